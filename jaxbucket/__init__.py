@@ -1,0 +1,92 @@
+"""Shape buckets for training on variable-length data in JAX.
+
+`import jaxbucket` needs numpy alone: planning runs where no jax is. What needs jax,
+grain or flax is imported on first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from jaxbucket.base import Batch, BatchIndices, Bucket, BucketPlan, RowShard
+from jaxbucket.collate import collate_rows, unbatch
+from jaxbucket.plan import plan_buckets
+from jaxbucket.schedule import BatchSchedule
+from jaxbucket.stats import Report, report
+
+if TYPE_CHECKING:
+    from jaxbucket.compile import CompiledSteps, compile_steps, count_compiles
+    from jaxbucket.input_pipeline import batch_dataset, measure_lengths
+    from jaxbucket.optim import scale_by_batch_size
+    from jaxbucket.sharding import (
+        batch_specs,
+        data_mesh,
+        local_rows,
+        prefetch_to_mesh,
+        replicate,
+    )
+    from jaxbucket.train import (
+        TrainState,
+        create_state,
+        data_parallel,
+        data_parallel_eval,
+    )
+
+__version__ = "0.1.0"
+
+_ON_FIRST_USE = {
+    "batch_dataset": "input_pipeline",
+    "measure_lengths": "input_pipeline",
+    "batch_specs": "sharding",
+    "data_mesh": "sharding",
+    "local_rows": "sharding",
+    "prefetch_to_mesh": "sharding",
+    "replicate": "sharding",
+    "CompiledSteps": "compile",
+    "compile_steps": "compile",
+    "count_compiles": "compile",
+    "scale_by_batch_size": "optim",
+    "TrainState": "train",
+    "create_state": "train",
+    "data_parallel": "train",
+    "data_parallel_eval": "train",
+}
+
+__all__ = [
+    "Batch",
+    "BatchIndices",
+    "BatchSchedule",
+    "Bucket",
+    "BucketPlan",
+    "CompiledSteps",
+    "Report",
+    "RowShard",
+    "TrainState",
+    "batch_dataset",
+    "batch_specs",
+    "collate_rows",
+    "compile_steps",
+    "count_compiles",
+    "create_state",
+    "data_mesh",
+    "data_parallel",
+    "data_parallel_eval",
+    "local_rows",
+    "measure_lengths",
+    "plan_buckets",
+    "prefetch_to_mesh",
+    "replicate",
+    "report",
+    "scale_by_batch_size",
+    "unbatch",
+]
+
+
+def __getattr__(name: str):
+    if name in _ON_FIRST_USE:
+        module = importlib.import_module(f"jaxbucket.{_ON_FIRST_USE[name]}")
+        return getattr(module, name)
+    raise AttributeError(f"module 'jaxbucket' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_FIRST_USE})

@@ -1,0 +1,439 @@
+"""The types every room speaks: shapes, plans, one step's rows, and batches.
+
+Index kinds, so that no two are mixed up:
+
+* an *example* is one record of the source, named by its index in `lengths`;
+* a *row* is one line of a batch: it holds an example, or nothing (`-1`);
+* a *step* is one optimizer update, and so one batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import operator
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+Overlong: TypeAlias = Literal["error", "drop", "truncate"]
+
+MAX_LENGTH = 2**31 - 1
+EMPTY_ROW = -1
+_PLAN_FORMAT = "jaxbucket.BucketPlan"
+_PLAN_VERSION = 1
+
+
+def check_lengths(lengths: ArrayLike) -> np.ndarray:
+    """Returns `lengths` as an integer array `[N]`, or says what is wrong with it.
+
+    An int32 or int64 array comes back uncopied.
+
+    Raises:
+      ValueError: if `lengths` is empty, not one-dimensional, not of integers, or
+        holds a value below 1 or above 2**31 - 1.
+    """
+    array = np.asarray(lengths)
+    if array.ndim != 1:
+        raise ValueError(
+            f"`lengths` has shape {array.shape}; pass one length per example, [N]."
+        )
+    if array.size == 0:
+        raise ValueError(
+            "`lengths` is empty: there is no example to batch. Check the source."
+        )
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(_not_integers(array))
+    low, high = int(array.min()), int(array.max())
+    if low < 1 or high > MAX_LENGTH:
+        bad = int(np.argmax((array < 1) | (array > MAX_LENGTH)))
+        raise ValueError(
+            f"`lengths[{bad}]={array[bad]}`: a length must be between 1 and "
+            f"{MAX_LENGTH}. Remove the example or measure it again."
+        )
+    # Narrow and unsigned integers cannot be compared with every T.
+    return array if array.dtype in (np.int32, np.int64) else array.astype(np.int32)
+
+
+def _not_integers(array: np.ndarray) -> str:
+    if np.issubdtype(array.dtype, np.floating):
+        odd = ~np.isfinite(array) | (array != np.floor(array))
+        if odd.any():
+            bad = int(np.argmax(odd))
+            return (
+                f"`lengths[{bad}]={array[bad]}` is not an integer. Lengths count "
+                "positions: measure the example again, or round it yourself."
+            )
+    return (
+        f"`lengths` has dtype {array.dtype}, not an integer dtype. "
+        "Pass `lengths.astype(np.int32)`."
+    )
+
+
+def overlong_message(lengths: np.ndarray, max_seq_len: int) -> str:
+    """Says which example is longer than the last bucket, and what to do."""
+    example = int(np.argmax(lengths > max_seq_len))
+    return (
+        f"`lengths[{example}]={lengths[example]}` is beyond the last bucket, "
+        f"`seq_len={max_seq_len}`. Plan with a larger `max_seq_len`, or choose "
+        "`overlong='drop'` or `overlong='truncate'`."
+    )
+
+
+def check_positive(name: str, value: Any) -> int:
+    """Returns `value` as an int, or raises a ValueError that names it."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"`{name}={value!r}` is not an integer.") from None
+    if number < 1 or isinstance(value, bool):
+        raise ValueError(f"`{name}={value!r}` must be a positive integer.")
+    return number
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Bucket:
+    """One static batch shape `[B, T]`, in array order.
+
+    Attributes:
+      batch_size: B, rows of the global batch, over all devices.
+      seq_len: T, positions in each row.
+    """
+
+    batch_size: int
+    seq_len: int
+
+    def __post_init__(self):
+        for name in ("batch_size", "seq_len"):
+            object.__setattr__(self, name, check_positive(name, getattr(self, name)))
+
+    @property
+    def num_tokens(self) -> int:
+        """B * T, padding counted."""
+        return self.batch_size * self.seq_len
+
+    def __str__(self) -> str:
+        return f"[{self.batch_size}, {self.seq_len}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketPlan:
+    """A closed set of batch shapes, and what happens to examples too long for it.
+
+    Example:
+      >>> plan = BucketPlan((Bucket(8, 128), Bucket(2, 512)), max_tokens=1024)
+      >>> plan.assign([5, 128, 129, 512])
+      array([0, 0, 1, 1], dtype=int16)
+      >>> BucketPlan.from_json(plan.to_json()) == plan
+      True
+
+    Attributes:
+      buckets: the shapes, by strictly increasing `seq_len`.
+      max_tokens: no bucket's B * T exceeds it, padding counted.
+      batch_size_multiple: every B is a multiple of it.
+      seq_len_multiple: every T is a multiple of it.
+      overlong: what happens to an example longer than the last bucket: "error"
+        refuses it, "drop" leaves it out, "truncate" cuts it to the last bucket.
+
+    Raises:
+      ValueError: if a bucket breaks one of these promises.
+    """
+
+    buckets: tuple[Bucket, ...]
+    max_tokens: int
+    batch_size_multiple: int = 1
+    seq_len_multiple: int = 1
+    overlong: Overlong = "error"
+
+    def __post_init__(self):
+        object.__setattr__(self, "buckets", tuple(self.buckets))
+        for name in ("max_tokens", "batch_size_multiple", "seq_len_multiple"):
+            object.__setattr__(self, name, check_positive(name, getattr(self, name)))
+        if self.overlong not in ("error", "drop", "truncate"):
+            raise ValueError(
+                f"`overlong={self.overlong!r}`: choose 'error', 'drop' or 'truncate'."
+            )
+        if not self.buckets:
+            raise ValueError("`buckets` is empty: a plan needs at least one shape.")
+        for bucket in self.buckets:
+            self._check_bucket(bucket)
+        if np.any(np.diff(self.boundaries) <= 0):
+            raise ValueError(
+                f"`buckets` has seq_lens {self.boundaries.tolist()}: sort them in "
+                "strictly increasing order."
+            )
+
+    def _check_bucket(self, bucket: Bucket) -> None:
+        if bucket.num_tokens > self.max_tokens:
+            raise ValueError(
+                f"Bucket {bucket} holds {bucket.num_tokens} tokens, more than "
+                f"`max_tokens={self.max_tokens}`. Lower its batch_size to "
+                f"{self.max_tokens // bucket.seq_len}."
+            )
+        for name in ("batch_size", "seq_len"):
+            value, multiple = getattr(bucket, name), getattr(self, f"{name}_multiple")
+            if value % multiple:
+                raise ValueError(
+                    f"Bucket {bucket}: `{name}={value}` is not a multiple of "
+                    f"`{name}_multiple={multiple}`."
+                )
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    @functools.cached_property
+    def boundaries(self) -> np.ndarray:
+        """`[K]` int64: the inclusive upper length of every bucket."""
+        return np.array([bucket.seq_len for bucket in self.buckets], np.int64)
+
+    @functools.cached_property
+    def batch_sizes(self) -> np.ndarray:
+        """`[K]` int64: B of every bucket."""
+        return np.array([bucket.batch_size for bucket in self.buckets], np.int64)
+
+    @property
+    def max_seq_len(self) -> int:
+        """T of the last bucket."""
+        return self.buckets[-1].seq_len
+
+    def assign(self, lengths: ArrayLike) -> np.ndarray:
+        """Returns the bucket of each example: the shortest one that holds it.
+
+        Args:
+          lengths: `[N]` integers.
+
+        Returns:
+          `[N]` int16: an index into `buckets`, or -1 for an example that
+          `overlong="drop"` leaves out.
+
+        Raises:
+          ValueError: for lengths that `check_lengths` refuses, or beyond the last
+            bucket under `overlong="error"`.
+        """
+        lengths = check_lengths(lengths)
+        # Equal dtypes keep searchsorted from converting the long array.
+        edges = np.minimum(self.boundaries, MAX_LENGTH).astype(lengths.dtype)
+        index = _searchsorted_in_chunks(edges, lengths)
+        over = index == len(self)
+        if self.overlong == "truncate":
+            index[over] = len(self) - 1
+        elif self.overlong == "drop":
+            index[over] = -1
+        elif over.any():
+            raise ValueError(overlong_message(lengths, self.max_seq_len))
+        return index
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits that name these shapes and this policy."""
+        return digest(self.to_json().encode())
+
+    def to_json(self) -> str:
+        """Returns the plan as one JSON object; `from_json` is the inverse."""
+        fields = {
+            "format": _PLAN_FORMAT,
+            "version": _PLAN_VERSION,
+            "buckets": [[b.batch_size, b.seq_len] for b in self.buckets],
+            "max_tokens": self.max_tokens,
+            "batch_size_multiple": self.batch_size_multiple,
+            "seq_len_multiple": self.seq_len_multiple,
+            "overlong": self.overlong,
+        }
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> BucketPlan:
+        """Reads a plan that `to_json` wrote.
+
+        Raises:
+          ValueError: if `text` is truncated, foreign, of another version, or breaks
+            a promise of the plan.
+        """
+        remedy = "Write the plan again with `plan.to_json()`."
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"The plan is not valid JSON ({error}). {remedy}"
+            ) from None
+        if not isinstance(fields, dict) or fields.get("format") != _PLAN_FORMAT:
+            raise ValueError(f'The JSON has no "format": "{_PLAN_FORMAT}". {remedy}')
+        if fields.get("version") != _PLAN_VERSION:
+            raise ValueError(
+                f"The plan has version {fields.get('version')!r}; this jaxbucket reads "
+                f"version {_PLAN_VERSION}. {remedy}"
+            )
+        try:
+            buckets = tuple(Bucket(b, t) for b, t in fields["buckets"])
+            names = [f.name for f in dataclasses.fields(cls) if f.name != "buckets"]
+            return cls(buckets, **{name: fields[name] for name in names})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"The plan lacks a field: {error}. {remedy}") from None
+
+
+def _searchsorted_in_chunks(edges: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    # int16 straight away: the int64 result for 10M lengths would be 80 MB.
+    index = np.empty(lengths.size, np.int16)
+    for start in range(0, lengths.size, 1 << 18):
+        part = slice(start, start + (1 << 18))
+        index[part] = np.searchsorted(edges, lengths[part])
+    return index
+
+
+def digest(*parts: bytes | memoryview) -> str:
+    """Returns 32 hex digits of BLAKE2b over the parts in turn."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchIndices:
+    """What one step trains on.
+
+    Attributes:
+      bucket: the global shape (B, T).
+      rows: `[B]` int64, the example in each row; -1 marks an empty row.
+    """
+
+    bucket: Bucket
+    rows: np.ndarray
+
+    @property
+    def num_examples(self) -> int:
+        """Rows that are not empty."""
+        return int(np.count_nonzero(self.rows != EMPTY_ROW))
+
+
+@dataclasses.dataclass(frozen=True)
+class RowShard:
+    """Which rows of every global batch this process must load.
+
+    A mesh cuts the B rows into `num_parts` equal, contiguous parts; the devices of
+    this process hold `parts` of them. Two processes may need the same part (a model
+    axis across hosts), and the parts of one process need not be neighbours.
+
+    Example:
+      >>> RowShard(parts=(0, 3), num_parts=4).rows(8)
+      array([0, 1, 6, 7])
+
+    Attributes:
+      parts: the parts to load, ascending.
+      num_parts: into how many parts the batch is cut.
+      axes: the mesh axes that cut it, for messages.
+    """
+
+    parts: tuple[int, ...] = (0,)
+    num_parts: int = 1
+    axes: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "parts", tuple(self.parts))
+        object.__setattr__(
+            self, "num_parts", check_positive("num_parts", self.num_parts)
+        )
+        ascending = all(a < b for a, b in zip(self.parts, self.parts[1:], strict=False))
+        inside = all(0 <= part < self.num_parts for part in self.parts)
+        if not (self.parts and ascending and inside):
+            raise ValueError(
+                f"`parts={self.parts}` must be ascending, distinct and in "
+                f"[0, {self.num_parts})."
+            )
+
+    def part_size(self, batch_size: int) -> int:
+        """Returns how many rows of a global batch one part has.
+
+        Raises:
+          ValueError: if `num_parts` does not divide `batch_size`.
+        """
+        if batch_size % self.num_parts:
+            raise ValueError(
+                f"`batch_size={batch_size}` cannot be cut into {self.num_parts} equal "
+                f"parts by the mesh axes {self.axes}. Plan with `batch_size_multiple="
+                f"{self.num_parts}` or a multiple of it, or use a mesh whose batch "
+                f"axes divide {batch_size}."
+            )
+        return batch_size // self.num_parts
+
+    def rows(self, batch_size: int) -> np.ndarray:
+        """Returns `[B_local]` int64: the rows of a global batch, ascending."""
+        size = self.part_size(batch_size)
+        starts = np.array(self.parts, np.int64)[:, None] * size
+        return (starts + np.arange(size)).reshape(-1)
+
+
+class Batch(NamedTuple):
+    """One batch, on the host (numpy) or on devices (`jax.Array`): a pytree for both.
+
+    In `segment_ids` 0 is padding and examples in a row count from 1; `positions`
+    restart at 0 with every example:
+
+        tokens       7 3 9 5 0 0
+        segment_ids  1 1 1 1 0 0
+        positions    0 1 2 3 0 0
+
+    Everything else about validity is derived from them, never carried beside them.
+
+    Attributes:
+      features: name -> `[B, T, ...]` for sequences, `[B, ...]` for the rest.
+      segment_ids: name -> `[B, T]` int32, one entry for each sequence that has
+        lengths of its own (one in the ordinary case).
+      positions: name -> `[B, T]` int32, the same names.
+    """
+
+    features: dict[str, Any]
+    segment_ids: dict[str, Any]
+    positions: dict[str, Any]
+
+    @property
+    def mask(self) -> Any:
+        """`[B, T]` bool: True where a token is real.
+
+        Raises:
+          ValueError: if several sequences have lengths of their own.
+        """
+        if len(self.segment_ids) != 1:
+            raise ValueError(
+                f"`mask` is ambiguous: {sorted(self.segment_ids)} have lengths of "
+                "their own. Use `segment_ids[name] > 0`."
+            )
+        return next(iter(self.segment_ids.values())) > 0
+
+    @property
+    def num_tokens(self) -> Any:
+        """`[]` int: real tokens, over all sequences."""
+        return sum((ids > 0).sum() for ids in self.segment_ids.values())
+
+    @property
+    def num_examples(self) -> Any:
+        """`[]` int: examples; empty rows do not count."""
+        return next(iter(self.segment_ids.values())).max(axis=1).sum()
+
+    @property
+    def bucket(self) -> Bucket:
+        """The shape (B, T); that of the plan only if the batch is a global one."""
+        return Bucket(*next(iter(self.segment_ids.values())).shape)
+
+    def as_dict(self, style: Literal["grain", "maxtext"] = "grain") -> dict[str, Any]:
+        """Returns one flat dict under the names that other libraries use.
+
+        Args:
+          style: "grain" gives `x`, `x_segment_ids`, `x_positions`; "maxtext" gives
+            `x`, `x_segmentation`, `x_position`.
+        """
+        suffixes = {
+            "grain": ("segment_ids", "positions"),
+            "maxtext": ("segmentation", "position"),
+        }
+        if style not in suffixes:
+            raise ValueError(f"`style={style!r}`: choose 'grain' or 'maxtext'.")
+        ids, positions = suffixes[style]
+        return {
+            **self.features,
+            **{f"{name}_{ids}": value for name, value in self.segment_ids.items()},
+            **{f"{name}_{positions}": value for name, value in self.positions.items()},
+        }

@@ -1,0 +1,197 @@
+"""Rows of examples -> one numpy `Batch` of the bucket's shape, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxbucket.base import Batch, Bucket
+
+Example: TypeAlias = Mapping[str, ArrayLike]
+
+
+def collate_rows(
+    rows: Sequence[Example | None],
+    bucket: Bucket,
+    *,
+    like: Example | None = None,
+    sequences: Sequence[str] | None = None,
+    pad_value: float = 0,
+    truncate: bool = False,
+) -> Batch:
+    """Returns one batch of the bucket's shape; `unbatch` is the inverse.
+
+    An example is a dict of arrays. Its sequences, `[n, ...]` each with the same n, are
+    padded to `[T, ...]`; everything else is stacked as it is.
+
+    Example:
+      >>> rows = [{"tokens": [7, 3], "label": 1}, {"tokens": [5], "label": 0}, None]
+      >>> batch = collate_rows(rows, Bucket(batch_size=3, seq_len=4))
+      >>> batch.features["tokens"]
+      array([[7, 3, 0, 0],
+             [5, 0, 0, 0],
+             [0, 0, 0, 0]])
+      >>> batch.segment_ids["tokens"].sum(axis=1), batch.features["label"]
+      (array([2, 1, 0]), array([1, 0, 0]))
+      >>> unbatch(batch)[1]
+      {'tokens': array([5]), 'label': array(0)}
+
+    Args:
+      rows: at most B examples, None for an empty row. Rows beyond are empty.
+      bucket: the shape (B, T).
+      like: an example to take names, dtypes and trailing shapes from; by default the
+        first of `rows`. Needed where all rows are empty.
+      sequences: the features that are padded, by default all that have a leading
+        axis. The first of them names the entry in `segment_ids` and `positions`.
+      pad_value: what fills the sequences behind their end, and in empty rows.
+      truncate: cut examples longer than T instead of refusing them.
+
+    Raises:
+      ValueError: if an example is longer than T or has length 0, or differs from
+        `like` in its features, dtypes or trailing shapes; if its sequences differ in
+        length; if there are more than B rows, or only empty ones and no `like`.
+    """
+    if len(rows) > bucket.batch_size:
+        raise ValueError(
+            f"`rows` has {len(rows)} entries, more than the {bucket.batch_size} of "
+            f"bucket {bucket}."
+        )
+    if like is None:
+        like = next((row for row in rows if row is not None), None)
+    if like is None:
+        raise ValueError("All rows are empty: pass `like=`, an example of the source.")
+    template = {name: np.asarray(value) for name, value in like.items()}
+    names = _sequence_names(template, sequences)
+    shape = (bucket.batch_size, bucket.seq_len)
+    features = {
+        name: np.full((*shape, *value.shape[1:]), pad_value, value.dtype)
+        if name in names
+        else np.zeros((bucket.batch_size, *value.shape), value.dtype)
+        for name, value in template.items()
+    }
+    lengths = np.zeros(bucket.batch_size, np.int64)
+    for row, example in enumerate(rows):
+        if example is None:
+            continue
+        arrays = _matching_arrays(example, template, names, row)
+        length = _common_length(arrays, names, row)
+        if length > bucket.seq_len and not truncate:
+            raise ValueError(
+                f"Row {row} has length {length}, beyond `seq_len={bucket.seq_len}`. "
+                "Put it into a longer bucket, or pass `truncate=True`."
+            )
+        lengths[row] = min(length, bucket.seq_len)
+        for name, value in arrays.items():
+            if name in names:
+                features[name][row, : lengths[row]] = value[: lengths[row]]
+            else:
+                features[name][row] = value
+    positions = np.arange(bucket.seq_len, dtype=np.int32)
+    real = positions < lengths[:, None]
+    return Batch(
+        features,
+        {names[0]: real.astype(np.int32)},
+        {names[0]: np.where(real, positions, 0)},
+    )
+
+
+def example_length(example: Example, sequences: Sequence[str] | None = None) -> int:
+    """Returns the common length of an example's sequences.
+
+    Raises:
+      ValueError: if there is none, or they differ.
+    """
+    arrays = {name: np.asarray(value) for name, value in example.items()}
+    return _common_length(arrays, _sequence_names(arrays, sequences))
+
+
+def unbatch(
+    batch: Batch, *, sequences: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Returns the examples of a batch without their padding, in row order.
+
+    Args:
+      batch: numpy or fully addressable `jax.Array`s, one example in a row.
+      sequences: the features that were padded, by default all of shape `[B, T, ...]`.
+
+    Raises:
+      ValueError: if several sequences have lengths of their own.
+    """
+    mask = np.asarray(batch.mask)
+    lengths = mask.sum(axis=1)
+    features = {name: np.asarray(value) for name, value in batch.features.items()}
+    padded = sequences
+    if padded is None:
+        padded = [name for name, x in features.items() if x.shape[:2] == mask.shape]
+    return [
+        {
+            name: value[row, : lengths[row]] if name in padded else value[row, ...]
+            for name, value in features.items()
+        }
+        for row in np.flatnonzero(lengths)
+    ]
+
+
+def _sequence_names(
+    arrays: Mapping[str, np.ndarray], sequences: Sequence[str] | None
+) -> list[str]:
+    if sequences is None:
+        names = [name for name, value in arrays.items() if value.ndim]
+        remedy = "Give it an array with a leading axis of positions."
+    else:
+        names = [sequences] if isinstance(sequences, str) else list(sequences)
+        missing = [n for n in names if n not in arrays or not arrays[n].ndim]
+        if missing:
+            raise ValueError(
+                f"`sequences={names}`: {missing} are no arrays with a leading axis in "
+                f"an example with features {sorted(arrays)}."
+            )
+        remedy = "Name at least one in `sequences`."
+    if not names:
+        raise ValueError(f"The example {sorted(arrays)} has no sequence. {remedy}")
+    return names
+
+
+def _matching_arrays(
+    example: Example, template: dict[str, np.ndarray], names: list[str], row: int
+) -> dict[str, np.ndarray]:
+    """The example as arrays that may be copied into a batch made for `template`."""
+    if example.keys() != template.keys():
+        raise ValueError(
+            f"Row {row} has features {sorted(example)}, others have "
+            f"{sorted(template)}. Give every example the same features."
+        )
+    arrays = {name: np.asarray(example[name]) for name in template}
+    for name, value in arrays.items():
+        drop = 1 if name in names else 0
+        is_as = (value.dtype, value.ndim, value.shape[drop:])
+        expected = template[name]
+        if is_as != (expected.dtype, expected.ndim, expected.shape[drop:]):
+            raise ValueError(
+                f"Row {row}: feature {name!r} is {value.dtype}{list(value.shape)}, in "
+                f"other examples {expected.dtype}{list(expected.shape)}. Give all "
+                "examples one dtype and one shape behind the sequence axis, or name "
+                "the features with a sequence axis in `sequences`."
+            )
+    return arrays
+
+
+def _common_length(
+    arrays: Mapping[str, np.ndarray], names: list[str], row: int | None = None
+) -> int:
+    where = "The example" if row is None else f"Row {row}"
+    lengths = {name: len(arrays[name]) for name in names}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(
+            f"{where} has sequences of different lengths, {lengths}. Name those that "
+            "share one in `sequences`."
+        )
+    length = lengths[names[0]]
+    if length == 0:
+        raise ValueError(
+            f"{where} has length 0. Leave empty examples out of the source."
+        )
+    return length

@@ -1,0 +1,195 @@
+"""From a source of examples to a `grain.MapDataset` of batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, overload
+
+import grain
+import numpy as np
+
+from jaxbucket.base import EMPTY_ROW, Batch, Bucket, RowShard
+from jaxbucket.collate import Example, collate_rows, example_length
+from jaxbucket.schedule import BatchSchedule
+
+
+class Source(Protocol):
+    """Random access to examples: a list, a `grain` source or `MapDataset`, ..."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def measure_lengths(
+    source: Source,
+    *,
+    length_fn: Callable[[Any], int] = example_length,
+    progress: bool = True,
+) -> np.ndarray:
+    """Returns the length of every example, in one pass over the source.
+
+    Example:
+      >>> measure_lengths([{"tokens": [1, 2, 3]}, {"tokens": [4]}], progress=False)
+      array([3, 1], dtype=int32)
+
+    Args:
+      source: examples by index.
+      length_fn: example -> length; by default the common length of all its arrays.
+      progress: show a progress bar on a terminal.
+
+    Returns:
+      `[N]` int32.
+
+    Raises:
+      ValueError: if the source is empty, or an example has no positive length.
+    """
+    from rich.progress import track
+
+    size = len(source)
+    if size == 0:
+        raise ValueError("`source` is empty: there is no example to measure.")
+    lengths = np.empty(size, np.int32)
+    indices = track(
+        range(size), "Measuring lengths", disable=not progress, transient=True
+    )
+    for index in indices:
+        try:
+            length = length_fn(source[index])
+        except ValueError as error:
+            raise ValueError(f"`source[{index}]`: {error}") from error
+        if length < 1:
+            raise ValueError(
+                f"`source[{index}]` has length {length}. Leave empty examples out of "
+                "the source."
+            )
+        lengths[index] = length
+    return lengths
+
+
+def batch_dataset(
+    source: Source,
+    schedule: BatchSchedule,
+    *,
+    shard: RowShard | None = None,
+    start_step: int = 0,
+    num_steps: int | None = None,
+    sequences: Sequence[str] | None = None,
+    pad_value: float = 0,
+) -> BatchDataset:
+    """Returns the schedule's batches as a `grain.MapDataset`, numpy arrays.
+
+    Element 0 is the batch of `start_step`, so that resuming takes one integer. Only
+    the examples in the rows of `shard` are read.
+
+    Example:
+      >>> from jaxbucket import plan_buckets
+      >>> source = [{"tokens": [7] * n} for n in (3, 1, 4, 2)]
+      >>> lengths = measure_lengths(source, progress=False)
+      >>> plan = plan_buckets(lengths, max_tokens=8, num_buckets=2)
+      >>> dataset = batch_dataset(source, BatchSchedule(plan, lengths))
+      >>> sorted(batch.bucket for batch in dataset)
+      [Bucket(batch_size=2, seq_len=4), Bucket(batch_size=4, seq_len=2)]
+
+    Args:
+      source: examples by index, the ones that were measured.
+      schedule: which examples fill which bucket at which step.
+      shard: the rows this process loads, from `local_rows(mesh)`; by default all.
+      start_step: the first step to give.
+      num_steps: where the run ends, counted from step 0 and over epochs. By default
+        the end of the epoch that `start_step` is in.
+      sequences: the features that are padded, by default all with a leading axis.
+      pad_value: what fills them behind their end.
+
+    Raises:
+      ValueError: if the source has not one example for each length, the shard's parts
+        do not divide a bucket, or the steps are negative or in the wrong order. And
+        from an element, if an example is not as long as it was measured.
+    """
+    return BatchDataset(
+        source,
+        schedule,
+        shard or RowShard(),
+        start_step,
+        num_steps,
+        sequences,
+        pad_value,
+    )
+
+
+class BatchDataset(grain.MapDataset[Batch]):
+    """What `batch_dataset` returns; elements beyond its length are later steps."""
+
+    def __init__(
+        self,
+        source: Source,
+        schedule: BatchSchedule,
+        shard: RowShard,
+        start_step: int,
+        num_steps: int | None,
+        sequences: Sequence[str] | None,
+        pad_value: float,
+    ):
+        super().__init__()
+        if len(source) != len(schedule.lengths):
+            raise ValueError(
+                f"`source` has {len(source)} examples, but the schedule was made for "
+                f"{len(schedule.lengths)} lengths. Measure the source again."
+            )
+        for bucket in schedule.plan.buckets:
+            shard.part_size(bucket.batch_size)
+        if num_steps is None:
+            num_steps = (start_step // len(schedule) + 1) * len(schedule)
+        if not 0 <= start_step <= num_steps:
+            raise ValueError(
+                f"`start_step={start_step}` must be between 0 and the end of the run, "
+                f"`num_steps={num_steps}`."
+            )
+        self._source = source
+        self._schedule = schedule
+        self._shard = shard
+        self._start_step = start_step
+        self._num_steps = num_steps
+        self._sequences = sequences
+        self._pad_value = pad_value
+
+    def __len__(self) -> int:
+        return self._num_steps - self._start_step
+
+    @overload
+    def __getitem__(self, index: slice) -> grain.MapDataset[Batch]: ...
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return self.slice(index)
+        if index < 0:
+            raise IndexError(f"`index={index}` must not be negative.")
+        indices = self._schedule[self._start_step + index]
+        rows = indices.rows[self._shard.rows(indices.bucket.batch_size)]
+        return collate_rows(
+            [None if row == EMPTY_ROW else self._example(int(row)) for row in rows],
+            Bucket(len(rows), indices.bucket.seq_len),
+            like=self._first_example,
+            sequences=self._sequences,
+            pad_value=self._pad_value,
+            truncate=self._schedule.plan.overlong == "truncate",
+        )
+
+    def _example(self, index: int) -> Example:
+        example = self._source[index]
+        length = example_length(example, self._sequences)
+        measured = int(self._schedule.lengths[index])
+        if length != measured:
+            raise ValueError(
+                f"`source[{index}]` has length {length}, but `lengths[{index}]="
+                f"{measured}`: the data changed since it was measured. Measure again."
+            )
+        return example
+
+    @functools.cached_property
+    def _first_example(self) -> Example:
+        return self._source[0]

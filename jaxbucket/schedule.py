@@ -1,0 +1,198 @@
+"""Which examples fill which bucket at which step: a pure function of the step.
+
+Nothing here advances. `schedule[step]` is computed from the plan, the lengths and the
+seed alone, so every host computes the same, and resuming takes one integer.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxbucket.base import (
+    EMPTY_ROW,
+    BatchIndices,
+    BucketPlan,
+    check_lengths,
+    digest,
+)
+from jaxbucket.permutation import fold, permute
+from jaxbucket.remainder import flow_remainders
+
+Order: TypeAlias = Literal["shuffled", "source"]
+
+
+class BatchSchedule:
+    """Step -> `BatchIndices`, without end: after one epoch follows the next.
+
+    Within an epoch every example that the plan keeps is in exactly one row. Examples
+    that do not fill their bucket's last batch go up into a longer bucket, or stay as
+    one batch with empty rows, whichever costs fewer padded tokens.
+
+    Orders:
+
+    * "shuffled": every epoch draws new batches, and a new order of them, by keyed
+      integer permutations: no pass over the data, no state.
+    * "source": every epoch is the same. Each bucket takes its examples in source
+      order, and batches come in the order in which they fill up.
+
+    Example:
+      >>> from jaxbucket import plan_buckets
+      >>> lengths = [3, 9, 4, 8, 2, 10]
+      >>> plan = plan_buckets(lengths, max_tokens=20, num_buckets=2)
+      >>> schedule = BatchSchedule(plan, lengths, order="source")
+      >>> for batch in schedule:
+      ...     print(batch.bucket, batch.rows)
+      [2, 10] [1 3]
+      [5, 4] [ 0  2  4 -1 -1]
+      [2, 10] [ 5 -1]
+
+    It keeps 4 bytes per example beside `lengths`, which it refers to and does not
+    copy: do not change the array afterwards.
+
+    Attributes:
+      plan: the shapes.
+      lengths: `[N]` integers.
+      seed: any integer from 0 to 2**63 - 1.
+      order: "shuffled" or "source".
+      flow: how many rows and batches every bucket has in one epoch.
+
+    Raises:
+      ValueError: for lengths the plan refuses or drops altogether, an unknown order,
+        or a seed out of range.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        lengths: ArrayLike,
+        *,
+        seed: int = 0,
+        order: Order = "shuffled",
+    ):
+        if order not in ("shuffled", "source"):
+            raise ValueError(f"`order={order!r}`: choose 'shuffled' or 'source'.")
+        if not 0 <= operator.index(seed) < 2**63:
+            raise ValueError(f"`seed={seed}` must be between 0 and 2**63 - 1.")
+        self.plan = plan
+        self.lengths = check_lengths(lengths)
+        self.seed = operator.index(seed)
+        self.order = order
+        self._examples, counts = _group(plan.assign(self.lengths), len(plan))
+        self._offsets = np.cumsum(counts) - counts
+        self.flow = flow_remainders(counts, plan.batch_sizes, plan.boundaries)
+        self._first_batch = np.cumsum(self.flow.batches) - self.flow.batches
+        if not self.flow.num_batches:
+            raise ValueError(
+                "`overlong='drop'` leaves out every example: all are longer than "
+                f"`seq_len={plan.max_seq_len}`. Plan with a larger `max_seq_len`."
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every example was in one row."""
+        return self.flow.num_batches
+
+    def __len__(self) -> int:
+        """Steps of one epoch; larger steps are later epochs."""
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[BatchIndices]:
+        """The steps of epoch 0."""
+        return (self[step] for step in range(len(self)))
+
+    def __repr__(self) -> str:
+        return (
+            f"BatchSchedule({len(self.lengths)} examples, {len(self.plan)} buckets, "
+            f"{self.steps_per_epoch} steps per epoch, seed={self.seed}, "
+            f"order={self.order!r})"
+        )
+
+    def __getitem__(self, step: int) -> BatchIndices:
+        """Returns the bucket and the rows of any step, of any epoch.
+
+        Raises:
+          IndexError: if `step` is negative.
+        """
+        step = operator.index(step)
+        if step < 0:
+            raise IndexError(f"`step={step}` must not be negative.")
+        epoch, position = divmod(step, self.steps_per_epoch)
+        batch = self._batch_at(epoch, position)
+        index = int(np.searchsorted(self._first_batch, batch, side="right")) - 1
+        bucket = self.plan.buckets[index]
+        first = (batch - int(self._first_batch[index])) * bucket.batch_size
+        last = min(first + bucket.batch_size, int(self.flow.rows[index]))
+        rows = np.full(bucket.batch_size, EMPTY_ROW, np.int64)
+        rows[: last - first] = self._rows(epoch, index, np.arange(first, last))
+        return BatchIndices(bucket, rows)
+
+    def _batch_at(self, epoch: int, position: int) -> int:
+        """The batch at a position of an epoch; batches are numbered by bucket."""
+        if self.order == "source":
+            return int(self._source_order[position])
+        key = fold(self.seed, epoch, len(self.plan))
+        return int(permute(np.array([position]), self.steps_per_epoch, key)[0])
+
+    def _rows(self, epoch: int, bucket: int, row: np.ndarray) -> np.ndarray:
+        """The examples in the `[n]` rows of a bucket, all its batches end to end."""
+        own = int(self.flow.counts[bucket])
+        slot = row
+        if self.order == "shuffled":
+            size = own + int(self.flow.carried[bucket])
+            slot = permute(row, size, fold(self.seed, epoch, bucket))
+        below = slot >= own
+        examples = self._examples[self._offsets[bucket] + np.where(below, 0, slot)]
+        examples = examples.astype(np.int64)
+        if below.any():
+            # Slots beyond the bucket's own are the rows that the one below left over.
+            left_over = slot[below] - own + int(self.flow.rows[bucket - 1])
+            examples[below] = self._rows(epoch, bucket - 1, left_over)
+        return examples
+
+    @functools.cached_property
+    def _source_order(self) -> np.ndarray:
+        """`[steps]`: batches in the order in which their last row's example comes."""
+        completes = []
+        for index, bucket in enumerate(self.plan.buckets):
+            ends = np.arange(1, self.flow.batches[index] + 1) * bucket.batch_size
+            last_row = np.minimum(ends, self.flow.rows[index]) - 1
+            completes.append(self._rows(0, index, last_row))
+        return np.argsort(np.concatenate(completes), kind="stable")
+
+    @functools.cached_property
+    def data_fingerprint(self) -> str:
+        """32 hex digits that name the lengths, whatever their integer dtype."""
+        return digest(np.ascontiguousarray(self.lengths, "<i4").data)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits that name every batch: plan, lengths, seed and order."""
+        parts = (
+            self.plan.fingerprint,
+            self.data_fingerprint,
+            str(self.seed),
+            self.order,
+        )
+        return digest("\n".join(parts).encode())
+
+
+def _group(index: np.ndarray, num_buckets: int) -> tuple[np.ndarray, np.ndarray]:
+    """Examples by bucket, in source order within each.
+
+    Args:
+      index: `[N]` int16 bucket of each example, -1 for none.
+      num_buckets: K.
+
+    Returns:
+      `[N']` uint32 examples (wider only beyond 2**32 of them), `[K]` int64 counts.
+    """
+    counts = np.bincount(index + 1, minlength=num_buckets + 1)
+    # numpy sorts 16-bit integers by radix: one pass, whatever K.
+    order = np.argsort(index, kind="stable")[counts[0] :]
+    return order.astype(np.uint32 if len(index) <= 2**32 else np.int64), counts[1:]

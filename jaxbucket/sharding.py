@@ -1,0 +1,192 @@
+"""Meshes, the rows a process loads for them, and batches as global arrays.
+
+The rows of a batch are cut over the *batch axes* of a mesh; over all other axes (the
+model's own) they are repeated.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxbucket.base import Batch, Bucket, BucketPlan, RowShard
+from jaxbucket.collate import Example, collate_rows
+
+Axes: TypeAlias = str | Sequence[str]
+Device: TypeAlias = jax.Device  # pyright: ignore
+_T = TypeVar("_T")
+
+DATA_AXIS = "data"
+
+
+def data_mesh(devices: Sequence[Device] | None = None) -> Mesh:
+    """Returns a mesh of one axis, "data", over all devices or the given ones."""
+    devices = jax.devices() if devices is None else devices
+    # Explicit axes, a default in some releases, make a plain embedding lookup fail.
+    return jax.make_mesh(
+        (len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices
+    )
+
+
+def batch_sharding(mesh: Mesh, batch_axes: Axes = DATA_AXIS) -> NamedSharding:
+    """Returns the sharding that cuts the leading axis over the batch axes.
+
+    Raises:
+      ValueError: if the mesh lacks one of the axes.
+    """
+    return NamedSharding(mesh, PartitionSpec(axis_names(mesh, batch_axes)))
+
+
+def axis_names(mesh: Mesh, batch_axes: Axes) -> tuple[str, ...]:
+    """Returns the batch axes as a tuple, or raises a ValueError for an unknown one."""
+    names = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+    unknown = [name for name in names if name not in mesh.axis_names]
+    if unknown or not names:
+        raise ValueError(
+            f"`batch_axes={batch_axes!r}`: the mesh has axes {mesh.axis_names}. Name "
+            "one or several of them."
+        )
+    return names
+
+
+def local_rows(mesh: Mesh, *, batch_axes: Axes = DATA_AXIS) -> RowShard:
+    """Returns which rows of every global batch the devices of this process hold.
+
+    It is read off the mesh's own sharding, so a model axis across processes (several
+    of them need the same rows) and devices in any order are right.
+
+    Raises:
+      ValueError: if the mesh lacks one of the axes, or has no device here.
+    """
+    return rows_of_devices(mesh, mesh.local_devices, batch_axes)
+
+
+def rows_of_devices(
+    mesh: Mesh, devices: Iterable[Device], batch_axes: Axes = DATA_AXIS
+) -> RowShard:
+    """Returns which rows of every global batch these devices of the mesh hold."""
+    names = axis_names(mesh, batch_axes)
+    num_parts = math.prod(mesh.shape[name] for name in names)
+    # In an array of one row per part, the row a device holds is its part.
+    held = batch_sharding(mesh, names).devices_indices_map((num_parts,))
+    parts = {held[device][0].indices(num_parts)[0] for device in devices}
+    if not parts:
+        raise ValueError(
+            "No device of the mesh belongs to this process: build the mesh from "
+            "`jax.devices()`, those of all processes."
+        )
+    return RowShard(tuple(sorted(parts)), num_parts, names)
+
+
+def prefetch_to_mesh(
+    batches: Iterable[Batch],
+    mesh: Mesh,
+    *,
+    batch_axes: Axes = DATA_AXIS,
+    size: int = 2,
+) -> Iterator[Batch]:
+    """Yields each local numpy batch as one of global `jax.Array`s, `size` ahead.
+
+    Args:
+      batches: what this process loaded for `local_rows(mesh)`: a dataset of
+        `batch_dataset`, or any iterable.
+      mesh: where the rows go.
+      batch_axes: the mesh axes that cut the rows.
+      size: how many batches to keep in transfer beside the one in use.
+
+    Raises:
+      ValueError: if the mesh lacks one of the axes, or a batch does not have the rows
+        of this process.
+    """
+    if size < 0:
+        raise ValueError(f"`size={size}` must not be negative.")
+    shard = local_rows(mesh, batch_axes=batch_axes)
+    sharding = batch_sharding(mesh, batch_axes)
+    # device_put returns before the copy is done, so a queue of its results suffices.
+    on_device = (_to_global(batch, shard, sharding) for batch in batches)
+    return _ahead(on_device, size)
+
+
+def _ahead(items: Iterator[_T], size: int) -> Iterator[_T]:
+    queue = collections.deque(itertools.islice(items, size))
+    for item in items:
+        queue.append(item)
+        yield queue.popleft()
+    yield from queue
+
+
+def _to_global(batch: Batch, shard: RowShard, sharding: NamedSharding) -> Batch:
+    num_local = batch.bucket.batch_size
+    if num_local % len(shard.parts):
+        raise ValueError(
+            f"A local batch has {num_local} rows, which is no multiple of the "
+            f"{len(shard.parts)} parts this process holds. Load the rows of "
+            "`local_rows(mesh)`."
+        )
+    part_size = num_local // len(shard.parts)
+    # Part p of the batch is the slot-th part that was loaded.
+    slots = {part: slot for slot, part in enumerate(shard.parts)}
+
+    def to_global(leaf: Any) -> jax.Array:
+        def rows_for_device(index: Any) -> np.ndarray:
+            start = slots[(index[0].start or 0) // part_size] * part_size
+            return leaf[start : start + part_size]
+
+        shape = (part_size * shard.num_parts, *leaf.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, rows_for_device)
+
+    return jax.tree.map(to_global, batch)
+
+
+def replicate(tree: _T, mesh: Mesh) -> _T:
+    """Returns a copy of a state on every device of the mesh.
+
+    Always a copy: the original survives a step that donates its state.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.device_put(tree, sharding, may_alias=False)
+
+
+def batch_specs(
+    plan: BucketPlan,
+    example: Example,
+    mesh: Mesh,
+    *,
+    batch_axes: Axes = DATA_AXIS,
+    sequences: Sequence[str] | None = None,
+) -> dict[Bucket, Batch]:
+    """Returns the shape, dtype and sharding of every batch the plan can give.
+
+    Args:
+      plan: the buckets.
+      example: any example of the source, for its features and dtypes.
+      mesh: where the rows go.
+      batch_axes: the mesh axes that cut the rows.
+      sequences: as in `batch_dataset`.
+
+    Returns:
+      For each bucket a `Batch` of `jax.ShapeDtypeStruct`.
+
+    Raises:
+      ValueError: if the batch axes do not divide a bucket's B.
+    """
+    sharding = batch_sharding(mesh, batch_axes)
+    cut = rows_of_devices(mesh, mesh.devices.flat, batch_axes)
+
+    def spec(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
+    specs = {}
+    for bucket in plan.buckets:
+        cut.part_size(bucket.batch_size)
+        empty = collate_rows([], bucket, like=example, sequences=sequences)
+        specs[bucket] = jax.tree.map(spec, empty)
+    return specs

@@ -1,0 +1,176 @@
+"""Numbers about a plan before anything runs: padding, tokens, steps, examples lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxbucket.base import BucketPlan, check_lengths
+from jaxbucket.remainder import flow_remainders
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketReport:
+    """One bucket over one epoch.
+
+    Attributes:
+      batch_size: B, over all devices.
+      seq_len: T.
+      examples: examples whose shortest bucket this is.
+      carried: examples that come up from the bucket below to fill a batch here.
+      steps: batches of an epoch.
+      empty_rows: rows of these batches that hold no example.
+      padding: share of positions that are padding where an example is in its own
+        bucket; empty rows apart.
+      token_share: this bucket's share of the epoch's B * T.
+    """
+
+    batch_size: int
+    seq_len: int
+    examples: int
+    carried: int
+    steps: int
+    empty_rows: int
+    padding: float
+    token_share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One epoch of a plan on a set of lengths.
+
+    Attributes:
+      buckets: the same, bucket by bucket.
+      steps_per_epoch: optimizer updates that see every example once.
+      examples: examples that are trained on.
+      real_tokens: their positions, after truncation.
+      padded_tokens: B * T summed over the steps.
+      padding: 1 - real_tokens / padded_tokens.
+      padding_in_rows: the part of it behind the examples' ends.
+      padding_in_empty_rows: the part of it in rows without an example.
+      dropped_examples: examples left out as too long.
+      truncated_examples: examples cut as too long.
+      truncated_tokens: positions cut off from them.
+    """
+
+    buckets: tuple[BucketReport, ...]
+    steps_per_epoch: int
+    examples: int
+    real_tokens: int
+    padded_tokens: int
+    padding: float
+    padding_in_rows: float
+    padding_in_empty_rows: float
+    dropped_examples: int
+    truncated_examples: int
+    truncated_tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, as plain Python."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """Every number, as one JSON object."""
+        return json.dumps(self.to_dict())
+
+    def __rich__(self) -> Any:
+        """The report as a `rich` table, for a terminal."""
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, caption=self.summary, caption_justify="left")
+        for name in (
+            *("B", "T", "examples", "carried in", "steps"),
+            *("empty rows", "padding", "tokens"),
+        ):
+            table.add_column(name, justify="right")
+        for b in self.buckets:
+            table.add_row(
+                *(str(n) for n in (b.batch_size, b.seq_len, b.examples, b.carried)),
+                *(str(b.steps), str(b.empty_rows)),
+                *(f"{b.padding:.1%}", f"{b.token_share:.1%}"),
+            )
+        return table
+
+    @property
+    def summary(self) -> str:
+        """The totals in a few sentences."""
+        lines = [
+            f"{self.steps_per_epoch} steps per epoch, {self.real_tokens} real tokens "
+            f"in {self.padded_tokens}.",
+            f"{self.padding:.1%} padding: {self.padding_in_rows:.1%} in rows, "
+            f"{self.padding_in_empty_rows:.1%} in empty rows.",
+        ]
+        if self.dropped_examples:
+            lines.append(f"{self.dropped_examples} examples are too long: dropped.")
+        if self.truncated_examples:
+            lines.append(
+                f"{self.truncated_examples} examples are too long: cut by "
+                f"{self.truncated_tokens} tokens."
+            )
+        return "\n".join(lines)
+
+
+def report(plan: BucketPlan, lengths: ArrayLike) -> Report:
+    """Returns what one epoch of these lengths costs under a plan, exactly.
+
+    Example:
+      >>> from jaxbucket import Bucket
+      >>> plan = BucketPlan((Bucket(4, 8), Bucket(2, 16)), max_tokens=32)
+      >>> print(report(plan, [8, 8, 8, 8, 6, 10]).summary)
+      2 steps per epoch, 48 real tokens in 64.
+      25.0% padding: 25.0% in rows, 0.0% in empty rows.
+
+    Args:
+      plan: the shapes.
+      lengths: `[N]` integers, those the plan was made for or others.
+
+    Raises:
+      ValueError: for lengths the plan refuses.
+    """
+    lengths = check_lengths(lengths)
+    index = plan.assign(lengths)
+    size = len(plan)
+    counts = np.bincount(index + 1, minlength=size + 1)[1:]
+    flow = flow_remainders(counts, plan.batch_sizes, plan.boundaries)
+    used = np.minimum(lengths, plan.max_seq_len)
+    own = np.bincount(index + 1, weights=used, minlength=size + 1)[1:]
+    row_slots = flow.rows * plan.boundaries
+    tokens = flow.batches * plan.batch_sizes * plan.boundaries
+    real, padded = int(own.sum()), int(tokens.sum())
+    over = lengths > plan.max_seq_len
+    num_over = int(over.sum())
+    truncates = plan.overlong == "truncate"
+    return Report(
+        buckets=tuple(
+            BucketReport(
+                batch_size=bucket.batch_size,
+                seq_len=bucket.seq_len,
+                examples=int(counts[k]),
+                carried=int(flow.carried[k]),
+                steps=int(flow.batches[k]),
+                empty_rows=int(flow.batches[k] * bucket.batch_size - flow.rows[k]),
+                padding=_share(counts[k] * bucket.seq_len - own[k], counts[k], bucket),
+                token_share=float(tokens[k] / max(padded, 1)),
+            )
+            for k, bucket in enumerate(plan.buckets)
+        ),
+        steps_per_epoch=flow.num_batches,
+        examples=int(counts.sum()),
+        real_tokens=real,
+        padded_tokens=padded,
+        padding=1 - real / max(padded, 1),
+        padding_in_rows=float(row_slots.sum() - real) / max(padded, 1),
+        padding_in_empty_rows=float(padded - row_slots.sum()) / max(padded, 1),
+        dropped_examples=0 if truncates else num_over,
+        truncated_examples=num_over if truncates else 0,
+        truncated_tokens=int((lengths[over] - plan.max_seq_len).sum()) * truncates,
+    )
+
+
+def _share(wasted: float, examples: int, bucket: Any) -> float:
+    return float(wasted / (examples * bucket.seq_len)) if examples else 0.0

@@ -1,0 +1,273 @@
+"""The loss contract, and the train and evaluation steps built on it.
+
+A loss is `loss_fn(model, batch, keys) -> (loss_sum, weight)` or `(loss_sum, weight,
+sums)`: sums over the examples it is given, without collectives. `weight` is what the
+mean is taken over, usually `batch.num_tokens`; `sums` is a dict of further sums to
+report. The step differentiates `loss_sum`, adds gradients and sums over all devices,
+and divides once, so that a token counts the same wherever it is.
+
+`keys` are `[B]` random keys, one for each row, or None in evaluation. They depend on
+the seed, the step and the row's place in the global batch alone: use them row by row
+(`jax.vmap`), and dropout is the same on every mesh and after every resume.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxbucket.base import Batch
+from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
+
+LossFn: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple]
+Mode: TypeAlias = Literal["jit", "shard_map"]
+Metrics: TypeAlias = dict[str, jax.Array]
+# (state, batch, keys of the rows given here) -> sums over these rows
+_Sums: TypeAlias = Callable[["TrainState", Batch, jax.Array | None], Any]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "variables", "opt_state"],
+    meta_fields=["graphdef"],
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes.
+
+    Attributes:
+      step: `[]` int32, updates done.
+      params: what is differentiated.
+      variables: the other variables of an NNX model, held fixed; else ().
+      opt_state: state of the optimizer.
+      graphdef: the structure of an NNX model; None for plain parameters.
+    """
+
+    step: jax.Array
+    params: Any
+    variables: Any
+    opt_state: Any
+    graphdef: Any = None
+
+    @property
+    def model(self) -> Any:
+        """The NNX model with the current parameters, or the plain parameters."""
+        if self.graphdef is None:
+            return self.params
+        return nnx.merge(self.graphdef, self.params, self.variables)
+
+
+def create_state(model: Any, tx: optax.GradientTransformation) -> TrainState:
+    """Returns the state before the first step.
+
+    Args:
+      model: a Flax NNX module, or any pytree of parameters (Linen, plain functions).
+      tx: the optimizer.
+
+    Raises:
+      ValueError: if an NNX model has batch statistics, which these steps would not
+        update: they differ from device to device.
+    """
+    graphdef, params, variables = None, model, ()
+    if isinstance(model, nnx.Module):
+        if jax.tree.leaves(nnx.state(model, nnx.BatchStat)):
+            raise ValueError(
+                "The model has batch statistics (`nnx.BatchStat`), which these steps "
+                "do not update. Use LayerNorm, RMSNorm or GroupNorm, or write your own "
+                "step: `compile_steps` takes any."
+            )
+        graphdef, params, variables = nnx.split(model, nnx.Param, ...)
+    step = jnp.zeros((), jnp.int32)
+    return TrainState(step, params, variables, tx.init(params), graphdef)
+
+
+def data_parallel(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    mode: Mode = "jit",
+    batch_axes: Axes = DATA_AXIS,
+    seed: int = 0,
+    state_sharding: Any = None,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Returns a jitted train step over a mesh: `(state, batch) -> (state, metrics)`.
+
+    Args:
+      loss_fn: the loss, see the top of this module.
+      tx: the optimizer. It is given `num_examples` and `num_tokens` of the global
+        batch as extra arguments.
+      mesh: where batches are sharded.
+      mode: "jit" leaves the partitioning to the compiler; "shard_map" runs the loss on
+        each device's rows and adds up by an explicit `psum`. Equal results.
+      batch_axes: the mesh axes that cut the rows.
+      seed: what dropout keys are derived from.
+      state_sharding: sharding of the state, or a tree of them; by default replicated.
+
+    Returns:
+      The step. It donates its state. Metrics: "loss" (`loss_sum / weight`), "weight",
+      "num_tokens", "num_examples", and the loss's own sums.
+
+    Raises:
+      ValueError: for an unknown mode or axis; when traced, for a loss that breaks the
+        contract.
+    """
+    if state_sharding is None:
+        state_sharding = NamedSharding(mesh, PartitionSpec())
+    tx = optax.with_extra_args_support(tx)
+
+    def gradient_sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
+        def loss(params: Any) -> tuple[jax.Array, Metrics]:
+            model = dataclasses.replace(state, params=params).model
+            return _checked_loss(loss_fn, model, batch, keys)
+
+        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return grads, sums
+
+    over_batch = _over_batch(gradient_sums, mesh, mode, batch_axes, seed)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        grads, sums = over_batch(state, batch)
+        metrics = _mean(sums)
+        # A batch of zero weight has zero gradients: let it be an update of zero.
+        inverse = jnp.where(sums["weight"] > 0, 1 / sums["weight"], 0)
+        grads = jax.tree.map(lambda g: g * inverse.astype(g.dtype), grads)
+        updates, opt_state = tx.update(
+            grads,
+            state.opt_state,
+            state.params,
+            num_examples=metrics["num_examples"],
+            num_tokens=metrics["num_tokens"],
+        )
+        params = optax.apply_updates(state.params, updates)
+        return dataclasses.replace(
+            state, step=state.step + 1, params=params, opt_state=opt_state
+        ), metrics
+
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(
+        train_step, donate_argnums=0, out_shardings=(state_sharding, replicated)
+    )
+
+
+def data_parallel_eval(
+    loss_fn: LossFn,
+    mesh: Mesh,
+    *,
+    mode: Mode = "jit",
+    batch_axes: Axes = DATA_AXIS,
+) -> Callable[[TrainState, Batch], Metrics]:
+    """Returns a jitted evaluation step over a mesh: `(state, batch) -> metrics`.
+
+    Arguments and errors are those of `data_parallel`; the loss is called with keys
+    None. Metrics are as there, and "loss_sum": over several batches, add `loss_sum`
+    and `weight` and divide at the end.
+    """
+
+    def sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
+        return _checked_loss(loss_fn, state.model, batch, keys)[1]
+
+    over_batch = _over_batch(sums, mesh, mode, batch_axes, seed=None)
+
+    def eval_step(state: TrainState, batch: Batch) -> Metrics:
+        return _mean(over_batch(state, batch))
+
+    return jax.jit(eval_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _over_batch(
+    sums: _Sums, mesh: Mesh, mode: Mode, batch_axes: Axes, seed: int | None
+) -> Callable[[TrainState, Batch], Any]:
+    """`sums` over the rows of the global batch, on whichever devices they are."""
+    axes = axis_names(mesh, batch_axes)
+
+    def on_rows(state: TrainState, batch: Batch, first_row: Any) -> Any:
+        num_rows = batch.bucket.batch_size
+        keys = None if seed is None else row_keys(seed, state.step, first_row, num_rows)
+        return sums(state, batch, keys)
+
+    def on_all_rows(state: TrainState, batch: Batch) -> Any:
+        return on_rows(state, batch, 0)
+
+    def on_own_rows(state: TrainState, batch: Batch) -> Any:
+        first_row = jax.lax.axis_index(axes) * batch.bucket.batch_size
+        return jax.lax.psum(on_rows(state, batch, first_row), axes)
+
+    if mode == "jit":
+        return on_all_rows
+    if mode == "shard_map":
+        # check_vma would refuse ordinary models, such as a scan that starts from
+        # zeros; gradients are of local sums, so the explicit psum is all they need.
+        return jax.shard_map(
+            on_own_rows,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(axes)),
+            out_specs=PartitionSpec(),
+            axis_names=set(axes),
+            check_vma=False,
+        )
+    raise ValueError(f"`mode={mode!r}`: choose 'jit' or 'shard_map'.")
+
+
+def row_keys(
+    seed: int, step: Any, first_row: Any, num_rows: int, micro_batch: Any = 0
+) -> jax.Array:
+    """Returns `[num_rows]` random keys, one for each row of a step's global batch.
+
+    Args:
+      seed: of the run.
+      step: the step, static or traced.
+      first_row: place of the first row in the global batch.
+      num_rows: how many rows.
+      micro_batch: place of the micro-batch in the step.
+    """
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    key = jax.random.fold_in(key, micro_batch)
+    return jax.vmap(functools.partial(jax.random.fold_in, key))(
+        first_row + jnp.arange(num_rows)
+    )
+
+
+def _checked_loss(
+    loss_fn: LossFn, model: Any, batch: Batch, keys: jax.Array | None
+) -> tuple[jax.Array, Metrics]:
+    """The loss, and every sum that is to be added up over devices."""
+    result = loss_fn(model, batch, keys)
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise ValueError(
+            f"`loss_fn` returned {type(result).__name__}: return (loss_sum, weight) or "
+            "(loss_sum, weight, sums), sums over the batch and not means."
+        )
+    loss_sum, weight = result[:2]
+    own = result[2] if len(result) == 3 else {}
+    sums = {
+        "loss_sum": loss_sum,
+        "weight": jnp.asarray(weight, jnp.result_type(loss_sum)),
+        "num_tokens": batch.num_tokens,
+        "num_examples": batch.num_examples,
+    }
+    for name, value in {**sums, **own}.items():
+        if jnp.shape(value):
+            raise ValueError(
+                f"`loss_fn` returned {name!r} of shape {list(jnp.shape(value))}: sum "
+                "it to a scalar."
+            )
+    if sums.keys() & own.keys():
+        raise ValueError(
+            f"`loss_fn`: {sorted(sums.keys() & own.keys())} in `sums` are names of the "
+            "step's own metrics. Rename them."
+        )
+    return loss_sum, {**sums, **own}
+
+
+def _mean(sums: Metrics) -> Metrics:
+    loss = sums["loss_sum"] / jnp.maximum(sums["weight"], 1)
+    return {"loss": jnp.where(sums["weight"] > 0, loss, 0), **sums}
