@@ -55,7 +55,7 @@ def plan_buckets(
       ...     lengths, max_tokens=4096, num_buckets=3, seq_len_multiple=64
       ... )
       >>> [str(bucket) for bucket in plan.buckets]
-      ['[21, 192]', '[12, 320]', '[8, 512]']
+      ['[21, 192]', '[10, 384]', '[8, 512]']
 
     Args:
       lengths: `[N]` integers, one per example.

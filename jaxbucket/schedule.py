@@ -42,10 +42,9 @@ class BatchSchedule:
       order, and batches come in the order in which they fill up.
 
     Example:
-      >>> from jaxbucket import plan_buckets
-      >>> lengths = [3, 9, 4, 8, 2, 10]
-      >>> plan = plan_buckets(lengths, max_tokens=20, num_buckets=2)
-      >>> schedule = BatchSchedule(plan, lengths, order="source")
+      >>> from jaxbucket import Bucket
+      >>> plan = BucketPlan((Bucket(5, 4), Bucket(2, 10)), max_tokens=20)
+      >>> schedule = BatchSchedule(plan, [3, 9, 4, 8, 2, 10], order="source")
       >>> for batch in schedule:
       ...     print(batch.bucket, batch.rows)
       [2, 10] [1 3]
