@@ -1,0 +1,84 @@
+"""A decoder-only transformer over bytes, in Flax NNX."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+VOCABULARY = 257
+# What the first byte is predicted from.
+BEGIN = 256
+
+
+class Transformer(nnx.Module):
+    """Bytes `[B, T]` -> logits `[B, T, 257]` of each byte given those before it."""
+
+    def __init__(self, width: int, layers: int, dropout: float, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCABULARY, width, rngs=rngs)
+        self.blocks = nnx.List(Block(width, dropout, rngs) for _ in range(layers))
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+        self.head = nnx.Linear(width, VOCABULARY, use_bias=False, rngs=rngs)
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, keys: jax.Array | None
+    ) -> jax.Array:
+        """Returns the logits.
+
+        Args:
+          tokens: `[B, T]` integers.
+          positions: `[B, T]` int32.
+          keys: `[B]` random keys for dropout, or None to do without.
+        """
+        before = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (1, 0)))[:, :-1]
+        x = self.embed(jnp.where(positions == 0, BEGIN, before))
+        for layer, block in enumerate(self.blocks):
+            own = (
+                None
+                if keys is None
+                else jax.vmap(jax.random.fold_in, (0, None))(keys, layer)
+            )
+            x = block(x, positions, own)
+        return self.head(self.norm(x))
+
+
+class Block(nnx.Module):
+    """Causal self-attention, then two layers at every position."""
+
+    def __init__(self, width: int, dropout: float, rngs: nnx.Rngs, head_dim: int = 64):
+        self.heads = max(1, width // head_dim)
+        self.norms = nnx.List(nnx.RMSNorm(width, rngs=rngs) for _ in range(2))
+        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout)
+
+    def __call__(
+        self, x: jax.Array, positions: jax.Array, keys: jax.Array | None
+    ) -> jax.Array:
+        x = x + self._drop(self._attend(self.norms[0](x), positions), keys)
+        hidden = nnx.gelu(self.up(self.norms[1](x)))
+        return x + self._drop(self.down(hidden), keys)
+
+    def _attend(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        # Padding stands behind every real token: a causal mask is all it takes.
+        q, k, v = jnp.split(self.qkv(x), 3, axis=-1)
+        split = (*x.shape[:2], self.heads, x.shape[-1] // self.heads)
+        q, k = (rotate(a.reshape(split), positions) for a in (q, k))
+        y = jax.nn.dot_product_attention(q, k, v.reshape(split), is_causal=True)
+        return self.out(y.reshape(x.shape))
+
+    def _drop(self, x: jax.Array, keys: jax.Array | None) -> jax.Array:
+        if keys is None or self.dropout.rate == 0:
+            return x
+        # Row by row: a row's mask is then the same on any mesh.
+        return jax.vmap(lambda row, key: self.dropout(row, rngs=key))(x, keys)
+
+
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary positions (Su et al., arXiv:2104.09864) for `[B, T, heads, dim]`."""
+    half = x.shape[-1] // 2
+    frequencies = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[:, :, None, None] * frequencies
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
