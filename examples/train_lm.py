@@ -113,7 +113,7 @@ def run(job: Job, args: argparse.Namespace, compiles: Counter[str]) -> dict[str,
     )
     tx = optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(learning_rate, b2=0.99, weight_decay=0.05),
+        optax.adamw(learning_rate, b2=0.98, weight_decay=0.05),
         jb.scale_by_batch_size(base_examples=BASE_EXAMPLES, rule="sqrt"),
     )
     model = Transformer(args.width, args.layers, args.dropout, nnx.Rngs(args.seed))
@@ -252,7 +252,7 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--layers", type=_positive, default=2, help="of the model")
     model.add_argument("--dropout", type=float, default=0.0, help="share dropped")
     model.add_argument("--steps", type=_positive, default=700, help="updates")
-    model.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
+    model.add_argument("--lr", type=float, default=8e-3, help="peak learning rate")
     model.add_argument("--seed", type=int, default=0, help="of everything random")
     devices = parser.add_argument_group("devices")
     devices.add_argument(

@@ -1,0 +1,149 @@
+"""The examples as a user starts them: in a process of their own."""
+
+import importlib
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+TRAIN_LM = pathlib.Path(__file__).parents[1] / "examples" / "train_lm.py"
+SMALL = (
+    *("--steps", "6", "--width", "16", "--layers", "1", "--max-len", "64"),
+    *("--max-tokens", "512", "--num-buckets", "2"),
+)
+
+
+def train_lm(*args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", TRAIN_LM, *SMALL, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def jsonl(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "data.jsonl"
+    lines = [
+        json.dumps({"body": f"document {n} " + "x" * (n % 90)}) for n in range(200)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+def test_trains_on_simulated_devices_without_a_recompile(jsonl, tmp_path, mode):
+    out = tmp_path / "summary.json"
+    run = train_lm(
+        *("--data", jsonl, "--field", "body", "--devices", 4),
+        *("--mode", mode, "--json", out, "--dropout", 0.1),
+    )
+    assert run.returncode == 0, run.stderr
+    summary = json.loads(out.read_text())
+    assert len(summary["devices"]) == 4
+    shapes = len(summary["plan"]["buckets"])
+    for step in ("train_step", "eval_step"):
+        assert summary["compile"][step]["ahead"] == shapes
+        assert summary["compile"][step]["later"] == 0
+        assert f"{step} compiled {shapes} times" in " ".join(run.stdout.split())
+    seen = summary["epoch"]["examples"] + summary["held_out"]["documents"]
+    assert seen == 200
+    assert summary["train"]["steps"] == 6
+    assert 0 < summary["held_out"]["bits_per_byte"] < 16
+
+
+def test_reads_text_lines_and_folders(jsonl, tmp_path):
+    text = tmp_path / "lines.txt"
+    text.write_text("\n".join(f"line {n}" for n in range(150)))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for n in range(100):
+        (folder / f"{n}.md").write_text(f"# File {n}\n")
+    (folder / "picture.png").write_bytes(b"\x89PNG\xff")
+    for data, count in ((text, 150), (folder, 100)):
+        out = tmp_path / "summary.json"
+        run = train_lm("--data", data, "--json", out)
+        assert run.returncode == 0, run.stderr
+        summary = json.loads(out.read_text())
+        total = summary["epoch"]["examples"] + summary["held_out"]["documents"]
+        assert total == count
+
+
+@pytest.fixture
+def documents(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(TRAIN_LM.parent)
+    return importlib.import_module("documents")
+
+
+def write(path: pathlib.Path, content: bytes) -> pathlib.Path:
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", b"", "has no text. Give a file"),
+        ("blank.txt", b"\n \n", "has no text. Give a file"),
+        ("one.txt", b"a line\n", "has 1 distinct documents, too few to hold some out"),
+        ("broken.jsonl", b'{"text": "a"}\n{"te', "broken.jsonl:2 is not JSON"),
+        (
+            "other.jsonl",
+            b'{"body": "a"}',
+            "has no text in 'text', but ['body']. Name it",
+        ),
+        ("number.jsonl", b'{"text": 3}', "has no text in 'text'"),
+        ("list.jsonl", b"[1]", "has no text in 'text', but no fields"),
+        ("latin.txt", b"caf\xe9\n", "is not UTF-8 text"),
+        ("table.csv", b"a,b\n", "is no folder, .jsonl or .txt file"),
+    ],
+)
+def test_unreadable_data_is_refused(documents, tmp_path, name, content, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        documents.load(str(write(tmp_path / name, content)))
+
+
+def test_missing_data_is_refused_in_one_sentence(tmp_path):
+    run = train_lm("--data", tmp_path / "nowhere.txt")
+    assert run.returncode == 1
+    assert re.fullmatch(
+        r"train_lm.py: `--data .*nowhere.txt` does not exist. Check the path.\n",
+        run.stderr,
+    )
+
+
+def test_the_standard_library_is_split_by_file(documents):
+    def texts(examples):
+        return {example["tokens"].tobytes().decode() for example in examples}
+
+    split = documents.load()
+    train, held_out = texts(split.train), texts(split.held_out)
+    assert len(train) == len(split.train) > 1000
+    assert len(held_out) == len(split.held_out) > 20
+    assert not train & held_out
+    assert all(x.startswith(("def ", "class ", "async ", "@")) for x in train)
+    sides = {}
+    for document in documents.standard_library():
+        # A text that stands in several files is only in the first.
+        if document.text not in sides:
+            sides[document.text] = document.origin
+    assert not {sides[x] for x in train} & {sides[x] for x in held_out}
+
+
+def test_devices_that_do_not_divide_a_batch_are_refused(jsonl):
+    run = train_lm("--data", jsonl, "--field", "body", "--devices", 3)
+    assert run.returncode == 1
+    assert "cannot be cut into 3 equal parts by the mesh axes ('data',)" in run.stderr
+    assert "batch_size_multiple=3" in run.stderr
+
+
+def test_a_budget_that_holds_no_row_is_refused(jsonl):
+    run = train_lm("--data", jsonl, "--field", "body", "--max-tokens", 32)
+    assert run.returncode == 1
+    assert "`max_tokens=32` holds 0 rows" in run.stderr
+    assert "Raise `max_tokens` to 256" in run.stderr
+
+
+def test_options_out_of_range_are_refused():
+    assert "0 is not positive" in train_lm("--steps", 0).stderr
+    assert "100 is no multiple of 32" in train_lm("--max-len", 100).stderr
