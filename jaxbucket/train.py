@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base import Batch
@@ -30,6 +31,7 @@ from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
 LossFn: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple]
 Mode: TypeAlias = Literal["jit", "shard_map"]
 Metrics: TypeAlias = dict[str, jax.Array]
+_OWN_METRICS = {"loss", "loss_sum", "weight", "num_tokens", "num_examples"}
 # (state, batch, keys of the rows given here) -> sums over these rows
 _Sums: TypeAlias = Callable[["TrainState", Batch, jax.Array | None], Any]
 
@@ -85,6 +87,8 @@ def create_state(model: Any, tx: optax.GradientTransformation) -> TrainState:
                 "step: `compile_steps` takes any."
             )
         graphdef, params, variables = nnx.split(model, nnx.Param, ...)
+    # A Python number's weak dtype would change, and recompile, after the first step.
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)
     step = jnp.zeros((), jnp.int32)
     return TrainState(step, params, variables, tx.init(params), graphdef)
 
@@ -240,34 +244,54 @@ def _checked_loss(
     loss_fn: LossFn, model: Any, batch: Batch, keys: jax.Array | None
 ) -> tuple[jax.Array, Metrics]:
     """The loss, and every sum that is to be added up over devices."""
-    result = loss_fn(model, batch, keys)
+    try:
+        result = loss_fn(model, batch, keys)
+    except TraceContextError as error:
+        raise ValueError(
+            "`loss_fn` changes the model's own variables, which these steps hold "
+            "fixed. Draw dropout from `keys` (`dropout(x, rngs=key)`, row by row) and "
+            "not from the model's `nnx.Rngs`."
+        ) from error
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise ValueError(
             f"`loss_fn` returned {type(result).__name__}: return (loss_sum, weight) or "
             "(loss_sum, weight, sums), sums over the batch and not means."
         )
-    loss_sum, weight = result[:2]
     own = result[2] if len(result) == 3 else {}
-    sums = {
-        "loss_sum": loss_sum,
-        "weight": jnp.asarray(weight, jnp.result_type(loss_sum)),
-        "num_tokens": batch.num_tokens,
-        "num_examples": batch.num_examples,
-    }
-    for name, value in {**sums, **own}.items():
-        if jnp.shape(value):
-            raise ValueError(
-                f"`loss_fn` returned {name!r} of shape {list(jnp.shape(value))}: sum "
-                "it to a scalar."
-            )
-    if sums.keys() & own.keys():
+    if not isinstance(own, Mapping):
         raise ValueError(
-            f"`loss_fn`: {sorted(sums.keys() & own.keys())} in `sums` are names of the "
-            "step's own metrics. Rename them."
+            f"`loss_fn` returned `sums` as {type(own).__name__}: make it a dict."
         )
-    return loss_sum, {**sums, **own}
+    if _OWN_METRICS & own.keys():
+        raise ValueError(
+            f"`loss_fn`: {sorted(_OWN_METRICS & own.keys())} in `sums` are names of "
+            "the step's own metrics. Rename them."
+        )
+    sums = {"loss_sum": result[0], "weight": result[1], **own}
+    for name, value in sums.items():
+        _check_sum(name, value)
+    # Half precision cannot count the tokens of a batch.
+    exact = jnp.float64 if result[0].dtype == jnp.float64 else jnp.float32
+    sums["weight"] = sums["weight"].astype(exact)
+    counts = {"num_tokens": batch.num_tokens, "num_examples": batch.num_examples}
+    return result[0], {**sums, **counts}
+
+
+def _check_sum(name: str, value: Any) -> None:
+    if not isinstance(value, jax.Array):
+        # A Python number would be added once for each device.
+        raise ValueError(
+            f"`loss_fn` returned {name!r} as {type(value).__name__}: return a scalar "
+            "jax.Array, a sum over the batch."
+        )
+    if value.shape:
+        raise ValueError(
+            f"`loss_fn` returned {name!r} of shape {list(value.shape)}: sum it to a "
+            "scalar."
+        )
 
 
 def _mean(sums: Metrics) -> Metrics:
-    loss = sums["loss_sum"] / jnp.maximum(sums["weight"], 1)
-    return {"loss": jnp.where(sums["weight"] > 0, loss, 0), **sums}
+    weight = sums["weight"]
+    loss = sums["loss_sum"].astype(weight.dtype) / jnp.where(weight > 0, weight, 1)
+    return {"loss": jnp.where(weight > 0, loss, 0), **sums}
