@@ -156,13 +156,18 @@ class BatchSchedule:
 
     @functools.cached_property
     def _source_order(self) -> np.ndarray:
-        """`[steps]`: batches in the order in which their last row's example comes."""
-        completes = []
-        for index, bucket in enumerate(self.plan.buckets):
-            ends = np.arange(1, self.flow.batches[index] + 1) * bucket.batch_size
-            last_row = np.minimum(ends, self.flow.rows[index]) - 1
-            completes.append(self._rows(0, index, last_row))
-        return np.argsort(np.concatenate(completes), kind="stable")
+        """`[steps]`: batches in the order in which their last example comes."""
+        completes = [
+            self._rows(0, index, np.arange(self.flow.rows[index]))
+            for index in range(len(self.plan))
+        ]
+        starts = [
+            np.arange(self.flow.batches[index]) * bucket.batch_size
+            for index, bucket in enumerate(self.plan.buckets)
+        ]
+        # Not simply the last row's: rows that come up may come early in the source.
+        lasts = map(np.maximum.reduceat, completes, starts)
+        return np.argsort(np.concatenate(list(lasts)), kind="stable")
 
     @functools.cached_property
     def data_fingerprint(self) -> str:

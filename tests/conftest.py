@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from typing import NamedTuple
 
 # Before jax starts its backend.
 os.environ["XLA_FLAGS"] = (
@@ -12,6 +13,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 import pytest
+
+from jaxbucket import BucketPlan, plan_buckets
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -39,3 +42,40 @@ def pytest_generate_tests(metafunc: pytest.Metafunc):
         )
         params = [pytest.param(x, id=name) for name, x in sets] or [missing]
         metafunc.parametrize("real_lengths", params)
+
+
+class Problem(NamedTuple):
+    """A random plan, and random lengths it takes."""
+
+    plan: BucketPlan
+    lengths: np.ndarray
+
+
+def random_problem(seed: int) -> Problem:
+    """Few and many examples, tight and wide budgets, every policy."""
+    rng = np.random.default_rng(seed)
+    longest = int(rng.choice([1, 7, 60, 500]))
+    size = int(rng.choice([1, 5, 40, 400, 2000]))
+    lengths = np.minimum(1 + rng.geometric(min(1, 3 / longest), size), longest)
+    multiples = int(rng.choice([1, 2, 8])), int(rng.choice([1, 4, 16]))
+    overlong = ["error", "drop", "truncate"][seed % 3]
+    last = -(-int(lengths.max()) // multiples[1]) * multiples[1]
+    if overlong != "error" and lengths.min() <= last - multiples[1]:
+        last -= multiples[1]
+    plan = plan_buckets(
+        lengths,
+        max_tokens=int(last * multiples[0] * rng.integers(1, 9)),
+        num_buckets=int(rng.integers(1, 10)),
+        batch_size_multiple=multiples[0],
+        seq_len_multiple=multiples[1],
+        max_seq_len=last,
+        boundaries=["optimal", "quantile", "geometric"][int(rng.integers(3))],
+        overlong=overlong,
+    )
+    return Problem(plan, lengths.astype(rng.choice(["i4", "i8"])))
+
+
+@pytest.fixture(params=range(40))
+def problem(request: pytest.FixtureRequest) -> Problem:
+    """Runs a test on 40 random plans."""
+    return random_problem(request.param)

@@ -1,0 +1,133 @@
+"""Imports only go down: the building that the README's table promises."""
+
+import ast
+import importlib
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jaxbucket
+
+PACKAGE = pathlib.Path(jaxbucket.__file__).parent
+
+# Room -> (rooms it may import, what it may import from outside). A new room is
+# entered here; it finds its floor by what it needs.
+ROOMS = {
+    "base": (set(), {"numpy"}),
+    "permutation": ({"base"}, {"numpy"}),
+    "remainder": ({"base"}, {"numpy"}),
+    "boundaries": ({"base", "remainder"}, {"numpy"}),
+    "plan": ({"base", "boundaries", "remainder"}, {"numpy"}),
+    "stats": ({"base", "remainder"}, {"numpy", "rich"}),
+    "schedule": ({"base", "permutation", "remainder", "plan"}, {"numpy"}),
+    "collate": ({"base"}, {"numpy"}),
+    "input_pipeline": ({"base", "schedule", "collate"}, {"numpy", "grain", "rich"}),
+    "sharding": ({"base", "collate"}, {"numpy", "jax"}),
+    "compile": ({"base"}, {"jax", "rich"}),
+    "optim": (set(), {"jax", "optax"}),
+    "train": ({"base", "sharding"}, {"jax", "flax", "optax"}),
+    "plots": ({"base", "stats"}, {"numpy", "matplotlib"}),
+}
+# Too heavy for planning on a laptop: never imported before they are used.
+LATE = {"rich", "matplotlib"}
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Every module imported below a node, but for those that only types need."""
+    found = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            # `from jaxbucket import boundaries` imports a room.
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= parts if node.module == "jaxbucket" else {str(node.module)}
+        found |= imports(node)
+    return found
+
+
+def parse(room: str) -> ast.Module:
+    return ast.parse((PACKAGE / f"{room}.py").read_text())
+
+
+def test_every_room_has_its_floor():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", *ROOMS}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_what_its_floor_allows(room):
+    rooms, libraries = ROOMS[room]
+    for name in imports(parse(room)):
+        top, *below = name.split(".")
+        if top == "jaxbucket":
+            assert below[0] in rooms, f"{room} imports {name}"
+        elif top not in sys.stdlib_module_names:
+            assert top in libraries, f"{room} imports {name}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_heavy_libraries_are_imported_where_they_are_used(room):
+    tree = parse(room)
+    top = ast.Module([x for x in tree.body if not isinstance(x, ast.FunctionDef)], [])
+    top.body = [x for x in top.body if not isinstance(x, ast.ClassDef)]
+    assert not {name.split(".")[0] for name in imports(top)} & LATE
+
+
+def test_the_table_has_no_cycle():
+    left = {room: set(rooms) for room, (rooms, _) in ROOMS.items()}
+    while left:
+        free = {room for room, rooms in left.items() if not rooms & left.keys()}
+        assert free, f"cycle among {sorted(left)}"
+        left = {room: rooms for room, rooms in left.items() if room not in free}
+
+
+PLANNING = """
+import sys
+import jaxbucket as jb
+plan = jb.plan_buckets([3, 5, 8], max_tokens=16)
+schedule = jb.BatchSchedule(plan, [3, 5, 8])
+jb.collate_rows([{"x": [1, 2]}], schedule[0].bucket)
+print(jb.report(plan, [3, 5, 8]).summary)
+heavy = {"jax", "jaxlib", "grain", "flax", "optax", "rich", "matplotlib", "orbax"}
+print("loaded:", sorted(heavy & sys.modules.keys()))
+"""
+
+
+def test_planning_loads_numpy_alone():
+    run = subprocess.run(
+        [sys.executable, "-c", PLANNING], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.splitlines()[-1] == "loaded: []"
+
+
+def test_every_public_name_is_there():
+    for name in jaxbucket.__all__:
+        assert getattr(jaxbucket, name) is not None
+    assert set(jaxbucket.__all__) <= set(dir(jaxbucket))
+    assert sorted(jaxbucket.__all__) == jaxbucket.__all__
+
+
+def test_names_for_first_use_are_those_for_type_checkers():
+    tree = parse("__init__")
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    typed = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    late = jaxbucket._ON_FIRST_USE
+    assert typed == {name: f"jaxbucket.{room}" for name, room in late.items()}
+    assert late.keys() <= set(jaxbucket.__all__)
+    for name, room in late.items():
+        module = importlib.import_module(f"jaxbucket.{room}")
+        assert getattr(jaxbucket, name) is getattr(module, name)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'plan_bucket'"):
+        _ = jaxbucket.plan_bucket

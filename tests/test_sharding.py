@@ -1,0 +1,510 @@
+"""Rows of devices, of hosts and of the mesh, against jax's own assignment."""
+
+import math
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxbucket as jb
+from jaxbucket.sharding import batch_sharding, rows_of_devices
+
+# (shape of the mesh, its axes, which of them cut the rows)
+LAYOUTS = {
+    "8": ((8,), ("data",), "data"),
+    "4x2-model": ((4, 2), ("data", "model"), "data"),
+    "1x8-model": ((1, 8), ("data", "model"), "data"),
+    "2x2x2": ((2, 2, 2), ("replica", "data", "model"), ("replica", "data")),
+    "2x2x2-swapped": ((2, 2, 2), ("replica", "data", "model"), ("data", "replica")),
+    "2x4-model-first": ((2, 4), ("model", "data"), "data"),
+}
+PERMUTATIONS = [None, 0, 1, 2]
+
+
+class Examples:
+    """Examples of given lengths, made from their index when they are read."""
+
+    def __init__(self, lengths: np.ndarray):
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        values = index + np.arange(self.lengths[index])
+        return {
+            "tokens": (values % 32_749).astype(np.int32),
+            "vectors": np.stack([values, -values], axis=1).astype(np.float32),
+            "label": np.int32(index),
+        }
+
+
+def random_lengths(seed: int, size: int = 200) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.minimum(rng.geometric(0.05, size), 100).astype(np.int32)
+
+
+def make_mesh(layout: str, permutation: int | None = None) -> tuple[Mesh, object]:
+    shape, names, batch_axes = LAYOUTS[layout]
+    devices = np.array(jax.devices()[: math.prod(shape)])
+    if permutation is not None:
+        devices = np.random.default_rng(permutation).permutation(devices)
+    return Mesh(devices.reshape(shape), names), batch_axes
+
+
+def make_hosts(num_hosts: int) -> list[list[jax.Device]]:
+    """Eight devices in groups that stay the same however a mesh orders them."""
+    return np.array(jax.devices()[:8]).reshape(num_hosts, -1).tolist()
+
+
+def assert_hosts_hold_what_jax_assigns(source, schedule, mesh, axes, hosts, steps):
+    """Invariants 4 and 5, for every leaf, device and step."""
+    sharding = NamedSharding(mesh, PartitionSpec(axes))
+    whole = jb.batch_dataset(source, schedule)
+    for host in hosts:
+        shard = rows_of_devices(mesh, host, axes)
+        local = jb.batch_dataset(source, schedule, shard=shard)
+        for step in steps:
+            batch, part = whole[step], local[step]
+            rows = shard.rows(batch.bucket.batch_size)
+            assert part.bucket == jb.Bucket(len(rows), batch.bucket.seq_len)
+            needed = []
+            for leaf, own in zip(
+                jax.tree.leaves(batch), jax.tree.leaves(part), strict=True
+            ):
+                assigned = sharding.devices_indices_map(leaf.shape)
+                for device in host:
+                    wanted = np.arange(len(leaf))[assigned[device][0]]
+                    slots = np.searchsorted(rows, wanted)
+                    np.testing.assert_array_equal(rows[slots], wanted)
+                    np.testing.assert_array_equal(own[slots], leaf[assigned[device]])
+                    needed.append(wanted)
+            # No row is loaded that none of the host's devices needs.
+            assert set(rows) == set(np.concatenate(needed))
+
+
+def local_batches(plan: jb.BucketPlan, lengths: np.ndarray, num_steps: int):
+    schedule = jb.BatchSchedule(plan, lengths)
+    return jb.batch_dataset(Examples(lengths), schedule, num_steps=num_steps)
+
+
+def eight_row_plan(lengths: np.ndarray) -> jb.BucketPlan:
+    return jb.plan_buckets(
+        lengths, max_tokens=1600, num_buckets=3, batch_size_multiple=8
+    )
+
+
+class CountingIterator:
+    """Counts what has been read of it."""
+
+    def __init__(self, items):
+        self.items = iter(items)
+        self.num_read = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        item = next(self.items)
+        self.num_read += 1
+        return item
+
+
+# data_mesh
+
+
+def test_data_mesh_spans_all_devices_in_their_order():
+    mesh = jb.data_mesh()
+    assert dict(mesh.shape) == {"data": jax.device_count()}
+    assert list(mesh.devices.flat) == jax.devices()
+
+
+def test_data_mesh_keeps_the_given_devices():
+    devices = jax.devices()[4:1:-1]
+    assert list(jb.data_mesh(devices).devices.flat) == devices
+
+
+def test_data_mesh_leaves_partitioning_to_the_compiler():
+    (axis_type,) = jb.data_mesh().axis_types
+    assert axis_type == jax.sharding.AxisType.Auto
+
+
+# local_rows and rows_of_devices
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_one_process_holds_every_part(num_devices):
+    mesh = jb.data_mesh(jax.devices()[:num_devices])
+    shard = jb.local_rows(mesh)
+    assert shard == jb.RowShard(tuple(range(num_devices)), num_devices, ("data",))
+    np.testing.assert_array_equal(shard.rows(16), np.arange(16))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_are_counted_over_the_batch_axes_alone(layout):
+    mesh, axes = make_mesh(layout)
+    names = (axes,) if isinstance(axes, str) else axes
+    shard = jb.local_rows(mesh, batch_axes=axes)
+    assert shard.num_parts == math.prod(mesh.shape[name] for name in names)
+    assert shard.axes == names
+
+
+def test_hosts_across_a_model_axis_need_the_same_rows():
+    mesh, axes = make_mesh("1x8-model")
+    shards = {rows_of_devices(mesh, host, axes) for host in make_hosts(4)}
+    assert shards == {jb.RowShard((0,), 1, ("data",))}
+
+
+def test_interleaved_devices_give_a_host_rows_that_are_no_neighbours():
+    devices = jax.devices()[:8]
+    mesh = jb.data_mesh(devices[::2] + devices[1::2])
+    shard = rows_of_devices(mesh, devices[:4], "data")
+    assert shard.parts == (0, 1, 4, 5)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_are_those_jax_assigns_to_each_device(num_devices, seed):
+    lengths = random_lengths(seed)
+    schedule = jb.BatchSchedule(eight_row_plan(lengths), lengths, seed=seed)
+    devices = jax.devices()[:num_devices]
+    assert_hosts_hold_what_jax_assigns(
+        *(Examples(lengths), schedule, jb.data_mesh(devices), "data", [devices]),
+        steps=range(len(schedule)),
+    )
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+@pytest.mark.parametrize("permutation", PERMUTATIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_simulated_hosts_are_those_jax_assigns(layout, permutation, num_hosts):
+    seed = 10 * (permutation or 0) + num_hosts
+    lengths = random_lengths(seed)
+    schedule = jb.BatchSchedule(eight_row_plan(lengths), lengths, seed=seed)
+    mesh, axes = make_mesh(layout, permutation)
+    # The last steps of an epoch, which may have empty rows, and two of the next.
+    steps = range(len(schedule) - 3, len(schedule) + 2)
+    assert_hosts_hold_what_jax_assigns(
+        Examples(lengths), schedule, mesh, axes, make_hosts(num_hosts), steps
+    )
+
+
+def test_real_lengths_give_hosts_the_rows_jax_assigns(real_lengths):
+    plan = jb.plan_buckets(
+        real_lengths,
+        max_tokens=8 * int(real_lengths.max()),
+        num_buckets=4,
+        batch_size_multiple=8,
+    )
+    schedule = jb.BatchSchedule(plan, real_lengths)
+    for layout in ("8", "4x2-model", "2x2x2"):
+        mesh, axes = make_mesh(layout, permutation=3)
+        assert_hosts_hold_what_jax_assigns(
+            *(Examples(real_lengths), schedule, mesh, axes, make_hosts(2)),
+            steps=(0, len(schedule) - 1, len(schedule)),
+        )
+
+
+def test_hosts_load_each_row_once_where_only_data_is_sharded():
+    mesh, axes = make_mesh("8", permutation=0)
+    shards = [rows_of_devices(mesh, host, axes) for host in make_hosts(4)]
+    rows = np.concatenate([shard.rows(24) for shard in shards])
+    np.testing.assert_array_equal(np.sort(rows), np.arange(24))
+
+
+# prefetch_to_mesh
+
+
+@pytest.mark.parametrize("permutation", [None, 0])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_global_arrays_equal_the_numpy_batch(layout, permutation):
+    mesh, axes = make_mesh(layout, permutation)
+    lengths = random_lengths(5)
+    batches = list(local_batches(eight_row_plan(lengths), lengths, 6))
+    on_mesh = list(jb.prefetch_to_mesh(batches, mesh, batch_axes=axes))
+    assert len(on_mesh) == len(batches)
+    for got, want in zip(on_mesh, batches, strict=True):
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            assert np.asarray(a).tobytes() == b.tobytes()
+            # Devices that repeat rows are checked too, each with its own index.
+            for piece in a.addressable_shards:
+                np.testing.assert_array_equal(piece.data, b[piece.index])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_global_arrays_are_cut_over_the_batch_axes(layout):
+    mesh, axes = make_mesh(layout)
+    lengths = random_lengths(6)
+    batches = local_batches(eight_row_plan(lengths), lengths, 1)
+    (batch,) = jb.prefetch_to_mesh(batches, mesh, batch_axes=axes)
+    for leaf in jax.tree.leaves(batch):
+        assert leaf.sharding == NamedSharding(mesh, PartitionSpec(axes))
+        assert leaf.sharding == batch_sharding(mesh, axes)
+
+
+@pytest.mark.parametrize("num_batches", [0, 1, 4, 7])
+@pytest.mark.parametrize("size", [0, 1, 2, 5])
+def test_prefetch_keeps_order_and_number(size, num_batches):
+    mesh = jb.data_mesh()
+    batches = [
+        jb.collate_rows([{"x": np.array([n], np.int32)}], jb.Bucket(8, 4))
+        for n in range(num_batches)
+    ]
+    on_mesh = jb.prefetch_to_mesh(iter(batches), mesh, size=size)
+    got = [int(np.asarray(batch.features["x"])[0, 0]) for batch in on_mesh]
+    assert got == list(range(num_batches))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 5])
+def test_prefetch_reads_size_batches_ahead_and_no_more(size):
+    batch = jb.collate_rows([{"x": np.array([1], np.int32)}], jb.Bucket(8, 4))
+    batches = CountingIterator([batch] * 8)
+    given = jb.prefetch_to_mesh(batches, jb.data_mesh(), size=size)
+    for num_given in range(1, 9):
+        next(given)
+        assert batches.num_read == min(num_given + size, 8)
+
+
+def test_prefetch_takes_a_dataset_as_it_is():
+    lengths = random_lengths(7)
+    dataset = local_batches(eight_row_plan(lengths), lengths, 5)
+    buckets = [batch.bucket for batch in jb.prefetch_to_mesh(dataset, jb.data_mesh())]
+    assert buckets == [dataset[step].bucket for step in range(5)]
+
+
+def test_an_error_of_the_loader_reaches_the_loop():
+    def broken():
+        raise OSError("disk on fire")
+        yield
+
+    with pytest.raises(OSError, match="disk on fire"):
+        next(jb.prefetch_to_mesh(broken(), jb.data_mesh()))
+
+
+PROCESS = """
+import sys
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+import jaxbucket as jb
+
+devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+orders = {
+    ("data",): [[0, 4, 1, 5, 2, 6, 7, 3], (8,)],
+    ("data", "model"): [[0, 4, 1, 5, 6, 2, 7, 3], (4, 2)],
+    ("model", "data"): [[3, 2, 4, 0, 1, 5, 7, 6], (2, 4)],
+}
+lengths = np.random.default_rng(0).integers(1, 20, 150)
+source = [{"x": np.arange(n) + 1000 * k, "y": k} for k, n in enumerate(lengths)]
+source = [{k: np.asarray(v, np.int32) for k, v in x.items()} for x in source]
+plan = jb.plan_buckets(lengths, max_tokens=320, num_buckets=3, batch_size_multiple=8)
+schedule = jb.BatchSchedule(plan, lengths)
+parts = []
+for names, (order, shape) in orders.items():
+    mesh = Mesh(np.array([devices[i] for i in order]).reshape(shape), names)
+    shard = jb.local_rows(mesh)
+    parts.append(shard.parts)
+    local = jb.batch_dataset(source, schedule, shard=shard)
+    whole = jb.batch_dataset(source, schedule)
+    for got, want in zip(jb.prefetch_to_mesh(local, mesh), whole, strict=True):
+        assert got.bucket == want.bucket
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert len(a.addressable_shards) == 4
+            for piece in a.addressable_shards:
+                np.testing.assert_array_equal(piece.data, b[piece.index])
+print("parts", parts)
+"""
+
+
+def test_two_processes_put_their_rows_where_they_belong():
+    # Only several processes hold a part of the parts, so they are real ones here.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, address, str(index)],
+            env={
+                "JAX_PLATFORMS": "cpu",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        results = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, results, strict=True):
+        assert process.returncode == 0, errors
+    lines = [output.splitlines()[-1] for output, _ in results]
+    assert lines == [
+        "parts [(0, 2, 4, 7), (0, 1, 2, 3), (0, 1, 3)]",
+        "parts [(1, 3, 5, 6), (0, 1, 2, 3), (1, 2, 3)]",
+    ]
+
+
+# replicate
+
+
+def test_replicate_puts_a_whole_copy_on_every_device():
+    mesh, _ = make_mesh("4x2-model", permutation=1)
+    tree = {"a": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": (jnp.ones(2),)}
+    copy = jb.replicate(tree, mesh)
+    assert jax.tree.structure(copy) == jax.tree.structure(tree)
+    for got, want in zip(jax.tree.leaves(copy), jax.tree.leaves(tree), strict=True):
+        assert got.sharding == NamedSharding(mesh, PartitionSpec())
+        assert len(got.addressable_shards) == 8
+        for piece in got.addressable_shards:
+            np.testing.assert_array_equal(piece.data, want)
+
+
+def make_original(kind: str, mesh: Mesh):
+    values = np.arange(1024, dtype=np.float32)
+    if kind == "numpy":
+        return values
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.device_put(values, sharding, may_alias=False)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize("kind", ["numpy", "replicated"])
+def test_donating_a_replicated_state_leaves_the_original(kind, num_devices):
+    mesh = jb.data_mesh(jax.devices()[:num_devices])
+    original = make_original(kind, mesh)
+    copy = jb.replicate({"w": original}, mesh)
+    jax.block_until_ready(jax.jit(lambda w: w + 1, donate_argnums=0)(copy["w"]))
+    assert copy["w"].is_deleted()
+    np.testing.assert_array_equal(original, np.arange(1024))
+
+
+def test_replicate_keeps_random_keys():
+    key = jb.replicate(jax.random.key(3), jb.data_mesh())
+    assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    np.testing.assert_array_equal(
+        jax.random.key_data(key), jax.random.key_data(jax.random.key(3))
+    )
+
+
+# batch_specs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_specs_are_the_avals_and_shardings_of_real_batches(layout):
+    mesh, axes = make_mesh(layout, permutation=2)
+    lengths = random_lengths(8)
+    plan = eight_row_plan(lengths)
+    specs = jb.batch_specs(plan, Examples(lengths)[0], mesh, batch_axes=axes)
+    assert list(specs) == list(plan.buckets)
+    batches = local_batches(plan, lengths, 12)
+    seen = set()
+    for batch in jb.prefetch_to_mesh(batches, mesh, batch_axes=axes):
+        seen.add(batch.bucket)
+        spec = specs[batch.bucket]
+        assert jax.tree.structure(spec) == jax.tree.structure(batch)
+        for a, b in zip(jax.tree.leaves(spec), jax.tree.leaves(batch), strict=True):
+            assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
+    assert seen == set(plan.buckets)
+
+
+def test_specs_have_the_dtypes_that_arrays_get_on_devices():
+    mesh = jb.data_mesh()
+    plan = jb.BucketPlan((jb.Bucket(8, 4),), max_tokens=32)
+    example = {"x": np.arange(3, dtype=np.int64), "y": np.float64(1)}
+    (spec,) = jb.batch_specs(plan, example, mesh).values()
+    batch = jb.collate_rows([example], jb.Bucket(8, 4))
+    (real,) = jb.prefetch_to_mesh([batch], mesh)
+    assert {name: x.dtype for name, x in spec.features.items()} == {
+        "x": jnp.int32,
+        "y": jnp.float32,
+    }
+    assert jax.tree.map(lambda x: x.dtype, spec) == jax.tree.map(
+        lambda x: x.dtype, real
+    )
+
+
+def test_specs_pad_only_the_named_sequences():
+    plan = jb.BucketPlan((jb.Bucket(8, 4),), max_tokens=32)
+    example = {"x": np.zeros(3, np.int32), "fixed": np.zeros(7, np.float32)}
+    specs = jb.batch_specs(plan, example, jb.data_mesh(), sequences=["x"])
+    features = specs[jb.Bucket(8, 4)].features
+    assert {name: x.shape for name, x in features.items()} == {
+        "x": (8, 4),
+        "fixed": (8, 7),
+    }
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("batch_axes", "shown"),
+    [("rows", "'rows'"), (("data", "rows"), r"\('data', 'rows'\)"), ((), r"\(\)")],
+)
+def test_an_axis_the_mesh_lacks_is_refused(batch_axes, shown):
+    mesh = jb.data_mesh()
+    plan = jb.BucketPlan((jb.Bucket(8, 4),), max_tokens=32)
+    example = {"x": np.zeros(3, np.int32)}
+    message = rf"`batch_axes={shown}`: the mesh has axes \('data',\). Name one"
+    for call in (
+        lambda: jb.local_rows(mesh, batch_axes=batch_axes),
+        lambda: jb.prefetch_to_mesh([], mesh, batch_axes=batch_axes),
+        lambda: jb.batch_specs(plan, example, mesh, batch_axes=batch_axes),
+        lambda: batch_sharding(mesh, batch_axes),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_a_mesh_without_a_device_of_this_process_is_refused():
+    with pytest.raises(ValueError, match=r"No device .* process: .*`jax.devices\(\)`"):
+        rows_of_devices(jb.data_mesh(), [])
+
+
+def test_a_negative_prefetch_size_is_refused():
+    with pytest.raises(ValueError, match="`size=-1` must not be negative"):
+        jb.prefetch_to_mesh([], jb.data_mesh(), size=-1)
+
+
+def test_a_local_batch_that_no_parts_fit_is_refused():
+    batch = jb.collate_rows([{"x": np.zeros(3, np.int32)}], jb.Bucket(6, 4))
+    message = r"has 6 rows, .* 8 parts .* Load the rows of `local_rows\(mesh\)`"
+    with pytest.raises(ValueError, match=message):
+        next(jb.prefetch_to_mesh([batch], jb.data_mesh()))
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes", "num_parts"),
+    [("8", "('data',)", 8), ("2x2x2", "('replica', 'data')", 4)],
+)
+def test_batch_axes_that_do_not_divide_a_batch_are_refused(layout, axes, num_parts):
+    mesh, batch_axes = make_mesh(layout)
+    lengths = np.array([4, 4, 4, 4, 4, 4])
+    plan = jb.BucketPlan((jb.Bucket(6, 4),), max_tokens=24)
+    schedule = jb.BatchSchedule(plan, lengths)
+    shard = jb.local_rows(mesh, batch_axes=batch_axes)
+    for call in (
+        lambda: jb.batch_specs(plan, Examples(lengths)[0], mesh, batch_axes=batch_axes),
+        lambda: jb.batch_dataset(Examples(lengths), schedule, shard=shard),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            call()
+        message = str(refusal.value)
+        assert f"`batch_size=6` cannot be cut into {num_parts}" in message
+        assert f"mesh axes {axes}" in message
+        assert f"`batch_size_multiple={num_parts}`" in message

@@ -1,0 +1,898 @@
+"""Train and evaluation steps against gradients of plainly written, unpadded losses."""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxbucket as jb
+from jaxbucket.train import row_keys
+
+MODES = ["jit", "shard_map"]
+VOCABULARY, WIDTH = 12, 6
+
+# (shape of the mesh, its axes, which of them cut the rows, permuted devices)
+LAYOUTS = {
+    "1": ((1,), ("data",), "data", False),
+    "2": ((2,), ("data",), "data", False),
+    "8": ((8,), ("data",), "data", False),
+    "8-permuted": ((8,), ("data",), "data", True),
+    "4x2-model": ((4, 2), ("data", "model"), "data", True),
+    "2x2x2": ((2, 2, 2), ("model", "a", "b"), ("b", "a"), True),
+}
+
+
+def make_mesh(layout: str):
+    shape, names, batch_axes, permuted = LAYOUTS[layout]
+    devices = np.array(jax.devices()[: np.prod(shape)])
+    if permuted:
+        devices = np.random.default_rng(0).permutation(devices)
+    return Mesh(devices.reshape(shape), names), batch_axes
+
+
+@pytest.fixture
+def standard_promotion():
+    """Parts of optax mix int32 counts with floats, which strict promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+# A model, its loss, and the same without batches
+
+
+def make_params(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    shapes = {
+        "embedding": (VOCABULARY, WIDTH),
+        "kernel": (WIDTH, WIDTH),
+        "bias": (WIDTH,),
+        "out": (WIDTH, VOCABULARY),
+    }
+    return {name: rng.normal(size=s).astype(dtype) for name, s in shapes.items()}
+
+
+def token_losses(params, tokens, kept=None):
+    """Cross entropy of predicting the next of 12 symbols, at every position."""
+    hidden = params["embedding"][tokens]
+    if kept is not None:
+        hidden = hidden * kept.astype(hidden.dtype)
+    hidden = jnp.tanh(hidden @ params["kernel"] + params["bias"])
+    logits = hidden @ params["out"]
+    targets = (tokens + 1) % VOCABULARY
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def loss_fn(params, batch, keys):
+    losses = token_losses(params, batch.features["tokens"])
+    symbols = jnp.where(batch.mask, batch.features["tokens"], 0).sum()
+    loss_sum = jnp.where(batch.mask, losses, 0).sum()
+    return loss_sum, batch.num_tokens, {"symbols": symbols}
+
+
+def dropout_loss_fn(params, batch, keys):
+    tokens, labels = batch.features["tokens"], batch.features["label"]
+    bits = draw(keys, tokens.shape[1])
+    losses = token_losses(params, tokens, kept=bits % 2 == 0)
+    sums = {"digest": digest(bits, labels)}
+    return jnp.where(batch.mask, losses, 0).sum(), batch.num_tokens, sums
+
+
+def draw(keys, seq_len):
+    """`[B, T, width]` uint32."""
+    shape = (seq_len, WIDTH)
+    return jax.vmap(lambda key: jax.random.bits(key, shape))(keys)
+
+
+def digest(bits, labels):
+    """Names all bits and in which row they are; in uint32 it adds up exactly."""
+    of_row = bits.sum(axis=(1, 2), dtype=jnp.uint32)
+    return (of_row * (2 * labels + 1).astype(jnp.uint32)).sum(dtype=jnp.uint32)
+
+
+def real_tokens(examples):
+    return np.concatenate([example["tokens"] for example in examples])
+
+
+def mean_loss(params, examples):
+    """The oracle: the real tokens end to end, without batch, padding or mesh."""
+    return _loss_and_grads(params, real_tokens(examples))[0]
+
+
+def mean_grads(params, examples):
+    return _loss_and_grads(params, real_tokens(examples))[1]
+
+
+_loss_and_grads = jax.jit(
+    jax.value_and_grad(lambda params, tokens: token_losses(params, tokens).mean())
+)
+
+
+def make_examples(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        {"tokens": rng.integers(0, VOCABULARY, n, np.int32), "label": np.int32(label)}
+        for label, n in enumerate(lengths)
+    ]
+
+
+def recorder():
+    """An optimizer that changes nothing and keeps the last gradient as its state."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(jnp.zeros_like, updates), updates
+
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), update
+    )
+
+
+def run_batch(batch, mesh, *, loss=loss_fn, params=None, tx=None, **options):
+    """One train step on one batch: the new state and the metrics."""
+    tx = recorder() if tx is None else tx
+    axes = options.get("batch_axes", "data")
+    step = jb.data_parallel(loss, tx, mesh, **options)
+    params = make_params() if params is None else params
+    state = jb.replicate(jb.create_state(params, tx), mesh)
+    (batch,) = jb.prefetch_to_mesh([batch], mesh, batch_axes=axes)
+    return step(state, batch)
+
+
+def assert_close(got, want, limit):
+    """Relative distance of each tensor, by norms."""
+    jax.tree.map(
+        lambda a, b: assert_near(np.asarray(a), np.asarray(b), limit), got, want
+    )
+
+
+def assert_near(got, want, limit):
+    assert got.dtype == want.dtype
+    assert np.linalg.norm(want) > 0
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < limit
+
+
+def assert_same_bits(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def setup_run(num_buckets=1, size=60):
+    lengths = np.random.default_rng(1).integers(1, 9, size)
+    source = make_examples(lengths)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=64, num_buckets=num_buckets, batch_size_multiple=8
+    )
+    return source, jb.BatchSchedule(plan, lengths, seed=3)
+
+
+def four_devices():
+    return jb.data_mesh(jax.devices()[:4])
+
+
+# Gradients
+
+# Rows 6 and 7 are empty, so that the last of four devices has nothing but padding.
+UNEQUAL = [7, 1, 4, 2, 8, 5]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(np.float32, 1e-5), (np.float64, 1e-12)], ids=["f32", "f64"]
+)
+def test_four_devices_give_the_gradient_of_the_unpadded_mean(mode, dtype, limit):
+    examples = make_examples(UNEQUAL)
+    batch = jb.collate_rows(examples, jb.Bucket(8, 9))
+    with contextlib.ExitStack() as stack:
+        if dtype == np.float64:
+            stack.enter_context(jax.enable_x64(True))
+            stack.enter_context(jax.numpy_dtype_promotion("standard"))
+        params = make_params(dtype)
+        one, _ = run_batch(
+            batch, jb.data_mesh(jax.devices()[:1]), params=params, mode=mode
+        )
+        four, metrics = run_batch(batch, four_devices(), params=params, mode=mode)
+        assert_close(four.opt_state, one.opt_state, limit)
+        assert_close(four.opt_state, mean_grads(params, examples), limit)
+        want = mean_loss(params, examples)
+        np.testing.assert_allclose(metrics["loss"], want, rtol=limit)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", ["8-permuted", "4x2-model", "2x2x2"])
+def test_every_mesh_gives_the_gradient_of_the_unpadded_mean(layout, mode):
+    mesh, axes = make_mesh(layout)
+    examples = make_examples(UNEQUAL)
+    batch = jb.collate_rows(examples, jb.Bucket(8, 8))
+    state, _ = run_batch(batch, mesh, mode=mode, batch_axes=axes)
+    assert_close(state.opt_state, mean_grads(make_params(), examples), 1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_devices_of_unequal_weight_are_not_averaged(mode):
+    # One token against 8: a mean of the devices' means would be far off.
+    examples = make_examples([8, 1])
+    batch = jb.collate_rows(examples, jb.Bucket(2, 8))
+    mesh = jb.data_mesh(jax.devices()[:2])
+    state, metrics = run_batch(batch, mesh, mode=mode)
+    want = mean_grads(make_params(), examples)
+    assert_close(state.opt_state, want, 1e-5)
+    of_means = jax.tree.map(
+        lambda *grads: sum(grads) / 2,
+        *(mean_grads(make_params(), [example]) for example in examples),
+    )
+    with pytest.raises(AssertionError):
+        assert_close(of_means, want, 1e-1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_equal_plain_training_on_unpadded_examples(mode):
+    # Parameters as Flax Linen's `init` gives them.
+    source, schedule = setup_run(num_buckets=2)
+    flat, tx = make_params(), optax.sgd(0.1, momentum=0.9)
+    linen = {
+        "params": {
+            "Embed_0": {"embedding": flat["embedding"]},
+            "Dense_0": {"kernel": flat["kernel"], "bias": flat["bias"]},
+            "Dense_1": {"kernel": flat["out"]},
+        }
+    }
+
+    def flatten(variables):
+        params = variables["params"]
+        return {
+            **params["Embed_0"],
+            **params["Dense_0"],
+            "out": params["Dense_1"]["kernel"],
+        }
+
+    mesh = four_devices()
+    step = jb.data_parallel(
+        lambda variables, batch, keys: loss_fn(flatten(variables), batch, keys),
+        *(tx, mesh),
+        mode=mode,
+    )
+    state = jb.replicate(jb.create_state(linen, tx), mesh)
+    dataset = jb.batch_dataset(source, schedule, num_steps=4)
+    for batch in jb.prefetch_to_mesh(dataset, mesh):
+        state, _ = step(state, batch)
+
+    opt_state = tx.init(flat)
+    for s in range(4):
+        rows = schedule[s].rows
+        grads = mean_grads(flat, [source[row] for row in rows[rows >= 0]])
+        updates, opt_state = tx.update(grads, opt_state, flat)
+        flat = optax.apply_updates(flat, updates)
+    assert state.step == 4
+    assert jax.tree.structure(state.params) == jax.tree.structure(linen)
+    assert_close(flatten(state.params), flat, 1e-5)
+
+
+# Dropout keys: a function of seed, step, micro-batch and row
+
+
+def test_row_keys_are_those_of_the_rows_wherever_they_are():
+    whole = jax.random.key_data(row_keys(5, 7, 0, 8))
+    assert len(np.unique(whole, axis=0)) == 8
+    traced = jax.jit(lambda step, first: row_keys(5, step, first, 2))
+    for first in range(0, 8, 2):
+        for keys in (row_keys(5, 7, first, 2), traced(jnp.int32(7), jnp.int32(first))):
+            np.testing.assert_array_equal(
+                jax.random.key_data(keys), whole[first : first + 2]
+            )
+
+
+def test_row_keys_differ_by_seed_step_and_micro_batch():
+    calls = [
+        row_keys(0, 0, 0, 4),
+        row_keys(1, 0, 0, 4),
+        row_keys(0, 1, 0, 4),
+        row_keys(0, 0, 0, 4, micro_batch=1),
+        row_keys(0, 0, 4, 4),
+    ]
+    data = np.concatenate([jax.random.key_data(keys) for keys in calls])
+    assert len(np.unique(data, axis=0)) == 20
+
+
+@functools.cache
+def dropout_run(layout, mode, seed=0, num_steps=5):
+    """Parameters and digests after some steps with dropout."""
+    source, schedule = setup_run()
+    mesh, axes = make_mesh(layout)
+    tx = optax.sgd(0.1, momentum=0.9)
+    step = jb.data_parallel(
+        dropout_loss_fn, tx, mesh, mode=mode, batch_axes=axes, seed=seed
+    )
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    shard = jb.local_rows(mesh, batch_axes=axes)
+    dataset = jb.batch_dataset(source, schedule, shard=shard, num_steps=num_steps)
+    digests = []
+    for batch in jb.prefetch_to_mesh(dataset, mesh, batch_axes=axes):
+        state, metrics = step(state, batch)
+        digests.append(int(metrics["digest"]))
+    return jax.tree.map(np.asarray, state.params), digests
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dropout_is_the_same_on_every_mesh(layout, mode):
+    params, digests = dropout_run(layout, mode)
+    source, schedule = setup_run()
+    dataset = jb.batch_dataset(source, schedule, num_steps=5)
+    for step, batch in enumerate(dataset):
+        keys = row_keys(0, step, 0, batch.bucket.batch_size)
+        bits = draw(keys, batch.bucket.seq_len)
+        assert digests[step] == int(digest(bits, batch.features["label"]))
+    # Floating point sums differ by their order alone.
+    assert_close(params, dropout_run("1", "jit")[0], 1e-5)
+
+
+def test_another_seed_drops_others():
+    params, digests = dropout_run("1", "jit")
+    others, other_digests = dropout_run("1", "jit", seed=1)
+    assert not set(digests) & set(other_digests)
+    assert not np.array_equal(params["kernel"], others["kernel"])
+
+
+def test_another_step_drops_others_from_the_same_batch():
+    mesh, tx = four_devices(), optax.sgd(0.0)
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    step = jb.data_parallel(dropout_loss_fn, tx, mesh)
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    digests = []
+    for again in jb.prefetch_to_mesh([batch] * 4, mesh):
+        state, metrics = step(state, again)
+        digests.append(int(metrics["digest"]))
+    assert len(set(digests)) == 4
+
+
+@pytest.mark.parametrize(("mode", "num_keys"), [("jit", 8), ("shard_map", 2)])
+def test_the_loss_gets_one_key_for_each_of_its_rows(mode, num_keys):
+    shapes = set()
+
+    def loss(params, batch, keys):
+        shapes.add((keys.shape, batch.bucket.batch_size))
+        return loss_fn(params, batch, keys)
+
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    run_batch(batch, four_devices(), loss=loss, mode=mode)
+    assert shapes == {((num_keys,), num_keys)}
+
+
+# Resume (invariant 6)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("mode", MODES)
+def test_resuming_at_any_step_is_bit_for_bit_the_uninterrupted_run(mode):
+    source, schedule = setup_run(num_buckets=2)
+    mesh, num_steps = four_devices(), len(schedule) + 2
+    tx = optax.chain(optax.adamw(1e-2), jb.scale_by_batch_size(base_examples=8))
+    step = jb.data_parallel(dropout_loss_fn, tx, mesh, mode=mode, seed=9)
+    template = jb.create_state(make_params(), tx)
+
+    def run_from(state, start):
+        """The saved states before each step from `start` on, and after the last."""
+        saved = [jax.tree.map(np.array, state)]
+        state = jb.replicate(state, mesh)
+        dataset = jb.batch_dataset(
+            source, schedule, start_step=start, num_steps=num_steps
+        )
+        for batch in jb.prefetch_to_mesh(dataset, mesh):
+            state, _ = step(state, batch)
+            saved.append(jax.tree.map(np.array, state))
+        return saved
+
+    saved = run_from(jax.tree.map(np.asarray, template), 0)
+    assert len(saved) == num_steps + 1 > len(schedule) + 1
+    assert not np.array_equal(saved[-2].params["out"], saved[-1].params["out"])
+    for start in range(num_steps):
+        # As from a checkpoint: nothing but the arrays is kept.
+        leaves = jax.tree.leaves(saved[start])
+        state = jax.tree.unflatten(jax.tree.structure(template), leaves)
+        assert int(state.step) == start
+        resumed = run_from(state, start)
+        assert len(resumed) == num_steps - start + 1
+        for got, want in zip(resumed, saved[start:], strict=True):
+            assert_same_bits(got, want)
+
+
+# Padding never counts (invariant 8)
+
+
+@functools.cache
+def unpadded_run(mode):
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    return run_batch(batch, four_devices(), mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("bucket", "pad_value"), [((8, 8), 5), ((8, 21), 0), ((32, 13), 11)]
+)
+def test_more_padding_changes_nothing(bucket, pad_value, mode):
+    examples = make_examples(UNEQUAL)
+    batch = jb.collate_rows(examples, jb.Bucket(*bucket), pad_value=pad_value)
+    want, want_metrics = unpadded_run(mode)
+    got, metrics = run_batch(batch, four_devices(), mode=mode)
+    assert_close(got.opt_state, want.opt_state, 1e-6)
+    assert metrics.keys() == want_metrics.keys()
+    for name in ("weight", "num_tokens", "num_examples", "symbols"):
+        assert metrics[name] == want_metrics[name]
+    for name in ("loss", "loss_sum"):
+        np.testing.assert_allclose(metrics[name], want_metrics[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_does_not_matter_in_which_rows_the_examples_are(mode):
+    examples = make_examples(UNEQUAL)
+    scattered = [None, examples[3], None, *examples[4:], *examples[:3]]
+    batch = jb.collate_rows(scattered, jb.Bucket(8, 8))
+    want, want_metrics = unpadded_run(mode)
+    got, metrics = run_batch(batch, four_devices(), mode=mode)
+    assert_close(got.opt_state, want.opt_state, 1e-6)
+    np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("empty", [True, False], ids=["no-rows", "no-weight"])
+def test_a_batch_of_zero_weight_is_a_gradient_of_zero(empty, mode):
+    examples, tx = make_examples(UNEQUAL), optax.sgd(0.1, momentum=0.9)
+    rows = [] if empty else examples
+    batch = jb.collate_rows(rows, jb.Bucket(8, 8), like=examples[0])
+
+    def unweighted(params, batch, keys):
+        loss_sum, weight, sums = loss_fn(params, batch, keys)
+        return loss_sum * 0, weight * 0, sums
+
+    state, metrics = run_batch(
+        *(batch, four_devices()),
+        loss=loss_fn if empty else unweighted,
+        tx=tx,
+        mode=mode,
+    )
+    assert_same_bits(state.params, make_params())
+    trace = jax.tree.leaves(state.opt_state)
+    assert len(trace) == 4
+    assert not any(np.any(leaf) for leaf in trace)
+    assert (state.step, metrics["loss"], metrics["weight"]) == (1, 0, 0)
+    assert metrics["num_tokens"] == (0 if empty else sum(UNEQUAL))
+
+
+# Metrics and evaluation
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_metrics_are_those_of_the_global_batch(mode):
+    examples = make_examples(UNEQUAL)
+    batch = jb.collate_rows(examples, jb.Bucket(8, 8))
+
+    def weighted(params, batch, keys):
+        # Only even symbols count: the weight is not the number of tokens.
+        counts = batch.mask & (batch.features["tokens"] % 2 == 0)
+        losses = token_losses(params, batch.features["tokens"])
+        labels = jnp.where(batch.mask[:, 0], batch.features["label"], 0)
+        sums = {"labels": labels.sum()}
+        return jnp.where(counts, losses, 0).sum(), counts.sum(), sums
+
+    _, metrics = run_batch(batch, four_devices(), loss=weighted, mode=mode)
+    tokens = np.concatenate([x["tokens"] for x in examples])
+    losses = np.asarray(token_losses(make_params(), tokens))
+    loss_sum, weight = losses[tokens % 2 == 0].sum(), (tokens % 2 == 0).sum()
+    assert 0 < weight < sum(UNEQUAL)
+    np.testing.assert_allclose(metrics["loss_sum"], loss_sum, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], loss_sum / weight, rtol=1e-5)
+    exact = {name: int(metrics[name]) for name in ("weight", "num_tokens", "labels")}
+    assert exact == {"weight": weight, "num_tokens": sum(UNEQUAL), "labels": 15}
+    assert metrics["num_examples"] == 6
+    assert metrics.keys() == {"loss", "loss_sum", "num_examples", *exact}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_may_be_small(mode):
+    def scaled(params, batch, keys):
+        loss_sum, weight, _ = loss_fn(params, batch, keys)
+        return loss_sum / 4096, weight.astype(jnp.float32) / 4096
+
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    want, want_metrics = unpadded_run(mode)
+    got, metrics = run_batch(batch, four_devices(), loss=scaled, mode=mode)
+    assert metrics["weight"] == sum(UNEQUAL) / 4096
+    # A power of two, so that nothing is rounded.
+    assert metrics["loss"] == want_metrics["loss"]
+    assert_close(got.opt_state, want.opt_state, 1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_in_half_precision_is_divided_by_the_exact_weight(mode):
+    # 4,099 is no float16, and the whole weight beyond its largest.
+    def half(params, batch, keys):
+        loss_sum = params["a"] * batch.num_examples.astype(jnp.float16)
+        return loss_sum, batch.num_examples * 4099
+
+    batch = jb.collate_rows(make_examples([1] * 64), jb.Bucket(64, 1))
+    params = {"a": np.ones((), np.float16)}
+    state, metrics = run_batch(
+        batch, four_devices(), loss=half, params=params, mode=mode
+    )
+    assert metrics["weight"] == 64 * 4099
+    np.testing.assert_allclose(metrics["loss"], 1 / 4099, rtol=1e-6)
+    # The gradient itself is a subnormal float16.
+    np.testing.assert_allclose(state.opt_state["a"], 1 / 4099, rtol=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["2", "4x2-model"])
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluation_over_an_epoch_is_the_sum_over_examples(mode, layout):
+    lengths = np.random.default_rng(2).integers(1, 17, 77)
+    source = make_examples(lengths)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=128, num_buckets=2, batch_size_multiple=8
+    )
+    schedule = jb.BatchSchedule(plan, lengths, order="source")
+    mesh, axes = make_mesh(layout)
+    evaluate = jb.data_parallel_eval(loss_fn, mesh, mode=mode, batch_axes=axes)
+    state = jb.replicate(jb.create_state(make_params(), optax.sgd(0.1)), mesh)
+    dataset = jb.batch_dataset(source, schedule)
+    totals = dict.fromkeys(("loss_sum", "weight", "num_examples", "symbols"), 0.0)
+    for batch in jb.prefetch_to_mesh(dataset, mesh, batch_axes=axes):
+        metrics = evaluate(state, batch)
+        mean = metrics["loss_sum"] / metrics["weight"]
+        np.testing.assert_allclose(metrics["loss"], mean, rtol=1e-6)
+        for name in totals:
+            totals[name] += float(metrics[name])
+    mean = float(mean_loss(make_params(), source))
+    assert totals.pop("loss_sum") == pytest.approx(mean * lengths.sum(), rel=1e-5)
+    assert totals == {
+        "weight": lengths.sum(),
+        "num_examples": 77,
+        "symbols": sum(x["tokens"].sum() for x in source),
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluation_calls_the_loss_without_keys_and_keeps_the_state(mode):
+    given = []
+
+    def loss(params, batch, keys):
+        given.append(keys)
+        return loss_fn(params, batch, keys)
+
+    mesh = four_devices()
+    state = jb.replicate(jb.create_state(make_params(), optax.sgd(0.1)), mesh)
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    (batch,) = jb.prefetch_to_mesh([batch], mesh)
+    jb.data_parallel_eval(loss, mesh, mode=mode)(state, batch)
+    assert given
+    assert set(given) == {None}
+    assert_same_bits(state.params, make_params())
+
+
+# States
+
+
+class Scale(nnx.Variable):
+    """A variable that is no parameter."""
+
+
+class Net(nnx.Module):
+    """`token_losses` as an NNX module, with a fixed scale beside its parameters."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, rngs=rngs)
+        self.scale = Scale(jnp.full((), 2.0))
+
+    def as_params(self):
+        params = {
+            "embedding": self.embed.embedding,
+            "kernel": self.dense.kernel,
+            "bias": self.dense.bias,
+            "out": self.out.kernel,
+        }
+        arrays = {name: x.get_value() for name, x in params.items()}
+        return arrays | {"out": arrays["out"] * self.scale.get_value()}
+
+
+def net_loss_fn(model, batch, keys):
+    return loss_fn(model.as_params(), batch, keys)
+
+
+def make_net():
+    # Off the devices: a state made of it is then nobody else's.
+    graphdef, state = nnx.split(Net(nnx.Rngs(0)))
+    return nnx.merge(graphdef, jax.tree.map(np.asarray, state))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_nnx_model_trains_like_its_plain_parameters(mode):
+    examples, mesh = make_examples(UNEQUAL), four_devices()
+    batch = jb.collate_rows(examples, jb.Bucket(8, 8))
+    tx = optax.sgd(0.1)
+    net, _ = run_batch(
+        batch, mesh, loss=net_loss_fn, params=make_net(), tx=tx, mode=mode
+    )
+    before = make_net().as_params()
+    grads = mean_grads(before, examples)
+    # The module differentiates `out` behind a scale of 2: twice the gradient, twice.
+    rates = {"embedding": 0.1, "kernel": 0.1, "bias": 0.1, "out": 0.4}
+    want = {name: before[name] - rates[name] * grads[name] for name in before}
+    assert_close(net.model.as_params(), want, 1e-5)
+
+
+def test_other_variables_of_an_nnx_model_are_held_fixed():
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    tx = optax.sgd(0.1)
+    state, _ = run_batch(
+        batch, four_devices(), loss=net_loss_fn, params=make_net(), tx=tx
+    )
+    (scale,) = jax.tree.leaves(state.variables)
+    assert scale == 2
+    assert len(jax.tree.leaves(state.params)) == 4
+    assert isinstance(state.model.scale, Scale)
+
+
+def test_the_state_gives_back_its_model():
+    net = make_net()
+    model = jb.create_state(net, optax.sgd(0.1)).model
+    assert isinstance(model, Net)
+    assert_same_bits(model.as_params(), net.as_params())
+    params = {"a": [np.ones(2, np.float32)], "b": (np.zeros((), np.int32),)}
+    assert_same_bits(jb.create_state(params, optax.sgd(0.1)).model, params)
+
+
+def test_a_new_state_is_at_step_zero_with_a_new_optimizer():
+    tx, params = optax.sgd(0.1, momentum=0.9), make_params()
+    state = jb.create_state(params, tx)
+    assert (state.step, state.step.dtype) == (0, jnp.int32)
+    assert_same_bits(state.opt_state, tx.init(params))
+    # One leaf for the step, and four each of parameters and momentum.
+    assert len(jax.tree.leaves(state)) == 9
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.step = 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_donates_its_state_and_nothing_else(mode):
+    mesh, tx = four_devices(), optax.sgd(0.1, momentum=0.9)
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    (batch,) = jb.prefetch_to_mesh([batch], mesh)
+    new, metrics = jb.data_parallel(loss_fn, tx, mesh, mode=mode)(state, batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    kept = jax.tree.leaves((new, metrics, batch))
+    assert not any(leaf.is_deleted() for leaf in kept)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_half_precision_parameters_keep_their_dtype(mode):
+    params = make_params() | {
+        "kernel": jnp.asarray(make_params()["kernel"], "bfloat16")
+    }
+
+    def loss(params, batch, keys):
+        kernel = params["kernel"].astype(jnp.float32)
+        return loss_fn({**params, "kernel": kernel}, batch, keys)
+
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    state, _ = run_batch(
+        *(batch, jb.data_mesh(jax.devices()[:1])),
+        loss=loss,
+        params=params,
+        tx=optax.sgd(0.5),
+        mode=mode,
+    )
+    dtypes = {name: leaf.dtype for name, leaf in state.params.items()}
+    assert dtypes == dict.fromkeys(dtypes, jnp.float32) | {"kernel": jnp.bfloat16}
+    assert np.any(np.asarray(state.params["kernel"]) != np.asarray(params["kernel"]))
+
+
+@functools.cache
+def replicated_run():
+    """Parameters after three steps, whole on every device."""
+    source, schedule = setup_run()
+    mesh, tx = four_devices(), optax.sgd(0.1, momentum=0.9)
+    step = jb.data_parallel(loss_fn, tx, mesh)
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    dataset = jb.batch_dataset(source, schedule, num_steps=3)
+    for batch in jb.prefetch_to_mesh(dataset, mesh):
+        state, _ = step(state, batch)
+    return state.params
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_sharded_state_stays_as_it_is_sharded(ahead, mode):
+    source, schedule = setup_run()
+    mesh, _ = make_mesh("4x2-model")
+    tx = optax.sgd(0.1, momentum=0.9)
+    specs = {
+        "embedding": PartitionSpec("model"),
+        "kernel": PartitionSpec(None, "model"),
+        "out": PartitionSpec("model"),
+    }
+
+    def sharding_of(path, leaf):
+        name = getattr(path[-1], "key", None)
+        return NamedSharding(mesh, specs.get(name, PartitionSpec()))
+
+    first = jb.create_state(make_params(), tx)
+    shardings = jax.tree_util.tree_map_with_path(sharding_of, first)
+    state = jax.device_put(first, shardings)
+    step = jb.data_parallel(loss_fn, tx, mesh, mode=mode, state_sharding=shardings)
+    if ahead:
+        batches = jb.batch_specs(schedule.plan, source[0], mesh)
+        step = jb.compile_steps(step, state, batches, progress=False)
+    dataset = jb.batch_dataset(source, schedule, num_steps=3)
+    for batch in jb.prefetch_to_mesh(dataset, mesh):
+        state, metrics = step(state, batch)
+    assert metrics["loss"].sharding.is_fully_replicated
+    got = jax.tree.map(lambda leaf: leaf.sharding, state)
+    assert jax.tree.leaves(got) == jax.tree.leaves(shardings)
+    halves = {
+        name: leaf.addressable_data(0).shape for name, leaf in state.params.items()
+    }
+    assert halves == {
+        "embedding": (VOCABULARY // 2, WIDTH),
+        "kernel": (WIDTH, WIDTH // 2),
+        "bias": (WIDTH,),
+        "out": (WIDTH // 2, VOCABULARY),
+    }
+    assert_close(state.params, replicated_run(), 1e-5)
+
+
+# What is refused
+
+
+def test_batch_statistics_are_refused():
+    class Normed(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    with pytest.raises(ValueError, match=r"batch statistics .*Use LayerNorm"):
+        jb.create_state(Normed(nnx.Rngs(0)), optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_from_the_random_state_of_a_model_is_refused(mode):
+    # It would drop the same units at every step, and differ between meshes.
+    class Dropped(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.scale = nnx.Param(jnp.ones(()))
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def loss(model, batch, keys):
+        ones = jnp.ones(batch.mask.shape)
+        kept = jnp.where(batch.mask, model.dropout(ones), 0)
+        return model.scale.get_value() * kept.sum(), batch.num_tokens
+
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    message = r"changes the model's own variables.* Draw dropout from `keys`"
+    with pytest.raises(ValueError, match=message):
+        run_batch(
+            *(batch, four_devices()),
+            loss=loss,
+            params=Dropped(nnx.Rngs(0)),
+            tx=optax.sgd(0.1),
+            mode=mode,
+        )
+
+
+def test_an_unknown_mode_is_refused():
+    message = "`mode='pjit'`: choose 'jit' or 'shard_map'"
+    with pytest.raises(ValueError, match=message):
+        jb.data_parallel(loss_fn, optax.sgd(0.1), jb.data_mesh(), mode="pjit")
+    with pytest.raises(ValueError, match=message):
+        jb.data_parallel_eval(loss_fn, jb.data_mesh(), mode="pjit")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_axis_the_mesh_lacks_is_refused(mode):
+    message = r"`batch_axes='rows'`: the mesh has axes \('data',\). Name one"
+    options = {"mode": mode, "batch_axes": "rows"}
+    with pytest.raises(ValueError, match=message):
+        jb.data_parallel(loss_fn, optax.sgd(0.1), jb.data_mesh(), **options)
+    with pytest.raises(ValueError, match=message):
+        jb.data_parallel_eval(loss_fn, jb.data_mesh(), **options)
+
+
+BROKEN = {
+    "no-tuple": (
+        lambda total, weight: total,
+        r"returned \w+: return \(loss_sum, weight\) or .* not means",
+    ),
+    "list": (
+        lambda total, weight: [total, weight],
+        r"returned list: return \(loss_sum, weight\)",
+    ),
+    "nothing": (
+        lambda total, weight: None,
+        r"returned NoneType: return \(loss_sum, weight\)",
+    ),
+    "too-short": (
+        lambda total, weight: (total,),
+        r"returned tuple: return \(loss_sum, weight\)",
+    ),
+    "too-long": (
+        lambda total, weight: (total, weight, {}, 1),
+        r"returned tuple: return \(loss_sum, weight\)",
+    ),
+    "loss-by-row": (
+        lambda total, weight: (total * jnp.ones(3), weight),
+        r"returned 'loss_sum' of shape \[3\]: sum it to a scalar",
+    ),
+    "weight-by-row": (
+        lambda total, weight: (total, jnp.ones((2, 1))),
+        r"returned 'weight' of shape \[2, 1\]: sum it to a scalar",
+    ),
+    "sum-by-row": (
+        lambda total, weight: (total, weight, {"correct": jnp.ones(4)}),
+        r"returned 'correct' of shape \[4\]: sum it to a scalar",
+    ),
+    "constant-loss": (
+        lambda total, weight: (1.5, weight),
+        r"returned 'loss_sum' as float: return a scalar jax.Array",
+    ),
+    "constant-weight": (
+        lambda total, weight: (total, 8),
+        r"returned 'weight' as int: return a scalar jax.Array, a sum over the batch",
+    ),
+    "no-weight": (
+        lambda total, weight: (total, None),
+        r"returned 'weight' as NoneType: return a scalar jax.Array",
+    ),
+    "constant-sum": (
+        lambda total, weight: (total, weight, {"rows": np.float32(2)}),
+        r"returned 'rows' as float32: return a scalar jax.Array",
+    ),
+    "nested-sum": (
+        lambda total, weight: (total, weight, {"tasks": {"a": weight}}),
+        r"returned 'tasks' as dict: return a scalar jax.Array",
+    ),
+    "sums-list": (
+        lambda total, weight: (total, weight, [weight]),
+        r"returned `sums` as list: make it a dict",
+    ),
+    "mean-twice": (
+        lambda total, weight: (total, weight, {"loss": total}),
+        r"\['loss'\] in `sums` are names of the step's own metrics. Rename",
+    ),
+    "name-twice": (
+        lambda total, weight: (total, weight, {"weight": weight, "mine": weight}),
+        r"\['weight'\] in `sums` are names of the step's own metrics. Rename",
+    ),
+    "names-twice": (
+        lambda total, weight: (
+            *(total, weight),
+            dict.fromkeys(("num_tokens", "num_examples", "loss_sum"), weight),
+        ),
+        r"\['loss_sum', 'num_examples', 'num_tokens'\] in `sums` .* Rename",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_loss_that_breaks_the_contract_is_refused(case, mode):
+    to_result, message = BROKEN[case]
+
+    def broken(params, batch, keys):
+        return to_result(*loss_fn(params, batch, keys)[:2])
+
+    mesh, tx = jb.data_mesh(jax.devices()[:2]), optax.sgd(0.1)
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    (batch,) = jb.prefetch_to_mesh([batch], mesh)
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    with pytest.raises(ValueError, match=f"`loss_fn`.*{message}"):
+        jb.data_parallel(broken, tx, mesh, mode=mode)(state, batch)
+    with pytest.raises(ValueError, match=f"`loss_fn`.*{message}"):
+        jb.data_parallel_eval(broken, mesh, mode=mode)(state, batch)
