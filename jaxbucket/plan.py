@@ -104,7 +104,7 @@ def plan_buckets(
     else:
         ends, examples = _histogram(lengths, last, seq_len_multiple, overlong)
         candidates = Candidates(ends, examples, batch_sizes(ends))
-        seq_lens = ends[chooser(candidates, num_buckets)]
+        seq_lens = ends[_check_chosen(chooser(candidates, num_buckets), len(ends))]
     return BucketPlan(
         tuple(map(Bucket, batch_sizes(seq_lens).tolist(), seq_lens.tolist())),
         max_tokens=max_tokens,
@@ -121,10 +121,30 @@ def _check_given(boundaries: Sequence[int], multiple: int) -> int:
         raise ValueError(f"`boundaries` is empty. {remedy}")
     before = 0
     for boundary in boundaries:
-        if boundary <= before or boundary % multiple:
-            raise ValueError(f"`boundaries`: {boundary} after {before}. {remedy}")
-        before = boundary
-    return int(before)
+        whole = isinstance(boundary, int | np.integer) and not isinstance(
+            boundary, bool
+        )
+        if not whole or boundary <= before or boundary % multiple:
+            raise ValueError(f"`boundaries`: {boundary!r} after {before}. {remedy}")
+        before = int(boundary)
+    return before
+
+
+def _check_chosen(chosen: np.ndarray, num_candidates: int) -> np.ndarray:
+    """Returns what a chooser chose, which may be the user's own."""
+    chosen = np.asarray(chosen)
+    if (
+        chosen.ndim != 1
+        or not np.issubdtype(chosen.dtype, np.integer)
+        or np.any(np.diff(chosen, prepend=-1) < 1)
+        or not chosen.size
+        or chosen[-1] != num_candidates - 1
+    ):
+        raise ValueError(
+            f"`boundaries` chose {chosen.tolist()}: a function must return increasing "
+            f"positions of candidates, the last of them {num_candidates - 1}."
+        )
+    return chosen
 
 
 def _last_seq_len(lengths: np.ndarray, max_seq_len: int | None, multiple: int) -> int:

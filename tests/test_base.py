@@ -1,0 +1,280 @@
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+from jaxbucket import (
+    Batch,
+    BatchIndices,
+    BatchSchedule,
+    Bucket,
+    BucketPlan,
+    RowShard,
+    plan_buckets,
+    report,
+)
+
+PLAN = BucketPlan((Bucket(8, 128), Bucket(2, 512)), max_tokens=1024)
+
+# Lengths -> what is said of them, wherever they come in.
+BAD_LENGTHS = {
+    "empty": ([], "`lengths` is empty: there is no example"),
+    "zero": ([3, 0], "`lengths[1]=0`: a length must be between 1"),
+    "negative": ([3, 4, -7], "`lengths[2]=-7`: a length must be between 1"),
+    "nan": ([3.0, np.nan], "`lengths[1]=nan` is not an integer. Lengths count"),
+    "infinite": ([np.inf], "`lengths[0]=inf` is not an integer"),
+    "fraction": ([2.0, 2.5], "`lengths[1]=2.5` is not an integer"),
+    "float": ([2.0, 3.0], "dtype float64, not an integer dtype. Pass `lengths.astype"),
+    "text": (["3"], "not an integer dtype"),
+    "bool": ([True, False], "`lengths` has dtype bool"),
+    "object": ([None, 3], "`lengths` has dtype object"),
+    "scalar": (5, "`lengths` has shape (); pass one length per example"),
+    "table": ([[1, 2]], "`lengths` has shape (1, 2)"),
+    "huge": ([2**31], "`lengths[0]=2147483648`: a length must be between 1"),
+    "uint64": (np.array([2**63], np.uint64), "`lengths[0]=9223372036854775808`"),
+}
+TAKES_LENGTHS = {
+    "plan_buckets": lambda lengths: plan_buckets(lengths, max_tokens=4096),
+    "assign": PLAN.assign,
+    "BatchSchedule": lambda lengths: BatchSchedule(PLAN, lengths),
+    "report": lambda lengths: report(PLAN, lengths),
+}
+
+
+@pytest.mark.parametrize("entry", TAKES_LENGTHS)
+@pytest.mark.parametrize("bad", BAD_LENGTHS)
+def test_bad_lengths_are_refused_wherever_they_come_in(entry, bad):
+    lengths, message = BAD_LENGTHS[bad]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TAKES_LENGTHS[entry](lengths)
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])
+def test_every_integer_dtype_is_taken(dtype):
+    lengths = np.array([1, 127, 100], dtype)
+    assert PLAN.assign(lengths).tolist() == [0, 0, 0]
+    plan = BucketPlan((Bucket(1, 120), Bucket(1, 40_000)), max_tokens=40_000)
+    assert plan.assign(lengths).tolist() == [0, 1, 0]
+
+
+# Bucket
+
+
+def test_buckets_are_values():
+    assert Bucket(8, 128) == Bucket(batch_size=np.int64(8), seq_len=128)
+    assert hash(Bucket(8, 128)) == hash(Bucket(8, 128))
+    assert sorted([Bucket(8, 2), Bucket(2, 9)]) == [Bucket(2, 9), Bucket(8, 2)]
+    assert (str(Bucket(8, 128)), Bucket(8, 128).num_tokens) == ("[8, 128]", 1024)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Bucket(8, 128).seq_len = 3
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0, "`seq_len=0` must be a positive integer"),
+        (-3, "`seq_len=-3` must be a positive integer"),
+        (True, "`seq_len=True` must be a positive integer"),
+        (2.0, "`seq_len=2.0` is not an integer"),
+        ("8", "`seq_len='8'` is not an integer"),
+        (None, "`seq_len=None` is not an integer"),
+    ],
+)
+def test_a_bucket_checks_itself(value, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Bucket(8, value)
+
+
+# BucketPlan
+
+
+def test_assign_gives_the_shortest_bucket_that_holds_an_example(problem):
+    plan, lengths = problem
+    for length, index in zip(lengths, plan.assign(lengths), strict=True):
+        holds = [k for k, bucket in enumerate(plan.buckets) if length <= bucket.seq_len]
+        too_long = {"drop": -1, "truncate": len(plan) - 1}.get(plan.overlong)
+        assert index == (holds[0] if holds else too_long)
+
+
+def test_assign_has_a_compact_dtype_on_long_arrays():
+    lengths = np.random.default_rng(0).integers(1, 513, 600_000).astype(np.int32)
+    index = PLAN.assign(lengths)
+    assert index.dtype == np.int16
+    np.testing.assert_array_equal(index, lengths > 128)
+
+
+def test_assign_refuses_what_is_beyond_the_last_bucket():
+    message = "`lengths[1]=513` is beyond the last bucket, `seq_len=512`. Plan with a"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PLAN.assign([512, 513])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"buckets": ()}, "`buckets` is empty: a plan needs at least one shape"),
+        ({"max_tokens": 1023}, "Bucket [8, 128] holds 1024 tokens, more than `max_t"),
+        ({"max_tokens": 0}, "`max_tokens=0` must be a positive integer"),
+        ({"max_tokens": 1e6}, "`max_tokens=1000000.0` is not an integer"),
+        ({"batch_size_multiple": 4}, "`batch_size=2` is not a multiple of `batch_siz"),
+        ({"seq_len_multiple": 256}, "`seq_len=128` is not a multiple of `seq_len_mul"),
+        ({"overlong": "cut"}, "`overlong='cut'`: choose 'error', 'drop' or 'truncate'"),
+        ({"buckets": PLAN.buckets[::-1]}, "seq_lens [512, 128]: sort them in strictly"),
+        ({"buckets": (Bucket(1, 8), Bucket(2, 8))}, "seq_lens [8, 8]: sort them"),
+    ],
+)
+def test_a_plan_checks_itself(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(PLAN, **changes)
+
+
+def test_the_remedy_for_a_bucket_over_budget_works():
+    with pytest.raises(ValueError, match="Lower its batch_size to 7"):
+        BucketPlan((Bucket(8, 128),), max_tokens=1000)
+    BucketPlan((Bucket(7, 128),), max_tokens=1000)
+
+
+def test_plans_go_to_json_and_back(problem):
+    plan, _ = problem
+    again = BucketPlan.from_json(plan.to_json())
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.fingerprint == plan.fingerprint
+    # Others read it too.
+    assert json.loads(plan.to_json())["max_tokens"] == plan.max_tokens
+
+
+def test_plans_of_numpy_integers_are_the_same_plans():
+    plan = BucketPlan([Bucket(np.int32(8), np.int64(128))], max_tokens=np.int64(1024))
+    assert plan.fingerprint == BucketPlan((Bucket(8, 128),), 1024).fingerprint
+
+
+def test_the_fingerprint_changes_with_every_field():
+    changed = [
+        {"max_tokens": 1025},
+        {"batch_size_multiple": 2},
+        {"seq_len_multiple": 2},
+        {"overlong": "drop"},
+        {"overlong": "truncate"},
+        {"buckets": (Bucket(7, 128), Bucket(2, 512))},
+        {"buckets": (Bucket(8, 127), Bucket(2, 512))},
+    ]
+    plans = [PLAN, *(dataclasses.replace(PLAN, **change) for change in changed)]
+    assert len({plan.fingerprint for plan in plans}) == len(plans)
+
+
+def test_every_truncated_json_is_refused():
+    text = PLAN.to_json()
+    for size in range(len(text)):
+        with pytest.raises(ValueError, match=r"not valid JSON.*Write the plan again"):
+            BucketPlan.from_json(text[:size])
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", "{}", '{"format": "other"}'])
+def test_foreign_json_is_refused(text):
+    with pytest.raises(ValueError, match='no "format": "jaxbucket.BucketPlan"'):
+        BucketPlan.from_json(text)
+
+
+def edited(**changes) -> str:
+    fields = {**json.loads(PLAN.to_json()), **changes}
+    return json.dumps({k: v for k, v in fields.items() if v is not ...})
+
+
+def test_another_version_is_refused():
+    with pytest.raises(ValueError, match="version 2; this jaxbucket reads version 1"):
+        BucketPlan.from_json(edited(version=2))
+
+
+@pytest.mark.parametrize("name", ["buckets", "max_tokens", "seq_len_multiple"])
+def test_json_without_a_field_is_refused(name):
+    with pytest.raises(ValueError, match=f"The plan lacks a field: '{name}'"):
+        BucketPlan.from_json(edited(**{name: ...}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"buckets": [[8]]},
+        {"buckets": [[8, 128, 1]]},
+        {"buckets": 5},
+        {"buckets": [[8, "128"]]},
+        {"buckets": [[9, 128]]},
+        {"max_tokens": None},
+        {"overlong": []},
+    ],
+)
+def test_json_that_breaks_a_promise_is_refused(changes):
+    with pytest.raises(ValueError):
+        BucketPlan.from_json(edited(**changes))
+
+
+# BatchIndices and RowShard
+
+
+def test_empty_rows_are_no_examples():
+    assert BatchIndices(Bucket(4, 8), np.array([5, -1, 0, -1])).num_examples == 2
+
+
+def test_a_shard_holds_the_rows_of_its_parts():
+    np.testing.assert_array_equal(RowShard((0, 2), 3).rows(6), [0, 1, 4, 5])
+    np.testing.assert_array_equal(RowShard().rows(3), [0, 1, 2])
+
+
+@pytest.mark.parametrize("parts", [(), (1, 0), (0, 0), (-1,), (0, 3)])
+def test_a_shard_checks_itself(parts):
+    message = f"`parts={parts}` must be ascending, distinct and in [0, 3)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RowShard(parts, 3)
+    with pytest.raises(ValueError, match="`num_parts=0` must be a positive integer"):
+        RowShard(num_parts=0)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused():
+    message = (
+        "`batch_size=12` cannot be cut into 8 equal parts by the mesh axes ('data',). "
+        "Plan with `batch_size_multiple=8`"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RowShard((0,), 8, ("data",)).rows(12)
+
+
+# Batch
+
+
+def packed() -> Batch:
+    return Batch(
+        {"x": np.array([[7, 3, 9, 5, 0, 0], [1, 0, 0, 0, 0, 0], [0] * 6])},
+        {"x": np.array([[1, 1, 1, 2, 0, 0], [1, 0, 0, 0, 0, 0], [0] * 6])},
+        {"x": np.array([[0, 1, 2, 0, 0, 0], [0] * 6, [0] * 6])},
+    )
+
+
+def test_validity_is_derived_from_segment_ids():
+    batch = packed()
+    assert batch.bucket == Bucket(3, 6)
+    assert batch.mask.sum(axis=1).tolist() == [4, 1, 0]
+    assert batch.num_tokens == 5
+    # Two examples in the first row, one in the second, none in the third.
+    assert batch.num_examples == 3
+
+
+def test_flat_names_are_those_of_grain_and_of_maxtext():
+    batch = packed()
+    assert set(batch.as_dict()) == {"x", "x_segment_ids", "x_positions"}
+    maxtext = batch.as_dict("maxtext")
+    assert set(maxtext) == {"x", "x_segmentation", "x_position"}
+    assert maxtext["x_segmentation"] is batch.segment_ids["x"]
+    with pytest.raises(ValueError, match="`style='t5x'`: choose 'grain' or 'maxtext'"):
+        batch.as_dict("t5x")
+
+
+def test_the_mask_of_two_sequences_is_ambiguous():
+    batch = packed()
+    ids = {"x": batch.segment_ids["x"], "y": batch.segment_ids["x"][:, :2]}
+    two = batch._replace(segment_ids=ids)
+    with pytest.raises(ValueError, match=r"`mask` is ambiguous: \['x', 'y'\]"):
+        _ = two.mask
+    assert two.num_tokens == 5 + 3

@@ -1,0 +1,63 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxbucket.remainder import flow_remainders
+
+
+def cost_of(decisions, counts, batch_sizes, seq_lens) -> int:
+    """Padded tokens when each bucket but the last promotes its remainder or pads."""
+    carry = cost = 0
+    for count, size, length, promote in zip(
+        counts, batch_sizes, seq_lens, [*decisions, False], strict=True
+    ):
+        full, rest = divmod(count + carry, size)
+        cost += (full + (rest > 0 and not promote)) * size * length
+        carry = rest if promote else 0
+    return cost
+
+
+def cheapest(counts, batch_sizes, seq_lens) -> int:
+    choices = itertools.product([False, True], repeat=len(counts) - 1)
+    return min(cost_of(choice, counts, batch_sizes, seq_lens) for choice in choices)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_no_sequence_of_decisions_is_cheaper(seed):
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 8))
+    counts = rng.integers(0, rng.choice([4, 30, 1000]), size)
+    seq_lens = np.cumsum(rng.integers(1, 20, size))
+    batch_sizes = np.maximum(1, int(seq_lens[-1] * rng.integers(1, 9)) // seq_lens)
+    flow = flow_remainders(counts, batch_sizes, seq_lens)
+    tokens = (flow.batches * batch_sizes * seq_lens).sum()
+    assert tokens == cheapest(counts.tolist(), batch_sizes.tolist(), seq_lens.tolist())
+    # No example is lost on the way, none is in two buckets, and all have a row.
+    assert flow.rows.sum() == counts.sum()
+    left_over = flow.counts + flow.carried - flow.rows
+    np.testing.assert_array_equal(flow.carried, [0, *left_over[:-1]])
+    np.testing.assert_array_equal(flow.batches, -(-flow.rows // batch_sizes))
+    assert left_over[-1] == 0
+    assert flow.num_batches == flow.batches.sum()
+
+
+def test_a_remainder_that_fills_a_longer_batch_goes_up():
+    flow = flow_remainders([5, 1], batch_sizes=[4, 2], seq_lens=[8, 16])
+    assert (flow.carried.tolist(), flow.rows.tolist()) == ([0, 1], [4, 2])
+
+
+def test_a_remainder_that_would_open_a_longer_batch_stays():
+    flow = flow_remainders([5, 2], batch_sizes=[4, 2], seq_lens=[8, 17])
+    assert flow.carried.tolist() == [0, 0]
+    assert flow.batches.tolist() == [2, 1]
+
+
+def test_a_remainder_may_go_up_twice():
+    flow = flow_remainders([1, 1, 1], batch_sizes=[8, 4, 3], seq_lens=[10, 20, 30])
+    assert flow.carried.tolist() == [0, 1, 2]
+    assert flow.batches.tolist() == [0, 0, 1]
+
+
+def test_nothing_costs_nothing():
+    assert flow_remainders([0, 0], [4, 2], [8, 16]).num_batches == 0
