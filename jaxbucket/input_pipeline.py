@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, overload
 
 import grain
 import numpy as np
 
-from jaxbucket.base import EMPTY_ROW, Batch, Bucket, RowShard
+from jaxbucket.base import EMPTY_ROW, MAX_LENGTH, Batch, Bucket, RowShard
 from jaxbucket.collate import Example, collate_rows, example_length
 from jaxbucket.schedule import BatchSchedule
 
@@ -59,13 +60,21 @@ def measure_lengths(
             length = length_fn(source[index])
         except ValueError as error:
             raise ValueError(f"`source[{index}]`: {error}") from error
-        if length < 1:
-            raise ValueError(
-                f"`source[{index}]` has length {length}. Leave empty examples out of "
-                "the source."
-            )
-        lengths[index] = length
+        lengths[index] = _checked_length(index, length)
     return lengths
+
+
+def _checked_length(index: int, length: Any) -> int:
+    try:
+        whole = operator.index(length)
+    except TypeError:
+        whole = 0
+    if not 1 <= whole <= MAX_LENGTH:
+        raise ValueError(
+            f"`source[{index}]` has length {length!r}, which is no integer from 1 to "
+            f"{MAX_LENGTH}. Leave the example out, or mend `length_fn`."
+        )
+    return whole
 
 
 def batch_dataset(

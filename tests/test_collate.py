@@ -1,0 +1,157 @@
+import re
+
+import numpy as np
+import pytest
+
+from jaxbucket import Bucket, collate_rows, unbatch
+from jaxbucket.collate import example_length
+
+
+def random_rows(seed: int, bucket: Bucket) -> list[dict | None]:
+    """Examples of every length up to T, with empty rows between and behind."""
+    rng = np.random.default_rng(seed)
+    rows: list[dict | None] = []
+    for _ in range(int(rng.integers(1, bucket.batch_size + 1))):
+        length = int(rng.integers(1, bucket.seq_len + 1))
+        example = {
+            "tokens": rng.integers(0, 250, length).astype(np.uint8),
+            "frames": rng.normal(size=(length, 3)).astype(np.float32),
+            "label": np.int16(rng.integers(10)),
+            "speaker": rng.normal(size=()).astype(np.float64),
+        }
+        rows.append(None if rng.random() < 0.2 else example)
+    rows[0] = example
+    return rows
+
+
+def padded(rows, name: str, bucket: Bucket, pad_value: float = 0) -> np.ndarray:
+    """The oracle: one row at a time."""
+    like = next(row[name] for row in rows if row is not None)
+    shape = (bucket.batch_size, bucket.seq_len, *like.shape[1:])
+    out = np.full(shape, pad_value, like.dtype)
+    for number, row in enumerate(rows):
+        if row is not None:
+            out[number, : len(row[name])] = row[name]
+    return out
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sequences_are_padded_and_the_rest_is_stacked(seed):
+    bucket = Bucket(6, 9)
+    rows = random_rows(seed, bucket)
+    sequences = ["tokens", "frames"]
+    batch = collate_rows(rows, bucket, sequences=sequences, pad_value=5)
+    assert batch.bucket == bucket
+    for name in sequences:
+        want = padded(rows, name, bucket, 5)
+        np.testing.assert_array_equal(batch.features[name], want)
+        assert batch.features[name].dtype == want.dtype
+    for name in ("label", "speaker"):
+        stacked = batch.features[name]
+        assert (stacked.shape, stacked.dtype) == ((6,), rows[0][name].dtype)
+        for number, row in enumerate(rows):
+            assert stacked[number] == (0 if row is None else row[name])
+    lengths = [0 if row is None else len(row["tokens"]) for row in rows]
+    lengths += [0] * (6 - len(rows))
+    # Everything about validity, from the lengths.
+    real = np.arange(9) < np.array(lengths)[:, None]
+    (ids,), (positions,) = batch.segment_ids.values(), batch.positions.values()
+    np.testing.assert_array_equal(ids, real)
+    np.testing.assert_array_equal(positions, np.where(real, np.arange(9), 0))
+    assert ids.dtype == positions.dtype == np.int32
+    assert batch.num_tokens == sum(lengths)
+    assert batch.num_examples == np.count_nonzero(lengths)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_unbatch_is_the_inverse(seed):
+    bucket = Bucket(5, 7)
+    rows = random_rows(seed, bucket)
+    examples = [row for row in rows if row is not None]
+    back = unbatch(collate_rows(rows, bucket))
+    assert len(back) == len(examples)
+    for got, want in zip(back, examples, strict=True):
+        assert got.keys() == want.keys()
+        for name in want:
+            np.testing.assert_array_equal(got[name], want[name])
+            assert got[name].dtype == want[name].dtype
+
+
+def test_unbatch_tells_a_vector_as_long_as_the_bucket_by_its_name():
+    # A feature [3] of each example, in a bucket with T = 3.
+    rows = [{"x": np.arange(2), "v": np.arange(3.0)}]
+    batch = collate_rows(rows, Bucket(1, 3), sequences=["x"])
+    (back,) = unbatch(batch, sequences=["x"])
+    assert back["v"].tolist() == [0, 1, 2]
+
+
+def test_a_vector_of_each_example_is_stacked_where_sequences_are_named():
+    rows = [
+        {"x": np.arange(2), "v": np.arange(3)},
+        {"x": np.arange(4), "v": np.ones(3, int)},
+    ]
+    batch = collate_rows(rows, Bucket(3, 4), sequences=["x"])
+    assert batch.features["v"].tolist() == [[0, 1, 2], [1, 1, 1], [0, 0, 0]]
+    assert set(batch.segment_ids) == {"x"}
+
+
+def test_one_name_alone_is_taken():
+    batch = collate_rows([{"x": [1], "v": [1, 2]}], Bucket(1, 2), sequences="x")
+    assert batch.features["v"].tolist() == [[1, 2]]
+
+
+def test_long_examples_are_cut_where_asked():
+    rows = [{"x": np.arange(5)}, {"x": np.arange(2)}]
+    batch = collate_rows(rows, Bucket(2, 3), truncate=True)
+    assert batch.features["x"].tolist() == [[0, 1, 2], [0, 1, 0]]
+    assert batch.num_tokens == 5
+
+
+def test_empty_rows_alone_take_their_features_from_an_example():
+    batch = collate_rows([], Bucket(2, 3), like={"x": np.zeros((1, 4), np.float16)})
+    assert batch.features["x"].shape == (2, 3, 4)
+    assert batch.features["x"].dtype == np.float16
+    assert batch.num_examples == 0
+    assert unbatch(batch) == []
+
+
+def test_batches_do_not_share_memory_with_examples():
+    example = {"x": np.arange(3)}
+    batch = collate_rows([example], Bucket(1, 3))
+    example["x"][:] = 9
+    assert batch.features["x"].tolist() == [[0, 1, 2]]
+
+
+X = {"x": np.arange(3)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([X] * 3, {}, "`rows` has 3 entries, more than the 2 of bucket [2, 4]"),
+        ([None], {}, "All rows are empty: pass `like=`"),
+        ([], {}, "All rows are empty: pass `like=`"),
+        ([X, {"x": np.arange(5)}], {}, "Row 1 has length 5, beyond `seq_len=4`. Put"),
+        ([X, {"x": np.arange(0)}], {}, "Row 1 has length 0. Leave empty examples out"),
+        ([X, {"y": np.arange(3)}], {}, "Row 1 has features ['y'], others have ['x']"),
+        ([X, {"x": np.ones(3)}], {}, "Row 1: feature 'x' is float64[3], in other exa"),
+        ([X, {"x": np.ones((3, 2), int)}], {}, "Row 1: feature 'x' is int64[3, 2], in"),
+        ([X, {"x": 5}], {}, "Row 1: feature 'x' is int64[]"),
+        ([{"x": [1], "y": [1, 2]}], {}, "different lengths, {'x': 1, 'y': 2}. Name"),
+        ([{"label": 5}], {}, "The example ['label'] has no sequence. Give it an array"),
+        ([X], {"sequences": []}, "has no sequence. Name at least one in `sequences`"),
+        ([X], {"sequences": ["z"]}, "`sequences=['z']`: ['z'] are no arrays with a le"),
+        ([{"x": [1], "n": 3}], {"sequences": ["n"]}, "['n'] are no arrays with a lead"),
+        ([X], {"like": {"y": [1]}}, "Row 0 has features ['x'], others have ['y']"),
+    ],
+)
+def test_rows_that_make_no_batch_are_refused(rows, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        collate_rows(rows, Bucket(2, 4), **options)
+
+
+def test_the_length_of_an_example_is_that_of_its_sequences():
+    assert example_length({"x": [1, 2, 3], "y": np.ones((3, 4)), "label": 1}) == 3
+    assert example_length({"x": [1, 2], "y": [1]}, ["y"]) == 1
+    with pytest.raises(ValueError, match="The example has length 0"):
+        example_length({"x": []})

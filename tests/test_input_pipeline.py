@@ -1,0 +1,283 @@
+import re
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+from jaxbucket import (
+    Batch,
+    BatchSchedule,
+    Bucket,
+    RowShard,
+    batch_dataset,
+    measure_lengths,
+    plan_buckets,
+    unbatch,
+)
+
+
+class Source:
+    """Examples of given lengths, made when they are read, which is recorded."""
+
+    def __init__(self, lengths: np.ndarray):
+        self.lengths = lengths
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        self.read.append(index)
+        tokens = (index * 31 + np.arange(self.lengths[index])) % 1000
+        return {"tokens": tokens.astype(np.int32), "index": np.int32(index)}
+
+
+def assert_equal(a: Batch, b: Batch) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert x.tobytes() == y.tobytes()
+
+
+def job(seed: int = 0, **options) -> tuple[Source, BatchSchedule]:
+    lengths = np.random.default_rng(seed).integers(1, 60, 150)
+    plan = plan_buckets(lengths, max_tokens=960, num_buckets=3, batch_size_multiple=8)
+    return Source(lengths), BatchSchedule(plan, lengths, seed=seed, **options)
+
+
+def test_batches_hold_the_examples_of_the_schedule(problem):
+    source, schedule = Source(problem.lengths), BatchSchedule(*problem, seed=2)
+    dataset = batch_dataset(source, schedule)
+    assert len(dataset) == len(schedule)
+    longest = problem.plan.max_seq_len
+    for step in range(0, len(dataset), 1 + len(dataset) // 20):
+        batch, indices = dataset[step], schedule[step]
+        assert batch.bucket == indices.bucket
+        examples = iter(unbatch(batch, sequences=["tokens"]))
+        for row in indices.rows:
+            if row >= 0:
+                got, want = next(examples), source[row]
+                assert got["index"] == row
+                assert got["tokens"].tolist() == want["tokens"][:longest].tolist()
+        assert next(examples, None) is None
+
+
+def test_real_lengths_make_batches_of_the_plan(real_lengths):
+    plan = plan_buckets(
+        real_lengths,
+        max_tokens=8 * int(real_lengths.max()),
+        num_buckets=4,
+        batch_size_multiple=8,
+    )
+    schedule = BatchSchedule(plan, real_lengths)
+    dataset = batch_dataset(Source(real_lengths), schedule)
+    for step in (0, len(dataset) // 2, len(dataset) - 1):
+        batch = dataset[step]
+        assert batch.bucket in plan.buckets
+        rows = schedule[step].rows
+        assert batch.num_tokens == real_lengths[rows[rows >= 0]].sum()
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        [(0, 1, 2, 3, 4, 5, 6, 7)],
+        [(0, 1, 2, 3), (4, 5, 6, 7)],
+        [(0, 5), (1, 4), (2, 7), (3, 6)],
+        [(0, 3), (0, 3), (1, 2, 4), (5, 6, 7)],
+        [(part,) for part in range(8)],
+    ],
+)
+def test_hosts_load_their_rows_of_the_same_batches(hosts):
+    source, schedule = job()
+    whole = batch_dataset(source, schedule)
+    shards = [RowShard(parts, 8) for parts in hosts]
+    local = [batch_dataset(source, schedule, shard=shard) for shard in shards]
+    for step in range(len(whole)):
+        batch = whole[step]
+        size = batch.bucket.batch_size
+        for shard, dataset in zip(shards, local, strict=True):
+            own = shard.rows(size)
+            assert_equal(dataset[step], jax.tree.map(lambda x, own=own: x[own], batch))
+        rows = np.concatenate([shard.rows(size) for shard in shards])
+        assert set(rows) == set(range(size))
+
+
+def test_only_the_examples_of_the_shard_are_read():
+    source, schedule = job()
+    shard = RowShard((1, 6), 8)
+    dataset = batch_dataset(source, schedule, shard=shard)
+    dataset[0]
+    for step in range(1, 5):
+        source.read.clear()
+        dataset[step]
+        indices = schedule[step]
+        rows = indices.rows[shard.rows(indices.bucket.batch_size)]
+        assert source.read == rows[rows >= 0].tolist()
+
+
+@pytest.mark.parametrize("order", ["shuffled", "source"])
+def test_resuming_at_any_step_gives_the_batches_of_the_whole_run(order):
+    source, schedule = job(order=order)
+    end = 2 * len(schedule) + 3
+    whole = list(batch_dataset(source, schedule, num_steps=end))
+    assert len(whole) == end
+    for start in range(end):
+        resumed = batch_dataset(source, schedule, start_step=start, num_steps=end)
+        assert len(resumed) == end - start
+        for step in {start, (start + end) // 2, end - 1}:
+            assert_equal(resumed[step - start], whole[step])
+
+
+@pytest.mark.parametrize("start", [0, 7])
+def test_a_checkpoint_of_the_iterator_goes_on_where_it_was(start):
+    source, schedule = job()
+    dataset = batch_dataset(
+        source, schedule, start_step=start, num_steps=len(schedule) + 5
+    ).to_iter_dataset()
+    grain.experimental.assert_equal_output_after_checkpoint(dataset)
+
+
+def test_the_state_of_the_iterator_is_one_integer():
+    iterator = iter(batch_dataset(*job()).to_iter_dataset())
+    next(iterator)
+    next(iterator)
+    assert iterator.get_state() == {"next_index": 2}
+
+
+def test_a_run_ends_with_the_epoch_it_starts_in():
+    source, schedule = job()
+    size = len(schedule)
+    assert len(batch_dataset(source, schedule)) == size
+    assert len(batch_dataset(source, schedule, start_step=3)) == size - 3
+    assert len(batch_dataset(source, schedule, start_step=size)) == size
+    assert len(batch_dataset(source, schedule, start_step=5, num_steps=5)) == 0
+
+
+def test_elements_beyond_the_end_are_later_steps():
+    source, schedule = job()
+    dataset = batch_dataset(source, schedule)
+    later = batch_dataset(source, schedule, start_step=len(schedule))
+    assert_equal(dataset[len(dataset)], later[0])
+
+
+def test_it_is_a_map_dataset_like_any_other():
+    source, schedule = job()
+    dataset = batch_dataset(source, schedule)
+    assert isinstance(dataset, grain.MapDataset)
+    assert [b.bucket for b in dataset[2:6:2]] == [dataset[2].bucket, dataset[4].bucket]
+    tokens = dataset.map(lambda batch: int(batch.num_tokens))
+    assert sum(tokens) == source.lengths.sum()
+    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+    threaded = list(dataset.to_iter_dataset(options))
+    for got, want in zip(threaded, dataset, strict=True):
+        assert_equal(got, want)
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, grain.MapDataset.source])
+def test_sources_of_every_kind_give_the_same_batches(wrap):
+    source, schedule = job()
+    other = wrap([source[index] for index in range(len(source))])
+    np.testing.assert_array_equal(
+        measure_lengths(other, length_fn=lambda x: len(x["tokens"]), progress=False),
+        source.lengths,
+    )
+    assert_equal(batch_dataset(other, schedule)[1], batch_dataset(source, schedule)[1])
+
+
+def test_features_and_padding_are_as_asked():
+    source = [
+        {"x": np.arange(2), "v": np.arange(3)},
+        {"x": np.arange(4), "v": np.ones(3, int)},
+    ]
+    plan = plan_buckets([2, 4], max_tokens=8, num_buckets=1)
+    schedule = BatchSchedule(plan, [2, 4], order="source")
+    dataset = batch_dataset(source, schedule, sequences=["x"], pad_value=-7)
+    assert dataset[0].features["x"].tolist() == [[0, 1, -7, -7], [0, 1, 2, 3]]
+    assert dataset[0].features["v"].tolist() == [[0, 1, 2], [1, 1, 1]]
+
+
+# measure_lengths
+
+
+def test_lengths_are_int32_in_the_order_of_the_source():
+    source, _ = job()
+    measured = measure_lengths(source)
+    assert measured.dtype == np.int32
+    np.testing.assert_array_equal(measured, source.lengths)
+    assert source.read == list(range(len(source)))
+
+
+def test_lengths_may_be_measured_by_a_function():
+    assert measure_lengths(["ab", "c"], length_fn=len).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ([], "`source` is empty: there is no example to measure"),
+        ([{"x": [1]}, {"x": []}], "`source[1]`: The example has length 0. Leave empty"),
+        ([{"x": 1}], "`source[0]`: The example ['x'] has no sequence"),
+        ([{"x": [1], "y": [1, 2]}], "`source[0]`: The example has sequences of differ"),
+    ],
+)
+def test_examples_without_a_length_are_refused(source, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        measure_lengths(source, progress=False)
+
+
+@pytest.mark.parametrize("length", [0, -2, 2.5, float("nan"), None, "3", 2**31])
+def test_a_function_that_measures_nonsense_is_refused(length):
+    with pytest.raises(
+        ValueError, match=re.escape(f"`source[0]` has length {length!r}")
+    ):
+        measure_lengths([1], length_fn=lambda example: length, progress=False)
+
+
+# What does not fit together
+
+
+def test_a_source_of_another_size_is_refused():
+    source, schedule = job()
+    message = "`source` has 149 examples, but the schedule was made for 150 lengths. Me"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        batch_dataset(Source(source.lengths[1:]), schedule)
+
+
+def test_an_example_that_changed_since_it_was_measured_is_refused():
+    source, schedule = job()
+    index = int(schedule[0].rows[0])
+    source.lengths = source.lengths.copy()
+    source.lengths[index] += 1
+    message = (
+        f"`source[{index}]` has length {source.lengths[index]}, but `lengths[{index}]="
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        batch_dataset(source, schedule)[0]
+
+
+def test_a_shard_that_does_not_divide_a_bucket_is_refused():
+    source, schedule = job()
+    with pytest.raises(
+        ValueError, match=r"cannot be cut into 3 equal parts.*Plan with"
+    ):
+        batch_dataset(source, schedule, shard=RowShard((0,), 3, ("data",)))
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 5), (6, 5), (2, -1)])
+def test_steps_in_the_wrong_order_are_refused(start, end):
+    message = f"`start_step={start}` must be between 0 and the end of the run, `num_st"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        batch_dataset(*job(), start_step=start, num_steps=end)
+
+
+def test_a_negative_element_is_refused():
+    with pytest.raises(IndexError, match="`index=-1` must not be negative"):
+        batch_dataset(*job())[-1]
+
+
+def test_one_bucket_with_one_row():
+    plan = plan_buckets([3], max_tokens=3)
+    (batch,) = batch_dataset([{"x": [1, 2, 3]}], BatchSchedule(plan, [3]))
+    assert batch.bucket == Bucket(1, 3)

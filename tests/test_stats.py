@@ -1,0 +1,118 @@
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxbucket import BatchSchedule, Bucket, BucketPlan, plan_buckets, report
+
+
+def check_report(plan: BucketPlan, lengths: np.ndarray) -> None:
+    """Every number, against a walk through one epoch of the schedule."""
+    epoch = report(plan, lengths)
+    batches = list(BatchSchedule(plan, lengths, seed=5))
+    used = np.minimum(lengths, plan.max_seq_len)
+    rows = np.concatenate([batch.rows for batch in batches])
+    rows = rows[rows >= 0]
+    padded = sum(batch.bucket.num_tokens for batch in batches)
+    empty = sum(
+        (batch.bucket.batch_size - batch.num_examples) * batch.bucket.seq_len
+        for batch in batches
+    )
+    assert epoch.steps_per_epoch == len(batches)
+    assert epoch.examples == len(rows)
+    assert epoch.real_tokens == used[rows].sum()
+    assert epoch.padded_tokens == padded
+    assert epoch.padding == pytest.approx(1 - used[rows].sum() / padded)
+    assert epoch.padding_in_empty_rows == pytest.approx(empty / padded)
+    assert epoch.padding_in_rows + epoch.padding_in_empty_rows == pytest.approx(
+        epoch.padding
+    )
+    over = lengths > plan.max_seq_len
+    cut = plan.overlong == "truncate"
+    assert epoch.dropped_examples == (0 if cut else over.sum())
+    assert epoch.truncated_examples == (over.sum() if cut else 0)
+    assert epoch.truncated_tokens == ((lengths - used).sum() if cut else 0)
+    for bucket, own in zip(plan.buckets, epoch.buckets, strict=True):
+        check_bucket(plan, lengths, bucket, own, batches)
+
+
+def check_bucket(plan, lengths, bucket, own, batches) -> None:
+    index = plan.buckets.index(bucket)
+    mine = [batch for batch in batches if batch.bucket == bucket]
+    fit = np.minimum(lengths[plan.assign(lengths) == index], bucket.seq_len)
+    rows = np.concatenate([batch.rows for batch in mine] or [np.zeros(0, int)])
+    assert (own.batch_size, own.seq_len) == (bucket.batch_size, bucket.seq_len)
+    assert own.steps == len(mine)
+    assert own.examples == len(fit)
+    assert own.empty_rows == np.count_nonzero(rows == -1)
+    came_up = plan.assign(lengths)[rows[rows >= 0]] < index
+    # What came up is here, unless it went further up.
+    assert own.carried >= came_up.sum()
+    wasted = 1 - fit.sum() / (len(fit) * bucket.seq_len) if len(fit) else 0
+    assert own.padding == pytest.approx(wasted)
+    total = sum(batch.bucket.num_tokens for batch in batches)
+    assert own.token_share == pytest.approx(len(mine) * bucket.num_tokens / total)
+
+
+def test_a_report_counts_what_the_schedule_does(problem):
+    check_report(*problem)
+
+
+def test_a_report_counts_what_happens_to_real_lengths(real_lengths):
+    last = int(np.percentile(real_lengths, 90))
+    for overlong in ("drop", "truncate"):
+        plan = plan_buckets(
+            real_lengths,
+            max_tokens=16 * last,
+            num_buckets=6,
+            max_seq_len=last,
+            overlong=overlong,
+        )
+        check_report(plan, real_lengths)
+
+
+def test_examples_that_come_up_are_counted_where_they_come():
+    plan = BucketPlan((Bucket(4, 8), Bucket(2, 16)), max_tokens=32)
+    short, long = report(plan, [8, 8, 8, 8, 6, 10]).buckets
+    assert (short.carried, long.carried) == (0, 1)
+    assert (short.empty_rows, long.empty_rows) == (0, 0)
+
+
+def test_a_report_on_other_lengths_than_planned_for():
+    plan = BucketPlan((Bucket(6, 10), Bucket(2, 30)), max_tokens=60)
+    # 100 rows of one token: 16 full batches, and 4 rows of a 17th or of two longer.
+    assert report(plan, [1] * 100).padding == pytest.approx(1 - 100 / (17 * 60))
+
+
+def test_every_number_is_in_the_json():
+    plan = BucketPlan((Bucket(6, 10), Bucket(2, 30)), max_tokens=60)
+    epoch = report(plan, [10, 20, 30])
+    fields = json.loads(epoch.to_json())
+    assert fields == json.loads(json.dumps(epoch.to_dict()))
+    assert fields["steps_per_epoch"] == 2
+    assert fields["buckets"][1]["seq_len"] == 30
+
+
+def test_the_table_has_a_line_for_every_bucket():
+    lengths = np.random.default_rng(0).integers(1, 100, 500)
+    plan = plan_buckets(lengths, max_tokens=800, num_buckets=4)
+    terminal = io.StringIO()
+    Console(file=terminal, width=100).print(report(plan, lengths))
+    text = terminal.getvalue()
+    for bucket in report(plan, lengths).buckets:
+        assert f"{bucket.batch_size} " in text
+        assert f" {bucket.examples} " in text
+    assert report(plan, lengths).summary.splitlines()[0] in text
+
+
+def test_what_is_lost_is_said():
+    for overlong, words in (
+        ("drop", "2 examples are too long: dropped."),
+        ("truncate", "2 examples are too long: cut by 14 tokens."),
+    ):
+        plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong=overlong)
+        assert words in report(plan, [8, 10, 20]).summary
+    plan = BucketPlan((Bucket(1, 20),), max_tokens=20)
+    assert "too long" not in report(plan, [8, 10, 20]).summary
