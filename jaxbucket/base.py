@@ -94,6 +94,17 @@ def check_positive(name: str, value: Any) -> int:
     return number
 
 
+def check_seed(seed: Any) -> int:
+    """Returns `seed` as an int, or raises a ValueError if it is out of range."""
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise ValueError(f"`seed={seed!r}` is not an integer.") from None
+    if not 0 <= number < 2**63:
+        raise ValueError(f"`seed={seed}` must be between 0 and 2**63 - 1.")
+    return number
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
     """One static batch shape `[B, T]`, in array order.
@@ -424,6 +435,9 @@ class Batch(NamedTuple):
         Args:
           style: "grain" gives `x`, `x_segment_ids`, `x_positions`; "maxtext" gives
             `x`, `x_segmentation`, `x_position`.
+
+        Raises:
+          ValueError: for another style, or features that have such names already.
         """
         suffixes = {
             "grain": ("segment_ids", "positions"),
@@ -432,8 +446,11 @@ class Batch(NamedTuple):
         if style not in suffixes:
             raise ValueError(f"`style={style!r}`: choose 'grain' or 'maxtext'.")
         ids, positions = suffixes[style]
-        return {
-            **self.features,
+        derived = {
             **{f"{name}_{ids}": value for name, value in self.segment_ids.items()},
             **{f"{name}_{positions}": value for name, value in self.positions.items()},
         }
+        taken = sorted(derived.keys() & self.features.keys())
+        if taken:
+            raise ValueError(f"`features` already has {taken}: rename them.")
+        return {**self.features, **derived}

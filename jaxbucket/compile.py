@@ -34,9 +34,14 @@ def compile_steps(
 
     Returns:
       `steps(state, batch)`, which runs the executable of the batch's bucket.
+
+    Raises:
+      ValueError: if `specs` is empty.
     """
     from rich.progress import track
 
+    if not specs:
+        raise ValueError("`specs` is empty: pass what `batch_specs` returns.")
     if not hasattr(step_fn, "lower"):
         step_fn = jax.jit(step_fn)
     compiled, seconds = {}, {}
@@ -96,30 +101,30 @@ class CompiledSteps(Mapping[Bucket, jax.stages.Compiled]):
                 f"A batch of shape {bucket} is outside the plan, which has {planned}. "
                 "Pass global batches of this plan, or compile for another one."
             )
-        if jax.tree.map(_aval, batch) != jax.tree.map(_aval, self._specs[bucket]):
-            raise ValueError(_difference(batch, self._specs[bucket]))
+        got, want = _avals(batch), _avals(self._specs[bucket])
+        if got != want:
+            raise ValueError(_difference(got, want, bucket))
         return self._compiled[bucket](state, batch)
 
 
-def _aval(leaf: Any) -> tuple[tuple[int, ...], str]:
-    return leaf.shape, str(leaf.dtype)
+def _avals(batch: Batch) -> dict[str, str]:
+    """What each array of a batch is called -> its dtype and shape."""
+    leaves, _ = jax.tree.flatten_with_path(batch)
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves
+    }
 
 
-def _difference(batch: Batch, spec: Batch) -> str:
-    got = {name: _aval(leaf) for name, leaf in batch.as_dict().items()}
-    want = {name: _aval(leaf) for name, leaf in spec.as_dict().items()}
-    for name in sorted(got.keys() | want.keys()):
-        if got.get(name) != want.get(name):
-            return (
-                f"The batch's {name!r} is {_shown(got.get(name))}, but bucket "
-                f"{spec.bucket} was compiled for {_shown(want.get(name))}. Convert the "
-                "batch, or make `batch_specs` from an example like it."
-            )
-    raise AssertionError("called without a difference")
-
-
-def _shown(aval: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if aval is None else f"{aval[1]}{list(aval[0])}"
+def _difference(got: dict[str, str], want: dict[str, str], bucket: Bucket) -> str:
+    name = min(name for name in got | want if got.get(name) != want.get(name))
+    remedy = "Convert the batch, or make `batch_specs` from an example like it."
+    if name not in want:
+        return f"`batch{name}` was not there when {bucket} was compiled. {remedy}"
+    return (
+        f"`batch{name}` is {got.get(name, 'missing')}, but {bucket} was compiled for "
+        f"{want[name]}. {remedy}"
+    )
 
 
 @contextlib.contextmanager

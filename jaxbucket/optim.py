@@ -94,9 +94,16 @@ def scale_by_batch_size(
         if size is None:
             raise ValueError(
                 f"`scale_by_batch_size` needs the batch size: call "
-                f"`tx.update(grads, state, params, {name}=batch.{name})`."
+                f"`tx.update(grads, state, params, {name}=batch.{name})`. What is "
+                "around it must hand extra arguments on, as `optax.chain` does and "
+                "`optax.MultiSteps` does not."
             )
-        factor = to_factor(jnp.asarray(size / base))
+        factor = jnp.asarray(to_factor(jnp.asarray(size / base)))
+        if factor.shape:
+            raise ValueError(
+                f"`rule` returned a factor of shape {list(factor.shape)}: return one "
+                "number."
+            )
         updates = jax.tree.map(lambda u: u * factor.astype(u.dtype), updates)
         return updates, ScaleByBatchSizeState(factor.astype(jnp.float32))
 

@@ -19,6 +19,7 @@ from jaxbucket.base import (
     BatchIndices,
     BucketPlan,
     check_lengths,
+    check_seed,
     digest,
 )
 from jaxbucket.permutation import fold, permute
@@ -76,11 +77,9 @@ class BatchSchedule:
     ):
         if order not in ("shuffled", "source"):
             raise ValueError(f"`order={order!r}`: choose 'shuffled' or 'source'.")
-        if not 0 <= operator.index(seed) < 2**63:
-            raise ValueError(f"`seed={seed}` must be between 0 and 2**63 - 1.")
         self.plan = plan
         self.lengths = check_lengths(lengths)
-        self.seed = operator.index(seed)
+        self.seed = check_seed(seed)
         self.order = order
         self._examples, counts = _group(plan.assign(self.lengths), len(plan))
         self._offsets = np.cumsum(counts) - counts

@@ -29,6 +29,8 @@ DATA_AXIS = "data"
 def data_mesh(devices: Sequence[Device] | None = None) -> Mesh:
     """Returns a mesh of one axis, "data", over all devices or the given ones."""
     devices = jax.devices() if devices is None else devices
+    if not len(devices):
+        raise ValueError("`devices` is empty: a mesh needs at least one.")
     # Explicit axes, a default in some releases, make a plain embedding lookup fail.
     return jax.make_mesh(
         (len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices
@@ -47,11 +49,11 @@ def batch_sharding(mesh: Mesh, batch_axes: Axes = DATA_AXIS) -> NamedSharding:
 def axis_names(mesh: Mesh, batch_axes: Axes) -> tuple[str, ...]:
     """Returns the batch axes as a tuple, or raises a ValueError for an unknown one."""
     names = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
-    unknown = [name for name in names if name not in mesh.axis_names]
-    if unknown or not names:
+    known = [name for name in names if name in mesh.axis_names]
+    if not names or len(set(known)) < len(names):
         raise ValueError(
             f"`batch_axes={batch_axes!r}`: the mesh has axes {mesh.axis_names}. Name "
-            "one or several of them."
+            "one or several of them, each once."
         )
     return names
 
@@ -103,10 +105,10 @@ def prefetch_to_mesh(
 
     Raises:
       ValueError: if the mesh lacks one of the axes, or a batch does not have the rows
-        of this process.
+        of this process, or an integer that its dtype on devices cannot hold.
     """
-    if size < 0:
-        raise ValueError(f"`size={size}` must not be negative.")
+    if not isinstance(size, int) or size < 0:
+        raise ValueError(f"`size={size!r}` must be an integer and not negative.")
     shard = local_rows(mesh, batch_axes=batch_axes)
     sharding = batch_sharding(mesh, batch_axes)
     # device_put returns before the copy is done, so a queue of its results suffices.
@@ -134,15 +136,31 @@ def _to_global(batch: Batch, shard: RowShard, sharding: NamedSharding) -> Batch:
     # Part p of the batch is the slot-th part that was loaded.
     slots = {part: slot for slot, part in enumerate(shard.parts)}
 
-    def to_global(leaf: Any) -> jax.Array:
+    def to_global(path: Any, leaf: np.ndarray) -> jax.Array:
+        leaf = _as_on_device(jax.tree_util.keystr(path), leaf)
+
         def rows_for_device(index: Any) -> np.ndarray:
             start = slots[(index[0].start or 0) // part_size] * part_size
-            return leaf[start : start + part_size]
+            # jax on CPU uses a numpy array as it is, and loaders reuse their arrays.
+            return leaf[start : start + part_size].copy()
 
         shape = (part_size * shard.num_parts, *leaf.shape[1:])
         return jax.make_array_from_callback(shape, sharding, rows_for_device)
 
-    return jax.tree.map(to_global, batch)
+    return jax.tree.map_with_path(to_global, batch)
+
+
+def _as_on_device(name: str, leaf: np.ndarray) -> np.ndarray:
+    """The array in the dtype that jax has for it: 32 bits, unless told otherwise."""
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    converted = leaf.astype(dtype, copy=False)
+    if np.issubdtype(dtype, np.integer) and not np.array_equal(converted, leaf):
+        value = leaf[converted != leaf].flat[0]
+        raise ValueError(
+            f"`batch{name}` holds {value}, which {dtype} cannot hold. Set "
+            "`jax.config.update('jax_enable_x64', True)`, or map it to smaller numbers."
+        )
+    return converted
 
 
 def replicate(tree: _T, mesh: Mesh) -> _T:
@@ -151,7 +169,10 @@ def replicate(tree: _T, mesh: Mesh) -> _T:
     Always a copy: the original survives a step that donates its state.
     """
     sharding = NamedSharding(mesh, PartitionSpec())
-    return jax.device_put(tree, sharding, may_alias=False)
+    # Where the sharding changes, the copy on the original's own device may still be
+    # the original, whatever `may_alias` says; where it does not change, it is obeyed.
+    spread = jax.device_put(tree, sharding)
+    return jax.device_put(spread, sharding, may_alias=False)
 
 
 def batch_specs(

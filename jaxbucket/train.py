@@ -20,12 +20,13 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket.base import Batch
+from jaxbucket.base import Batch, check_seed
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
 
 LossFn: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple]
@@ -121,12 +122,13 @@ def data_parallel(
       "num_tokens", "num_examples", and the loss's own sums.
 
     Raises:
-      ValueError: for an unknown mode or axis; when traced, for a loss that breaks the
-        contract.
+      ValueError: for an unknown mode or axis, or a seed out of range; when traced,
+        for a loss that breaks the contract.
     """
     if state_sharding is None:
         state_sharding = NamedSharding(mesh, PartitionSpec())
     tx = optax.with_extra_args_support(tx)
+    seed = check_seed(seed)
 
     def gradient_sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
         def loss(params: Any) -> tuple[jax.Array, Metrics]:
@@ -142,8 +144,8 @@ def data_parallel(
         grads, sums = over_batch(state, batch)
         metrics = _mean(sums)
         # A batch of zero weight has zero gradients: let it be an update of zero.
-        inverse = jnp.where(sums["weight"] > 0, 1 / sums["weight"], 0)
-        grads = jax.tree.map(lambda g: g * inverse.astype(g.dtype), grads)
+        divisor = jnp.where(sums["weight"] > 0, sums["weight"], jnp.inf)
+        grads = jax.tree.map(functools.partial(_divide, divisor=divisor), grads)
         updates, opt_state = tx.update(
             grads,
             state.opt_state,
@@ -233,11 +235,13 @@ def row_keys(
       num_rows: how many rows.
       micro_batch: place of the micro-batch in the step.
     """
-    key = jax.random.fold_in(jax.random.key(seed), step)
-    key = jax.random.fold_in(key, micro_batch)
-    return jax.vmap(functools.partial(jax.random.fold_in, key))(
-        first_row + jnp.arange(num_rows)
-    )
+    # jax takes 32 bits of a seed, or all of them, as it is configured: take them here.
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    key = jax.random.key(np.uint32(low))
+    for number in (np.uint32(high), step, micro_batch):
+        key = jax.random.fold_in(key, number)
+    rows = first_row + jnp.arange(num_rows, dtype=jnp.int32)
+    return jax.vmap(functools.partial(jax.random.fold_in, key))(rows)
 
 
 def _checked_loss(
@@ -253,9 +257,14 @@ def _checked_loss(
             "not from the model's `nnx.Rngs`."
         ) from error
     if not isinstance(result, tuple) or len(result) not in (2, 3):
+        what = type(result).__name__
+        if isinstance(result, tuple):
+            what = f"a tuple of {len(result)}"
+        elif isinstance(result, jax.Array):
+            what = "one array"
         raise ValueError(
-            f"`loss_fn` returned {type(result).__name__}: return (loss_sum, weight) or "
-            "(loss_sum, weight, sums), sums over the batch and not means."
+            f"`loss_fn` returned {what}: return (loss_sum, weight) or (loss_sum, "
+            "weight, sums), sums over the batch and not means."
         )
     own = result[2] if len(result) == 3 else {}
     if not isinstance(own, Mapping):
@@ -270,6 +279,10 @@ def _checked_loss(
     sums = {"loss_sum": result[0], "weight": result[1], **own}
     for name, value in sums.items():
         _check_sum(name, value)
+    if not jnp.issubdtype(result[0].dtype, jnp.floating):
+        raise ValueError(
+            f"`loss_fn` returned 'loss_sum' as {result[0].dtype}: make it a float."
+        )
     # Half precision cannot count the tokens of a batch.
     exact = jnp.float64 if result[0].dtype == jnp.float64 else jnp.float32
     sums["weight"] = sums["weight"].astype(exact)
@@ -289,6 +302,12 @@ def _check_sum(name: str, value: Any) -> None:
             f"`loss_fn` returned {name!r} of shape {list(value.shape)}: sum it to a "
             "scalar."
         )
+
+
+def _divide(value: jax.Array, divisor: jax.Array) -> jax.Array:
+    # Half precision is divided in the divisor's: 1 / 65,536 is not exact in float16.
+    wide = max(value.dtype, divisor.dtype, key=lambda dtype: dtype.itemsize)
+    return (value.astype(wide) / divisor.astype(wide)).astype(value.dtype)
 
 
 def _mean(sums: Metrics) -> Metrics:

@@ -271,6 +271,14 @@ def test_flat_names_are_those_of_grain_and_of_maxtext():
         batch.as_dict("t5x")
 
 
+def test_a_feature_with_a_derived_name_is_refused():
+    batch = packed()
+    batch.features["x_positions"] = batch.features["x"]
+    with pytest.raises(ValueError, match=r"`features` already has \['x_positions'\]"):
+        batch.as_dict()
+    assert "x_positions" in batch.as_dict("maxtext")
+
+
 def test_the_mask_of_two_sequences_is_ambiguous():
     batch = packed()
     ids = {"x": batch.segment_ids["x"], "y": batch.segment_ids["x"][:, :2]}

@@ -364,23 +364,23 @@ def test_a_shape_outside_the_plan_is_refused(compiled):
 CHANGES = {
     "dtype": (
         lambda batch: {"x": batch.features["x"].astype(jnp.float16)},
-        r"'x' is float16\[{b}, {t}\], but bucket .* was compiled for float32\[{b}, {t}",
+        r"batch.features\['x'\]` is float16\[{b}, {t}\], but .* was compiled for float32\[{b}, {t}",
     ),
     "shape": (
         lambda batch: {"x": batch.features["x"][:, :, None]},
-        r"'x' is float32\[{b}, {t}, 1\], but .* compiled for float32\[{b}, {t}\]",
+        r"\['x'\]` is float32\[{b}, {t}, 1\], but .* compiled for float32\[{b}, {t}\]",
     ),
     "missing": (
         lambda batch: {},
-        r"'x' is missing, but bucket \[{b}, {t}\] was compiled for float32\[{b}, {t}\]",
+        r"\['x'\]` is missing, but \[{b}, {t}\] was compiled for float32\[{b}, {t}\]",
     ),
     "another": (
         lambda batch: {**batch.features, "y": batch.features["x"]},
-        r"'y' is float32\[{b}, {t}\], but bucket \[{b}, {t}\] was compiled for",
+        r"batch.features\['y'\]` was not there when \[{b}, {t}\] was compiled",
     ),
     "renamed": (
         lambda batch: {"inputs": batch.features["x"]},
-        r"'inputs' is float32\[{b}, {t}\], but bucket \[{b}, {t}\] was compiled for",
+        r"\['inputs'\]` was not there when \[{b}, {t}\] was compiled",
     ),
 }
 
@@ -404,7 +404,9 @@ def test_other_positions_than_the_planned_are_refused(compiled):
     wrong = batch._replace(
         positions={"x": batch.positions["x"].astype(jnp.float32)},
     )
-    with pytest.raises(ValueError, match=r"'x_positions' is float32.*for int32"):
+    with pytest.raises(
+        ValueError, match=r"batch.positions\['x'\]` is float32.*for int32"
+    ):
         steps(jb.replicate(np.float32(2), mesh), wrong)
 
 

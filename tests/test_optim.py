@@ -295,3 +295,16 @@ def test_an_update_without_its_size_says_what_to_pass(base, size, given):
     message = rf"needs the batch size: call `tx.update\(.*, {size}=batch\.{size}\)`"
     with pytest.raises(ValueError, match=message):
         tx.update(grads, tx.init(grads), grads, **given)
+
+
+@pytest.mark.parametrize("rule", [lambda r: 0.5, lambda r: 2, lambda r: np.float32(3)])
+def test_a_rule_may_give_a_plain_number(rule):
+    tx = jb.scale_by_batch_size(base_examples=4, rule=rule)
+    u, s = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), num_examples=8)
+    assert s.factor == rule(2)
+
+
+def test_a_rule_that_gives_several_factors_is_refused():
+    tx = jb.scale_by_batch_size(base_examples=4, rule=lambda r: jnp.ones(3) * r)
+    with pytest.raises(ValueError, match=r"`rule` returned a factor of shape \[3\]"):
+        tx.update(jnp.ones(3), tx.init(jnp.ones(3)), num_examples=8)

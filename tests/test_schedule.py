@@ -270,6 +270,12 @@ def test_a_seed_out_of_range_is_refused(seed):
         BatchSchedule(*many(), seed=seed)
 
 
+@pytest.mark.parametrize("seed", [1.5, "3", None])
+def test_a_seed_that_is_no_integer_is_refused(seed):
+    with pytest.raises(ValueError, match=f"`seed={seed!r}` is not an integer"):
+        BatchSchedule(*many(), seed=seed)
+
+
 def test_lengths_that_are_all_dropped_are_refused():
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
     with pytest.raises(ValueError, match="leaves out every example.*larger `max_seq"):

@@ -477,7 +477,9 @@ def test_a_mesh_without_a_device_of_this_process_is_refused():
 
 
 def test_a_negative_prefetch_size_is_refused():
-    with pytest.raises(ValueError, match="`size=-1` must not be negative"):
+    with pytest.raises(
+        ValueError, match="`size=-1` must be an integer and not negative"
+    ):
         jb.prefetch_to_mesh([], jb.data_mesh(), size=-1)
 
 
@@ -508,3 +510,69 @@ def test_batch_axes_that_do_not_divide_a_batch_are_refused(layout, axes, num_par
         assert f"`batch_size=6` cannot be cut into {num_parts}" in message
         assert f"mesh axes {axes}" in message
         assert f"`batch_size_multiple={num_parts}`" in message
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize("device", [0, 1])
+def test_donating_a_replicated_state_leaves_an_array_of_one_device(device, num_devices):
+    original = jax.device_put(np.arange(4.0, dtype=np.float32), jax.devices()[device])
+    copy = jb.replicate({"w": original}, jb.data_mesh(jax.devices()[:num_devices]))
+    jax.block_until_ready(jax.jit(lambda w: w + 1, donate_argnums=0)(copy["w"]))
+    assert not original.is_deleted()
+    np.testing.assert_array_equal(original, np.arange(4))
+
+
+def test_an_array_that_a_state_holds_twice_may_be_donated():
+    tied = jnp.ones(4)
+    state = jb.replicate({"a": tied, "b": tied}, jb.data_mesh())
+    add = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    np.testing.assert_array_equal(add(state)["b"], [2, 2, 2, 2])
+
+
+def test_a_replicated_state_does_not_follow_a_changed_numpy_array():
+    original = np.zeros(1024, np.float32)
+    copies = [jb.replicate(original, jb.data_mesh(jax.devices()[:k])) for k in (1, 8)]
+    original[:] = 7
+    for copy in copies:
+        np.testing.assert_array_equal(copy, np.zeros(1024))
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_a_loader_may_reuse_its_buffers(num_devices):
+    raw = np.zeros(8 * 1024 * 4 + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    buffer = raw[start : start + 8 * 1024 * 4].view(np.int32).reshape(8, 1024)
+
+    def reusing():
+        for n in range(5):
+            buffer[:] = n
+            ones = np.ones((8, 1024), np.int32)
+            yield jb.Batch({"x": buffer}, {"x": ones}, {"x": 0 * ones})
+
+    mesh = jb.data_mesh(jax.devices()[:num_devices])
+    got = [
+        np.unique(b.features["x"]).tolist()
+        for b in jb.prefetch_to_mesh(reusing(), mesh)
+    ]
+    assert got == [[0], [1], [2], [3], [4]]
+
+
+def test_values_that_do_not_fit_on_devices_are_refused():
+    batch = jb.collate_rows([{"x": np.array([7, 2**40 + 3])}], jb.Bucket(8, 4))
+    message = (
+        r"`batch.features\['x'\]` holds 1099511627779, which int32 cannot hold. Set"
+    )
+    with pytest.raises(ValueError, match=message):
+        next(jb.prefetch_to_mesh([batch], jb.data_mesh()))
+
+
+def test_wide_values_that_fit_are_narrowed():
+    batch = jb.collate_rows([{"x": np.array([7, -3])}], jb.Bucket(8, 2))
+    (on_mesh,) = jb.prefetch_to_mesh([batch], jb.data_mesh())
+    assert on_mesh.features["x"].dtype == np.int32
+    assert on_mesh.features["x"][0].tolist() == [7, -3]
+
+
+def test_a_mesh_of_no_devices_is_refused():
+    with pytest.raises(ValueError, match="`devices` is empty: a mesh needs at least"):
+        jb.data_mesh([])

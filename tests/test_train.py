@@ -194,7 +194,6 @@ def test_four_devices_give_the_gradient_of_the_unpadded_mean(mode, dtype, limit)
     with contextlib.ExitStack() as stack:
         if dtype == np.float64:
             stack.enter_context(jax.enable_x64(True))
-            stack.enter_context(jax.numpy_dtype_promotion("standard"))
         params = make_params(dtype)
         one, _ = run_batch(
             batch, jb.data_mesh(jax.devices()[:1]), params=params, mode=mode
@@ -808,7 +807,7 @@ def test_an_axis_the_mesh_lacks_is_refused(mode):
 BROKEN = {
     "no-tuple": (
         lambda total, weight: total,
-        r"returned \w+: return \(loss_sum, weight\) or .* not means",
+        r"returned one array: return \(loss_sum, weight\) or .* not means",
     ),
     "list": (
         lambda total, weight: [total, weight],
@@ -820,11 +819,15 @@ BROKEN = {
     ),
     "too-short": (
         lambda total, weight: (total,),
-        r"returned tuple: return \(loss_sum, weight\)",
+        r"returned a tuple of 1: return \(loss_sum, weight\)",
     ),
     "too-long": (
         lambda total, weight: (total, weight, {}, 1),
-        r"returned tuple: return \(loss_sum, weight\)",
+        r"returned a tuple of 4: return \(loss_sum, weight\)",
+    ),
+    "integer-loss": (
+        lambda total, weight: (weight, weight),
+        r"returned 'loss_sum' as int32: make it a float",
     ),
     "loss-by-row": (
         lambda total, weight: (total * jnp.ones(3), weight),
@@ -896,3 +899,62 @@ def test_a_loss_that_breaks_the_contract_is_refused(case, mode):
         jb.data_parallel(broken, tx, mesh, mode=mode)(state, batch)
     with pytest.raises(ValueError, match=f"`loss_fn`.*{message}"):
         jb.data_parallel_eval(broken, mesh, mode=mode)(state, batch)
+
+
+def test_a_users_model_survives_training():
+    from flax import nnx
+
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    mesh, tx = jb.data_mesh(), optax.sgd(0.1)
+    state = jb.replicate(jb.create_state(model, tx), mesh)
+    step = jb.data_parallel(
+        lambda m, b, k: ((m(jnp.ones((b.bucket.batch_size, 2)))).sum(), b.num_tokens),
+        tx,
+        mesh,
+    )
+    (b,) = jb.prefetch_to_mesh(
+        [jb.collate_rows([{"x": np.ones(3, np.int32)}], jb.Bucket(8, 4))], mesh
+    )
+    step(state, b)
+    np.asarray(model.kernel.get_value())
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+def test_x64_with_strict_promotion(mode):
+    with jax.enable_x64(True):
+        mesh, tx = jb.data_mesh(), optax.sgd(0.1)
+        state = jb.replicate(jb.create_state({"w": np.ones(())}, tx), mesh)
+        step = jb.data_parallel(
+            lambda p, b, k: (p["w"] * b.num_tokens.astype(jnp.float64), b.num_tokens),
+            tx,
+            mesh,
+            mode=mode,
+        )
+        (b,) = jb.prefetch_to_mesh(
+            [jb.collate_rows([{"x": np.ones(3, np.int32)}], jb.Bucket(8, 4))], mesh
+        )
+        step(state, b)
+
+
+def test_seeds_beyond_32_bits_differ():
+    from jaxbucket.train import row_keys
+
+    a, b = (jax.random.key_data(row_keys(s, 0, 0, 2)) for s in (5, 2**40 + 5))
+    assert not np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, None])
+def test_a_seed_out_of_range_is_refused(seed):
+    with pytest.raises(ValueError, match=f"`seed={seed}`"):
+        jb.data_parallel(loss_fn, optax.sgd(0.1), jb.data_mesh(), seed=seed)
+
+
+def test_an_optimizer_that_hands_nothing_on_is_named():
+    tx = optax.chain(optax.sgd(0.1), jb.scale_by_batch_size(base_examples=4))
+    tx = optax.MultiSteps(tx, 2).gradient_transformation()
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        pytest.raises(ValueError, match="needs the batch size.*MultiSteps` does not"),
+    ):
+        run_batch(batch, four_devices(), tx=tx)
