@@ -364,7 +364,7 @@ def test_a_shape_outside_the_plan_is_refused(compiled):
 CHANGES = {
     "dtype": (
         lambda batch: {"x": batch.features["x"].astype(jnp.float16)},
-        r"batch.features\['x'\]` is float16\[{b}, {t}\], but .* was compiled for float32\[{b}, {t}",
+        r"batch.features\['x'\]` is float16\[{b}, {t}\], but .* for float32\[{b}, {t}",
     ),
     "shape": (
         lambda batch: {"x": batch.features["x"][:, :, None]},

@@ -27,7 +27,7 @@ ROOMS = {
     "sharding": ({"base", "collate"}, {"numpy", "jax"}),
     "compile": ({"base"}, {"jax", "rich"}),
     "optim": (set(), {"jax", "optax"}),
-    "train": ({"base", "sharding"}, {"jax", "flax", "optax"}),
+    "train": ({"base", "sharding"}, {"numpy", "jax", "flax", "optax"}),
     "plots": ({"base", "stats"}, {"numpy", "matplotlib"}),
 }
 # Too heavy for planning on a laptop: never imported before they are used.
