@@ -74,10 +74,8 @@ def main() -> None:
 def prepare(args: argparse.Namespace) -> Job:
     """Reads and measures the documents, and plans the shapes for them."""
     split = documents.load(args.data, args.field)
-    lengths, held_out = (
-        jb.measure_lengths(split.train),
-        jb.measure_lengths(split.held_out),
-    )
+    lengths = jb.measure_lengths(split.train)
+    held_out = jb.measure_lengths(split.held_out)
     longest = max(lengths.max(), held_out.max())
     plan = jb.plan_buckets(
         lengths,
@@ -104,18 +102,7 @@ def prepare(args: argparse.Namespace) -> Job:
 def run(job: Job, args: argparse.Namespace, compiles: Counter[str]) -> dict[str, Any]:
     """Compiles, trains and evaluates; returns every number about it."""
     show(job, args)
-    learning_rate = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=args.lr,
-        warmup_steps=max(1, args.steps // 20),
-        decay_steps=args.steps,
-        end_value=args.lr / 20,
-    )
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(learning_rate, b2=0.98, weight_decay=0.05),
-        jb.scale_by_batch_size(base_examples=BASE_EXAMPLES, rule="sqrt"),
-    )
+    learning_rate, tx = make_optimizer(args)
     model = Transformer(args.width, args.layers, args.dropout, nnx.Rngs(args.seed))
     state = jb.replicate(jb.create_state(model, tx), job.mesh)
     train_step = jb.data_parallel(loss_fn, tx, job.mesh, mode=args.mode, seed=args.seed)
@@ -151,6 +138,25 @@ def show(job: Job, args: argparse.Namespace) -> None:
         f"held out. One epoch on {job.mesh.size} device(s), {args.mode}:"
     )
     console.print(job.train.report)
+
+
+def make_optimizer(
+    args: argparse.Namespace,
+) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    """AdamW with warm-up and cosine decay, its updates scaled by the batch's size."""
+    learning_rate = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=args.lr,
+        warmup_steps=max(1, args.steps // 20),
+        decay_steps=args.steps,
+        end_value=args.lr / 20,
+    )
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(learning_rate, b2=0.98, weight_decay=0.05),
+        jb.scale_by_batch_size(base_examples=BASE_EXAMPLES, rule="sqrt"),
+    )
+    return learning_rate, tx
 
 
 def loss_fn(
@@ -248,18 +254,20 @@ def parse_arguments() -> argparse.Namespace:
         help="every B is a multiple of it, and the devices must divide it",
     )
     model = parser.add_argument_group("model and training")
-    model.add_argument("--width", type=_positive, default=128, help="of the model")
+    model.add_argument("--width", type=_even, default=128, help="of the model")
     model.add_argument("--layers", type=_positive, default=2, help="of the model")
-    model.add_argument("--dropout", type=float, default=0.0, help="share dropped")
+    model.add_argument("--dropout", type=_share, default=0.0, help="share dropped")
     model.add_argument("--steps", type=_positive, default=700, help="updates")
-    model.add_argument("--lr", type=float, default=8e-3, help="peak learning rate")
+    model.add_argument("--lr", type=_rate, default=8e-3, help="peak learning rate")
     model.add_argument("--seed", type=int, default=0, help="of everything random")
     devices = parser.add_argument_group("devices")
     devices.add_argument(
         "--devices", type=_positive, help="simulate so many on the CPU"
     )
     devices.add_argument("--mode", choices=("jit", "shard_map"), default="jit")
-    parser.add_argument("--json", metavar="FILE", help="write the summary there")
+    parser.add_argument(
+        "--json", metavar="FILE", type=_new_file, help="write the summary there"
+    )
     return parser.parse_args()
 
 
@@ -268,6 +276,34 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
     return number
+
+
+def _even(text: str) -> int:
+    number = _positive(text)
+    if number % 2:
+        raise argparse.ArgumentTypeError(f"{number} is not even")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not from 0 to below 1")
+    return number
+
+
+def _rate(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def _new_file(text: str) -> str:
+    # Now, not when the run is over.
+    if pathlib.Path(text).is_dir() or not pathlib.Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no file in an existing folder")
+    return text
 
 
 def _length(text: str) -> int:

@@ -44,7 +44,8 @@ class Block(nnx.Module):
     """Causal self-attention, then two layers at every position."""
 
     def __init__(self, width: int, dropout: float, rngs: nnx.Rngs, head_dim: int = 64):
-        self.heads = max(1, width // head_dim)
+        most = range(max(1, width // head_dim), 0, -1)
+        self.heads = next(heads for heads in most if width % (2 * heads) == 0)
         self.norms = nnx.List(nnx.RMSNorm(width, rngs=rngs) for _ in range(2))
         self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)

@@ -147,3 +147,8 @@ def test_a_budget_that_holds_no_row_is_refused(jsonl):
 def test_options_out_of_range_are_refused():
     assert "0 is not positive" in train_lm("--steps", 0).stderr
     assert "100 is no multiple of 32" in train_lm("--max-len", 100).stderr
+    assert "33 is not even" in train_lm("--width", 33).stderr
+    assert "1.0 is not from 0 to below 1" in train_lm("--dropout", 1).stderr
+    assert "nan is not positive" in train_lm("--lr", "nan").stderr
+    out = "nowhere/summary.json"
+    assert f"{out} is no file in an existing folder" in train_lm("--json", out).stderr
