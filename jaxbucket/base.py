@@ -23,6 +23,8 @@ Overlong: TypeAlias = Literal["error", "drop", "truncate"]
 
 MAX_LENGTH = 2**31 - 1
 EMPTY_ROW = -1
+# `assign` gives 16-bit integers.
+_MAX_BUCKETS = 2**15 - 1
 _PLAN_FORMAT = "jaxbucket.BucketPlan"
 _PLAN_VERSION = 1
 
@@ -83,12 +85,17 @@ def overlong_message(lengths: np.ndarray, max_seq_len: int) -> str:
     )
 
 
-def check_positive(name: str, value: Any) -> int:
+def check_integer(name: str, value: Any) -> int:
     """Returns `value` as an int, or raises a ValueError that names it."""
     try:
-        number = operator.index(value)
+        return operator.index(value)
     except TypeError:
         raise ValueError(f"`{name}={value!r}` is not an integer.") from None
+
+
+def check_positive(name: str, value: Any) -> int:
+    """Returns `value` as an int of at least 1, or raises a ValueError."""
+    number = check_integer(name, value)
     if number < 1 or isinstance(value, bool):
         raise ValueError(f"`{name}={value!r}` must be a positive integer.")
     return number
@@ -96,10 +103,7 @@ def check_positive(name: str, value: Any) -> int:
 
 def check_seed(seed: Any) -> int:
     """Returns `seed` as an int, or raises a ValueError if it is out of range."""
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        raise ValueError(f"`seed={seed!r}` is not an integer.") from None
+    number = check_integer("seed", seed)
     if not 0 <= number < 2**63:
         raise ValueError(f"`seed={seed}` must be between 0 and 2**63 - 1.")
     return number
@@ -169,6 +173,11 @@ class BucketPlan:
             )
         if not self.buckets:
             raise ValueError("`buckets` is empty: a plan needs at least one shape.")
+        if len(self.buckets) > _MAX_BUCKETS:
+            raise ValueError(
+                f"`buckets` has {len(self.buckets)} shapes, more than {_MAX_BUCKETS}. "
+                "Each costs a compilation: plan with fewer."
+            )
         for bucket in self.buckets:
             self._check_bucket(bucket)
         if np.any(np.diff(self.boundaries) <= 0):

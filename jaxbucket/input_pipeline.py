@@ -10,7 +10,14 @@ from typing import Any, Protocol, overload
 import grain
 import numpy as np
 
-from jaxbucket.base import EMPTY_ROW, MAX_LENGTH, Batch, Bucket, RowShard
+from jaxbucket.base import (
+    EMPTY_ROW,
+    MAX_LENGTH,
+    Batch,
+    Bucket,
+    RowShard,
+    check_integer,
+)
 from jaxbucket.collate import Example, collate_rows, example_length
 from jaxbucket.schedule import BatchSchedule
 
@@ -148,9 +155,10 @@ class BatchDataset(grain.MapDataset[Batch]):
             )
         for bucket in schedule.plan.buckets:
             shard.part_size(bucket.batch_size)
+        start_step = check_integer("start_step", start_step)
         if num_steps is None:
             num_steps = (start_step // len(schedule) + 1) * len(schedule)
-        if not 0 <= start_step <= num_steps:
+        if not 0 <= start_step <= check_integer("num_steps", num_steps):
             raise ValueError(
                 f"`start_step={start_step}` must be between 0 and the end of the run, "
                 f"`num_steps={num_steps}`."

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket.base import Batch, Bucket, BucketPlan, RowShard
+from jaxbucket.base import Batch, Bucket, BucketPlan, RowShard, check_integer
 from jaxbucket.collate import Example, collate_rows
 
 Axes: TypeAlias = str | Sequence[str]
@@ -107,8 +107,8 @@ def prefetch_to_mesh(
       ValueError: if the mesh lacks one of the axes, or a batch does not have the rows
         of this process, or an integer that its dtype on devices cannot hold.
     """
-    if not isinstance(size, int) or size < 0:
-        raise ValueError(f"`size={size!r}` must be an integer and not negative.")
+    if check_integer("size", size) < 0:
+        raise ValueError(f"`size={size}` must not be negative.")
     shard = local_rows(mesh, batch_axes=batch_axes)
     sharding = batch_sharding(mesh, batch_axes)
     # device_put returns before the copy is done, so a queue of its results suffices.
