@@ -130,6 +130,14 @@ def test_a_plan_checks_itself(changes, message):
         dataclasses.replace(PLAN, **changes)
 
 
+def test_a_plan_of_more_shapes_than_can_be_numbered_is_refused():
+    buckets = [Bucket(1, length) for length in range(1, 2**15 + 1)]
+    plan = BucketPlan(buckets[:-1], max_tokens=2**15)
+    assert plan.assign([2**15 - 1]).tolist() == [2**15 - 2]
+    with pytest.raises(ValueError, match="`buckets` has 32768 shapes, more than 32767"):
+        BucketPlan(buckets, max_tokens=2**15)
+
+
 def test_the_remedy_for_a_bucket_over_budget_works():
     with pytest.raises(ValueError, match="Lower its batch_size to 7"):
         BucketPlan((Bucket(8, 128),), max_tokens=1000)

@@ -272,6 +272,13 @@ def test_steps_in_the_wrong_order_are_refused(start, end):
         batch_dataset(*job(), start_step=start, num_steps=end)
 
 
+@pytest.mark.parametrize("name", ["start_step", "num_steps"])
+@pytest.mark.parametrize("step", [1.5, 2.0, "2"])
+def test_steps_that_are_no_integers_are_refused(name, step):
+    with pytest.raises(ValueError, match=re.escape(f"`{name}={step!r}` is not an int")):
+        batch_dataset(*job(), **{name: step})
+
+
 def test_a_negative_element_is_refused():
     with pytest.raises(IndexError, match="`index=-1` must not be negative"):
         batch_dataset(*job())[-1]

@@ -476,11 +476,10 @@ def test_a_mesh_without_a_device_of_this_process_is_refused():
         rows_of_devices(jb.data_mesh(), [])
 
 
-def test_a_negative_prefetch_size_is_refused():
-    with pytest.raises(
-        ValueError, match="`size=-1` must be an integer and not negative"
-    ):
-        jb.prefetch_to_mesh([], jb.data_mesh(), size=-1)
+def test_a_prefetch_size_that_is_no_size_is_refused():
+    for size, message in ((-1, "must not be negative"), (2.5, "is not an integer")):
+        with pytest.raises(ValueError, match=f"`size={size}` {message}"):
+            jb.prefetch_to_mesh([], jb.data_mesh(), size=size)
 
 
 def test_a_local_batch_that_no_parts_fit_is_refused():
