@@ -10,14 +10,8 @@ from typing import Any, Protocol, overload
 import grain
 import numpy as np
 
-from jaxbucket.base import (
-    EMPTY_ROW,
-    MAX_LENGTH,
-    Batch,
-    Bucket,
-    RowShard,
-    check_integer,
-)
+from jaxbucket.base import EMPTY_ROW, Batch, Bucket, RowShard
+from jaxbucket.checks import MAX_LENGTH, check_integer
 from jaxbucket.collate import Example, collate_rows, example_length
 from jaxbucket.schedule import BatchSchedule
 

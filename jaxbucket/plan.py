@@ -9,15 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket import boundaries as choosers
-from jaxbucket.base import (
-    Bucket,
-    BucketPlan,
-    Overlong,
-    check_lengths,
-    check_positive,
-    overlong_message,
-)
+from jaxbucket.base import Bucket, BucketPlan, Overlong
 from jaxbucket.boundaries import Candidates, Chooser
+from jaxbucket.checks import check_lengths, check_positive, overlong_message
 
 Boundaries: TypeAlias = (
     Literal["optimal", "quantile", "geometric"] | Sequence[int] | Chooser

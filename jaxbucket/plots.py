@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base import BucketPlan, check_lengths
+from jaxbucket.base import BucketPlan
+from jaxbucket.checks import check_lengths
 from jaxbucket.stats import report
 
 if TYPE_CHECKING:

@@ -14,14 +14,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base import (
-    EMPTY_ROW,
-    BatchIndices,
-    BucketPlan,
-    check_lengths,
-    check_seed,
-    digest,
-)
+from jaxbucket.base import EMPTY_ROW, BatchIndices, BucketPlan, digest
+from jaxbucket.checks import check_lengths, check_seed
 from jaxbucket.permutation import fold, permute
 from jaxbucket.remainder import flow_remainders
 

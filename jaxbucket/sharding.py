@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket.base import Batch, Bucket, BucketPlan, RowShard, check_integer
+from jaxbucket.base import Batch, Bucket, BucketPlan, RowShard
+from jaxbucket.checks import check_integer
 from jaxbucket.collate import Example, collate_rows
 
 Axes: TypeAlias = str | Sequence[str]

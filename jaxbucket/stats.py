@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base import BucketPlan, check_lengths
+from jaxbucket.base import BucketPlan
+from jaxbucket.checks import check_lengths
 from jaxbucket.remainder import flow_remainders
 
 

@@ -26,7 +26,8 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket.base import Batch, check_seed
+from jaxbucket.base import Batch
+from jaxbucket.checks import check_seed
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
 
 LossFn: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple]

@@ -15,20 +15,24 @@ PACKAGE = pathlib.Path(jaxbucket.__file__).parent
 # Room -> (rooms it may import, what it may import from outside). A new room is
 # entered here; it finds its floor by what it needs.
 ROOMS = {
-    "base": (set(), {"numpy"}),
-    "permutation": ({"base"}, {"numpy"}),
-    "remainder": ({"base"}, {"numpy"}),
-    "boundaries": ({"base", "remainder"}, {"numpy"}),
-    "plan": ({"base", "boundaries", "remainder"}, {"numpy"}),
-    "stats": ({"base", "remainder"}, {"numpy", "rich"}),
-    "schedule": ({"base", "permutation", "remainder", "plan"}, {"numpy"}),
+    "checks": (set(), {"numpy"}),
+    "base": ({"checks"}, {"numpy"}),
+    "permutation": (set(), {"numpy"}),
+    "remainder": (set(), {"numpy"}),
+    "boundaries": ({"remainder"}, {"numpy"}),
+    "plan": ({"checks", "base", "boundaries"}, {"numpy"}),
+    "stats": ({"checks", "base", "remainder"}, {"numpy", "rich"}),
+    "schedule": ({"checks", "base", "permutation", "remainder"}, {"numpy"}),
     "collate": ({"base"}, {"numpy"}),
-    "input_pipeline": ({"base", "schedule", "collate"}, {"numpy", "grain", "rich"}),
-    "sharding": ({"base", "collate"}, {"numpy", "jax"}),
+    "input_pipeline": (
+        {"checks", "base", "schedule", "collate"},
+        {"numpy", "grain", "rich"},
+    ),
+    "sharding": ({"checks", "base", "collate"}, {"numpy", "jax"}),
     "compile": ({"base"}, {"jax", "rich"}),
     "optim": (set(), {"jax", "optax"}),
-    "train": ({"base", "sharding"}, {"numpy", "jax", "flax", "optax"}),
-    "plots": ({"base", "stats"}, {"numpy", "matplotlib"}),
+    "train": ({"checks", "base", "sharding"}, {"numpy", "jax", "flax", "optax"}),
+    "plots": ({"checks", "base", "stats"}, {"numpy", "matplotlib"}),
 }
 # Too heavy for planning on a laptop: never imported before they are used.
 LATE = {"rich", "matplotlib"}

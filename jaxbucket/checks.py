@@ -1,0 +1,91 @@
+"""What an argument must be, and the sentence that says so where it is not."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+MAX_LENGTH = 2**31 - 1
+
+
+def check_lengths(lengths: ArrayLike) -> np.ndarray:
+    """Returns `lengths` as an integer array `[N]`, or says what is wrong with it.
+
+    An int32 or int64 array comes back uncopied.
+
+    Raises:
+      ValueError: if `lengths` is empty, not one-dimensional, not of integers, or
+        holds a value below 1 or above 2**31 - 1.
+    """
+    array = np.asarray(lengths)
+    if array.ndim != 1:
+        raise ValueError(
+            f"`lengths` has shape {array.shape}; pass one length per example, [N]."
+        )
+    if array.size == 0:
+        raise ValueError(
+            "`lengths` is empty: there is no example to batch. Check the source."
+        )
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(_not_integers(array))
+    low, high = int(array.min()), int(array.max())
+    if low < 1 or high > MAX_LENGTH:
+        bad = int(np.argmax((array < 1) | (array > MAX_LENGTH)))
+        raise ValueError(
+            f"`lengths[{bad}]={array[bad]}`: a length must be between 1 and "
+            f"{MAX_LENGTH}. Remove the example or measure it again."
+        )
+    # Narrow and unsigned integers cannot be compared with every T.
+    return array if array.dtype in (np.int32, np.int64) else array.astype(np.int32)
+
+
+def _not_integers(array: np.ndarray) -> str:
+    if np.issubdtype(array.dtype, np.floating):
+        odd = ~np.isfinite(array) | (array != np.floor(array))
+        if odd.any():
+            bad = int(np.argmax(odd))
+            return (
+                f"`lengths[{bad}]={array[bad]}` is not an integer. Lengths count "
+                "positions: measure the example again, or round it yourself."
+            )
+    return (
+        f"`lengths` has dtype {array.dtype}, not an integer dtype. "
+        "Pass `lengths.astype(np.int32)`."
+    )
+
+
+def overlong_message(lengths: np.ndarray, max_seq_len: int) -> str:
+    """Says which example is longer than the last bucket, and what to do."""
+    example = int(np.argmax(lengths > max_seq_len))
+    return (
+        f"`lengths[{example}]={lengths[example]}` is beyond the last bucket, "
+        f"`seq_len={max_seq_len}`. Plan with a larger `max_seq_len`, or choose "
+        "`overlong='drop'` or `overlong='truncate'`."
+    )
+
+
+def check_integer(name: str, value: Any) -> int:
+    """Returns `value` as an int, or raises a ValueError that names it."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"`{name}={value!r}` is not an integer.") from None
+
+
+def check_positive(name: str, value: Any) -> int:
+    """Returns `value` as an int of at least 1, or raises a ValueError."""
+    number = check_integer(name, value)
+    if number < 1 or isinstance(value, bool):
+        raise ValueError(f"`{name}={value!r}` must be a positive integer.")
+    return number
+
+
+def check_seed(seed: Any) -> int:
+    """Returns `seed` as an int, or raises a ValueError if it is out of range."""
+    number = check_integer("seed", seed)
+    if not 0 <= number < 2**63:
+        raise ValueError(f"`seed={seed}` must be between 0 and 2**63 - 1.")
+    return number
