@@ -60,7 +60,8 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         "bytes_kept_per_example": kept / len(lengths),
         "step_p50_ms": 1e3 * np.percentile(lookups, 50),
         "step_p99_ms": 1e3 * np.percentile(lookups, 99),
-        "step_max_ms": 1e3 * lookups.max(),
+        # Without pauses of the machine: each step's best of three.
+        "step_p99_of_best_ms": 1e3 * np.percentile(lookups.min(axis=1), 99),
     }
 
 
@@ -109,7 +110,7 @@ def traced(make: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def lookup_times(schedule: jb.BatchSchedule, steps: int) -> np.ndarray:
-    """Seconds of each step, the best of three: without pauses of the machine."""
+    """`[steps, 3]` seconds of each step, three times over."""
     last = len(schedule) * 1_000_000
     drawn = np.random.default_rng(1).integers(0, last, steps)
     seconds = np.empty((steps, 3))
@@ -118,7 +119,7 @@ def lookup_times(schedule: jb.BatchSchedule, steps: int) -> np.ndarray:
             start = time.perf_counter()
             schedule[step]
             seconds[index, turn] = time.perf_counter() - start
-    return seconds.min(axis=1)
+    return seconds
 
 
 if __name__ == "__main__":

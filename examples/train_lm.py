@@ -148,7 +148,7 @@ def make_optimizer(
         init_value=0.0,
         peak_value=args.lr,
         warmup_steps=max(1, args.steps // 20),
-        decay_steps=args.steps,
+        decay_steps=max(2, args.steps),
         end_value=args.lr / 20,
     )
     tx = optax.chain(

@@ -13,13 +13,15 @@ import dataclasses
 import functools
 import hashlib
 import json
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.checks import (
     MAX_LENGTH,
+    check_choice,
+    check_integer,
     check_lengths,
     check_positive,
     overlong_message,
@@ -27,6 +29,7 @@ from jaxbucket.checks import (
 
 Overlong: TypeAlias = Literal["error", "drop", "truncate"]
 
+OVERLONG: tuple[str, ...] = get_args(Overlong)
 EMPTY_ROW = -1
 # `assign` gives 16-bit integers.
 _MAX_BUCKETS = 2**15 - 1
@@ -92,10 +95,7 @@ class BucketPlan:
         object.__setattr__(self, "buckets", tuple(self.buckets))
         for name in ("max_tokens", "batch_size_multiple", "seq_len_multiple"):
             object.__setattr__(self, name, check_positive(name, getattr(self, name)))
-        if self.overlong not in ("error", "drop", "truncate"):
-            raise ValueError(
-                f"`overlong={self.overlong!r}`: choose 'error', 'drop' or 'truncate'."
-            )
+        check_choice("overlong", self.overlong, OVERLONG)
         if not self.buckets:
             raise ValueError("`buckets` is empty: a plan needs at least one shape.")
         if len(self.buckets) > _MAX_BUCKETS:
@@ -104,6 +104,11 @@ class BucketPlan:
                 "Each costs a compilation: plan with fewer."
             )
         for bucket in self.buckets:
+            if not isinstance(bucket, Bucket):
+                raise ValueError(
+                    f"`buckets` holds {bucket!r}: make it a `Bucket(batch_size, "
+                    "seq_len)`."
+                )
             self._check_bucket(bucket)
         if np.any(np.diff(self.boundaries) <= 0):
             raise ValueError(
@@ -212,11 +217,20 @@ class BucketPlan:
                 f"version {_PLAN_VERSION}. {remedy}"
             )
         try:
-            buckets = tuple(Bucket(b, t) for b, t in fields["buckets"])
+            pairs = fields["buckets"]
+            if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
+                raise ValueError(
+                    f"The plan's buckets are {pairs!r}, not a list of [B, T]. {remedy}"
+                )
+            buckets = tuple(Bucket(b, t) for b, t in pairs)
             names = [f.name for f in dataclasses.fields(cls) if f.name != "buckets"]
             return cls(buckets, **{name: fields[name] for name in names})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"The plan lacks a field: {error}. {remedy}") from None
+        except KeyError as error:
+            raise ValueError(f"The plan lacks the field {error}. {remedy}") from None
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
 
 
 def _searchsorted_in_chunks(edges: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -277,7 +291,8 @@ class RowShard:
     axes: tuple[str, ...] = ()
 
     def __post_init__(self):
-        object.__setattr__(self, "parts", tuple(self.parts))
+        parts = tuple(check_integer("parts", part) for part in self.parts)
+        object.__setattr__(self, "parts", parts)
         object.__setattr__(
             self, "num_parts", check_positive("num_parts", self.num_parts)
         )

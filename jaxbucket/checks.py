@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,12 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
       ValueError: if `lengths` is empty, not one-dimensional, not of integers, or
         holds a value below 1 or above 2**31 - 1.
     """
-    array = np.asarray(lengths)
+    try:
+        array = np.asarray(lengths)
+    except ValueError:
+        raise ValueError(
+            "`lengths` is ragged: pass one length per example, [N]."
+        ) from None
     if array.ndim != 1:
         raise ValueError(
             f"`lengths` has shape {array.shape}; pass one length per example, [N]."
@@ -72,15 +78,26 @@ def check_integer(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise ValueError(f"`{name}={value!r}` is not an integer.") from None
+        raise ValueError(
+            f"`{name}={value!r}` is not an integer. Pass an int."
+        ) from None
 
 
 def check_positive(name: str, value: Any) -> int:
-    """Returns `value` as an int of at least 1, or raises a ValueError."""
+    """Returns `value` as an int of 1 to 2**62 - 1, or raises a ValueError."""
     number = check_integer(name, value)
     if number < 1 or isinstance(value, bool):
         raise ValueError(f"`{name}={value!r}` must be a positive integer.")
+    if number >= 2**62:
+        raise ValueError(f"`{name}={value!r}` must be below 2**62.")
     return number
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises a ValueError that names them if `value` is none of the choices."""
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ValueError(f"`{name}={value!r}`: choose {', '.join(others)} or {last}.")
 
 
 def check_seed(seed: Any) -> int:

@@ -63,11 +63,11 @@ def collate_rows(
         like = next((row for row in rows if row is not None), None)
     if like is None:
         raise ValueError("All rows are empty: pass `like=`, an example of the source.")
-    template = {name: np.asarray(value) for name, value in like.items()}
+    template = _arrays(like)
     names = _sequence_names(template, sequences)
     shape = (bucket.batch_size, bucket.seq_len)
     features = {
-        name: np.full((*shape, *value.shape[1:]), pad_value, value.dtype)
+        name: np.full((*shape, *value.shape[1:]), _pad(pad_value, name, value.dtype))
         if name in names
         else np.zeros((bucket.batch_size, *value.shape), value.dtype)
         for name, value in template.items()
@@ -98,13 +98,34 @@ def collate_rows(
     )
 
 
+def _arrays(example: Example) -> dict[str, np.ndarray]:
+    if not isinstance(example, Mapping):
+        raise ValueError(
+            f"The example is a {type(example).__name__}, not a dict of arrays. Name "
+            'what it holds, for example {"tokens": array}.'
+        )
+    return {name: np.asarray(value) for name, value in example.items()}
+
+
+def _pad(pad_value: float, name: str, dtype: np.dtype) -> np.ndarray:
+    """The value in the feature's dtype, if that can hold it."""
+    with np.errstate(all="ignore"):
+        pad = np.asarray(pad_value).astype(dtype)
+    if dtype.kind in "biu" and pad != pad_value:
+        raise ValueError(
+            f"`pad_value={pad_value}`: feature {name!r} is {dtype}, which cannot hold "
+            "it. Pad with another value, or give the source another dtype."
+        )
+    return pad
+
+
 def example_length(example: Example, sequences: Sequence[str] | None = None) -> int:
     """Returns the common length of an example's sequences.
 
     Raises:
-      ValueError: if there is none, or they differ.
+      ValueError: if there is none, or they differ, or the example is no dict.
     """
-    arrays = {name: np.asarray(value) for name, value in example.items()}
+    arrays = _arrays(example)
     return _common_length(arrays, _sequence_names(arrays, sequences))
 
 
@@ -116,6 +137,7 @@ def unbatch(
     Args:
       batch: numpy or fully addressable `jax.Array`s, one example in a row.
       sequences: the features that were padded, by default all of shape `[B, T, ...]`.
+        Name them where others may have that shape by chance.
 
     Raises:
       ValueError: if several sequences have lengths of their own.
@@ -159,7 +181,7 @@ def _matching_arrays(
     example: Example, template: dict[str, np.ndarray], names: list[str], row: int
 ) -> dict[str, np.ndarray]:
     """The example as arrays that may be copied into a batch made for `template`."""
-    if example.keys() != template.keys():
+    if _arrays(example).keys() != template.keys():
         raise ValueError(
             f"Row {row} has features {sorted(example)}, others have "
             f"{sorted(template)}. Give every example the same features."

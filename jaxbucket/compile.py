@@ -94,6 +94,11 @@ class CompiledSteps(Mapping[Bucket, jax.stages.Compiled]):
         Raises:
           ValueError: if the batch has a shape, dtype or feature outside the plan.
         """
+        if not isinstance(batch, Batch):
+            raise ValueError(
+                f"`batch` is a {type(batch).__name__}, not a `jaxbucket.Batch`: pass "
+                "what `prefetch_to_mesh` gives."
+            )
         bucket = batch.bucket
         if bucket not in self._compiled:
             planned = ", ".join(map(str, self._compiled))

@@ -27,7 +27,8 @@ class Source(Protocol):
 def measure_lengths(
     source: Source,
     *,
-    length_fn: Callable[[Any], int] = example_length,
+    length_fn: Callable[[Any], int] | None = None,
+    sequences: Sequence[str] | None = None,
     progress: bool = True,
 ) -> np.ndarray:
     """Returns the length of every example, in one pass over the source.
@@ -38,7 +39,8 @@ def measure_lengths(
 
     Args:
       source: examples by index.
-      length_fn: example -> length; by default the common length of all its arrays.
+      length_fn: example -> length; by default the common length of its `sequences`.
+      sequences: the features that will be padded, by default all with a leading axis.
       progress: show a progress bar on a terminal.
 
     Returns:
@@ -52,6 +54,8 @@ def measure_lengths(
     size = len(source)
     if size == 0:
         raise ValueError("`source` is empty: there is no example to measure.")
+    if length_fn is None:
+        length_fn = functools.partial(example_length, sequences=sequences)
     lengths = np.empty(size, np.int32)
     indices = track(
         range(size), "Measuring lengths", disable=not progress, transient=True

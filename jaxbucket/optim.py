@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -70,9 +72,9 @@ def scale_by_batch_size(
         )
     name = "num_examples" if base_tokens is None else "num_tokens"
     base = base_examples if base_tokens is None else base_tokens
-    if base is None or not base > 0:
-        raise ValueError(f"`base_{name[4:]}={base}` must be positive.")
-    if not callable(rule) and rule not in _RULES:
+    if not isinstance(base, numbers.Real) or not 0 < base < math.inf:
+        raise ValueError(f"`base_{name[4:]}={base!r}` must be a positive number.")
+    if not callable(rule) and (not isinstance(rule, str) or rule not in _RULES):
         raise ValueError(
             f"`rule={rule!r}`: choose one of {sorted(_RULES)}, or pass a function from "
             "ratio to factor."

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket import boundaries as choosers
-from jaxbucket.base import Bucket, BucketPlan, Overlong
+from jaxbucket.base import OVERLONG, Bucket, BucketPlan, Overlong
 from jaxbucket.boundaries import Candidates, Chooser
-from jaxbucket.checks import check_lengths, check_positive, overlong_message
+from jaxbucket.checks import (
+    check_choice,
+    check_lengths,
+    check_positive,
+    overlong_message,
+)
 
 Boundaries: TypeAlias = (
     Literal["optimal", "quantile", "geometric"] | Sequence[int] | Chooser
@@ -60,10 +65,10 @@ def plan_buckets(
       max_seq_len: T of the last bucket, a multiple of `seq_len_multiple`. By default
         the longest length, rounded up.
       boundaries: "optimal" costs the fewest padded tokens over one epoch, remainders
-        included; "quantile" puts equally many examples in each bucket; "geometric"
-        grows T by a constant ratio. Or your own: increasing lengths (then
-        `num_buckets` and `max_seq_len` are not used), or a function of
-        (`Candidates`, `num_buckets`).
+        included (`boundaries.optimal` says how exactly); "quantile" puts equally many
+        examples in each bucket; "geometric" grows T by a constant ratio. Or your own:
+        increasing lengths (then `num_buckets` and `max_seq_len` are not used), or a
+        function of (`Candidates`, `num_buckets`).
       overlong: what to do with examples longer than the last bucket: "error", "drop"
         or "truncate".
 
@@ -74,13 +79,11 @@ def plan_buckets(
         increasing multiples of `seq_len_multiple`.
     """
     lengths = check_lengths(lengths)
-    for name, value in (
-        ("max_tokens", max_tokens),
-        ("num_buckets", num_buckets),
-        ("batch_size_multiple", batch_size_multiple),
-        ("seq_len_multiple", seq_len_multiple),
-    ):
-        check_positive(name, value)
+    check_choice("overlong", overlong, OVERLONG)
+    max_tokens = check_positive("max_tokens", max_tokens)
+    num_buckets = check_positive("num_buckets", num_buckets)
+    batch_size_multiple = check_positive("batch_size_multiple", batch_size_multiple)
+    seq_len_multiple = check_positive("seq_len_multiple", seq_len_multiple)
 
     def batch_sizes(seq_lens: np.ndarray) -> np.ndarray:
         return max_tokens // seq_lens // batch_size_multiple * batch_size_multiple
@@ -144,7 +147,7 @@ def _check_chosen(chosen: np.ndarray, num_candidates: int) -> np.ndarray:
 def _last_seq_len(lengths: np.ndarray, max_seq_len: int | None, multiple: int) -> int:
     if max_seq_len is None:
         return -(-int(lengths.max()) // multiple) * multiple
-    check_positive("max_seq_len", max_seq_len)
+    max_seq_len = check_positive("max_seq_len", max_seq_len)
     if max_seq_len % multiple:
         raise ValueError(
             f"`max_seq_len={max_seq_len}` is not a multiple of "
@@ -167,8 +170,8 @@ def _chooser(boundaries: Boundaries) -> tuple[Chooser, Sequence[int] | None]:
     """The function that chooses, or the lengths that are already chosen."""
     if callable(boundaries):
         return boundaries, None
-    if not isinstance(boundaries, str):
-        return choosers.optimal, boundaries
+    if isinstance(boundaries, Iterable) and not isinstance(boundaries, str):
+        return choosers.optimal, list(boundaries)
     if boundaries not in _CHOOSERS:
         raise ValueError(
             f"`boundaries={boundaries!r}`: choose one of {sorted(_CHOOSERS)}, or pass "

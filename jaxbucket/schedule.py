@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base import EMPTY_ROW, BatchIndices, BucketPlan, digest
-from jaxbucket.checks import check_lengths, check_seed
+from jaxbucket.checks import check_choice, check_lengths, check_seed
 from jaxbucket.permutation import fold, permute
 from jaxbucket.remainder import flow_remainders
 
@@ -69,8 +69,7 @@ class BatchSchedule:
         seed: int = 0,
         order: Order = "shuffled",
     ):
-        if order not in ("shuffled", "source"):
-            raise ValueError(f"`order={order!r}`: choose 'shuffled' or 'source'.")
+        check_choice("order", order, get_args(Order))
         self.plan = plan
         self.lengths = check_lengths(lengths)
         self.seed = check_seed(seed)
@@ -133,19 +132,23 @@ class BatchSchedule:
 
     def _rows(self, epoch: int, bucket: int, row: np.ndarray) -> np.ndarray:
         """The examples in the `[n]` rows of a bucket, all its batches end to end."""
-        own = int(self.flow.counts[bucket])
-        slot = row
-        if self.order == "shuffled":
-            size = own + int(self.flow.carried[bucket])
-            slot = permute(row, size, fold(self.seed, epoch, bucket))
-        below = slot >= own
-        examples = self._examples[self._offsets[bucket] + np.where(below, 0, slot)]
-        examples = examples.astype(np.int64)
-        if below.any():
+        examples = np.empty(len(row), np.int64)
+        missing = np.arange(len(row))
+        while True:
+            own = int(self.flow.counts[bucket])
+            slot = row
+            if self.order == "shuffled":
+                size = own + int(self.flow.carried[bucket])
+                slot = permute(row, size, fold(self.seed, epoch, bucket))
+            here = slot < own
+            found = self._offsets[bucket] + slot[here]
+            examples[missing[here]] = self._examples[found]
+            if here.all():
+                return examples
             # Slots beyond the bucket's own are the rows that the one below left over.
-            left_over = slot[below] - own + int(self.flow.rows[bucket - 1])
-            examples[below] = self._rows(epoch, bucket - 1, left_over)
-        return examples
+            bucket -= 1
+            missing = missing[~here]
+            row = slot[~here] - own + int(self.flow.rows[bucket])
 
     @functools.cached_property
     def _source_order(self) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base import BucketPlan
-from jaxbucket.checks import check_lengths
+from jaxbucket.checks import MAX_LENGTH, check_lengths
 from jaxbucket.remainder import flow_remainders
 
 
@@ -138,12 +138,12 @@ def report(plan: BucketPlan, lengths: ArrayLike) -> Report:
     size = len(plan)
     counts = np.bincount(index + 1, minlength=size + 1)[1:]
     flow = flow_remainders(counts, plan.batch_sizes, plan.boundaries)
-    used = np.minimum(lengths, plan.max_seq_len)
+    used = np.minimum(lengths, min(plan.max_seq_len, MAX_LENGTH))
     own = np.bincount(index + 1, weights=used, minlength=size + 1)[1:]
     row_slots = flow.rows * plan.boundaries
     tokens = flow.batches * plan.batch_sizes * plan.boundaries
     real, padded = int(own.sum()), int(tokens.sum())
-    over = lengths > plan.max_seq_len
+    over = lengths > min(plan.max_seq_len, MAX_LENGTH)
     num_over = int(over.sum())
     truncates = plan.overlong == "truncate"
     return Report(

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from flax import nnx
 from flax.errors import TraceContextError
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base import Batch
 from jaxbucket.checks import check_seed
@@ -78,7 +78,8 @@ def create_state(model: Any, tx: optax.GradientTransformation) -> TrainState:
 
     Raises:
       ValueError: if an NNX model has batch statistics, which these steps would not
-        update: they differ from device to device.
+        update: they differ from device to device; if `model` is neither a module nor
+        parameters.
     """
     graphdef, params, variables = None, model, ()
     if isinstance(model, nnx.Module):
@@ -89,10 +90,19 @@ def create_state(model: Any, tx: optax.GradientTransformation) -> TrainState:
                 "step: `compile_steps` takes any."
             )
         graphdef, params, variables = nnx.split(model, nnx.Param, ...)
+    elif not all(map(_is_array, jax.tree.leaves(model))):
+        raise ValueError(
+            f"`model` is a {type(model).__name__}: pass an NNX module, or parameters "
+            'such as `module.init(key, x)["params"]` of a Linen module.'
+        )
     # A Python number's weak dtype would change, and recompile, after the first step.
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)
     step = jnp.zeros((), jnp.int32)
     return TrainState(step, params, variables, tx.init(params), graphdef)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.number | float | int)
 
 
 def data_parallel(
@@ -202,7 +212,17 @@ def _over_batch(
         return sums(state, batch, keys)
 
     def on_all_rows(state: TrainState, batch: Batch) -> Any:
-        return on_rows(state, batch, 0)
+        try:
+            return on_rows(state, batch, 0)
+        except Exception as error:
+            explicit = AxisType.Explicit in mesh.axis_types
+            if not explicit or isinstance(error, ValueError):
+                raise
+            raise ValueError(
+                f"`mesh` has axis types {mesh.axis_types}, and `loss_fn` is not "
+                "written for Explicit ones. Build the mesh by `data_mesh()`, or by "
+                "`jax.make_mesh(..., axis_types=(AxisType.Auto,) * n)`."
+            ) from error
 
     def on_own_rows(state: TrainState, batch: Batch) -> Any:
         first_row = jax.lax.axis_index(axes) * batch.bucket.batch_size

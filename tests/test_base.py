@@ -24,6 +24,7 @@ BAD_LENGTHS = {
     "zero": ([3, 0], "`lengths[1]=0`: a length must be between 1"),
     "negative": ([3, 4, -7], "`lengths[2]=-7`: a length must be between 1"),
     "nan": ([3.0, np.nan], "`lengths[1]=nan` is not an integer. Lengths count"),
+    "ragged": ([[1], [2, 3]], "`lengths` is ragged: pass one length per example"),
     "infinite": ([np.inf], "`lengths[0]=inf` is not an integer"),
     "fraction": ([2.0, 2.5], "`lengths[1]=2.5` is not an integer"),
     "float": ([2.0, 3.0], "dtype float64, not an integer dtype. Pass `lengths.astype"),
@@ -198,25 +199,32 @@ def test_another_version_is_refused():
 
 @pytest.mark.parametrize("name", ["buckets", "max_tokens", "seq_len_multiple"])
 def test_json_without_a_field_is_refused(name):
-    with pytest.raises(ValueError, match=f"The plan lacks a field: '{name}'"):
+    with pytest.raises(ValueError, match=f"The plan lacks the field '{name}'"):
         BucketPlan.from_json(edited(**{name: ...}))
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "message"),
     [
-        {"buckets": [[8]]},
-        {"buckets": [[8, 128, 1]]},
-        {"buckets": 5},
-        {"buckets": [[8, "128"]]},
-        {"buckets": [[9, 128]]},
-        {"max_tokens": None},
-        {"overlong": []},
+        ({"buckets": [[8]]}, "The plan's buckets are [[8]], not a list of [B, T]"),
+        ({"buckets": [[8, 128, 1]]}, "not a list of [B, T]"),
+        ({"buckets": 5}, "The plan's buckets are 5, not a list of [B, T]"),
+        ({"buckets": [[8, "128"]]}, "`seq_len='128'` is not an integer"),
+        ({"buckets": [[9, 128]]}, "holds 1152 tokens, more than `max_tokens=1024`"),
+        ({"max_tokens": None}, "`max_tokens=None` is not an integer"),
+        ({"overlong": []}, "`overlong=[]`: choose 'error', 'drop' or 'truncate'"),
     ],
 )
-def test_json_that_breaks_a_promise_is_refused(changes):
-    with pytest.raises(ValueError):
+def test_json_that_breaks_a_promise_is_refused(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         BucketPlan.from_json(edited(**changes))
+
+
+def test_buckets_must_be_buckets():
+    with pytest.raises(
+        ValueError, match=r"`buckets` holds \(8, 4\): make it a `Bucket"
+    ):
+        BucketPlan(((8, 4),), max_tokens=32)
 
 
 # BatchIndices and RowShard
@@ -238,6 +246,8 @@ def test_a_shard_checks_itself(parts):
         RowShard(parts, 3)
     with pytest.raises(ValueError, match="`num_parts=0` must be a positive integer"):
         RowShard(num_parts=0)
+    with pytest.raises(ValueError, match="`parts=0.5` is not an integer"):
+        RowShard((0.5,), 2)
 
 
 def test_a_batch_that_cannot_be_cut_is_refused():

@@ -155,3 +155,32 @@ def test_the_length_of_an_example_is_that_of_its_sequences():
     assert example_length({"x": [1, 2], "y": [1]}, ["y"]) == 1
     with pytest.raises(ValueError, match="The example has length 0"):
         example_length({"x": []})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad_value"),
+    [("u1", 300), ("u1", -1), ("i4", 0.5), ("i4", float("nan")), ("i4", 2**40)],
+)
+def test_a_pad_value_that_its_dtype_cannot_hold_is_refused(dtype, pad_value):
+    rows = [{"x": np.ones(2, dtype)}]
+    message = f"`pad_value={pad_value}`: feature 'x' is {np.dtype(dtype)}, which cannot"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        collate_rows(rows, Bucket(2, 4), pad_value=pad_value)
+
+
+def test_a_pad_value_that_its_dtype_holds_is_taken():
+    for dtype, pad_value in (("u1", 255), ("i4", -100), ("f4", float("nan"))):
+        batch = collate_rows(
+            [{"x": np.ones(2, dtype)}], Bucket(1, 3), pad_value=pad_value
+        )
+        want = np.array([[1, 1, pad_value]], dtype)
+        np.testing.assert_array_equal(batch.features["x"], want)
+
+
+def test_an_example_that_is_no_dict_is_refused():
+    message = "The example is a list, not a dict of arrays"
+    for examples in ([[1, 2]], [{"x": [1]}, [1, 2]]):
+        with pytest.raises(ValueError, match=message):
+            collate_rows(examples, Bucket(2, 4))
+    with pytest.raises(ValueError, match="The example is a ndarray, not a dict"):
+        example_length(np.ones(3))

@@ -349,6 +349,11 @@ def test_seconds_are_known_for_every_bucket(compiled):
 # What is refused
 
 
+def test_what_is_no_batch_is_refused(compiled):
+    with pytest.raises(ValueError, match="`batch` is a dict, not a `jaxbucket.Batch`"):
+        compiled[0](None, {"tokens": 1})
+
+
 def test_a_shape_outside_the_plan_is_refused(compiled):
     steps, plan, mesh, _ = compiled
     batch = jb.collate_rows([{"x": np.ones(3, np.float32)}], jb.Bucket(16, 5))

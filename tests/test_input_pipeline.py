@@ -219,12 +219,19 @@ def test_lengths_may_be_measured_by_a_function():
         ([], "`source` is empty: there is no example to measure"),
         ([{"x": [1]}, {"x": []}], "`source[1]`: The example has length 0. Leave empty"),
         ([{"x": 1}], "`source[0]`: The example ['x'] has no sequence"),
+        ([{"x": [1]}, [1]], "`source[1]`: The example is a list, not a dict of arr"),
         ([{"x": [1], "y": [1, 2]}], "`source[0]`: The example has sequences of differ"),
     ],
 )
 def test_examples_without_a_length_are_refused(source, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         measure_lengths(source, progress=False)
+
+
+def test_lengths_are_those_of_the_sequences_named():
+    source = [{"x": [1, 2], "notes": [1, 2, 3]}, {"x": [1], "notes": []}]
+    lengths = measure_lengths(source, sequences=["x"], progress=False)
+    np.testing.assert_array_equal(lengths, [2, 1])
 
 
 @pytest.mark.parametrize("length", [0, -2, 2.5, float("nan"), None, "3", 2**31])

@@ -267,9 +267,10 @@ def test_not_exactly_one_base_is_refused(bases):
 
 
 @pytest.mark.parametrize("name", ["base_examples", "base_tokens"])
-@pytest.mark.parametrize("value", [0, -2, float("nan")])
+@pytest.mark.parametrize("value", [0, -2, float("nan"), float("inf"), "3"])
 def test_a_base_that_is_not_positive_is_refused(name, value):
-    with pytest.raises(ValueError, match=f"`{name}={value}` must be positive"):
+    message = f"`{name}={value!r}` must be a positive number"
+    with pytest.raises(ValueError, match=message):
         jb.scale_by_batch_size(**{name: value})
 
 

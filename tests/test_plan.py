@@ -3,7 +3,8 @@ import re
 import numpy as np
 import pytest
 
-from jaxbucket import Bucket, plan_buckets, report
+from jaxbucket import Bucket, boundaries, plan_buckets, report
+from jaxbucket.permutation import permute
 
 
 def uniform(size: int = 1000, longest: int = 500) -> np.ndarray:
@@ -95,6 +96,36 @@ def test_overlong_examples_are_dropped_or_cut_as_said(last):
 
 
 # Given boundaries, and functions
+
+
+def hashed_lengths(size: int, seed: int) -> np.ndarray:
+    """Skewed lengths of up to 4096, by integer arithmetic: alike on every machine."""
+    drawn = permute(np.arange(size), size, seed) + 1
+    return np.minimum(drawn % 797 * (drawn % 7) // (1 + drawn % 5) + 1, 4096)
+
+
+GOLDEN = [
+    (3_000, 300_000, 12, "3c6f958f4ddaadc0ddf23da1eeef3b31"),
+    (20_000, 65_536, 16, "49c6e504a516bbc1590b522622991780"),
+    (20_000, 262_144, 8, "244dbea634fa39acc61fec9734fa4b39"),
+]
+
+
+@pytest.mark.parametrize(("size", "max_tokens", "num_buckets", "fingerprint"), GOLDEN)
+def test_plans_never_change(size, max_tokens, num_buckets, fingerprint, monkeypatch):
+    searched = []
+
+    def cutoff(self, least, limit, original=boundaries._Search._cutoff):
+        searched.append(least.size > boundaries._SURPLUS * self.width)
+        return original(self, least, limit)
+
+    monkeypatch.setattr(boundaries._Search, "_cutoff", cutoff)
+    plan = plan_buckets(
+        hashed_lengths(size, 0), max_tokens=max_tokens, num_buckets=num_buckets
+    )
+    # Only a search that had to be cut short could depend on how numpy sorts.
+    assert any(searched)
+    assert plan.fingerprint == fingerprint
 
 
 def test_given_boundaries_are_taken_as_they_are():
@@ -211,3 +242,31 @@ def test_dropping_every_example_is_refused(last):
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="`overlong='cut'`: choose 'error', 'drop'"):
         plan_buckets([5], max_tokens=4096, overlong="cut")
+    with pytest.raises(ValueError, match="`overlong='Drop'`: choose 'error', 'drop'"):
+        plan_buckets([600], max_tokens=4096, max_seq_len=512, overlong="Drop")
+
+
+def test_options_may_be_integers_of_numpy():
+    narrow = plan_buckets(
+        [500],
+        max_tokens=np.int16(4096),
+        batch_size_multiple=np.int8(4),
+        seq_len_multiple=np.uint8(16),
+        max_seq_len=np.uint16(512),
+    )
+    assert narrow.buckets == (Bucket(8, 512),)
+
+
+def test_a_budget_beyond_what_can_be_counted_is_refused():
+    with pytest.raises(ValueError, match="must be below 2\\*\\*62"):
+        plan_buckets([5], max_tokens=2**63)
+
+
+def test_boundaries_of_no_kind_are_refused():
+    with pytest.raises(ValueError, match="`boundaries=8`: choose one of"):
+        plan_buckets([5], max_tokens=4096, boundaries=8)
+
+
+def test_boundaries_may_come_one_by_one():
+    plan = plan_buckets([5], max_tokens=16, boundaries=(t for t in (8, 16)))
+    assert plan.buckets == (Bucket(2, 8), Bucket(1, 16))

@@ -286,3 +286,15 @@ def test_a_length_beyond_the_last_bucket_is_refused():
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8)
     with pytest.raises(ValueError, match=r"`lengths\[1\]=9` is beyond the last bucket"):
         BatchSchedule(plan, [8, 9])
+
+
+@pytest.mark.parametrize("order", ["shuffled", "source"])
+def test_an_example_may_be_carried_through_thousands_of_buckets(order):
+    size = 3000
+    buckets = tuple(Bucket(2, t) for t in range(1, size + 1))
+    plan = BucketPlan(buckets, max_tokens=2 * size)
+    # Two examples of length 1 after the first: each bucket hands one on to the next.
+    lengths = np.append(np.arange(1, size + 1), [1, 1])
+    schedule = BatchSchedule(plan, lengths, order=order)
+    rows = np.concatenate([batch.rows for batch in schedule])
+    assert sorted(rows[rows >= 0]) == list(range(size + 2))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from flax import linen, nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxbucket as jb
 from jaxbucket.train import row_keys
@@ -750,6 +750,27 @@ def test_a_sharded_state_stays_as_it_is_sharded(ahead, mode):
 
 
 # What is refused
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mesh_with_explicit_axes_is_named_where_the_loss_cannot_take_it(mode):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    tx = optax.sgd(0.1)
+    state = jb.replicate(jb.create_state(make_net(), tx), mesh)
+    step = jb.data_parallel(net_loss_fn, tx, mesh, mode=mode)
+    batch = jb.collate_rows(make_examples([3] * 8), jb.Bucket(8, 4))
+    (batch,) = jb.prefetch_to_mesh([batch], mesh)
+    if mode == "shard_map":
+        step(state, batch)
+        return
+    with pytest.raises(ValueError, match=r"`mesh` has axis types.*\(AxisType.Auto,\)"):
+        step(state, batch)
+
+
+def test_what_is_no_model_is_refused():
+    message = "`model` is a Dense: pass an NNX module, or parameters"
+    with pytest.raises(ValueError, match=message):
+        jb.create_state(linen.Dense(3), optax.sgd(0.1))
 
 
 def test_batch_statistics_are_refused():
