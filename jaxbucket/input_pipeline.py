@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, overload
@@ -10,10 +11,15 @@ from typing import Any, Protocol, overload
 import grain
 import numpy as np
 
-from jaxbucket.base import EMPTY_ROW, Batch, Bucket, RowShard
+from jaxbucket.base import EMPTY_ROW, Batch, Bucket, RowShard, digest
 from jaxbucket.checks import MAX_LENGTH, check_integer
 from jaxbucket.collate import Example, collate_rows, example_length
+from jaxbucket.position import DataPosition
 from jaxbucket.schedule import BatchSchedule
+
+
+# How many examples stand for the contents of all.
+_SAMPLES = 16
 
 
 class Source(Protocol):
@@ -82,12 +88,21 @@ def _checked_length(index: int, length: Any) -> int:
     return whole
 
 
+def _to_bytes(example: Example) -> bytes:
+    parts = []
+    for name in sorted(example):
+        value = np.asarray(example[name])
+        parts += [name, value.dtype.str, str(value.shape)]
+        parts.append(str(value.tolist() if value.dtype.hasobject else value.tobytes()))
+    return "\n".join(parts).encode()
+
+
 def batch_dataset(
     source: Source,
     schedule: BatchSchedule,
     *,
     shard: RowShard | None = None,
-    start_step: int = 0,
+    start_step: int | None = None,
     num_steps: int | None = None,
     sequences: Sequence[str] | None = None,
     pad_value: float = 0,
@@ -110,7 +125,7 @@ def batch_dataset(
       source: examples by index, the ones that were measured.
       schedule: which examples fill which bucket at which step.
       shard: the rows this process loads, from `local_rows(mesh)`; by default all.
-      start_step: the first step to give.
+      start_step: the first step to give; by default the schedule's first.
       num_steps: where the run ends, counted from step 0 and over epochs. By default
         the end of the epoch that `start_step` is in.
       sequences: the features that are padded, by default all with a leading axis.
@@ -140,7 +155,7 @@ class BatchDataset(grain.MapDataset[Batch]):
         source: Source,
         schedule: BatchSchedule,
         shard: RowShard,
-        start_step: int,
+        start_step: int | None,
         num_steps: int | None,
         sequences: Sequence[str] | None,
         pad_value: float,
@@ -153,13 +168,17 @@ class BatchDataset(grain.MapDataset[Batch]):
             )
         for bucket in schedule.plan.buckets:
             shard.part_size(bucket.batch_size)
+        first_step = schedule.first_step
+        if start_step is None:
+            start_step = first_step
         start_step = check_integer("start_step", start_step)
         if num_steps is None:
-            num_steps = (start_step // len(schedule) + 1) * len(schedule)
-        if not 0 <= start_step <= check_integer("num_steps", num_steps):
+            epochs = (start_step - first_step) // len(schedule) + 1
+            num_steps = first_step + epochs * len(schedule)
+        if not first_step <= start_step <= check_integer("num_steps", num_steps):
             raise ValueError(
-                f"`start_step={start_step}` must be between 0 and the end of the run, "
-                f"`num_steps={num_steps}`."
+                f"`start_step={start_step}` must be between {first_step} and the end of "
+                f"the run, `num_steps={num_steps}`."
             )
         self._source = source
         self._schedule = schedule
@@ -193,6 +212,71 @@ class BatchDataset(grain.MapDataset[Batch]):
             pad_value=self._pad_value,
             truncate=self._schedule.plan.overlong == "truncate",
         )
+
+    def position(self, step: int) -> DataPosition:
+        """Returns what to save beside a state that has done `step` updates."""
+        schedule = self._schedule
+        plan = {
+            **json.loads(schedule.plan.to_json()),
+            "fingerprint": schedule.plan.fingerprint,
+        }
+        return DataPosition(
+            check_integer("step", step),
+            {name: plan[name] for name in plan if name not in ("format", "version")},
+            {
+                "examples": len(schedule.lengths),
+                "tokens": int(schedule.lengths.sum(dtype=np.int64)),
+                "fingerprint": digest(
+                    schedule.data_fingerprint.encode(), self._contents.encode()
+                ),
+            },
+            {
+                "seed": schedule.seed,
+                "order": schedule.order,
+                "first_step": schedule.first_step,
+                "continues": schedule.continues,
+                "fingerprint": schedule.fingerprint,
+            },
+        )
+
+    def resume(self, position: DataPosition) -> BatchDataset:
+        """Returns the batches that follow a position, bit for bit those of its run.
+
+        Raises:
+          ValueError: if the plan, the data, the seed or the order is not what it was;
+            it names what has changed.
+        """
+        schedule = self._schedule
+        if schedule.continues is None and position.schedule["continues"] is not None:
+            # What the run has once deliberately gone on with is no change any more.
+            schedule = schedule.beginning_at(
+                position.schedule["first_step"], position.schedule["continues"]
+            )
+        position.check_same(self._following(schedule, None).position(position.step))
+        if position.step > self._num_steps:
+            raise ValueError(
+                f"The run ends at `num_steps={self._num_steps}`, before the "
+                f"position's step {position.step}. Raise `num_steps`."
+            )
+        return self._following(schedule, position.step)
+
+    def _following(self, schedule: BatchSchedule, start: int | None) -> BatchDataset:
+        return BatchDataset(
+            self._source,
+            schedule,
+            self._shard,
+            start,
+            self._num_steps,
+            self._sequences,
+            self._pad_value,
+        )
+
+    @functools.cached_property
+    def _contents(self) -> str:
+        """Names some fixed examples, and the source if it can name itself."""
+        some = np.unique(np.linspace(0, len(self._source) - 1, _SAMPLES).astype(int))
+        own = str(getattr(self._source, "fingerprint", ""))
+        return digest(own.encode(), *(_to_bytes(self._source[int(i)]) for i in some))
 
     def _example(self, index: int) -> Example:
         example = self._source[index]

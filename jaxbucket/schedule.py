@@ -6,6 +6,7 @@ seed alone, so every host computes the same, and resuming takes one integer.
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from numpy.typing import ArrayLike
 from jaxbucket.base import EMPTY_ROW, BatchIndices, BucketPlan, digest
 from jaxbucket.checks import check_choice, check_lengths, check_seed
 from jaxbucket.permutation import fold, permute
+from jaxbucket.position import DataPosition
 from jaxbucket.remainder import flow_remainders
 
 Order: TypeAlias = Literal["shuffled", "source"]
@@ -54,6 +56,9 @@ class BatchSchedule:
       lengths: `[N]` integers.
       seed: any integer from 0 to 2**63 - 1.
       order: "shuffled" or "source".
+      first_step: the step that its first epoch begins with; 0, but for a schedule made
+        by `continue_with`.
+      continues: fingerprint of the schedule that has the steps before; None if none.
       flow: how many rows and batches every bucket has in one epoch.
 
     Raises:
@@ -74,6 +79,8 @@ class BatchSchedule:
         self.lengths = check_lengths(lengths)
         self.seed = check_seed(seed)
         self.order = order
+        self.first_step = 0
+        self.continues: str | None = None
         self._examples, counts = _group(plan.assign(self.lengths), len(plan))
         self._offsets = np.cumsum(counts) - counts
         self.flow = flow_remainders(counts, plan.batch_sizes, plan.boundaries)
@@ -83,6 +90,32 @@ class BatchSchedule:
                 "`overlong='drop'` leaves out every example: all are longer than "
                 f"`seq_len={plan.max_seq_len}`. Plan with a larger `max_seq_len`."
             )
+
+    def continue_with(self, position: DataPosition) -> BatchSchedule:
+        """Returns this schedule, taking over from another one at a position.
+
+        The explicit way to go on with grown data, another plan or another seed: an
+        epoch of this schedule begins with the position's step, and those before it
+        stay the other's.
+
+        Example:
+          >>> from jaxbucket import batch_dataset, plan_buckets
+          >>> source = [{"x": [1] * n} for n in (1, 2, 3, 4)]
+          >>> plan = plan_buckets([4], max_tokens=8, boundaries=[4])
+          >>> before = BatchSchedule(plan, [1, 2], seed=0)
+          >>> position = batch_dataset(source[:2], before).position(7)
+          >>> grown = BatchSchedule(plan, [1, 2, 3, 4], seed=0).continue_with(position)
+          >>> grown.first_step, len(grown)
+          (7, 2)
+        """
+        return self.beginning_at(position.step, position.schedule["fingerprint"])
+
+    def beginning_at(self, first_step: int, continues: str | None) -> BatchSchedule:
+        """Returns this schedule with another `first_step` and `continues`."""
+        moved = copy.copy(self)
+        moved.first_step = first_step
+        moved.continues = continues
+        return moved
 
     @property
     def steps_per_epoch(self) -> int:
@@ -94,8 +127,8 @@ class BatchSchedule:
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[BatchIndices]:
-        """The steps of epoch 0."""
-        return (self[step] for step in range(len(self)))
+        """The steps of the first epoch."""
+        return (self[self.first_step + step] for step in range(len(self)))
 
     def __repr__(self) -> str:
         return (
@@ -108,12 +141,17 @@ class BatchSchedule:
         """Returns the bucket and the rows of any step, of any epoch.
 
         Raises:
-          IndexError: if `step` is negative.
+          IndexError: if `step` is negative, or before `first_step`.
         """
         step = operator.index(step)
         if step < 0:
             raise IndexError(f"`step={step}` must not be negative.")
-        epoch, position = divmod(step, self.steps_per_epoch)
+        if step < self.first_step:
+            raise IndexError(
+                f"`step={step}` is one of the schedule that this one continues from "
+                f"step {self.first_step} on."
+            )
+        epoch, position = divmod(step - self.first_step, self.steps_per_epoch)
         batch = self._batch_at(epoch, position)
         index = int(np.searchsorted(self._first_batch, batch, side="right")) - 1
         bucket = self.plan.buckets[index]
@@ -170,15 +208,17 @@ class BatchSchedule:
         """32 hex digits that name the lengths, whatever their integer dtype."""
         return digest(np.ascontiguousarray(self.lengths, "<i4").data)
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
         """32 hex digits that name every batch: plan, lengths, seed and order."""
-        parts = (
+        parts = [
             self.plan.fingerprint,
             self.data_fingerprint,
             str(self.seed),
             self.order,
-        )
+        ]
+        if self.continues is not None:
+            parts += [str(self.first_step), self.continues]
         return digest("\n".join(parts).encode())
 
 

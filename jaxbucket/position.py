@@ -1,0 +1,81 @@
+"""Where in its data a run is: what a checkpoint keeps beside the state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxbucket.checks import check_integer
+
+_FINGERPRINT = "fingerprint"
+
+
+@dataclasses.dataclass(frozen=True)
+class DataPosition:
+    """A step, and what is trained on: enough to go on with the very next batch.
+
+    Each part has its own "fingerprint", which decides, beside a few numbers that can
+    be named when it has changed.
+
+    Attributes:
+      step: updates done, which is the step to go on with.
+      plan: the shapes and the policy.
+      data: how many examples and tokens; lengths and samples of the contents.
+      schedule: the seed and the order, and what the schedule continues, if anything.
+    """
+
+    step: int
+    plan: Mapping[str, Any]
+    data: Mapping[str, Any]
+    schedule: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain Python, for JSON; `from_dict` is the inverse."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Any) -> DataPosition:
+        """Reads what `to_dict` returned.
+
+        Raises:
+          ValueError: if it is something else.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        parts = names[1:]
+        if (
+            not isinstance(fields, Mapping)
+            or sorted(fields) != sorted(names)
+            or not all(isinstance(fields[part], Mapping) for part in parts)
+            or not all(_FINGERPRINT in fields[part] for part in parts)
+        ):
+            raise ValueError(
+                f"{fields!r} is no `DataPosition`. Pass what `position.to_dict()` gave."
+            )
+        return cls(check_integer("step", fields["step"]), *(fields[n] for n in parts))
+
+    def check_same(self, now: DataPosition) -> None:
+        """Raises a ValueError that names every change, if `now` is of another run."""
+        changes = [
+            change
+            for part in ("plan", "data", "schedule")
+            for change in _changes(part, getattr(self, part), getattr(now, part))
+        ]
+        if changes:
+            raise ValueError(
+                f"Cannot go on at step {self.step}, for what is trained on has changed: "
+                f"{'; '.join(changes)}. Give back what it was, or go on deliberately "
+                "with `schedule.continue_with(position)`."
+            )
+
+
+def _changes(part: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    changes = [
+        f"{part} {name.replace('_', ' ')} {was.get(name)} -> {now.get(name)}"
+        for name in now
+        if name != _FINGERPRINT and was.get(name) != now.get(name)
+    ]
+    # That of the schedule is made of the two others and of what is named here.
+    if not changes and part != "schedule" and was[_FINGERPRINT] != now[_FINGERPRINT]:
+        changes = [f"{part} fingerprint {was[_FINGERPRINT][:8]} -> {now[_FINGERPRINT][:8]}"]
+    return changes
