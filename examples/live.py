@@ -1,122 +1,198 @@
 """What is shown while a model trains: a bar, and a line at every tenth of the run."""
 
+import hashlib
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import numpy as np
 import optax
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import jaxbucket as jb
+from jaxbucket.stats import StepRecord
 
 console = Console(highlight=False)
 
-_LINES = 10
+LINES = 10
 _RECENT_STEPS = 20
 
 
-class StepRecord(NamedTuple):
-    """One step, as plain numbers."""
+class Clock:
+    """Seconds of training, compiling included, which stand still while it is paused."""
 
-    bucket: jb.Bucket
-    seconds: float
-    nats: float
-    real_tokens: float
-    learning_rate: float
+    def __init__(self, seconds: float = 0.0):
+        self._before = seconds
+        self._start: float | None = None
+
+    def start(self) -> None:
+        self._start = time.perf_counter()
+
+    def pause(self) -> None:
+        self._before = self.seconds
+        self._start = None
+
+    @property
+    def seconds(self) -> float:
+        if self._start is None:
+            return self._before
+        return self._before + time.perf_counter() - self._start
 
 
 class TrainingLog:
-    """Records every step and shows the run as it goes; use it as a context."""
+    """Records every step and shows the run as it goes; use it as a context.
 
-    def __init__(self, num_steps: int, learning_rate: optax.Schedule):
+    Attributes:
+      records: every step since this process began.
+      digest: of all batches since step 0, in turn.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        learning_rate: optax.Schedule,
+        *,
+        num_steps: int | None,
+        seconds: float | None,
+        first_step: int = 0,
+        digest: str = "",
+    ):
         self.records: list[StepRecord] = []
         self.lines: list[dict[str, Any]] = []
-        self._num_steps = num_steps
+        self.digest = digest
+        self._clock = clock
         self._learning_rate = learning_rate
+        self._num_steps = num_steps
+        self._seconds = seconds
+        self._first_step = first_step
         self._pending: tuple[jb.Bucket, dict[str, Any]] | None = None
         self._progress = Progress(
             BarColumn(12),
-            MofNCompleteColumn(),
             TextColumn("{task.description}", markup=False),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
             transient=True,
         )
-        self._task = self._progress.add_task("", total=num_steps)
+        self._task = self._progress.add_task("", total=1.0)
 
     def __enter__(self) -> "TrainingLog":
         self._progress.start()
-        self._last_time = time.perf_counter()
+        self._last_time = self._clock.seconds
+        self._shown = self._tenths
         console.print("  step   bits/byte   real tokens/s   padding        LR")
         return self
 
     def __exit__(self, *error: object) -> None:
         if error == (None, None, None):
-            self._record_pending()
+            self.settle()
         self._progress.stop()
 
-    def add(self, bucket: jb.Bucket, metrics: dict[str, Any]) -> None:
+    @property
+    def step(self) -> int:
+        """Updates that were recorded, since step 0."""
+        return self._first_step + len(self.records)
+
+    @property
+    def seconds(self) -> float:
+        """Of training so far."""
+        return self._clock.seconds
+
+    @property
+    def done(self) -> float:
+        """Which share of the run is over."""
+        shares = [0.0]
+        if self._num_steps is not None:
+            dispatched = self.step + (self._pending is not None)
+            shares.append(dispatched / self._num_steps)
+        if self._seconds is not None:
+            shares.append(self._clock.seconds / self._seconds)
+        return min(1.0, max(shares))
+
+    def add(self, batch: jb.Batch, metrics: dict[str, Any]) -> None:
         """Takes note of a step that was dispatched, and records the one before it.
 
         Reading a step's numbers waits for the step: one behind, the device never
         waits for the reader.
         """
-        self._record_pending()
-        self._pending = bucket, metrics
+        self.settle()
+        self._pending = batch.bucket, metrics
+        self.digest = batch_digest(self.digest, batch)
 
-    def _record_pending(self) -> None:
+    def settle(self) -> None:
+        """Waits for the last step, and records it."""
         if self._pending is None:
             return
         bucket, metrics = self._pending
-        nats, tokens = float(metrics["loss_sum"]), float(metrics["weight"])
-        base = np.asarray(self._learning_rate(len(self.records)))
-        rate = float(base) * float(metrics["lr_factor"])
-        now = time.perf_counter()
+        self._pending = None
+        nats, tokens = float(metrics["loss_sum"]), int(metrics["weight"])
+        rate = float(np.asarray(self._learning_rate(self.step)))
+        now = self._clock.seconds
         self.records.append(
-            StepRecord(bucket, now - self._last_time, nats, tokens, rate)
+            StepRecord(
+                self.step,
+                bucket,
+                now - self._last_time,
+                nats / max(tokens, 1),
+                tokens,
+                rate * float(metrics["lr_factor"]),
+            )
         )
         self._last_time = now
         self._show()
 
+    @property
+    def _tenths(self) -> int:
+        return int(self.done * LINES + 1e-9)
+
     def _show(self) -> None:
-        done, per_line = len(self.records), max(1, self._num_steps // _LINES)
         recent = averages(self.records[-_RECENT_STEPS:])
         last = self.records[-1]
         self._progress.update(
             self._task,
-            completed=done,
-            description=f"{recent['bits_per_byte']:.2f} bits/byte  "
+            completed=self.done,
+            description=f"step {self.step}  {recent['bits_per_byte']:.2f} bits/byte  "
             f"{recent['real_tokens_per_second']:,.0f} real tokens/s  "
             f"{recent['padding']:.0%} padding  {last.bucket}  "
             f"LR {last.learning_rate:.1e}",
         )
-        if done % per_line == 0:
-            line = {"step": done, **averages(self.records[-per_line:])}
-            line["learning_rate"] = last.learning_rate
+        if self._tenths > self._shown:
+            self._shown = self._tenths
+            before = self.lines[-1]["step"] if self.lines else self._first_step
+            line = {
+                "step": self.step,
+                **averages(self.records[before - self._first_step :]),
+                "learning_rate": last.learning_rate,
+            }
             self.lines.append(line)
             console.print(
-                f"{done:6d}{line['bits_per_byte']:12.3f}"
+                f"{self.step:6d}{line['bits_per_byte']:12.3f}"
                 f"{line['real_tokens_per_second']:16,.0f}{line['padding']:10.1%}"
                 f"{line['learning_rate']:10.1e}"
             )
 
     def summary(self) -> dict[str, Any]:
-        """The whole run, and every line that was shown."""
+        """The steps of this process, and every line that was shown."""
         return {
-            "steps": len(self.records),
-            **averages(self.records),
+            "steps": self.step,
+            "first_step": self._first_step,
+            **(averages(self.records) if self.records else {}),
+            "batches_digest": self.digest,
             "lines": self.lines,
         }
+
+
+def batch_digest(before: str, batch: jb.Batch) -> str:
+    """Names a batch and all before it, by what the devices of this host have of it."""
+    state = hashlib.blake2b(before.encode(), digest_size=16)
+    for leaf in jax.tree.leaves(batch):
+        for shard in leaf.addressable_shards:
+            if shard.replica_id == 0:
+                state.update(np.ascontiguousarray(shard.data).data)
+    return state.hexdigest()
 
 
 def averages(records: Sequence[StepRecord]) -> dict[str, float]:
@@ -124,10 +200,12 @@ def averages(records: Sequence[StepRecord]) -> dict[str, float]:
     seconds = sum(record.seconds for record in records)
     tokens = sum(record.real_tokens for record in records)
     padded = sum(record.bucket.num_tokens for record in records)
+    nats = sum(record.loss * record.real_tokens for record in records)
     return {
         "seconds": seconds,
-        "real_tokens": int(tokens),
-        "bits_per_byte": sum(r.nats for r in records) / tokens / math.log(2),
+        "real_tokens": tokens,
+        "padded_tokens": padded,
+        "bits_per_byte": nats / tokens / math.log(2),
         "real_tokens_per_second": tokens / seconds,
         "padding": 1 - tokens / padded,
     }

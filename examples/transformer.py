@@ -19,7 +19,11 @@ class Transformer(nnx.Module):
         self.head = nnx.Linear(width, VOCABULARY, use_bias=False, rngs=rngs)
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, keys: jax.Array | None
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        keys: jax.Array | None,
+        segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the logits.
 
@@ -27,7 +31,12 @@ class Transformer(nnx.Module):
           tokens: `[B, T]` integers.
           positions: `[B, T]` int32.
           keys: `[B]` random keys for dropout, or None to do without.
+          segment_ids: `[B, T]` int32 where a row holds several documents, which must
+            not see one another.
         """
+        mask = None
+        if segment_ids is not None:
+            mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         before = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (1, 0)))[:, :-1]
         x = self.embed(jnp.where(positions == 0, BEGIN, before))
         for layer, block in enumerate(self.blocks):
@@ -36,7 +45,7 @@ class Transformer(nnx.Module):
                 if keys is None
                 else jax.vmap(jax.random.fold_in, (0, None))(keys, layer)
             )
-            x = block(x, positions, own)
+            x = block(x, positions, own, mask)
         return self.head(self.norm(x))
 
 
@@ -54,18 +63,25 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(dropout)
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, keys: jax.Array | None
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        keys: jax.Array | None,
+        mask: jax.Array | None,
     ) -> jax.Array:
-        x = x + self._drop(self._attend(self.norms[0](x), positions), keys)
+        x = x + self._drop(self._attend(self.norms[0](x), positions, mask), keys)
         hidden = nnx.gelu(self.up(self.norms[1](x)))
         return x + self._drop(self.down(hidden), keys)
 
-    def _attend(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+    def _attend(
+        self, x: jax.Array, positions: jax.Array, mask: jax.Array | None
+    ) -> jax.Array:
         # Padding stands behind every real token: a causal mask is all it takes.
         q, k, v = jnp.split(self.qkv(x), 3, axis=-1)
         split = (*x.shape[:2], self.heads, x.shape[-1] // self.heads)
         q, k = (rotate(a.reshape(split), positions) for a in (q, k))
-        y = jax.nn.dot_product_attention(q, k, v.reshape(split), is_causal=True)
+        v = v.reshape(split)
+        y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
         return self.out(y.reshape(x.shape))
 
     def _drop(self, x: jax.Array, keys: jax.Array | None) -> jax.Array:

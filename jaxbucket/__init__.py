@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from jaxbucket.base import Batch, BatchIndices, Bucket, BucketPlan, RowShard
 from jaxbucket.collate import collate_rows, unbatch
 from jaxbucket.plan import plan_buckets
+from jaxbucket.position import DataPosition
 from jaxbucket.schedule import BatchSchedule
 from jaxbucket.stats import Report, report
 
 if TYPE_CHECKING:
+    from jaxbucket.checkpoint import Checkpoints, Restored
     from jaxbucket.compile import CompiledSteps, compile_steps, count_compiles
     from jaxbucket.input_pipeline import batch_dataset, measure_lengths
     from jaxbucket.optim import scale_by_batch_size
@@ -41,6 +43,8 @@ _ON_FIRST_USE = {
     "local_rows": "sharding",
     "prefetch_to_mesh": "sharding",
     "replicate": "sharding",
+    "Checkpoints": "checkpoint",
+    "Restored": "checkpoint",
     "CompiledSteps": "compile",
     "compile_steps": "compile",
     "count_compiles": "compile",
@@ -57,8 +61,11 @@ __all__ = [
     "BatchSchedule",
     "Bucket",
     "BucketPlan",
+    "Checkpoints",
     "CompiledSteps",
+    "DataPosition",
     "Report",
+    "Restored",
     "RowShard",
     "TrainState",
     "batch_dataset",

@@ -65,6 +65,11 @@ class Checkpoints:
         self._directory = epath.Path(directory).expanduser().absolute()
         self._manager = ocp.CheckpointManager(
             self._directory,
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "position": ocp.JsonCheckpointHandler(),
+                "extra": ocp.JsonCheckpointHandler(),
+            },
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=check_positive("keep", keep),
                 # What a killed process left half written.
@@ -138,7 +143,7 @@ class Checkpoints:
         self._check_seal(folder)
         abstract = jax.tree.map(_abstract, state)
         self._check_state(folder, step, abstract)
-        saved = self._manager.restore(
+        saved: Any = self._manager.restore(
             step,
             args=ocp.args.Composite(
                 state=ocp.args.StandardRestore(abstract),
@@ -146,7 +151,9 @@ class Checkpoints:
                 extra=ocp.args.JsonRestore(),
             ),
         )
-        return Restored(saved.state, DataPosition.from_dict(saved.position), saved.extra)
+        return Restored(
+            saved.state, DataPosition.from_dict(saved.position), saved.extra
+        )
 
     def _seal(self) -> None:
         """Called when all files are written, before the checkpoint appears."""

@@ -17,7 +17,6 @@ from jaxbucket.collate import Example, collate_rows, example_length
 from jaxbucket.position import DataPosition
 from jaxbucket.schedule import BatchSchedule
 
-
 # How many examples stand for the contents of all.
 _SAMPLES = 16
 
@@ -177,8 +176,8 @@ class BatchDataset(grain.MapDataset[Batch]):
             num_steps = first_step + epochs * len(schedule)
         if not first_step <= start_step <= check_integer("num_steps", num_steps):
             raise ValueError(
-                f"`start_step={start_step}` must be between {first_step} and the end of "
-                f"the run, `num_steps={num_steps}`."
+                f"`start_step={start_step}` must be between {first_step} and the end "
+                f"of the run, `num_steps={num_steps}`."
             )
         self._source = source
         self._schedule = schedule

@@ -1,20 +1,27 @@
-"""Pictures of what a plan does. matplotlib is imported where one is drawn."""
+"""Pictures of what a plan does and of a run. matplotlib is imported where one is drawn.
+
+Buckets go from dark to light as they grow longer, so that a print in grey tells them
+apart.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base import BucketPlan
+from jaxbucket.base import Bucket, BucketPlan
 from jaxbucket.checks import check_lengths
-from jaxbucket.stats import report
+from jaxbucket.stats import StepRecord, bucket_uses, report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
 
 _MAX_POINTS = 4096
+_REAL, _PADDING, _OTHER = "#1f4e79", "#f0a04b", "0.88"
 
 
 def plot_plan(plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None) -> Axes:
@@ -31,10 +38,8 @@ def plot_plan(plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None) -> A
     Raises:
       ValueError: for lengths the plan refuses.
     """
-    from matplotlib import pyplot
-
     if ax is None:
-        _, ax = pyplot.subplots(figsize=(8, 4), layout="constrained")
+        ax = _axes()
     lengths = check_lengths(lengths)
     index = plan.assign(lengths)
     order = np.argsort(lengths[index >= 0], kind="stable")
@@ -49,24 +54,185 @@ def plot_plan(plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None) -> A
         share,
         padded,
         longest,
-        color="0.9",
+        color=_OTHER,
         label=f"padded to the longest: {to_longest:.0%}",
     )
     ax.fill_between(
         share,
         real,
         padded,
-        color="tab:orange",
+        color=_PADDING,
         label=f"padding of this plan: {epoch.padding:.0%}",
     )
-    ax.fill_between(share, 0, real, color="tab:blue", label="real tokens")
+    ax.fill_between(share, 0, real, color=_REAL, label="real tokens")
     ax.set(
         xlabel="examples, shortest first (%)",
         ylabel="positions",
-        title=f"{len(plan)} shapes: " + "  ".join(map(str, plan.buckets)),
+        title=_shapes(plan.buckets),
         xlim=(0, 100),
         ylim=(0, plan.max_seq_len),
     )
     ax.title.set_fontsize("small")
     ax.legend(loc="upper left")
     return ax
+
+
+def plot_lengths(
+    plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None, *, bins: int = 64
+) -> Axes:
+    """Draws a histogram of lengths, weighed by tokens, and the padding on top of it.
+
+    Areas are tokens: below those of the examples of a length, above it the padding
+    that takes them to the end of their bucket. Lines are the buckets' ends.
+
+    Args:
+      plan: the shapes.
+      lengths: `[N]` integers.
+      ax: where to draw; by default a new figure.
+      bins: bars of the histogram.
+
+    Raises:
+      ValueError: for lengths the plan refuses.
+    """
+    if ax is None:
+        ax = _axes()
+    lengths = check_lengths(lengths)
+    index = plan.assign(lengths)
+    real = np.minimum(lengths[index >= 0], plan.max_seq_len)
+    padding = plan.boundaries[index[index >= 0]] - real
+    edges = np.linspace(0, plan.max_seq_len, bins + 1)
+    # Lengths are integers: one at an edge belongs to the bar that ends there.
+    bar = np.clip(np.ceil(real * bins / plan.max_seq_len).astype(int) - 1, 0, bins - 1)
+    tokens = np.bincount(bar, real, minlength=bins)
+    wasted = np.bincount(bar, padding, minlength=bins)
+    width = edges[1]
+    ax.bar(edges[:-1], tokens, width, align="edge", color=_REAL, label="real tokens")
+    ax.bar(
+        edges[:-1],
+        wasted,
+        width,
+        bottom=tokens,
+        align="edge",
+        color=_PADDING,
+        label=f"padding: {wasted.sum() / (tokens.sum() + wasted.sum()):.0%}",
+    )
+    for number, bucket in enumerate(plan.buckets):
+        label = "ends of buckets" if number == 0 else None
+        ax.axvline(
+            bucket.seq_len, color="0.2", linewidth=0.8, linestyle=":", label=label
+        )
+    ax.set(xlabel="length", ylabel="tokens", xlim=(0, plan.max_seq_len))
+    ax.set_title(_shapes(plan.buckets), fontsize="small")
+    ax.legend()
+    return ax
+
+
+def plot_buckets(
+    records: Sequence[StepRecord], figure: Figure | SubFigure | None = None
+) -> Figure | SubFigure:
+    """Draws what each bucket had of a run: its padding, its time, a position's cost.
+
+    Args:
+      records: the steps of the run.
+      figure: where to draw; by default a new one.
+
+    Raises:
+      ValueError: if `records` is empty.
+    """
+    uses = bucket_uses(_not_empty(records))
+    if figure is None:
+        figure = _figure(8, 3)
+    panels = {
+        "padding (%)": [100 * use.padding for use in uses],
+        "time (% of the run)": [
+            100 * use.seconds / sum(use.seconds for use in uses) for use in uses
+        ],
+        "time per position (us)": [1e6 * use.seconds_per_token for use in uses],
+    }
+    colors = _colors([use.bucket for use in uses])
+    axes = figure.subplots(1, len(panels), sharey=True)
+    for ax, (title, values) in zip(axes, panels.items(), strict=True):
+        ax.barh(range(len(uses)), values, color=[colors[use.bucket] for use in uses])
+        ax.set_title(title, fontsize="medium")
+        ax.grid(axis="x", alpha=0.3)
+    _name_some(axes[0], [str(use.bucket) for use in uses])
+    return figure
+
+
+def plot_run(
+    records: Sequence[StepRecord], figure: Figure | SubFigure | None = None
+) -> Figure | SubFigure:
+    """Draws loss, learning rate and real tokens/s of every step, coloured by bucket.
+
+    Args:
+      records: the steps of the run.
+      figure: where to draw; by default a new one.
+
+    Raises:
+      ValueError: if `records` is empty.
+    """
+    records = _not_empty(records)
+    if figure is None:
+        figure = _figure(8, 6)
+    buckets = sorted({r.bucket for r in records}, key=lambda b: (b.seq_len, b))
+    colors = _colors(buckets)
+    panels = {
+        "loss (nats per token)": [r.loss for r in records],
+        "learning rate": [r.learning_rate for r in records],
+        "real tokens/s": [r.real_tokens / r.seconds for r in records],
+    }
+    axes = figure.subplots(len(panels), 1, sharex=True)
+    steps = np.array([r.step for r in records])
+    of_bucket = {b: np.array([r.bucket == b for r in records]) for b in buckets}
+    shown = buckets if len(buckets) <= _MAX_NAMED else [buckets[0], buckets[-1]]
+    for ax, (title, values) in zip(axes, panels.items(), strict=True):
+        for bucket in buckets:
+            own = of_bucket[bucket]
+            label = str(bucket) if bucket in shown else None
+            points = np.array(values)[own]
+            ax.scatter(steps[own], points, 8, color=colors[bucket], label=label)
+        ax.set_ylabel(title)
+        ax.grid(alpha=0.3)
+    axes[-1].set_xlabel("step")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", title="[B, T]")
+    return figure
+
+
+_MAX_NAMED = 16
+
+
+def _name_some(ax: Axes, names: list[str]) -> None:
+    every = -(-len(names) // _MAX_NAMED)
+    ax.set_yticks(range(0, len(names), every), names[::every])
+    ax.set_ylabel("[B, T]")
+
+
+def _colors(buckets: Sequence[Bucket]) -> dict[Bucket, Any]:
+    from matplotlib import colormaps
+
+    # Not to the map's end, which is too light on white.
+    shades = colormaps["viridis"](np.linspace(0, 0.92, len(buckets)))
+    return dict(zip(buckets, shades, strict=True))
+
+
+def _shapes(buckets: Sequence[Bucket]) -> str:
+    if len(buckets) > _MAX_NAMED // 2:
+        return f"{len(buckets)} shapes: {buckets[0]} to {buckets[-1]}"
+    return f"{len(buckets)} shapes: " + "  ".join(map(str, buckets))
+
+
+def _not_empty(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    if not len(records):
+        raise ValueError("`records` is empty: there is no step to draw.")
+    return records
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib import pyplot
+
+    return pyplot.figure(figsize=(width, height), layout="constrained")
+
+
+def _axes() -> Axes:
+    return _figure(8, 4).subplots()

@@ -63,9 +63,9 @@ class DataPosition:
         ]
         if changes:
             raise ValueError(
-                f"Cannot go on at step {self.step}, for what is trained on has changed: "
-                f"{'; '.join(changes)}. Give back what it was, or go on deliberately "
-                "with `schedule.continue_with(position)`."
+                f"Cannot go on at step {self.step}, for what is trained on has "
+                f"changed: {'; '.join(changes)}. Give back what it was, or go on "
+                "deliberately with `schedule.continue_with(position)`."
             )
 
 
@@ -76,6 +76,8 @@ def _changes(part: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         if name != _FINGERPRINT and was.get(name) != now.get(name)
     ]
     # That of the schedule is made of the two others and of what is named here.
-    if not changes and part != "schedule" and was[_FINGERPRINT] != now[_FINGERPRINT]:
-        changes = [f"{part} fingerprint {was[_FINGERPRINT][:8]} -> {now[_FINGERPRINT][:8]}"]
+    if part != "schedule" and not changes:
+        before, after = was[_FINGERPRINT], now[_FINGERPRINT]
+        if before != after:
+            changes = [f"{part} fingerprint {before[:8]} -> {after[:8]}"]
     return changes

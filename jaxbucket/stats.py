@@ -1,15 +1,16 @@
-"""Numbers about a plan before anything runs: padding, tokens, steps, examples lost."""
+"""Numbers about a plan and about a run: padding, tokens, steps, time, examples lost."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base import BucketPlan
+from jaxbucket.base import Bucket, BucketPlan
 from jaxbucket.checks import MAX_LENGTH, check_lengths
 from jaxbucket.remainder import flow_remainders
 
@@ -171,6 +172,93 @@ def report(plan: BucketPlan, lengths: ArrayLike) -> Report:
         truncated_examples=num_over if truncates else 0,
         truncated_tokens=int((lengths[over] - plan.max_seq_len).sum()) * truncates,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """One step of a run, as plain numbers.
+
+    Attributes:
+      step: its number, from 0.
+      bucket: the shape (B, T).
+      seconds: how long it took.
+      loss: the mean over its real tokens.
+      real_tokens: positions that were no padding.
+      learning_rate: the one in force, scaled by the batch's size.
+    """
+
+    step: int
+    bucket: Bucket
+    seconds: float
+    loss: float
+    real_tokens: int
+    learning_rate: float
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketUse:
+    """What one bucket had of a run.
+
+    Attributes:
+      bucket: the shape (B, T).
+      steps: its steps.
+      seconds: their time.
+      seconds_per_step: the median of their times.
+      real_tokens: positions that were no padding.
+      padding: share of positions that were padding.
+    """
+
+    bucket: Bucket
+    steps: int
+    seconds: float
+    seconds_per_step: float
+    real_tokens: int
+    padding: float
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Median step time over B * T, padding counted: what a position costs."""
+        return self.seconds_per_step / self.bucket.num_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, as plain Python."""
+        fields = dataclasses.asdict(self)
+        fields["bucket"] = [self.bucket.batch_size, self.bucket.seq_len]
+        return {**fields, "seconds_per_token": self.seconds_per_token}
+
+
+def bucket_uses(records: Iterable[StepRecord]) -> list[BucketUse]:
+    """Returns what each bucket had of the steps of a run, the shortest bucket first.
+
+    Example:
+      >>> from jaxbucket import Bucket
+      >>> short, long = Bucket(4, 8), Bucket(2, 16)
+      >>> records = [
+      ...     StepRecord(0, long, 0.3, 2.5, 24, 1e-3),
+      ...     StepRecord(1, short, 0.1, 2.4, 32, 1e-3),
+      ...     StepRecord(2, long, 0.2, 2.3, 24, 1e-3),
+      ... ]
+      >>> [(str(use.bucket), use.steps, use.padding) for use in bucket_uses(records)]
+      [('[4, 8]', 1, 0.0), ('[2, 16]', 2, 0.25)]
+    """
+    by_bucket: dict[Bucket, list[StepRecord]] = {}
+    for record in records:
+        by_bucket.setdefault(record.bucket, []).append(record)
+    return [
+        BucketUse(
+            bucket=bucket,
+            steps=len(own),
+            seconds=sum(record.seconds for record in own),
+            seconds_per_step=float(np.median([record.seconds for record in own])),
+            real_tokens=sum(record.real_tokens for record in own),
+            padding=1
+            - sum(record.real_tokens for record in own)
+            / (bucket.num_tokens * len(own)),
+        )
+        for bucket, own in sorted(
+            by_bucket.items(), key=lambda item: (item[0].seq_len, item[0].batch_size)
+        )
+    ]
 
 
 def _share(wasted: float, examples: int, bucket: Any) -> float:

@@ -1,0 +1,146 @@
+"""The options of the main job, checked before it begins."""
+
+import argparse
+import math
+import pathlib
+
+import policies
+
+SEQ_LEN_MULTIPLE = 32
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level language model on documents of every length.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data",
+        metavar="PATH",
+        help="a .jsonl file, a .txt file with a document in every line, or a folder of "
+        "documents; by default Python's standard library",
+    )
+    data.add_argument("--field", default="text", help="of a .jsonl line, its text")
+    data.add_argument(
+        "--max-len", type=length, default=1024, help="bytes a document is cut to"
+    )
+    plan = parser.add_argument_group("plan")
+    plan.add_argument(
+        "--max-tokens",
+        type=positive,
+        help="B * T of a global batch; by default --batch-size-multiple rows of "
+        "--max-len",
+    )
+    plan.add_argument("--num-buckets", type=positive, default=8, help="shapes at most")
+    plan.add_argument(
+        "--batch-size-multiple",
+        type=positive,
+        default=4,
+        help="every B is a multiple of it, and the devices must divide it",
+    )
+    model = parser.add_argument_group("model and training")
+    model.add_argument("--width", type=even, default=128, help="of the model")
+    model.add_argument("--layers", type=positive, default=2, help="of the model")
+    model.add_argument("--dropout", type=share, default=0.0, help="share dropped")
+    model.add_argument("--steps", type=positive, default=700, help="updates")
+    model.add_argument(
+        "--seconds",
+        type=rate,
+        help="train so long, compiling included, instead of --steps",
+    )
+    model.add_argument("--lr", type=rate, default=8e-3, help="peak learning rate")
+    model.add_argument("--seed", type=int, default=0, help="of everything random")
+    devices = parser.add_argument_group("devices")
+    devices.add_argument("--devices", type=positive, help="simulate so many on the CPU")
+    devices.add_argument("--mode", choices=("jit", "shard_map"), default="jit")
+    ways = parser.add_argument_group("ways to make batches")
+    ways.add_argument(
+        "--policy", choices=policies.POLICIES, default="bucketed", help="one of them"
+    )
+    ways.add_argument(
+        "--compare",
+        action="store_true",
+        help="train in all ways for --seconds each, and show them side by side",
+    )
+    saving = parser.add_argument_group("checkpoints")
+    saving.add_argument("--checkpoint", metavar="FOLDER", help="save the run there")
+    saving.add_argument(
+        "--save-every",
+        metavar="STEPS",
+        type=positive,
+        default=100,
+        help="save so often",
+    )
+    saving.add_argument("--keep", type=positive, default=3, help="the last so many")
+    going_on = saving.add_mutually_exclusive_group()
+    going_on.add_argument(
+        "--resume", action="store_true", help="go on where the last checkpoint is"
+    )
+    going_on.add_argument(
+        "--resume-changed",
+        action="store_true",
+        help="go on there with other data, another plan or another seed",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--points", type=positive, default=1, help="evaluate so often along the run"
+    )
+    output.add_argument(
+        "--json", metavar="FILE", type=new_file, help="write every number there"
+    )
+    output.add_argument(
+        "--plot", metavar="FILE", type=new_file, help="draw the run there"
+    )
+    args = parser.parse_args()
+    if args.compare and not args.seconds:
+        parser.error("--compare needs --seconds, the time that each way has")
+    if args.compare and (args.checkpoint or args.resume or args.resume_changed):
+        parser.error("--compare starts each way anew: leave out checkpoints")
+    if (args.resume or args.resume_changed) and not args.checkpoint:
+        parser.error("--resume needs --checkpoint, the folder to go on from")
+    return args
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def even(text: str) -> int:
+    number = positive(text)
+    if number % 2:
+        raise argparse.ArgumentTypeError(f"{number} is not even")
+    return number
+
+
+def share(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not from 0 to below 1")
+    return number
+
+
+def rate(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def new_file(text: str) -> str:
+    # Now, not when the run is over.
+    if pathlib.Path(text).is_dir() or not pathlib.Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no file in an existing folder")
+    return text
+
+
+def length(text: str) -> int:
+    number = positive(text)
+    if number % SEQ_LEN_MULTIPLE:
+        raise argparse.ArgumentTypeError(
+            f"{number} is no multiple of {SEQ_LEN_MULTIPLE}"
+        )
+    return number

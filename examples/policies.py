@@ -1,0 +1,94 @@
+"""Four ways to make batches of the same documents, all within the same B * T.
+
+* bucketed: a few shapes, all compiled before the first step.
+* pad-to-max: one shape, as long as the longest document.
+* dynamic: as many documents as the budget holds, padded to the longest of them; every
+  batch has its own shape, and `jax.jit` compiles whatever comes.
+* grain-pack: one shape, whose rows Grain fills with several documents.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import numpy as np
+from documents import Examples
+
+import jaxbucket as jb
+
+POLICIES = ("bucketed", "pad-to-max", "dynamic", "grain-pack")
+# Those whose batches are a function of the step, and so can be resumed.
+RESUMABLE = ("bucketed", "pad-to-max")
+_PACKING_BINS = 64
+
+
+class Limits(NamedTuple):
+    """What every batch keeps to."""
+
+    max_tokens: int
+    max_len: int
+    batch_size_multiple: int
+
+
+class Jitted:
+    """A jitted step as it is called without a plan; notes what compiling takes."""
+
+    def __init__(self, step_fn: Callable[[Any, jb.Batch], Any]):
+        self._step_fn = step_fn
+        self.seconds: dict[jb.Bucket, float] = {}
+
+    def __call__(self, state: Any, batch: jb.Batch) -> Any:
+        if batch.bucket in self.seconds:
+            return self._step_fn(state, batch)
+        # What is in flight is not compiling.
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        result = self._step_fn(state, batch)
+        self.seconds[batch.bucket] = time.perf_counter() - start
+        return result
+
+
+def dynamic(examples: Examples, limits: Limits, seed: int) -> Iterator[jb.Batch]:
+    """Documents in random order; a batch is full where one more would not fit."""
+    for epoch in itertools.count():
+        rows: Examples = []
+        for index in np.random.default_rng((seed, epoch)).permutation(len(examples)):
+            document = {"tokens": examples[index]["tokens"][: limits.max_len]}
+            if _shape([*rows, document], limits).num_tokens > limits.max_tokens:
+                yield jb.collate_rows(rows, _shape(rows, limits))
+                rows = []
+            rows.append(document)
+        yield jb.collate_rows(rows, _shape(rows, limits))
+
+
+def _shape(rows: Examples, limits: Limits) -> jb.Bucket:
+    multiple = limits.batch_size_multiple
+    return jb.Bucket(
+        -(-len(rows) // multiple) * multiple, max(len(row["tokens"]) for row in rows)
+    )
+
+
+def grain_pack(
+    examples: Examples, bucket: jb.Bucket, limits: Limits, seed: int
+) -> Iterable[jb.Batch]:
+    """Grain's first-fit packing of shuffled documents."""
+
+    def cut(example: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"tokens": example["tokens"][: limits.max_len]}
+
+    shuffled = grain.MapDataset.source(examples).seed(seed).shuffle().repeat().map(cut)
+    packed = grain.experimental.FirstFitPackIterDataset(
+        shuffled.to_iter_dataset(),
+        length_struct={"tokens": bucket.seq_len},
+        num_packing_bins=_PACKING_BINS,
+        seed=seed,
+    )
+    for row in packed.batch(bucket.batch_size, drop_remainder=True):
+        yield jb.Batch(
+            {"tokens": row["tokens"]},
+            {"tokens": row["tokens_segment_ids"]},
+            {"tokens": row["tokens_positions"]},
+        )
