@@ -384,7 +384,7 @@ def train(
             if log.done >= 1 or (stop and stop.signal):
                 break
             if log.done * args.points >= points:
-                points += 1
+                points = int(log.done * args.points) + 1
                 log.settle()
                 note_held_out()
         log.settle()

@@ -114,7 +114,7 @@ def plot_lengths(
         bottom=tokens,
         align="edge",
         color=_PADDING,
-        label=f"padding: {wasted.sum() / (tokens.sum() + wasted.sum()):.0%}",
+        label=f"padding in rows: {wasted.sum() / (tokens.sum() + wasted.sum()):.0%}",
     )
     for number, bucket in enumerate(plan.buckets):
         label = "ends of buckets" if number == 0 else None

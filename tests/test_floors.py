@@ -18,21 +18,31 @@ ROOMS = {
     "checks": (set(), {"numpy"}),
     "base": ({"checks"}, {"numpy"}),
     "permutation": (set(), {"numpy"}),
+    "position": ({"checks"}, set()),
     "remainder": (set(), {"numpy"}),
     "boundaries": ({"remainder"}, {"numpy"}),
     "plan": ({"checks", "base", "boundaries"}, {"numpy"}),
     "stats": ({"checks", "base", "remainder"}, {"numpy", "rich"}),
-    "schedule": ({"checks", "base", "permutation", "remainder"}, {"numpy"}),
+    "schedule": (
+        {"checks", "base", "permutation", "position", "remainder"},
+        {"numpy"},
+    ),
     "collate": ({"base"}, {"numpy"}),
     "input_pipeline": (
-        {"checks", "base", "schedule", "collate"},
+        {"checks", "base", "position", "schedule", "collate"},
         {"numpy", "grain", "rich"},
     ),
     "sharding": ({"checks", "base", "collate"}, {"numpy", "jax"}),
     "compile": ({"base"}, {"jax", "rich"}),
     "optim": (set(), {"jax", "optax"}),
     "train": ({"checks", "base", "sharding"}, {"numpy", "jax", "flax", "optax"}),
+    "checkpoint": ({"checks", "position"}, {"jax", "orbax", "etils"}),
     "plots": ({"checks", "base", "stats"}, {"numpy", "matplotlib"}),
+    "cli": (
+        {"base", "plan", "stats", "plots"},
+        {"numpy", "click", "rich", "matplotlib"},
+    ),
+    "__main__": ({"cli"}, set()),
 }
 # Too heavy for planning on a laptop: never imported before they are used.
 LATE = {"rich", "matplotlib"}
@@ -96,7 +106,8 @@ plan = jb.plan_buckets([3, 5, 8], max_tokens=16)
 schedule = jb.BatchSchedule(plan, [3, 5, 8])
 jb.collate_rows([{"x": [1, 2]}], schedule[0].bucket)
 print(jb.report(plan, [3, 5, 8]).summary)
-heavy = {"jax", "jaxlib", "grain", "flax", "optax", "rich", "matplotlib", "orbax"}
+heavy = {"jax", "jaxlib", "grain", "flax", "optax", "orbax"}
+heavy |= {"click", "rich", "matplotlib"}
 print("loaded:", sorted(heavy & sys.modules.keys()))
 """
 

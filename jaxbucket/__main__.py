@@ -1,0 +1,6 @@
+"""`python -m jaxbucket` is the command `jaxbucket`."""
+
+from jaxbucket.cli import main
+
+if __name__ == "__main__":
+    main(prog_name="jaxbucket")
