@@ -1,9 +1,10 @@
 """What is shown while a model trains: a bar, and a line at every tenth of the run."""
 
+import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -100,6 +101,16 @@ class TrainingLog:
     def seconds(self) -> float:
         """Of training so far."""
         return self._clock.seconds
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For what is not training: the last step is settled, and the clock stops."""
+        self.settle()
+        self._clock.pause()
+        try:
+            yield
+        finally:
+            self._clock.start()
 
     @property
     def done(self) -> float:

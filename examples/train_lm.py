@@ -15,15 +15,15 @@ every way for the same time.
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import pathlib
 import shlex
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import comparison
@@ -33,6 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import policies
+import recipe
+import summary
 from flax import nnx
 from interrupt import StopRequest
 from live import Clock, TrainingLog, console
@@ -41,12 +43,7 @@ from transformer import Transformer
 
 import jaxbucket as jb
 from jaxbucket.input_pipeline import BatchDataset
-from jaxbucket.plots import plot_buckets, plot_run
 from jaxbucket.stats import bucket_uses
-from jaxbucket.train import LossFn
-
-BASE_EXAMPLES = 32
-WARM_UP_STEPS = 35
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +57,9 @@ class Part:
     def report(self) -> jb.Report:
         return jb.report(self.schedule.plan, self.schedule.lengths)
 
+    def specs(self, mesh: jax.sharding.Mesh) -> dict[jb.Bucket, jb.Batch]:
+        return jb.batch_specs(self.schedule.plan, self.source[0], mesh)
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -69,16 +69,13 @@ class Job:
       mesh: where batches go.
       limits: what every batch keeps to, whatever the policy.
       train: the documents to train on; their plan has one shape for some policies.
-      held_out: the others, always in the shapes of the bucketed plan.
+      held_out: the others, in the shapes of the bucketed plan whatever the policy.
     """
 
     mesh: jax.sharding.Mesh
     limits: policies.Limits
     train: Part
     held_out: Part
-
-    def specs(self, plan: jb.BucketPlan) -> dict[jb.Bucket, jb.Batch]:
-        return jb.batch_specs(plan, self.train.source[0], self.mesh)
 
 
 @dataclasses.dataclass
@@ -92,6 +89,43 @@ class Progress:
     seconds: float = 0.0
 
 
+class HeldOut:
+    """Every held-out document once, in source order, always in the same shapes.
+
+    Attributes:
+      steps: an executable for each shape.
+      curve: what every evaluation found, and when.
+    """
+
+    def __init__(
+        self, part: Part, mesh: jax.sharding.Mesh, state: jb.TrainState, mode: Any
+    ):
+        eval_step = jb.data_parallel_eval(recipe.loss, mesh, mode=mode)
+        self.steps = jb.compile_steps(eval_step, state, part.specs(mesh))
+        self.curve: list[dict[str, Any]] = []
+        self._mesh = mesh
+        self._dataset = jb.batch_dataset(
+            part.source, part.schedule, shard=jb.local_rows(mesh)
+        )
+
+    def note(self, state: jb.TrainState, log: TrainingLog) -> None:
+        """Evaluates, and adds the result to the curve."""
+        start = time.perf_counter()
+        totals = Counter[str]()
+        for batch in jb.prefetch_to_mesh(self._dataset, self._mesh):
+            totals.update(jax.tree.map(float, self.steps(state, batch)))
+        self.curve.append(
+            {
+                "step": log.step,
+                "seconds": log.seconds,
+                "documents": int(totals["num_examples"]),
+                "bytes": int(totals["weight"]),
+                "bits_per_byte": totals["loss_sum"] / totals["weight"] / math.log(2),
+                "evaluation_seconds": time.perf_counter() - start,
+            }
+        )
+
+
 def main() -> None:
     args = parse_arguments()
     if args.compare:
@@ -102,12 +136,12 @@ def main() -> None:
     try:
         job = prepare(args)
         with jb.count_compiles() as compiles, checkpoints_of(args) as checkpoints:
-            summary = run(job, args, compiles, checkpoints)
+            numbers = run(job, args, compiles, checkpoints)
     except ValueError as error:
         sys.exit(f"train_lm.py: {error}")
-    console.print(in_words(summary))
+    console.print(summary.in_words(numbers))
     if args.json:
-        pathlib.Path(args.json).write_text(to_json(summary) + "\n")
+        pathlib.Path(args.json).write_text(summary.to_json(numbers) + "\n")
 
 
 def prepare(args: argparse.Namespace) -> Job:
@@ -168,33 +202,12 @@ def run(
 ) -> dict[str, Any]:
     """Compiles, trains and evaluates; returns every number about it."""
     show(job, args)
-    learning_rate, tx = make_optimizer(args)
-    model = Transformer(args.width, args.layers, args.dropout, nnx.Rngs(args.seed))
-    state = jb.replicate(jb.create_state(model, tx), job.mesh)
-    dataset = jb.batch_dataset(
-        job.train.source,
-        job.train.schedule,
-        shard=jb.local_rows(job.mesh),
-        # Until the time is over, where there is no number of steps.
-        num_steps=sys.maxsize if args.seconds else args.steps,
-    )
-    progress = Progress(state, dataset)
-    if checkpoints:
-        progress = resumed(progress, job, args, checkpoints)
-    train_step = jb.data_parallel(
-        make_loss(packed=args.policy == "grain-pack"),
-        tx,
-        job.mesh,
-        mode=args.mode,
-        seed=args.seed,
-    )
-    eval_step = jb.data_parallel_eval(make_loss(packed=False), job.mesh, mode=args.mode)
-    eval_steps = jb.compile_steps(
-        eval_step, progress.state, job.specs(job.held_out.schedule.plan)
-    )
+    learning_rate, tx = recipe.make_optimizer(args)
+    progress = begin(job, args, tx, checkpoints)
+    held_out = HeldOut(job.held_out, job.mesh, progress.state, args.mode)
     clock = Clock(progress.seconds)
     clock.start()
-    train_steps = compile_train(train_step, job, args, progress.state)
+    steps = compile_train(job, args, tx, progress.state)
     ahead = compiles.copy()
     log = TrainingLog(
         clock,
@@ -204,21 +217,12 @@ def run(
         first_step=progress.step,
         digest=progress.digest,
     )
-    curve: list[dict[str, Any]] = []
-
-    def note_held_out() -> None:
-        clock.pause()
-        held_out = evaluate(job, progress.state, eval_steps)
-        curve.append({"seconds": clock.seconds, "step": log.step, **held_out})
-        clock.start()
-
-    train(job, args, progress, train_steps, log, checkpoints, note_held_out)
+    train(job, args, progress, steps, log, checkpoints, held_out)
     clock.pause()
-    held_out = evaluate(job, progress.state, eval_steps)
-    compile_seconds = sum(train_steps.seconds.values())
-    training = log.summary()
+    held_out.note(progress.state, log)
     if args.plot:
-        draw(log, args.plot)
+        summary.draw(log.records, args.plot)
+    seconds = {"train_step": steps.seconds, "eval_step": held_out.steps.seconds}
     return {
         "versions": {"jaxbucket": jb.__version__, "jax": jax.__version__},
         "devices": [str(device) for device in job.mesh.devices.flat],
@@ -229,23 +233,17 @@ def run(
         "compile": {
             name: {
                 "ahead": ahead[name],
-                "seconds": seconds,
+                "seconds": sum(of_shape.values()),
                 "later": compiles[name] - ahead[name],
             }
-            for name, seconds in (
-                ("train_step", compile_seconds),
-                ("eval_step", sum(eval_steps.seconds.values())),
-            )
+            for name, of_shape in seconds.items()
         },
         "seconds": clock.seconds,
-        "train": training,
+        "train": log.summary(),
         "buckets": [use.to_dict() for use in bucket_uses(log.records)],
-        "params_digest": params_digest(progress.state),
-        "curve": [
-            *curve,
-            {"seconds": clock.seconds, "step": log.step, **held_out},
-        ],
-        "held_out": held_out,
+        "params_digest": summary.digest(progress.state.params),
+        "curve": held_out.curve,
+        "held_out": held_out.curve[-1],
     }
 
 
@@ -259,94 +257,77 @@ def show(job: Job, args: argparse.Namespace) -> None:
         console.print(job.train.report)
 
 
-def resumed(
-    progress: Progress, job: Job, args: argparse.Namespace, checkpoints: jb.Checkpoints
+def begin(
+    job: Job,
+    args: argparse.Namespace,
+    tx: optax.GradientTransformation,
+    checkpoints: jb.Checkpoints | None,
 ) -> Progress:
-    """Where to go on, or where to begin if nothing is to be resumed."""
+    """Step 0, or where a checkpoint says to go on."""
+    model = Transformer(args.width, args.layers, args.dropout, nnx.Rngs(args.seed))
+    state = jb.replicate(jb.create_state(model, tx), job.mesh)
+    progress = Progress(state, dataset(job, args, job.train.schedule))
+    if checkpoints is None:
+        return progress
+    step = checkpoints.latest_step
     if not (args.resume or args.resume_changed):
-        if checkpoints.latest_step is not None:
+        if step is not None:
             raise ValueError(
-                f"`--checkpoint {args.checkpoint}` has a run at step "
-                f"{checkpoints.latest_step}: go on with it by `--resume`, or name "
-                "another folder."
+                f"`--checkpoint {args.checkpoint}` has a run at step {step}: go on "
+                "with it by `--resume`, or name another folder."
             )
         return progress
-    if checkpoints.latest_step is None:
+    if step is None:
         console.print(f"Nothing to resume in {args.checkpoint}: beginning at step 0.")
         return progress
-    state, position, extra = checkpoints.restore(progress.state)
+    restored = checkpoints.restore(state)
+    console.print(f"Going on at step {step}.")
+    return Progress(
+        restored.state,
+        going_on(job, args, progress.dataset, restored.position),
+        step,
+        restored.extra["digest"],
+        restored.extra["seconds"],
+    )
+
+
+def dataset(
+    job: Job, args: argparse.Namespace, schedule: jb.BatchSchedule
+) -> BatchDataset:
+    return jb.batch_dataset(
+        job.train.source,
+        schedule,
+        shard=jb.local_rows(job.mesh),
+        # Until the time is over, where there is no number of steps.
+        num_steps=sys.maxsize if args.seconds else args.steps,
+    )
+
+
+def going_on(
+    job: Job,
+    args: argparse.Namespace,
+    whole: BatchDataset,
+    position: jb.DataPosition,
+) -> BatchDataset:
     if args.resume_changed:
-        dataset = jb.batch_dataset(
-            job.train.source,
-            job.train.schedule.continue_with(position),
-            shard=jb.local_rows(job.mesh),
-            num_steps=sys.maxsize if args.seconds else args.steps,
-        )
-    else:
-        try:
-            dataset = progress.dataset.resume(position)
-        except ValueError as error:
-            raise ValueError(f"{error} Here that is `--resume-changed`.") from None
-    console.print(f"Going on at step {position.step}.")
-    return Progress(state, dataset, position.step, extra["digest"], extra["seconds"])
+        return dataset(job, args, job.train.schedule.continue_with(position))
+    try:
+        return whole.resume(position)
+    except ValueError as error:
+        raise ValueError(f"{error} Here that is `--resume-changed`.") from None
 
 
 def compile_train(
-    train_step: Callable[[jb.TrainState, jb.Batch], Any],
     job: Job,
     args: argparse.Namespace,
+    tx: optax.GradientTransformation,
     state: jb.TrainState,
 ) -> jb.CompiledSteps | policies.Jitted:
+    loss_fn = recipe.packed_loss if args.policy == "grain-pack" else recipe.loss
+    step = jb.data_parallel(loss_fn, tx, job.mesh, mode=args.mode, seed=args.seed)
     if args.policy == "dynamic":
-        return policies.Jitted(train_step)
-    return jb.compile_steps(train_step, state, job.specs(job.train.schedule.plan))
-
-
-def make_optimizer(
-    args: argparse.Namespace,
-) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    """AdamW, its rate rising, then falling; updates scaled by the batch's size."""
-    if args.seconds:
-        learning_rate = inverse_sqrt(args.lr)
-    else:
-        learning_rate = optax.warmup_cosine_decay_schedule(
-            init_value=0.0,
-            peak_value=args.lr,
-            warmup_steps=max(1, args.steps // 20),
-            decay_steps=max(2, args.steps),
-            end_value=args.lr / 20,
-        )
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(learning_rate, b2=0.98, weight_decay=0.05),
-        jb.scale_by_batch_size(base_examples=BASE_EXAMPLES, rule="sqrt"),
-    )
-    return learning_rate, tx
-
-
-def inverse_sqrt(peak: float) -> optax.Schedule:
-    """Needs no end: it falls as the root of the steps (Vaswani et al., 2017)."""
-
-    def learning_rate(step: Any) -> Any:
-        relative = jnp.maximum(step, 1) / WARM_UP_STEPS
-        return peak * jnp.minimum(relative, jax.lax.rsqrt(relative))
-
-    return learning_rate
-
-
-def make_loss(*, packed: bool) -> LossFn:
-    """Sum of the nats of every real byte, and how many there are."""
-
-    def loss_fn(
-        model: Transformer, batch: jb.Batch, keys: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        tokens = batch.features["tokens"].astype(jnp.int32)
-        segment_ids = batch.segment_ids["tokens"] if packed else None
-        logits = model(tokens, batch.positions["tokens"], keys, segment_ids)
-        nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
-        return jnp.sum(nats * batch.mask), batch.num_tokens
-
-    return loss_fn
+        return policies.Jitted(step)
+    return jb.compile_steps(step, state, job.train.specs(job.mesh))
 
 
 def train(
@@ -356,7 +337,7 @@ def train(
     steps: jb.CompiledSteps | policies.Jitted,
     log: TrainingLog,
     checkpoints: jb.Checkpoints | None,
-    note_held_out: Callable[[], None],
+    held_out: HeldOut,
 ) -> None:
     """Trains to the end, or until a signal asks to stop; then it exits by itself."""
 
@@ -368,10 +349,9 @@ def train(
                 {"digest": log.digest, "seconds": log.seconds},
             )
 
+    points = 1
     # Without a checkpoint there is nothing to finish for.
-    stop = StopRequest() if checkpoints else None
-    with stop or contextlib.nullcontext(), log:
-        points = 1
+    with StopRequest() if checkpoints else contextlib.nullcontext() as stop, log:
         for batch in jb.prefetch_to_mesh(batches(job, args, progress), job.mesh):
             progress.state, metrics = steps(progress.state, batch)
             progress.step += 1
@@ -385,13 +365,13 @@ def train(
                 break
             if log.done * args.points >= points:
                 points = int(log.done * args.points) + 1
-                log.settle()
-                note_held_out()
+                with log.paused():
+                    held_out.note(progress.state, log)
         log.settle()
         save()
         if stop and stop.signal and checkpoints:
             checkpoints.close()
-            exit_by(stop, args, progress.step)
+            exit_by(stop.signal, args, progress.step)
 
 
 def batches(
@@ -405,95 +385,16 @@ def batches(
     return progress.dataset
 
 
-def exit_by(stop: StopRequest, args: argparse.Namespace, step: int) -> None:
+def exit_by(number: signal.Signals, args: argparse.Namespace, step: int) -> None:
     """Says how to go on; exits as a process does that the signal ended."""
-    assert stop.signal is not None
     own = [word for word in sys.argv if word not in ("--resume", "--resume-changed")]
     command = shlex.join(["python", *own, "--resume"])
     console.print(
-        f"\nStopped by {stop.signal.name} after step {step}, which is saved in "
+        f"\nStopped by {number.name} after step {step}, which is saved in "
         f"{args.checkpoint}. Go on with:\n{command}",
         soft_wrap=True,
     )
-    sys.exit(128 + stop.signal)
-
-
-def evaluate(job: Job, state: jb.TrainState, steps: jb.CompiledSteps) -> dict[str, Any]:
-    """Every held-out document once, in source order, through the same shapes."""
-    start = time.perf_counter()
-    dataset = jb.batch_dataset(
-        job.held_out.source, job.held_out.schedule, shard=jb.local_rows(job.mesh)
-    )
-    totals = Counter[str]()
-    for batch in jb.prefetch_to_mesh(dataset, job.mesh):
-        totals.update(jax.tree.map(float, steps(state, batch)))
-    return {
-        "documents": int(totals["num_examples"]),
-        "bytes": int(totals["weight"]),
-        "bits_per_byte": totals["loss_sum"] / totals["weight"] / math.log(2),
-        "evaluation_seconds": time.perf_counter() - start,
-    }
-
-
-def params_digest(state: jb.TrainState) -> str:
-    """Names the parameters, bit for bit."""
-    digest = hashlib.blake2b(digest_size=16)
-    for leaf in jax.tree.leaves(state.params):
-        digest.update(np.asarray(leaf).tobytes())
-    return digest.hexdigest()
-
-
-def draw(log: TrainingLog, path: str) -> None:
-    """The run, step by step, and what every shape had of it."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure = pyplot.figure(figsize=(8, 9), layout="constrained")
-    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[2, 1])[:, 0]
-    plot_run(log.records, above)
-    plot_buckets(log.records, below)
-    figure.savefig(path, dpi=120)
-
-
-def to_json(summary: dict[str, Any]) -> str:
-    """JSON, which has no NaN: a run that diverged has null there."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: finite(part) for name, part in value.items()}
-        if isinstance(value, list | tuple):
-            return [finite(part) for part in value]
-        if isinstance(value, float) and not math.isfinite(value):
-            return None
-        return value
-
-    return json.dumps(finite(summary), indent=2, allow_nan=False)
-
-
-def in_words(summary: dict[str, Any]) -> str:
-    trained, held_out = summary["train"], summary["held_out"]
-    shapes = len(summary["buckets"])
-    compiled = [
-        f"{name} compiled {c['ahead']} times in {c['seconds']:.1f} s, then {c['later']}"
-        for name, c in summary["compile"].items()
-    ]
-    speed = (
-        f": {trained['real_tokens_per_second']:,.0f} real tokens/s, "
-        f"{trained['padding']:.1%} padding"
-        if "padding" in trained
-        else ""
-    )
-    return "\n".join(
-        [
-            f"\nTrained to step {trained['steps']} in {summary['seconds']:.0f} s"
-            f"{speed}.",
-            f"{shapes} shapes: {'; '.join(compiled)}.",
-            f"Held out: {held_out['bits_per_byte']:.3f} bits per byte over "
-            f"{held_out['bytes']:,} bytes of {held_out['documents']} documents.",
-        ]
-    )
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,46 @@ def test_trains_on_simulated_devices_without_a_recompile(jsonl, tmp_path, mode):
     assert 0 < summary["held_out"]["bits_per_byte"] < 16
 
 
+def test_all_ways_are_compared_side_by_side(jsonl, tmp_path):
+    out, picture = tmp_path / "compare.json", tmp_path / "compare.png"
+    run = train_lm(
+        *("--data", jsonl, "--field", "body", "--compare", "--seconds", 3),
+        *("--json", out, "--plot", picture),
+    )
+    assert run.returncode == 0, run.stderr
+    summaries = json.loads(out.read_text())
+    assert list(summaries) == ["bucketed", "pad-to-max", "dynamic", "grain-pack"]
+    for policy, summary in summaries.items():
+        compiled = summary["compile"]["train_step"]
+        shapes = len(summary["buckets"])
+        if policy == "dynamic":
+            assert (compiled["ahead"], compiled["later"]) == (0, shapes)
+        else:
+            assert compiled["later"] == 0
+        assert (policy == "bucketed") == (compiled["ahead"] == 2)
+        # Held out are the same documents, and all of them, in every way.
+        assert summary["held_out"]["documents"] == sum(
+            summary["held_out"]["documents"] for summary in summaries.values()
+        ) / len(summaries)
+        assert summary["seconds"] >= 3
+        assert 0 < summary["held_out"]["bits_per_byte"] < 16
+        seconds = [point["seconds"] for point in summary["curve"]]
+        assert seconds == sorted(seconds)
+        assert seconds[-1] == summary["seconds"]
+        assert f"  {policy} " in run.stdout
+        best = summaries["bucketed"]["train"]["real_tokens"]
+        assert best > 0
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_way_that_fails_ends_the_comparison(tmp_path):
+    run = train_lm(
+        *("--data", tmp_path / "nowhere.txt", "--compare", "--seconds", 3),
+    )
+    assert run.returncode == 1
+    assert "does not exist" in run.stderr
+
+
 def test_reads_text_lines_and_folders(jsonl, tmp_path):
     text = tmp_path / "lines.txt"
     text.write_text("\n".join(f"line {n}" for n in range(150)))
@@ -146,6 +186,9 @@ def test_a_budget_that_holds_no_row_is_refused(jsonl):
 
 def test_options_out_of_range_are_refused():
     assert "0 is not positive" in train_lm("--steps", 0).stderr
+    assert "invalid positive value: 'many'" in train_lm("--steps", "many").stderr
+    assert "--compare needs --seconds" in train_lm("--compare").stderr
+    assert "--resume needs --checkpoint" in train_lm("--resume").stderr
     assert "100 is no multiple of 32" in train_lm("--max-len", 100).stderr
     assert "33 is not even" in train_lm("--width", 33).stderr
     assert "1.0 is not from 0 to below 1" in train_lm("--dropout", 1).stderr

@@ -1,3 +1,4 @@
+import json
 import re
 
 import grain
@@ -9,6 +10,7 @@ from jaxbucket import (
     Batch,
     BatchSchedule,
     Bucket,
+    DataPosition,
     RowShard,
     batch_dataset,
     measure_lengths,
@@ -295,3 +297,76 @@ def test_one_bucket_with_one_row():
     plan = plan_buckets([3], max_tokens=3)
     (batch,) = batch_dataset([{"x": [1, 2, 3]}], BatchSchedule(plan, [3]))
     assert batch.bucket == Bucket(1, 3)
+
+
+# Going on
+
+
+def same(a, b) -> bool:
+    return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+def test_resuming_a_position_gives_the_batches_that_follow_it(problem):
+    source = [{"x": np.full(n, i)} for i, n in enumerate(problem.lengths)]
+    schedule = BatchSchedule(problem.plan, problem.lengths, seed=3)
+    dataset = batch_dataset(source, schedule, num_steps=2 * len(schedule))
+    for step in {0, 1, len(schedule) - 1, len(schedule), len(dataset)}:
+        text = json.dumps(dataset.position(step).to_dict())
+        again = batch_dataset(
+            source,
+            BatchSchedule(problem.plan, problem.lengths, seed=3),
+            num_steps=2 * len(schedule),
+        )
+        rest = again.resume(DataPosition.from_dict(json.loads(text)))
+        assert len(rest) == len(dataset) - step
+        for index in range(min(3, len(rest))):
+            assert same(rest[index], dataset[step + index])
+
+
+def test_a_run_goes_on_with_grown_data_and_is_resumed_as_such():
+    source = [{"x": np.full(1 + n % 5, n)} for n in range(30)]
+    lengths = measure_lengths(source, progress=False)
+    plan = plan_buckets(lengths, max_tokens=20, num_buckets=2)
+
+    def dataset(size, position=None):
+        schedule = BatchSchedule(plan, lengths[:size])
+        if position:
+            schedule = schedule.continue_with(position)
+        return batch_dataset(source[:size], schedule, num_steps=40)
+
+    first = dataset(20).position(6)
+    with pytest.raises(ValueError, match="data examples 20 -> 30"):
+        dataset(30).resume(first)
+    grown = dataset(30, first)
+    assert len(grown) == 34
+    epoch = len(BatchSchedule(plan, lengths))
+    seen = [x for i in range(epoch) for e in unbatch(grown[i]) for x in e["x"][:1]]
+    assert sorted(seen) == list(range(30))
+    # The position of the grown run knows what it goes on from; nothing need be said.
+    later = grown.position(15)
+    for again in (dataset(30), dataset(30, first)):
+        rest = again.resume(later)
+        assert same(rest[0], grown[9]) and len(rest) == 25
+    # And a second time.
+    shrunk = dataset(20, later)
+    assert same(dataset(20).resume(shrunk.position(22))[0], shrunk[7])
+    with pytest.raises(ValueError, match="schedule continues"):
+        dataset(20).resume(shrunk.position(22)).resume(later)
+
+
+def test_a_position_beyond_the_end_of_the_run_is_refused():
+    source = [{"x": [1]}]
+    schedule = BatchSchedule(plan_buckets([1], max_tokens=1), [1])
+    position = batch_dataset(source, schedule, num_steps=9).position(9)
+    with pytest.raises(ValueError, match="ends at `num_steps=5`, before .* step 9"):
+        batch_dataset(source, schedule, num_steps=5).resume(position)
+
+
+def test_a_dataset_begins_with_the_first_step_of_its_schedule():
+    source = [{"x": [1]}, {"x": [2]}, {"x": [3]}]
+    schedule = BatchSchedule(plan_buckets([1] * 3, max_tokens=1), [1] * 3)
+    position = batch_dataset(source, schedule).position(4)
+    dataset = batch_dataset(source, schedule.continue_with(position))
+    assert len(dataset) == 3
+    with pytest.raises(ValueError, match="`start_step=3` must be between 4 and"):
+        batch_dataset(source, schedule.continue_with(position), start_step=3)

@@ -28,6 +28,31 @@ def test_quick_start_runs_as_printed(tmp_path):
     assert re.search(r"\d\.\d\d nats per token after \d+ steps", run.stdout)
 
 
+def test_the_loop_that_saves_goes_on_where_it_was(tmp_path):
+    (code,), (loop,) = blocks("python"), blocks("py")
+    code = code[: code.index("for batch in")]
+    # Saved within the one epoch of the quick start, in a folder of the test's own.
+    loop = loop.replace("runs/a", str(tmp_path / "runs")).replace("100", "10")
+    script = tmp_path / "loop.py"
+    tell = 'print("position" in globals() and position.step, len(dataset), step)'
+    script.write_text(f"{code}\n{loop}\n{tell}\n")
+    told = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-W", "error", script],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        told.append(run.stdout.splitlines()[-1].split())
+    (began, left, end), (resumed, left_then, end_then) = told
+    assert began == "False" and left == end == end_then
+    assert 0 < int(resumed) < int(end) and int(resumed) % 10 == 0
+    assert int(resumed) + int(left_then) == int(end)
+
+
 def test_continuous_integration_runs_the_test_command():
     train, test = blocks("bash")
     assert train.strip() == "pip install -e . && python examples/train_lm.py"
@@ -35,6 +60,7 @@ def test_continuous_integration_runs_the_test_command():
 
 
 def test_every_room_is_in_the_table():
-    rooms = {path.stem for path in (ROOT / "jaxbucket").glob("*.py")} - {"__init__"}
+    rooms = {path.stem for path in (ROOT / "jaxbucket").glob("*.py")}
+    rooms -= {"__init__", "__main__"}
     table = README.partition("## What is where")[2]
     assert all(f"`{room}`" in table for room in rooms)

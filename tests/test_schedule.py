@@ -3,7 +3,14 @@ import hashlib
 import numpy as np
 import pytest
 
-from jaxbucket import BatchIndices, BatchSchedule, Bucket, BucketPlan, plan_buckets
+from jaxbucket import (
+    BatchIndices,
+    BatchSchedule,
+    Bucket,
+    BucketPlan,
+    DataPosition,
+    plan_buckets,
+)
 from jaxbucket.base import RowShard
 
 EPOCHS = (0, 1, 10**6)
@@ -298,3 +305,42 @@ def test_an_example_may_be_carried_through_thousands_of_buckets(order):
     schedule = BatchSchedule(plan, lengths, order=order)
     rows = np.concatenate([batch.rows for batch in schedule])
     assert sorted(rows[rows >= 0]) == list(range(size + 2))
+
+
+# Going on from another schedule
+
+
+@pytest.mark.parametrize("order", ["shuffled", "source"])
+def test_an_epoch_begins_where_a_schedule_takes_over(problem, order):
+    schedule = BatchSchedule(problem.plan, problem.lengths, seed=5, order=order)
+    position = DataPosition(17, {}, {}, {"fingerprint": "other"})
+    moved = schedule.continue_with(position)
+    assert (moved.first_step, schedule.first_step) == (17, 0)
+    for step in range(len(schedule) + 3):
+        assert moved[17 + step].bucket == schedule[step].bucket
+        np.testing.assert_array_equal(moved[17 + step].rows, schedule[step].rows)
+    for got, want in zip(moved, schedule, strict=True):
+        np.testing.assert_array_equal(got.rows, want.rows)
+
+
+def test_steps_before_a_schedule_takes_over_are_refused():
+    plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
+    position = DataPosition(7, {}, {}, {"fingerprint": "other"})
+    moved = BatchSchedule(plan, [3, 8, 5]).continue_with(position)
+    with pytest.raises(IndexError, match="`step=6` is one of the schedule that this"):
+        moved[6]
+    with pytest.raises(IndexError, match="`step=-1` must not be negative"):
+        moved[-1]
+
+
+def test_the_fingerprint_names_what_a_schedule_continues():
+    plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
+    schedule = BatchSchedule(plan, [3, 8, 5])
+    moved = {
+        schedule.continue_with(
+            DataPosition(step, {}, {}, {"fingerprint": before})
+        ).fingerprint
+        for step in (0, 7)
+        for before in ("a", "b")
+    }
+    assert len(moved | {schedule.fingerprint}) == 5

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 
@@ -6,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, plan_buckets, report
+from jaxbucket.stats import StepRecord, bucket_uses
 
 
 def check_report(plan: BucketPlan, lengths: np.ndarray) -> None:
@@ -116,3 +118,47 @@ def test_what_is_lost_is_said():
         assert words in report(plan, [8, 10, 20]).summary
     plan = BucketPlan((Bucket(1, 20),), max_tokens=20)
     assert "too long" not in report(plan, [8, 10, 20]).summary
+
+
+# Steps that were run
+
+
+def random_records(seed: int) -> list[StepRecord]:
+    rng = np.random.default_rng(seed)
+    buckets = [Bucket(8, 4), Bucket(4, 8), Bucket(4, 16)]
+    return [
+        StepRecord(
+            step,
+            buckets[int(rng.integers(3))],
+            float(rng.uniform(0.1, 0.4)),
+            2.0,
+            int(rng.integers(1, 33)),
+            1e-3,
+        )
+        for step in range(40)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_uses_of_buckets_add_up_to_the_run(seed):
+    records = random_records(seed)
+    uses = bucket_uses(records)
+    assert [use.bucket.seq_len for use in uses] == [4, 8, 16]
+    assert sum(use.steps for use in uses) == 40
+    for name in ("seconds", "real_tokens"):
+        total = sum(getattr(record, name) for record in records)
+        assert sum(getattr(use, name) for use in uses) == pytest.approx(total)
+    padded = sum(use.steps * use.bucket.num_tokens * use.padding for use in uses)
+    real = sum(record.real_tokens for record in records)
+    assert padded == pytest.approx(sum(r.bucket.num_tokens for r in records) - real)
+    for use in uses:
+        own = [record.seconds for record in records if record.bucket == use.bucket]
+        assert use.seconds_per_step == np.median(own)
+        assert use.seconds_per_token == np.median(own) / use.bucket.num_tokens
+        assert json.loads(json.dumps(use.to_dict()))["bucket"] == list(
+            dataclasses.astuple(use.bucket)
+        )
+
+
+def test_no_steps_use_no_bucket():
+    assert bucket_uses([]) == []

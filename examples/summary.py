@@ -1,0 +1,74 @@
+"""What is said about a run when it is over: words, JSON, a picture."""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxbucket.plots import plot_buckets, plot_run
+from jaxbucket.stats import StepRecord
+
+
+def digest(tree: Any) -> str:
+    """Names all arrays of a tree, bit for bit."""
+    state = hashlib.blake2b(digest_size=16)
+    for leaf in jax.tree.leaves(tree):
+        state.update(np.asarray(leaf).tobytes())
+    return state.hexdigest()
+
+
+def draw(records: Sequence[StepRecord], path: str) -> None:
+    """The run, step by step, and what every shape had of it."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure = pyplot.figure(figsize=(8, 9), layout="constrained")
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[2, 1])[:, 0]
+    plot_run(records, above)
+    plot_buckets(records, below)
+    figure.savefig(path, dpi=120)
+
+
+def to_json(summary: dict[str, Any]) -> str:
+    """JSON, which has no NaN: a run that diverged has null there."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(part) for name, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(part) for part in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        return value
+
+    return json.dumps(finite(summary), indent=2, allow_nan=False)
+
+
+def in_words(summary: dict[str, Any]) -> str:
+    trained, held_out = summary["train"], summary["held_out"]
+    shapes = len(summary["buckets"])
+    compiled = [
+        f"{name} compiled {c['ahead']} times in {c['seconds']:.1f} s, then {c['later']}"
+        for name, c in summary["compile"].items()
+    ]
+    speed = (
+        f": {trained['real_tokens_per_second']:,.0f} real tokens/s, "
+        f"{trained['padding']:.1%} padding"
+        if "padding" in trained
+        else ""
+    )
+    return "\n".join(
+        [
+            f"\nTrained to step {trained['steps']} in {summary['seconds']:.0f} s"
+            f"{speed}.",
+            f"{shapes} shapes: {'; '.join(compiled)}.",
+            f"Held out: {held_out['bits_per_byte']:.3f} bits per byte over "
+            f"{held_out['bytes']:,} bytes of {held_out['documents']} documents.",
+        ]
+    )

@@ -1,0 +1,236 @@
+import hashlib
+import json
+import pathlib
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxbucket as jb
+
+SOURCE = [{"x": np.ones(n, np.int32)} for n in (3, 1, 4, 2)]
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    lengths = jb.measure_lengths(SOURCE, progress=False)
+    plan = jb.plan_buckets(lengths, max_tokens=8, num_buckets=2)
+    return jb.batch_dataset(SOURCE, jb.BatchSchedule(plan, lengths), num_steps=100)
+
+
+class Net(nnx.Module):
+    """Parameters, and a random state beside them."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.dense = nnx.Linear(8, width, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+def make_state(mesh, width=16, seed=0, tx=None):
+    tx = tx or optax.adam(1e-3)
+    return jb.replicate(jb.create_state(Net(width, nnx.Rngs(seed)), tx), mesh)
+
+
+def bits(tree) -> list[bytes]:
+    """Every leaf, bit for bit."""
+    return [
+        np.asarray(
+            jax.random.key_data(leaf)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        ).tobytes()
+        for leaf in jax.tree.leaves(tree)
+    ]
+
+
+def contents(folder: pathlib.Path) -> dict[str, str]:
+    """Every file below a folder, and what is in it."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+# What is saved comes back
+
+
+def test_a_state_comes_back_bit_for_bit_with_its_position(dataset, tmp_path):
+    mesh = jb.data_mesh()
+    state = make_state(mesh, seed=1)
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, dataset.position(5), {"note": [1, 2.5, None]})
+        restored = checkpoints.restore(make_state(mesh, seed=2))
+    assert bits(restored.state) == bits(state)
+    assert jax.tree.structure(restored.state) == jax.tree.structure(state)
+    assert restored.position == dataset.position(5)
+    assert restored.extra == {"note": [1, 2.5, None]}
+
+
+def test_another_process_would_find_it(dataset, tmp_path):
+    mesh = jb.data_mesh()
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step is None
+        checkpoints.save(make_state(mesh, seed=1), dataset.position(5))
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step == 5
+        state, _, extra = checkpoints.restore(make_state(mesh))
+    assert bits(state) == bits(make_state(mesh, seed=1))
+    assert extra == {}
+
+
+def test_arrays_are_read_into_the_shardings_asked_for(dataset, tmp_path):
+    mesh = jb.data_mesh()
+    cut = NamedSharding(mesh, PartitionSpec("data"))
+    whole = NamedSharding(jb.data_mesh(jax.devices()[:2]), PartitionSpec())
+    value = np.arange(16, dtype=np.float32)
+    for saved, asked in ((whole, cut), (cut, whole)):
+        folder = tmp_path / str(asked is cut)
+        with jb.Checkpoints(folder) as checkpoints:
+            checkpoints.save({"w": jax.device_put(value, saved)}, dataset.position(1))
+            spec = jax.ShapeDtypeStruct((16,), np.float32, sharding=asked)
+            state = checkpoints.restore({"w": spec}).state
+        assert state["w"].sharding == asked
+        np.testing.assert_array_equal(state["w"], value)
+
+
+def test_a_state_may_be_donated_while_it_is_written(dataset, tmp_path):
+    mesh = jb.data_mesh()
+    change = jax.jit(
+        lambda state: jax.tree.map(lambda x: x * 2 + 1, state), donate_argnums=0
+    )
+    state = jb.replicate({"w": np.arange(2.0**18, dtype=np.float32)}, mesh)
+    with jb.Checkpoints(tmp_path, keep=8) as checkpoints:
+        for step in range(4):
+            before = bits(state)
+            checkpoints.save(state, dataset.position(step))
+            for _ in range(3):
+                state = change(state)
+            assert bits(checkpoints.restore(state).state) == before
+
+
+def test_only_the_newest_stay(dataset, tmp_path):
+    with jb.Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2, 3, 5):
+            state = {"w": jnp.full(3, float(step))}
+            checkpoints.save(state, dataset.position(step))
+        assert checkpoints.latest_step == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "5"]
+
+
+def test_a_step_that_is_saved_stays_as_it_is(dataset, tmp_path):
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save({"w": jnp.ones(3)}, dataset.position(1))
+        checkpoints.save({"w": jnp.zeros(3)}, dataset.position(1))
+        state = checkpoints.restore({"w": jnp.zeros(3)}).state
+    np.testing.assert_array_equal(state["w"], 1)
+
+
+def test_what_a_killed_process_left_half_written_is_no_checkpoint(dataset, tmp_path):
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save({"w": jnp.ones(3)}, dataset.position(1))
+    shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step == 1
+        # The very step that was being written is written again.
+        checkpoints.save({"w": jnp.zeros(3)}, dataset.position(2))
+        assert checkpoints.restore({"w": jnp.ones(3)}).position.step == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+# What is refused
+
+
+@pytest.fixture(scope="module")
+def saved(dataset, tmp_path_factory):
+    """A folder with checkpoints of steps 3 and 7."""
+    folder = tmp_path_factory.mktemp("saved")
+    with jb.Checkpoints(folder) as checkpoints:
+        for step in (3, 7):
+            checkpoints.save(make_state(jb.data_mesh()), dataset.position(step))
+    return folder
+
+
+def refusal(folder: pathlib.Path, state) -> str:
+    """The sentence that ends the attempt, which must leave the folder as it was."""
+    before = contents(folder)
+    with jb.Checkpoints(folder) as checkpoints, pytest.raises(ValueError) as error:
+        checkpoints.restore(state)
+    assert contents(folder) == before
+    return str(error.value)
+
+
+DAMAGES = {
+    "deleted": (lambda path: path.unlink(), "is missing"),
+    "emptied": (lambda path: path.write_bytes(b""), "0 bytes|is cut"),
+    "cut": (
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        r"has \d+ bytes, not \d+|is cut",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_damaged_file_is_named(saved, tmp_path, damage):
+    spoil, message = DAMAGES[damage]
+    sealed = json.loads((saved / "7" / "seal.json").read_text())
+    assert len(sealed) > 5
+    state = make_state(jb.data_mesh())
+    for number, name in enumerate([*sealed, "seal.json"]):
+        folder = tmp_path / str(number)
+        shutil.copytree(saved, folder)
+        spoil(folder / "7" / name)
+        sentence = refusal(folder, state)
+        assert re.search(rf"7 is damaged, for {re.escape(name)} ({message})", sentence)
+        assert sentence.endswith("delete that folder to go on from step 3.")
+
+
+def test_a_changed_bit_is_found(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    largest = max(
+        (path for path in (tmp_path / "7").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    sentence = refusal(tmp_path, make_state(jb.data_mesh()))
+    assert f"{largest.relative_to(tmp_path / '7')} was changed" in sentence
+
+
+def test_the_remedy_works(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "7")
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(make_state(jb.data_mesh())).position.step == 3
+    (tmp_path / "3" / "seal.json").unlink()
+    sentence = refusal(tmp_path, make_state(jb.data_mesh()))
+    assert sentence.endswith("there is no older one to go on from.")
+
+
+def test_another_model_or_optimizer_is_refused(saved):
+    mesh = jb.data_mesh()
+    wider = refusal(saved, make_state(mesh, width=32))
+    assert "is of another model or optimizer" in wider
+    assert "float32[8, 32], but was float32[8, 16]" in wider or "float32[32]" in wider
+    other = refusal(saved, make_state(mesh, tx=optax.sgd(1e-3)))
+    assert re.search(r"opt_state\..* is not there, but was", other)
+    other = refusal(saved, make_state(mesh, tx=optax.adam(1e-3, mu_dtype="bfloat16")))
+    assert re.search(r"mu\..* is bfloat16\[.*\], but was float32", other)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    with jb.Checkpoints(tmp_path / "new") as checkpoints:
+        with pytest.raises(ValueError, match="There is no checkpoint in .*new"):
+            checkpoints.restore({"w": jnp.ones(3)})
+
+
+def test_keeping_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`keep=0` must be a positive integer"):
+        jb.Checkpoints(tmp_path, keep=0)

@@ -1,0 +1,131 @@
+import dataclasses
+import json
+import re
+
+import pytest
+
+from jaxbucket import BatchSchedule, DataPosition, batch_dataset, plan_buckets
+
+SOURCE = [{"x": [index] * length} for index, length in enumerate([3, 1, 4, 2, 5, 6])]
+LENGTHS = [len(example["x"]) for example in SOURCE]
+
+
+def dataset(
+    source=SOURCE, *, max_tokens=12, seed=0, order="shuffled", overlong="error"
+):
+    lengths = [len(example["x"]) for example in source]
+    plan = plan_buckets(
+        lengths, max_tokens=max_tokens, num_buckets=2, overlong=overlong
+    )
+    schedule = BatchSchedule(plan, lengths, seed=seed, order=order)
+    return batch_dataset(source, schedule, num_steps=100)
+
+
+def test_positions_go_to_json_and_back():
+    position = dataset().position(7)
+    text = json.dumps(position.to_dict())
+    assert DataPosition.from_dict(json.loads(text)) == position
+
+
+CHANGES = {
+    "seed": ({"seed": 3}, "schedule seed 0 -> 3"),
+    "order": ({"order": "source"}, "schedule order shuffled -> source"),
+    "budget": ({"max_tokens": 24}, "plan max tokens 12 -> 24"),
+    "policy": ({"overlong": "drop"}, "plan overlong error -> drop"),
+    "grown": ({"source": [*SOURCE, {"x": [9]}]}, "data examples 6 -> 7"),
+    "other lengths": (
+        {"source": [*SOURCE[:-2], {"x": [4] * 6}, {"x": [5] * 5}]},
+        "data fingerprint",
+    ),
+    "other contents": (
+        {"source": [*SOURCE[:-1], {"x": [0] * 6}]},
+        "data fingerprint",
+    ),
+    "other dtype": (
+        {"source": [{"x": [float(x) for x in e["x"]]} for e in SOURCE]},
+        "data fingerprint",
+    ),
+    "other name": (
+        {"source": [{**example, "y": 0} for example in SOURCE]},
+        "data fingerprint",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_has_changed_is_named(case):
+    options, message = CHANGES[case]
+    position = dataset().position(7)
+    with pytest.raises(ValueError) as refusal:
+        dataset(**options).resume(position)
+    text = str(refusal.value)
+    assert text.startswith("Cannot go on at step 7, for what is trained on has changed")
+    assert message in text
+    assert "go on deliberately with `schedule.continue_with(position)`" in text
+
+
+def test_everything_that_has_changed_is_named():
+    with pytest.raises(ValueError) as refusal:
+        dataset(seed=1, max_tokens=24).resume(dataset().position(7))
+    assert "plan max tokens 12 -> 24; " in str(refusal.value)
+    assert "schedule seed 0 -> 1." in str(refusal.value)
+
+
+def test_a_source_may_name_itself():
+    class Versioned(list):
+        fingerprint = "v1"
+
+    position = dataset(Versioned(SOURCE)).position(7)
+    dataset(Versioned(SOURCE)).resume(position)
+    later = Versioned(SOURCE)
+    later.fingerprint = "v2"
+    with pytest.raises(ValueError, match="data fingerprint"):
+        dataset(later).resume(position)
+
+
+def test_contents_are_read_from_a_few_examples():
+    class Counted(list):
+        reads = 0
+
+        def __getitem__(self, index):
+            self.reads += 1
+            return super().__getitem__(index)
+
+    source = Counted([{"x": [1] * (1 + index % 9)} for index in range(5000)])
+    made = dataset(source, max_tokens=1000)
+    source.reads = 0
+    made.position(3)
+    assert 2 <= source.reads <= 16
+
+
+FIELDS = dataset().position(3).to_dict()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        None,
+        [],
+        {},
+        {name: value for name, value in FIELDS.items() if name != "data"},
+        {**FIELDS, "more": 1},
+        {**FIELDS, "plan": "8"},
+        {**FIELDS, "plan": {}},
+    ],
+)
+def test_what_is_no_position_is_refused(fields):
+    message = "no `DataPosition`. Pass what `position.to_dict()` gave"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DataPosition.from_dict(fields)
+
+
+def test_a_step_that_is_no_integer_is_refused():
+    with pytest.raises(ValueError, match="`step='3'` is not an integer"):
+        DataPosition.from_dict({**FIELDS, "step": "3"})
+    with pytest.raises(ValueError, match="`step=2.5` is not an integer"):
+        dataset().position(2.5)
+
+
+def test_the_same_position_is_no_change():
+    position = dataset().position(7)
+    position.check_same(dataclasses.replace(position, step=9))

@@ -1,0 +1,219 @@
+"""The main job, stopped in every way, goes on as if it had never been stopped."""
+
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+TRAIN_LM = pathlib.Path(__file__).parents[1] / "examples" / "train_lm.py"
+STEPS = 240
+# More of them take half a minute each: JAXBUCKET_KILLS=10 python -m pytest -k kill
+KILLS = int(os.environ.get("JAXBUCKET_KILLS", "2"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """With data of two kinds, and the summary of a run that was never stopped."""
+    folder = tmp_path_factory.mktemp("resume")
+    lines = [json.dumps({"text": f"{n} " + "xyz " * (n % 20)}) for n in range(300)]
+    (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "less.jsonl").write_text("\n".join(lines[:200]) + "\n")
+    run = start(folder, "--json", "whole.json")
+    assert run.wait() == 0, run.stderr.read()
+    return folder
+
+
+def start(folder: pathlib.Path, *args: object, data="data.jsonl") -> subprocess.Popen:
+    command = [
+        *(sys.executable, "-W", "error", TRAIN_LM, "--data", data),
+        *("--steps", STEPS, "--width", 16, "--layers", 1, "--max-len", 64),
+        *("--max-tokens", 512, "--num-buckets", 2, "--dropout", 0.1),
+        *("--save-every", 10, *args),
+    ]
+    # What a process compiled, the next one reads.
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    return subprocess.Popen(
+        list(map(str, command)),
+        cwd=folder,
+        env=os.environ | cache | {"XLA_FLAGS": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def latest(checkpoints: pathlib.Path) -> int:
+    """The newest step that is there, -1 if none."""
+    names = [p.name for p in checkpoints.glob("*") if p.name.isdecimal()]
+    return max(map(int, names), default=-1)
+
+
+def stop_after(
+    run: subprocess.Popen, checkpoints: pathlib.Path, step: int, number: int
+) -> None:
+    """Sends a signal some random moment after a step was saved."""
+    deadline = time.monotonic() + 120
+    while latest(checkpoints) < step and run.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(random.uniform(0, 0.15))
+    run.send_signal(number)
+
+
+def check_same_end(folder: pathlib.Path, name: str) -> None:
+    whole, resumed = (
+        json.loads((folder / x).read_text()) for x in ("whole.json", name)
+    )
+    assert resumed["train"]["steps"] == STEPS
+    for digest in ("params_digest", "held_out"):
+        found, want = resumed[digest], whole[digest]
+        if digest == "held_out":
+            found, want = found["bits_per_byte"], want["bits_per_byte"]
+        assert found == want
+    assert resumed["train"]["batches_digest"] == whole["train"]["batches_digest"]
+
+
+def test_killed_at_random_moments_it_ends_as_if_it_never_was(folder):
+    checkpoints = folder / "killed"
+    stops = [STEPS * kill // (KILLS + 1) for kill in range(KILLS)]
+    for step in stops:
+        run = start(folder, "--checkpoint", checkpoints, "--resume")
+        stop_after(run, checkpoints, step, signal.SIGKILL)
+        assert run.wait(60) == -signal.SIGKILL
+    run = start(
+        folder, "--checkpoint", checkpoints, "--resume", "--json", "killed.json"
+    )
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+    assert re.search(r"Going on at step \d+", out)
+    check_same_end(folder, "killed.json")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_saves_the_step_in_hand_and_says_how_to_go_on(folder, number):
+    checkpoints = folder / number.name
+    run = start(folder, "--checkpoint", checkpoints)
+    stop_after(run, checkpoints, 50, number)
+    out, error = run.communicate(timeout=60)
+    assert run.returncode == 128 + number, error
+    said = re.search(rf"Stopped by {number.name} after step (\d+)", out)
+    assert said and int(said[1]) == latest(checkpoints)
+    (command,) = [line for line in out.splitlines() if line.startswith("python ")]
+    assert command.endswith(f"--checkpoint {checkpoints} --resume")
+    name = f"{number.name}.json"
+    run = start(folder, "--checkpoint", checkpoints, "--resume", "--json", name)
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+    assert f"Going on at step {said[1]}." in out
+    check_same_end(folder, name)
+    # Nothing is left to do: it is evaluated, and ends as it did.
+    run = start(folder, "--checkpoint", checkpoints, "--resume", "--json", name)
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+    check_same_end(folder, name)
+
+
+def test_a_second_signal_ends_it_at_once(folder):
+    # In a process of its own, where nothing else handles signals.
+    code = (
+        f"import sys, os, signal; sys.path.insert(0, {str(TRAIN_LM.parent)!r})\n"
+        "from interrupt import StopRequest\n"
+        "with StopRequest() as stop:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print(stop.signal.name, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print('still there', flush=True)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert run.stdout == "SIGINT\n"
+    assert run.returncode == -signal.SIGINT
+
+
+@pytest.fixture(scope="module")
+def stopped(folder):
+    """Checkpoints of a run that was stopped on its way."""
+    checkpoints = folder / "stopped"
+    run = start(folder, "--checkpoint", checkpoints)
+    stop_after(run, checkpoints, 30, signal.SIGTERM)
+    run.communicate(timeout=60)
+    return checkpoints
+
+
+REFUSED = {
+    "seed": (["--resume", "--seed", 3], {}, "schedule seed 0 -> 3"),
+    "plan": (["--resume", "--max-tokens", 640], {}, "plan max tokens 512 -> 640"),
+    "data": (["--resume"], {"data": "less.jsonl"}, r"data examples \d+ -> \d+"),
+    "model": (["--resume", "--width", 32], {}, "is of another model or optimizer"),
+    "no --resume": ([], {}, "has a run at step .*: go on with it by `--resume`"),
+    "policy": (["--resume", "--policy", "dynamic"], {}, "cannot be resumed"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_resumed_is_refused_in_one_sentence(folder, stopped, case):
+    args, options, message = REFUSED[case]
+    before = {path: path.stat().st_mtime_ns for path in stopped.rglob("*")}
+    run = start(folder, "--checkpoint", stopped, *args, **options)
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert re.fullmatch(rf"train_lm.py: .*{message}.*\n", error)
+    assert {path: path.stat().st_mtime_ns for path in stopped.rglob("*")} == before
+
+
+@pytest.mark.parametrize("spoil", ["delete", "truncate"])
+def test_a_damaged_checkpoint_is_refused_in_one_sentence(folder, stopped, spoil):
+    checkpoints = folder / spoil
+    shutil.copytree(stopped, checkpoints)
+    newest = checkpoints / str(latest(checkpoints))
+    path = max(newest.rglob("*"), key=lambda path: path.stat().st_size)
+    if spoil == "delete":
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size // 2)
+    run = start(folder, "--checkpoint", checkpoints, "--resume")
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert re.fullmatch(
+        r"train_lm.py: The checkpoint .* is damaged, for .*: delete that folder to go "
+        r"on from step \d+\.\n",
+        error,
+    )
+
+
+def test_it_goes_on_with_other_data_where_that_is_said(folder, stopped):
+    checkpoints = folder / "changed"
+    shutil.copytree(stopped, checkpoints)
+    run = start(
+        *(folder, "--checkpoint", checkpoints, "--resume-changed", "--seed", 3),
+        *("--json", "changed.json"),
+        data="less.jsonl",
+    )
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+    assert f"Going on at step {latest(stopped)}." in out
+    assert json.loads((folder / "changed.json").read_text())["train"]["steps"] == STEPS
+
+
+def test_where_nothing_is_to_be_resumed_it_begins(folder):
+    checkpoints = folder / "nothing"
+    run = start(
+        *(folder, "--checkpoint", checkpoints, "--resume", "--json", "begun.json")
+    )
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+    assert "beginning at step 0" in out
+    check_same_end(folder, "begun.json")
