@@ -30,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for policy in POLICIES:
             path = pathlib.Path(folder) / f"{policy}.json"
-            status = subprocess.run(_command(policy, path), check=False).returncode
+            status = subprocess.run(
+                _command(args, policy, path), check=False
+            ).returncode
             if status:
                 return status
             summaries[policy] = json.loads(path.read_text())
@@ -44,14 +46,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _command(policy: str, path: pathlib.Path) -> list[str]:
+def _command(args: argparse.Namespace, policy: str, path: pathlib.Path) -> list[str]:
     """This very command for one policy; of options given twice the last one counts."""
     own = [word for word in sys.argv if word != "--compare"]
-    return [
-        *(sys.executable, *own, "--policy", policy),
-        *("--points", str(_POINTS), "--json", str(path)),
-        *("--plot", str(path.with_suffix(".png"))),
-    ]
+    output = ["--points", str(_POINTS), "--json", str(path)]
+    if args.plot:
+        output += ["--plot", str(path.with_suffix(".png"))]
+    return [sys.executable, *own, "--policy", policy, *output]
 
 
 def figures(summary: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +95,10 @@ def speed_table(summaries: dict[str, dict[str, Any]]) -> Table:
                 f"{row[name]:,.0f} ({best[name] / row[name]:.1f}x)"
                 for name in ("with_compile", "without_compile")
             ),
-            f"{row['bits_per_byte']:.3f}",
+            # JSON has no NaN.
+            "diverged"
+            if row["bits_per_byte"] is None
+            else f"{row['bits_per_byte']:.3f}",
         )
     return table
 

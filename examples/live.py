@@ -5,6 +5,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -69,7 +70,8 @@ class TrainingLog:
         self._num_steps = num_steps
         self._seconds = seconds
         self._first_step = first_step
-        self._pending: tuple[jb.Bucket, dict[str, Any]] | None = None
+        self._pending: tuple[jb.Bucket, dict[str, Any], Future[float]] | None = None
+        self._waiter = ThreadPoolExecutor(1)
         self._progress = Progress(
             BarColumn(12),
             TextColumn("{task.description}", markup=False),
@@ -91,6 +93,7 @@ class TrainingLog:
         if error == (None, None, None):
             self.settle()
         self._progress.stop()
+        self._waiter.shutdown()
 
     @property
     def step(self) -> int:
@@ -130,18 +133,21 @@ class TrainingLog:
         waits for the reader.
         """
         self.settle()
-        self._pending = batch.bucket, metrics
+        # When it is done is seen from beside: some backends run a step within the call
+        # that dispatches it, others long after.
+        end = self._waiter.submit(self._end, metrics)
+        self._pending = batch.bucket, metrics, end
         self.digest = batch_digest(self.digest, batch)
 
     def settle(self) -> None:
         """Waits for the last step, and records it."""
         if self._pending is None:
             return
-        bucket, metrics = self._pending
+        bucket, metrics, end = self._pending
         self._pending = None
         nats, tokens = float(metrics["loss_sum"]), int(metrics["weight"])
         rate = float(np.asarray(self._learning_rate(self.step)))
-        now = self._clock.seconds
+        now = end.result()
         self.records.append(
             StepRecord(
                 self.step,
@@ -154,6 +160,10 @@ class TrainingLog:
         )
         self._last_time = now
         self._show()
+
+    def _end(self, metrics: dict[str, Any]) -> float:
+        jax.block_until_ready(metrics)
+        return self._clock.seconds
 
     @property
     def _tenths(self) -> int:

@@ -1,6 +1,7 @@
 """The options of the main job, checked before it begins."""
 
 import argparse
+import importlib.util
 import math
 import pathlib
 
@@ -93,6 +94,8 @@ def parse_arguments() -> argparse.Namespace:
         "--plot", metavar="FILE", type=new_file, help="draw the run there"
     )
     args = parser.parse_args()
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install -e '.[examples]'")
     if args.compare and not args.seconds:
         parser.error("--compare needs --seconds, the time that each way has")
     if args.compare and (args.checkpoint or args.resume or args.resume_changed):

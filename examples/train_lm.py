@@ -220,7 +220,8 @@ def run(
     train(job, args, progress, steps, log, checkpoints, held_out)
     clock.pause()
     held_out.note(progress.state, log)
-    if args.plot:
+    # There is no step where a run is resumed that was over.
+    if args.plot and log.records:
         summary.draw(log.records, args.plot)
     seconds = {"train_step": steps.seconds, "eval_step": held_out.steps.seconds}
     return {
@@ -280,15 +281,10 @@ def begin(
     if step is None:
         console.print(f"Nothing to resume in {args.checkpoint}: beginning at step 0.")
         return progress
-    restored = checkpoints.restore(state)
+    state, position, extra = checkpoints.restore(state)
+    rest = going_on(job, args, progress.dataset, position)
     console.print(f"Going on at step {step}.")
-    return Progress(
-        restored.state,
-        going_on(job, args, progress.dataset, restored.position),
-        step,
-        restored.extra["digest"],
-        restored.extra["seconds"],
-    )
+    return Progress(state, rest, step, extra["digest"], extra["seconds"])
 
 
 def dataset(

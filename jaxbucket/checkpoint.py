@@ -58,11 +58,15 @@ class Checkpoints:
       keep: how many of the newest checkpoints stay.
 
     Raises:
-      ValueError: if `keep` is not positive.
+      ValueError: if `keep` is not positive, or the directory is a file.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3):
         self._directory = epath.Path(directory).expanduser().absolute()
+        if self._directory.exists() and not self._directory.is_dir():
+            raise ValueError(
+                f"`directory={str(directory)!r}` is a file: name a folder, new or old."
+            )
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_handlers={
@@ -173,14 +177,16 @@ class Checkpoints:
             files = json.loads((folder / _SEAL).read_text())
         except FileNotFoundError:
             raise ValueError(self._damaged(folder, _SEAL, "is missing")) from None
-        except json.JSONDecodeError:
+        except ValueError:
             raise ValueError(self._damaged(folder, _SEAL, "is cut")) from None
+        if not isinstance(files, dict):
+            raise ValueError(self._damaged(folder, _SEAL, "is none"))
         for name, (size, digest) in files.items():
             path = folder / name
             if not path.exists():
                 raise ValueError(self._damaged(folder, name, "is missing"))
             if name == _STAMP:
-                if not _is_json(path.read_text()):
+                if not _is_json(path):
                     raise ValueError(self._damaged(folder, name, "is cut"))
                 continue
             if path.stat().length != size:
@@ -201,7 +207,11 @@ class Checkpoints:
     def _check_state(self, folder: epath.Path, step: int, abstract: Any) -> None:
         saved = _shapes(self._manager.item_metadata(step).state)
         given = _shapes(abstract)
-        for name in sorted(saved.keys() | given.keys()):
+        # What was chosen is named before what follows from it.
+        order = sorted(
+            saved.keys() | given.keys(), key=lambda n: ("params" not in n, n)
+        )
+        for name in order:
             was, now = saved.get(name, "not there"), given.get(name, "not there")
             if was != now:
                 raise ValueError(
@@ -222,10 +232,10 @@ def _shapes(tree: Any) -> dict[str, str]:
     }
 
 
-def _is_json(text: str) -> bool:
+def _is_json(path: epath.Path) -> bool:
     try:
-        json.loads(text)
-    except json.JSONDecodeError:
+        json.loads(path.read_text())
+    except ValueError:
         return False
     return True
 

@@ -109,8 +109,9 @@ def read_lengths(path: pathlib.Path, column: str | None) -> np.ndarray:
     """
     if path.suffix in (".npy", ".npz"):
         try:
-            loaded = np.load(path)
-            arrays = dict(loaded) if path.suffix == ".npz" else {"": loaded}
+            with path.open("rb") as file:
+                loaded = np.load(file)
+                arrays = dict(loaded) if path.suffix == ".npz" else {"": loaded}
         except (ValueError, OSError, EOFError, BadZipFile, zlib.error) as error:
             raise ValueError(f"`{path}` is no whole numpy file: {error}.") from None
         return _column(path, arrays, column)
