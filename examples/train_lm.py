@@ -281,6 +281,11 @@ def begin(
     if step is None:
         console.print(f"Nothing to resume in {args.checkpoint}: beginning at step 0.")
         return progress
+    if not args.seconds and step > args.steps:
+        raise ValueError(
+            f"`--steps {args.steps}` ends before step {step}, where the checkpoint is: "
+            "give more, to go on."
+        )
     state, position, extra = checkpoints.restore(state)
     rest = going_on(job, args, progress.dataset, position)
     console.print(f"Going on at step {step}.")

@@ -161,6 +161,7 @@ REFUSED = {
     "data": (["--resume"], {"data": "less.jsonl"}, r"data examples \d+ -> \d+"),
     "model": (["--resume", "--width", 32], {}, "is of another model or optimizer"),
     "no --resume": ([], {}, "has a run at step .*: go on with it by `--resume`"),
+    "steps": (["--resume", "--steps", 9], {}, "`--steps 9` ends before step"),
     "policy": (["--resume", "--policy", "dynamic"], {}, "cannot be resumed"),
 }
 
