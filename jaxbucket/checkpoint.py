@@ -50,8 +50,8 @@ class Checkpoints:
       >>> with Checkpoints(tempfile.mkdtemp()) as checkpoints:
       ...     checkpoints.save({"w": jax.numpy.ones(3)}, dataset.position(1))
       ...     state, position, _ = checkpoints.restore({"w": jax.numpy.zeros(3)})
-      >>> print(state["w"], dataset.resume(position))
-      [1. 1. 1.] BatchDataset
+      >>> print(state["w"], len(dataset.resume(position)))
+      [1. 1. 1.] 0
 
     Args:
       directory: a path, or a URL that Orbax knows, such as gs://...
