@@ -17,7 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 import jaxbucket as jb
 from jaxbucket.stats import StepRecord
 
-console = Console(highlight=False)
+# No markup: a path may have brackets in it.
+console = Console(highlight=False, markup=False)
 
 LINES = 10
 _RECENT_STEPS = 20

@@ -14,6 +14,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a byte-level language model on documents of every length.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        # `--comp` must not pass for `--compare`, which starts others like itself.
+        allow_abbrev=False,
     )
     data = parser.add_argument_group("data")
     data.add_argument(
@@ -51,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
         help="train so long, compiling included, instead of --steps",
     )
     model.add_argument("--lr", type=rate, default=8e-3, help="peak learning rate")
-    model.add_argument("--seed", type=int, default=0, help="of everything random")
+    model.add_argument("--seed", type=seed, default=0, help="of everything random")
     devices = parser.add_argument_group("devices")
     devices.add_argument("--devices", type=positive, help="simulate so many on the CPU")
     devices.add_argument("--mode", choices=("jit", "shard_map"), default="jit")
@@ -91,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
         "--json", metavar="FILE", type=new_file, help="write every number there"
     )
     output.add_argument(
-        "--plot", metavar="FILE", type=new_file, help="draw the run there"
+        "--plot", metavar="FILE", type=new_picture, help="draw the run there"
     )
     args = parser.parse_args()
     if args.plot and importlib.util.find_spec("matplotlib") is None:
@@ -138,6 +140,19 @@ def new_file(text: str) -> str:
     if pathlib.Path(text).is_dir() or not pathlib.Path(text).parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is no file in an existing folder")
     return text
+
+
+def new_picture(text: str) -> str:
+    if pathlib.Path(text).suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text} is no .png, .svg or .pdf file")
+    return new_file(text)
+
+
+def seed(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 2**32:
+        raise argparse.ArgumentTypeError(f"{number} is not from 0 to 2**32 - 1")
+    return number
 
 
 def length(text: str) -> int:

@@ -139,6 +139,9 @@ def main() -> None:
             numbers = run(job, args, compiles, checkpoints)
     except ValueError as error:
         sys.exit(f"train_lm.py: {error}")
+    except KeyboardInterrupt:
+        # In training it is the wish to stop; here nothing is lost.
+        sys.exit(128 + signal.SIGINT)
     console.print(summary.in_words(numbers))
     if args.json:
         pathlib.Path(args.json).write_text(summary.to_json(numbers) + "\n")
@@ -370,8 +373,10 @@ def train(
                     held_out.note(progress.state, log)
         log.settle()
         save()
-        if stop and stop.signal and checkpoints:
-            checkpoints.close()
+        if checkpoints:
+            # Before signals are again what they are without us.
+            checkpoints.wait()
+        if stop and stop.signal:
             exit_by(stop.signal, args, progress.step)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -21,8 +22,11 @@ from jaxbucket.checks import check_positive
 from jaxbucket.position import DataPosition
 
 _SEAL = "seal.json"
-# Orbax notes in it when the checkpoint appeared, after the seal.
+# Orbax notes in the first when the checkpoint appeared, after the seal, and may write
+# the second then.
 _STAMP = "_CHECKPOINT_METADATA"
+_APPEARED = "commit_success.txt"
+_HALF_WRITTEN = ".orbax-checkpoint-tmp"
 
 
 class Restored(NamedTuple):
@@ -58,15 +62,18 @@ class Checkpoints:
       keep: how many of the newest checkpoints stay.
 
     Raises:
-      ValueError: if `keep` is not positive, or the directory is a file.
+      ValueError: if `keep` is not positive, or the directory cannot be one.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3):
         self._directory = epath.Path(directory).expanduser().absolute()
-        if self._directory.exists() and not self._directory.is_dir():
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
             raise ValueError(
-                f"`directory={str(directory)!r}` is a file: name a folder, new or old."
-            )
+                f"`directory={str(directory)!r}` cannot be a folder: {error}. Name "
+                "another."
+            ) from None
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_handlers={
@@ -76,12 +83,11 @@ class Checkpoints:
             },
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=check_positive("keep", keep),
-                # What a killed process left half written.
-                cleanup_tmp_directories=True,
                 async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
             ),
         )
-        self._saving: int | None = None
+        # The step that was last saved or restored here: what the run goes on from.
+        self._last: int | None = None
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -93,10 +99,23 @@ class Checkpoints:
         """Waits until what is being written is there."""
         self._manager.close()
 
+    def wait(self) -> None:
+        """Waits until what is being written is there.
+
+        Raises:
+          Exception: for what Orbax could not do, such as write to a full disk.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception:
+            self._manager.reload()
+            self._last = self._manager.latest_step()
+            raise
+
     @property
     def latest_step(self) -> int | None:
         """The newest checkpoint's step, or None if there is none."""
-        self._manager.wait_until_finished()
+        self.wait()
         return self._manager.latest_step()
 
     def save(
@@ -107,24 +126,43 @@ class Checkpoints:
     ) -> None:
         """Copies the state, and returns while it is being written.
 
-        The state may be donated at once. At a step that is saved already it does
-        nothing: the same step has the same state.
+        The state may be donated at once. At the step that was saved or restored last
+        it does nothing: the state is the same.
 
         Args:
           state: a pytree of arrays, as after `position.step` updates.
           position: from `BatchDataset.position`.
           extra: what else to keep, for JSON.
+
+        Raises:
+          ValueError: if the directory has the checkpoints of another run, the step is
+            before the last one, or `extra` is no JSON.
         """
-        if position.step in self._manager.all_steps():
-            return
-        self._manager.wait_until_finished()
-        self._saving = position.step
+        newest = self.latest_step
+        if newest != self._last:
+            raise ValueError(
+                f"{self._directory} has a checkpoint of step {newest}, which this run "
+                "did not begin with: restore it, or name another folder."
+            )
+        if newest is not None and position.step <= newest:
+            if position.step == newest:
+                return
+            raise ValueError(
+                f"`position.step={position.step}` is before step {newest}, the last "
+                f"one in {self._directory}: name another folder."
+            )
+        try:
+            more: dict[str, Any] = json.loads(json.dumps(dict(extra or {})))
+        except TypeError as error:
+            raise ValueError(f"`extra` is no JSON: {error}.") from None
+        self._clear_half_written()
+        self._last = position.step
         self._manager.save(
             position.step,
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(state),
                 position=ocp.args.JsonSave(position.to_dict()),
-                extra=ocp.args.JsonSave(dict(extra or {})),
+                extra=ocp.args.JsonSave(more),
             ),
         )
 
@@ -142,10 +180,13 @@ class Checkpoints:
         """
         step = self.latest_step
         if step is None:
-            raise ValueError(f"There is no checkpoint in {self._directory}.")
+            raise ValueError(
+                f"There is no checkpoint in {self._directory}: name the folder of a "
+                "run, or begin one."
+            )
         folder = self._directory / str(step)
         self._check_seal(folder)
-        abstract = jax.tree.map(_abstract, state)
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         self._check_state(folder, step, abstract)
         saved: Any = self._manager.restore(
             step,
@@ -155,44 +196,51 @@ class Checkpoints:
                 extra=ocp.args.JsonRestore(),
             ),
         )
-        return Restored(
-            saved.state, DataPosition.from_dict(saved.position), saved.extra
-        )
+        position = DataPosition.from_dict(saved.position)
+        if position.step != step:
+            is_ = f"is of step {position.step}"
+            raise ValueError(self._damaged(folder, "position", is_))
+        self._last = step
+        return Restored(saved.state, position, saved.extra)
+
+    def _clear_half_written(self) -> None:
+        """Removes what a killed process left; nothing else is being written now."""
+        if jax.process_index() == 0:
+            for path in self._directory.glob(f"*{_HALF_WRITTEN}*"):
+                path.rmtree()
 
     def _seal(self) -> None:
         """Called when all files are written, before the checkpoint appears."""
         if jax.process_index() != 0:
             return
-        folder = self._directory / str(self._saving)
+        folder = self._directory / str(self._last)
         if not folder.exists():
-            (folder,) = self._directory.glob(f"{self._saving}.orbax-checkpoint-tmp*")
-        files = {
-            path.relative_to(folder).as_posix(): _digest(path)
-            for path in _files(folder)
-        }
+            (folder,) = self._directory.glob(f"{self._last}{_HALF_WRITTEN}*")
+        files = {name: _digest(path) for name, path in _files(folder).items()}
         (folder / _SEAL).write_text(json.dumps(files))
 
     def _check_seal(self, folder: epath.Path) -> None:
+        """Raises a ValueError that names the first file that is not as it was."""
         try:
-            files = json.loads((folder / _SEAL).read_text())
+            sealed = json.loads((folder / _SEAL).read_text())
+            sealed = {name: (size, digest) for name, (size, digest) in sealed.items()}
         except FileNotFoundError:
             raise ValueError(self._damaged(folder, _SEAL, "is missing")) from None
-        except ValueError:
+        except (ValueError, TypeError, AttributeError):
             raise ValueError(self._damaged(folder, _SEAL, "is cut")) from None
-        if not isinstance(files, dict):
-            raise ValueError(self._damaged(folder, _SEAL, "is none"))
-        for name, (size, digest) in files.items():
-            path = folder / name
-            if not path.exists():
-                raise ValueError(self._damaged(folder, name, "is missing"))
+        present = _files(folder)
+        for name in sealed.keys() - present.keys():
+            raise ValueError(self._damaged(folder, name, "is missing"))
+        for name in present.keys() - sealed.keys() - {_SEAL, _APPEARED}:
+            raise ValueError(self._damaged(folder, name, "was not there"))
+        for name, was in sealed.items():
             if name == _STAMP:
-                if not _is_json(path):
+                if not _is_json_object(present[name]):
                     raise ValueError(self._damaged(folder, name, "is cut"))
-                continue
-            if path.stat().length != size:
-                is_ = f"has {path.stat().length} bytes, not {size}"
+            elif present[name].stat().length != was[0]:
+                is_ = f"has {present[name].stat().length} bytes, not {was[0]}"
                 raise ValueError(self._damaged(folder, name, is_))
-            if _digest(path)[1] != digest:
+            elif _digest(present[name]) != was:
                 raise ValueError(self._damaged(folder, name, "was changed"))
 
     def _damaged(self, folder: epath.Path, name: str, is_: str) -> str:
@@ -208,10 +256,8 @@ class Checkpoints:
         saved = _shapes(self._manager.item_metadata(step).state)
         given = _shapes(abstract)
         # What was chosen is named before what follows from it.
-        order = sorted(
-            saved.keys() | given.keys(), key=lambda n: ("params" not in n, n)
-        )
-        for name in order:
+        names = saved.keys() | given.keys()
+        for name in sorted(names, key=lambda name: ("params" not in name, name)):
             was, now = saved.get(name, "not there"), given.get(name, "not there")
             if was != now:
                 raise ValueError(
@@ -220,32 +266,28 @@ class Checkpoints:
                 )
 
 
-def _abstract(leaf: Any) -> Any:
-    return ocp.utils.to_shape_dtype_struct(leaf)
-
-
 def _shapes(tree: Any) -> dict[str, str]:
-    return {
-        name: f"{leaf.dtype}{list(leaf.shape)}"
+    """What each array is called -> its dtype and shape."""
+    leaves = {
+        # A Python number has none.
+        name: leaf if hasattr(leaf, "shape") else np.asarray(leaf)
         for name, leaf in ocp.tree.to_flat_dict(tree, sep=".").items()
-        if hasattr(leaf, "shape")
+        if leaf is not None
     }
+    return {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
 
 
-def _is_json(path: epath.Path) -> bool:
-    try:
-        json.loads(path.read_text())
-    except ValueError:
-        return False
-    return True
+def _files(folder: epath.Path) -> dict[str, epath.Path]:
+    """Every file below a folder, by its name from there."""
+    return dict(_walk(folder, ""))
 
 
-def _files(folder: epath.Path) -> Iterator[epath.Path]:
+def _walk(folder: epath.Path, prefix: str) -> Iterator[tuple[str, epath.Path]]:
     for path in sorted(folder.iterdir()):
         if path.is_dir():
-            yield from _files(path)
+            yield from _walk(path, f"{prefix}{path.name}/")
         else:
-            yield path
+            yield prefix + path.name, path
 
 
 def _digest(path: epath.Path) -> tuple[int, str]:
@@ -257,3 +299,10 @@ def _digest(path: epath.Path) -> tuple[int, str]:
 
 def _blake2b() -> Any:
     return hashlib.blake2b(digest_size=16)
+
+
+def _is_json_object(path: epath.Path) -> bool:
+    try:
+        return isinstance(json.loads(path.read_text()), dict)
+    except ValueError:
+        return False

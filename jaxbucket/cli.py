@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-import zlib
 from typing import Any
-from zipfile import BadZipFile
 
 import click
 import numpy as np
@@ -21,12 +19,12 @@ _NEW = click.Path(dir_okay=False, writable=True, path_type=pathlib.Path)
 
 
 class _SaidErrors(click.Group):
-    """Ends with the sentence of a ValueError, where Python would show its stack."""
+    """Ends with the sentence of an error, where Python would show its stack."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise click.ClickException(str(error)) from None
 
 
@@ -111,8 +109,10 @@ def read_lengths(path: pathlib.Path, column: str | None) -> np.ndarray:
         try:
             with path.open("rb") as file:
                 loaded = np.load(file)
-                arrays = dict(loaded) if path.suffix == ".npz" else {"": loaded}
-        except (ValueError, OSError, EOFError, BadZipFile, zlib.error) as error:
+                # Whatever the file is called.
+                arrays = dict(loaded) if hasattr(loaded, "files") else {"": loaded}
+        except Exception as error:
+            # Whatever comes to mind to a parser that is given other bytes.
             raise ValueError(f"`{path}` is no whole numpy file: {error}.") from None
         return _column(path, arrays, column)
     words = _read_text(path).split()
@@ -129,6 +129,8 @@ def _column(
     path: pathlib.Path, arrays: dict[str, np.ndarray], column: str | None
 ) -> np.ndarray:
     names = list(arrays)
+    if names == [""] and column is not None:
+        raise ValueError(f"`{path}` has one array, without a name: no `--column`.")
     if column is None and len(names) == 1:
         column = names[0]
     if column not in names:

@@ -220,7 +220,7 @@ class BatchDataset(grain.MapDataset[Batch]):
             "fingerprint": schedule.plan.fingerprint,
         }
         return DataPosition(
-            check_integer("step", step),
+            step,
             {name: plan[name] for name in plan if name not in ("format", "version")},
             {
                 "examples": len(schedule.lengths),
@@ -246,11 +246,10 @@ class BatchDataset(grain.MapDataset[Batch]):
             it names what has changed.
         """
         schedule = self._schedule
-        if schedule.continues is None and position.schedule["continues"] is not None:
+        continues = position.schedule.get("continues")
+        if schedule.continues is None and continues is not None:
             # What the run has once deliberately gone on with is no change any more.
-            schedule = schedule.beginning_at(
-                position.schedule["first_step"], position.schedule["continues"]
-            )
+            schedule = schedule.beginning_at(position.schedule["first_step"], continues)
         position.check_same(self._following(schedule, None).position(position.step))
         if position.step > self._num_steps:
             raise ValueError(

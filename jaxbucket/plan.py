@@ -101,6 +101,7 @@ def plan_buckets(
     else:
         ends, examples = _histogram(lengths, last, seq_len_multiple, overlong)
         candidates = Candidates(ends, examples, batch_sizes(ends))
+        num_buckets = min(num_buckets, len(candidates))
         seq_lens = ends[_check_chosen(chooser(candidates, num_buckets), len(ends))]
     return BucketPlan(
         tuple(map(Bucket, batch_sizes(seq_lens).tolist(), seq_lens.tolist())),

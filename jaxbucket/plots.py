@@ -28,7 +28,7 @@ def plot_plan(plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None) -> A
     """Draws every example as a line as long as it is, and the padding behind it.
 
     Examples stand side by side, the shortest first, so that areas are tokens: real
-    ones, the padding that the plan adds, and what padding to the longest would add.
+    ones, the padding that the plan adds, and what the last bucket alone would add.
 
     Args:
       plan: the shapes.
@@ -40,22 +40,20 @@ def plot_plan(plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None) -> A
     """
     if ax is None:
         ax = _axes()
-    lengths = check_lengths(lengths)
-    index = plan.assign(lengths)
-    order = np.argsort(lengths[index >= 0], kind="stable")
+    real, padded = _tokens(plan, lengths)
+    order = np.argsort(real, kind="stable")
     shown = np.linspace(0, len(order) - 1, min(len(order), _MAX_POINTS)).astype(int)
-    real = np.minimum(lengths[index >= 0][order][shown], plan.max_seq_len)
-    padded = plan.boundaries[index[index >= 0][order][shown]]
+    real, padded = real[order][shown], padded[order][shown]
     share = np.linspace(0, 100, len(shown))
     longest = np.full(len(shown), plan.max_seq_len)
     epoch = report(plan, lengths)
-    to_longest = 1 - epoch.real_tokens / (epoch.examples * plan.max_seq_len)
+    in_one = 1 - epoch.real_tokens / (epoch.examples * plan.max_seq_len)
     ax.fill_between(
         share,
         padded,
         longest,
         color=_OTHER,
-        label=f"padded to the longest: {to_longest:.0%}",
+        label=f"padding in one shape: {in_one:.0%}",
     )
     ax.fill_between(
         share,
@@ -96,10 +94,8 @@ def plot_lengths(
     """
     if ax is None:
         ax = _axes()
-    lengths = check_lengths(lengths)
-    index = plan.assign(lengths)
-    real = np.minimum(lengths[index >= 0], plan.max_seq_len)
-    padding = plan.boundaries[index[index >= 0]] - real
+    real, padded = _tokens(plan, lengths)
+    padding = padded - real
     edges = np.linspace(0, plan.max_seq_len, bins + 1)
     # Lengths are integers: one at an edge belongs to the bar that ends there.
     bar = np.clip(np.ceil(real * bins / plan.max_seq_len).astype(int) - 1, 0, bins - 1)
@@ -200,6 +196,20 @@ def plot_run(
 
 
 _MAX_NAMED = 16
+
+
+def _tokens(plan: BucketPlan, lengths: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Of every example that is kept: its real tokens, and T of its bucket."""
+    lengths = check_lengths(lengths)
+    index = plan.assign(lengths)
+    kept = index >= 0
+    if not kept.any():
+        raise ValueError(
+            "`overlong='drop'` leaves out every example: there is nothing to draw. "
+            "Plan with a larger `max_seq_len`."
+        )
+    real = np.minimum(lengths[kept], plan.max_seq_len)
+    return real, plan.boundaries[index[kept]]
 
 
 def _name_some(ax: Axes, names: list[str]) -> None:

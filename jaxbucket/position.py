@@ -23,12 +23,21 @@ class DataPosition:
       plan: the shapes and the policy.
       data: how many examples and tokens; lengths and samples of the contents.
       schedule: the seed and the order, and what the schedule continues, if anything.
+
+    Raises:
+      ValueError: if `step` is no integer, or negative.
     """
 
     step: int
     plan: Mapping[str, Any]
     data: Mapping[str, Any]
     schedule: Mapping[str, Any]
+
+    def __post_init__(self):
+        step = check_integer("step", self.step)
+        if step < 0:
+            raise ValueError(f"`step={step}` must not be negative.")
+        object.__setattr__(self, "step", step)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain Python, for JSON; `from_dict` is the inverse."""
@@ -47,12 +56,12 @@ class DataPosition:
             not isinstance(fields, Mapping)
             or sorted(fields) != sorted(names)
             or not all(isinstance(fields[part], Mapping) for part in parts)
-            or not all(_FINGERPRINT in fields[part] for part in parts)
+            or not all(isinstance(fields[p].get(_FINGERPRINT), str) for p in parts)
         ):
             raise ValueError(
                 f"{fields!r} is no `DataPosition`. Pass what `position.to_dict()` gave."
             )
-        return cls(check_integer("step", fields["step"]), *(fields[n] for n in parts))
+        return cls(fields["step"], *(fields[part] for part in parts))
 
     def check_same(self, now: DataPosition) -> None:
         """Raises a ValueError that names every change, if `now` is of another run."""

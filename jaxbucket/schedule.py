@@ -107,7 +107,15 @@ class BatchSchedule:
           >>> grown = BatchSchedule(plan, [1, 2, 3, 4], seed=0).continue_with(position)
           >>> grown.first_step, len(grown)
           (7, 2)
+
+        Raises:
+          ValueError: if `position` is no `DataPosition`.
         """
+        if not isinstance(position, DataPosition):
+            raise ValueError(
+                f"`position` is a {type(position).__name__}, not a `DataPosition`: "
+                "pass what `Checkpoints.restore` or `BatchDataset.position` gave."
+            )
         return self.beginning_at(position.step, position.schedule["fingerprint"])
 
     def beginning_at(self, first_step: int, continues: str | None) -> BatchSchedule:

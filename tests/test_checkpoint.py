@@ -115,6 +115,15 @@ def test_a_state_may_be_donated_while_it_is_written(dataset, tmp_path):
             assert bits(checkpoints.restore(state).state) == before
 
 
+def test_a_state_may_hold_numbers_and_nothing(dataset, tmp_path):
+    state = {"w": jnp.ones(3), "n": np.ones(2), "count": 3, "none": None, "empty": ()}
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, dataset.position(1))
+        restored = checkpoints.restore(state | {"count": 0}).state
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert restored["count"] == 3
+
+
 def test_only_the_newest_stay(dataset, tmp_path):
     with jb.Checkpoints(tmp_path, keep=2) as checkpoints:
         for step in (1, 2, 3, 5):
@@ -124,12 +133,60 @@ def test_only_the_newest_stay(dataset, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "5"]
 
 
-def test_a_step_that_is_saved_stays_as_it_is(dataset, tmp_path):
+def test_the_step_that_was_last_saved_or_restored_stays_as_it_is(dataset, tmp_path):
+    for _ in range(2):
+        with jb.Checkpoints(tmp_path) as checkpoints:
+            if checkpoints.latest_step is not None:
+                checkpoints.restore({"w": jnp.zeros(3)})
+            else:
+                checkpoints.save({"w": jnp.ones(3)}, dataset.position(1))
+            checkpoints.save({"w": jnp.zeros(3)}, dataset.position(1))
+            state = checkpoints.restore({"w": jnp.zeros(3)}).state
+        np.testing.assert_array_equal(state["w"], 1)
+
+
+def test_another_run_is_not_mixed_with_the_one_that_is_there(dataset, tmp_path):
     with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save({"w": jnp.ones(3)}, dataset.position(1))
-        checkpoints.save({"w": jnp.zeros(3)}, dataset.position(1))
-        state = checkpoints.restore({"w": jnp.zeros(3)}).state
-    np.testing.assert_array_equal(state["w"], 1)
+        checkpoints.save({"w": jnp.ones(3)}, dataset.position(5))
+    before = contents(tmp_path)
+    for step in (3, 5, 9):
+        with jb.Checkpoints(tmp_path) as checkpoints:
+            with pytest.raises(ValueError, match="has a checkpoint of step 5, which"):
+                checkpoints.save({"w": jnp.zeros(3)}, dataset.position(step))
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.restore({"w": jnp.zeros(3)})
+        with pytest.raises(ValueError, match="`position.step=3` is before step 5"):
+            checkpoints.save({"w": jnp.zeros(3)}, dataset.position(3))
+    assert contents(tmp_path) == before
+
+
+def test_what_could_not_be_written_is_said_and_can_be_tried_again(dataset, tmp_path):
+    class Full(jb.Checkpoints):
+        is_full = True
+
+        def _seal(self):
+            if self.is_full:
+                raise OSError(28, "No space left on device")
+            super()._seal()
+
+    checkpoints = Full(tmp_path)
+    checkpoints.save({"w": jnp.ones(3)}, dataset.position(2))
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.wait()
+    assert checkpoints.latest_step is None
+    checkpoints.is_full = False
+    checkpoints.save({"w": jnp.ones(3)}, dataset.position(2))
+    assert checkpoints.latest_step == 2
+    checkpoints.close()
+
+
+def test_extras_that_are_no_json_are_refused(dataset, tmp_path):
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match="`extra` is no JSON: .*not JSON serial"):
+            checkpoints.save(
+                {"w": jnp.ones(3)}, dataset.position(1), {"loss": jnp.ones(3)}
+            )
+        assert checkpoints.latest_step is None
 
 
 def test_what_a_killed_process_left_half_written_is_no_checkpoint(dataset, tmp_path):
@@ -139,6 +196,7 @@ def test_what_a_killed_process_left_half_written_is_no_checkpoint(dataset, tmp_p
     with jb.Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step == 1
         # The very step that was being written is written again.
+        checkpoints.restore({"w": jnp.zeros(3)})
         checkpoints.save({"w": jnp.zeros(3)}, dataset.position(2))
         assert checkpoints.restore({"w": jnp.ones(3)}).position.step == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
@@ -204,6 +262,20 @@ def test_a_changed_bit_is_found(saved, tmp_path):
     assert f"{largest.relative_to(tmp_path / '7')} was changed" in sentence
 
 
+@pytest.mark.parametrize("seal", ["{}", "[]", "null", '{"a": 1}', '{"a": [1]}'])
+def test_a_seal_of_other_files_is_none(saved, tmp_path, seal):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "7" / "seal.json").write_text(seal)
+    sentence = refusal(tmp_path, make_state(jb.data_mesh()))
+    assert re.search(r"7 is damaged, for \S+ (is cut|was not there)", sentence)
+
+
+def test_a_renamed_checkpoint_is_refused(saved, tmp_path):
+    shutil.copytree(saved / "7", tmp_path / "9")
+    sentence = refusal(tmp_path, make_state(jb.data_mesh()))
+    assert "9 is damaged, for position is of step 7" in sentence
+
+
 def test_the_remedy_works(saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "7")
@@ -233,8 +305,10 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
 
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="`directory=.*file'` is a file: name a"):
-        jb.Checkpoints(tmp_path / "file")
+    for folder in ("file", "file/below"):
+        message = f"`directory=.*{folder}'` cannot be a folder: .*Name another"
+        with pytest.raises(ValueError, match=message):
+            jb.Checkpoints(tmp_path / folder)
 
 
 def test_keeping_none_is_refused(tmp_path):

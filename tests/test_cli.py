@@ -172,6 +172,25 @@ def test_an_array_that_is_not_there_is_named(files):
     assert message in refused("plan", "two.npz", "--max-tokens", 500, "--column", "x")
 
 
+def test_an_array_without_a_name_has_no_column(files):
+    output = refused("plan", "lengths.npy", "--max-tokens", 500, "--column", "x")
+    assert "has one array, without a name" in output
+
+
+def test_a_numpy_file_may_have_the_other_name(files):
+    (files / "swapped.npy").write_bytes((files / "one.npz").read_bytes())
+    (files / "swapped.npz").write_bytes((files / "lengths.npy").read_bytes())
+    for name in ("swapped.npy", "swapped.npz"):
+        run("plan", name, *OPTIONS, "-o", "plan.json")
+        assert BucketPlan.from_json((files / "plan.json").read_text()) == PLAN
+
+
+def test_a_folder_that_is_not_there_is_refused(files):
+    for option in ("-o", "--plot"):
+        output = refused("plan", "lengths.npy", *OPTIONS, option, "nowhere/x.png")
+        assert "No such file or directory: 'nowhere/x.png'" in output
+
+
 def test_a_plan_that_is_none_is_refused(files):
     (files / "cut.json").write_text(PLAN.to_json()[:-5])
     assert "The plan is not valid JSON" in refused("report", "cut.json", "lengths.npy")

@@ -36,7 +36,7 @@ ROOMS = {
     "compile": ({"base"}, {"jax", "rich"}),
     "optim": (set(), {"jax", "optax"}),
     "train": ({"checks", "base", "sharding"}, {"numpy", "jax", "flax", "optax"}),
-    "checkpoint": ({"checks", "position"}, {"jax", "orbax", "etils"}),
+    "checkpoint": ({"checks", "position"}, {"numpy", "jax", "orbax", "etils"}),
     "plots": ({"checks", "base", "stats"}, {"numpy", "matplotlib"}),
     "cli": (
         {"base", "plan", "stats", "plots"},

@@ -26,7 +26,8 @@ def test_areas_are_tokens():
     assert real / whole == pytest.approx(lengths.sum() / 3000 / plan.max_seq_len, 1e-2)
     padding = np.mean(plan.boundaries[plan.assign(lengths)] - lengths)
     assert area(ax, "padding of") / 100 == pytest.approx(padding, 1e-2)
-    assert real + area(ax, "padding of") + area(ax, "padded to") == pytest.approx(whole)
+    rest = area(ax, "padding of") + area(ax, "padding in one shape")
+    assert real + rest == pytest.approx(whole)
 
 
 def test_examples_left_out_are_not_drawn():
@@ -39,6 +40,13 @@ def test_lengths_the_plan_refuses_are_refused():
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8)
     with pytest.raises(ValueError, match=r"`lengths\[0\]=9`"):
         plot_plan(plan, [9])
+
+
+@pytest.mark.parametrize("plot", [plot_plan, plot_lengths])
+def test_a_plan_that_drops_every_example_cannot_be_drawn(plot):
+    plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
+    with pytest.raises(ValueError, match="leaves out every example: there is nothing"):
+        plot(plan, [9, 10])
 
 
 def bar_area(ax, label: str) -> float:
