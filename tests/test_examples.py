@@ -78,9 +78,7 @@ def test_all_ways_are_compared_side_by_side(jsonl, tmp_path):
         seconds = [point["seconds"] for point in summary["curve"]]
         assert seconds == sorted(seconds)
         assert seconds[-1] == summary["seconds"]
-        assert f"  {policy} " in run.stdout
-        best = summaries["bucketed"]["train"]["real_tokens"]
-        assert best > 0
+        assert re.search(rf"^ *{policy} +{shapes} ", run.stdout, re.MULTILINE)
     assert picture.stat().st_size > 10_000
 
 
