@@ -5,12 +5,13 @@ held out: the same on every machine, and never both halves of one file.
 """
 
 import ast
+import functools
 import hashlib
 import json
 import pathlib
 import sysconfig
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,17 @@ class Document(NamedTuple):
     text: str
 
 
-# For each document `{"tokens": [n] uint8}`, its bytes.
-Examples: TypeAlias = list[dict[str, np.ndarray]]
+class Examples(list[dict[str, np.ndarray]]):
+    """For each document `{"tokens": [n] uint8}`, its bytes."""
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Names every byte of them: not one may change while a run goes on."""
+        state = hashlib.blake2b(digest_size=16)
+        for example in self:
+            state.update(len(example["tokens"]).to_bytes(8, "little"))
+            state.update(example["tokens"].data)
+        return state.hexdigest()
 
 
 class Split(NamedTuple):
@@ -99,7 +109,9 @@ def _own(path: pathlib.Path, field: str) -> Iterator[Document]:
             for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
                 if line.strip():
                     where = f"{path}:{number}"
-                    yield Document(where, readers[path.suffix](line, where, field))
+                    text = readers[path.suffix](line, where, field)
+                    # Not the path: a file that is moved is split as it was.
+                    yield Document(str(number), text)
     except OSError as error:
         raise ValueError(f"`--data {path}` cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
@@ -148,7 +160,7 @@ def _distinct(documents: Iterable[Document]) -> Iterator[Document]:
 
 
 def _split(documents: Iterable[Document]) -> Split:
-    split = Split([], [])
+    split = Split(Examples(), Examples())
     for document in documents:
         hashed = hashlib.blake2b(document.origin.encode(), digest_size=4).digest()
         held_out = int.from_bytes(hashed, "little") % 1000 < HELD_OUT_IN_THOUSAND

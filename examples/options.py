@@ -8,6 +8,8 @@ import pathlib
 import policies
 
 SEQ_LEN_MULTIPLE = 32
+# What may be another when a run goes on, and is then said.
+TRAINING = ("steps", "seconds", "lr", "dropout", "mode")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -54,7 +54,7 @@ class Jitted:
 def dynamic(examples: Examples, limits: Limits, seed: int) -> Iterator[jb.Batch]:
     """Documents in random order; a batch is full where one more would not fit."""
     for epoch in itertools.count():
-        rows: Examples = []
+        rows: list[dict[str, np.ndarray]] = []
         for index in np.random.default_rng((seed, epoch)).permutation(len(examples)):
             document = {"tokens": examples[index]["tokens"][: limits.max_len]}
             if _shape([*rows, document], limits).num_tokens > limits.max_tokens:
@@ -64,7 +64,7 @@ def dynamic(examples: Examples, limits: Limits, seed: int) -> Iterator[jb.Batch]
         yield jb.collate_rows(rows, _shape(rows, limits))
 
 
-def _shape(rows: Examples, limits: Limits) -> jb.Bucket:
+def _shape(rows: list[dict[str, np.ndarray]], limits: Limits) -> jb.Bucket:
     multiple = limits.batch_size_multiple
     return jb.Bucket(
         -(-len(rows) // multiple) * multiple, max(len(row["tokens"]) for row in rows)

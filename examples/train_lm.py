@@ -38,7 +38,7 @@ import summary
 from flax import nnx
 from interrupt import StopRequest
 from live import Clock, TrainingLog, console
-from options import SEQ_LEN_MULTIPLE, parse_arguments
+from options import SEQ_LEN_MULTIPLE, TRAINING, parse_arguments
 from transformer import Transformer
 
 import jaxbucket as jb
@@ -128,20 +128,22 @@ class HeldOut:
 
 def main() -> None:
     args = parse_arguments()
-    if args.compare:
-        sys.exit(comparison.run(args))
+    try:
+        sys.exit(comparison.run(args) if args.compare else train_one_way(args))
+    except (ValueError, OSError) as error:
+        sys.exit(f"train_lm.py: {error}")
+    except KeyboardInterrupt:
+        # Of a run that is training with checkpoints it is a wish, and not seen here.
+        sys.exit(128 + signal.SIGINT)
+
+
+def train_one_way(args: argparse.Namespace) -> None:
     if args.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices)
-    try:
-        job = prepare(args)
-        with jb.count_compiles() as compiles, checkpoints_of(args) as checkpoints:
-            numbers = run(job, args, compiles, checkpoints)
-    except ValueError as error:
-        sys.exit(f"train_lm.py: {error}")
-    except KeyboardInterrupt:
-        # In training it is the wish to stop; here nothing is lost.
-        sys.exit(128 + signal.SIGINT)
+    job = prepare(args)
+    with jb.count_compiles() as compiles, checkpoints_of(args) as checkpoints:
+        numbers = run(job, args, compiles, checkpoints)
     console.print(summary.in_words(numbers))
     if args.json:
         pathlib.Path(args.json).write_text(summary.to_json(numbers) + "\n")
@@ -167,8 +169,12 @@ def prepare(args: argparse.Namespace) -> Job:
     )
     buckets = plan(lengths, limits, args.num_buckets)
     own = buckets if args.policy == "bucketed" else plan(lengths, limits, 1)
+    mesh = jb.data_mesh()
+    if args.policy == "dynamic":
+        # A batch may be as small as the multiple.
+        jb.local_rows(mesh).part_size(limits.batch_size_multiple)
     return Job(
-        jb.data_mesh(),
+        mesh,
         limits,
         Part(split.train, jb.BatchSchedule(own, lengths, seed=args.seed)),
         Part(split.held_out, jb.BatchSchedule(buckets, held_out, order="source")),
@@ -207,11 +213,13 @@ def run(
     show(job, args)
     learning_rate, tx = recipe.make_optimizer(args)
     progress = begin(job, args, tx, checkpoints)
-    held_out = HeldOut(job.held_out, job.mesh, progress.state, args.mode)
     clock = Clock(progress.seconds)
     clock.start()
     steps = compile_train(job, args, tx, progress.state)
+    clock.pause()
+    held_out = HeldOut(job.held_out, job.mesh, progress.state, args.mode)
     ahead = compiles.copy()
+    clock.start()
     log = TrainingLog(
         clock,
         learning_rate,
@@ -292,6 +300,10 @@ def begin(
     state, position, extra = checkpoints.restore(state)
     rest = going_on(job, args, progress.dataset, position)
     console.print(f"Going on at step {step}.")
+    for name, was in extra["options"].items():
+        if was != getattr(args, name):
+            option = name.replace("_", "-")
+            console.print(f"Other than before: --{option} {was} -> {vars(args)[name]}")
     return Progress(state, rest, step, extra["digest"], extra["seconds"])
 
 
@@ -350,13 +362,19 @@ def train(
             checkpoints.save(
                 progress.state,
                 progress.dataset.position(progress.step),
-                {"digest": log.digest, "seconds": log.seconds},
+                {
+                    "digest": log.digest,
+                    "seconds": log.seconds,
+                    "options": {name: vars(args)[name] for name in TRAINING},
+                },
             )
 
     points = 1
+    is_over = progress.step > 0 and log.done >= 1
+    feed = [] if is_over else batches(job, args, progress)
     # Without a checkpoint there is nothing to finish for.
     with StopRequest() if checkpoints else contextlib.nullcontext() as stop, log:
-        for batch in jb.prefetch_to_mesh(batches(job, args, progress), job.mesh):
+        for batch in jb.prefetch_to_mesh(feed, job.mesh):
             progress.state, metrics = steps(progress.state, batch)
             progress.step += 1
             # A copy, as the next step takes the state's own buffers.

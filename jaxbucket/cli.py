@@ -70,10 +70,10 @@ def plan(
     """Plan shapes for LENGTHS: an .npy or .npz file, or text with one on each line."""
     measured = read_lengths(lengths, column)
     made = plan_buckets(measured, boundaries=_boundaries(boundaries), **options)
-    if output:
-        output.write_text(made.to_json() + "\n")
     if plot:
         _draw(made, measured, plot)
+    if output:
+        output.write_text(made.to_json() + "\n")
     _show(made, measured, as_json)
 
 

@@ -81,7 +81,7 @@ class DataPosition:
 def _changes(part: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     changes = [
         f"{part} {name.replace('_', ' ')} {was.get(name)} -> {now.get(name)}"
-        for name in now
+        for name in {**was, **now}
         if name != _FINGERPRINT and was.get(name) != now.get(name)
     ]
     # That of the schedule is made of the two others and of what is named here.

@@ -56,7 +56,7 @@ def test_all_ways_are_compared_side_by_side(jsonl, tmp_path):
     out, picture = tmp_path / "compare.json", tmp_path / "compare.png"
     run = train_lm(
         *("--data", jsonl, "--field", "body", "--compare", "--seconds", 3),
-        *("--json", out, "--plot", picture),
+        *("--json", out, "--plot", picture, "--devices", 2),
     )
     assert run.returncode == 0, run.stderr
     summaries = json.loads(out.read_text())
@@ -105,6 +105,25 @@ def test_reads_text_lines_and_folders(jsonl, tmp_path):
         summary = json.loads(out.read_text())
         total = summary["epoch"]["examples"] + summary["held_out"]["documents"]
         assert total == count
+
+
+def test_a_moved_file_is_split_as_it_was(documents, jsonl, tmp_path):
+    moved = tmp_path / "elsewhere.jsonl"
+    moved.write_bytes(jsonl.read_bytes())
+    first, second = (documents.load(str(path), "body") for path in (jsonl, moved))
+    assert first.train.fingerprint == second.train.fingerprint
+    assert len(first.held_out) == len(second.held_out) > 0
+
+
+def test_every_byte_of_the_documents_is_in_their_fingerprint(documents, jsonl):
+    (examples, *_) = documents.load(str(jsonl), "body")
+    before = examples.fingerprint
+    for index in (0, 77, len(examples) - 1):
+        changed = documents.Examples(dict(example) for example in examples)
+        tokens = changed[index]["tokens"].copy()
+        tokens[-1] ^= 1
+        changed[index]["tokens"] = tokens
+        assert changed.fingerprint != before
 
 
 @pytest.fixture
@@ -173,6 +192,11 @@ def test_devices_that_do_not_divide_a_batch_are_refused(jsonl):
     assert run.returncode == 1
     assert "cannot be cut into 3 equal parts by the mesh axes ('data',)" in run.stderr
     assert "batch_size_multiple=3" in run.stderr
+    run = train_lm(
+        *("--data", jsonl, "--field", "body", "--policy", "dynamic", "--devices", 8)
+    )
+    assert run.returncode == 1
+    assert "`batch_size=4` cannot be cut into 8 equal parts" in run.stderr
 
 
 def test_a_budget_that_holds_no_row_is_refused(jsonl):
@@ -186,6 +210,10 @@ def test_options_out_of_range_are_refused():
     assert "0 is not positive" in train_lm("--steps", 0).stderr
     assert "invalid positive value: 'many'" in train_lm("--steps", "many").stderr
     assert "--compare needs --seconds" in train_lm("--compare").stderr
+    # Each way is started by this very command without `--compare`.
+    assert "unrecognized arguments: --comp" in train_lm("--comp").stderr
+    assert "x.doc is no .png, .svg or .pdf" in train_lm("--plot", "x.doc").stderr
+    assert "-1 is not from 0 to 2**32 - 1" in train_lm("--seed", -1).stderr
     assert "--resume needs --checkpoint" in train_lm("--resume").stderr
     assert "100 is no multiple of 32" in train_lm("--max-len", 100).stderr
     assert "33 is not even" in train_lm("--width", 33).stderr

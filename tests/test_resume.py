@@ -32,9 +32,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
-def start(folder: pathlib.Path, *args: object, data="data.jsonl") -> subprocess.Popen:
+def start(
+    folder: pathlib.Path, *args: object, data="data.jsonl", script=TRAIN_LM
+) -> subprocess.Popen:
     command = [
-        *(sys.executable, "-W", "error", TRAIN_LM, "--data", data),
+        *(sys.executable, "-W", "error", script, "--data", data),
         *("--steps", STEPS, "--width", 16, "--layers", 1, "--max-len", 64),
         *("--max-tokens", 512, "--num-buckets", 2, "--dropout", 0.1),
         *("--save-every", 10, *args),
@@ -143,6 +145,44 @@ def test_a_second_signal_ends_it_at_once(folder):
     )
     assert run.stdout == "SIGINT\n"
     assert run.returncode == -signal.SIGINT
+
+
+def test_a_signal_while_it_evaluates_loses_nothing(folder):
+    # The last part of every save is slow, as it is for a large state.
+    code = (
+        f"import sys, time; sys.path.insert(0, {str(TRAIN_LM.parent)!r})\n"
+        "from jaxbucket import Checkpoints\n"
+        "import train_lm\n"
+        "def slow(self, seal=Checkpoints._seal):\n"
+        "    time.sleep(2)\n"
+        "    seal(self)\n"
+        "def note(self, state, log):\n"
+        "    print('EVALUATING', flush=True)\n"
+        "    time.sleep(60)\n"
+        "Checkpoints._seal, train_lm.HeldOut.note = slow, note\n"
+        "train_lm.main()\n"
+    )
+    script = folder / "slow.py"
+    script.write_text(code)
+    checkpoints = folder / "evaluating"
+    run = start(
+        *(folder, "--checkpoint", checkpoints, "--save-every", 1000), script=script
+    )
+    for line in run.stdout:
+        if "EVALUATING" in line:
+            break
+    run.send_signal(signal.SIGTERM)
+    run.communicate(timeout=60)
+    assert latest(checkpoints) == STEPS
+
+
+def test_other_options_are_said_when_a_run_goes_on(folder, stopped):
+    checkpoints = folder / "options"
+    shutil.copytree(stopped, checkpoints)
+    run = start(folder, "--checkpoint", checkpoints, "--resume", "--lr", 0.001)
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+    assert "Other than before: --lr 0.008 -> 0.001" in out
 
 
 @pytest.fixture(scope="module")
