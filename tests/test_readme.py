@@ -13,9 +13,9 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-def test_quick_start_runs_as_printed(tmp_path):
-    (code,) = blocks("python")
-    script = tmp_path / "quick_start.py"
+def output_of(code: str, folder: pathlib.Path) -> str:
+    """What a script of this code prints, in a process of its own."""
+    script = folder / "script.py"
     script.write_text(code)
     run = subprocess.run(
         [sys.executable, "-W", "error", script],
@@ -25,7 +25,13 @@ def test_quick_start_runs_as_printed(tmp_path):
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert re.search(r"\d\.\d\d nats per token after \d+ steps", run.stdout)
+    return run.stdout
+
+
+def test_quick_start_runs_as_printed(tmp_path):
+    (code,) = blocks("python")
+    printed = output_of(code, tmp_path)
+    assert re.search(r"\d\.\d\d nats per token after \d+ steps", printed)
 
 
 def test_the_loop_that_saves_goes_on_where_it_was(tmp_path):
@@ -33,20 +39,9 @@ def test_the_loop_that_saves_goes_on_where_it_was(tmp_path):
     code = code[: code.index("for batch in")]
     # Saved within the one epoch of the quick start, in a folder of the test's own.
     loop = loop.replace("runs/a", str(tmp_path / "runs")).replace("100", "10")
-    script = tmp_path / "loop.py"
     tell = 'print("position" in globals() and position.step, len(dataset), step)'
-    script.write_text(f"{code}\n{loop}\n{tell}\n")
-    told = []
-    for _ in range(2):
-        run = subprocess.run(
-            [sys.executable, "-W", "error", script],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr
-        told.append(run.stdout.splitlines()[-1].split())
+    script = f"{code}\n{loop}\n{tell}\n"
+    told = [output_of(script, tmp_path).splitlines()[-1].split() for _ in range(2)]
     (began, left, end), (resumed, left_then, end_then) = told
     assert began == "False" and left == end == end_then
     assert 0 < int(resumed) < int(end) and int(resumed) % 10 == 0
