@@ -25,17 +25,26 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status: that of the first way that failed, or 0."""
-    summaries = {}
+    """Returns the exit status: that of the first way that failed, or 0.
+
+    What the ways before it did is shown all the same.
+    """
+    summaries: dict[str, dict[str, Any]] = {}
+    status = 0
     with tempfile.TemporaryDirectory() as folder:
         for policy in POLICIES:
             path = pathlib.Path(folder) / f"{policy}.json"
-            status = subprocess.run(
-                _command(args, policy, path), check=False
-            ).returncode
+            command = _command(args, policy, path)
+            status = subprocess.run(command, check=False).returncode
             if status:
-                return status
+                break
             summaries[policy] = json.loads(path.read_text())
+    if summaries:
+        _show(summaries, args)
+    return status
+
+
+def _show(summaries: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
     # Wide enough for the tables, whatever they are printed to.
     wide = Console(width=max(console.width, _WIDTH), highlight=False)
     wide.print(speed_table(summaries), cost_table(summaries))
@@ -43,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
         pathlib.Path(args.json).write_text(json.dumps(summaries, indent=2) + "\n")
     if args.plot:
         draw(summaries, args.plot)
-    return 0
 
 
 def _command(args: argparse.Namespace, policy: str, path: pathlib.Path) -> list[str]:
