@@ -115,6 +115,8 @@ def read_lengths(path: pathlib.Path, column: str | None) -> np.ndarray:
             # Whatever comes to mind to a parser that is given other bytes.
             raise ValueError(f"`{path}` is no whole numpy file: {error}.") from None
         return _column(path, arrays, column)
+    if column is not None:
+        raise ValueError(f"`{path}` is no .npz file: no `--column`.")
     words = _read_text(path).split()
     try:
         return np.array([int(word) for word in words], np.int64)

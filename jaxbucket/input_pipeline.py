@@ -250,12 +250,12 @@ class BatchDataset(grain.MapDataset[Batch]):
         if schedule.continues is None and continues is not None:
             # What the run has once deliberately gone on with is no change any more.
             schedule = schedule.beginning_at(position.schedule["first_step"], continues)
-        position.check_same(self._following(schedule, None).position(position.step))
         if position.step > self._num_steps:
             raise ValueError(
                 f"The run ends at `num_steps={self._num_steps}`, before the "
                 f"position's step {position.step}. Raise `num_steps`."
             )
+        position.check_same(self._following(schedule, None).position(position.step))
         return self._following(schedule, position.step)
 
     def _following(self, schedule: BatchSchedule, start: int | None) -> BatchDataset:

@@ -18,6 +18,20 @@ from jaxbucket import BucketPlan, plan_buckets
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a process that a test starts has compiled, the next one reads.
+
+    This process has read its environment, and compiles anew.
+    """
+    folder = tmp_path_factory.mktemp("compiled")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
 # Real lengths, beside the repository where they are present.
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 

@@ -172,6 +172,11 @@ def test_an_array_that_is_not_there_is_named(files):
     assert message in refused("plan", "two.npz", "--max-tokens", 500, "--column", "x")
 
 
+def test_text_has_no_column(files):
+    output = refused("plan", "lengths.txt", "--max-tokens", 500, "--column", "x")
+    assert "is no .npz file: no `--column`" in output
+
+
 def test_an_array_without_a_name_has_no_column(files):
     output = refused("plan", "lengths.npy", "--max-tokens", 500, "--column", "x")
     assert "has one array, without a name" in output

@@ -90,6 +90,20 @@ def test_a_way_that_fails_ends_the_comparison(tmp_path):
     assert "does not exist" in run.stderr
 
 
+def test_what_was_compared_before_a_failure_is_shown(jsonl, tmp_path):
+    # The dynamic way may not make a batch of 3 rows on 2 devices: the third fails.
+    out = tmp_path / "compare.json"
+    run = train_lm(
+        *("--data", jsonl, "--field", "body", "--compare", "--seconds", 1),
+        *("--devices", 2, "--batch-size-multiple", 1, "--max-tokens", 512),
+        *("--json", out),
+    )
+    assert run.returncode == 1
+    assert "cannot be cut into 2 equal parts" in run.stderr
+    assert list(json.loads(out.read_text())) == ["bucketed", "pad-to-max"]
+    assert re.search(r"^ *pad-to-max ", run.stdout, re.MULTILINE)
+
+
 def test_reads_text_lines_and_folders(jsonl, tmp_path):
     text = tmp_path / "lines.txt"
     text.write_text("\n".join(f"line {n}" for n in range(150)))

@@ -360,6 +360,11 @@ def test_a_position_beyond_the_end_of_the_run_is_refused():
     position = batch_dataset(source, schedule, num_steps=9).position(9)
     with pytest.raises(ValueError, match="ends at `num_steps=5`, before .* step 9"):
         batch_dataset(source, schedule, num_steps=5).resume(position)
+    # Also where the run that ends has deliberately gone on since.
+    grown = schedule.continue_with(position)
+    position = batch_dataset(source, grown, num_steps=12).position(12)
+    with pytest.raises(ValueError, match="ends at `num_steps=5`, before .* step 12"):
+        batch_dataset(source, schedule, num_steps=5).resume(position)
 
 
 def test_a_dataset_begins_with_the_first_step_of_its_schedule():

@@ -41,16 +41,10 @@ def start(
         *("--max-tokens", 512, "--num-buckets", 2, "--dropout", 0.1),
         *("--save-every", 10, *args),
     ]
-    # What a process compiled, the next one reads.
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
     return subprocess.Popen(
         list(map(str, command)),
         cwd=folder,
-        env=os.environ | cache | {"XLA_FLAGS": ""},
+        env=os.environ | {"XLA_FLAGS": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
