@@ -50,7 +50,6 @@ class TrainingLog:
 
     Attributes:
       records: every step since this process began.
-      digest: of all batches since step 0, in turn.
     """
 
     def __init__(
@@ -61,11 +60,9 @@ class TrainingLog:
         num_steps: int | None,
         seconds: float | None,
         first_step: int = 0,
-        digest: str = "",
     ):
         self.records: list[StepRecord] = []
         self.lines: list[dict[str, Any]] = []
-        self.digest = digest
         self._clock = clock
         self._learning_rate = learning_rate
         self._num_steps = num_steps
@@ -138,7 +135,6 @@ class TrainingLog:
         # that dispatches it, others long after.
         end = self._waiter.submit(self._end, metrics)
         self._pending = batch.bucket, metrics, end
-        self.digest = batch_digest(self.digest, batch)
 
     def settle(self) -> None:
         """Waits for the last step, and records it."""
@@ -202,19 +198,40 @@ class TrainingLog:
             "steps": self.step,
             "first_step": self._first_step,
             **(averages(self.records) if self.records else {}),
-            "batches_digest": self.digest,
             "lines": self.lines,
+            "losses": [record.loss for record in self.records],
         }
 
 
-def batch_digest(before: str, batch: jb.Batch) -> str:
-    """Names a batch and all before it, by what the devices of this host have of it."""
-    state = hashlib.blake2b(before.encode(), digest_size=16)
-    for leaf in jax.tree.leaves(batch):
-        for shard in leaf.addressable_shards:
-            if shard.replica_id == 0:
-                state.update(np.ascontiguousarray(shard.data).data)
-    return state.hexdigest()
+class BatchDigest:
+    """Names all batches of a run, whoever has their rows.
+
+    A sum of what every row says of itself and its place, so that processes add up.
+    """
+
+    def __init__(self, processes: jb.Processes, before: str = "0"):
+        self._processes = processes
+        # Known to all of them, and counted by one.
+        self._sum = int(before, 16) if processes.index == 0 else 0
+
+    def add(self, batch: jb.Batch, step: int) -> None:
+        for number, leaf in enumerate(jax.tree.leaves(batch)):
+            for shard in leaf.addressable_shards:
+                if shard.replica_id == 0:
+                    rows = np.ascontiguousarray(shard.data)
+                    first = shard.index[0].start or 0
+                    for row, values in enumerate(rows, first):
+                        self._sum += _hash(f"{step} {number} {row} ", values)
+
+    def total(self) -> str:
+        """The same in all processes; all have to ask."""
+        told = self._processes.gather("batches digest", f"{self._sum:x}")
+        return f"{sum(int(part, 16) for part in told) % 2**128:032x}"
+
+
+def _hash(place: str, values: np.ndarray) -> int:
+    found = hashlib.blake2b(place.encode() + values.tobytes(), digest_size=16)
+    return int.from_bytes(found.digest())
 
 
 def averages(records: Sequence[StepRecord]) -> dict[str, float]:

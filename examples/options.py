@@ -10,6 +10,8 @@ import policies
 SEQ_LEN_MULTIPLE = 32
 # What may be another when a run goes on, and is then said.
 TRAINING = ("steps", "seconds", "lr", "dropout", "mode")
+# What need not be the same in all processes: the data is compared by what it holds.
+OF_ONE_PROCESS = ("data", "json", "plot", "timeout")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -58,7 +60,25 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--seed", type=seed, default=0, help="of everything random")
     devices = parser.add_argument_group("devices")
     devices.add_argument("--devices", type=positive, help="simulate so many on the CPU")
-    devices.add_argument("--mode", choices=("jit", "shard_map"), default="jit")
+    devices.add_argument("--mode", choices=("jit", "shard_map", "pmap"), default="jit")
+    devices.add_argument(
+        "--model-devices",
+        type=positive,
+        default=1,
+        help="devices that share the same rows, and the layers of the model",
+    )
+    devices.add_argument(
+        "--fully-sharded",
+        action="store_true",
+        help="cut the state over the devices, too",
+    )
+    devices.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=rate,
+        default=60.0,
+        help="after which a silent process is lost",
+    )
     ways = parser.add_argument_group("ways to make batches")
     ways.add_argument(
         "--policy", choices=policies.POLICIES, default="bucketed", help="one of them"

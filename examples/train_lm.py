@@ -5,11 +5,13 @@
     python examples/train_lm.py --checkpoint runs/a          # and, when it was stopped:
     python examples/train_lm.py --checkpoint runs/a --resume
     python examples/train_lm.py --compare --seconds 300 --max-len 2048
+    python scripts/launch_local.py -n 2 -d 2 -- python examples/train_lm.py
 
 Without `--data` it reads the functions and classes of the running Python's standard
 library. All shapes are compiled before the first step; the end says whether any was
 compiled after it. `--policy` makes batches in another way, and `--compare` trains in
-every way for the same time.
+every way for the same time. Several processes train as one, where the environment or a
+cluster says that there are several.
 """
 
 import argparse
@@ -32,13 +34,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import partition
 import policies
 import recipe
 import summary
 from flax import nnx
-from interrupt import StopRequest
-from live import Clock, TrainingLog, console
-from options import SEQ_LEN_MULTIPLE, TRAINING, parse_arguments
+from live import BatchDigest, Clock, TrainingLog, console
+from options import OF_ONE_PROCESS, SEQ_LEN_MULTIPLE, TRAINING, parse_arguments
 from transformer import Transformer
 
 import jaxbucket as jb
@@ -66,16 +68,28 @@ class Job:
     """All that is settled before anything compiles.
 
     Attributes:
+      processes: those that train together.
       mesh: where batches go.
       limits: what every batch keeps to, whatever the policy.
       train: the documents to train on; their plan has one shape for some policies.
       held_out: the others, in the shapes of the bucketed plan whatever the policy.
     """
 
+    processes: jb.Processes
     mesh: jax.sharding.Mesh
     limits: policies.Limits
     train: Part
     held_out: Part
+
+    def check_agreement(
+        self, position: jb.DataPosition, args: argparse.Namespace
+    ) -> None:
+        options = {
+            f"--{name.replace('_', '-')}": value
+            for name, value in vars(args).items()
+            if name not in OF_ONE_PROCESS
+        }
+        self.processes.check_agreement(position, self.mesh, options)
 
 
 @dataclasses.dataclass
@@ -84,8 +98,8 @@ class Progress:
 
     state: jb.TrainState
     dataset: BatchDataset
+    digest: BatchDigest
     step: int = 0
-    digest: str = ""
     seconds: float = 0.0
 
 
@@ -129,33 +143,44 @@ class HeldOut:
 def main() -> None:
     args = parse_arguments()
     try:
-        sys.exit(comparison.run(args) if args.compare else train_one_way(args))
+        status = comparison.run(args) if args.compare else train_one_way(args)
     except (ValueError, OSError) as error:
         sys.exit(f"train_lm.py: {error}")
     except KeyboardInterrupt:
         # Of a run that is training with checkpoints it is a wish, and not seen here.
-        sys.exit(128 + signal.SIGINT)
+        status = 128 + signal.SIGINT
+    sys.exit(status)
 
 
-def train_one_way(args: argparse.Namespace) -> None:
+def train_one_way(args: argparse.Namespace) -> int:
+    """Returns the exit status."""
     if args.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices)
-    job = prepare(args)
-    with jb.count_compiles() as compiles, checkpoints_of(args) as checkpoints:
-        numbers = run(job, args, compiles, checkpoints)
-    console.print(summary.in_words(numbers))
-    if args.json:
-        pathlib.Path(args.json).write_text(summary.to_json(numbers) + "\n")
+    with jb.Processes(timeout=args.timeout) as processes:
+        # What is said is the same in all of them.
+        console.quiet = processes.index > 0
+        job = prepare(args, processes)
+        with jb.count_compiles() as compiles, checkpoints_of(args) as checkpoints:
+            return run(job, args, compiles, checkpoints)
 
 
-def prepare(args: argparse.Namespace) -> Job:
+def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
     """Reads and measures the documents, and plans the shapes for them."""
     if args.checkpoint and args.policy not in policies.RESUMABLE:
         raise ValueError(
             f"`--policy {args.policy}` cannot be resumed, for its batches depend on "
             "all before them: leave out `--checkpoint`, or choose one of "
             f"{', '.join(policies.RESUMABLE)}."
+        )
+    if processes.count > 1 and args.policy not in policies.RESUMABLE:
+        raise ValueError(
+            f"`--policy {args.policy}` gives every process batches of its own shapes: "
+            f"start one process, or choose one of {', '.join(policies.RESUMABLE)}."
+        )
+    if processes.count > 1 and args.seconds:
+        raise ValueError(
+            "`--seconds` is of one clock, and every process has its own: give --steps."
         )
     split = documents.load(args.data, args.field)
     lengths = jb.measure_lengths(split.train)
@@ -169,16 +194,20 @@ def prepare(args: argparse.Namespace) -> Job:
     )
     buckets = plan(lengths, limits, args.num_buckets)
     own = buckets if args.policy == "bucketed" else plan(lengths, limits, 1)
-    mesh = jb.data_mesh()
+    mesh = partition.make_mesh(args)
     if args.policy == "dynamic":
         # A batch may be as small as the multiple.
         jb.local_rows(mesh).part_size(limits.batch_size_multiple)
-    return Job(
+    job = Job(
+        processes,
         mesh,
         limits,
         Part(split.train, jb.BatchSchedule(own, lengths, seed=args.seed)),
         Part(split.held_out, jb.BatchSchedule(buckets, held_out, order="source")),
     )
+    # Before anything that one of them would wait for the others in.
+    job.check_agreement(dataset(job, args, job.train.schedule).position(0), args)
+    return job
 
 
 def plan(
@@ -208,8 +237,8 @@ def run(
     args: argparse.Namespace,
     compiles: Counter[str],
     checkpoints: jb.Checkpoints | None,
-) -> dict[str, Any]:
-    """Compiles, trains and evaluates; returns every number about it."""
+) -> int:
+    """Compiles, trains and evaluates; returns the exit status."""
     show(job, args)
     learning_rate, tx = recipe.make_optimizer(args)
     progress = begin(job, args, tx, checkpoints)
@@ -226,16 +255,15 @@ def run(
         num_steps=None if args.seconds else args.steps,
         seconds=args.seconds,
         first_step=progress.step,
-        digest=progress.digest,
     )
-    train(job, args, progress, steps, log, checkpoints, held_out)
+    stopped = train(job, args, progress, steps, log, checkpoints, held_out)
+    if stopped:
+        console.print(how_to_go_on(stopped, args, progress.step), soft_wrap=True)
+        return 128 + stopped
     clock.pause()
     held_out.note(progress.state, log)
-    # There is no step where a run is resumed that was over.
-    if args.plot and log.records:
-        summary.draw(log.records, args.plot)
     seconds = {"train_step": steps.seconds, "eval_step": held_out.steps.seconds}
-    return {
+    numbers = {
         "versions": {"jaxbucket": jb.__version__, "jax": jax.__version__},
         "devices": [str(device) for device in job.mesh.devices.flat],
         "arguments": vars(args),
@@ -251,18 +279,31 @@ def run(
             for name, of_shape in seconds.items()
         },
         "seconds": clock.seconds,
-        "train": log.summary(),
+        "train": {**log.summary(), "batches_digest": progress.digest.total()},
         "buckets": [use.to_dict() for use in bucket_uses(log.records)],
         "params_digest": summary.digest(progress.state.params),
         "curve": held_out.curve,
         "held_out": held_out.curve[-1],
     }
+    if job.processes.index == 0:
+        report(numbers, log, args)
+    return 0
+
+
+def report(numbers: dict[str, Any], log: TrainingLog, args: argparse.Namespace) -> None:
+    console.print(summary.in_words(numbers))
+    if args.json:
+        pathlib.Path(args.json).write_text(summary.to_json(numbers) + "\n")
+    # There is no step where a run is resumed that was over.
+    if args.plot and log.records:
+        summary.draw(log.records, args.plot)
 
 
 def show(job: Job, args: argparse.Namespace) -> None:
     console.print(
         f"{len(job.train.source)} documents to train on, {len(job.held_out.source)} "
-        f"held out. {args.policy} on {job.mesh.size} device(s), {args.mode}."
+        f"held out. {args.policy} on {job.mesh.size} device(s) of "
+        f"{job.processes.count} process(es), {args.mode}."
     )
     if args.policy in policies.RESUMABLE:
         console.print("One epoch:")
@@ -277,8 +318,11 @@ def begin(
 ) -> Progress:
     """Step 0, or where a checkpoint says to go on."""
     model = Transformer(args.width, args.layers, args.dropout, nnx.Rngs(args.seed))
-    state = jb.replicate(jb.create_state(model, tx), job.mesh)
-    progress = Progress(state, dataset(job, args, job.train.schedule))
+    state = jb.create_state(model, tx)
+    sharding = partition.state_sharding(state, job.mesh, args)
+    state = partition.place(state, job.mesh, sharding)
+    digest = BatchDigest(job.processes)
+    progress = Progress(state, dataset(job, args, job.train.schedule), digest)
     if checkpoints is None:
         return progress
     step = checkpoints.latest_step
@@ -304,7 +348,9 @@ def begin(
         if was != getattr(args, name):
             option = name.replace("_", "-")
             console.print(f"Other than before: --{option} {was} -> {vars(args)[name]}")
-    return Progress(state, rest, step, extra["digest"], extra["seconds"])
+    job.check_agreement(rest.position(step), args)
+    digest = BatchDigest(job.processes, extra["digest"])
+    return Progress(state, rest, digest, step, extra["seconds"])
 
 
 def dataset(
@@ -340,7 +386,14 @@ def compile_train(
     state: jb.TrainState,
 ) -> jb.CompiledSteps | policies.Jitted:
     loss_fn = recipe.packed_loss if args.policy == "grain-pack" else recipe.loss
-    step = jb.data_parallel(loss_fn, tx, job.mesh, mode=args.mode, seed=args.seed)
+    step = jb.data_parallel(
+        loss_fn,
+        tx,
+        job.mesh,
+        mode=args.mode,
+        seed=args.seed,
+        state_sharding=partition.state_sharding(state, job.mesh, args),
+    )
     if args.policy == "dynamic":
         return policies.Jitted(step)
     return jb.compile_steps(step, state, job.train.specs(job.mesh))
@@ -354,8 +407,8 @@ def train(
     log: TrainingLog,
     checkpoints: jb.Checkpoints | None,
     held_out: HeldOut,
-) -> None:
-    """Trains to the end, or until a signal asks to stop; then it exits by itself."""
+) -> signal.Signals | None:
+    """Trains to the end, or until a signal asks to stop; returns that, if it does."""
 
     def save() -> None:
         if checkpoints:
@@ -363,7 +416,7 @@ def train(
                 progress.state,
                 progress.dataset.position(progress.step),
                 {
-                    "digest": log.digest,
+                    "digest": progress.digest.total(),
                     "seconds": log.seconds,
                     "options": {name: vars(args)[name] for name in TRAINING},
                 },
@@ -373,17 +426,20 @@ def train(
     is_over = progress.step > 0 and log.done >= 1
     feed = [] if is_over else batches(job, args, progress)
     # Without a checkpoint there is nothing to finish for.
-    with StopRequest() if checkpoints else contextlib.nullcontext() as stop, log:
+    wish = jb.StopRequest(job.processes) if checkpoints else contextlib.nullcontext()
+    with wish as stop, log:
         for batch in jb.prefetch_to_mesh(feed, job.mesh):
+            if stop and stop.before(progress.step):
+                break
             progress.state, metrics = steps(progress.state, batch)
             progress.step += 1
             # A copy, as the next step takes the state's own buffers.
             metrics["lr_factor"] = jnp.copy(progress.state.opt_state[-1].factor)
             log.add(batch, metrics)
+            progress.digest.add(batch, progress.step)
             if progress.step % args.save_every == 0:
                 save()
-            # At the end and not before a step: one is always done.
-            if log.done >= 1 or (stop and stop.signal):
+            if log.done >= 1:
                 break
             if log.done * args.points >= points:
                 points = int(log.done * args.points) + 1
@@ -394,8 +450,7 @@ def train(
         if checkpoints:
             # Before signals are again what they are without us.
             checkpoints.wait()
-        if stop and stop.signal:
-            exit_by(stop.signal, args, progress.step)
+    return stop.signal if stop else None
 
 
 def batches(
@@ -409,16 +464,13 @@ def batches(
     return progress.dataset
 
 
-def exit_by(number: signal.Signals, args: argparse.Namespace, step: int) -> None:
-    """Says how to go on; exits as a process does that the signal ended."""
+def how_to_go_on(number: signal.Signals, args: argparse.Namespace, step: int) -> str:
     own = [word for word in sys.argv if word not in ("--resume", "--resume-changed")]
     command = shlex.join(["python", *own, "--resume"])
-    console.print(
+    return (
         f"\nStopped by {number.name} after step {step}, which is saved in "
-        f"{args.checkpoint}. Go on with:\n{command}",
-        soft_wrap=True,
+        f"{args.checkpoint}. Go on with:\n{command}"
     )
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from jaxbucket.compile import CompiledSteps, compile_steps, count_compiles
     from jaxbucket.input_pipeline import batch_dataset, measure_lengths
     from jaxbucket.optim import scale_by_batch_size
+    from jaxbucket.prediction import data_parallel_predict, predict
+    from jaxbucket.preemption import StopRequest
+    from jaxbucket.processes import Processes
     from jaxbucket.sharding import (
         batch_specs,
         data_mesh,
@@ -49,6 +52,10 @@ _ON_FIRST_USE = {
     "compile_steps": "compile",
     "count_compiles": "compile",
     "scale_by_batch_size": "optim",
+    "data_parallel_predict": "prediction",
+    "predict": "prediction",
+    "StopRequest": "preemption",
+    "Processes": "processes",
     "TrainState": "train",
     "create_state": "train",
     "data_parallel": "train",
@@ -64,9 +71,11 @@ __all__ = [
     "Checkpoints",
     "CompiledSteps",
     "DataPosition",
+    "Processes",
     "Report",
     "Restored",
     "RowShard",
+    "StopRequest",
     "TrainState",
     "batch_dataset",
     "batch_specs",
@@ -77,9 +86,11 @@ __all__ = [
     "data_mesh",
     "data_parallel",
     "data_parallel_eval",
+    "data_parallel_predict",
     "local_rows",
     "measure_lengths",
     "plan_buckets",
+    "predict",
     "prefetch_to_mesh",
     "replicate",
     "report",

@@ -114,10 +114,11 @@ def prefetch_to_mesh(
     sharding = batch_sharding(mesh, batch_axes)
     # device_put returns before the copy is done, so a queue of its results suffices.
     on_device = (_to_global(batch, shard, sharding) for batch in batches)
-    return _ahead(on_device, size)
+    return ahead(on_device, size)
 
 
-def _ahead(items: Iterator[_T], size: int) -> Iterator[_T]:
+def ahead(items: Iterator[_T], size: int) -> Iterator[_T]:
+    """Yields the items, `size` of them asked for beside the one in use."""
     queue = collections.deque(itertools.islice(items, size))
     for item in items:
         queue.append(item)

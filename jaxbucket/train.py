@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,12 @@ from flax.errors import TraceContextError
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base import Batch
-from jaxbucket.checks import check_seed
+from jaxbucket.checks import check_choice, check_seed
+from jaxbucket.pmap import PmapStep, Rows
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
 
 LossFn: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple]
-Mode: TypeAlias = Literal["jit", "shard_map"]
+Mode: TypeAlias = Literal["jit", "shard_map", "pmap"]
 Metrics: TypeAlias = dict[str, jax.Array]
 _OWN_METRICS = {"loss", "loss_sum", "weight", "num_tokens", "num_examples"}
 # (state, batch, keys of the rows given here) -> sums over these rows
@@ -123,21 +124,26 @@ def data_parallel(
         batch as extra arguments.
       mesh: where batches are sharded.
       mode: "jit" leaves the partitioning to the compiler; "shard_map" runs the loss on
-        each device's rows and adds up by an explicit `psum`. Equal results.
+        each device's rows and adds up by an explicit `psum`; "pmap" runs the whole
+        step so, by `jax.pmap`. Equal results.
       batch_axes: the mesh axes that cut the rows.
       seed: what dropout keys are derived from.
       state_sharding: sharding of the state, or a tree of them; by default replicated.
+        Under "pmap" it always is.
 
     Returns:
       The step. It donates its state. Metrics: "loss" (`loss_sum / weight`), "weight",
       "num_tokens", "num_examples", and the loss's own sums.
 
     Raises:
-      ValueError: for an unknown mode or axis, or a seed out of range; when traced,
-        for a loss that breaks the contract.
+      ValueError: for an unknown mode or axis, a seed out of range, or a sharded state
+        under "pmap"; when traced, for a loss that breaks the contract.
     """
-    if state_sharding is None:
-        state_sharding = NamedSharding(mesh, PartitionSpec())
+    if mode == "pmap" and state_sharding is not None:
+        raise ValueError(
+            "`state_sharding`: under `mode='pmap'` every device holds the whole state. "
+            "Shard it under 'jit' or 'shard_map'."
+        )
     tx = optax.with_extra_args_support(tx)
     seed = check_seed(seed)
 
@@ -169,7 +175,11 @@ def data_parallel(
             state, step=state.step + 1, params=params, opt_state=opt_state
         ), metrics
 
+    if mode == "pmap":
+        return PmapStep(train_step, mesh, axis_names(mesh, batch_axes), donate=True)
     replicated = NamedSharding(mesh, PartitionSpec())
+    if state_sharding is None:
+        state_sharding = replicated
     return jax.jit(
         train_step, donate_argnums=0, out_shardings=(state_sharding, replicated)
     )
@@ -197,6 +207,8 @@ def data_parallel_eval(
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
         return _mean(over_batch(state, batch))
 
+    if mode == "pmap":
+        return PmapStep(eval_step, mesh, axis_names(mesh, batch_axes), donate=False)
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
@@ -204,7 +216,9 @@ def _over_batch(
     sums: _Sums, mesh: Mesh, mode: Mode, batch_axes: Axes, seed: int | None
 ) -> Callable[[TrainState, Batch], Any]:
     """`sums` over the rows of the global batch, on whichever devices they are."""
+    check_choice("mode", mode, get_args(Mode))
     axes = axis_names(mesh, batch_axes)
+    rows = Rows.of(mesh, axes)
 
     def on_rows(state: TrainState, batch: Batch, first_row: Any) -> Any:
         num_rows = batch.bucket.batch_size
@@ -228,20 +242,24 @@ def _over_batch(
         first_row = jax.lax.axis_index(axes) * batch.bucket.batch_size
         return jax.lax.psum(on_rows(state, batch, first_row), axes)
 
+    def on_mapped_rows(state: TrainState, batch: Batch) -> Any:
+        first_row = rows.first_row(batch.bucket.batch_size)
+        return rows.add_up(on_rows(state, batch, first_row))
+
     if mode == "jit":
         return on_all_rows
-    if mode == "shard_map":
-        # check_vma would refuse ordinary models, such as a scan that starts from
-        # zeros; gradients are of local sums, so the explicit psum is all they need.
-        return jax.shard_map(
-            on_own_rows,
-            mesh=mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(axes)),
-            out_specs=PartitionSpec(),
-            axis_names=set(axes),
-            check_vma=False,
-        )
-    raise ValueError(f"`mode={mode!r}`: choose 'jit' or 'shard_map'.")
+    if mode == "pmap":
+        return on_mapped_rows
+    # check_vma would refuse ordinary models, such as a scan that starts from zeros;
+    # gradients are of local sums, so the explicit psum is all they need.
+    return jax.shard_map(
+        on_own_rows,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(axes)),
+        out_specs=PartitionSpec(),
+        axis_names=set(axes),
+        check_vma=False,
+    )
 
 
 def row_keys(

@@ -19,7 +19,6 @@ from jaxbucket import BucketPlan, plan_buckets
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What a process that a test starts has compiled, the next one reads.

@@ -35,7 +35,26 @@ ROOMS = {
     "sharding": ({"checks", "base", "collate"}, {"numpy", "jax"}),
     "compile": ({"base"}, {"jax", "rich"}),
     "optim": (set(), {"jax", "optax"}),
-    "train": ({"checks", "base", "sharding"}, {"numpy", "jax", "flax", "optax"}),
+    "pmap": ({"base"}, {"numpy", "jax"}),
+    "train": (
+        {"checks", "base", "sharding", "pmap"},
+        {"numpy", "jax", "flax", "optax"},
+    ),
+    "prediction": (
+        {"checks", "base", "collate", "schedule", "sharding", "pmap", "train"},
+        {"numpy", "jax"},
+    ),
+    "coordination": (set(), {"jax"}),
+    "last_words": (set(), set()),
+    "watchdog": ({"coordination", "last_words"}, {"jax"}),
+    "processes": (
+        {
+            *("__version__", "checks", "position", "coordination", "last_words"),
+            "watchdog",
+        },
+        {"jax"},
+    ),
+    "preemption": ({"processes"}, {"jax"}),
     "checkpoint": ({"checks", "position"}, {"numpy", "jax", "orbax", "etils"}),
     "plots": ({"checks", "base", "stats"}, {"numpy", "matplotlib"}),
     "cli": (

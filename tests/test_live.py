@@ -114,16 +114,18 @@ def test_a_run_by_time_ends_with_its_time(live):
         assert log.done == 1
 
 
+def digest_of(live, batches, first=0, before="0"):
+    digest = live.BatchDigest(jb.Processes(), before)
+    for step, batch in enumerate(batches, first):
+        digest.add(batch, step)
+    return digest.total()
+
+
 def test_the_digest_names_every_batch_in_turn_on_any_number_of_devices(live):
     batches = [make_batch(jb.Bucket(8, 4), value) for value in (1, 2, 3)]
-    digests = set()
-    for devices in (1, 2, 8):
-        digests.add(train(live, [on_mesh(b, devices) for b in batches]).digest)
-    assert len(digests) == 1
-    swapped = [batches[1], batches[0], batches[2]]
-    digests.add(train(live, [on_mesh(b) for b in swapped]).digest)
-    digests.add(train(live, [on_mesh(b) for b in batches[:2]]).digest)
-    assert len(digests) == 3
-    first = train(live, [on_mesh(b) for b in batches[:2]])
-    rest = train(live, [on_mesh(batches[2])], digest=first.digest, first_step=2)
-    assert rest.digest in digests
+    whole = {digest_of(live, [on_mesh(b, n) for b in batches]) for n in (1, 2, 8)}
+    assert len(whole) == 1
+    swapped = digest_of(live, map(on_mesh, [batches[1], batches[0], batches[2]]))
+    cut = digest_of(live, map(on_mesh, batches[:2]))
+    assert len({*whole, swapped, cut}) == 3
+    assert digest_of(live, [on_mesh(batches[2])], 2, before=cut) in whole

@@ -123,24 +123,6 @@ def test_asked_to_stop_it_saves_the_step_in_hand_and_says_how_to_go_on(folder, n
     check_same_end(folder, name)
 
 
-def test_a_second_signal_ends_it_at_once(folder):
-    # In a process of its own, where nothing else handles signals.
-    code = (
-        f"import sys, os, signal; sys.path.insert(0, {str(TRAIN_LM.parent)!r})\n"
-        "from interrupt import StopRequest\n"
-        "with StopRequest() as stop:\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    print(stop.signal.name, flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    print('still there', flush=True)\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert run.stdout == "SIGINT\n"
-    assert run.returncode == -signal.SIGINT
-
-
 def test_a_signal_while_it_evaluates_loses_nothing(folder):
     # The last part of every save is slow, as it is for a large state.
     code = (

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jaxbucket as jb
 from jaxbucket.train import row_keys
 
-MODES = ["jit", "shard_map"]
+MODES = ["jit", "shard_map", "pmap"]
 VOCABULARY, WIDTH = 12, 6
 
 # (shape of the mesh, its axes, which of them cut the rows, permuted devices)
@@ -708,7 +708,83 @@ def replicated_run():
     return state.params
 
 
-@pytest.mark.parametrize("mode", MODES)
+def test_pmap_refuses_a_sharded_state():
+    mesh = jb.data_mesh()
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    with pytest.raises(ValueError, match="under `mode='pmap'` every device holds the"):
+        jb.data_parallel(
+            loss_fn, optax.sgd(0.1), mesh, mode="pmap", state_sharding=sharding
+        )
+
+
+def test_pmap_gives_back_the_memory_of_its_state():
+    source, schedule = setup_run()
+    mesh, tx = four_devices(), optax.sgd(0.1)
+    first = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    step = jb.data_parallel(loss_fn, tx, mesh, mode="pmap")
+    specs = jb.batch_specs(schedule.plan, source[0], mesh)
+    steps = jb.compile_steps(step, first, specs, progress=False)
+    for batch in jb.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh):
+        second, _ = steps(first, batch)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.params))
+        first = second
+    for bucket in schedule.plan.buckets:
+        assert steps[bucket].memory_analysis().argument_size_in_bytes > 0
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_fully_sharded_state_trains_as_a_whole_one(ahead, mode):
+    """Every parameter and moment cut over the axis of the rows (ZeRO, FSDP)."""
+    source, schedule = setup_run()
+    mesh, tx = four_devices(), optax.adam(0.1)
+    params = {
+        "embedding": np.ones((VOCABULARY, WIDTH), np.float32),
+        "kernel": np.eye(8, dtype=np.float32),
+    }
+
+    def loss(params, batch, keys):
+        hidden = (
+            params["embedding"][batch.features["tokens"]]
+            @ (params["kernel"][:WIDTH, :WIDTH])
+        )
+        weights = jnp.arange(WIDTH, dtype=jnp.float32)
+        losses = ((hidden * weights).sum(-1) - 1) ** 2
+        return jnp.where(batch.mask, losses, 0).sum(), batch.num_tokens
+
+    def sharding_of(leaf):
+        spec = PartitionSpec("data") if leaf.ndim else PartitionSpec()
+        return NamedSharding(mesh, spec)
+
+    def train(sharding):
+        state = jb.create_state(params, tx)
+        state = (
+            jax.device_put(state, sharding) if sharding else (jb.replicate(state, mesh))
+        )
+        step = jb.data_parallel(loss, tx, mesh, mode=mode, state_sharding=sharding)
+        if ahead:
+            specs = jb.batch_specs(schedule.plan, source[0], mesh)
+            step = jb.compile_steps(step, state, specs, progress=False)
+        dataset = jb.batch_dataset(source, schedule, num_steps=5)
+        for batch in jb.prefetch_to_mesh(dataset, mesh):
+            state, metrics = step(state, batch)
+        return state, metrics
+
+    with jax.numpy_dtype_promotion("standard"):
+        shardings = jax.tree.map(sharding_of, jb.create_state(params, tx))
+        whole, of_whole = train(None)
+        cut, of_cut = train(shardings)
+    assert cut.params["kernel"].addressable_data(0).shape == (2, 8)
+    moments = cut.opt_state[0].mu["embedding"]
+    assert moments.addressable_data(0).shape == (VOCABULARY // 4, WIDTH)
+    np.testing.assert_allclose(of_cut["loss"], of_whole["loss"], rtol=1e-5)
+    for got, want in zip(
+        jax.tree.leaves(cut.params), jax.tree.leaves(whole.params), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
 @pytest.mark.parametrize("ahead", [True, False])
 def test_a_sharded_state_stays_as_it_is_sharded(ahead, mode):
     source, schedule = setup_run()
@@ -760,7 +836,7 @@ def test_a_mesh_with_explicit_axes_is_named_where_the_loss_cannot_take_it(mode):
     step = jb.data_parallel(net_loss_fn, tx, mesh, mode=mode)
     batch = jb.collate_rows(make_examples([3] * 8), jb.Bucket(8, 4))
     (batch,) = jb.prefetch_to_mesh([batch], mesh)
-    if mode == "shard_map":
+    if mode != "jit":
         step(state, batch)
         return
     with pytest.raises(ValueError, match=r"`mesh` has axis types.*\(AxisType.Auto,\)"):
@@ -808,7 +884,7 @@ def test_dropout_from_the_random_state_of_a_model_is_refused(mode):
 
 
 def test_an_unknown_mode_is_refused():
-    message = "`mode='pjit'`: choose 'jit' or 'shard_map'"
+    message = "`mode='pjit'`: choose 'jit', 'shard_map' or 'pmap'"
     with pytest.raises(ValueError, match=message):
         jb.data_parallel(loss_fn, optax.sgd(0.1), jb.data_mesh(), mode="pjit")
     with pytest.raises(ValueError, match=message):

@@ -1,0 +1,162 @@
+"""A step that `jax.pmap` runs on every device, called as a jitted one is.
+
+`jax.pmap` has one axis, over all devices, and wants it in front of every array it maps:
+`[D, B / D, T]`. Batches are `[B, T]` and cut by the mesh, so each device first puts an
+axis in front of the rows it has. Between processes nothing moves for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxbucket.base import Batch
+
+_DEVICES = "devices"
+
+
+class PmapStep:
+    """`fn(state, batch)` on the rows of every device; what it returns is one for all.
+
+    Called, lowered and compiled as what `jax.jit` returns.
+
+    Attributes:
+      mesh: where batches are sharded.
+      axes: the mesh axes that cut the rows.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[Any, Batch], Any],
+        mesh: Mesh,
+        axes: tuple[str, ...],
+        *,
+        donate: bool,
+    ):
+        functools.update_wrapper(self, fn)
+        self.mesh = mesh
+        self.axes = axes
+        self._mapped = jax.pmap(
+            fn,
+            _DEVICES,
+            in_axes=(None, 0),
+            out_axes=None,  # pyright: ignore
+            devices=list(mesh.devices.flat),
+            donate_argnums=(0,) if donate else (),
+        )
+        self._put_axis = jax.jit(
+            jax.shard_map(
+                _put_axis,
+                mesh=mesh,
+                in_specs=PartitionSpec(axes),
+                out_specs=PartitionSpec(mesh.axis_names),
+                check_vma=False,
+            )
+        )
+        self._compiled: dict[Any, PmapCompiled] = {}
+
+    def lower(self, state: Any, batch: Batch) -> PmapLowered:
+        """Traces the step for these shapes."""
+        with_axis = jax.eval_shape(self._put_axis, batch)
+        return PmapLowered(
+            self._put_axis.lower(batch),
+            # Of a `ShapeDtypeStruct` pmap would make an array, where processes are
+            # several; this it leaves alone.
+            self._mapped.lower(*jax.tree.map(_abstract, (state, with_axis))),
+        )
+
+    def __call__(self, state: Any, batch: Batch) -> Any:
+        leaves, structure = jax.tree.flatten((state, batch))
+        key = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in self._compiled:
+            self._compiled[key] = self.lower(state, batch).compile()
+        return self._compiled[key](state, batch)
+
+
+def _put_axis(batch: Batch) -> Batch:
+    return jax.tree.map(lambda leaf: leaf[None], batch)
+
+
+def _abstract(leaf: Any) -> Any:
+    return jax.core.ShapedArray(leaf.shape, leaf.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class PmapLowered:
+    """What `PmapStep.lower` returns."""
+
+    put_axis: jax.stages.Lowered
+    mapped: jax.stages.Lowered
+
+    def compile(self) -> PmapCompiled:
+        return PmapCompiled(self.put_axis.compile(), self.mapped.compile())
+
+
+@dataclasses.dataclass(frozen=True)
+class PmapCompiled:
+    """Two executables; what is asked about them is answered by the step's own."""
+
+    put_axis: jax.stages.Compiled
+    mapped: jax.stages.Compiled
+
+    def __call__(self, state: Any, batch: Batch) -> Any:
+        return self.mapped(state, self.put_axis(batch))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.mapped, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Which rows each device has; to be asked inside the mapped function.
+
+    Attributes:
+      part: `[D]`, the part of the batch that a device has, in order of the mesh.
+      is_first: `[D]` bool, False where a device before it has the same part.
+    """
+
+    part: np.ndarray
+    is_first: np.ndarray
+
+    @classmethod
+    def of(cls, mesh: Mesh, axes: tuple[str, ...]) -> Rows:
+        places = dict(zip(mesh.axis_names, np.indices(mesh.devices.shape), strict=True))
+        part = np.ravel_multi_index(
+            [places[axis].ravel() for axis in axes], [mesh.shape[axis] for axis in axes]
+        )
+        others = [places[axis].ravel() for axis in mesh.axis_names if axis not in axes]
+        is_first = np.all([place == 0 for place in others], axis=0)
+        return cls(part, np.broadcast_to(is_first, part.shape))
+
+    def first_row(self, num_rows: int) -> jax.Array:
+        """The place in the global batch of this device's first row."""
+        return jnp.asarray(self.part, jnp.int32)[_device()] * num_rows
+
+    def add_up(self, sums: Any) -> Any:
+        """The sums of all devices, every part counted once."""
+        if not self.is_first.all():
+            counts = jnp.asarray(self.is_first)[_device()]
+            sums = jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), sums)
+        return jax.lax.psum(sums, _DEVICES)
+
+    def gather(self, tree: Any) -> Any:
+        """The rows of all devices `[B, ...]`, every part once, in order."""
+        devices = np.flatnonzero(self.is_first)
+        in_order = devices[np.argsort(self.part[devices])]
+
+        def whole(rows: jax.Array) -> jax.Array:
+            every = jax.lax.all_gather(rows, _DEVICES)[in_order]
+            return every.reshape(-1, *rows.shape[1:])
+
+        return jax.tree.map(whole, tree)
+
+
+def _device() -> jax.Array:
+    return jax.lax.axis_index(_DEVICES)

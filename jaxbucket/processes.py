@@ -1,0 +1,316 @@
+"""Several processes that train as one: they agree, they stop and they end together."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import itertools
+import json
+import math
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxbucket import __version__
+from jaxbucket.checks import check_integer
+from jaxbucket.coordination import Store
+from jaxbucket.last_words import before_abort, leave
+from jaxbucket.position import DataPosition
+from jaxbucket.watchdog import EXIT_STATUS, Watchdog
+
+_MIN_TIMEOUT = 2.0
+# jax aborts without naming anyone: later than we do, then.
+_JAX_TIMEOUTS = 3
+_SECONDS_TO_FAIL = 5.0
+# Whoever is lost meanwhile ends the waiting.
+_FOREVER = 10.0**6
+_ECHOES = {
+    *("ABORTED", "CANCELLED", "DATA_LOSS", "DEADLINE_EXCEEDED"),
+    *("FAILED_PRECONDITION", "INTERNAL", "UNAVAILABLE", "UNKNOWN"),
+}
+_MAX_WORDS = 500
+_MAX_NAMES = 8
+
+
+class Processes:
+    """The processes of a run; a context around all that it does.
+
+    Within it, a process that is killed, stopped or raises makes all others end, within
+    `timeout` and a few seconds, with a sentence that names it. Alone, it does nothing.
+
+    Example:
+      >>> with Processes() as processes:
+      ...     print(processes.index, processes.count)
+      0 1
+
+    Args:
+      coordinator_address: host:port of process 0. It, and the next two, are given to
+        `jax.distributed.initialize`, unless that was called before, as it is where a
+        cluster tells them (SLURM, TPU pods). By default the environment's
+        JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; without these
+        there is one process.
+      num_processes: how many there are.
+      process_id: which of them this is.
+      timeout: seconds without a sign of life after which a process is lost. Longer
+        than any call that keeps Python from running its other threads.
+
+    Attributes:
+      index: of this process.
+      count: of all.
+      store: what they write to one another; only where they are several.
+
+    Raises:
+      ValueError: if some of the three are missing or wrong, the port is in use, or
+        `timeout` is too short.
+    """
+
+    index: int = 0
+    count: int = 1
+    store: Store
+
+    def __init__(
+        self,
+        coordinator_address: str | None = None,
+        num_processes: int | None = None,
+        process_id: int | None = None,
+        *,
+        timeout: float = 60.0,
+    ):
+        if not timeout >= _MIN_TIMEOUT:
+            raise ValueError(
+                f"`timeout={timeout}` must be at least {_MIN_TIMEOUT:g} s: a process "
+                "that is only busy is not lost."
+            )
+        self._timeout = timeout
+        self._given = _settings(coordinator_address, num_processes, process_id)
+        self._meetings: collections.Counter[str] = collections.Counter()
+        self._watchdog: Watchdog | None = None
+
+    def __enter__(self) -> Processes:
+        if self._given and not jax.distributed.is_initialized():
+            _initialize(*self._given, _JAX_TIMEOUTS * math.ceil(self._timeout))
+        if not jax.distributed.is_initialized():
+            return self
+        self.store = Store()
+        self.index, self.count = self.store.index, self.store.count
+        if self.count > 1:
+            names = self._meet()
+            self._watchdog = Watchdog(self.store, self.index, names, self._timeout)
+            self._watchdog.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if self._watchdog is None:
+            return
+        if error is None:
+            try:
+                self.store.meet("end", _FOREVER)
+            except jax.errors.JaxRuntimeError as lost:
+                error = lost
+        if error is not None:
+            self._fail(self._watchdog, error)
+        else:
+            self._watchdog.stop()
+
+    def _meet(self) -> list[str]:
+        """What each process is called, once all are here."""
+        own = f"{socket.gethostname()}, pid {os.getpid()}"
+        told = self.gather("start", json.dumps([self.count, own]))
+        counts, names = zip(*map(json.loads, told), strict=True)
+        if len(set(counts)) > 1 or len(told) != self.count:
+            said = (f"{count} in process {who}" for who, count in enumerate(counts))
+            raise ValueError(
+                "The processes do not agree on how many they are: `num_processes` is "
+                f"{', '.join(said)}. Give all of them the same."
+            )
+        return list(names)
+
+    def _fail(self, watchdog: Watchdog, error: BaseException) -> None:
+        """Tells the others; what follows is up to whoever catches the error."""
+        if _may_be_an_echo(error):
+            watchdog.wait_for_verdict()
+        words = " ".join(str(error).split())
+        watchdog.accuse(f"raised {type(error).__name__}: {words[:_MAX_WORDS]}")
+        # jax would wait for the others on its way out, and threads for collectives.
+        atexit.register(leave, 1)
+        late = threading.Timer(_SECONDS_TO_FAIL, leave, (1,))
+        late.daemon = True
+        late.start()
+
+    def gather(self, name: str, value: str, *, timeout: float = 600.0) -> list[str]:
+        """Returns what every process gave, in order. All of them have to call it.
+
+        Raises:
+          TimeoutError: if some did not; it names them.
+        """
+        if self.count == 1:
+            return [value]
+        number = self._meetings[name]
+        self._meetings[name] += 1
+        folder = f"{name}/{number}"
+        self.store.set(f"{folder}/{self.index}", value)
+        met = self.store.meet(folder, timeout)
+        values = self.store.below(folder)
+        if not met:
+            missing = sorted(set(range(self.count)) - set(map(int, values)))
+            raise TimeoutError(
+                f"{_listed(missing)} did not come to {name!r} within {timeout:g} s. "
+                "Look for what they wait for."
+            )
+        if number:
+            # Whoever is here has read what was there before.
+            self.store.delete(f"{name}/{number - 1}/{self.index}")
+        return [values[index] for index in sorted(values, key=int)]
+
+    def check_agreement(
+        self,
+        position: DataPosition,
+        mesh: Mesh,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Checks that all processes are about to do the same. All have to call it.
+
+        Args:
+          position: where each of them begins, from `BatchDataset.position`: its step,
+            plan, data and schedule.
+          mesh: what each of them runs on.
+          extra: what else must be the same, for JSON.
+
+        Raises:
+          ValueError: in every process, if they differ; it names who and in what.
+        """
+        own = {
+            "version of jaxbucket": __version__,
+            "version of jax": jax.__version__,
+            "mesh axes": dict(mesh.shape),
+            "mesh devices": [device.id for device in mesh.devices.flat],
+            "step": position.step,
+            **_named("plan", position.plan),
+            **_named("data", position.data),
+            **_named("schedule", position.schedule),
+            **dict(extra or {}),
+        }
+        told = [json.loads(x) for x in self.gather("agreement", json.dumps(own))]
+        differences = list(_differences(told))
+        if differences:
+            raise ValueError(
+                f"The processes do not agree: {'; '.join(differences)}. Start all of "
+                "them with the same arguments, data and packages."
+            )
+
+
+def _named(part: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{part} {name.replace('_', ' ')}": x for name, x in fields.items()}
+
+
+def _differences(told: list[dict[str, Any]]) -> Iterator[str]:
+    for name in dict.fromkeys(itertools.chain(*told)):
+        groups: dict[str, list[int]] = {}
+        for process, fields in enumerate(told):
+            groups.setdefault(json.dumps(fields.get(name)), []).append(process)
+        if len(groups) > 1:
+            # Most of them first; of equally many, the one with process 0.
+            largest = sorted(groups.items(), key=lambda group: -len(group[1]))
+            said = (f"{value} in {_listed(who)}" for value, who in largest)
+            yield f"{name} is {', '.join(said)}"
+
+
+def _listed(processes: list[int]) -> str:
+    names = list(map(str, processes))
+    if len(names) == 1:
+        return f"process {names[0]}"
+    if len(names) > _MAX_NAMES:
+        names[_MAX_NAMES:] = [f"{len(names) - _MAX_NAMES} more"]
+    return f"processes {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _may_be_an_echo(error: BaseException | None) -> bool:
+    """Whether it may be what a lost process causes in a collective of this one.
+
+    jax gives it as one error or another; its text begins with the status code.
+    """
+    while error is not None:
+        if str(error).partition(":")[0] in _ECHOES:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _settings(
+    address: str | None, count: int | None, index: int | None
+) -> tuple[str, int, int] | None:
+    """What was given or is in the environment, checked; None if nothing is."""
+    given = {
+        "coordinator_address": address,
+        "num_processes": count,
+        "process_id": index,
+    }
+    for name, value in given.items():
+        if value is None:
+            given[name] = os.environ.get(f"JAX_{name.upper()}")
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        raise ValueError(
+            f"`{missing[0]}` is missing, beside {given}: pass all three, or set "
+            f"JAX_{missing[0].upper()}."
+        )
+    address, count, index = given.values()
+    port = str(address).rpartition(":")[2]
+    if not port.isdecimal():
+        raise ValueError(
+            f"`coordinator_address={address!r}`: make it host:port, of process 0."
+        )
+    count, index = _to_int("num_processes", count), _to_int("process_id", index)
+    if not 0 <= index < count:
+        raise ValueError(
+            f"`process_id={index}` must be from 0 to `num_processes={count}` - 1."
+        )
+    return str(address), count, index
+
+
+def _to_int(name: str, value: Any) -> int:
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    return check_integer(name, value)
+
+
+def _initialize(address: str, count: int, index: int, timeout: int) -> None:
+    if count == 1:
+        return
+    if index == 0:
+        _check_port(address)
+
+    def speak() -> None:
+        leave(
+            EXIT_STATUS,
+            f"process {index} of {count} cannot join the service at {address}, for "
+            "what jax says above. Give each its own JAX_PROCESS_ID, all of them the "
+            "same JAX_NUM_PROCESSES, and start process 0.",
+        )
+
+    with before_abort(speak):
+        jax.distributed.initialize(
+            address, count, index, heartbeat_timeout_seconds=timeout
+        )
+
+
+def _check_port(address: str) -> None:
+    """The service would share a port with another one that listens there."""
+    port = int(address.rpartition(":")[2])
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError as error:
+            raise ValueError(
+                f"`coordinator_address={address!r}`: port {port} cannot be listened "
+                f"to ({error.strerror}). Choose another, the same in all processes."
+            ) from None

@@ -1,0 +1,156 @@
+"""Outputs of every example, against the model called on that example alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import jaxbucket as jb
+
+MODES = ["jit", "shard_map", "pmap"]
+LAYOUTS = {
+    "1": ((1,), ("data",), "data"),
+    "8": ((8,), ("data",), "data"),
+    "4x2-model": ((4, 2), ("data", "model"), "data"),
+    "2x2x2-swapped": ((2, 2, 2), ("model", "a", "b"), ("b", "a")),
+}
+PARAMS = {"scale": np.float32(3.0)}
+
+
+def predict_fn(params, batch):
+    """Of each example, its running sum and its total."""
+    values = jnp.where(batch.mask, batch.features["values"], 0) * params["scale"]
+    return {"running": jnp.cumsum(values, axis=1), "total": values.sum(axis=1)}
+
+
+def expected(example):
+    running = np.cumsum(example["values"] * PARAMS["scale"])
+    return {"running": running, "total": running[-1]}
+
+
+def make_job(order="shuffled", **options):
+    rng = np.random.default_rng(0)
+    # Small integers, whose sums are exact in any order.
+    source = [
+        {"values": rng.integers(-9, 9, n).astype(np.float32)}
+        for n in rng.integers(1, 20, 150)
+    ]
+    lengths = jb.measure_lengths(source, progress=False)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=320, num_buckets=3, batch_size_multiple=8, **options
+    )
+    return source, jb.BatchSchedule(plan, lengths, order=order)
+
+
+def make_mesh(layout):
+    shape, names, axes = LAYOUTS[layout]
+    devices = np.random.default_rng(0).permutation(jax.devices()[: np.prod(shape)])
+    return Mesh(devices.reshape(shape), names), axes
+
+
+def run(source, schedule, mesh, axes="data", mode="jit", compiled=True, batches=None):
+    step = jb.data_parallel_predict(predict_fn, mesh, mode=mode, batch_axes=axes)
+    state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    if compiled:
+        specs = jb.batch_specs(schedule.plan, source[0], mesh, batch_axes=axes)
+        step = jb.compile_steps(step, state, specs, progress=False)
+    if batches is None:
+        batches = jb.batch_dataset(source, schedule)
+    on_mesh = jb.prefetch_to_mesh(batches, mesh, batch_axes=axes)
+    return jb.predict(step, state, on_mesh, schedule)
+
+
+def assert_same(found, examples):
+    assert len(found) == len(examples)
+    for got, example in zip(found, examples, strict=True):
+        want = expected(example)
+        assert got.keys() == want.keys()
+        np.testing.assert_array_equal(got["running"], want["running"])
+        assert got["total"] == want["total"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_example_has_its_own_outputs_in_the_order_of_the_source(layout, mode):
+    source, schedule = make_job()
+    mesh, axes = make_mesh(layout)
+    assert_same(run(source, schedule, mesh, axes, mode), source)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_runs_without_compiling_ahead(mode):
+    source, schedule = make_job(order="source")
+    mesh, axes = make_mesh("8")
+    assert_same(run(source, schedule, mesh, axes, mode, compiled=False), source)
+
+
+def test_dropped_examples_have_none_and_cut_ones_have_what_is_left():
+    source, schedule = make_job(max_seq_len=10, overlong="drop")
+    mesh, _ = make_mesh("8")
+    found = run(source, schedule, mesh)
+    kept = [len(example["values"]) <= 10 for example in source]
+    assert [output is not None for output in found] == kept
+    assert_same(
+        [output for output in found if output],
+        [example for example, keep in zip(source, kept, strict=True) if keep],
+    )
+    source, schedule = make_job(max_seq_len=10, overlong="truncate")
+    cut = [{"values": example["values"][:10]} for example in source]
+    assert_same(run(source, schedule, mesh), cut)
+
+
+def test_named_sequences_alone_lose_their_padding():
+    source, schedule = make_job()
+    mesh, _ = make_mesh("1")
+    step = jb.data_parallel_predict(predict_fn, mesh)
+    state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    batches = jb.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh)
+    found = jb.predict(step, state, batches, schedule, sequences=[])
+    lengths = {len(output["running"]) for output in found}
+    assert lengths <= {bucket.seq_len for bucket in schedule.plan.buckets}
+
+
+def test_a_part_of_an_epoch_is_refused():
+    source, schedule = make_job()
+    mesh, _ = make_mesh("1")
+    dataset = jb.batch_dataset(source, schedule)
+    epoch = len(schedule)
+    for steps in ([], range(epoch - 1), range(epoch + 1)):
+        batches = [dataset[step] for step in steps]
+        message = f"`batches` are not the {epoch} of one epoch"
+        with pytest.raises(ValueError, match=message):
+            run(source, schedule, mesh, batches=batches)
+
+
+def test_batches_of_another_order_are_refused():
+    source, schedule = make_job()
+    dataset = jb.batch_dataset(source, schedule)
+    mesh, _ = make_mesh("1")
+    batches = sorted(dataset, key=lambda batch: batch.bucket)
+    with pytest.raises(ValueError, match=r"`batches` has .* where the schedule"):
+        run(source, schedule, mesh, batches=batches)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        (lambda p, b: b.features["values"], "returned .*: make it a dict of arrays"),
+        (lambda p, b: {"x": jnp.float32(3)}, r"'x' of shape \[\]: its first axis"),
+        (lambda p, b: {"x": b.features["values"].T}, "'x' of shape .*: its first axis"),
+    ],
+)
+def test_outputs_that_have_no_rows_are_refused(outputs, message):
+    source, schedule = make_job()
+    mesh, _ = make_mesh("1")
+    step = jb.data_parallel_predict(outputs, mesh)
+    state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    batches = jb.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh)
+    with pytest.raises(ValueError, match=message):
+        step(state, next(batches))
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="`mode='vmap'`: choose 'jit', 'shard_map' or"):
+        jb.data_parallel_predict(predict_fn, jb.data_mesh(), mode="vmap")

@@ -1,0 +1,440 @@
+"""Real processes: what they agree on, how they stop, and how one is lost."""
+
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+import jaxbucket as jb
+from jaxbucket.watchdog import EXIT_STATUS
+
+LAUNCH = pathlib.Path(__file__).parents[1] / "scripts" / "launch_local.py"
+TIMEOUT = 4.0
+# What the issue of a lost process may take beyond the timeout.
+GRACE = 5.0
+
+START = f"""
+import json, os, signal, sys, threading, time
+import numpy as np
+import jax
+import jaxbucket as jb
+
+processes = jb.Processes(timeout={TIMEOUT})
+
+def say(*words):
+    print(*words, flush=True)
+"""
+
+# A loop of collectives, in which each process waits for all others.
+LOOP = """
+with processes:
+    mesh = jb.data_mesh()
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    add = jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P()))
+    one = np.ones((1, 4), np.float32)
+    x = jax.make_array_from_callback((mesh.size, 4), sharding, lambda index: one)
+    with jb.StopRequest(processes) as stop:
+        for step in range(STEPS):
+            if stop.before(step):
+                break
+            total = add(x)
+            if step % (1 + processes.index) == 0:
+                assert float(total) == 4 * mesh.size
+            time.sleep(0.003)
+            if step == 60:
+                fault()
+    say("left", step, stop.signal and stop.signal.name)
+say("end")
+"""
+
+
+def launch(
+    folder: pathlib.Path, code: str, count: int = 2, devices: int = 1, **env: str
+) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(START + code)
+    command = [sys.executable, str(LAUNCH), "-n", str(count), "-d", str(devices)]
+    return subprocess.run(
+        [*command, "--grace", "8", "--", sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | env,
+        check=False,
+    )
+
+
+def lines(run: subprocess.CompletedProcess[str], index: int) -> list[str]:
+    """What one process has printed."""
+    mark = f"[{index}] "
+    found = [line for line in run.stdout.splitlines() if line.startswith(mark)]
+    said = [line.removeprefix(mark) for line in found]
+    # Gloo counts its peers there, even in the middle of a line.
+    return [line for line in said if line and "peer ranks" not in line]
+
+
+def sentence(run: subprocess.CompletedProcess[str], index: int) -> str:
+    """The last words of one process."""
+    (words,) = [x for x in lines(run, index) if x.startswith("jaxbucket: ")]
+    return words
+
+
+# One process
+
+
+def test_alone_there_is_nothing_to_agree_on():
+    with jb.Processes() as processes:
+        assert (processes.index, processes.count) == (0, 1)
+        assert processes.gather("x", "mine") == ["mine"]
+        processes.check_agreement(position(), jb.data_mesh())
+    assert not jax.distributed.is_initialized()
+
+
+def test_one_of_one_starts_no_service():
+    with jb.Processes("127.0.0.1:1", 1, 0) as processes:
+        assert processes.count == 1
+    assert not jax.distributed.is_initialized()
+
+
+def test_an_error_passes_through():
+    with pytest.raises(KeyError, match="mine"), jb.Processes():
+        raise KeyError("mine")
+
+
+def position() -> jb.DataPosition:
+    source = [{"x": [1, 2]}, {"x": [3]}]
+    plan = jb.plan_buckets([2, 1], max_tokens=4)
+    return jb.batch_dataset(source, jb.BatchSchedule(plan, [2, 1])).position(0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("host:1", 2, None), "`process_id` is missing, .*set JAX_PROCESS_ID"),
+        ((None, 2, 0), "`coordinator_address` is missing"),
+        (("host:1", 2, 2), "`process_id=2` must be from 0 to `num_processes=2` - 1"),
+        (("host:1", 0, 0), "`process_id=0` must be from 0 to `num_processes=0` - 1"),
+        (("host:1", 2, "x"), "`process_id='x'` is not an integer"),
+        (("host", 2, 0), "`coordinator_address='host'`: make it host:port"),
+        (("host:port", 2, 0), "`coordinator_address='host:port'`: make it host:port"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        jb.Processes(*given)
+
+
+def test_settings_of_the_environment_are_checked(monkeypatch):
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "3")
+    with pytest.raises(ValueError, match="`coordinator_address` is missing"):
+        jb.Processes()
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1")
+    monkeypatch.setenv("JAX_PROCESS_ID", "two")
+    with pytest.raises(ValueError, match="`process_id='two'` is not an integer"):
+        jb.Processes()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 1.9, float("nan")])
+def test_a_timeout_that_is_too_short_is_refused(timeout):
+    with pytest.raises(ValueError, match="`timeout=.*` must be at least 2 s"):
+        jb.Processes(timeout=timeout)
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = f"port {port} cannot be listened to .*Choose another"
+        with (
+            pytest.raises(ValueError, match=message),
+            jb.Processes(f"127.0.0.1:{port}", 2, 0),
+        ):
+            pass
+
+
+# Several
+
+
+def test_they_hear_one_another_in_order(tmp_path):
+    code = """
+with processes:
+    say(processes.index, processes.count, processes.gather("x", "abc"[processes.index]))
+    say(processes.gather("x", str(processes.index)))
+    processes.gather("y", "")
+    say(processes.store.below("x/0"))
+"""
+    run = launch(tmp_path, code, count=3)
+    assert run.returncode == 0, run.stdout
+    for index in range(3):
+        assert lines(run, index) == [
+            f"{index} 3 ['a', 'b', 'c']",
+            "['0', '1', '2']",
+            # What all have read is no longer kept.
+            "{}",
+        ]
+
+
+def test_who_does_not_come_is_named(tmp_path):
+    code = """
+with processes:
+    if processes.index != 1:
+        try:
+            processes.gather("lunch", "", timeout=1)
+        except TimeoutError as error:
+            say(error)
+    processes.gather("rest", "")
+"""
+    run = launch(tmp_path, code, count=3)
+    assert run.returncode == 0, run.stdout
+    for index in (0, 2):
+        (line,) = lines(run, index)
+        assert line.startswith("process 1 did not come to 'lunch' within 1 s")
+
+
+# What one process has otherwise -> what all of them say.
+DIFFERENCES = {
+    "if i == 2: seed = 5": "schedule seed is 0 in processes 0 and 1, 5 in process 2",
+    "if i == 0: seed = 5": "schedule seed is 0 in processes 1 and 2, 5 in process 0",
+    "if i == 1: size = 11": "data examples is 12 in processes 0 and 2, 11 in",
+    "if i == 1: lengths[0] = 4": "data tokens is 30 in processes 0 and 2, 31 in",
+    "if i == 1: lengths[:2] = 1, 3": "data fingerprint is .* in processes 0 and 2, ",
+    "if i == 1: max_tokens = 20": "plan max tokens is 16 in processes 0 and 2, 20",
+    "start = i": "step is 0 in process 0, 1 in process 1, 2 in process 2",
+    "order = 1 if i else -1": r"mesh devices is \[0, .*\] in processes 1 and 2, \[",
+    "if i == 2: extra['lr'] = 1.0": "lr is 0.1 in processes 0 and 1, 1.0 in process 2",
+    "if i == 2: extra.clear()": "lr is 0.1 in processes 0 and 1, null in process 2",
+    "if i: room.__version__ = 'x'": 'jaxbucket is "x" in processes 1 and 2, "0.* in',
+    "": "agreed",
+}
+AGREEMENT = """
+from jaxbucket import processes as room
+
+def agree(differ):
+    room.__version__ = jb.__version__
+    fields = dict(
+        i=processes.index, room=room, seed=0, size=12, lengths=[3, 1, 2, 4] * 3,
+        extra={"lr": 0.1}, max_tokens=16, start=0, order=1,
+    )
+    exec(differ, fields)
+    lengths = fields["lengths"][:fields["size"]]
+    source = [{"x": np.arange(n)} for n in lengths]
+    plan = jb.plan_buckets([3, 1, 2, 4], max_tokens=fields["max_tokens"])
+    schedule = jb.BatchSchedule(plan, lengths, seed=fields["seed"])
+    position = jb.batch_dataset(source, schedule).position(fields["start"])
+    mesh = jb.data_mesh(jax.devices()[::fields["order"]])
+    try:
+        processes.check_agreement(position, mesh, fields["extra"])
+        say("agreed")
+    except ValueError as error:
+        say(error)
+
+with processes:
+    for differ in DIFFERENCES:
+        agree(differ)
+"""
+
+
+def test_whoever_differs_is_named_by_all(tmp_path):
+    code = AGREEMENT.replace("DIFFERENCES", repr(list(DIFFERENCES)))
+    run = launch(tmp_path, code, count=3)
+    assert run.returncode == 0, run.stdout
+    told, *others = (lines(run, index) for index in range(3))
+    # The same sentences everywhere.
+    assert others == [told, told]
+    for line, message in zip(told, DIFFERENCES.values(), strict=True):
+        start = "" if message == "agreed" else "The processes do not agree: .*"
+        assert re.match(start + message, line), line
+
+
+def test_those_who_do_not_agree_end_each_with_the_sentence(tmp_path):
+    code = (
+        AGREEMENT.replace("DIFFERENCES", "[]")
+        + """
+    processes.check_agreement(position, jb.data_mesh(), {"mine": processes.index})
+"""
+    )
+    code = code.replace(
+        "with processes:",
+        """
+plan = jb.plan_buckets([1], max_tokens=1)
+position = jb.batch_dataset([{"x": [1]}], jb.BatchSchedule(plan, [1])).position(0)
+with processes:""",
+    )
+    run = launch(tmp_path, code, count=3)
+    assert run.returncode == 1
+    for index in range(3):
+        (line,) = [x for x in lines(run, index) if x.startswith("ValueError: ")]
+        assert "mine is 0 in process 0, 1 in process 1, 2 in process 2" in line
+
+
+def test_they_stop_before_the_same_step(tmp_path):
+    for victim, name in ((0, "SIGTERM"), (2, "SIGINT")):
+        fault = f"""
+STEPS = 10**6
+def fault():
+    if processes.index == {victim}:
+        os.kill(os.getpid(), signal.{name})
+"""
+        run = launch(tmp_path, fault + LOOP, count=3, devices=2)
+        assert run.returncode == 0, run.stdout
+        (first, end), *others = (lines(run, index)[-2:] for index in range(3))
+        assert re.fullmatch(rf"left \d+ {name}", first) and end == "end"
+        assert others == [[first, end]] * 2
+
+
+def test_a_wish_that_comes_with_the_last_step_is_known_to_all(tmp_path):
+    fault = """
+STEPS = 61
+def fault():
+    if processes.index == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+    run = launch(tmp_path, fault + LOOP, count=3)
+    assert run.returncode == 0, run.stdout
+    assert [lines(run, i) for i in range(3)] == [["left 60 SIGTERM", "end"]] * 3
+
+
+def test_they_end_together_though_one_is_late(tmp_path):
+    fault = """
+STEPS = 61
+def fault():
+    pass
+"""
+    late = LOOP.replace(
+        'say("left"', f'time.sleep(processes.index * {TIMEOUT})\n    say("left"'
+    )
+    run = launch(tmp_path, fault + late, count=3)
+    assert run.returncode == 0, run.stdout
+    assert [lines(run, index)[-1] for index in range(3)] == ["end"] * 3
+
+
+FAULTS = {
+    "killed worker": (1, "os.kill(os.getpid(), signal.SIGKILL)", "no sign of life"),
+    "stopped worker": (1, "os.kill(os.getpid(), signal.SIGSTOP)", "no sign of life"),
+    "raising worker": (1, "raise KeyError('row 7')", "raised KeyError: 'row 7'"),
+    "leaving worker": (1, "sys.exit('bad row')", "raised SystemExit: bad row"),
+    "killed coordinator": (0, "os.kill(os.getpid(), signal.SIGKILL)", "be reached"),
+    "stopped coordinator": (0, "os.kill(os.getpid(), signal.SIGSTOP)", "no sign of"),
+    "raising coordinator": (0, "raise KeyError('row 7')", "raised KeyError: 'row 7'"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_all_end_in_time_and_name_whom_they_lost(tmp_path, name):
+    victim, how, why = FAULTS[name]
+    # Each writes when it ends, by a watcher of its own, for some cannot do so.
+    fault = f"""
+STEPS = 10**6
+def fault():
+    if processes.index == {victim}:
+        open(sys.argv[0] + ".fault", "w").write(f"{{time.time()}} {{os.getpid()}}")
+        {how}
+"""
+    watched = """
+import subprocess
+subprocess.Popen([sys.executable, "-c", '''
+import os, sys, time
+while os.getppid() == int(sys.argv[1]):
+    time.sleep(0.02)
+open(sys.argv[2], "w").write(str(time.time()))
+''', str(os.getpid()), sys.argv[0] + "." + os.environ["JAX_PROCESS_ID"]],
+start_new_session=True)
+"""
+    run = launch(tmp_path, watched + fault + LOOP, count=3)
+    began, pid = (tmp_path / "script.py.fault").read_text().split()
+    for index in {0, 1, 2} - {victim}:
+        words = sentence(run, index)
+        assert f"process {victim} (" in words and f"pid {pid})" in words
+        assert why in words
+        path = tmp_path / f"script.py.{index}"
+        deadline = time.monotonic() + 5
+        while not path.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert float(path.read_text()) - float(began) < TIMEOUT + GRACE
+    if "stopped" not in name and "killed" not in name:
+        assert any("row" in line for line in lines(run, victim))
+        assert not any("Exception ignored" in line for line in lines(run, victim))
+
+
+def test_others_end_with_the_status_that_says_try_again(tmp_path):
+    code = """
+with processes:
+    if processes.index == 1:
+        os._exit(0)
+    processes.gather("never", "", timeout=1000)
+"""
+    run = launch(tmp_path, code, count=2)
+    assert run.returncode == EXIT_STATUS
+    assert "process 1 (" in sentence(run, 0)
+
+
+def test_busy_python_is_not_lost(tmp_path):
+    # Held for half of the timeout, three times in a row.
+    code = f"""
+import ctypes
+with processes:
+    for _ in range(3):
+        if processes.index == 1:
+            ctypes.PyDLL(None).usleep(int({TIMEOUT} / 2 * 1e6))
+        processes.gather("turn", "")
+    say("end")
+"""
+    run = launch(tmp_path, code, count=2)
+    assert run.returncode == 0, run.stdout
+    assert [lines(run, index) for index in range(2)] == [["end"]] * 2
+
+
+JOIN = """
+import sys
+import jaxbucket as jb
+with jb.Processes(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), timeout=3) as p:
+    print("in", flush=True)
+    p.gather("once", "")
+    if len(sys.argv) > 4:
+        p.gather("never", "")
+print("end", flush=True)
+"""
+
+
+def join(*processes: str) -> list[tuple[int, str]]:
+    """Exit status and output of processes, each given as "count index"."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN, address, *process.split()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )
+        for process in processes
+    ]
+    try:
+        outputs = [run.communicate(timeout=60)[0] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    return [(run.returncode, out) for run, out in zip(runs, outputs, strict=True)]
+
+
+def test_one_too_many_is_told_so_and_the_others_go_on():
+    first, second, third = join("2 0", "2 1", "3 2")
+    assert first == second == (0, "in\nend\n")
+    assert third[0] == EXIT_STATUS
+    assert "jaxbucket: process 2 of 3 cannot join the service at 127.0.0.1:" in third[1]
+
+
+def test_processes_that_expect_other_numbers_are_told_so():
+    for status, out in join("2 0", "3 1"):
+        assert status == 1
+        assert "`num_processes` is 2 in process 0, 3 in process 1" in out
