@@ -6,12 +6,14 @@ import collections
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 
 from jaxbucket.base import Batch, Bucket
 
+_own_name: ContextVar[str | None] = ContextVar("own name", default=None)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -133,6 +135,16 @@ def _difference(got: dict[str, str], want: dict[str, str], bucket: Bucket) -> st
 
 
 @contextlib.contextmanager
+def compiling_as(name: str) -> Iterator[None]:
+    """Has `count_compiles` count by this name what jax calls by one of its own."""
+    token = _own_name.set(name)
+    try:
+        yield
+    finally:
+        _own_name.reset(token)
+
+
+@contextlib.contextmanager
 def count_compiles() -> Iterator[collections.Counter[str]]:
     """Counts what XLA compiles inside a `with` block, by the function's name.
 
@@ -153,7 +165,7 @@ def count_compiles() -> Iterator[collections.Counter[str]]:
 
     def listen(event: str, duration_secs: float, **details: Any) -> None:
         if event == _COMPILE_EVENT:
-            name = str(details.get("fun_name", "?"))
+            name = _own_name.get() or str(details.get("fun_name", "?"))
             compiles[name.removeprefix("jit(").removesuffix(")")] += 1
 
     jax.monitoring.register_event_duration_secs_listener(listen)

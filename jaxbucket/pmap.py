@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxbucket.base import Batch
+from jaxbucket.compile import compiling_as
 
 _DEVICES = "devices"
 
@@ -41,6 +43,7 @@ class PmapStep:
         donate: bool,
     ):
         functools.update_wrapper(self, fn)
+        self._name = getattr(fn, "__name__", "step")
         self.mesh = mesh
         self.axes = axes
         self._mapped = jax.pmap(
@@ -66,6 +69,7 @@ class PmapStep:
         """Traces the step for these shapes."""
         with_axis = jax.eval_shape(self._put_axis, batch)
         return PmapLowered(
+            self._name,
             self._put_axis.lower(batch),
             # Of a `ShapeDtypeStruct` pmap would make an array, where processes are
             # several; this it leaves alone.
@@ -85,18 +89,22 @@ def _put_axis(batch: Batch) -> Batch:
 
 
 def _abstract(leaf: Any) -> Any:
-    return jax.core.ShapedArray(leaf.shape, leaf.dtype)
+    return ShapedArray(leaf.shape, leaf.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class PmapLowered:
     """What `PmapStep.lower` returns."""
 
+    name: str
     put_axis: jax.stages.Lowered
     mapped: jax.stages.Lowered
 
     def compile(self) -> PmapCompiled:
-        return PmapCompiled(self.put_axis.compile(), self.mapped.compile())
+        put_axis = self.put_axis.compile()
+        # Whatever it is given, jax calls it `_fun`.
+        with compiling_as(self.name):
+            return PmapCompiled(put_axis, self.mapped.compile())
 
 
 @dataclasses.dataclass(frozen=True)

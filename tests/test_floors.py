@@ -35,7 +35,7 @@ ROOMS = {
     "sharding": ({"checks", "base", "collate"}, {"numpy", "jax"}),
     "compile": ({"base"}, {"jax", "rich"}),
     "optim": (set(), {"jax", "optax"}),
-    "pmap": ({"base"}, {"numpy", "jax"}),
+    "pmap": ({"base", "compile"}, {"numpy", "jax"}),
     "train": (
         {"checks", "base", "sharding", "pmap"},
         {"numpy", "jax", "flax", "optax"},

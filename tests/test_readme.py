@@ -4,6 +4,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import textwrap
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -35,7 +36,7 @@ def test_quick_start_runs_as_printed(tmp_path):
 
 
 def test_the_loop_that_saves_goes_on_where_it_was(tmp_path):
-    (code,), (loop,) = blocks("python"), blocks("py")
+    (code,), (loop, _) = blocks("python"), blocks("py")
     code = code[: code.index("for batch in")]
     # Saved within the one epoch of the quick start, in a folder of the test's own.
     loop = loop.replace("runs/a", str(tmp_path / "runs")).replace("100", "10")
@@ -46,6 +47,35 @@ def test_the_loop_that_saves_goes_on_where_it_was(tmp_path):
     assert began == "False" and left == end == end_then
     assert 0 < int(resumed) < int(end) and int(resumed) % 10 == 0
     assert int(resumed) + int(left_then) == int(end)
+
+
+def test_the_loop_of_many_processes_runs_in_two(tmp_path):
+    (code,), (_, loop) = blocks("python"), blocks("py")
+    code = textwrap.indent(code[: code.index("for batch in")], "    ")
+    (place,) = re.findall(r"^ +\.\.\. .*\n", loop, re.MULTILINE)
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import jaxbucket as jb\n{loop.replace(place, code)}\n"
+        "print(len(dataset), step + 1, processes.count, mesh.size)\n"
+    )
+    launch = [
+        sys.executable,
+        ROOT / "scripts" / "launch_local.py",
+        "-n",
+        "2",
+        "-d",
+        "2",
+    ]
+    run = subprocess.run(
+        [*launch, "--", sys.executable, "-W", "error", script],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
+    ends = re.findall(r"^\[.\] (\d+) (\d+) 2 4$", run.stdout, re.MULTILINE)
+    assert len(ends) == 2
+    assert ends[0] == ends[1] and ends[0][0] == ends[0][1]
 
 
 def test_continuous_integration_runs_the_test_command():

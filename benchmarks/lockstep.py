@@ -1,0 +1,183 @@
+"""Trains the example in every mode, over meshes and processes, against one device.
+
+    python benchmarks/lockstep.py
+    python benchmarks/lockstep.py --steps 50 --processes 2 --json
+
+Of each run: how far any step's loss is from that of one process with one device, which
+shapes were compiled, how often, and whether the batches were the same. Then a run of
+four processes is asked to stop on its way, and goes on in two, in one and in four.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+ROOT = pathlib.Path(__file__).parents[1]
+LAUNCH, TRAIN_LM = (
+    ROOT / "scripts" / "launch_local.py",
+    ROOT / "examples" / "train_lm.py",
+)
+LIMIT = 1e-5
+MODES = ("jit", "shard_map", "pmap")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare modes, meshes, processes.")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(args, pathlib.Path(folder))
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        show(rows)
+    return 0 if all(row["loss_difference"] <= LIMIT for row in rows) else 1
+
+
+def measure(args: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, Any]]:
+    cases = [
+        (count, mode, model_devices)
+        for count in args.processes
+        # Of two devices in each process, four reach into the next one.
+        for model_devices in (1, 2, 4)
+        for mode in MODES
+        if model_devices <= count
+    ]
+    one = train(args, folder, 1, 1, "jit")
+    rows = []
+    for count, mode, model_devices in track(
+        cases, console=Console(stderr=True), description="Training"
+    ):
+        found = train(
+            args, folder, count, 2, mode, "--model-devices", str(model_devices)
+        )
+        rows.append(row(one, found, count, 2, mode, model_devices))
+    saved = folder / "run"
+    checkpoint = ("--checkpoint", str(saved), "--save-every", "10")
+    stop_on_the_way(args, folder, saved, *checkpoint)
+    for count in (2, 1, 4):
+        own = folder / f"run of {count}"
+        shutil.copytree(saved, own)
+        checkpoint = ("--checkpoint", str(own), "--resume")
+        found = train(args, folder, count, 2, "jit", *checkpoint)
+        rows.append(row(one, found, count, 2, "jit, resumed", 1))
+    return rows
+
+
+def stop_on_the_way(
+    args: argparse.Namespace, folder: pathlib.Path, saved: pathlib.Path, *options: str
+) -> None:
+    """A run of four processes; one of them passes the wish on."""
+    with start(args, folder, 4, 1, "jit", *options) as run:
+        while run.poll() is None and not list(saved.glob("[2-9]0")):
+            time.sleep(0.01)
+        run.send_signal(signal.SIGTERM)
+        run.communicate()
+
+
+def train(
+    args: argparse.Namespace,
+    folder: pathlib.Path,
+    count: int,
+    devices: int,
+    mode: str,
+    *options: str,
+) -> dict[str, Any]:
+    """The summary of one run."""
+    with start(args, folder, count, devices, mode, *options) as run:
+        output, _ = run.communicate()
+    if run.returncode:
+        raise SystemExit(f"{mode} in {count} processes: {output}")
+    return json.loads((folder / "summary.json").read_text())
+
+
+def start(
+    args: argparse.Namespace,
+    folder: pathlib.Path,
+    count: int,
+    devices: int,
+    mode: str,
+    *options: str,
+) -> subprocess.Popen[str]:
+    """2 layers, dropout, 3 shapes."""
+    summary = folder / "summary.json"
+    command = [
+        *(sys.executable, str(LAUNCH), "-n", str(count), "-d", str(devices), "--"),
+        *(sys.executable, str(TRAIN_LM), "--data", str(data(folder))),
+        *("--steps", str(args.steps), "--mode", mode),
+        *("--width", "32", "--max-len", "96", "--max-tokens", "1536"),
+        *("--num-buckets", "3", "--batch-size-multiple", "8", "--dropout", "0.1"),
+        *("--lr", "1e-3", "--json", str(summary), *options),
+    ]
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen(
+        command,
+        env=os.environ | cache,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def data(folder: pathlib.Path) -> pathlib.Path:
+    path = folder / "data.jsonl"
+    lines = [f"{n} " + "to be or not " * (n * n % 9) for n in range(400)]
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return path
+
+
+def row(
+    one: dict[str, Any],
+    found: dict[str, Any],
+    count: int,
+    devices: int,
+    mode: str,
+    model_devices: int,
+) -> dict[str, Any]:
+    first = found["train"]["first_step"]
+    pairs = zip(one["train"]["losses"][first:], found["train"]["losses"], strict=True)
+    return {
+        "processes": count,
+        "devices_each": devices,
+        "mode": mode,
+        "model_devices": model_devices,
+        "steps": len(found["train"]["losses"]),
+        "loss_difference": max(abs(a - b) for a, b in pairs),
+        "same_shapes": found["plan"] == one["plan"],
+        "compiled": found["compile"]["train_step"]["ahead"],
+        "compiled_later": found["compile"]["train_step"]["later"],
+        "same_batches": found["train"]["batches_digest"]
+        == one["train"]["batches_digest"],
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table()
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="right")
+    for numbers in rows:
+        table.add_row(
+            *(f"{x:.1e}" if isinstance(x, float) else str(x) for x in numbers.values())
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
