@@ -113,7 +113,7 @@ def start(
     mode: str,
     *options: str,
 ) -> subprocess.Popen[str]:
-    """2 layers, dropout, 3 shapes."""
+    """A small model with dropout, in three shapes."""
     summary = folder / "summary.json"
     command = [
         *(sys.executable, str(LAUNCH), "-n", str(count), "-d", str(devices), "--"),
@@ -121,6 +121,7 @@ def start(
         *("--steps", str(args.steps), "--mode", mode),
         *("--width", "32", "--max-len", "96", "--max-tokens", "1536"),
         *("--num-buckets", "3", "--batch-size-multiple", "8", "--dropout", "0.1"),
+        *("--layers", "1"),
         *("--lr", "1e-3", "--json", str(summary), *options),
     ]
     cache = {

@@ -3,6 +3,7 @@
 import argparse
 import json
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,11 +32,17 @@ def run(args: argparse.Namespace) -> int:
     """
     summaries: dict[str, dict[str, Any]] = {}
     status = 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         for policy in POLICIES:
             path = pathlib.Path(folder) / f"{policy}.json"
-            command = _command(args, policy, path)
-            status = subprocess.run(command, check=False).returncode
+            # Ended by a signal, it takes the one it waits for with it.
+            try:
+                status = subprocess.run(
+                    _command(args, policy, path), check=False
+                ).returncode
+            except KeyboardInterrupt:
+                status = 128 + signal.SIGINT
             if status:
                 break
             summaries[policy] = json.loads(path.read_text())

@@ -343,6 +343,13 @@ def begin(
         )
     state, position, extra = checkpoints.restore(state)
     rest = going_on(job, args, progress.dataset, position)
+    held_out = job.held_out.source.fingerprint
+    if extra["held_out"] != held_out and not args.resume_changed:
+        raise ValueError(
+            f"Cannot go on at step {step}, for the held-out documents have changed: "
+            f"{extra['held_out'][:8]} -> {held_out[:8]}. Give back what they were, or "
+            "go on by `--resume-changed`."
+        )
     console.print(f"Going on at step {step}.")
     for name, was in extra["options"].items():
         if was != getattr(args, name):
@@ -418,6 +425,7 @@ def train(
                 {
                     "digest": progress.digest.total(),
                     "seconds": log.seconds,
+                    "held_out": job.held_out.source.fingerprint,
                     "options": {name: vars(args)[name] for name in TRAINING},
                 },
             )

@@ -205,7 +205,7 @@ class BucketPlan:
         remedy = "Write the plan again with `plan.to_json()`."
         try:
             fields = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(
                 f"The plan is not valid JSON ({error}). {remedy}"
             ) from None

@@ -7,11 +7,12 @@ is sealed with the sizes and digests of its files before it appears.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,6 +27,8 @@ _SEAL = "seal.json"
 # the second then.
 _STAMP = "_CHECKPOINT_METADATA"
 _APPEARED = "commit_success.txt"
+# The system releases it, however its process ends.
+_LOCK = ".lock"
 _HALF_WRITTEN = ".orbax-checkpoint-tmp"
 
 
@@ -88,6 +91,8 @@ class Checkpoints:
         )
         # The step that was last saved or restored here: what the run goes on from.
         self._last: int | None = None
+        self._claimed = False
+        self._lock: IO[str] | None = None
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -97,20 +102,30 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until what is being written is there."""
-        self._manager.close()
+        try:
+            self._manager.close()
+        finally:
+            if self._lock:
+                self._lock.close()
+                self._lock = None
 
     def wait(self) -> None:
         """Waits until what is being written is there.
 
         Raises:
-          Exception: for what Orbax could not do, such as write to a full disk.
+          OSError: for what could not be written, such as on a full disk.
         """
         try:
             self._manager.wait_until_finished()
-        except Exception:
+        except Exception as error:
+            failed = self._last
             self._manager.reload()
             self._last = self._manager.latest_step()
-            raise
+            newest = "none" if self._last is None else f"that of step {self._last}"
+            raise OSError(
+                f"The checkpoint of step {failed} could not be written to "
+                f"{self._directory}: {error}. The newest that is there is {newest}."
+            ) from error
 
     @property
     def latest_step(self) -> int | None:
@@ -135,9 +150,11 @@ class Checkpoints:
           extra: what else to keep, for JSON.
 
         Raises:
-          ValueError: if the directory has the checkpoints of another run, the step is
-            before the last one, or `extra` is no JSON.
+          ValueError: if the directory has the checkpoints of another run, or another
+            process saves there, the step is before the last one, or `extra` is no
+            JSON.
         """
+        self._claim()
         newest = self.latest_step
         if newest != self._last:
             raise ValueError(
@@ -152,8 +169,9 @@ class Checkpoints:
                 f"one in {self._directory}: name another folder."
             )
         try:
-            more: dict[str, Any] = json.loads(json.dumps(dict(extra or {})))
-        except TypeError as error:
+            text = json.dumps(dict(extra or {}), allow_nan=False)
+            more: dict[str, Any] = json.loads(text)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"`extra` is no JSON: {error}.") from None
         self._clear_half_written()
         self._last = position.step
@@ -203,6 +221,31 @@ class Checkpoints:
         self._last = step
         return Restored(saved.state, position, saved.extra)
 
+    def _claim(self) -> None:
+        """Makes this the only run that saves here, for as long as it lives."""
+        if self._claimed:
+            return
+        if jax.process_index() == 0 and "://" not in os.fspath(self._directory):
+            self._lock = self._locked()
+        # What another one has saved since it was looked at is seen now.
+        self._manager.reload()
+        self._claimed = True
+
+    def _locked(self) -> IO[str]:
+        lock = open(self._directory / _LOCK, "a")  # noqa: SIM115
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise ValueError(
+                f"Another run saves in {self._directory}: wait for its end, or name "
+                "another folder."
+            ) from None
+        except OSError:
+            # Not every file system has locks.
+            pass
+        return lock
+
     def _clear_half_written(self) -> None:
         """Removes what a killed process left; nothing else is being written now."""
         if jax.process_index() == 0:
@@ -226,7 +269,7 @@ class Checkpoints:
             sealed = {name: (size, digest) for name, (size, digest) in sealed.items()}
         except FileNotFoundError:
             raise ValueError(self._damaged(folder, _SEAL, "is missing")) from None
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, OSError):
             raise ValueError(self._damaged(folder, _SEAL, "is cut")) from None
         present = _files(folder)
         for name in sealed.keys() - present.keys():

@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import subprocess
+import sys
 from typing import NamedTuple
 
 # Before jax starts its backend.
@@ -29,6 +31,45 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+LAUNCH = pathlib.Path(__file__).parents[1] / "scripts" / "launch_local.py"
+
+
+class Launched(NamedTuple):
+    """What so many real processes of one command did."""
+
+    status: int
+    output: str
+
+    def lines(self, index: int) -> list[str]:
+        """What one of them has printed."""
+        mark = f"[{index}] "
+        lines = [line for line in self.output.splitlines() if line.startswith(mark)]
+        said = [line.removeprefix(mark) for line in lines]
+        # Gloo counts its peers there, even in the middle of a line.
+        return [line for line in said if line and "peer ranks" not in line]
+
+
+def launch(*command: object, count: int = 2, devices: int = 1) -> Launched:
+    """Runs a Python command in so many processes of so many virtual devices."""
+    run = subprocess.run(
+        [
+            *(sys.executable, str(LAUNCH), "-n", str(count), "-d", str(devices)),
+            *("--grace", "8", "--", sys.executable, *map(str, command)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    return Launched(run.returncode, run.stdout)
+
+
+@pytest.fixture(name="launch")
+def launch_fixture():
+    return launch
 
 
 # Real lengths, beside the repository where they are present.

@@ -59,6 +59,11 @@ def contents(folder: pathlib.Path) -> dict[str, str]:
     }
 
 
+def steps_in(folder: pathlib.Path) -> list[str]:
+    """What is in a folder, beside the lock."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
 # What is saved comes back
 
 
@@ -136,7 +141,7 @@ def test_only_the_newest_stay(dataset, tmp_path):
             state = {"w": jnp.full(3, float(step))}
             checkpoints.save(state, dataset.position(step))
         assert checkpoints.latest_step == 5
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "5"]
+    assert steps_in(tmp_path) == ["3", "5"]
 
 
 def test_the_step_that_was_last_saved_or_restored_stays_as_it_is(dataset, tmp_path):
@@ -184,6 +189,29 @@ def test_another_run_is_not_mixed_with_the_one_that_is_there(dataset, tmp_path):
     assert contents(tmp_path) == before
 
 
+def test_a_second_run_may_look_but_not_save_beside_the_first(dataset, tmp_path):
+    mesh = jb.data_mesh()
+    state = make_state(mesh)
+    message = "Another run saves in .*: wait for its end, or name another folder"
+    with jb.Checkpoints(tmp_path) as first, jb.Checkpoints(tmp_path) as second:
+        first.save(state, dataset.position(1))
+        first.wait()
+        before = contents(tmp_path)
+        for step in (1, 2):
+            with pytest.raises(ValueError, match=message):
+                second.save(state, dataset.position(step))
+        assert contents(tmp_path) == before
+        first.save(state, dataset.position(3))
+    # Its end is waited for; but it has gone on since.
+    with jb.Checkpoints(tmp_path) as third:
+        assert third.restore(state).position.step == 3
+        with jb.Checkpoints(tmp_path) as fourth:
+            fourth.restore(state)
+            fourth.save(state, dataset.position(4))
+        with pytest.raises(ValueError, match="has a checkpoint of step 4, which this"):
+            third.save(state, dataset.position(5))
+
+
 def test_what_could_not_be_written_is_said_and_can_be_tried_again(dataset, tmp_path):
     class Full(jb.Checkpoints):
         is_full = True
@@ -195,7 +223,10 @@ def test_what_could_not_be_written_is_said_and_can_be_tried_again(dataset, tmp_p
 
     checkpoints = Full(tmp_path)
     checkpoints.save({"w": jnp.ones(3)}, dataset.position(2))
-    with pytest.raises(OSError, match="No space left"):
+    message = (
+        "of step 2 could not be written to .* No space left.*that is there is none"
+    )
+    with pytest.raises(OSError, match=message):
         checkpoints.wait()
     assert checkpoints.latest_step is None
     checkpoints.is_full = False
@@ -210,6 +241,10 @@ def test_extras_that_are_no_json_are_refused(dataset, tmp_path):
             checkpoints.save(
                 {"w": jnp.ones(3)}, dataset.position(1), {"loss": jnp.ones(3)}
             )
+        with pytest.raises(ValueError, match="`extra` is no JSON: .*not JSON compl"):
+            checkpoints.save(
+                {"w": jnp.ones(3)}, dataset.position(1), {"loss": float("nan")}
+            )
         assert checkpoints.latest_step is None
 
 
@@ -223,7 +258,7 @@ def test_what_a_killed_process_left_half_written_is_no_checkpoint(dataset, tmp_p
         checkpoints.restore({"w": jnp.zeros(3)})
         checkpoints.save({"w": jnp.zeros(3)}, dataset.position(2))
         assert checkpoints.restore({"w": jnp.ones(3)}).position.step == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+    assert steps_in(tmp_path) == ["1", "2"]
 
 
 # What is refused

@@ -4,8 +4,10 @@ import importlib
 import json
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -88,6 +90,27 @@ def test_a_way_that_fails_ends_the_comparison(tmp_path):
     )
     assert run.returncode == 1
     assert "does not exist" in run.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the child in /proc")
+def test_a_comparison_that_is_ended_leaves_nobody_training(jsonl):
+    options = ("--data", jsonl, "--field", "body", "--compare", "--seconds", 60)
+    with subprocess.Popen(
+        [sys.executable, TRAIN_LM, *SMALL, *map(str, options)], stdout=subprocess.PIPE
+    ) as run:
+        children = pathlib.Path(f"/proc/{run.pid}/task/{run.pid}/children")
+        deadline = time.monotonic() + 60
+        while not children.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (child,) = children.read_text().split()
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGINT
+    deadline = time.monotonic() + 10
+    while pathlib.Path(f"/proc/{child}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_what_was_compared_before_a_failure_is_shown(jsonl, tmp_path):

@@ -154,3 +154,50 @@ def test_outputs_that_have_no_rows_are_refused(outputs, message):
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="`mode='vmap'`: choose 'jit', 'shard_map' or"):
         jb.data_parallel_predict(predict_fn, jb.data_mesh(), mode="vmap")
+
+
+IN_PROCESSES = """
+import jax, jax.numpy as jnp, numpy as np, optax
+import jaxbucket as jb
+from jax.sharding import Mesh
+
+def predict_fn(params, batch):
+    values = jnp.where(batch.mask, batch.features["values"], 0) * params["scale"]
+    return {"running": jnp.cumsum(values, axis=1), "total": values.sum(axis=1)}
+
+with jb.Processes() as processes:
+    source = [{"values": np.arange(n, dtype=np.float32)} for n in range(1, 60)]
+    lengths = jb.measure_lengths(source, progress=False)
+    plan = jb.plan_buckets(lengths, max_tokens=512, batch_size_multiple=8)
+    schedule = jb.BatchSchedule(plan, lengths)
+    devices = np.array(jax.devices())
+    meshes = [
+        Mesh(devices, ("data",)),
+        Mesh(devices.reshape(2, 2), ("data", "model")),
+        # The two devices of a row belong to different processes.
+        Mesh(devices.reshape(2, 2).T, ("data", "model")),
+    ]
+    for mesh in meshes:
+        for mode in ("jit", "shard_map", "pmap"):
+            step = jb.data_parallel_predict(predict_fn, mesh, mode=mode)
+            params = {"scale": np.float32(3)}
+            state = jb.replicate(jb.create_state(params, optax.sgd(0.1)), mesh)
+            steps = jb.compile_steps(step, state, jb.batch_specs(plan, source[0], mesh))
+            batches = jb.batch_dataset(source, schedule, shard=jb.local_rows(mesh))
+            on_mesh = jb.prefetch_to_mesh(batches, mesh)
+            found = jb.predict(steps, state, on_mesh, schedule)
+            for example, got in zip(source, found, strict=True):
+                want = np.cumsum(3 * example["values"])
+                np.testing.assert_array_equal(got["running"], want)
+                assert got["total"] == want[-1]
+            print(mesh.shape_tuple, mode, flush=True)
+"""
+
+
+def test_every_process_has_all_outputs_in_order(launch, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(IN_PROCESSES)
+    run = launch(script, count=2, devices=2)
+    assert run.status == 0, run.output
+    assert len(run.lines(0)) == 9
+    assert run.lines(0) == run.lines(1)

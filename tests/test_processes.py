@@ -1,7 +1,6 @@
 """Real processes: what they agree on, how they stop, and how one is lost."""
 
 import os
-import pathlib
 import re
 import socket
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 import jaxbucket as jb
 from jaxbucket.watchdog import EXIT_STATUS
 
-LAUNCH = pathlib.Path(__file__).parents[1] / "scripts" / "launch_local.py"
 TIMEOUT = 4.0
 # What the issue of a lost process may take beyond the timeout.
 GRACE = 5.0
@@ -54,34 +52,21 @@ say("end")
 """
 
 
-def launch(
-    folder: pathlib.Path, code: str, count: int = 2, devices: int = 1, **env: str
-) -> subprocess.CompletedProcess[str]:
-    script = folder / "script.py"
-    script.write_text(START + code)
-    command = [sys.executable, str(LAUNCH), "-n", str(count), "-d", str(devices)]
-    return subprocess.run(
-        [*command, "--grace", "8", "--", sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | env,
-        check=False,
-    )
+@pytest.fixture(name="launch")
+def launch_code(launch, tmp_path):
+    """Runs code in so many processes."""
+
+    def run(code: str, **options):
+        script = tmp_path / "script.py"
+        script.write_text(START + code)
+        return launch(script, **options)
+
+    return run
 
 
-def lines(run: subprocess.CompletedProcess[str], index: int) -> list[str]:
-    """What one process has printed."""
-    mark = f"[{index}] "
-    found = [line for line in run.stdout.splitlines() if line.startswith(mark)]
-    said = [line.removeprefix(mark) for line in found]
-    # Gloo counts its peers there, even in the middle of a line.
-    return [line for line in said if line and "peer ranks" not in line]
-
-
-def sentence(run: subprocess.CompletedProcess[str], index: int) -> str:
+def sentence(run, index: int) -> str:
     """The last words of one process."""
-    (words,) = [x for x in lines(run, index) if x.startswith("jaxbucket: ")]
+    (words,) = [x for x in run.lines(index) if x.startswith("jaxbucket: ")]
     return words
 
 
@@ -162,7 +147,7 @@ def test_a_port_in_use_is_named():
 # Several
 
 
-def test_they_hear_one_another_in_order(tmp_path):
+def test_they_hear_one_another_in_order(launch):
     code = """
 with processes:
     say(processes.index, processes.count, processes.gather("x", "abc"[processes.index]))
@@ -170,10 +155,10 @@ with processes:
     processes.gather("y", "")
     say(processes.store.below("x/0"))
 """
-    run = launch(tmp_path, code, count=3)
-    assert run.returncode == 0, run.stdout
+    run = launch(code, count=3)
+    assert run.status == 0, run.output
     for index in range(3):
-        assert lines(run, index) == [
+        assert run.lines(index) == [
             f"{index} 3 ['a', 'b', 'c']",
             "['0', '1', '2']",
             # What all have read is no longer kept.
@@ -181,7 +166,7 @@ with processes:
         ]
 
 
-def test_who_does_not_come_is_named(tmp_path):
+def test_who_does_not_come_is_named(launch):
     code = """
 with processes:
     if processes.index != 1:
@@ -191,10 +176,10 @@ with processes:
             say(error)
     processes.gather("rest", "")
 """
-    run = launch(tmp_path, code, count=3)
-    assert run.returncode == 0, run.stdout
+    run = launch(code, count=3)
+    assert run.status == 0, run.output
     for index in (0, 2):
-        (line,) = lines(run, index)
+        (line,) = run.lines(index)
         assert line.startswith("process 1 did not come to 'lunch' within 1 s")
 
 
@@ -241,11 +226,11 @@ with processes:
 """
 
 
-def test_whoever_differs_is_named_by_all(tmp_path):
+def test_whoever_differs_is_named_by_all(launch):
     code = AGREEMENT.replace("DIFFERENCES", repr(list(DIFFERENCES)))
-    run = launch(tmp_path, code, count=3)
-    assert run.returncode == 0, run.stdout
-    told, *others = (lines(run, index) for index in range(3))
+    run = launch(code, count=3)
+    assert run.status == 0, run.output
+    told, *others = (run.lines(index) for index in range(3))
     # The same sentences everywhere.
     assert others == [told, told]
     for line, message in zip(told, DIFFERENCES.values(), strict=True):
@@ -253,7 +238,7 @@ def test_whoever_differs_is_named_by_all(tmp_path):
         assert re.match(start + message, line), line
 
 
-def test_those_who_do_not_agree_end_each_with_the_sentence(tmp_path):
+def test_those_who_do_not_agree_end_each_with_the_sentence(launch):
     code = (
         AGREEMENT.replace("DIFFERENCES", "[]")
         + """
@@ -267,14 +252,14 @@ plan = jb.plan_buckets([1], max_tokens=1)
 position = jb.batch_dataset([{"x": [1]}], jb.BatchSchedule(plan, [1])).position(0)
 with processes:""",
     )
-    run = launch(tmp_path, code, count=3)
-    assert run.returncode == 1
+    run = launch(code, count=3)
+    assert run.status == 1
     for index in range(3):
-        (line,) = [x for x in lines(run, index) if x.startswith("ValueError: ")]
+        (line,) = [x for x in run.lines(index) if x.startswith("ValueError: ")]
         assert "mine is 0 in process 0, 1 in process 1, 2 in process 2" in line
 
 
-def test_they_stop_before_the_same_step(tmp_path):
+def test_they_stop_before_the_same_step(launch):
     for victim, name in ((0, "SIGTERM"), (2, "SIGINT")):
         fault = f"""
 STEPS = 10**6
@@ -282,26 +267,26 @@ def fault():
     if processes.index == {victim}:
         os.kill(os.getpid(), signal.{name})
 """
-        run = launch(tmp_path, fault + LOOP, count=3, devices=2)
-        assert run.returncode == 0, run.stdout
-        (first, end), *others = (lines(run, index)[-2:] for index in range(3))
+        run = launch(fault + LOOP, count=3, devices=2)
+        assert run.status == 0, run.output
+        (first, end), *others = (run.lines(index)[-2:] for index in range(3))
         assert re.fullmatch(rf"left \d+ {name}", first) and end == "end"
         assert others == [[first, end]] * 2
 
 
-def test_a_wish_that_comes_with_the_last_step_is_known_to_all(tmp_path):
+def test_a_wish_that_comes_with_the_last_step_is_known_to_all(launch):
     fault = """
 STEPS = 61
 def fault():
     if processes.index == 1:
         os.kill(os.getpid(), signal.SIGTERM)
 """
-    run = launch(tmp_path, fault + LOOP, count=3)
-    assert run.returncode == 0, run.stdout
-    assert [lines(run, i) for i in range(3)] == [["left 60 SIGTERM", "end"]] * 3
+    run = launch(fault + LOOP, count=3)
+    assert run.status == 0, run.output
+    assert [run.lines(i) for i in range(3)] == [["left 60 SIGTERM", "end"]] * 3
 
 
-def test_they_end_together_though_one_is_late(tmp_path):
+def test_they_end_together_though_one_is_late(launch):
     fault = """
 STEPS = 61
 def fault():
@@ -310,9 +295,9 @@ def fault():
     late = LOOP.replace(
         'say("left"', f'time.sleep(processes.index * {TIMEOUT})\n    say("left"'
     )
-    run = launch(tmp_path, fault + late, count=3)
-    assert run.returncode == 0, run.stdout
-    assert [lines(run, index)[-1] for index in range(3)] == ["end"] * 3
+    run = launch(fault + late, count=3)
+    assert run.status == 0, run.output
+    assert [run.lines(index)[-1] for index in range(3)] == ["end"] * 3
 
 
 FAULTS = {
@@ -327,7 +312,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_all_end_in_time_and_name_whom_they_lost(tmp_path, name):
+def test_all_end_in_time_and_name_whom_they_lost(launch, tmp_path, name):
     victim, how, why = FAULTS[name]
     # Each writes when it ends, by a watcher of its own, for some cannot do so.
     fault = f"""
@@ -347,7 +332,7 @@ open(sys.argv[2], "w").write(str(time.time()))
 ''', str(os.getpid()), sys.argv[0] + "." + os.environ["JAX_PROCESS_ID"]],
 start_new_session=True)
 """
-    run = launch(tmp_path, watched + fault + LOOP, count=3)
+    run = launch(watched + fault + LOOP, count=3)
     began, pid = (tmp_path / "script.py.fault").read_text().split()
     for index in {0, 1, 2} - {victim}:
         words = sentence(run, index)
@@ -360,23 +345,23 @@ start_new_session=True)
             time.sleep(0.05)
         assert float(path.read_text()) - float(began) < TIMEOUT + GRACE
     if "stopped" not in name and "killed" not in name:
-        assert any("row" in line for line in lines(run, victim))
-        assert not any("Exception ignored" in line for line in lines(run, victim))
+        assert any("row" in line for line in run.lines(victim))
+        assert not any("Exception ignored" in line for line in run.lines(victim))
 
 
-def test_others_end_with_the_status_that_says_try_again(tmp_path):
+def test_others_end_with_the_status_that_says_try_again(launch):
     code = """
 with processes:
     if processes.index == 1:
         os._exit(0)
     processes.gather("never", "", timeout=1000)
 """
-    run = launch(tmp_path, code, count=2)
-    assert run.returncode == EXIT_STATUS
+    run = launch(code, count=2)
+    assert run.status == EXIT_STATUS
     assert "process 1 (" in sentence(run, 0)
 
 
-def test_busy_python_is_not_lost(tmp_path):
+def test_busy_python_is_not_lost(launch):
     # Held for half of the timeout, three times in a row.
     code = f"""
 import ctypes
@@ -387,9 +372,9 @@ with processes:
         processes.gather("turn", "")
     say("end")
 """
-    run = launch(tmp_path, code, count=2)
-    assert run.returncode == 0, run.stdout
-    assert [lines(run, index) for index in range(2)] == [["end"]] * 2
+    run = launch(code, count=2)
+    assert run.status == 0, run.output
+    assert [run.lines(index) for index in range(2)] == [["end"]] * 2
 
 
 JOIN = """

@@ -1,5 +1,6 @@
 """The main job, stopped in every way, goes on as if it had never been stopped."""
 
+import importlib
 import json
 import os
 import pathlib
@@ -26,10 +27,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     lines = [json.dumps({"text": f"{n} " + "xyz " * (n % 20)}) for n in range(300)]
     (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "less.jsonl").write_text("\n".join(lines[:200]) + "\n")
+    # Whoever reads that file trains on the same documents.
+    held_out = held_out_texts(folder / "data.jsonl")
+    changed = [
+        line.replace("xyz", "zyx") if json.loads(line)["text"] in held_out else line
+        for line in lines
+    ]
+    (folder / "held.jsonl").write_text("\n".join(changed) + "\n")
     run = start(folder, "--json", "whole.json")
     _, error = run.communicate(timeout=120)
     assert run.returncode == 0, error
     return folder
+
+
+def held_out_texts(path: pathlib.Path) -> set[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(TRAIN_LM.parent)
+        documents = importlib.import_module("documents")
+    split = documents.load(str(path))
+    return {bytes(example["tokens"]).decode() for example in split.held_out}
 
 
 def start(
@@ -175,6 +191,7 @@ REFUSED = {
     "seed": (["--resume", "--seed", 3], {}, "schedule seed 0 -> 3"),
     "plan": (["--resume", "--max-tokens", 640], {}, "plan max tokens 512 -> 640"),
     "data": (["--resume"], {"data": "less.jsonl"}, r"data examples \d+ -> \d+"),
+    "held-out data": (["--resume"], {"data": "held.jsonl"}, "held-out documents have"),
     "model": (["--resume", "--width", 32], {}, "is of another model or optimizer"),
     "no --resume": ([], {}, "has a run at step .*: go on with it by `--resume`"),
     "steps": (["--resume", "--steps", 9], {}, "`--steps 9` ends before step"),
