@@ -108,7 +108,9 @@ def test_a_comparison_that_is_ended_leaves_nobody_training(jsonl):
         run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGINT
     deadline = time.monotonic() + 10
-    while pathlib.Path(f"/proc/{child}").exists():
+    state = pathlib.Path(f"/proc/{child}/stat")
+    # Where nobody has waited for it yet, it is a zombie.
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
