@@ -13,11 +13,12 @@ import jax
 # There is no public way to the store; Orbax takes this one, too.
 from jax._src import distributed
 
-_PREFIX = "jaxbucket"
-
 
 class Store:
     """The service's key-value store, under names of our own.
+
+    Args:
+      folder: what all keys begin with, for nobody else's to be met.
 
     Attributes:
       index: of this process.
@@ -27,28 +28,31 @@ class Store:
       ValueError: if `jax.distributed.initialize` has not been called.
     """
 
-    def __init__(self):
+    def __init__(self, folder: str):
         client = distributed.global_state.client
         if client is None:
             raise ValueError(
                 "There is no coordination service: call `jax.distributed.initialize`."
             )
         self._client = client
+        self._folder = folder
         # `jax.process_index()` would start the backend.
         self.index: int = distributed.global_state.process_id
         self.count: int = distributed.global_state.num_processes
 
     def set(self, key: str, value: str) -> None:
         """Sets a key, whether it was set before or not."""
-        self._client.key_value_set(f"{_PREFIX}/{key}", value, allow_overwrite=True)
+        self._client.key_value_set(f"{self._folder}/{key}", value, allow_overwrite=True)
 
     def delete(self, key: str) -> None:
-        self._client.key_value_delete(f"{_PREFIX}/{key}")
+        self._client.key_value_delete(f"{self._folder}/{key}")
 
     def claim(self, key: str, value: str) -> bool:
         """Sets a key that nobody has set; returns whether that was so."""
         try:
-            self._client.key_value_set(f"{_PREFIX}/{key}", value, allow_overwrite=False)
+            self._client.key_value_set(
+                f"{self._folder}/{key}", value, allow_overwrite=False
+            )
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" in str(error):
                 return False
@@ -59,7 +63,7 @@ class Store:
         """Waits some seconds at most for a key to be set; None if it was not."""
         try:
             return self._client.blocking_key_value_get(
-                f"{_PREFIX}/{key}", int(1000 * timeout)
+                f"{self._folder}/{key}", int(1000 * timeout)
             )
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
@@ -68,7 +72,7 @@ class Store:
 
     def below(self, folder: str) -> dict[str, str]:
         """Everything set below `folder/`, by what comes behind it."""
-        start = f"{_PREFIX}/{folder}/"
+        start = f"{self._folder}/{folder}/"
         found = self._client.key_value_dir_get(start)
         return {key.removeprefix(start): value for key, value in found}
 
@@ -86,7 +90,7 @@ class Store:
     def meet(self, name: str, timeout: float) -> bool:
         """Waits for all processes to come here; returns whether they did in time."""
         try:
-            self._client.wait_at_barrier(f"{_PREFIX}/{name}", int(1000 * timeout))
+            self._client.wait_at_barrier(f"{self._folder}/{name}", int(1000 * timeout))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return False

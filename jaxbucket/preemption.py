@@ -21,7 +21,6 @@ from jaxbucket.processes import Processes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _INTERVAL = 0.2
-_REQUEST = "stop request"
 # Whoever is lost meanwhile ends the waiting.
 _FOREVER = 10.0**6
 
@@ -49,6 +48,7 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self._noted: signal.Signals | None = None
         self._processes = processes
+        self._request = f"stop request/{processes.count_call('stop request')}"
         self._holding = threading.Lock()
         self._step = -1
         self._last: int | None = None
@@ -97,8 +97,8 @@ class StopRequest:
             # The store fails where a process is lost, of which others take care.
             while not self._over.is_set():
                 if self._noted is not None:
-                    self._processes.store.claim(_REQUEST, self._noted.name)
-                name = self._processes.store.get(_REQUEST, _INTERVAL)
+                    self._processes.store.claim(self._request, self._noted.name)
+                name = self._processes.store.get(self._request, _INTERVAL)
                 if name is not None:
                     return self._agree(signal.Signals[name])
 

@@ -23,6 +23,8 @@ from jaxbucket.last_words import before_abort, leave
 from jaxbucket.position import DataPosition
 from jaxbucket.watchdog import EXIT_STATUS, Watchdog
 
+# Every process enters as often as the others.
+_entered = itertools.count()
 _MIN_TIMEOUT = 2.0
 # jax aborts without naming anyone: later than we do, then.
 _JAX_TIMEOUTS = 3
@@ -96,7 +98,7 @@ class Processes:
             _initialize(*self._given, _JAX_TIMEOUTS * math.ceil(self._timeout))
         if not jax.distributed.is_initialized():
             return self
-        self.store = Store()
+        self.store = Store(f"jaxbucket/{next(_entered)}")
         self.index, self.count = self.store.index, self.store.count
         if self.count > 1:
             names = self._meet()
@@ -150,8 +152,7 @@ class Processes:
         """
         if self.count == 1:
             return [value]
-        number = self._meetings[name]
-        self._meetings[name] += 1
+        number = self.count_call(name)
         folder = f"{name}/{number}"
         self.store.set(f"{folder}/{self.index}", value)
         met = self.store.meet(folder, timeout)
@@ -166,6 +167,11 @@ class Processes:
             # Whoever is here has read what was there before.
             self.store.delete(f"{name}/{number - 1}/{self.index}")
         return [values[index] for index in sorted(values, key=int)]
+
+    def count_call(self, name: str) -> int:
+        """How often this was called for a name: the same in all, if all call it."""
+        self._meetings[name] += 1
+        return self._meetings[name] - 1
 
     def check_agreement(
         self,

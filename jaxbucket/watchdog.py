@@ -30,7 +30,7 @@ _BEATS_PER_TIMEOUT = 10
 _BEATS_UNDER_SUSPICION = 4
 _LONGEST_INTERVAL = 1.0
 # The store ends with process 0: until then the others may read why.
-_SECONDS_TO_READ = 2.0
+_SECONDS_TO_READ = 1.0
 _SECONDS_TO_FAIL_TOO = 1.0
 
 
@@ -43,10 +43,12 @@ class Verdict(NamedTuple):
     Attributes:
       process: its index.
       why: what comes behind "process 3 (host, pid)".
+      raised: whether it said so itself.
     """
 
     process: int
     why: str
+    raised: bool = False
 
 
 class Watchdog:
@@ -93,7 +95,9 @@ class Watchdog:
     def accuse(self, why: str) -> None:
         """Tells all others that this process is lost."""
         self._failing.set()
-        self._give(Verdict(self._index, why))
+        # Without the store the others know already.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._give(Verdict(self._index, why, raised=True))
         if self._index == 0:
             time.sleep(_SECONDS_TO_READ)
 
@@ -143,9 +147,10 @@ class Watchdog:
                 verdict = None
                 self._over.wait(self._interval)
             if verdict is not None:
+                lost = Verdict(*json.loads(verdict))
                 # What made one raise may make all of them do so, each in its own words.
-                if not self._failing.wait(_SECONDS_TO_FAIL_TOO):
-                    self._end(Verdict(*json.loads(verdict)))
+                if not (lost.raised and self._failing.wait(_SECONDS_TO_FAIL_TOO)):
+                    self._end(lost)
                 return
             if time.monotonic() - self._answered > self._patience:
                 self._end(Verdict(0, self._silent))
@@ -176,7 +181,7 @@ class Watchdog:
         with self._ending:
             if self._index == 0:
                 time.sleep(_SECONDS_TO_READ)
-            process, why = verdict
+            process, why, _ = verdict
             leave(
                 EXIT_STATUS,
                 f"process {self._index} ends, for process {process} "

@@ -274,6 +274,28 @@ def fault():
         assert others == [[first, end]] * 2
 
 
+def test_one_run_after_another_has_its_own_wishes(launch):
+    twice = """
+for phase in range(2):
+    with jb.Processes(timeout=4) as processes:
+        for again in range(2):
+            with jb.StopRequest(processes) as stop:
+                for step in range(10**6):
+                    if stop.before(step):
+                        break
+                    processes.gather("step", "")
+                    if step == 5 and processes.index == again:
+                        os.kill(os.getpid(), signal.SIGTERM)
+            say(phase, again, step, stop.signal.name)
+"""
+    run = launch(twice, count=2)
+    assert run.status == 0, run.output
+    assert run.lines(0) == run.lines(1)
+    ends = [line.split() for line in run.lines(0)]
+    assert [end[:2] for end in ends] == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
+    assert all(int(end[2]) >= 5 and end[3] == "SIGTERM" for end in ends)
+
+
 def test_a_wish_that_comes_with_the_last_step_is_known_to_all(launch):
     fault = """
 STEPS = 61

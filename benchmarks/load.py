@@ -1,0 +1,100 @@
+"""Trains in several processes while others take the processors from them.
+
+    python benchmarks/load.py
+    python benchmarks/load.py --steps 100 --processes 2 --json
+
+A thousand steps on four processes, beside twice as many busy ones as there are
+processors: nobody may be taken for lost, and the batches have to be those of one process
+alone.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+LAUNCH = ROOT / "scripts" / "launch_local.py"
+TRAIN_LM = ROOT / "examples" / "train_lm.py"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train beside busy processes.")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--busy", type=int, default=2 * (os.cpu_count() or 1))
+    parser.add_argument("--timeout", type=float, default=10.0, help="seconds")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(args, pathlib.Path(folder))
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        for name, value in found.items():
+            print(f"{name:28} {value}")
+    return 0 if found["same_batches"] else 1
+
+
+def measure(args: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
+    (folder / "data.jsonl").write_text(
+        "".join(
+            json.dumps({"text": f"{n} " + "to be or not " * (n * n % 9)}) + "\n"
+            for n in range(400)
+        )
+    )
+    alone, _ = train(args, folder, 1)
+    busy = [multiprocessing.Process(target=spin, daemon=True) for _ in range(args.busy)]
+    for process in busy:
+        process.start()
+    try:
+        loaded, seconds = train(args, folder, args.processes)
+    finally:
+        for process in busy:
+            process.terminate()
+    pairs = zip(alone["losses"], loaded["losses"], strict=True)
+    return {
+        "steps": loaded["steps"],
+        "processes": args.processes,
+        "busy processes": args.busy,
+        "processors": os.cpu_count(),
+        "timeout_s": args.timeout,
+        "seconds": round(seconds, 1),
+        "same_batches": loaded["batches_digest"] == alone["batches_digest"],
+        "loss_difference": max(abs(a - b) for a, b in pairs),
+    }
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def train(
+    args: argparse.Namespace, folder: pathlib.Path, count: int
+) -> tuple[dict[str, Any], float]:
+    """What a run says of its training, and how long it took."""
+    summary = folder / "summary.json"
+    command = [
+        *(sys.executable, str(LAUNCH), "-n", str(count), "--"),
+        *(sys.executable, str(TRAIN_LM), "--data", str(folder / "data.jsonl")),
+        *("--steps", str(args.steps), "--width", "16", "--layers", "1"),
+        *("--max-len", "64", "--max-tokens", "512", "--num-buckets", "2"),
+        *("--batch-size-multiple", "4", "--lr", "1e-3", "--points", "4"),
+        *("--timeout", str(args.timeout), "--json", str(summary)),
+    ]
+    start = time.perf_counter()
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise SystemExit(run.stdout + run.stderr)
+    return json.loads(summary.read_text())["train"], time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    sys.exit(main())
