@@ -4,8 +4,8 @@
     python benchmarks/load.py --steps 100 --processes 2 --json
 
 A thousand steps on four processes, beside twice as many busy ones as there are
-processors: nobody may be taken for lost, and the batches have to be those of one process
-alone.
+processors: nobody may be taken for lost, and the batches have to be those of one
+process alone.
 """
 
 import argparse
