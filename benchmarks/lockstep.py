@@ -21,7 +21,6 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -59,13 +58,12 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, An
     ]
     one = train(args, folder, 1, 1, "jit")
     rows = []
-    for count, mode, model_devices in track(
-        cases, console=Console(stderr=True), description="Training"
-    ):
+    for count, mode, model_devices in cases:
         found = train(
             args, folder, count, 2, mode, "--model-devices", str(model_devices)
         )
         rows.append(row(one, found, count, 2, mode, model_devices))
+        print(rows[-1], file=sys.stderr, flush=True)
     saved = folder / "run"
     checkpoint = ("--checkpoint", str(saved), "--save-every", "10")
     stop_on_the_way(args, folder, saved, *checkpoint)
@@ -75,6 +73,7 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, An
         checkpoint = ("--checkpoint", str(own), "--resume")
         found = train(args, folder, count, 2, "jit", *checkpoint)
         rows.append(row(one, found, count, 2, "jit, resumed", 1))
+        print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
