@@ -8,15 +8,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 from jaxbucket.plots import plot_buckets, plot_run
 from jaxbucket.stats import StepRecord
 
 
 def digest(tree: Any) -> str:
-    """Names all arrays of a tree, bit for bit."""
+    """Names all arrays of a tree, bit for bit. All processes have to call it."""
     state = hashlib.blake2b(digest_size=16)
     for leaf in jax.tree.leaves(tree):
+        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            leaf = process_allgather(leaf, tiled=True)
         state.update(np.asarray(leaf).tobytes())
     return state.hexdigest()
 

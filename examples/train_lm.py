@@ -45,6 +45,7 @@ from transformer import Transformer
 
 import jaxbucket as jb
 from jaxbucket.input_pipeline import BatchDataset
+from jaxbucket.processes import FOREVER
 from jaxbucket.stats import bucket_uses
 
 
@@ -89,6 +90,7 @@ class Job:
             for name, value in vars(args).items()
             if name not in OF_ONE_PROCESS
         }
+        options["held-out documents"] = self.held_out.source.fingerprint
         self.processes.check_agreement(position, self.mesh, options)
 
 
@@ -248,6 +250,8 @@ def run(
     clock.pause()
     held_out = HeldOut(job.held_out, job.mesh, progress.state, args.mode)
     ahead = compiles.copy()
+    # In the first step they wait for one another, but some collectives not for long.
+    job.processes.gather("compiled", "", timeout=FOREVER)
     clock.start()
     log = TrainingLog(
         clock,

@@ -17,12 +17,11 @@ from typing import Any
 
 import jax
 
-from jaxbucket.processes import Processes
+from jaxbucket.processes import FOREVER, Processes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _INTERVAL = 0.2
-# Whoever is lost meanwhile ends the waiting.
-_FOREVER = 10.0**6
+_REQUESTS = "stop request"
 
 
 class StopRequest:
@@ -48,7 +47,10 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self._noted: signal.Signals | None = None
         self._processes = processes
-        self._request = f"stop request/{processes.count_call('stop request')}"
+        self._number = str(processes.count_call(_REQUESTS))
+        self._request = f"{_REQUESTS}/{self._number}"
+        self._claiming = threading.Lock()
+        self._leaving = False
         self._holding = threading.Lock()
         self._step = -1
         self._last: int | None = None
@@ -96,23 +98,28 @@ class StopRequest:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             # The store fails where a process is lost, of which others take care.
             while not self._over.is_set():
-                if self._noted is not None:
-                    self._processes.store.claim(self._request, self._noted.name)
+                with self._claiming:
+                    if self._noted is not None and not self._leaving:
+                        self._processes.store.claim(self._request, self._noted.name)
                 name = self._processes.store.get(self._request, _INTERVAL)
                 if name is not None:
                     return self._agree(signal.Signals[name])
 
     def _agree(self, number: signal.Signals) -> None:
         with self._holding:
-            told = self._processes.gather("stop", str(self._step), timeout=_FOREVER)
+            told = self._processes.gather("stop", str(self._step), timeout=FOREVER)
             self.signal = number
             self._last = max(map(int, told))
 
     def _leave_together(self) -> None:
         """Until all are here, each must be there to agree with the others."""
+        with self._claiming:
+            self._leaving = True
         own = self._noted.name if self._noted else ""
-        told = self._processes.gather("stopped", own, timeout=_FOREVER)
-        self._over.set()
+        told = self._processes.gather("stopped", own, timeout=FOREVER)
+        # Nobody claims any more: either all listeners agree on a step, or none does.
+        if self._number not in self._processes.store.below(_REQUESTS):
+            self._over.set()
         self._thread.join()
         if self.signal is None and any(told):
             self.signal = signal.Signals[next(filter(None, told))]

@@ -8,8 +8,10 @@ import itertools
 import json
 import math
 import os
+import signal
 import socket
 import threading
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,7 +32,7 @@ _MIN_TIMEOUT = 2.0
 _JAX_TIMEOUTS = 3
 _SECONDS_TO_FAIL = 5.0
 # Whoever is lost meanwhile ends the waiting.
-_FOREVER = 10.0**6
+FOREVER = 10.0**6
 _ECHOES = {
     *("ABORTED", "CANCELLED", "DATA_LOSS", "DEADLINE_EXCEEDED"),
     *("FAILED_PRECONDITION", "INTERNAL", "UNAVAILABLE", "UNKNOWN"),
@@ -106,12 +108,13 @@ class Processes:
             self._watchdog.start()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         if self._watchdog is None:
             return
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            error = None
             try:
-                self.store.meet("end", _FOREVER)
+                self.store.meet("end", FOREVER)
             except jax.errors.JaxRuntimeError as lost:
                 error = lost
         if error is not None:
@@ -135,12 +138,16 @@ class Processes:
     def _fail(self, watchdog: Watchdog, error: BaseException) -> None:
         """Tells the others; what follows is up to whoever catches the error."""
         if _may_be_an_echo(error):
+            # Said now, for a verdict would end this process before it is raised.
+            traceback.print_exception(error)
             watchdog.wait_for_verdict()
         words = " ".join(str(error).split())
         watchdog.accuse(f"raised {type(error).__name__}: {words[:_MAX_WORDS]}")
         # jax would wait for the others on its way out, and threads for collectives.
-        atexit.register(leave, 1)
-        late = threading.Timer(_SECONDS_TO_FAIL, leave, (1,))
+        code = error.code if isinstance(error, SystemExit) else 1
+        status = code if isinstance(code, int) else 1
+        atexit.register(leave, status)
+        late = threading.Timer(_SECONDS_TO_FAIL, leave, (status,))
         late.daemon = True
         late.start()
 
@@ -157,8 +164,8 @@ class Processes:
         self.store.set(f"{folder}/{self.index}", value)
         met = self.store.meet(folder, timeout)
         values = self.store.below(folder)
-        if not met:
-            missing = sorted(set(range(self.count)) - set(map(int, values)))
+        missing = sorted(set(range(self.count)) - set(map(int, values)))
+        if missing and not met:
             raise TimeoutError(
                 f"{_listed(missing)} did not come to {name!r} within {timeout:g} s. "
                 "Look for what they wait for."
@@ -301,10 +308,14 @@ def _initialize(address: str, count: int, index: int, timeout: int) -> None:
             "same JAX_NUM_PROCESSES, and start process 0.",
         )
 
+    handler = signal.getsignal(signal.SIGTERM)
     with before_abort(speak):
         jax.distributed.initialize(
             address, count, index, heartbeat_timeout_seconds=timeout
         )
+    # jax takes note of SIGTERM for a service of its own, and nothing else happens then.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
 
 
 def _check_port(address: str) -> None:
