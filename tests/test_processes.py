@@ -434,13 +434,6 @@ def join(*processes: str) -> list[tuple[int, str]]:
     return [(run.returncode, out) for run, out in zip(runs, outputs, strict=True)]
 
 
-def test_one_too_many_is_told_so_and_the_others_go_on():
-    first, second, third = join("2 0", "2 1", "3 2")
-    assert first == second == (0, "in\nend\n")
-    assert third[0] == EXIT_STATUS
-    assert "jaxbucket: process 2 of 3 cannot join the service at 127.0.0.1:" in third[1]
-
-
 def test_processes_that_expect_other_numbers_are_told_so():
     for status, out in join("2 0", "3 1"):
         assert status == 1
