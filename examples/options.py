@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import math
+import os
 import pathlib
 
 import policies
@@ -122,6 +123,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--plot needs matplotlib: pip install -e '.[examples]'")
     if args.compare and not args.seconds:
         parser.error("--compare needs --seconds, the time that each way has")
+    if args.compare and os.environ.get("JAX_NUM_PROCESSES", "1") != "1":
+        parser.error("--compare starts one way after another, each in one process")
     if args.compare and (args.checkpoint or args.resume or args.resume_changed):
         parser.error("--compare starts each way anew: leave out checkpoints")
     if (args.resume or args.resume_changed) and not args.checkpoint:

@@ -164,6 +164,8 @@ def train_one_way(args: argparse.Namespace) -> int:
         console.quiet = processes.index > 0
         job = prepare(args, processes)
         with jb.count_compiles() as compiles, checkpoints_of(args) as checkpoints:
+            if checkpoints:
+                checkpoints.check_shared(processes)
             return run(job, args, compiles, checkpoints)
 
 

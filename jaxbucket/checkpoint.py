@@ -11,6 +11,8 @@ import fcntl
 import hashlib
 import json
 import os
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
@@ -21,6 +23,8 @@ from etils import epath
 
 from jaxbucket.checks import check_positive
 from jaxbucket.position import DataPosition
+from jaxbucket.processes import Processes
+from jaxbucket.rendezvous import listed
 
 _SEAL = "seal.json"
 # Orbax notes in the first when the checkpoint appeared, after the seal, and may write
@@ -30,6 +34,9 @@ _APPEARED = "commit_success.txt"
 # The system releases it, however its process ends.
 _LOCK = ".lock"
 _HALF_WRITTEN = ".orbax-checkpoint-tmp"
+_TOKEN = ".seen-by-all"
+# A file system over a network may show a new file a little later.
+_SECONDS_TO_SEE = 5.0
 
 
 class Restored(NamedTuple):
@@ -99,6 +106,30 @@ class Checkpoints:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def check_shared(self, processes: Processes) -> None:
+        """Checks that all processes have the same directory. All have to call it.
+
+        Where each has one of its own, on its own disk, saving would wait for ever.
+
+        Raises:
+          ValueError: in every process, if some do not see what process 0 writes.
+        """
+        (name, *_) = processes.gather("token", f"{_TOKEN}-{uuid.uuid4().hex}")
+        token = self._directory / name
+        if processes.index == 0:
+            token.touch()
+        processes.gather("token written", "")
+        seen = processes.gather("token seen", str(_appears(token)))
+        if processes.index == 0:
+            token.unlink()
+        blind = [index for index, answer in enumerate(seen) if answer != str(True)]
+        if blind:
+            raise ValueError(
+                f"`directory={str(self._directory)!r}` is not the same everywhere: "
+                f"what process 0 writes there, {listed(blind)} cannot see. Name one "
+                "that all of them share."
+            )
 
     def close(self) -> None:
         """Waits until what is being written is there."""
@@ -349,3 +380,12 @@ def _is_json_object(path: epath.Path) -> bool:
         return isinstance(json.loads(path.read_text()), dict)
     except ValueError:
         return False
+
+
+def _appears(path: epath.Path) -> bool:
+    deadline = time.monotonic() + _SECONDS_TO_SEE
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True

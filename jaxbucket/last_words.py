@@ -17,18 +17,23 @@ _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 def leave(status: int, sentence: str = "") -> NoReturn:
     """Ends the process without what waits for others: jax's own way out does."""
+    speak(sentence)
+    os._exit(status)
+
+
+def speak(sentence: str) -> None:
+    """Prints it, if there is one, behind all that was printed before."""
     # In a thread, for the main one may hang in the middle of a write.
-    speaker = threading.Thread(target=_speak, args=(sentence,), daemon=True)
+    speaker = threading.Thread(target=_print, args=(sentence,), daemon=True)
     try:
         speaker.start()
         speaker.join(_SECONDS_TO_SPEAK)
     except RuntimeError:
         # Python itself is on its way out, and starts no threads any more.
-        _speak(sentence)
-    os._exit(status)
+        _print(sentence)
 
 
-def _speak(sentence: str) -> None:
+def _print(sentence: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if sentence and stream is sys.stderr:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,9 @@ class PmapStep:
     Attributes:
       mesh: where batches are sharded.
       axes: the mesh axes that cut the rows.
+
+    Raises:
+      ValueError: if the mesh has devices of another process between those of one.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class PmapStep:
         self._name = getattr(fn, "__name__", "step")
         self.mesh = mesh
         self.axes = axes
+        _check_neighbours(mesh)
         self._mapped = jax.pmap(
             fn,
             _DEVICES,
@@ -82,6 +87,18 @@ class PmapStep:
         if key not in self._compiled:
             self._compiled[key] = self.lower(state, batch).compile()
         return self._compiled[key](state, batch)
+
+
+def _check_neighbours(mesh: Mesh) -> None:
+    """`jax.pmap` takes the devices of a process for one piece of its axis."""
+    owners = [device.process_index for device in mesh.devices.flat]
+    pieces = [owner for owner, _ in itertools.groupby(owners)]
+    if len(set(pieces)) < len(pieces):
+        raise ValueError(
+            "`mode='pmap'` needs the devices of each process side by side in the mesh, "
+            f"but they are those of processes {owners}. Order them by process, or "
+            "choose 'jit' or 'shard_map'."
+        )
 
 
 def _put_axis(batch: Batch) -> Batch:

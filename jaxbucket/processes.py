@@ -21,9 +21,10 @@ from jax.sharding import Mesh
 from jaxbucket import __version__
 from jaxbucket.checks import check_integer
 from jaxbucket.coordination import Store
-from jaxbucket.last_words import before_abort, leave
+from jaxbucket.last_words import leave
 from jaxbucket.position import DataPosition
-from jaxbucket.watchdog import EXIT_STATUS, Watchdog
+from jaxbucket.rendezvous import Member, listed, meet
+from jaxbucket.watchdog import Watchdog
 
 # Every process enters as often as the others.
 _entered = itertools.count()
@@ -38,14 +39,16 @@ _ECHOES = {
     *("FAILED_PRECONDITION", "INTERNAL", "UNAVAILABLE", "UNKNOWN"),
 }
 _MAX_WORDS = 500
-_MAX_NAMES = 8
+_NUM_PORTS = 2**16
 
 
 class Processes:
     """The processes of a run; a context around all that it does.
 
     Within it, a process that is killed, stopped or raises makes all others end, within
-    `timeout` and a few seconds, with a sentence that names it. Alone, it does nothing.
+    `timeout` and a few seconds, with a sentence that names it. So does the one that
+    raises, once the error leaves the context: within 5 s, caught or not. Alone, it does
+    nothing.
 
     Example:
       >>> with Processes() as processes:
@@ -62,6 +65,7 @@ class Processes:
       process_id: which of them this is.
       timeout: seconds without a sign of life after which a process is lost. Longer
         than any call that keeps Python from running its other threads.
+      start_timeout: seconds to wait, on entering, for all processes to come.
 
     Attributes:
       index: of this process.
@@ -69,8 +73,10 @@ class Processes:
       store: what they write to one another; only where they are several.
 
     Raises:
-      ValueError: if some of the three are missing or wrong, the port is in use, or
-        `timeout` is too short.
+      ValueError: if some of the three are missing or wrong, or a timeout is too short;
+        on entering, if the port is in use, or the processes are not those that
+        `num_processes` says.
+      TimeoutError: on entering, if some processes do not come; it names them.
     """
 
     index: int = 0
@@ -84,26 +90,33 @@ class Processes:
         process_id: int | None = None,
         *,
         timeout: float = 60.0,
+        start_timeout: float = 300.0,
     ):
         if not timeout >= _MIN_TIMEOUT:
             raise ValueError(
                 f"`timeout={timeout}` must be at least {_MIN_TIMEOUT:g} s: a process "
                 "that is only busy is not lost."
             )
+        if not start_timeout > 0:
+            raise ValueError(
+                f"`start_timeout={start_timeout}` must be positive: so many seconds "
+                "may pass between the first process and the last."
+            )
         self._timeout = timeout
+        self._start_timeout = start_timeout
         self._given = _settings(coordinator_address, num_processes, process_id)
         self._meetings: collections.Counter[str] = collections.Counter()
         self._watchdog: Watchdog | None = None
 
     def __enter__(self) -> Processes:
         if self._given and not jax.distributed.is_initialized():
-            _initialize(*self._given, _JAX_TIMEOUTS * math.ceil(self._timeout))
+            self._initialize(*self._given)
         if not jax.distributed.is_initialized():
             return self
         self.store = Store(f"jaxbucket/{next(_entered)}")
         self.index, self.count = self.store.index, self.store.count
         if self.count > 1:
-            names = self._meet()
+            names = self.gather("start", _own_name())
             self._watchdog = Watchdog(self.store, self.index, names, self._timeout)
             self._watchdog.start()
         return self
@@ -122,25 +135,28 @@ class Processes:
         else:
             self._watchdog.stop()
 
-    def _meet(self) -> list[str]:
-        """What each process is called, once all are here."""
-        own = f"{socket.gethostname()}, pid {os.getpid()}"
-        told = self.gather("start", json.dumps([self.count, own]))
-        counts, names = zip(*map(json.loads, told), strict=True)
-        if len(set(counts)) > 1 or len(told) != self.count:
-            said = (f"{count} in process {who}" for who, count in enumerate(counts))
-            raise ValueError(
-                "The processes do not agree on how many they are: `num_processes` is "
-                f"{', '.join(said)}. Give all of them the same."
-            )
-        return list(names)
+    def _initialize(self, address: str, count: int, index: int) -> None:
+        if count == 1:
+            return
+        meet(address, Member(index, count, _own_name()), self._start_timeout)
+        handler = signal.getsignal(signal.SIGTERM)
+        jax.distributed.initialize(
+            address,
+            count,
+            index,
+            heartbeat_timeout_seconds=_JAX_TIMEOUTS * math.ceil(self._timeout),
+        )
+        # jax takes note of SIGTERM for a service of its own; nothing else happens then.
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.SIG_DFL if handler is None else handler
+            signal.signal(signal.SIGTERM, handler)
 
     def _fail(self, watchdog: Watchdog, error: BaseException) -> None:
         """Tells the others; what follows is up to whoever catches the error."""
         if _may_be_an_echo(error):
             # Said now, for a verdict would end this process before it is raised.
             traceback.print_exception(error)
-            watchdog.wait_for_verdict()
+            watchdog.wait_for_verdict(f"raised {type(error).__name__}")
         words = " ".join(str(error).split())
         watchdog.accuse(f"raised {type(error).__name__}: {words[:_MAX_WORDS]}")
         # jax would wait for the others on its way out, and threads for collectives.
@@ -167,7 +183,7 @@ class Processes:
         missing = sorted(set(range(self.count)) - set(map(int, values)))
         if missing and not met:
             raise TimeoutError(
-                f"{_listed(missing)} did not come to {name!r} within {timeout:g} s. "
+                f"{listed(missing)} did not come to {name!r} within {timeout:g} s. "
                 "Look for what they wait for."
             )
         if number:
@@ -229,17 +245,8 @@ def _differences(told: list[dict[str, Any]]) -> Iterator[str]:
         if len(groups) > 1:
             # Most of them first; of equally many, the one with process 0.
             largest = sorted(groups.items(), key=lambda group: -len(group[1]))
-            said = (f"{value} in {_listed(who)}" for value, who in largest)
+            said = (f"{value} in {listed(who)}" for value, who in largest)
             yield f"{name} is {', '.join(said)}"
-
-
-def _listed(processes: list[int]) -> str:
-    names = list(map(str, processes))
-    if len(names) == 1:
-        return f"process {names[0]}"
-    if len(names) > _MAX_NAMES:
-        names[_MAX_NAMES:] = [f"{len(names) - _MAX_NAMES} more"]
-    return f"processes {', '.join(names[:-1])} and {names[-1]}"
 
 
 def _may_be_an_echo(error: BaseException | None) -> bool:
@@ -276,9 +283,10 @@ def _settings(
         )
     address, count, index = given.values()
     port = str(address).rpartition(":")[2]
-    if not port.isdecimal():
+    if not (port.isdecimal() and 0 < int(port) < _NUM_PORTS):
         raise ValueError(
-            f"`coordinator_address={address!r}`: make it host:port, of process 0."
+            f"`coordinator_address={address!r}`: make it host:port of process 0, "
+            f"with a port from 1 to {_NUM_PORTS - 1}."
         )
     count, index = _to_int("num_processes", count), _to_int("process_id", index)
     if not 0 <= index < count:
@@ -294,40 +302,5 @@ def _to_int(name: str, value: Any) -> int:
     return check_integer(name, value)
 
 
-def _initialize(address: str, count: int, index: int, timeout: int) -> None:
-    if count == 1:
-        return
-    if index == 0:
-        _check_port(address)
-
-    def speak() -> None:
-        leave(
-            EXIT_STATUS,
-            f"process {index} of {count} cannot join the service at {address}, for "
-            "what jax says above. Give each its own JAX_PROCESS_ID, all of them the "
-            "same JAX_NUM_PROCESSES, and start process 0.",
-        )
-
-    handler = signal.getsignal(signal.SIGTERM)
-    with before_abort(speak):
-        jax.distributed.initialize(
-            address, count, index, heartbeat_timeout_seconds=timeout
-        )
-    # jax takes note of SIGTERM for a service of its own, and nothing else happens then.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
-
-
-def _check_port(address: str) -> None:
-    """The service would share a port with another one that listens there."""
-    port = int(address.rpartition(":")[2])
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen()
-        except OSError as error:
-            raise ValueError(
-                f"`coordinator_address={address!r}`: port {port} cannot be listened "
-                f"to ({error.strerror}). Choose another, the same in all processes."
-            ) from None
+def _own_name() -> str:
+    return f"{socket.gethostname()}, pid {os.getpid()}"

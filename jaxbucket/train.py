@@ -137,7 +137,8 @@ def data_parallel(
 
     Raises:
       ValueError: for an unknown mode or axis, a seed out of range, or a sharded state
-        under "pmap"; when traced, for a loss that breaks the contract.
+        or a mesh that mixes the devices of processes under "pmap"; when traced, for a
+        loss that breaks the contract.
     """
     if mode == "pmap" and state_sharding is not None:
         raise ValueError(

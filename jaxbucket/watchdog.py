@@ -3,9 +3,10 @@
 A collective waits for ever for a process that died. jax notices in the end, and aborts
 without naming it; this notices first.
 
-Every process beats in a key of its own. Process 0, which has the store, watches the
-beats; whoever sees that a process is lost says so in one key, the *verdict*, for which
-all others wait. Threads of their own do it: the main one may hang in a collective.
+Every process beats in a key of its own. Process 0, which has the store, watches all
+others, and they watch it; whoever sees that a process is lost says so in one key, the
+*verdict*, for which all others wait. Threads of their own do it: the main one may hang
+in a collective.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple, NoReturn
 import jax
 
 from jaxbucket.coordination import Store
-from jaxbucket.last_words import before_abort, leave
+from jaxbucket.last_words import before_abort, leave, speak
 
 # "Try again later", as sendmail's sysexits.h has it: what a launcher may restart.
 EXIT_STATUS = 75
@@ -28,12 +29,13 @@ _BEATS = "beats"
 _SUSPICIONS = "suspicions"
 _BEATS_PER_TIMEOUT = 10
 _BEATS_UNDER_SUSPICION = 4
+_BEATS_READ_LATE = 2
 _LONGEST_INTERVAL = 1.0
 # The store ends with process 0: until then the others may read why.
 _SECONDS_TO_READ = 1.0
+# A store whose process was stopped does not answer.
+_SECONDS_TO_TELL = 1.0
 _SECONDS_TO_FAIL_TOO = 1.0
-
-
 _SECONDS_TO_ANSWER = 2.0
 
 
@@ -49,6 +51,20 @@ class Verdict(NamedTuple):
     process: int
     why: str
     raised: bool = False
+
+
+class _Beat(NamedTuple):
+    """What a process last wrote, and since when it is the same."""
+
+    text: str
+    since: float
+
+
+class _Suspicion(NamedTuple):
+    """What another process says, and since when: one may be lost already."""
+
+    why: str
+    since: float
 
 
 class Watchdog:
@@ -70,11 +86,10 @@ class Watchdog:
         self._over = threading.Event()
         self._ending = threading.Lock()
         self._failing = threading.Event()
-        self._suspecting = False
-        self._abort = before_abort(self._aborting)
-        now = time.monotonic()
-        self._answered = now
-        self._changed = {process: ("", now) for process in range(len(names))}
+        self._suspicion: _Suspicion | None = None
+        self._abort = before_abort(self._before_abort)
+        watched = range(1, len(names)) if index == 0 else [0]
+        self._beats = dict.fromkeys(watched, _Beat("", time.monotonic()))
         self._threads = [
             threading.Thread(target=target, name=f"jaxbucket {name}", daemon=True)
             for name, target in (("beat", self._beat), ("watch", self._watch))
@@ -95,87 +110,109 @@ class Watchdog:
     def accuse(self, why: str) -> None:
         """Tells all others that this process is lost."""
         self._failing.set()
-        # Without the store the others know already.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._give(Verdict(self._index, why, raised=True))
+        self._tell(Verdict(self._index, why, raised=True))
         if self._index == 0:
             time.sleep(_SECONDS_TO_READ)
 
-    def wait_for_verdict(self) -> None:
+    def wait_for_verdict(self, why: str) -> None:
         """Does not return if another process is lost: this one is ended meanwhile.
 
         Where something is wrong already, a few beats that do not come say enough.
+
+        Args:
+          why: what this process has met, such as an error in a collective.
         """
-        self._suspecting = True
+        self._suspicion = _Suspicion(f"process {self._index} {why}", time.monotonic())
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._store.set(f"{_SUSPICIONS}/{self._index}", "")
+            self._store.set(f"{_SUSPICIONS}/{self._index}", self._suspicion.why)
         time.sleep(2 * _BEATS_UNDER_SUSPICION * self._interval)
 
-    def _give(self, verdict: Verdict) -> None:
-        self._store.claim(_VERDICT, json.dumps(verdict))
+    def _tell(self, verdict: Verdict) -> None:
+        def give() -> None:
+            # Without the store the others know already.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._store.claim(_VERDICT, json.dumps(verdict))
+
+        teller = threading.Thread(target=give, daemon=True)
+        teller.start()
+        teller.join(_SECONDS_TO_TELL)
 
     def _beat(self) -> None:
         number = 0
         while not self._over.wait(self._interval):
             number += 1
-            try:
+            # Where process 0 does not answer, that is seen by its beats.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._store.set(f"{_BEATS}/{self._index}", str(number))
-                if self._index == 0:
-                    self._judge()
-            except jax.errors.JaxRuntimeError:
-                # Process 0 does not answer: it is given as much time as any other.
-                continue
-            self._answered = time.monotonic()
-
-    def _judge(self) -> None:
-        """In process 0: gives a verdict where a beat has not come for too long."""
-        beats = self._store.below(_BEATS)
-        self._suspecting |= bool(self._store.below(_SUSPICIONS))
-        now = time.monotonic()
-        for process, (before, since) in self._changed.items():
-            beat = beats.get(str(process), "")
-            if beat != before:
-                self._changed[process] = beat, now
-            elif now - since > self._patience:
-                self._give(Verdict(process, self._silent))
 
     def _watch(self) -> None:
         while not self._over.is_set():
-            try:
-                verdict = self._store.get(_VERDICT, self._interval)
-            except jax.errors.JaxRuntimeError:
-                verdict = None
-                self._over.wait(self._interval)
-            if verdict is not None:
-                lost = Verdict(*json.loads(verdict))
+            lost = self._verdict() or self._judge()
+            if lost is not None:
                 # What made one raise may make all of them do so, each in its own words.
                 if not (lost.raised and self._failing.wait(_SECONDS_TO_FAIL_TOO)):
                     self._end(lost)
                 return
-            if time.monotonic() - self._answered > self._patience:
-                self._end(Verdict(0, self._silent))
 
-    def _aborting(self) -> None:
+    def _verdict(self) -> Verdict | None:
+        """Waits a while for one."""
+        try:
+            verdict = self._store.get(_VERDICT, self._interval)
+        except jax.errors.JaxRuntimeError:
+            self._over.wait(self._interval)
+            return None
+        return Verdict(*json.loads(verdict)) if verdict is not None else None
+
+    def _judge(self) -> Verdict | None:
+        """Finds a process whose beats do not come, and tells the others."""
+        beats = self._read()
+        now = time.monotonic()
+        for process, (before, since) in self._beats.items():
+            text = beats.get(process, before)
+            if text != before:
+                self._beats[process] = _Beat(text, now)
+            elif why := self._too_long(since, now):
+                verdict = Verdict(process, why)
+                self._tell(verdict)
+                return verdict
+        return None
+
+    def _read(self) -> dict[int, str]:
+        """The beats of those that this process watches, so far as they can be read."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if self._index > 0:
+                beat = self._store.get(f"{_BEATS}/0", self._interval)
+                return {} if beat is None else {0: beat}
+            for why in self._store.below(_SUSPICIONS).values():
+                self._suspicion = self._suspicion or _Suspicion(why, time.monotonic())
+            return {int(who): x for who, x in self._store.below(_BEATS).items()}
+        return {}
+
+    def _too_long(self, since: float, now: float) -> str:
+        """Why a process that is silent since then is lost; empty while it is not."""
+        silent = f"has given no sign of life for {now - since:.1f} s"
+        if now - since > self._timeout:
+            return silent
+        if self._suspicion is None:
+            return ""
+        suspected = self._suspicion.since
+        # A beat of before may be read a little later. Whoever has beaten after that was
+        # not what the other one met, and has all the time there is.
+        is_alive = since > suspected + _BEATS_READ_LATE * self._interval
+        if is_alive or now < suspected + _BEATS_UNDER_SUSPICION * self._interval:
+            return ""
+        return f"{silent}, and {self._suspicion.why}"
+
+    def _before_abort(self) -> None:
         if self._failing.is_set():
             # The others have ended, as they were told.
             leave(1)
         if not self._store.is_reachable(_SECONDS_TO_ANSWER):
             self._end(Verdict(0, "cannot be reached any more"))
-        leave(
-            EXIT_STATUS,
-            f"process {self._index} is ended by jax, for what it says above. One that "
-            "is started twice, under the same JAX_PROCESS_ID, makes it do so.",
+        speak(
+            f"process {self._index} aborts, for what is said above. jax makes it do so "
+            "where two are started under one JAX_PROCESS_ID."
         )
-
-    @property
-    def _patience(self) -> float:
-        if self._suspecting:
-            return min(self._timeout, _BEATS_UNDER_SUSPICION * self._interval)
-        return self._timeout
-
-    @property
-    def _silent(self) -> str:
-        return f"has given no sign of life for {self._patience:g} s"
 
     def _end(self, verdict: Verdict) -> NoReturn:
         with self._ending:

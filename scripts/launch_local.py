@@ -32,7 +32,7 @@ def main() -> int:
         signal.signal(number, lambda number, frame: asked.append(number))
     processes = [start(args, address, index) for index in range(args.processes)]
     threads = [
-        threading.Thread(target=copy, args=(index, process.stdout))
+        threading.Thread(target=copy, args=(index, process.stdout, asked))
         for index, process in enumerate(processes)
     ]
     for thread in threads:
@@ -60,7 +60,8 @@ def parse_arguments() -> argparse.Namespace:
         "--grace",
         type=float,
         default=90.0,
-        help="seconds that the others have after one has failed",
+        help="seconds that the others have after one has failed; longer than they "
+        "need to notice",
     )
     parser.add_argument("command", nargs="+", help="the program, after --")
     args = parser.parse_args()
@@ -111,10 +112,16 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def copy(index: int, lines: IO[str] | None) -> None:
+def copy(index: int, lines: IO[str] | None, asked: list[signal.Signals]) -> None:
     for line in lines or ():
-        sys.stdout.write(f"[{index}] {line}")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(f"[{index}] {line}")
+            sys.stdout.flush()
+        except OSError:
+            # Nobody reads any more. The rest is taken, or its writer would hang.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if not asked:
+                asked.append(signal.SIGTERM)
 
 
 def wait(
@@ -132,6 +139,12 @@ def wait(
         if not failed and any(statuses):
             failed, since = next(filter(None, statuses)), time.monotonic()
         if failed and time.monotonic() - since > grace:
+            left = [str(i) for i, status in enumerate(statuses) if status is None]
+            print(
+                f"launch_local.py: {grace:g} s after one failed, {', '.join(left)} "
+                "still ran: ended by force. Give more --grace.",
+                file=sys.stderr,
+            )
             break
         time.sleep(0.05)
     failed = failed or next(filter(None, (process.poll() for process in processes)), 0)

@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 # Before jax starts its backend.
@@ -36,39 +37,56 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 LAUNCH = pathlib.Path(__file__).parents[1] / "scripts" / "launch_local.py"
 
 
+# Lines of its own for each process: what others print may land within a line.
+_SAY = """
+import os, sys
+def say(*words):
+    with open(sys.argv[0] + ".said." + os.environ["JAX_PROCESS_ID"], "a") as file:
+        print(*words, file=file)
+"""
+
+
 class Launched(NamedTuple):
-    """What so many real processes of one command did."""
+    """What real processes of one script did."""
 
     status: int
     output: str
+    script: pathlib.Path
+
+    def said(self, index: int) -> list[str]:
+        """The lines that one of them has written by `say`."""
+        path = pathlib.Path(f"{self.script}.said.{index}")
+        return path.read_text().splitlines() if path.exists() else []
 
     def lines(self, index: int) -> list[str]:
         """What one of them has printed."""
         mark = f"[{index}] "
         lines = [line for line in self.output.splitlines() if line.startswith(mark)]
-        said = [line.removeprefix(mark) for line in lines]
-        # Gloo counts its peers there, even in the middle of a line.
-        return [line for line in said if line and "peer ranks" not in line]
-
-
-def launch(*command: object, count: int = 2, devices: int = 1) -> Launched:
-    """Runs a Python command in so many processes of so many virtual devices."""
-    run = subprocess.run(
-        [
-            *(sys.executable, str(LAUNCH), "-n", str(count), "-d", str(devices)),
-            *("--grace", "8", "--", sys.executable, *map(str, command)),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    return Launched(run.returncode, run.stdout)
+        return [line.removeprefix(mark) for line in lines]
 
 
 @pytest.fixture(name="launch")
-def launch_fixture():
+def launch_fixture(tmp_path: pathlib.Path) -> Callable[..., Launched]:
+    """Runs a script in so many processes of so many virtual devices."""
+
+    def launch(code: str, *, count: int = 2, devices: int = 1) -> Launched:
+        for old in tmp_path.glob("script.py*"):
+            old.unlink()
+        script = tmp_path / "script.py"
+        script.write_text(_SAY + code)
+        run = subprocess.run(
+            [
+                *(sys.executable, str(LAUNCH), "-n", str(count), "-d", str(devices)),
+                *("--grace", "6", "--", sys.executable, str(script)),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        return Launched(run.returncode, run.stdout, script)
+
     return launch
 
 

@@ -45,17 +45,21 @@ ROOMS = {
         {"numpy", "jax"},
     ),
     "coordination": (set(), {"jax"}),
+    "rendezvous": (set(), set()),
     "last_words": (set(), set()),
     "watchdog": ({"coordination", "last_words"}, {"jax"}),
     "processes": (
         {
             *("__version__", "checks", "position", "coordination", "last_words"),
-            "watchdog",
+            *("rendezvous", "watchdog"),
         },
         {"jax"},
     ),
     "preemption": ({"processes"}, {"jax"}),
-    "checkpoint": ({"checks", "position"}, {"numpy", "jax", "orbax", "etils"}),
+    "checkpoint": (
+        {"checks", "position", "processes", "rendezvous"},
+        {"numpy", "jax", "orbax", "etils"},
+    ),
     "plots": ({"checks", "base", "stats"}, {"numpy", "matplotlib"}),
     "cli": (
         {"base", "plan", "stats", "plots"},

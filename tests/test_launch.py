@@ -87,8 +87,9 @@ def test_those_that_outlive_a_failure_are_ended_after_a_grace():
     )
     run = launch(code, "-n", 3, "--grace", 0.5)
     others = pids(run, 2)
-    run.communicate(timeout=60)
+    _, error = run.communicate(timeout=60)
     assert run.returncode == 7
+    assert "0.5 s after one failed, 0, 2 still ran: ended by force" in error
     assert_all_end(others)
 
 
@@ -108,6 +109,17 @@ def test_none_is_left_where_the_launcher_is_killed():
     children = pids(run, 2)
     run.kill()
     run.communicate(timeout=60)
+    assert_all_end(children)
+
+
+def test_where_nobody_reads_any_more_all_are_asked_to_end():
+    chatty = "import os; print(os.getpid(), flush=True)\nwhile True: print('x' * 999)"
+    run = launch(chatty, "-n", 2)
+    children = pids(run, 1)
+    with run:
+        assert run.stdout is not None
+        run.stdout.close()
+        assert run.wait(timeout=60) == 128 + signal.SIGTERM
     assert_all_end(children)
 
 

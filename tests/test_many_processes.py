@@ -122,25 +122,36 @@ def test_what_several_cannot_do_is_refused_by_each(folder, options, message):
     assert "Traceback" not in out
 
 
-def test_arguments_that_differ_are_named_by_all(folder):
+# What each does before it begins -> what both say.
+DIFFERENCES = {
+    "sys.argv += ['--seed', index]": (
+        "The processes do not agree: schedule seed is 0 in process 0, 1 in process 1"
+    ),
+    # Relative to where it is, as one on its own disk.
+    "sys.argv += ['--checkpoint', 'own']; os.mkdir(index); os.chdir(index)": (
+        "is not the same everywhere: what process 0 writes there, process 1 cannot see"
+    ),
+}
+
+
+@pytest.mark.parametrize("differ", DIFFERENCES)
+def test_what_differs_is_named_by_all(folder, tmp_path, differ):
     code = (
         "import os, runpy, sys\n"
+        "index = os.environ['JAX_PROCESS_ID']\n"
         f"sys.path.insert(0, {str(TRAIN_LM.parent)!r})\n"
-        "sys.argv += ['--seed', os.environ['JAX_PROCESS_ID']]\n"
+        f"{differ}\n"
         f"runpy.run_path({str(TRAIN_LM)!r}, run_name='__main__')\n"
     )
-    script = folder / "seeds.py"
+    script = tmp_path / "differ.py"
     script.write_text(code)
     command = [sys.executable, LAUNCH, "-n", "2", "--", sys.executable, script]
     run = subprocess.run(
-        [*map(str, command), "--data", "data.jsonl"],
-        cwd=folder,
+        [*map(str, command), "--data", str(folder / "data.jsonl")],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
     assert run.returncode == 1
-    said = (
-        "train_lm.py: The processes do not agree: schedule seed is 0 in process 0, 1 in"
-    )
-    assert run.stdout.count(said) == 2
+    assert run.stdout.count(DIFFERENCES[differ]) == 2

@@ -18,15 +18,12 @@ TIMEOUT = 4.0
 GRACE = 5.0
 
 START = f"""
-import json, os, signal, sys, threading, time
+import ctypes, json, os, signal, sys, threading, time
 import numpy as np
 import jax
 import jaxbucket as jb
 
 processes = jb.Processes(timeout={TIMEOUT})
-
-def say(*words):
-    print(*words, flush=True)
 """
 
 # A loop of collectives, in which each process waits for all others.
@@ -52,21 +49,11 @@ say("end")
 """
 
 
-@pytest.fixture(name="launch")
-def launch_code(launch, tmp_path):
-    """Runs code in so many processes."""
-
-    def run(code: str, **options):
-        script = tmp_path / "script.py"
-        script.write_text(START + code)
-        return launch(script, **options)
-
-    return run
-
-
 def sentence(run, index: int) -> str:
     """The last words of one process."""
-    (words,) = [x for x in run.lines(index) if x.startswith("jaxbucket: ")]
+    found = [x for x in run.lines(index) if x.startswith("jaxbucket: ")]
+    assert len(found) == 1, run.output
+    (words,) = found
     return words
 
 
@@ -108,6 +95,8 @@ def position() -> jb.DataPosition:
         (("host:1", 2, "x"), "`process_id='x'` is not an integer"),
         (("host", 2, 0), "`coordinator_address='host'`: make it host:port"),
         (("host:port", 2, 0), "`coordinator_address='host:port'`: make it host:port"),
+        (("host:0", 2, 0), "`coordinator_address='host:0'`: .* port from 1 to 65535"),
+        (("host:70000", 2, 0), "`coordinator_address='host:70000'`: make it host:port"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(given, message):
@@ -123,6 +112,12 @@ def test_settings_of_the_environment_are_checked(monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "two")
     with pytest.raises(ValueError, match="`process_id='two'` is not an integer"):
         jb.Processes()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_no_time_to_start_is_refused(timeout):
+    with pytest.raises(ValueError, match="`start_timeout=.*` must be positive"):
+        jb.Processes(start_timeout=timeout)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 1.9, float("nan")])
@@ -155,10 +150,10 @@ with processes:
     processes.gather("y", "")
     say(processes.store.below("x/0"))
 """
-    run = launch(code, count=3)
+    run = launch(START + code, count=3)
     assert run.status == 0, run.output
     for index in range(3):
-        assert run.lines(index) == [
+        assert run.said(index) == [
             f"{index} 3 ['a', 'b', 'c']",
             "['0', '1', '2']",
             # What all have read is no longer kept.
@@ -176,10 +171,10 @@ with processes:
             say(error)
     processes.gather("rest", "")
 """
-    run = launch(code, count=3)
+    run = launch(START + code, count=3)
     assert run.status == 0, run.output
     for index in (0, 2):
-        (line,) = run.lines(index)
+        (line,) = run.said(index)
         assert line.startswith("process 1 did not come to 'lunch' within 1 s")
 
 
@@ -228,9 +223,9 @@ with processes:
 
 def test_whoever_differs_is_named_by_all(launch):
     code = AGREEMENT.replace("DIFFERENCES", repr(list(DIFFERENCES)))
-    run = launch(code, count=3)
+    run = launch(START + code, count=3)
     assert run.status == 0, run.output
-    told, *others = (run.lines(index) for index in range(3))
+    told, *others = (run.said(index) for index in range(3))
     # The same sentences everywhere.
     assert others == [told, told]
     for line, message in zip(told, DIFFERENCES.values(), strict=True):
@@ -252,7 +247,7 @@ plan = jb.plan_buckets([1], max_tokens=1)
 position = jb.batch_dataset([{"x": [1]}], jb.BatchSchedule(plan, [1])).position(0)
 with processes:""",
     )
-    run = launch(code, count=3)
+    run = launch(START + code, count=3)
     assert run.status == 1
     for index in range(3):
         (line,) = [x for x in run.lines(index) if x.startswith("ValueError: ")]
@@ -267,9 +262,9 @@ def fault():
     if processes.index == {victim}:
         os.kill(os.getpid(), signal.{name})
 """
-        run = launch(fault + LOOP, count=3, devices=2)
+        run = launch(START + fault + LOOP, count=3, devices=2)
         assert run.status == 0, run.output
-        (first, end), *others = (run.lines(index)[-2:] for index in range(3))
+        (first, end), *others = (run.said(index)[-2:] for index in range(3))
         assert re.fullmatch(rf"left \d+ {name}", first) and end == "end"
         assert others == [[first, end]] * 2
 
@@ -288,10 +283,10 @@ for phase in range(2):
                         os.kill(os.getpid(), signal.SIGTERM)
             say(phase, again, step, stop.signal.name)
 """
-    run = launch(twice, count=2)
+    run = launch(START + twice, count=2)
     assert run.status == 0, run.output
-    assert run.lines(0) == run.lines(1)
-    ends = [line.split() for line in run.lines(0)]
+    assert run.said(0) == run.said(1)
+    ends = [line.split() for line in run.said(0)]
     assert [end[:2] for end in ends] == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
     assert all(int(end[2]) >= 5 and end[3] == "SIGTERM" for end in ends)
 
@@ -303,9 +298,41 @@ def fault():
     if processes.index == 1:
         os.kill(os.getpid(), signal.SIGTERM)
 """
-    run = launch(fault + LOOP, count=3)
+    run = launch(START + fault + LOOP, count=3)
     assert run.status == 0, run.output
-    assert [run.lines(i) for i in range(3)] == [["left 60 SIGTERM", "end"]] * 3
+    assert [run.said(i) for i in range(3)] == [["left 60 SIGTERM", "end"]] * 3
+
+
+def test_they_leave_together_whenever_wishes_come(launch):
+    # Before the loop, in it, as it ends and after it, in some or in all of them.
+    code = """
+import random
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with processes:
+    draw = random.Random(processes.index)
+    for phase in range(30):
+        wish = threading.Timer(
+            draw.uniform(0, 0.1), os.kill, (os.getpid(), signal.SIGTERM)
+        )
+        with jb.StopRequest(processes) as stop:
+            if draw.random() < 0.5:
+                wish.start()
+            for step in range(5):
+                if stop.before(step):
+                    break
+                processes.gather("step", "")
+                time.sleep(draw.uniform(0, 0.02))
+        say(phase, step, stop.signal)
+        wish.cancel()
+        if wish.ident:
+            wish.join()
+"""
+    run = launch(START + code, count=3)
+    assert run.status == 0, run.output
+    assert len(run.said(0)) == 30
+    assert run.said(1) == run.said(2) == run.said(0)
+    wishes = {line.split()[-1] for line in run.said(0)}
+    assert len(wishes) == 2, wishes
 
 
 def test_they_end_together_though_one_is_late(launch):
@@ -317,9 +344,9 @@ def fault():
     late = LOOP.replace(
         'say("left"', f'time.sleep(processes.index * {TIMEOUT})\n    say("left"'
     )
-    run = launch(fault + late, count=3)
+    run = launch(START + fault + late, count=3)
     assert run.status == 0, run.output
-    assert [run.lines(index)[-1] for index in range(3)] == ["end"] * 3
+    assert [run.said(index)[-1] for index in range(3)] == ["end"] * 3
 
 
 FAULTS = {
@@ -330,6 +357,8 @@ FAULTS = {
     "killed coordinator": (0, "os.kill(os.getpid(), signal.SIGKILL)", "be reached"),
     "stopped coordinator": (0, "os.kill(os.getpid(), signal.SIGSTOP)", "no sign of"),
     "raising coordinator": (0, "raise KeyError('row 7')", "raised KeyError: 'row 7'"),
+    # It holds Python's lock: of its threads none runs, but the store still answers.
+    "hung coordinator": (0, "ctypes.PyDLL(None).usleep(10**8)", "no sign of life"),
 }
 
 
@@ -354,7 +383,7 @@ open(sys.argv[2], "w").write(str(time.time()))
 ''', str(os.getpid()), sys.argv[0] + "." + os.environ["JAX_PROCESS_ID"]],
 start_new_session=True)
 """
-    run = launch(watched + fault + LOOP, count=3)
+    run = launch(START + watched + fault + LOOP, count=3)
     began, pid = (tmp_path / "script.py.fault").read_text().split()
     for index in {0, 1, 2} - {victim}:
         words = sentence(run, index)
@@ -366,7 +395,7 @@ start_new_session=True)
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert float(path.read_text()) - float(began) < TIMEOUT + GRACE
-    if "stopped" not in name and "killed" not in name:
+    if "raising" in name or "leaving" in name:
         assert any("row" in line for line in run.lines(victim))
         assert not any("Exception ignored" in line for line in run.lines(victim))
 
@@ -378,7 +407,7 @@ with processes:
         os._exit(0)
     processes.gather("never", "", timeout=1000)
 """
-    run = launch(code, count=2)
+    run = launch(START + code, count=2)
     assert run.status == EXIT_STATUS
     assert "process 1 (" in sentence(run, 0)
 
@@ -386,7 +415,6 @@ with processes:
 def test_busy_python_is_not_lost(launch):
     # Held for half of the timeout, three times in a row.
     code = f"""
-import ctypes
 with processes:
     for _ in range(3):
         if processes.index == 1:
@@ -394,47 +422,61 @@ with processes:
         processes.gather("turn", "")
     say("end")
 """
-    run = launch(code, count=2)
+    run = launch(START + code, count=2)
     assert run.status == 0, run.output
-    assert [run.lines(index) for index in range(2)] == [["end"]] * 2
+    assert [run.said(index) for index in range(2)] == [["end"]] * 2
 
 
 JOIN = """
-import sys
+import sys, time
 import jaxbucket as jb
-with jb.Processes(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), timeout=3) as p:
+address, count, index, seconds = sys.argv[1], *map(int, sys.argv[2:])
+with jb.Processes(address, count, index, timeout=3, start_timeout=30) as processes:
     print("in", flush=True)
-    p.gather("once", "")
-    if len(sys.argv) > 4:
-        p.gather("never", "")
+    time.sleep(seconds)
 print("end", flush=True)
 """
 
 
-def join(*processes: str) -> list[tuple[int, str]]:
-    """Exit status and output of processes, each given as "count index"."""
+def join(address: str, process: str) -> subprocess.Popen[str]:
+    """A process, given as "count index seconds"."""
+    return subprocess.Popen(
+        [sys.executable, "-c", JOIN, address, *process.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+
+
+def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOIN, address, *process.split()],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
-        for process in processes
-    ]
-    try:
-        outputs = [run.communicate(timeout=60)[0] for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-    return [(run.returncode, out) for run, out in zip(runs, outputs, strict=True)]
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def test_processes_that_expect_other_numbers_are_told_so():
-    for status, out in join("2 0", "3 1"):
-        assert status == 1
+    address = free_address()
+    for run in [join(address, process) for process in ("2 0 0", "3 1 0")]:
+        out, _ = run.communicate(timeout=60)
+        assert run.returncode == 1
         assert "`num_processes` is 2 in process 0, 3 in process 1" in out
+
+
+def test_whoever_is_too_many_is_told_so_and_the_run_goes_on():
+    address = free_address()
+    first = [join(address, process) for process in ("2 0 20", "2 1 20")]
+    assert [run.stdout and run.stdout.readline() for run in first] == ["in\n"] * 2
+    # One of a larger run, and another run at the same address.
+    others = {
+        "3 2 0": "waits for no process.* process 2 .* is one too many",
+        "2 1 0": "waits for no process.* process 1 .* is one too many",
+        "2 0 0": "cannot be listened to .*Choose another",
+    }
+    for run, message in [(join(address, x), others[x]) for x in others]:
+        out, _ = run.communicate(timeout=60)
+        assert run.returncode == 1
+        assert re.search(message, out), out
+    for run in first:
+        assert run.communicate(timeout=60)[0] == "end\n"
+        assert run.returncode == 0
