@@ -22,12 +22,10 @@ import tempfile
 import time
 from typing import Any
 
+import runs
 from rich.console import Console
 from rich.table import Table
 
-ROOT = pathlib.Path(__file__).parents[1]
-LAUNCH = ROOT / "scripts" / "launch_local.py"
-TRAIN_LM = ROOT / "examples" / "train_lm.py"
 GRACE = 5.0
 STEPS = 300
 # One that raises where it is: at the next line of Python, whatever that does.
@@ -36,8 +34,8 @@ import runpy, signal, sys
 def fail(number, frame):
     raise RuntimeError("asked to fail")
 signal.signal(signal.SIGUSR1, fail)
-sys.path.insert(0, {str(TRAIN_LM.parent)!r})
-runpy.run_path({str(TRAIN_LM)!r}, run_name="__main__")
+sys.path.insert(0, {str(runs.TRAIN_LM.parent)!r})
+runpy.run_path({str(runs.TRAIN_LM)!r}, run_name="__main__")
 """
 FAULTS = {
     "killed": (signal.SIGKILL, "no sign of life|cannot be reached"),
@@ -66,12 +64,7 @@ def main() -> int:
 
 def measure(args: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
     draw = random.Random(args.seed)
-    (folder / "data.jsonl").write_text(
-        "".join(
-            json.dumps({"text": f"{n} " + "to be or not " * (n * n % 9)}) + "\n"
-            for n in range(400)
-        )
-    )
+    runs.write_documents(folder)
     end(args, folder, 1, "whole")
     want = digest(folder, "whole")
     faults, same = [], []
@@ -91,21 +84,16 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
 def start(
     args: argparse.Namespace, folder: pathlib.Path, count: int, name: str
 ) -> subprocess.Popen[str]:
-    command = [
-        *(sys.executable, str(LAUNCH), "-n", str(count), "--grace", "3600", "--"),
-        *(sys.executable, "-c", FAILING, "--data", str(folder / "data.jsonl")),
-        *("--steps", str(STEPS), "--width", "16", "--layers", "1", "--max-len", "64"),
-        *("--max-tokens", "512", "--num-buckets", "2", "--batch-size-multiple", "4"),
-        *("--timeout", str(args.timeout), "--json", str(folder / f"{name}.json")),
-        *("--checkpoint", str(folder / name), "--save-every", "5", "--resume"),
-    ]
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    options = {
+        "--steps": STEPS,
+        "--timeout": args.timeout,
+        "--json": folder / f"{name}.json",
+        "--checkpoint": folder / name,
+        "--save-every": 5,
     }
     with (folder / "output").open("w") as output:
-        return subprocess.Popen(
-            command, env=os.environ | cache, stdout=output, stderr=output, text=True
+        return runs.start(
+            folder, count, options, "--resume", program=("-c", FAILING), output=output
         )
 
 

@@ -13,15 +13,12 @@ import json
 import multiprocessing
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parents[1]
-LAUNCH = ROOT / "scripts" / "launch_local.py"
-TRAIN_LM = ROOT / "examples" / "train_lm.py"
+import runs
 
 
 def main() -> int:
@@ -43,12 +40,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
-    (folder / "data.jsonl").write_text(
-        "".join(
-            json.dumps({"text": f"{n} " + "to be or not " * (n * n % 9)}) + "\n"
-            for n in range(400)
-        )
-    )
+    runs.write_documents(folder)
     alone, _ = train(args, folder, 1)
     busy = [multiprocessing.Process(target=spin, daemon=True) for _ in range(args.busy)]
     for process in busy:
@@ -62,7 +54,7 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
     return {
         "steps": loaded["steps"],
         "processes": args.processes,
-        "busy processes": args.busy,
+        "busy_processes": args.busy,
         "processors": os.cpu_count(),
         "timeout_s": args.timeout,
         "seconds": round(seconds, 1),
@@ -80,20 +72,10 @@ def train(
     args: argparse.Namespace, folder: pathlib.Path, count: int
 ) -> tuple[dict[str, Any], float]:
     """What a run says of its training, and how long it took."""
-    summary = folder / "summary.json"
-    command = [
-        *(sys.executable, str(LAUNCH), "-n", str(count), "--"),
-        *(sys.executable, str(TRAIN_LM), "--data", str(folder / "data.jsonl")),
-        *("--steps", str(args.steps), "--width", "16", "--layers", "1"),
-        *("--max-len", "64", "--max-tokens", "512", "--num-buckets", "2"),
-        *("--batch-size-multiple", "4", "--lr", "1e-3", "--points", "4"),
-        *("--timeout", str(args.timeout), "--json", str(summary)),
-    ]
+    options = {"--steps": args.steps, "--points": 4, "--timeout": args.timeout}
     start = time.perf_counter()
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    if run.returncode:
-        raise SystemExit(run.stdout + run.stderr)
-    return json.loads(summary.read_text())["train"], time.perf_counter() - start
+    summary = runs.train(folder, count, options)
+    return summary["train"], time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -10,26 +10,29 @@ four processes is asked to stop on its way, and goes on in two, in one and in fo
 
 import argparse
 import json
-import os
 import pathlib
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
+import runs
 from rich.console import Console
 from rich.table import Table
 
-ROOT = pathlib.Path(__file__).parents[1]
-LAUNCH, TRAIN_LM = (
-    ROOT / "scripts" / "launch_local.py",
-    ROOT / "examples" / "train_lm.py",
-)
 LIMIT = 1e-5
 MODES = ("jit", "shard_map", "pmap")
+# With dropout, in three shapes.
+MODEL = {
+    "--width": 32,
+    "--dropout": 0.1,
+    "--max-len": 96,
+    "--max-tokens": 1536,
+    "--num-buckets": 3,
+    "--batch-size-multiple": 8,
+}
 
 
 def main() -> int:
@@ -56,91 +59,37 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, An
         for mode in MODES
         if model_devices <= count
     ]
-    one = train(args, folder, 1, 1, "jit")
+    runs.write_documents(folder)
+    model = MODEL | {"--steps": args.steps}
+    one = runs.train(folder, 1, model)
     rows = []
     for count, mode, model_devices in cases:
-        found = train(
-            args, folder, count, 2, mode, "--model-devices", str(model_devices)
-        )
+        options = model | {"--mode": mode, "--model-devices": model_devices}
+        found = runs.train(folder, count, options, devices=2)
         rows.append(row(one, found, count, 2, mode, model_devices))
         print(rows[-1], file=sys.stderr, flush=True)
     saved = folder / "run"
-    checkpoint = ("--checkpoint", str(saved), "--save-every", "10")
-    stop_on_the_way(args, folder, saved, *checkpoint)
+    stop_on_the_way(folder, saved, model)
     for count in (2, 1, 4):
         own = folder / f"run of {count}"
         shutil.copytree(saved, own)
-        checkpoint = ("--checkpoint", str(own), "--resume")
-        found = train(args, folder, count, 2, "jit", *checkpoint)
+        options = model | {"--checkpoint": own}
+        found = runs.train(folder, count, options, "--resume", devices=2)
         rows.append(row(one, found, count, 2, "jit, resumed", 1))
         print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
 def stop_on_the_way(
-    args: argparse.Namespace, folder: pathlib.Path, saved: pathlib.Path, *options: str
+    folder: pathlib.Path, saved: pathlib.Path, options: dict[str, Any]
 ) -> None:
     """A run of four processes; one of them passes the wish on."""
-    with start(args, folder, 4, 1, "jit", *options) as run:
+    options = options | {"--checkpoint": saved, "--save-every": 10}
+    with runs.start(folder, 4, options) as run:
         while run.poll() is None and not list(saved.glob("[2-9]0")):
             time.sleep(0.01)
         run.send_signal(signal.SIGTERM)
         run.communicate()
-
-
-def train(
-    args: argparse.Namespace,
-    folder: pathlib.Path,
-    count: int,
-    devices: int,
-    mode: str,
-    *options: str,
-) -> dict[str, Any]:
-    """The summary of one run."""
-    with start(args, folder, count, devices, mode, *options) as run:
-        output, _ = run.communicate()
-    if run.returncode:
-        raise SystemExit(f"{mode} in {count} processes: {output}")
-    return json.loads((folder / "summary.json").read_text())
-
-
-def start(
-    args: argparse.Namespace,
-    folder: pathlib.Path,
-    count: int,
-    devices: int,
-    mode: str,
-    *options: str,
-) -> subprocess.Popen[str]:
-    """A small model with dropout, in three shapes."""
-    summary = folder / "summary.json"
-    command = [
-        *(sys.executable, str(LAUNCH), "-n", str(count), "-d", str(devices), "--"),
-        *(sys.executable, str(TRAIN_LM), "--data", str(data(folder))),
-        *("--steps", str(args.steps), "--mode", mode),
-        *("--width", "32", "--max-len", "96", "--max-tokens", "1536"),
-        *("--num-buckets", "3", "--batch-size-multiple", "8", "--dropout", "0.1"),
-        *("--layers", "1"),
-        *("--lr", "1e-3", "--json", str(summary), *options),
-    ]
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    return subprocess.Popen(
-        command,
-        env=os.environ | cache,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def data(folder: pathlib.Path) -> pathlib.Path:
-    path = folder / "data.jsonl"
-    lines = [f"{n} " + "to be or not " * (n * n % 9) for n in range(400)]
-    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    return path
 
 
 def row(
@@ -159,7 +108,7 @@ def row(
         "mode": mode,
         "model_devices": model_devices,
         "steps": len(found["train"]["losses"]),
-        "loss_difference": max(abs(a - b) for a, b in pairs),
+        "loss_difference": max((abs(a - b) for a, b in pairs), default=0.0),
         "same_shapes": found["plan"] == one["plan"],
         "compiled": found["compile"]["train_step"]["ahead"],
         "compiled_later": found["compile"]["train_step"]["later"],

@@ -32,13 +32,13 @@ class Member(NamedTuple):
     """A process of a run.
 
     Attributes:
-      index: which it is.
-      count: how many it expects.
+      process_id: which it is.
+      num_processes: how many it expects.
       name: its host and its pid.
     """
 
-    index: int
-    count: int
+    process_id: int
+    num_processes: int
     name: str
 
 
@@ -57,7 +57,7 @@ def meet(address: str, own: Member, timeout: float) -> None:
       TimeoutError: if some do not come; it names them.
     """
     deadline = time.monotonic() + timeout
-    if own.index == 0:
+    if own.process_id == 0:
         with _Door(address, own) as door:
             door.wait(deadline, timeout)
     else:
@@ -92,7 +92,7 @@ class _Door:
 
     def wait(self, deadline: float, timeout: float) -> None:
         try:
-            while missing := set(range(self._own.count)) - set(self._here):
+            while missing := set(range(self._own.num_processes)) - set(self._here):
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
                         f"{listed(sorted(missing))} did not come to {self._address} "
@@ -136,28 +136,29 @@ class _Door:
 
     def _admit(self, member: Member) -> None:
         index, count, name = member
-        if index >= self._own.count:
+        expected = self._own.num_processes
+        if index >= expected:
             raise _Refused(
-                f"Process 0 expects {self._own.count} processes, by `num_processes`: "
-                f"process {index} ({name}) is one too many."
+                f"Process 0 expects {expected} processes, by `num_processes`: process "
+                f"{index} ({name}) is one too many."
             )
         if index in self._here:
             raise ValueError(
                 f"There are two processes {index}: {self._here[index].name} and "
                 f"{name}. Give each its own `process_id`."
             )
-        if count != self._own.count:
+        if count != expected:
             raise ValueError(
                 "The processes do not agree on how many they are: `num_processes` is "
-                f"{self._own.count} in process 0, {count} in process {index}. Give all "
-                "of them the same."
+                f"{expected} in process 0, {count} in process {index}. Give all of "
+                "them the same."
             )
         self._here[index] = member
 
     def _part(self, guest: socket.socket) -> None:
         member = self._guests.pop(guest)
         if member is not None:
-            del self._here[member.index]
+            del self._here[member.process_id]
         self._selector.unregister(guest)
         guest.close()
 
@@ -228,8 +229,8 @@ def _knock(address: str, own: Member, deadline: float, timeout: float) -> None:
             raise ValueError(
                 f"`coordinator_address={address!r}`: what listens there waits for no "
                 "process. Another program uses this port, or the run has begun, and "
-                f"process {own.index} ({own.name}) is one too many. Choose another "
-                "port, the same in all processes."
+                f"process {own.process_id} ({own.name}) is one too many. Choose "
+                "another port, the same in all processes."
             )
         time.sleep(_SECONDS_BETWEEN_TRIES)
 
