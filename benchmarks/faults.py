@@ -192,7 +192,8 @@ def show(found: dict[str, Any]) -> None:
     for row in found["faults"]:
         values = (f"{x:.1f}" if isinstance(x, float) else str(x) for x in row.values())
         table.add_row(*values)
-    console = Console()
+    # Wide enough, whatever it is printed to.
+    console = Console(width=100)
     console.print(table)
     same = found["same_batches"]
     console.print(

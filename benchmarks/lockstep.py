@@ -125,7 +125,8 @@ def show(rows: list[dict[str, Any]]) -> None:
         table.add_row(
             *(f"{x:.1e}" if isinstance(x, float) else str(x) for x in numbers.values())
         )
-    Console().print(table)
+    # Wide enough, whatever it is printed to.
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ from transformer import Transformer
 
 import jaxbucket as jb
 from jaxbucket.input_pipeline import BatchDataset
-from jaxbucket.processes import FOREVER
 from jaxbucket.stats import bucket_uses
 
 
@@ -163,9 +162,10 @@ def train_one_way(args: argparse.Namespace) -> int:
         # What is said is the same in all of them.
         console.quiet = processes.index > 0
         job = prepare(args, processes)
-        with jb.count_compiles() as compiles, checkpoints_of(args) as checkpoints:
-            if checkpoints:
-                checkpoints.check_shared(processes)
+        with (
+            jb.count_compiles() as compiles,
+            checkpoints_of(args, processes) as checkpoints,
+        ):
             return run(job, args, compiles, checkpoints)
 
 
@@ -229,11 +229,11 @@ def plan(
 
 
 def checkpoints_of(
-    args: argparse.Namespace,
+    args: argparse.Namespace, processes: jb.Processes
 ) -> contextlib.AbstractContextManager[jb.Checkpoints | None]:
     if args.checkpoint is None:
         return contextlib.nullcontext()
-    return jb.Checkpoints(args.checkpoint, keep=args.keep)
+    return jb.Checkpoints(args.checkpoint, keep=args.keep, processes=processes)
 
 
 def run(
@@ -253,7 +253,7 @@ def run(
     held_out = HeldOut(job.held_out, job.mesh, progress.state, args.mode)
     ahead = compiles.copy()
     # In the first step they wait for one another, but some collectives not for long.
-    job.processes.gather("compiled", "", timeout=FOREVER)
+    job.processes.gather("compiled", "")
     clock.start()
     log = TrainingLog(
         clock,

@@ -8,13 +8,14 @@ is sealed with the sizes and digests of its files before it appears.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from typing import IO, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -25,6 +26,9 @@ from jaxbucket.checks import check_positive
 from jaxbucket.position import DataPosition
 from jaxbucket.processes import Processes
 from jaxbucket.rendezvous import listed
+
+_T = TypeVar("_T")
+_Wrapper: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _SEAL = "seal.json"
 # Orbax notes in the first when the checkpoint appeared, after the seal, and may write
@@ -70,12 +74,21 @@ class Checkpoints:
     Args:
       directory: a path, or a URL that Orbax knows, such as gs://...
       keep: how many of the newest checkpoints stay.
+      processes: those that save together; all have to make this. Where one cannot
+        write, it ends, and so all: they would wait for its part of the checkpoint.
 
     Raises:
-      ValueError: if `keep` is not positive, or the directory cannot be one.
+      ValueError: if `keep` is not positive, or the directory cannot be one, or some of
+        the processes do not see what process 0 writes there.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        processes: Processes | None = None,
+    ):
         self._directory = epath.Path(directory).expanduser().absolute()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -84,16 +97,21 @@ class Checkpoints:
                 f"`directory={str(directory)!r}` cannot be a folder: {error}. Name "
                 "another."
             ) from None
+        self._processes = processes
+        if processes is not None:
+            self._check_shared(processes)
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
-                "position": ocp.JsonCheckpointHandler(),
-                "extra": ocp.JsonCheckpointHandler(),
+                "state": _telling(ocp.StandardCheckpointHandler(), self._failing),
+                "position": _telling(ocp.JsonCheckpointHandler(), self._failing),
+                "extra": _telling(ocp.JsonCheckpointHandler(), self._failing),
             },
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=check_positive("keep", keep),
-                async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+                async_options=ocp.AsyncOptions(
+                    post_finalization_callback=self._failing(self._seal)
+                ),
             ),
         )
         # The step that was last saved or restored here: what the run goes on from.
@@ -107,14 +125,22 @@ class Checkpoints:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def check_shared(self, processes: Processes) -> None:
-        """Checks that all processes have the same directory. All have to call it.
+    def _failing(self, write: Callable[..., _T]) -> Callable[..., _T]:
+        """`write`, whose error ends all processes: Orbax would make them wait."""
 
-        Where each has one of its own, on its own disk, saving would wait for ever.
+        @functools.wraps(write)
+        def failing(*args: Any, **kwargs: Any) -> _T:
+            try:
+                return write(*args, **kwargs)
+            except Exception as error:
+                if self._processes is not None:
+                    self._processes.fail(error)
+                raise
 
-        Raises:
-          ValueError: in every process, if some do not see what process 0 writes.
-        """
+        return failing
+
+    def _check_shared(self, processes: Processes) -> None:
+        """Where each has a directory of its own, saving would wait for ever."""
         (name, *_) = processes.gather("token", f"{_TOKEN}-{uuid.uuid4().hex}")
         token = self._directory / name
         if processes.index == 0:
@@ -380,6 +406,27 @@ def _is_json_object(path: epath.Path) -> bool:
         return isinstance(json.loads(path.read_text()), dict)
     except ValueError:
         return False
+
+
+class _Pending:
+    """What is being written beside the training, as Orbax waits for it."""
+
+    def __init__(self, future: Any, failing: _Wrapper):
+        self.result = failing(future.result)
+
+
+def _telling(handler: Any, failing: _Wrapper) -> Any:
+    """The handler, which tells at once of what cannot be written."""
+    save = handler.async_save
+
+    async def async_save(*args: Any, **kwargs: Any) -> Any:
+        futures = await save(*args, **kwargs)
+        return [_Pending(future, failing) for future in futures or ()]
+
+    # Not as a class of its own: Orbax knows handlers by their classes.
+    handler.async_save = async_save
+    handler.finalize = failing(handler.finalize)
+    return handler
 
 
 def _appears(path: epath.Path) -> bool:

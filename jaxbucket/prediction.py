@@ -94,8 +94,9 @@ def predict(
       batches: those of one epoch of the schedule, on the mesh.
       schedule: says which example is in which row. In source order it is the same,
         whatever the seed.
-      sequences: outputs that have padding to be cut off, by default all of shape
-        `[B, T, ...]`.
+      sequences: outputs that have padding to be cut off, by default all that are of
+        shape `[B, T, ...]` in every batch. Name them where an epoch has one bucket
+        only, and another output's second axis may be as long.
 
     Returns:
       A dict for each example: `[length, ...]` for sequences, `[...]` for the rest; None
@@ -105,6 +106,7 @@ def predict(
       ValueError: if the batches are not those of one epoch.
     """
     found: list[dict[str, np.ndarray] | None] = [None] * len(schedule.lengths)
+    padded: set[str] | None = None if sequences is None else set(sequences)
     # The next step runs while the host reads the last one's.
     outputs = ahead((steps(state, batch) for batch in batches), 1)
     number = 0
@@ -115,16 +117,30 @@ def predict(
                 f"`batches` has {output.bucket} where the schedule has "
                 f"{indices.bucket}: pass those of one epoch, from its first step."
             )
+        output = jax.tree.map(np.asarray, output)
+        if sequences is None:
+            own = _with_positions(output)
+            padded = own if padded is None else padded & own
         rows = indices.rows[indices.rows != EMPTY_ROW]
-        examples = unbatch(output, sequences=sequences)
-        for index, example in zip(rows, examples, strict=True):
+        # Uncut, for a later batch may show that an output is no sequence.
+        for index, example in zip(rows, unbatch(output, sequences=()), strict=True):
             found[index] = example
     if number != len(schedule) or next(outputs, None) is not None:
         raise ValueError(
             f"`batches` are not the {len(schedule)} of one epoch: pass all of them, "
             "from its first step."
         )
+    last = schedule.plan.max_seq_len
+    for example, length in zip(found, schedule.lengths, strict=True):
+        if example is not None:
+            for name in padded or ():
+                example[name] = example[name][: min(int(length), last)]
     return found
+
+
+def _with_positions(batch: Batch) -> set[str]:
+    shape = (batch.bucket.batch_size, batch.bucket.seq_len)
+    return {name for name, x in batch.features.items() if x.shape[:2] == shape}
 
 
 def _checked(outputs: Any, num_rows: int) -> dict[str, jax.Array]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxbucket.processes import FOREVER, Processes
+from jaxbucket.processes import Processes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _INTERVAL = 0.2
@@ -107,7 +107,7 @@ class StopRequest:
 
     def _agree(self, number: signal.Signals) -> None:
         with self._holding:
-            told = self._processes.gather("stop", str(self._step), timeout=FOREVER)
+            told = self._processes.gather("stop", str(self._step))
             self.signal = number
             self._last = max(map(int, told))
 
@@ -116,7 +116,7 @@ class StopRequest:
         with self._claiming:
             self._leaving = True
         own = self._noted.name if self._noted else ""
-        told = self._processes.gather("stopped", own, timeout=FOREVER)
+        told = self._processes.gather("stopped", own)
         # Nobody claims any more: either all listeners agree on a step, or none does.
         if self._number not in self._processes.store.below(_REQUESTS):
             self._over.set()

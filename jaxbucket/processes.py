@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import itertools
 import json
 import math
@@ -21,19 +22,26 @@ from jax.sharding import Mesh
 from jaxbucket import __version__
 from jaxbucket.checks import check_integer
 from jaxbucket.coordination import Store
-from jaxbucket.last_words import leave
+from jaxbucket.handover import handover
+from jaxbucket.last_words import leave, speak
 from jaxbucket.position import DataPosition
 from jaxbucket.rendezvous import Member, listed, meet
-from jaxbucket.watchdog import Watchdog
+from jaxbucket.watchdog import EXIT_STATUS, Watchdog
 
+# What of jax's configuration makes for other numbers, or other collectives.
+_CONFIG = (
+    *("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable"),
+    *("jax_default_matmul_precision", "jax_numpy_dtype_promotion"),
+)
 # Every process enters as often as the others.
 _entered = itertools.count()
 _MIN_TIMEOUT = 2.0
 # jax aborts without naming anyone: later than we do, then.
 _JAX_TIMEOUTS = 3
+_TIMEOUTS_TO_WAIT = 2
 _SECONDS_TO_FAIL = 5.0
 # Whoever is lost meanwhile ends the waiting.
-FOREVER = 10.0**6
+_FOREVER = 10.0**6
 _ECHOES = {
     *("ABORTED", "CANCELLED", "DATA_LOSS", "DEADLINE_EXCEEDED"),
     *("FAILED_PRECONDITION", "INTERNAL", "UNAVAILABLE", "UNKNOWN"),
@@ -107,19 +115,43 @@ class Processes:
         self._given = _settings(coordinator_address, num_processes, process_id)
         self._meetings: collections.Counter[str] = collections.Counter()
         self._watchdog: Watchdog | None = None
+        self._is_ours = False
 
     def __enter__(self) -> Processes:
-        if self._given and not jax.distributed.is_initialized():
-            self._initialize(*self._given)
-        if not jax.distributed.is_initialized():
+        if jax.distributed.is_initialized():
+            names = self._hear_names()
+        elif self._given and self._given[1] > 1:
+            names = self._start(*self._given)
+        else:
             return self
-        self.store = Store(f"jaxbucket/{next(_entered)}")
-        self.index, self.count = self.store.index, self.store.count
         if self.count > 1:
-            names = self.gather("start", _own_name())
             self._watchdog = Watchdog(self.store, self.index, names, self._timeout)
             self._watchdog.start()
         return self
+
+    def _start(self, address: str, count: int, index: int) -> list[str]:
+        """Connects all processes, by ourselves first, by jax then; returns names."""
+        others = meet(address, Member(index, count, _own_name()), self._start_timeout)
+        with handover(index, others, EXIT_STATUS):
+            handler = signal.getsignal(signal.SIGTERM)
+            jax.distributed.initialize(
+                address,
+                count,
+                index,
+                initialization_timeout=math.ceil(self._start_timeout),
+                heartbeat_timeout_seconds=_JAX_TIMEOUTS * math.ceil(self._timeout),
+            )
+            # jax takes note of SIGTERM for a service of its own, and no more happens.
+            if threading.current_thread() is threading.main_thread():
+                handler = signal.SIG_DFL if handler is None else handler
+                signal.signal(signal.SIGTERM, handler)
+            self._is_ours = True
+            return self._hear_names()
+
+    def _hear_names(self) -> list[str]:
+        self.store = Store(f"jaxbucket/{next(_entered)}")
+        self.index, self.count = self.store.index, self.store.count
+        return self.gather("start", _own_name())
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         if self._watchdog is None:
@@ -127,60 +159,73 @@ class Processes:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             error = None
             try:
-                self.store.meet("end", FOREVER)
+                self.gather("end", "")
             except jax.errors.JaxRuntimeError as lost:
                 error = lost
         if error is not None:
-            self._fail(self._watchdog, error)
-        else:
-            self._watchdog.stop()
-
-    def _initialize(self, address: str, count: int, index: int) -> None:
-        if count == 1:
+            self._accuse(self._watchdog, error)
+            # jax would wait for the others on its way out, and threads for collectives.
+            code = error.code if isinstance(error, SystemExit) else 1
+            status = code if isinstance(code, int) else 1
+            atexit.register(leave, status)
+            late = threading.Timer(_SECONDS_TO_FAIL, leave, (status,))
+            late.daemon = True
+            late.start()
             return
-        meet(address, Member(index, count, _own_name()), self._start_timeout)
-        handler = signal.getsignal(signal.SIGTERM)
-        jax.distributed.initialize(
-            address,
-            count,
-            index,
-            heartbeat_timeout_seconds=_JAX_TIMEOUTS * math.ceil(self._timeout),
-        )
-        # jax takes note of SIGTERM for a service of its own; nothing else happens then.
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.SIG_DFL if handler is None else handler
-            signal.signal(signal.SIGTERM, handler)
+        self._watchdog.stop()
+        if self._is_ours:
+            # Or jax would do it when they exit, and each may take its time until then.
+            jax.distributed.shutdown()
 
-    def _fail(self, watchdog: Watchdog, error: BaseException) -> None:
-        """Tells the others; what follows is up to whoever catches the error."""
+    def fail(self, error: BaseException) -> None:
+        """Ends this process, from any thread, and so all others; alone it does nothing.
+
+        For an error that no other thread would hear of in time, such as of a file that
+        is written beside the loop, for which all others wait.
+        """
+        if self._watchdog is not None:
+            words = self._accuse(self._watchdog, error)
+            leave(1, f"process {self.index} ends, for it {words}")
+
+    def _accuse(self, watchdog: Watchdog, error: BaseException) -> str:
+        """Tells the others of an error of this process; returns in which words."""
         if _may_be_an_echo(error):
             # Said now, for a verdict would end this process before it is raised.
             traceback.print_exception(error)
-            watchdog.wait_for_verdict(f"raised {type(error).__name__}")
-        words = " ".join(str(error).split())
-        watchdog.accuse(f"raised {type(error).__name__}: {words[:_MAX_WORDS]}")
-        # jax would wait for the others on its way out, and threads for collectives.
-        code = error.code if isinstance(error, SystemExit) else 1
-        status = code if isinstance(code, int) else 1
-        atexit.register(leave, status)
-        late = threading.Timer(_SECONDS_TO_FAIL, leave, (status,))
-        late.daemon = True
-        late.start()
+            watchdog.wait_for_verdict()
+        message = " ".join(str(error).split())[:_MAX_WORDS]
+        words = f"raised {type(error).__name__}: {message}"
+        watchdog.accuse(words)
+        return words
 
-    def gather(self, name: str, value: str, *, timeout: float = 600.0) -> list[str]:
+    def gather(self, name: str, value: str, *, timeout: float = _FOREVER) -> list[str]:
         """Returns what every process gave, in order. All of them have to call it.
 
+        Args:
+          name: what for, as it is said of those that do not come.
+          value: what this one gives.
+          timeout: seconds to wait. By default until all are here, or one is lost: whom
+            it waits for is said after a while.
+
         Raises:
-          TimeoutError: if some did not; it names them.
+          TimeoutError: if some did not come; it names them.
         """
         if self.count == 1:
             return [value]
         number = self.count_call(name)
         folder = f"{name}/{number}"
         self.store.set(f"{folder}/{self.index}", value)
-        met = self.store.meet(folder, timeout)
+        # Later than one that is lost is named.
+        seconds = _TIMEOUTS_TO_WAIT * self._timeout
+        patience = threading.Timer(seconds, self._name_missing, (name, folder, seconds))
+        patience.daemon = True
+        patience.start()
+        try:
+            met = self.store.meet(folder, timeout)
+        finally:
+            patience.cancel()
         values = self.store.below(folder)
-        missing = sorted(set(range(self.count)) - set(map(int, values)))
+        missing = self._missing(values)
         if missing and not met:
             raise TimeoutError(
                 f"{listed(missing)} did not come to {name!r} within {timeout:g} s. "
@@ -190,6 +235,19 @@ class Processes:
             # Whoever is here has read what was there before.
             self.store.delete(f"{name}/{number - 1}/{self.index}")
         return [values[index] for index in sorted(values, key=int)]
+
+    def _missing(self, values: Mapping[str, str]) -> list[int]:
+        return sorted(set(range(self.count)) - set(map(int, values)))
+
+    def _name_missing(self, name: str, folder: str, seconds: float) -> None:
+        # Where the store is lost, so is this process.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if missing := self._missing(self.store.below(folder)):
+                speak(
+                    f"process {self.index} has waited {seconds:g} s at {name!r} "
+                    f"for {listed(missing)}. Where they wait for it, too, one of them "
+                    "has left a loop before the others."
+                )
 
     def count_call(self, name: str) -> int:
         """How often this was called for a name: the same in all, if all call it."""
@@ -216,6 +274,7 @@ class Processes:
         own = {
             "version of jaxbucket": __version__,
             "version of jax": jax.__version__,
+            **{name: str(getattr(jax.config, name)) for name in _CONFIG},
             "mesh axes": dict(mesh.shape),
             "mesh devices": [device.id for device in mesh.devices.flat],
             "step": position.step,
@@ -252,11 +311,12 @@ def _differences(told: list[dict[str, Any]]) -> Iterator[str]:
 def _may_be_an_echo(error: BaseException | None) -> bool:
     """Whether it may be what a lost process causes in a collective of this one.
 
-    jax gives it as one error or another; its text begins with the status code.
+    jax gives it as one error or the other; its text begins with the status code.
     """
     while error is not None:
-        if str(error).partition(":")[0] in _ECHOES:
-            return True
+        if isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):
+            if str(error).partition(":")[0] in _ECHOES:
+                return True
         error = error.__cause__ or error.__context__
     return False
 

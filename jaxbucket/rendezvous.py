@@ -3,12 +3,14 @@
 jax's coordination service takes whoever comes: a process of another run ends the one it
 joins by mistake, and one too many hangs. So process 0 keeps the door first, at the
 address where the service will be. Each process says who it is; once all are here, all
-are let in, and the service starts.
+are let in, and the service starts. They stay connected until they watch one another by
+other means.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import selectors
 import socket
@@ -42,13 +44,16 @@ class Member(NamedTuple):
     name: str
 
 
-def meet(address: str, own: Member, timeout: float) -> None:
+def meet(address: str, own: Member, timeout: float) -> dict[socket.socket, Member]:
     """Returns once all processes of the run are here. All of them have to call it.
 
     Args:
       address: host:port of process 0.
       own: this process.
       timeout: seconds until all must be here.
+
+    Returns:
+      Whom this process is connected to: process 0 to all, they to process 0.
 
     Raises:
       ValueError: in every process, if two have the same index or they do not agree on
@@ -57,11 +62,10 @@ def meet(address: str, own: Member, timeout: float) -> None:
       TimeoutError: if some do not come; it names them.
     """
     deadline = time.monotonic() + timeout
-    if own.process_id == 0:
-        with _Door(address, own) as door:
-            door.wait(deadline, timeout)
-    else:
-        _knock(address, own, deadline, timeout)
+    if own.process_id > 0:
+        return _knock(address, own, deadline, timeout)
+    with _Door(address, own) as door:
+        return door.wait(deadline, timeout)
 
 
 class _Refused(ValueError):
@@ -90,7 +94,8 @@ class _Door:
         self._selector.close()
         self._listener.close()
 
-    def wait(self, deadline: float, timeout: float) -> None:
+    def wait(self, deadline: float, timeout: float) -> dict[socket.socket, Member]:
+        """Lets all others in, once they are here."""
         try:
             while missing := set(range(self._own.num_processes)) - set(self._here):
                 if time.monotonic() >= deadline:
@@ -103,8 +108,15 @@ class _Door:
         except (ValueError, TimeoutError) as error:
             self._turn_away(error)
             raise
-        for guest, member in self._guests.items():
-            _tell(guest, None if member else _Refused("All others are here already."))
+        members = {}
+        for guest, member in list(self._guests.items()):
+            if member is None:
+                _refuse(guest, _Refused("All others are here already."))
+            else:
+                _say(guest, self._own.name)
+                members[guest] = member
+                del self._guests[guest]
+        return members
 
     def _receive(self, deadline: float) -> None:
         """Waits for somebody to come, to speak or to go."""
@@ -115,11 +127,19 @@ class _Door:
                 self._hear(key.fileobj)  # pyright: ignore
 
     def _open(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             guest, _ = self._listener.accept()
-            guest.settimeout(_SECONDS_TO_GREET)
-            self._guests[guest] = None
-            self._selector.register(guest, selectors.EVENT_READ)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ValueError(
+                    f"Process 0 cannot take in more than {len(self._guests)} others: "
+                    f"{error.strerror}. Raise the limit, as by `ulimit -n`."
+                ) from None
+            return
+        guest.settimeout(_SECONDS_TO_GREET)
+        self._guests[guest] = None
+        self._selector.register(guest, selectors.EVENT_READ)
+        with contextlib.suppress(OSError):
             guest.sendall(_GREETING)
 
     def _hear(self, guest: socket.socket) -> None:
@@ -130,7 +150,7 @@ class _Door:
         try:
             self._admit(member)
         except _Refused as why:
-            _tell(guest, why)
+            _refuse(guest, why)
             return self._part(guest)
         self._guests[guest] = member
 
@@ -167,7 +187,7 @@ class _Door:
         told: set[socket.socket] = set()
         while time.monotonic() < deadline:
             for guest in set(self._guests) - told:
-                _tell(guest, why)
+                _refuse(guest, why)
                 told.add(guest)
             # Nobody who comes now is let in, whatever there is to say of it.
             with contextlib.suppress(ValueError):
@@ -197,27 +217,29 @@ def _read_member(guest: socket.socket) -> Member | None:
         index, count, name = json.loads(guest.recv(_MAX_BYTES))
         if index > 0 and count > 0:
             return Member(int(index), int(count), str(name))
-    except (OSError, ValueError, TypeError):
+    # Whatever a stranger may send.
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         pass
     return None
 
 
-def _tell(guest: socket.socket, why: Exception | None) -> None:
-    """Lets it in, or says why not."""
-    answer = [isinstance(why, TimeoutError), str(why)] if why else []
+def _refuse(guest: socket.socket, why: Exception) -> None:
+    _say(guest, [isinstance(why, TimeoutError), str(why)])
+
+
+def _say(guest: socket.socket, answer: object) -> None:
     # Whoever has gone need not be told.
     with contextlib.suppress(OSError):
         guest.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _knock(address: str, own: Member, deadline: float, timeout: float) -> None:
+def _knock(
+    address: str, own: Member, deadline: float, timeout: float
+) -> dict[socket.socket, Member]:
     stranger_since = None
     while True:
         try:
-            with _connect(address) as door:
-                if _greets(door):
-                    return _ask(door, address, own, timeout)
-            stranger_since = stranger_since or time.monotonic()
+            door = _connect(address)
         except OSError as error:
             stranger_since = None
             if time.monotonic() >= deadline:
@@ -225,6 +247,14 @@ def _knock(address: str, own: Member, deadline: float, timeout: float) -> None:
                     f"Process 0 does not answer at {address} within {timeout:g} s "
                     f"({error}). Start it, and see that this process reaches it there."
                 ) from None
+        else:
+            with contextlib.ExitStack() as stack:
+                stack.callback(door.close)
+                if _greets(door):
+                    name = _ask(door, address, own, timeout)
+                    stack.pop_all()
+                    return {door: Member(0, own.num_processes, name)}
+            stranger_since = stranger_since or time.monotonic()
         if stranger_since and time.monotonic() - stranger_since > _SECONDS_TO_LEAVE:
             raise ValueError(
                 f"`coordinator_address={address!r}`: what listens there waits for no "
@@ -256,8 +286,8 @@ def _greets(door: socket.socket) -> bool:
     return heard == _GREETING
 
 
-def _ask(door: socket.socket, address: str, own: Member, timeout: float) -> None:
-    """Returns if this process is let in."""
+def _ask(door: socket.socket, address: str, own: Member, timeout: float) -> str:
+    """Returns the name of process 0, if this process is let in."""
     try:
         door.sendall(json.dumps(own).encode())
         # Process 0, which began before, says so when its own time is over.
@@ -271,9 +301,11 @@ def _ask(door: socket.socket, address: str, own: Member, timeout: float) -> None
             f"Process 0 has left {address} while it waited for the others. Look for "
             "what it prints, and start all of them again."
         )
-    if refusal := json.loads(answer):
-        is_late, why = refusal
-        raise (TimeoutError if is_late else ValueError)(why)
+    word = json.loads(answer)
+    if isinstance(word, str):
+        return word
+    is_late, why = word
+    raise (TimeoutError if is_late else ValueError)(why)
 
 
 def listed(processes: list[int]) -> str:

@@ -12,7 +12,9 @@ in a collective.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
+import sys
 import threading
 import time
 from typing import NamedTuple, NoReturn
@@ -26,10 +28,11 @@ from jaxbucket.last_words import before_abort, leave, speak
 EXIT_STATUS = 75
 _VERDICT = "verdict"
 _BEATS = "beats"
-_SUSPICIONS = "suspicions"
 _BEATS_PER_TIMEOUT = 10
-_BEATS_UNDER_SUSPICION = 4
-_BEATS_READ_LATE = 2
+# A beat may be one interval old, be read another one later, and judged then.
+_BEATS_TO_JUDGE = 3
+# Who holds Python's lock for so long is lost to the others, and does not come back.
+_TIMEOUTS_TO_HANG = 2
 _LONGEST_INTERVAL = 1.0
 # The store ends with process 0: until then the others may read why.
 _SECONDS_TO_READ = 1.0
@@ -60,13 +63,6 @@ class _Beat(NamedTuple):
     since: float
 
 
-class _Suspicion(NamedTuple):
-    """What another process says, and since when: one may be lost already."""
-
-    why: str
-    since: float
-
-
 class Watchdog:
     """Beats for this process, and waits for a verdict.
 
@@ -86,7 +82,7 @@ class Watchdog:
         self._over = threading.Event()
         self._ending = threading.Lock()
         self._failing = threading.Event()
-        self._suspicion: _Suspicion | None = None
+        self._lost: Verdict | None = None
         self._abort = before_abort(self._before_abort)
         watched = range(1, len(names)) if index == 0 else [0]
         self._beats = dict.fromkeys(watched, _Beat("", time.monotonic()))
@@ -105,6 +101,7 @@ class Watchdog:
         self._over.set()
         for thread in self._threads:
             thread.join()
+        faulthandler.cancel_dump_traceback_later()
         self._abort.__exit__(None, None, None)
 
     def accuse(self, why: str) -> None:
@@ -114,18 +111,9 @@ class Watchdog:
         if self._index == 0:
             time.sleep(_SECONDS_TO_READ)
 
-    def wait_for_verdict(self, why: str) -> None:
-        """Does not return if another process is lost: this one is ended meanwhile.
-
-        Where something is wrong already, a few beats that do not come say enough.
-
-        Args:
-          why: what this process has met, such as an error in a collective.
-        """
-        self._suspicion = _Suspicion(f"process {self._index} {why}", time.monotonic())
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._store.set(f"{_SUSPICIONS}/{self._index}", self._suspicion.why)
-        time.sleep(2 * _BEATS_UNDER_SUSPICION * self._interval)
+    def wait_for_verdict(self) -> None:
+        """Does not return if another process is lost: this one is ended meanwhile."""
+        time.sleep(self._timeout + _BEATS_TO_JUDGE * self._interval)
 
     def _tell(self, verdict: Verdict) -> None:
         def give() -> None:
@@ -141,13 +129,22 @@ class Watchdog:
         number = 0
         while not self._over.wait(self._interval):
             number += 1
+            self._arm()
             # Where process 0 does not answer, that is seen by its beats.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._store.set(f"{_BEATS}/{self._index}", str(number))
 
+    def _arm(self) -> None:
+        """Has this process ended from C, with all stacks, if no beat follows."""
+        # There may be no file to print to.
+        with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
+            faulthandler.dump_traceback_later(
+                _TIMEOUTS_TO_HANG * self._timeout, exit=True, file=sys.stderr
+            )
+
     def _watch(self) -> None:
         while not self._over.is_set():
-            lost = self._verdict() or self._judge()
+            self._lost = lost = self._verdict() or self._judge()
             if lost is not None:
                 # What made one raise may make all of them do so, each in its own words.
                 if not (lost.raised and self._failing.wait(_SECONDS_TO_FAIL_TOO)):
@@ -171,7 +168,8 @@ class Watchdog:
             text = beats.get(process, before)
             if text != before:
                 self._beats[process] = _Beat(text, now)
-            elif why := self._too_long(since, now):
+            elif now - since > self._timeout:
+                why = f"has given no sign of life for {now - since:.1f} s"
                 verdict = Verdict(process, why)
                 self._tell(verdict)
                 return verdict
@@ -183,36 +181,19 @@ class Watchdog:
             if self._index > 0:
                 beat = self._store.get(f"{_BEATS}/0", self._interval)
                 return {} if beat is None else {0: beat}
-            for why in self._store.below(_SUSPICIONS).values():
-                self._suspicion = self._suspicion or _Suspicion(why, time.monotonic())
             return {int(who): x for who, x in self._store.below(_BEATS).items()}
         return {}
-
-    def _too_long(self, since: float, now: float) -> str:
-        """Why a process that is silent since then is lost; empty while it is not."""
-        silent = f"has given no sign of life for {now - since:.1f} s"
-        if now - since > self._timeout:
-            return silent
-        if self._suspicion is None:
-            return ""
-        suspected = self._suspicion.since
-        # A beat of before may be read a little later. Whoever has beaten after that was
-        # not what the other one met, and has all the time there is.
-        is_alive = since > suspected + _BEATS_READ_LATE * self._interval
-        if is_alive or now < suspected + _BEATS_UNDER_SUSPICION * self._interval:
-            return ""
-        return f"{silent}, and {self._suspicion.why}"
 
     def _before_abort(self) -> None:
         if self._failing.is_set():
             # The others have ended, as they were told.
             leave(1)
+        if self._lost is not None:
+            self._end(self._lost)
         if not self._store.is_reachable(_SECONDS_TO_ANSWER):
             self._end(Verdict(0, "cannot be reached any more"))
-        speak(
-            f"process {self._index} aborts, for what is said above. jax makes it do so "
-            "where two are started under one JAX_PROCESS_ID."
-        )
+        self.accuse("aborted, for what it printed")
+        speak(f"process {self._index} aborts, for what is said above.")
 
     def _end(self, verdict: Verdict) -> NoReturn:
         with self._ending:

@@ -20,19 +20,22 @@ import threading
 import time
 from typing import IO
 
+SECONDS_TO_READ = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     args = parse_arguments()
     address = f"127.0.0.1:{args.port or free_port()}"
+    # What it cannot print must not keep it from reading.
+    sys.stdout.reconfigure(errors="replace")
     signals = [signal.SIGINT, signal.SIGTERM]
     asked: list[signal.Signals] = []
     for number in signals:
         signal.signal(number, lambda number, frame: asked.append(number))
     processes = [start(args, address, index) for index in range(args.processes)]
     threads = [
-        threading.Thread(target=copy, args=(index, process.stdout, asked))
+        threading.Thread(target=copy, args=(index, process.stdout, asked), daemon=True)
         for index, process in enumerate(processes)
     ]
     for thread in threads:
@@ -43,7 +46,8 @@ def main() -> int:
         for process in processes:
             end(process)
         for thread in threads:
-            thread.join()
+            # Longer only if something that has left its session still has the pipe.
+            thread.join(SECONDS_TO_READ)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -69,7 +69,9 @@ class Launched(NamedTuple):
 def launch_fixture(tmp_path: pathlib.Path) -> Callable[..., Launched]:
     """Runs a script in so many processes of so many virtual devices."""
 
-    def launch(code: str, *, count: int = 2, devices: int = 1) -> Launched:
+    def launch(
+        code: str, *, count: int = 2, devices: int = 1, grace: float = 6
+    ) -> Launched:
         for old in tmp_path.glob("script.py*"):
             old.unlink()
         script = tmp_path / "script.py"
@@ -77,7 +79,7 @@ def launch_fixture(tmp_path: pathlib.Path) -> Callable[..., Launched]:
         run = subprocess.run(
             [
                 *(sys.executable, str(LAUNCH), "-n", str(count), "-d", str(devices)),
-                *("--grace", "6", "--", sys.executable, str(script)),
+                *("--grace", str(grace), "--", sys.executable, str(script)),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -47,11 +47,12 @@ ROOMS = {
     "coordination": (set(), {"jax"}),
     "rendezvous": (set(), set()),
     "last_words": (set(), set()),
+    "handover": ({"last_words", "rendezvous"}, set()),
     "watchdog": ({"coordination", "last_words"}, {"jax"}),
     "processes": (
         {
             *("__version__", "checks", "position", "coordination", "last_words"),
-            *("rendezvous", "watchdog"),
+            *("rendezvous", "handover", "watchdog"),
         },
         {"jax"},
     ),

@@ -114,6 +114,22 @@ def test_named_sequences_alone_lose_their_padding():
     assert lengths <= {bucket.seq_len for bucket in schedule.plan.buckets}
 
 
+def test_scores_as_many_as_a_bucket_has_positions_are_not_cut():
+    source, schedule = make_job()
+    mesh, _ = make_mesh("1")
+    width = schedule.plan.buckets[0].seq_len
+
+    def scores(params, batch):
+        per_row = batch.features["values"].sum(axis=1)
+        return {"scores": jnp.repeat(per_row[:, None], width, axis=1)}
+
+    step = jb.data_parallel_predict(scores, mesh)
+    state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    batches = jb.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh)
+    found = jb.predict(step, state, batches, schedule)
+    assert {output["scores"].shape for output in found} == {(width,)}
+
+
 def test_a_part_of_an_epoch_is_refused():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")

@@ -190,6 +190,9 @@ DIFFERENCES = {
     "order = 1 if i else -1": r"mesh devices is \[0, .*\] in processes 1 and 2, \[",
     "if i == 2: extra['lr'] = 1.0": "lr is 0.1 in processes 0 and 1, 1.0 in process 2",
     "if i == 2: extra.clear()": "lr is 0.1 in processes 0 and 1, null in process 2",
+    "if i: jax.config.update('jax_default_matmul_precision', 'highest')": (
+        'jax_default_matmul_precision is "highest" in processes 1 and 2, "None" in'
+    ),
     "if i: room.__version__ = 'x'": 'jaxbucket is "x" in processes 1 and 2, "0.* in',
     "": "agreed",
 }
@@ -198,9 +201,10 @@ from jaxbucket import processes as room
 
 def agree(differ):
     room.__version__ = jb.__version__
+    jax.config.update("jax_default_matmul_precision", None)
     fields = dict(
-        i=processes.index, room=room, seed=0, size=12, lengths=[3, 1, 2, 4] * 3,
-        extra={"lr": 0.1}, max_tokens=16, start=0, order=1,
+        i=processes.index, room=room, jax=jax, seed=0, size=12,
+        lengths=[3, 1, 2, 4] * 3, extra={"lr": 0.1}, max_tokens=16, start=0, order=1,
     )
     exec(differ, fields)
     lengths = fields["lengths"][:fields["size"]]
@@ -271,6 +275,9 @@ def fault():
 
 def test_one_run_after_another_has_its_own_wishes(launch):
     twice = """
+# Connected by somebody else, they stay so from one context to the next.
+count, index = (int(os.environ[f"JAX_{x}"]) for x in ("NUM_PROCESSES", "PROCESS_ID"))
+jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], count, index)
 for phase in range(2):
     with jb.Processes(timeout=4) as processes:
         for again in range(2):
@@ -395,9 +402,99 @@ start_new_session=True)
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert float(path.read_text()) - float(began) < TIMEOUT + GRACE
+    if "hung" in name:
+        # It says where, in time to be ended by nobody.
+        assert any("most recent call first" in line for line in run.lines(victim))
     if "raising" in name or "leaving" in name:
         assert any("row" in line for line in run.lines(victim))
         assert not any("Exception ignored" in line for line in run.lines(victim))
+
+
+LOST_AT_THE_START = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "raising": "raise KeyError('row 7')",
+}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("how", LOST_AT_THE_START)
+def test_one_that_is_lost_while_they_start_is_named(launch, victim, how):
+    # In the place of the store, when jax has connected them and nobody watches yet.
+    code = f"""
+from jaxbucket import processes as room
+class Store(room.Store):
+    def __init__(self, folder):
+        say(os.getpid())
+        if os.environ["JAX_PROCESS_ID"] == "{victim}":
+            {LOST_AT_THE_START[how]}
+        super().__init__(folder)
+room.Store = Store
+with processes:
+    say("in")
+"""
+    run = launch(START + code, count=3)
+    assert run.status != 0
+    (pid,) = run.said(victim)
+    for index in {0, 1, 2} - {victim}:
+        assert run.said(index)[1:] == []
+        words = sentence(run, index)
+        assert f"process {victim} (" in words and f"pid {pid})" in words
+        assert "ended while they started" in words
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_that_cannot_write_its_checkpoint_ends_all(launch, tmp_path, victim):
+    code = f"""
+import resource
+source = [{{"x": np.arange(4)}}] * 8
+schedule = jb.BatchSchedule(jb.plan_buckets([4], max_tokens=8), [4] * 8)
+position = jb.batch_dataset(source, schedule).position
+with processes:
+    mesh = jb.data_mesh()
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    ones = np.ones((1, 50_000), np.float32)
+    big = jax.make_array_from_callback((2, 50_000), sharding, lambda index: ones)
+    with jb.Checkpoints({str(tmp_path / "runs")!r}, processes=processes) as checkpoints:
+        checkpoints.save({{"x": big}}, position(0))
+        checkpoints.wait()
+        say("saved")
+        if processes.index == {victim}:
+            # As on a full disk.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        checkpoints.save({{"x": big}}, position(1))
+        checkpoints.wait()
+"""
+    run = launch(START + code, count=2)
+    assert run.status != 0
+    assert [run.said(0), run.said(1)] == [["saved"]] * 2
+    assert re.search(r"raised .*File too large", sentence(run, 1 - victim)), run.output
+    assert f"process {victim} (" in sentence(run, 1 - victim)
+    assert sorted(x.name for x in (tmp_path / "runs").glob("[0-9]")) == ["0"]
+
+
+def test_whoever_waits_long_says_for_whom(launch):
+    code = f"""
+with processes:
+    time.sleep(3 * {TIMEOUT} if processes.index == 1 else 0)
+"""
+    run = launch(START + code, count=3)
+    assert run.status == 0
+    for index in (0, 2):
+        assert "has waited 8 s at 'end' for process 1." in sentence(run, index)
+
+
+def test_after_the_context_each_takes_its_time(launch):
+    code = f"""
+with processes:
+    pass
+if processes.index == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+# Longer than jax takes to miss one.
+time.sleep(4 * {TIMEOUT})
+say("end")
+"""
+    run = launch(START + code, count=2, grace=30)
+    assert run.said(0) == ["end"], run.output
 
 
 def test_others_end_with_the_status_that_says_try_again(launch):

@@ -29,9 +29,12 @@ def together(address, *members, timeout=20.0, pause=0.0) -> list[Exception | Non
 
     def one(own: Member) -> Exception | None:
         try:
-            meet(address, own, timeout)
+            others = meet(address, own, timeout)
         except (ValueError, TimeoutError) as error:
             return error
+        expected = range(1, own.num_processes) if own.process_id == 0 else [0]
+        assert sorted(x.process_id for x in others.values()) == list(expected)
+        close(others)
         return None
 
     with ThreadPoolExecutor(len(members)) as pool:
@@ -97,7 +100,13 @@ def test_one_that_comes_just_after_is_told_the_same(address):
 def test_who_does_not_come_is_named_to_all(address):
     found = together(address, member(0, 4), member(2, 4), timeout=1.0)
     message = rf"processes 1 and 3 did not come to {address} within 1 s"
-    assert_all(found, TimeoutError, message)
+    assert_all(found, TimeoutError, f"^{message}")
+
+
+def test_whoever_came_late_is_told_who_did_not(address):
+    # Its own time would be over later than that of process 0.
+    found = together(address, member(0, 3), member(1, 3), timeout=1.0, pause=0.6)
+    assert_all(found, TimeoutError, rf"^process 2 did not come to {address} within 1 s")
 
 
 def test_where_process_0_does_not_come_it_is_named(address):
@@ -114,26 +123,30 @@ def test_a_host_that_is_not_there_is_named():
 
 def test_one_that_goes_may_come_again(address):
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(meet, address, member(0, 3), 20.0)
+        run = pool.submit(together, address, member(0, 3))
         with connect(address) as guest:
             guest.sendall(json.dumps(member(2, 3)).encode())
             time.sleep(0.3)
         assert together(address, member(2, 3), member(1, 3)) == [None] * 2
-        run.result()
+        assert run.result() == [None]
 
 
 @pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n\r\n", b"[1]", b"\xff", b"{}", b'[-1, 2, ""]', b"null"]
+    "said",
+    [
+        *(b"GET / HTTP/1.1\r\n\r\n", b"[1]", b"\xff", b"{}", b'[-1, 2, ""]', b"null"),
+        *(b'[Infinity, 2, ""]', b"[" * 4000),
+    ],
 )
 def test_strangers_at_the_door_do_not_matter(address, said):
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(meet, address, member(0, 2), 20.0)
+        run = pool.submit(together, address, member(0, 2))
         with connect(address) as stranger, connect(address) as silent:
             stranger.sendall(said)
             stranger.settimeout(5)
             assert stranger.recv(100) == b""
-            meet(address, member(1, 2), 20.0)
-            run.result()
+            assert together(address, member(1, 2)) == [None]
+            assert run.result() == [None]
             silent.settimeout(5)
             assert b"All others are here already" in silent.recv(1000)
 
@@ -194,6 +207,11 @@ def test_a_port_in_use_is_named(address):
 )
 def test_processes_are_listed(processes, words):
     assert listed(processes) == words
+
+
+def close(others: dict[socket.socket, Member]) -> None:
+    for other in others:
+        other.close()
 
 
 def listener(address: str) -> socket.socket:
