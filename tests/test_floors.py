@@ -28,6 +28,7 @@ ROOMS = {
         {"numpy"},
     ),
     "collate": ({"base"}, {"numpy"}),
+    "token_file": ({"base", "collate"}, {"numpy"}),
     "input_pipeline": (
         {"checks", "base", "position", "schedule", "collate"},
         {"numpy", "grain", "rich"},
