@@ -276,6 +276,8 @@ class BatchDataset(grain.MapDataset[Batch]):
             {
                 "seed": schedule.seed,
                 "order": schedule.order,
+                "remainder": schedule.remainder,
+                "opening": schedule.opening_pairs,
                 "first_step": schedule.first_step,
                 "continues": schedule.continues,
                 "fingerprint": schedule.fingerprint,
