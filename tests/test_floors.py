@@ -34,6 +34,7 @@ ROOMS = {
         {"checks", "base", "position", "schedule", "collate"},
         {"numpy", "grain", "rich"},
     ),
+    "testing": ({"base"}, {"numpy"}),
     "sharding": ({"checks", "base", "collate"}, {"numpy", "jax"}),
     "compile": ({"base"}, {"jax", "rich"}),
     "optim": (set(), {"jax", "optax"}),
