@@ -13,6 +13,7 @@ from jaxbucket.plan import plan_buckets
 from jaxbucket.position import DataPosition
 from jaxbucket.schedule import BatchSchedule
 from jaxbucket.stats import Report, report
+from jaxbucket.token_file import TokenFile, write_token_file
 
 if TYPE_CHECKING:
     from jaxbucket.checkpoint import Checkpoints, Restored
@@ -76,6 +77,7 @@ __all__ = [
     "Restored",
     "RowShard",
     "StopRequest",
+    "TokenFile",
     "TrainState",
     "batch_dataset",
     "batch_specs",
@@ -96,6 +98,7 @@ __all__ = [
     "report",
     "scale_by_batch_size",
     "unbatch",
+    "write_token_file",
 ]
 
 

@@ -63,11 +63,13 @@ def collate_rows(
         like = next((row for row in rows if row is not None), None)
     if like is None:
         raise ValueError("All rows are empty: pass `like=`, an example of the source.")
-    template = _arrays(like)
-    names = _sequence_names(template, sequences)
+    template = as_arrays(like)
+    names = sequence_names(template, sequences)
     shape = (bucket.batch_size, bucket.seq_len)
     features = {
-        name: np.full((*shape, *value.shape[1:]), _pad(pad_value, name, value.dtype))
+        name: np.full(
+            (*shape, *value.shape[1:]), pad_array(pad_value, name, value.dtype)
+        )
         if name in names
         else np.zeros((bucket.batch_size, *value.shape), value.dtype)
         for name, value in template.items()
@@ -76,8 +78,8 @@ def collate_rows(
     for row, example in enumerate(rows):
         if example is None:
             continue
-        arrays = _matching_arrays(example, template, names, row)
-        length = _common_length(arrays, names, row)
+        arrays = matching_arrays(example, template, names, row)
+        length = common_length(arrays, names, row)
         if length > bucket.seq_len and not truncate:
             raise ValueError(
                 f"Row {row} has length {length}, beyond `seq_len={bucket.seq_len}`. "
@@ -89,16 +91,26 @@ def collate_rows(
                 features[name][row, : lengths[row]] = value[: lengths[row]]
             else:
                 features[name][row] = value
+    return with_segments(features, names[0], real_positions(lengths, bucket))
+
+
+def real_positions(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:
+    """Returns `[B, T]` bool: where rows of these `[B]` lengths have a token."""
+    # Equal dtypes, of 32 bits: several times as fast.
     positions = np.arange(bucket.seq_len, dtype=np.int32)
-    real = positions < lengths[:, None]
-    return Batch(
-        features,
-        {names[0]: real.astype(np.int32)},
-        {names[0]: np.where(real, positions, 0)},
-    )
+    return positions < lengths.astype(np.int32)[:, None]
 
 
-def _arrays(example: Example) -> dict[str, np.ndarray]:
+def with_segments(
+    features: dict[str, np.ndarray], name: str, real: np.ndarray
+) -> Batch:
+    """Returns the batch of one example in each row, real where `[B, T]` says so."""
+    ids = real.astype(np.int32)
+    positions = np.arange(real.shape[1], dtype=np.int32)
+    return Batch(features, {name: ids}, {name: ids * positions})
+
+
+def as_arrays(example: Example) -> dict[str, np.ndarray]:
     if not isinstance(example, Mapping):
         raise ValueError(
             f"The example is a {type(example).__name__}, not a dict of arrays. Name "
@@ -107,7 +119,7 @@ def _arrays(example: Example) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in example.items()}
 
 
-def _pad(pad_value: float, name: str, dtype: np.dtype) -> np.ndarray:
+def pad_array(pad_value: float, name: str, dtype: np.dtype) -> np.ndarray:
     """The value in the feature's dtype, if that can hold it."""
     with np.errstate(all="ignore"):
         pad = np.asarray(pad_value).astype(dtype)
@@ -125,8 +137,8 @@ def example_length(example: Example, sequences: Sequence[str] | None = None) -> 
     Raises:
       ValueError: if there is none, or they differ, or the example is no dict.
     """
-    arrays = _arrays(example)
-    return _common_length(arrays, _sequence_names(arrays, sequences))
+    arrays = as_arrays(example)
+    return common_length(arrays, sequence_names(arrays, sequences))
 
 
 def unbatch(
@@ -157,7 +169,7 @@ def unbatch(
     ]
 
 
-def _sequence_names(
+def sequence_names(
     arrays: Mapping[str, np.ndarray], sequences: Sequence[str] | None
 ) -> list[str]:
     if sequences is None:
@@ -177,11 +189,11 @@ def _sequence_names(
     return names
 
 
-def _matching_arrays(
+def matching_arrays(
     example: Example, template: dict[str, np.ndarray], names: list[str], row: int
 ) -> dict[str, np.ndarray]:
     """The example as arrays that may be copied into a batch made for `template`."""
-    if _arrays(example).keys() != template.keys():
+    if as_arrays(example).keys() != template.keys():
         raise ValueError(
             f"Row {row} has features {sorted(example)}, others have "
             f"{sorted(template)}. Give every example the same features."
@@ -201,7 +213,7 @@ def _matching_arrays(
     return arrays
 
 
-def _common_length(
+def common_length(
     arrays: Mapping[str, np.ndarray], names: list[str], row: int | None = None
 ) -> int:
     where = "The example" if row is None else f"Row {row}"

@@ -6,7 +6,7 @@ import functools
 import json
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, NoReturn, Protocol, overload, runtime_checkable
 
 import grain
 import numpy as np
@@ -27,6 +27,26 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """A source that gathers the rows of a batch at once, such as a `TokenFile`.
+
+    Attributes:
+      lengths: `[N]` int32, known without reading an example.
+      sequences: the features that are padded.
+    """
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    @property
+    def sequences(self) -> tuple[str, ...]: ...
+
+    def collate(
+        self, rows: np.ndarray, bucket: Bucket, *, pad_value: float, truncate: bool
+    ) -> Batch: ...
 
 
 def measure_lengths(
@@ -60,6 +80,9 @@ def measure_lengths(
     if size == 0:
         raise ValueError("`source` is empty: there is no example to measure.")
     if length_fn is None:
+        if isinstance(source, RowSource):
+            _check_sequences(source, sequences)
+            return source.lengths
         length_fn = functools.partial(example_length, sequences=sequences)
     lengths = np.empty(size, np.int32)
     indices = track(
@@ -72,6 +95,14 @@ def measure_lengths(
             raise ValueError(f"`source[{index}]`: {error}") from error
         lengths[index] = _checked_length(index, length)
     return lengths
+
+
+def _check_sequences(source: RowSource, sequences: Sequence[str] | None) -> None:
+    if sequences is not None and list(sequences) != list(source.sequences):
+        raise ValueError(
+            f"`sequences={list(sequences)}`: the source has {list(source.sequences)}, "
+            "by itself. Leave them out, or write it with these."
+        )
 
 
 def _checked_length(index: int, length: Any) -> int:
@@ -165,6 +196,11 @@ class BatchDataset(grain.MapDataset[Batch]):
                 f"`source` has {len(source)} examples, but the schedule was made for "
                 f"{len(schedule.lengths)} lengths. Measure the source again."
             )
+        if isinstance(source, RowSource):
+            _check_sequences(source, sequences)
+            changed = np.flatnonzero(source.lengths != schedule.lengths)
+            if len(changed):
+                _refuse_changed(changed[0], source.lengths, schedule.lengths)
         for bucket in schedule.plan.buckets:
             shard.part_size(bucket.batch_size)
         first_step = schedule.first_step
@@ -180,6 +216,7 @@ class BatchDataset(grain.MapDataset[Batch]):
                 f"of the run, `num_steps={num_steps}`."
             )
         self._source = source
+        self._row_source = source if isinstance(source, RowSource) else None
         self._schedule = schedule
         self._shard = shard
         self._start_step = start_step
@@ -201,15 +238,22 @@ class BatchDataset(grain.MapDataset[Batch]):
             return self.slice(index)
         if index < 0:
             raise IndexError(f"`index={index}` must not be negative.")
-        indices = self._schedule[self._start_step + index]
+        step = self._start_step + index
+        indices = self._schedule[step]
         rows = indices.rows[self._shard.rows(indices.bucket.batch_size)]
+        bucket = Bucket(len(rows), indices.bucket.seq_len)
+        truncate = self._schedule.plan.overlong == "truncate"
+        if self._row_source is not None:
+            return self._row_source.collate(
+                rows, bucket, pad_value=self._pad_value, truncate=truncate
+            )
         return collate_rows(
-            [None if row == EMPTY_ROW else self._example(int(row)) for row in rows],
-            Bucket(len(rows), indices.bucket.seq_len),
+            [None if r == EMPTY_ROW else self._example(int(r), step) for r in rows],
+            bucket,
             like=self._first_example,
             sequences=self._sequences,
             pad_value=self._pad_value,
-            truncate=self._schedule.plan.overlong == "truncate",
+            truncate=truncate,
         )
 
     def position(self, step: int) -> DataPosition:
@@ -232,6 +276,8 @@ class BatchDataset(grain.MapDataset[Batch]):
             {
                 "seed": schedule.seed,
                 "order": schedule.order,
+                "remainder": schedule.remainder,
+                "opening": schedule.opening_pairs,
                 "first_step": schedule.first_step,
                 "continues": schedule.continues,
                 "fingerprint": schedule.fingerprint,
@@ -276,17 +322,26 @@ class BatchDataset(grain.MapDataset[Batch]):
         own = str(getattr(self._source, "fingerprint", ""))
         return digest(own.encode(), *(_to_bytes(self._source[int(i)]) for i in some))
 
-    def _example(self, index: int) -> Example:
-        example = self._source[index]
-        length = example_length(example, self._sequences)
-        measured = int(self._schedule.lengths[index])
-        if length != measured:
+    def _example(self, index: int, step: int) -> Example:
+        try:
+            example = self._source[index]
+            length = example_length(example, self._sequences)
+        except Exception as error:
             raise ValueError(
-                f"`source[{index}]` has length {length}, but `lengths[{index}]="
-                f"{measured}`: the data changed since it was measured. Measure again."
-            )
+                f"`source[{index}]`, for step {step}, cannot be read: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if length != self._schedule.lengths[index]:
+            _refuse_changed(index, {index: length}, self._schedule.lengths)
         return example
 
     @functools.cached_property
     def _first_example(self) -> Example:
         return self._source[0]
+
+
+def _refuse_changed(index: int, found: Any, measured: np.ndarray) -> NoReturn:
+    raise ValueError(
+        f"`source[{index}]` has length {found[index]}, but `lengths[{index}]="
+        f"{measured[index]}`: the data changed since it was measured. Measure again."
+    )

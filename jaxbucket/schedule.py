@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import operator
 from collections.abc import Iterator
 from typing import Literal, TypeAlias, get_args
@@ -17,11 +18,14 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base import EMPTY_ROW, BatchIndices, BucketPlan, digest
 from jaxbucket.checks import check_choice, check_lengths, check_seed
+from jaxbucket.opening import Opening, OpeningSteps
 from jaxbucket.permutation import fold, permute
 from jaxbucket.position import DataPosition
-from jaxbucket.remainder import flow_remainders
+from jaxbucket.remainder import Remainder, flow_remainders
 
-Order: TypeAlias = Literal["shuffled", "source"]
+Order: TypeAlias = Literal["shuffled", "source", "ascending", "descending"]
+
+_BY_LENGTH = ("ascending", "descending")
 
 
 class BatchSchedule:
@@ -29,7 +33,8 @@ class BatchSchedule:
 
     Within an epoch every example that the plan keeps is in exactly one row. Examples
     that do not fill their bucket's last batch go up into a longer bucket, or stay as
-    one batch with empty rows, whichever costs fewer padded tokens.
+    one batch with empty rows, whichever costs fewer padded tokens; `remainder` may say
+    otherwise.
 
     Orders:
 
@@ -37,6 +42,8 @@ class BatchSchedule:
       integer permutations: no pass over the data, no state.
     * "source": every epoch is the same. Each bucket takes its examples in source
       order, and batches come in the order in which they fill up.
+    * "ascending", "descending": every epoch is the same. Each bucket takes its examples
+      by length, and batches come by the length of their longest example.
 
     Example:
       >>> from jaxbucket import Bucket
@@ -55,15 +62,21 @@ class BatchSchedule:
       plan: the shapes.
       lengths: `[N]` integers.
       seed: any integer from 0 to 2**63 - 1.
-      order: "shuffled" or "source".
+      order: one of the orders above.
+      remainder: what becomes of the examples that fill no batch: "cheapest", "promote"
+        to go up always, "pad" to stay always, or "drop" to leave them out, other ones
+        in every epoch if it is shuffled.
+      opening: how the first epoch begins: pairs of a bucket and a number of steps, or
+        "largest_first" for one step of the bucket with the most tokens. The rest of
+        that epoch follows in order.
       first_step: the step that its first epoch begins with; 0, but for a schedule made
         by `continue_with`.
       continues: fingerprint of the schedule that has the steps before; None if none.
       flow: how many rows and batches every bucket has in one epoch.
 
     Raises:
-      ValueError: for lengths the plan refuses or drops altogether, an unknown order,
-        or a seed out of range.
+      ValueError: for lengths the plan refuses or drops altogether, an unknown order or
+        remainder, an opening that the epoch has not, or a seed out of range.
     """
 
     def __init__(
@@ -73,23 +86,40 @@ class BatchSchedule:
         *,
         seed: int = 0,
         order: Order = "shuffled",
+        remainder: Remainder = "cheapest",
+        opening: Opening | None = None,
     ):
         check_choice("order", order, get_args(Order))
         self.plan = plan
         self.lengths = check_lengths(lengths)
         self.seed = check_seed(seed)
-        self.order = order
+        self.order: Order = order
+        self.remainder: Remainder = remainder
+        self.opening = opening
         self.first_step = 0
         self.continues: str | None = None
         self._examples, counts = _group(plan.assign(self.lengths), len(plan))
         self._offsets = np.cumsum(counts) - counts
-        self.flow = flow_remainders(counts, plan.batch_sizes, plan.boundaries)
+        if order in _BY_LENGTH:
+            _sort_by_length(self._examples, self._offsets, self.lengths, order)
+        self.flow = flow_remainders(
+            counts, plan.batch_sizes, plan.boundaries, remainder
+        )
         self._first_batch = np.cumsum(self.flow.batches) - self.flow.batches
-        if not self.flow.num_batches:
+        if not counts.any():
             raise ValueError(
                 "`overlong='drop'` leaves out every example: all are longer than "
                 f"`seq_len={plan.max_seq_len}`. Plan with a larger `max_seq_len`."
             )
+        if not self.flow.num_batches:
+            raise ValueError(
+                "`remainder='drop'` leaves out every example: none of the buckets "
+                f"{', '.join(map(str, plan.buckets))} is filled once. Keep remainders, "
+                "or plan with a smaller `max_tokens`."
+            )
+        self._opening = (
+            OpeningSteps(plan, self.flow.batches, opening) if opening else None
+        )
 
     def continue_with(self, position: DataPosition) -> BatchSchedule:
         """Returns this schedule, taking over from another one at a position.
@@ -124,6 +154,11 @@ class BatchSchedule:
         moved.first_step = first_step
         moved.continues = continues
         return moved
+
+    @property
+    def opening_pairs(self) -> list[list[int]]:
+        """`[[B, T, steps], ...]` of the opening; empty if there is none."""
+        return [] if self._opening is None else self._opening.pairs
 
     @property
     def steps_per_epoch(self) -> int:
@@ -171,10 +206,17 @@ class BatchSchedule:
 
     def _batch_at(self, epoch: int, position: int) -> int:
         """The batch at a position of an epoch; batches are numbered by bucket."""
-        if self.order == "source":
-            return int(self._source_order[position])
+        opening = self._opening if epoch == 0 else None
+        if self.order != "shuffled":
+            order = self._fixed_order if opening is None else self._opened_order
+            return int(order[position])
+        planned = 0 if opening is None else opening.steps
+        if opening is not None and position < planned:
+            return opening.batch_at(position)
         key = fold(self.seed, epoch, len(self.plan))
-        return int(permute(np.array([position]), self.steps_per_epoch, key)[0])
+        size = self.steps_per_epoch - planned
+        number = int(permute(np.array([position - planned]), size, key)[0])
+        return number if opening is None else opening.nth_left(number)
 
     def _rows(self, epoch: int, bucket: int, row: np.ndarray) -> np.ndarray:
         """The examples in the `[n]` rows of a bucket, all its batches end to end."""
@@ -197,19 +239,24 @@ class BatchSchedule:
             row = slot[~here] - own + int(self.flow.rows[bucket])
 
     @functools.cached_property
-    def _source_order(self) -> np.ndarray:
-        """`[steps]`: batches in the order in which their last example comes."""
-        completes = [
-            self._rows(0, index, np.arange(self.flow.rows[index]))
-            for index in range(len(self.plan))
-        ]
-        starts = [
-            np.arange(self.flow.batches[index]) * bucket.batch_size
-            for index, bucket in enumerate(self.plan.buckets)
-        ]
-        # Not simply the last row's: rows that come up may come early in the source.
-        lasts = map(np.maximum.reduceat, completes, starts)
-        return np.argsort(np.concatenate(list(lasts)), kind="stable")
+    def _fixed_order(self) -> np.ndarray:
+        """`[steps]`: batches by their last example, or by their longest one."""
+        keys = []
+        for index, bucket in enumerate(self.plan.buckets):
+            rows = self._rows(0, index, np.arange(self.flow.rows[index]))
+            values = self.lengths[rows] if self.order in _BY_LENGTH else rows
+            # Of all rows: those that come up may come early in the source.
+            starts = np.arange(self.flow.batches[index]) * bucket.batch_size
+            keys.append(np.maximum.reduceat(values.astype(np.int64), starts))
+        key = np.concatenate(keys)
+        if self.order == "descending":
+            key = -key
+        return np.argsort(key, kind="stable")
+
+    @functools.cached_property
+    def _opened_order(self) -> np.ndarray:
+        assert self._opening is not None
+        return self._opening.before(self._fixed_order)
 
     @functools.cached_property
     def data_fingerprint(self) -> str:
@@ -225,9 +272,23 @@ class BatchSchedule:
             str(self.seed),
             self.order,
         ]
+        # What is as it always was leaves no trace: old runs have these fingerprints.
+        if self.remainder != "cheapest":
+            parts += ["remainder", self.remainder]
+        if self.opening_pairs:
+            parts += ["opening", json.dumps(self.opening_pairs)]
         if self.continues is not None:
             parts += [str(self.first_step), self.continues]
         return digest("\n".join(parts).encode())
+
+
+def _sort_by_length(
+    examples: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, order: Order
+) -> None:
+    """Sorts the examples of each bucket by length, in place and stably."""
+    for own in np.split(examples, offsets[1:]):
+        key = lengths[own].astype(np.int64)
+        own[:] = own[np.argsort(-key if order == "descending" else key, kind="stable")]
 
 
 def _group(index: np.ndarray, num_buckets: int) -> tuple[np.ndarray, np.ndarray]:

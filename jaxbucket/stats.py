@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base import Bucket, BucketPlan
 from jaxbucket.checks import MAX_LENGTH, check_lengths
-from jaxbucket.remainder import flow_remainders
+from jaxbucket.remainder import Remainder, flow_remainders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,7 @@ class BucketReport:
       carried: examples that come up from the bucket below to fill a batch here.
       steps: batches of an epoch.
       empty_rows: rows of these batches that hold no example.
+      left_over: examples that fill no batch and are left out of an epoch.
       padding: share of positions that are padding where an example is in its own
         bucket; empty rows apart.
       token_share: this bucket's share of the epoch's B * T.
@@ -37,6 +38,7 @@ class BucketReport:
     carried: int
     steps: int
     empty_rows: int
+    left_over: int
     padding: float
     token_share: float
 
@@ -49,11 +51,13 @@ class Report:
       buckets: the same, bucket by bucket.
       steps_per_epoch: optimizer updates that see every example once.
       examples: examples that are trained on.
-      real_tokens: their positions, after truncation.
+      real_tokens: their positions, after truncation; where remainders are dropped,
+        other ones in every epoch, the mean over epochs.
       padded_tokens: B * T summed over the steps.
       padding: 1 - real_tokens / padded_tokens.
       padding_in_rows: the part of it behind the examples' ends.
       padding_in_empty_rows: the part of it in rows without an example.
+      left_over_examples: examples left out of an epoch, for they fill no batch.
       dropped_examples: examples left out as too long.
       truncated_examples: examples cut as too long.
       truncated_tokens: positions cut off from them.
@@ -67,6 +71,7 @@ class Report:
     padding: float
     padding_in_rows: float
     padding_in_empty_rows: float
+    left_over_examples: int
     dropped_examples: int
     truncated_examples: int
     truncated_tokens: int
@@ -107,6 +112,11 @@ class Report:
             f"{self.padding:.1%} padding: {self.padding_in_rows:.1%} in rows, "
             f"{self.padding_in_empty_rows:.1%} in empty rows.",
         ]
+        if self.left_over_examples:
+            lines.append(
+                f"{self.left_over_examples} examples fill no batch: left out of an "
+                "epoch."
+            )
         if self.dropped_examples:
             lines.append(f"{self.dropped_examples} examples are too long: dropped.")
         if self.truncated_examples:
@@ -117,7 +127,9 @@ class Report:
         return "\n".join(lines)
 
 
-def report(plan: BucketPlan, lengths: ArrayLike) -> Report:
+def report(
+    plan: BucketPlan, lengths: ArrayLike, *, remainder: Remainder = "cheapest"
+) -> Report:
     """Returns what one epoch of these lengths costs under a plan, exactly.
 
     Example:
@@ -130,20 +142,22 @@ def report(plan: BucketPlan, lengths: ArrayLike) -> Report:
     Args:
       plan: the shapes.
       lengths: `[N]` integers, those the plan was made for or others.
+      remainder: as in `BatchSchedule`.
 
     Raises:
-      ValueError: for lengths the plan refuses.
+      ValueError: for lengths the plan refuses, or an unknown remainder.
     """
     lengths = check_lengths(lengths)
     index = plan.assign(lengths)
     size = len(plan)
     counts = np.bincount(index + 1, minlength=size + 1)[1:]
-    flow = flow_remainders(counts, plan.batch_sizes, plan.boundaries)
+    flow = flow_remainders(counts, plan.batch_sizes, plan.boundaries, remainder)
     used = np.minimum(lengths, min(plan.max_seq_len, MAX_LENGTH))
     own = np.bincount(index + 1, weights=used, minlength=size + 1)[1:]
     row_slots = flow.rows * plan.boundaries
     tokens = flow.batches * plan.batch_sizes * plan.boundaries
-    real, padded = int(own.sum()), int(tokens.sum())
+    shares = 1 - flow.dropped / np.maximum(counts, 1)
+    real, padded = round(float((own * shares).sum())), int(tokens.sum())
     over = lengths > min(plan.max_seq_len, MAX_LENGTH)
     num_over = int(over.sum())
     truncates = plan.overlong == "truncate"
@@ -156,18 +170,20 @@ def report(plan: BucketPlan, lengths: ArrayLike) -> Report:
                 carried=int(flow.carried[k]),
                 steps=int(flow.batches[k]),
                 empty_rows=int(flow.batches[k] * bucket.batch_size - flow.rows[k]),
+                left_over=int(flow.dropped[k]),
                 padding=_share(counts[k] * bucket.seq_len - own[k], counts[k], bucket),
                 token_share=float(tokens[k] / max(padded, 1)),
             )
             for k, bucket in enumerate(plan.buckets)
         ),
         steps_per_epoch=flow.num_batches,
-        examples=int(counts.sum()),
+        examples=int(counts.sum() - flow.dropped.sum()),
         real_tokens=real,
         padded_tokens=padded,
         padding=1 - real / max(padded, 1),
         padding_in_rows=float(row_slots.sum() - real) / max(padded, 1),
         padding_in_empty_rows=float(padded - row_slots.sum()) / max(padded, 1),
+        left_over_examples=int(flow.dropped.sum()),
         dropped_examples=0 if truncates else num_over,
         truncated_examples=num_over if truncates else 0,
         truncated_tokens=int((lengths[over] - plan.max_seq_len).sum()) * truncates,

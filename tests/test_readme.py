@@ -36,7 +36,7 @@ def test_quick_start_runs_as_printed(tmp_path):
 
 
 def test_the_loop_that_saves_goes_on_where_it_was(tmp_path):
-    (code,), (loop, _) = blocks("python"), blocks("py")
+    (code,), (loop, _, _) = blocks("python"), blocks("py")
     code = code[: code.index("for batch in")]
     # Saved within the one epoch of the quick start, in a folder of the test's own.
     loop = loop.replace("runs/a", str(tmp_path / "runs")).replace("100", "10")
@@ -50,7 +50,7 @@ def test_the_loop_that_saves_goes_on_where_it_was(tmp_path):
 
 
 def test_the_loop_of_many_processes_runs_in_two(tmp_path):
-    (code,), (_, loop) = blocks("python"), blocks("py")
+    (code,), (_, loop, _) = blocks("python"), blocks("py")
     code = textwrap.indent(code[: code.index("for batch in")], "    ")
     (place,) = re.findall(r"^ +\.\.\. .*\n", loop, re.MULTILINE)
     script = tmp_path / "script.py"
@@ -76,6 +76,15 @@ def test_the_loop_of_many_processes_runs_in_two(tmp_path):
     ends = re.findall(r"^\[.\] (\d+) (\d+) 2 4$", run.stdout, re.MULTILINE)
     assert len(ends) == 2
     assert ends[0] == ends[1] and ends[0][0] == ends[0][1]
+
+
+def test_a_token_file_is_written_as_printed(tmp_path):
+    (code,), (_, _, write) = blocks("python"), blocks("py")
+    code = code[: code.index("# A loss returns sums")]
+    write = write.replace("corpus", str(tmp_path / "corpus"))
+    printed = output_of(f"{code}\n{write}\nprint(len(dataset), len(file))", tmp_path)
+    steps, examples = printed.split()[-2:]
+    assert int(steps) > 0 and int(examples) == 1000
 
 
 def test_continuous_integration_runs_the_test_command():

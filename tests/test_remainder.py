@@ -42,6 +42,32 @@ def test_no_sequence_of_decisions_is_cheaper(seed):
     assert flow.num_batches == flow.batches.sum()
 
 
+@pytest.mark.parametrize("policy", ["promote", "pad", "drop"])
+@pytest.mark.parametrize("seed", range(50))
+def test_every_remainder_goes_the_way_that_was_given(seed, policy):
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 8))
+    counts = rng.integers(0, rng.choice([4, 30, 1000]), size)
+    seq_lens = np.cumsum(rng.integers(1, 20, size))
+    batch_sizes = rng.integers(1, 9, size)
+    flow = flow_remainders(counts, batch_sizes, seq_lens, policy)
+    carry = 0
+    for k in range(size):
+        full, rest = divmod(int(counts[k]) + carry, int(batch_sizes[k]))
+        assert flow.carried[k] == carry
+        goes_up = policy == "promote" and k < size - 1
+        is_dropped = policy == "drop"
+        assert flow.batches[k] == full + (rest > 0 and not goes_up and not is_dropped)
+        assert flow.dropped[k] == (rest if is_dropped else 0)
+        assert flow.rows[k] == counts[k] + carry - rest * (goes_up or is_dropped)
+        carry = rest if goes_up else 0
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="`remainder='keep'`: choose 'cheapest',"):
+        flow_remainders([1], [1], [1], "keep")
+
+
 def test_a_remainder_that_fills_a_longer_batch_goes_up():
     flow = flow_remainders([5, 1], batch_sizes=[4, 2], seq_lens=[8, 16])
     assert (flow.carried.tolist(), flow.rows.tolist()) == ([0, 1], [4, 2])

@@ -25,6 +25,9 @@ def real(batch: BatchIndices) -> np.ndarray:
     return batch.rows[batch.rows >= 0]
 
 
+ORDERS = ["shuffled", "source", "ascending", "descending"]
+
+
 def kept(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
     """The examples that an epoch must hold."""
     if plan.overlong == "drop":
@@ -54,11 +57,121 @@ def check_epoch(
     np.testing.assert_array_equal(np.sort(rows), kept(plan, lengths))
 
 
-@pytest.mark.parametrize("order", ["shuffled", "source"])
-def test_every_example_is_in_one_row_of_every_epoch(problem, order):
-    schedule = BatchSchedule(*problem, seed=3, order=order)
+@pytest.mark.parametrize("remainder", ["cheapest", "promote", "pad"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_example_is_in_one_row_of_every_epoch(problem, order, remainder):
+    schedule = BatchSchedule(*problem, seed=3, order=order, remainder=remainder)
     for number in EPOCHS:
         check_epoch(*problem, epoch(schedule, number))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_dropped_remainders_leave_full_batches_only(problem, order):
+    plan, lengths = problem
+    try:
+        schedule = BatchSchedule(plan, lengths, order=order, remainder="drop")
+    except ValueError as error:
+        assert "`remainder='drop'` leaves out every example" in str(error)
+        counts = np.bincount(plan.assign(lengths) + 1, minlength=len(plan) + 1)[1:]
+        assert np.all(counts < plan.batch_sizes)
+        return
+    for number in EPOCHS:
+        batches = epoch(schedule, number)
+        rows = np.concatenate([batch.rows for batch in batches])
+        assert rows.min() >= 0 and len(np.unique(rows)) == len(rows)
+        assert len(rows) == len(kept(plan, lengths)) - schedule.flow.dropped.sum()
+
+
+def test_dropped_remainders_are_others_in_other_epochs():
+    plan = BucketPlan((Bucket(4, 8),), max_tokens=32)
+    schedule = BatchSchedule(plan, [8] * 7, remainder="drop")
+    seen = {int(row) for step in range(30) for row in schedule[step].rows}
+    assert len(schedule) == 1 and seen == set(range(7))
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending"])
+def test_batches_come_by_length(problem, order):
+    plan, lengths = problem
+    schedule = BatchSchedule(plan, lengths, order=order, remainder="pad")
+    batches = epoch(schedule, 3)
+    sign = 1 if order == "ascending" else -1
+    longest = [lengths[real(batch)].max() for batch in batches]
+    assert np.all(np.diff(longest) * sign >= 0)
+    for bucket in plan.buckets:
+        own = [lengths[real(batch)] for batch in batches if batch.bucket == bucket]
+        if own:
+            assert np.all(np.diff(np.concatenate(own)) * sign >= 0)
+
+
+# Openings
+
+
+def opened(problem, order, seed):
+    """An opening that the plan has, drawn at random; empty now and then."""
+    plan, lengths = problem
+    flow = BatchSchedule(plan, lengths).flow
+    rng = np.random.default_rng(seed)
+    pairs, left = [], flow.batches.copy()
+    for _ in range(rng.integers(0, 5)):
+        k = int(rng.integers(len(plan)))
+        if left[k]:
+            steps = int(rng.integers(1, left[k], endpoint=True))
+            left[k] -= steps
+            pairs.append((plan.buckets[k], steps))
+    return pairs, BatchSchedule(plan, lengths, seed=4, order=order, opening=pairs)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_an_opening_is_a_beginning_of_the_same_epoch(problem, order, seed):
+    pairs, schedule = opened(problem, order, seed)
+    plain = BatchSchedule(*problem, seed=4, order=order)
+    planned = [bucket for bucket, steps in pairs for _ in range(steps)]
+    batches = epoch(schedule, 0)
+    assert [batch.bucket for batch in batches[: len(planned)]] == planned
+    check_epoch(*problem, batches)
+    # The very batches of that epoch, and of others in their own order.
+    assert compositions(batches) == compositions(epoch(plain, 0))
+    for a, b in zip(epoch(schedule, 1), epoch(plain, 1), strict=True):
+        np.testing.assert_array_equal(a.rows, b.rows)
+    assert schedule.opening_pairs == [[b.batch_size, b.seq_len, n] for b, n in pairs]
+    assert (schedule.fingerprint == plain.fingerprint) == (not pairs)
+
+
+def test_what_follows_an_opening_is_shuffled():
+    plan, lengths = many()
+    opening = [(plan.buckets[3], 5), (plan.buckets[0], 2), (plan.buckets[3], 1)]
+    schedule = BatchSchedule(plan, lengths, opening=opening)
+    rest = [plan.buckets.index(b.bucket) for b in epoch(schedule, 0)[8:]]
+    assert abs(np.corrcoef(rest[:-1], rest[1:])[0, 1]) < 5 / np.sqrt(len(rest))
+
+
+def test_the_largest_comes_first():
+    plan = BucketPlan((Bucket(4, 8), Bucket(3, 10), Bucket(2, 16)), max_tokens=32)
+    for lengths, first in [
+        ([8] * 9 + [10] * 4 + [16] * 5, Bucket(2, 16)),
+        # Of those that have a batch.
+        ([8] * 9 + [10] * 4, Bucket(4, 8)),
+    ]:
+        schedule = BatchSchedule(plan, lengths, opening="largest_first", seed=7)
+        assert schedule[0].bucket == first
+        check_epoch(plan, np.array(lengths), epoch(schedule, 0))
+
+
+@pytest.mark.parametrize(
+    ("opening", "message"),
+    [
+        ("smallest", "`opening='smallest'`: choose 'largest_first', or give pairs"),
+        ([(Bucket(4, 9), 1)], r"`opening` names \[4, 9\], which is no bucket of the"),
+        ([(Bucket(4, 8), 3)], r"takes 3 steps of bucket \[4, 8\], which has 2 in an"),
+        ([(Bucket(4, 8), 1)] * 3, r"takes 3 steps of bucket \[4, 8\], which has 2"),
+        ([(Bucket(4, 8), 0)], "`steps=0` must be a positive integer"),
+    ],
+)
+def test_an_opening_that_the_epoch_has_not_is_refused(opening, message):
+    plan = BucketPlan((Bucket(4, 8),), max_tokens=32)
+    with pytest.raises(ValueError, match=message):
+        BatchSchedule(plan, [8] * 8, opening=opening)
 
 
 @pytest.mark.parametrize("order", ["shuffled", "source"])
@@ -197,11 +310,13 @@ def test_the_fingerprint_names_plan_lengths_seed_and_order():
     schedules = [
         BatchSchedule(plan, lengths),
         BatchSchedule(plan, lengths, seed=1),
-        BatchSchedule(plan, lengths, order="source"),
+        *(BatchSchedule(plan, lengths, order=order) for order in ORDERS[1:]),
+        *(BatchSchedule(plan, lengths, remainder=x) for x in ("promote", "drop")),
+        BatchSchedule(plan, lengths, opening="largest_first"),
         BatchSchedule(plan, np.minimum(other, 199)),
         BatchSchedule(wider, lengths),
     ]
-    assert len({s.fingerprint for s in schedules}) == 5
+    assert len({s.fingerprint for s in schedules}) == len(schedules)
     assert schedules[0].fingerprint == BatchSchedule(plan, lengths).fingerprint
     assert len({s.data_fingerprint for s in schedules}) == 2
 
@@ -267,7 +382,7 @@ def test_a_step_that_is_no_integer_is_refused(step):
 
 
 def test_an_unknown_order_is_refused():
-    with pytest.raises(ValueError, match="`order='random'`: choose 'shuffled' or"):
+    with pytest.raises(ValueError, match="`order='random'`: choose 'shuffled', "):
         BatchSchedule(*many(), order="random")
 
 

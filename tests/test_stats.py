@@ -10,10 +10,12 @@ from jaxbucket import BatchSchedule, Bucket, BucketPlan, plan_buckets, report
 from jaxbucket.stats import StepRecord, bucket_uses
 
 
-def check_report(plan: BucketPlan, lengths: np.ndarray) -> None:
+def check_report(
+    plan: BucketPlan, lengths: np.ndarray, remainder: str = "cheapest"
+) -> None:
     """Every number, against a walk through one epoch of the schedule."""
-    epoch = report(plan, lengths)
-    batches = list(BatchSchedule(plan, lengths, seed=5))
+    epoch = report(plan, lengths, remainder=remainder)
+    batches = list(BatchSchedule(plan, lengths, seed=5, remainder=remainder))
     used = np.minimum(lengths, plan.max_seq_len)
     rows = np.concatenate([batch.rows for batch in batches])
     rows = rows[rows >= 0]
@@ -58,8 +60,18 @@ def check_bucket(plan, lengths, bucket, own, batches) -> None:
     assert own.token_share == pytest.approx(len(mine) * bucket.num_tokens / total)
 
 
-def test_a_report_counts_what_the_schedule_does(problem):
-    check_report(*problem)
+@pytest.mark.parametrize("remainder", ["cheapest", "promote", "pad"])
+def test_a_report_counts_what_the_schedule_does(problem, remainder):
+    check_report(*problem, remainder)
+
+
+def test_a_report_counts_what_is_left_over():
+    plan = BucketPlan((Bucket(4, 8), Bucket(2, 16)), max_tokens=32)
+    found = report(plan, [6] * 11 + [16] * 5, remainder="drop")
+    assert (found.left_over_examples, found.examples) == (4, 12)
+    assert [bucket.left_over for bucket in found.buckets] == [3, 1]
+    assert (found.real_tokens, found.padded_tokens) == (6 * 8 + 16 * 4, 4 * 32)
+    assert "4 examples fill no batch: left out of an epoch." in found.summary
 
 
 def test_a_report_counts_what_happens_to_real_lengths(real_lengths):

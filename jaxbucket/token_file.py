@@ -1,0 +1,383 @@
+"""Examples end to end in memory-mapped arrays, gathered a batch at a time.
+
+A token file is a folder of plain `.npy` files: one for each feature, `offsets.npy` that
+says where each example begins, and `index.json` with the size and the digest of each.
+numpy reads them without this library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, Any
+
+import numpy as np
+
+from jaxbucket.base import EMPTY_ROW, Batch, Bucket, digest
+from jaxbucket.collate import (
+    Example,
+    as_arrays,
+    common_length,
+    matching_arrays,
+    pad_array,
+    real_positions,
+    sequence_names,
+    with_segments,
+)
+
+_FORMAT = "jaxbucket.TokenFile"
+_VERSION = 1
+_INDEX = "index.json"
+_OFFSETS = "offsets"
+_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
+
+
+class TokenFile:
+    """A source of examples, `[index]`, that gathers the rows of a batch at once.
+
+    Example:
+      >>> import tempfile
+      >>> path = tempfile.mkdtemp() + "/corpus"
+      >>> examples = [{"tokens": np.arange(n, dtype=np.uint16)} for n in (2, 3)]
+      >>> file = write_token_file(path, examples)
+      >>> len(file), file.lengths, file[1]["tokens"]
+      (2, array([2, 3], dtype=int32), array([0, 1, 2], dtype=uint16))
+      >>> file.collate(np.array([1, -1]), Bucket(2, 4)).features["tokens"]
+      array([[0, 1, 2, 0],
+             [0, 0, 0, 0]], dtype=uint16)
+
+    Args:
+      path: what `write_token_file` wrote.
+
+    Attributes:
+      path: the folder.
+      lengths: `[N]` int32, of every example.
+      sequences: the features that have a position for each token.
+      fingerprint: 32 hex digits that name all contents, as they were written.
+
+    Raises:
+      ValueError: if the folder is no token file, is of another version, or has a file
+        that is missing or has been cut.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = pathlib.Path(path)
+        self._index = _read_index(self.path)
+        for name, entry in self._index["files"].items():
+            _check_size(self.path / f"{name}.npy", entry["bytes"])
+        self._arrays = {
+            # Not as a `memmap`, whose every slice costs a microsecond more.
+            name: np.asarray(np.load(self.path / f"{name}.npy", mmap_mode="r"))
+            for name in self._index["files"]
+        }
+        self._offsets = self._arrays.pop(_OFFSETS)
+        self.sequences: tuple[str, ...] = tuple(self._index["sequences"])
+        self.fingerprint = digest(json.dumps(self._index, sort_keys=True).encode())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Worker processes map the files anew: a pickled map would be all its contents.
+        return TokenFile, (self.path,)
+
+    def __repr__(self) -> str:
+        return f"TokenFile({str(self.path)!r}, {len(self)} examples)"
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"`index={index}` is not from 0 to {len(self) - 1}.")
+        start, end = (int(x) for x in self._offsets[index : index + 2])
+        return {
+            name: np.array(
+                values[start:end] if name in self.sequences else values[index]
+            )
+            for name, values in self._arrays.items()
+        }
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self._offsets).astype(np.int32)
+
+    def collate(
+        self,
+        rows: np.ndarray,
+        bucket: Bucket,
+        *,
+        pad_value: float = 0,
+        truncate: bool = False,
+    ) -> Batch:
+        """Returns what `collate_rows` gives for the examples, without a loop over them.
+
+        Args:
+          rows: `[B]` integers, the example in each row; -1 for an empty row.
+          bucket: the shape (B, T).
+          pad_value: what fills the sequences behind their end, and in empty rows.
+          truncate: cut examples longer than T instead of refusing them.
+
+        Raises:
+          ValueError: if an example is longer than T, or a row is no example.
+        """
+        self._check_rows(rows, bucket)
+        filled = np.flatnonzero(rows != EMPTY_ROW)
+        examples = rows[filled]
+        starts = self._offsets[examples]
+        lengths = np.zeros(bucket.batch_size, np.int64)
+        lengths[filled] = self._offsets[examples + 1] - starts
+        if not truncate and lengths.max(initial=0) > bucket.seq_len:
+            row = int(lengths.argmax())
+            raise ValueError(
+                f"Row {row} has length {lengths[row]}, beyond `seq_len="
+                f"{bucket.seq_len}`. Put it into a longer bucket, or pass "
+                "`truncate=True`."
+            )
+        lengths = np.minimum(lengths, bucket.seq_len)
+        real = real_positions(lengths, bucket)
+        features = {}
+        for name, values in self._arrays.items():
+            if name in self.sequences:
+                pad = pad_array(pad_value, name, values.dtype)
+                features[name] = _gather(values, starts, filled, lengths, bucket)
+                np.copyto(features[name], pad, where=_as_wide_as(values, ~real))
+            else:
+                shape = (bucket.batch_size, *values.shape[1:])
+                features[name] = np.zeros(shape, values.dtype)
+                features[name][filled] = values[examples]
+        return with_segments(features, self.sequences[0], real)
+
+    def _check_rows(self, rows: np.ndarray, bucket: Bucket) -> None:
+        if len(rows) != bucket.batch_size:
+            raise ValueError(f"`rows` has {len(rows)} entries; bucket {bucket} has B.")
+        if rows.min(initial=0) < EMPTY_ROW or rows.max(initial=0) >= len(self):
+            raise ValueError(
+                f"`rows` has {rows.min()} to {rows.max()}: they must be from 0 to "
+                f"{len(self) - 1}, or -1 for an empty one."
+            )
+
+    def verify(self) -> None:
+        """Reads everything, and compares it with the digests that were written.
+
+        Raises:
+          ValueError: if a file has changed.
+        """
+        for name, entry in self._index["files"].items():
+            path = self.path / f"{name}.npy"
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, _new_digest).hexdigest()
+            if found != entry["digest"]:
+                raise ValueError(
+                    f"{path} is not what was written: its digest is {found}, not "
+                    f"{entry['digest']}. Write the token file again."
+                )
+
+
+def write_token_file(
+    path: str | os.PathLike[str],
+    examples: Iterable[Example],
+    *,
+    sequences: Sequence[str] | None = None,
+) -> TokenFile:
+    """Writes examples to a folder, which appears when all of them are there.
+
+    Args:
+      path: where no file or folder is yet.
+      examples: dicts of arrays, all with the same features, dtypes and trailing
+        shapes; read once, one at a time.
+      sequences: the features with a position for each token, `[n, ...]`, by default
+        all with a leading axis. Everything else is stacked.
+
+    Raises:
+      ValueError: if there is something at `path`, there are no examples, one has no
+        tokens or differs from the first, or a feature's name cannot be a file's.
+    """
+    path = pathlib.Path(path)
+    if path.exists():
+        raise ValueError(f"`path={str(path)!r}` exists already: name another.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    draft.mkdir()
+    try:
+        index = _write(draft, examples, sequences)
+        (draft / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        os.rename(draft, path)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return TokenFile(path)
+
+
+def _write(
+    folder: pathlib.Path, examples: Iterable[Example], sequences: Sequence[str] | None
+) -> dict[str, Any]:
+    """Writes all arrays; returns what the index says of them."""
+    examples = iter(examples)
+    first = next(examples, None)
+    if first is None:
+        raise ValueError("`examples` is empty: there is nothing to write.")
+    template = as_arrays(first)
+    names = sequence_names(template, sequences)
+    with contextlib.ExitStack() as stack:
+        columns = {
+            name: stack.enter_context(
+                _column(
+                    folder, name, x.dtype, x.shape[1:] if name in names else x.shape
+                )
+            )
+            for name, x in template.items()
+        }
+        offsets = stack.enter_context(_column(folder, _OFFSETS, np.dtype(np.int64), ()))
+        total = 0
+        offsets.append(np.zeros(1, np.int64))
+        for number, example in enumerate(_chain(first, examples)):
+            arrays = matching_arrays(example, template, names, number)
+            total += common_length(arrays, names, number)
+            for name, value in arrays.items():
+                columns[name].append(value if name in names else value[None])
+            offsets.append(np.array([total]))
+    files = {**columns, _OFFSETS: offsets}
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "sequences": names,
+        "files": {name: column.entry() for name, column in files.items()},
+    }
+
+
+def _chain(first: Example, rest: Iterator[Example]) -> Iterator[Example]:
+    yield first
+    yield from rest
+
+
+class _Column:
+    """A `.npy` file that grows along its first axis."""
+
+    def __init__(self, path: pathlib.Path, dtype: np.dtype, shape: tuple[int, ...]):
+        self._path = path
+        self._dtype = dtype
+        self._shape = shape
+        self._length = 0
+        self._file: IO[bytes] = path.open("wb")
+        self._write_header()
+
+    def append(self, values: np.ndarray) -> None:
+        self._file.write(np.ascontiguousarray(values).data)
+        self._length += len(values)
+
+    def close(self) -> None:
+        # numpy leaves room in the header for the first axis to grow.
+        self._file.seek(0)
+        self._write_header()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def entry(self) -> dict[str, Any]:
+        """What the index says of it."""
+        with self._path.open("rb") as file:
+            found = hashlib.file_digest(file, _new_digest).hexdigest()
+        return {"bytes": self._path.stat().st_size, "digest": found}
+
+    def _write_header(self) -> None:
+        header = {
+            "descr": np.lib.format.dtype_to_descr(self._dtype),
+            "fortran_order": False,
+            "shape": (self._length, *self._shape),
+        }
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+@contextlib.contextmanager
+def _column(
+    folder: pathlib.Path, name: str, dtype: np.dtype, shape: tuple[int, ...]
+) -> Iterator[_Column]:
+    path = folder / f"{name}.npy"
+    if not _NAME.fullmatch(name) or path.exists():
+        raise ValueError(
+            f"Feature {name!r} cannot be a file of this name: call it otherwise, by "
+            "letters, digits, '_' and '-'."
+        )
+    if dtype.hasobject:
+        raise ValueError(
+            f"Feature {name!r} holds Python objects, which have no fixed size: give it "
+            "a dtype of numbers."
+        )
+    column = _Column(path, dtype, shape)
+    try:
+        yield column
+    finally:
+        column.close()
+
+
+def _new_digest() -> Any:
+    return hashlib.blake2b(digest_size=16)
+
+
+def _read_index(path: pathlib.Path) -> dict[str, Any]:
+    remedy = "Name the folder that `write_token_file` wrote, or write it again."
+    try:
+        index = json.loads((path / _INDEX).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no token file: {error}. {remedy}") from None
+    if not isinstance(index, dict) or index.get("format") != _FORMAT:
+        raise ValueError(f'{path}: its index has no "format": "{_FORMAT}". {remedy}')
+    if index.get("version") != _VERSION:
+        raise ValueError(
+            f"{path} has version {index.get('version')!r}; this jaxbucket reads "
+            f"version {_VERSION}. {remedy}"
+        )
+    return index
+
+
+def _check_size(path: pathlib.Path, expected: int) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ValueError(f"{path} is missing: {error}. Write it again.") from None
+    if size != expected:
+        raise ValueError(
+            f"{path} has {size} bytes, but {expected} were written: it was cut or "
+            "changed. Write the token file again."
+        )
+
+
+def _gather(
+    values: np.ndarray,
+    starts: np.ndarray,
+    filled: np.ndarray,
+    lengths: np.ndarray,
+    bucket: Bucket,
+) -> np.ndarray:
+    """`[B, T, ...]`: the tokens from each start on, in the rows that are filled.
+
+    What stands behind the `[B]` lengths is any token.
+    """
+    window = (bucket.seq_len, *values.shape[1:])
+    # A window must not reach beyond the last token; those that would are few.
+    num_windows = max(0, len(values) - bucket.seq_len + 1)
+    windows = np.lib.stride_tricks.as_strided(
+        values,
+        (num_windows, *window),
+        (values.strides[0], *values.strides),
+        writeable=False,
+    )
+    inside = starts < num_windows
+    if len(starts) == bucket.batch_size and inside.all():
+        return windows[starts]
+    out = np.empty((bucket.batch_size, *window), values.dtype)
+    out[filled[inside]] = windows[starts[inside]]
+    for row, start in zip(filled[~inside], starts[~inside], strict=True):
+        out[row, : lengths[row]] = values[start : start + lengths[row]]
+    return out
+
+
+def _as_wide_as(values: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """`[B, T]` with as many axes of 1 behind as the feature has."""
+    return where.reshape(*where.shape, *(1,) * (values.ndim - 1))
