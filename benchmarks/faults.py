@@ -119,6 +119,8 @@ def lose_one(
     run = start(args, folder, count, name)
     while newest(folder / name) < step:
         if run.poll() is not None:
+            if run.returncode:
+                raise SystemExit((folder / "output").read_text())
             return None
         time.sleep(0.01)
     time.sleep(draw.uniform(0, 0.3))

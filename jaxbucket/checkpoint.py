@@ -8,14 +8,15 @@ is sealed with the sizes and digests of its files before it appears.
 from __future__ import annotations
 
 import fcntl
-import functools
 import hashlib
 import json
 import os
+import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from typing import IO, Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,9 +27,6 @@ from jaxbucket.checks import check_positive
 from jaxbucket.position import DataPosition
 from jaxbucket.processes import Processes
 from jaxbucket.rendezvous import listed
-
-_T = TypeVar("_T")
-_Wrapper: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _SEAL = "seal.json"
 # Orbax notes in the first when the checkpoint appeared, after the seal, and may write
@@ -103,19 +101,24 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_handlers={
-                "state": _telling(ocp.StandardCheckpointHandler(), self._failing),
-                "position": _telling(ocp.JsonCheckpointHandler(), self._failing),
-                "extra": _telling(ocp.JsonCheckpointHandler(), self._failing),
+                "state": ocp.StandardCheckpointHandler(),
+                "position": ocp.JsonCheckpointHandler(),
+                "extra": ocp.JsonCheckpointHandler(),
             },
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=check_positive("keep", keep),
                 async_options=ocp.AsyncOptions(
-                    post_finalization_callback=self._failing(self._seal)
+                    post_finalization_callback=self._seal,
+                    barrier_sync_fn=self._barrier,
                 ),
             ),
         )
         # The step that was last saved or restored here: what the run goes on from.
         self._last: int | None = None
+        self._saving: int | None = None
+        self._is_open = True
+        if processes is not None:
+            processes.at_end(self._finish)
         self._claimed = False
         self._lock: IO[str] | None = None
 
@@ -125,19 +128,17 @@ class Checkpoints:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _failing(self, write: Callable[..., _T]) -> Callable[..., _T]:
-        """`write`, whose error ends all processes: Orbax would make them wait."""
+    def _barrier(self, *, key: str, timeout_ms: int) -> None:
+        """Where Orbax waits for all processes beside the training.
 
-        @functools.wraps(write)
-        def failing(*args: Any, **kwargs: Any) -> _T:
-            try:
-                return write(*args, **kwargs)
-            except Exception as error:
-                if self._processes is not None:
-                    self._processes.fail(error)
-                raise
-
-        return failing
+        The one that cannot write waits there, too, before it raises: it ends here, and
+        so all others.
+        """
+        error = sys.exception()
+        # The one that saves may do so where it handles another error.
+        if error and self._processes and threading.get_ident() != self._saving:
+            self._processes.fail(error)
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def _check_shared(self, processes: Processes) -> None:
         """Where each has a directory of its own, saving would wait for ever."""
@@ -159,12 +160,17 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until what is being written is there."""
+        self._is_open = False
         try:
             self._manager.close()
         finally:
             if self._lock:
                 self._lock.close()
                 self._lock = None
+
+    def _finish(self) -> None:
+        if self._is_open:
+            self.wait()
 
     def wait(self) -> None:
         """Waits until what is being written is there.
@@ -232,6 +238,7 @@ class Checkpoints:
             raise ValueError(f"`extra` is no JSON: {error}.") from None
         self._clear_half_written()
         self._last = position.step
+        self._saving = threading.get_ident()
         self._manager.save(
             position.step,
             args=ocp.args.Composite(
@@ -406,27 +413,6 @@ def _is_json_object(path: epath.Path) -> bool:
         return isinstance(json.loads(path.read_text()), dict)
     except ValueError:
         return False
-
-
-class _Pending:
-    """What is being written beside the training, as Orbax waits for it."""
-
-    def __init__(self, future: Any, failing: _Wrapper):
-        self.result = failing(future.result)
-
-
-def _telling(handler: Any, failing: _Wrapper) -> Any:
-    """The handler, which tells at once of what cannot be written."""
-    save = handler.async_save
-
-    async def async_save(*args: Any, **kwargs: Any) -> Any:
-        futures = await save(*args, **kwargs)
-        return [_Pending(future, failing) for future in futures or ()]
-
-    # Not as a class of its own: Orbax knows handlers by their classes.
-    handler.async_save = async_save
-    handler.finalize = failing(handler.finalize)
-    return handler
 
 
 def _appears(path: epath.Path) -> bool:

@@ -7,11 +7,14 @@ device takes part, so it works beside a step, and while a step hangs.
 from __future__ import annotations
 
 import socket
+import threading
 
 import jax
 
 # There is no public way to the store; Orbax takes this one, too.
 from jax._src import distributed
+
+_SECONDS_BETWEEN_SIGNALS = 0.2
 
 
 class Store:
@@ -89,10 +92,20 @@ class Store:
 
     def meet(self, name: str, timeout: float) -> bool:
         """Waits for all processes to come here; returns whether they did in time."""
-        try:
-            self._client.wait_at_barrier(f"{self._folder}/{name}", int(1000 * timeout))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                return False
-            raise
-        return True
+        errors: list[Exception] = []
+
+        def wait() -> None:
+            key, milliseconds = f"{self._folder}/{name}", int(1000 * timeout)
+            try:
+                self._client.wait_at_barrier(key, milliseconds)
+            except jax.errors.JaxRuntimeError as error:
+                errors.append(error)
+
+        # In a thread: a signal is not seen while the main one waits in C.
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        while waiting.is_alive():
+            waiting.join(_SECONDS_BETWEEN_SIGNALS)
+        if errors and "DEADLINE_EXCEEDED" not in str(errors[0]):
+            raise errors[0]
+        return not errors

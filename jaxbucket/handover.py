@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from jaxbucket.last_words import before_abort, leave
 from jaxbucket.rendezvous import Member
 
-_THROUGH = b"through"
-_SECONDS_TO_LOOK = 0.2
+# Words end with the line: one after another may come at once.
+_THROUGH = b"through\n"
+_SECONDS_TO_LOOK = 0.5
 _SECONDS_TO_SPEAK = 2.0
 _MAX_BYTES = 4096
 
@@ -49,6 +50,10 @@ def handover(
             yield
         for other in others:
             _send(other, _THROUGH)
+    except BaseException:
+        # It may be what the loss of another one causes: that is seen in a moment.
+        time.sleep(_SECONDS_TO_LOOK)
+        raise
     finally:
         over.set()
         listener.join()
@@ -68,16 +73,16 @@ def _listen(
         while not over.is_set():
             for key, _ in selector.select(_SECONDS_TO_LOOK):
                 other: socket.socket = key.fileobj  # pyright: ignore
-                word = _receive(other)
-                if word == _THROUGH:
+                words = _receive(other)
+                if words.startswith(_THROUGH):
                     # From now on its beats are watched.
                     selector.unregister(other)
                     continue
                 lost = others[other]
-                if word:
-                    lost = Member(*json.loads(word))
+                if words:
+                    lost = Member(*json.loads(words))
                 for third in set(others) - {other}:
-                    _send(third, json.dumps(lost).encode())
+                    _send(third, json.dumps(lost).encode() + b"\n")
                 leave(
                     status,
                     f"process {index} ends, for process {lost.process_id} "

@@ -103,9 +103,12 @@ def predict(
       where the plan drops the example.
 
     Raises:
-      ValueError: if the batches are not those of one epoch.
+      ValueError: if the batches are not those of one epoch, or an output that
+        `sequences` names is none.
     """
     found: list[dict[str, np.ndarray] | None] = [None] * len(schedule.lengths)
+    if isinstance(sequences, str):
+        sequences = [sequences]
     padded: set[str] | None = None if sequences is None else set(sequences)
     # The next step runs while the host reads the last one's.
     outputs = ahead((steps(state, batch) for batch in batches), 1)
@@ -118,9 +121,14 @@ def predict(
                 f"{indices.bucket}: pass those of one epoch, from its first step."
             )
         output = jax.tree.map(np.asarray, output)
+        own = _with_positions(output)
         if sequences is None:
-            own = _with_positions(output)
             padded = own if padded is None else padded & own
+        elif not own.issuperset(sequences):
+            raise ValueError(
+                f"`sequences={list(sequences)}`: the outputs of shape [B, T, ...] are "
+                f"{sorted(own)}. Choose from these."
+            )
         rows = indices.rows[indices.rows != EMPTY_ROW]
         # Uncut, for a later batch may show that an output is no sequence.
         for index, example in zip(rows, unbatch(output, sequences=()), strict=True):

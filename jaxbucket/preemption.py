@@ -74,6 +74,9 @@ class StopRequest:
         for number, handler in self._before.items():
             # None is one that was not set by Python, and cannot be set again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._noted is not None and self.signal is None and error[0] is None:
+            # Too late to stop all for it: it is what it was without us.
+            signal.raise_signal(self._noted)
 
     def before(self, step: int) -> bool:
         """Returns whether to stop before this step; to be asked before every one.

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -58,6 +58,10 @@ class Processes:
     raises, once the error leaves the context: within 5 s, caught or not. Alone, it does
     nothing.
 
+    Whatever it has started it ends with the context: from then on each process is on
+    its own. To see one that hangs with Python's lock held it takes
+    `faulthandler.dump_traceback_later`, of which a process has one.
+
     Example:
       >>> with Processes() as processes:
       ...     print(processes.index, processes.count)
@@ -82,14 +86,15 @@ class Processes:
 
     Raises:
       ValueError: if some of the three are missing or wrong, or a timeout is too short;
-        on entering, if the port is in use, or the processes are not those that
-        `num_processes` says.
+        on entering, if the port is in use, the processes are not those that
+        `num_processes` says, or this one has left such a context before.
       TimeoutError: on entering, if some processes do not come; it names them.
     """
 
     index: int = 0
     count: int = 1
     store: Store
+    _is_over = False
 
     def __init__(
         self,
@@ -116,6 +121,7 @@ class Processes:
         self._meetings: collections.Counter[str] = collections.Counter()
         self._watchdog: Watchdog | None = None
         self._is_ours = False
+        self._finishing: list[Callable[[], None]] = []
 
     def __enter__(self) -> Processes:
         if jax.distributed.is_initialized():
@@ -131,6 +137,12 @@ class Processes:
 
     def _start(self, address: str, count: int, index: int) -> list[str]:
         """Connects all processes, by ourselves first, by jax then; returns names."""
+        if self._is_over:
+            raise ValueError(
+                "`Processes` was entered before, and jax connects a process only once: "
+                "keep one context around all, or call `jax.distributed.initialize`, "
+                "which stays."
+            )
         others = meet(address, Member(index, count, _own_name()), self._start_timeout)
         with handover(index, others, EXIT_STATUS):
             handler = signal.getsignal(signal.SIGTERM)
@@ -146,12 +158,17 @@ class Processes:
                 handler = signal.SIG_DFL if handler is None else handler
                 signal.signal(signal.SIGTERM, handler)
             self._is_ours = True
-            return self._hear_names()
+            try:
+                return self._hear_names()
+            except BaseException:
+                # jax would wait for the others on its way out.
+                atexit.register(leave, 1)
+                raise
 
     def _hear_names(self) -> list[str]:
         self.store = Store(f"jaxbucket/{next(_entered)}")
         self.index, self.count = self.store.index, self.store.count
-        return self.gather("start", _own_name())
+        return self.gather("start", _own_name(), timeout=self._start_timeout)
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         if self._watchdog is None:
@@ -159,23 +176,34 @@ class Processes:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             error = None
             try:
+                for finish in self._finishing:
+                    finish()
                 self.gather("end", "")
-            except jax.errors.JaxRuntimeError as lost:
-                error = lost
+            except BaseException as late:
+                self._end_with(self._watchdog, late)
+                raise
         if error is not None:
-            self._accuse(self._watchdog, error)
-            # jax would wait for the others on its way out, and threads for collectives.
-            code = error.code if isinstance(error, SystemExit) else 1
-            status = code if isinstance(code, int) else 1
-            atexit.register(leave, status)
-            late = threading.Timer(_SECONDS_TO_FAIL, leave, (status,))
-            late.daemon = True
-            late.start()
+            self._end_with(self._watchdog, error)
             return
         self._watchdog.stop()
         if self._is_ours:
             # Or jax would do it when they exit, and each may take its time until then.
             jax.distributed.shutdown()
+            Processes._is_over = True
+
+    def _end_with(self, watchdog: Watchdog, error: BaseException) -> None:
+        # jax would wait for the others on its way out, and threads for collectives.
+        code = error.code if isinstance(error, SystemExit) else 1
+        status = code if isinstance(code, int) else 1
+        atexit.register(leave, status)
+        self._accuse(watchdog, error)
+        late = threading.Timer(_SECONDS_TO_FAIL, leave, (status,))
+        late.daemon = True
+        late.start()
+
+    def at_end(self, finish: Callable[[], None]) -> None:
+        """Calls a function at the end of the context, before this process leaves it."""
+        self._finishing.append(finish)
 
     def fail(self, error: BaseException) -> None:
         """Ends this process, from any thread, and so all others; alone it does nothing.
@@ -192,7 +220,12 @@ class Processes:
         if _may_be_an_echo(error):
             # Said now, for a verdict would end this process before it is raised.
             traceback.print_exception(error)
-            watchdog.wait_for_verdict()
+            speak(
+                f"process {self.index} has met what the loss of another one may cause, "
+                f"and waits {self._timeout:g} s to hear of one."
+            )
+            with contextlib.suppress(KeyboardInterrupt):
+                watchdog.wait_for_verdict()
         message = " ".join(str(error).split())[:_MAX_WORDS]
         words = f"raised {type(error).__name__}: {message}"
         watchdog.accuse(words)
@@ -313,7 +346,9 @@ def _may_be_an_echo(error: BaseException | None) -> bool:
 
     jax gives it as one error or the other; its text begins with the status code.
     """
-    while error is not None:
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
         if isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):
             if str(error).partition(":")[0] in _ECHOES:
                 return True

@@ -292,11 +292,13 @@ def _ask(door: socket.socket, address: str, own: Member, timeout: float) -> str:
         door.sendall(json.dumps(own).encode())
         # Process 0, which began before, says so when its own time is over.
         door.settimeout(timeout + _SECONDS_TO_ANSWER)
-        with door.makefile() as answers:
-            answer = answers.readline()
+        answer = b""
+        # Not a byte more: what follows is for others to read.
+        while not answer.endswith(b"\n") and (byte := door.recv(1)):
+            answer += byte
     except OSError:
-        answer = ""
-    if not answer.endswith("\n"):
+        answer = b""
+    if not answer.endswith(b"\n"):
         raise ValueError(
             f"Process 0 has left {address} while it waited for the others. Look for "
             "what it prints, and start all of them again."

@@ -304,10 +304,10 @@ def _column(
             f"Feature {name!r} cannot be a file of this name: call it otherwise, by "
             "letters, digits, '_' and '-'."
         )
-    if dtype.hasobject:
+    if dtype.kind not in "biufc":
         raise ValueError(
-            f"Feature {name!r} holds Python objects, which have no fixed size: give it "
-            "a dtype of numbers."
+            f"Feature {name!r} is {dtype}, which is not numpy's own of numbers: give "
+            "it another, such as float32 or int32."
         )
     column = _Column(path, dtype, shape)
     try:

@@ -130,6 +130,17 @@ def test_scores_as_many_as_a_bucket_has_positions_are_not_cut():
     assert {output["scores"].shape for output in found} == {(width,)}
 
 
+def test_sequences_that_are_no_outputs_are_refused():
+    source, schedule = make_job()
+    mesh, _ = make_mesh("1")
+    step = jb.data_parallel_predict(predict_fn, mesh)
+    state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    for names in (["logits"], "logits", ["running", "total"]):
+        batches = jb.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh)
+        with pytest.raises(ValueError, match=r"\[B, T, ...\] are \['running'\]"):
+            jb.predict(step, state, batches, schedule, sequences=names)
+
+
 def test_a_part_of_an_epoch_is_refused():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")

@@ -52,9 +52,8 @@ say("end")
 def sentence(run, index: int) -> str:
     """The last words of one process."""
     found = [x for x in run.lines(index) if x.startswith("jaxbucket: ")]
-    assert len(found) == 1, run.output
-    (words,) = found
-    return words
+    assert found, run.output
+    return found[-1]
 
 
 # One process
@@ -442,10 +441,21 @@ with processes:
         assert "ended while they started" in words
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_one_that_cannot_write_its_checkpoint_ends_all(launch, tmp_path, victim):
+UNWRITABLE = {
+    # As on a full disk: what is written, and the folders, which process 0 makes.
+    "files": "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))",
+    "folders": "os.mkdir = full",
+}
+
+
+@pytest.mark.parametrize(
+    ("victim", "how"), [(0, "files"), (1, "files"), (0, "folders")]
+)
+def test_one_that_cannot_write_its_checkpoint_ends_all(launch, tmp_path, victim, how):
     code = f"""
 import resource
+def full(*args, **kwargs):
+    raise OSError(27, "File too large")
 source = [{{"x": np.arange(4)}}] * 8
 schedule = jb.BatchSchedule(jb.plan_buckets([4], max_tokens=8), [4] * 8)
 position = jb.batch_dataset(source, schedule).position
@@ -459,8 +469,7 @@ with processes:
         checkpoints.wait()
         say("saved")
         if processes.index == {victim}:
-            # As on a full disk.
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+            {UNWRITABLE[how]}
         checkpoints.save({{"x": big}}, position(1))
         checkpoints.wait()
 """
@@ -481,6 +490,47 @@ with processes:
     assert run.status == 0
     for index in (0, 2):
         assert "has waited 8 s at 'end' for process 1." in sentence(run, index)
+
+
+def test_who_waits_for_others_hears_a_signal(launch):
+    code = """
+with processes:
+    if processes.index == 0:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            processes.gather("never", "")
+        except KeyboardInterrupt:
+            say("heard")
+        processes.store.set("go", "")
+    processes.store.get("go", 60)
+    if processes.index == 0:
+        os._exit(3)
+    processes.gather("never", "")
+"""
+    run = launch(START + code, count=2)
+    assert run.said(0) == ["heard"], run.output
+
+
+def test_a_checkpoint_on_its_way_is_there_at_the_end(launch, tmp_path):
+    code = f"""
+plan = jb.plan_buckets([4], max_tokens=8)
+dataset = jb.batch_dataset([{{"x": np.arange(4)}}] * 8, jb.BatchSchedule(plan, [4] * 8))
+with processes:
+    state = {{"x": jb.replicate(np.ones(2_000_000), jb.data_mesh())}}
+    checkpoints = jb.Checkpoints({str(tmp_path / "runs")!r}, processes=processes)
+    checkpoints.save(state, dataset.position(3))
+    # Neither closed nor waited for.
+try:
+    with jb.Processes():
+        pass
+except ValueError as error:
+    say(error)
+"""
+    run = launch(START + code, count=2)
+    assert run.status == 0, run.output
+    assert (tmp_path / "runs" / "3" / "state").exists()
+    for index in range(2):
+        assert run.said(index)[0].startswith("`Processes` was entered before, and jax")
 
 
 def test_after_the_context_each_takes_its_time(launch):
