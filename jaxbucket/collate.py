@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from jaxbucket.base import Batch, Bucket
-
-Example: TypeAlias = Mapping[str, ArrayLike]
+from jaxbucket.example import (
+    Example,
+    as_arrays,
+    common_length,
+    matching_arrays,
+    pad_array,
+    sequence_names,
+)
 
 
 def collate_rows(
@@ -91,10 +96,10 @@ def collate_rows(
                 features[name][row, : lengths[row]] = value[: lengths[row]]
             else:
                 features[name][row] = value
-    return with_segments(features, names[0], real_positions(lengths, bucket))
+    return with_segments(features, names[0], row_mask(lengths, bucket))
 
 
-def real_positions(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:
+def row_mask(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:
     """Returns `[B, T]` bool: where rows of these `[B]` lengths have a token."""
     # Equal dtypes, of 32 bits: several times as fast.
     positions = np.arange(bucket.seq_len, dtype=np.int32)
@@ -102,43 +107,18 @@ def real_positions(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:
 
 
 def with_segments(
-    features: dict[str, np.ndarray], name: str, real: np.ndarray
+    features: dict[str, np.ndarray], name: str, mask: np.ndarray
 ) -> Batch:
-    """Returns the batch of one example in each row, real where `[B, T]` says so."""
-    ids = real.astype(np.int32)
-    positions = np.arange(real.shape[1], dtype=np.int32)
-    return Batch(features, {name: ids}, {name: ids * positions})
+    """Returns the batch of one example in each row.
 
-
-def as_arrays(example: Example) -> dict[str, np.ndarray]:
-    if not isinstance(example, Mapping):
-        raise ValueError(
-            f"The example is a {type(example).__name__}, not a dict of arrays. Name "
-            'what it holds, for example {"tokens": array}.'
-        )
-    return {name: np.asarray(value) for name, value in example.items()}
-
-
-def pad_array(pad_value: float, name: str, dtype: np.dtype) -> np.ndarray:
-    """The value in the feature's dtype, if that can hold it."""
-    with np.errstate(all="ignore"):
-        pad = np.asarray(pad_value).astype(dtype)
-    if dtype.kind in "biu" and pad != pad_value:
-        raise ValueError(
-            f"`pad_value={pad_value}`: feature {name!r} is {dtype}, which cannot hold "
-            "it. Pad with another value, or give the source another dtype."
-        )
-    return pad
-
-
-def example_length(example: Example, sequences: Sequence[str] | None = None) -> int:
-    """Returns the common length of an example's sequences.
-
-    Raises:
-      ValueError: if there is none, or they differ, or the example is no dict.
+    Args:
+      features: those of the batch.
+      name: the entry in `segment_ids` and `positions`.
+      mask: `[B, T]` bool, where a token is real.
     """
-    arrays = as_arrays(example)
-    return common_length(arrays, sequence_names(arrays, sequences))
+    ids = mask.astype(np.int32)
+    positions = np.arange(mask.shape[1], dtype=np.int32)
+    return Batch(features, {name: ids}, {name: ids * positions})
 
 
 def unbatch(
@@ -167,65 +147,3 @@ def unbatch(
         }
         for row in np.flatnonzero(lengths)
     ]
-
-
-def sequence_names(
-    arrays: Mapping[str, np.ndarray], sequences: Sequence[str] | None
-) -> list[str]:
-    if sequences is None:
-        names = [name for name, value in arrays.items() if value.ndim]
-        remedy = "Give it an array with a leading axis of positions."
-    else:
-        names = [sequences] if isinstance(sequences, str) else list(sequences)
-        missing = [n for n in names if n not in arrays or not arrays[n].ndim]
-        if missing:
-            raise ValueError(
-                f"`sequences={names}`: {missing} are no arrays with a leading axis in "
-                f"an example with features {sorted(arrays)}."
-            )
-        remedy = "Name at least one in `sequences`."
-    if not names:
-        raise ValueError(f"The example {sorted(arrays)} has no sequence. {remedy}")
-    return names
-
-
-def matching_arrays(
-    example: Example, template: dict[str, np.ndarray], names: list[str], row: int
-) -> dict[str, np.ndarray]:
-    """The example as arrays that may be copied into a batch made for `template`."""
-    if as_arrays(example).keys() != template.keys():
-        raise ValueError(
-            f"Row {row} has features {sorted(example)}, others have "
-            f"{sorted(template)}. Give every example the same features."
-        )
-    arrays = {name: np.asarray(example[name]) for name in template}
-    for name, value in arrays.items():
-        drop = 1 if name in names else 0
-        is_as = (value.dtype, value.ndim, value.shape[drop:])
-        expected = template[name]
-        if is_as != (expected.dtype, expected.ndim, expected.shape[drop:]):
-            raise ValueError(
-                f"Row {row}: feature {name!r} is {value.dtype}{list(value.shape)}, in "
-                f"other examples {expected.dtype}{list(expected.shape)}. Give all "
-                "examples one dtype and one shape behind the sequence axis, or name "
-                "the features with a sequence axis in `sequences`."
-            )
-    return arrays
-
-
-def common_length(
-    arrays: Mapping[str, np.ndarray], names: list[str], row: int | None = None
-) -> int:
-    where = "The example" if row is None else f"Row {row}"
-    lengths = {name: len(arrays[name]) for name in names}
-    if len(set(lengths.values())) != 1:
-        raise ValueError(
-            f"{where} has sequences of different lengths, {lengths}. Name those that "
-            "share one in `sequences`."
-        )
-    length = lengths[names[0]]
-    if length == 0:
-        raise ValueError(
-            f"{where} has length 0. Leave empty examples out of the source."
-        )
-    return length

@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxbucket.base import EMPTY_ROW, Batch, Bucket, RowShard, digest
 from jaxbucket.checks import MAX_LENGTH, check_integer
-from jaxbucket.collate import Example, collate_rows, example_length
+from jaxbucket.collate import collate_rows
+from jaxbucket.example import Example, example_length
 from jaxbucket.position import DataPosition
 from jaxbucket.schedule import BatchSchedule
 

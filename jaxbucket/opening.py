@@ -84,7 +84,14 @@ def _pairs(
         used = [b for b, n in zip(plan.buckets, batches, strict=True) if n]
         # Of equally many tokens, the longest rows cost the most.
         return [(max(used, key=lambda b: (b.num_tokens, b.seq_len)), 1)]
-    return list(opening)
+    pairs = list(opening)
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise ValueError(
+                f"`opening` holds {pair!r}: make it a pair of a bucket and a number of "
+                "steps."
+            )
+    return pairs
 
 
 def _index(plan: BucketPlan, bucket: Bucket) -> int:

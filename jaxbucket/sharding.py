@@ -18,7 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base import Batch, Bucket, BucketPlan, RowShard
 from jaxbucket.checks import check_integer
-from jaxbucket.collate import Example, collate_rows
+from jaxbucket.collate import collate_rows
+from jaxbucket.example import Example
 
 Axes: TypeAlias = str | Sequence[str]
 Device: TypeAlias = jax.Device  # pyright: ignore

@@ -22,15 +22,14 @@ from typing import IO, Any
 import numpy as np
 
 from jaxbucket.base import EMPTY_ROW, Batch, Bucket, digest
-from jaxbucket.collate import (
+from jaxbucket.collate import row_mask, with_segments
+from jaxbucket.example import (
     Example,
     as_arrays,
     common_length,
     matching_arrays,
     pad_array,
-    real_positions,
     sequence_names,
-    with_segments,
 )
 
 _FORMAT = "jaxbucket.TokenFile"
@@ -74,9 +73,7 @@ class TokenFile:
         for name, entry in self._index["files"].items():
             _check_size(self.path / f"{name}.npy", entry["bytes"])
         self._arrays = {
-            # Not as a `memmap`, whose every slice costs a microsecond more.
-            name: np.asarray(np.load(self.path / f"{name}.npy", mmap_mode="r"))
-            for name in self._index["files"]
+            name: _map(self.path / f"{name}.npy") for name in self._index["files"]
         }
         self._offsets = self._arrays.pop(_OFFSETS)
         self.sequences: tuple[str, ...] = tuple(self._index["sequences"])
@@ -126,6 +123,7 @@ class TokenFile:
         Raises:
           ValueError: if an example is longer than T, or a row is no example.
         """
+        rows = np.asarray(rows)
         self._check_rows(rows, bucket)
         filled = np.flatnonzero(rows != EMPTY_ROW)
         examples = rows[filled]
@@ -140,22 +138,25 @@ class TokenFile:
                 "`truncate=True`."
             )
         lengths = np.minimum(lengths, bucket.seq_len)
-        real = real_positions(lengths, bucket)
+        mask = row_mask(lengths, bucket)
         features = {}
         for name, values in self._arrays.items():
             if name in self.sequences:
                 pad = pad_array(pad_value, name, values.dtype)
                 features[name] = _gather(values, starts, filled, lengths, bucket)
-                np.copyto(features[name], pad, where=_as_wide_as(values, ~real))
+                np.copyto(features[name], pad, where=_as_wide_as(values, ~mask))
             else:
                 shape = (bucket.batch_size, *values.shape[1:])
                 features[name] = np.zeros(shape, values.dtype)
                 features[name][filled] = values[examples]
-        return with_segments(features, self.sequences[0], real)
+        return with_segments(features, self.sequences[0], mask)
 
     def _check_rows(self, rows: np.ndarray, bucket: Bucket) -> None:
         if len(rows) != bucket.batch_size:
-            raise ValueError(f"`rows` has {len(rows)} entries; bucket {bucket} has B.")
+            raise ValueError(
+                f"`rows` has {len(rows)} entries, but bucket {bucket} has "
+                f"{bucket.batch_size} rows. Give one for each, -1 for an empty one."
+            )
         if rows.min(initial=0) < EMPTY_ROW or rows.max(initial=0) >= len(self):
             raise ValueError(
                 f"`rows` has {rows.min()} to {rows.max()}: they must be from 0 to "
@@ -333,7 +334,23 @@ def _read_index(path: pathlib.Path) -> dict[str, Any]:
             f"{path} has version {index.get('version')!r}; this jaxbucket reads "
             f"version {_VERSION}. {remedy}"
         )
+    try:
+        files = {name: (x["bytes"], x["digest"]) for name, x in index["files"].items()}
+        if not {_OFFSETS, *index["sequences"]} <= files.keys():
+            raise KeyError(f"{_OFFSETS!r} or a sequence")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: its index lacks {error}. {remedy}") from None
     return index
+
+
+def _map(path: pathlib.Path) -> np.ndarray:
+    try:
+        # Not as a `memmap`, whose every slice costs a microsecond more.
+        return np.asarray(np.load(path, mmap_mode="r"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no array of numpy: {error}. Write the token file again."
+        ) from None
 
 
 def _check_size(path: pathlib.Path, expected: int) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxbucket import Bucket, collate_rows, unbatch
-from jaxbucket.collate import example_length
+from jaxbucket.example import example_length
 
 
 def random_rows(seed: int, bucket: Bucket) -> list[dict | None]:

@@ -8,10 +8,11 @@ import textwrap
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PROCESSES = (ROOT / "docs" / "processes.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def output_of(code: str, folder: pathlib.Path) -> str:
@@ -49,15 +50,14 @@ def test_the_loop_that_saves_goes_on_where_it_was(tmp_path):
     assert int(resumed) + int(left_then) == int(end)
 
 
-def test_the_loop_of_many_processes_runs_in_two(tmp_path):
-    (code,), (_, loop, _) = blocks("python"), blocks("py")
+def output_of_two(loop: str, tell: str, folder: pathlib.Path) -> str:
+    """What two processes print that run a loop, with the quick start in its place."""
+    (code,) = blocks("python")
     code = textwrap.indent(code[: code.index("for batch in")], "    ")
-    (place,) = re.findall(r"^ +\.\.\. .*\n", loop, re.MULTILINE)
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import jaxbucket as jb\n{loop.replace(place, code)}\n"
-        "print(len(dataset), step + 1, processes.count, mesh.size)\n"
-    )
+    place, *_ = re.findall(r"^ +\.\.\.(?: .*)?\n", loop, re.MULTILINE)
+    loop = loop.replace(place, code, 1).replace(place, "")
+    script = folder / "script.py"
+    script.write_text(f"import jaxbucket as jb\n{loop}\n{tell}\n")
     launch = [
         sys.executable,
         ROOT / "scripts" / "launch_local.py",
@@ -73,9 +73,29 @@ def test_the_loop_of_many_processes_runs_in_two(tmp_path):
         check=False,
     )
     assert run.returncode == 0, run.stdout
-    ends = re.findall(r"^\[.\] (\d+) (\d+) 2 4$", run.stdout, re.MULTILINE)
+    return run.stdout
+
+
+def test_the_loop_of_many_processes_runs_in_two(tmp_path):
+    _, loop, _ = blocks("py")
+    tell = "print(len(dataset), step + 1, processes.count, mesh.size)"
+    printed = output_of_two(loop, tell, tmp_path)
+    ends = re.findall(r"^\[.\] (\d+) (\d+) 2 4$", printed, re.MULTILINE)
     assert len(ends) == 2
     assert ends[0] == ends[1] and ends[0][0] == ends[0][1]
+
+
+def test_the_loop_of_the_page_on_processes_saves_where_it_ends(tmp_path):
+    loop, *_ = blocks("py", PROCESSES)
+    loop = loop.replace("/shared/run", str(tmp_path / "run"))
+    for _ in range(2):
+        # Begun again, it has nothing left to do.
+        printed = output_of_two(loop, "print(step, int(state.step))", tmp_path)
+        ((step, updates), (other, _)) = re.findall(
+            r"^\[.\] (\d+) (\d+)$", printed, re.MULTILINE
+        )
+        assert step == updates == other
+        assert max(int(x.name) for x in (tmp_path / "run").glob("[0-9]*")) == int(step)
 
 
 def test_a_token_file_is_written_as_printed(tmp_path):

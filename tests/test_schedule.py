@@ -165,6 +165,7 @@ def test_the_largest_comes_first():
         ([(Bucket(4, 9), 1)], r"`opening` names \[4, 9\], which is no bucket of the"),
         ([(Bucket(4, 8), 3)], r"takes 3 steps of bucket \[4, 8\], which has 2 in an"),
         ([(Bucket(4, 8), 1)] * 3, r"takes 3 steps of bucket \[4, 8\], which has 2"),
+        ([Bucket(4, 8)], "`opening` holds Bucket.*: make it a pair of a bucket and a"),
         ([(Bucket(4, 8), 0)], "`steps=0` must be a positive integer"),
     ],
 )

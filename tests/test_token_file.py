@@ -156,6 +156,13 @@ def test_a_file_that_was_cut_is_refused(path, name, cut):
         TokenFile(path)
 
 
+def test_a_file_of_the_same_size_that_is_no_array_is_named(path):
+    file = path / "tokens.npy"
+    file.write_bytes(b"x" * file.stat().st_size)
+    with pytest.raises(ValueError, match="tokens.npy is no array of numpy: .*again"):
+        TokenFile(path)
+
+
 def test_a_file_that_is_missing_is_named(path):
     (path / "frames.npy").unlink()
     with pytest.raises(ValueError, match="frames.npy is missing"):
@@ -179,6 +186,12 @@ def test_changed_contents_are_found_by_reading_all(path):
         ("{", "is no token file"),
         ("[]", 'has no "format": "jaxbucket.TokenFile"'),
         ('{"format": "jaxbucket.TokenFile", "version": 2}', "has version 2; this jax"),
+        ('{"format": "jaxbucket.TokenFile", "version": 1}', "its index lacks 'files'"),
+        (
+            '{"format": "jaxbucket.TokenFile", "version": 1, "files": {}, '
+            '"sequences": ["x"]}',
+            "its index lacks .*'offsets' or a sequence",
+        ),
     ],
 )
 def test_a_foreign_folder_is_refused(path, index, message):
@@ -192,14 +205,14 @@ def test_a_foreign_folder_is_refused(path, index, message):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([0, 1, 2], "`rows` has 3 entries"),
+        ([0, 1, 2], r"`rows` has 3 entries, but bucket \[2, 40\] has 2 rows. Give"),
         ([0, 60], "`rows` has 0 to 60: they must be from 0 to 59, or -1"),
         ([0, -2], "`rows` has -2 to 0: they must be from 0 to 59, or -1"),
     ],
 )
 def test_rows_that_are_not_there_are_refused(path, rows, message):
     with pytest.raises(ValueError, match=message):
-        TokenFile(path).collate(np.array(rows), Bucket(2, 40))
+        TokenFile(path).collate(rows, Bucket(2, 40))
 
 
 def test_an_example_beyond_the_bucket_is_refused(path):

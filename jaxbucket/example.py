@@ -1,0 +1,146 @@
+"""One example of a source: a dict of arrays, of which some are sequences.
+
+Its sequences, `[n, ...]` each with the same n, are what is padded and cut; everything
+else is one for the whole example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+Example: TypeAlias = Mapping[str, ArrayLike]
+
+
+def as_arrays(example: Example) -> dict[str, np.ndarray]:
+    """Returns the features as arrays.
+
+    Raises:
+      ValueError: if the example is no dict.
+    """
+    if not isinstance(example, Mapping):
+        raise ValueError(
+            f"The example is a {type(example).__name__}, not a dict of arrays. Name "
+            'what it holds, for example {"tokens": array}.'
+        )
+    return {name: np.asarray(value) for name, value in example.items()}
+
+
+def sequence_names(
+    arrays: Mapping[str, np.ndarray], sequences: Sequence[str] | None
+) -> list[str]:
+    """Returns the features that have a position for each token, `[n, ...]`.
+
+    Args:
+      arrays: the features of an example.
+      sequences: their names, by default those of all with a leading axis.
+
+    Raises:
+      ValueError: if there are none, or one that is named has no leading axis.
+    """
+    if sequences is None:
+        names = [name for name, value in arrays.items() if value.ndim]
+        remedy = "Give it an array with a leading axis of positions."
+    else:
+        names = [sequences] if isinstance(sequences, str) else list(sequences)
+        missing = [n for n in names if n not in arrays or not arrays[n].ndim]
+        if missing:
+            raise ValueError(
+                f"`sequences={names}`: {missing} are no arrays with a leading axis in "
+                f"an example with features {sorted(arrays)}."
+            )
+        remedy = "Name at least one in `sequences`."
+    if not names:
+        raise ValueError(f"The example {sorted(arrays)} has no sequence. {remedy}")
+    return names
+
+
+def matching_arrays(
+    example: Example, template: dict[str, np.ndarray], names: list[str], row: int
+) -> dict[str, np.ndarray]:
+    """Returns the features as arrays, which are as those of another example.
+
+    Args:
+      example: a dict of arrays.
+      template: the features of the other example, as arrays.
+      names: which of them are sequences; only their lengths may differ.
+      row: where the example stands in a batch or a file, for messages.
+
+    Raises:
+      ValueError: if names, dtypes or shapes differ.
+    """
+    if as_arrays(example).keys() != template.keys():
+        raise ValueError(
+            f"Row {row} has features {sorted(example)}, others have "
+            f"{sorted(template)}. Give every example the same features."
+        )
+    arrays = {name: np.asarray(example[name]) for name in template}
+    for name, value in arrays.items():
+        drop = 1 if name in names else 0
+        is_as = (value.dtype, value.ndim, value.shape[drop:])
+        expected = template[name]
+        if is_as != (expected.dtype, expected.ndim, expected.shape[drop:]):
+            raise ValueError(
+                f"Row {row}: feature {name!r} is {value.dtype}{list(value.shape)}, in "
+                f"other examples {expected.dtype}{list(expected.shape)}. Give all "
+                "examples one dtype and one shape behind the sequence axis, or name "
+                "the features with a sequence axis in `sequences`."
+            )
+    return arrays
+
+
+def example_length(example: Example, sequences: Sequence[str] | None = None) -> int:
+    """Returns the common length of an example's sequences.
+
+    Raises:
+      ValueError: if there is none, or they differ, or the example is no dict.
+    """
+    arrays = as_arrays(example)
+    return common_length(arrays, sequence_names(arrays, sequences))
+
+
+def common_length(
+    arrays: Mapping[str, np.ndarray], names: list[str], row: int | None = None
+) -> int:
+    """Returns n, the length that all sequences of an example have.
+
+    Args:
+      arrays: the features of the example.
+      names: which of them are sequences.
+      row: where it stands in a batch or a file, for messages.
+
+    Raises:
+      ValueError: if they differ, or it is 0.
+    """
+    where = "The example" if row is None else f"Row {row}"
+    lengths = {name: len(arrays[name]) for name in names}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(
+            f"{where} has sequences of different lengths, {lengths}. Name those that "
+            "share one in `sequences`."
+        )
+    length = lengths[names[0]]
+    if length == 0:
+        raise ValueError(
+            f"{where} has length 0. Leave empty examples out of the source."
+        )
+    return length
+
+
+def pad_array(pad_value: float, name: str, dtype: np.dtype) -> np.ndarray:
+    """Returns the value in the feature's dtype, `[]`.
+
+    Raises:
+      ValueError: if an integer dtype cannot hold it.
+    """
+    with np.errstate(all="ignore"):
+        pad = np.asarray(pad_value).astype(dtype)
+    if dtype.kind in "biu" and pad != pad_value:
+        raise ValueError(
+            f"`pad_value={pad_value}`: feature {name!r} is {dtype}, which cannot hold "
+            "it. Pad with another value, or give the source another dtype."
+        )
+    return pad
