@@ -11,6 +11,7 @@ four processes is asked to stop on its way, and goes on in two, in one and in fo
 import argparse
 import json
 import pathlib
+import re
 import shutil
 import signal
 import sys
@@ -96,7 +97,13 @@ def stop_on_the_way(
         while run.poll() is None and not list(saved.glob("[2-9]0")):
             time.sleep(0.01)
         run.send_signal(signal.SIGTERM)
-        run.communicate()
+        said, _ = run.communicate()
+    after = re.search(r"Stopped by SIGTERM after step (\d+)", said or "")
+    if run.returncode != 128 + signal.SIGTERM or after is None:
+        raise SystemExit(f"The run was not stopped ({run.returncode}): {said}")
+    step = int(after[1])
+    if not 0 < step < options["--steps"] or not (saved / str(step)).exists():
+        raise SystemExit(f"The run was stopped after step {step}, and saved nothing.")
 
 
 def row(
@@ -116,10 +123,10 @@ def row(
         "model_devices": model_devices,
         "steps": len(found["train"]["losses"]),
         # As numpy does, for a NaN is larger than all.
-        "loss_difference": float(np.max([abs(a - b) for a, b in pairs] or [0.0])),
-        "same_shapes": found["plan"] == one["plan"],
+        "loss_difference": float(np.max([abs(a - b) for a, b in pairs])),
+        "same_shapes": found["compiled"] == one["compiled"] * count,
         "compiled": found["compile"]["train_step"]["ahead"],
-        "compiled_later": found["compile"]["train_step"]["later"],
+        "compiled_later": sum(own["later"] for own in found["compiled"]),
         "same_batches": found["train"]["batches_digest"]
         == one["train"]["batches_digest"],
     }

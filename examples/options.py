@@ -129,7 +129,25 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--compare starts each way anew: leave out checkpoints")
     if (args.resume or args.resume_changed) and not args.checkpoint:
         parser.error("--resume needs --checkpoint, the folder to go on from")
+    check_outputs(parser, args)
     return args
+
+
+def check_outputs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Nothing that is written may be what is read, or what else is written."""
+    taken = {}
+    for name in ("data", "json", "plot", "checkpoint"):
+        if getattr(args, name):
+            path = pathlib.Path(getattr(args, name)).resolve()
+            if path in taken:
+                parser.error(f"--{name} names what --{taken[path]} names: {path}")
+            taken[path] = name
+    data = pathlib.Path(args.data).resolve() if args.data else None
+    for path, name in taken.items():
+        if data in path.parents:
+            parser.error(
+                f"--{name} is in the folder of --data: it would be read as one"
+            )
 
 
 def positive(text: str) -> int:

@@ -286,6 +286,7 @@ def run(
         },
         "seconds": clock.seconds,
         "train": {**log.summary(), "batches_digest": progress.digest.total()},
+        "compiled": compiled_by_all(job, steps, ahead, compiles),
         "buckets": [use.to_dict() for use in bucket_uses(log.records)],
         "params_digest": summary.digest(progress.state.params),
         "curve": held_out.curve,
@@ -294,6 +295,22 @@ def run(
     if job.processes.index == 0:
         report(numbers, log, args)
     return 0
+
+
+def compiled_by_all(
+    job: Job,
+    steps: jb.CompiledSteps | policies.Jitted,
+    ahead: Counter[str],
+    compiles: Counter[str],
+) -> list[dict[str, Any]]:
+    """Which shapes each process has compiled for training, and how often."""
+    own = {
+        "shapes": sorted([b.batch_size, b.seq_len] for b in steps.seconds),
+        "ahead": ahead["train_step"],
+        "later": compiles["train_step"] - ahead["train_step"],
+    }
+    told = job.processes.gather("compiled shapes", json.dumps(own))
+    return [json.loads(text) for text in told]
 
 
 def report(numbers: dict[str, Any], log: TrainingLog, args: argparse.Namespace) -> None:
@@ -338,9 +355,12 @@ def begin(
                 f"`--checkpoint {args.checkpoint}` has a run at step {step}: go on "
                 "with it by `--resume`, or name another folder."
             )
-        return progress
     if step is None:
-        console.print(f"Nothing to resume in {args.checkpoint}: beginning at step 0.")
+        checkpoints.claim()
+        if args.resume or args.resume_changed:
+            console.print(
+                f"Nothing to resume in {args.checkpoint}: beginning at step 0."
+            )
         return progress
     if not args.seconds and step > args.steps:
         raise ValueError(
@@ -362,6 +382,7 @@ def begin(
             option = name.replace("_", "-")
             console.print(f"Other than before: --{option} {was} -> {vars(args)[name]}")
     job.check_agreement(rest.position(step), args)
+    checkpoints.claim()
     digest = BatchDigest(job.processes, extra["digest"])
     return Progress(state, rest, digest, step, extra["seconds"])
 
@@ -384,11 +405,12 @@ def going_on(
     whole: BatchDataset,
     position: jb.DataPosition,
 ) -> BatchDataset:
-    if args.resume_changed:
-        return dataset(job, args, job.train.schedule.continue_with(position))
     try:
+        # Also where it has gone on with these changes before: not once more.
         return whole.resume(position)
     except ValueError as error:
+        if args.resume_changed:
+            return dataset(job, args, job.train.schedule.continue_with(position))
         raise ValueError(f"{error} Here that is `--resume-changed`.") from None
 
 
@@ -479,8 +501,10 @@ def batches(
 
 
 def how_to_go_on(number: signal.Signals, args: argparse.Namespace, step: int) -> str:
-    own = [word for word in sys.argv if word not in ("--resume", "--resume-changed")]
-    command = shlex.join(["python", *own, "--resume"])
+    own = sys.argv
+    if not (args.resume or args.resume_changed):
+        own = [*own, "--resume"]
+    command = shlex.join(["python", *own])
     return (
         f"\nStopped by {number.name} after step {step}, which is saved in "
         f"{args.checkpoint}. Go on with:\n{command}"

@@ -217,7 +217,7 @@ class Checkpoints:
             process saves there, the step is before the last one, or `extra` is no
             JSON.
         """
-        self._claim()
+        self.claim()
         newest = self.latest_step
         if newest != self._last:
             raise ValueError(
@@ -285,8 +285,14 @@ class Checkpoints:
         self._last = step
         return Restored(saved.state, position, saved.extra)
 
-    def _claim(self) -> None:
-        """Makes this the only run that saves here, for as long as it lives."""
+    def claim(self) -> None:
+        """Makes this the only run that saves here, for as long as it lives.
+
+        The first `save` does it, if it was not done before: best at the beginning.
+
+        Raises:
+          ValueError: if another run saves in this folder.
+        """
         if self._claimed:
             return
         if jax.process_index() == 0 and "://" not in os.fspath(self._directory):

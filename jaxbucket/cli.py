@@ -68,6 +68,7 @@ def plan(
     **options: Any,
 ) -> None:
     """Plan shapes for LENGTHS: an .npy or .npz file, or text with one on each line."""
+    _check_outputs([lengths], {"--output": output, "--plot": plot})
     measured = read_lengths(lengths, column)
     made = plan_buckets(measured, boundaries=_boundaries(boundaries), **options)
     if plot:
@@ -91,11 +92,26 @@ def report_(
     as_json: bool,
 ) -> None:
     """Report what PLAN, written by `jaxbucket plan -o`, costs on other LENGTHS."""
+    _check_outputs([plan_file, lengths], {"--plot": plot})
     made = BucketPlan.from_json(_read_text(plan_file))
     measured = read_lengths(lengths, column)
     if plot:
         _draw(made, measured, plot)
     _show(made, measured, as_json)
+
+
+def _check_outputs(
+    inputs: list[pathlib.Path], outputs: dict[str, pathlib.Path | None]
+) -> None:
+    """Nothing that is written may be what is read, or what else is written."""
+    taken = {path.resolve() for path in inputs}
+    for name, path in outputs.items():
+        if path and path.resolve() in taken:
+            raise ValueError(
+                f"`{name} {path}` would overwrite what this command reads or writes. "
+                "Name another file."
+            )
+        taken |= {path.resolve()} if path else set()
 
 
 def read_lengths(path: pathlib.Path, column: str | None) -> np.ndarray:

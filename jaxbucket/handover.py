@@ -83,6 +83,8 @@ def _listen(
                     lost = Member(*json.loads(words))
                 for third in set(others) - {other}:
                     _send(third, json.dumps(lost).encode() + b"\n")
+                # A connection that ends with words unread may take these along.
+                time.sleep(_SECONDS_TO_LOOK)
                 leave(
                     status,
                     f"process {index} ends, for process {lost.process_id} "

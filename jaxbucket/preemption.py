@@ -9,7 +9,6 @@ it go on; all of them stop before the first step that none has begun.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 from types import FrameType
@@ -98,15 +97,25 @@ class StopRequest:
             signal.signal(other, signal.SIG_DFL)
 
     def _listen(self) -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            # The store fails where a process is lost, of which others take care.
-            while not self._over.is_set():
-                with self._claiming:
-                    if self._noted is not None and not self._leaving:
-                        self._processes.store.claim(self._request, self._noted.name)
-                name = self._processes.store.get(self._request, _INTERVAL)
-                if name is not None:
-                    return self._agree(signal.Signals[name])
+        name = None
+        while name is None and not self._over.is_set():
+            # The store may be away for a moment: all others count on this thread.
+            try:
+                name = self._hear()
+            except jax.errors.JaxRuntimeError:
+                self._over.wait(_INTERVAL)
+        if name is not None:
+            try:
+                self._agree(signal.Signals[name])
+            except Exception as error:
+                self._processes.fail(error)
+
+    def _hear(self) -> str | None:
+        """Passes on what this process was asked, and waits a while for a request."""
+        with self._claiming:
+            if self._noted is not None and not self._leaving:
+                self._processes.store.claim(self._request, self._noted.name)
+        return self._processes.store.get(self._request, _INTERVAL)
 
     def _agree(self, number: signal.Signals) -> None:
         with self._holding:

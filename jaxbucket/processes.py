@@ -117,7 +117,12 @@ class Processes:
             )
         self._timeout = timeout
         self._start_timeout = start_timeout
-        self._given = _settings(coordinator_address, num_processes, process_id)
+        # Whoever has connected them has had settings of his own.
+        self._given = (
+            None
+            if jax.distributed.is_initialized()
+            else _settings(coordinator_address, num_processes, process_id)
+        )
         self._meetings: collections.Counter[str] = collections.Counter()
         self._watchdog: Watchdog | None = None
         self._is_ours = False
@@ -125,6 +130,7 @@ class Processes:
 
     def __enter__(self) -> Processes:
         if jax.distributed.is_initialized():
+            _heed_sigterm(signal.getsignal(signal.SIGTERM))
             names = self._hear_names()
         elif self._given and self._given[1] > 1:
             names = self._start(*self._given)
@@ -153,10 +159,7 @@ class Processes:
                 initialization_timeout=math.ceil(self._start_timeout),
                 heartbeat_timeout_seconds=_JAX_TIMEOUTS * math.ceil(self._timeout),
             )
-            # jax takes note of SIGTERM for a service of its own, and no more happens.
-            if threading.current_thread() is threading.main_thread():
-                handler = signal.SIG_DFL if handler is None else handler
-                signal.signal(signal.SIGTERM, handler)
+            _heed_sigterm(handler)
             self._is_ours = True
             try:
                 return self._hear_names()
@@ -308,7 +311,7 @@ class Processes:
             "version of jaxbucket": __version__,
             "version of jax": jax.__version__,
             **{name: str(getattr(jax.config, name)) for name in _CONFIG},
-            "mesh axes": dict(mesh.shape),
+            "mesh axes": list(mesh.shape.items()),
             "mesh devices": [device.id for device in mesh.devices.flat],
             "step": position.step,
             **_named("plan", position.plan),
@@ -316,13 +319,20 @@ class Processes:
             **_named("schedule", position.schedule),
             **dict(extra or {}),
         }
-        told = [json.loads(x) for x in self.gather("agreement", json.dumps(own))]
+        text = json.dumps(own, sort_keys=True)
+        told = [json.loads(x) for x in self.gather("agreement", text)]
         differences = list(_differences(told))
         if differences:
             raise ValueError(
                 f"The processes do not agree: {'; '.join(differences)}. Start all of "
                 "them with the same arguments, data and packages."
             )
+
+
+def _heed_sigterm(handler: Any) -> None:
+    """Takes the signal back: jax notes it for a service of its own, and that is all."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
 
 
 def _named(part: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,7 +343,8 @@ def _differences(told: list[dict[str, Any]]) -> Iterator[str]:
     for name in dict.fromkeys(itertools.chain(*told)):
         groups: dict[str, list[int]] = {}
         for process, fields in enumerate(told):
-            groups.setdefault(json.dumps(fields.get(name)), []).append(process)
+            value = json.dumps(fields.get(name), sort_keys=True)
+            groups.setdefault(value, []).append(process)
         if len(groups) > 1:
             # Most of them first; of equally many, the one with process 0.
             largest = sorted(groups.items(), key=lambda group: -len(group[1]))

@@ -196,6 +196,19 @@ def test_a_folder_that_is_not_there_is_refused(files):
         assert "No such file or directory: 'nowhere/x.png'" in output
 
 
+def test_what_is_read_is_not_overwritten(files):
+    before = (files / "lengths.npy").read_bytes()
+    for options in (
+        ("-o", "lengths.npy"),
+        ("-o", files / "lengths.npy"),
+        ("--plot", "lengths.npy"),
+        ("-o", "same.png", "--plot", "same.png"),
+    ):
+        output = refused("plan", "lengths.npy", *OPTIONS, *options)
+        assert "would overwrite what this command reads or writes" in output
+    assert (files / "lengths.npy").read_bytes() == before
+
+
 def test_a_plan_that_is_none_is_refused(files):
     (files / "cut.json").write_text(PLAN.to_json()[:-5])
     assert "The plan is not valid JSON" in refused("report", "cut.json", "lengths.npy")

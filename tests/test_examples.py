@@ -258,5 +258,10 @@ def test_options_out_of_range_are_refused():
     assert "33 is not even" in train_lm("--width", 33).stderr
     assert "1.0 is not from 0 to below 1" in train_lm("--dropout", 1).stderr
     assert "nan is not positive" in train_lm("--lr", "nan").stderr
+    assert "names what --data names" in train_lm("--data", "x", "--json", "x").stderr
+    both = train_lm("--json", "x.png", "--plot", "./x.png").stderr
+    assert "--plot names what --json names" in both
+    inside = train_lm("--data", "docs", "--checkpoint", "docs/run").stderr
+    assert "--checkpoint is in the folder of --data" in inside
     out = "nowhere/summary.json"
     assert f"{out} is no file in an existing folder" in train_lm("--json", out).stderr

@@ -193,6 +193,8 @@ DIFFERENCES = {
         'jax_default_matmul_precision is "highest" in processes 1 and 2, "None" in'
     ),
     "if i: room.__version__ = 'x'": 'jaxbucket is "x" in processes 1 and 2, "0.* in',
+    # The order in which a dict was filled is no difference.
+    "extra = {'o': dict([('a', 1), ('b', 2)][::1 - 2 * (i == 1)])}": "agreed",
     "": "agreed",
 }
 AGREEMENT = """
@@ -545,6 +547,85 @@ say("end")
 """
     run = launch(START + code, count=2, grace=30)
     assert run.said(0) == ["end"], run.output
+
+
+def test_an_echo_is_not_blamed_while_the_one_who_judges_is_busy(launch):
+    # Process 0 holds Python's lock when the time of the one that was killed runs out.
+    fault = f"""
+STEPS = 10**6
+def hold():
+    time.sleep({TIMEOUT} - 0.5)
+    ctypes.PyDLL(None).usleep(int(0.7 * {TIMEOUT} * 1e6))
+def fault():
+    if processes.index == 0:
+        threading.Thread(target=hold, daemon=True).start()
+    if processes.index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+    run = launch(START + fault + LOOP, count=4, grace=3 * TIMEOUT)
+    for index in (0, 2, 3):
+        assert "for process 1 (" in sentence(run, index), run.output
+
+
+def test_a_store_that_is_away_for_a_moment_does_not_hold_up_a_wish(launch):
+    code = """
+from jaxbucket.coordination import Store
+get, calls = Store.get, []
+def away(self, key, timeout):
+    if processes.index and key.startswith("stop request") and len(calls) < 3:
+        calls.append(key)
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
+    return get(self, key, timeout)
+Store.get = away
+with processes, jb.StopRequest(processes) as stop:
+    for step in range(1000):
+        if stop.before(step):
+            break
+        processes.gather("step", "")
+        time.sleep(0.01)
+        if step == 20 and processes.index == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+say(len(calls), step, stop.signal.name)
+"""
+    run = launch(START + code, count=2)
+    assert run.status == 0, run.output
+    (own,), (other,) = run.said(0), run.said(1)
+    assert own.split()[1:] == other.split()[1:]
+    assert other.startswith("3 ") and int(other.split()[1]) < 999
+
+
+CONNECTED = """
+import os, signal, time
+import jax
+jax.distributed.initialize(
+    os.environ.pop("JAX_COORDINATOR_ADDRESS"),
+    int(os.environ.pop("JAX_NUM_PROCESSES")),
+    int(os.environ["JAX_PROCESS_ID"]),
+)
+import jaxbucket as jb
+with jb.Processes(timeout=4) as processes:
+    say(processes.index, processes.count)
+    FAULT
+"""
+
+
+def test_who_has_connected_them_needs_no_settings(launch):
+    run = launch(CONNECTED.replace("FAULT", "pass"), count=2)
+    assert run.status == 0, run.output
+    assert [run.said(index) for index in range(2)] == [["0 2"], ["1 2"]]
+
+
+def test_a_signal_is_heard_though_jax_has_been_connected_before(launch):
+    fault = """
+    if processes.index:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(20)
+    say("slept")
+"""
+    run = launch(CONNECTED.replace("    FAULT\n", fault), count=2, grace=8)
+    # It ends at once, as it would without jax, and the other one because of it.
+    assert "slept" not in run.said(0) + run.said(1), run.output
+    assert "for process 1 (" in sentence(run, 0)
 
 
 def test_others_end_with_the_status_that_says_try_again(launch):

@@ -230,18 +230,34 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(folder, stopped, spoil)
     )
 
 
-def test_it_goes_on_with_other_data_where_that_is_said(folder, stopped):
-    checkpoints = folder / "changed"
-    shutil.copytree(stopped, checkpoints)
+def go_on(folder: pathlib.Path, checkpoints: pathlib.Path, *args: object) -> dict:
     run = start(
-        *(folder, "--checkpoint", checkpoints, "--resume-changed", "--seed", 3),
-        *("--json", "changed.json"),
+        *(folder, "--checkpoint", checkpoints, *args, "--json", "changed.json"),
         data="less.jsonl",
     )
-    out, error = run.communicate(timeout=120)
+    _, error = run.communicate(timeout=120)
     assert run.returncode == 0, error
-    assert f"Going on at step {latest(stopped)}." in out
-    assert json.loads((folder / "changed.json").read_text())["train"]["steps"] == STEPS
+    return json.loads((folder / "changed.json").read_text())["train"]
+
+
+def test_it_goes_on_with_other_data_where_that_is_said(folder, stopped):
+    changed = ("--resume-changed", "--seed", 3)
+    ends = []
+    # At once; in two parts, by the same words; and in two parts, by the usual ones.
+    for again in (None, changed, ("--resume", "--seed", 3)):
+        checkpoints = folder / f"changed {len(ends)}"
+        shutil.copytree(stopped, checkpoints)
+        if again:
+            half = (latest(stopped) + STEPS) // 2
+            assert (
+                go_on(folder, checkpoints, *changed, "--steps", half)["steps"] == half
+            )
+        ends.append(go_on(folder, checkpoints, *(again or changed)))
+        assert ends[-1]["steps"] == STEPS
+    # The same batches: nothing is trained on twice because it was stopped.
+    assert len({end["batches_digest"] for end in ends}) == 1
+    whole = json.loads((folder / "whole.json").read_text())["train"]
+    assert ends[0]["batches_digest"] != whole["batches_digest"]
 
 
 def test_where_nothing_is_to_be_resumed_it_begins(folder):
