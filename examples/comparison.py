@@ -95,7 +95,7 @@ def speed_table(summaries: dict[str, dict[str, Any]]) -> Table:
     seconds = sorted(round(summary["seconds"]) for summary in summaries.values())
     least, most = seconds[0], seconds[-1]
     # Compiling is not cut short.
-    how_long = f"{most} s" if most - least < _ALIKE * most else f"{least} to {most} s"
+    how_long = f"{most} s" if most - least <= _ALIKE * most else f"{least} to {most} s"
     table = Table(
         box=box.SIMPLE_HEAD,
         caption=f"{how_long} each. Real tokens/s with compiling the train step, "

@@ -141,14 +141,17 @@ def _text_lines(line: str, where: str, field: str) -> str:
 
 def _files(folder: pathlib.Path) -> Iterator[Document]:
     for file in sorted(folder.rglob("*")):
-        if file.is_file() and not any(
-            part.startswith(".") for part in file.relative_to(folder).parts
-        ):
+        if file.is_file() and not is_hidden(file.relative_to(folder)):
             try:
                 text = file.read_text("utf-8")
             except UnicodeDecodeError:
                 continue  # A folder may hold pictures and the like beside its texts.
             yield Document(file.relative_to(folder).as_posix(), text)
+
+
+def is_hidden(path: pathlib.Path) -> bool:
+    """Whether a file of this path in a folder is no document."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _distinct(documents: Iterable[Document]) -> Iterator[Document]:

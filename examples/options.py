@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 
+import documents
 import policies
 
 SEQ_LEN_MULTIPLE = 32
@@ -137,14 +138,15 @@ def check_outputs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     """Nothing that is written may be what is read, or what else is written."""
     taken = {}
     for name in ("data", "json", "plot", "checkpoint"):
-        if getattr(args, name):
+        # A URL is nothing that is read as data.
+        if getattr(args, name) and "://" not in getattr(args, name):
             path = pathlib.Path(getattr(args, name)).resolve()
             if path in taken:
                 parser.error(f"--{name} names what --{taken[path]} names: {path}")
             taken[path] = name
     data = pathlib.Path(args.data).resolve() if args.data else None
     for path, name in taken.items():
-        if data in path.parents:
+        if data in path.parents and not documents.is_hidden(path.relative_to(data)):
             parser.error(
                 f"--{name} is in the folder of --data: it would be read as one"
             )

@@ -262,9 +262,13 @@ def run(
         seconds=args.seconds,
         first_step=progress.step,
     )
+    first_step = progress.step
     stopped = train(job, args, progress, steps, log, checkpoints, held_out)
     if stopped:
-        console.print(how_to_go_on(stopped, args, progress.step), soft_wrap=True)
+        trained = progress.step - first_step
+        console.print(
+            how_to_go_on(stopped, args, progress.step, trained), soft_wrap=True
+        )
         return 128 + stopped
     clock.pause()
     held_out.note(progress.state, log)
@@ -500,11 +504,14 @@ def batches(
     return progress.dataset
 
 
-def how_to_go_on(number: signal.Signals, args: argparse.Namespace, step: int) -> str:
-    own = sys.argv
-    if not (args.resume or args.resume_changed):
-        own = [*own, "--resume"]
-    command = shlex.join(["python", *own])
+def how_to_go_on(
+    number: signal.Signals, args: argparse.Namespace, step: int, trained: int
+) -> str:
+    """What to print where a run was stopped, `trained` steps after it began."""
+    own = [word for word in sys.argv if word not in ("--resume", "--resume-changed")]
+    # What has changed is in the checkpoint once a step is.
+    how = "--resume-changed" if args.resume_changed and not trained else "--resume"
+    command = shlex.join(["python", *own, how])
     return (
         f"\nStopped by {number.name} after step {step}, which is saved in "
         f"{args.checkpoint}. Go on with:\n{command}"

@@ -108,7 +108,8 @@ class StopRequest:
             try:
                 self._agree(signal.Signals[name])
             except Exception as error:
-                self._processes.fail(error)
+                if not self._over.is_set():
+                    self._processes.fail(error)
 
     def _hear(self) -> str | None:
         """Passes on what this process was asked, and waits a while for a request."""

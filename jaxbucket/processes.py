@@ -76,7 +76,8 @@ class Processes:
       num_processes: how many there are.
       process_id: which of them this is.
       timeout: seconds without a sign of life after which a process is lost. Longer
-        than any call that keeps Python from running its other threads.
+        than any call that keeps Python from running its other threads. If they have
+        different ones, the longest counts.
       start_timeout: seconds to wait, on entering, for all processes to come.
 
     Attributes:
@@ -171,7 +172,12 @@ class Processes:
     def _hear_names(self) -> list[str]:
         self.store = Store(f"jaxbucket/{next(_entered)}")
         self.index, self.count = self.store.index, self.store.count
-        return self.gather("start", _own_name(), timeout=self._start_timeout)
+        own = json.dumps([_own_name(), self._timeout])
+        told = self.gather("start", own, timeout=self._start_timeout)
+        names, timeouts = zip(*map(json.loads, told), strict=True)
+        # Each judges others: the most patient one says for how long.
+        self._timeout = max(timeouts)
+        return list(names)
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         if self._watchdog is None:

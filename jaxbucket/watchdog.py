@@ -32,6 +32,7 @@ _BEATS_PER_TIMEOUT = 10
 # Who holds Python's lock for so long is lost to the others, and does not come back.
 _TIMEOUTS_TO_HANG = 2
 _LONGEST_INTERVAL = 1.0
+_INTERVALS_TO_JUDGE = 2
 # The store ends with process 0: until then the others may read why.
 _SECONDS_TO_READ = 1.0
 # A store whose process was stopped does not answer.
@@ -125,6 +126,9 @@ class Watchdog:
                 self._tell(Verdict(process, why))
                 # What was told is what this process ends with.
                 time.sleep(self._timeout)
+        if not before:
+            # Process 0 has not answered: that is judged a little later.
+            time.sleep(_INTERVALS_TO_JUDGE * self._interval)
 
     def _all_beats(self) -> dict[int, str]:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -184,7 +188,8 @@ class Watchdog:
             text = beats.get(process, before)
             if text != before:
                 self._beats[process] = _Beat(text, now)
-            elif now - since > self._timeout:
+            # A beat may have been due when it fell silent.
+            elif now - since > self._timeout + self._interval:
                 why = f"has given no sign of life for {now - since:.1f} s"
                 verdict = Verdict(process, why)
                 self._tell(verdict)

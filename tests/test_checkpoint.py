@@ -200,6 +200,8 @@ def test_a_second_run_may_look_but_not_save_beside_the_first(dataset, tmp_path):
         for step in (1, 2):
             with pytest.raises(ValueError, match=message):
                 second.save(state, dataset.position(step))
+        with pytest.raises(ValueError, match=message):
+            second.claim()
         assert contents(tmp_path) == before
         first.save(state, dataset.position(3))
     # Its end is waited for; but it has gone on since.

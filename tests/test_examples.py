@@ -54,7 +54,10 @@ def test_trains_on_simulated_devices_without_a_recompile(jsonl, tmp_path, mode):
     assert 0 < summary["held_out"]["bits_per_byte"] < 16
 
 
-def test_all_ways_are_compared_side_by_side(jsonl, tmp_path):
+def test_all_ways_are_compared_side_by_side(jsonl, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
     out, picture = tmp_path / "compare.json", tmp_path / "compare.png"
     run = train_lm(
         *("--data", jsonl, "--field", "body", "--compare", "--seconds", 3),
@@ -82,6 +85,8 @@ def test_all_ways_are_compared_side_by_side(jsonl, tmp_path):
         assert seconds[-1] == summary["seconds"]
         assert re.search(rf"^ *{policy} +{shapes} ", run.stdout, re.MULTILINE)
     assert picture.stat().st_size > 10_000
+    # None has found what another one compiled.
+    assert not list(cache.iterdir())
 
 
 def test_a_way_that_fails_ends_the_comparison(tmp_path):
@@ -263,5 +268,7 @@ def test_options_out_of_range_are_refused():
     assert "--plot names what --json names" in both
     inside = train_lm("--data", "docs", "--checkpoint", "docs/run").stderr
     assert "--checkpoint is in the folder of --data" in inside
+    hidden = train_lm("--data", "none", "--checkpoint", "none/.run").stderr
+    assert "`--data none` does not exist" in hidden
     out = "nowhere/summary.json"
     assert f"{out} is no file in an existing folder" in train_lm("--json", out).stderr

@@ -139,6 +139,40 @@ def test_asked_to_stop_it_saves_the_step_in_hand_and_says_how_to_go_on(folder, n
     check_same_end(folder, name)
 
 
+@pytest.mark.parametrize("at", [0, 5])
+def test_the_words_to_go_on_with_changes_are_those_that_do(folder, stopped, at):
+    checkpoints = folder / f"words {at}"
+    shutil.copytree(stopped, checkpoints)
+    # The signal comes with so many batches of the new data, the first one included.
+    script = folder / "early.py"
+    script.write_text(
+        f"""
+import signal, sys
+sys.path.insert(0, {str(TRAIN_LM.parent)!r})
+import train_lm
+prefetch = train_lm.jb.prefetch_to_mesh
+def early(*args):
+    for number, batch in enumerate(prefetch(*args)):
+        if number == {at}:
+            signal.raise_signal(signal.SIGINT)
+        yield batch
+train_lm.jb.prefetch_to_mesh = early
+train_lm.main()
+"""
+    )
+    changed = ("--checkpoint", checkpoints, "--seed", 3)
+    run = start(folder, *changed, "--resume-changed", script=script)
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 128 + signal.SIGINT, error
+    (command,) = [line for line in out.splitlines() if line.startswith("python ")]
+    how = command.split()[-1]
+    # Once it is saved, a later change is to be refused again.
+    assert how == ("--resume" if at else "--resume-changed")
+    run = start(folder, *changed, how)
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+
+
 def test_a_signal_while_it_evaluates_loses_nothing(folder):
     # The last part of every save is slow, as it is for a large state.
     code = (
