@@ -142,13 +142,17 @@ def check_outputs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         if getattr(args, name) and "://" not in getattr(args, name):
             path = pathlib.Path(getattr(args, name)).resolve()
             if path in taken:
-                parser.error(f"--{name} names what --{taken[path]} names: {path}")
+                parser.error(
+                    f"--{name} names what --{taken[path]} names, {path}: give each its "
+                    "own"
+                )
             taken[path] = name
     data = pathlib.Path(args.data).resolve() if args.data else None
     for path, name in taken.items():
         if data in path.parents and not documents.is_hidden(path.relative_to(data)):
             parser.error(
-                f"--{name} is in the folder of --data: it would be read as one"
+                f"--{name} {path} is in the folder of --data, and would be read as a "
+                "document: name another place"
             )
 
 
