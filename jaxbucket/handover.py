@@ -44,21 +44,22 @@ def handover(
         daemon=True,
     )
     listener.start()
-    try:
-        # jax aborts at once where it misses process 0: not before it is named.
-        with before_abort(lambda: time.sleep(_SECONDS_TO_SPEAK)):
+    # jax aborts at once where it misses process 0: not before it is named, in whatever
+    # thread, and while this one looks why it failed.
+    with before_abort(lambda: time.sleep(_SECONDS_TO_SPEAK)):
+        try:
             yield
-        for other in others:
-            _send(other, _THROUGH)
-    except BaseException:
-        # It may be what the loss of another one causes: that is seen in a moment.
-        time.sleep(_SECONDS_TO_LOOK)
-        raise
-    finally:
-        over.set()
-        listener.join()
-        for other in others:
-            other.close()
+            for other in others:
+                _send(other, _THROUGH)
+        except BaseException:
+            # It may be what the loss of another one causes: that is seen in a moment.
+            time.sleep(_SECONDS_TO_LOOK)
+            raise
+        finally:
+            over.set()
+            listener.join()
+            for other in others:
+                other.close()
 
 
 def _listen(

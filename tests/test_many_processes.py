@@ -125,7 +125,7 @@ def test_what_several_cannot_do_is_refused_by_each(folder, options, message):
 # What each does before it begins -> what both say.
 DIFFERENCES = {
     "sys.argv += ['--seed', index]": (
-        "The processes do not agree: schedule seed is 0 in process 0, 1 in process 1"
+        "The processes do not agree: --seed is 0 in process 0, 1 in process 1; "
     ),
     # Relative to where it is, as one on its own disk.
     "sys.argv += ['--checkpoint', 'own']; os.mkdir(index); os.chdir(index)": (
