@@ -1,74 +1,123 @@
-"""How long planning and scheduling take, how much is kept, how long a step takes.
+"""How long schedules take, how much memory, and how long a step of them takes.
 
     python benchmarks/schedule.py
     python benchmarks/schedule.py --examples 1000000 --json
 
-Building a plan and a schedule is timed beside one stable `np.argsort` of the same
-lengths, in turn, in the same run. Steps are drawn from a million epochs.
+Of each order and number of examples, in a process of its own: how long it takes to
+plan, to make the schedule and to see its first step, the time of steps drawn from a
+million epochs, and the most memory that the whole process ever had, lengths included. A
+pacing curriculum deals an epoch when it is first asked for, so that its steps are drawn
+from one epoch, and the first step says what another one costs.
+
+Planning and making a shuffled schedule are timed beside one stable `np.argsort` of the
+same lengths, in turn, in the same run.
 """
 
 import argparse
 import json
+import resource
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 import jaxbucket as jb
+from jaxbucket.schedule import Schedule
+
+ORDERS = (
+    *("shuffled", "source", "ascending", "descending"),
+    *("replacement", "pacing", "mixture"),
+)
+EPOCHS = 1_000_000
+_CHUNK = 1 << 20
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time plans, schedules and steps.")
-    parser.add_argument("--examples", type=int, default=10_000_000)
+    parser.add_argument(
+        "--examples", type=int, nargs="+", default=[10_000_000, 100_000_000]
+    )
+    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=ORDERS)
     parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="beside np.argsort")
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    figures = measure(args)
+    if args.one:
+        print(json.dumps(measure(args, args.examples[0], args.orders[0])))
+        return
+    rows = [one(args, size, order) for size in args.examples for order in args.orders]
+    beside = beside_argsort(args, min(args.examples))
     if args.json:
-        print(json.dumps(figures))
+        print(json.dumps({"orders": rows, "beside_argsort": beside}))
     else:
-        for name, value in figures.items():
-            print(f"{name:32} {value:,.3f}")
+        show(rows, beside)
 
 
-def measure(args: argparse.Namespace) -> dict[str, float]:
-    lengths = lognormal_lengths(args.examples)
-    plan = make_plan(lengths, args.batch_size)
-    times = in_turn(
-        {
-            "plan": lambda: make_plan(lengths, args.batch_size),
-            "schedule": lambda: jb.BatchSchedule(plan, lengths),
-            "argsort": lambda: np.argsort(lengths, kind="stable"),
-        },
-        args.repeats,
-    )
-    schedule, kept = traced(lambda: jb.BatchSchedule(plan, lengths))
-    lookups = lookup_times(even(plan, lengths, args.batch_size), args.steps)
-    built = times["plan"] + times["schedule"]
+def one(args: argparse.Namespace, size: int, order: str) -> dict[str, Any]:
+    """The same in a process of its own, for its memory."""
+    command = [sys.executable, __file__, "--one", "--examples", size, "--orders", order]
+    command += ["--batch-size", args.batch_size, "--steps", args.steps]
+    run = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True)
+    return json.loads(run.stdout)
+
+
+def measure(args: argparse.Namespace, size: int, order: str) -> dict[str, Any]:
+    lengths = lognormal_lengths(size)
+    seconds: dict[str, float] = {}
+    plan = timed(seconds, "plan_s", lambda: make_plan(lengths, args.batch_size))
+    even = same_batch_size(plan, args.batch_size)
+    schedule = timed(seconds, "schedule_s", lambda: make(order, even, lengths))
+    timed(seconds, "first_step_s", lambda: schedule[0])
+    epochs = 1 if order == "pacing" else EPOCHS
+    lookups = lookup_times(schedule, epochs * len(schedule), args.steps)
     return {
-        "examples": len(lengths),
-        "buckets": len(plan),
+        "order": order,
+        "examples": size,
         "steps_per_epoch": len(schedule),
-        "plan_s": times["plan"],
-        "schedule_s": times["schedule"],
-        "argsort_s": times["argsort"],
-        "plan_and_schedule_over_argsort": built / times["argsort"],
-        "bytes_kept_per_example": kept / len(lengths),
+        **seconds,
         "step_p50_ms": 1e3 * np.percentile(lookups, 50),
         "step_p99_ms": 1e3 * np.percentile(lookups, 99),
         # Without pauses of the machine: each step's best of three.
         "step_p99_of_best_ms": 1e3 * np.percentile(lookups.min(axis=1), 99),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
+
+
+def make(order: str, plan: jb.BucketPlan, lengths: np.ndarray) -> Schedule:
+    if order == "mixture":
+        # Three datasets, of which the smallest is seen the most often.
+        parts = np.split(lengths, [len(lengths) // 2, len(lengths) * 9 // 10])
+        schedules = [jb.BatchSchedule(plan, part) for part in parts]
+        return jb.Mixture(schedules, [0.4, 0.35, 0.25])
+    if order in ("pacing", "replacement"):
+        curriculum = jb.Curriculum(lengths, replacement=order == "replacement")
+        return jb.BatchSchedule(plan, lengths, order=curriculum)
+    return jb.BatchSchedule(plan, lengths, order=order)  # pyright: ignore
+
+
+def timed(seconds: dict[str, float], name: str, task: Callable[[], Any]) -> Any:
+    start = time.perf_counter()
+    result = task()
+    seconds[name] = time.perf_counter() - start
+    return result
 
 
 def lognormal_lengths(size: int) -> np.ndarray:
     """Text-like lengths: the median is 400, the longest 8192."""
-    drawn = np.random.default_rng(0).lognormal(np.log(400), 1.0, size)
-    return np.clip(drawn, 1, 8192).astype(np.int32)
+    rng = np.random.default_rng(0)
+    lengths = np.empty(size, np.int32)
+    for start in range(0, size, _CHUNK):
+        part = lengths[start : start + _CHUNK]
+        part[:] = np.clip(rng.lognormal(np.log(400), 1.0, len(part)), 1, 8192)
+    return lengths
 
 
 def make_plan(lengths: np.ndarray, batch_size: int) -> jb.BucketPlan:
@@ -81,12 +130,47 @@ def make_plan(lengths: np.ndarray, batch_size: int) -> jb.BucketPlan:
     )
 
 
-def even(plan: jb.BucketPlan, lengths: np.ndarray, batch_size: int) -> jb.BatchSchedule:
-    """A schedule over the plan's boundaries with the same B in every bucket."""
+def same_batch_size(plan: jb.BucketPlan, batch_size: int) -> jb.BucketPlan:
+    """The plan's boundaries with the same B in every bucket."""
     buckets = tuple(jb.Bucket(batch_size, bucket.seq_len) for bucket in plan.buckets)
-    return jb.BatchSchedule(
-        jb.BucketPlan(buckets, max_tokens=buckets[-1].num_tokens), lengths
+    return jb.BucketPlan(buckets, max_tokens=buckets[-1].num_tokens)
+
+
+def lookup_times(schedule: Schedule, last: int, steps: int) -> np.ndarray:
+    """`[steps, 3]` seconds of each step, three times over."""
+    drawn = np.random.default_rng(1).integers(0, last, steps)
+    seconds = np.empty((steps, 3))
+    for index, step in enumerate(drawn.tolist()):
+        for turn in range(3):
+            start = time.perf_counter()
+            schedule[step]
+            seconds[index, turn] = time.perf_counter() - start
+    return seconds
+
+
+def beside_argsort(args: argparse.Namespace, size: int) -> dict[str, float]:
+    lengths = lognormal_lengths(size)
+    plan = make_plan(lengths, args.batch_size)
+    times = in_turn(
+        {
+            "plan": lambda: make_plan(lengths, args.batch_size),
+            "schedule": lambda: jb.BatchSchedule(plan, lengths),
+            "argsort": lambda: np.argsort(lengths, kind="stable"),
+        },
+        args.repeats,
     )
+    tracemalloc.start()
+    schedule = jb.BatchSchedule(plan, lengths)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    del schedule
+    return {
+        "examples": size,
+        **{f"{name}_s": value for name, value in times.items()},
+        "plan_and_schedule_over_argsort": (times["plan"] + times["schedule"])
+        / times["argsort"],
+        "bytes_kept_per_example": kept / size,
+    }
 
 
 def in_turn(tasks: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -100,26 +184,19 @@ def in_turn(tasks: dict[str, Callable[[], Any]], repeats: int) -> dict[str, floa
     return {name: float(np.median(values)) for name, values in seconds.items()}
 
 
-def traced(make: Callable[[], Any]) -> tuple[Any, int]:
-    """What `make` returns, and the bytes that are still allocated for it."""
-    tracemalloc.start()
-    made = make()
-    kept, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return made, kept
-
-
-def lookup_times(schedule: jb.BatchSchedule, steps: int) -> np.ndarray:
-    """`[steps, 3]` seconds of each step, three times over."""
-    last = len(schedule) * 1_000_000
-    drawn = np.random.default_rng(1).integers(0, last, steps)
-    seconds = np.empty((steps, 3))
-    for index, step in enumerate(drawn.tolist()):
-        for turn in range(3):
-            start = time.perf_counter()
-            schedule[step]
-            seconds[index, turn] = time.perf_counter() - start
-    return seconds
+def show(rows: list[dict[str, Any]], beside: dict[str, float]) -> None:
+    table = Table()
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(
+            *(f"{x:,.3f}" if isinstance(x, float) else str(x) for x in row.values())
+        )
+    # Wide enough, whatever it is printed to.
+    console = Console(width=132)
+    console.print(table)
+    for name, value in beside.items():
+        console.print(f"{name:32} {value:,.3f}")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Part:
 
     @property
     def report(self) -> jb.Report:
-        return jb.report(self.schedule.plan, self.schedule.lengths)
+        return self.schedule.report()
 
     def specs(self, mesh: jax.sharding.Mesh) -> dict[jb.Bucket, jb.Batch]:
         return jb.batch_specs(self.schedule.plan, self.source[0], mesh)

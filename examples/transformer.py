@@ -37,8 +37,7 @@ class Transformer(nnx.Module):
         mask = None
         if segment_ids is not None:
             mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-        before = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (1, 0)))[:, :-1]
-        x = self.embed(jnp.where(positions == 0, BEGIN, before))
+        x = self.embed(self.inputs(tokens, positions))
         for layer, block in enumerate(self.blocks):
             own = (
                 None
@@ -47,6 +46,12 @@ class Transformer(nnx.Module):
             )
             x = block(x, positions, own, mask)
         return self.head(self.norm(x))
+
+    @staticmethod
+    def inputs(tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """What each byte is predicted from: the one before it, `[B, T]` int32."""
+        before = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (1, 0)))[:, :-1]
+        return jnp.where(positions == 0, BEGIN, before)
 
 
 class Block(nnx.Module):
@@ -95,7 +100,7 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Rotary positions (Su et al., arXiv:2104.09864) for `[B, T, heads, dim]`."""
     half = x.shape[-1] // 2
     frequencies = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[:, :, None, None] * frequencies
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

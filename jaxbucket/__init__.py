@@ -9,16 +9,21 @@ from typing import TYPE_CHECKING
 
 from jaxbucket.base import Batch, BatchIndices, Bucket, BucketPlan, RowShard
 from jaxbucket.collate import collate_rows, unbatch
+from jaxbucket.curriculum import Curriculum
+from jaxbucket.mixture import Mixture
+from jaxbucket.pacing import CyclicPacing, LinearPacing, RootPacing, StepPacing
 from jaxbucket.plan import plan_buckets
 from jaxbucket.position import DataPosition
 from jaxbucket.schedule import BatchSchedule
+from jaxbucket.source import concatenate
 from jaxbucket.stats import Report, report
 from jaxbucket.token_file import TokenFile, write_token_file
 
 if TYPE_CHECKING:
     from jaxbucket.checkpoint import Checkpoints, Restored
     from jaxbucket.compile import CompiledSteps, compile_steps, count_compiles
-    from jaxbucket.input_pipeline import batch_dataset, measure_lengths
+    from jaxbucket.input_pipeline import batch_dataset
+    from jaxbucket.measuring import measure_lengths
     from jaxbucket.optim import scale_by_batch_size
     from jaxbucket.prediction import data_parallel_predict, predict
     from jaxbucket.preemption import StopRequest
@@ -36,12 +41,14 @@ if TYPE_CHECKING:
         data_parallel,
         data_parallel_eval,
     )
+    from jaxbucket.workers import load_in_workers
 
 __version__ = "0.1.0"
 
 _ON_FIRST_USE = {
     "batch_dataset": "input_pipeline",
-    "measure_lengths": "input_pipeline",
+    "measure_lengths": "measuring",
+    "load_in_workers": "workers",
     "batch_specs": "sharding",
     "data_mesh": "sharding",
     "local_rows": "sharding",
@@ -71,11 +78,17 @@ __all__ = [
     "BucketPlan",
     "Checkpoints",
     "CompiledSteps",
+    "Curriculum",
+    "CyclicPacing",
     "DataPosition",
+    "LinearPacing",
+    "Mixture",
     "Processes",
     "Report",
     "Restored",
+    "RootPacing",
     "RowShard",
+    "StepPacing",
     "StopRequest",
     "TokenFile",
     "TrainState",
@@ -83,12 +96,14 @@ __all__ = [
     "batch_specs",
     "collate_rows",
     "compile_steps",
+    "concatenate",
     "count_compiles",
     "create_state",
     "data_mesh",
     "data_parallel",
     "data_parallel_eval",
     "data_parallel_predict",
+    "load_in_workers",
     "local_rows",
     "measure_lengths",
     "plan_buckets",

@@ -149,6 +149,18 @@ class BucketPlan:
         """T of the last bucket."""
         return self.buckets[-1].seq_len
 
+    def check(self, lengths: ArrayLike) -> np.ndarray:
+        """Returns `lengths` as an integer array `[N]`, if the plan takes them all.
+
+        Raises:
+          ValueError: for lengths that `check_lengths` refuses, or beyond the last
+            bucket under `overlong="error"`.
+        """
+        lengths = check_lengths(lengths)
+        if self.overlong == "error" and lengths.max() > self.max_seq_len:
+            raise ValueError(overlong_message(lengths, self.max_seq_len))
+        return lengths
+
     def assign(self, lengths: ArrayLike) -> np.ndarray:
         """Returns the bucket of each example: the shortest one that holds it.
 
@@ -160,10 +172,9 @@ class BucketPlan:
           `overlong="drop"` leaves out.
 
         Raises:
-          ValueError: for lengths that `check_lengths` refuses, or beyond the last
-            bucket under `overlong="error"`.
+          ValueError: for lengths that `check` refuses.
         """
-        lengths = check_lengths(lengths)
+        lengths = self.check(lengths)
         # Equal dtypes keep searchsorted from converting the long array.
         edges = np.minimum(self.boundaries, MAX_LENGTH).astype(lengths.dtype)
         index = _searchsorted_in_chunks(edges, lengths)
@@ -172,8 +183,6 @@ class BucketPlan:
             index[over] = len(self) - 1
         elif self.overlong == "drop":
             index[over] = -1
-        elif over.any():
-            raise ValueError(overlong_message(lengths, self.max_seq_len))
         return index
 
     @functools.cached_property

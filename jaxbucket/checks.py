@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 MAX_LENGTH = 2**31 - 1
+MAX_ACCUMULATE = 2**16
 
 
 def check_lengths(lengths: ArrayLike) -> np.ndarray:
@@ -90,6 +91,16 @@ def check_positive(name: str, value: Any) -> int:
         raise ValueError(f"`{name}={value!r}` must be a positive integer.")
     if number >= 2**62:
         raise ValueError(f"`{name}={value!r}` must be below 2**62.")
+    return number
+
+
+def check_accumulate(accumulate: Any) -> int:
+    """Returns the micro-batches of a step as an int, or raises a ValueError."""
+    number = check_positive("accumulate", accumulate)
+    if number > MAX_ACCUMULATE:
+        raise ValueError(
+            f"`accumulate={number}`: a step has at most {MAX_ACCUMULATE} micro-batches."
+        )
     return number
 
 

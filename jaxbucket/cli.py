@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import Any
+from typing import Any, get_args
 
 import click
 import numpy as np
 
 from jaxbucket.base import OVERLONG, BucketPlan
 from jaxbucket.plan import plan_buckets
+from jaxbucket.remainder import Remainder
 from jaxbucket.stats import report
 
 _POSITIVE = click.IntRange(min=1)
@@ -81,6 +82,27 @@ def plan(
 @main.command(name="report")
 @click.argument("plan_file", metavar="PLAN", type=_EXISTING)
 @click.argument("lengths", type=_EXISTING)
+@click.option(
+    "--remainder",
+    type=click.Choice(get_args(Remainder)),
+    default="cheapest",
+    show_default=True,
+    help="What becomes of examples that fill no batch.",
+)
+@click.option(
+    "--accumulate",
+    type=_POSITIVE,
+    default=1,
+    show_default=True,
+    help="Micro-batches of a step.",
+)
+@click.option(
+    "--group",
+    type=click.Choice(("same", "mixed")),
+    default="same",
+    show_default=True,
+    help="Whether those have one bucket.",
+)
 @click.option("--column", help="Which array of an .npz file.")
 @click.option("--plot", type=_NEW, help="Draw the plan there.")
 @click.option("--json", "as_json", is_flag=True, help="Print every number as JSON.")
@@ -90,6 +112,7 @@ def report_(
     column: str | None,
     plot: pathlib.Path | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Report what PLAN, written by `jaxbucket plan -o`, costs on other LENGTHS."""
     _check_outputs([plan_file, lengths], {"--plot": plot})
@@ -97,7 +120,7 @@ def report_(
     measured = read_lengths(lengths, column)
     if plot:
         _draw(made, measured, plot)
-    _show(made, measured, as_json)
+    _show(made, measured, as_json, **options)
 
 
 def _check_outputs(
@@ -170,8 +193,8 @@ def _boundaries(text: str) -> Any:
     return text
 
 
-def _show(plan: BucketPlan, lengths: np.ndarray, as_json: bool) -> None:
-    epoch = report(plan, lengths)
+def _show(plan: BucketPlan, lengths: np.ndarray, as_json: bool, **options: Any) -> None:
+    epoch = report(plan, lengths, **options)
     if as_json:
         both = {"plan": json.loads(plan.to_json()), "report": epoch.to_dict()}
         click.echo(json.dumps({**both, "fingerprint": plan.fingerprint}, indent=2))

@@ -11,6 +11,7 @@ from jaxbucket.base import Batch, Bucket
 from jaxbucket.example import (
     Example,
     as_arrays,
+    check_numbers,
     common_length,
     matching_arrays,
     pad_array,
@@ -69,6 +70,7 @@ def collate_rows(
     if like is None:
         raise ValueError("All rows are empty: pass `like=`, an example of the source.")
     template = as_arrays(like)
+    check_numbers(template)
     names = sequence_names(template, sequences)
     shape = (bucket.batch_size, bucket.seq_len)
     features = {

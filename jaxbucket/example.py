@@ -58,6 +58,16 @@ def sequence_names(
     return names
 
 
+def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raises a ValueError if a feature is text or an object."""
+    for name, value in arrays.items():
+        if value.dtype.kind in "USO":
+            raise ValueError(
+                f"Feature {name!r} is text or an object, {value.dtype}: a batch is "
+                "made of numbers, so leave it out."
+            )
+
+
 def matching_arrays(
     example: Example, template: dict[str, np.ndarray], names: list[str], row: int
 ) -> dict[str, np.ndarray]:
@@ -83,6 +93,11 @@ def matching_arrays(
         is_as = (value.dtype, value.ndim, value.shape[drop:])
         expected = template[name]
         if is_as != (expected.dtype, expected.ndim, expected.shape[drop:]):
+            if value.dtype.kind in "USO":
+                raise ValueError(
+                    f"Row {row}: feature {name!r} is text or an object, "
+                    f"{value.dtype}: a batch is made of numbers, so leave it out."
+                )
             raise ValueError(
                 f"Row {row}: feature {name!r} is {value.dtype}{list(value.shape)}, in "
                 f"other examples {expected.dtype}{list(expected.shape)}. Give all "

@@ -18,72 +18,85 @@ Opening: TypeAlias = Literal["largest_first"] | Sequence[tuple[Bucket, int]]
 
 
 class OpeningSteps:
-    """Which batch is at each of the first steps, and which ones are left.
+    """Which batches are the first ones, and which ones are left.
 
-    Batches are numbered by bucket: those of bucket k begin with `first_batch[k]`.
+    They are numbered by bucket, all those of the first bucket first.
 
     Args:
       plan: the buckets.
       batches: `[K]`, how many batches each has in an epoch.
       opening: pairs of a bucket and a number of steps, in their order;
-        "largest_first" for one step of the bucket with the most tokens.
+        "largest_first" for one batch of the bucket with the most tokens.
+      batches_per_step: how many batches a step has.
 
     Attributes:
-      steps: how many steps are planned.
-      pairs: the pairs, as `[[B, T, steps], ...]`, for a fingerprint.
+      batches: `[num_batches]` int64, those that are planned.
+      num_batches: how many there are.
+      pairs: the pairs, as `[[B, T, batches], ...]`, for a fingerprint.
 
     Raises:
       ValueError: if a bucket is not of the plan, or has not so many batches.
     """
 
-    def __init__(self, plan: BucketPlan, batches: np.ndarray, opening: Opening):
-        pairs = _pairs(plan, batches, opening)
+    def __init__(
+        self,
+        plan: BucketPlan,
+        batches: np.ndarray,
+        opening: Opening,
+        batches_per_step: int = 1,
+    ):
+        if opening == "largest_first":
+            pairs, batches_per_step = [(_largest(plan, batches), 1)], 1
+        else:
+            pairs = _pairs(opening)
         taken = np.zeros(len(plan), np.int64)
         first_batch = np.cumsum(batches) - batches
         numbers = []
         for bucket, steps in pairs:
             index = _index(plan, bucket)
             start = first_batch[index] + taken[index]
-            taken[index] += check_positive("steps", steps)
+            count = check_positive("steps", steps) * batches_per_step
+            taken[index] += count
             if taken[index] > batches[index]:
                 raise ValueError(
-                    f"`opening` takes {taken[index]} steps of bucket {bucket}, which "
-                    f"has {batches[index]} in an epoch. Take fewer."
+                    f"`opening` takes {taken[index] // batches_per_step} steps of "
+                    f"bucket {bucket}, which has {batches[index] // batches_per_step} "
+                    "in an epoch. Take fewer."
                 )
-            numbers.append(np.arange(start, start + steps))
-        self.pairs = [[b.batch_size, b.seq_len, int(steps)] for b, steps in pairs]
-        self._numbers = np.concatenate([np.empty(0, np.int64), *numbers])
-        self.steps = len(self._numbers)
+            numbers.append(np.arange(start, start + count))
+        self.pairs = [
+            [b.batch_size, b.seq_len, int(steps) * batches_per_step]
+            for b, steps in pairs
+        ]
+        self.batches = np.concatenate([np.empty(0, np.int64), *numbers])
+        self.num_batches = len(self.batches)
         # The batches that are left, counted on, begin in each bucket behind these.
         self._skipped = np.cumsum(taken)
         self._left_before = first_batch - np.cumsum(taken) + taken
 
-    def batch_at(self, step: int) -> int:
-        """The batch at one of the planned steps."""
-        return int(self._numbers[step])
-
-    def nth_left(self, number: int) -> int:
-        """The batch that is number so and so of those that are left."""
+    def nth_left(self, number: np.ndarray) -> np.ndarray:
+        """The batches that are number so and so of those that are left, `[n]`."""
         index = np.searchsorted(self._left_before, number, side="right") - 1
-        return number + int(self._skipped[index])
+        return number + self._skipped[index]
 
     def before(self, order: np.ndarray) -> np.ndarray:
-        """`[steps]`: its own batches, and all others as they are ordered."""
-        return np.concatenate([self._numbers, order[~np.isin(order, self._numbers)]])
+        """Its own batches, and all others as they are ordered, `[steps]`."""
+        return np.concatenate([self.batches, order[~np.isin(order, self.batches)]])
 
 
-def _pairs(
-    plan: BucketPlan, batches: np.ndarray, opening: Opening
-) -> Sequence[tuple[Bucket, int]]:
+def _largest(plan: BucketPlan, batches: np.ndarray) -> Bucket:
+    """Of the buckets that have a batch, the one with the most tokens."""
+    used = [b for b, n in zip(plan.buckets, batches, strict=True) if n]
+    # Of equally many tokens, the longest rows cost the most.
+    return max(used, key=lambda b: (b.num_tokens, b.seq_len))
+
+
+def _pairs(opening: Opening) -> Sequence[tuple[Bucket, int]]:
     if isinstance(opening, str):
-        if opening != "largest_first":
-            raise ValueError(
-                f"`opening={opening!r}`: choose 'largest_first', or give pairs of a "
-                "bucket and a number of steps."
-            )
-        used = [b for b, n in zip(plan.buckets, batches, strict=True) if n]
-        # Of equally many tokens, the longest rows cost the most.
-        return [(max(used, key=lambda b: (b.num_tokens, b.seq_len)), 1)]
+        raise ValueError(
+            f"`opening={opening!r}`: choose 'largest_first', or give pairs of a "
+            "bucket and a number of steps."
+        )
     pairs = list(opening)
     for pair in pairs:
         if not isinstance(pair, Sequence) or len(pair) != 2:

@@ -17,6 +17,8 @@ import numpy as np
 _MASK = 2**64 - 1
 _ROUNDS = 6
 _SORTED_SIZE = 1024
+# So many numbers are done sooner one by one.
+_FEW = 8
 # splitmix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
 # Generators", OOPSLA 2014.
 _INCREMENT = 0x9E3779B97F4A7C15
@@ -69,13 +71,25 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     width = math.isqrt(size - 1) + 1
     sides = (width, -(-size // width))
     keys = [fold(key, turn) for turn in range(_ROUNDS)]
-    out = _encrypt(np.asarray(index).astype(np.uint64), sides, keys)
-    outside = np.flatnonzero(out >= size)
-    while outside.size:
-        walked = _encrypt(out[outside], sides, keys)
-        out[outside] = walked
-        outside = outside[walked >= size]
-    return out.astype(np.int64)
+    index = np.asarray(index)
+    if len(index) <= _FEW:
+        out = np.array([_encrypt_one(int(i), sides, keys) for i in index], np.int64)
+    else:
+        out = _encrypt(index.astype(np.uint64), sides, keys).astype(np.int64)
+    for place in np.flatnonzero(out >= size):
+        while out[place] >= size:
+            out[place] = _encrypt_one(int(out[place]), sides, keys)
+    return out
+
+
+def _encrypt_one(index: int, sides: tuple[int, int], keys: list[int]) -> int:
+    """What `_encrypt` does, for a single number much sooner than an array of one."""
+    halves = [*divmod(index, sides[1])]
+    for turn, key in enumerate(keys):
+        changed, kept = turn % 2, 1 - turn % 2
+        shifted = (mix(halves[kept] ^ key) >> 32) * sides[changed] >> 32
+        halves[changed] = (halves[changed] + shifted) % sides[changed]
+    return halves[0] * sides[1] + halves[1]
 
 
 def _encrypt(index: np.ndarray, sides: tuple[int, int], keys: list[int]) -> np.ndarray:

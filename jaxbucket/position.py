@@ -90,3 +90,12 @@ def _changes(part: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         if before != after:
             changes = [f"{part} fingerprint {before[:8]} -> {after[:8]}"]
     return changes
+
+
+def check_position(position: Any) -> None:
+    """Raises a ValueError unless it is a `DataPosition`."""
+    if not isinstance(position, DataPosition):
+        raise ValueError(
+            f"`position` is a {type(position).__name__}, not a `DataPosition`: "
+            "pass what `Checkpoints.restore` or `BatchDataset.position` gave."
+        )

@@ -13,7 +13,7 @@ from jaxbucket.base import EMPTY_ROW, Batch
 from jaxbucket.checks import check_choice
 from jaxbucket.collate import unbatch
 from jaxbucket.pmap import PmapStep, Rows
-from jaxbucket.schedule import BatchSchedule
+from jaxbucket.schedule import Schedule
 from jaxbucket.sharding import DATA_AXIS, Axes, ahead, axis_names
 from jaxbucket.train import Mode, TrainState
 
@@ -79,7 +79,7 @@ def predict(
     steps: Callable[[Any, Batch], Batch],
     state: Any,
     batches: Iterable[Batch],
-    schedule: BatchSchedule,
+    schedule: Schedule,
     *,
     sequences: Sequence[str] | None = None,
 ) -> list[dict[str, np.ndarray] | None]:
@@ -103,9 +103,14 @@ def predict(
       where the plan drops the example.
 
     Raises:
-      ValueError: if the batches are not those of one epoch, or an output that
-        `sequences` names is none.
+      ValueError: if the batches are not those of one epoch, the schedule has several
+        at a step, or an output that `sequences` names is none.
     """
+    if schedule.accumulate != 1:
+        raise ValueError(
+            f"The schedule has `accumulate={schedule.accumulate}`: predict with one of "
+            "a single batch at every step."
+        )
     found: list[dict[str, np.ndarray] | None] = [None] * len(schedule.lengths)
     if isinstance(sequences, str):
         sequences = [sequences]

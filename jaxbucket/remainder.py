@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
+from jaxbucket.base import Bucket, BucketPlan
 from jaxbucket.checks import check_choice
 
 Remainder: TypeAlias = Literal["cheapest", "promote", "pad", "drop"]
@@ -97,6 +98,11 @@ def flow_remainders(
                     reached[carry_out] = (total, (*chosen, choice))
         best = reached
     return _flow(shapes, min(best.values())[1])
+
+
+def filler_bucket(plan: BucketPlan) -> Bucket:
+    """Returns the bucket of an empty batch that makes a step full: the cheapest."""
+    return min(plan.buckets, key=lambda bucket: (bucket.num_tokens, bucket.seq_len))
 
 
 def _flow(shapes: list[tuple[int, int, int]], chosen: tuple[str, ...]) -> RowFlow:

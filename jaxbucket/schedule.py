@@ -6,29 +6,161 @@ seed alone, so every host computes the same, and resuming takes one integer.
 
 from __future__ import annotations
 
+import abc
 import copy
+import dataclasses
 import functools
 import json
 import operator
 from collections.abc import Iterator
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base import EMPTY_ROW, BatchIndices, BucketPlan, digest
-from jaxbucket.checks import check_choice, check_lengths, check_seed
+from jaxbucket.checks import check_accumulate, check_choice, check_seed
+from jaxbucket.curriculum import Curriculum, EasyDraws, PacedOrder
+from jaxbucket.epoch_rows import EpochRows
 from jaxbucket.opening import Opening, OpeningSteps
-from jaxbucket.permutation import fold, permute
-from jaxbucket.position import DataPosition
-from jaxbucket.remainder import Remainder, flow_remainders
+from jaxbucket.orders import EpochOrder, FixedOrder, ShuffledOrder
+from jaxbucket.position import DataPosition, check_position
+from jaxbucket.remainder import Remainder, RowFlow, filler_bucket
+from jaxbucket.stats import Report, lag1_autocorrelation, report
 
-Order: TypeAlias = Literal["shuffled", "source", "ascending", "descending"]
+FixedName: TypeAlias = Literal["source", "ascending", "descending"]
+Order: TypeAlias = Literal["shuffled"] | FixedName | Curriculum
+Group: TypeAlias = Literal["same", "mixed"]
 
-_BY_LENGTH = ("ascending", "descending")
+ORDERS: tuple[str, ...] = ("shuffled", *get_args(FixedName))
 
 
-class BatchSchedule:
+class Schedule(abc.ABC):
+    """Step -> `BatchIndices`, or a tuple of `accumulate` of them; without end.
+
+    Attributes:
+      plan: the shapes.
+      lengths: `[N]` integers.
+      accumulate: micro-batches of a step.
+      first_step: the step that its first epoch begins with; 0, but for a schedule made
+        by `continue_with`.
+      continues: fingerprint of the schedule that has the steps before; None if none.
+    """
+
+    plan: BucketPlan
+    lengths: np.ndarray
+    accumulate: int = 1
+    first_step: int = 0
+    continues: str | None = None
+
+    @property
+    @abc.abstractmethod
+    def steps_per_epoch(self) -> int:
+        """Steps until every example was in one row."""
+
+    @abc.abstractmethod
+    def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
+        """Those of a step, counted from `first_step` on."""
+
+    @abc.abstractmethod
+    def traits(self) -> dict[str, Any]:
+        """What it does beside the plan and the lengths, as plain Python."""
+
+    @abc.abstractmethod
+    def _named(self) -> list[str]:
+        """What its fingerprint is made of, beside the plan and the lengths."""
+
+    def continue_with(self, position: DataPosition) -> Self:
+        """Returns this schedule, taking over from another one at a position.
+
+        The explicit way to go on with grown data, another plan or another seed: an
+        epoch of this schedule begins with the position's step, and those before it
+        stay the other's.
+
+        Example:
+          >>> from jaxbucket import batch_dataset, plan_buckets
+          >>> source = [{"x": [1] * n} for n in (1, 2, 3, 4)]
+          >>> plan = plan_buckets([4], max_tokens=8, boundaries=[4])
+          >>> before = BatchSchedule(plan, [1, 2], seed=0)
+          >>> position = batch_dataset(source[:2], before).position(7)
+          >>> grown = BatchSchedule(plan, [1, 2, 3, 4], seed=0).continue_with(position)
+          >>> grown.first_step, len(grown)
+          (7, 2)
+
+        Raises:
+          ValueError: if `position` is no `DataPosition`.
+        """
+        check_position(position)
+        return self.beginning_at(position.step, position.schedule["fingerprint"])
+
+    def beginning_at(self, first_step: int, continues: str | None) -> Self:
+        """Returns this schedule with another `first_step` and `continues`."""
+        moved = copy.copy(self)
+        moved.first_step = first_step
+        moved.continues = continues
+        return moved
+
+    def __len__(self) -> int:
+        """Steps of one epoch; larger steps are later epochs."""
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """The steps of the first epoch."""
+        return (self[self.first_step + step] for step in range(len(self)))
+
+    def __getitem__(self, step: int) -> Any:
+        """Returns the bucket and the rows of any step, of any epoch.
+
+        One `BatchIndices`, or a tuple of `accumulate` of them if that is not 1.
+
+        Raises:
+          IndexError: if `step` is negative, or before `first_step`.
+        """
+        micro = self.micro_batches(step)
+        return micro[0] if self.accumulate == 1 else micro
+
+    def micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
+        """Returns the same as a tuple, however many there are.
+
+        Raises:
+          IndexError: if `step` is negative, or before `first_step`.
+        """
+        return self._micro_batches(self._checked(step) - self.first_step)
+
+    def epoch_at(self, step: int) -> int:
+        """Returns the epoch that a step is in, from 0 on: derived, never kept.
+
+        Raises:
+          IndexError: if `step` is negative, or before `first_step`.
+        """
+        return (self._checked(step) - self.first_step) // len(self)
+
+    def _checked(self, step: int) -> int:
+        step = operator.index(step)
+        if step < 0:
+            raise IndexError(f"`step={step}` must not be negative.")
+        if step < self.first_step:
+            raise IndexError(
+                f"`step={step}` is one of the schedule that this one continues from "
+                f"step {self.first_step} on."
+            )
+        return step
+
+    @functools.cached_property
+    def data_fingerprint(self) -> str:
+        """32 hex digits that name the lengths, whatever their integer dtype."""
+        return digest(np.ascontiguousarray(self.lengths, "<i4").data)
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits that name every batch: plan, lengths, and all traits."""
+        parts = [self.plan.fingerprint, self.data_fingerprint, *self._named()]
+        if self.continues is not None:
+            parts += [str(self.first_step), self.continues]
+        return digest("\n".join(parts).encode())
+
+
+class BatchSchedule(Schedule):
     """Step -> `BatchIndices`, without end: after one epoch follows the next.
 
     Within an epoch every example that the plan keeps is in exactly one row. Examples
@@ -44,6 +176,8 @@ class BatchSchedule:
       order, and batches come in the order in which they fill up.
     * "ascending", "descending": every epoch is the same. Each bucket takes its examples
       by length, and batches come by the length of their longest example.
+    * a `Curriculum`: every epoch draws new batches, at every step of what is easy
+      enough.
 
     Example:
       >>> from jaxbucket import Bucket
@@ -65,18 +199,24 @@ class BatchSchedule:
       order: one of the orders above.
       remainder: what becomes of the examples that fill no batch: "cheapest", "promote"
         to go up always, "pad" to stay always, or "drop" to leave them out, other ones
-        in every epoch if it is shuffled.
+        in every epoch unless that is always the same.
       opening: how the first epoch begins: pairs of a bucket and a number of steps, or
-        "largest_first" for one step of the bucket with the most tokens. The rest of
+        "largest_first" for one batch of the bucket with the most tokens. The rest of
         that epoch follows in order.
+      accumulate: micro-batches of a step, which is a tuple of them if it is not 1.
+      group: whether the micro-batches of a step have the "same" bucket, as pipelines
+        need it, or are "mixed", one after another in order. Those of one bucket are
+        filled up together, and may be empty at their end; mixed ones are filled up
+        each for itself, and the last step of an epoch is made full by empty ones.
+      flow: how many rows and batches every bucket has in one epoch; those of the same
+        bucket in a step count as one.
       first_step: the step that its first epoch begins with; 0, but for a schedule made
         by `continue_with`.
       continues: fingerprint of the schedule that has the steps before; None if none.
-      flow: how many rows and batches every bucket has in one epoch.
 
     Raises:
-      ValueError: for lengths the plan refuses or drops altogether, an unknown order or
-        remainder, an opening that the epoch has not, or a seed out of range.
+      ValueError: for lengths the plan refuses or drops altogether, an unknown order,
+        remainder or group, an opening that the epoch has not, or a seed out of range.
     """
 
     def __init__(
@@ -88,220 +228,182 @@ class BatchSchedule:
         order: Order = "shuffled",
         remainder: Remainder = "cheapest",
         opening: Opening | None = None,
+        accumulate: int = 1,
+        group: Group = "same",
     ):
-        check_choice("order", order, get_args(Order))
+        check_choice("group", group, get_args(Group))
         self.plan = plan
-        self.lengths = check_lengths(lengths)
+        self.lengths = plan.check(lengths)
+        _check_order(order, len(self.lengths))
         self.seed = check_seed(seed)
         self.order: Order = order
         self.remainder: Remainder = remainder
         self.opening = opening
-        self.first_step = 0
-        self.continues: str | None = None
-        self._examples, counts = _group(plan.assign(self.lengths), len(plan))
-        self._offsets = np.cumsum(counts) - counts
-        if order in _BY_LENGTH:
-            _sort_by_length(self._examples, self._offsets, self.lengths, order)
-        self.flow = flow_remainders(
-            counts, plan.batch_sizes, plan.boundaries, remainder
+        self.accumulate = check_accumulate(accumulate)
+        self.group: Group = group
+        # Of one bucket, a step is one batch of the order; of several, so many.
+        together = self.accumulate if group == "same" else 1
+        self._batches_per_step = self.accumulate // together
+        self._rows = EpochRows(
+            plan,
+            self.lengths,
+            remainder=remainder,
+            within=_within(order),
+            group=together,
         )
-        self._first_batch = np.cumsum(self.flow.batches) - self.flow.batches
-        if not counts.any():
-            raise ValueError(
-                "`overlong='drop'` leaves out every example: all are longer than "
-                f"`seq_len={plan.max_seq_len}`. Plan with a larger `max_seq_len`."
-            )
-        if not self.flow.num_batches:
-            raise ValueError(
-                "`remainder='drop'` leaves out every example: none of the buckets "
-                f"{', '.join(map(str, plan.buckets))} is filled once. Keep remainders, "
-                "or plan with a smaller `max_tokens`."
-            )
         self._opening = (
-            OpeningSteps(plan, self.flow.batches, opening) if opening else None
+            OpeningSteps(plan, self.flow.batches, opening, self._batches_per_step)
+            if opening
+            else None
         )
+        self._order = self._make_order()
 
-    def continue_with(self, position: DataPosition) -> BatchSchedule:
-        """Returns this schedule, taking over from another one at a position.
-
-        The explicit way to go on with grown data, another plan or another seed: an
-        epoch of this schedule begins with the position's step, and those before it
-        stay the other's.
-
-        Example:
-          >>> from jaxbucket import batch_dataset, plan_buckets
-          >>> source = [{"x": [1] * n} for n in (1, 2, 3, 4)]
-          >>> plan = plan_buckets([4], max_tokens=8, boundaries=[4])
-          >>> before = BatchSchedule(plan, [1, 2], seed=0)
-          >>> position = batch_dataset(source[:2], before).position(7)
-          >>> grown = BatchSchedule(plan, [1, 2, 3, 4], seed=0).continue_with(position)
-          >>> grown.first_step, len(grown)
-          (7, 2)
-
-        Raises:
-          ValueError: if `position` is no `DataPosition`.
-        """
-        if not isinstance(position, DataPosition):
+    def _make_order(self) -> EpochOrder:
+        order, rows, opening = self.order, self._rows, self._opening
+        if order == "shuffled":
+            return ShuffledOrder(rows, self.seed, opening)
+        if not isinstance(order, Curriculum):
+            by_length = None if order == "source" else self.lengths
+            return FixedOrder(rows, by_length, order == "descending", opening)
+        if not order.replacement:
+            return PacedOrder(order, rows, self.lengths, self.seed, opening)
+        if opening is not None:
             raise ValueError(
-                f"`position` is a {type(position).__name__}, not a `DataPosition`: "
-                "pass what `Checkpoints.restore` or `BatchDataset.position` gave."
+                "`opening` plans the beginning of an epoch that has every example "
+                "once, which one with `replacement=True` has not. Leave out either."
             )
-        return self.beginning_at(position.step, position.schedule["fingerprint"])
+        return EasyDraws(order, rows, self.lengths, self.seed)
 
-    def beginning_at(self, first_step: int, continues: str | None) -> BatchSchedule:
-        """Returns this schedule with another `first_step` and `continues`."""
-        moved = copy.copy(self)
-        moved.first_step = first_step
-        moved.continues = continues
-        return moved
+    @property
+    def flow(self) -> RowFlow:
+        return self._rows.flow
 
     @property
     def opening_pairs(self) -> list[list[int]]:
-        """`[[B, T, steps], ...]` of the opening; empty if there is none."""
+        """`[[B, T, batches], ...]` of the opening; empty if there is none."""
         return [] if self._opening is None else self._opening.pairs
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps until every example was in one row."""
-        return self.flow.num_batches
-
-    def __len__(self) -> int:
-        """Steps of one epoch; larger steps are later epochs."""
-        return self.steps_per_epoch
-
-    def __iter__(self) -> Iterator[BatchIndices]:
-        """The steps of the first epoch."""
-        return (self[self.first_step + step] for step in range(len(self)))
+        return -(-self._rows.num_batches // self._batches_per_step)
 
     def __repr__(self) -> str:
+        micro = f", {self.accumulate} micro-batches" if self.accumulate > 1 else ""
         return (
             f"BatchSchedule({len(self.lengths)} examples, {len(self.plan)} buckets, "
-            f"{self.steps_per_epoch} steps per epoch, seed={self.seed}, "
+            f"{self.steps_per_epoch} steps per epoch{micro}, seed={self.seed}, "
             f"order={self.order!r})"
         )
 
-    def __getitem__(self, step: int) -> BatchIndices:
-        """Returns the bucket and the rows of any step, of any epoch.
+    def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
+        epoch, position = divmod(step, self.steps_per_epoch)
+        first = position * self._batches_per_step
+        numbers = range(first, first + self._batches_per_step)
+        return tuple(part for n in numbers for part in self._batches(epoch, n))
+
+    def _batches(self, epoch: int, number: int) -> list[BatchIndices]:
+        """A batch of the order, cut into the micro-batches that it counts for."""
+        if number >= self._rows.num_batches:
+            return [self._filler]
+        index, examples = self._order.batch(epoch, number)
+        bucket = self.plan.buckets[index]
+        rows = np.full(int(self._rows.sizes[index]), EMPTY_ROW, np.int64)
+        rows[: len(examples)] = examples
+        parts = rows.reshape(-1, bucket.batch_size)
+        return [BatchIndices(bucket, part) for part in parts]
+
+    @functools.cached_property
+    def _filler(self) -> BatchIndices:
+        """An empty batch, of the bucket that costs the least."""
+        bucket = filler_bucket(self.plan)
+        return BatchIndices(bucket, np.full(bucket.batch_size, EMPTY_ROW, np.int64))
+
+    def report(self, epoch: int = 0) -> Report:
+        """Returns what an epoch costs, exactly, and how its batches follow each other.
+
+        Where other examples are dropped in every epoch, real tokens are the mean.
+
+        Example:
+          >>> from jaxbucket import Bucket
+          >>> plan = BucketPlan((Bucket(2, 4), Bucket(1, 8)), max_tokens=8)
+          >>> lengths = [4] * 8 + [8] * 4
+          >>> BatchSchedule(plan, lengths, order="ascending").report().autocorrelation
+          0.625
 
         Raises:
-          IndexError: if `step` is negative, or before `first_step`.
+          ValueError: if it draws with replacement.
         """
-        step = operator.index(step)
-        if step < 0:
-            raise IndexError(f"`step={step}` must not be negative.")
-        if step < self.first_step:
-            raise IndexError(
-                f"`step={step}` is one of the schedule that this one continues from "
-                f"step {self.first_step} on."
+        seq_lens = self.plan.boundaries[self._order.buckets(epoch)]
+        return dataclasses.replace(
+            self.cost(), autocorrelation=lag1_autocorrelation(seq_lens)
+        )
+
+    def cost(self) -> Report:
+        """Returns the same, but for what follows what.
+
+        Raises:
+          ValueError: if it draws with replacement.
+        """
+        if isinstance(self.order, Curriculum) and self.order.replacement:
+            raise ValueError(
+                "A report counts an epoch that has every example once, which one with "
+                "`replacement=True` has not. Count its batches."
             )
-        epoch, position = divmod(step - self.first_step, self.steps_per_epoch)
-        batch = self._batch_at(epoch, position)
-        index = int(np.searchsorted(self._first_batch, batch, side="right")) - 1
-        bucket = self.plan.buckets[index]
-        first = (batch - int(self._first_batch[index])) * bucket.batch_size
-        last = min(first + bucket.batch_size, int(self.flow.rows[index]))
-        rows = np.full(bucket.batch_size, EMPTY_ROW, np.int64)
-        rows[: last - first] = self._rows(epoch, index, np.arange(first, last))
-        return BatchIndices(bucket, rows)
+        epoch = report(
+            self.plan,
+            self.lengths,
+            remainder=self.remainder,
+            accumulate=self.accumulate,
+            group=self.group,
+        )
+        if self.remainder == "drop" and self.order in get_args(FixedName):
+            return epoch.with_real_tokens(self._kept_tokens())
+        return epoch
 
-    def _batch_at(self, epoch: int, position: int) -> int:
-        """The batch at a position of an epoch; batches are numbered by bucket."""
-        opening = self._opening if epoch == 0 else None
-        if self.order != "shuffled":
-            order = self._fixed_order if opening is None else self._opened_order
-            return int(order[position])
-        planned = 0 if opening is None else opening.steps
-        if opening is not None and position < planned:
-            return opening.batch_at(position)
-        key = fold(self.seed, epoch, len(self.plan))
-        size = self.steps_per_epoch - planned
-        number = int(permute(np.array([position - planned]), size, key)[0])
-        return number if opening is None else opening.nth_left(number)
-
-    def _rows(self, epoch: int, bucket: int, row: np.ndarray) -> np.ndarray:
-        """The examples in the `[n]` rows of a bucket, all its batches end to end."""
-        examples = np.empty(len(row), np.int64)
-        missing = np.arange(len(row))
-        while True:
-            own = int(self.flow.counts[bucket])
-            slot = row
-            if self.order == "shuffled":
-                size = own + int(self.flow.carried[bucket])
-                slot = permute(row, size, fold(self.seed, epoch, bucket))
-            here = slot < own
-            found = self._offsets[bucket] + slot[here]
-            examples[missing[here]] = self._examples[found]
-            if here.all():
-                return examples
-            # Slots beyond the bucket's own are the rows that the one below left over.
-            bucket -= 1
-            missing = missing[~here]
-            row = slot[~here] - own + int(self.flow.rows[bucket])
-
-    @functools.cached_property
-    def _fixed_order(self) -> np.ndarray:
-        """`[steps]`: batches by their last example, or by their longest one."""
-        keys = []
+    def _kept_tokens(self) -> int:
+        """Real tokens of an epoch that drops the same examples as every other one."""
+        kept = 0
         for index, bucket in enumerate(self.plan.buckets):
-            rows = self._rows(0, index, np.arange(self.flow.rows[index]))
-            values = self.lengths[rows] if self.order in _BY_LENGTH else rows
-            # Of all rows: those that come up may come early in the source.
-            starts = np.arange(self.flow.batches[index]) * bucket.batch_size
-            keys.append(np.maximum.reduceat(values.astype(np.int64), starts))
-        key = np.concatenate(keys)
-        if self.order == "descending":
-            key = -key
-        return np.argsort(key, kind="stable")
+            own = self._rows.own(index)[: int(self.flow.rows[index])]
+            kept += int(np.minimum(self.lengths[own], bucket.seq_len).sum())
+        return kept
 
-    @functools.cached_property
-    def _opened_order(self) -> np.ndarray:
-        assert self._opening is not None
-        return self._opening.before(self._fixed_order)
+    def traits(self) -> dict[str, Any]:
+        groups = {"accumulate": self.accumulate, "group": self.group}
+        return {
+            "seed": self.seed,
+            "order": str(self.order),
+            "remainder": self.remainder,
+            "opening": self.opening_pairs,
+            **(groups if self.accumulate > 1 else {}),
+        }
 
-    @functools.cached_property
-    def data_fingerprint(self) -> str:
-        """32 hex digits that name the lengths, whatever their integer dtype."""
-        return digest(np.ascontiguousarray(self.lengths, "<i4").data)
-
-    @property
-    def fingerprint(self) -> str:
-        """32 hex digits that name every batch: plan, lengths, seed and order."""
-        parts = [
-            self.plan.fingerprint,
-            self.data_fingerprint,
-            str(self.seed),
-            self.order,
-        ]
+    def _named(self) -> list[str]:
+        parts = [str(self.seed), str(self.order)]
         # What is as it always was leaves no trace: old runs have these fingerprints.
         if self.remainder != "cheapest":
             parts += ["remainder", self.remainder]
         if self.opening_pairs:
             parts += ["opening", json.dumps(self.opening_pairs)]
-        if self.continues is not None:
-            parts += [str(self.first_step), self.continues]
-        return digest("\n".join(parts).encode())
+        if self.accumulate > 1:
+            parts += ["accumulate", str(self.accumulate), self.group]
+        return parts
 
 
-def _sort_by_length(
-    examples: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, order: Order
-) -> None:
-    """Sorts the examples of each bucket by length, in place and stably."""
-    for own in np.split(examples, offsets[1:]):
-        key = lengths[own].astype(np.int64)
-        own[:] = own[np.argsort(-key if order == "descending" else key, kind="stable")]
+def _check_order(order: Any, size: int) -> None:
+    if isinstance(order, Curriculum):
+        order.check_size(size)
+    elif isinstance(order, str):
+        check_choice("order", order, ORDERS)
+    else:
+        raise ValueError(
+            f"`order` is a {type(order).__name__}: choose one of {', '.join(ORDERS)}, "
+            "or give a `Curriculum` of difficulties."
+        )
 
 
-def _group(index: np.ndarray, num_buckets: int) -> tuple[np.ndarray, np.ndarray]:
-    """Examples by bucket, in source order within each.
-
-    Args:
-      index: `[N]` int16 bucket of each example, -1 for none.
-      num_buckets: K.
-
-    Returns:
-      `[N']` uint32 examples (wider only beyond 2**32 of them), `[K]` int64 counts.
-    """
-    counts = np.bincount(index + 1, minlength=num_buckets + 1)
-    # numpy sorts 16-bit integers by radix: one pass, whatever K.
-    order = np.argsort(index, kind="stable")[counts[0] :]
-    return order.astype(np.uint32 if len(index) <= 2**32 else np.int64), counts[1:]
+def _within(order: Order) -> Any:
+    """How the examples of a bucket are sorted."""
+    if isinstance(order, Curriculum):
+        return order.difficulty if order.replacement else "source"
+    return "source" if order == "shuffled" else order

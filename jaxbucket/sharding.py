@@ -90,13 +90,15 @@ def rows_of_devices(
 
 
 def prefetch_to_mesh(
-    batches: Iterable[Batch],
+    batches: Iterable[_T],
     mesh: Mesh,
     *,
     batch_axes: Axes = DATA_AXIS,
     size: int = 2,
-) -> Iterator[Batch]:
+) -> Iterator[_T]:
     """Yields each local numpy batch as one of global `jax.Array`s, `size` ahead.
+
+    A tuple of batches, as a step with accumulation has it, is given as such a tuple.
 
     Args:
       batches: what this process loaded for `local_rows(mesh)`: a dataset of
@@ -113,9 +115,14 @@ def prefetch_to_mesh(
         raise ValueError(f"`size={size}` must not be negative.")
     shard = local_rows(mesh, batch_axes=batch_axes)
     sharding = batch_sharding(mesh, batch_axes)
+
     # device_put returns before the copy is done, so a queue of its results suffices.
-    on_device = (_to_global(batch, shard, sharding) for batch in batches)
-    return ahead(on_device, size)
+    def to_global(batch: Any) -> Any:
+        if isinstance(batch, Batch):
+            return _to_global(batch, shard, sharding)
+        return tuple(_to_global(part, shard, sharding) for part in batch)
+
+    return ahead(map(to_global, batches), size)
 
 
 def ahead(items: Iterator[_T], size: int) -> Iterator[_T]:

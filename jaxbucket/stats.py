@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base import Bucket, BucketPlan
-from jaxbucket.checks import MAX_LENGTH, check_lengths
-from jaxbucket.remainder import Remainder, flow_remainders
+from jaxbucket.checks import (
+    MAX_LENGTH,
+    check_accumulate,
+    check_choice,
+    check_lengths,
+)
+from jaxbucket.remainder import Remainder, filler_bucket, flow_remainders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +29,7 @@ class BucketReport:
       seq_len: T.
       examples: examples whose shortest bucket this is.
       carried: examples that come up from the bucket below to fill a batch here.
-      steps: batches of an epoch.
+      batches: batches of an epoch, of which a step has one unless it accumulates.
       empty_rows: rows of these batches that hold no example.
       left_over: examples that fill no batch and are left out of an epoch.
       padding: share of positions that are padding where an example is in its own
@@ -36,7 +41,7 @@ class BucketReport:
     seq_len: int
     examples: int
     carried: int
-    steps: int
+    batches: int
     empty_rows: int
     left_over: int
     padding: float
@@ -53,7 +58,7 @@ class Report:
       examples: examples that are trained on.
       real_tokens: their positions, after truncation; where remainders are dropped,
         other ones in every epoch, the mean over epochs.
-      padded_tokens: B * T summed over the steps.
+      padded_tokens: B * T summed over the batches.
       padding: 1 - real_tokens / padded_tokens.
       padding_in_rows: the part of it behind the examples' ends.
       padding_in_empty_rows: the part of it in rows without an example.
@@ -61,6 +66,8 @@ class Report:
       dropped_examples: examples left out as too long.
       truncated_examples: examples cut as too long.
       truncated_tokens: positions cut off from them.
+      autocorrelation: of the T of one batch and of the next, from -1 to 1: near 0 in
+        a shuffled epoch. None where no order is known, or all have the same T.
     """
 
     buckets: tuple[BucketReport, ...]
@@ -75,6 +82,17 @@ class Report:
     dropped_examples: int
     truncated_examples: int
     truncated_tokens: int
+    autocorrelation: float | None = None
+
+    def with_real_tokens(self, real_tokens: int) -> Report:
+        """Returns the same rows with other real tokens in them."""
+        less = (self.real_tokens - real_tokens) / max(self.padded_tokens, 1)
+        return dataclasses.replace(
+            self,
+            real_tokens=real_tokens,
+            padding=self.padding + less,
+            padding_in_rows=self.padding_in_rows + less,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Every number, as plain Python."""
@@ -91,14 +109,14 @@ class Report:
 
         table = Table(box=box.SIMPLE_HEAD, caption=self.summary, caption_justify="left")
         for name in (
-            *("B", "T", "examples", "carried in", "steps"),
+            *("B", "T", "examples", "carried in", "batches"),
             *("empty rows", "padding", "tokens"),
         ):
             table.add_column(name, justify="right")
         for b in self.buckets:
             table.add_row(
                 *(str(n) for n in (b.batch_size, b.seq_len, b.examples, b.carried)),
-                *(str(b.steps), str(b.empty_rows)),
+                *(str(b.batches), str(b.empty_rows)),
                 *(f"{b.padding:.1%}", f"{b.token_share:.1%}"),
             )
         return table
@@ -124,11 +142,20 @@ class Report:
                 f"{self.truncated_examples} examples are too long: cut by "
                 f"{self.truncated_tokens} tokens."
             )
+        if self.autocorrelation is not None:
+            lines.append(
+                f"Autocorrelation of T from batch to batch: {self.autocorrelation:.3f}."
+            )
         return "\n".join(lines)
 
 
 def report(
-    plan: BucketPlan, lengths: ArrayLike, *, remainder: Remainder = "cheapest"
+    plan: BucketPlan,
+    lengths: ArrayLike,
+    *,
+    remainder: Remainder = "cheapest",
+    accumulate: int = 1,
+    group: Literal["same", "mixed"] = "same",
 ) -> Report:
     """Returns what one epoch of these lengths costs under a plan, exactly.
 
@@ -142,20 +169,34 @@ def report(
     Args:
       plan: the shapes.
       lengths: `[N]` integers, those the plan was made for or others.
-      remainder: as in `BatchSchedule`.
+      remainder: as in `BatchSchedule`, and so are the others.
+      accumulate: micro-batches of a step.
+      group: whether they have the "same" bucket or are "mixed".
 
     Raises:
-      ValueError: for lengths the plan refuses, or an unknown remainder.
+      ValueError: for lengths the plan refuses, an unknown remainder or group, or
+        `accumulate` that is not positive.
     """
     lengths = check_lengths(lengths)
+    accumulate = check_accumulate(accumulate)
+    check_choice("group", group, ("same", "mixed"))
     index = plan.assign(lengths)
     size = len(plan)
     counts = np.bincount(index + 1, minlength=size + 1)[1:]
-    flow = flow_remainders(counts, plan.batch_sizes, plan.boundaries, remainder)
+    # Batches of the same bucket in a step are filled together.
+    together = accumulate if group == "same" else 1
+    sizes = plan.batch_sizes * together
+    flow = flow_remainders(counts, sizes, plan.boundaries, remainder)
+    steps = -(-flow.num_batches * together // accumulate)
+    batches = flow.batches * together
+    # Those that make the last step full.
+    batches[plan.buckets.index(filler_bucket(plan))] += (
+        steps * accumulate - batches.sum()
+    )
     used = np.minimum(lengths, min(plan.max_seq_len, MAX_LENGTH))
     own = np.bincount(index + 1, weights=used, minlength=size + 1)[1:]
     row_slots = flow.rows * plan.boundaries
-    tokens = flow.batches * plan.batch_sizes * plan.boundaries
+    tokens = batches * plan.batch_sizes * plan.boundaries
     shares = 1 - flow.dropped / np.maximum(counts, 1)
     real, padded = round(float((own * shares).sum())), int(tokens.sum())
     over = lengths > min(plan.max_seq_len, MAX_LENGTH)
@@ -168,15 +209,15 @@ def report(
                 seq_len=bucket.seq_len,
                 examples=int(counts[k]),
                 carried=int(flow.carried[k]),
-                steps=int(flow.batches[k]),
-                empty_rows=int(flow.batches[k] * bucket.batch_size - flow.rows[k]),
+                batches=int(batches[k]),
+                empty_rows=int(batches[k] * bucket.batch_size - flow.rows[k]),
                 left_over=int(flow.dropped[k]),
                 padding=_share(counts[k] * bucket.seq_len - own[k], counts[k], bucket),
                 token_share=float(tokens[k] / max(padded, 1)),
             )
             for k, bucket in enumerate(plan.buckets)
         ),
-        steps_per_epoch=flow.num_batches,
+        steps_per_epoch=steps,
         examples=int(counts.sum() - flow.dropped.sum()),
         real_tokens=real,
         padded_tokens=padded,
@@ -188,6 +229,23 @@ def report(
         truncated_examples=num_over if truncates else 0,
         truncated_tokens=int((lengths[over] - plan.max_seq_len).sum()) * truncates,
     )
+
+
+def lag1_autocorrelation(values: np.ndarray) -> float | None:
+    """Returns how much a value says about the next, from -1 to 1; None if all agree.
+
+    Box and Jenkins, "Time Series Analysis", 1970: the products of the deviations of
+    neighbours from the mean, over the squared deviations, both summed.
+
+    Example:
+      >>> lag1_autocorrelation(np.array([1, 2, 1, 2]))
+      -0.75
+    """
+    deviations = values - values.mean()
+    variance = float((deviations**2).sum())
+    if not variance:
+        return None
+    return float((deviations[1:] * deviations[:-1]).sum()) / variance
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The invariants as checks that can be pointed at any loader.
 
-A loader is whatever gives `Batch`es of numpy arrays for one host from a step on. Each
-example says who it is in a feature of its own, one integer for each row.
+A loader is whatever gives `Batch`es of numpy arrays for one host from a step on, or
+tuples of them where a step has several. Each example says who it is in a feature of its
+own, one integer for each row.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxbucket.base import Batch, Bucket
+from jaxbucket.checks import check_positive
 
-Loader: TypeAlias = Callable[[int, int], Iterable[Batch]]
+Step: TypeAlias = tuple[Batch, ...]
+Loader: TypeAlias = Callable[[int, int], Iterable[Batch | Step]]
 
 _MAX_NAMED = 5
 
@@ -26,6 +29,7 @@ def check_batches(
     max_tokens: int,
     num_hosts: int = 1,
     identity: str = "index",
+    left_out: int = 0,
     resume_at: Iterable[int] | None = None,
 ) -> None:
     """Checks an epoch of a loader, over all its hosts.
@@ -47,87 +51,155 @@ def check_batches(
       max_tokens: what B * T may be.
       num_hosts: how many there are; no two have the same rows.
       identity: the feature `[B]` that names the example in a row.
+      left_out: how many examples an epoch leaves out on purpose.
       resume_at: steps to begin at anew, by default all.
 
     Raises:
-      AssertionError: for every promise that is broken: closed shapes, the budget, the
-        same bucket and number of steps on all hosts, every example in one row, and
-        the same batches where it is resumed.
+      AssertionError: for every promise that is broken: closed shapes (of every array,
+        with its dtype), the budget, the same shapes and number of steps on all hosts,
+        every example in one row, and the same batches where it is resumed.
+      ValueError: if `num_hosts` is not positive.
     """
-    hosts = [[_copy(batch) for batch in loader(host, 0)] for host in range(num_hosts)]
+    check_positive("num_hosts", num_hosts)
+    hosts = [[_copy(step) for step in loader(host, 0)] for host in range(num_hosts)]
     broken = [
         *_lockstep(hosts),
         *_shapes(hosts, set(buckets), max_tokens),
+        *_arrays(hosts),
         *_segments(hosts),
-        *_exactly_once(hosts, num_examples, identity),
+        *_exactly_once(hosts, num_examples, identity, left_out),
     ]
-    steps = range(len(hosts[0])) if resume_at is None else resume_at
-    for host, batches in enumerate(hosts):
+    steps = list(range(len(hosts[0])) if resume_at is None else resume_at)
+    for host, own in enumerate(hosts):
         for step in steps:
-            broken += _resumed(loader(host, step), batches[step:], host, step)
+            broken += _resumed(loader(host, step), own[step:], host, step)
     if broken:
         raise AssertionError("\n".join(broken))
 
 
-def _copy(batch: Batch) -> Batch:
+def _copy(step: Batch | Step) -> Step:
     """A loader may use its arrays again."""
-    return Batch(*({name: np.array(x) for name, x in part.items()} for part in batch))
+    micro = (step,) if isinstance(step, Batch) else step
+    return tuple(
+        Batch(*({name: np.array(x) for name, x in part.items()} for part in batch))
+        for batch in micro
+    )
 
 
-def _lockstep(hosts: list[list[Batch]]) -> Iterator[str]:
-    steps = [len(batches) for batches in hosts]
+def _lockstep(hosts: list[list[Step]]) -> Iterator[str]:
+    steps = [len(own) for own in hosts]
     if len(set(steps)) > 1:
         yield f"Lockstep: hosts have {steps} steps."
-    for step, batches in enumerate(zip(*hosts, strict=False)):
-        lengths = [batch.bucket.seq_len for batch in batches]
-        if len(set(lengths)) > 1:
-            yield f"Lockstep: at step {step} hosts have T of {lengths}."
+    for step, at_hosts in enumerate(zip(*hosts, strict=False)):
+        lengths = [[batch.bucket.seq_len for batch in micro] for micro in at_hosts]
+        if any(own != lengths[0] for own in lengths):
+            words = [own[0] if len(own) == 1 else own for own in lengths]
+            yield f"Lockstep: at step {step} hosts have T of {words}."
 
 
 def _shapes(
-    hosts: list[list[Batch]], buckets: set[Bucket], max_tokens: int
+    hosts: list[list[Step]], buckets: set[Bucket], max_tokens: int
 ) -> Iterator[str]:
-    for step, batches in enumerate(zip(*hosts, strict=False)):
-        num_rows = sum(batch.bucket.batch_size for batch in batches)
-        found = Bucket(num_rows, batches[0].bucket.seq_len)
-        if found not in buckets:
-            known = ", ".join(map(str, sorted(buckets)))
-            yield f"Closed shapes: step {step} has {found}, which is none of {known}."
-        if found.num_tokens > max_tokens:
-            yield (
-                f"Budget: step {step} has {found.num_tokens} tokens, more than "
-                f"`max_tokens={max_tokens}`."
-            )
+    numbers = {len(micro) for own in hosts for micro in own}
+    if len(numbers) > 1:
+        yield f"Closed shapes: steps have {sorted(numbers)} micro-batches."
+    for step, at_hosts in enumerate(zip(*hosts, strict=False)):
+        for batches in zip(*at_hosts, strict=False):
+            num_rows = sum(batch.bucket.batch_size for batch in batches)
+            found = Bucket(num_rows, batches[0].bucket.seq_len)
+            if found not in buckets:
+                known = ", ".join(map(str, sorted(buckets)))
+                yield (
+                    f"Closed shapes: step {step} has {found}, which is none of {known}."
+                )
+            if found.num_tokens > max_tokens:
+                yield (
+                    f"Budget: step {step} has {found.num_tokens} tokens, more than "
+                    f"`max_tokens={max_tokens}`."
+                )
 
 
-def _segments(hosts: list[list[Batch]]) -> Iterator[str]:
+def _batches(hosts: list[list[Step]]) -> Iterator[tuple[int, int, Batch]]:
+    """(host, step, batch) of all."""
+    for host, own in enumerate(hosts):
+        for step, micro in enumerate(own):
+            for batch in micro:
+                yield host, step, batch
+
+
+def _arrays(hosts: list[list[Step]]) -> Iterator[str]:
+    """Whatever step and host: a bucket has the same arrays."""
+    known: dict[int, dict[str, str]] = {}
+    for host, step, batch in _batches(hosts):
+        found = {
+            f"{part}[{name!r}]": f"{x.dtype}{list(x.shape)}"
+            for part, arrays in zip(batch._fields, batch, strict=True)
+            for name, x in arrays.items()
+        }
+        expected = known.setdefault(batch.bucket.seq_len, found)
+        for name in sorted(found.keys() | expected.keys()):
+            if found.get(name) != expected.get(name):
+                yield (
+                    f"Closed shapes: at step {step} host {host} has {name} of "
+                    f"{found.get(name)}, elsewhere in this bucket "
+                    f"{expected.get(name)}."
+                )
+        for name in batch.segment_ids:
+            shape = np.shape(batch.features.get(name))[:2]
+            if shape != (batch.bucket.batch_size, batch.bucket.seq_len):
+                yield (
+                    f"Closed shapes: at step {step} host {host} has "
+                    f"features[{name!r}] of {list(shape)} in bucket {batch.bucket}."
+                )
+
+
+def _segments(hosts: list[list[Step]]) -> Iterator[str]:
     """Positions count from 0 where a segment begins, and are 0 in padding."""
-    for host, batches in enumerate(hosts):
-        for step, batch in enumerate(batches):
-            for name, ids in batch.segment_ids.items():
-                begins = np.diff(ids, axis=1, prepend=0) != 0
-                places = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-                starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-                expected = np.where(ids > 0, places - starts, 0)
-                if not np.array_equal(batch.positions[name], expected):
-                    yield (
-                        f"Segments: at step {step} host {host} has positions of "
-                        f"{name!r} that do not follow from its segment ids."
-                    )
+    for host, step, batch in _batches(hosts):
+        for name, ids in batch.segment_ids.items():
+            if np.shape(batch.positions.get(name)) != ids.shape:
+                yield (
+                    f"Segments: at step {step} host {host} has no positions of "
+                    f"{name!r} beside its segment ids."
+                )
+                continue
+            begins = np.diff(ids, axis=1, prepend=0) != 0
+            places = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+            starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+            expected = np.where(ids > 0, places - starts, 0)
+            if not np.array_equal(batch.positions[name], expected):
+                yield (
+                    f"Segments: at step {step} host {host} has positions of {name!r} "
+                    "that do not follow from its segment ids."
+                )
 
 
 def _exactly_once(
-    hosts: list[list[Batch]], num_examples: int, identity: str
+    hosts: list[list[Step]], num_examples: int, identity: str, left_out: int
 ) -> Iterator[str]:
-    parts = [_examples(batch, identity) for batches in hosts for batch in batches]
+    for host, step, batch in _batches(hosts):
+        values = np.asarray(batch.features.get(identity))
+        if values.dtype.kind not in "iu" or values.ndim != 1:
+            yield (
+                f"Exactly once: at step {step} host {host} has no feature {identity!r} "
+                "of one integer for each row, which says who is in it."
+            )
+            return
+    parts = [_examples(batch, identity) for _, _, batch in _batches(hosts)]
     found = np.concatenate([np.empty(0, np.int64), *parts])
     inside = (found >= 0) & (found < num_examples)
     if not inside.all():
         yield f"Exactly once: {_some(found[~inside])} are no examples."
     counts = np.bincount(found[inside], minlength=num_examples)
-    for words, wrong in (("in no row", counts == 0), ("in several rows", counts > 1)):
-        if wrong.any():
-            yield f"Exactly once: examples {_some(np.flatnonzero(wrong))} are {words}."
+    missing, repeated = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
+    if len(missing) != left_out:
+        named = f" ({_some(missing)})" if len(missing) else ""
+        yield (
+            f"Exactly once: {len(missing)} examples{named} are in no row, where "
+            f"`left_out={left_out}` should be."
+        )
+    if len(repeated):
+        yield f"Exactly once: examples {_some(repeated)} are in several rows."
 
 
 def _examples(batch: Batch, identity: str) -> np.ndarray:
@@ -142,14 +214,14 @@ def _some(numbers: Sequence[int] | np.ndarray) -> str:
 
 
 def _resumed(
-    again: Iterable[Batch], expected: list[Batch], host: int, start: int
+    again: Iterable[Batch | Step], expected: list[Step], host: int, start: int
 ) -> Iterator[str]:
     where = f"Resume: host {host}, begun at step {start},"
-    found = [_copy(batch) for batch in again]
+    found = [_copy(micro) for micro in again]
     if len(found) != len(expected):
         yield f"{where} has {len(found)} steps where {len(expected)} are left."
     for step, (a, b) in enumerate(zip(found, expected, strict=False), start):
-        if not _same(a, b):
+        if not (len(a) == len(b) and all(map(_same, a, b))):
             yield f"{where} has another batch at step {step}."
             return
 

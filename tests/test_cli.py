@@ -104,6 +104,16 @@ def test_a_plan_is_reported_on_other_lengths(files):
     assert json.loads(others)["report"] == json.loads(epoch.to_json())
 
 
+def test_a_report_knows_remainders_and_micro_batches(files):
+    run("plan", "lengths.npy", *OPTIONS, "-o", "plan.json")
+    options = {"remainder": "drop", "accumulate": 2, "group": "mixed"}
+    words = [word for name in options for word in (f"--{name}", str(options[name]))]
+    found = run("report", "plan.json", "lengths.npy", *words, "--json")
+    epoch = report(PLAN, LENGTHS, **options)
+    assert epoch != report(PLAN, LENGTHS)
+    assert json.loads(found)["report"] == json.loads(epoch.to_json())
+
+
 def test_pictures_are_drawn(files):
     run("plan", "lengths.npy", *OPTIONS, "--plot", "plan.png", "-o", "plan.json")
     run("report", "plan.json", "lengths.npy", "--plot", "report.png")

@@ -184,3 +184,12 @@ def test_an_example_that_is_no_dict_is_refused():
             collate_rows(examples, Bucket(2, 4))
     with pytest.raises(ValueError, match="The example is a ndarray, not a dict"):
         example_length(np.ones(3))
+
+
+@pytest.mark.parametrize("value", ["ab", None, b"ab"])
+def test_text_and_objects_are_refused(value):
+    rows = [{"x": [1], "name": value}] * 2
+    with pytest.raises(
+        ValueError, match="Feature 'name' is text or an object, .*leave"
+    ):
+        collate_rows(rows, Bucket(2, 4))

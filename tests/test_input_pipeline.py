@@ -200,53 +200,6 @@ def test_features_and_padding_are_as_asked():
     assert dataset[0].features["v"].tolist() == [[0, 1, 2], [1, 1, 1]]
 
 
-# measure_lengths
-
-
-def test_lengths_are_int32_in_the_order_of_the_source():
-    source, _ = job()
-    measured = measure_lengths(source)
-    assert measured.dtype == np.int32
-    np.testing.assert_array_equal(measured, source.lengths)
-    assert source.read == list(range(len(source)))
-
-
-def test_lengths_may_be_measured_by_a_function():
-    assert measure_lengths(["ab", "c"], length_fn=len).tolist() == [2, 1]
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ([], "`source` is empty: there is no example to measure"),
-        ([{"x": [1]}, {"x": []}], "`source[1]`: The example has length 0. Leave empty"),
-        ([{"x": 1}], "`source[0]`: The example ['x'] has no sequence"),
-        ([{"x": [1]}, [1]], "`source[1]`: The example is a list, not a dict of arr"),
-        ([{"x": [1], "y": [1, 2]}], "`source[0]`: The example has sequences of differ"),
-    ],
-)
-def test_examples_without_a_length_are_refused(source, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        measure_lengths(source, progress=False)
-
-
-def test_lengths_are_those_of_the_sequences_named():
-    source = [{"x": [1, 2], "notes": [1, 2, 3]}, {"x": [1], "notes": []}]
-    lengths = measure_lengths(source, sequences=["x"], progress=False)
-    np.testing.assert_array_equal(lengths, [2, 1])
-
-
-@pytest.mark.parametrize("length", [0, -2, 2.5, float("nan"), None, "3", 2**31])
-def test_a_function_that_measures_nonsense_is_refused(length):
-    with pytest.raises(
-        ValueError, match=re.escape(f"`source[0]` has length {length!r}")
-    ):
-        measure_lengths([1], length_fn=lambda example: length, progress=False)
-
-
-# What does not fit together
-
-
 def test_a_source_of_another_size_is_refused():
     source, schedule = job()
     message = "`source` has 149 examples, but the schedule was made for 150 lengths. Me"
@@ -358,12 +311,12 @@ def test_a_position_beyond_the_end_of_the_run_is_refused():
     source = [{"x": [1]}]
     schedule = BatchSchedule(plan_buckets([1], max_tokens=1), [1])
     position = batch_dataset(source, schedule, num_steps=9).position(9)
-    with pytest.raises(ValueError, match="ends at `num_steps=5`, before .* step 9"):
+    with pytest.raises(ValueError, match="ends at step 5, before .* step 9"):
         batch_dataset(source, schedule, num_steps=5).resume(position)
     # Also where the run that ends has deliberately gone on since.
     grown = schedule.continue_with(position)
     position = batch_dataset(source, grown, num_steps=12).position(12)
-    with pytest.raises(ValueError, match="ends at `num_steps=5`, before .* step 12"):
+    with pytest.raises(ValueError, match="ends at step 5, before .* step 12"):
         batch_dataset(source, schedule, num_steps=5).resume(position)
 
 
@@ -375,3 +328,28 @@ def test_a_dataset_begins_with_the_first_step_of_its_schedule():
     assert len(dataset) == 3
     with pytest.raises(ValueError, match="`start_step=3` must be between 4 and"):
         batch_dataset(source, schedule.continue_with(position), start_step=3)
+
+
+@pytest.mark.parametrize("end", [{"num_epochs": 2}, {}])
+def test_a_run_that_went_on_with_grown_data_ends_where_it_would_have(end):
+    source = [{"x": [0] * n} for n in range(1, 10)]
+    lengths = [len(example["x"]) for example in source]
+    plan = plan_buckets(lengths, max_tokens=9, boundaries=[9])
+    before = batch_dataset(source, BatchSchedule(plan, lengths), num_steps=100)
+    for first in (4, 40):
+        grown = BatchSchedule(plan, lengths).continue_with(before.position(first))
+        whole = batch_dataset(source, grown, **end)
+        assert len(whole) == len(lengths) * end.get("num_epochs", 1)
+        for later in (0, 1, len(whole) - 1, len(whole)):
+            position = whole.position(first + later)
+            # As the same script is started again: it knows nothing of the change.
+            again = batch_dataset(source, BatchSchedule(plan, lengths), **end)
+            rest = again.resume(position)
+            assert len(rest) == len(whole) - later
+
+
+def test_a_position_that_is_none_is_refused():
+    source = [{"x": [1]}]
+    schedule = BatchSchedule(plan_buckets([1], max_tokens=1), [1])
+    with pytest.raises(ValueError, match="`position` is a dict, not a `DataPosition`"):
+        batch_dataset(source, schedule).resume({})  # pyright: ignore

@@ -37,7 +37,7 @@ def test_quick_start_runs_as_printed(tmp_path):
 
 
 def test_the_loop_that_saves_goes_on_where_it_was(tmp_path):
-    (code,), (loop, _, _) = blocks("python"), blocks("py")
+    (code,), (loop, *_) = blocks("python"), blocks("py")
     code = code[: code.index("for batch in")]
     # Saved within the one epoch of the quick start, in a folder of the test's own.
     loop = loop.replace("runs/a", str(tmp_path / "runs")).replace("100", "10")
@@ -77,7 +77,7 @@ def output_of_two(loop: str, tell: str, folder: pathlib.Path) -> str:
 
 
 def test_the_loop_of_many_processes_runs_in_two(tmp_path):
-    _, loop, _ = blocks("py")
+    _, loop, *_ = blocks("py")
     tell = "print(len(dataset), step + 1, processes.count, mesh.size)"
     printed = output_of_two(loop, tell, tmp_path)
     ends = re.findall(r"^\[.\] (\d+) (\d+) 2 4$", printed, re.MULTILINE)
@@ -99,7 +99,7 @@ def test_the_loop_of_the_page_on_processes_saves_where_it_ends(tmp_path):
 
 
 def test_a_token_file_is_written_as_printed(tmp_path):
-    (code,), (_, _, write) = blocks("python"), blocks("py")
+    (code,), (_, _, write, _) = blocks("python"), blocks("py")
     code = code[: code.index("# A loss returns sums")]
     write = write.replace("corpus", str(tmp_path / "corpus"))
     printed = output_of(f"{code}\n{write}\nprint(len(dataset), len(file))", tmp_path)
@@ -118,3 +118,12 @@ def test_every_room_is_in_the_table():
     rooms -= {"__init__", "__main__"}
     table = README.partition("## What is where")[2]
     assert all(f"`{room}`" in table for room in rooms)
+
+
+def test_orders_and_mixtures_are_made_as_printed(tmp_path):
+    (code,), (*_, orders) = blocks("python"), blocks("py")
+    code = code[: code.index("# A loss returns sums")]
+    tell = "print(len(dataset), 2 * len(schedule), len(micro_batches))"
+    printed = output_of(code + orders + tell, tmp_path)
+    steps, same, micro = printed.splitlines()[-1].split()
+    assert steps == same and micro == "4"

@@ -8,8 +8,10 @@ from jaxbucket import (
     BatchSchedule,
     Bucket,
     BucketPlan,
+    Curriculum,
     DataPosition,
     plan_buckets,
+    report,
 )
 from jaxbucket.base import RowShard
 
@@ -198,6 +200,137 @@ def test_empty_rows_stand_last_and_in_the_last_batch_of_a_bucket(problem):
             assert np.all(batch.rows[: batch.num_examples] >= 0)
 
 
+# Micro-batches
+
+
+@pytest.mark.parametrize("remainder", ["cheapest", "promote", "pad", "drop"])
+@pytest.mark.parametrize("accumulate", [2, 5])
+@pytest.mark.parametrize("order", ORDERS)
+def test_micro_batches_of_a_step_have_the_same_bucket(order, accumulate, remainder):
+    plan, lengths = many()
+    options = {"order": order, "remainder": remainder, "seed": 2}
+    schedule = BatchSchedule(plan, lengths, accumulate=accumulate, **options)
+    # They are cut from batches so many times as high.
+    high = BucketPlan(
+        tuple(Bucket(accumulate * b.batch_size, b.seq_len) for b in plan.buckets),
+        max_tokens=accumulate * plan.max_tokens,
+    )
+    whole = BatchSchedule(high, lengths, **options)
+    assert len(schedule) == len(whole)
+    for step in (*range(len(whole)), 10**6):
+        micro = schedule[step]
+        assert len(micro) == accumulate
+        assert {batch.bucket.seq_len for batch in micro} == {whole[step].bucket.seq_len}
+        assert all(batch.bucket in plan.buckets for batch in micro)
+        rows = np.concatenate([batch.rows for batch in micro])
+        np.testing.assert_array_equal(rows, whole[step].rows)
+
+
+@pytest.mark.parametrize("accumulate", [2, 5])
+@pytest.mark.parametrize("order", ORDERS)
+def test_mixed_micro_batches_follow_one_another(problem, order, accumulate):
+    options = {"order": order, "seed": 2, "opening": "largest_first"}
+    single = BatchSchedule(*problem, **options)
+    schedule = BatchSchedule(*problem, accumulate=accumulate, group="mixed", **options)
+    assert len(schedule) == -(-len(single) // accumulate)
+    for number in EPOCHS:
+        micro = [batch for step in epoch(schedule, number) for batch in step]
+        assert len(micro) == accumulate * len(schedule)
+        for found, expected in zip(micro, epoch(single, number), strict=False):
+            assert found.bucket == expected.bucket
+            np.testing.assert_array_equal(found.rows, expected.rows)
+        cheapest = min(bucket.num_tokens for bucket in problem.plan.buckets)
+        for filler in micro[len(single) :]:
+            assert not filler.num_examples
+            assert filler.bucket.num_tokens == cheapest
+
+
+@pytest.mark.parametrize("group", ["same", "mixed"])
+def test_an_opening_of_micro_batches_has_its_buckets(group):
+    plan, lengths = many()
+    opening = [(plan.buckets[1], 2), (plan.buckets[3], 1)]
+    schedule = BatchSchedule(plan, lengths, accumulate=3, group=group, opening=opening)
+    found = [{batch.bucket for batch in schedule[step]} for step in range(3)]
+    assert found == [{plan.buckets[1]}, {plan.buckets[1]}, {plan.buckets[3]}]
+    micro = [batch for step in epoch(schedule, 0) for batch in step]
+    rows = np.concatenate([real(batch) for batch in micro])
+    np.testing.assert_array_equal(np.sort(rows), np.arange(len(lengths)))
+    batches = 3 if group == "mixed" else 1
+    assert schedule.opening_pairs == [
+        [b.batch_size, b.seq_len, n * batches] for b, n in opening
+    ]
+    with pytest.raises(ValueError, match="`opening` takes 1000 steps of bucket"):
+        BatchSchedule(
+            plan, lengths, accumulate=3, group=group, opening=[(plan.buckets[1], 1000)]
+        )
+
+
+def test_one_micro_batch_is_a_batch_by_itself():
+    plan, lengths = many()
+    schedules = [
+        BatchSchedule(plan, lengths, group=group) for group in ("same", "mixed")
+    ]
+    assert schedules[0].fingerprint == schedules[1].fingerprint
+    assert isinstance(schedules[0][0], BatchIndices)
+    (micro,) = schedules[1].micro_batches(0)
+    np.testing.assert_array_equal(micro.rows, schedules[0][0].rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate": 0}, "`accumulate=0` must be a positive integer"),
+        ({"accumulate": 1.5}, "`accumulate=1.5` is not an integer"),
+        ({"group": "both"}, "`group='both'`: choose 'same' or 'mixed'"),
+    ],
+)
+def test_groups_that_are_none_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        BatchSchedule(*many(), **options)
+
+
+def test_the_epoch_is_derived_from_the_step():
+    schedule = BatchSchedule(*many())
+    size = len(schedule)
+    assert [schedule.epoch_at(s) for s in (0, size - 1, size, 7 * size)] == [0, 0, 1, 7]
+    moved = schedule.beginning_at(5, "other")
+    assert [moved.epoch_at(s) for s in (5, size + 4, size + 5)] == [0, 0, 1]
+    with pytest.raises(IndexError, match="`step=4` is one of the schedule that this"):
+        moved.epoch_at(4)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 4}])
+def test_shuffled_batches_say_nothing_about_the_next(options):
+    plan, lengths = many()
+    near = 4 / np.sqrt(len(BatchSchedule(plan, lengths)))
+    found = BatchSchedule(plan, lengths, **options).report()
+    assert abs(found.autocorrelation) < near
+    assert "Autocorrelation of T from batch to batch: " in found.summary
+    ascending = BatchSchedule(plan, lengths, order="ascending").report()
+    assert ascending.autocorrelation > 0.9
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("group", ["same", "mixed"])
+@pytest.mark.parametrize("remainder", ["cheapest", "drop"])
+def test_the_report_is_what_an_epoch_costs(accumulate, group, remainder):
+    plan, lengths = many()
+    schedule = BatchSchedule(
+        plan, lengths, accumulate=accumulate, group=group, remainder=remainder
+    )
+    found = schedule.report()
+    micro = [batch for s in range(len(schedule)) for batch in schedule.micro_batches(s)]
+    assert found.steps_per_epoch == len(schedule)
+    assert found.padded_tokens == sum(batch.bucket.num_tokens for batch in micro)
+    assert found.examples == sum(batch.num_examples for batch in micro)
+    for own in found.buckets:
+        bucket = Bucket(own.batch_size, own.seq_len)
+        mine = [batch for batch in micro if batch.bucket == bucket]
+        assert own.batches == len(mine)
+        rows = len(mine) * bucket.batch_size
+        assert own.empty_rows == rows - sum(batch.num_examples for batch in mine)
+
+
 def test_any_step_is_the_same_on_a_schedule_made_anew(problem):
     first = BatchSchedule(*problem, seed=9)
     ahead = list(range(2 * len(first)))
@@ -314,6 +447,8 @@ def test_the_fingerprint_names_plan_lengths_seed_and_order():
         *(BatchSchedule(plan, lengths, order=order) for order in ORDERS[1:]),
         *(BatchSchedule(plan, lengths, remainder=x) for x in ("promote", "drop")),
         BatchSchedule(plan, lengths, opening="largest_first"),
+        BatchSchedule(plan, lengths, accumulate=2),
+        BatchSchedule(plan, lengths, accumulate=2, group="mixed"),
         BatchSchedule(plan, np.minimum(other, 199)),
         BatchSchedule(wider, lengths),
     ]
@@ -460,3 +595,77 @@ def test_the_fingerprint_names_what_a_schedule_continues():
         for before in ("a", "b")
     }
     assert len(moved | {schedule.fingerprint}) == 5
+
+
+def test_the_fingerprint_counts_the_batches_of_an_opening():
+    plan = BucketPlan((Bucket(2, 4), Bucket(2, 8)), max_tokens=16)
+    lengths = [4] * 12 + [8] * 12
+    options = {"accumulate": 3, "group": "mixed"}
+    a, b, c = (
+        BatchSchedule(plan, lengths, opening=opening, **options)
+        for opening in ("largest_first", [(plan.buckets[1], 1)], None)
+    )
+    # One batch of the largest bucket, and a step of three of them.
+    assert [batch.bucket.seq_len for batch in b[0]] == [8, 8, 8]
+    assert [batch.bucket.seq_len for batch in a[0]] != [8, 8, 8]
+    assert a[0][0].bucket.seq_len == 8
+    assert len({x.fingerprint for x in (a, b, c)}) == 3
+
+
+@pytest.mark.parametrize("order", ["source", "ascending", "descending"])
+@pytest.mark.parametrize("group", [(1, "same"), (2, "same"), (3, "mixed")])
+def test_what_is_dropped_always_is_counted_exactly(order, group):
+    rng = np.random.default_rng(group[0])
+    lengths = rng.integers(1, 60, 400)
+    plan = plan_buckets(
+        lengths, max_tokens=700, num_buckets=4, max_seq_len=50, overlong="truncate"
+    )
+    schedule = BatchSchedule(
+        plan,
+        lengths,
+        order=order,
+        remainder="drop",
+        accumulate=group[0],
+        group=group[1],
+    )
+    batches = [x for step in range(len(schedule)) for x in schedule.micro_batches(step)]
+    real = sum(
+        int(np.minimum(lengths[x.rows[x.rows >= 0]], x.bucket.seq_len).sum())
+        for x in batches
+    )
+    padded = sum(x.bucket.num_tokens for x in batches)
+    found = schedule.report()
+    assert (found.real_tokens, found.padded_tokens) == (real, padded)
+    assert found.padding == pytest.approx(1 - real / padded)
+    parts = found.padding_in_rows + found.padding_in_empty_rows
+    assert parts == pytest.approx(found.padding)
+
+
+def test_draws_with_replacement_have_no_report():
+    plan = plan_buckets([1, 2], max_tokens=2)
+    order = Curriculum([1, 2], replacement=True)
+    schedule = BatchSchedule(plan, [1, 2], order=order)
+    with pytest.raises(ValueError, match="`replacement=True` has not. Count its"):
+        schedule.report()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"order": np.arange(2)},
+            "`order` is a ndarray: choose one of .* `Curriculum`",
+        ),
+        ({"order": None}, "`order` is a NoneType: choose one of shuffled, source"),
+        ({"accumulate": 2**61}, "`accumulate=2305843009213693952`: .* at most 65536"),
+        ({"accumulate": 0}, "`accumulate=0` must be a positive integer"),
+        ({"group": "foo"}, "`group='foo'`: choose 'same' or 'mixed'"),
+    ],
+)
+def test_orders_and_groups_that_are_none_are_refused(options, message):
+    plan = plan_buckets([1, 2], max_tokens=2)
+    with pytest.raises(ValueError, match=message):
+        BatchSchedule(plan, [1, 2], **options)
+    if "order" not in options:
+        with pytest.raises(ValueError, match=message):
+            report(plan, [1, 2], **options)

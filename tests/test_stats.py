@@ -48,7 +48,7 @@ def check_bucket(plan, lengths, bucket, own, batches) -> None:
     fit = np.minimum(lengths[plan.assign(lengths) == index], bucket.seq_len)
     rows = np.concatenate([batch.rows for batch in mine] or [np.zeros(0, int)])
     assert (own.batch_size, own.seq_len) == (bucket.batch_size, bucket.seq_len)
-    assert own.steps == len(mine)
+    assert own.batches == len(mine)
     assert own.examples == len(fit)
     assert own.empty_rows == np.count_nonzero(rows == -1)
     came_up = plan.assign(lengths)[rows[rows >= 0]] < index

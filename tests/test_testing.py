@@ -1,4 +1,4 @@
-"""The checks pass our own loader, and find what is wrong with broken ones."""
+"""The checks find what is wrong with broken loaders; ours is in test_invariants.py."""
 
 import re
 
@@ -12,7 +12,6 @@ from jaxbucket import (
     RowShard,
     batch_dataset,
     plan_buckets,
-    write_token_file,
 )
 from jaxbucket.testing import check_batches
 
@@ -31,41 +30,10 @@ class Source:
         return {"tokens": tokens, "index": np.array(index)}
 
 
-ORDERS = ["shuffled", "source", "ascending", "descending"]
-
-
 def job(seed=0, count=70, **options):
     lengths = np.random.default_rng(seed).integers(1, 40, count)
     plan = plan_buckets(lengths, max_tokens=960, num_buckets=3, batch_size_multiple=24)
     return plan, lengths, BatchSchedule(plan, lengths, seed=seed, **options)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("remainder", ["cheapest", "promote", "pad"])
-@pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
-def test_our_own_batches_keep_every_promise(tmp_path, order, remainder, num_hosts):
-    plan, lengths, schedule = job(
-        order=order, remainder=remainder, opening="largest_first"
-    )
-    source = Source(lengths)
-    for batches in (
-        source,
-        write_token_file(
-            tmp_path / "file", map(source.__getitem__, range(len(source)))
-        ),
-    ):
-
-        def loader(host, start_step, batches=batches):
-            shard = RowShard((host,), num_hosts)
-            return batch_dataset(batches, schedule, shard=shard, start_step=start_step)
-
-        check_batches(
-            loader,
-            num_examples=len(lengths),
-            buckets=plan.buckets,
-            max_tokens=plan.max_tokens,
-            num_hosts=num_hosts,
-        )
 
 
 def edited(edit):
@@ -124,11 +92,77 @@ def positions_that_count_on(batches, host, start):
     return batches[start:]
 
 
+def another_dtype_on_one_host(batches, host, start):
+    if host:
+        tokens = batches[0].features["tokens"]
+        batches[0].features["tokens"] = tokens.astype(np.int16)
+    return batches[start:]
+
+
+def a_feature_of_one_host(batches, host, start):
+    if host:
+        for batch in batches:
+            batch.features["more"] = batch.features["index"]
+    return batches[start:]
+
+
+def a_wider_feature(batches, host, start):
+    for batch in batches:
+        tokens = batch.features["tokens"]
+        batch.features["tokens"] = np.pad(tokens, ((0, 0), (0, 3)))
+    return batches[start:]
+
+
+def more_rows_on_one_host(batches, host, start):
+    """One row of the first host is the other's."""
+    _, lengths, schedule = job()
+    first = batch_dataset(Source(lengths), schedule, shard=RowShard((0,), 2))
+    for own, its in zip(batches, first, strict=True):
+        for into, values in zip(own, its, strict=True):
+            for name in into:
+                x, y = into[name], values[name]
+                into[name] = x[:-1] if host == 0 else np.concatenate([y[-1:], x])
+    return batches[start:]
+
+
+def no_positions(batches, host, start):
+    for batch in batches:
+        batch.positions.clear()
+    return batches[start:]
+
+
+def an_identity_of_floats(batches, host, start):
+    for batch in batches:
+        batch.features["index"] = batch.features["index"] + 0.7
+    return batches[start:]
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
+        (
+            another_dtype_on_one_host,
+            r"at step 0 host 1 has features\['tokens'\] of int16",
+        ),
+        (
+            a_feature_of_one_host,
+            r"host 1 has features\['more'\] of .*, elsewhere .* None",
+        ),
+        (a_wider_feature, r"has features\['tokens'\] of \[\d+, \d+\] in bucket \["),
+        (
+            more_rows_on_one_host,
+            r"Closed shapes: at step \d+ host 1 has .* elsewhere in",
+        ),
+        (no_positions, "at step 0 host 0 has no positions of 'tokens' beside"),
+        (
+            an_identity_of_floats,
+            "host 0 has no feature 'index' of one integer for each",
+        ),
         (one_step_less_on_one_host, r"Lockstep: hosts have \[(\d+), \d+\] steps"),
-        (one_step_less_on_one_host, r"Exactly once: examples .* are in no row"),
+        (
+            one_step_less_on_one_host,
+            r"Exactly once: 10 examples \(.* and 5 more\) are in no row",
+        ),
         (another_order_on_one_host, r"Lockstep: at step 0 hosts have T of \["),
         (a_shape_of_its_own, r"Closed shapes: step 0 has \[.*, which is none of \["),
         (the_first_batch_twice, r"examples .* and \d+ more are in several rows"),
@@ -144,6 +178,21 @@ def test_what_is_broken_is_named(edit, message):
     with pytest.raises(AssertionError) as error:
         check_batches(loader, **job)
     assert re.search(message, str(error.value)), error.value
+
+
+def test_numbers_of_steps_to_resume_at_may_be_an_iterator():
+    def first_host_alone(batches, host, start):
+        return batches[start:] if host == 0 else batches
+
+    loader, job = edited(first_host_alone)
+    with pytest.raises(AssertionError, match="host 1, begun at step 1, has"):
+        check_batches(loader, **job, resume_at=iter([1, 2]))
+
+
+def test_a_loader_of_no_host_is_refused():
+    loader, job = edited(resumed)
+    with pytest.raises(ValueError, match="`num_hosts=0` must be a positive integer"):
+        check_batches(loader, **job | {"num_hosts": 0})
 
 
 def test_what_is_not_broken_is_not_named():

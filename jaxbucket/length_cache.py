@@ -1,0 +1,125 @@
+"""Lengths in files: written a part at a time, whole all at once, mapped when read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Part(NamedTuple):
+    """A file for the examples from `start` to before `stop`."""
+
+    path: pathlib.Path
+    start: int
+    stop: int
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[np.ndarray]:
+        """Gives an array in a file; it is this one once all is in it.
+
+        Lengths are positive: what is 0 is missing.
+
+        Raises:
+          ValueError: if the folder cannot be written to.
+        """
+        partial = self.path.with_suffix(".partial")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            array = _begun(partial, (self.stop - self.start,))
+        except OSError as error:
+            raise ValueError(
+                f"`cache={str(self.path.parent)!r}` is no folder that can be written "
+                f"to: {error}. Name another one."
+            ) from None
+        yield array
+        array.flush()
+        # Another run may have measured the same, in the same file.
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(partial, self.path)
+
+
+def _begun(path: pathlib.Path, shape: tuple[int, ...]) -> np.memmap:
+    """What is there of a file, or zeros."""
+    with contextlib.suppress(FileNotFoundError, ValueError, EOFError):
+        found = np.lib.format.open_memmap(path, "r+")
+        if found.shape == shape and found.dtype == np.int32:
+            return found
+    return np.lib.format.open_memmap(path, "w+", np.int32, shape)
+
+
+class LengthCache:
+    """The files of one source in a folder.
+
+    Attributes:
+      key: names the source, and how it is measured.
+      whole: the file that is read.
+    """
+
+    def __init__(self, folder: pathlib.Path, key: str, size: int):
+        self.key = key
+        self._folder = folder
+        self._size = size
+        self.whole = folder / f"lengths-{key}.npy"
+
+    def part(self, index: int, count: int) -> Part:
+        """Returns the file of one of so many processes."""
+        if count == 1:
+            return Part(self.whole, 0, self._size)
+        ends = [self._size * i // count for i in range(count + 1)]
+        name = f"lengths-{self.key}-{index}-of-{count}.npy"
+        return Part(self._folder / name, ends[index], ends[index + 1])
+
+    def join(self, count: int) -> None:
+        """Makes one file of all parts.
+
+        Raises:
+          ValueError: if one is missing, cut or foreign.
+        """
+        if count == 1:
+            return
+        parts = [self.part(index, count) for index in range(count)]
+        missing = [str(part.path) for part in parts if not part.path.exists()]
+        if missing:
+            raise ValueError(
+                f"{missing} are not there, though all have measured: `cache` must be a "
+                "folder that all processes share."
+            )
+        with Part(self.whole, 0, self._size).writing() as array:
+            for part in parts:
+                array[part.start : part.stop] = _read(part.path, part.stop - part.start)
+        for part in parts:
+            part.path.unlink()
+
+    def read(self) -> np.ndarray:
+        """Returns the lengths, `[N]` int32, mapped into memory.
+
+        Raises:
+          ValueError: if the file is missing, cut or foreign.
+        """
+        return _read(self.whole, self._size)
+
+
+def _read(path: pathlib.Path, size: int) -> np.ndarray:
+    remedy = "Delete the file, to measure again."
+    try:
+        found = np.load(path, mmap_mode="r")
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} is not there, though it was written: `cache` must be a folder "
+            "that all processes share."
+        ) from None
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}. {remedy}") from None
+    if not isinstance(found, np.ndarray):
+        raise ValueError(f"{path} holds several arrays, not lengths. {remedy}")
+    if found.shape != (size,) or found.dtype != np.int32 or found.min() < 1:
+        raise ValueError(
+            f"{path} is {found.dtype}{list(found.shape)}, and not the lengths of "
+            f"{size} examples. {remedy}"
+        )
+    return np.asarray(found)

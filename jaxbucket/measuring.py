@@ -1,0 +1,284 @@
+"""One pass over a source for the lengths of its examples, in parallel and kept."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Any, Protocol
+
+import cloudpickle
+import numpy as np
+
+from jaxbucket.base import digest
+from jaxbucket.checks import MAX_LENGTH, check_integer
+from jaxbucket.example import example_length
+from jaxbucket.function_name import function_name
+from jaxbucket.length_cache import LengthCache
+from jaxbucket.orphans import end_with_parent
+from jaxbucket.source import RowSource, Source, check_sequences, contents
+
+# Examples that are measured together; what a kill may lose.
+_CHUNK = 1024
+_AHEAD = 4
+
+
+class Meeting(Protocol):
+    """What is needed of `Processes`."""
+
+    index: int
+    count: int
+
+    def gather(self, name: str, value: str) -> list[str]: ...
+
+
+def measure_lengths(
+    source: Source,
+    *,
+    length_fn: Callable[[Any], int] | None = None,
+    sequences: Sequence[str] | None = None,
+    num_workers: int = 0,
+    cache: str | os.PathLike[str] | None = None,
+    processes: Meeting | None = None,
+    progress: bool = True,
+) -> np.ndarray:
+    """Returns the length of every example, in one pass over the source.
+
+    With `cache` the pass is made once: its result is a file in that folder, named by
+    what was measured, and is mapped into memory from then on. A pass that was killed is
+    gone on with where it was.
+
+    Example:
+      >>> measure_lengths([{"tokens": [1, 2, 3]}, {"tokens": [4]}], progress=False)
+      array([3, 1], dtype=int32)
+
+    Args:
+      source: examples by index.
+      length_fn: example -> length; by default the common length of its `sequences`.
+      sequences: the features that will be padded, by default all with a leading axis.
+      num_workers: processes to start for it. The source is sent to each of them.
+      cache: a folder. A file is taken for that of this source if the number of
+        examples, some of them, and the source's own `fingerprint`, if it has one, are
+        the same, and so are `length_fn` and `sequences`. Delete it where others of the
+        examples have changed, or what `length_fn` calls.
+      processes: all that measure together, each its part; `cache` must be a folder
+        that they share.
+      progress: show a progress bar on a terminal.
+
+    Returns:
+      `[N]` int32, not to be written to if it comes from a file.
+
+    Raises:
+      ValueError: if the source is empty, an example has no positive length, or a file
+        in the folder is cut or foreign.
+      RuntimeError: if a worker is lost.
+    """
+    size = len(source)
+    if size == 0:
+        raise ValueError("`source` is empty: there is no example to measure.")
+    if length_fn is None and isinstance(source, RowSource):
+        check_sequences(source, sequences)
+        return source.lengths
+    workers = check_integer("num_workers", num_workers)
+    if workers < 0:
+        raise ValueError(f"`num_workers={workers}` must not be negative.")
+    measure = functools.partial(_measure, source, length_fn, sequences)
+
+    def fill(found: np.ndarray, first: int) -> None:
+        _fill(found, first, measure, workers, progress)
+
+    if cache is not None:
+        key = _key(source, length_fn, sequences)
+        return _cached(
+            LengthCache(pathlib.Path(cache), key, size), fill, processes or _Alone()
+        )
+    if processes is not None and processes.count > 1:
+        raise ValueError(
+            "`processes` measure together by files: pass `cache`, a folder that all of "
+            "them share."
+        )
+    found = np.zeros(size, np.int32)
+    fill(found, 0)
+    return found
+
+
+def _cached(
+    cache: LengthCache, fill: Callable[[np.ndarray, int], None], processes: Meeting
+) -> np.ndarray:
+    # First of all, for a file that comes later is seen by some of them only.
+    seen = processes.gather("lengths", f"{cache.key} {cache.whole.exists()}")
+    if len({text.split()[0] for text in seen}) > 1:
+        raise ValueError(
+            f"The processes measure different sources: {seen}. Give all of them the "
+            "same one."
+        )
+    if not all(text.endswith("True") for text in seen):
+        own = cache.part(processes.index, processes.count)
+        if not own.path.exists():
+            with own.writing() as found:
+                fill(found, own.start)
+        processes.gather("lengths measured", "")
+        if processes.index == 0:
+            cache.join(processes.count)
+        processes.gather("lengths joined", "")
+    return cache.read()
+
+
+class _Alone:
+    index = 0
+    count = 1
+
+    def gather(self, name: str, value: str) -> list[str]:
+        del name
+        return [value]
+
+
+def _measure(
+    source: Source,
+    length_fn: Callable[[Any], int] | None,
+    sequences: Sequence[str] | None,
+    start: int,
+    stop: int,
+) -> np.ndarray:
+    """The lengths of the examples from `start` to before `stop`, int32."""
+    length_of = length_fn or functools.partial(example_length, sequences=sequences)
+    lengths = np.empty(stop - start, np.int32)
+    for index in range(start, stop):
+        try:
+            length = length_of(source[index])
+        except ValueError as error:
+            raise ValueError(f"`source[{index}]`: {error}") from error
+        except Exception as error:
+            raise ValueError(
+                f"`source[{index}]` cannot be measured: {type(error).__name__}: {error}"
+            ) from error
+        lengths[index - start] = _checked(index, length)
+    return lengths
+
+
+def _checked(index: int, length: Any) -> int:
+    try:
+        whole = operator.index(length)
+    except TypeError:
+        whole = 0
+    if not 1 <= whole <= MAX_LENGTH:
+        raise ValueError(
+            f"`source[{index}]` has length {length!r}, which is no integer from 1 to "
+            f"{MAX_LENGTH}. Leave the example out, or mend `length_fn`."
+        )
+    return whole
+
+
+def _fill(
+    found: np.ndarray,
+    first: int,
+    measure: Callable[[int, int], np.ndarray],
+    num_workers: int,
+    progress: bool,
+) -> None:
+    """Measures what is still 0 in `found`, whose first entry is example `first`."""
+    from rich.progress import Progress
+
+    starts = range(0, len(found), _CHUNK)
+    missing = [s for s in starts if not found[s : s + _CHUNK].all()]
+    spans = [(first + s, first + min(s + _CHUNK, len(found))) for s in missing]
+    run = _in_workers if num_workers else _here
+    with Progress(transient=True, disable=not progress) as bar:
+        task = bar.add_task("Measuring lengths", total=len(found))
+        bar.advance(task, len(found) - sum(stop - start for start, stop in spans))
+        for (start, stop), lengths in run(measure, spans, num_workers):
+            found[start - first : stop - first] = lengths
+            bar.advance(task, stop - start)
+
+
+_Span = tuple[int, int]
+
+
+def _here(
+    measure: Callable[[int, int], np.ndarray], spans: list[_Span], num_workers: int
+) -> Iterator[tuple[_Span, np.ndarray]]:
+    return ((span, measure(*span)) for span in spans)
+
+
+def _in_workers(
+    measure: Callable[[int, int], np.ndarray], spans: list[_Span], num_workers: int
+) -> Iterator[tuple[_Span, np.ndarray]]:
+    """Yields each as soon as it is there; a few for each worker are under way."""
+    task = _dumped(measure)
+    # jax has threads, and a fork of these would hang.
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _begin, (task,))
+    left = iter(spans)
+    running: dict[Future[np.ndarray], _Span] = {}
+    try:
+        while True:
+            while len(running) < _AHEAD * num_workers and (span := next(left, None)):
+                running[pool.submit(_span_of_worker, span)] = span
+            if not running:
+                return
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield running.pop(future), future.result()
+    except BrokenProcessPool:
+        raise RuntimeError(
+            "A worker that measured lengths was lost: killed, perhaps for want of "
+            "memory, or started by a script that has no `if __name__ == '__main__':`. "
+            "With `cache` what was measured is kept: run it again."
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _dumped(measure: Callable[[int, int], np.ndarray]) -> bytes:
+    # By cloudpickle, for then functions of a script or of another function can be, too.
+    try:
+        return cloudpickle.dumps(measure)
+    except Exception as error:
+        raise ValueError(
+            f"`source` or `length_fn` cannot be sent to a worker: {error}. Give some "
+            "that can be pickled, or `num_workers=0`."
+        ) from error
+
+
+_task: bytes
+
+
+def _begin(task: bytes) -> None:
+    global _task
+    end_with_parent()
+    _task = task
+
+
+def _span_of_worker(span: _Span) -> np.ndarray:
+    try:
+        return _loaded(_task)(*span)
+    except SystemExit as error:
+        # It would end the caller.
+        raise RuntimeError(
+            f"`source` or `length_fn` ended a worker: SystemExit({error.code!r})."
+        ) from None
+
+
+@functools.cache
+def _loaded(task: bytes) -> Callable[[int, int], np.ndarray]:
+    try:
+        return cloudpickle.loads(task)
+    except Exception as error:
+        raise ValueError(
+            f"`source` cannot be opened in a worker: {type(error).__name__}: {error}. "
+            "Give one that can, or `num_workers=0`."
+        ) from error
+
+
+def _key(
+    source: Source,
+    length_fn: Callable[[Any], int] | None,
+    sequences: Sequence[str] | None,
+) -> str:
+    name = "" if length_fn is None else function_name(length_fn)
+    how = f"{len(source)} {name} {sequences and list(sequences)}"
+    return digest(how.encode(), contents(source).encode())

@@ -1,0 +1,192 @@
+"""Pacing functions: which share of the examples, the easiest ones, is open, and when.
+
+A pacing function takes how many epochs are done, a float from 0 on, and returns a share
+from 0 to 1. Any function will do; these are the usual ones. They are dataclasses, so
+that they can be printed, compared and sent to worker processes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+Pacing: TypeAlias = Callable[[float], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearPacing:
+    """From `start` to 1 in equal strides.
+
+    Example:
+      >>> pacing = LinearPacing(start=0.5, epochs=2)
+      >>> pacing(0), pacing(1), pacing(2), pacing(3)
+      (0.5, 0.75, 1.0, 1.0)
+
+    Attributes:
+      start: the share at the beginning.
+      epochs: how many it takes until all is open.
+
+    Raises:
+      ValueError: if `start` is not from 0 to 1, or `epochs` not positive.
+    """
+
+    start: float = 0.1
+    epochs: float = 1.0
+
+    def __post_init__(self):
+        _check_start(self.start)
+        _check_positive("epochs", self.epochs)
+
+    def __call__(self, epochs: float) -> float:
+        return self.start + (1 - self.start) * min(1.0, epochs / self.epochs)
+
+
+@dataclasses.dataclass(frozen=True)
+class RootPacing:
+    """Quickly at first, then ever more slowly: each new share has as much time.
+
+    The competence of Platanios et al., "Competence-based Curriculum Learning for Neural
+    Machine Translation", NAACL 2019: `(t * (1 - start**p) + start**p) ** (1 / p)`,
+    where t runs from 0 to 1.
+
+    Example:
+      >>> pacing = RootPacing(start=0.6, epochs=1)
+      >>> round(pacing(0), 3), round(pacing(0.4375), 3), pacing(1)
+      (0.6, 0.8, 1.0)
+
+    Attributes:
+      start: the share at the beginning.
+      epochs: how many it takes until all is open.
+      degree: p; 2 for the square root.
+
+    Raises:
+      ValueError: if `start` is not from 0 to 1, or another one not positive.
+    """
+
+    start: float = 0.1
+    epochs: float = 1.0
+    degree: float = 2.0
+
+    def __post_init__(self):
+        _check_start(self.start)
+        _check_positive("epochs", self.epochs)
+        _check_positive("degree", self.degree)
+
+    def __call__(self, epochs: float) -> float:
+        least = self.start**self.degree
+        share = min(1.0, epochs / self.epochs) * (1 - least) + least
+        return min(1.0, share ** (1 / self.degree))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPacing:
+    """A share that stays, and then another one.
+
+    Hacohen and Weinshall, "On the Power of Curriculum Learning in Training Deep
+    Networks", ICML 2019.
+
+    Example:
+      >>> pacing = StepPacing(shares=(0.25, 0.5, 1.0), epochs=(1, 2))
+      >>> pacing(0.9), pacing(1), pacing(2)
+      (0.25, 0.5, 1.0)
+
+    Attributes:
+      shares: each from 0 to 1, one more than `epochs`.
+      epochs: when the next share begins, positive and ascending.
+
+    Raises:
+      ValueError: if they are something else.
+    """
+
+    shares: tuple[float, ...]
+    epochs: tuple[float, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "shares", tuple(self.shares))
+        object.__setattr__(self, "epochs", tuple(self.epochs))
+        for share in self.shares:
+            _check_share("shares", share)
+        if len(self.shares) != len(self.epochs) + 1:
+            raise ValueError(
+                f"`shares` has {len(self.shares)} entries for {len(self.epochs)} in "
+                "`epochs`: give one more, for the beginning."
+            )
+        pairs = zip(self.epochs, self.epochs[1:], strict=False)
+        if not all(a < b for a, b in pairs) or not all(x > 0 for x in self.epochs):
+            raise ValueError(f"`epochs={self.epochs}` must be positive and ascending.")
+
+    def __call__(self, epochs: float) -> float:
+        return self.shares[bisect.bisect_right(self.epochs, epochs)]
+
+
+@dataclasses.dataclass(frozen=True)
+class CyclicPacing:
+    """Another one, again and again from its beginning.
+
+    Example:
+      >>> pacing = CyclicPacing(LinearPacing(start=0.5, epochs=0.5), every=1)
+      >>> pacing(0), pacing(0.25), pacing(0.75), pacing(1)
+      (0.5, 0.75, 1.0, 0.5)
+
+    Attributes:
+      pacing: what is repeated.
+      every: after how many epochs.
+
+    Raises:
+      ValueError: if `every` is not positive.
+    """
+
+    pacing: Pacing
+    every: float = 1.0
+
+    def __post_init__(self):
+        check_pacing(self.pacing)
+        _check_positive("every", self.every)
+
+    def __call__(self, epochs: float) -> float:
+        return self.pacing(math.fmod(epochs, self.every))
+
+
+def check_pacing(pacing: Pacing) -> None:
+    """Raises a ValueError unless it is a function."""
+    if not callable(pacing):
+        raise ValueError(
+            f"`pacing={pacing!r}` is no function: give one from epochs to a share, "
+            "such as `LinearPacing(start=0.5)`."
+        )
+
+
+def pacing_name(pacing: Pacing) -> list[str]:
+    """Returns what tells a pacing function from others, the same in every process.
+
+    Those of this file by their parameters; others by what they give at each 256th of
+    the first 16 epochs, and each 16th of the first 256.
+    """
+    if isinstance(pacing, CyclicPacing):
+        return ["CyclicPacing", repr(float(pacing.every)), *pacing_name(pacing.pacing)]
+    if isinstance(pacing, LinearPacing | RootPacing | StepPacing):
+        parts = dataclasses.astuple(pacing)
+        values = [
+            x for part in parts for x in (part if type(part) is tuple else [part])
+        ]
+        return [type(pacing).__name__, str([float(value) for value in values])]
+    parts = [i / 256 for i in range(16 * 256)] + [i / 16 for i in range(256 * 16)]
+    # Powers differ between machines in the last bit.
+    return [f"{pacing(epochs):.9g}" for epochs in parts]
+
+
+def _check_start(start: float) -> None:
+    _check_share("start", start)
+
+
+def _check_share(name: str, share: float) -> None:
+    if not 0 <= share <= 1:
+        raise ValueError(f"`{name}={share!r}`: a share is from 0 to 1.")
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"`{name}={value!r}` must be positive.")

@@ -1,0 +1,192 @@
+"""Sources of examples: what they must have, and several as one."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxbucket.base import EMPTY_ROW, Batch, Bucket, digest
+from jaxbucket.example import as_arrays, matching_arrays
+
+# How many examples stand for the contents of all.
+_SAMPLES = 16
+
+
+class Source(Protocol):
+    """Random access to examples: a list, a `grain` source or `MapDataset`, ..."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """A source that gathers the rows of a batch at once, such as a `TokenFile`.
+
+    Attributes:
+      lengths: `[N]` int32, known without reading an example.
+      sequences: the features that are padded.
+    """
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    @property
+    def sequences(self) -> tuple[str, ...]: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def collate(
+        self, rows: np.ndarray, bucket: Bucket, *, pad_value: float, truncate: bool
+    ) -> Batch: ...
+
+
+def check_sequences(source: RowSource, sequences: Sequence[str] | None) -> None:
+    """Raises a ValueError if a source that gathers rows itself has other sequences."""
+    if sequences is not None and list(sequences) != list(source.sequences):
+        raise ValueError(
+            f"`sequences={list(sequences)}`: the source has {list(source.sequences)}, "
+            "by itself. Leave them out, or write it with these."
+        )
+
+
+def contents(source: Source) -> str:
+    """Returns 32 hex digits: of some fixed examples, and of the source's own name."""
+    some = np.unique(np.linspace(0, len(source) - 1, _SAMPLES).astype(int))
+    own = str(getattr(source, "fingerprint", ""))
+    examples = (read_example(source, int(index)) for index in some)
+    return digest(own.encode(), *map(_to_bytes, examples))
+
+
+def read_example(source: Source, index: int, purpose: str = "") -> Any:
+    """Returns `source[index]`.
+
+    Raises:
+      ValueError: if that fails, however it does; it names the index and the purpose.
+    """
+    try:
+        return source[index]
+    except Exception as error:
+        raise ValueError(
+            f"`source[{index}]`{purpose} cannot be read: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+
+
+def _to_bytes(example: Any) -> bytes:
+    if not isinstance(example, Mapping):
+        example = {"": example}
+    parts = []
+    for name in sorted(example):
+        value = np.asarray(example[name])
+        parts += [name, value.dtype.str, str(value.shape)]
+        parts.append(str(value.tolist() if value.dtype.hasobject else value.tobytes()))
+    return "\n".join(parts).encode()
+
+
+def concatenate(sources: Sequence[Source]) -> Source:
+    """Returns several sources as one, for a `Mixture` or one schedule over all.
+
+    It gathers rows at once if all of them do.
+
+    Example:
+      >>> both = concatenate([["a", "b"], ["c"]])
+      >>> len(both), both[2]
+      (3, 'c')
+
+    Args:
+      sources: one or more, whose examples have the same features.
+
+    Raises:
+      ValueError: if there is none, or sources that gather rows have other features,
+        dtypes or trailing shapes.
+    """
+    sources = list(sources)
+    if not sources:
+        raise ValueError("`sources` is empty: give at least one.")
+    gathering = [source for source in sources if isinstance(source, RowSource)]
+    if len(gathering) < len(sources):
+        return _Concatenation(sources)
+    _check_alike(gathering)
+    return _RowConcatenation(gathering)
+
+
+def _check_alike(sources: Sequence[RowSource]) -> None:
+    names = {source.sequences for source in sources}
+    if len(names) > 1:
+        raise ValueError(
+            f"`sources` have sequences {sorted(names)}. Give all the same ones."
+        )
+    template = as_arrays(sources[0][0])
+    for number, source in enumerate(sources):
+        try:
+            matching_arrays(source[0], template, list(source.sequences), 0)
+        except ValueError as error:
+            raise ValueError(
+                f"`sources[{number}]` is not as `sources[0]`: {error}"
+            ) from None
+
+
+class _Concatenation:
+    def __init__(self, sources: Sequence[Any]):
+        self._sources = sources
+        self._ends = np.cumsum([len(source) for source in sources]).tolist()
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the sources that can name themselves."""
+        own = [str(getattr(source, "fingerprint", "")) for source in self._sources]
+        return digest("\n".join([*own, str(self._ends)]).encode())
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"`index={index}` must be from 0 to {len(self) - 1}.")
+        which = bisect.bisect_right(self._ends, index)
+        return self._sources[which][index - self._start(which)]
+
+    def _start(self, which: int) -> int:
+        return self._ends[which - 1] if which else 0
+
+
+class _RowConcatenation(_Concatenation):
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.concatenate([source.lengths for source in self._sources])
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        return self._sources[0].sequences
+
+    def collate(
+        self,
+        rows: np.ndarray,
+        bucket: Bucket,
+        *,
+        pad_value: float = 0,
+        truncate: bool = False,
+    ) -> Batch:
+        rows = np.asarray(rows)
+        which = np.searchsorted(self._ends, rows, side="right")
+        which[rows == EMPTY_ROW] = EMPTY_ROW
+        present = [int(k) for k in np.unique(which) if k != EMPTY_ROW] or [0]
+        parts = []
+        for k in present:
+            own = np.where(which == k, rows - self._start(k), EMPTY_ROW)
+            parts.append(
+                self._sources[k].collate(
+                    own, bucket, pad_value=pad_value, truncate=truncate
+                )
+            )
+        merged, *others = parts
+        for k, part in zip(present[1:], others, strict=True):
+            for into, values in zip(merged, part, strict=True):
+                for name in into:
+                    into[name][which == k] = values[name][which == k]
+        return merged

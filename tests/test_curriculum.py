@@ -1,0 +1,300 @@
+"""Orders by difficulty: once each and as easy as can be, or with replacement."""
+
+import math
+import pickle
+import re
+
+import numpy as np
+import pytest
+
+from jaxbucket import (
+    BatchSchedule,
+    Bucket,
+    BucketPlan,
+    Curriculum,
+    CyclicPacing,
+    LinearPacing,
+    RootPacing,
+    StepPacing,
+    batch_dataset,
+    plan_buckets,
+)
+
+PACINGS = {
+    "linear": LinearPacing(start=0.05, epochs=0.8),
+    "root": RootPacing(start=0.01, epochs=2, degree=2),
+    "steps": StepPacing(shares=(0, 0.3, 0.6), epochs=(0.2, 0.5)),
+    "cycles": CyclicPacing(LinearPacing(start=0.1, epochs=0.25), every=0.3),
+    "own": lambda epochs: 0.5 + 0.5 * math.sin(9 * epochs),
+}
+
+
+def difficulties(lengths: np.ndarray) -> np.ndarray:
+    """Of every kind: floats, many ties, the lengths themselves."""
+    rng = np.random.default_rng(len(lengths))
+    return [
+        rng.normal(size=len(lengths)),
+        rng.integers(0, 4, len(lengths)),
+        lengths,
+    ][len(lengths) % 3]
+
+
+def kept(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
+    if plan.overlong == "drop":
+        return np.flatnonzero(lengths <= plan.max_seq_len)
+    return np.arange(len(lengths))
+
+
+def open_at(curriculum: Curriculum, ids: np.ndarray, epochs: float) -> float:
+    """The greatest difficulty that is open, as its definition says."""
+    count = max(1, math.ceil(round(curriculum.pacing(epochs), 9) * len(ids) - 1e-6))
+    return np.sort(curriculum.difficulty[ids])[count - 1]
+
+
+@pytest.mark.parametrize("pacing", PACINGS)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_nothing_is_harder_than_it_has_to_be(problem, pacing, epoch):
+    plan, lengths = problem
+    curriculum = Curriculum(difficulties(lengths), PACINGS[pacing])
+    difficulty = curriculum.difficulty
+    schedule = BatchSchedule(plan, lengths, seed=3, order=curriculum)
+    size = len(schedule)
+    batches = [schedule[epoch * size + position] for position in range(size)]
+    ids = kept(plan, lengths)
+    rows = np.concatenate([batch.rows for batch in batches])
+    np.testing.assert_array_equal(np.sort(rows[rows >= 0]), ids)
+    left = {
+        bucket: [i for b in batches if b.bucket == bucket for i in b.rows if i >= 0]
+        for bucket in plan.buckets
+    }
+    for position, batch in enumerate(batches):
+        limit = open_at(curriculum, ids, epoch + position / size)
+        # What the hardest example of each bucket's next batch would be at best.
+        best = {
+            bucket: np.sort(difficulty[own])[min(bucket.batch_size, len(own)) - 1]
+            for bucket, own in left.items()
+            if own
+        }
+        drawn = batch.rows[batch.rows >= 0]
+        assert batch.bucket in best
+        assert len(drawn) == min(batch.bucket.batch_size, len(left[batch.bucket]))
+        least = min(best.values())
+        if least <= limit:
+            assert difficulty[drawn].max() <= limit
+        else:
+            # Too few are open for any batch: the one that needs the least.
+            assert difficulty[drawn].max() == least
+        left[batch.bucket] = [i for i in left[batch.bucket] if i not in set(drawn)]
+
+
+def job(order, **options) -> tuple[BucketPlan, np.ndarray, BatchSchedule]:
+    lengths = np.random.default_rng(0).integers(1, 200, 4000)
+    plan = plan_buckets(lengths, max_tokens=3000, num_buckets=5)
+    return plan, lengths, BatchSchedule(plan, lengths, order=order, **options)
+
+
+def compositions(schedule: BatchSchedule, epoch: int) -> set[frozenset[int]]:
+    steps = range(epoch * len(schedule), (epoch + 1) * len(schedule))
+    return {frozenset(schedule[s].rows.tolist()) - {-1} for s in steps}
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_epochs_and_seeds_have_other_batches(replacement):
+    difficulty = np.random.default_rng(1).normal(size=4000)
+    order = Curriculum(difficulty, LinearPacing(0.3), replacement=replacement)
+    _, _, schedule = job(order)
+    _, _, other = job(order, seed=1)
+    seen = [compositions(x, n) for x, n in ((schedule, 0), (schedule, 1), (other, 0))]
+    for i, a in enumerate(seen):
+        for b in seen[:i]:
+            # Where the hardest are opened last, all that is left may be one batch.
+            assert len(a & b) <= 0.05 * len(a)
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_any_step_is_the_same_on_a_schedule_made_anew(replacement):
+    order = Curriculum(np.arange(4000) % 17, replacement=replacement)
+    _, _, schedule = job(order)
+    steps = np.random.default_rng(0).permutation(3 * len(schedule))[:60]
+    ahead = {int(step): schedule[int(step)] for step in sorted(steps)}
+    _, _, again = job(order)
+    sent = pickle.loads(pickle.dumps(again))
+    for step in steps.tolist():
+        for found in (again[step], sent[step]):
+            assert found.bucket == ahead[step].bucket
+            np.testing.assert_array_equal(found.rows, ahead[step].rows)
+
+
+def test_draws_with_replacement_are_easy_and_even():
+    rng = np.random.default_rng(2)
+    lengths = rng.integers(1, 100, 300)
+    plan = plan_buckets(lengths, max_tokens=800, num_buckets=4)
+    difficulty = rng.permutation(300)
+    order = Curriculum(difficulty, lambda epochs: 0.4, replacement=True)
+    schedule = BatchSchedule(plan, lengths, order=order)
+    counts = np.zeros(300, int)
+    num_steps = 4000
+    for step in range(num_steps):
+        batch = schedule[step]
+        # No row is empty, for nothing has to be over at the end of an epoch.
+        assert batch.rows.min() >= 0
+        assert lengths[batch.rows].max() <= batch.bucket.seq_len
+        np.add.at(counts, batch.rows, 1)
+    assert np.all(counts[difficulty >= 120] == 0)
+    easy = counts[difficulty < 120]
+    mean = easy.mean()
+    assert mean > 300
+    assert np.all(abs(easy - mean) < 6 * np.sqrt(mean) + 0.02 * mean)
+
+
+def test_the_shares_of_cycles_fall_again():
+    difficulty = np.arange(4000) * 0.5
+    order = Curriculum(difficulty, CyclicPacing(LinearPacing(0.1, 0.5), every=0.5))
+    _, _, schedule = job(order)
+    hardest = [difficulty[batch.rows].max() for batch in schedule]
+    half = len(hardest) // 2
+    falls = np.diff(np.array(hardest[half - 5 : half + 5])) < -300
+    assert falls.sum() == 1
+
+
+def test_an_opening_takes_what_is_easy():
+    difficulty = np.random.default_rng(3).permutation(4000)
+    plan, lengths, plain = job(Curriculum(difficulty, LinearPacing(0.6)))
+    opening = [(plan.buckets[4], 3), (plan.buckets[0], 2)]
+    _, _, schedule = job(Curriculum(difficulty, LinearPacing(0.6)), opening=opening)
+    batches = list(schedule)
+    assert [b.bucket for b in batches[:5]] == [plan.buckets[4]] * 3 + [
+        plan.buckets[0]
+    ] * 2
+    rows = np.concatenate([batch.rows for batch in batches])
+    np.testing.assert_array_equal(np.sort(rows[rows >= 0]), np.arange(4000))
+    assert compositions(schedule, 1) == compositions(plain, 1)
+    for step, batch in enumerate(batches[:5]):
+        limit = open_at(plain.order, np.arange(4000), step / len(batches))
+        assert difficulty[batch.rows].max() <= limit
+    with pytest.raises(ValueError, match="`opening` plans the beginning of an epoch"):
+        job(Curriculum(difficulty, replacement=True), opening=opening)
+
+
+class Lookup:
+    """A pacing that looks into a schedule, as one by what was seen so far may."""
+
+    def __init__(self, schedule):
+        self._schedule = schedule
+
+    def __call__(self, epochs):
+        return 1 / len(self._schedule[0].rows)
+
+
+def test_a_pacing_may_look_into_another_schedule():
+    _, _, inner = job(Curriculum(np.arange(4000)))
+    _, _, schedule = job(Curriculum(np.arange(4000), Lookup(inner)))
+    assert schedule[0].num_examples
+
+
+def test_large_integers_are_compared_as_they_are():
+    plan = BucketPlan((Bucket(2, 4), Bucket(2, 8)), max_tokens=16)
+    difficulty = 2**60 + np.array([3, 4, 1, 2])
+    order = Curriculum(difficulty, LinearPacing(0.0))
+    first = BatchSchedule(plan, [4, 4, 8, 8], order=order)[0]
+    assert sorted(first.rows.tolist()) == [2, 3]
+    assert str(Curriculum(difficulty)) != str(Curriculum(difficulty[::-1]))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        # Late, and between the points where an own function is asked.
+        (StepPacing((0.1, 1), (20,)), StepPacing((0.1, 1), (30,))),
+        (StepPacing((0.1, 1), (0.501,)), StepPacing((0.1, 1), (0.5011,))),
+        (CyclicPacing(StepPacing((0, 1), (0.9,)), 5000), StepPacing((0, 1), (0.9,))),
+        (lambda epochs: 0.5, lambda epochs: 0.5 + 0.5 * (epochs > 100)),
+        (lambda epochs: 0.5, lambda epochs: 0.5 + 0.5 * (epochs > 1 / 300)),
+    ],
+)
+def test_another_pacing_is_refused_at_a_resume(a, b):
+    lengths = [1, 2, 3, 4]
+    plan = plan_buckets(lengths, max_tokens=8)
+    source = [{"x": [0] * n} for n in lengths]
+    before, after = (
+        batch_dataset(
+            source, BatchSchedule(plan, lengths, order=Curriculum(lengths, x))
+        )
+        for x in (a, b)
+    )
+    with pytest.raises(ValueError, match="schedule order curriculum .* -> curric"):
+        after.resume(before.position(1))
+
+
+def test_the_fingerprint_names_difficulty_and_pacing():
+    difficulty = np.arange(4000)
+    orders = [
+        Curriculum(difficulty),
+        Curriculum(difficulty[::-1]),
+        Curriculum(difficulty, LinearPacing(0.2)),
+        Curriculum(difficulty, LinearPacing(0.1, epochs=9)),
+        Curriculum(difficulty, replacement=True),
+    ]
+    assert len({job(order)[2].fingerprint for order in orders}) == len(orders)
+    # Whatever its dtype, and whoever made it.
+    same = Curriculum(difficulty.astype("f4"), LinearPacing())
+    assert str(same) == str(orders[0])
+    assert re.fullmatch("curriculum [0-9a-f]{16}", str(same))
+    assert job(same)[2].fingerprint == job(orders[0])[2].fingerprint
+
+
+@pytest.mark.parametrize(
+    ("difficulty", "message"),
+    [
+        ([], r"`difficulty` is float64\[0\]: give one number for each"),
+        ([[1.0]], r"`difficulty` is float64\[1, 1\]"),
+        (["a"], r"`difficulty` is <U1\[1\]"),
+        ([True], r"`difficulty` is bool\[1\]"),
+        ([1.0, np.nan], r"`difficulty\[1\]=nan` is not finite"),
+        ([np.inf, 1.0], r"`difficulty\[0\]=inf` is not finite"),
+    ],
+)
+def test_difficulties_that_are_none_are_refused(difficulty, message):
+    with pytest.raises(ValueError, match=message):
+        Curriculum(difficulty)
+
+
+def test_a_difficulty_for_each_example_is_asked_for():
+    plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
+    with pytest.raises(ValueError, match="`difficulty` has 3 entries for 2 lengths"):
+        BatchSchedule(plan, [3, 4], order=Curriculum([1, 2, 3]))
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), None, "half"])
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_share_that_is_none_is_refused(share, replacement):
+    plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
+    order = Curriculum([1, 2], lambda epochs: share, replacement=replacement)
+    schedule = BatchSchedule(plan, [3, 4], order=order)
+    with pytest.raises(ValueError, match=r"`pacing\(0.0\)` is .*: a share of the"):
+        schedule[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LinearPacing(start=1.5), "`start=1.5`: a share is from 0 to 1"),
+        (lambda: LinearPacing(epochs=0), "`epochs=0` must be positive"),
+        (lambda: RootPacing(start=-1), "`start=-1`: a share is"),
+        (lambda: RootPacing(degree=0), "`degree=0` must be positive"),
+        (lambda: StepPacing((0.5, 2), (1,)), "`shares=2`: a share is"),
+        (lambda: StepPacing((0.5,), (1,)), "`shares` has 1 entries for 1 in `epochs`"),
+        (
+            lambda: StepPacing((0, 0.5, 1), (2, 1)),
+            r"`epochs=\(2, 1\)` must be positive",
+        ),
+        (lambda: StepPacing((0.5, 1), (math.nan,)), "must be positive and ascending"),
+        (lambda: CyclicPacing(LinearPacing(), every=0), "`every=0` must be positive"),
+        (lambda: CyclicPacing(0.5), "`pacing=0.5` is no function"),  # pyright: ignore
+        (lambda: Curriculum([1], 0.5), "`pacing=0.5` is no function"),  # pyright: ignore
+        (lambda: Curriculum([[1], [1, 2]]), "`difficulty` is ragged"),
+    ],
+)
+def test_pacing_that_is_none_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,244 @@
+"""The promises, for every order, remainder, group, number of hosts and of workers."""
+
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxbucket import (
+    Batch,
+    BatchSchedule,
+    Curriculum,
+    CyclicPacing,
+    LinearPacing,
+    Mixture,
+    RowShard,
+    batch_dataset,
+    plan_buckets,
+    write_token_file,
+)
+from jaxbucket.base import digest
+from jaxbucket.schedule import Schedule
+from jaxbucket.testing import check_batches
+
+ORDERS = ("shuffled", "source", "ascending", "descending", "curriculum", "mixture")
+REMAINDERS = ("cheapest", "promote", "pad", "drop")
+GROUPS = ((1, "same"), (2, "same"), (3, "mixed"))
+CASES = tuple(itertools.product(ORDERS, REMAINDERS, GROUPS))
+HOSTS = (1, 2, 3, 8)
+# Enough long ones for each half to fill a batch of twice the size.
+LENGTHS = np.ceil(39 * np.random.default_rng(0).random(160) ** 0.3).astype(int)
+HALVES = np.split(LENGTHS, 2)
+# Rows for 1, 2, 3 and 8 hosts.
+PLAN = plan_buckets(
+    LENGTHS, max_tokens=960, boundaries=[14, 27, 39], batch_size_multiple=24
+)
+TESTS = pathlib.Path(__file__).parent
+
+
+class Source:
+    """Examples of given lengths, which say who they are."""
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        tokens = index * 31 + np.arange(LENGTHS[index], dtype=np.int32)
+        return {"tokens": tokens, "index": np.array(index)}
+
+
+def schedule_of(order, remainder, group) -> tuple[Schedule, int]:
+    """The schedule, and how many examples an epoch leaves out."""
+    options = {
+        "remainder": remainder,
+        "accumulate": group[0],
+        "group": group[1],
+        "seed": 5,
+    }
+    if order == "mixture":
+        parts = [BatchSchedule(PLAN, own, **options) for own in HALVES]
+        # In proportion to their epochs, so that these end together.
+        weights = [len(part) for part in parts]
+        left_out = sum(int(part.flow.dropped.sum()) for part in parts)
+        return Mixture(parts, weights), left_out
+    if order == "curriculum":
+        # One that rises and falls within an epoch.
+        order = Curriculum(LENGTHS % 7, CyclicPacing(LinearPacing(0.2, 0.4), every=0.5))
+    elif order != "descending" and remainder != "drop":
+        options["opening"] = "largest_first"
+    schedule = BatchSchedule(PLAN, LENGTHS, order=order, **options)
+    return schedule, int(schedule.flow.dropped.sum())
+
+
+def ids(case) -> str:
+    order, remainder, (accumulate, group) = case
+    return f"{order}-{remainder}-{accumulate} {group}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_every_promise_is_kept(case):
+    schedule, left_out = schedule_of(*case)
+    for num_hosts in HOSTS:
+
+        def loader(host, start_step, num_hosts=num_hosts):
+            shard = RowShard((host,), num_hosts)
+            return batch_dataset(Source(), schedule, shard=shard, start_step=start_step)
+
+        check_batches(
+            loader,
+            num_examples=len(LENGTHS),
+            buckets=PLAN.buckets,
+            max_tokens=PLAN.max_tokens,
+            num_hosts=num_hosts,
+            left_out=left_out,
+            # At every step where it is one host, at some where they are many.
+            resume_at=None if num_hosts == 1 else (1, len(schedule) - 1),
+        )
+
+
+def leaves(step: Batch | tuple[Batch, ...]) -> bytes:
+    micro = (step,) if isinstance(step, Batch) else step
+    return b"".join(
+        f"{name} {x.dtype} {x.shape}".encode() + x.tobytes()
+        for batch in micro
+        for part in batch
+        for name, x in sorted(part.items())
+    )
+
+
+def three_epochs(case):
+    """A dataset of a case, for this process and for workers alike."""
+    schedule, _ = schedule_of(*case)
+    return batch_dataset(Source(), schedule, num_epochs=3)
+
+
+def digests(steps, cases=CASES) -> list[str]:
+    """One for each case, of datasets that come one after another."""
+    steps = iter(steps)
+    return [
+        digest(*(leaves(next(steps)) for _ in range(len(three_epochs(case)))))
+        for case in cases
+    ]
+
+
+@pytest.fixture(scope="module")
+def own_digests() -> list[str]:
+    return [digest(*map(leaves, three_epochs(case))) for case in CASES]
+
+
+SCRIPT = f"""
+import json, sys
+sys.path.insert(0, {str(TESTS)!r})
+import grain
+import test_invariants as room
+from jaxbucket import load_in_workers
+
+if __name__ == "__main__":
+    all_cases = grain.MapDataset.concatenate([*map(room.three_epochs, room.CASES)])
+    workers, threads = map(int, sys.argv[1:])
+    steps = load_in_workers(all_cases, workers, num_threads=threads)
+    print(json.dumps(room.digests(steps)))
+"""
+
+
+@pytest.mark.parametrize(("workers", "threads"), [(0, 0), (0, 8), (2, 4), (3, 1)])
+def test_workers_and_threads_change_nothing(tmp_path, own_digests, workers, threads):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = subprocess.run(
+        [sys.executable, script, str(workers), str(threads)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    found = dict(zip(map(ids, CASES), json.loads(run.stdout), strict=True))
+    assert found == dict(zip(map(ids, CASES), own_digests, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_it_goes_on_at_every_step_of_three_epochs(case):
+    whole = [leaves(step) for step in three_epochs(case)]
+    for start in range(len(whole)):
+        # Anew, as after a restart: of the run before there is the position alone.
+        dataset = three_epochs(case)
+        rest = dataset.resume(dataset.position(start))
+        assert len(rest) == len(whole) - start
+        for step in {0, 1, len(rest) // 2, len(rest) - 1} & set(range(len(rest))):
+            assert leaves(rest[step]) == whole[start + step]
+
+
+def rows_of(batches: list[Batch | tuple[Batch, ...]]) -> list[list[int]]:
+    """The examples of the hosts' parts of one step, in the order of the rows."""
+    micro = [(x,) if isinstance(x, Batch) else x for x in batches]
+    return [
+        np.concatenate(
+            [np.where(b.mask.any(axis=1), b.features["index"], -1) for b in parts]
+        ).tolist()
+        for parts in zip(*micro, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_hosts_go_on_in_another_number(case):
+    schedule, _ = schedule_of(*case)
+    num_steps = 2 * len(schedule)
+    expected = [
+        [batch.rows.tolist() for batch in schedule.micro_batches(step)]
+        for step in range(num_steps)
+    ]
+    found = []
+    third = num_steps // 3
+    for num_hosts, start, end in (
+        (4, 0, third),
+        (2, third, 2 * third),
+        (8, 2 * third, num_steps),
+    ):
+        hosts = [
+            batch_dataset(
+                Source(),
+                schedule,
+                shard=RowShard((host,), num_hosts),
+                start_step=start,
+                num_steps=end,
+            )
+            for host in range(num_hosts)
+        ]
+        found += [rows_of(list(step)) for step in zip(*hosts, strict=True)]
+    assert found == expected
+
+
+def test_draws_with_replacement_keep_all_but_one_promise():
+    order = Curriculum(LENGTHS, replacement=True)
+    schedule = BatchSchedule(PLAN, LENGTHS, order=order, accumulate=2, group="mixed")
+
+    def loader(host, start_step):
+        shard = RowShard((host,), 3)
+        return batch_dataset(Source(), schedule, shard=shard, start_step=start_step)
+
+    with pytest.raises(AssertionError) as error:
+        check_batches(
+            loader,
+            num_examples=len(LENGTHS),
+            buckets=PLAN.buckets,
+            max_tokens=PLAN.max_tokens,
+            num_hosts=3,
+        )
+    for line in str(error.value).splitlines():
+        assert line.startswith("Exactly once: ")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_token_file_has_the_same_batches(tmp_path, group):
+    schedule, _ = schedule_of("shuffled", "cheapest", group)
+    source = [Source()[index] for index in range(len(LENGTHS))]
+    file = write_token_file(tmp_path / "file", source)
+    for a, b in zip(
+        batch_dataset(file, schedule), batch_dataset(source, schedule), strict=True
+    ):
+        assert leaves(a) == leaves(b)
