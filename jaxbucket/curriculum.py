@@ -21,7 +21,7 @@ from jaxbucket.permutation import fold, permute
 # A share is rounded to so many parts: powers differ between machines in the last bit.
 _PARTS = 10**9
 _EPOCHS_KEPT = 2
-# Up to here, every integer is a float.
+# Below this, every integer is a float.
 _EXACT = 2.0**53
 # Weights of buckets as integers.
 _ONE = 2**32
@@ -138,9 +138,9 @@ def _check_difficulty(difficulty: ArrayLike) -> np.ndarray:
 def _same_bytes(difficulty: np.ndarray) -> bytes | memoryview:
     """The numbers, whatever their dtype."""
     as_floats = np.ascontiguousarray(difficulty, "<f8")
-    if difficulty.dtype.kind != "f" and np.any(abs(as_floats) > _EXACT):
+    if difficulty.dtype.kind != "f" and np.any(abs(as_floats) >= _EXACT):
         # Not all of these are floats.
-        return np.ascontiguousarray(difficulty).astype(str).tobytes()
+        return "\n".join(map(str, difficulty.tolist())).encode()
     return as_floats.data
 
 

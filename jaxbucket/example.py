@@ -100,7 +100,7 @@ def matching_arrays(
                 )
             raise ValueError(
                 f"Row {row}: feature {name!r} is {value.dtype}{list(value.shape)}, in "
-                f"other examples {expected.dtype}{list(expected.shape)}. Give all "
+                f"the first example {expected.dtype}{list(expected.shape)}. Give all "
                 "examples one dtype and one shape behind the sequence axis, or name "
                 "the features with a sequence axis in `sequences`."
             )

@@ -6,21 +6,23 @@ import functools
 import inspect
 import pickle
 import types
-from collections.abc import Iterator
 from typing import Any
 
 from jaxbucket.base import digest
 
 # One that all versions of Python know.
 _PROTOCOL = 4
+# Of classes that a program makes, as against those of the interpreter.
+_HEAP_TYPE = 1 << 9
 
 
 def function_name(function: Any) -> str:
     """Returns 32 hex digits that name a function: its code, and all it was made with.
 
-    Closures, defaults, the arguments of a partial and the attributes of an object are
-    looked into; the functions that it calls are not. Another version of Python may
-    have other code for the same function.
+    Closures, defaults, the arguments of a partial, what a decorator wraps and the
+    attributes of an object are looked into. Functions that it calls, and what it takes
+    from its module or its class, are not. Another version of Python may have other code
+    for the same function.
 
     Example:
       >>> def times(n):
@@ -33,52 +35,82 @@ def function_name(function: Any) -> str:
     Raises:
       ValueError: if it holds something that cannot be pickled.
     """
-    return digest(*_parts(function, []))
+    walk = _Walk()
+    try:
+        walk.add(function)
+    except RecursionError as error:
+        raise _refusal(function, error) from None
+    return digest(*walk.parts)
 
 
-def _parts(value: Any, above: list[Any]) -> Iterator[bytes]:
-    if any(value is other for other in above):
-        # A function may well be in its own closure.
-        yield b"again"
-        return
-    inner = _inner(value)
-    if inner is None:
-        yield _pickled(value)
-        return
-    yield f"{type(value).__qualname__} {len(inner)}".encode()
-    for part in inner:
-        yield from _parts(part, [*above, value])
+class _Walk:
+    """Collects the parts of a value, each of them once, in an order of its own."""
+
+    def __init__(self):
+        self.parts: list[bytes] = []
+        self._numbers: dict[int, int] = {}
+        # So that no other one gets the address of one that was seen.
+        self._kept: list[Any] = []
+
+    def add(self, value: Any) -> None:
+        inner = _inner(value)
+        if inner is None:
+            self.parts.append(_pickled(value))
+        elif id(value) in self._numbers:
+            # A function may well be in its own closure.
+            self.parts.append(f"number {self._numbers[id(value)]}".encode())
+        else:
+            self._numbers[id(value)] = len(self._kept)
+            self._kept.append((value, inner))
+            self.parts.append(f"{type(value).__qualname__} {len(inner)}".encode())
+            for part in inner:
+                self.add(part)
 
 
 def _inner(value: Any) -> list[Any] | None:
     """What a value consists of; None if it is one piece."""
-    match value:
-        case types.CodeType():
-            return [value.co_code, *value.co_names, *value.co_consts]
-        case types.FunctionType():
-            cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            made_with = [value.__defaults__, value.__kwdefaults__, *cells]
-            return [value.__qualname__, value.__code__, *made_with]
-        case types.MethodType():
-            return [value.__func__, value.__self__]
-        case functools.partial():
-            return [value.func, *value.args, value.keywords]
-        case dict():
-            return [part for item in value.items() for part in item]
-        case set() | frozenset():
-            # Their order is another one in every run.
-            return sorted(value, key=repr)
-        case list() | tuple():
-            return [*value]
-        case type():
-            return [value.__module__, value.__qualname__]
-        case types.ModuleType():
-            return [value.__name__]
-    if hasattr(value, "__dict__") and not isinstance(value, types.BuiltinFunctionType):
-        call = inspect.getattr_static(type(value), "__call__", None)
-        written = [call] if isinstance(call, types.FunctionType) else []
-        return [*_reduced(value), *written]
+    kind = type(value)
+    if kind is types.CodeType:
+        return [value.co_code, *value.co_names, *value.co_consts]
+    if kind is types.FunctionType:
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        made_with = [value.__defaults__, value.__kwdefaults__, value.__dict__, *cells]
+        return [value.__qualname__, value.__code__, *made_with]
+    if kind is types.MethodType or kind is types.BuiltinMethodType:
+        return [value.__name__, value.__self__, getattr(value, "__func__", None)]
+    if kind in (staticmethod, classmethod):
+        return [value.__func__]
+    if kind is functools.partial:
+        return [value.func, *value.args, value.keywords]
+    if kind is types.ModuleType:
+        return [value.__name__]
+    if isinstance(value, type):
+        return [value.__module__, value.__qualname__]
+    if kind is dict:
+        return [part for item in value.items() for part in item]
+    if kind in (set, frozenset):
+        # Their order is another one in every run.
+        return sorted(value, key=repr)
+    if kind in (list, tuple):
+        return [*value]
+    if (wrapped := inspect.getattr_static(value, "__wrapped__", None)) is not None:
+        return [wrapped]
+    if kind.__flags__ & _HEAP_TYPE:
+        return [*_reduced(value), *_call_of(kind)]
     return None
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return "empty"
+
+
+def _call_of(kind: type) -> list[Any]:
+    """What is done where such an object is called, if Python does it."""
+    call = inspect.getattr_static(kind, "__call__", None)
+    return [] if call is None or type(call) is types.WrapperDescriptorType else [call]
 
 
 def _reduced(value: Any) -> list[Any]:

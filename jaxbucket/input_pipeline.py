@@ -141,6 +141,7 @@ class BatchDataset(grain.MapDataset[Any]):
         if start_step is None:
             start_step = first_step
         start_step = check_integer("start_step", start_step)
+        self._ends_by_itself = run_end is None
         if run_end is None:
             epochs = (start_step - first_step) // len(schedule) + 1
             run_end = _RunEnd(None, max(epochs, 1))
@@ -249,22 +250,30 @@ class BatchDataset(grain.MapDataset[Any]):
         if schedule.continues is None and continues is not None:
             # What the run has once deliberately gone on with is no change any more.
             schedule = schedule.beginning_at(position.schedule["first_step"], continues)
-        end = self._run_end.step(schedule)
+        run_end = self._run_end
+        if self._ends_by_itself and schedule is not self._schedule:
+            # With the epoch that the position is in, or has just been through.
+            done = position.step - schedule.first_step
+            run_end = _RunEnd(None, max(1, -(-done // len(schedule))))
+        end = run_end.step(schedule)
         if position.step > end:
             raise ValueError(
                 f"The run ends at step {end}, before the position's step "
                 f"{position.step}. Raise `num_steps` or `num_epochs`."
             )
-        position.check_same(self._following(schedule, None).position(position.step))
-        return self._following(schedule, position.step)
+        now = self._following(schedule, None, run_end).position(position.step)
+        position.check_same(now)
+        return self._following(schedule, position.step, run_end)
 
-    def _following(self, schedule: Schedule, start: int | None) -> BatchDataset:
+    def _following(
+        self, schedule: Schedule, start: int | None, run_end: _RunEnd
+    ) -> BatchDataset:
         return BatchDataset(
             self._source,
             schedule,
             self._shard,
             start,
-            self._run_end,
+            run_end,
             self._sequences,
             self._pad_value,
         )
@@ -291,7 +300,20 @@ class BatchDataset(grain.MapDataset[Any]):
         example = self._first_example
         if example is None:
             purpose = f", whose features all batches have, for step {step},"
-            example = self._first_example = read_example(self._source, 0, purpose)
+            example = read_example(self._source, 0, purpose)
+            try:
+                collate_rows(
+                    [],
+                    Bucket(1, 1),
+                    like=example,
+                    sequences=self._sequences,
+                    pad_value=self._pad_value,
+                )
+            except ValueError as error:
+                raise ValueError(
+                    f"`source[0]`, whose features all batches have: {error}"
+                ) from None
+            self._first_example = example
         return example
 
 

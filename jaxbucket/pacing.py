@@ -165,10 +165,11 @@ def pacing_name(pacing: Pacing) -> list[str]:
     Those of this file by their parameters; others by what they give at each 256th of
     the first 16 epochs, and each 16th of the first 256.
     """
-    if isinstance(pacing, CyclicPacing):
+    # Not those that are derived from them, which may give something else.
+    if isinstance(pacing, CyclicPacing) and type(pacing) is CyclicPacing:
         return ["CyclicPacing", repr(float(pacing.every)), *pacing_name(pacing.pacing)]
-    if isinstance(pacing, LinearPacing | RootPacing | StepPacing):
-        parts = dataclasses.astuple(pacing)
+    if type(pacing) in (LinearPacing, RootPacing, StepPacing):
+        parts = dataclasses.astuple(pacing)  # pyright: ignore
         values = [
             x for part in parts for x in (part if type(part) is tuple else [part])
         ]

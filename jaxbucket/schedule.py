@@ -238,7 +238,9 @@ class BatchSchedule(Schedule):
         self.seed = check_seed(seed)
         self.order: Order = order
         self.remainder: Remainder = remainder
-        self.opening = opening
+        if opening is not None and not isinstance(opening, str):
+            opening = list(opening)
+        self.opening: Opening | None = opening
         self.accumulate = check_accumulate(accumulate)
         self.group: Group = group
         # Of one bucket, a step is one batch of the order; of several, so many.

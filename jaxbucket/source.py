@@ -116,7 +116,7 @@ def concatenate(sources: Sequence[Source]) -> Source:
 
 
 def _check_alike(sources: Sequence[RowSource]) -> None:
-    names = {source.sequences for source in sources}
+    names = {tuple(source.sequences) for source in sources}
     if len(names) > 1:
         raise ValueError(
             f"`sources` have sequences {sorted(names)}. Give all the same ones."

@@ -128,29 +128,40 @@ def _batches(hosts: list[list[Step]]) -> Iterator[tuple[int, int, Batch]]:
 
 
 def _arrays(hosts: list[list[Step]]) -> Iterator[str]:
-    """Whatever step and host: a bucket has the same arrays."""
-    known: dict[int, dict[str, str]] = {}
+    """The same arrays at every step of every host, of the same shapes in a bucket."""
+    names: dict[str, str] = {}
+    shapes: dict[tuple[int, str], list[int]] = {}
     for host, step, batch in _batches(hosts):
-        found = {
-            f"{part}[{name!r}]": f"{x.dtype}{list(x.shape)}"
-            for part, arrays in zip(batch._fields, batch, strict=True)
-            for name, x in arrays.items()
-        }
-        expected = known.setdefault(batch.bucket.seq_len, found)
-        for name in sorted(found.keys() | expected.keys()):
-            if found.get(name) != expected.get(name):
+        where = f"Closed shapes: at step {step} host {host} has"
+        found = dict(_leaves(batch))
+        dtypes = {name: str(x.dtype) for name, x in found.items()}
+        names = names or dtypes
+        for name in sorted(dtypes.keys() | names.keys()):
+            if dtypes.get(name) != names.get(name):
                 yield (
-                    f"Closed shapes: at step {step} host {host} has {name} of "
-                    f"{found.get(name)}, elsewhere in this bucket "
-                    f"{expected.get(name)}."
+                    f"{where} {name} of {dtypes.get(name)}, at step 0 "
+                    f"{names.get(name)}."
                 )
-        for name in batch.segment_ids:
+        for name, x in found.items():
+            shape = list(x.shape)
+            expected = shapes.setdefault((batch.bucket.seq_len, name), shape)
+            if shape != expected:
+                yield f"{where} {name} of {shape}, elsewhere in this bucket {expected}."
+            if shape[:1] != [batch.bucket.batch_size]:
+                yield f"{where} {name} of {shape} in bucket {batch.bucket}."
+        for name, ids in batch.segment_ids.items():
             shape = np.shape(batch.features.get(name))[:2]
-            if shape != (batch.bucket.batch_size, batch.bucket.seq_len):
+            if shape != ids.shape:
                 yield (
-                    f"Closed shapes: at step {step} host {host} has "
-                    f"features[{name!r}] of {list(shape)} in bucket {batch.bucket}."
+                    f"{where} features[{name!r}] of {list(shape)} beside segment ids "
+                    f"of {list(ids.shape)}."
                 )
+
+
+def _leaves(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
+    for part, arrays in zip(batch._fields, batch, strict=True):
+        for name, x in arrays.items():
+            yield f"{part}[{name!r}]", x
 
 
 def _segments(hosts: list[list[Step]]) -> Iterator[str]:
@@ -163,7 +174,17 @@ def _segments(hosts: list[list[Step]]) -> Iterator[str]:
                     f"{name!r} beside its segment ids."
                 )
                 continue
-            begins = np.diff(ids, axis=1, prepend=0) != 0
+            steps = np.diff(ids, axis=1, prepend=0)
+            # Behind the last segment there may be padding, and nothing else.
+            if not np.isin(steps[ids > 0], (0, 1)).all() or np.any(
+                (ids[:, :-1] == 0) & (ids[:, 1:] > 0)
+            ):
+                yield (
+                    f"Segments: at step {step} host {host} has segment ids of "
+                    f"{name!r} that do not count from 1, one after another."
+                )
+                continue
+            begins = steps != 0
             places = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
             starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
             expected = np.where(ids > 0, places - starts, 0)

@@ -101,9 +101,9 @@ def _begin(index: int, count: int) -> None:
 
 def _copied(element: Any) -> Any:
     """The element out of the memory that Grain shares with a worker, which is small."""
-    if isinstance(element, np.ndarray):
+    if isinstance(element, np.ndarray) and not isinstance(element, np.ma.MaskedArray):
         return np.array(element)
-    if isinstance(element, dict):
+    if type(element) is dict:
         return {name: _copied(value) for name, value in element.items()}
     if isinstance(element, tuple) and hasattr(element, "_fields"):
         return type(element)(*map(_copied, element))

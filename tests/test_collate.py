@@ -134,7 +134,11 @@ X = {"x": np.arange(3)}
         ([X, {"x": np.arange(5)}], {}, "Row 1 has length 5, beyond `seq_len=4`. Put"),
         ([X, {"x": np.arange(0)}], {}, "Row 1 has length 0. Leave empty examples out"),
         ([X, {"y": np.arange(3)}], {}, "Row 1 has features ['y'], others have ['x']"),
-        ([X, {"x": np.ones(3)}], {}, "Row 1: feature 'x' is float64[3], in other exa"),
+        (
+            [X, {"x": np.ones(3)}],
+            {},
+            "Row 1: feature 'x' is float64[3], in the first exa",
+        ),
         ([X, {"x": np.ones((3, 2), int)}], {}, "Row 1: feature 'x' is int64[3, 2], in"),
         ([X, {"x": 5}], {}, "Row 1: feature 'x' is int64[]"),
         ([{"x": [1], "y": [1, 2]}], {}, "different lengths, {'x': 1, 'y': 2}. Name"),

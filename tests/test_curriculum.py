@@ -199,11 +199,27 @@ def test_large_integers_are_compared_as_they_are():
     first = BatchSchedule(plan, [4, 4, 8, 8], order=order)[0]
     assert sorted(first.rows.tolist()) == [2, 3]
     assert str(Curriculum(difficulty)) != str(Curriculum(difficulty[::-1]))
+    names = {str(Curriculum(2**53 + np.array(x))) for x in ([0, 0], [0, 1], [1, 0])}
+    assert len(names) == 3
+    same = {str(Curriculum(difficulty.astype(dtype))) for dtype in ("i8", "u8")}
+    assert len(same) == 1
+
+
+class Slow(LinearPacing):
+    def __call__(self, epochs):
+        return super().__call__(epochs / 2)
+
+
+class Late(CyclicPacing):
+    def __call__(self, epochs):
+        return super().__call__(epochs + 0.3)
 
 
 @pytest.mark.parametrize(
     ("a", "b"),
     [
+        (LinearPacing(), Slow()),
+        (CyclicPacing(LinearPacing()), Late(LinearPacing())),
         # Late, and between the points where an own function is asked.
         (StepPacing((0.1, 1), (20,)), StepPacing((0.1, 1), (30,))),
         (StepPacing((0.1, 1), (0.501,)), StepPacing((0.1, 1), (0.5011,))),

@@ -13,6 +13,7 @@ from jaxbucket.function_name import function_name
 CODE = """
 import functools
 import numpy as np
+from typing import NamedTuple
 
 def add(x, y=1):
     return x + y
@@ -35,6 +36,63 @@ class Scale:
 
 class Heir(Scale):
     pass
+
+class Slotted:
+    __slots__ = ("known",)
+    def __init__(self, *known):
+        self.known = {*known}
+    def __call__(self, x):
+        return len(x)
+
+class OtherSlotted(Slotted):
+    __slots__ = ()
+    def __call__(self, x):
+        return sum(x)
+
+class Capped(NamedTuple):
+    at: int
+    def __call__(self, x):
+        return min(self.at, len(x))
+
+class Table(dict):
+    def __call__(self, x):
+        return self[len(x)]
+
+def cached(n):
+    @functools.lru_cache
+    def own(x):
+        return min(n, x)
+    return own
+
+class Cached:
+    @functools.lru_cache
+    def __call__(self, x):
+        return len(x)
+
+class OtherCached:
+    @functools.lru_cache
+    def __call__(self, x):
+        return sum(x)
+
+OtherCached.__qualname__ = "Cached"
+
+def shared(depth):
+    # Twice as many paths with each.
+    value = []
+    for _ in range(depth):
+        value = [value, value]
+    return lambda x: value
+
+def noted(f):
+    f.note = 1
+    return f
+
+def empty():
+    def own(x):
+        return later(x)
+    if False:
+        later = len
+    return own
 
 FUNCTIONS = {
     "plain": add,
@@ -59,6 +117,21 @@ FUNCTIONS = {
     "other object": Scale(3),
     "method": Scale(1).twice,
     "heir": Heir(1),
+    "slots": Slotted("a", "b", "c"),
+    "other slots": Slotted("a", "b", "d"),
+    "other call": OtherSlotted("a", "b", "c"),
+    "named tuple": Capped(1),
+    "other named tuple": Capped(2),
+    "table": Table({1: 2}),
+    "other table": Table({1: 3}),
+    "cached": cached(2),
+    "other cached": cached(5),
+    "cached call": Cached(),
+    "other cached call": OtherCached(),
+    "of a dict": {"a": {"x", "y", "z"}}.get,
+    "shared": shared(60),
+    "noted": noted(lambda x: len(x)),
+    "empty": empty(),
 }
 """
 PRINT = """
@@ -78,7 +151,7 @@ def test_the_same_in_every_process_and_another_for_each(tmp_path):
         for _ in range(2)
     ]
     assert found[0] == found[1]
-    assert len(set(found[0])) == len(found[0]) == 22
+    assert len(set(found[0])) == len(found[0]) == 37
 
 
 def test_partials_have_their_arguments():

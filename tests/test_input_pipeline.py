@@ -346,6 +346,11 @@ def test_a_run_that_went_on_with_grown_data_ends_where_it_would_have(end):
             again = batch_dataset(source, BatchSchedule(plan, lengths), **end)
             rest = again.resume(position)
             assert len(rest) == len(whole) - later
+            if not end:
+                # Wherever it would have begun.
+                plain = BatchSchedule(plan, lengths)
+                again = batch_dataset(source, plain, start_step=first)
+                assert len(again.resume(position)) == len(whole) - later
 
 
 def test_a_position_that_is_none_is_refused():

@@ -122,7 +122,7 @@ def test_a_hugging_face_dataset():
     [
         (
             [{"x": np.array([70000], np.int32)}],
-            "'x' is int32.* in other examples uint16",
+            "'x' is int32.* in the first example uint16",
         ),
         ([{"x": np.zeros((1, 3), np.uint16)}], r"'x' is uint16\[1, 3\]"),
         (
@@ -177,6 +177,17 @@ def test_an_example_that_is_not_as_others_is_named_with_its_step(instead, messag
     plan = plan_buckets(lengths, max_tokens=6)
     dataset = batch_dataset(Broken(7, instead), BatchSchedule(plan, lengths))
     words = rf"`source\[7\]`, for step \d+: .*{message}"
+    with pytest.raises(ValueError, match=words):
+        list(dataset)
+
+
+def test_the_first_example_is_named_if_it_is_the_one():
+    lengths = [1 + i % 3 for i in range(12)]
+    plan = plan_buckets(lengths, max_tokens=6)
+    source = [{"x": np.arange(n), "name": 1} for n in lengths]
+    source[0]["name"] = "ab"
+    dataset = batch_dataset(source, BatchSchedule(plan, lengths))
+    words = r"`source\[0\]`, whose features all batches have: Feature 'name' is text"
     with pytest.raises(ValueError, match=words):
         list(dataset)
 

@@ -125,6 +125,34 @@ def more_rows_on_one_host(batches, host, start):
     return batches[start:]
 
 
+def a_dtype_for_each_bucket(batches, host, start):
+    for batch in batches:
+        if batch.bucket.seq_len != batches[0].bucket.seq_len:
+            batch.features["tokens"] = batch.features["tokens"].astype(np.int64)
+    return batches[start:]
+
+
+def a_scalar_of_too_few_rows(batches, host, start):
+    for batch in batches:
+        batch.features["label"] = np.zeros(5)
+    return batches[start:]
+
+
+def segments_that_begin_at_two(batches, host, start):
+    for batch in batches:
+        ids = batch.segment_ids["tokens"]
+        ids[ids > 0] = 2
+    return batches[start:]
+
+
+def segments_with_a_hole(batches, host, start):
+    ids = batches[0].segment_ids["tokens"]
+    row = int(np.argmax(ids.sum(axis=1)))
+    ids[row, 1] = 0
+    batches[0].positions["tokens"][row, 1] = 0
+    return batches[start:]
+
+
 def no_positions(batches, host, start):
     for batch in batches:
         batch.positions.clear()
@@ -146,13 +174,29 @@ def an_identity_of_floats(batches, host, start):
         ),
         (
             a_feature_of_one_host,
-            r"host 1 has features\['more'\] of .*, elsewhere .* None",
+            r"host 1 has features\['more'\] of .*, at step 0 None",
         ),
-        (a_wider_feature, r"has features\['tokens'\] of \[\d+, \d+\] in bucket \["),
+        (
+            a_wider_feature,
+            r"has features\['tokens'\] of \[\d+, \d+\] beside segment ids of \[",
+        ),
         (
             more_rows_on_one_host,
             r"Closed shapes: at step \d+ host 1 has .* elsewhere in",
         ),
+        (
+            a_dtype_for_each_bucket,
+            r"host 0 has features\['tokens'\] of int64, at step 0",
+        ),
+        (
+            a_scalar_of_too_few_rows,
+            r"host 0 has features\['label'\] of \[5\] in bucket",
+        ),
+        (
+            segments_that_begin_at_two,
+            "segment ids of 'tokens' that do not count from 1",
+        ),
+        (segments_with_a_hole, "at step 0 host 0 has segment ids of 'tokens' that do"),
         (no_positions, "at step 0 host 0 has no positions of 'tokens' beside"),
         (
             an_identity_of_floats,
@@ -213,3 +257,23 @@ def test_another_plan_is_named():
     loader, job = edited(resumed)
     with pytest.raises(AssertionError, match=r"which is none of \[1, 2\], \[3, 4\]\."):
         check_batches(loader, **job | {"buckets": [Bucket(3, 4), Bucket(1, 2)]})
+
+
+def test_sequences_may_have_lengths_of_their_own():
+    """As source and target of a translation."""
+
+    def batch(first):
+        index = np.array([first, first + 1])
+        x, y = np.ones((2, 4), np.int32), np.array([[1, 1], [1, 0]], np.int32)
+        positions = {
+            "x": np.tile(np.arange(4), (2, 1)),
+            "y": np.array([[0, 1], [0, 0]]),
+        }
+        return Batch({"x": x, "y": y, "index": index}, {"x": x, "y": y}, positions)
+
+    check_batches(
+        lambda host, start: [batch(0), batch(2)][start:],
+        num_examples=4,
+        buckets=[Bucket(2, 4)],
+        max_tokens=8,
+    )
