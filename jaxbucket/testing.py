@@ -150,7 +150,7 @@ def _arrays(hosts: list[list[Step]]) -> Iterator[str]:
             if shape[:1] != [batch.bucket.batch_size]:
                 yield f"{where} {name} of {shape} in bucket {batch.bucket}."
         for name, ids in batch.segment_ids.items():
-            shape = np.shape(batch.features.get(name))[:2]
+            shape = getattr(batch.features.get(name), "shape", ())[:2]
             if shape != ids.shape:
                 yield (
                     f"{where} features[{name!r}] of {list(shape)} beside segment ids "
@@ -168,7 +168,7 @@ def _segments(hosts: list[list[Step]]) -> Iterator[str]:
     """Positions count from 0 where a segment begins, and are 0 in padding."""
     for host, step, batch in _batches(hosts):
         for name, ids in batch.segment_ids.items():
-            if np.shape(batch.positions.get(name)) != ids.shape:
+            if getattr(batch.positions.get(name), "shape", None) != ids.shape:
                 yield (
                     f"Segments: at step {step} host {host} has no positions of "
                     f"{name!r} beside its segment ids."
