@@ -4,7 +4,7 @@ Index kinds, so that no two are mixed up:
 
 * an *example* is one record of the source, named by its index in `lengths`;
 * a *row* is one line of a batch: it holds an example, or nothing (`-1`);
-* a *step* is one optimizer update, and so one batch.
+* a *step* is one optimizer update, of one batch, or of several micro-batches.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from jaxbucket.checks import (
 )
 
 Overlong: TypeAlias = Literal["error", "drop", "truncate"]
+Group: TypeAlias = Literal["same", "mixed"]
 
 OVERLONG: tuple[str, ...] = get_args(Overlong)
+GROUPS: tuple[str, ...] = get_args(Group)
 EMPTY_ROW = -1
 # `assign` gives 16-bit integers.
 _MAX_BUCKETS = 2**15 - 1

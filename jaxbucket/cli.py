@@ -9,7 +9,7 @@ from typing import Any, get_args
 import click
 import numpy as np
 
-from jaxbucket.base import OVERLONG, BucketPlan
+from jaxbucket.base import GROUPS, OVERLONG, BucketPlan
 from jaxbucket.plan import plan_buckets
 from jaxbucket.remainder import Remainder
 from jaxbucket.stats import report
@@ -98,7 +98,7 @@ def plan(
 )
 @click.option(
     "--group",
-    type=click.Choice(("same", "mixed")),
+    type=click.Choice(GROUPS),
     default="same",
     show_default=True,
     help="Whether those have one bucket.",

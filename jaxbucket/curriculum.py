@@ -15,7 +15,13 @@ from jaxbucket.base import digest
 from jaxbucket.epoch_rows import EpochRows
 from jaxbucket.opening import OpeningSteps
 from jaxbucket.orders import LOCK, shuffled
-from jaxbucket.pacing import LinearPacing, Pacing, check_pacing, pacing_name
+from jaxbucket.pacing import (
+    LinearPacing,
+    Pacing,
+    check_pacing,
+    open_share,
+    pacing_name,
+)
 from jaxbucket.permutation import fold, permute
 
 # A share is rounded to so many parts: powers differ between machines in the last bit.
@@ -100,13 +106,7 @@ class Curriculum:
         Raises:
           ValueError: if the pacing function gives no number from 0 to 1.
         """
-        share = self.pacing(epochs)
-        if not (isinstance(share, int | float | np.number) and 0 <= share <= 1):
-            raise ValueError(
-                f"`pacing({epochs})` is {share!r}: a share of the examples is a number "
-                "from 0 to 1."
-            )
-        return round(float(share) * _PARTS)
+        return round(open_share(self.pacing, epochs) * _PARTS)
 
     @functools.cached_property
     def _fingerprint(self) -> str:

@@ -124,10 +124,8 @@ class FixedOrder:
 
         Of all rows: those that come up may come early in the source.
         """
-        size, num_rows = (
-            int(self._rows.sizes[bucket]),
-            int(self._rows.flow.rows[bucket]),
-        )
+        size = int(self._rows.sizes[bucket])
+        num_rows = int(self._rows.flow.rows[bucket])
         largest = [np.empty(0, np.int64)]
         chunk = size * max(1, _CHUNK // size)
         for first in range(0, num_rows, chunk):

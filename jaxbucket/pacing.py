@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -159,6 +160,22 @@ def check_pacing(pacing: Pacing) -> None:
         )
 
 
+def open_share(pacing: Pacing, epochs: float) -> float:
+    """Returns the share that is open.
+
+    Raises:
+      ValueError: if the function gives no number from 0 to 1.
+    """
+    share = pacing(epochs)
+    # Those of numpy are numbers, too.
+    if not (isinstance(share, numbers.Real) and 0 <= share <= 1):
+        raise ValueError(
+            f"`pacing({epochs})` is {share!r}: a share of the examples is a number "
+            "from 0 to 1."
+        )
+    return float(share)
+
+
 def pacing_name(pacing: Pacing) -> list[str]:
     """Returns what tells a pacing function from others, the same in every process.
 
@@ -176,7 +193,7 @@ def pacing_name(pacing: Pacing) -> list[str]:
         return [type(pacing).__name__, str([float(value) for value in values])]
     parts = [i / 256 for i in range(16 * 256)] + [i / 16 for i in range(256 * 16)]
     # Powers differ between machines in the last bit.
-    return [f"{pacing(epochs):.9g}" for epochs in parts]
+    return [f"{open_share(pacing, epochs):.9g}" for epochs in parts]
 
 
 def _check_start(start: float) -> None:

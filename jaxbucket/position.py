@@ -80,7 +80,8 @@ class DataPosition:
 
 def _changes(part: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     changes = [
-        f"{part} {name.replace('_', ' ')} {was.get(name)} -> {now.get(name)}"
+        f"{part} {name.replace('_', ' ')} "
+        f"{was.get(name, 'absent')} -> {now.get(name, 'absent')}"
         for name in {**was, **now}
         if name != _FINGERPRINT and was.get(name) != now.get(name)
     ]

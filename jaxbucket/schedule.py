@@ -18,7 +18,14 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base import EMPTY_ROW, BatchIndices, BucketPlan, digest
+from jaxbucket.base import (
+    EMPTY_ROW,
+    GROUPS,
+    BatchIndices,
+    BucketPlan,
+    Group,
+    digest,
+)
 from jaxbucket.checks import check_accumulate, check_choice, check_seed
 from jaxbucket.curriculum import Curriculum, EasyDraws, PacedOrder
 from jaxbucket.epoch_rows import EpochRows
@@ -30,7 +37,6 @@ from jaxbucket.stats import Report, lag1_autocorrelation, report
 
 FixedName: TypeAlias = Literal["source", "ascending", "descending"]
 Order: TypeAlias = Literal["shuffled"] | FixedName | Curriculum
-Group: TypeAlias = Literal["same", "mixed"]
 
 ORDERS: tuple[str, ...] = ("shuffled", *get_args(FixedName))
 
@@ -231,7 +237,7 @@ class BatchSchedule(Schedule):
         accumulate: int = 1,
         group: Group = "same",
     ):
-        check_choice("group", group, get_args(Group))
+        check_choice("group", group, GROUPS)
         self.plan = plan
         self.lengths = plan.check(lengths)
         _check_order(order, len(self.lengths))

@@ -5,19 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base import Bucket, BucketPlan
-from jaxbucket.checks import (
-    MAX_LENGTH,
-    check_accumulate,
-    check_choice,
-    check_lengths,
-)
-from jaxbucket.remainder import Remainder, filler_bucket, flow_remainders
+from jaxbucket.base import GROUPS, Bucket, BucketPlan, Group
+from jaxbucket.checks import MAX_LENGTH, check_accumulate, check_choice
+from jaxbucket.remainder import Remainder, RowFlow, filler_bucket, flow_remainders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,9 +150,11 @@ def report(
     *,
     remainder: Remainder = "cheapest",
     accumulate: int = 1,
-    group: Literal["same", "mixed"] = "same",
+    group: Group = "same",
 ) -> Report:
     """Returns what one epoch of these lengths costs under a plan, exactly.
+
+    Where remainders are dropped, real tokens are the mean over all choices of them.
 
     Example:
       >>> from jaxbucket import Bucket
@@ -177,57 +174,76 @@ def report(
       ValueError: for lengths the plan refuses, an unknown remainder or group, or
         `accumulate` that is not positive.
     """
-    lengths = check_lengths(lengths)
+    check_choice("group", group, GROUPS)
     accumulate = check_accumulate(accumulate)
-    check_choice("group", group, ("same", "mixed"))
-    index = plan.assign(lengths)
-    size = len(plan)
-    counts = np.bincount(index + 1, minlength=size + 1)[1:]
+    lengths = plan.check(lengths)
+    counts, own_tokens = _by_bucket(plan, lengths)
     # Batches of the same bucket in a step are filled together.
     together = accumulate if group == "same" else 1
-    sizes = plan.batch_sizes * together
-    flow = flow_remainders(counts, sizes, plan.boundaries, remainder)
+    flow = flow_remainders(
+        counts, plan.batch_sizes * together, plan.boundaries, remainder
+    )
     steps = -(-flow.num_batches * together // accumulate)
     batches = flow.batches * together
     # Those that make the last step full.
-    batches[plan.buckets.index(filler_bucket(plan))] += (
-        steps * accumulate - batches.sum()
-    )
-    used = np.minimum(lengths, min(plan.max_seq_len, MAX_LENGTH))
-    own = np.bincount(index + 1, weights=used, minlength=size + 1)[1:]
-    row_slots = flow.rows * plan.boundaries
-    tokens = batches * plan.batch_sizes * plan.boundaries
+    filler = plan.buckets.index(filler_bucket(plan))
+    batches[filler] += steps * accumulate - batches.sum()
     shares = 1 - flow.dropped / np.maximum(counts, 1)
-    real, padded = round(float((own * shares).sum())), int(tokens.sum())
-    over = lengths > min(plan.max_seq_len, MAX_LENGTH)
-    num_over = int(over.sum())
-    truncates = plan.overlong == "truncate"
+    real = round(float((own_tokens * shares).sum()))
+    padded = int((batches * plan.batch_sizes * plan.boundaries).sum())
+    in_rows = int((flow.rows * plan.boundaries).sum())
+    over = lengths[lengths > _longest(plan)]
+    truncated = over if plan.overlong == "truncate" else over[:0]
     return Report(
-        buckets=tuple(
-            BucketReport(
-                batch_size=bucket.batch_size,
-                seq_len=bucket.seq_len,
-                examples=int(counts[k]),
-                carried=int(flow.carried[k]),
-                batches=int(batches[k]),
-                empty_rows=int(batches[k] * bucket.batch_size - flow.rows[k]),
-                left_over=int(flow.dropped[k]),
-                padding=_share(counts[k] * bucket.seq_len - own[k], counts[k], bucket),
-                token_share=float(tokens[k] / max(padded, 1)),
-            )
-            for k, bucket in enumerate(plan.buckets)
-        ),
+        buckets=_bucket_reports(plan, flow, batches, own_tokens),
         steps_per_epoch=steps,
         examples=int(counts.sum() - flow.dropped.sum()),
         real_tokens=real,
         padded_tokens=padded,
         padding=1 - real / max(padded, 1),
-        padding_in_rows=float(row_slots.sum() - real) / max(padded, 1),
-        padding_in_empty_rows=float(padded - row_slots.sum()) / max(padded, 1),
+        padding_in_rows=(in_rows - real) / max(padded, 1),
+        padding_in_empty_rows=(padded - in_rows) / max(padded, 1),
         left_over_examples=int(flow.dropped.sum()),
-        dropped_examples=0 if truncates else num_over,
-        truncated_examples=num_over if truncates else 0,
-        truncated_tokens=int((lengths[over] - plan.max_seq_len).sum()) * truncates,
+        dropped_examples=len(over) - len(truncated),
+        truncated_examples=len(truncated),
+        truncated_tokens=int((truncated - _longest(plan)).sum()),
+    )
+
+
+def _by_bucket(plan: BucketPlan, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`[K]` examples whose shortest bucket it is, `[K]` the tokens they have."""
+    # Those that are dropped are of bucket -1.
+    index = plan.assign(lengths) + 1
+    used = np.minimum(lengths, _longest(plan))
+    counts = np.bincount(index, minlength=len(plan) + 1)
+    tokens = np.bincount(index, weights=used, minlength=len(plan) + 1)
+    return counts[1:], tokens[1:]
+
+
+def _longest(plan: BucketPlan) -> int:
+    """What a row takes, as a number that lengths of 32 bits can be compared with."""
+    return min(plan.max_seq_len, MAX_LENGTH)
+
+
+def _bucket_reports(
+    plan: BucketPlan, flow: RowFlow, batches: np.ndarray, own_tokens: np.ndarray
+) -> tuple[BucketReport, ...]:
+    num_rows = batches * plan.batch_sizes
+    tokens = num_rows * plan.boundaries
+    places = flow.counts * plan.boundaries
+    return tuple(
+        BucketReport(
+            batch_size=bucket.batch_size,
+            seq_len=bucket.seq_len,
+            examples=int(flow.counts[k]),
+            carried=int(flow.carried[k]),
+            batches=int(batches[k]),
+            empty_rows=int(num_rows[k] - flow.rows[k]),
+            left_over=int(flow.dropped[k]),
+            padding=float((places[k] - own_tokens[k]) / max(places[k], 1)),
+            token_share=float(tokens[k] / max(tokens.sum(), 1)),
+        )
+        for k, bucket in enumerate(plan.buckets)
     )
 
 
@@ -333,7 +349,3 @@ def bucket_uses(records: Iterable[StepRecord]) -> list[BucketUse]:
             by_bucket.items(), key=lambda item: (item[0].seq_len, item[0].batch_size)
         )
     ]
-
-
-def _share(wasted: float, examples: int, bucket: Any) -> float:
-    return float(wasted / (examples * bucket.seq_len)) if examples else 0.0

@@ -287,8 +287,9 @@ def test_a_share_that_is_none_is_refused(share, replacement):
     plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
     order = Curriculum([1, 2], lambda epochs: share, replacement=replacement)
     schedule = BatchSchedule(plan, [3, 4], order=order)
-    with pytest.raises(ValueError, match=r"`pacing\(0.0\)` is .*: a share of the"):
-        schedule[0]
+    for ask in (lambda: schedule[0], lambda: schedule.fingerprint):
+        with pytest.raises(ValueError, match=r"`pacing\(0.0\)` is .*: a share of the"):
+            ask()
 
 
 @pytest.mark.parametrize(
