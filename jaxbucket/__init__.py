@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 
 from jaxbucket.base import Batch, BatchIndices, Bucket, BucketPlan, RowShard
 from jaxbucket.collate import collate_rows, unbatch
+from jaxbucket.comparison import Comparison, compare_plans
+from jaxbucket.costs import StepTime, TokenCost, TransformerCost
 from jaxbucket.curriculum import Curriculum
+from jaxbucket.curve import PlanCurve, plan_curve
+from jaxbucket.limits import Limits
 from jaxbucket.mixture import Mixture
 from jaxbucket.pacing import CyclicPacing, LinearPacing, RootPacing, StepPacing
 from jaxbucket.plan import plan_buckets
@@ -77,24 +81,31 @@ __all__ = [
     "Bucket",
     "BucketPlan",
     "Checkpoints",
+    "Comparison",
     "CompiledSteps",
     "Curriculum",
     "CyclicPacing",
     "DataPosition",
+    "Limits",
     "LinearPacing",
     "Mixture",
+    "PlanCurve",
     "Processes",
     "Report",
     "Restored",
     "RootPacing",
     "RowShard",
     "StepPacing",
+    "StepTime",
     "StopRequest",
+    "TokenCost",
     "TokenFile",
     "TrainState",
+    "TransformerCost",
     "batch_dataset",
     "batch_specs",
     "collate_rows",
+    "compare_plans",
     "compile_steps",
     "concatenate",
     "count_compiles",
@@ -107,6 +118,7 @@ __all__ = [
     "local_rows",
     "measure_lengths",
     "plan_buckets",
+    "plan_curve",
     "predict",
     "prefetch_to_mesh",
     "replicate",

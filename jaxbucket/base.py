@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.typing import ArrayLike
 from jaxbucket.checks import (
     MAX_LENGTH,
     check_choice,
+    check_costs,
     check_integer,
     check_lengths,
     check_positive,
@@ -36,7 +38,8 @@ EMPTY_ROW = -1
 # `assign` gives 16-bit integers.
 _MAX_BUCKETS = 2**15 - 1
 _PLAN_FORMAT = "jaxbucket.BucketPlan"
-_PLAN_VERSION = 1
+# Plans that know what a step costs are of version 2; all others are as they were.
+_PLAN_VERSIONS = (1, 2)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -82,6 +85,9 @@ class BucketPlan:
       seq_len_multiple: every T is a multiple of it.
       overlong: what happens to an example longer than the last bucket: "error"
         refuses it, "drop" leaves it out, "truncate" cuts it to the last bucket.
+      step_costs: what a step of each bucket costs, by which remainders flow and an
+        epoch is predicted; None counts tokens, B * T.
+      cost_unit: what they are counted in, such as "s".
 
     Raises:
       ValueError: if a bucket breaks one of these promises.
@@ -92,6 +98,8 @@ class BucketPlan:
     batch_size_multiple: int = 1
     seq_len_multiple: int = 1
     overlong: Overlong = "error"
+    step_costs: tuple[float, ...] | None = None
+    cost_unit: str = "tokens"
 
     def __post_init__(self):
         object.__setattr__(self, "buckets", tuple(self.buckets))
@@ -117,6 +125,44 @@ class BucketPlan:
                 f"`buckets` has seq_lens {self.boundaries.tolist()}: sort them in "
                 "strictly increasing order."
             )
+        if not isinstance(self.cost_unit, str):
+            raise ValueError(f"`cost_unit={self.cost_unit!r}` is no name of a unit.")
+        if self.step_costs is not None:
+            costs = check_costs("step_costs", self.step_costs, len(self.buckets))
+            object.__setattr__(self, "step_costs", tuple(costs.tolist()))
+
+    @classmethod
+    def from_shapes(
+        cls,
+        shapes: Iterable[tuple[int, int]],
+        *,
+        max_tokens: int | None = None,
+        **fields: Any,
+    ) -> BucketPlan:
+        """Returns the plan of given shapes (B, T), in any order.
+
+        Example:
+          >>> plan = BucketPlan.from_shapes([(16, 256), (8, 512), (32, 128)])
+          >>> plan.boundaries, plan.max_tokens
+          (array([128, 256, 512]), 4096)
+
+        Args:
+          shapes: each B and T.
+          max_tokens: by default the largest B * T.
+          **fields: the plan's others.
+
+        Raises:
+          ValueError: if one is no pair of positive integers, or breaks a promise.
+        """
+        buckets = []
+        for shape in shapes:
+            if len(pair := tuple(shape)) != 2:
+                raise ValueError(f"`shapes` holds {shape!r}: give (B, T) for each.")
+            buckets.append(Bucket(*pair))
+        buckets.sort(key=lambda bucket: bucket.seq_len)
+        if max_tokens is None:
+            max_tokens = max((bucket.num_tokens for bucket in buckets), default=1)
+        return cls(tuple(buckets), max_tokens=max_tokens, **fields)
 
     def _check_bucket(self, bucket: Bucket) -> None:
         if bucket.num_tokens > self.max_tokens:
@@ -145,6 +191,13 @@ class BucketPlan:
     def batch_sizes(self) -> np.ndarray:
         """`[K]` int64: B of every bucket."""
         return np.array([bucket.batch_size for bucket in self.buckets], np.int64)
+
+    @functools.cached_property
+    def costs(self) -> np.ndarray:
+        """`[K]`: what a step of each bucket costs, in `cost_unit`; B * T by default."""
+        if self.step_costs is None:
+            return self.batch_sizes * self.boundaries
+        return np.array(self.step_costs)
 
     @property
     def max_seq_len(self) -> int:
@@ -194,16 +247,22 @@ class BucketPlan:
 
     def to_json(self) -> str:
         """Returns the plan as one JSON object; `from_json` is the inverse."""
-        fields = {
+        fields: dict[str, Any] = {
             "format": _PLAN_FORMAT,
-            "version": _PLAN_VERSION,
+            "version": 1 if self._counts_tokens else 2,
             "buckets": [[b.batch_size, b.seq_len] for b in self.buckets],
             "max_tokens": self.max_tokens,
             "batch_size_multiple": self.batch_size_multiple,
             "seq_len_multiple": self.seq_len_multiple,
             "overlong": self.overlong,
         }
+        if not self._counts_tokens:
+            fields |= {"step_costs": self.step_costs, "cost_unit": self.cost_unit}
         return json.dumps(fields)
+
+    @property
+    def _counts_tokens(self) -> bool:
+        return self.step_costs is None and self.cost_unit == "tokens"
 
     @classmethod
     def from_json(cls, text: str) -> BucketPlan:
@@ -222,10 +281,11 @@ class BucketPlan:
             ) from None
         if not isinstance(fields, dict) or fields.get("format") != _PLAN_FORMAT:
             raise ValueError(f'The JSON has no "format": "{_PLAN_FORMAT}". {remedy}')
-        if fields.get("version") != _PLAN_VERSION:
+        version = fields.get("version")
+        if version not in _PLAN_VERSIONS or isinstance(version, bool):
             raise ValueError(
-                f"The plan has version {fields.get('version')!r}; this jaxbucket reads "
-                f"version {_PLAN_VERSION}. {remedy}"
+                f"The plan has version {version!r}; this jaxbucket reads versions "
+                f"{_PLAN_VERSIONS[0]} to {_PLAN_VERSIONS[-1]}. {remedy}"
             )
         try:
             pairs = fields["buckets"]
@@ -235,6 +295,8 @@ class BucketPlan:
                 )
             buckets = tuple(Bucket(b, t) for b, t in pairs)
             names = [f.name for f in dataclasses.fields(cls) if f.name != "buckets"]
+            if version == 1:
+                names = [n for n in names if n not in ("step_costs", "cost_unit")]
             return cls(buckets, **{name: fields[name] for name in names})
         except KeyError as error:
             raise ValueError(f"The plan lacks the field {error}. {remedy}") from None

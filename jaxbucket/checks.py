@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -91,6 +92,30 @@ def check_positive(name: str, value: Any) -> int:
         raise ValueError(f"`{name}={value!r}` must be a positive integer.")
     if number >= 2**62:
         raise ValueError(f"`{name}={value!r}` must be below 2**62.")
+    return number
+
+
+def check_costs(name: str, costs: Any, size: int) -> np.ndarray:
+    """Returns positive numbers as `[size]` float64, or raises a ValueError."""
+    try:
+        array = np.asarray(costs, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        array = np.full(1, np.nan)
+    if array.shape != (size,) or not np.all((array > 0) & (array < np.inf)):
+        raise ValueError(
+            f"`{name}={costs!r}` must be {size} positive numbers, one for each bucket."
+        )
+    return array
+
+
+def check_number(name: str, value: Any) -> float:
+    """Returns `value` as a positive, finite float, or raises a ValueError."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 < number < math.inf or isinstance(value, bool | str):
+        raise ValueError(f"`{name}={value!r}` must be a positive, finite number.")
     return number
 
 

@@ -57,7 +57,7 @@ class EpochRows:
         self.sizes = plan.batch_sizes * group
         self._examples, counts = examples_by_bucket(plan, lengths, within)
         self._offsets = np.cumsum(counts) - counts
-        self.flow = flow_remainders(counts, self.sizes, plan.boundaries, remainder)
+        self.flow = flow_remainders(counts, self.sizes, plan.costs, remainder)
         self.num_batches = self.flow.num_batches
         self._first_batch = np.cumsum(self.flow.batches) - self.flow.batches
         self._check_not_empty()

@@ -3,43 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket import boundaries as choosers
-from jaxbucket.base import OVERLONG, Bucket, BucketPlan, Overlong
-from jaxbucket.boundaries import Candidates, Chooser
-from jaxbucket.checks import (
-    check_choice,
-    check_lengths,
-    check_positive,
-    overlong_message,
-)
+from jaxbucket import boundaries as rules
+from jaxbucket.base import BucketPlan, Overlong
+from jaxbucket.boundaries import Chooser
+from jaxbucket.checks import check_lengths, check_positive
+from jaxbucket.costs import CostFn
+from jaxbucket.curve import plan_curve
+from jaxbucket.limits import Budget, Limits
+from jaxbucket.optimal import optimal
 
-Boundaries: TypeAlias = (
-    Literal["optimal", "quantile", "geometric"] | Sequence[int] | Chooser
-)
+Rule: TypeAlias = Literal[
+    "optimal",
+    "quantile",
+    "equal_tokens",
+    "equal_width",
+    "quarters",
+    "geometric",
+    "powers_of_two",
+]
+Boundaries: TypeAlias = Rule | Sequence[int] | Chooser
 
-_CHOOSERS: dict[str, Chooser] = {
-    "optimal": choosers.optimal,
-    "quantile": choosers.quantile,
-    "geometric": choosers.geometric,
+RULES: dict[str, Chooser] = {
+    "optimal": optimal,
+    "quantile": rules.quantile,
+    "equal_tokens": rules.equal_tokens,
+    "equal_width": rules.equal_width,
+    "quarters": rules.quarters,
+    "geometric": rules.geometric,
+    "powers_of_two": rules.powers_of_two,
 }
-_DENSE_HISTOGRAM = 1 << 24
 
 
 def plan_buckets(
     lengths: ArrayLike,
     *,
-    max_tokens: int,
-    num_buckets: int = 8,
+    max_tokens: Budget,
+    num_buckets: int | Literal["auto"] = 8,
     batch_size_multiple: int = 1,
     seq_len_multiple: int = 1,
     max_seq_len: int | None = None,
+    min_batch_size: int = 1,
+    max_batch_size: int | None = None,
     boundaries: Boundaries = "optimal",
     overlong: Overlong = "error",
+    cost_fn: CostFn | None = None,
+    compile_seconds: float | None = None,
+    num_epochs: float = 1,
 ) -> BucketPlan:
     """Returns at most `num_buckets` shapes (B, T) for examples of these lengths.
 
@@ -58,19 +72,30 @@ def plan_buckets(
 
     Args:
       lengths: `[N]` integers, one per example.
-      max_tokens: the hard budget of a global batch, padding counted.
-      num_buckets: how many shapes at most; each costs one compilation.
+      max_tokens: the hard budget of a global batch, padding counted. Or a function of
+        T that returns it, or one for each of the boundaries that you give.
+      num_buckets: how many shapes at most; each costs one compilation. "auto" weighs
+        these against the padding that they save, as `plan_curve` does.
       batch_size_multiple: for example the number of devices on the batch axes.
       seq_len_multiple: for example the tile of the accelerator's matrix unit.
       max_seq_len: T of the last bucket, a multiple of `seq_len_multiple`. By default
         the longest length, rounded up.
-      boundaries: "optimal" costs the fewest padded tokens over one epoch, remainders
-        included (`boundaries.optimal` says how exactly); "quantile" puts equally many
-        examples in each bucket; "geometric" grows T by a constant ratio. Or your own:
+      min_batch_size: rows that every batch must have.
+      max_batch_size: rows that none may exceed, whatever the budget.
+      boundaries: "optimal" gives the cheapest epoch, remainders included
+        (`optimal.optimal` says how exactly). Rules of thumb: "quantile" puts equally
+        many examples in each bucket, "equal_tokens" equally many tokens;
+        "equal_width" and "geometric" grow T by a constant step or ratio, "quarters"
+        has four equal steps, "powers_of_two" the largest of these. Or your own:
         increasing lengths (then `num_buckets` and `max_seq_len` are not used), or a
-        function of (`Candidates`, `num_buckets`).
+        function of (`Candidates`, `num_buckets`). For shapes that are given, B and
+        all, see `BucketPlan.from_shapes`.
       overlong: what to do with examples longer than the last bucket: "error", "drop"
         or "truncate".
+      cost_fn: `(batch_size, seq_len)` -> what a step costs, by default its tokens;
+        `costs` has others. An epoch's cost is their sum over its steps.
+      compile_seconds: with `num_buckets="auto"`, what compiling one shape takes.
+      num_epochs: with `num_buckets="auto"`, for how many epochs the shapes are used.
 
     Raises:
       ValueError: for lengths that are empty, not integers or not positive, or longer
@@ -78,57 +103,68 @@ def plan_buckets(
         `batch_size_multiple` rows of the last bucket; for boundaries that are not
         increasing multiples of `seq_len_multiple`.
     """
-    lengths = check_lengths(lengths)
-    check_choice("overlong", overlong, OVERLONG)
-    max_tokens = check_positive("max_tokens", max_tokens)
-    num_buckets = check_positive("num_buckets", num_buckets)
-    batch_size_multiple = check_positive("batch_size_multiple", batch_size_multiple)
-    seq_len_multiple = check_positive("seq_len_multiple", seq_len_multiple)
-
-    def batch_sizes(seq_lens: np.ndarray) -> np.ndarray:
-        return max_tokens // seq_lens // batch_size_multiple * batch_size_multiple
-
-    chooser, given = _chooser(boundaries)
-    if given is not None:
-        max_seq_len = _check_given(given, seq_len_multiple)
-    last = _last_seq_len(lengths, max_seq_len, seq_len_multiple)
-    if batch_sizes(np.array(last)) < 1:
-        raise ValueError(_budget_message(max_tokens, last, batch_size_multiple))
-    if overlong == "error" and lengths.max() > last:
-        raise ValueError(overlong_message(lengths, last))
-    if given is not None:
-        seq_lens = np.array(given, np.int64)
-    else:
-        ends, examples = _histogram(lengths, last, seq_len_multiple, overlong)
-        candidates = Candidates(ends, examples, batch_sizes(ends))
-        num_buckets = min(num_buckets, len(candidates))
-        seq_lens = ends[_check_chosen(chooser(candidates, num_buckets), len(ends))]
-    return BucketPlan(
-        tuple(map(Bucket, batch_sizes(seq_lens).tolist(), seq_lens.tolist())),
+    limits = Limits(
         max_tokens=max_tokens,
         batch_size_multiple=batch_size_multiple,
         seq_len_multiple=seq_len_multiple,
+        max_seq_len=max_seq_len,
+        min_batch_size=min_batch_size,
+        max_batch_size=max_batch_size,
         overlong=overlong,
+        cost_fn=cost_fn,
     )
+    lengths = check_lengths(lengths)
+    if num_buckets == "auto":
+        if boundaries != "optimal":
+            raise ValueError(
+                f"`num_buckets='auto'` chooses among optimal plans: leave out "
+                f"`boundaries={boundaries!r}`, or give a number of buckets."
+            )
+        curve = plan_curve(
+            lengths, limits, compile_seconds=compile_seconds, num_epochs=num_epochs
+        )
+        return curve.chosen.plan
+    num_buckets = check_positive("num_buckets", num_buckets)
+    if isinstance(boundaries, Iterable) and not isinstance(boundaries, str):
+        return _given(lengths, limits, list(boundaries))
+    chooser = _chooser(boundaries)
+    candidates = limits.candidates(lengths)
+    chosen = chooser(candidates, min(num_buckets, len(candidates)))
+    return limits.plan(candidates.seq_lens[_check_chosen(chosen, len(candidates))])
 
 
-def _check_given(boundaries: Sequence[int], multiple: int) -> int:
-    """Returns the last of the user's boundaries, all of which are usable."""
-    remedy = f"Pass increasing multiples of `seq_len_multiple={multiple}`."
-    if len(boundaries) == 0:
+def _given(lengths: np.ndarray, limits: Limits, boundaries: list[Any]) -> BucketPlan:
+    """The plan of the user's own boundaries."""
+    remedy = (
+        f"Pass increasing multiples of `seq_len_multiple={limits.seq_len_multiple}`."
+    )
+    if not boundaries:
         raise ValueError(f"`boundaries` is empty. {remedy}")
     before = 0
     for boundary in boundaries:
         whole = isinstance(boundary, int | np.integer) and not isinstance(
             boundary, bool
         )
-        if not whole or boundary <= before or boundary % multiple:
+        if not whole or boundary <= before or boundary % limits.seq_len_multiple:
             raise ValueError(f"`boundaries`: {boundary!r} after {before}. {remedy}")
-        before = int(boundary)
-    return before
+        before = check_positive("boundaries", boundary)
+    plan = limits.plan(boundaries)
+    plan.check(lengths)
+    return plan
 
 
-def _check_chosen(chosen: np.ndarray, num_candidates: int) -> np.ndarray:
+def _chooser(boundaries: str | Chooser) -> Chooser:
+    if callable(boundaries):
+        return boundaries
+    if boundaries not in RULES:
+        raise ValueError(
+            f"`boundaries={boundaries!r}`: choose one of {sorted(RULES)}, or pass "
+            "increasing lengths or a function."
+        )
+    return RULES[boundaries]
+
+
+def _check_chosen(chosen: Any, num_candidates: int) -> np.ndarray:
     """Returns what a chooser chose, which may be the user's own."""
     chosen = np.asarray(chosen)
     if (
@@ -143,76 +179,3 @@ def _check_chosen(chosen: np.ndarray, num_candidates: int) -> np.ndarray:
             f"positions of candidates, the last of them {num_candidates - 1}."
         )
     return chosen
-
-
-def _last_seq_len(lengths: np.ndarray, max_seq_len: int | None, multiple: int) -> int:
-    if max_seq_len is None:
-        return -(-int(lengths.max()) // multiple) * multiple
-    max_seq_len = check_positive("max_seq_len", max_seq_len)
-    if max_seq_len % multiple:
-        raise ValueError(
-            f"`max_seq_len={max_seq_len}` is not a multiple of "
-            f"`seq_len_multiple={multiple}`. Use "
-            f"{-(-max_seq_len // multiple) * multiple}."
-        )
-    return max_seq_len
-
-
-def _budget_message(max_tokens: int, seq_len: int, multiple: int) -> str:
-    return (
-        f"`max_tokens={max_tokens}` holds {max_tokens // seq_len} rows of "
-        f"`seq_len={seq_len}`, fewer than `batch_size_multiple={multiple}`. Raise "
-        f"`max_tokens` to {seq_len * multiple}, or lower `batch_size_multiple` or "
-        "`max_seq_len`."
-    )
-
-
-def _chooser(boundaries: Boundaries) -> tuple[Chooser, Sequence[int] | None]:
-    """The function that chooses, or the lengths that are already chosen."""
-    if callable(boundaries):
-        return boundaries, None
-    if isinstance(boundaries, Iterable) and not isinstance(boundaries, str):
-        return choosers.optimal, list(boundaries)
-    if boundaries not in _CHOOSERS:
-        raise ValueError(
-            f"`boundaries={boundaries!r}`: choose one of {sorted(_CHOOSERS)}, or pass "
-            "increasing lengths or a function."
-        )
-    return _CHOOSERS[boundaries], None
-
-
-def _histogram(
-    lengths: np.ndarray, last: int, multiple: int, overlong: Overlong
-) -> tuple[np.ndarray, np.ndarray]:
-    """Multiples up to `last` `[G]`, and how many examples are at most that long `[G]`.
-
-    Examples longer than `last` count as `last` when truncated and not at all when
-    dropped.
-    """
-    if last <= _DENSE_HISTOGRAM:
-        ends = np.arange(multiple, last + 1, multiple)
-        per_length = _bincount_in_chunks(lengths, last)
-        examples = np.cumsum(per_length[: last + 1])[ends]
-    else:
-        over = lengths > last
-        cells = -(-lengths.astype(np.int64)[~over] // multiple) * multiple
-        ends, counts = np.unique(np.append(cells, last), return_counts=True)
-        examples = np.cumsum(counts) - (ends == last)
-        per_length = np.array([over.sum()])
-    if overlong == "truncate":
-        examples[-1] += per_length[-1]
-    if examples[-1] == 0:
-        raise ValueError(
-            f"Every example is longer than `max_seq_len={last}` and "
-            "`overlong='drop'` leaves it out. Raise `max_seq_len`."
-        )
-    return ends, examples
-
-
-def _bincount_in_chunks(lengths: np.ndarray, last: int) -> np.ndarray:
-    """`[last + 2]`: examples of each length; all longer ones in the last entry."""
-    counts = np.zeros(last + 2, np.int64)
-    for start in range(0, lengths.size, 1 << 20):
-        part = np.minimum(lengths[start : start + (1 << 20)], last + 1)
-        counts += np.bincount(part, minlength=last + 2)
-    return counts

@@ -56,44 +56,46 @@ class RowFlow:
 def flow_remainders(
     counts: Sequence[int] | np.ndarray,
     batch_sizes: Sequence[int] | np.ndarray,
-    seq_lens: Sequence[int] | np.ndarray,
+    costs: Sequence[float] | np.ndarray,
     policy: Remainder = "cheapest",
 ) -> RowFlow:
     """Returns how the remainders of an epoch flow, under a policy.
 
-    "cheapest" goes by padded tokens B * T, and is exact: it compares every sequence of
-    promote-or-pad decisions. Of all sequences that carry the same number of rows out of
-    a bucket only the cheapest can be the best, and there are at most k + 1 such numbers
-    after bucket k.
+    "cheapest" is exact: it compares the costs of every sequence of promote-or-pad
+    decisions. Of all sequences that carry the same number of rows out of a bucket only
+    the cheapest can be the best, and there are at most k + 1 such numbers after bucket
+    k.
 
     Example: of 5 examples in B = 4 the fifth goes up and fills B = 2.
-      >>> flow_remainders([5, 1], batch_sizes=[4, 2], seq_lens=[8, 16]).batches
+      >>> flow_remainders([5, 1], batch_sizes=[4, 2], costs=[32, 32]).batches
       array([1, 1])
 
     Args:
       counts: `[K]` examples of every bucket.
       batch_sizes: `[K]` B of every bucket.
-      seq_lens: `[K]` T of every bucket, increasing.
+      costs: `[K]` of a batch of every bucket, for example its B * T.
       policy: "cheapest"; "promote" to go up always, but from the last bucket; "pad" to
         stay always; "drop" to leave them out.
     """
     check_choice("remainder", policy, get_args(Remainder))
     # rows carried out of the last bucket seen -> (cost so far, what was chosen)
-    best: dict[int, tuple[int, tuple[str, ...]]] = {0: (0, ())}
-    shapes = list(zip(counts, batch_sizes, seq_lens, strict=True))
-    for bucket, (count, batch_size, seq_len) in enumerate(shapes):
+    nothing: tuple[float, tuple[str, ...]] = (0, ())
+    best = {0: nothing}
+    # As Python's own numbers: a sum of integers has no bound.
+    columns = (np.asarray(x).tolist() for x in (counts, batch_sizes, costs))
+    shapes = list(zip(*columns, strict=True))
+    for bucket, (count, batch_size, batch_cost) in enumerate(shapes):
         choices = _CHOICES[policy]
         if bucket == len(shapes) - 1 and _PROMOTE in choices:
             choices = (_PAD,)
         reached: dict[int, tuple[int, tuple[str, ...]]] = {}
         for carry, (cost, chosen) in best.items():
-            full, rest = divmod(int(count) + carry, int(batch_size))
-            tokens = int(batch_size) * int(seq_len)
+            full, rest = divmod(count + carry, batch_size)
             # Where nothing is left over, there is nothing to choose.
             for choice in choices if rest else choices[:1]:
                 carry_out = rest if choice == _PROMOTE else 0
                 padded = rest > 0 and choice == _PAD
-                total = cost + (full + padded) * tokens
+                total = cost + (full + padded) * batch_cost
                 if carry_out not in reached or total < reached[carry_out][0]:
                     reached[carry_out] = (total, (*chosen, choice))
         best = reached
@@ -102,14 +104,15 @@ def flow_remainders(
 
 def filler_bucket(plan: BucketPlan) -> Bucket:
     """Returns the bucket of an empty batch that makes a step full: the cheapest."""
-    return min(plan.buckets, key=lambda bucket: (bucket.num_tokens, bucket.seq_len))
+    costs = dict(zip(plan.buckets, plan.costs.tolist(), strict=True))
+    return min(plan.buckets, key=lambda bucket: (costs[bucket], bucket.seq_len))
 
 
-def _flow(shapes: list[tuple[int, int, int]], chosen: tuple[str, ...]) -> RowFlow:
+def _flow(shapes: list[tuple[int, int, float]], chosen: tuple[str, ...]) -> RowFlow:
     carried, batches, rows, dropped, carry = [], [], [], [], 0
     for (count, batch_size, _), choice in zip(shapes, chosen, strict=True):
-        total = int(count) + carry
-        full, rest = divmod(total, int(batch_size))
+        total = count + carry
+        full, rest = divmod(total, batch_size)
         carried.append(carry)
         carry = rest if choice == _PROMOTE else 0
         dropped.append(rest if choice == _DROP else 0)

@@ -30,6 +30,7 @@ class BucketReport:
       padding: share of positions that are padding where an example is in its own
         bucket; empty rows apart.
       token_share: this bucket's share of the epoch's B * T.
+      cost_share: its share of what the epoch costs.
     """
 
     batch_size: int
@@ -41,6 +42,7 @@ class BucketReport:
     left_over: int
     padding: float
     token_share: float
+    cost_share: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Report:
       dropped_examples: examples left out as too long.
       truncated_examples: examples cut as too long.
       truncated_tokens: positions cut off from them.
+      epoch_cost: what the plan says that the steps cost, summed.
+      cost_unit: in what: "tokens", where the plan does not say, "s" for seconds.
       autocorrelation: of the T of one batch and of the next, from -1 to 1: near 0 in
         a shuffled epoch. None where no order is known, or all have the same T.
     """
@@ -77,6 +81,8 @@ class Report:
     dropped_examples: int
     truncated_examples: int
     truncated_tokens: int
+    epoch_cost: float
+    cost_unit: str
     autocorrelation: float | None = None
 
     def with_real_tokens(self, real_tokens: int) -> Report:
@@ -103,9 +109,11 @@ class Report:
         from rich.table import Table
 
         table = Table(box=box.SIMPLE_HEAD, caption=self.summary, caption_justify="left")
+        costs = [] if self.cost_unit == "tokens" else [self.cost_unit]
         for name in (
             *("B", "T", "examples", "carried in", "batches"),
             *("empty rows", "padding", "tokens"),
+            *("time" if unit == "s" else unit for unit in costs),
         ):
             table.add_column(name, justify="right")
         for b in self.buckets:
@@ -113,6 +121,7 @@ class Report:
                 *(str(n) for n in (b.batch_size, b.seq_len, b.examples, b.carried)),
                 *(str(b.batches), str(b.empty_rows)),
                 *(f"{b.padding:.1%}", f"{b.token_share:.1%}"),
+                *([f"{b.cost_share:.1%}"] if costs else []),
             )
         return table
 
@@ -125,6 +134,9 @@ class Report:
             f"{self.padding:.1%} padding: {self.padding_in_rows:.1%} in rows, "
             f"{self.padding_in_empty_rows:.1%} in empty rows.",
         ]
+        if self.cost_unit != "tokens":
+            cost = in_unit(self.epoch_cost, self.cost_unit)
+            lines.append(f"Predicted epoch: {cost}.")
         if self.left_over_examples:
             lines.append(
                 f"{self.left_over_examples} examples fill no batch: left out of an "
@@ -142,6 +154,18 @@ class Report:
                 f"Autocorrelation of T from batch to batch: {self.autocorrelation:.3f}."
             )
         return "\n".join(lines)
+
+
+def in_unit(cost: float, unit: str) -> str:
+    """Returns a cost as a person reads it.
+
+    Example:
+      >>> in_unit(1234.5, "s"), in_unit(2.5e15, "FLOP"), in_unit(90_000, "tokens")
+      ('1,234.5 s', '2.5e+15 FLOP', '90,000 tokens')
+    """
+    if unit == "s":
+        return f"{cost:,.1f} s" if cost >= 10 else f"{cost:.3g} s"
+    return f"{cost:,.0f} {unit}" if cost < 1e12 else f"{cost:.3g} {unit}"
 
 
 def report(
@@ -180,9 +204,7 @@ def report(
     counts, own_tokens = _by_bucket(plan, lengths)
     # Batches of the same bucket in a step are filled together.
     together = accumulate if group == "same" else 1
-    flow = flow_remainders(
-        counts, plan.batch_sizes * together, plan.boundaries, remainder
-    )
+    flow = flow_remainders(counts, plan.batch_sizes * together, plan.costs, remainder)
     steps = -(-flow.num_batches * together // accumulate)
     batches = flow.batches * together
     # Those that make the last step full.
@@ -207,6 +229,8 @@ def report(
         dropped_examples=len(over) - len(truncated),
         truncated_examples=len(truncated),
         truncated_tokens=int((truncated - _longest(plan)).sum()),
+        epoch_cost=(batches * plan.costs).sum().item(),
+        cost_unit=plan.cost_unit,
     )
 
 
@@ -230,6 +254,7 @@ def _bucket_reports(
 ) -> tuple[BucketReport, ...]:
     num_rows = batches * plan.batch_sizes
     tokens = num_rows * plan.boundaries
+    costs = batches * plan.costs
     places = flow.counts * plan.boundaries
     return tuple(
         BucketReport(
@@ -242,6 +267,7 @@ def _bucket_reports(
             left_over=int(flow.dropped[k]),
             padding=float((places[k] - own_tokens[k]) / max(places[k], 1)),
             token_share=float(tokens[k] / max(tokens.sum(), 1)),
+            cost_share=float(costs[k] / (costs.sum() or 1)),
         )
         for k, bucket in enumerate(plan.buckets)
     )

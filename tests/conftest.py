@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from jaxbucket import BucketPlan, plan_buckets
+from jaxbucket.costs import StepTime
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -140,6 +141,7 @@ def random_problem(seed: int) -> Problem:
         lengths,
         max_tokens=int(last * multiples[0] * rng.integers(1, 9)),
         num_buckets=int(rng.integers(1, 10)),
+        cost_fn=[None, StepTime(0.1, 1e-3, 1e-5)][seed % 2],
         batch_size_multiple=multiples[0],
         seq_len_multiple=multiples[1],
         max_seq_len=last,

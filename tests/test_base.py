@@ -193,8 +193,8 @@ def edited(**changes) -> str:
 
 
 def test_another_version_is_refused():
-    with pytest.raises(ValueError, match="version 2; this jaxbucket reads version 1"):
-        BucketPlan.from_json(edited(version=2))
+    with pytest.raises(ValueError, match="version 3; this jaxbucket reads versions 1"):
+        BucketPlan.from_json(edited(version=3))
 
 
 @pytest.mark.parametrize("name", ["buckets", "max_tokens", "seq_len_multiple"])

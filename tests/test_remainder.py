@@ -30,7 +30,7 @@ def test_no_sequence_of_decisions_is_cheaper(seed):
     counts = rng.integers(0, rng.choice([4, 30, 1000]), size)
     seq_lens = np.cumsum(rng.integers(1, 20, size))
     batch_sizes = np.maximum(1, int(seq_lens[-1] * rng.integers(1, 9)) // seq_lens)
-    flow = flow_remainders(counts, batch_sizes, seq_lens)
+    flow = flow_remainders(counts, batch_sizes, batch_sizes * seq_lens)
     tokens = (flow.batches * batch_sizes * seq_lens).sum()
     assert tokens == cheapest(counts.tolist(), batch_sizes.tolist(), seq_lens.tolist())
     # No example is lost on the way, none is in two buckets, and all have a row.
@@ -69,21 +69,30 @@ def test_an_unknown_policy_is_refused():
 
 
 def test_a_remainder_that_fills_a_longer_batch_goes_up():
-    flow = flow_remainders([5, 1], batch_sizes=[4, 2], seq_lens=[8, 16])
+    flow = flow_remainders([5, 1], batch_sizes=[4, 2], costs=[32, 32])
     assert (flow.carried.tolist(), flow.rows.tolist()) == ([0, 1], [4, 2])
 
 
 def test_a_remainder_that_would_open_a_longer_batch_stays():
-    flow = flow_remainders([5, 2], batch_sizes=[4, 2], seq_lens=[8, 17])
+    flow = flow_remainders([5, 2], batch_sizes=[4, 2], costs=[32, 34])
     assert flow.carried.tolist() == [0, 0]
     assert flow.batches.tolist() == [2, 1]
 
 
 def test_a_remainder_may_go_up_twice():
-    flow = flow_remainders([1, 1, 1], batch_sizes=[8, 4, 3], seq_lens=[10, 20, 30])
+    flow = flow_remainders([1, 1, 1], batch_sizes=[8, 4, 3], costs=[80, 80, 90])
     assert flow.carried.tolist() == [0, 1, 2]
     assert flow.batches.tolist() == [0, 0, 1]
 
 
 def test_nothing_costs_nothing():
-    assert flow_remainders([0, 0], [4, 2], [8, 16]).num_batches == 0
+    assert flow_remainders([0, 0], [4, 2], [32, 32]).num_batches == 0
+
+
+def test_what_is_cheapest_goes_by_what_a_batch_costs():
+    # By tokens one goes up; by these costs an empty row is cheaper than a long batch.
+    flow = flow_remainders([5, 1], batch_sizes=[4, 2], costs=[1.5, 4.0])
+    assert flow.carried.tolist() == [0, 1]
+    flow = flow_remainders([5, 2], batch_sizes=[4, 2], costs=[1.5, 4.0])
+    assert flow.carried.tolist() == [0, 0]
+    assert flow_remainders([5, 2], [4, 2], costs=[1.5, 0.1]).carried.tolist() == [0, 1]

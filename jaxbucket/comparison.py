@@ -1,0 +1,191 @@
+"""The same lengths under every way to choose shapes, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from jaxbucket.base import BucketPlan
+from jaxbucket.checks import check_lengths, check_positive
+from jaxbucket.limits import Limits
+from jaxbucket.optimal import Optimum
+from jaxbucket.plan import RULES
+from jaxbucket.remainder import Remainder
+from jaxbucket.stats import Report, in_unit, report
+
+OPTIMAL = "optimal"
+BY_TOKENS = "optimal by tokens"
+ONE_SHAPE = "one shape"
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedPlan:
+    """What one way to choose shapes costs.
+
+    Attributes:
+      name: of the rule, or of the plan that was given.
+      plan: its shapes.
+      report: one epoch of it.
+    """
+
+    name: str
+    plan: BucketPlan
+    report: Report
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest B * T."""
+        return max(bucket.num_tokens for bucket in self.plan.buckets)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, as plain Python."""
+        return {
+            "name": self.name,
+            "shapes": len(self.plan),
+            "largest_batch": self.largest_batch,
+            "largest_batch_size": int(self.plan.batch_sizes.max()),
+            "plan": json.loads(self.plan.to_json()),
+            "report": self.report.to_dict(),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Plans of the same lengths, the cheapest epoch first.
+
+    Attributes:
+      plans: what each costs.
+      least_cost: an epoch of full batches, were there such: no choice of so many
+        shapes costs less under these limits.
+      num_buckets: how many they may have.
+    """
+
+    plans: tuple[ComparedPlan, ...]
+    least_cost: float
+    num_buckets: int
+
+    def __getitem__(self, name: str) -> ComparedPlan:
+        found = [compared for compared in self.plans if compared.name == name]
+        if not found:
+            raise KeyError(name)
+        return found[0]
+
+    @property
+    def summary(self) -> str:
+        """How near the best is to what no plan can be below."""
+        best = self.plans[0].report
+        unit = best.cost_unit
+        above = best.epoch_cost / self.least_cost - 1
+        return (
+            f"No {self.num_buckets} shapes cost less than "
+            f"{in_unit(self.least_cost, unit)}; {self.plans[0].name} is {above:.2%} "
+            "above that."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, as plain Python."""
+        return {
+            "num_buckets": self.num_buckets,
+            "least_cost": self.least_cost,
+            "cost_unit": self.plans[0].report.cost_unit,
+            "plans": [compared.to_dict() for compared in self.plans],
+        }
+
+    def to_json(self) -> str:
+        """Every number, as one JSON object."""
+        return json.dumps(self.to_dict())
+
+    def __rich__(self) -> Any:
+        """The plans as a `rich` table, for a terminal."""
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, caption=self.summary, caption_justify="left")
+        best = self.plans[0].report
+        table.add_column("boundaries")
+        for name in ("shapes", "padding", "in rows", "empty rows", "steps"):
+            table.add_column(name, justify="right")
+        table.add_column("largest batch", justify="right")
+        table.add_column("epoch", justify="right")
+        for compared in self.plans:
+            epoch = compared.report
+            over = epoch.epoch_cost / best.epoch_cost
+            table.add_row(
+                compared.name,
+                str(len(compared.plan)),
+                f"{epoch.padding:.1%}",
+                f"{epoch.padding_in_rows:.1%}",
+                f"{epoch.padding_in_empty_rows:.1%}",
+                f"{epoch.steps_per_epoch:,}",
+                f"{compared.largest_batch:,}",
+                f"{in_unit(epoch.epoch_cost, epoch.cost_unit)} ({over:.2f}x)",
+            )
+        return table
+
+
+def compare_plans(
+    lengths: ArrayLike,
+    limits: Limits,
+    *,
+    num_buckets: int = 8,
+    others: Mapping[str, BucketPlan] | None = None,
+    remainder: Remainder = "cheapest",
+) -> Comparison:
+    """Returns what every rule's plan costs, and those of your own, the cheapest first.
+
+    Example:
+      >>> import numpy as np
+      >>> lengths = np.random.default_rng(0).integers(1, 500, size=1000)
+      >>> comparison = compare_plans(lengths, Limits(max_tokens=4096), num_buckets=4)
+      >>> comparison.plans[0].name, comparison.plans[-1].name
+      ('optimal', 'one shape')
+
+    Args:
+      lengths: `[N]` integers, one per example.
+      limits: what every shape keeps to. Where it has a `cost_fn`, the plan that is
+        optimal by tokens is there, too.
+      num_buckets: shapes at most.
+      others: name -> a plan to compare with, such as one of given shapes.
+      remainder: what becomes of examples that fill no batch, as in `BatchSchedule`.
+
+    Raises:
+      ValueError: for what `plan_buckets` refuses, or lengths that one of the others
+        does.
+    """
+    lengths = check_lengths(lengths)
+    candidates = limits.candidates(lengths)
+    num_buckets = min(check_positive("num_buckets", num_buckets), len(candidates))
+    optimum = Optimum(candidates, num_buckets)
+    chosen = {OPTIMAL: optimum.choice(num_buckets)}
+    if limits.cost_fn is not None:
+        by_tokens = dataclasses.replace(limits, cost_fn=None).candidates(lengths)
+        chosen[BY_TOKENS] = RULES[OPTIMAL](by_tokens, num_buckets)
+    for name, rule in RULES.items():
+        if name != OPTIMAL:
+            chosen[name.replace("_", " ")] = rule(candidates, num_buckets)
+    chosen[ONE_SHAPE] = RULES["quantile"](candidates, 1)
+    plans = {
+        name: limits.plan(candidates.seq_lens[ends]) for name, ends in chosen.items()
+    }
+    for name, plan in (others or {}).items():
+        plans[name] = _in_the_same_unit(plan, limits)
+    compared = [
+        ComparedPlan(name, plan, report(plan, lengths, remainder=remainder))
+        for name, plan in plans.items()
+    ]
+    # Stable: where two cost the same, the one that is named first.
+    compared.sort(key=lambda one: one.report.epoch_cost)
+    return Comparison(tuple(compared), optimum.steady_cost(num_buckets), num_buckets)
+
+
+def _in_the_same_unit(plan: BucketPlan, limits: Limits) -> BucketPlan:
+    """A plan as it is, its steps costed as those of all others."""
+    like = limits.unit
+    if limits.cost_fn is None:
+        return dataclasses.replace(plan, step_costs=None, cost_unit=like)
+    costs = limits.costs(plan.batch_sizes, plan.boundaries)
+    return dataclasses.replace(plan, step_costs=tuple(costs.tolist()), cost_unit=like)

@@ -1,0 +1,241 @@
+"""The planner against every choice there is, by every cost, and against its bound."""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from jaxbucket import BucketPlan, plan_buckets, report
+from jaxbucket.costs import StepTime, TokenCost, TransformerCost
+from jaxbucket.limits import Limits
+from jaxbucket.optimal import Optimum, optimal
+from jaxbucket.plan import RULES
+
+Cost = Callable[[int, int], float]
+
+
+def cheapest_epoch(counts: list[int], sizes: list[int], costs: list[float]) -> float:
+    """The least over every sequence of promote-or-pad decisions, one by one."""
+    least = np.inf
+    for promotes in itertools.product([False, True], repeat=len(counts) - 1):
+        carry = total = 0
+        for count, size, cost, up in zip(
+            counts, sizes, costs, [*promotes, False], strict=True
+        ):
+            full, rest = divmod(count + carry, size)
+            total += (full + (rest > 0 and not up)) * cost
+            carry = rest if up else 0
+        least = min(least, total)
+    return least
+
+
+def brute_force(
+    lengths: np.ndarray, num_buckets: int, step: int, rows: Callable, cost: Cost
+) -> float:
+    """The least cost of an epoch, over all sets of boundaries at which rows fit."""
+    last = -(-int(lengths.max()) // step) * step
+    grid = [end for end in range(step, last, step) if rows(end)]
+    at_most = {end: int((lengths <= end).sum()) for end in [0, *grid, last]}
+    least = np.inf
+    for size in range(min(num_buckets, len(grid) + 1)):
+        for chosen in itertools.combinations(grid, size):
+            lens = [*chosen, last]
+            counts = [
+                at_most[b] - at_most[a] for a, b in itertools.pairwise([0, *lens])
+            ]
+            sizes = [rows(end) for end in lens]
+            costs = [cost(b, t) for b, t in zip(sizes, lens, strict=True)]
+            least = min(least, cheapest_epoch(counts, sizes, costs))
+    return least
+
+
+def odd_cost(batch_size: int, seq_len: int) -> float:
+    """Neither rises with T nor falls: what comes out of a hash."""
+    return 1 + (batch_size * 7919 + seq_len * 104729) % 97 / 7
+
+
+COSTS: dict[str, Cost | None] = {
+    "none": None,
+    "tokens": TokenCost(),
+    "transformer": TransformerCost(width=4, depth=2, vocab_size=32),
+    "measured": StepTime(per_step=0.02, per_token=1e-3, per_pair=2e-4),
+    "odd": odd_cost,
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("block", range(20))
+def test_no_choice_of_boundaries_is_cheaper(block, name):
+    # 20 blocks of 50 small problems, every kind of tie and tail among them.
+    rng = np.random.default_rng(block)
+    for _ in range(50):
+        multiple, step = int(rng.choice([1, 1, 2])), int(rng.choice([1, 1, 2, 3]))
+        longest, size = int(rng.integers(1, 13)), int(rng.integers(1, 40))
+        lengths = rng.integers(1, longest + 1, size)
+        if rng.random() < 0.3:
+            lengths = rng.choice(np.unique(lengths)[:3], size)
+        last = -(-int(lengths.max()) // step) * step
+        max_tokens = int(last * multiple + rng.integers(0, 80))
+        num_buckets = int(rng.integers(1, 5))
+        plan = plan_buckets(
+            lengths,
+            max_tokens=max_tokens,
+            num_buckets=num_buckets,
+            batch_size_multiple=multiple,
+            seq_len_multiple=step,
+            cost_fn=COSTS[name],
+        )
+        assert len(plan) <= num_buckets
+        best = brute_force(
+            lengths,
+            num_buckets,
+            step,
+            lambda end, m=multiple, total=max_tokens: total // end // m * m,
+            COSTS[name] or TokenCost(),
+        )
+        assert report(plan, lengths).epoch_cost == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("seed", range(60))
+def test_nor_with_a_budget_for_every_length_and_limits_of_rows(seed, name):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 13, int(rng.integers(1, 40)))
+    budgets = rng.integers(1, 90, 13)
+    fewest, most = int(rng.integers(1, 4)), int(rng.integers(4, 12))
+    last = int(lengths.max())
+    budgets[last] += last * fewest
+
+    def rows(end: int) -> int:
+        found = min(int(budgets[end]) // end, most)
+        return found if found >= fewest else 0
+
+    plan = plan_buckets(
+        lengths,
+        max_tokens=lambda seq_len: int(budgets[seq_len]),
+        num_buckets=3,
+        min_batch_size=fewest,
+        max_batch_size=most,
+        cost_fn=COSTS[name],
+    )
+    for bucket in plan.buckets:
+        assert bucket.batch_size == rows(bucket.seq_len)
+    best = brute_force(lengths, 3, 1, rows, COSTS[name] or TokenCost())
+    assert report(plan, lengths).epoch_cost == pytest.approx(best, rel=1e-9)
+
+
+def cost_of(lengths: np.ndarray, boundaries: str, num_buckets: int, cost: Cost):
+    plan = plan_buckets(
+        lengths,
+        max_tokens=16 * (int(lengths.max()) + 8),
+        num_buckets=num_buckets,
+        batch_size_multiple=4,
+        seq_len_multiple=8,
+        boundaries=boundaries,
+        cost_fn=cost,
+    )
+    return report(plan, lengths).epoch_cost
+
+
+@pytest.mark.parametrize("name", ["tokens", "transformer", "measured"])
+@pytest.mark.parametrize("num_buckets", [1, 4, 8, 16])
+def test_no_rule_is_cheaper_on_real_lengths(real_lengths, num_buckets, name):
+    cost = COSTS[name]
+    best = cost_of(real_lengths, "optimal", num_buckets, cost)
+    for rule in RULES:
+        assert best <= cost_of(real_lengths, rule, num_buckets, cost) * (1 + 1e-12)
+    fewer = cost_of(real_lengths, "optimal", max(1, num_buckets // 2), cost)
+    assert best <= fewer * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_rule_is_cheaper_on_random_lengths(seed):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(4, 1, int(rng.integers(1, 3000))), 1, 2000)
+    for num_buckets in (2, 5, 9):
+        best = cost_of(lengths.astype(int), "optimal", num_buckets, TokenCost())
+        for rule in RULES:
+            other = cost_of(lengths.astype(int), rule, num_buckets, TokenCost())
+            assert best <= other
+
+
+def steady(lengths: np.ndarray, num_buckets: int, max_tokens: int, cost: Cost) -> float:
+    """The least cost of full batches, by dynamic programming over every length."""
+    ends = range(1, int(lengths.max()) + 1)
+    at_most = [0, *(int((lengths <= end).sum()) for end in ends)]
+    rates = [0, *(cost(max_tokens // t, t) / (max_tokens // t) for t in ends)]
+    best = [0.0] + [np.inf] * len(ends)
+    for _ in range(num_buckets):
+        best = [
+            min(
+                [best[j]]
+                + [best[i] + (at_most[j] - at_most[i]) * rates[j] for i in range(j)]
+            )
+            for j in range(len(best))
+        ]
+    return best[-1]
+
+
+@pytest.mark.parametrize("name", ["tokens", "transformer", "measured", "odd"])
+@pytest.mark.parametrize("seed", range(10))
+def test_the_steady_cost_is_that_of_full_batches(seed, name):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(3, 0.7, 400), 1, 60).astype(int)
+    cost, num_buckets = COSTS[name] or TokenCost(), int(rng.integers(1, 6))
+    limits = Limits(max_tokens=300, cost_fn=cost)
+    optimum = Optimum(limits.candidates(lengths), 6)
+    expected = steady(lengths, num_buckets, 300, cost)
+    assert optimum.steady_cost(num_buckets) == pytest.approx(expected, rel=1e-9)
+    plan = plan_buckets(lengths, max_tokens=300, num_buckets=num_buckets, cost_fn=cost)
+    found = report(plan, lengths).epoch_cost
+    # Tails cost at most one batch for each bucket more than full batches would.
+    assert expected * (1 - 1e-9) <= found <= expected + plan.costs.sum()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_buckets_are_never_worse_and_each_number_is_the_best(seed):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(4, 1, 2000), 1, 500).astype(int)
+    limits = Limits(max_tokens=2000, cost_fn=COSTS["measured"])
+    candidates = limits.candidates(lengths)
+    optimum, chosen, before = Optimum(candidates, 8), None, np.inf
+    for num_buckets in range(1, 9):
+        chosen = optimum.choice(num_buckets, chosen)
+        cost = candidates.epoch_cost(chosen)
+        assert cost <= before
+        alone = candidates.epoch_cost(optimal(candidates, num_buckets))
+        assert cost == pytest.approx(alone, rel=1e-9)
+        before = cost
+
+
+def test_costs_of_any_size_give_the_same_plan():
+    lengths = np.random.default_rng(0).integers(1, 300, 3000)
+    plans: list[BucketPlan] = [
+        plan_buckets(
+            lengths,
+            max_tokens=4000,
+            num_buckets=5,
+            cost_fn=lambda b, t, unit=unit: unit * (3 + b * t),
+        )
+        for unit in (1e-30, 1.0, 1e30)
+    ]
+    assert plans[0].buckets == plans[1].buckets == plans[2].buckets
+
+
+def test_a_plan_by_time_takes_less_time_though_more_tokens():
+    # Where only starting a step costs, the fewest steps win.
+    rng, differ = np.random.default_rng(0), 0
+    for _ in range(20):
+        lengths = rng.integers(20, 100, 500)
+        plans = [
+            plan_buckets(lengths, max_tokens=200, num_buckets=3, cost_fn=cost)
+            for cost in (None, StepTime(1.0, 0.0, 0.0))
+        ]
+        by_tokens, by_steps = (report(plan, lengths) for plan in plans)
+        assert by_steps.steps_per_epoch == by_steps.epoch_cost
+        assert by_steps.steps_per_epoch <= by_tokens.steps_per_epoch
+        assert by_steps.padded_tokens >= by_tokens.padded_tokens
+        differ += by_steps.steps_per_epoch < by_tokens.steps_per_epoch
+        assert plans[1].cost_unit == by_steps.cost_unit == "s"
+    assert differ
