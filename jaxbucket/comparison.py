@@ -15,7 +15,7 @@ from jaxbucket.limits import Limits
 from jaxbucket.optimal import Optimum
 from jaxbucket.plan import RULES
 from jaxbucket.remainder import Remainder
-from jaxbucket.stats import Report, in_unit, report
+from jaxbucket.stats import Report, in_unit, number_in_unit, report
 
 OPTIMAL = "optimal"
 BY_TOKENS = "optimal by tokens"
@@ -106,11 +106,12 @@ class Comparison:
 
         table = Table(box=box.SIMPLE_HEAD, caption=self.summary, caption_justify="left")
         best = self.plans[0].report
-        table.add_column("boundaries")
-        for name in ("shapes", "padding", "in rows", "empty rows", "steps"):
-            table.add_column(name, justify="right")
-        table.add_column("largest batch", justify="right")
-        table.add_column("epoch", justify="right")
+        table.add_column("boundaries", no_wrap=True)
+        for name in (
+            *("shapes", "padding", "in rows", "empty\nrows", "steps"),
+            *("largest\nbatch", f"epoch\n{best.cost_unit}", "over\nbest"),
+        ):
+            table.add_column(name, justify="right", no_wrap=True)
         for compared in self.plans:
             epoch = compared.report
             over = epoch.epoch_cost / best.epoch_cost
@@ -122,7 +123,8 @@ class Comparison:
                 f"{epoch.padding_in_empty_rows:.1%}",
                 f"{epoch.steps_per_epoch:,}",
                 f"{compared.largest_batch:,}",
-                f"{in_unit(epoch.epoch_cost, epoch.cost_unit)} ({over:.2f}x)",
+                number_in_unit(epoch.epoch_cost, epoch.cost_unit),
+                f"{over:.2f}x",
             )
         return table
 

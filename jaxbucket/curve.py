@@ -86,7 +86,10 @@ class PlanCurve:
             f"and {self.num_epochs:g} epochs of {chosen.epoch_seconds:,.1f} s make "
             f"{chosen.total_seconds:,.1f} s"
         )
-        return f"{text}; {than}." if than else f"{text}."
+        text = f"{text}; {than}." if than else f"{text}."
+        if chosen is self.points[-1] and len(self) > 1:
+            text += f" More than {chosen.num_buckets} shapes were not looked at."
+        return text
 
     def __len__(self) -> int:
         return len(self.points)

@@ -22,8 +22,8 @@ _TOTAL_BITS = 59
 _INFINITE = 2**61
 # Pairs of (beginning, end) looked at together: bounds memory.
 _CHUNK = 1 << 20
-# Pairs looked at in all, unless the first search needs more: bounds time, to about two
-# seconds on one core. One that is kept takes as long as some that are not.
+# Pairs looked at in all, bounds included, unless the first search needs more: bounds
+# time, to about two seconds on one core. One that is kept takes as long as some others.
 _MAX_PAIRS = 150_000_000
 _CLOSING = 16
 # A narrow search is quick, and what it finds makes a wide one small.
@@ -72,7 +72,9 @@ class Optimum:
         if known is not None:
             choices.append(np.searchsorted(self._kept, known))
         best = min(choices, key=problem.epoch_cost)
-        width, pairs = _FIRST_WIDTH, 0
+        # The bounds were as much work as so many pairs.
+        pairs = num_buckets * len(problem) * len(problem).bit_length()
+        width = _FIRST_WIDTH
         while True:
             search = _Search(problem, self._bounds[: num_buckets + 1], width)
             best = search.better_than(best)

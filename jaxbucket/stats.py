@@ -163,9 +163,14 @@ def in_unit(cost: float, unit: str) -> str:
       >>> in_unit(1234.5, "s"), in_unit(2.5e15, "FLOP"), in_unit(90_000, "tokens")
       ('1,234.5 s', '2.5e+15 FLOP', '90,000 tokens')
     """
-    if unit == "s":
-        return f"{cost:,.1f} s" if cost >= 10 else f"{cost:.3g} s"
-    return f"{cost:,.0f} {unit}" if cost < 1e12 else f"{cost:.3g} {unit}"
+    return f"{number_in_unit(cost, unit)} {unit}"
+
+
+def number_in_unit(cost: float, unit: str) -> str:
+    """Returns the number of `in_unit`, without the unit."""
+    if unit == "tokens":
+        return f"{cost:,.0f}"
+    return f"{cost:,.1f}" if 10 <= cost < 1e9 else f"{cost:.3g}"
 
 
 def report(

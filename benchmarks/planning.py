@@ -1,0 +1,282 @@
+"""What every way to choose shapes pads, on real lengths, and how long planning takes.
+
+    python benchmarks/planning.py
+    python benchmarks/planning.py --data ../shared/data --sets gsm8k seed2 --json
+
+For every length set, number of shapes and multiple of T: the padding of one whole
+epoch, partly filled batches included, of the plan that is optimal and of every rule of
+thumb. The rules pad what is left over in each bucket, as those who use them do; "best
+rule, our remainders" is the best of them with remainders that flow as they do here.
+Beside them stands the padding of full batches only, below which no choice of as many
+shapes can be. B is a multiple of 8, where 8 rows fit.
+
+Uniform lengths are always there; the others are `.npz` files in a folder, and are left
+out where that is absent.
+"""
+
+import argparse
+import json
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import jaxbucket as jb
+from jaxbucket.comparison import ONE_SHAPE, OPTIMAL
+
+DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
+BUDGETS = {"seed2": 500_000, "multi30k": 16_384}
+BUDGET = 32_768
+# What is longer is cut.
+LONGEST = 16_384
+NUM_BUCKETS = (4, 8, 16, 32)
+MULTIPLES = (8, 128)
+BATCH_SIZE_MULTIPLE = 8
+
+
+class Lengths(NamedTuple):
+    """A set of them, and the budget that others have measured with."""
+
+    name: str
+    values: np.ndarray
+    max_tokens: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare plans on real lengths.")
+    parser.add_argument("--data", type=pathlib.Path, default=DATA)
+    parser.add_argument("--sets", nargs="+", help="those whose names begin so")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    sets = [
+        lengths
+        for lengths in all_sets(args.data)
+        if not args.sets or lengths.name.startswith(tuple(args.sets))
+    ]
+    cases = [(s, k, m) for s in sets for k in NUM_BUCKETS for m in MULTIPLES]
+    rows = [row(*case) for case in track(cases, "Planning", transient=True)]
+    result = {
+        "padding": rows,
+        "violations": violations(rows),
+        "token_batching": token_batching(),
+        "seconds": planning_seconds(),
+    }
+    print(json.dumps(result)) if args.json else show(result)
+
+
+def all_sets(folder: pathlib.Path) -> Iterator[Lengths]:
+    yield Lengths("seed2", uniform_lengths(), BUDGETS["seed2"])
+    for path in sorted(folder.glob("*.npz")):
+        with np.load(path) as columns:
+            for name in columns.files:
+                values = np.minimum(columns[name], LONGEST)
+                values = values[values > 0]
+                budget = BUDGETS.get(path.stem, BUDGET)
+                yield Lengths(f"{path.stem}.{name}", values, budget)
+
+
+def uniform_lengths() -> np.ndarray:
+    """As in the post on token batching that this project began with."""
+    # The legacy generator, for its very lengths.
+    return np.random.RandomState(2023).randint(128, 4096, 200_000)  # noqa: NPY002
+
+
+def row(lengths: Lengths, num_buckets: int, multiple: int) -> dict[str, Any]:
+    def max_tokens(seq_len: int) -> int:
+        rows = lengths.max_tokens // seq_len
+        if rows > BATCH_SIZE_MULTIPLE:
+            rows = rows // BATCH_SIZE_MULTIPLE * BATCH_SIZE_MULTIPLE
+        return rows * seq_len
+
+    limits = jb.Limits(max_tokens=max_tokens, seq_len_multiple=multiple)
+    start = time.perf_counter()
+    flowing = jb.compare_plans(lengths.values, limits, num_buckets=num_buckets)
+    seconds = time.perf_counter() - start
+    padded = jb.compare_plans(
+        lengths.values, limits, num_buckets=num_buckets, remainder="pad"
+    )
+    ours = flowing[OPTIMAL]
+    rules = {p.name: p.report.padding for p in padded.plans if p.name != OPTIMAL}
+    real = ours.report.real_tokens
+    others = [p.report.padding for p in flowing.plans if p.name != OPTIMAL]
+    return {
+        "set": lengths.name,
+        "K": num_buckets,
+        "multiple": multiple,
+        "ours": ours.report.padding,
+        "bound": 1 - real / flowing.least_cost,
+        "best_rule_with_our_remainders": min(others),
+        "rules": rules,
+        "seconds": seconds,
+        # Whether every length has a shape of its own, so that all rules are optimal.
+        "trivial": len(np.unique(-(-lengths.values // multiple))) <= num_buckets,
+        "batches_above_bound": (ours.report.padded_tokens - flowing.least_cost)
+        / sum(bucket.num_tokens for bucket in ours.plan.buckets),
+    }
+
+
+def violations(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Rows in which a rule is as good, where it need not be, or the bound is far."""
+    others = [
+        min(*r["rules"].values(), r["best_rule_with_our_remainders"]) for r in rows
+    ]
+    slack = 1e-12
+    return {
+        "rows": len(rows),
+        "a rule is better": sum(
+            o < r["ours"] - slack for r, o in zip(rows, others, strict=True)
+        ),
+        "a rule is as good, and lengths have more than K values": sum(
+            abs(o - r["ours"]) <= slack and not r["trivial"]
+            for r, o in zip(rows, others, strict=True)
+        ),
+        "more than a full batch for each bucket above the bound": sum(
+            r["batches_above_bound"] > 1 for r in rows
+        ),
+    }
+
+
+def token_batching() -> list[dict[str, Any]]:
+    """The post's two ways to batch its lengths, and plans of static shapes."""
+    lengths, budget = uniform_lengths(), BUDGETS["seed2"]
+    sequential = np.split(lengths, range(128, len(lengths), 128))
+    found = [
+        batching("128 in a row", sequential),
+        batching("sorted, as many as fit", as_many_as_fit(lengths, budget)),
+    ]
+    for num_buckets in NUM_BUCKETS:
+        plan = jb.plan_buckets(
+            lengths,
+            max_tokens=budget,
+            num_buckets=num_buckets,
+            batch_size_multiple=BATCH_SIZE_MULTIPLE,
+            seq_len_multiple=8,
+        )
+        epoch = jb.report(plan, lengths)
+        found.append(
+            {
+                "batches": f"{num_buckets} shapes of jaxbucket",
+                "number": epoch.steps_per_epoch,
+                "shapes": len(plan),
+                "padding": epoch.padding,
+            }
+        )
+    return found
+
+
+def as_many_as_fit(lengths: np.ndarray, max_tokens: int) -> Iterator[np.ndarray]:
+    """From the longest down, in batches as large as the budget allows."""
+    lengths, start = np.sort(lengths)[::-1], 0
+    while start < len(lengths):
+        end = start + max_tokens // int(lengths[start])
+        yield lengths[start:end]
+        start = end
+
+
+def batching(name: str, batches: Any) -> dict[str, Any]:
+    shapes = [(len(batch), int(batch.max()), int(batch.sum())) for batch in batches]
+    padded = sum(rows * longest for rows, longest, _ in shapes)
+    return {
+        "batches": name,
+        "number": len(shapes),
+        "shapes": len({(rows, longest) for rows, longest, _ in shapes}),
+        "padding": 1 - sum(real for _, _, real in shapes) / padded,
+    }
+
+
+def planning_seconds() -> list[dict[str, Any]]:
+    """The best of three, of lengths that are in memory."""
+    rng = np.random.default_rng(0)
+    many = np.clip(rng.lognormal(6, 1, 10_000_000), 1, 8192).astype(np.int32)
+    long = np.clip(rng.lognormal(9, 1.3, 1_000_000), 1, 131_072).astype(np.int32)
+    cases = {
+        "10 million lengths to 8,192, K=8, multiples of 8": lambda: jb.plan_buckets(
+            many, max_tokens=1 << 19, batch_size_multiple=8, seq_len_multiple=8
+        ),
+        "10 million lengths to 8,192, K=8": lambda: jb.plan_buckets(
+            many, max_tokens=1 << 19, batch_size_multiple=8
+        ),
+        "1 million lengths to 131,072, K=32": lambda: jb.plan_buckets(
+            long, max_tokens=1 << 20, num_buckets=32, batch_size_multiple=8
+        ),
+        "the same by quadratic cost": lambda: jb.plan_buckets(
+            long,
+            max_tokens=1 << 20,
+            num_buckets=32,
+            batch_size_multiple=8,
+            cost_fn=jb.TransformerCost(width=1024, depth=16),
+        ),
+        "the same, a budget of 16 million": lambda: jb.plan_buckets(
+            long, max_tokens=1 << 24, num_buckets=32, batch_size_multiple=8
+        ),
+    }
+    return [{"case": name, "seconds": best_of_three(f)} for name, f in cases.items()]
+
+
+def best_of_three(task: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        task()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+SHORT = {
+    "quantile": "equal count",
+    "equal tokens": "tokens",
+    "equal width": "width",
+    "powers of two": "2^n",
+    ONE_SHAPE: "one",
+}
+
+
+def show(result: dict[str, Any]) -> None:
+    # Wide enough, whatever it is printed to.
+    console = Console(width=132)
+    rows = result["padding"]
+    names = [name for name in rows[0]["rules"] if name != ONE_SHAPE] + [ONE_SHAPE]
+    table = Table(title="padding of an epoch, %")
+    table.add_column("set")
+    for name in ("K", "T x", "ours", "bound", *(SHORT.get(n, n) for n in names)):
+        table.add_column(name, justify="right")
+    table.add_column("best rule, our remainders", justify="right")
+    for r in rows:
+        table.add_row(
+            *(r["set"], str(r["K"]), str(r["multiple"])),
+            f"[bold]{100 * r['ours']:.2f}",
+            f"{100 * r['bound']:.2f}",
+            *(f"{100 * r['rules'][name]:.1f}" for name in names),
+            f"{100 * r['best_rule_with_our_remainders']:.2f}",
+        )
+    console.print(table)
+    for name, number in result["violations"].items():
+        console.print(f"{name}: {number}")
+    for title, part in (
+        ("200,000 uniform lengths", result["token_batching"]),
+        ("planning, best of three", result["seconds"]),
+    ):
+        table = Table(title=title)
+        for name in part[0]:
+            table.add_column(name, justify="right" if name != "case" else "left")
+        for r in part:
+            table.add_row(
+                *(
+                    f"{x:.2%}"
+                    if n == "padding"
+                    else f"{x:,.3f}"
+                    if n == "seconds"
+                    else str(x)
+                    for n, x in r.items()
+                )
+            )
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()
