@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 from jaxbucket.base import Batch, BatchIndices, Bucket, BucketPlan, RowShard
+from jaxbucket.chunk_source import split_source
+from jaxbucket.chunks import chunk_lengths
 from jaxbucket.collate import collate_rows, unbatch
 from jaxbucket.curriculum import Curriculum
 from jaxbucket.mixture import Mixture
@@ -94,6 +96,7 @@ __all__ = [
     "TrainState",
     "batch_dataset",
     "batch_specs",
+    "chunk_lengths",
     "collate_rows",
     "compile_steps",
     "concatenate",
@@ -112,6 +115,7 @@ __all__ = [
     "replicate",
     "report",
     "scale_by_batch_size",
+    "split_source",
     "unbatch",
     "write_token_file",
 ]

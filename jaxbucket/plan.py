@@ -17,6 +17,7 @@ from jaxbucket.checks import (
     check_positive,
     overlong_message,
 )
+from jaxbucket.chunks import chunk_lengths
 
 Boundaries: TypeAlias = (
     Literal["optimal", "quantile", "geometric"] | Sequence[int] | Chooser
@@ -69,8 +70,8 @@ def plan_buckets(
         examples in each bucket; "geometric" grows T by a constant ratio. Or your own:
         increasing lengths (then `num_buckets` and `max_seq_len` are not used), or a
         function of (`Candidates`, `num_buckets`).
-      overlong: what to do with examples longer than the last bucket: "error", "drop"
-        or "truncate".
+      overlong: what to do with examples longer than the last bucket: "error", "drop",
+        "truncate", or "split" to plan for the chunks that `split_source` makes of them.
 
     Raises:
       ValueError: for lengths that are empty, not integers or not positive, or longer
@@ -96,6 +97,8 @@ def plan_buckets(
         raise ValueError(_budget_message(max_tokens, last, batch_size_multiple))
     if overlong == "error" and lengths.max() > last:
         raise ValueError(overlong_message(lengths, last))
+    if overlong == "split":
+        lengths = chunk_lengths(lengths, last)
     if given is not None:
         seq_lens = np.array(given, np.int64)
     else:

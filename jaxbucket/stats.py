@@ -11,7 +11,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base import GROUPS, Bucket, BucketPlan, Group
-from jaxbucket.checks import MAX_LENGTH, check_accumulate, check_choice
+from jaxbucket.checks import (
+    MAX_LENGTH,
+    check_accumulate,
+    check_choice,
+    check_lengths,
+)
+from jaxbucket.chunks import chunk_lengths
 from jaxbucket.remainder import Remainder, RowFlow, filler_bucket, flow_remainders
 
 
@@ -61,6 +67,9 @@ class Report:
       dropped_examples: examples left out as too long.
       truncated_examples: examples cut as too long.
       truncated_tokens: positions cut off from them.
+      split_examples: examples split as too long; of lengths that are those of chunks
+        already, none. In all other numbers every chunk is an example.
+      chunks: the pieces that they were split into.
       autocorrelation: of the T of one batch and of the next, from -1 to 1: near 0 in
         a shuffled epoch. None where no order is known, or all have the same T.
     """
@@ -77,6 +86,8 @@ class Report:
     dropped_examples: int
     truncated_examples: int
     truncated_tokens: int
+    split_examples: int = 0
+    chunks: int = 0
     autocorrelation: float | None = None
 
     def with_real_tokens(self, real_tokens: int) -> Report:
@@ -137,6 +148,11 @@ class Report:
                 f"{self.truncated_examples} examples are too long: cut by "
                 f"{self.truncated_tokens} tokens."
             )
+        if self.split_examples:
+            lines.append(
+                f"{self.split_examples} examples are too long: split into "
+                f"{self.chunks} chunks."
+            )
         if self.autocorrelation is not None:
             lines.append(
                 f"Autocorrelation of T from batch to batch: {self.autocorrelation:.3f}."
@@ -165,7 +181,8 @@ def report(
 
     Args:
       plan: the shapes.
-      lengths: `[N]` integers, those the plan was made for or others.
+      lengths: `[N]` integers, those the plan was made for or others; under
+        `overlong="split"` of examples or of chunks.
       remainder: as in `BatchSchedule`, and so are the others.
       accumulate: micro-batches of a step.
       group: whether they have the "same" bucket or are "mixed".
@@ -176,7 +193,8 @@ def report(
     """
     check_choice("group", group, GROUPS)
     accumulate = check_accumulate(accumulate)
-    lengths = plan.check(lengths)
+    given = check_lengths(lengths)
+    lengths = plan.check(row_lengths(plan, given))
     counts, own_tokens = _by_bucket(plan, lengths)
     # Batches of the same bucket in a step are filled together.
     together = accumulate if group == "same" else 1
@@ -194,6 +212,7 @@ def report(
     in_rows = int((flow.rows * plan.boundaries).sum())
     over = lengths[lengths > _longest(plan)]
     truncated = over if plan.overlong == "truncate" else over[:0]
+    split, chunks = _split_counts(plan, given, lengths)
     return Report(
         buckets=_bucket_reports(plan, flow, batches, own_tokens),
         steps_per_epoch=steps,
@@ -207,7 +226,27 @@ def report(
         dropped_examples=len(over) - len(truncated),
         truncated_examples=len(truncated),
         truncated_tokens=int((truncated - _longest(plan)).sum()),
+        split_examples=split,
+        chunks=chunks,
     )
+
+
+def row_lengths(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
+    """Returns the lengths of what is put into rows: of chunks, if the plan splits."""
+    if plan.overlong != "split":
+        return lengths
+    return chunk_lengths(lengths, plan.max_seq_len)
+
+
+def _split_counts(
+    plan: BucketPlan, given: np.ndarray, in_rows: np.ndarray
+) -> tuple[int, int]:
+    """How many of the given examples are split, and into how many chunks."""
+    if plan.overlong != "split":
+        return 0, 0
+    split = int(np.count_nonzero(given > _longest(plan)))
+    # Each of the others is one row.
+    return split, len(in_rows) - (len(given) - split)
 
 
 def _by_bucket(plan: BucketPlan, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
