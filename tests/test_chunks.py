@@ -334,10 +334,10 @@ def test_fingerprints_name_data_and_the_cut(split, tmp_path):
         ]
         assert len({same, *(other.fingerprint for other in others)}) == 5
         assert contents(split(kind, examples, 8)) != contents(others[2])
-    # Chunks of the same lengths, that other examples have.
+    # Chunks of the same lengths, that other examples have, none of which is sampled.
     one, two = (
         split_source([{"x": np.zeros(n)} for n in lengths], 4, lengths=lengths)
-        for lengths in ([8], [4, 4])
+        for lengths in ([4, 4, 8, *[4] * 47], [4, 8, 4, *[4] * 47])
     )
     assert one.lengths.tolist() == two.lengths.tolist()
     assert one.fingerprint != two.fingerprint
