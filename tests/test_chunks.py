@@ -277,6 +277,21 @@ def test_what_is_no_part_of_an_example_is_refused(
             source.collate_spans(*spans, Bucket(2, 8))
 
 
+@pytest.mark.parametrize("kind", ["file", "files", "again"])
+def test_parts_of_chunks_do_not_reach_into_the_next(split, kind):
+    source = split(kind, make_examples([20, 3, 8]), 8)
+    rows, begins, lengths = (
+        np.array([1, -1, 3]),
+        np.array([2, 99, 1]),
+        np.array([6, 0, 2]),
+    )
+    batch = source.collate_spans(rows, begins, lengths, Bucket(3, 6))
+    found = batch.features["tokens"][batch.mask].tolist()
+    assert found == [10, 11, 12, 13, 14, 15, 21, 22]
+    with pytest.raises(ValueError, match="Row 0: 6 tokens from 3 on are no part of ex"):
+        source.collate_spans(rows, begins + 1, lengths, Bucket(3, 6))
+
+
 class OwnRows:
     """A source that gathers rows, by its own `collate`, but no parts of them."""
 
