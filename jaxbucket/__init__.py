@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 from jaxbucket.base import Batch, BatchIndices, Bucket, BucketPlan, RowShard
+from jaxbucket.chunk_source import split_source
+from jaxbucket.chunks import chunk_lengths
 from jaxbucket.collate import collate_rows, unbatch
 from jaxbucket.comparison import Comparison, compare_plans
 from jaxbucket.costs import StepTime, TokenCost, TransformerCost
@@ -104,6 +106,7 @@ __all__ = [
     "TransformerCost",
     "batch_dataset",
     "batch_specs",
+    "chunk_lengths",
     "collate_rows",
     "compare_plans",
     "compile_steps",
@@ -124,6 +127,7 @@ __all__ = [
     "replicate",
     "report",
     "scale_by_batch_size",
+    "split_source",
     "unbatch",
     "write_token_file",
 ]

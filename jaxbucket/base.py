@@ -27,9 +27,10 @@ from jaxbucket.checks import (
     check_lengths,
     check_positive,
     overlong_message,
+    unsplit_message,
 )
 
-Overlong: TypeAlias = Literal["error", "drop", "truncate"]
+Overlong: TypeAlias = Literal["error", "drop", "truncate", "split"]
 Group: TypeAlias = Literal["same", "mixed"]
 
 OVERLONG: tuple[str, ...] = get_args(Overlong)
@@ -84,7 +85,8 @@ class BucketPlan:
       batch_size_multiple: every B is a multiple of it.
       seq_len_multiple: every T is a multiple of it.
       overlong: what happens to an example longer than the last bucket: "error"
-        refuses it, "drop" leaves it out, "truncate" cuts it to the last bucket.
+        refuses it, "drop" leaves it out, "truncate" cuts it to the last bucket,
+        "split" makes chunks of it, by `split_source`: the plan takes their lengths.
       step_costs: what a step of each bucket costs, by which remainders flow and an
         epoch is predicted; None counts tokens, B * T.
       cost_unit: what they are counted in, such as "s".
@@ -209,11 +211,13 @@ class BucketPlan:
 
         Raises:
           ValueError: for lengths that `check_lengths` refuses, or beyond the last
-            bucket under `overlong="error"`.
+            bucket under `overlong="error"` or "split": there these are the chunks'.
         """
         lengths = check_lengths(lengths)
         if self.overlong == "error" and lengths.max() > self.max_seq_len:
             raise ValueError(overlong_message(lengths, self.max_seq_len))
+        if self.overlong == "split" and lengths.max() > self.max_seq_len:
+            raise ValueError(unsplit_message(lengths, self.max_seq_len))
         return lengths
 
     def assign(self, lengths: ArrayLike) -> np.ndarray:

@@ -71,8 +71,23 @@ def overlong_message(lengths: np.ndarray, max_seq_len: int) -> str:
     return (
         f"`lengths[{example}]={lengths[example]}` is beyond the last bucket, "
         f"`seq_len={max_seq_len}`. Plan with a larger `max_seq_len`, or choose "
-        "`overlong='drop'` or `overlong='truncate'`."
+        "`overlong='drop'`, `overlong='truncate'` or `overlong='split'`."
     )
+
+
+def unsplit_message(lengths: np.ndarray, max_seq_len: int) -> str:
+    """Says which example has not been split though the plan says so, and how to."""
+    example = int(np.argmax(lengths > max_seq_len))
+    return (
+        f"`lengths[{example}]={lengths[example]}` is beyond the last bucket, "
+        f"`seq_len={max_seq_len}`, and `overlong='split'` makes several rows of it. "
+        f"Go on with the chunks: `{split_line(max_seq_len)}` and `source.lengths`."
+    )
+
+
+def split_line(max_seq_len: int) -> str:
+    """The line to paste that splits a source."""
+    return f"source = jb.split_source(source, {max_seq_len}, lengths=lengths)"
 
 
 def check_integer(name: str, value: Any) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.base import Batch, Bucket
+from jaxbucket.base import EMPTY_ROW, Batch, Bucket
 from jaxbucket.example import (
     Example,
     as_arrays,
@@ -88,10 +88,7 @@ def collate_rows(
         arrays = matching_arrays(example, template, names, row)
         length = common_length(arrays, names, row)
         if length > bucket.seq_len and not truncate:
-            raise ValueError(
-                f"Row {row} has length {length}, beyond `seq_len={bucket.seq_len}`. "
-                "Put it into a longer bucket, or pass `truncate=True`."
-            )
+            raise ValueError(_beyond_message(row, length, bucket))
         lengths[row] = min(length, bucket.seq_len)
         for name, value in arrays.items():
             if name in names:
@@ -99,6 +96,65 @@ def collate_rows(
             else:
                 features[name][row] = value
     return with_segments(features, names[0], row_mask(lengths, bucket))
+
+
+def check_rows(rows: np.ndarray, num_examples: int, bucket: Bucket) -> None:
+    """Raises a ValueError if `rows` are not those of a batch of so many examples."""
+    if len(rows) != bucket.batch_size:
+        raise ValueError(
+            f"`rows` has {len(rows)} entries, but bucket {bucket} has "
+            f"{bucket.batch_size} rows. Give one for each, -1 for an empty one."
+        )
+    if rows.min(initial=0) < EMPTY_ROW or rows.max(initial=0) >= num_examples:
+        raise ValueError(
+            f"`rows` has {rows.min()} to {rows.max()}: they must be from 0 to "
+            f"{num_examples - 1}, or -1 for an empty one."
+        )
+
+
+def fit_lengths(lengths: np.ndarray, bucket: Bucket, truncate: bool) -> np.ndarray:
+    """Returns the `[B]` lengths that rows of these lengths have in a bucket.
+
+    Raises:
+      ValueError: if one is longer than T, unless it may be truncated.
+    """
+    if not truncate and lengths.max(initial=0) > bucket.seq_len:
+        row = int(lengths.argmax())
+        raise ValueError(_beyond_message(row, lengths[row], bucket))
+    return np.minimum(lengths, bucket.seq_len)
+
+
+def span_lengths(
+    rows: np.ndarray, begins: np.ndarray, lengths: np.ndarray, whole: np.ndarray
+) -> np.ndarray:
+    """Returns the `[B]` lengths of parts of examples, 0 of an empty row.
+
+    Args:
+      rows: `[B]` integers, the example in each row; -1 for an empty row.
+      begins: `[B]` integers, the first token of each part.
+      lengths: `[B]` integers, the tokens it has.
+      whole: `[B]` integers, the tokens that its example has.
+
+    Raises:
+      ValueError: if a part has no token, or one that its example has not.
+    """
+    filled = rows != EMPTY_ROW
+    inside = (begins >= 0) & (lengths >= 1) & (begins + lengths <= whole)
+    if not inside[filled].all():
+        row = int(np.argmin(inside | ~filled))
+        raise ValueError(
+            f"Row {row}: {lengths[row]} tokens from {begins[row]} on are no part of "
+            f"example {rows[row]}, which has {whole[row]}. Give at least one token, "
+            "and none beyond its end."
+        )
+    return np.where(filled, lengths, 0)
+
+
+def _beyond_message(row: int, length: int, bucket: Bucket) -> str:
+    return (
+        f"Row {row} has length {length}, beyond `seq_len={bucket.seq_len}`. "
+        "Put it into a longer bucket, or pass `truncate=True`."
+    )
 
 
 def row_mask(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:

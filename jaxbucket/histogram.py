@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxbucket.base import Overlong
+from jaxbucket.checks import MAX_LENGTH
 
 # Up to here one count for every length is cheaper than sorting them.
 _DENSE = 1 << 24
@@ -24,8 +25,8 @@ def cumulative(
       lengths: `[N]` positive integers.
       last: the longest, a multiple of `multiple`.
       multiple: of which they all are.
-      overlong: examples longer than `last` count as `last` when truncated, and not at
-        all when dropped.
+      overlong: examples longer than `last` count as `last` when truncated, as their
+        chunks when split, and not at all when dropped.
 
     Returns:
       `[G]` int64 lengths, increasing, the last of them `last`; `[G]` int64 examples and
@@ -34,6 +35,9 @@ def cumulative(
     Raises:
       ValueError: if no example is left.
     """
+    full = 0
+    if overlong == "split":
+        lengths, full = _rests(lengths, last)
     if last <= _DENSE:
         per_length = _counts(lengths, last)
         over = int(per_length[-1])
@@ -50,14 +54,29 @@ def cumulative(
         examples = np.append(0, np.cumsum(counts))[below]
         tokens = np.append(0, np.cumsum(counts * values))[below]
     if overlong == "truncate":
-        examples[-1] += over
-        tokens[-1] += over * last
+        full = over
+    examples[-1] += full
+    tokens[-1] += full * last
     if examples[-1] == 0:
         raise ValueError(
             f"Every example is longer than `max_seq_len={last}` and "
             "`overlong='drop'` leaves it out. Raise `max_seq_len`."
         )
     return ends, examples, tokens
+
+
+def _rests(lengths: np.ndarray, last: int) -> tuple[np.ndarray, int]:
+    """The last chunk of each example `[N]`, and the number of full ones before it."""
+    longest = min(last, MAX_LENGTH)
+    rests, full = lengths.copy(), 0
+    for start in range(0, lengths.size, _CHUNK):
+        part = rests[start : start + _CHUNK]
+        over = part > longest
+        if over.any():
+            before = (part[over] - 1) // longest
+            full += int(before.sum(dtype=np.int64))
+            part[over] -= before * longest
+    return rests, full
 
 
 def _counts(lengths: np.ndarray, last: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import grain
 import numpy as np
 
 from jaxbucket.base import EMPTY_ROW, Batch, BatchIndices, Bucket, RowShard, digest
-from jaxbucket.checks import check_integer, check_positive
+from jaxbucket.checks import check_integer, check_positive, split_line
 from jaxbucket.collate import collate_rows
 from jaxbucket.example import Example, example_length
 from jaxbucket.position import DataPosition, check_position
@@ -126,10 +126,7 @@ class BatchDataset(grain.MapDataset[Any]):
     ):
         super().__init__()
         if len(source) != len(schedule.lengths):
-            raise ValueError(
-                f"`source` has {len(source)} examples, but the schedule was made for "
-                f"{len(schedule.lengths)} lengths. Measure the source again."
-            )
+            raise ValueError(_other_size_message(source, schedule))
         if isinstance(source, RowSource):
             check_sequences(source, sequences)
             changed = np.flatnonzero(source.lengths != schedule.lengths)
@@ -315,6 +312,17 @@ class BatchDataset(grain.MapDataset[Any]):
                 ) from None
             self._first_example = example
         return example
+
+
+def _other_size_message(source: Source, schedule: Schedule) -> str:
+    remedy = "Measure the source again."
+    if schedule.plan.overlong == "split":
+        line = split_line(schedule.plan.max_seq_len)
+        remedy = f"Those of chunks, perhaps: `{line}`. If not, measure it again."
+    return (
+        f"`source` has {len(source)} examples, but the schedule was made for "
+        f"{len(schedule.lengths)} lengths. {remedy}"
+    )
 
 
 def _refuse_changed(index: int, found: Any, measured: np.ndarray) -> NoReturn:

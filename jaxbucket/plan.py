@@ -90,8 +90,8 @@ def plan_buckets(
         increasing lengths (then `num_buckets` and `max_seq_len` are not used), or a
         function of (`Candidates`, `num_buckets`). For shapes that are given, B and
         all, see `BucketPlan.from_shapes`.
-      overlong: what to do with examples longer than the last bucket: "error", "drop"
-        or "truncate".
+      overlong: what to do with examples longer than the last bucket: "error", "drop",
+        "truncate", or "split" to plan for the chunks that `split_source` makes of them.
       cost_fn: `(batch_size, seq_len)` -> what a step costs, by default its tokens;
         `costs` has others. An epoch's cost is their sum over its steps.
       compile_seconds: with `num_buckets="auto"`, what compiling one shape takes.
@@ -149,7 +149,8 @@ def _given(lengths: np.ndarray, limits: Limits, boundaries: list[Any]) -> Bucket
             raise ValueError(f"`boundaries`: {boundary!r} after {before}. {remedy}")
         before = check_positive("boundaries", boundary)
     plan = limits.plan(boundaries)
-    plan.check(lengths)
+    if limits.overlong == "error":
+        plan.check(lengths)
     return plan
 
 

@@ -16,7 +16,7 @@ from jaxbucket.base import Bucket, BucketPlan
 from jaxbucket.checks import check_lengths
 from jaxbucket.comparison import Comparison
 from jaxbucket.curve import PlanCurve
-from jaxbucket.stats import StepRecord, bucket_uses, in_unit, report
+from jaxbucket.stats import StepRecord, bucket_uses, in_unit, report, row_lengths
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -353,8 +353,8 @@ _MAX_NAMED = 16
 
 
 def _tokens(plan: BucketPlan, lengths: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Of every example that is kept: its real tokens, and T of its bucket."""
-    lengths = check_lengths(lengths)
+    """Of every example or chunk that is kept: its real tokens, and T of its bucket."""
+    lengths = row_lengths(plan, check_lengths(lengths))
     index = plan.assign(lengths)
     kept = index >= 0
     if not kept.any():

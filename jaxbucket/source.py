@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -42,6 +42,21 @@ class RowSource(Protocol):
 
     def collate(
         self, rows: np.ndarray, bucket: Bucket, *, pad_value: float, truncate: bool
+    ) -> Batch: ...
+
+
+@runtime_checkable
+class SpanSource(RowSource, Protocol):
+    """One that gathers parts of examples as well, so that these can be split."""
+
+    def collate_spans(
+        self,
+        rows: np.ndarray,
+        begins: np.ndarray,
+        lengths: np.ndarray,
+        bucket: Bucket,
+        *,
+        pad_value: float,
     ) -> Batch: ...
 
 
@@ -112,6 +127,8 @@ def concatenate(sources: Sequence[Source]) -> Source:
     if len(gathering) < len(sources):
         return _Concatenation(sources)
     _check_alike(gathering)
+    if all(isinstance(source, SpanSource) for source in gathering):
+        return _SpanConcatenation(gathering)
     return _RowConcatenation(gathering)
 
 
@@ -172,6 +189,15 @@ class _RowConcatenation(_Concatenation):
         pad_value: float = 0,
         truncate: bool = False,
     ) -> Batch:
+        def gather(source: RowSource, own: np.ndarray) -> Batch:
+            return source.collate(own, bucket, pad_value=pad_value, truncate=truncate)
+
+        return self._merged(rows, gather)
+
+    def _merged(
+        self, rows: np.ndarray, gather: Callable[[Any, np.ndarray], Batch]
+    ) -> Batch:
+        """One batch of what each source gathers, with all rows empty but its own."""
         rows = np.asarray(rows)
         which = np.searchsorted(self._ends, rows, side="right")
         which[rows == EMPTY_ROW] = EMPTY_ROW
@@ -179,14 +205,28 @@ class _RowConcatenation(_Concatenation):
         parts = []
         for k in present:
             own = np.where(which == k, rows - self._start(k), EMPTY_ROW)
-            parts.append(
-                self._sources[k].collate(
-                    own, bucket, pad_value=pad_value, truncate=truncate
-                )
-            )
+            parts.append(gather(self._sources[k], own))
         merged, *others = parts
         for k, part in zip(present[1:], others, strict=True):
             for into, values in zip(merged, part, strict=True):
                 for name in into:
                     into[name][which == k] = values[name][which == k]
         return merged
+
+
+class _SpanConcatenation(_RowConcatenation):
+    def collate_spans(
+        self,
+        rows: np.ndarray,
+        begins: np.ndarray,
+        lengths: np.ndarray,
+        bucket: Bucket,
+        *,
+        pad_value: float = 0,
+    ) -> Batch:
+        def gather(source: SpanSource, own: np.ndarray) -> Batch:
+            return source.collate_spans(
+                own, begins, lengths, bucket, pad_value=pad_value
+            )
+
+        return self._merged(rows, gather)

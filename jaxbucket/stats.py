@@ -11,7 +11,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base import GROUPS, Bucket, BucketPlan, Group
-from jaxbucket.checks import MAX_LENGTH, check_accumulate, check_choice
+from jaxbucket.checks import (
+    MAX_LENGTH,
+    check_accumulate,
+    check_choice,
+    check_lengths,
+)
+from jaxbucket.chunks import chunk_lengths
 from jaxbucket.remainder import Remainder, RowFlow, filler_bucket, flow_remainders
 
 
@@ -65,6 +71,9 @@ class Report:
       truncated_tokens: positions cut off from them.
       epoch_cost: what the plan says that the steps cost, summed.
       cost_unit: in what: "tokens", where the plan does not say, "s" for seconds.
+      split_examples: examples split as too long; of lengths that are those of chunks
+        already, none. In all other numbers every chunk is an example.
+      chunks: the pieces that they were split into.
       autocorrelation: of the T of one batch and of the next, from -1 to 1: near 0 in
         a shuffled epoch. None where no order is known, or all have the same T.
     """
@@ -83,6 +92,8 @@ class Report:
     truncated_tokens: int
     epoch_cost: float
     cost_unit: str
+    split_examples: int = 0
+    chunks: int = 0
     autocorrelation: float | None = None
 
     def with_real_tokens(self, real_tokens: int) -> Report:
@@ -149,6 +160,11 @@ class Report:
                 f"{self.truncated_examples} examples are too long: cut by "
                 f"{self.truncated_tokens} tokens."
             )
+        if self.split_examples:
+            lines.append(
+                f"{self.split_examples} examples are too long: split into "
+                f"{self.chunks} chunks."
+            )
         if self.autocorrelation is not None:
             lines.append(
                 f"Autocorrelation of T from batch to batch: {self.autocorrelation:.3f}."
@@ -194,7 +210,8 @@ def report(
 
     Args:
       plan: the shapes.
-      lengths: `[N]` integers, those the plan was made for or others.
+      lengths: `[N]` integers, those the plan was made for or others; under
+        `overlong="split"` of examples or of chunks.
       remainder: as in `BatchSchedule`, and so are the others.
       accumulate: micro-batches of a step.
       group: whether they have the "same" bucket or are "mixed".
@@ -205,7 +222,8 @@ def report(
     """
     check_choice("group", group, GROUPS)
     accumulate = check_accumulate(accumulate)
-    lengths = plan.check(lengths)
+    given = check_lengths(lengths)
+    lengths = plan.check(row_lengths(plan, given))
     counts, own_tokens = _by_bucket(plan, lengths)
     # Batches of the same bucket in a step are filled together.
     together = accumulate if group == "same" else 1
@@ -221,6 +239,7 @@ def report(
     in_rows = int((flow.rows * plan.boundaries).sum())
     over = lengths[lengths > _longest(plan)]
     truncated = over if plan.overlong == "truncate" else over[:0]
+    split, chunks = _split_counts(plan, given, lengths)
     return Report(
         buckets=_bucket_reports(plan, flow, batches, own_tokens),
         steps_per_epoch=steps,
@@ -236,7 +255,27 @@ def report(
         truncated_tokens=int((truncated - _longest(plan)).sum()),
         epoch_cost=(batches * plan.costs).sum().item(),
         cost_unit=plan.cost_unit,
+        split_examples=split,
+        chunks=chunks,
     )
+
+
+def row_lengths(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
+    """Returns the lengths of what is put into rows: of chunks, if the plan splits."""
+    if plan.overlong != "split":
+        return lengths
+    return chunk_lengths(lengths, plan.max_seq_len)
+
+
+def _split_counts(
+    plan: BucketPlan, given: np.ndarray, in_rows: np.ndarray
+) -> tuple[int, int]:
+    """How many of the given examples are split, and into how many chunks."""
+    if plan.overlong != "split":
+        return 0, 0
+    split = int(np.count_nonzero(given > _longest(plan)))
+    # Each of the others is one row.
+    return split, len(in_rows) - (len(given) - split)
 
 
 def _by_bucket(plan: BucketPlan, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

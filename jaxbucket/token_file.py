@@ -22,7 +22,13 @@ from typing import IO, Any
 import numpy as np
 
 from jaxbucket.base import EMPTY_ROW, Batch, Bucket, digest
-from jaxbucket.collate import row_mask, with_segments
+from jaxbucket.collate import (
+    check_rows,
+    fit_lengths,
+    row_mask,
+    span_lengths,
+    with_segments,
+)
 from jaxbucket.example import (
     Example,
     as_arrays,
@@ -124,20 +130,59 @@ class TokenFile:
           ValueError: if an example is longer than T, or a row is no example.
         """
         rows = np.asarray(rows)
-        self._check_rows(rows, bucket)
+        check_rows(rows, len(self), bucket)
+        starts, lengths = self._bounds(rows)
+        lengths = fit_lengths(lengths, bucket, truncate)
+        return self._gathered(rows, starts, lengths, bucket, pad_value)
+
+    def collate_spans(
+        self,
+        rows: np.ndarray,
+        begins: np.ndarray,
+        lengths: np.ndarray,
+        bucket: Bucket,
+        *,
+        pad_value: float = 0,
+    ) -> Batch:
+        """Returns the same of a part of each example, such as one chunk of it.
+
+        Args:
+          rows: `[B]` integers, the example in each row; -1 for an empty row.
+          begins: `[B]` integers, the first token of the part, counted in its example.
+          lengths: `[B]` integers, how many tokens it has. What `begins` and `lengths`
+            say of an empty row counts for nothing.
+          bucket: the shape (B, T).
+          pad_value: what fills the sequences behind their end, and in empty rows.
+
+        Raises:
+          ValueError: if a part is no part of its example or longer than T, or a row is
+            no example.
+        """
+        rows = np.asarray(rows)
+        check_rows(rows, len(self), bucket)
+        starts, whole = self._bounds(rows)
+        lengths = span_lengths(rows, begins, lengths, whole)
+        lengths = fit_lengths(lengths, bucket, truncate=False)
+        return self._gathered(rows, starts + begins, lengths, bucket, pad_value)
+
+    def _bounds(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`[B]` first tokens of the examples, `[B]` lengths: 0 of an empty row."""
+        starts = self._offsets[rows]
+        lengths = self._offsets[rows + 1] - starts
+        lengths[rows == EMPTY_ROW] = 0
+        return starts, lengths
+
+    def _gathered(
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        bucket: Bucket,
+        pad_value: float,
+    ) -> Batch:
+        """The batch of `[B]` tokens from `[B]` on, beside what is the examples'."""
         filled = np.flatnonzero(rows != EMPTY_ROW)
-        examples = rows[filled]
-        starts = self._offsets[examples]
-        lengths = np.zeros(bucket.batch_size, np.int64)
-        lengths[filled] = self._offsets[examples + 1] - starts
-        if not truncate and lengths.max(initial=0) > bucket.seq_len:
-            row = int(lengths.argmax())
-            raise ValueError(
-                f"Row {row} has length {lengths[row]}, beyond `seq_len="
-                f"{bucket.seq_len}`. Put it into a longer bucket, or pass "
-                "`truncate=True`."
-            )
-        lengths = np.minimum(lengths, bucket.seq_len)
+        starts, examples = starts[filled], rows[filled]
         mask = row_mask(lengths, bucket)
         features = {}
         for name, values in self._arrays.items():
@@ -150,18 +195,6 @@ class TokenFile:
                 features[name] = np.zeros(shape, values.dtype)
                 features[name][filled] = values[examples]
         return with_segments(features, self.sequences[0], mask)
-
-    def _check_rows(self, rows: np.ndarray, bucket: Bucket) -> None:
-        if len(rows) != bucket.batch_size:
-            raise ValueError(
-                f"`rows` has {len(rows)} entries, but bucket {bucket} has "
-                f"{bucket.batch_size} rows. Give one for each, -1 for an empty one."
-            )
-        if rows.min(initial=0) < EMPTY_ROW or rows.max(initial=0) >= len(self):
-            raise ValueError(
-                f"`rows` has {rows.min()} to {rows.max()}: they must be from 0 to "
-                f"{len(self) - 1}, or -1 for an empty one."
-            )
 
     def verify(self) -> None:
         """Reads everything, and compares it with the digests that were written.

@@ -121,7 +121,10 @@ def test_assign_refuses_what_is_beyond_the_last_bucket():
         ({"max_tokens": 1e6}, "`max_tokens=1000000.0` is not an integer"),
         ({"batch_size_multiple": 4}, "`batch_size=2` is not a multiple of `batch_siz"),
         ({"seq_len_multiple": 256}, "`seq_len=128` is not a multiple of `seq_len_mul"),
-        ({"overlong": "cut"}, "`overlong='cut'`: choose 'error', 'drop' or 'truncate'"),
+        (
+            {"overlong": "cut"},
+            "`overlong='cut'`: choose 'error', 'drop', 'truncate'",
+        ),
         ({"buckets": PLAN.buckets[::-1]}, "seq_lens [512, 128]: sort them in strictly"),
         ({"buckets": (Bucket(1, 8), Bucket(2, 8))}, "seq_lens [8, 8]: sort them"),
     ],
@@ -167,6 +170,7 @@ def test_the_fingerprint_changes_with_every_field():
         {"seq_len_multiple": 2},
         {"overlong": "drop"},
         {"overlong": "truncate"},
+        {"overlong": "split"},
         {"buckets": (Bucket(7, 128), Bucket(2, 512))},
         {"buckets": (Bucket(8, 127), Bucket(2, 512))},
     ]
@@ -212,7 +216,7 @@ def test_json_without_a_field_is_refused(name):
         ({"buckets": [[8, "128"]]}, "`seq_len='128'` is not an integer"),
         ({"buckets": [[9, 128]]}, "holds 1152 tokens, more than `max_tokens=1024`"),
         ({"max_tokens": None}, "`max_tokens=None` is not an integer"),
-        ({"overlong": []}, "`overlong=[]`: choose 'error', 'drop' or 'truncate'"),
+        ({"overlong": []}, "`overlong=[]`: choose 'error', 'drop', 'truncate'"),
     ],
 )
 def test_json_that_breaks_a_promise_is_refused(changes, message):

@@ -17,6 +17,7 @@ PACKAGE = pathlib.Path(jaxbucket.__file__).parent
 ROOMS = {
     "checks": (set(), {"numpy"}),
     "base": ({"checks"}, {"numpy"}),
+    "chunks": ({"checks"}, {"numpy"}),
     "permutation": (set(), {"numpy"}),
     "opening": ({"checks", "base"}, {"numpy"}),
     "position": ({"checks"}, set()),
@@ -24,7 +25,7 @@ ROOMS = {
     "costs": ({"checks", "base"}, {"numpy"}),
     "boundaries": ({"remainder"}, {"numpy"}),
     "optimal": ({"boundaries"}, {"numpy"}),
-    "histogram": ({"base"}, {"numpy"}),
+    "histogram": ({"checks", "base"}, {"numpy"}),
     "limits": ({"checks", "base", "boundaries", "costs", "histogram"}, {"numpy"}),
     "curve": (
         {"checks", "base", "boundaries", "costs", "limits", "optimal"},
@@ -34,7 +35,7 @@ ROOMS = {
         {"checks", "base", "boundaries", "costs", "curve", "limits", "optimal"},
         {"numpy"},
     ),
-    "stats": ({"checks", "base", "remainder"}, {"numpy", "rich"}),
+    "stats": ({"checks", "base", "chunks", "remainder"}, {"numpy", "rich"}),
     "comparison": (
         {"checks", "base", "limits", "optimal", "plan", "remainder", "stats"},
         {"numpy", "rich"},
@@ -58,6 +59,10 @@ ROOMS = {
     "example": (set(), {"numpy"}),
     "collate": ({"base", "example"}, {"numpy"}),
     "source": ({"base", "example"}, {"numpy"}),
+    "chunk_source": (
+        {"checks", "base", "chunks", "collate", "example", "source"},
+        {"numpy"},
+    ),
     "function_name": ({"base"}, set()),
     "orphans": (set(), set()),
     "token_file": ({"base", "collate", "example"}, {"numpy"}),
