@@ -278,6 +278,7 @@ def corpus(files: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path
 def test_what_is_measured_is_written_for_the_planner(corpus):
     column = ("--column", "text", "--unit", "bytes")
     own = f"own_{corpus.name}"
+    np.save("wide.npy", LENGTHS.astype(np.int64))
     for arguments, lengths in (
         (("corpus.jsonl", *column), BYTES),
         (("texts.txt", "--unit", "bytes"), BYTES),
@@ -288,6 +289,7 @@ def test_what_is_measured_is_written_for_the_planner(corpus):
         ((f"{own}:texts", "--unit", "bytes"), BYTES),
         ((f"{own}:texts", "--unit", "bytes", "--num-workers", 2), BYTES),
         (("lengths.npy",), LENGTHS),
+        (("wide.npy",), LENGTHS),
         (("two.npz", "--column", "others"), LENGTHS[:10]),
     ):
         run("measure", *arguments, "-o", "measured.npy")

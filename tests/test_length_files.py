@@ -208,6 +208,12 @@ def test_ways_to_write_a_file_that_are_the_same(tmp_path, name, content, lengths
     assert read_lengths(tmp_path / name, measure=measure).tolist() == lengths
 
 
+def test_the_end_of_a_line_is_not_measured(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"a\r\nbc\r\ndef\n")
+    found = read_lengths(tmp_path / "x.txt", measure=Measure("bytes"))
+    assert found.tolist() == [1, 2, 3]
+
+
 def test_a_text_may_have_an_end_of_line_in_quotes(tmp_path):
     long = "y" * 200_000
     write_csv(tmp_path / "x.csv", ["a\nb", long])
@@ -234,7 +240,7 @@ def test_a_file_is_never_in_memory_as_a_whole(tmp_path, name):
     write(tmp_path / name, ["word " * 2000] * 2000)
     tracemalloc.start()
     try:
-        read_lengths(tmp_path / name, column, Measure("words"))
+        read_lengths(tmp_path / name, column, Measure("characters"))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
