@@ -182,13 +182,16 @@ def _fill(
     progress: bool,
 ) -> None:
     """Measures what is still 0 in `found`, whose first entry is example `first`."""
+    from rich.console import Console
     from rich.progress import Progress
 
     starts = range(0, len(found), _CHUNK)
     missing = [s for s in starts if not found[s : s + _CHUNK].all()]
     spans = [(first + s, first + min(s + _CHUNK, len(found))) for s in missing]
     run = _in_workers if num_workers else _here
-    with Progress(transient=True, disable=not progress) as bar:
+    # Not where results are printed, which may well be read by a program.
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not progress) as bar:
         task = bar.add_task("Measuring lengths", total=len(found))
         bar.advance(task, len(found) - sum(stop - start for start, stop in spans))
         for (start, stop), lengths in run(measure, spans, num_workers):

@@ -275,6 +275,94 @@ def plot_curve(
         ax.grid(axis="y", alpha=0.3)
     figure.suptitle(curve.reason, fontsize="small", wrap=True)
     return figure
+def plot_histogram(
+    lengths: ArrayLike,
+    figure: Figure | SubFigure | None = None,
+    *,
+    unit: str = "tokens",
+    bins: int = 48,
+) -> Figure | SubFigure:
+    """Draws how many examples are how long, and how many of all tokens they have.
+
+    Above are the shares of examples and of tokens by length, below both added up, with
+    the lengths that a half, 90% and 99% of the examples do not exceed. Lengths that
+    spread far are on a logarithmic scale.
+
+    Args:
+      lengths: `[N]` integers.
+      figure: where to draw; by default a new one.
+      unit: what lengths count.
+      bins: bars at most.
+
+    Raises:
+      ValueError: if there are no lengths, or one is none.
+    """
+    values, counts = np.unique(check_lengths(lengths), return_counts=True)
+    tokens = values.astype(float) * counts
+    if figure is None:
+        figure = _figure(8, 6)
+    above, below = figure.subplots(2, 1, sharex=True)
+    wide = values[-1] > _WIDE * _length_of_share(values, counts, 0.5)
+    edges = _bin_edges(int(values[0]), int(values[-1]) + 1, bins, wide)
+    for name, weights, color, style in (
+        ("examples", counts, _REAL, "-"),
+        (unit, tokens, _PADDING, "--"),
+    ):
+        share = 100 * weights / weights.sum()
+        bars, _ = np.histogram(values, edges, weights=share)
+        look = {"color": color, "linewidth": 2, "label": name}
+        above.stairs(bars, edges, fill=name == "examples", **look)
+        sums = np.concatenate([[0], np.cumsum(share), [100]])
+        ends = np.concatenate([values[:1], values, edges[-1:]])
+        below.step(ends, sums, linestyle=style, where="post", **look)
+    _mark_shares(below, values, counts)
+    _integer_axis(below, wide)
+    above.set(ylabel="share in a bar (%)", xlim=(edges[0], edges[-1]))
+    above.set_title(f"{counts.sum():,} examples, {int(tokens.sum()):,} {unit}")
+    below.set(xlabel=f"length ({unit})", ylabel="share up to a length (%)")
+    below.set_ylim(0, 103)
+    for ax in (above, below):
+        ax.grid(alpha=0.3)
+        ax.legend()
+    return figure
+
+
+# A length that is so many times the median would press all others together.
+_WIDE = 8
+
+
+def _bin_edges(low: int, high: int, bins: int, wide: bool) -> np.ndarray:
+    """Integers from `low` to `high`: no bar is empty for want of an integer in it."""
+    if wide:
+        return np.unique(np.geomspace(low, high, bins + 1).round())
+    least = -(-(high - low) // bins)
+    # The last bar should be as full as the others.
+    width = min(range(least, 2 * least), key=lambda width: -(high - low) % width)
+    return np.arange(low, high + width, width)
+
+
+def _length_of_share(values: np.ndarray, counts: np.ndarray, share: float) -> int:
+    """The length that this share of all examples does not exceed."""
+    below = np.cumsum(counts)
+    return int(values[np.searchsorted(below, share * below[-1])])
+
+
+def _mark_shares(ax: Axes, values: np.ndarray, counts: np.ndarray) -> None:
+    for share in (0.5, 0.9, 0.99):
+        length = _length_of_share(values, counts, share)
+        ax.axvline(length, color="0.2", linewidth=0.8, linestyle=":")
+        text = ax.text(length, 4, f"{share:.0%}: {length:,}", rotation=90, ha="right")
+        text.set(fontsize="small", bbox={"color": "white", "alpha": 0.8, "pad": 1})
+
+
+def _integer_axis(ax: Axes, wide: bool) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    if wide:
+        ax.set_xscale("log", base=2)
+    else:
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
 
 
 def plot_buckets(

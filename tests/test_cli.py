@@ -1,7 +1,10 @@
 """The command, as a user types it."""
 
+import contextlib
 import json
+import os
 import pathlib
+import pty
 import subprocess
 import sys
 
@@ -139,7 +142,8 @@ def test_planning_by_command_needs_no_jax(files):
     code = (
         "import sys; from jaxbucket.cli import main; "
         "main(['plan', 'lengths.npy', '--max-tokens', '500'], standalone_mode=False); "
-        "print(sorted({'jax', 'grain', 'flax', 'matplotlib'} & sys.modules.keys()))"
+        "print(sorted({'jax', 'grain', 'flax', 'matplotlib', 'pyarrow'} & "
+        "sys.modules.keys()))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -150,14 +154,14 @@ def test_planning_by_command_needs_no_jax(files):
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
-        (b"", "x.npy", "is no whole numpy file"),
-        (b"", "x.npz", "is no whole numpy file"),
+        (b"", "x.npy", "`x.npy` is empty: there is no example"),
+        (b"", "x.npz", "`x.npz` is empty: there is no example"),
         (b"\x93NUMPY", "x.npy", "is no whole numpy file"),
-        (b"3\n4.5\n", "x.txt", "not text with one integer on each line"),
-        (b"three\n", "x.txt", "not text with one integer on each line"),
-        (b"\xff\xfe", "x.txt", "is no text file"),
-        (b"", "x.txt", "`lengths` is empty"),
-        (b"3\n0\n", "x.txt", "`lengths[1]=0`: a length must be between 1"),
+        (b"3\n4.5\n", "x.txt", "`x.txt`, line 2: '4.5' is no integer"),
+        (b"three\n", "x.txt", "`x.txt`, line 1: 'three' is no integer"),
+        (b"\xff\xfe", "x.txt", "`x.txt`, line 1 is no UTF-8 text"),
+        (b"", "x.txt", "`x.txt` is empty: there is no example"),
+        (b"3\n0\n", "x.txt", "`x.txt`, line 2: the length is 0, and not from 1"),
         (b"9\n500\n", "x.txt", "`max_tokens=64` holds 0 rows of `seq_len=500`"),
     ],
 )
@@ -169,7 +173,7 @@ def test_lengths_that_are_none_are_refused(files, content, name, message):
 def test_every_cut_numpy_file_is_refused(files):
     whole = {name: (files / name).read_bytes() for name in ("lengths.npy", "one.npz")}
     for name, data in whole.items():
-        for size in range(0, len(data), 97):
+        for size in range(1, len(data), 97):
             (files / name).write_bytes(data[:size])
             assert "is no whole numpy file" in refused(
                 "plan", name, "--max-tokens", 4096
@@ -184,7 +188,7 @@ def test_an_array_that_is_not_there_is_named(files):
 
 def test_text_has_no_column(files):
     output = refused("plan", "lengths.txt", "--max-tokens", 500, "--column", "x")
-    assert "is no .npz file: no `--column`" in output
+    assert "has no columns: leave out `--column x`" in output
 
 
 def test_an_array_without_a_name_has_no_column(files):
@@ -203,7 +207,7 @@ def test_a_numpy_file_may_have_the_other_name(files):
 def test_a_folder_that_is_not_there_is_refused(files):
     for option in ("-o", "--plot"):
         output = refused("plan", "lengths.npy", *OPTIONS, option, "nowhere/x.png")
-        assert "No such file or directory: 'nowhere/x.png'" in output
+        assert "nowhere/x.png`: there is no folder nowhere. Make it, or" in output
 
 
 def test_what_is_read_is_not_overwritten(files):
@@ -251,3 +255,192 @@ def test_options_that_are_none_are_refused(files, arguments, message):
 def test_unknown_boundaries_are_refused(files):
     output = refused("plan", "lengths.npy", *OPTIONS, "--boundaries", "even")
     assert "`boundaries='even'`: choose one of" in output
+
+
+TEXTS = [f"{'é' * n} and more" for n in range(1, 300)]
+BYTES = [len(text.encode()) for text in TEXTS]
+
+
+@pytest.fixture
+def corpus(files: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """The current folder, with texts in a file, and a module of one function."""
+    rows = [json.dumps({"text": text, "id": 1}) for text in TEXTS]
+    pathlib.Path("corpus.jsonl").write_text("\n".join(rows))
+    pathlib.Path("texts.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    code = (
+        f"TEXTS = {TEXTS}\ndef texts(): return TEXTS\ndef size(row): return row['id']\n"
+    )
+    pathlib.Path(f"own_{files.name}.py").write_text(code)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return files
+
+
+def test_what_is_measured_is_written_for_the_planner(corpus):
+    column = ("--column", "text", "--unit", "bytes")
+    own = f"own_{corpus.name}"
+    np.save("wide.npy", LENGTHS.astype(np.int64))
+    for arguments, lengths in (
+        (("corpus.jsonl", *column), BYTES),
+        (("texts.txt", "--unit", "bytes"), BYTES),
+        (("texts.txt", "--unit", "characters"), [len(text) for text in TEXTS]),
+        (("texts.txt", "--unit", "words"), [3] * len(TEXTS)),
+        (("texts.txt", "--length-fn", "builtins:len"), [len(text) for text in TEXTS]),
+        (("corpus.jsonl", "--length-fn", f"{own}:size"), [1] * len(TEXTS)),
+        ((f"{own}:texts", "--unit", "bytes"), BYTES),
+        ((f"{own}:texts", "--unit", "bytes", "--num-workers", 2), BYTES),
+        (("lengths.npy",), LENGTHS),
+        (("wide.npy",), LENGTHS),
+        (("two.npz", "--column", "others"), LENGTHS[:10]),
+    ):
+        run("measure", *arguments, "-o", "measured.npy")
+        written = np.load("measured.npy")
+        assert written.dtype == np.int32
+        assert written.tolist() == list(lengths)
+    run("measure", "texts.txt", "--unit", "bytes", "-o", "measured.npy")
+    run("plan", "measured.npy", *OPTIONS, "-o", "plan.json")
+    made = BucketPlan.from_json(pathlib.Path("plan.json").read_text())
+    assert made == plan_buckets(
+        BYTES, max_tokens=4096, num_buckets=4, seq_len_multiple=32
+    )
+
+
+def test_other_commands_read_the_same_files(corpus):
+    run("plan", "corpus.jsonl", "--column", "id", "--max-tokens", 8, "-o", "plan.json")
+    found = run("report", "plan.json", "corpus.jsonl", "--column", "id", "--json")
+    assert json.loads(found)["report"]["examples"] == len(TEXTS)
+    output = refused("plan", "texts.txt", "--max-tokens", 500)
+    assert "measure them by `jaxbucket measure --unit`" in output
+
+
+def test_the_summary_has_every_number(corpus):
+    arguments = ("measure", "texts.txt", "--unit", "bytes")
+    found = json.loads(run(*arguments, "--json"))
+    assert found == {
+        "examples": len(BYTES),
+        "unit": "bytes",
+        "total": sum(BYTES),
+        "min": 11,
+        "median": 309,
+        "mean": sum(BYTES) / len(BYTES),
+        "p90": 549,
+        "p99": 603,
+        "max": 607,
+        "distinct": 299,
+    }
+    table = run(*arguments)
+    assert "in bytes" in table
+    assert all(f"{n:,}" in table for n in (299, sum(BYTES), 11, 309, 549, 603, 607))
+    assert max(map(len, table.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name", ["h.png", "h.pdf", "h.svg"])
+def test_a_histogram_is_drawn(corpus, name):
+    run("measure", "texts.txt", "--unit", "bytes", "--plot", name)
+    assert (corpus / name).stat().st_size > 2000
+    if name == "h.png":
+        image = matplotlib.image.imread(corpus / name)
+        assert image.shape[0] > 400 and image.std() > 0.1
+    assert not list(corpus.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.txt"], "`nowhere.txt` is not there. Name a file, or a function as"),
+        (["."], "`.` is a folder. Name a file in it"),
+        (["nowhere:f"], "`nowhere:f`: nowhere cannot be imported: ModuleNotFoundError"),
+        (["json:nothing"], "`json:nothing`: json has no 'nothing', but ['detect_enc"),
+        (["texts.txt"], "is no integer. Mend it; where these are texts, measure them"),
+        (["corpus.jsonl"], "`corpus.jsonl` has ['text', 'id']: name one of them by"),
+        (["corpus.jsonl", "--column", "x"], "has ['text', 'id']: name one of them by"),
+        (["texts.txt", "--length-fn", "len"], "`len` must be `module:function`"),
+        (
+            ["texts.txt", "--unit", "bytes", "--length-fn", "builtins:len"],
+            "`--unit bytes` and `--length-fn` both say",
+        ),
+        (["texts.txt", "--num-workers", 2], "`--num-workers 2`: a file is read by one"),
+        (["lengths.npy", "-o", "lengths.npy"], "would overwrite what this command"),
+        (["lengths.npy", "-o", "./x/../lengths.npy"], "would overwrite what this"),
+        (["lengths.npy", "-o", "x.txt"], "lengths are written as .npy. Name it x.npy"),
+        (["lengths.npy", "-o", "nowhere/x.npy"], "there is no folder nowhere. Make it"),
+        (["lengths.npy", "-o", "lengths.txt/x.npy"], "there is no folder lengths.txt"),
+        (["lengths.npy", "-o", "."], "`--output .` is a folder. Name a file in it"),
+        (["lengths.npy", "--plot", "x.docx"], "`--plot x.docx`: a picture is one of"),
+        (["lengths.npy", "--plot", "x"], "`--plot x`: a picture is one of"),
+        (["lengths.npy", "-o", "/proc/x.npy"], "`--output /proc/x.npy` cannot be writ"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(corpus, arguments, message):
+    before = (corpus / "lengths.npy").read_bytes()
+    assert message in refused("measure", *arguments)
+    assert (corpus / "lengths.npy").read_bytes() == before
+
+
+@pytest.mark.parametrize("option", [["--unit", "tokens"], ["--num-workers", "-1"]])
+def test_measuring_knows_its_options(corpus, option):
+    run("measure", "texts.txt", *option, code=2)
+
+
+def test_outputs_are_refused_before_anything_is_measured(corpus):
+    slow = "raise AssertionError('measured')"
+    (corpus / f"slow_{corpus.name}.py").write_text(slow)
+    for option in (("-o", "nowhere/x.npy"), ("-o", "x.txt"), ("--plot", "x.docx")):
+        output = refused("measure", f"slow_{corpus.name}:f", *option)
+        assert "AssertionError" not in output and option[1] in output
+
+
+KILLED = """
+import os, signal, pathlib
+from jaxbucket.outputs import written_whole
+with written_whole("--output", pathlib.Path("lengths.npy")) as file:
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_command_leaves_no_half_file(files):
+    before = (files / "lengths.npy").read_bytes()
+    done = subprocess.run([sys.executable, "-c", KILLED], check=False)
+    assert done.returncode == -9
+    assert (files / "lengths.npy").read_bytes() == before
+
+
+def test_a_command_that_fails_to_write_leaves_nothing(files, monkeypatch):
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numpy.save", full)
+    output = refused("measure", "lengths.npy", "-o", "new.npy")
+    assert "new.npy` cannot be written: No space left on device. Name another" in output
+    assert not list(files.glob("new*"))
+
+
+def measured_with_errors_to(stderr: int) -> str:
+    command = [sys.executable, "-m", "jaxbucket", "measure", "lengths.txt", "--json"]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_a_bar_is_shown_on_a_terminal_alone(files):
+    ours, theirs = pty.openpty()
+    on_terminal = measured_with_errors_to(theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # What Linux says where all is read.
+        while read := os.read(ours, 4096):
+            shown += read
+    os.close(ours)
+    assert b"Measuring lengths" in shown and b"%" in shown
+    with open("errors", "wb") as file:
+        assert measured_with_errors_to(file.fileno()) == on_terminal
+    assert (files / "errors").read_bytes() == b""
+    assert json.loads(on_terminal)["examples"] == len(LENGTHS)
+
+
+def test_without_matplotlib_the_command_to_install_it_is_named(files, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    output = refused("measure", "lengths.npy", "--plot", "x.png")
+    assert "`--plot` needs matplotlib: pip install 'jaxbucket[plots]'" in output

@@ -109,15 +109,38 @@ ROOMS = {
         {"checks", "position", "processes", "rendezvous"},
         {"numpy", "jax", "orbax", "etils"},
     ),
+    "value_length": ({"checks"}, {"numpy"}),
+    "text_files": ({"value_length"}, {"numpy"}),
+    "record_files": ({"text_files", "value_length"}, {"numpy", "grain", "pyarrow"}),
+    "length_files": (
+        {"checks", "value_length", "text_files", "record_files"},
+        {"numpy", "rich"},
+    ),
+    "function_source": (
+        {"checks", "example", "source", "measuring", "value_length", "length_files"},
+        {"numpy"},
+    ),
+    "length_summary": ({"checks"}, {"numpy", "rich"}),
     "plots": ({"checks", "base", "stats"}, {"numpy", "matplotlib"}),
+    "outputs": (set(), {"matplotlib"}),
+    "measure_command": (
+        {
+            *("value_length", "length_files", "function_source", "length_summary"),
+            *("plots", "outputs"),
+        },
+        {"numpy", "click", "rich"},
+    ),
     "cli": (
-        {"base", "plan", "remainder", "stats", "plots"},
-        {"numpy", "click", "rich", "matplotlib"},
+        {
+            *("base", "plan", "remainder", "stats", "length_files", "plots"),
+            *("outputs", "measure_command"),
+        },
+        {"numpy", "click", "rich"},
     ),
     "__main__": ({"cli"}, set()),
 }
 # Too heavy for planning on a laptop: never imported before they are used.
-LATE = {"rich", "matplotlib"}
+LATE = {"rich", "matplotlib", "pyarrow"}
 
 
 def imports(tree: ast.AST) -> set[str]:
@@ -179,7 +202,7 @@ schedule = jb.BatchSchedule(plan, [3, 5, 8])
 jb.collate_rows([{"x": [1, 2]}], schedule[0].bucket)
 print(jb.report(plan, [3, 5, 8]).summary)
 heavy = {"jax", "jaxlib", "grain", "flax", "optax", "orbax"}
-heavy |= {"click", "rich", "matplotlib"}
+heavy |= {"click", "rich", "matplotlib", "pyarrow"}
 print("loaded:", sorted(heavy & sys.modules.keys()))
 """
 

@@ -4,7 +4,14 @@ import pytest
 from matplotlib import pyplot
 
 from jaxbucket import Bucket, BucketPlan, plan_buckets
-from jaxbucket.plots import plot_buckets, plot_lengths, plot_plan, plot_run
+from jaxbucket.length_summary import summarize_lengths
+from jaxbucket.plots import (
+    plot_buckets,
+    plot_histogram,
+    plot_lengths,
+    plot_plan,
+    plot_run,
+)
 from jaxbucket.stats import StepRecord
 
 matplotlib.use("agg")
@@ -139,3 +146,42 @@ def test_no_step_cannot_be_drawn(plot):
 def close_figures():
     yield
     pyplot.close("all")
+
+
+@pytest.mark.parametrize("bins", [1, 7, 48, 1000])
+@pytest.mark.parametrize("spread", [1, 2, 500, 100_000])
+def test_a_histogram_of_lengths_holds_every_example_and_token(spread, bins):
+    rng = np.random.default_rng(spread)
+    lengths = np.ceil(spread ** rng.random(3000) * rng.integers(1, 3, 3000)).astype(int)
+    above, below = plot_histogram(lengths, unit="bytes", bins=bins).axes
+    examples, tokens = (stairs.get_data() for stairs in above.patches)
+    for drawn, weights in ((examples, np.ones(3000)), (tokens, lengths)):
+        expected, _ = np.histogram(lengths, drawn.edges, weights=weights)
+        assert drawn.values == pytest.approx(100 * expected / weights.sum())
+        assert drawn.values.sum() == pytest.approx(100)
+        assert len(drawn.values) <= bins
+        assert np.all(drawn.edges == drawn.edges.astype(int))
+    sums = [line for line in below.lines if len(line.get_xdata()) > 2]
+    for line, weights in zip(sums, (np.ones(3000), lengths), strict=True):
+        for length, share in zip(*line.get_data(), strict=True):
+            if share > 0:
+                up_to = weights[lengths <= length].sum() / weights.sum()
+                assert share == pytest.approx(100 * up_to)
+    assert below.get_xlabel() == "length (bytes)"
+    assert (below.get_xscale() == "log") == (spread > 100)
+
+
+def test_a_histogram_marks_the_lengths_of_the_summary():
+    lengths = np.random.default_rng(0).integers(1, 500, 1000)
+    _, below = plot_histogram(lengths).axes
+    found = summarize_lengths(lengths)
+    assert [text.get_text() for text in below.texts] == [
+        f"50%: {found.median}",
+        f"90%: {found.p90}",
+        f"99%: {found.p99}",
+    ]
+
+
+def test_a_histogram_of_no_lengths_is_refused():
+    with pytest.raises(ValueError, match="`lengths` is empty"):
+        plot_histogram([])

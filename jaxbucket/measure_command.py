@@ -1,0 +1,113 @@
+"""The command `jaxbucket measure`: how long the examples of a source are."""
+
+from __future__ import annotations
+
+import pathlib
+
+import click
+import numpy as np
+
+from jaxbucket.length_files import read_lengths
+from jaxbucket.length_summary import summarize_lengths
+from jaxbucket.outputs import check_outputs, new_figure, save_figure, written_whole
+from jaxbucket.value_length import UNITS, Measure, Unit
+
+_FILE = click.Path(path_type=pathlib.Path)
+
+
+@click.command()
+@click.argument("source")
+@click.option("--column", help="Which array, column or field, where there are several.")
+@click.option("--unit", type=click.Choice(UNITS), help="What a text is measured in.")
+@click.option(
+    "--length-fn",
+    metavar="MODULE:FUNCTION",
+    help="Takes an example (a row, line or record) to its length.",
+)
+@click.option("--output", "-o", type=_FILE, help="Write the lengths there, as .npy.")
+@click.option(
+    "--num-workers",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Processes that measure what a function returns.",
+)
+@click.option("--plot", type=_FILE, help="Draw a histogram there.")
+@click.option("--json", "as_json", is_flag=True, help="Print every number as JSON.")
+def measure(
+    source: str,
+    column: str | None,
+    unit: Unit | None,
+    length_fn: str | None,
+    output: pathlib.Path | None,
+    num_workers: int,
+    plot: pathlib.Path | None,
+    as_json: bool,
+) -> None:
+    """Measure the examples of SOURCE, once, for `jaxbucket plan`.
+
+    SOURCE is a file: .npy, .npz, .csv, .tsv, .jsonl, .parquet, .array_record, or text
+    with an example on each line; those of lines also as .gz. Integers are lengths,
+    lists are as long as they are, and texts are measured by --unit. Or it is
+    module:function, a function without arguments that returns a source with indices,
+    an array of lengths or an iterable of examples.
+    """
+    check_outputs([pathlib.Path(source)], {"--output": output, "--plot": plot})
+    _check_suffix(output)
+    # What cannot be drawn is refused before hours of measuring.
+    figure = plot and new_figure("--plot", plot, 8, 6)
+    lengths = _measured(source, column, _measure(unit, length_fn), num_workers)
+    if output:
+        with written_whole("--output", output) as file:
+            np.save(file, lengths.astype(np.int32))
+    counted = unit or "tokens"
+    if plot:
+        from jaxbucket.plots import plot_histogram
+
+        plot_histogram(lengths, figure, unit=counted)
+        save_figure(figure, "--plot", plot)
+    summary = summarize_lengths(lengths, counted)
+    if as_json:
+        click.echo(summary.to_json())
+    else:
+        from rich.console import Console
+
+        Console(highlight=False).print(summary)
+
+
+def _check_suffix(output: pathlib.Path | None) -> None:
+    # By its suffix it will be read.
+    if output and output.suffix.lower() != ".npy":
+        raise ValueError(
+            f"`--output {output}`: lengths are written as .npy. Name it "
+            f"{output.with_suffix('.npy')}."
+        )
+
+
+def _measure(unit: Unit | None, length_fn: str | None) -> Measure:
+    if length_fn is None:
+        return Measure(unit)
+    from jaxbucket.function_source import load_function
+
+    return Measure(unit, load_function(length_fn))
+
+
+def _measured(
+    source: str, column: str | None, measure: Measure, num_workers: int
+) -> np.ndarray:
+    path = pathlib.Path(source)
+    # A file may have a colon in its name.
+    if not path.exists():
+        from jaxbucket.function_source import is_function_name, measure_function
+
+        if is_function_name(source):
+            return measure_function(source, column, measure, num_workers)
+        raise ValueError(
+            f"`{source}` is not there. Name a file, or a function as module:function."
+        )
+    if num_workers:
+        raise ValueError(
+            f"`--num-workers {num_workers}`: a file is read by one process. Leave it "
+            "out, or give a source as module:function."
+        )
+    return read_lengths(path, column, measure)

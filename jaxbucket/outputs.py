@@ -1,0 +1,103 @@
+"""Files that a command writes: never what it reads, and whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import IO, Any
+
+
+def check_outputs(
+    inputs: list[pathlib.Path], outputs: dict[str, pathlib.Path | None]
+) -> None:
+    """Raises a ValueError if a file cannot be written, or would be written over.
+
+    Nothing that is written may be what is read, or what else is written.
+
+    Args:
+      inputs: files that are read.
+      outputs: files that are written, by the option that names each, if any does.
+    """
+    taken = {path.resolve() for path in inputs}
+    for name, path in outputs.items():
+        if path is None:
+            continue
+        if path.resolve() in taken:
+            raise ValueError(
+                f"`{name} {path}` would overwrite what this command reads or writes. "
+                "Name another file."
+            )
+        taken.add(path.resolve())
+        _check_writable(name, path)
+
+
+def _check_writable(name: str, path: pathlib.Path) -> None:
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ValueError(
+            f"`{name} {path}`: there is no folder {path.parent}. Make it, or name "
+            "another file."
+        )
+    if path.is_dir():
+        raise ValueError(f"`{name} {path}` is a folder. Name a file in it.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"`{name} {path}` cannot be written. Name another file.")
+
+
+@contextlib.contextmanager
+def written_whole(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
+    """Gives a file to write; it is this one once all is in it.
+
+    Raises:
+      ValueError: if it cannot be written.
+    """
+    path = path.resolve()
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise ValueError(
+            f"`{name} {path}` cannot be written: {error.strerror or error}. Name "
+            "another file, or make room."
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def new_figure(name: str, path: pathlib.Path, width: float, height: float) -> Any:
+    """Returns a figure of matplotlib that `save_figure` can write there.
+
+    Raises:
+      ValueError: if there is no matplotlib, or it has no such kind of picture.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(
+            f"`{name}` needs matplotlib: pip install 'jaxbucket[plots]'."
+        ) from None
+    # Not by pyplot, which would keep it, and look for a screen.
+    figure = Figure(figsize=(width, height), layout="constrained")
+    kinds = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise ValueError(
+            f"`{name} {path}`: a picture is one of {sorted(kinds)}. Name it .png."
+        )
+    return figure
+
+
+def save_figure(figure: Any, name: str, path: pathlib.Path) -> None:
+    """Writes a picture.
+
+    Raises:
+      ValueError: if it cannot be written.
+    """
+    with written_whole(name, path) as file:
+        figure.savefig(file, format=path.suffix[1:].lower(), dpi=120)
