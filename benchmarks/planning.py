@@ -263,7 +263,7 @@ def show(result: dict[str, Any]) -> None:
     ):
         table = Table(title=title)
         for name in part[0]:
-            table.add_column(name, justify="right" if name != "case" else "left")
+            table.add_column(str(name), justify="right" if name != "case" else "left")
         for r in part:
             table.add_row(
                 *(

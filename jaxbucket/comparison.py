@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base import BucketPlan
 from jaxbucket.checks import check_lengths, check_positive
-from jaxbucket.limits import Limits
+from jaxbucket.limits import Limits, costed
 from jaxbucket.optimal import Optimum
 from jaxbucket.plan import RULES
 from jaxbucket.remainder import Remainder
@@ -174,7 +174,7 @@ def compare_plans(
         name: limits.plan(candidates.seq_lens[ends]) for name, ends in chosen.items()
     }
     for name, plan in (others or {}).items():
-        plans[name] = _in_the_same_unit(plan, limits)
+        plans[name] = costed(plan, limits.cost_fn)
     compared = [
         ComparedPlan(name, plan, report(plan, lengths, remainder=remainder))
         for name, plan in plans.items()
@@ -182,12 +182,3 @@ def compare_plans(
     # Stable: where two cost the same, the one that is named first.
     compared.sort(key=lambda one: one.report.epoch_cost)
     return Comparison(tuple(compared), optimum.steady_cost(num_buckets), num_buckets)
-
-
-def _in_the_same_unit(plan: BucketPlan, limits: Limits) -> BucketPlan:
-    """A plan as it is, its steps costed as those of all others."""
-    like = limits.unit
-    if limits.cost_fn is None:
-        return dataclasses.replace(plan, step_costs=None, cost_unit=like)
-    costs = limits.costs(plan.batch_sizes, plan.boundaries)
-    return dataclasses.replace(plan, step_costs=tuple(costs.tolist()), cost_unit=like)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from jaxbucket.base import BucketPlan
 from jaxbucket.boundaries import Candidates
 from jaxbucket.checks import check_lengths, check_number, check_positive
-from jaxbucket.costs import SECONDS
+from jaxbucket.costs import SECONDS, unit_of
 from jaxbucket.limits import Limits
 from jaxbucket.optimal import Optimum
 
@@ -221,7 +221,7 @@ def _point(
 
 def _check_seconds(limits: Limits) -> None:
     """A function that says nothing of its unit is taken to count seconds."""
-    unit = limits.unit
+    unit = "tokens" if limits.cost_fn is None else unit_of(limits.cost_fn)
     if unit not in (SECONDS, "cost"):
         raise ValueError(
             f"`cost_fn={limits.cost_fn}` counts {unit}, and compiling is weighed in "

@@ -10,7 +10,12 @@ import numpy as np
 
 from jaxbucket.base import OVERLONG, Bucket, BucketPlan, Overlong
 from jaxbucket.boundaries import Candidates
-from jaxbucket.checks import check_choice, check_costs, check_positive, overlong_message
+from jaxbucket.checks import (
+    check_choice,
+    check_number,
+    check_positive,
+    overlong_message,
+)
 from jaxbucket.costs import CostFn, unit_of
 from jaxbucket.histogram import cumulative
 
@@ -90,11 +95,6 @@ class Limits:
                 f"{most // multiple * multiple}."
             )
 
-    @property
-    def unit(self) -> str:
-        """What costs are counted in."""
-        return "tokens" if self.cost_fn is None else unit_of(self.cost_fn)
-
     def longest(self, lengths: np.ndarray) -> int:
         """Returns T of the last bucket, if the lengths keep to it.
 
@@ -158,18 +158,7 @@ class Limits:
         """`[n]`: what a step of each shape costs; int64 tokens, or float64."""
         if self.cost_fn is None:
             return batch_sizes * seq_lens
-        shapes = list(zip(batch_sizes.tolist(), seq_lens.tolist(), strict=True))
-        values = [self.cost_fn(*shape) for shape in shapes]
-        try:
-            return check_costs("cost_fn", values, len(shapes))
-        except ValueError:
-            shape, value = next(
-                (s, v) for s, v in zip(shapes, values, strict=True) if not _positive(v)
-            )
-            raise ValueError(
-                f"`cost_fn{shape}` is {value!r}: a cost must be a positive, finite "
-                "number."
-            ) from None
+        return _costs(self.cost_fn, batch_sizes, seq_lens)
 
     def plan(self, seq_lens: Sequence[int] | np.ndarray) -> BucketPlan:
         """Returns the plan of the buckets that end there.
@@ -188,18 +177,14 @@ class Limits:
         budget = self.max_tokens
         if not isinstance(budget, int):
             budget = int(self._budgets(seq_lens).max())
-        costs = None
-        if self.cost_fn is not None:
-            costs = tuple(self.costs(batch_sizes, seq_lens).tolist())
-        return BucketPlan(
+        plan = BucketPlan(
             tuple(map(Bucket, batch_sizes.tolist(), seq_lens.tolist())),
             max_tokens=budget,
             batch_size_multiple=self.batch_size_multiple,
             seq_len_multiple=self.seq_len_multiple,
             overlong=self.overlong,
-            step_costs=costs,
-            cost_unit=self.unit,
         )
+        return costed(plan, self.cost_fn)
 
     def _check_rows(
         self, seq_lens: Sequence[int] | np.ndarray, batch_sizes: np.ndarray
@@ -220,8 +205,27 @@ class Limits:
         )
 
 
-def _positive(value: Any) -> bool:
-    try:
-        return 0 < float(value) < np.inf
-    except (TypeError, ValueError, OverflowError):
-        return False
+def costed(plan: BucketPlan, cost_fn: CostFn | None) -> BucketPlan:
+    """Returns the plan with what its steps cost by a function; None counts tokens.
+
+    Raises:
+      ValueError: if a cost is not positive.
+    """
+    if cost_fn is None:
+        return dataclasses.replace(plan, step_costs=None, cost_unit="tokens")
+    return dataclasses.replace(
+        plan,
+        step_costs=tuple(_costs(cost_fn, plan.batch_sizes, plan.boundaries).tolist()),
+        cost_unit=unit_of(cost_fn),
+    )
+
+
+def _costs(
+    cost_fn: CostFn, batch_sizes: np.ndarray, seq_lens: np.ndarray
+) -> np.ndarray:
+    """`[n]` float64: what a step of each shape costs."""
+    shapes = list(zip(batch_sizes.tolist(), seq_lens.tolist(), strict=True))
+    values = [cost_fn(*shape) for shape in shapes]
+    for shape, value in zip(shapes, values, strict=True):
+        check_number(f"cost_fn{shape}", value)
+    return np.array(values, np.float64)

@@ -113,17 +113,27 @@ def plan_buckets(
         overlong=overlong,
         cost_fn=cost_fn,
     )
-    lengths = check_lengths(lengths)
-    if num_buckets == "auto":
-        if boundaries != "optimal":
-            raise ValueError(
-                f"`num_buckets='auto'` chooses among optimal plans: leave out "
-                f"`boundaries={boundaries!r}`, or give a number of buckets."
-            )
-        curve = plan_curve(
-            lengths, limits, compile_seconds=compile_seconds, num_epochs=num_epochs
+    if num_buckets != "auto":
+        return plan_within(lengths, limits, num_buckets, boundaries)
+    if not isinstance(boundaries, str) or boundaries != "optimal":
+        raise ValueError(
+            f"`num_buckets='auto'` chooses among optimal plans: leave out "
+            f"`boundaries={boundaries!r}`, or give a number of buckets."
         )
-        return curve.chosen.plan
+    curve = plan_curve(
+        lengths, limits, compile_seconds=compile_seconds, num_epochs=num_epochs
+    )
+    return curve.chosen.plan
+
+
+def plan_within(
+    lengths: ArrayLike, limits: Limits, num_buckets: int, boundaries: Boundaries
+) -> BucketPlan:
+    """Returns at most `num_buckets` shapes that keep to the limits.
+
+    As `plan_buckets`, which says what it raises.
+    """
+    lengths = check_lengths(lengths)
     num_buckets = check_positive("num_buckets", num_buckets)
     if isinstance(boundaries, Iterable) and not isinstance(boundaries, str):
         return _given(lengths, limits, list(boundaries))

@@ -14,18 +14,14 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base import Bucket, BucketPlan
 from jaxbucket.checks import check_lengths
-from jaxbucket.comparison import Comparison
-from jaxbucket.curve import PlanCurve
-from jaxbucket.stats import StepRecord, bucket_uses, in_unit, report, row_lengths
+from jaxbucket.stats import StepRecord, bucket_uses, report, row_lengths
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
 _MAX_POINTS = 4096
-# Times over the best, beyond which a bar is cut.
-_WIDEST = 2.5
-_REAL, _PADDING, _OTHER = "#1f4e79", "#f0a04b", "0.88"
+REAL, PADDING, _OTHER = "#1f4e79", "#f0a04b", "0.88"
 
 
 def plot_plan(plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None) -> Axes:
@@ -63,10 +59,10 @@ def plot_plan(plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None) -> A
         share,
         real,
         padded,
-        color=_PADDING,
+        color=PADDING,
         label=f"padding of this plan: {epoch.padding:.0%}",
     )
-    ax.fill_between(share, 0, real, color=_REAL, label="real tokens")
+    ax.fill_between(share, 0, real, color=REAL, label="real tokens")
     ax.set(
         xlabel="examples, shortest first (%)",
         ylabel="positions",
@@ -106,14 +102,14 @@ def plot_lengths(
     tokens = np.bincount(bar, real, minlength=bins)
     wasted = np.bincount(bar, padding, minlength=bins)
     width = edges[1]
-    ax.bar(edges[:-1], tokens, width, align="edge", color=_REAL, label="real tokens")
+    ax.bar(edges[:-1], tokens, width, align="edge", color=REAL, label="real tokens")
     ax.bar(
         edges[:-1],
         wasted,
         width,
         bottom=tokens,
         align="edge",
-        color=_PADDING,
+        color=PADDING,
         label=f"padding in rows: {wasted.sum() / (tokens.sum() + wasted.sum()):.0%}",
     )
     for number, bucket in enumerate(plan.buckets):
@@ -127,154 +123,6 @@ def plot_lengths(
     return ax
 
 
-def plot_comparison(
-    comparison: Comparison,
-    lengths: ArrayLike,
-    figure: Figure | SubFigure | None = None,
-) -> Figure | SubFigure:
-    """Draws where the buckets of every plan end, what they pad, and what it costs.
-
-    Above stands where the tokens are: their histogram by length.
-
-    Args:
-      comparison: of plans for the lengths.
-      lengths: `[N]` integers.
-      figure: where to draw; by default a new one.
-
-    Raises:
-      ValueError: for lengths that `check_lengths` refuses.
-    """
-    lengths = check_lengths(lengths)
-    plans = comparison.plans
-    if figure is None:
-        figure = _figure(10, 1.8 + 0.42 * len(plans))
-    grid = figure.add_gridspec(
-        2, 3, height_ratios=[1, 0.55 * len(plans)], width_ratios=[5, 3, 3]
-    )
-    ends = figure.add_subplot(grid[1, 0])
-    padding = figure.add_subplot(grid[1, 1], sharey=ends)
-    cost = figure.add_subplot(grid[1, 2], sharey=ends)
-    _draw_tokens(lengths, figure.add_subplot(grid[0, 0], sharex=ends))
-    _draw_ends(comparison, ends)
-    _draw_padding(comparison, padding)
-    _draw_costs(comparison, cost)
-    for ax in (padding, cost):
-        ax.tick_params(labelleft=False)
-    handles, labels = padding.get_legend_handles_labels()
-    key = figure.add_subplot(grid[0, 1:])
-    key.set_axis_off()
-    key.legend(handles, labels, loc="center", ncols=2, frameon=False)
-    return figure
-
-
-def _draw_tokens(lengths: np.ndarray, ax: Axes) -> None:
-    # Of lengths over many orders of magnitude, so that the short ones can be seen.
-    edges = np.geomspace(lengths.min(), lengths.max() + 1, 129)
-    tokens = np.histogram(lengths, edges, weights=lengths)[0]
-    ax.fill_between(edges[:-1], tokens, step="post", color=_REAL)
-    ax.set(yticks=[], ylim=(0, None), ylabel="tokens")
-    ax.tick_params(labelbottom=False)
-    ax.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _draw_ends(comparison: Comparison, ax: Axes) -> None:
-    plans = comparison.plans
-    for place, compared in enumerate(plans):
-        ends = compared.plan.boundaries
-        ax.plot(ends, np.full(len(ends), place), "|", color=_REAL, ms=11, mew=1.6)
-    longest = max(compared.plan.max_seq_len for compared in plans)
-    shortest = min(int(compared.plan.boundaries[0]) for compared in plans)
-    ax.set(xscale="log", xlabel="buckets end at (positions)")
-    ax.set(ylim=(len(plans) - 0.5, -0.5), xlim=(shortest / 1.5, longest * 1.1))
-    ax.set_yticks(
-        range(len(plans)), [f"{one.name}, {len(one.plan)} shapes" for one in plans]
-    )
-    ax.grid(axis="y", alpha=0.3)
-
-
-def _draw_padding(comparison: Comparison, ax: Axes) -> None:
-    reports = [compared.report for compared in comparison.plans]
-    places = range(len(reports))
-    in_rows = np.array([100 * r.padding_in_rows for r in reports])
-    empty = np.array([100 * r.padding_in_empty_rows for r in reports])
-    ax.barh(places, in_rows, color=_PADDING, label="padding in rows")
-    ax.barh(
-        places,
-        empty,
-        left=in_rows,
-        color="white",
-        edgecolor=_PADDING,
-        hatch="////",
-        label="empty rows",
-    )
-    for place, total in enumerate(in_rows + empty):
-        ax.text(total, place, f" {total:.1f}", va="center", fontsize="small")
-    ax.set(xlabel="padding of an epoch (%)", xlim=(0, 1.2 * (in_rows + empty).max()))
-
-
-def _draw_costs(comparison: Comparison, ax: Axes) -> None:
-    reports = [compared.report for compared in comparison.plans]
-    over = np.array([r.epoch_cost for r in reports]) / reports[0].epoch_cost
-    # The bars that matter would vanish beside that of one shape.
-    end = min(over.max(), _WIDEST)
-    ax.barh(range(len(over)), np.minimum(over, end), color=_REAL)
-    for place, epoch in enumerate(reports):
-        text = f" {in_unit(epoch.epoch_cost, epoch.cost_unit)}"
-        if over[place] > end:
-            text += f", {over[place]:.1f}x >"
-        ax.text(min(over[place], end), place, text, va="center", fontsize="small")
-    ax.set(xlabel=f"an epoch, over that of {comparison.plans[0].name}")
-    ax.set_xlim(0, 2 * end)
-    ax.axvline(
-        comparison.least_cost / reports[0].epoch_cost,
-        color="0.2",
-        linewidth=0.8,
-        linestyle=":",
-    )
-
-
-def plot_curve(
-    curve: PlanCurve, figure: Figure | SubFigure | None = None
-) -> Figure | SubFigure:
-    """Draws what more shapes save an epoch, what they cost to compile, and the best.
-
-    Args:
-      curve: of `plan_curve`.
-      figure: where to draw; by default a new one.
-    """
-    if figure is None:
-        figure = _figure(8, 4.5)
-    left, right = figure.subplots(1, 2)
-    points, chosen = curve.points, curve.chosen
-    sizes = [point.num_buckets for point in points]
-    left.plot(sizes, [100 * point.padding for point in points], "o-", color=_PADDING)
-    left.plot(chosen.num_buckets, 100 * chosen.padding, "o", color=_REAL, ms=11)
-    left.set(xlabel="shapes", ylabel="padding of an epoch (%)", ylim=(0, None))
-    compiling = np.array([point.compile_seconds for point in points])
-    running = np.array([curve.num_epochs * point.epoch_seconds for point in points])
-    right.bar(sizes, running, color=_REAL, label=f"{curve.num_epochs:g} epochs")
-    right.bar(
-        sizes,
-        compiling,
-        bottom=running,
-        color=_PADDING,
-        label="compiling",
-    )
-    right.plot(
-        chosen.num_buckets,
-        chosen.total_seconds,
-        "v",
-        color="0.2",
-        ms=9,
-        label=f"{chosen.num_buckets} shapes: {chosen.total_seconds:,.0f} s",
-    )
-    right.set(xlabel="shapes", ylabel="seconds in all")
-    right.set_ylim(0, min((running + compiling).max() * 1.1, 3 * chosen.total_seconds))
-    right.legend()
-    for ax in (left, right):
-        ax.grid(axis="y", alpha=0.3)
-    figure.suptitle(curve.reason, fontsize="small", wrap=True)
-    return figure
 def plot_histogram(
     lengths: ArrayLike,
     figure: Figure | SubFigure | None = None,
@@ -300,13 +148,13 @@ def plot_histogram(
     values, counts = np.unique(check_lengths(lengths), return_counts=True)
     tokens = values.astype(float) * counts
     if figure is None:
-        figure = _figure(8, 6)
+        figure = new_page(8, 6)
     above, below = figure.subplots(2, 1, sharex=True)
     wide = values[-1] > _WIDE * _length_of_share(values, counts, 0.5)
     edges = _bin_edges(int(values[0]), int(values[-1]) + 1, bins, wide)
     for name, weights, color, style in (
-        ("examples", counts, _REAL, "-"),
-        (unit, tokens, _PADDING, "--"),
+        ("examples", counts, REAL, "-"),
+        (unit, tokens, PADDING, "--"),
     ):
         share = 100 * weights / weights.sum()
         bars, _ = np.histogram(values, edges, weights=share)
@@ -379,7 +227,7 @@ def plot_buckets(
     """
     uses = bucket_uses(_not_empty(records))
     if figure is None:
-        figure = _figure(8, 3)
+        figure = new_page(8, 3)
     panels = {
         "padding (%)": [100 * use.padding for use in uses],
         "time (% of the run)": [
@@ -411,7 +259,7 @@ def plot_run(
     """
     records = _not_empty(records)
     if figure is None:
-        figure = _figure(8, 6)
+        figure = new_page(8, 6)
     buckets = sorted({r.bucket for r in records}, key=lambda b: (b.seq_len, b))
     colors = _colors(buckets)
     panels = {
@@ -480,11 +328,11 @@ def _not_empty(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
     return records
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_page(width: float, height: float) -> Figure:
     from matplotlib import pyplot
 
     return pyplot.figure(figsize=(width, height), layout="constrained")
 
 
 def _axes() -> Axes:
-    return _figure(8, 4).subplots()
+    return new_page(8, 4).subplots()

@@ -13,8 +13,20 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from jaxbucket import BucketPlan, plan_buckets, report
+from jaxbucket import (
+    Bucket,
+    BucketPlan,
+    Limits,
+    StepTime,
+    TokenCost,
+    TransformerCost,
+    compare_plans,
+    plan_buckets,
+    plan_curve,
+    report,
+)
 from jaxbucket.cli import main
+from jaxbucket.plan import RULES
 
 LENGTHS = np.random.default_rng(0).integers(1, 500, 1000).astype(np.int32)
 
@@ -239,9 +251,6 @@ def test_a_picture_of_an_unknown_kind_is_refused(files):
     ("arguments", "message"),
     [
         (["nowhere.npy", "--max-tokens", 8], "'nowhere.npy' does not exist"),
-        (["lengths.npy"], "Missing option '--max-tokens'"),
-        (["lengths.npy", "--max-tokens", 0], "0 is not in the range x>=1"),
-        (["lengths.npy", "--max-tokens", "many"], "'many' is not a valid integer"),
         (
             ["lengths.npy", "--max-tokens", 8, "--overlong", "cut"],
             "'cut' is not one of",
@@ -252,9 +261,205 @@ def test_options_that_are_none_are_refused(files, arguments, message):
     assert message in run("plan", *arguments, code=2)
 
 
-def test_unknown_boundaries_are_refused(files):
-    output = refused("plan", "lengths.npy", *OPTIONS, "--boundaries", "even")
-    assert "`boundaries='even'`: choose one of" in output
+def budget(seq_len: int) -> int:
+    return 2048 if seq_len <= 256 else 4096
+
+
+def steps(batch_size: int, seq_len: int) -> float:
+    return 1.0
+
+
+def zero(batch_size: int, seq_len: int) -> float:
+    return 0.0
+
+
+def planned(*options: object) -> BucketPlan:
+    run("plan", "lengths.npy", *options, "-o", "made.json")
+    return BucketPlan.from_json(pathlib.Path("made.json").read_text())
+
+
+@pytest.fixture
+def functions(files, monkeypatch) -> str:
+    """The name of a module that has the functions above."""
+    (files / "mine.py").write_text(
+        f"from {__name__} import budget, steps, zero\n"
+        "def three(candidates, num_buckets):\n"
+        "    return [9, 99, len(candidates) - 1]\n"
+    )
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return "mine"
+
+
+def test_every_way_to_say_shapes_is_that_of_python(files, functions):
+    common = ("--max-tokens", 4096, "--num-buckets", 4)
+    options = {"max_tokens": 4096, "num_buckets": 4}
+    for rule in RULES:
+        made = planned(*common, "--boundaries", rule)
+        assert made == plan_buckets(LENGTHS, boundaries=rule, **options)
+    limits = {"min_batch_size": 2, "max_batch_size": 64, "batch_size_multiple": 2}
+    arguments = [x for k, v in limits.items() for x in (f"--{k.replace('_', '-')}", v)]
+    assert planned(*common, *arguments) == plan_buckets(LENGTHS, **options, **limits)
+    made = planned("--max-tokens", f"{functions}:budget", "--num-buckets", 4)
+    assert made == plan_buckets(LENGTHS, max_tokens=budget, num_buckets=4)
+    made = planned("--max-tokens", "2048,4096", "--boundaries", "100,512")
+    ends = [100, 512]
+    assert made == plan_buckets(LENGTHS, max_tokens=[2048, 4096], boundaries=ends)
+    made = planned("--shapes", "8x512, 40X100")
+    assert made == BucketPlan.from_shapes([(40, 100), (8, 512)])
+    made = planned(*common, "--boundaries", f"{functions}:three")
+    assert made.boundaries.tolist() == [10, 100, 499]
+
+
+def test_every_way_to_say_costs_is_that_of_python(files, functions):
+    common = ("--max-tokens", 4096, "--num-buckets", 3)
+    measured = {"[8, 512]": 0.5, "[32, 128]": 0.2, "[4, 128]": 0.03}
+    pathlib.Path("times.json").write_text(json.dumps(measured))
+    shapes = {Bucket(8, 512): 0.5, Bucket(32, 128): 0.2, Bucket(4, 128): 0.03}
+    for arguments, cost in (
+        (("--per-second", 1e5), TokenCost(1e5)),
+        (("--width", 64, "--depth", 2), TransformerCost(64, 2)),
+        (
+            ("--width", 64, "--depth", 2, "--vocab-size", 9, "--per-second", 1e9),
+            TransformerCost(64, 2, 9, 1e9),
+        ),
+        (("--step-times", "times.json"), StepTime.fit(shapes)),
+        (("--cost-fn", f"{functions}:steps"), steps),
+    ):
+        made = planned(*common, *arguments)
+        expected = plan_buckets(LENGTHS, max_tokens=4096, num_buckets=3, cost_fn=cost)
+        assert made == expected
+        output = run("plan", "lengths.npy", *common, *arguments)
+        assert ("Predicted epoch: " in output) == (made.cost_unit != "tokens")
+
+
+AUTO = ("--max-tokens", 4096, "--num-buckets", "auto", "--per-second", 1e5)
+
+
+def test_auto_shows_the_curve_and_the_reason(files):
+    options = (*AUTO, "--compile-seconds", 0.2, "--num-epochs", 3)
+    output = run("plan", "lengths.npy", *options, "-o", "made.json", "--plot", "a.png")
+    made = BucketPlan.from_json(pathlib.Path("made.json").read_text())
+    limits = Limits(max_tokens=4096, cost_fn=TokenCost(1e5))
+    curve = plan_curve(LENGTHS, limits, compile_seconds=0.2, num_epochs=3)
+    assert made == curve.chosen.plan
+    assert made == plan_buckets(
+        LENGTHS,
+        max_tokens=4096,
+        num_buckets="auto",
+        cost_fn=TokenCost(1e5),
+        compile_seconds=0.2,
+        num_epochs=3,
+    )
+    assert f"{len(made)} shapes: " in output
+    assert curve.reason in " ".join(output.split())
+    numbers = json.loads(run("plan", "lengths.npy", *options, "--json"))
+    assert numbers["curve"] == json.loads(curve.to_json())
+    assert matplotlib.image.imread("a.png").shape[2] == 4
+
+
+def test_plans_are_compared_as_in_python(files):
+    run("plan", "lengths.npy", *OPTIONS, "-o", "mine.json")
+    options = ("--max-tokens", 4096, "--num-buckets", 4, "--per-second", 1e5)
+    others = ("--plan", "mine.json", "--boundaries", "100,499", "--shapes", "8x499")
+    output = run("compare", "lengths.npy", *options, *others, "--plot", "c.png")
+    assert max(map(len, output.splitlines())) <= 100
+    found = json.loads(run("compare", "lengths.npy", *options, *others, "--json"))
+    limits = Limits(max_tokens=4096, cost_fn=TokenCost(1e5))
+    mine = {
+        "mine.json": PLAN,
+        "given boundaries": limits.plan([100, 499]),
+        "given shapes": BucketPlan.from_shapes([(8, 499)], max_tokens=4096),
+    }
+    expected = compare_plans(LENGTHS, limits, num_buckets=4, others=mine)
+    assert found == json.loads(expected.to_json())
+    for name in ("optimal", "optimal by tokens", "equal tokens", "one shape", *mine):
+        assert name in output
+    assert expected.summary in " ".join(output.split())
+    assert matplotlib.image.imread("c.png").shape[2] == 4
+    padded = run("compare", "lengths.npy", *options, "--remainder", "pad", "--json")
+    policies = compare_plans(LENGTHS, limits, num_buckets=4, remainder="pad")
+    assert json.loads(padded) == json.loads(policies.to_json())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "`--max-tokens` is missing"),
+        (("--max-tokens", 0), "`max_tokens=0` must be a positive integer"),
+        (("--max-tokens", "many"), "`--max-tokens many`: give integers, or a function"),
+        (("--max-tokens", "9,8"), "`max_tokens` has 2 budgets, one for each bucket"),
+        (
+            ("--max-tokens", "8192,8192", "--boundaries", "512"),
+            "`max_tokens` has 2 budgets for 1 boundaries. Give one for each.",
+        ),
+        (("--max-tokens", "m:f"), "`m:f`: "),
+        ((*OPTIONS, "--boundaries", "even"), "`boundaries='even'`: choose one of"),
+        ((*OPTIONS, "--boundaries", "512,64"), "`boundaries`: 64 after 512."),
+        ((*OPTIONS, "--boundaries", "64,64,512"), "`boundaries`: 64 after 64."),
+        (("--shapes", "8*512"), "`--shapes 8*512`: give B x T for each, as 32x128"),
+        (("--shapes", "8x512x2"), "`--shapes 8x512x2`: give B x T"),
+        (("--shapes", "8x512,16x512"), "strictly increasing order"),
+        (("--shapes", "8x100"), "is beyond the last bucket, `seq_len=100`"),
+        (
+            ("--shapes", "8x512", "--max-tokens", 1024),
+            "Bucket [8, 512] holds 4096 tokens, more than `max_tokens=1024`",
+        ),
+        ((*OPTIONS, "--num-buckets", "few"), "`--num-buckets few`: give a positive"),
+        ((*OPTIONS, "--num-buckets", "0"), "`--num-buckets 0`: give a positive"),
+        (AUTO, "`compile_seconds` is missing: say what compiling one shape takes"),
+        (
+            (*OPTIONS, "--num-buckets", "auto", "--compile-seconds", 3),
+            "counts tokens, and compiling is weighed in seconds",
+        ),
+        ((*AUTO, "--compile-seconds", -1), "`compile_seconds=-1.0` must be a positive"),
+        (
+            (*AUTO, "--compile-seconds", 1, "--num-epochs", "nan"),
+            "`num_epochs=nan` must be a positive, finite number",
+        ),
+        ((*AUTO, "--boundaries", "quantile"), "leave out `--boundaries quantile`"),
+        ((*OPTIONS, "--width", 8), "cost takes `--width` and `--depth`"),
+        (
+            (*OPTIONS, "--width", 8, "--depth", 8, "--cost-fn", "mine:steps"),
+            "--width and --cost-fn are two costs: give one of them.",
+        ),
+        (
+            (*OPTIONS, "--cost-fn", "mine:steps", "--per-second", 3),
+            "`--per-second` says nothing beside --cost-fn: leave it out.",
+        ),
+        ((*OPTIONS, "--cost-fn", "mine:zero"), "is 0.0"),
+        ((*OPTIONS, "--cost-fn", "steps"), "`--cost-fn steps`: name a function as"),
+        ((*OPTIONS, "--step-times", "lengths.txt"), "is no JSON object of shapes and"),
+        ((*OPTIONS, "--step-times", "no.json"), "`seconds[[8, 512]]=-1` must be a pos"),
+        ((*OPTIONS, "--step-times", "none.json"), "`seconds` is empty"),
+        (
+            ("--max-tokens", 4096, "--min-batch-size", 9),
+            "`max_tokens=4096` holds 8 rows of `seq_len=499`, fewer than "
+            "`min_batch_size=9`. Raise `max_tokens` to 4491",
+        ),
+        (
+            (*OPTIONS, "--batch-size-multiple", 4, "--max-batch-size", 3),
+            "`max_batch_size=3` is less than `batch_size_multiple=4`",
+        ),
+    ],
+)
+def test_options_that_no_plan_keeps_are_refused(files, functions, options, message):
+    pathlib.Path("no.json").write_text('{"[8, 512]": -1}')
+    pathlib.Path("none.json").write_text("{}")
+    assert message in refused("plan", "lengths.npy", *options)
+
+
+def test_a_comparison_with_what_is_no_plan_is_refused(files):
+    (files / "other.json").write_text("[]")
+    options = ("lengths.npy", *OPTIONS[:4])
+    assert "jaxbucket.BucketPlan" in refused(
+        "compare", *options, "--plan", "other.json"
+    )
+    output = refused("compare", *options, "--boundaries", "quantile")
+    assert "`--boundaries quantile`: give lengths such as 128,256,512." in output
+    assert "`--max-tokens` is missing" in refused("compare", "lengths.npy")
+    output = refused("compare", "two.npz", *OPTIONS[:4], "--column", "words")
+    assert "lengths" in output and "others" in output
 
 
 TEXTS = [f"{'é' * n} and more" for n in range(1, 300)]
@@ -391,7 +596,7 @@ def test_outputs_are_refused_before_anything_is_measured(corpus):
 
 KILLED = """
 import os, signal, pathlib
-from jaxbucket.outputs import written_whole
+from jaxbucket.cli.outputs import written_whole
 with written_whole("--output", pathlib.Path("lengths.npy")) as file:
     file.write(b"half")
     file.flush()

@@ -109,33 +109,21 @@ ROOMS = {
         {"checks", "position", "processes", "rendezvous"},
         {"numpy", "jax", "orbax", "etils"},
     ),
-    "value_length": ({"checks"}, {"numpy"}),
-    "text_files": ({"value_length"}, {"numpy"}),
-    "record_files": ({"text_files", "value_length"}, {"numpy", "grain", "pyarrow"}),
     "length_files": (
-        {"checks", "value_length", "text_files", "record_files"},
-        {"numpy", "rich"},
+        {"checks", "example", "source", "measuring"},
+        {"numpy", "rich", "grain", "pyarrow"},
     ),
-    "function_source": (
-        {"checks", "example", "source", "measuring", "value_length", "length_files"},
-        {"numpy"},
-    ),
-    "length_summary": ({"checks"}, {"numpy", "rich"}),
     "plots": ({"checks", "base", "stats"}, {"numpy", "matplotlib"}),
-    "outputs": (set(), {"matplotlib"}),
-    "measure_command": (
-        {
-            *("value_length", "length_files", "function_source", "length_summary"),
-            *("plots", "outputs"),
-        },
-        {"numpy", "click", "rich"},
+    "comparison_plots": (
+        {"checks", "comparison", "curve", "plots", "stats"},
+        {"numpy", "matplotlib"},
     ),
     "cli": (
         {
-            *("base", "plan", "remainder", "stats", "length_files", "plots"),
-            *("outputs", "measure_command"),
+            *("base", "costs", "remainder", "limits", "curve", "plan", "stats"),
+            *("comparison", "length_files", "plots", "comparison_plots"),
         },
-        {"numpy", "click", "rich"},
+        {"numpy", "click", "rich", "matplotlib"},
     ),
     "__main__": ({"cli"}, set()),
 }
@@ -160,11 +148,15 @@ def imports(tree: ast.AST) -> set[str]:
 
 
 def parse(room: str) -> ast.Module:
-    return ast.parse((PACKAGE / f"{room}.py").read_text())
+    """A room's file, or all files of its folder as one."""
+    paths = sorted(PACKAGE.glob(f"{room}.py")) + sorted(PACKAGE.glob(f"{room}/*.py"))
+    return ast.parse("\n".join(path.read_text() for path in paths))
 
 
 def test_every_room_has_its_floor():
-    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", *ROOMS}
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    files = {path.stem for path in PACKAGE.glob("*.py")}
+    assert folders | files == {"__init__", *ROOMS}
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -173,7 +165,7 @@ def test_a_room_imports_what_its_floor_allows(room):
     for name in imports(parse(room)):
         top, *below = name.split(".")
         if top == "jaxbucket":
-            assert below[0] in rooms, f"{room} imports {name}"
+            assert below[0] in {room, *rooms}, f"{room} imports {name}"
         elif top not in sys.stdlib_module_names:
             assert top in libraries, f"{room} imports {name}"
 

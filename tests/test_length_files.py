@@ -16,10 +16,10 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from pyarrow import parquet
 
 from jaxbucket import TokenFile, write_token_file
-from jaxbucket.function_source import load_function, measure_function
 from jaxbucket.length_files import read_lengths
-from jaxbucket.length_summary import summarize_lengths
-from jaxbucket.value_length import Measure
+from jaxbucket.length_files.functions import load_function, measure_function
+from jaxbucket.length_files.summary import summarize_lengths
+from jaxbucket.length_files.values import Measure
 
 ALPHABET = np.array(list("ab é漢😀\t,\"'\u2028"))
 
@@ -180,7 +180,7 @@ def test_columns_of_every_arrow_type(tmp_path, kind):
 
 @pytest.mark.parametrize("name", ["x.array_record", "x.arrayrecord"])
 def test_records_are_as_long_as_their_bytes(tmp_path, name, monkeypatch):
-    monkeypatch.setattr("jaxbucket.record_files._ROWS", 64)
+    monkeypatch.setattr("jaxbucket.length_files.records._ROWS", 64)
     records = [text.encode() for text in texts_of(0)]
     write_records(tmp_path / name, records)
     found = read_lengths(tmp_path / name)
@@ -222,7 +222,7 @@ def test_a_text_may_have_an_end_of_line_in_quotes(tmp_path):
 
 
 def test_lines_are_numbered_through_all_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxbucket.text_files._BLOCK_BYTES", 64)
+    monkeypatch.setattr("jaxbucket.length_files.text._BLOCK_BYTES", 64)
     lines = [str(n) for n in range(1, 1000)]
     write_text(tmp_path / "x.txt", lines)
     assert read_lengths(tmp_path / "x.txt").tolist() == list(range(1, 1000))

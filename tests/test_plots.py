@@ -4,7 +4,7 @@ import pytest
 from matplotlib import pyplot
 
 from jaxbucket import Bucket, BucketPlan, plan_buckets
-from jaxbucket.length_summary import summarize_lengths
+from jaxbucket.length_files.summary import summarize_lengths
 from jaxbucket.plots import (
     plot_buckets,
     plot_histogram,

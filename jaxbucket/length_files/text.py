@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from jaxbucket.value_length import Measure, measured, shown
+from jaxbucket.length_files.values import Measure, measured, shown
 
 # Called with the share of a file that is read, from 0 to 1.
 Tell = Callable[[float], None]

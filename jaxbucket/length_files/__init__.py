@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from jaxbucket.checks import check_lengths
-from jaxbucket.record_files import read_array_record, read_parquet
-from jaxbucket.text_files import (
+from jaxbucket.length_files.records import read_array_record, read_parquet
+from jaxbucket.length_files.text import (
     Tell,
     chosen_column,
     empty,
@@ -20,7 +20,7 @@ from jaxbucket.text_files import (
     read_text,
     unpacked_suffix,
 )
-from jaxbucket.value_length import Measure
+from jaxbucket.length_files.values import Measure
 
 _NUMPY = (".npy", ".npz")
 _READERS: dict[

@@ -7,10 +7,10 @@ import pathlib
 import click
 import numpy as np
 
+from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure, written_whole
 from jaxbucket.length_files import read_lengths
-from jaxbucket.length_summary import summarize_lengths
-from jaxbucket.outputs import check_outputs, new_figure, save_figure, written_whole
-from jaxbucket.value_length import UNITS, Measure, Unit
+from jaxbucket.length_files.summary import summarize_lengths
+from jaxbucket.length_files.values import UNITS, Measure, Unit
 
 _FILE = click.Path(path_type=pathlib.Path)
 
@@ -87,7 +87,7 @@ def _check_suffix(output: pathlib.Path | None) -> None:
 def _measure(unit: Unit | None, length_fn: str | None) -> Measure:
     if length_fn is None:
         return Measure(unit)
-    from jaxbucket.function_source import load_function
+    from jaxbucket.length_files.functions import load_function
 
     return Measure(unit, load_function(length_fn))
 
@@ -98,7 +98,7 @@ def _measured(
     path = pathlib.Path(source)
     # A file may have a colon in its name.
     if not path.exists():
-        from jaxbucket.function_source import is_function_name, measure_function
+        from jaxbucket.length_files.functions import is_function_name, measure_function
 
         if is_function_name(source):
             return measure_function(source, column, measure, num_workers)

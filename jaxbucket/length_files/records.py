@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.text_files import Tell, chosen_column, empty
-from jaxbucket.value_length import Measure, Unit, checked_length, measured
+from jaxbucket.length_files.text import Tell, chosen_column, empty
+from jaxbucket.length_files.values import Measure, Unit, checked_length, measured
 
 # Rows of Parquet, or bytes of ArrayRecord, that are in memory together.
 _ROWS = 4096

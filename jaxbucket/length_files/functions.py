@@ -17,9 +17,9 @@ import numpy as np
 from jaxbucket.checks import check_lengths
 from jaxbucket.example import example_length
 from jaxbucket.length_files import progress_bar
+from jaxbucket.length_files.values import Measure, measured, shown
 from jaxbucket.measuring import measure_lengths
 from jaxbucket.source import RowSource
-from jaxbucket.value_length import Measure, measured, shown
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 

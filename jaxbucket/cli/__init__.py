@@ -1,0 +1,32 @@
+"""The command `jaxbucket`: lengths, plans, reports and pictures, without Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from jaxbucket.cli.compare import compare
+from jaxbucket.cli.measure import measure
+from jaxbucket.cli.plan import plan
+from jaxbucket.cli.report import report
+
+
+class _SaidErrors(click.Group):
+    """Ends with the sentence of an error, where Python would show its stack."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError) as error:
+            raise click.ClickException(str(error)) from None
+
+
+@click.group(cls=_SaidErrors, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="jaxbucket")
+def main() -> None:
+    """Shape buckets for training on variable-length data in JAX."""
+
+
+for _command in (measure, plan, compare, report):
+    main.add_command(_command)

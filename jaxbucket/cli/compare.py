@@ -1,0 +1,101 @@
+"""The command `jaxbucket compare`: lengths under every way to choose shapes."""
+
+from __future__ import annotations
+
+import pathlib
+
+import click
+
+from jaxbucket.base import BucketPlan
+from jaxbucket.cli.options import (
+    EXISTING,
+    NEW,
+    POSITIVE,
+    ShapeOptions,
+    column_option,
+    integers,
+    json_option,
+    shape_options,
+)
+from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure
+from jaxbucket.cli.report import read_plan, remainder_option
+from jaxbucket.cli.show import show_json, show_tables
+from jaxbucket.comparison import compare_plans
+from jaxbucket.length_files import read_lengths
+from jaxbucket.remainder import Remainder
+
+
+@click.command()
+@click.argument("lengths", type=EXISTING)
+@click.option("--num-buckets", type=POSITIVE, default=8, show_default=True)
+@click.option("--boundaries", help="Compare with these, such as 128,256,512, too.")
+@click.option("--shapes", help="With these B x T, such as 32x128,16x256, too.")
+@click.option(
+    "--plan",
+    "plan_files",
+    metavar="PLAN",
+    type=EXISTING,
+    multiple=True,
+    help="With a plan that `jaxbucket plan -o` wrote, too.",
+)
+@shape_options
+@remainder_option
+@column_option
+@click.option("--plot", type=NEW, help="Draw them there, side by side.")
+@json_option
+def compare(
+    lengths: pathlib.Path,
+    num_buckets: int,
+    boundaries: str | None,
+    shapes: str | None,
+    plan_files: tuple[pathlib.Path, ...],
+    shape: ShapeOptions,
+    remainder: Remainder,
+    column: str | None,
+    plot: pathlib.Path | None,
+    as_json: bool,
+) -> None:
+    """Compare what the rules for boundaries, and your own plans, cost on LENGTHS.
+
+    The cheapest epoch comes first. It costs tokens, padding counted, or what --width,
+    --per-second, --step-times or --cost-fn say of a step.
+    """
+    check_outputs([lengths, *plan_files], {"--plot": plot})
+    figure = plot and new_figure("--plot", plot, 10, 6)
+    measured = read_lengths(lengths, column)
+    comparison = compare_plans(
+        measured,
+        shape.limits(),
+        num_buckets=num_buckets,
+        others=_others(boundaries, shapes, plan_files, shape),
+        remainder=remainder,
+    )
+    if plot:
+        from jaxbucket.comparison_plots import plot_comparison
+
+        plot_comparison(comparison, measured, figure)
+        save_figure(figure, "--plot", plot)
+    if as_json:
+        show_json(comparison.to_dict())
+    else:
+        show_tables(comparison)
+
+
+def _others(
+    boundaries: str | None,
+    shapes: str | None,
+    plan_files: tuple[pathlib.Path, ...],
+    shape: ShapeOptions,
+) -> dict[str, BucketPlan]:
+    others = {str(path): read_plan(path) for path in plan_files}
+    if boundaries is not None:
+        ends = integers(boundaries)
+        if ends is None:
+            raise ValueError(
+                f"`--boundaries {boundaries}`: give lengths such as 128,256,512. Every "
+                "rule is compared anyway."
+            )
+        others["given boundaries"] = shape.limits().plan(ends)
+    if shapes is not None:
+        others["given shapes"] = shape.given(shapes)
+    return others

@@ -1,0 +1,144 @@
+"""The command `jaxbucket plan`: shapes for lengths, by any of the ways there are."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import click
+import numpy as np
+
+from jaxbucket.base import BucketPlan
+from jaxbucket.cli.options import (
+    EXISTING,
+    NEW,
+    ShapeOptions,
+    column_option,
+    integers,
+    json_option,
+    shape_options,
+)
+from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure, written_whole
+from jaxbucket.cli.show import as_dict, draw_plan_on, show_json, show_tables
+from jaxbucket.curve import PlanCurve, plan_curve
+from jaxbucket.length_files import read_lengths
+from jaxbucket.plan import RULES, plan_within
+from jaxbucket.stats import report
+
+_AUTO = "auto"
+
+
+@click.command()
+@click.argument("lengths", type=EXISTING)
+@click.option(
+    "--num-buckets",
+    default="8",
+    show_default=True,
+    help="Shapes at most; auto weighs them against compiling.",
+)
+@click.option(
+    "--boundaries",
+    default="optimal",
+    show_default=True,
+    help=f"{', '.join(RULES)}, or lengths such as 128,256,512.",
+)
+@click.option("--shapes", help="Given B x T, such as 32x128,16x256, instead.")
+@click.option(
+    "--compile-seconds", type=float, help="Of one shape, with --num-buckets auto."
+)
+@click.option(
+    "--num-epochs",
+    type=float,
+    default=1,
+    show_default=True,
+    help="For which shapes are used, with --num-buckets auto.",
+)
+@shape_options
+@column_option
+@click.option("--output", "-o", type=NEW, help="Write the plan there, as JSON.")
+@click.option("--plot", type=NEW, help="Draw the plan there, and how it was chosen.")
+@json_option
+def plan(
+    lengths: pathlib.Path,
+    num_buckets: str,
+    boundaries: str,
+    shapes: str | None,
+    compile_seconds: float | None,
+    num_epochs: float,
+    shape: ShapeOptions,
+    column: str | None,
+    output: pathlib.Path | None,
+    plot: pathlib.Path | None,
+    as_json: bool,
+) -> None:
+    """Plan shapes for LENGTHS: a file of any kind that `jaxbucket measure` reads."""
+    check_outputs([lengths], {"--output": output, "--plot": plot})
+    measured = read_lengths(lengths, column)
+    curve = None
+    if shapes is not None:
+        made = shape.given(shapes)
+    elif num_buckets == _AUTO:
+        _check_auto(boundaries)
+        curve = plan_curve(
+            measured,
+            shape.limits(),
+            compile_seconds=compile_seconds,
+            num_epochs=num_epochs,
+        )
+        made = curve.chosen.plan
+    else:
+        made = plan_within(
+            measured, shape.limits(), _number(num_buckets), _chooser(boundaries)
+        )
+    epoch = report(made, measured)
+    if plot:
+        _draw(made, measured, curve, plot)
+    if output:
+        with written_whole("--output", output) as file:
+            file.write(f"{made.to_json()}\n".encode())
+    if as_json:
+        numbers = as_dict(made, epoch)
+        show_json(numbers | {"curve": curve.to_dict()} if curve else numbers)
+    else:
+        show_tables(*([curve] if curve else []), epoch)
+
+
+def _check_auto(boundaries: str) -> None:
+    if boundaries != "optimal":
+        raise ValueError(
+            "`--num-buckets auto` chooses among optimal plans: leave out "
+            f"`--boundaries {boundaries}`, or give a number of buckets."
+        )
+
+
+def _number(text: str) -> int:
+    found = integers(text)
+    if found is None or len(found) != 1 or found[0] < 1:
+        raise ValueError(
+            f"`--num-buckets {text}`: give a positive integer, or {_AUTO}."
+        )
+    return found[0]
+
+
+def _chooser(text: str) -> Any:
+    found = integers(text)
+    if found is None and ":" in text:
+        from jaxbucket.length_files.functions import load_function
+
+        return load_function(text)
+    return text if found is None else found
+
+
+def _draw(
+    plan: BucketPlan, lengths: np.ndarray, curve: PlanCurve | None, path: pathlib.Path
+) -> None:
+    figure = new_figure("--plot", path, 8, 11 if curve else 7)
+    if curve is None:
+        draw_plan_on(figure, plan, lengths)
+    else:
+        from jaxbucket.comparison_plots import plot_curve
+
+        above, below = figure.subfigures(2, 1, height_ratios=[4, 7])
+        plot_curve(curve, above)
+        draw_plan_on(below, plan, lengths)
+    save_figure(figure, "--plot", path)

@@ -1,0 +1,55 @@
+"""How commands show a plan: as a table, as JSON, as a picture."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import click
+import numpy as np
+
+from jaxbucket.base import BucketPlan
+from jaxbucket.cli.outputs import new_figure, save_figure
+from jaxbucket.stats import Report
+
+
+def show_tables(*tables: Any) -> None:
+    """Prints what `rich` draws, as wide as a page where there is no terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=100)
+    for table in tables:
+        console.print(table)
+
+
+def as_dict(plan: BucketPlan, epoch: Report) -> dict[str, Any]:
+    """Every number of a plan and its epoch."""
+    return {
+        "plan": json.loads(plan.to_json()),
+        "report": epoch.to_dict(),
+        "fingerprint": plan.fingerprint,
+    }
+
+
+def show_json(numbers: dict[str, Any]) -> None:
+    """Prints numbers as JSON."""
+    click.echo(json.dumps(numbers, indent=2))
+
+
+def draw_plan(plan: BucketPlan, lengths: np.ndarray, path: pathlib.Path) -> None:
+    """The plan from both sides: by tokens of each length, and example by example."""
+    figure = new_figure("--plot", path, 8, 7)
+    draw_plan_on(figure, plan, lengths)
+    save_figure(figure, "--plot", path)
+
+
+def draw_plan_on(figure: Any, plan: BucketPlan, lengths: np.ndarray) -> None:
+    """The same, on a figure or a part of one."""
+    from jaxbucket.plots import plot_lengths, plot_plan
+
+    above, below = figure.subplots(2, 1)
+    plot_lengths(plan, lengths, above)
+    plot_plan(plan, lengths, below).set_title("")
