@@ -228,10 +228,12 @@ def best_of_three(task: Callable[[], Any]) -> float:
 
 
 SHORT = {
+    "equal tokens": "equal tokens",
     "quantile": "equal count",
-    "equal tokens": "tokens",
     "equal width": "width",
+    "geometric": "geom.",
     "powers of two": "2^n",
+    "quarters": "quarters",
     ONE_SHAPE: "one",
 }
 
@@ -240,10 +242,10 @@ def show(result: dict[str, Any]) -> None:
     # Wide enough, whatever it is printed to.
     console = Console(width=132)
     rows = result["padding"]
-    names = [name for name in rows[0]["rules"] if name != ONE_SHAPE] + [ONE_SHAPE]
+    names = list(SHORT)
     table = Table(title="padding of an epoch, %")
     table.add_column("set")
-    for name in ("K", "T x", "ours", "bound", *(SHORT.get(n, n) for n in names)):
+    for name in ("K", "T x", "ours", "bound", *SHORT.values()):
         table.add_column(name, justify="right")
     table.add_column("best rule, our remainders", justify="right")
     for r in rows:

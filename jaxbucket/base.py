@@ -158,9 +158,13 @@ class BucketPlan:
         """
         buckets = []
         for shape in shapes:
-            if len(pair := tuple(shape)) != 2:
-                raise ValueError(f"`shapes` holds {shape!r}: give (B, T) for each.")
-            buckets.append(Bucket(*pair))
+            try:
+                batch_size, seq_len = shape
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"`shapes` holds {shape!r}: give (B, T) for each."
+                ) from None
+            buckets.append(Bucket(batch_size, seq_len))
         buckets.sort(key=lambda bucket: bucket.seq_len)
         if max_tokens is None:
             max_tokens = max((bucket.num_tokens for bucket in buckets), default=1)

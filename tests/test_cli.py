@@ -427,7 +427,7 @@ def test_plans_are_compared_as_in_python(files):
             (*OPTIONS, "--cost-fn", "mine:steps", "--per-second", 3),
             "`--per-second` says nothing beside --cost-fn: leave it out.",
         ),
-        ((*OPTIONS, "--cost-fn", "mine:zero"), "is 0.0"),
+        ((*OPTIONS, "--cost-fn", "mine:zero"), "=0.0` must be a positive"),
         ((*OPTIONS, "--cost-fn", "steps"), "`--cost-fn steps`: name a function as"),
         ((*OPTIONS, "--step-times", "lengths.txt"), "is no JSON object of shapes and"),
         ((*OPTIONS, "--step-times", "no.json"), "`seconds[[8, 512]]=-1` must be a pos"),

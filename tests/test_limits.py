@@ -118,9 +118,10 @@ def test_a_multiple_beyond_the_longest_is_the_only_bucket():
 
 
 def test_fewer_lengths_than_buckets_pad_nothing():
-    plan = plan_buckets([3, 5, 5, 9], max_tokens=9, num_buckets=8)
-    epoch = report(plan, [3, 5, 5, 9])
-    assert epoch.padding_in_rows == 0
+    lengths = [3, 3, 3, 5, 5, 9]
+    plan = plan_buckets(lengths, max_tokens=9, num_buckets=8)
+    assert plan.boundaries.tolist() == [3, 5, 9]
+    assert report(plan, lengths).padding == 0
 
 
 # Given shapes
