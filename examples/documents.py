@@ -69,6 +69,11 @@ def load(path: str | None = None, field: str = "text") -> Split:
     return split
 
 
+def train() -> Examples:
+    """The standard library's, for `jaxbucket measure documents:train`."""
+    return load().train
+
+
 def standard_library() -> Iterator[Document]:
     """Yields every top-level function and class of the running Python's library."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.checks import check_lengths
 from jaxbucket.comparison import Comparison
 from jaxbucket.curve import PlanCurve
-from jaxbucket.plots import PADDING, REAL, new_page
+from jaxbucket.plots import PADDING, REAL, kept_tokens, new_page
 from jaxbucket.stats import in_unit
 
 if TYPE_CHECKING:
@@ -36,10 +35,10 @@ def plot_comparison(
       figure: where to draw; by default a new one.
 
     Raises:
-      ValueError: for lengths that `check_lengths` refuses.
+      ValueError: for lengths that the plans refuse.
     """
-    lengths = check_lengths(lengths)
     plans = comparison.plans
+    real, _ = kept_tokens(plans[0].plan, lengths)
     if figure is None:
         figure = new_page(10, 1.8 + 0.42 * len(plans))
     grid = figure.add_gridspec(
@@ -48,16 +47,19 @@ def plot_comparison(
     ends = figure.add_subplot(grid[1, 0])
     padding = figure.add_subplot(grid[1, 1], sharey=ends)
     cost = figure.add_subplot(grid[1, 2], sharey=ends)
-    _draw_tokens(lengths, figure.add_subplot(grid[0, 0], sharex=ends))
+    _draw_tokens(real, figure.add_subplot(grid[0, 0], sharex=ends))
     _draw_ends(comparison, ends)
     _draw_padding(comparison, padding)
     _draw_costs(comparison, cost)
     for ax in (padding, cost):
         ax.tick_params(labelleft=False)
     handles, labels = padding.get_legend_handles_labels()
+    for more, name in zip(*cost.get_legend_handles_labels(), strict=True):
+        handles.append(more)
+        labels.append(name)
     key = figure.add_subplot(grid[0, 1:])
     key.set_axis_off()
-    key.legend(handles, labels, loc="center", ncols=2, frameon=False)
+    key.legend(handles, labels, loc="center", ncols=3, frameon=False)
     return figure
 
 
@@ -66,7 +68,9 @@ def _draw_tokens(lengths: np.ndarray, ax: Axes) -> None:
     edges = np.geomspace(lengths.min(), lengths.max() + 1, 129)
     tokens = np.histogram(lengths, edges, weights=lengths)[0]
     ax.fill_between(edges[:-1], tokens, step="post", color=REAL)
-    ax.set(yticks=[], ylim=(0, None), ylabel="tokens")
+    # Those that are cut to one length would flatten all others.
+    highest = 1.3 * np.sort(tokens)[-2] or None
+    ax.set(yticks=[], ylim=(0, highest), ylabel="tokens")
     ax.tick_params(labelbottom=False)
     ax.spines[["top", "right", "left"]].set_visible(False)
 
@@ -81,7 +85,7 @@ def _draw_ends(comparison: Comparison, ax: Axes) -> None:
     ax.set(xscale="log", xlabel="buckets end at (positions)")
     ax.set(ylim=(len(plans) - 0.5, -0.5), xlim=(shortest / 1.5, longest * 1.1))
     ax.set_yticks(
-        range(len(plans)), [f"{one.name}, {len(one.plan)} shapes" for one in plans]
+        range(len(plans)), [f"{one.name}, {_number(len(one.plan))}" for one in plans]
     )
     ax.grid(axis="y", alpha=0.3)
 
@@ -117,14 +121,19 @@ def _draw_costs(comparison: Comparison, ax: Axes) -> None:
         if over[place] > end:
             text += f", {over[place]:.1f}x >"
         ax.text(min(over[place], end), place, text, va="center", fontsize="small")
-    ax.set(xlabel=f"an epoch, over that of {comparison.plans[0].name}")
+    ax.set(xlabel=f"epoch, over {comparison.plans[0].name}")
     ax.set_xlim(0, 2 * end)
     ax.axvline(
         comparison.least_cost / reports[0].epoch_cost,
         color="0.2",
         linewidth=0.8,
         linestyle=":",
+        label="full batches",
     )
+
+
+def _number(shapes: int) -> str:
+    return "1 shape" if shapes == 1 else f"{shapes} shapes"
 
 
 def plot_curve(

@@ -81,9 +81,13 @@ class PlanCurve:
         than = ", ".join(
             f"{p.num_buckets} would take {p.total_seconds:,.1f} s" for p in others
         )
+        shapes = (
+            "1 shape" if chosen.num_buckets == 1 else f"{chosen.num_buckets} shapes"
+        )
+        epochs = "1 epoch" if self.num_epochs == 1 else f"{self.num_epochs:g} epochs"
         text = (
-            f"{chosen.num_buckets} shapes: {chosen.compile_seconds:,.1f} s to compile "
-            f"and {self.num_epochs:g} epochs of {chosen.epoch_seconds:,.1f} s make "
+            f"{shapes}: {chosen.compile_seconds:,.1f} s to compile "
+            f"and {epochs} of {chosen.epoch_seconds:,.1f} s make "
             f"{chosen.total_seconds:,.1f} s"
         )
         text = f"{text}; {than}." if than else f"{text}."

@@ -40,7 +40,7 @@ def plot_plan(plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None) -> A
     """
     if ax is None:
         ax = _axes()
-    real, padded = _tokens(plan, lengths)
+    real, padded = kept_tokens(plan, lengths)
     order = np.argsort(real, kind="stable")
     shown = np.linspace(0, len(order) - 1, min(len(order), _MAX_POINTS)).astype(int)
     real, padded = real[order][shown], padded[order][shown]
@@ -94,7 +94,7 @@ def plot_lengths(
     """
     if ax is None:
         ax = _axes()
-    real, padded = _tokens(plan, lengths)
+    real, padded = kept_tokens(plan, lengths)
     padding = padded - real
     edges = np.linspace(0, plan.max_seq_len, bins + 1)
     # Lengths are integers: one at an edge belongs to the bar that ends there.
@@ -288,7 +288,7 @@ def plot_run(
 _MAX_NAMED = 16
 
 
-def _tokens(plan: BucketPlan, lengths: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+def kept_tokens(plan: BucketPlan, lengths: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """Of every example or chunk that is kept: its real tokens, and T of its bucket."""
     lengths = row_lengths(plan, check_lengths(lengths))
     index = plan.assign(lengths)

@@ -96,7 +96,7 @@ def test_a_curve_that_ends_before_it_turns_says_so():
 def test_equal_lengths_have_one_point():
     curve = plan_curve([7] * 30, LIMITS, compile_seconds=1.0)
     assert [point.num_buckets for point in curve.points] == [1]
-    assert curve.reason.startswith("1 shapes: 1.0 s to compile and 1 epochs of")
+    assert curve.reason.startswith("1 shape: 1.0 s to compile and 1 epoch of")
 
 
 def test_every_number_is_in_the_json():

@@ -115,7 +115,7 @@ ROOMS = {
     ),
     "plots": ({"checks", "base", "stats"}, {"numpy", "matplotlib"}),
     "comparison_plots": (
-        {"checks", "comparison", "curve", "plots", "stats"},
+        {"comparison", "curve", "plots", "stats"},
         {"numpy", "matplotlib"},
     ),
     "cli": (

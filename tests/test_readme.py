@@ -98,13 +98,15 @@ def test_the_loop_of_the_page_on_processes_saves_where_it_ends(tmp_path):
         assert max(int(x.name) for x in (tmp_path / "run").glob("[0-9]*")) == int(step)
 
 
-def test_a_token_file_is_written_as_printed(tmp_path):
-    (code,), (_, _, write, _) = blocks("python"), blocks("py")
+def test_plans_are_made_and_a_token_file_written_as_printed(tmp_path):
+    (code,), (_, _, plan, write, _) = blocks("python"), blocks("py")
     code = code[: code.index("# A loss returns sums")]
     write = write.replace("corpus", str(tmp_path / "corpus"))
-    printed = output_of(f"{code}\n{write}\nprint(len(dataset), len(file))", tmp_path)
+    tell = "print(len(dataset), len(file))"
+    printed = output_of(f"{code}\n{plan}\n{write}\n{tell}", tmp_path)
     steps, examples = printed.split()[-2:]
     assert int(steps) > 0 and int(examples) == 1000
+    assert "shapes: " in printed and "optimal is" in printed
 
 
 def test_continuous_integration_runs_the_test_command():
@@ -114,7 +116,9 @@ def test_continuous_integration_runs_the_test_command():
 
 
 def test_every_room_is_in_the_table():
-    rooms = {path.stem for path in (ROOT / "jaxbucket").glob("*.py")}
+    package = ROOT / "jaxbucket"
+    rooms = {path.stem for path in package.glob("*.py")}
+    rooms |= {path.parent.name for path in package.glob("*/__init__.py")}
     rooms -= {"__init__", "__main__"}
     table = README.partition("## What is where")[2]
     assert all(f"`{room}`" in table for room in rooms)
