@@ -24,8 +24,8 @@ class Candidates:
       seq_lens: `[G]` int64, increasing: lengths at which a bucket may end.
       examples: `[G]` int64, how many examples are at most that long.
       tokens: `[G]` int64, the real tokens of those.
-      batch_sizes: `[G]` int64, the rows that the budget holds at that length.
-      costs: `[G]` float64 or int64, what a batch of that shape costs.
+      batch_sizes: `[G]` int64, the rows of a step at that length.
+      costs: `[G]` float64 or int64, what such a step costs.
     """
 
     seq_lens: np.ndarray

@@ -175,8 +175,9 @@ def compare_plans(
     }
     for name, plan in (others or {}).items():
         plans[name] = costed(plan, limits.cost_fn)
+    how: Any = {"remainder": remainder, "accumulate": limits.accumulate}
     compared = [
-        ComparedPlan(name, plan, report(plan, lengths, remainder=remainder))
+        ComparedPlan(name, plan, report(plan, lengths, **how))
         for name, plan in plans.items()
     ]
     # Stable: where two cost the same, the one that is named first.

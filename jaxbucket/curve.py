@@ -62,10 +62,12 @@ class PlanCurve:
     Attributes:
       points: by number of buckets; each takes less time for an epoch than the last.
       num_epochs: for which the shapes are used.
+      turned: whether no more shapes could take less time; else they were not looked at.
     """
 
     points: tuple[CurvePoint, ...]
     num_epochs: float
+    turned: bool = True
 
     @property
     def chosen(self) -> CurvePoint:
@@ -91,7 +93,7 @@ class PlanCurve:
             f"{chosen.total_seconds:,.1f} s"
         )
         text = f"{text}; {than}." if than else f"{text}."
-        if chosen is self.points[-1] and len(self) > 1:
+        if not self.turned:
             text += f" More than {chosen.num_buckets} shapes were not looked at."
         return text
 
@@ -102,6 +104,7 @@ class PlanCurve:
         """Every number, as plain Python."""
         return {
             "num_epochs": self.num_epochs,
+            "turned": self.turned,
             "chosen": self.points.index(self.chosen),
             "reason": self.reason,
             "points": [point.to_dict() for point in self.points],
@@ -200,7 +203,10 @@ def plan_curve(
             bound >= best.total_seconds for bound in least[size:]
         ):
             break
-    return PlanCurve(tuple(points), num_epochs)
+    # Else no number of all there are was left out, or no other could have been better.
+    looked_at_all = max_buckets == len(candidates) or len(points) < max_buckets
+    best = min(points, key=lambda point: point.total_seconds)
+    return PlanCurve(tuple(points), num_epochs, looked_at_all or best is not points[-1])
 
 
 def _point(

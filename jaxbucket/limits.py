@@ -11,6 +11,7 @@ import numpy as np
 from jaxbucket.base import OVERLONG, Bucket, BucketPlan, Overlong
 from jaxbucket.boundaries import Candidates
 from jaxbucket.checks import (
+    check_accumulate,
     check_choice,
     check_number,
     check_positive,
@@ -36,6 +37,7 @@ class Limits:
       max_batch_size: rows that none may exceed, whatever the budget.
       overlong: what happens to examples longer than the last bucket.
       cost_fn: what a step of a shape costs; None counts tokens.
+      accumulate: micro-batches of a step, of the same bucket, that are filled together.
 
     Raises:
       ValueError: for a value out of range.
@@ -49,9 +51,11 @@ class Limits:
     max_batch_size: int | None = None
     overlong: Overlong = "error"
     cost_fn: CostFn | None = None
+    accumulate: int = 1
 
     def __post_init__(self):
         check_choice("overlong", self.overlong, OVERLONG)
+        self._set("accumulate", check_accumulate(self.accumulate))
         for name in ("batch_size_multiple", "seq_len_multiple", "min_batch_size"):
             self._set(name, check_positive(name, getattr(self, name)))
         for name in ("max_batch_size", "max_seq_len"):
@@ -132,8 +136,8 @@ class Limits:
             ends[fit],
             examples[fit],
             tokens[fit],
-            batch_sizes[fit],
-            self.costs(batch_sizes[fit], ends[fit]),
+            batch_sizes[fit] * self.accumulate,
+            self.costs(batch_sizes[fit], ends[fit]) * self.accumulate,
         )
 
     def batch_sizes(self, seq_lens: Sequence[int] | np.ndarray) -> np.ndarray:

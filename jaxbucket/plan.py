@@ -52,6 +52,7 @@ def plan_buckets(
     boundaries: Boundaries = "optimal",
     overlong: Overlong = "error",
     cost_fn: CostFn | None = None,
+    accumulate: int = 1,
     compile_seconds: float | None = None,
     num_epochs: float = 1,
 ) -> BucketPlan:
@@ -94,6 +95,8 @@ def plan_buckets(
         "truncate", or "split" to plan for the chunks that `split_source` makes of them.
       cost_fn: `(batch_size, seq_len)` -> what a step costs, by default its tokens;
         `costs` has others. An epoch's cost is their sum over its steps.
+      accumulate: micro-batches of a step, where `BatchSchedule` has several of the
+        same bucket: they are filled together.
       compile_seconds: with `num_buckets="auto"`, what compiling one shape takes.
       num_epochs: with `num_buckets="auto"`, for how many epochs the shapes are used.
 
@@ -112,6 +115,7 @@ def plan_buckets(
         max_batch_size=max_batch_size,
         overlong=overlong,
         cost_fn=cost_fn,
+        accumulate=accumulate,
     )
     if num_buckets != "auto":
         return plan_within(lengths, limits, num_buckets, boundaries)

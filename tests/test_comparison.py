@@ -84,6 +84,16 @@ def test_remainders_go_the_way_that_is_said():
         assert compared.report == expected
 
 
+def test_steps_of_several_batches_are_filled_together():
+    limits = Limits(**OPTIONS, accumulate=4)
+    comparison = compare_plans(LENGTHS, limits, num_buckets=6)
+    for compared in comparison.plans:
+        assert compared.report == report(compared.plan, LENGTHS, accumulate=4)
+    assert comparison.plans[0].name == "optimal"
+    plan = plan_buckets(LENGTHS, num_buckets=6, accumulate=4, **OPTIONS)
+    assert comparison["optimal"].plan == plan
+
+
 def test_every_number_is_in_the_json():
     comparison = compare_plans(LENGTHS, LIMITS)
     found = json.loads(comparison.to_json())

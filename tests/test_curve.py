@@ -90,7 +90,15 @@ def test_the_reason_names_what_one_more_and_one_fewer_would_take():
 def test_a_curve_that_ends_before_it_turns_says_so():
     curve = plan_curve(LENGTHS, LIMITS, compile_seconds=1e-6, max_buckets=5)
     assert curve.chosen.num_buckets == 5
+    assert not curve.turned
     assert curve.reason.endswith("More than 5 shapes were not looked at.")
+    # All three that there are.
+    curve = plan_curve(
+        [7, 8, 9] * 5,
+        Limits(max_tokens=9, cost_fn=LIMITS.cost_fn),
+        compile_seconds=1e-9,
+    )
+    assert curve.chosen.num_buckets == 3 and curve.turned
 
 
 def test_equal_lengths_have_one_point():

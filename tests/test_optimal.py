@@ -125,6 +125,31 @@ def test_nor_with_a_budget_for_every_length_and_limits_of_rows(seed, name):
     assert report(plan, lengths).epoch_cost == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_nor_with_steps_of_several_batches(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 13, int(rng.integers(1, 60)))
+    together, num_buckets = int(rng.integers(2, 5)), int(rng.integers(1, 4))
+    max_tokens = int(lengths.max() + rng.integers(0, 20))
+    cost = COSTS["measured"] or TokenCost()
+    plan = plan_buckets(
+        lengths,
+        max_tokens=max_tokens,
+        num_buckets=num_buckets,
+        cost_fn=cost,
+        accumulate=together,
+    )
+    best = brute_force(
+        lengths,
+        num_buckets,
+        1,
+        lambda end: max_tokens // end * together,
+        lambda rows, end: together * cost(rows // together, end),
+    )
+    epoch = report(plan, lengths, accumulate=together)
+    assert epoch.epoch_cost == pytest.approx(best, rel=1e-9)
+
+
 def cost_of(lengths: np.ndarray, boundaries: str, num_buckets: int, cost: Cost):
     plan = plan_buckets(
         lengths,

@@ -58,6 +58,13 @@ _LIMITS = [
     ),
     click.option("--max-batch-size", type=POSITIVE, help="Rows that none may exceed."),
     click.option(
+        "--accumulate",
+        type=POSITIVE,
+        default=1,
+        show_default=True,
+        help="Micro-batches of a step, of the same bucket.",
+    ),
+    click.option(
         "--overlong",
         type=click.Choice(OVERLONG),
         default="error",
@@ -90,7 +97,7 @@ _COSTS = [
 
 _LIMIT_NAMES = (
     *("max_tokens", "batch_size_multiple", "seq_len_multiple", "max_seq_len"),
-    *("min_batch_size", "max_batch_size", "overlong"),
+    *("min_batch_size", "max_batch_size", "overlong", "accumulate"),
 )
 _COST_NAMES = (
     *("width", "depth", "vocab_size"),

@@ -90,7 +90,7 @@ def plan(
         made = plan_within(
             measured, shape.limits(), _number(num_buckets), _chooser(boundaries)
         )
-    epoch = report(made, measured)
+    epoch = report(made, measured, accumulate=shape.kept["accumulate"])
     if plot:
         _draw(made, measured, curve, plot)
     if output:
