@@ -122,18 +122,22 @@ def row(lengths: Lengths, num_buckets: int, multiple: int) -> dict[str, Any]:
 
 def violations(rows: list[dict[str, Any]]) -> dict[str, int]:
     """Rows in which a rule is as good, where it need not be, or the bound is far."""
-    others = [
-        min(*r["rules"].values(), r["best_rule_with_our_remainders"]) for r in rows
-    ]
     slack = 1e-12
+
+    def as_good(padding: float, row: dict[str, Any]) -> bool:
+        return padding <= row["ours"] + slack and not row["trivial"]
+
+    every = [min(r["rules"].values()) for r in rows]
+    flowing = [r["best_rule_with_our_remainders"] for r in rows]
+    pairs = list(zip(every, flowing, rows, strict=True))
     return {
         "rows": len(rows),
-        "a rule is better": sum(
-            o < r["ours"] - slack for r, o in zip(rows, others, strict=True)
-        ),
+        "a rule is better": sum(min(a, b) < r["ours"] - slack for a, b, r in pairs),
         "a rule is as good, and lengths have more than K values": sum(
-            abs(o - r["ours"]) <= slack and not r["trivial"]
-            for r, o in zip(rows, others, strict=True)
+            as_good(a, r) for a, _, r in pairs
+        ),
+        "a rule is as good by our remainders, and lengths have more than K values": sum(
+            as_good(b, r) for _, b, r in pairs
         ),
         "more than a full batch for each bucket above the bound": sum(
             r["batches_above_bound"] > 1 for r in rows
