@@ -53,7 +53,8 @@ class Calibration:
 
     Attributes:
       step_seconds: bucket -> what a step takes, the median of several.
-      compile_seconds: bucket -> what it took to trace and compile it.
+      compile_seconds: bucket -> what it took to trace and compile it; next to nothing
+        where this very step was compiled for it before.
     """
 
     step_seconds: dict[Bucket, float]

@@ -100,9 +100,10 @@ def test_all_processes_train_in_the_shapes_of_one(jsonl, tmp_path):
     out, folder = tmp_path / "out.json", tmp_path / "run"
     options = ("--data", jsonl, "--json", out, "--checkpoint", folder)
     # `check_agreement` refuses other shapes.
-    summary = summary_of(out, train_lm(*options, "--num-buckets", "auto", count=2))
-    more = ("--steps", 8, "--num-buckets", "auto", "--resume")
-    resumed = summary_of(out, train_lm(*options, *more, count=2))
+    summary = summary_of(out, train_lm(*options, "--num-buckets", 2, count=2))
+    assert len(summary["compiled"]) == 2
+    more = ("--num-buckets", 2, "--steps", 7, "--resume")
+    resumed = summary_of(out, train_lm(*options, *more))
     assert resumed["plan"] == summary["plan"]
     assert resumed["train"]["first_step"] == 6
 
@@ -115,15 +116,38 @@ def test_a_rule_of_thumb_is_costed_by_time(jsonl, tmp_path):
     assert "2 shapes, as many as asked for" in summary["planning"]["words"]
 
 
-def test_options_that_do_not_go_together_are_refused():
-    auto = ("--num-buckets", "auto")
-    rule = train_lm(*auto, "--boundaries", "quantile").stderr
-    assert "leave out --boundaries quantile, or give a number" in rule
-    assert "leave out --cost tokens" in train_lm(*auto, "--cost", "tokens").stderr
-    assert (
-        "invalid number_or_auto value: 'few'" in train_lm("--num-buckets", "few").stderr
-    )
-    assert "0 is not positive" in train_lm("--num-buckets", 0).stderr
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--num-buckets auto --boundaries quantile", "leave out --boundaries quantile"),
+        ("--num-buckets auto --cost tokens", "leave out --cost tokens, or give"),
+        ("--num-buckets few", "invalid number_or_auto value: 'few'"),
+        ("--num-buckets 0", "0 is not positive"),
+        ("--boundaries best", "invalid choice: 'best'"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    monkeypatch, capsys, options, message
+):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    parse = importlib.import_module("options").parse_arguments
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *options.split()])
+    with pytest.raises(SystemExit):
+        parse()
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "cost"),
+    [("", "tokens"), ("--num-buckets auto", "time"), ("--cost time", "time")],
+)
+def test_a_plan_is_by_tokens_unless_the_number_of_shapes_is_open(
+    monkeypatch, options, cost
+):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    parse = importlib.import_module("options").parse_arguments
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *options.split()])
+    assert parse().cost == cost
 
 
 @pytest.fixture
