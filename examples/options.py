@@ -9,6 +9,8 @@ import pathlib
 import documents
 import policies
 
+from jaxbucket.plan import RULES
+
 SEQ_LEN_MULTIPLE = 32
 # What may be another when a run goes on, and is then said.
 TRAINING = ("steps", "seconds", "lr", "dropout", "mode")
@@ -41,7 +43,22 @@ def parse_arguments() -> argparse.Namespace:
         help="B * T of a global batch; by default --batch-size-multiple rows of "
         "--max-len",
     )
-    plan.add_argument("--num-buckets", type=positive, default=8, help="shapes at most")
+    plan.add_argument(
+        "--num-buckets",
+        type=number_or_auto,
+        default=8,
+        metavar="N",
+        help='shapes at most; "auto" weighs the time that each takes to compile',
+    )
+    plan.add_argument(
+        "--cost",
+        choices=("tokens", "time"),
+        help="what an epoch has the least of; time is measured first, on a few shapes. "
+        "By default tokens, and time where the number of shapes is auto",
+    )
+    plan.add_argument(
+        "--boundaries", choices=RULES, default="optimal", help="or a rule of thumb"
+    )
     plan.add_argument(
         "--batch-size-multiple",
         type=positive,
@@ -120,6 +137,7 @@ def parse_arguments() -> argparse.Namespace:
         "--plot", metavar="FILE", type=new_picture, help="draw the run there"
     )
     args = parser.parse_args()
+    check_plan(parser, args)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install -e '.[examples]'")
     if args.compare and not args.seconds:
@@ -132,6 +150,21 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--resume needs --checkpoint, the folder to go on from")
     check_outputs(parser, args)
     return args
+
+
+def check_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    auto = args.num_buckets == "auto"
+    if auto and args.boundaries != "optimal":
+        parser.error(
+            f"--num-buckets auto chooses among optimal plans: leave out --boundaries "
+            f"{args.boundaries}, or give a number"
+        )
+    if auto and args.cost == "tokens":
+        parser.error(
+            "--num-buckets auto weighs the time of compiling: leave out --cost tokens, "
+            "or give a number"
+        )
+    args.cost = args.cost or ("time" if auto else "tokens")
 
 
 def check_outputs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -161,6 +194,10 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
     return number
+
+
+def number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else positive(text)
 
 
 def even(text: str) -> int:

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import partition
+from flax import nnx
 from transformer import Transformer
 
 import jaxbucket as jb
@@ -60,6 +62,34 @@ def make_optimizer(
         jb.scale_by_batch_size(base_examples=BASE_EXAMPLES, rule="sqrt"),
     )
     return learning_rate, tx
+
+
+def make_state(
+    args: argparse.Namespace,
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+) -> jb.TrainState:
+    """The state before the first step, on the mesh."""
+    model = Transformer(args.width, args.layers, args.dropout, nnx.Rngs(args.seed))
+    state = jb.create_state(model, tx)
+    return partition.place(state, mesh, partition.state_sharding(state, mesh, args))
+
+
+def make_step(
+    args: argparse.Namespace,
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    state: jb.TrainState,
+) -> Any:
+    """The train step, for states like that one."""
+    return jb.data_parallel(
+        packed_loss if args.policy == "grain-pack" else loss,
+        tx,
+        mesh,
+        mode=args.mode,
+        seed=args.seed,
+        state_sharding=partition.state_sharding(state, mesh, args),
+    )
 
 
 def inverse_sqrt(peak: float) -> optax.Schedule:

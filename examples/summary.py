@@ -66,12 +66,31 @@ def in_words(summary: dict[str, Any]) -> str:
         if "padding" in trained
         else ""
     )
+    foretold = [foretelling(p)] if (p := summary.get("prediction")) else []
     return "\n".join(
         [
             f"\nTrained to step {trained['steps']} in {summary['seconds']:.0f} s"
             f"{speed}.",
             f"{shapes} shapes: {'; '.join(compiled)}.",
+            *foretold,
             f"Held out: {held_out['bits_per_byte']:.3f} bits per byte over "
             f"{held_out['bytes']:,} bytes of {held_out['documents']} documents.",
         ]
+    )
+
+
+def foretelling(numbers: dict[str, Any]) -> str:
+    """How near the plan was to the time that steps took."""
+
+    def beside(name: str) -> str:
+        predicted, taken = numbers[f"{name}predicted_seconds"], measured(name)
+        error = f" ({predicted / taken - 1:+.0%})" if taken else ""
+        return f"{predicted:.1f} s predicted, {taken:.1f} s taken{error}"
+
+    def measured(name: str) -> float:
+        return numbers[f"{name}measured_seconds"]
+
+    return (
+        f"{numbers['steps']} steps: {beside('')}. An epoch of "
+        f"{numbers['epoch_steps']}: {beside('epoch_')} at this pace."
     )

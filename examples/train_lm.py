@@ -4,14 +4,16 @@
     python examples/train_lm.py --data my.jsonl --field text --json summary.json
     python examples/train_lm.py --checkpoint runs/a          # and, when it was stopped:
     python examples/train_lm.py --checkpoint runs/a --resume
+    python examples/train_lm.py --num-buckets auto
     python examples/train_lm.py --compare --seconds 300 --max-len 2048
     python scripts/launch_local.py -n 2 -d 2 -- python examples/train_lm.py
 
 Without `--data` it reads the functions and classes of the running Python's standard
 library. All shapes are compiled before the first step; the end says whether any was
-compiled after it. `--policy` makes batches in another way, and `--compare` trains in
-every way for the same time. Several processes train as one, where the environment or a
-cluster says that there are several.
+compiled after it. `--num-buckets auto` first times steps of a few shapes, and plans the
+least time, compiling included. `--policy` makes batches in another way, and `--compare`
+trains in every way for the same time. Several processes train as one, where the
+environment or a cluster says that there are several.
 """
 
 import argparse
@@ -37,11 +39,10 @@ import optax
 import partition
 import policies
 import recipe
+import shapes
 import summary
-from flax import nnx
 from live import BatchDigest, Clock, TrainingLog, console
 from options import OF_ONE_PROCESS, SEQ_LEN_MULTIPLE, TRAINING, parse_arguments
-from transformer import Transformer
 
 import jaxbucket as jb
 from jaxbucket.input_pipeline import BatchDataset
@@ -71,6 +72,7 @@ class Job:
       processes: those that train together.
       mesh: where batches go.
       limits: what every batch keeps to, whatever the policy.
+      planned: the shapes of the bucketed policy, and why these.
       train: the documents to train on; their plan has one shape for some policies.
       held_out: the others, in the shapes of the bucketed plan whatever the policy.
     """
@@ -78,6 +80,7 @@ class Job:
     processes: jb.Processes
     mesh: jax.sharding.Mesh
     limits: policies.Limits
+    planned: shapes.Planned
     train: Part
     held_out: Part
 
@@ -196,18 +199,21 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
         min(args.max_len, -(-longest // SEQ_LEN_MULTIPLE) * SEQ_LEN_MULTIPLE),
         args.batch_size_multiple,
     )
-    buckets = plan(lengths, limits, args.num_buckets)
-    own = buckets if args.policy == "bucketed" else plan(lengths, limits, 1)
     mesh = partition.make_mesh(args)
     if args.policy == "dynamic":
         # A batch may be as small as the multiple.
         jb.local_rows(mesh).part_size(limits.batch_size_multiple)
+    planned = plan(args, processes, mesh, split.train, lengths, limits)
+    own = planned.plan
+    if args.policy != "bucketed":
+        own = shapes.plan(lengths, shapes.limits_of(limits), 1, "optimal")
     job = Job(
         processes,
         mesh,
         limits,
+        planned,
         Part(split.train, jb.BatchSchedule(own, lengths, seed=args.seed)),
-        Part(split.held_out, jb.BatchSchedule(buckets, held_out, order="source")),
+        Part(split.held_out, jb.BatchSchedule(planned.plan, held_out, order="source")),
     )
     # Before anything that one of them would wait for the others in.
     job.check_agreement(dataset(job, args, job.train.schedule).position(0), args)
@@ -215,17 +221,25 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
 
 
 def plan(
-    lengths: np.ndarray, limits: policies.Limits, num_buckets: int
-) -> jb.BucketPlan:
-    return jb.plan_buckets(
-        lengths,
-        max_tokens=limits.max_tokens,
-        num_buckets=num_buckets,
-        batch_size_multiple=limits.batch_size_multiple,
-        seq_len_multiple=SEQ_LEN_MULTIPLE,
-        max_seq_len=limits.max_len,
-        overlong="truncate",
-    )
+    args: argparse.Namespace,
+    processes: jb.Processes,
+    mesh: jax.sharding.Mesh,
+    source: documents.Examples,
+    lengths: np.ndarray,
+    limits: policies.Limits,
+) -> shapes.Planned:
+    """The shapes, by tokens or by time; in the other ways only to evaluate in."""
+    kept_to = shapes.limits_of(limits)
+    if args.cost == "tokens" or args.policy != "bucketed":
+        return shapes.by_tokens(args, lengths, kept_to)
+
+    def measure(some: list[jb.Bucket]) -> jb.Calibration:
+        _, tx = recipe.make_optimizer(args)
+        state = recipe.make_state(args, tx, mesh)
+        step = recipe.make_step(args, tx, mesh, state)
+        return jb.calibrate(step, state, some, source[0], mesh)
+
+    return shapes.by_time(args, lengths, kept_to, processes, measure)
 
 
 def checkpoints_of(
@@ -278,6 +292,11 @@ def run(
         "devices": [str(device) for device in job.mesh.devices.flat],
         "arguments": vars(args),
         "plan": json.loads(job.train.schedule.plan.to_json()),
+        "planning": {
+            "words": job.planned.words,
+            "seconds": job.planned.seconds,
+            "measured": job.planned.measured,
+        },
         "schedule": job.train.schedule.fingerprint,
         "epoch": job.train.report.to_dict(),
         "compile": {
@@ -296,6 +315,9 @@ def run(
         "curve": held_out.curve,
         "held_out": held_out.curve[-1],
     }
+    own, epoch = job.train.schedule.plan, job.train.report
+    if epoch.cost_unit == "s":
+        numbers["prediction"] = shapes.prediction(own, epoch, log.records)
     if job.processes.index == 0:
         report(numbers, log, args)
     return 0
@@ -332,6 +354,10 @@ def show(job: Job, args: argparse.Namespace) -> None:
         f"held out. {args.policy} on {job.mesh.size} device(s) of "
         f"{job.processes.count} process(es), {args.mode}."
     )
+    if job.planned.is_kept:
+        console.print("The shapes are those that the run began with.")
+    if job.planned.words:
+        console.print(job.planned.words)
     if args.policy in policies.RESUMABLE:
         console.print("One epoch:")
         console.print(job.train.report)
@@ -344,12 +370,14 @@ def begin(
     checkpoints: jb.Checkpoints | None,
 ) -> Progress:
     """Step 0, or where a checkpoint says to go on."""
-    model = Transformer(args.width, args.layers, args.dropout, nnx.Rngs(args.seed))
-    state = jb.create_state(model, tx)
-    sharding = partition.state_sharding(state, job.mesh, args)
-    state = partition.place(state, job.mesh, sharding)
+    state = recipe.make_state(args, tx, job.mesh)
     digest = BatchDigest(job.processes)
-    progress = Progress(state, dataset(job, args, job.train.schedule), digest)
+    progress = Progress(
+        state,
+        dataset(job, args, job.train.schedule),
+        digest,
+        seconds=job.planned.seconds,
+    )
     if checkpoints is None:
         return progress
     step = checkpoints.latest_step
@@ -360,7 +388,7 @@ def begin(
                 "with it by `--resume`, or name another folder."
             )
     if step is None:
-        checkpoints.claim()
+        claim(job, args, checkpoints)
         if args.resume or args.resume_changed:
             console.print(
                 f"Nothing to resume in {args.checkpoint}: beginning at step 0."
@@ -386,9 +414,16 @@ def begin(
             option = name.replace("_", "-")
             console.print(f"Other than before: --{option} {was} -> {vars(args)[name]}")
     job.check_agreement(rest.position(step), args)
-    checkpoints.claim()
+    claim(job, args, checkpoints)
     digest = BatchDigest(job.processes, extra["digest"])
     return Progress(state, rest, digest, step, extra["seconds"])
+
+
+def claim(job: Job, args: argparse.Namespace, checkpoints: jb.Checkpoints) -> None:
+    """Makes this the only run in its folder, and keeps its shapes there."""
+    checkpoints.claim()
+    if job.processes.index == 0:
+        job.planned.keep(args.checkpoint)
 
 
 def dataset(
@@ -424,15 +459,7 @@ def compile_train(
     tx: optax.GradientTransformation,
     state: jb.TrainState,
 ) -> jb.CompiledSteps | policies.Jitted:
-    loss_fn = recipe.packed_loss if args.policy == "grain-pack" else recipe.loss
-    step = jb.data_parallel(
-        loss_fn,
-        tx,
-        job.mesh,
-        mode=args.mode,
-        seed=args.seed,
-        state_sharding=partition.state_sharding(state, job.mesh, args),
-    )
+    step = recipe.make_step(args, tx, job.mesh, state)
     if args.policy == "dynamic":
         return policies.Jitted(step)
     return jb.compile_steps(step, state, job.train.specs(job.mesh))

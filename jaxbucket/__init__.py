@@ -26,6 +26,7 @@ from jaxbucket.stats import Report, report
 from jaxbucket.token_file import TokenFile, write_token_file
 
 if TYPE_CHECKING:
+    from jaxbucket.calibration import Calibration, calibrate, calibration_shapes
     from jaxbucket.checkpoint import Checkpoints, Restored
     from jaxbucket.compile import CompiledSteps, compile_steps, count_compiles
     from jaxbucket.input_pipeline import batch_dataset
@@ -60,6 +61,9 @@ _ON_FIRST_USE = {
     "local_rows": "sharding",
     "prefetch_to_mesh": "sharding",
     "replicate": "sharding",
+    "Calibration": "calibration",
+    "calibrate": "calibration",
+    "calibration_shapes": "calibration",
     "Checkpoints": "checkpoint",
     "Restored": "checkpoint",
     "CompiledSteps": "compile",
@@ -82,6 +86,7 @@ __all__ = [
     "BatchSchedule",
     "Bucket",
     "BucketPlan",
+    "Calibration",
     "Checkpoints",
     "Comparison",
     "CompiledSteps",
@@ -106,6 +111,8 @@ __all__ = [
     "TransformerCost",
     "batch_dataset",
     "batch_specs",
+    "calibrate",
+    "calibration_shapes",
     "chunk_lengths",
     "collate_rows",
     "compare_plans",

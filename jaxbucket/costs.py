@@ -8,8 +8,8 @@ number; a plan is made for the least sum of these over the steps of an epoch. It
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import TypeAlias
 
 import numpy as np
@@ -19,6 +19,15 @@ from jaxbucket.checks import check_number, check_positive
 
 CostFn: TypeAlias = Callable[[int, int], float]
 SECONDS = "s"
+# Sets of terms to fit, the fewest first. Where a step's constant and its tokens explain
+# times alike, as for shapes of equal B * T, it is the tokens.
+_TERMS = ([1], [2], [0], [1, 2], [0, 1], [0, 2], [0, 1, 2])
+# What a shape may be beyond all others for the fit without it still to be asked.
+_BEYOND = 1.1
+# Columns that differ by less are one, and errors that small are none.
+_RANK = 1e-9
+_SAYS_MORE = 1e-9
+_ROUNDING = 1e-24
 
 
 def unit_of(cost_fn: CostFn) -> str:
@@ -111,8 +120,8 @@ class StepTime:
       per_step: a, of starting a step.
       per_token: b, of a position.
       per_pair: c, of a pair of positions in one row, as attention has.
-      error: the largest relative error on a measured step that the fit left out, each
-        left out in turn; where there are too few for that, on those it was fitted to.
+      error: the largest relative error on a measured step. Of shapes that lie between
+        others in T and in B * T, by a fit without them, each left out in turn.
     """
 
     per_step: float
@@ -124,9 +133,10 @@ class StepTime:
 
     def __post_init__(self):
         terms = (self.per_step, self.per_token, self.per_pair)
-        if not (all(0 <= term < np.inf for term in terms) and any(terms)):
+        numbers = all(isinstance(x, Real) and 0 <= x < np.inf for x in terms)
+        if not (numbers and any(terms)):
             raise ValueError(
-                f"`StepTime{terms}`: no term may be negative, and one must be positive."
+                f"`StepTime{terms}`: give numbers, none negative and one positive."
             )
 
     def __call__(self, batch_size: int, seq_len: int) -> float:
@@ -138,8 +148,9 @@ class StepTime:
         """Returns the function that is closest to measured step times.
 
         Closest is the least sum of squared relative errors; no term is negative. Few
-        shapes do, if they differ: the shortest and the longest of a plan, one in
-        between, and one of another B * T, which tells a and b apart.
+        shapes do, if they differ, as those of `calibration_shapes` do: the shortest and
+        the longest T, two in between, and one of a smaller B * T, which tells a and b
+        apart. Where none does, and times say the same of both, a is 0.
 
         Args:
           seconds: of a step of each shape.
@@ -147,25 +158,43 @@ class StepTime:
         Raises:
           ValueError: if there are none, or one is not positive.
         """
-        if not seconds:
-            raise ValueError(
-                "`seconds` is empty: measure a step of one shape at least."
-            )
+        _check_measured(seconds)
         shapes = np.array([(b.batch_size, b.seq_len) for b in seconds], np.float64)
         times = np.array([check_number(f"seconds[{b}]", seconds[b]) for b in seconds])
         tokens = shapes.prod(axis=1)
         terms = np.stack([np.ones_like(tokens), tokens, tokens * shapes[:, 1]], axis=1)
         # Relative: each row over its own time, so that all of them should come out 1.
         relative = terms / times[:, None]
-        every = np.arange(len(times))
-        left_out = [every != i for i in every] if len(every) > terms.shape[1] else []
-        errors = [
-            abs(relative[~kept] @ _non_negative(relative[kept]) - 1).max()
-            for kept in left_out
-        ]
         fitted = _non_negative(relative)
-        errors = errors or [abs(relative @ fitted - 1).max()]
-        return cls(*fitted.tolist(), error=float(max(errors)))
+        errors = abs(relative @ fitted - 1)
+        for index in np.flatnonzero(_between(tokens) & _between(shapes[:, 1])):
+            others = np.delete(relative, index, axis=0)
+            if len(others) >= terms.shape[1]:
+                errors[index] = abs(relative[index] @ _non_negative(others) - 1)
+        return cls(*fitted.tolist(), error=float(errors.max()))
+
+
+def _check_measured(seconds: Mapping[Bucket, float]) -> None:
+    if not seconds:
+        raise ValueError("`seconds` is empty: measure a step of one shape at least.")
+    for bucket in seconds:
+        if not isinstance(bucket, Bucket):
+            raise ValueError(
+                f"`seconds` is of {bucket!r}: make it a `Bucket(batch_size, seq_len)`."
+            )
+
+
+def _between(values: np.ndarray) -> np.ndarray:
+    """`[n]` bool: which have others about as small as them, and as large.
+
+    Without an end the fit would have to guess beyond all that it has seen, which a plan
+    never asks of it.
+    """
+    if len(values) == 1:
+        return np.zeros(1, bool)
+    others = [np.delete(values, index) for index in range(len(values))]
+    least, most = np.min(others, axis=1), np.max(others, axis=1)
+    return (least <= values * _BEYOND) & (values <= most * _BEYOND)
 
 
 def _non_negative(relative: np.ndarray) -> np.ndarray:
@@ -175,19 +204,19 @@ def _non_negative(relative: np.ndarray) -> np.ndarray:
     "Solving Least Squares Problems", 1974, has the theory).
     """
     best, least = np.zeros(3), np.inf
-    for size in (1, 2, 3):
-        for kept in map(list, itertools.combinations(range(3), size)):
-            # Scaled, for the columns are of very different size.
-            scale = np.linalg.norm(relative[:, kept], axis=0)
-            some, _, rank, _ = np.linalg.lstsq(
-                relative[:, kept] / scale, np.ones(len(relative))
-            )
-            terms = np.zeros(3)
-            terms[kept] = some / scale
-            error = float(((relative @ terms - 1) ** 2).sum())
-            # Fewer terms unless more of them say more.
-            if rank == size and terms.min() >= 0 and error < least * (1 - 1e-9):
-                best, least = terms, error
+    for kept in _TERMS:
+        # Scaled, for the columns are of very different size.
+        scale = np.linalg.norm(relative[:, kept], axis=0)
+        some, _, rank, _ = np.linalg.lstsq(
+            relative[:, kept] / scale, np.ones(len(relative)), rcond=_RANK
+        )
+        terms = np.zeros(3)
+        terms[kept] = some / scale
+        error = float(((relative @ terms - 1) ** 2).sum())
+        # Fewer terms unless more of them say more.
+        better = error < least * (1 - _SAYS_MORE) - len(relative) * _ROUNDING
+        if rank == len(kept) and terms.min() >= 0 and better:
+            best, least = terms, error
     return best
 
 

@@ -82,6 +82,13 @@ ROOMS = {
     "testing": ({"checks", "base"}, {"numpy"}),
     "sharding": ({"checks", "base", "collate", "example"}, {"numpy", "jax"}),
     "compile": ({"base"}, {"jax", "rich"}),
+    "calibration": (
+        {
+            *("checks", "base", "collate", "compile", "costs", "example"),
+            *("limits", "sharding"),
+        },
+        {"numpy", "jax", "rich"},
+    ),
     "optim": (set(), {"jax", "optax"}),
     "pmap": ({"base", "compile"}, {"numpy", "jax"}),
     "train": (

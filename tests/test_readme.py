@@ -99,7 +99,7 @@ def test_the_loop_of_the_page_on_processes_saves_where_it_ends(tmp_path):
 
 
 def test_plans_are_made_and_a_token_file_written_as_printed(tmp_path):
-    (code,), (_, _, plan, write, _) = blocks("python"), blocks("py")
+    (code,), (_, _, plan, write, *_) = blocks("python"), blocks("py")
     code = code[: code.index("# A loss returns sums")]
     write = write.replace("corpus", str(tmp_path / "corpus"))
     tell = "print(len(dataset), len(file))"
@@ -107,6 +107,15 @@ def test_plans_are_made_and_a_token_file_written_as_printed(tmp_path):
     steps, examples = printed.split()[-2:]
     assert int(steps) > 0 and int(examples) == 1000
     assert "shapes: " in printed and "optimal is" in printed
+
+
+def test_a_plan_by_time_is_made_as_printed(tmp_path):
+    (code,), (*_, by_time, _) = blocks("python"), blocks("py")
+    code = code[: code.index("dataset = jb.batch_dataset")]
+    tell = "print(plan.cost_unit, measured.cost.error >= 0)"
+    printed = output_of(f"{code}\n{by_time}\n{tell}", tmp_path)
+    assert re.search(r"\d shapes: .* s to compile and 3 epochs of .* s make", printed)
+    assert printed.split()[-2:] == ["s", "True"]
 
 
 def test_continuous_integration_runs_the_test_command():

@@ -1,0 +1,269 @@
+"""Predicts the epoch of several plans by a few measured steps, and measures it.
+
+    python benchmarks/calibration.py
+    python benchmarks/calibration.py --every 40 --rounds 3 --rules all --json
+
+The model, the documents and the limits are those of `examples/train_lm.py`, of which
+every `--every`-th document is taken. First a few shapes are timed; by that a plan is
+chosen, with the number of buckets left open and with `--num-buckets`. Beside them stand
+the plans that are optimal by tokens and the best rule of thumb by prediction, or all of
+them, of as many buckets; with the chosen number, too. Then the plans take turns: in
+every round each compiles its steps anew, and trains for one epoch, always the same one.
+
+An error is the predicted time over the median of those that were measured. End to end
+is compiling and an epoch; measuring the shapes is told apart, for it is done once for
+all runs of a model. After the rounds the same shapes are timed again: where they take
+another time than before, the machine was not left alone, and errors say nothing.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import jaxbucket as jb
+from jaxbucket.comparison import BY_TOKENS, ONE_SHAPE, OPTIMAL
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+import documents
+import recipe
+
+AUTO = "time, auto"
+# As the example has them.
+_SEQ_LEN_MULTIPLE = 32
+_BATCH_SIZE_MULTIPLE = 4
+_TRAINING = {"dropout": 0.0, "seed": 0, "mode": "jit", "policy": "bucketed"}
+_TRAINING |= {"model_devices": 1, "fully_sharded": False}
+_TRAINING |= {"steps": 700, "seconds": None, "lr": 8e-3}
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A plan, and what was measured of it in every round."""
+
+    name: str
+    plan: jb.BucketPlan
+    epoch: jb.Report
+    schedule: jb.BatchSchedule
+    compile_seconds: list[float] = dataclasses.field(default_factory=list)
+    epoch_seconds: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def end_to_end(self) -> np.ndarray:
+        return np.add(self.compile_seconds, self.epoch_seconds)
+
+
+class Training:
+    """The example's model and documents on all devices."""
+
+    def __init__(self, args: argparse.Namespace):
+        own = argparse.Namespace(**_TRAINING, width=args.width, layers=args.layers)
+        split = documents.load(args.data)
+        self.source = documents.Examples(split.train[:: args.every])
+        self.lengths = jb.measure_lengths(self.source)
+        self.mesh = jb.data_mesh()
+        _, tx = recipe.make_optimizer(own)
+        self.state = recipe.make_state(own, tx, self.mesh)
+        # A new one for every run: jax remembers what it has compiled a step for.
+        self._make_step = functools.partial(
+            recipe.make_step, own, tx, self.mesh, self.state
+        )
+        self._timed_step = self._make_step()
+
+    def calibrate(self, shapes: list[jb.Bucket], repeats: int) -> jb.Calibration:
+        return jb.calibrate(
+            *(self._timed_step, self.state, shapes, self.source[0], self.mesh),
+            repeats=repeats,
+        )
+
+    def candidate(self, name: str, plan: jb.BucketPlan) -> Candidate:
+        epoch = jb.report(plan, self.lengths)
+        return Candidate(name, plan, epoch, jb.BatchSchedule(plan, self.lengths))
+
+    def run(self, candidate: Candidate) -> None:
+        """Compiles the steps, and trains for an epoch."""
+        specs = jb.batch_specs(candidate.plan, self.source[0], self.mesh)
+        steps = jb.compile_steps(self._make_step(), self.state, specs)
+        candidate.compile_seconds.append(sum(steps.seconds.values()))
+        candidate.epoch_seconds.append(self._time_epoch(candidate, steps))
+
+    def _time_epoch(self, candidate: Candidate, steps: jb.CompiledSteps) -> float:
+        """Seconds of an epoch as the example trains it, from the same state."""
+        state = jb.replicate(self.state, self.mesh)
+        dataset = jb.batch_dataset(
+            self.source, candidate.schedule, shard=jb.local_rows(self.mesh)
+        )
+        jax.block_until_ready(state)
+        metrics = None
+        start = time.perf_counter()
+        for batch in jb.prefetch_to_mesh(dataset, self.mesh):
+            before = metrics
+            state, metrics = steps(state, batch)
+            # As far ahead as the example, which reads every step's loss one behind.
+            jax.block_until_ready(before)
+        jax.block_until_ready(state)
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    args = parse_arguments()
+    training = Training(args)
+    limits = jb.Limits(
+        max_tokens=args.max_tokens or _BATCH_SIZE_MULTIPLE * args.max_len,
+        batch_size_multiple=_BATCH_SIZE_MULTIPLE,
+        seq_len_multiple=_SEQ_LEN_MULTIPLE,
+        max_seq_len=args.max_len,
+        overlong="truncate",
+    )
+    start = time.perf_counter()
+    shapes = jb.calibration_shapes(limits, training.lengths)
+    measured = training.calibrate(shapes, args.repeats)
+    calibration_seconds = time.perf_counter() - start
+    limits = dataclasses.replace(limits, cost_fn=measured.cost)
+    curve = jb.plan_curve(
+        training.lengths,
+        limits,
+        compile_seconds=measured.seconds_per_compile,
+        num_epochs=1,
+    )
+    candidates = [
+        training.candidate(name, plan)
+        for name, plan in plans(args, training.lengths, limits, curve).items()
+    ]
+    for turn in range(args.rounds):
+        for candidate in candidates:
+            training.run(candidate)
+        print(f"round {turn + 1} of {args.rounds}", file=sys.stderr, flush=True)
+    again = training.calibrate(shapes, args.repeats).step_seconds
+    rows = [row(candidate, candidates) for candidate in candidates]
+    found = {
+        "examples": len(training.source),
+        "calibration_seconds": calibration_seconds,
+        "calibration": measured.to_dict(),
+        "timed_again": float(
+            np.median([again[b] / measured.step_seconds[b] for b in shapes])
+        ),
+        "reason": curve.reason,
+        "plans": rows,
+    }
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        show(found, measured)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Predict epochs, and measure them.")
+    parser.add_argument("--data", help="as of the example, by default Python's library")
+    parser.add_argument(
+        "--every", type=int, default=10, help="of so many documents one"
+    )
+    parser.add_argument("--max-len", type=int, default=1024)
+    parser.add_argument("--max-tokens", type=int, help="4 * --max-len by default")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--num-buckets", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="of each shape's timing")
+    parser.add_argument("--rules", choices=("best", "all"), default="best")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def plans(
+    args: argparse.Namespace,
+    lengths: np.ndarray,
+    limits: jb.Limits,
+    curve: jb.PlanCurve,
+) -> dict[str, jb.BucketPlan]:
+    """What is compared; the best rule of thumb is so by prediction."""
+    chosen = {AUTO: curve.chosen.plan}
+    for num_buckets in {args.num_buckets: None, curve.chosen.num_buckets: None}:
+        compared = jb.compare_plans(lengths, limits, num_buckets=num_buckets)
+        by_name = {one.name: one.plan for one in compared.plans}
+        own = {"time": by_name.pop(OPTIMAL), "tokens": by_name.pop(BY_TOKENS)}
+        if num_buckets != curve.chosen.num_buckets:
+            by_name.pop(ONE_SHAPE)
+        rules = list(by_name.items())
+        own |= dict(rules if args.rules == "all" else rules[:1])
+        for name, plan in own.items():
+            # Of the chosen number the best by time is there.
+            if plan != curve.chosen.plan:
+                label = name if name == ONE_SHAPE else f"{name}, {num_buckets}"
+                chosen[label] = in_time(plan, limits)
+    return chosen
+
+
+def in_time(plan: jb.BucketPlan, limits: jb.Limits) -> jb.BucketPlan:
+    costs = limits.costs(plan.batch_sizes, plan.boundaries)
+    return dataclasses.replace(plan, step_costs=tuple(costs), cost_unit="s")
+
+
+def row(candidate: Candidate, candidates: list[Candidate]) -> dict[str, Any]:
+    median = float(np.median(candidate.epoch_seconds))
+    # Round by round: a busy moment meets neighbours alike.
+    ratios = candidate.end_to_end / candidates[0].end_to_end
+    return {
+        "plan": candidate.name,
+        "shapes": len(candidate.plan),
+        "steps": candidate.epoch.steps_per_epoch,
+        "padding": candidate.epoch.padding,
+        "predicted_s": candidate.epoch.epoch_cost,
+        "measured_s": median,
+        "least_s": min(candidate.epoch_seconds),
+        "most_s": max(candidate.epoch_seconds),
+        "error": candidate.epoch.epoch_cost / median - 1,
+        "compile_s": float(np.median(candidate.compile_seconds)),
+        "end_to_end_s": float(np.median(candidate.end_to_end)),
+        "end_to_end_ratio": float(np.median(ratios)),
+    }
+
+
+def show(found: dict[str, Any], measured: jb.Calibration) -> None:
+    # Wide enough, whatever it is printed to.
+    console = Console(width=100, highlight=False)
+    cost = measured.cost
+    console.print(
+        f"{found['examples']} documents. Measured in "
+        f"{found['calibration_seconds']:.0f} s on {len(measured.step_seconds)} shapes: "
+        f"a step takes {1e3 * cost.per_step:.3g} ms + {1e6 * cost.per_token:.3g} us a "
+        f"position + {1e9 * cost.per_pair:.3g} ns a pair of them, within "
+        f"{cost.error:.0%}. Timed again after the rounds, the same took "
+        f"{found['timed_again']:.2f} times as long.\n{found['reason']}"
+    )
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        caption="Seconds of an epoch: predicted; the median measured (least to most). "
+        "In all: compiling and an\nepoch. Ratio: of that to the first plan's, the "
+        "median over rounds.",
+        caption_justify="left",
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("plan", no_wrap=True)
+    names = ("shapes", "padding", "predicted", "measured", "error", "compile")
+    for name in (*names, "in all", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in found["plans"]:
+        table.add_row(
+            *(one["plan"], str(one["shapes"])),
+            *(f"{one['padding']:.1%}", f"{one['predicted_s']:.1f}"),
+            f"{one['measured_s']:.1f} ({one['least_s']:.1f} to {one['most_s']:.1f})",
+            *(f"{one['error']:+.1%}", f"{one['compile_s']:.1f}"),
+            *(f"{one['end_to_end_s']:.1f}", f"{one['end_to_end_ratio']:.2f}"),
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

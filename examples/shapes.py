@@ -1,0 +1,256 @@
+"""The shapes of the main job: planned by tokens, or by the time that steps take here.
+
+Times are measured, and measured again they are others. So a plan by time is kept beside
+the checkpoints, as `plan.json`, and a run that goes on has the same shapes as before.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import policies
+from etils import epath
+from options import SEQ_LEN_MULTIPLE
+
+import jaxbucket as jb
+from jaxbucket.curve import CurvePoint
+from jaxbucket.stats import StepRecord
+
+FILE = "plan.json"
+# What is trained in one shape has others for what is held out.
+_HELD_OUT_BUCKETS = 8
+# How many epochs a run has depends on the plan, and the plan on these: soon they agree.
+_MOST_ROUNDS = 8
+
+Measure = Callable[[list[jb.Bucket]], jb.Calibration]
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A plan, and where it is from.
+
+    Attributes:
+      plan: the shapes.
+      by: the options that it follows; empty for a plan by tokens, which is as quickly
+        made again.
+      words: what was measured, what is chosen, and why.
+      seconds: what measuring took.
+      measured: every number of it.
+      is_kept: whether it is that of a run that goes on.
+    """
+
+    plan: jb.BucketPlan
+    by: dict[str, Any] = dataclasses.field(default_factory=dict)
+    words: str = ""
+    seconds: float = 0.0
+    measured: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_kept: bool = False
+
+    def to_json(self) -> str:
+        """A plan as `jaxbucket report` reads it, with where it is from beside."""
+        own = {name: getattr(self, name) for name in _BESIDE}
+        return json.dumps({**json.loads(self.plan.to_json()), "planned": own})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Planned":
+        plan = jb.BucketPlan.from_json(text)
+        own = json.loads(text).get("planned")
+        if not isinstance(own, dict) or own.keys() != _BESIDE:
+            raise ValueError("The plan does not say by which options it was made.")
+        return cls(plan, **own)
+
+    def keep(self, folder: str) -> None:
+        """Writes the plan beside the checkpoints, whole or not at all."""
+        if self.by and not self.is_kept:
+            path = epath.Path(folder) / FILE
+            part = path.with_name(f"{FILE}.part")
+            part.write_text(self.to_json())
+            part.replace(path)
+
+
+_BESIDE = {field.name for field in dataclasses.fields(Planned)} - {"plan", "is_kept"}
+
+
+def limits_of(limits: policies.Limits) -> jb.Limits:
+    return jb.Limits(
+        max_tokens=limits.max_tokens,
+        batch_size_multiple=limits.batch_size_multiple,
+        seq_len_multiple=SEQ_LEN_MULTIPLE,
+        max_seq_len=limits.max_len,
+        overlong="truncate",
+    )
+
+
+def plan(
+    lengths: np.ndarray, limits: jb.Limits, num_buckets: int, boundaries: Any
+) -> jb.BucketPlan:
+    fields = {f.name: getattr(limits, f.name) for f in dataclasses.fields(limits)}
+    return jb.plan_buckets(
+        lengths, num_buckets=num_buckets, boundaries=boundaries, **fields
+    )
+
+
+def by_tokens(
+    args: argparse.Namespace, lengths: np.ndarray, limits: jb.Limits
+) -> Planned:
+    auto = args.num_buckets == "auto"
+    num_buckets = _HELD_OUT_BUCKETS if auto else args.num_buckets
+    return Planned(plan(lengths, limits, num_buckets, args.boundaries))
+
+
+def by_time(
+    args: argparse.Namespace,
+    lengths: np.ndarray,
+    limits: jb.Limits,
+    processes: jb.Processes,
+    measure: Measure,
+) -> Planned:
+    """The plan that was kept, where a run goes on; or by what a few shapes take."""
+    by = {
+        "--max-tokens": limits.max_tokens,
+        "--max-len": limits.max_seq_len,
+        "--batch-size-multiple": limits.batch_size_multiple,
+        "--num-buckets": args.num_buckets,
+        "--boundaries": args.boundaries,
+    }
+    kept = _kept(args, by, processes)
+    if kept:
+        return kept
+    start = time.perf_counter()
+    measured = measure(jb.calibration_shapes(limits, lengths))
+    seconds = time.perf_counter() - start
+    limits = dataclasses.replace(limits, cost_fn=measured.cost)
+    chosen, reason = _choose(args, lengths, limits, measured, seconds)
+    words = f"{in_words(measured, seconds)}\n{reason}"
+    own = Planned(chosen, by, words, seconds, measured.to_dict())
+    # Each has times of its own, and all have to train in the same shapes.
+    (text, *_) = processes.gather("plan by time", own.to_json())
+    return Planned.from_json(text)
+
+
+def _kept(
+    args: argparse.Namespace, by: dict[str, Any], processes: jb.Processes
+) -> Planned | None:
+    """The plan of the run that goes on; None where there is none, and may be none."""
+    if not (args.resume or args.resume_changed):
+        return None
+    folder = epath.Path(args.checkpoint)
+    # One of them looks, lest another sees what was not yet there.
+    told = _look(folder) if processes.index == 0 else ""
+    told = processes.gather("plan that was kept", told)[0]
+    if told == _OTHERWISE and not args.resume_changed:
+        raise ValueError(
+            f"The run in {folder} was not planned by time, for it has no {FILE}: give "
+            "back the options that it had, or go on by `--resume-changed`."
+        )
+    if told in (_NOTHING, _OTHERWISE):
+        return None
+    try:
+        kept = Planned.from_json(told)
+    except ValueError as error:
+        raise ValueError(f"{folder / FILE}: {error}") from None
+    other = [name for name, value in by.items() if kept.by.get(name) != value]
+    if other and not args.resume_changed:
+        changes = ", ".join(
+            f"{name} {kept.by.get(name)} -> {by[name]}" for name in other
+        )
+        raise ValueError(
+            f"Cannot go on by the plan in {folder}, for its options have changed: "
+            f"{changes}. Give back what they were, or plan anew by `--resume-changed`."
+        )
+    return None if other else dataclasses.replace(kept, is_kept=True)
+
+
+_NOTHING, _OTHERWISE = "nothing", "otherwise"
+
+
+def _look(folder: epath.Path) -> str:
+    """The plan's file; or that there is a run without one, or none."""
+    if (folder / FILE).exists():
+        return (folder / FILE).read_text()
+    begun = folder.exists() and any(x.name.isdecimal() for x in folder.iterdir())
+    return _OTHERWISE if begun else _NOTHING
+
+
+def _choose(
+    args: argparse.Namespace,
+    lengths: np.ndarray,
+    limits: jb.Limits,
+    measured: jb.Calibration,
+    spent: float,
+) -> tuple[jb.BucketPlan, str]:
+    """A plan, and why."""
+    if args.num_buckets != "auto":
+        chosen = plan(lengths, limits, args.num_buckets, args.boundaries)
+        return chosen, f"{len(chosen)} shapes, as many as asked for."
+
+    def curve_of(num_epochs: float) -> jb.PlanCurve:
+        seconds = measured.seconds_per_compile
+        return jb.plan_curve(
+            lengths, limits, compile_seconds=seconds, num_epochs=num_epochs
+        )
+
+    curve = curve_of(1.0)
+    for _ in range(_MOST_ROUNDS):
+        epochs = _num_epochs(args, curve.chosen, spent)
+        if epochs == curve.num_epochs:
+            break
+        curve = curve_of(epochs)
+    return curve.chosen.plan, curve.reason
+
+
+def _num_epochs(args: argparse.Namespace, point: CurvePoint, spent: float) -> float:
+    """How many epochs the run has by that plan, to two digits."""
+    if args.seconds:
+        left = args.seconds - spent - point.compile_seconds
+        # As the time is, so are the epochs: the most of them has the plan for which the
+        # time of as many is the least (Dinkelbach, 1967, on ratios).
+        epochs = left / point.epoch_seconds
+    else:
+        epochs = args.steps / point.steps_per_epoch
+    return float(f"{max(epochs, 0.01):.2g}")
+
+
+def in_words(measured: jb.Calibration, seconds: float) -> str:
+    cost = measured.cost
+    terms = [
+        (cost.per_step, 1e3, "ms"),
+        (cost.per_token, 1e6, "us a position"),
+        (cost.per_pair, 1e9, "ns a pair of them"),
+    ]
+    said = " + ".join(
+        f"{scale * term:.3g} {unit}" for term, scale, unit in terms if term
+    )
+    return (
+        f"Measured in {seconds:.0f} s on {len(measured.step_seconds)} shapes: a step "
+        f"takes {said} (within {cost.error:.0%}), compiling one "
+        f"{measured.seconds_per_compile:.1f} s."
+    )
+
+
+def prediction(
+    plan: jb.BucketPlan, epoch: jb.Report, records: Sequence[StepRecord]
+) -> dict[str, Any]:
+    """What the plan says that steps take, and what those of a run took."""
+    predicted = dict(zip(plan.buckets, plan.costs.tolist(), strict=True))
+    taken: dict[jb.Bucket, list[float]] = {}
+    for record in records:
+        taken.setdefault(record.bucket, []).append(record.seconds)
+    # A shape that the run has not seen is taken at its word.
+    at_this_pace = [
+        use.batches * float(np.mean(taken.get(bucket, [predicted[bucket]])))
+        for bucket, use in zip(plan.buckets, epoch.buckets, strict=True)
+    ]
+    return {
+        "steps": len(records),
+        "predicted_seconds": math.fsum(predicted[r.bucket] for r in records),
+        "measured_seconds": math.fsum(r.seconds for r in records),
+        "epoch_steps": epoch.steps_per_epoch,
+        "epoch_predicted_seconds": epoch.epoch_cost,
+        "epoch_measured_seconds": math.fsum(at_this_pace),
+    }

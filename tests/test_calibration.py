@@ -1,0 +1,262 @@
+"""Steps are timed on a few shapes, on a copy of the state; what follows is a plan."""
+
+import dataclasses
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxbucket as jb
+from jaxbucket.sharding import batch_sharding
+
+EXAMPLE = {"tokens": np.array([3, 1, 4], np.int32), "label": np.float32(2)}
+SHAPES = [jb.Bucket(16, 8), jb.Bucket(8, 16), jb.Bucket(8, 8)]
+
+
+def loss_fn(model, batch, keys):
+    del keys
+    logits = model(batch.features["tokens"])
+    loss = optax.softmax_cross_entropy_with_integer_labels(
+        logits, batch.features["tokens"]
+    )
+    return jnp.sum(jnp.where(batch.mask, loss, 0)), batch.num_tokens
+
+
+def make_step(mesh, mode="jit"):
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Embed(8, 4, rngs=rngs), nnx.Linear(4, 8, rngs=rngs))
+    tx = optax.sgd(1e-2, momentum=0.9)
+    state = jb.replicate(jb.create_state(model, tx), mesh)
+    return jb.data_parallel(loss_fn, tx, mesh, mode=mode), state
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_every_shape_is_compiled_once_and_the_state_survives(mode, num_devices):
+    mesh = jb.data_mesh(jax.devices()[:num_devices])
+    step_fn, state = make_step(mesh, mode)
+    before = jax.tree.map(np.array, state)
+    with jb.count_compiles() as compiles:
+        measured = jb.calibrate(step_fn, state, SHAPES, EXAMPLE, mesh, repeats=2)
+    assert compiles["train_step"] == len(SHAPES)
+    assert list(measured.step_seconds) == SHAPES
+    assert measured.compile_seconds.keys() == set(SHAPES)
+    for seconds in (measured.step_seconds, measured.compile_seconds):
+        assert all(value > 0 for value in seconds.values())
+    after = jax.tree.map(np.array, state)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    # Not donated, and so good for the first step.
+    specs = jb.batch_specs(jb.BucketPlan.from_shapes([(8, 8)]), EXAMPLE, mesh)
+    jb.compile_steps(step_fn, state, specs)
+
+
+class Recorded:
+    """A step that notes the batches it is given, and has times by the shape."""
+
+    def __init__(self, seconds=0.0):
+        self.batches = []
+        self._seconds = seconds
+
+    def step(self, state, batch):
+        tokens = batch.features["tokens"]
+
+        def note(*leaves):
+            self.batches.append(jax.tree.unflatten(structure, leaves))
+            if tokens.shape == (16, 8):
+                time.sleep(self._seconds)
+            return np.float32(1)
+
+        leaves, structure = jax.tree.flatten(batch)
+        shape = jax.ShapeDtypeStruct((), np.float32)
+        done = jax.pure_callback(note, shape, *leaves)
+        return state + done, {"done": done}
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_batches_are_full_of_the_example_and_take_turns(donated):
+    recorded = Recorded()
+    step_fn = jax.jit(recorded.step, donate_argnums=donated)
+    mesh = jb.data_mesh(jax.devices()[:1])
+    state = jb.replicate(jnp.zeros(()), mesh)
+    jb.calibrate(step_fn, state, SHAPES, EXAMPLE, mesh, repeats=3)
+    assert [batch.bucket for batch in recorded.batches] == SHAPES * 4
+    for batch in recorded.batches:
+        assert np.all(batch.mask)
+        assert np.all(batch.features["label"] == 2)
+        for row in batch.features["tokens"]:
+            np.testing.assert_array_equal(row, np.resize([3, 1, 4], len(row)))
+    assert float(state) == 0
+
+
+def test_the_time_of_a_step_is_that_of_its_shape():
+    step_fn = Recorded(seconds=0.15).step
+    mesh = jb.data_mesh(jax.devices()[:1])
+    state = jb.replicate(jnp.zeros(()), mesh)
+    seconds = jb.calibrate(
+        step_fn, state, SHAPES, EXAMPLE, mesh, repeats=3
+    ).step_seconds
+    slow, *others = (seconds[shape] for shape in SHAPES)
+    assert max(others) < 0.1 < slow
+
+
+def test_only_the_sequences_that_are_named_are_stretched():
+    shapes = []
+
+    def step(state, batch):
+        shapes.append({name: x.shape for name, x in batch.features.items()})
+        return state, {"tokens": batch.num_tokens}
+
+    example = {"tokens": np.arange(3), "pair": np.arange(2)}
+    mesh = jb.data_mesh(jax.devices()[:2])
+    jb.calibrate(
+        *(step, jb.replicate(jnp.zeros(()), mesh), [jb.Bucket(4, 8)], example, mesh),
+        sequences=["tokens"],
+        repeats=1,
+    )
+    assert shapes == [{"tokens": (4, 8), "pair": (4, 2)}]
+
+
+def test_a_sharded_state_stays_where_it_is():
+    mesh = jb.data_mesh()
+    sharding = batch_sharding(mesh)
+    state = jax.device_put(jnp.arange(16.0), sharding)
+
+    def step(state, batch):
+        return state + 1, batch.num_tokens
+
+    step_fn = jax.jit(step, donate_argnums=0, out_shardings=(sharding, None))
+    jb.calibrate(step_fn, state, SHAPES, EXAMPLE, mesh, repeats=1)
+    assert state.sharding == sharding
+    np.testing.assert_array_equal(state, np.arange(16.0))
+
+
+def test_a_plan_by_time_follows():
+    mesh = jb.data_mesh(jax.devices()[:1])
+    step_fn, state = make_step(mesh)
+    lengths = np.random.default_rng(0).integers(1, 60, 300)
+    limits = jb.Limits(max_tokens=256, seq_len_multiple=4)
+    shapes = jb.calibration_shapes(limits, lengths)
+    measured = jb.calibrate(step_fn, state, shapes, EXAMPLE, mesh, repeats=2)
+    cost = measured.cost
+    assert cost(16, 16) > 0
+    limits = dataclasses.replace(limits, cost_fn=cost)
+    curve = jb.plan_curve(lengths, limits, compile_seconds=measured.seconds_per_compile)
+    plan = curve.chosen.plan
+    assert plan.cost_unit == "s"
+    report = jb.report(plan, lengths)
+    assert report.epoch_cost == pytest.approx(curve.chosen.epoch_seconds)
+    numbers = measured.to_dict()
+    assert numbers["cost"] == dataclasses.asdict(cost)
+    assert [shape["bucket"] for shape in numbers["shapes"]] == [
+        [b.batch_size, b.seq_len] for b in shapes
+    ]
+
+
+def test_compiling_is_told_by_the_median():
+    bucket = SHAPES[0]
+    compiled = dict(zip(SHAPES, (9.0, 2.0, 3.0), strict=True))
+    measured = jb.Calibration({bucket: 0.1}, compiled)
+    assert measured.seconds_per_compile == 3
+    assert measured.cost(16, 8) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_shapes_keep_to_the_limits_and_span_the_lengths(seed):
+    rng = np.random.default_rng(seed)
+    multiples = int(rng.choice([1, 4, 8])), int(rng.choice([1, 32, 100]))
+    lengths = rng.lognormal(rng.uniform(1, 7), 1, 500).clip(1, 5000).astype(int)
+    last = -(-int(lengths.max()) // multiples[1]) * multiples[1]
+    limits = jb.Limits(
+        max_tokens=int(last * multiples[0] * rng.integers(1, 9)),
+        batch_size_multiple=multiples[0],
+        seq_len_multiple=multiples[1],
+    )
+    shapes = jb.calibration_shapes(limits, lengths)
+    assert 1 <= len(shapes) <= 5
+    assert len(set(shapes)) == len(shapes)
+    for shape in shapes:
+        assert shape.num_tokens <= limits.max_tokens
+        assert shape.batch_size % multiples[0] == shape.seq_len % multiples[1] == 0
+    seq_lens = [shape.seq_len for shape in shapes]
+    assert max(seq_lens) == last
+    assert min(seq_lens) < np.percentile(lengths, 5) + multiples[1]
+    largest = max(shape.batch_size for shape in shapes)
+    if largest >= 4 * multiples[0]:
+        # One that tells the constant from the tokens.
+        small = min(shape.num_tokens for shape in shapes)
+        assert 3 * small < max(shape.num_tokens for shape in shapes)
+
+
+def test_one_length_gives_two_shapes_or_one():
+    limits = jb.Limits(max_tokens=64)
+    assert jb.calibration_shapes(limits, [8, 8, 8]) == [
+        jb.Bucket(8, 8),
+        jb.Bucket(2, 8),
+    ]
+    limits = jb.Limits(max_tokens=8)
+    assert jb.calibration_shapes(limits, [8]) == [jb.Bucket(1, 8)]
+
+
+def test_overlong_examples_do_not_stretch_the_shapes():
+    limits = jb.Limits(max_tokens=64, max_seq_len=16, overlong="truncate")
+    shapes = jb.calibration_shapes(limits, [4, 9, 100])
+    assert max(shape.seq_len for shape in shapes) == 16
+    shapes = jb.calibration_shapes(limits, [100, 200])
+    assert {shape.seq_len for shape in shapes} == {16}
+
+
+def test_lengths_and_limits_that_no_plan_is_made_of_are_refused():
+    with pytest.raises(ValueError, match="`lengths` is empty"):
+        jb.calibration_shapes(jb.Limits(max_tokens=8), [])
+    with pytest.raises(ValueError, match="holds 0 rows of `seq_len=9`"):
+        jb.calibration_shapes(jb.Limits(max_tokens=8), [9])
+
+
+MESH = jb.data_mesh(jax.devices()[:2])
+
+
+def calibrate(step=lambda s, b: (s, b.num_tokens), shapes=SHAPES, **options):
+    options = {"example": EXAMPLE, "mesh": MESH, **options}
+    return jb.calibrate(step, jb.replicate(jnp.zeros(()), MESH), shapes, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: calibrate(shapes=[]), "`shapes` is empty: pass those of `calib"),
+        (
+            lambda: calibrate(shapes=[(4, 8)]),
+            "`shapes` holds (4, 8): make it a `Bucket(batch_size, seq_len)`.",
+        ),
+        (
+            lambda: calibrate(shapes=[SHAPES[0], SHAPES[0]]),
+            "`shapes` holds [16, 8] twice: name each shape once.",
+        ),
+        (lambda: calibrate(repeats=0), "`repeats=0` must be a positive integer"),
+        (
+            lambda: calibrate(shapes=[jb.Bucket(3, 8)]),
+            "`batch_size=3` cannot be cut into 2 equal parts",
+        ),
+        (
+            lambda: calibrate(example={"tokens": np.zeros(0, np.int32)}),
+            "`example` has an empty 'tokens': give one that has something",
+        ),
+        (lambda: calibrate(example={"label": 3}), "has no sequence"),
+        (
+            lambda: calibrate(step=lambda s, b: s),
+            "returned a ArrayImpl: let it return (state, metrics).",
+        ),
+        (
+            lambda: calibrate(step=lambda s, b: (s, {})),
+            "`step_fn` returned no metrics: let it return (state, metrics) with one",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
