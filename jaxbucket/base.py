@@ -129,6 +129,11 @@ class BucketPlan:
             )
         if not isinstance(self.cost_unit, str):
             raise ValueError(f"`cost_unit={self.cost_unit!r}` is no name of a unit.")
+        if self.step_costs is None and self.cost_unit != "tokens":
+            raise ValueError(
+                f"`cost_unit={self.cost_unit!r}` is of no `step_costs`: give them, or "
+                "leave it out."
+            )
         if self.step_costs is not None:
             costs = check_costs("step_costs", self.step_costs, len(self.buckets))
             object.__setattr__(self, "step_costs", tuple(costs.tolist()))
@@ -257,20 +262,16 @@ class BucketPlan:
         """Returns the plan as one JSON object; `from_json` is the inverse."""
         fields: dict[str, Any] = {
             "format": _PLAN_FORMAT,
-            "version": 1 if self._counts_tokens else 2,
+            "version": 1 if self.step_costs is None else 2,
             "buckets": [[b.batch_size, b.seq_len] for b in self.buckets],
             "max_tokens": self.max_tokens,
             "batch_size_multiple": self.batch_size_multiple,
             "seq_len_multiple": self.seq_len_multiple,
             "overlong": self.overlong,
         }
-        if not self._counts_tokens:
+        if self.step_costs is not None:
             fields |= {"step_costs": self.step_costs, "cost_unit": self.cost_unit}
         return json.dumps(fields)
-
-    @property
-    def _counts_tokens(self) -> bool:
-        return self.step_costs is None and self.cost_unit == "tokens"
 
     @classmethod
     def from_json(cls, text: str) -> BucketPlan:

@@ -100,7 +100,8 @@ def _equal_shares(
     candidates: Candidates, below: np.ndarray, num_buckets: int
 ) -> np.ndarray:
     total = int(below[-1])
-    shares = [-(-share * total // num_buckets) for share in range(1, num_buckets + 1)]
+    # The last bucket has the last share, and ends with the last candidate.
+    shares = [-(-share * total // num_buckets) for share in range(1, num_buckets)]
     return _with_last(candidates, np.searchsorted(below, shares))
 
 

@@ -112,15 +112,22 @@ def check_positive(name: str, value: Any) -> int:
 
 def check_costs(name: str, costs: Any, size: int) -> np.ndarray:
     """Returns positive numbers as `[size]` float64, or raises a ValueError."""
-    try:
-        array = np.asarray(costs, np.float64)
-    except (TypeError, ValueError, OverflowError):
-        array = np.full(1, np.nan)
-    if array.shape != (size,) or not np.all((array > 0) & (array < np.inf)):
+    if not isinstance(costs, Sequence | np.ndarray) or len(costs) != size:
         raise ValueError(
             f"`{name}={costs!r}` must be {size} positive numbers, one for each bucket."
         )
-    return array
+    return np.array([check_cost(f"{name}[{i}]", x) for i, x in enumerate(costs)])
+
+
+def check_cost(name: str, value: Any) -> float:
+    """Returns `value` as a float of which sums have no end, or raises a ValueError."""
+    number = check_number(name, value)
+    if not 1e-100 <= number <= 1e100:
+        raise ValueError(
+            f"`{name}={value!r}`: a cost must be between 1e-100 and 1e100. Count in "
+            "another unit."
+        )
+    return number
 
 
 def check_number(name: str, value: Any) -> float:

@@ -62,11 +62,14 @@ class Comparison:
       least_cost: an epoch of full batches, were there such: no choice of so many
         shapes costs less under these limits.
       num_buckets: how many they may have.
+      exact: whether no choice of so many at all is cheaper than the optimal, remainders
+        included; else that was not proven within the search's time.
     """
 
     plans: tuple[ComparedPlan, ...]
     least_cost: float
     num_buckets: int
+    exact: bool
 
     def __getitem__(self, name: str) -> ComparedPlan:
         found = [compared for compared in self.plans if compared.name == name]
@@ -77,19 +80,20 @@ class Comparison:
     @property
     def summary(self) -> str:
         """How near the best is to what no plan can be below."""
-        best = self.plans[0].report
-        unit = best.cost_unit
+        best = self[OPTIMAL].report
         above = best.epoch_cost / self.least_cost - 1
-        return (
-            f"No {self.num_buckets} shapes cost less than "
-            f"{in_unit(self.least_cost, unit)}; {self.plans[0].name} is {above:.2%} "
-            "above that."
+        text = (
+            f"Full batches of {self.num_buckets} shapes would cost "
+            f"{in_unit(self.least_cost, best.cost_unit)} at least; optimal is "
+            f"{above:.2%} above that."
         )
+        return f"{text} It is proven the cheapest." if self.exact else text
 
     def to_dict(self) -> dict[str, Any]:
         """Every number, as plain Python."""
         return {
             "num_buckets": self.num_buckets,
+            "exact": self.exact,
             "least_cost": self.least_cost,
             "cost_unit": self.plans[0].report.cost_unit,
             "plans": [compared.to_dict() for compared in self.plans],
@@ -106,7 +110,7 @@ class Comparison:
 
         table = Table(box=box.SIMPLE_HEAD, caption=self.summary, caption_justify="left")
         best = self.plans[0].report
-        table.add_column("boundaries", no_wrap=True)
+        table.add_column("boundaries", no_wrap=True, max_width=24)
         for name in (
             *("shapes", "padding", "in rows", "empty\nrows", "steps"),
             *("largest\nbatch", f"epoch\n{best.cost_unit}", "over\nbest"),
@@ -159,6 +163,11 @@ def compare_plans(
         does.
     """
     lengths = check_lengths(lengths)
+    if remainder == "drop":
+        raise ValueError(
+            "`remainder='drop'` leaves out other examples in every plan, so that their "
+            "epochs cannot be compared. Choose another, or ask `report` of each plan."
+        )
     candidates = limits.candidates(lengths)
     num_buckets = min(check_positive("num_buckets", num_buckets), len(candidates))
     optimum = Optimum(candidates, num_buckets)
@@ -174,6 +183,8 @@ def compare_plans(
         name: limits.plan(candidates.seq_lens[ends]) for name, ends in chosen.items()
     }
     for name, plan in (others or {}).items():
+        if name in plans:
+            raise ValueError(f"`others` has {name!r}, which is a rule's: rename it.")
         plans[name] = costed(plan, limits.cost_fn)
     how: Any = {"remainder": remainder, "accumulate": limits.accumulate}
     compared = [
@@ -182,4 +193,9 @@ def compare_plans(
     ]
     # Stable: where two cost the same, the one that is named first.
     compared.sort(key=lambda one: one.report.epoch_cost)
-    return Comparison(tuple(compared), optimum.steady_cost(num_buckets), num_buckets)
+    return Comparison(
+        tuple(compared),
+        optimum.steady_cost(num_buckets),
+        num_buckets,
+        optimum.exact and remainder == "cheapest",
+    )

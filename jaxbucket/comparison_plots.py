@@ -65,6 +65,7 @@ def plot_comparison(
 
 def _draw_tokens(lengths: np.ndarray, ax: Axes) -> None:
     # Of lengths over many orders of magnitude, so that the short ones can be seen.
+    lengths = lengths.astype(np.int64)
     edges = np.geomspace(lengths.min(), lengths.max() + 1, 129)
     tokens = np.histogram(lengths, edges, weights=lengths)[0]
     ax.fill_between(edges[:-1], tokens, step="post", color=REAL)

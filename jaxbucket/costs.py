@@ -159,6 +159,8 @@ class StepTime:
           ValueError: if there are none, or one is not positive.
         """
         _check_measured(seconds)
+        # Sorted, for sums in another order would differ in their last digits.
+        seconds = {shape: seconds[shape] for shape in sorted(seconds)}
         shapes = np.array([(b.batch_size, b.seq_len) for b in seconds], np.float64)
         times = np.array([check_number(f"seconds[{b}]", seconds[b]) for b in seconds])
         tokens = shapes.prod(axis=1)

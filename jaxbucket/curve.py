@@ -236,5 +236,6 @@ def _check_seconds(limits: Limits) -> None:
         raise ValueError(
             f"`cost_fn={limits.cost_fn}` counts {unit}, and compiling is weighed in "
             "seconds: give `StepTime.fit(...)` of measured steps, or "
-            "`TokenCost(tokens_per_second=...)`."
+            "`TokenCost(tokens_per_second=...)`; by command, `--step-times` or "
+            "`--per-second`."
         )

@@ -13,12 +13,16 @@ from jaxbucket.boundaries import Candidates
 from jaxbucket.checks import (
     check_accumulate,
     check_choice,
-    check_number,
+    check_cost,
     check_positive,
     overlong_message,
 )
 from jaxbucket.costs import CostFn, unit_of
 from jaxbucket.histogram import cumulative
+
+# Of more T than these only those are looked at that some example needs, rounded up. The
+# others could only make the last batches of a bucket a little smaller.
+_MOST_ENDS = 1 << 18
 
 Budget: TypeAlias = int | Callable[[int], int] | Sequence[int]
 
@@ -122,13 +126,17 @@ class Limits:
         if isinstance(self.max_tokens, tuple):
             raise ValueError(
                 f"`max_tokens` has {len(self.max_tokens)} budgets, one for each "
-                "bucket: give `boundaries`, too, or a function of T."
+                "bucket, which goes with `boundaries` that are given: rules and "
+                "optima take one budget, or a function of T."
             )
         last = self.longest(lengths)
         self._check_rows([last], self.batch_sizes([last]))
         ends, examples, tokens = cumulative(
             lengths, last, self.seq_len_multiple, self.overlong
         )
+        if len(ends) > _MOST_ENDS:
+            reached = np.append(np.diff(examples, prepend=0)[:-1] > 0, True)
+            ends, examples, tokens = ends[reached], examples[reached], tokens[reached]
         batch_sizes = self.batch_sizes(ends)
         # A budget that grows with T may hold long rows and no short ones.
         fit = np.flatnonzero(batch_sizes)
@@ -155,7 +163,7 @@ class Limits:
             return np.array(budget, np.int64)
         if not callable(budget):
             return np.full(len(seq_lens), budget, np.int64)
-        found = ((t, budget(t)) for t in seq_lens.tolist())
+        found = ((t, called("max_tokens", budget, (t,))) for t in seq_lens.tolist())
         return np.array([check_positive(f"max_tokens({t})", x) for t, x in found])
 
     def costs(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
@@ -202,10 +210,11 @@ class Limits:
         multiple = self.batch_size_multiple
         least = -(-self.min_batch_size // multiple) * multiple
         name = "min_batch_size" if least > multiple else "batch_size_multiple"
+        lower = f"`{name}` or `max_seq_len`" if least > 1 else "`max_seq_len`"
         raise ValueError(
             f"`max_tokens={budget}` holds {budget // seq_len} rows of "
             f"`seq_len={seq_len}`, fewer than `{name}={getattr(self, name)}`. Raise "
-            f"`max_tokens` to {seq_len * least}, or lower `{name}` or `max_seq_len`."
+            f"`max_tokens` to {seq_len * least}, or lower {lower}."
         )
 
 
@@ -229,7 +238,23 @@ def _costs(
 ) -> np.ndarray:
     """`[n]` float64: what a step of each shape costs."""
     shapes = list(zip(batch_sizes.tolist(), seq_lens.tolist(), strict=True))
-    values = [cost_fn(*shape) for shape in shapes]
+    values = [called("cost_fn", cost_fn, shape) for shape in shapes]
     for shape, value in zip(shapes, values, strict=True):
-        check_number(f"cost_fn{shape}", value)
+        check_cost(f"cost_fn{shape}", value)
     return np.array(values, np.float64)
+
+
+def called(name: str, function: Callable[..., Any], arguments: tuple[int, ...]) -> Any:
+    """Returns what the user's function returns.
+
+    Raises:
+      ValueError: if it raises anything.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:
+        what = ", ".join(map(str, arguments))
+        raise ValueError(
+            f"`{name}({what})` raised {type(error).__name__}: {error}. Mend the "
+            "function."
+        ) from error

@@ -9,11 +9,13 @@ bound is below the best complete choice known.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
 import numpy as np
 
+from jaxbucket import boundaries
 from jaxbucket.boundaries import Candidates
 
 # Costs are counted in integers, so that a plan does not depend on how a machine rounds.
@@ -26,23 +28,31 @@ _CHUNK = 1 << 20
 # time, to about two seconds on one core. One that is kept takes as long as some others.
 _MAX_PAIRS = 150_000_000
 _CLOSING = 16
+# Examples times candidates, for which what remainders cost ahead is looked at, too.
+_MAX_AHEAD, _LITTLE_AHEAD = 100_000_000, 10_000_000
 # A narrow search is quick, and what it finds makes a wide one small.
 _FIRST_WIDTH, _WIDER = 16, 4
 # For each beginning that goes on, how many are compared with one another: most are not
 # as good as another that ends alike.
-_SURPLUS = 16
+_SURPLUS = 64
 # Into about so many blocks are the ends cut, of which most are ruled out as a whole.
 _BLOCKS = 1024
+
+
+_RULES = (
+    *(boundaries.quantile, boundaries.equal_tokens, boundaries.equal_width),
+    *(boundaries.geometric, boundaries.powers_of_two),
+)
 
 
 def optimal(candidates: Candidates, num_buckets: int) -> np.ndarray:
     """The boundaries of the cheapest epoch, remainders included.
 
-    The result is exact if the search ends before it has looked at some 150 million
-    pairs of boundaries. Where it does not, which takes many buckets, thousands of
-    lengths, and batches so large that an epoch has few of them, only the most promising
-    beginnings have gone on: then it may be some hundredths of a percent off, but never
-    worse than the exact optimum without remainders.
+    The result is proven to be the best if the search ends before it has looked at some
+    150 million pairs of boundaries (`Optimum.exact`). Where it does not, which takes
+    many buckets and thousands of lengths, only the most promising beginnings have gone
+    on: then it may be some hundredths of a percent off, and no worse than any rule of
+    thumb.
     """
     return Optimum(candidates, num_buckets).choice(num_buckets)
 
@@ -53,10 +63,15 @@ class Optimum:
     Args:
       candidates: where buckets may end.
       max_buckets: of how many at most.
+
+    Attributes:
+      exact: whether the last choice is proven to be the best.
     """
 
     def __init__(self, candidates: Candidates, max_buckets: int):
-        self._kept = _distinct(candidates)
+        self.exact = False
+        self._candidates = candidates
+        self._kept = _affordable(candidates, _distinct(candidates), max_buckets)
         self._problem = _Problem.of(candidates.take(self._kept), max_buckets)
         self._bounds, self._ends = _lower_bounds(self._problem, max_buckets)
 
@@ -75,20 +90,42 @@ class Optimum:
         # The bounds were as much work as so many pairs.
         pairs = num_buckets * len(problem) * len(problem).bit_length()
         width = _FIRST_WIDTH
+        # Where it takes longer than a first search, only if that is not enough.
+        ahead = self._cost_ahead if self._size <= _LITTLE_AHEAD else None
         while True:
-            search = _Search(problem, self._bounds[: num_buckets + 1], width)
+            bounds = self._bounds[: num_buckets + 1]
+            search = _Search(problem, bounds, ahead, width)
             best = search.better_than(best)
             pairs += search.pairs
-            if not search.cut or pairs + 2 * search.pairs > _MAX_PAIRS:
+            self.exact = not search.cut
+            if self.exact:
                 return self._kept[best]
+            if pairs + 2 * search.pairs > _MAX_PAIRS:
+                return self._no_worse_than_rules(self._kept[best], num_buckets)
             width *= _WIDER
+            ahead = self._cost_ahead
+
+    @functools.cached_property
+    def _cost_ahead(self) -> np.ndarray | None:
+        return _cost_ahead(self._problem) if self._size <= _MAX_AHEAD else None
+
+    @property
+    def _size(self) -> int:
+        return int(self._problem.below[-1]) * len(self._problem)
+
+    def _no_worse_than_rules(self, chosen: np.ndarray, num_buckets: int) -> np.ndarray:
+        others = [rule(self._candidates, num_buckets) for rule in _RULES]
+        return min([chosen, *others], key=self._candidates.epoch_cost)
 
     def steady_cost(self, num_buckets: int) -> float:
         """The least that an epoch could cost if every batch were full.
 
         In the unit of the candidates' costs; no choice of so many buckets costs less.
+        One batch there is at least.
         """
-        return int(self._bounds[num_buckets][0]) / self._problem.scale
+        problem = self._problem
+        least = max(int(self._bounds[num_buckets][0]), int(problem.costs.min()))
+        return least / problem.scale
 
 
 def _distinct(candidates: Candidates) -> np.ndarray:
@@ -105,6 +142,19 @@ def _distinct(candidates: Candidates) -> np.ndarray:
     last = len(candidates) - 1
     reached = cheapest[candidates.examples[cheapest] > 0]
     return np.append(reached[reached < last], last)
+
+
+def _affordable(
+    candidates: Candidates, kept: np.ndarray, max_buckets: int
+) -> np.ndarray:
+    """Those `[n]` of which one batch costs no more than an epoch that there is.
+
+    Beside a cost that says never, others would differ by less than an integer.
+    """
+    epochs = [candidates.epoch_cost(rule(candidates, max_buckets)) for rule in _RULES]
+    last = np.array([len(candidates) - 1])
+    most = min(*epochs, candidates.epoch_cost(last))
+    return kept[(candidates.costs[kept] <= most) | (kept == last)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +227,24 @@ def _lower_bounds(
         bounds.append(np.append(costs, 0))
         ends.append(best)
     return bounds, ends
+
+
+def _cost_ahead(problem: _Problem) -> np.ndarray:
+    """`[N + 1]`: the least cost of all examples but the n shortest, remainders counted.
+
+    Of any number of buckets, so that it is a bound for every number. A batch takes the
+    shortest examples that are left, as many as are no longer than its bucket; which of
+    them go up into a longer one makes no difference.
+    """
+    examples, sizes, costs = problem.examples, problem.batch_sizes, problem.costs
+    total = int(problem.below[-1])
+    ahead = np.zeros(total + 1, np.int64)
+    first = np.searchsorted(examples, np.arange(total), side="right")
+    for taken in reversed(range(total)):
+        ends = slice(int(first[taken]), None)
+        after = np.minimum(examples[ends], taken + sizes[ends])
+        ahead[taken] = (costs[ends] + ahead[after]).min()
+    return ahead
 
 
 def _best_ends(problem: _Problem, beyond: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -254,9 +322,16 @@ class _Search:
       pairs: how many of a beginning and an end, or a block of ends, were looked at.
     """
 
-    def __init__(self, problem: _Problem, bounds: list[np.ndarray], width: int):
+    def __init__(
+        self,
+        problem: _Problem,
+        bounds: list[np.ndarray],
+        ahead: np.ndarray | None,
+        width: int,
+    ):
         self.problem = problem
         self.bounds = bounds
+        self.ahead = ahead
         self.width = width
         self.cut = False
         self.pairs = 0
@@ -344,27 +419,32 @@ class _Search:
     def _prune(self, states: _States, left: int, limit: int) -> _States:
         """Drops what cannot win: bound at the limit, or another state at least as good.
 
-        At the same end, fewer carried rows at no more cost are never worse.
+        At the same end, fewer carried rows at no more cost are never worse; nor, with
+        the same examples taken, is a shorter end.
         """
         least = self._least(states, left)
         promising = np.flatnonzero(least <= self._cutoff(least, limit))
         least, states = least[promising], states.take(promising)
-        order = np.lexsort((states.cost, states.carry, states.end))
-        # One running minimum serves all ends: each end's ranks lie below the last's.
-        rank = np.unique(states.cost, return_inverse=True)[1]
-        level = (rank - states.end * (len(rank) + 1))[order]
-        cheapest_before = np.minimum.accumulate(np.append(_INFINITE, level))[:-1]
-        kept = order[level < cheapest_before]
+        kept = _undominated(states.end, states.carry, states.cost)
+        least, states = least[kept], states.take(kept)
+        taken = self._taken(states)
+        kept = _undominated(taken, states.end, states.cost)
         if kept.size > self.width:
             self.cut = True
-            # Stable, as a plan must not depend on how a machine sorts equal bounds.
-            kept = kept[np.argsort(least[kept], kind="stable")[: self.width]]
+            kept = kept[_most_promising(least[kept], taken[kept], self.width)]
         return states.take(kept)
+
+    def _taken(self, states: _States) -> np.ndarray:
+        """`[S]`: how many of the shortest examples have a row."""
+        return self.problem.below[states.end + 1] - states.carry
 
     def _least(self, states: _States, left: int) -> np.ndarray:
         """What a choice costs at least that begins so."""
         carried = states.carry * self.next_rate[states.end]
-        return states.cost + carried + self.bounds[left][states.end + 1]
+        least = carried + self.bounds[left][states.end + 1]
+        if self.ahead is not None:
+            least = np.maximum(least, self.ahead[self._taken(states)])
+        return states.cost + least
 
     def _cutoff(self, least: np.ndarray, limit: int) -> int:
         """The largest bound that is looked at: a value, so that ties stay together."""
@@ -373,6 +453,35 @@ class _Search:
             return limit - 1
         self.cut = True
         return min(limit - 1, int(np.partition(least, most)[most]))
+
+
+def _undominated(group: np.ndarray, value: np.ndarray, cost: np.ndarray) -> np.ndarray:
+    """Those `[m]` of a group of which no other has neither a higher value nor cost."""
+    order = np.lexsort((cost, value, group))
+    # One running minimum serves all groups: each one's ranks lie below the last's.
+    rank = np.unique(cost, return_inverse=True)[1]
+    level = (rank - group * (len(rank) + 1))[order]
+    cheapest_before = np.minimum.accumulate(np.append(_INFINITE, level))[:-1]
+    return order[level < cheapest_before]
+
+
+def _most_promising(least: np.ndarray, taken: np.ndarray, width: int) -> np.ndarray:
+    """So many: half by their bounds, half the best of all that took as many examples.
+
+    Bounds know little of remainders to come. Where these are most of the cost, the
+    beginnings with the fewest batches would seem the best, and none would go far.
+    """
+    # Stable, as a plan must not depend on how a machine sorts equal bounds.
+    by_bound = np.argsort(least, kind="stable")
+    by_taken = by_bound[np.argsort(taken[by_bound], kind="stable")]
+    rank = np.empty(len(least), np.int64)
+    sorted_taken = taken[by_taken]
+    rank[by_taken] = np.arange(len(least)) - np.searchsorted(sorted_taken, sorted_taken)
+    by_rank = by_bound[np.argsort(rank[by_bound], kind="stable")]
+    chosen = np.zeros(len(least), bool)
+    chosen[by_bound[: width // 2]] = True
+    chosen[by_rank[~chosen[by_rank]][: width - width // 2]] = True
+    return np.flatnonzero(chosen)
 
 
 def _chunks(size: int, most: int) -> Iterator[np.ndarray]:

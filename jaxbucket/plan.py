@@ -76,7 +76,7 @@ def plan_buckets(
       max_tokens: the hard budget of a global batch, padding counted. Or a function of
         T that returns it, or one for each of the boundaries that you give.
       num_buckets: how many shapes at most; each costs one compilation. "auto" weighs
-        these against the padding that they save, as `plan_curve` does.
+        these, up to 32, against the padding that they save, as `plan_curve` does.
       batch_size_multiple: for example the number of devices on the batch axes.
       seq_len_multiple: for example the tile of the accelerator's matrix unit.
       max_seq_len: T of the last bucket, a multiple of `seq_len_multiple`. By default
@@ -143,8 +143,16 @@ def plan_within(
         return _given(lengths, limits, list(boundaries))
     chooser = _chooser(boundaries)
     candidates = limits.candidates(lengths)
-    chosen = chooser(candidates, min(num_buckets, len(candidates)))
-    return limits.plan(candidates.seq_lens[_check_chosen(chosen, len(candidates))])
+    num_buckets = min(num_buckets, len(candidates))
+    try:
+        chosen = chooser(candidates, num_buckets)
+    except Exception as error:
+        raise ValueError(
+            f"`boundaries={boundaries!r}` raised {type(error).__name__}: {error}. Give "
+            "a function of (`Candidates`, `num_buckets`)."
+        ) from error
+    chosen = _check_chosen(chosen, len(candidates), num_buckets)
+    return limits.plan(candidates.seq_lens[chosen])
 
 
 def _given(lengths: np.ndarray, limits: Limits, boundaries: list[Any]) -> BucketPlan:
@@ -179,7 +187,7 @@ def _chooser(boundaries: str | Chooser) -> Chooser:
     return RULES[boundaries]
 
 
-def _check_chosen(chosen: Any, num_candidates: int) -> np.ndarray:
+def _check_chosen(chosen: Any, num_candidates: int, num_buckets: int) -> np.ndarray:
     """Returns what a chooser chose, which may be the user's own."""
     chosen = np.asarray(chosen)
     if (
@@ -192,5 +200,10 @@ def _check_chosen(chosen: Any, num_candidates: int) -> np.ndarray:
         raise ValueError(
             f"`boundaries` chose {chosen.tolist()}: a function must return increasing "
             f"positions of candidates, the last of them {num_candidates - 1}."
+        )
+    if len(chosen) > num_buckets:
+        raise ValueError(
+            f"`boundaries` chose {len(chosen)} ends for `num_buckets={num_buckets}`: a "
+            "function must return no more."
         )
     return chosen

@@ -184,7 +184,7 @@ def in_unit(cost: float, unit: str) -> str:
 
 def number_in_unit(cost: float, unit: str) -> str:
     """Returns the number of `in_unit`, without the unit."""
-    if unit == "tokens":
+    if unit == "tokens" and cost < 1e11:
         return f"{cost:,.0f}"
     return f"{cost:,.1f}" if 10 <= cost < 1e9 else f"{cost:.3g}"
 

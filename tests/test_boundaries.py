@@ -78,6 +78,21 @@ def test_powers_of_two_are_the_largest_and_the_longest(longest, num_buckets, exp
     assert (chosen + 1).tolist() == expected
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_last_bucket_beyond_the_longest_is_no_bucket_more(rule):
+    lengths = np.random.default_rng(0).integers(1, 500, 1000)
+    for num_buckets in (1, 2, 4):
+        plan = plan_buckets(
+            lengths,
+            max_tokens=8192,
+            max_seq_len=512,
+            num_buckets=num_buckets,
+            boundaries=rule,
+        )
+        assert len(plan) <= num_buckets
+        assert plan.max_seq_len == 512
+
+
 def test_the_epoch_cost_is_that_of_the_report():
     lengths = np.random.default_rng(1).integers(1, 200, 500)
     given = candidates(lengths)

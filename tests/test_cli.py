@@ -417,7 +417,29 @@ def test_plans_are_compared_as_in_python(files):
             (*AUTO, "--compile-seconds", 1, "--num-epochs", "nan"),
             "`num_epochs=nan` must be a positive, finite number",
         ),
-        ((*AUTO, "--boundaries", "quantile"), "leave out `--boundaries quantile`"),
+        (
+            (*AUTO, "--boundaries", "quantile"),
+            "--boundaries and --num-buckets are two ways: leave out one.",
+        ),
+        (
+            ("--shapes", "8x512", "--boundaries", "512"),
+            "--shapes and --boundaries are two ways: leave out one.",
+        ),
+        (
+            (*OPTIONS, "--compile-seconds", 3),
+            "`--compile-seconds` says nothing without `--num-buckets auto`.",
+        ),
+        (
+            ("--shapes", "8x512", "--max-tokens", "4096,4096"),
+            "`--shapes` say their own B: give one `--max-tokens` beside them",
+        ),
+        ((*OPTIONS, "--cost-fn", "math:sqrt"), "raised TypeError: "),
+        ((*OPTIONS, "--boundaries", "math:sqrt"), "raised TypeError: "),
+        (
+            (*OPTIONS, "--step-times", "no.json", "-o", "no.json"),
+            "`--output no.json` would overwrite what this command reads",
+        ),
+        ((*OPTIONS, "--plot", "plan.xyz"), "`--plot plan.xyz`: a picture is one of"),
         ((*OPTIONS, "--width", 8), "cost takes `--width` and `--depth`"),
         (
             (*OPTIONS, "--width", 8, "--depth", 8, "--cost-fn", "mine:steps"),
@@ -458,6 +480,11 @@ def test_a_comparison_with_what_is_no_plan_is_refused(files):
     output = refused("compare", *options, "--boundaries", "quantile")
     assert "`--boundaries quantile`: give lengths such as 128,256,512." in output
     assert "`--max-tokens` is missing" in refused("compare", "lengths.npy")
+    output = refused("compare", *options, "--remainder", "drop")
+    assert "`remainder='drop'` leaves out other examples" in output
+    (files / "optimal").write_text(PLAN.to_json())
+    output = refused("compare", *options, "--plan", "optimal")
+    assert "`others` has 'optimal', which is a rule's: rename it." in output
     output = refused("compare", "two.npz", *OPTIONS[:4], "--column", "words")
     assert "lengths" in output and "others" in output
 

@@ -49,6 +49,8 @@ def test_the_cheapest_comes_first_and_none_is_below_the_bound():
         assert comparison.least_cost <= costs[0] <= 1.05 * comparison.least_cost
         above = costs[0] / comparison.least_cost - 1
         assert f"optimal is {above:.2%} above that" in comparison.summary
+        assert comparison.exact
+        assert comparison.summary.endswith("It is proven the cheapest.")
 
 
 def test_by_another_cost_the_plan_by_tokens_is_there_too():
@@ -101,6 +103,22 @@ def test_every_number_is_in_the_json():
     for compared, numbers in zip(comparison.plans, found["plans"], strict=True):
         assert numbers["report"]["padding"] == compared.report.padding
         assert BucketPlan.from_json(json.dumps(numbers["plan"])) == compared.plan
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(ValueError, match="`remainder='drop'` leaves out other exampl"):
+        compare_plans(LENGTHS, LIMITS, remainder="drop")
+    mine = BucketPlan.from_shapes([(4, 1504)])
+    for name in ("optimal", "equal tokens", "one shape"):
+        with pytest.raises(ValueError, match=f"`others` has '{name}', which is a rule"):
+            compare_plans(LENGTHS, LIMITS, others={name: mine})
+
+
+def test_a_proof_is_told():
+    assert compare_plans(LENGTHS, LIMITS, num_buckets=3).exact
+    comparison = compare_plans(LENGTHS, LIMITS, num_buckets=3, remainder="pad")
+    assert not comparison.exact
+    assert "proven" not in comparison.summary
 
 
 def test_lengths_that_another_plan_refuses_are_refused():

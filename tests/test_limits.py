@@ -104,6 +104,14 @@ def test_batches_have_no_fewer_and_no_more_rows_than_is_said():
         ({"cost_fn": lambda b, t: 0}, "`cost_fn("),
         ({"cost_fn": lambda b, t: None}, "=None` must be a positive, finite number"),
         ({"cost_fn": lambda b, t: np.inf}, "=inf` must be a positive, finite number"),
+        (
+            {"cost_fn": lambda b, t: {}["x"]},
+            "raised KeyError: 'x'. Mend the function.",
+        ),
+        ({"cost_fn": lambda b: 1.0}, "raised TypeError: "),
+        ({"max_tokens": lambda t: 1 // 0}, "`max_tokens(500)` raised ZeroDivisionErr"),
+        ({"cost_fn": lambda b, t: 1e-310}, "a cost must be between 1e-100 and 1e100."),
+        ({"cost_fn": lambda b, t: 1e300}, "a cost must be between 1e-100 and 1e100."),
         ({"num_buckets": "many"}, "`num_buckets='many'` is not an integer"),
     ],
 )
@@ -178,12 +186,21 @@ def test_a_plan_without_costs_counts_tokens():
 
 
 @pytest.mark.parametrize(
-    "costs", [(1.0,), (1.0, 0.0), (1.0, np.nan), (1.0, -1.0), ("a", "b"), 3.0]
+    ("costs", "message"),
+    [
+        ((1.0,), "`step_costs=(1.0,)` must be 2 positive numbers"),
+        (3.0, "`step_costs=3.0` must be 2 positive numbers"),
+        ((1.0, 0.0), "`step_costs[1]=0.0` must be a positive, finite number"),
+        ((1.0, np.nan), "`step_costs[1]=nan` must be"),
+        ((-1.0, 1.0), "`step_costs[0]=-1.0` must be"),
+        (("1", 1.0), "`step_costs[0]='1'` must be"),
+        ((True, 1.0), "`step_costs[0]=True` must be"),
+        ((1e-200, 1.0), "`step_costs[0]=1e-200`: a cost must be between"),
+    ],
 )
-def test_costs_that_are_none_are_refused(costs):
+def test_costs_that_are_none_are_refused(costs, message):
     buckets = (Bucket(4, 8), Bucket(2, 16))
-    message = re.escape(f"`step_costs={costs!r}` must be 2 positive numbers")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         BucketPlan(buckets, max_tokens=32, step_costs=costs)
 
 
@@ -192,8 +209,10 @@ def test_the_fingerprint_names_what_steps_cost():
     plans = [
         BucketPlan(buckets, max_tokens=32, step_costs=costs, cost_unit=unit)
         for costs, unit in (
-            *((None, "tokens"), (None, "s"), ((1.0, 2.0), "s")),
+            *((None, "tokens"), ((1.0, 2.0), "s")),
             *(((1.0, 2.0), "FLOP"), ((1.0, 2.5), "s")),
         )
     ]
-    assert len({plan.fingerprint for plan in plans}) == 5
+    assert len({plan.fingerprint for plan in plans}) == 4
+    with pytest.raises(ValueError, match="`cost_unit='s'` is of no `step_costs`"):
+        BucketPlan(buckets, max_tokens=32, cost_unit="s")

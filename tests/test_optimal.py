@@ -264,3 +264,88 @@ def test_a_plan_by_time_takes_less_time_though_more_tokens():
         differ += by_steps.steps_per_epoch < by_tokens.steps_per_epoch
         assert plans[1].cost_unit == by_steps.cost_unit == "s"
     assert differ
+
+
+# Epochs of few batches, where remainders are most of the cost
+
+
+@pytest.mark.parametrize("name", ["tokens", "transformer", "measured"])
+@pytest.mark.parametrize("seed", range(6))
+def test_few_batches_are_planned_exactly(seed, name):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(5, 1, 1500), 1, 3000).astype(int)
+    max_tokens = int(lengths.sum() // rng.integers(3, 30) + 3000)
+    limits = Limits(max_tokens=max_tokens, cost_fn=COSTS[name])
+    candidates = limits.candidates(lengths)
+    before = np.inf
+    for num_buckets in (2, 4, 8, 20, 32):
+        optimum = Optimum(candidates, num_buckets)
+        cost = candidates.epoch_cost(optimum.choice(num_buckets))
+        assert optimum.exact
+        # More of them never cost more, though none was told of the fewer.
+        assert cost <= before * (1 + 1e-12)
+        for rule in RULES.values():
+            assert cost <= candidates.epoch_cost(rule(candidates, num_buckets))
+        before = cost
+
+
+def test_a_search_that_is_cut_is_no_worse_than_any_rule(monkeypatch):
+    monkeypatch.setattr("jaxbucket.optimal._MAX_PAIRS", 0)
+    monkeypatch.setattr("jaxbucket.optimal._FIRST_WIDTH", 1)
+    rng, cut = np.random.default_rng(0), 0
+    for _ in range(20):
+        lengths = np.clip(rng.lognormal(4, 1, 500), 1, 900).astype(int)
+        limits = Limits(max_tokens=int(rng.integers(1000, 30_000)))
+        candidates = limits.candidates(lengths)
+        optimum = Optimum(candidates, 12)
+        cost = candidates.epoch_cost(optimum.choice(12))
+        for name, rule in RULES.items():
+            if name != "optimal":
+                assert cost <= candidates.epoch_cost(rule(candidates, 12))
+        cut += not optimum.exact
+    assert cut
+
+
+@pytest.mark.parametrize("never", [1e9, 1e17, 1e30, 1e60])
+def test_a_cost_that_says_never_leaves_all_others_what_they_are(never):
+    lengths = np.random.default_rng(0).integers(1, 200, 2000)
+
+    def cost(batch_size: int, seq_len: int) -> float:
+        allowed = seq_len % 8 == 0 or seq_len == 199
+        return float(batch_size * seq_len) if allowed else never
+
+    plan = plan_buckets(lengths, max_tokens=4096, num_buckets=5, cost_fn=cost)
+    assert all(b.seq_len % 8 == 0 or b.seq_len == 199 for b in plan.buckets)
+    limits = Limits(max_tokens=4096, cost_fn=cost)
+    optimum = Optimum(limits.candidates(lengths), 5)
+    least = min(
+        report(
+            plan_buckets(lengths, max_tokens=4096, boundaries=[*ends, 199]), lengths
+        ).padded_tokens
+        for ends in itertools.combinations(range(8, 199, 8), 4)
+        if ends[0] in (32, 40, 48) and ends[-1] in (152, 160, 168)
+    )
+    assert optimum.steady_cost(5) <= report(plan, lengths).epoch_cost <= least
+
+
+def test_a_budget_beyond_all_lengths_has_a_bound_that_means_something():
+    lengths = np.random.default_rng(0).integers(1, 200, 2000)
+    limits = Limits(max_tokens=2**50)
+    candidates = limits.candidates(lengths)
+    optimum = Optimum(candidates, 8)
+    cost = candidates.epoch_cost(optimum.choice(8))
+    assert optimum.exact
+    assert 0.99 * cost <= optimum.steady_cost(8) <= cost
+
+
+def test_few_examples_of_far_apart_lengths_take_no_grid():
+    lengths = [5, 77, 16_000_000]
+    calls = []
+
+    def cost(batch_size: int, seq_len: int) -> float:
+        calls.append(seq_len)
+        return float(batch_size * seq_len)
+
+    plan = plan_buckets(lengths, max_tokens=2**25, cost_fn=cost)
+    assert plan.max_seq_len == 16_000_000
+    assert len(calls) < 10

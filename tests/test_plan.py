@@ -105,7 +105,7 @@ def hashed_lengths(size: int, seed: int) -> np.ndarray:
 
 
 GOLDEN = [
-    (3_000, 300_000, 12, "887f4b16af9bbe20c43b7db6d327046a"),
+    (3_000, 300_000, 12, "2e4957cafafcab75048b75b2d9b7928d"),
     (20_000, 65_536, 16, "49c6e504a516bbc1590b522622991780"),
     (20_000, 262_144, 8, "98f68fbb8fb755622acb390301f56f67"),
 ]
@@ -185,6 +185,18 @@ def test_a_function_that_chooses_nonsense_is_refused(chosen):
             max_tokens=4096,
             boundaries=lambda candidates, num_buckets: np.array(chosen),
         )
+
+
+def test_a_function_that_chooses_too_many_or_raises_is_refused():
+    with pytest.raises(ValueError, match="chose 500 ends for `num_buckets=2`"):
+        plan_buckets(
+            np.arange(1, 501),
+            max_tokens=4096,
+            num_buckets=2,
+            boundaries=lambda candidates, num_buckets: np.arange(500),
+        )
+    with pytest.raises(ValueError, match="raised KeyError: 'x'. Give a function of"):
+        plan_buckets([5], max_tokens=8, boundaries=lambda c, n: {}["x"])
 
 
 # What cannot be planned

@@ -1,5 +1,6 @@
 """What the README prints is what runs."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -96,6 +97,29 @@ def test_the_loop_of_the_page_on_processes_saves_where_it_ends(tmp_path):
         )
         assert step == updates == other
         assert max(int(x.name) for x in (tmp_path / "run").glob("[0-9]*")) == int(step)
+
+
+def test_the_commands_that_plan_do_as_printed(tmp_path):
+    text = README.partition("## Plan before you rent")[2].partition("\n## ")[0]
+    printed = "".join(blocks("console", text)).replace("\\\n", " ")
+    commands = [line.removeprefix("$ ") for line in printed.splitlines()]
+    assert len(commands) == 5
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "examples").mkdir()
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
+    for command in commands:
+        command = command.removeprefix("cd examples && ")
+        assert command.startswith("jaxbucket ")
+        run = subprocess.run(
+            [sys.executable, "-m", *command.split()],
+            cwd=tmp_path / "examples",
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+    assert (tmp_path / "docs" / "comparison.png").exists()
 
 
 def test_plans_are_made_and_a_token_file_written_as_printed(tmp_path):

@@ -60,7 +60,7 @@ def compare(
     The cheapest epoch comes first. It costs tokens, padding counted, or what --width,
     --per-second, --step-times or --cost-fn say of a step.
     """
-    check_outputs([lengths, *plan_files], {"--plot": plot})
+    check_outputs([lengths, *plan_files, *shape.inputs], {"--plot": plot})
     figure = plot and new_figure("--plot", plot, 10, 6)
     measured = read_lengths(lengths, column)
     comparison = compare_plans(
@@ -87,7 +87,10 @@ def _others(
     plan_files: tuple[pathlib.Path, ...],
     shape: ShapeOptions,
 ) -> dict[str, BucketPlan]:
-    others = {str(path): read_plan(path) for path in plan_files}
+    others = {path.name: read_plan(path) for path in plan_files}
+    if len(others) < len(plan_files):
+        names = [path.name for path in plan_files]
+        raise ValueError(f"`--plan`: {names} have equal names. Rename one of them.")
     if boundaries is not None:
         ends = integers(boundaries)
         if ends is None:

@@ -132,12 +132,24 @@ class ShapeOptions:
         """What a step costs; None counts tokens."""
         return _cost_fn(**self.costs)
 
+    @property
+    def inputs(self) -> list[pathlib.Path]:
+        """Files that are read."""
+        path = self.costs["step_times"]
+        return [path] if path else []
+
     def given(self, text: str) -> BucketPlan:
         """Returns the plan of shapes such as 32x128,16x256, costed."""
         names = ("batch_size_multiple", "seq_len_multiple", "overlong")
         fields = {name: self.kept[name] for name in names}
         if self.kept["max_tokens"] is not None:
-            fields["max_tokens"] = self.limits().max_tokens
+            budget = self.limits().max_tokens
+            if not isinstance(budget, int):
+                raise ValueError(
+                    "`--shapes` say their own B: give one `--max-tokens` beside them, "
+                    "or none."
+                )
+            fields["max_tokens"] = budget
         plan = BucketPlan.from_shapes(shapes(text), **fields)
         return costed(plan, self.cost_fn)
 

@@ -12,6 +12,7 @@ from jaxbucket.base import BucketPlan
 from jaxbucket.cli.options import (
     EXISTING,
     NEW,
+    POSITIVE,
     ShapeOptions,
     column_option,
     integers,
@@ -32,15 +33,11 @@ _AUTO = "auto"
 @click.argument("lengths", type=EXISTING)
 @click.option(
     "--num-buckets",
-    default="8",
-    show_default=True,
-    help="Shapes at most; auto weighs them against compiling.",
+    help="Shapes at most, 8 by default; auto weighs them against compiling.",
 )
 @click.option(
     "--boundaries",
-    default="optimal",
-    show_default=True,
-    help=f"{', '.join(RULES)}, or lengths such as 128,256,512.",
+    help=f"{', '.join(RULES)}, or lengths such as 128,256,512; optimal by default.",
 )
 @click.option("--shapes", help="Given B x T, such as 32x128,16x256, instead.")
 @click.option(
@@ -49,9 +46,12 @@ _AUTO = "auto"
 @click.option(
     "--num-epochs",
     type=float,
-    default=1,
-    show_default=True,
-    help="For which shapes are used, with --num-buckets auto.",
+    help="For which shapes are used, with --num-buckets auto; 1 by default.",
+)
+@click.option(
+    "--max-buckets",
+    type=POSITIVE,
+    help="Shapes looked at, with --num-buckets auto; 32 by default.",
 )
 @shape_options
 @column_option
@@ -60,11 +60,12 @@ _AUTO = "auto"
 @json_option
 def plan(
     lengths: pathlib.Path,
-    num_buckets: str,
-    boundaries: str,
+    num_buckets: str | None,
+    boundaries: str | None,
     shapes: str | None,
     compile_seconds: float | None,
-    num_epochs: float,
+    num_epochs: float | None,
+    max_buckets: int | None,
     shape: ShapeOptions,
     column: str | None,
     output: pathlib.Path | None,
@@ -72,27 +73,40 @@ def plan(
     as_json: bool,
 ) -> None:
     """Plan shapes for LENGTHS: a file of any kind that `jaxbucket measure` reads."""
-    check_outputs([lengths], {"--output": output, "--plot": plot})
+    check_outputs([lengths, *shape.inputs], {"--output": output, "--plot": plot})
+    _check_one_way(
+        {"--shapes": shapes, "--boundaries": boundaries, "--num-buckets": num_buckets},
+        {
+            "--compile-seconds": compile_seconds,
+            "--num-epochs": num_epochs,
+            "--max-buckets": max_buckets,
+        },
+    )
+    figure = plot and new_figure("--plot", plot, 8, 11 if num_buckets == _AUTO else 7)
     measured = read_lengths(lengths, column)
     curve = None
     if shapes is not None:
         made = shape.given(shapes)
     elif num_buckets == _AUTO:
-        _check_auto(boundaries)
         curve = plan_curve(
             measured,
             shape.limits(),
             compile_seconds=compile_seconds,
-            num_epochs=num_epochs,
+            num_epochs=1 if num_epochs is None else num_epochs,
+            max_buckets=max_buckets or 32,
         )
         made = curve.chosen.plan
     else:
         made = plan_within(
-            measured, shape.limits(), _number(num_buckets), _chooser(boundaries)
+            measured,
+            shape.limits(),
+            _number(num_buckets or "8"),
+            _chooser(boundaries or "optimal"),
         )
     epoch = report(made, measured, accumulate=shape.kept["accumulate"])
     if plot:
-        _draw(made, measured, curve, plot)
+        _draw(figure, made, measured, curve)
+        save_figure(figure, "--plot", plot)
     if output:
         with written_whole("--output", output) as file:
             file.write(f"{made.to_json()}\n".encode())
@@ -103,12 +117,15 @@ def plan(
         show_tables(*([curve] if curve else []), epoch)
 
 
-def _check_auto(boundaries: str) -> None:
-    if boundaries != "optimal":
-        raise ValueError(
-            "`--num-buckets auto` chooses among optimal plans: leave out "
-            f"`--boundaries {boundaries}`, or give a number of buckets."
-        )
+def _check_one_way(ways: dict[str, Any], of_auto: dict[str, Any]) -> None:
+    """Nothing that is said may be without effect."""
+    auto = ways["--num-buckets"] == _AUTO
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) > 1 and (given[0] == "--shapes" or auto):
+        raise ValueError(f"{given[0]} and {given[1]} are two ways: leave out one.")
+    idle = [name for name, value in of_auto.items() if value is not None]
+    if idle and not auto:
+        raise ValueError(f"`{idle[0]}` says nothing without `--num-buckets {_AUTO}`.")
 
 
 def _number(text: str) -> int:
@@ -130,15 +147,13 @@ def _chooser(text: str) -> Any:
 
 
 def _draw(
-    plan: BucketPlan, lengths: np.ndarray, curve: PlanCurve | None, path: pathlib.Path
+    figure: Any, plan: BucketPlan, lengths: np.ndarray, curve: PlanCurve | None
 ) -> None:
-    figure = new_figure("--plot", path, 8, 11 if curve else 7)
     if curve is None:
         draw_plan_on(figure, plan, lengths)
-    else:
-        from jaxbucket.comparison_plots import plot_curve
+        return
+    from jaxbucket.comparison_plots import plot_curve
 
-        above, below = figure.subfigures(2, 1, height_ratios=[4, 7])
-        plot_curve(curve, above)
-        draw_plan_on(below, plan, lengths)
-    save_figure(figure, "--plot", path)
+    above, below = figure.subfigures(2, 1, height_ratios=[4, 7])
+    plot_curve(curve, above)
+    draw_plan_on(below, plan, lengths)

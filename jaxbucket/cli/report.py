@@ -76,4 +76,7 @@ def read_plan(path: pathlib.Path) -> BucketPlan:
         text = path.read_text("utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"`{path}` is no text file.") from None
-    return BucketPlan.from_json(text)
+    try:
+        return BucketPlan.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"`{path}`: {error}") from None
