@@ -12,9 +12,9 @@ every round each compiles its steps anew, and trains for one epoch, always the s
 
 The plans are made by shapes that were timed before the first round. Every round begins
 with timing the same shapes again, for a shared machine is now faster and now slower; an
-error is the epoch's time by these over what the epochs of the round took, the median of
-all rounds. End to end is compiling and an epoch; measuring the shapes is told apart, for
-it is done once for all runs of a model.
+error is the epoch's time by these over what the epochs of the round took, the median
+over rounds. End to end is compiling and an epoch; measuring the shapes is told apart,
+for it is done once for all runs of a model.
 """
 
 import argparse
