@@ -26,6 +26,7 @@ class Candidates:
       tokens: `[G]` int64, the real tokens of those.
       batch_sizes: `[G]` int64, the rows of a step at that length.
       costs: `[G]` float64 or int64, what such a step costs.
+      complete: whether no other length could be a boundary; else there were too many.
     """
 
     seq_lens: np.ndarray
@@ -33,6 +34,7 @@ class Candidates:
     tokens: np.ndarray
     batch_sizes: np.ndarray
     costs: np.ndarray
+    complete: bool = True
 
     def __len__(self) -> int:
         return len(self.seq_lens)
@@ -40,7 +42,12 @@ class Candidates:
     def take(self, index: np.ndarray) -> Candidates:
         """Returns some of them."""
         return Candidates(
-            *(getattr(self, f.name)[index] for f in dataclasses.fields(self))
+            self.seq_lens[index],
+            self.examples[index],
+            self.tokens[index],
+            self.batch_sizes[index],
+            self.costs[index],
+            self.complete,
         )
 
     def counts(self, chosen: np.ndarray) -> np.ndarray:

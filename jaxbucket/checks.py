@@ -112,7 +112,7 @@ def check_positive(name: str, value: Any) -> int:
 
 def check_costs(name: str, costs: Any, size: int) -> np.ndarray:
     """Returns positive numbers as `[size]` float64, or raises a ValueError."""
-    if not isinstance(costs, Sequence | np.ndarray) or len(costs) != size:
+    if not isinstance(costs, Sequence | np.ndarray) or np.shape(costs) != (size,):
         raise ValueError(
             f"`{name}={costs!r}` must be {size} positive numbers, one for each bucket."
         )

@@ -62,12 +62,14 @@ class PlanCurve:
     Attributes:
       points: by number of buckets; each takes less time for an epoch than the last.
       num_epochs: for which the shapes are used.
+      max_buckets: shapes that were looked at, at most.
       turned: whether no more shapes could take less time; else they were not looked at.
     """
 
     points: tuple[CurvePoint, ...]
     num_epochs: float
-    turned: bool = True
+    max_buckets: int
+    turned: bool
 
     @property
     def chosen(self) -> CurvePoint:
@@ -94,7 +96,7 @@ class PlanCurve:
         )
         text = f"{text}; {than}." if than else f"{text}."
         if not self.turned:
-            text += f" More than {chosen.num_buckets} shapes were not looked at."
+            text += f" More than {self.max_buckets} shapes were not looked at."
         return text
 
     def __len__(self) -> int:
@@ -104,6 +106,7 @@ class PlanCurve:
         """Every number, as plain Python."""
         return {
             "num_epochs": self.num_epochs,
+            "max_buckets": self.max_buckets,
             "turned": self.turned,
             "chosen": self.points.index(self.chosen),
             "reason": self.reason,
@@ -203,10 +206,11 @@ def plan_curve(
             bound >= best.total_seconds for bound in least[size:]
         ):
             break
-    # Else no number of all there are was left out, or no other could have been better.
-    looked_at_all = max_buckets == len(candidates) or len(points) < max_buckets
-    best = min(points, key=lambda point: point.total_seconds)
-    return PlanCurve(tuple(points), num_epochs, looked_at_all or best is not points[-1])
+    best = min(point.total_seconds for point in points)
+    # What full batches save by one shape more never grows: the bounds rise from here.
+    rises = len(least) > 1 and least[-1] >= max(least[-2], best)
+    turned = max_buckets == len(candidates) or rises
+    return PlanCurve(tuple(points), num_epochs, max_buckets, turned)
 
 
 def _point(

@@ -20,8 +20,8 @@ from jaxbucket.checks import (
 from jaxbucket.costs import CostFn, unit_of
 from jaxbucket.histogram import cumulative
 
-# Of more T than these only those are looked at that some example needs, rounded up. The
-# others could only make the last batches of a bucket a little smaller.
+# Of more T than these only those are looked at that some example needs, rounded up:
+# what others could save, in the last batches of a bucket, is not proven to be nothing.
 _MOST_ENDS = 1 << 18
 
 Budget: TypeAlias = int | Callable[[int], int] | Sequence[int]
@@ -134,7 +134,9 @@ class Limits:
         ends, examples, tokens = cumulative(
             lengths, last, self.seq_len_multiple, self.overlong
         )
-        if len(ends) > _MOST_ENDS:
+        # The histogram leaves out what no example needs where there would be too many.
+        complete = len(ends) == last // self.seq_len_multiple <= _MOST_ENDS
+        if not complete:
             reached = np.append(np.diff(examples, prepend=0)[:-1] > 0, True)
             ends, examples, tokens = ends[reached], examples[reached], tokens[reached]
         batch_sizes = self.batch_sizes(ends)
@@ -146,6 +148,7 @@ class Limits:
             tokens[fit],
             batch_sizes[fit] * self.accumulate,
             self.costs(batch_sizes[fit], ends[fit]) * self.accumulate,
+            complete,
         )
 
     def batch_sizes(self, seq_lens: Sequence[int] | np.ndarray) -> np.ndarray:

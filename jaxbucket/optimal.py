@@ -28,8 +28,9 @@ _CHUNK = 1 << 20
 # time, to about two seconds on one core. One that is kept takes as long as some others.
 _MAX_PAIRS = 150_000_000
 _CLOSING = 16
-# Examples times candidates, for which what remainders cost ahead is looked at, too.
-_MAX_AHEAD, _LITTLE_AHEAD = 100_000_000, 10_000_000
+# Examples, and these times candidates, for which what remainders cost ahead is looked
+# at: at once, and where a first search was not enough. About 0.1 s, and 1 s.
+_LITTLE_AHEAD, _MAX_AHEAD = (10_000, 10_000_000), (100_000, 100_000_000)
 # A narrow search is quick, and what it finds makes a wide one small.
 _FIRST_WIDTH, _WIDER = 16, 4
 # For each beginning that goes on, how many are compared with one another: most are not
@@ -41,7 +42,7 @@ _BLOCKS = 1024
 
 _RULES = (
     *(boundaries.quantile, boundaries.equal_tokens, boundaries.equal_width),
-    *(boundaries.geometric, boundaries.powers_of_two),
+    *(boundaries.quarters, boundaries.geometric, boundaries.powers_of_two),
 )
 
 
@@ -71,8 +72,12 @@ class Optimum:
     def __init__(self, candidates: Candidates, max_buckets: int):
         self.exact = False
         self._candidates = candidates
-        self._kept = _affordable(candidates, _distinct(candidates), max_buckets)
-        self._problem = _Problem.of(candidates.take(self._kept), max_buckets)
+        most = _known_cost(candidates, max_buckets)
+        self._kept = _affordable(candidates, _distinct(candidates), most)
+        few = candidates.take(self._kept)
+        # The last is kept in any case; whether it costs more, or never, is the same.
+        few = dataclasses.replace(few, costs=np.minimum(few.costs, 2 * most))
+        self._problem = _Problem.of(few, max_buckets)
         self._bounds, self._ends = _lower_bounds(self._problem, max_buckets)
 
     def choice(self, num_buckets: int, known: np.ndarray | None = None) -> np.ndarray:
@@ -84,21 +89,22 @@ class Optimum:
         """
         problem = self._problem
         choices = [_traced_ends(self._ends[:k]) for k in range(1, num_buckets + 1)]
-        if known is not None:
+        # What a rule chose may hold ends that no best choice has.
+        if known is not None and np.isin(known, self._kept).all():
             choices.append(np.searchsorted(self._kept, known))
         best = min(choices, key=problem.epoch_cost)
         # The bounds were as much work as so many pairs.
         pairs = num_buckets * len(problem) * len(problem).bit_length()
         width = _FIRST_WIDTH
         # Where it takes longer than a first search, only if that is not enough.
-        ahead = self._cost_ahead if self._size <= _LITTLE_AHEAD else None
+        ahead = self._cost_ahead if self._is_little(*_LITTLE_AHEAD) else None
         while True:
             bounds = self._bounds[: num_buckets + 1]
             search = _Search(problem, bounds, ahead, width)
             best = search.better_than(best)
             pairs += search.pairs
-            self.exact = not search.cut
-            if self.exact:
+            self.exact = self._candidates.complete and not search.cut
+            if not search.cut:
                 return self._kept[best]
             if pairs + 2 * search.pairs > _MAX_PAIRS:
                 return self._no_worse_than_rules(self._kept[best], num_buckets)
@@ -107,11 +113,11 @@ class Optimum:
 
     @functools.cached_property
     def _cost_ahead(self) -> np.ndarray | None:
-        return _cost_ahead(self._problem) if self._size <= _MAX_AHEAD else None
+        return _cost_ahead(self._problem) if self._is_little(*_MAX_AHEAD) else None
 
-    @property
-    def _size(self) -> int:
-        return int(self._problem.below[-1]) * len(self._problem)
+    def _is_little(self, examples: int, pairs: int) -> bool:
+        total = int(self._problem.below[-1])
+        return total <= examples and total * len(self._problem) <= pairs
 
     def _no_worse_than_rules(self, chosen: np.ndarray, num_buckets: int) -> np.ndarray:
         others = [rule(self._candidates, num_buckets) for rule in _RULES]
@@ -144,17 +150,24 @@ def _distinct(candidates: Candidates) -> np.ndarray:
     return np.append(reached[reached < last], last)
 
 
-def _affordable(
-    candidates: Candidates, kept: np.ndarray, max_buckets: int
-) -> np.ndarray:
-    """Those `[n]` of which one batch costs no more than an epoch that there is.
+def _known_cost(candidates: Candidates, max_buckets: int) -> float:
+    """What an epoch costs that there is: by a rule of thumb, or in one shape."""
+    by_rule = [rule(candidates, max_buckets) for rule in _RULES]
+    known = min(map(candidates.epoch_cost, by_rule))
+    # The last bucket has to be there, but where another holds all it may be empty.
+    total = candidates.examples[-1]
+    holds_all = candidates.examples == total
+    holds_all[:-1] &= max_buckets > 1
+    batches = -(-total // candidates.batch_sizes[holds_all])
+    return min(known, (batches * candidates.costs[holds_all]).min().item())
+
+
+def _affordable(candidates: Candidates, kept: np.ndarray, most: float) -> np.ndarray:
+    """Those `[n]` of which one batch costs no more than a whole epoch, and the last.
 
     Beside a cost that says never, others would differ by less than an integer.
     """
-    epochs = [candidates.epoch_cost(rule(candidates, max_buckets)) for rule in _RULES]
-    last = np.array([len(candidates) - 1])
-    most = min(*epochs, candidates.epoch_cost(last))
-    return kept[(candidates.costs[kept] <= most) | (kept == last)]
+    return kept[(candidates.costs[kept] <= most) | (kept == len(candidates) - 1)]
 
 
 @dataclasses.dataclass(frozen=True)

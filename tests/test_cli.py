@@ -57,6 +57,7 @@ def refused(*args: object) -> str:
 
 
 PLAN = plan_buckets(LENGTHS, max_tokens=4096, num_buckets=4, seq_len_multiple=32)
+BUDGET = ("--max-tokens", 4096)
 OPTIONS = ("--max-tokens", 4096, "--num-buckets", 4, "--seq-len-multiple", 32)
 
 
@@ -395,8 +396,8 @@ def test_plans_are_compared_as_in_python(files):
         ),
         (("--max-tokens", "m:f"), "`m:f`: "),
         ((*OPTIONS, "--boundaries", "even"), "`boundaries='even'`: choose one of"),
-        ((*OPTIONS, "--boundaries", "512,64"), "`boundaries`: 64 after 512."),
-        ((*OPTIONS, "--boundaries", "64,64,512"), "`boundaries`: 64 after 64."),
+        ((*BUDGET, "--boundaries", "512,64"), "`boundaries`: 64 after 512."),
+        ((*BUDGET, "--boundaries", "64,64,512"), "`boundaries`: 64 after 64."),
         (("--shapes", "8*512"), "`--shapes 8*512`: give B x T for each, as 32x128"),
         (("--shapes", "8x512x2"), "`--shapes 8x512x2`: give B x T"),
         (("--shapes", "8x512,16x512"), "strictly increasing order"),
@@ -425,6 +426,15 @@ def test_plans_are_compared_as_in_python(files):
             ("--shapes", "8x512", "--boundaries", "512"),
             "--shapes and --boundaries are two ways: leave out one.",
         ),
+        (
+            (*OPTIONS, "--boundaries", "100,512"),
+            "--boundaries and --num-buckets are two ways: leave out one.",
+        ),
+        (
+            ("--shapes", "8x512", "--max-batch-size", 4),
+            "`--max-batch-size` says nothing beside `--shapes`: leave it out.",
+        ),
+        ((*OPTIONS, "--step-times", "twice.json"), "a shape is there twice"),
         (
             (*OPTIONS, "--compile-seconds", 3),
             "`--compile-seconds` says nothing without `--num-buckets auto`.",
@@ -468,6 +478,7 @@ def test_plans_are_compared_as_in_python(files):
 def test_options_that_no_plan_keeps_are_refused(files, functions, options, message):
     pathlib.Path("no.json").write_text('{"[8, 512]": -1}')
     pathlib.Path("none.json").write_text("{}")
+    pathlib.Path("twice.json").write_text('{"[8, 512]": 1, "[8,512]": 2}')
     assert message in refused("plan", "lengths.npy", *options)
 
 

@@ -92,6 +92,12 @@ def test_a_curve_that_ends_before_it_turns_says_so():
     assert curve.chosen.num_buckets == 5
     assert not curve.turned
     assert curve.reason.endswith("More than 5 shapes were not looked at.")
+    # With sizes in between that do not pay, too.
+    lengths = [11, 3, 1, 11, 8, 1, 9, 10, 2, 12, 8, 7, 2, 2, 4, 6, 5, 12, 9, 8, 2, 4, 3]
+    lengths += [13, 11, 6, 10, 8, 6, 10, 4, 8, 9, 12, 7, 13, 5, 11, 12, 10, 3, 7, 11]
+    limits = Limits(max_tokens=49, cost_fn=TokenCost(tokens_per_second=1.0))
+    curve = plan_curve(lengths, limits, compile_seconds=0.01, max_buckets=6)
+    assert "More than 6 shapes were not looked at." in curve.reason
     # All three that there are.
     curve = plan_curve(
         [7, 8, 9] * 5,

@@ -189,6 +189,7 @@ def test_a_plan_without_costs_counts_tokens():
     ("costs", "message"),
     [
         ((1.0,), "`step_costs=(1.0,)` must be 2 positive numbers"),
+        (np.array(3.0), "must be 2 positive numbers, one for each bucket"),
         (3.0, "`step_costs=3.0` must be 2 positive numbers"),
         ((1.0, 0.0), "`step_costs[1]=0.0` must be a positive, finite number"),
         ((1.0, np.nan), "`step_costs[1]=nan` must be"),

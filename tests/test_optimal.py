@@ -355,3 +355,33 @@ def test_few_examples_of_far_apart_lengths_take_no_grid():
     plan = plan_buckets(lengths, max_tokens=2**25, cost_fn=cost)
     assert plan.max_seq_len == 16_000_000
     assert len(calls) < 10
+
+
+def test_a_last_bucket_that_no_example_reaches_may_cost_what_it_will():
+    lengths = np.random.default_rng(0).integers(1, 11, 300)
+
+    def cost(batch_size: int, seq_len: int) -> float:
+        return 1e30 if seq_len > 10 else 0.1 + 0.001 * seq_len**2 * batch_size
+
+    def cost_of(last: int, num_buckets: int) -> float:
+        limits = Limits(
+            max_tokens=lambda seq_len: 8 * seq_len**2, max_seq_len=last, cost_fn=cost
+        )
+        candidates = limits.candidates(lengths)
+        optimum = Optimum(candidates, num_buckets)
+        found = candidates.epoch_cost(optimum.choice(num_buckets))
+        assert optimum.exact
+        assert optimum.steady_cost(num_buckets) <= found
+        return found
+
+    # The bucket that has to be there is one more, and empty.
+    assert cost_of(12, 3) == pytest.approx(cost_of(10, 2), rel=1e-12)
+
+
+def test_what_was_not_looked_at_is_not_proven():
+    lengths = [100_000] * 10 + [300_000] * 10
+    candidates = Limits(max_tokens=600_000).candidates(np.array(lengths))
+    assert not candidates.complete and len(candidates) == 2
+    optimum = Optimum(candidates, 2)
+    assert candidates.seq_lens[optimum.choice(2)].tolist() == [100_000, 300_000]
+    assert not optimum.exact

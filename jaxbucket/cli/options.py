@@ -132,6 +132,16 @@ class ShapeOptions:
         """What a step costs; None counts tokens."""
         return _cost_fn(**self.costs)
 
+    def check_free(self) -> None:
+        """Raises a ValueError if B or T are bounded, though they are given."""
+        own = {"min_batch_size": 1, "max_batch_size": None, "max_seq_len": None}
+        bound = [name for name, free in own.items() if self.kept[name] != free]
+        if bound:
+            option = f"--{bound[0].replace('_', '-')}"
+            raise ValueError(
+                f"`{option}` says nothing beside `--shapes`: leave it out."
+            )
+
     @property
     def inputs(self) -> list[pathlib.Path]:
         """Files that are read."""
@@ -214,6 +224,8 @@ def read_step_times(path: pathlib.Path) -> StepTime:
     try:
         found = json.loads(path.read_text("utf-8"))
         seconds = {Bucket(*json.loads(shape)): time for shape, time in found.items()}
+        if len(seconds) < len(found):
+            raise ValueError("a shape is there twice")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"`--step-times {path}` is no JSON object of shapes and seconds, such as "

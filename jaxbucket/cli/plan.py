@@ -74,6 +74,8 @@ def plan(
 ) -> None:
     """Plan shapes for LENGTHS: a file of any kind that `jaxbucket measure` reads."""
     check_outputs([lengths, *shape.inputs], {"--output": output, "--plot": plot})
+    if shapes is not None:
+        shape.check_free()
     _check_one_way(
         {"--shapes": shapes, "--boundaries": boundaries, "--num-buckets": num_buckets},
         {
@@ -121,7 +123,8 @@ def _check_one_way(ways: dict[str, Any], of_auto: dict[str, Any]) -> None:
     """Nothing that is said may be without effect."""
     auto = ways["--num-buckets"] == _AUTO
     given = [name for name, value in ways.items() if value is not None]
-    if len(given) > 1 and (given[0] == "--shapes" or auto):
+    own = integers(ways["--boundaries"] or "auto") is not None
+    if len(given) > 1 and (given[0] == "--shapes" or auto or own):
         raise ValueError(f"{given[0]} and {given[1]} are two ways: leave out one.")
     idle = [name for name, value in of_auto.items() if value is not None]
     if idle and not auto:
