@@ -191,7 +191,9 @@ def _fill(
     run = _in_workers if num_workers else _here
     # Not where results are printed, which may well be read by a program.
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not progress) as bar:
+    # On none it would leave an empty line among errors.
+    shown = progress and console.is_terminal
+    with Progress(console=console, transient=True, disable=not shown) as bar:
         task = bar.add_task("Measuring lengths", total=len(found))
         bar.advance(task, len(found) - sum(stop - start for start, stop in spans))
         for (start, stop), lengths in run(measure, spans, num_workers):

@@ -56,7 +56,7 @@ def test_a_plan_by_time_is_measured_chosen_and_compared_with_the_run(jsonl, tmp_
     summary = summary_of(out, run)
     said = " ".join(run.stdout.split())
     assert re.search(r"Measured in \d+ s on \d shapes: a step takes .* compiling", said)
-    assert re.search(r"\d shapes: .* s to compile and .* epochs? of .* make", said)
+    assert re.search(r"\d shapes?: .* s to compile and .* epochs? of .* make", said)
     assert re.search(r"6 steps: .* s predicted, .* s taken \([+-]\d+%\)", said)
     plan = jb.BucketPlan.from_json(json.dumps(summary["plan"]))
     assert plan.cost_unit == "s"
