@@ -261,12 +261,13 @@ class _GatheredChunks(ChunkSource):
 def _known_lengths(source: Source, lengths: ArrayLike | None) -> np.ndarray:
     """`[N]`: those of the examples, as they were given or as the source has them."""
     own = source.lengths if isinstance(source, RowSource | ChunkSource) else None
-    if lengths is None and own is None:
+    given = own if lengths is None else lengths
+    if given is None:
         raise ValueError(
             "`lengths` are missing: the source cannot say how long its examples are. "
             "Pass `lengths=jb.measure_lengths(source)`."
         )
-    found = check_lengths(own if lengths is None else lengths)
+    found = check_lengths(given)
     if len(found) != len(source):
         raise ValueError(
             f"`lengths` has {len(found)} entries, but `source` has {len(source)} "
