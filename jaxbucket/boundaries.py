@@ -122,3 +122,13 @@ def _at(candidates: Candidates, ends: np.ndarray) -> np.ndarray:
 def _with_last(candidates: Candidates, chosen: np.ndarray) -> np.ndarray:
     last = len(candidates) - 1
     return np.unique(np.append(np.minimum(chosen, last), last))
+
+
+RULES: dict[str, Chooser] = {
+    "quantile": quantile,
+    "equal_tokens": equal_tokens,
+    "equal_width": equal_width,
+    "quarters": quarters,
+    "geometric": geometric,
+    "powers_of_two": powers_of_two,
+}

@@ -166,7 +166,7 @@ class Limits:
             return np.array(budget, np.int64)
         if not callable(budget):
             return np.full(len(seq_lens), budget, np.int64)
-        found = ((t, called("max_tokens", budget, (t,))) for t in seq_lens.tolist())
+        found = ((t, _called("max_tokens", budget, (t,))) for t in seq_lens.tolist())
         return np.array([check_positive(f"max_tokens({t})", x) for t, x in found])
 
     def costs(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
@@ -241,13 +241,13 @@ def _costs(
 ) -> np.ndarray:
     """`[n]` float64: what a step of each shape costs."""
     shapes = list(zip(batch_sizes.tolist(), seq_lens.tolist(), strict=True))
-    values = [called("cost_fn", cost_fn, shape) for shape in shapes]
+    values = [_called("cost_fn", cost_fn, shape) for shape in shapes]
     for shape, value in zip(shapes, values, strict=True):
         check_cost(f"cost_fn{shape}", value)
     return np.array(values, np.float64)
 
 
-def called(name: str, function: Callable[..., Any], arguments: tuple[int, ...]) -> Any:
+def _called(name: str, function: Callable[..., Any], arguments: tuple[int, ...]) -> Any:
     """Returns what the user's function returns.
 
     Raises:

@@ -28,15 +28,7 @@ Rule: TypeAlias = Literal[
 ]
 Boundaries: TypeAlias = Rule | Sequence[int] | Chooser
 
-RULES: dict[str, Chooser] = {
-    "optimal": optimal,
-    "quantile": rules.quantile,
-    "equal_tokens": rules.equal_tokens,
-    "equal_width": rules.equal_width,
-    "quarters": rules.quarters,
-    "geometric": rules.geometric,
-    "powers_of_two": rules.powers_of_two,
-}
+RULES: dict[str, Chooser] = {"optimal": optimal, **rules.RULES}
 
 
 def plan_buckets(

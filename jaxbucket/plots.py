@@ -329,6 +329,7 @@ def _not_empty(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
 
 
 def new_page(width: float, height: float) -> Figure:
+    """Returns an empty figure, so many inches wide and high."""
     from matplotlib import pyplot
 
     return pyplot.figure(figsize=(width, height), layout="constrained")

@@ -24,7 +24,9 @@ ROOMS = {
     "remainder": ({"checks", "base"}, {"numpy"}),
     "costs": ({"checks", "base"}, {"numpy"}),
     "boundaries": ({"remainder"}, {"numpy"}),
-    "optimal": ({"boundaries"}, {"numpy"}),
+    "bounds": ({"boundaries"}, {"numpy"}),
+    "search": ({"bounds"}, {"numpy"}),
+    "optimal": ({"boundaries", "bounds", "search"}, {"numpy"}),
     "histogram": ({"checks", "base"}, {"numpy"}),
     "limits": ({"checks", "base", "boundaries", "costs", "histogram"}, {"numpy"}),
     "curve": (

@@ -3,7 +3,7 @@ import re
 import numpy as np
 import pytest
 
-from jaxbucket import Bucket, optimal, plan_buckets, report
+from jaxbucket import Bucket, plan_buckets, report, search
 from jaxbucket.permutation import permute
 
 
@@ -115,11 +115,11 @@ GOLDEN = [
 def test_plans_never_change(size, max_tokens, num_buckets, fingerprint, monkeypatch):
     searched = []
 
-    def cutoff(self, least, limit, original=optimal._Search._cutoff):
-        searched.append(least.size > optimal._SURPLUS * self.width)
+    def cutoff(self, least, limit, original=search.Search._cutoff):
+        searched.append(least.size > search._SURPLUS * self.width)
         return original(self, least, limit)
 
-    monkeypatch.setattr(optimal._Search, "_cutoff", cutoff)
+    monkeypatch.setattr(search.Search, "_cutoff", cutoff)
     plan = plan_buckets(
         hashed_lengths(size, 0), max_tokens=max_tokens, num_buckets=num_buckets
     )

@@ -20,7 +20,7 @@ from jaxbucket.cli.options import (
     shape_options,
 )
 from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure, written_whole
-from jaxbucket.cli.show import as_dict, draw_plan_on, show_json, show_tables
+from jaxbucket.cli.show import as_dict, draw_plan, show_json, show_tables
 from jaxbucket.curve import PlanCurve, plan_curve
 from jaxbucket.length_files import read_lengths
 from jaxbucket.plan import RULES, plan_within
@@ -87,9 +87,7 @@ def plan(
     figure = plot and new_figure("--plot", plot, 8, 11 if num_buckets == _AUTO else 7)
     measured = read_lengths(lengths, column)
     curve = None
-    if shapes is not None:
-        made = shape.given(shapes)
-    elif num_buckets == _AUTO:
+    if num_buckets == _AUTO:
         curve = plan_curve(
             measured,
             shape.limits(),
@@ -98,13 +96,11 @@ def plan(
             max_buckets=max_buckets or 32,
         )
         made = curve.chosen.plan
+    elif shapes is not None:
+        made = shape.given(shapes)
     else:
-        made = plan_within(
-            measured,
-            shape.limits(),
-            _number(num_buckets or "8"),
-            _chooser(boundaries or "optimal"),
-        )
+        size, chooser = _number(num_buckets or "8"), _chooser(boundaries or "optimal")
+        made = plan_within(measured, shape.limits(), size, chooser)
     epoch = report(made, measured, accumulate=shape.kept["accumulate"])
     if plot:
         _draw(figure, made, measured, curve)
@@ -153,10 +149,10 @@ def _draw(
     figure: Any, plan: BucketPlan, lengths: np.ndarray, curve: PlanCurve | None
 ) -> None:
     if curve is None:
-        draw_plan_on(figure, plan, lengths)
+        draw_plan(figure, plan, lengths)
         return
     from jaxbucket.comparison_plots import plot_curve
 
     above, below = figure.subfigures(2, 1, height_ratios=[4, 7])
     plot_curve(curve, above)
-    draw_plan_on(below, plan, lengths)
+    draw_plan(below, plan, lengths)

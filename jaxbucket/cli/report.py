@@ -9,7 +9,7 @@ import click
 
 from jaxbucket.base import GROUPS, BucketPlan
 from jaxbucket.cli.options import EXISTING, NEW, POSITIVE, column_option, json_option
-from jaxbucket.cli.outputs import check_outputs
+from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure
 from jaxbucket.cli.show import as_dict, draw_plan, show_json, show_tables
 from jaxbucket.length_files import read_lengths
 from jaxbucket.remainder import Remainder
@@ -55,11 +55,13 @@ def report(
 ) -> None:
     """Report what PLAN, written by `jaxbucket plan -o`, costs on other LENGTHS."""
     check_outputs([plan_file, lengths], {"--plot": plot})
+    figure = plot and new_figure("--plot", plot, 8, 7)
     made = read_plan(plan_file)
     measured = read_lengths(lengths, column)
     epoch = report_of(made, measured, **options)
     if plot:
-        draw_plan(made, measured, plot)
+        draw_plan(figure, made, measured)
+        save_figure(figure, "--plot", plot)
     if as_json:
         show_json(as_dict(made, epoch))
     else:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from typing import Any
 
 import click
 import numpy as np
 
 from jaxbucket.base import BucketPlan
-from jaxbucket.cli.outputs import new_figure, save_figure
 from jaxbucket.stats import Report
 
 
@@ -39,15 +37,8 @@ def show_json(numbers: dict[str, Any]) -> None:
     click.echo(json.dumps(numbers, indent=2))
 
 
-def draw_plan(plan: BucketPlan, lengths: np.ndarray, path: pathlib.Path) -> None:
+def draw_plan(figure: Any, plan: BucketPlan, lengths: np.ndarray) -> None:
     """The plan from both sides: by tokens of each length, and example by example."""
-    figure = new_figure("--plot", path, 8, 7)
-    draw_plan_on(figure, plan, lengths)
-    save_figure(figure, "--plot", path)
-
-
-def draw_plan_on(figure: Any, plan: BucketPlan, lengths: np.ndarray) -> None:
-    """The same, on a figure or a part of one."""
     from jaxbucket.plots import plot_lengths, plot_plan
 
     above, below = figure.subplots(2, 1)
