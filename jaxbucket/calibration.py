@@ -30,6 +30,7 @@ from jaxbucket.compile import compile_steps
 from jaxbucket.costs import StepTime
 from jaxbucket.example import Example, as_arrays, sequence_names
 from jaxbucket.limits import Limits
+from jaxbucket.progress import progress_bar
 from jaxbucket.sharding import (
     DATA_AXIS,
     Axes,
@@ -42,7 +43,7 @@ _T = TypeVar("_T")
 
 # Among lengths, the one near which the shortest bucket of a plan ends.
 _SHORT_PERCENTILE = 5
-_NUM_LENGTHS = 4
+_NUM_LENGTHS = 6
 # Of the budget, what the small shape has: enough to keep a device as busy as others do.
 _SMALL_PART = 4
 
@@ -81,7 +82,7 @@ class Calibration:
                 }
                 for bucket, seconds in self.step_seconds.items()
             ],
-            "cost": dataclasses.asdict(self.cost),
+            "cost": self.cost.to_dict(),
             "seconds_per_compile": self.seconds_per_compile,
         }
 
@@ -89,14 +90,14 @@ class Calibration:
 def calibration_shapes(limits: Limits, lengths: ArrayLike) -> list[Bucket]:
     """Returns the few shapes whose times say what those of a plan take.
 
-    Four of the whole budget, from the shortest T that a plan may want to the longest,
+    Six of the whole budget, from the shortest T that a plan may want to the longest,
     in constant ratio; and one of a quarter of it, which tells what a step takes however
     small it is from what its tokens take. Fewer, where there are not so many.
 
     Example:
       >>> limits = Limits(max_tokens=8192, seq_len_multiple=32)
       >>> print(*calibration_shapes(limits, range(20, 1000)))
-      [85, 96] [42, 192] [18, 448] [8, 1024] [21, 96]
+      [85, 96] [64, 128] [36, 224] [23, 352] [13, 608] [8, 1024] [21, 96]
 
     Args:
       limits: what every shape keeps to.
@@ -233,9 +234,8 @@ def _copy(state: Any) -> Any:
 
 
 def _tracked(items: Iterable[_T], total: int, progress: bool) -> Iterator[_T]:
-    from rich.progress import track
-
-    yield from track(items, "Timing steps", total, disable=not progress, transient=True)
+    with progress_bar(progress) as bar:
+        yield from bar.track(items, total, description="Timing steps")
 
 
 def _time_steps(

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxbucket.base import Batch, Bucket
+from jaxbucket.progress import progress_bar
 
 _own_name: ContextVar[str | None] = ContextVar("own name", default=None)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -40,8 +41,6 @@ def compile_steps(
     Raises:
       ValueError: if `specs` is empty.
     """
-    from rich.progress import track
-
     if not specs:
         raise ValueError("`specs` is empty: pass what `batch_specs` returns.")
     if not hasattr(step_fn, "lower"):
@@ -49,12 +48,11 @@ def compile_steps(
     compiled, seconds = {}, {}
     # The largest first: what does not fit says so before the others are compiled.
     buckets = sorted(specs, key=lambda bucket: bucket.seq_len, reverse=True)
-    for bucket in track(
-        buckets, f"Compiling {_name(step_fn)}", disable=not progress, transient=True
-    ):
-        start = time.perf_counter()
-        compiled[bucket] = step_fn.lower(state, specs[bucket]).compile()  # pyright: ignore
-        seconds[bucket] = time.perf_counter() - start
+    with progress_bar(progress) as bar:
+        for bucket in bar.track(buckets, description=f"Compiling {_name(step_fn)}"):
+            start = time.perf_counter()
+            compiled[bucket] = step_fn.lower(state, specs[bucket]).compile()  # pyright: ignore
+            seconds[bucket] = time.perf_counter() - start
     return CompiledSteps(
         {bucket: compiled[bucket] for bucket in specs}, dict(specs), seconds
     )

@@ -8,6 +8,7 @@ number; a plan is made for the least sum of these over the steps of an epoch. It
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import TypeAlias
@@ -19,15 +20,11 @@ from jaxbucket.checks import check_number, check_positive
 
 CostFn: TypeAlias = Callable[[int, int], float]
 SECONDS = "s"
-# Sets of terms to fit, the fewest first. Where a step's constant and its tokens explain
-# times alike, as for shapes of equal B * T, it is the tokens.
-_TERMS = ([1], [2], [0], [1, 2], [0, 1], [0, 2], [0, 1, 2])
 # What a shape may be beyond all others for the fit without it still to be asked.
 _BEYOND = 1.1
-# Columns that differ by less are one, and errors that small are none.
-_RANK = 1e-9
-_SAYS_MORE = 1e-9
-_ROUNDING = 1e-24
+# What a term weighs in the fit beside errors, if times do not tell: a constant or pairs
+# only where tokens do not say the same.
+_TIES = np.array([1e-6, 0, 1e-6])
 
 
 def unit_of(cost_fn: CostFn) -> str:
@@ -108,7 +105,7 @@ class TransformerCost:
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: a + b * B * T + c * B * T^2, fitted to measured ones.
+    """Seconds of a step: a + b * B * T + c * B * T^2, or what its shape was measured.
 
     Example:
       >>> measured = {Bucket(4, 64): 0.3, Bucket(1, 256): 0.6, Bucket(1, 64): 0.1125}
@@ -120,14 +117,19 @@ class StepTime:
       per_step: a, of starting a step.
       per_token: b, of a position.
       per_pair: c, of a pair of positions in one row, as attention has.
-      error: the largest relative error on a measured step. Of shapes that lie between
-        others in T and in B * T, by a fit without them, each left out in turn.
+      error: the largest relative error of the three terms on a measured step. Of shapes
+        that lie between others in T and in B * T, by a fit without them, each left out
+        in turn.
+      measured: shapes whose time is known, and not that of the terms.
     """
 
     per_step: float
     per_token: float
     per_pair: float
     error: float = 0.0
+    measured: Mapping[Bucket, float] = dataclasses.field(
+        default_factory=dict, hash=False, repr=False
+    )
 
     unit = SECONDS
 
@@ -140,16 +142,30 @@ class StepTime:
             )
 
     def __call__(self, batch_size: int, seq_len: int) -> float:
+        known = self._known.get((batch_size, seq_len))
+        if known is not None:
+            return known
         tokens = batch_size * seq_len
         return self.per_step + tokens * (self.per_token + seq_len * self.per_pair)
+
+    def to_dict(self) -> dict[str, float]:
+        """The three terms and their error, as plain Python."""
+        names = ("per_step", "per_token", "per_pair", "error")
+        return {name: float(getattr(self, name)) for name in names}
+
+    @functools.cached_property
+    def _known(self) -> dict[tuple[int, int], float]:
+        return {(b.batch_size, b.seq_len): s for b, s in self.measured.items()}
 
     @classmethod
     def fit(cls, seconds: Mapping[Bucket, float]) -> StepTime:
         """Returns the function that is closest to measured step times.
 
-        Closest is the least sum of squared relative errors; no term is negative. Few
-        shapes do, if they differ, as those of `calibration_shapes` do: the shortest and
-        the longest T, two in between, and one of a smaller B * T, which tells a and b
+        Closest is the least sum of relative errors; no term is negative. So one shape
+        that takes longer than its neighbours, as a T that is a power of two does where
+        caches are hit by it, does not bend what is said of the others. Few shapes do,
+        if they differ, as those of `calibration_shapes` do: the shortest and the
+        longest T, some in between, and one of a smaller B * T, which tells a and b
         apart. Where none does, and times say the same of both, a is 0.
 
         Args:
@@ -173,7 +189,8 @@ class StepTime:
             others = np.delete(relative, index, axis=0)
             if len(others) >= terms.shape[1]:
                 errors[index] = abs(relative[index] @ _non_negative(others) - 1)
-        return cls(*fitted.tolist(), error=float(errors.max()))
+        measured = dict(zip(seconds, times.tolist(), strict=True))
+        return cls(*fitted.tolist(), error=float(errors.max()), measured=measured)
 
 
 def _check_measured(seconds: Mapping[Bucket, float]) -> None:
@@ -202,24 +219,21 @@ def _between(values: np.ndarray) -> np.ndarray:
 def _non_negative(relative: np.ndarray) -> np.ndarray:
     """`[3]`: the terms, none negative, with which the rows `[n, 3]` are closest to 1.
 
-    With three terms all choices of which are 0 can be tried (Lawson and Hanson,
-    "Solving Least Squares Problems", 1974, has the theory).
+    Least absolute deviations as a linear program: errors e are made as small as
+    -e <= row @ terms - 1 <= e leaves them.
     """
-    best, least = np.zeros(3), np.inf
-    for kept in _TERMS:
-        # Scaled, for the columns are of very different size.
-        scale = np.linalg.norm(relative[:, kept], axis=0)
-        some, _, rank, _ = np.linalg.lstsq(
-            relative[:, kept] / scale, np.ones(len(relative)), rcond=_RANK
-        )
-        terms = np.zeros(3)
-        terms[kept] = some / scale
-        error = float(((relative @ terms - 1) ** 2).sum())
-        # Fewer terms unless more of them say more.
-        better = error < least * (1 - _SAYS_MORE) - len(relative) * _ROUNDING
-        if rank == len(kept) and terms.min() >= 0 and better:
-            best, least = terms, error
-    return best
+    from scipy.optimize import linprog
+
+    size, num_terms = relative.shape
+    # Scaled, for the columns are of very different size.
+    scale = relative.max(axis=0)
+    rows, ones, errors = relative / scale, np.ones(size), np.eye(size)
+    found = linprog(
+        np.concatenate([_TIES, ones]),
+        A_ub=np.block([[rows, -errors], [-rows, -errors]]),
+        b_ub=np.concatenate([ones, -ones]),
+    )
+    return np.maximum(found.x[:num_terms], 0) / scale
 
 
 def _check_speed(cost: TokenCost | TransformerCost, name: str) -> None:

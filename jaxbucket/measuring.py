@@ -21,6 +21,7 @@ from jaxbucket.example import example_length
 from jaxbucket.function_name import function_name
 from jaxbucket.length_cache import LengthCache
 from jaxbucket.orphans import end_with_parent
+from jaxbucket.progress import progress_bar
 from jaxbucket.source import RowSource, Source, check_sequences, contents
 
 # Examples that are measured together; what a kill may lose.
@@ -182,18 +183,11 @@ def _fill(
     progress: bool,
 ) -> None:
     """Measures what is still 0 in `found`, whose first entry is example `first`."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     starts = range(0, len(found), _CHUNK)
     missing = [s for s in starts if not found[s : s + _CHUNK].all()]
     spans = [(first + s, first + min(s + _CHUNK, len(found))) for s in missing]
     run = _in_workers if num_workers else _here
-    # Not where results are printed, which may well be read by a program.
-    console = Console(stderr=True)
-    # On none it would leave an empty line among errors.
-    shown = progress and console.is_terminal
-    with Progress(console=console, transient=True, disable=not shown) as bar:
+    with progress_bar(progress) as bar:
         task = bar.add_task("Measuring lengths", total=len(found))
         bar.advance(task, len(found) - sum(stop - start for start, stop in spans))
         for (start, stop), lengths in run(measure, spans, num_workers):

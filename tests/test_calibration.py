@@ -151,7 +151,7 @@ def test_a_plan_by_time_follows():
     report = jb.report(plan, lengths)
     assert report.epoch_cost == pytest.approx(curve.chosen.epoch_seconds)
     numbers = measured.to_dict()
-    assert numbers["cost"] == dataclasses.asdict(cost)
+    assert numbers["cost"] == cost.to_dict()
     assert [shape["bucket"] for shape in numbers["shapes"]] == [
         [b.batch_size, b.seq_len] for b in shapes
     ]
@@ -177,7 +177,7 @@ def test_shapes_keep_to_the_limits_and_span_the_lengths(seed):
         seq_len_multiple=multiples[1],
     )
     shapes = jb.calibration_shapes(limits, lengths)
-    assert 1 <= len(shapes) <= 5
+    assert 1 <= len(shapes) <= 7
     assert len(set(shapes)) == len(shapes)
     for shape in shapes:
         assert shape.num_tokens <= limits.max_tokens

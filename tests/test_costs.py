@@ -10,9 +10,9 @@ import pytest
 from jaxbucket import Bucket, StepTime, TokenCost, TransformerCost
 from jaxbucket.costs import unit_of
 
-# As `calibration_shapes` proposes them: four of one budget, and a smaller one.
-SHAPES = [Bucket(*shape) for shape in ((128, 32), (40, 96), (12, 320), (4, 1024))]
-SHAPES.append(Bucket(32, 32))
+# As `calibration_shapes` proposes them: six of one budget, and a smaller one.
+SHAPES = [Bucket(128, 32), Bucket(64, 64), Bucket(32, 128), Bucket(16, 256)]
+SHAPES += [Bucket(8, 512), Bucket(4, 1024), Bucket(32, 32)]
 
 
 def times_of(cost, shapes=SHAPES):
@@ -114,8 +114,8 @@ def test_noise_is_told_and_between_the_shapes_predictions_are_near(seed):
     fitted = StepTime.fit(measured)
     assert min(terms_of(fitted)) >= 0
     assert 0 < fitted.error < 6 * noise
-    for shape in ((64, 64), (20, 192), (8, 512), (4, 768), (4, 96)):
-        assert fitted(*shape) == pytest.approx(true(*shape), rel=3 * noise)
+    for shape in ((60, 64), (20, 192), (7, 512), (4, 768), (4, 96)):
+        assert fitted(*shape) == pytest.approx(true(*shape), rel=4 * noise)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -125,7 +125,7 @@ def test_no_other_terms_are_closer_to_what_was_measured(seed):
 
     def distance(terms):
         cost = times_of(lambda *shape: StepTime(*terms)(*shape))
-        return sum((cost[shape] / t - 1) ** 2 for shape, t in measured.items())
+        return sum(abs(cost[shape] / t - 1) for shape, t in measured.items())
 
     fitted = np.array(terms_of(StepTime.fit(measured)))
     least = distance(fitted)
@@ -135,7 +135,7 @@ def test_no_other_terms_are_closer_to_what_was_measured(seed):
             0, fitted + rng.normal(size=3) * sizes * 10 ** -rng.uniform(0, 4)
         )
         if others.any():
-            assert distance(others) >= least * (1 - 1e-9)
+            assert distance(others) >= least * (1 - 1e-5)
 
 
 def test_times_that_fall_with_the_tokens_have_no_negative_term():
@@ -178,9 +178,32 @@ def test_the_error_is_of_shapes_that_were_left_out_between_others():
     shape = SHAPES[2]
     missed = without(shape.batch_size, shape.seq_len) / measured[shape] - 1
     assert fitted.error >= abs(missed) == pytest.approx(1 - 1 / 1.2)
-    assert fitted.error > max(
-        abs(fitted(s.batch_size, s.seq_len) / measured[s] - 1) for s in SHAPES
-    )
+    terms = StepTime(*terms_of(fitted))
+    misses = [abs(time / measured[s] - 1) for s, time in times_of(terms).items()]
+    assert fitted.error >= max(misses)
+
+
+# The smallest one alone says what the constant is.
+@pytest.mark.parametrize("slow", range(len(SHAPES) - 1))
+def test_one_slow_shape_does_not_bend_the_others(slow):
+    cost = StepTime(0.004, 2.2e-5, 5.5e-8)
+    measured = times_of(cost)
+    measured[SHAPES[slow]] *= 1.5
+    fitted = StepTime.fit(measured)
+    others = [(4, 608), (4, 992), (12, 320), (24, 160)]
+    for shape in others:
+        assert fitted(*shape) == pytest.approx(cost(*shape), rel=0.02)
+    assert fitted.error > 0.3
+
+
+def test_a_shape_that_was_measured_takes_what_was_measured():
+    rng = np.random.default_rng(0)
+    measured = {shape: float(rng.uniform(0.1, 1)) for shape in SHAPES}
+    fitted = StepTime.fit(measured)
+    assert times_of(fitted) == measured
+    names = ("per_step", "per_token", "per_pair", "error")
+    values = (*terms_of(fitted), fitted.error)
+    assert fitted.to_dict() == dict(zip(names, values, strict=True))
 
 
 def test_a_shape_that_alone_says_something_is_not_held_against_the_fit():

@@ -250,25 +250,42 @@ def test_a_budget_that_holds_no_row_is_refused(jsonl):
     assert "Raise `max_tokens` to 256" in run.stderr
 
 
-def test_options_out_of_range_are_refused():
-    assert "0 is not positive" in train_lm("--steps", 0).stderr
-    assert "invalid positive value: 'many'" in train_lm("--steps", "many").stderr
-    assert "--compare needs --seconds" in train_lm("--compare").stderr
-    # Each way is started by this very command without `--compare`.
-    assert "unrecognized arguments: --comp" in train_lm("--comp").stderr
-    assert "x.doc is no .png, .svg or .pdf" in train_lm("--plot", "x.doc").stderr
-    assert "-1 is not from 0 to 2**32 - 1" in train_lm("--seed", -1).stderr
-    assert "--resume needs --checkpoint" in train_lm("--resume").stderr
-    assert "100 is no multiple of 32" in train_lm("--max-len", 100).stderr
-    assert "33 is not even" in train_lm("--width", 33).stderr
-    assert "1.0 is not from 0 to below 1" in train_lm("--dropout", 1).stderr
-    assert "nan is not positive" in train_lm("--lr", "nan").stderr
-    assert "names what --data names" in train_lm("--data", "x", "--json", "x").stderr
-    both = train_lm("--json", "x.png", "--plot", "./x.png").stderr
-    assert "--plot names what --json names" in both
-    inside = train_lm("--data", "docs", "--checkpoint", "docs/run").stderr
-    assert re.search(r"--checkpoint \S+/docs/run is in the folder of --data", inside)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--steps 0", "0 is not positive"),
+        ("--steps many", "invalid positive value: 'many'"),
+        ("--compare", "--compare needs --seconds"),
+        # Each way is started by this very command without `--compare`.
+        ("--comp", "unrecognized arguments: --comp"),
+        ("--plot x.doc", "x.doc is no .png, .svg or .pdf"),
+        ("--seed -1", "-1 is not from 0 to 2**32 - 1"),
+        ("--resume", "--resume needs --checkpoint"),
+        ("--max-len 100", "100 is no multiple of 32"),
+        ("--width 33", "33 is not even"),
+        ("--dropout 1", "1.0 is not from 0 to below 1"),
+        ("--lr nan", "nan is not positive"),
+        ("--data x --json x", "--json names what --data names"),
+        ("--json x.png --plot ./x.png", "--plot names what --json names"),
+        ("--data docs --checkpoint docs/run", "docs/run is in the folder of --data"),
+        ("--json nowhere/x.json", "nowhere/x.json is no file in an existing folder"),
+    ],
+)
+def test_options_out_of_range_are_refused(monkeypatch, capsys, options, message):
+    monkeypatch.syspath_prepend(TRAIN_LM.parent)
+    parse = importlib.import_module("options").parse_arguments
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *options.split()])
+    with pytest.raises(SystemExit, match="2"):
+        parse()
+    assert message in capsys.readouterr().err
+
+
+def test_a_hidden_folder_in_that_of_the_data_may_be_written():
     hidden = train_lm("--data", "none", "--checkpoint", "none/.run").stderr
     assert "`--data none` does not exist" in hidden
-    out = "nowhere/summary.json"
-    assert f"{out} is no file in an existing folder" in train_lm("--json", out).stderr
+
+
+def test_refused_options_end_the_example():
+    run = train_lm("--steps", 0)
+    assert run.returncode == 2
+    assert "0 is not positive" in run.stderr

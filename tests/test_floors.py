@@ -22,7 +22,7 @@ ROOMS = {
     "opening": ({"checks", "base"}, {"numpy"}),
     "position": ({"checks"}, set()),
     "remainder": ({"checks", "base"}, {"numpy"}),
-    "costs": ({"checks", "base"}, {"numpy"}),
+    "costs": ({"checks", "base"}, {"numpy", "scipy"}),
     "boundaries": ({"remainder"}, {"numpy"}),
     "bounds": ({"boundaries"}, {"numpy"}),
     "search": ({"bounds"}, {"numpy"}),
@@ -67,14 +67,15 @@ ROOMS = {
     ),
     "function_name": ({"base"}, set()),
     "orphans": (set(), set()),
+    "progress": (set(), {"rich"}),
     "token_file": ({"base", "collate", "example"}, {"numpy"}),
     "length_cache": (set(), {"numpy"}),
     "measuring": (
         {
             *("checks", "base", "example", "source"),
-            *("function_name", "length_cache", "orphans"),
+            *("function_name", "length_cache", "orphans", "progress"),
         },
-        {"numpy", "cloudpickle", "rich"},
+        {"numpy", "cloudpickle"},
     ),
     "input_pipeline": (
         {"checks", "base", "position", "schedule", "collate", "example", "source"},
@@ -83,13 +84,13 @@ ROOMS = {
     "workers": ({"checks", "orphans"}, {"absl", "grain", "numpy"}),
     "testing": ({"checks", "base"}, {"numpy"}),
     "sharding": ({"checks", "base", "collate", "example"}, {"numpy", "jax"}),
-    "compile": ({"base"}, {"jax", "rich"}),
+    "compile": ({"base", "progress"}, {"jax"}),
     "calibration": (
         {
             *("checks", "base", "collate", "compile", "costs", "example"),
-            *("limits", "sharding"),
+            *("limits", "progress", "sharding"),
         },
-        {"numpy", "jax", "rich"},
+        {"numpy", "jax"},
     ),
     "optim": (set(), {"jax", "optax"}),
     "pmap": ({"base", "compile"}, {"numpy", "jax"}),
@@ -119,7 +120,7 @@ ROOMS = {
         {"numpy", "jax", "orbax", "etils"},
     ),
     "length_files": (
-        {"checks", "example", "source", "measuring"},
+        {"checks", "example", "source", "measuring", "progress"},
         {"numpy", "rich", "grain", "pyarrow"},
     ),
     "plots": ({"checks", "base", "stats"}, {"numpy", "matplotlib"}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -21,6 +20,7 @@ from jaxbucket.length_files.text import (
     unpacked_suffix,
 )
 from jaxbucket.length_files.values import Measure
+from jaxbucket.progress import progress_bar
 
 _NUMPY = (".npy", ".npz")
 _READERS: dict[
@@ -74,7 +74,7 @@ def read_lengths(
         if _kind(path) in _NUMPY:
             return _read_numpy(path, column, measure)
         read = _READERS.get(_kind(path), read_text)
-        with progress_bar(path.stat().st_size) as tell:
+        with reading_bar(path.stat().st_size) as tell:
             parts = list(read(path, column, measure, tell))
     except OSError as error:
         raise ValueError(
@@ -141,7 +141,7 @@ def _refuse_column(path: pathlib.Path, column: str | None) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(size: int | None) -> Iterator[Tell]:
+def reading_bar(size: int | None) -> Iterator[Tell]:
     """Shows on a terminal, and nowhere else, how much of a file is read.
 
     Gives a function to be called with the share that is done.
@@ -149,15 +149,8 @@ def progress_bar(size: int | None) -> Iterator[Tell]:
     Args:
       size: bytes of the file, or None where nobody knows how much there is.
     """
-    if not sys.stderr.isatty():
-        yield lambda share: None
-        return
-    from rich import progress
-    from rich.console import Console
+    from rich.progress import DownloadColumn
 
-    columns = [*progress.Progress.get_default_columns(), progress.DownloadColumn()]
-    with progress.Progress(
-        *columns, console=Console(stderr=True), transient=True
-    ) as bar:
+    with progress_bar(True, DownloadColumn()) as bar:
         task = bar.add_task("Measuring lengths", total=size)
         yield lambda share: bar.update(task, completed=int(share * (size or 0)))

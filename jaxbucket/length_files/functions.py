@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxbucket.checks import check_lengths
 from jaxbucket.example import example_length
-from jaxbucket.length_files import progress_bar
+from jaxbucket.length_files import reading_bar
 from jaxbucket.length_files.values import Measure, measured, shown
 from jaxbucket.measuring import measure_lengths
 from jaxbucket.source import RowSource
@@ -159,7 +159,7 @@ def _field(example: Any, column: str) -> Any:
 def _of_iterable(
     examples: Iterable[Any], length_of: Callable[[Any], int]
 ) -> np.ndarray:
-    with progress_bar(None):
+    with reading_bar(None):
         parts = list(measured("example", enumerate(_drawn(examples)), length_of))
     lengths = np.concatenate(parts)
     if not len(lengths):
