@@ -26,12 +26,20 @@ from jaxbucket.stats import Report, report
 from jaxbucket.token_file import TokenFile, write_token_file
 
 if TYPE_CHECKING:
+    from jaxbucket.accumulation import data_parallel_accumulate
     from jaxbucket.calibration import Calibration, calibrate, calibration_shapes
     from jaxbucket.checkpoint import Checkpoints, Restored
     from jaxbucket.compile import CompiledSteps, compile_steps, count_compiles
     from jaxbucket.input_pipeline import batch_dataset
     from jaxbucket.measuring import measure_lengths
-    from jaxbucket.optim import scale_by_batch_size
+    from jaxbucket.optim import (
+        is_linear_in_lr,
+        scale_by_adam_sde,
+        scale_by_batch_size,
+        scale_schedule,
+        schedule_by_work,
+        warmup_inverse_sqrt_schedule,
+    )
     from jaxbucket.prediction import data_parallel_predict, predict
     from jaxbucket.preemption import StopRequest
     from jaxbucket.processes import Processes
@@ -53,6 +61,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ON_FIRST_USE = {
+    "data_parallel_accumulate": "accumulation",
     "batch_dataset": "input_pipeline",
     "measure_lengths": "measuring",
     "load_in_workers": "workers",
@@ -69,7 +78,12 @@ _ON_FIRST_USE = {
     "CompiledSteps": "compile",
     "compile_steps": "compile",
     "count_compiles": "compile",
+    "is_linear_in_lr": "optim",
+    "scale_by_adam_sde": "optim",
     "scale_by_batch_size": "optim",
+    "scale_schedule": "optim",
+    "schedule_by_work": "optim",
+    "warmup_inverse_sqrt_schedule": "optim",
     "data_parallel_predict": "prediction",
     "predict": "prediction",
     "StopRequest": "preemption",
@@ -122,8 +136,10 @@ __all__ = [
     "create_state",
     "data_mesh",
     "data_parallel",
+    "data_parallel_accumulate",
     "data_parallel_eval",
     "data_parallel_predict",
+    "is_linear_in_lr",
     "load_in_workers",
     "local_rows",
     "measure_lengths",
@@ -133,9 +149,13 @@ __all__ = [
     "prefetch_to_mesh",
     "replicate",
     "report",
+    "scale_by_adam_sde",
     "scale_by_batch_size",
+    "scale_schedule",
+    "schedule_by_work",
     "split_source",
     "unbatch",
+    "warmup_inverse_sqrt_schedule",
     "write_token_file",
 ]
 

@@ -12,10 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxbucket.base import EMPTY_ROW, Batch
 from jaxbucket.checks import check_choice
 from jaxbucket.collate import unbatch
+from jaxbucket.loss import Mode
 from jaxbucket.pmap import PmapStep, Rows
 from jaxbucket.schedule import Schedule
 from jaxbucket.sharding import DATA_AXIS, Axes, ahead, axis_names
-from jaxbucket.train import Mode, TrainState
+from jaxbucket.train import TrainState
 
 Outputs: TypeAlias = Mapping[str, jax.Array]
 PredictFn: TypeAlias = Callable[[Any, Batch], Outputs]

@@ -92,14 +92,22 @@ ROOMS = {
         },
         {"numpy", "jax"},
     ),
-    "optim": (set(), {"jax", "optax"}),
+    "optim": ({"checks"}, {"numpy", "jax", "optax"}),
     "pmap": ({"base", "compile"}, {"numpy", "jax"}),
+    "loss": ({"checks", "base", "sharding", "pmap"}, {"numpy", "jax", "flax"}),
     "train": (
-        {"checks", "base", "sharding", "pmap"},
+        {"checks", "base", "loss", "optim", "sharding", "pmap"},
         {"numpy", "jax", "flax", "optax"},
     ),
+    "accumulation": (
+        {"checks", "base", "compile", "loss", "sharding", "pmap", "train"},
+        {"jax", "optax"},
+    ),
     "prediction": (
-        {"checks", "base", "collate", "schedule", "sharding", "pmap", "train"},
+        {
+            *("checks", "base", "collate", "schedule", "loss"),
+            *("sharding", "pmap", "train"),
+        },
         {"numpy", "jax"},
     ),
     "coordination": (set(), {"jax"}),

@@ -1,5 +1,9 @@
 """The learning rate follows the batch: factors, and equality with a scaled rate."""
 
+import functools
+import inspect
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxbucket as jb
+from jaxbucket.optim import in_force, skip_where
 
 RULES = {
     "linear": lambda ratio: ratio,
@@ -174,6 +179,471 @@ def test_it_equals_scaling_the_learning_rate(name, rule):
         np.testing.assert_allclose(params[name], expected[name], rtol=2e-6)
 
 
+# The seed that started it: a learning rate for batches of 2, and 30 tokens in a batch.
+
+
+@pytest.mark.parametrize(
+    ("rule", "rates"),
+    [("linear", [5e-3, 2e-3]), ("sqrt", [1e-3 * 5**0.5, 1e-3 * 2**0.5])],
+)
+def test_batches_of_10_and_4_have_the_rates_of_the_seed(rule, rates):
+    rate = jb.scale_schedule(1e-3, base_examples=2, rule=rule)
+    inside = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    outside = optax.chain(
+        optax.sgd(1e-3),
+        jb.scale_by_batch_size(base_examples=2, rule=rule, learning_rate=1e-3),
+    )
+    for tx in (inside, outside):
+        state = tx.init(jnp.ones(()))
+        for size, want in zip((10, 4), rates, strict=True):
+            update, state = tx.update(jnp.ones(()), state, num_examples=size)
+            np.testing.assert_allclose(update, -want, rtol=1e-6)
+            np.testing.assert_allclose(in_force(state)["learning_rate"], want, 1e-6)
+            np.testing.assert_allclose(in_force(state)["lr_factor"], want / 1e-3, 1e-6)
+
+
+# (B, T) of one budget; the examples of a step fill its rows.
+BUCKETS = [jb.Bucket(64, 32), jb.Bucket(16, 128), jb.Bucket(8, 256), jb.Bucket(2, 1024)]
+EQUAL = {**OPTIMIZERS, "rmsprop": optax.rmsprop}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(("wide", "tolerance"), [(False, 5e-7), (True, 1e-12)])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", EQUAL)
+def test_it_equals_a_scaled_rate_for_50_steps_of_changing_buckets(
+    name, rule, wide, tolerance
+):
+    make, lr, base = EQUAL[name], 1e-3, 16
+    dtype = jnp.float64 if wide else jnp.float32
+    with jax.enable_x64(wide):
+        tx = optax.chain(make(lr), scaling(rule, base_examples=base))
+        traces = []
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def step(bucket, size, grads, params, state):
+            traces.append(bucket)
+            updates, state = tx.update(grads, state, params, num_examples=size)
+            return optax.apply_updates(params, updates), state
+
+        @jax.jit
+        def expected_step(rate, grads, params, state):
+            updates, state = make(rate).update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        rng = np.random.default_rng(0)
+        grads = jax.tree.map(lambda x: x.astype(dtype), random_params(0))
+        params = expected = grads
+        state, expected_state = tx.init(params), make(lr).init(params)
+        for _ in range(50):
+            bucket = BUCKETS[rng.integers(len(BUCKETS))]
+            size = int(rng.integers(1, bucket.batch_size + 1))
+            grads = jax.tree.map(
+                lambda x: jnp.asarray(rng.normal(size=x.shape), dtype), grads
+            )
+            rate = jnp.asarray(lr * RULES[rule](size / base), dtype)
+            params, state = step(bucket, jnp.int32(size), grads, params, state)
+            expected, expected_state = expected_step(
+                rate, grads, expected, expected_state
+            )
+        assert sorted(traces) == sorted(BUCKETS)
+        for key in params:
+            np.testing.assert_allclose(
+                params[key], expected[key], rtol=0, atol=tolerance
+            )
+
+
+# Which optimizers are linear in their learning rate: all that optax exports.
+
+NOT_LINEAR = {
+    *("fromage", "lars", "polyak_sgd", "rprop", "lbfgs"),
+    # Parts of these.
+    *("scale_by_polyak", "scale_by_rprop"),
+    *("scale_by_backtracking_linesearch", "scale_by_zoom_linesearch"),
+}
+NOT_LINEAR_IN_CONTRIB = {
+    *("cocob", "dadapt_adamw", "madgrad", "scale_by_madgrad"),
+    *("schedule_free_adamw", "schedule_free_sgd"),
+}
+# They take more than a learning rate, or gradients of their own.
+NOT_TRIED = {"dpsgd", "schedule_free", "sophia"}
+
+
+def with_a_rate(module) -> dict:
+    """What takes a learning rate, or a bound of one."""
+    rates = {"learning_rate", "max_learning_rate"}
+    return {
+        name: make
+        for name, make in vars(module).items()
+        if inspect.isfunction(make)
+        and not name.startswith("_")
+        and rates & inspect.signature(make).parameters.keys()
+    }
+
+
+# Some of them are about to change, and say so.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(with_a_rate(optax)))
+def test_every_optimizer_is_known_to_be_linear_or_not(name):
+    make = with_a_rate(optax)[name]
+    # Large enough to meet the bound that Polyak's step has.
+    rate = 1.0 if "polyak" in name else 1e-2
+    assert jb.is_linear_in_lr(make, learning_rate=rate) == (name not in NOT_LINEAR)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(with_a_rate(optax.contrib).keys() - NOT_TRIED))
+def test_every_contributed_optimizer_is_known_to_be_linear_or_not(name):
+    make = with_a_rate(optax.contrib)[name]
+    assert jb.is_linear_in_lr(make) == (name not in NOT_LINEAR_IN_CONTRIB)
+
+
+NOT_LINEAR_WITH_OPTIONS = {
+    "adafactor with momentum": lambda lr: optax.adafactor(lr, momentum=0.9),
+    "adafactor with decay": lambda lr: optax.adafactor(lr, weight_decay_rate=0.1),
+    "rmsprop with momentum": lambda lr: optax.rmsprop(lr, momentum=0.9),
+    "trace behind the rate": lambda lr: optax.chain(optax.sgd(lr), optax.trace(0.9)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR_WITH_OPTIONS)
+def test_what_comes_behind_the_rate_makes_an_optimizer_not_linear(name):
+    assert not jb.is_linear_in_lr(NOT_LINEAR_WITH_OPTIONS[name])
+
+
+def test_momentum_and_decay_before_the_rate_are_linear():
+    assert jb.is_linear_in_lr(lambda lr: optax.sgd(lr, momentum=0.9, nesterov=True))
+    assert jb.is_linear_in_lr(lambda lr: optax.adamw(lr, weight_decay=0.5))
+
+
+ROUTED = {
+    name: make
+    for name, make in with_a_rate(optax).items()
+    # A guess, a bound or a part, and not a rate.
+    if "learning_rate" in inspect.signature(make).parameters
+    and not name.startswith("scale_by") | (name in ("rprop", "lbfgs"))
+}
+ROUTED |= {
+    "adafactor with momentum": functools.partial(optax.adafactor, momentum=0.9),
+    "adafactor with decay": functools.partial(optax.adafactor, weight_decay_rate=0.1),
+    "rmsprop with momentum": functools.partial(optax.rmsprop, momentum=0.9),
+    "lars with momentum": functools.partial(optax.lars, momentum=0.9),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", ROUTED)
+def test_a_scaled_schedule_is_the_rate_inside_of_any(name):
+    make, lr = ROUTED[name], 0.01
+    # The table of a plan by rows: every bucket has one factor.
+    rate = jb.scale_schedule(lr, base_rows=16, rule="linear")
+    # A dtype can be called, and would be taken for a schedule.
+    static = {"dtype_momentum"} & inspect.signature(make).parameters.keys()
+    tx = optax.inject_hyperparams(make, static_args=static)(learning_rate=rate)
+    params = expected = random_params(0)
+    state, expected_state = tx.init(params), make(learning_rate=lr).init(params)
+    for step, size in enumerate(SIZES):
+        grads = random_params(step + 1)
+        updates, state = tx.update(grads, state, params, num_rows=size)
+        params = optax.apply_updates(params, updates)
+        scaled = make(learning_rate=lr * size / 16)
+        updates, expected_state = scaled.update(grads, expected_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        assert float(in_force(state)["learning_rate"]) == pytest.approx(lr * size / 16)
+        assert float(in_force(state)["lr_factor"]) == pytest.approx(size / 16)
+    for key in params:
+        np.testing.assert_allclose(params[key], expected[key], rtol=2e-5)
+
+
+# Momentum and weight decay
+
+
+def steps_of(tx, sizes=SIZES, **extra):
+    """Parameters after every step."""
+    params = random_params(0)
+    state, seen = tx.init(params), []
+    for step, size in enumerate(sizes):
+        updates, state = tx.update(
+            random_params(step + 1), state, params, num_examples=size, **extra
+        )
+        params = optax.apply_updates(params, updates)
+        seen.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)]))
+    return np.array(seen)
+
+
+def flat(seed):
+    leaves = jax.tree.leaves(random_params(seed))
+    return np.concatenate([np.ravel(x) for x in leaves]).astype(np.float64)
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_momentum_is_corrected_behind_the_rate_and_not_before(corrected):
+    """Goyal et al. (2017), section 3: with the rate r in the momentum v,
+
+    v' = m (r' / r) v + r' g is the corrected one, and v' = m v + r' g is not.
+    """
+    lr, m, base = 0.1, 0.9, 4
+    scale = jb.scale_by_batch_size(base_examples=base, rule="linear")
+    sgd = optax.sgd(lr, momentum=m)
+    tx = optax.chain(sgd, scale) if corrected else optax.chain(scale, sgd)
+    weights, velocity, before, expected = flat(0), 0.0, None, []
+    for step, size in enumerate(SIZES):
+        rate = lr * size / base
+        correction = rate / before if corrected and before else 1
+        velocity = m * correction * velocity + rate * flat(step + 1)
+        weights = weights - velocity
+        before = rate
+        expected.append(weights)
+    np.testing.assert_allclose(steps_of(tx), expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("scaled", [True, False])
+def test_weight_decay_is_scaled_where_it_is_before_the_scaling(scaled):
+    lr, decay, base, b1, b2 = 0.01, 0.1, 4, 0.9, 0.999
+    scale = jb.scale_by_batch_size(base_examples=base)
+    adam, decays = optax.scale_by_adam(b1, b2), optax.add_decayed_weights(decay)
+    parts = (adam, decays, scale) if scaled else (adam, scale, decays)
+    tx = optax.chain(*parts, optax.scale_by_learning_rate(lr))
+    weights, mu, nu, expected = flat(0), 0.0, 0.0, []
+    for step, size in enumerate(SIZES):
+        grads, factor = flat(step + 1), (size / base) ** 0.5
+        mu, nu = b1 * mu + (1 - b1) * grads, b2 * nu + (1 - b2) * grads**2
+        mean, squares = mu / (1 - b1 ** (step + 1)), nu / (1 - b2 ** (step + 1))
+        update = factor * mean / (squares**0.5 + 1e-8)
+        weights = weights - lr * (update + decay * weights * (factor if scaled else 1))
+        expected.append(weights)
+    np.testing.assert_allclose(steps_of(tx), expected, rtol=2e-5, atol=1e-6)
+
+
+# Adam by its stochastic differential equation
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("ratio", [0.25, 1, 3, 8])
+def test_for_one_size_the_sde_rule_is_adam_with_other_constants(ratio):
+    """Malladi et al. (2022): rate * sqrt(k), 1 - b times k, eps / sqrt(k)."""
+    tx = optax.chain(
+        jb.scale_by_adam_sde(base_examples=4, b1=0.9, b2=0.99, eps=1e-3),
+        optax.scale_by_learning_rate(0.01),
+    )
+    b1, b2 = 1 - ratio * (1 - 0.9), 1 - ratio * (1 - 0.99)
+    adam = optax.adam(0.01 * ratio**0.5, b1, b2, eps=1e-3 / ratio**0.5)
+    sizes = [4 * ratio] * 8
+    np.testing.assert_allclose(
+        steps_of(tx, sizes), steps_of(optax.with_extra_args_support(adam), sizes), 2e-5
+    )
+
+
+def test_the_sde_rule_for_changing_sizes_is_that_of_the_paper_step_by_step():
+    b1, b2, eps, lr, base = 0.9, 0.99, 1e-4, 0.01, 16
+    tx = optax.chain(
+        jb.scale_by_adam_sde(base_examples=base, b1=b1, b2=b2, eps=eps),
+        optax.scale_by_learning_rate(lr),
+    )
+    weights, mu, nu, left1, left2, expected = flat(0), 0.0, 0.0, 1.0, 1.0, []
+    for step, size in enumerate(SIZES):
+        k, grads = size / base, flat(step + 1)
+        c1, c2 = 1 - k * (1 - b1), 1 - k * (1 - b2)
+        mu, nu = c1 * mu + (1 - c1) * grads, c2 * nu + (1 - c2) * grads**2
+        left1, left2 = left1 * c1, left2 * c2
+        step_size = lr * k**0.5
+        root = (nu / (1 - left2)) ** 0.5
+        weights = weights - step_size * (mu / (1 - left1)) / (root + eps / k**0.5)
+        expected.append(weights)
+    np.testing.assert_allclose(steps_of(tx), expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_a_batch_without_examples_leaves_adams_averages_as_they_are(eps):
+    tx = jb.scale_by_adam_sde(base_examples=4, eps=eps)
+    zeros = jax.tree.map(jnp.zeros_like, random_params(0))
+    state = tx.init(zeros)
+    updates, state = tx.update(zeros, state, num_examples=0)
+    jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
+    _, before = tx.update(random_params(1), state, num_examples=8)
+    updates, after = tx.update(zeros, before, num_examples=0)
+    jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
+    jax.tree.map(np.testing.assert_array_equal, before[:4], after[:4])
+
+
+def test_a_batch_beyond_the_rule_is_all_that_is_remembered():
+    tx = jb.scale_by_adam_sde(base_examples=1, b1=0.9, b2=0.9)
+    state = tx.init(random_params(0))
+    for seed in (1, 2):
+        grads = random_params(seed)
+        _, state = tx.update(grads, state, num_examples=100)
+        jax.tree.map(np.testing.assert_array_equal, state.mu, grads)
+
+
+# Schedules of steps, and of work
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_step_of_the_data_is_the_step_of_a_schedule():
+    schedule = optax.piecewise_constant_schedule(1.0, {3: 0.5})
+    rate = jb.scale_schedule(schedule, base_examples=2, rule="linear")
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    grads = jnp.ones(())
+    state, given = tx.init(grads), []
+    # Begun anew at step 2 by another optimizer, or with steps that were skipped.
+    for step in (2, 3, 7):
+        update, state = tx.update(grads, state, num_examples=4, step=jnp.int32(step))
+        given.append(float(update))
+    assert given == [-2, -1, -1]
+    state, given = tx.init(grads), []
+    for _ in range(5):
+        update, state = tx.update(grads, state, num_examples=4)
+        given.append(float(update))
+    assert given == [-2, -2, -2, -1, -1]
+
+
+@pytest.mark.parametrize("work", ["tokens", "examples"])
+def test_the_same_data_gives_the_same_curve_however_it_is_cut(work):
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 300, 1000)
+    tx = optax.inject_hyperparams(optax.sgd)(jb.schedule_by_work(schedule, work))
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        done, state = 0, tx.init(jnp.zeros(()))
+        while done < 1000:
+            size = int(rng.integers(1, 90))
+            other = "examples" if work == "tokens" else "tokens"
+            sizes = {f"num_{work}": size, f"num_{other}": 7}
+            _, state = tx.update(jnp.ones(()), state, **sizes)
+            # That of all that was seen before.
+            rate = state.hyperparams["learning_rate"]
+            np.testing.assert_allclose(rate, schedule(done), rtol=1e-6)
+            done += size
+
+
+def test_work_is_counted_exactly_beyond_what_an_int32_holds():
+    seen = []
+
+    def schedule(done):
+        seen.append(float(done))
+        return 1 / (1 + done)
+
+    by_tokens = jb.schedule_by_work(schedule)
+    state, done = by_tokens.init(), 0
+    for size in (2**31 - 1, 2**30, 5, 2**31 - 9, 2**31 - 1):
+        state = by_tokens.update(state, num_tokens=jnp.int32(size))
+        done += size
+        assert int(state.high) * 2**30 + int(state.low) == done
+        by_tokens(state)
+        assert seen[-1] == pytest.approx(done)
+
+
+def test_a_schedule_by_work_is_scaled_by_the_batch():
+    work = jb.schedule_by_work(optax.linear_schedule(0.0, 1.0, 100))
+    rate = jb.scale_schedule(work, base_tokens=10, rule="linear")
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    state, given = tx.init(jnp.zeros(())), []
+    for size in (50, 20, 40):
+        update, state = tx.update(jnp.ones(()), state, num_tokens=size)
+        given.append(-float(update))
+    np.testing.assert_allclose(given, [0, 0.5 * 2, 0.7 * 4], rtol=1e-6)
+
+
+def test_inverse_sqrt_is_that_of_the_paper():
+    schedule = jb.warmup_inverse_sqrt_schedule(0.5, 4000)
+    for step in (0, 1, 3999, 4000, 4001, 10**9):
+        want = 0.5 * min(step / 4000, (4000 / max(step, 1)) ** 0.5)
+        np.testing.assert_allclose(schedule(step), want, rtol=1e-6)
+        np.testing.assert_allclose(schedule(jnp.int32(step)), want, rtol=1e-6)
+
+
+# What is in force, and what a skipped update leaves
+
+
+def test_bounds_hold_the_factor():
+    options = {"base_examples": 4, "rule": "linear"}
+    tx = jb.scale_by_batch_size(**options, min_factor=0.5, max_factor=2)
+    state = tx.init(jnp.ones(()))
+    for size, want in ((1, 0.5), (4, 1), (6, 1.5), (400, 2)):
+        update, state = tx.update(jnp.ones(()), state, num_examples=size)
+        assert update == state.factor == want
+
+
+def test_no_rule_leaves_the_rate_as_it_is():
+    tx = jb.scale_by_batch_size(base_tokens=9, rule="none", learning_rate=0.5)
+    update, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), num_tokens=77)
+    np.testing.assert_array_equal(update, [1, 1])
+    assert in_force(state) == {"lr_factor": 1, "learning_rate": 0.5}
+
+
+@pytest.mark.parametrize("rate", [0.5, optax.linear_schedule(1.0, 0.0, 4)])
+def test_the_rate_in_force_is_in_the_state(rate):
+    tx = optax.chain(
+        optax.sgd(rate),
+        jb.scale_by_batch_size(base_examples=2, rule="linear", learning_rate=rate),
+    )
+    state = tx.init(jnp.ones(()))
+    for size in (2, 8, 3, 5):
+        update, state = tx.update(jnp.ones(()), state, num_examples=size)
+        assert in_force(state)["learning_rate"] == -update
+
+
+def test_what_an_optimizer_does_not_say_is_not_in_force():
+    assert in_force(optax.adam(1e-3).init(jnp.ones(2))) == {}
+    tx = optax.chain(optax.adam(1e-3), jb.scale_by_batch_size(base_examples=2))
+    assert in_force(tx.init(jnp.ones(2))) == {"lr_factor": 1}
+    sde = jb.scale_by_adam_sde(base_examples=2)
+    _, state = sde.update(jnp.ones(2), sde.init(jnp.ones(2)), num_examples=8)
+    assert in_force(state) == {"lr_factor": 2}
+
+
+def clocks():
+    """Optimizers with a rate of 1 / (1 + step), known in every way there is."""
+
+    def schedule(count):
+        return 1 / (1 + jnp.asarray(count, jnp.float32))
+
+    base = {"base_examples": 1, "rule": "none"}
+    return {
+        "optax": optax.adam(schedule),
+        "injected": optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
+        "told": optax.chain(
+            optax.scale_by_adam(),
+            optax.scale_by_schedule(lambda count: -schedule(count)),
+            jb.scale_by_batch_size(**base, learning_rate=schedule),
+        ),
+        "inside": optax.inject_hyperparams(optax.adam)(
+            learning_rate=jb.scale_schedule(schedule, **base)
+        ),
+        "by work": optax.inject_hyperparams(optax.adam)(
+            learning_rate=jb.scale_schedule(
+                jb.schedule_by_work(schedule, "examples"), **base
+            )
+        ),
+    }
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", clocks())
+def test_a_skipped_update_leaves_averages_and_moves_schedules(name):
+    tx = optax.with_extra_args_support(clocks()[name])
+    params = random_params(0)
+    state, adam = tx.init(params), optax.scale_by_adam()
+    expected_state = adam.init(params)
+    for step, is_bad in enumerate([False, True, True, False, True, False]):
+        grads = random_params(step + 1)
+        if is_bad:
+            grads = jax.tree.map(lambda g: g * jnp.nan, grads)
+        updates, new = tx.update(grads, state, params, num_examples=1)
+        state = skip_where(jnp.asarray(is_bad), new, state)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+        if not is_bad:
+            want, expected_state = adam.update(grads, expected_state)
+            for key in params:
+                np.testing.assert_allclose(
+                    updates[key], -want[key] / (1 + step), rtol=2e-5
+                )
+    if name != "optax":
+        rate = in_force(state)["learning_rate"]
+        np.testing.assert_allclose(rate, 1 / 6, rtol=1e-6)
+
+
 @pytest.mark.usefixtures("standard_promotion")
 def test_it_works_behind_a_learning_rate_schedule():
     rates = optax.piecewise_constant_schedule(1.0, {2: 0.5})
@@ -261,7 +731,9 @@ def test_data_parallel_gives_the_sizes_of_the_global_batch(base, factor, mode):
 @pytest.mark.parametrize("bases", [{}, {"base_examples": 4, "base_tokens": 9}])
 def test_not_exactly_one_base_is_refused(bases):
     examples, tokens = bases.get("base_examples"), bases.get("base_tokens")
-    message = f"`base_examples={examples}`, `base_tokens={tokens}`: give one of the two"
+    message = (
+        f"`base_examples={examples}`, `base_tokens={tokens}`, `base_rows=None`: give"
+    )
     with pytest.raises(ValueError, match=message):
         jb.scale_by_batch_size(**bases)
 
@@ -275,7 +747,7 @@ def test_a_base_that_is_not_positive_is_refused(name, value):
 
 
 def test_an_unknown_rule_is_refused():
-    message = r"`rule='cubic'`: choose one of \['linear', 'sqrt'\], or pass a function"
+    message = r"`rule='cubic'`: choose one of \['linear', 'none', 'sqrt'\], or pass"
     with pytest.raises(ValueError, match=message):
         jb.scale_by_batch_size(base_examples=4, rule="cubic")
 
@@ -309,3 +781,78 @@ def test_a_rule_that_gives_several_factors_is_refused():
     tx = jb.scale_by_batch_size(base_examples=4, rule=lambda r: jnp.ones(3) * r)
     with pytest.raises(ValueError, match=r"`rule` returned a factor of shape \[3\]"):
         tx.update(jnp.ones(3), tx.init(jnp.ones(3)), num_examples=8)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2, min_factor=3, max_factor=2),
+            "`min_factor=3`, `max_factor=2`: give numbers that are not negative, the",
+        ),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2, min_factor=-1),
+            "`min_factor=-1`, `max_factor=inf`: give",
+        ),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2, max_factor=np.nan),
+            "`max_factor=nan`: give numbers",
+        ),
+        (lambda: jb.scale_schedule(0, base_rows=2), "`schedule=0` must be a positive"),
+        (lambda: jb.scale_schedule("fast", base_rows=2), "`schedule='fast'` must be"),
+        (lambda: jb.scale_schedule(1e-3), "`base_rows=None`: give one of them."),
+        (lambda: jb.scale_by_adam_sde(), "`base_rows=None`: give one of them."),
+        (
+            lambda: jb.scale_by_adam_sde(base_rows=2, b1=1),
+            "`b1=1` must be from 0 to below 1.",
+        ),
+        (
+            lambda: jb.scale_by_adam_sde(base_rows=2, b2=-0.1),
+            "`b2=-0.1` must be from 0 to below 1.",
+        ),
+        (
+            lambda: jb.scale_by_adam_sde(base_rows=2, eps=-1.0),
+            "`eps=-1.0` must be a number that is not negative.",
+        ),
+        (
+            lambda: jb.schedule_by_work(1e-3),
+            "`schedule=0.001` does not change: give a schedule of optax",
+        ),
+        (
+            lambda: jb.schedule_by_work(lambda n: n, "steps"),
+            "`work='steps'`: choose 'examples' or 'tokens'.",
+        ),
+        (
+            lambda: jb.warmup_inverse_sqrt_schedule(1e-3, 0),
+            "`warmup_steps=0` must be a positive",
+        ),
+        (
+            lambda: jb.warmup_inverse_sqrt_schedule(-1, 9),
+            "`peak_value=-1` must be a positive",
+        ),
+        (
+            lambda: jb.schedule_by_work(lambda n: n).update(
+                jb.schedule_by_work(lambda n: n).init(), num_examples=3
+            ),
+            "needs their number: call `tx.update(grads, state, params, num_tokens=bat",
+        ),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2).update(
+                jnp.ones(()), jb.scale_by_batch_size(base_rows=2).init(0.0)
+            ),
+            "num_rows=batch.bucket.batch_size)`, of all micro-batches.",
+        ),
+    ],
+)
+def test_what_says_nothing_is_refused(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def test_a_scaled_schedule_without_its_size_says_what_to_pass():
+    rate = jb.scale_schedule(1e-3, base_tokens=4)
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    state = tx.init(jnp.ones(()))
+    for extra in ({}, {"num_examples": 3}):
+        with pytest.raises(ValueError, match="num_tokens=batch.num_tokens"):
+            tx.update(jnp.ones(()), state, **extra)

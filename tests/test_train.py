@@ -13,7 +13,7 @@ from flax import linen, nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxbucket as jb
-from jaxbucket.train import row_keys
+from jaxbucket.loss import row_keys
 
 MODES = ["jit", "shard_map", "pmap"]
 VOCABULARY, WIDTH = 12, 6
@@ -1034,7 +1034,7 @@ def test_x64_with_strict_promotion(mode):
 
 
 def test_seeds_beyond_32_bits_differ():
-    from jaxbucket.train import row_keys
+    from jaxbucket.loss import row_keys
 
     a, b = (jax.random.key_data(row_keys(s, 0, 0, 2)) for s in (5, 2**40 + 5))
     assert not np.array_equal(a, b)

@@ -1,0 +1,233 @@
+"""Train steps of several micro-batches, of the same bucket or of different ones.
+
+A step of G micro-batches would need an executable for every sequence of G buckets. It
+is taken in phases instead: `add`, of which each bucket has an executable, adds up what
+a micro-batch gives; `begin` and `update`, of which there is one, make zeros, and divide
+once by the weight of all micro-batches. So the gradient is that of the mean over all
+their tokens, and the optimizer, which clips it perhaps, sees nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxbucket.base import Batch, Bucket
+from jaxbucket.checks import check_seed
+from jaxbucket.compile import CompiledSteps, compile_steps
+from jaxbucket.loss import LossFn, Metrics, Mode, over_batch, row_keys
+from jaxbucket.pmap import PmapStep
+from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
+from jaxbucket.train import TrainState, check_state_sharding, gradient_sums, updater
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["state", "grads", "sums", "micro_batches"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Accumulated:
+    """A step that has begun.
+
+    Attributes:
+      state: the state it began with.
+      grads: sums of gradients so far, like the parameters.
+      sums: sums of the loss, its weight and all else that is counted so far.
+      micro_batches: `[]` int32, how many were added.
+    """
+
+    state: Any
+    grads: Any
+    sums: Any
+    micro_batches: Any
+
+
+def data_parallel_accumulate(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    mode: Mode = "jit",
+    batch_axes: Axes = DATA_AXIS,
+    seed: int = 0,
+    state_sharding: Any = None,
+    skip_nonfinite: bool = False,
+) -> AccumulatingStep:
+    """Returns a train step over several micro-batches, `(state, micro_batches)`.
+
+    As `data_parallel`, whose arguments, metrics and errors it has, with sums over all
+    micro-batches in place of those over one: `BatchSchedule(..., accumulate=G)` gives
+    such groups, `batch_dataset` and `prefetch_to_mesh` load them, and `compile_steps`
+    compiles all phases. One extra trace of the loss finds out which sums it has.
+
+    Half precision gradients are added in half precision: keep parameters in float32.
+    """
+    check_state_sharding(mode, state_sharding)
+    sums_of = gradient_sums(loss_fn)
+    over_devices = over_batch(sums_of, mesh, mode, batch_axes, check_seed(seed))
+    update = updater(tx, skip_nonfinite)
+
+    def add(accumulated: Accumulated, batch: Batch) -> Accumulated:
+        state, number = accumulated.state, accumulated.micro_batches
+        new = over_devices(state, batch, number)
+        grads, sums = jax.tree.map(jnp.add, (accumulated.grads, accumulated.sums), new)
+        return Accumulated(state, grads, sums, number + 1)
+
+    replicated = NamedSharding(mesh, PartitionSpec())
+    of_state = replicated if state_sharding is None else state_sharding
+    of_grads = of_state.params if isinstance(of_state, TrainState) else of_state
+    of_all = Accumulated(of_state, of_grads, replicated, replicated)
+    if mode == "pmap":
+        phase = PmapStep(add, mesh, axis_names(mesh, batch_axes), donate=True)
+    else:
+        phase = jax.jit(add, donate_argnums=0, out_shardings=of_all)
+    return AccumulatingStep(
+        add=phase,
+        # Gradients are not donated: nothing that comes out could take their place.
+        update=jax.jit(update, donate_argnums=0, out_shardings=(of_state, replicated)),
+        sums_of=sums_of,
+        shardings=of_all,
+    )
+
+
+class AccumulatingStep:
+    """`step(state, micro_batches) -> (state, metrics)`, jitted phase by phase.
+
+    Attributes:
+      add: `(accumulated, batch) -> accumulated`.
+      update: `(state, gradients, sums) -> (state, metrics)`.
+    """
+
+    def __init__(
+        self,
+        add: Callable[[Accumulated, Batch], Accumulated],
+        update: Callable[..., tuple[TrainState, Metrics]],
+        sums_of: Callable[..., Any],
+        shardings: Accumulated,
+    ):
+        self.add = add
+        self.update = update
+        self._sums_of = sums_of
+        self._shardings = shardings
+        self._begin: Callable[[TrainState], Accumulated] | None = None
+
+    def __call__(
+        self, state: TrainState, micro_batches: Sequence[Batch]
+    ) -> tuple[TrainState, Metrics]:
+        """Takes a step.
+
+        Raises:
+          ValueError: if these are no micro-batches.
+        """
+        batches = _checked(micro_batches)
+        if self._begin is None:
+            self._begin = self._new_begin(self._zeros(state, batches[0]))
+        accumulated = self._begin(state)
+        for batch in batches:
+            accumulated = self.add(accumulated, batch)
+        return self.update(*_parts(accumulated))
+
+    def compile_steps(
+        self, state: Any, specs: Mapping[Bucket, Batch], *, progress: bool = True
+    ) -> CompiledAccumulation:
+        """Compiles all phases ahead of time, as `jaxbucket.compile_steps` does."""
+        zeros = self._zeros(state, next(iter(specs.values())))
+        accumulated = self._spec(state, zeros)
+        steps = compile_steps(self.add, accumulated, specs, progress=progress)
+        begin = self._new_begin(zeros)
+        if isinstance(self.add, PmapStep):
+            # How pmap leaves its results on devices is known when there are some.
+            return CompiledAccumulation(steps, specs, begin, self.update)
+        return CompiledAccumulation(
+            steps,
+            specs,
+            begin.lower(state).compile(),
+            self.update.lower(*_parts(accumulated)).compile(),  # pyright: ignore
+        )
+
+    def _zeros(self, state: Any, batch: Batch) -> Any:
+        """What a micro-batch gives, as shapes: the same for all of them."""
+
+        def sums(state: TrainState, batch: Batch) -> Any:
+            keys = row_keys(0, state.step, 0, batch.bucket.batch_size)
+            return self._sums_of(state, batch, keys)
+
+        return jax.eval_shape(sums, state, batch)
+
+    def _new_begin(self, zeros: Any) -> Any:
+        def begin(state: TrainState) -> Accumulated:
+            grads, sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
+            return Accumulated(state, grads, sums, jnp.zeros((), jnp.int32))
+
+        return jax.jit(begin, donate_argnums=0, out_shardings=self._shardings)
+
+    def _spec(self, state: Any, zeros: Any) -> Accumulated:
+        """The shapes of a step that has begun, where they will be."""
+        grads, sums = zeros
+        replicated = self._shardings.sums
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        sums, number = jax.tree.map(lambda x: _at(x, replicated), (sums, number))
+        grads = jax.tree.map(lambda x, p: _at(x, p.sharding), grads, state.params)
+        return Accumulated(state, grads, sums, number)
+
+
+class CompiledAccumulation(CompiledSteps):
+    """`steps(state, micro_batches)`; also a mapping from bucket to what adds up."""
+
+    def __init__(
+        self,
+        add: CompiledSteps,
+        specs: Mapping[Bucket, Batch],
+        begin: Callable[[Any], Accumulated],
+        update: Callable[..., tuple[TrainState, Metrics]],
+    ):
+        super().__init__(dict(add), dict(specs), add.seconds)
+        self._begin = begin
+        self._update = update
+
+    def __call__(self, state: Any, batch: Sequence[Batch]) -> Any:  # pyright: ignore
+        """Takes a step over all micro-batches.
+
+        Raises:
+          ValueError: if these are no micro-batches, or one has a shape, dtype or
+            feature outside the plan.
+        """
+        batches = _checked(batch)
+        for one in batches:
+            self.check(one)
+        accumulated = self._begin(state)
+        for one in batches:
+            accumulated = super().__call__(accumulated, one)
+        result = self._update(*_parts(accumulated))
+        self.wait_for_an_earlier_step(result)
+        return result
+
+
+def _parts(accumulated: Accumulated) -> tuple[Any, Any, Any]:
+    return accumulated.state, accumulated.grads, accumulated.sums
+
+
+def _checked(micro_batches: Any) -> Sequence[Batch]:
+    # A batch is a tuple, too: of its arrays.
+    is_group = isinstance(micro_batches, tuple | list) and not isinstance(
+        micro_batches, Batch
+    )
+    if not (is_group and micro_batches):
+        what = "empty" if is_group else f"a {type(micro_batches).__name__}"
+        raise ValueError(
+            f"`micro_batches` is {what}: "
+            "give a tuple of `jaxbucket.Batch`, as a schedule with `accumulate` does."
+        )
+    return micro_batches
+
+
+def _at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

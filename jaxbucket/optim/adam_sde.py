@@ -1,0 +1,136 @@
+"""Adam for batches that change: all of its constants follow the batch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxbucket.optim.rules import BatchScaling
+
+
+class ScaleByAdamSdeState(NamedTuple):
+    """State of `scale_by_adam_sde`.
+
+    Attributes:
+      mu: average of gradients, like the parameters.
+      nu: average of their squares, like the parameters.
+      mu_left: `[]` float32, what of an average is still its first value, zero: the
+        product of all b1.
+      nu_left: `[]` float32, the same of b2.
+      factor: `[]` float32, what the last update was multiplied by.
+    """
+
+    mu: optax.Updates
+    nu: optax.Updates
+    mu_left: jax.Array
+    nu_left: jax.Array
+    factor: jax.Array
+
+
+def scale_by_adam_sde(
+    *,
+    base_examples: float | None = None,
+    base_tokens: float | None = None,
+    base_rows: float | None = None,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam by the square root rule of Malladi et al., 2022 (arXiv:2205.10287).
+
+    In place of `optax.scale_by_adam`, before the learning rate. With a batch k times
+    the base the updates are those of Adam with a learning rate multiplied by sqrt(k),
+    1 - b1 and 1 - b2 multiplied by k, and eps divided by sqrt(k), so that averages span
+    the same examples, and the noise of the stochastic differential equation that Adam
+    follows is the same. Its derivation takes k (1 - b1) to be small; beyond 1 the
+    averages are the last gradient's own.
+
+    Batches may differ from step to step: what an average still lacks is divided out by
+    the product of all its b, which for one size is the power of b that Adam has.
+
+    Example:
+      >>> tx = optax.chain(
+      ...     scale_by_adam_sde(base_examples=32), optax.scale_by_learning_rate(1e-3)
+      ... )
+      >>> params = jnp.ones(1)
+      >>> updates, state = tx.update(params, tx.init(params), params, num_examples=128)
+      >>> print(updates)
+      [-0.002]
+
+    Args:
+      base_examples: the number of examples for which all constants were tuned.
+      base_tokens: the number of real tokens for which they were.
+      base_rows: the number of rows; give one of the three.
+      b1: decay of the average of gradients, at the base.
+      b2: decay of the average of their squares, at the base.
+      eps: added to the root of the latter, at the base.
+
+    Raises:
+      ValueError: if not exactly one base is given, or it is not positive; if b1 or b2
+        is not from 0 to below 1, or eps is negative. From `update`, if the size is
+        missing.
+    """
+    scaling = BatchScaling.of(
+        {
+            "base_examples": base_examples,
+            "base_tokens": base_tokens,
+            "base_rows": base_rows,
+        }
+    )
+    for name, value in {"b1": b1, "b2": b2}.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"`{name}={value}` must be from 0 to below 1.")
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"`eps={eps}` must be a number that is not negative.")
+
+    def init(params: optax.Params) -> ScaleByAdamSdeState:
+        one = jnp.ones((), jnp.float32)
+        zeros = optax.tree.zeros_like(params)
+        return ScaleByAdamSdeState(zeros, zeros, one, one, one)
+
+    def update(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, ScaleByAdamSdeState]:
+        del params
+        ratio = scaling.ratio(extra).astype(jnp.float32)
+        root = scaling.factor(extra).astype(jnp.float32)
+        decays = [jnp.maximum(0, 1 - ratio * (1 - b)) for b in (b1, b2)]
+        mu = _average(decays[0], state.mu, updates)
+        nu = _average(decays[1], state.nu, jax.tree.map(jnp.square, updates))
+        mu_left, nu_left = state.mu_left * decays[0], state.nu_left * decays[1]
+
+        def scaled(mu: jax.Array, nu: jax.Array) -> jax.Array:
+            # root * mean / (root of squares + eps / root), without dividing by zero
+            # where a batch is empty.
+            mean, squares = mu / _seen(mu_left, mu), nu / _seen(nu_left, nu)
+            factor = root.astype(mu.dtype)
+            return factor**2 * mean / (factor * jnp.sqrt(squares) + _tiny(eps, mu))
+
+        updates = jax.tree.map(scaled, mu, nu)
+        return updates, ScaleByAdamSdeState(mu, nu, mu_left, nu_left, root)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _average(decay: jax.Array, old: optax.Updates, new: optax.Updates) -> Any:
+    def average(old: jax.Array, new: jax.Array) -> jax.Array:
+        kept = decay.astype(old.dtype)
+        return kept * old + (1 - kept) * new
+
+    return jax.tree.map(average, old, new)
+
+
+def _seen(left: jax.Array, like: jax.Array) -> jax.Array:
+    """The share of an average that gradients have; 1 before the first of them."""
+    return jnp.where(left < 1, 1 - left, 1).astype(like.dtype)
+
+
+def _tiny(eps: float, like: jax.Array) -> jax.Array:
+    """eps, or where that is less than this dtype has, the least: 0 / 0 is no update."""
+    return jnp.maximum(eps, jnp.finfo(like.dtype).tiny).astype(like.dtype)

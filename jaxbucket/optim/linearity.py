@@ -1,0 +1,78 @@
+"""Whether scaling an optimizer's updates is scaling its learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+_STEPS = 6
+# More than rounding in single precision, less than any state leaves of old rates.
+_TOLERANCE = 1e-4
+
+
+def is_linear_in_lr(
+    make_tx: Callable[[float], optax.GradientTransformation],
+    *,
+    learning_rate: float = 1e-2,
+) -> bool:
+    """Returns whether updates scale with the learning rate, and nothing else does.
+
+    It runs the optimizer on a few parameters, with a factor that changes from step to
+    step, once outside and once in the learning rate. If they agree,
+    `scale_by_batch_size` may stand behind it; if not, use `scale_schedule` inside it.
+
+    Example:
+      >>> is_linear_in_lr(optax.adamw)
+      True
+      >>> is_linear_in_lr(lambda lr: optax.lars(lr, momentum=0.9))
+      False
+
+    Args:
+      make_tx: from a learning rate to the optimizer. An optimizer without one is not
+        linear in it.
+      learning_rate: around which it is tried. What bounds steps, as Polyak's does, is
+        found only where the bound is met.
+    """
+    # Optimizers are free to mix dtypes, and here they decide nothing.
+    with jax.numpy_dtype_promotion("standard"):
+        return _is_linear(make_tx, learning_rate)
+
+
+def _is_linear(
+    make_tx: Callable[[float], optax.GradientTransformation], rate: float
+) -> bool:
+    rng = np.random.default_rng(0)
+
+    def draw() -> Any:
+        values = {"w": rng.normal(size=(3, 2)), "b": rng.normal(size=2)}
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), values)
+
+    start = outside = inside = draw()
+    outside_state = inside_state = make_tx(rate).init(start)
+    for _ in range(_STEPS):
+        factor, target = float(rng.uniform(0.25, 4)), draw()
+        updates, outside_state = _update(make_tx(rate), outside, outside_state, target)
+        outside = optax.tree.add_scale(outside, factor, updates)
+        scaled = make_tx(rate * factor)
+        updates, inside_state = _update(scaled, inside, inside_state, target)
+        inside = optax.apply_updates(inside, updates)
+    apart = optax.tree.norm(optax.tree.sub(inside, outside))
+    return bool(apart <= _TOLERANCE * optax.tree.norm(optax.tree.sub(inside, start)))
+
+
+def _update(
+    tx: optax.GradientTransformation, params: Any, state: Any, target: Any
+) -> tuple[Any, Any]:
+    """An update towards a target, with all that optimizers ask for."""
+
+    def loss(params: Any) -> jax.Array:
+        return 0.5 * optax.tree.norm(optax.tree.sub(params, target), squared=True)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    extra = {"value": value, "grad": grads, "value_fn": loss}
+    return optax.with_extra_args_support(tx).update(grads, state, params, **extra)

@@ -1,0 +1,126 @@
+"""From the size of a batch to the factor of its learning rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+Rule: TypeAlias = Literal["linear", "sqrt", "none"] | Callable[[jax.Array], jax.Array]
+
+_RULES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "linear": lambda ratio: ratio,
+    "sqrt": jnp.sqrt,
+    "none": jnp.ones_like,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchScaling:
+    """What a batch is compared with, and what follows from it.
+
+    Attributes:
+      size: which extra argument of `update` is the batch's size.
+      base: the size for which the learning rate was tuned.
+      rule: from ratio to factor.
+      min_factor: no factor is smaller.
+      max_factor: nor larger.
+    """
+
+    size: str
+    base: float
+    rule: Callable[[jax.Array], jax.Array] = jnp.sqrt
+    min_factor: float = 0.0
+    max_factor: float = math.inf
+
+    @classmethod
+    def of(
+        cls,
+        bases: Mapping[str, float | None],
+        rule: Rule = "sqrt",
+        min_factor: float = 0.0,
+        max_factor: float = math.inf,
+    ) -> BatchScaling:
+        """Returns the scaling by the one base that is given.
+
+        Args:
+          bases: `base_examples`, `base_tokens`, `base_rows`.
+          rule: by name or as a function.
+          min_factor: least factor.
+          max_factor: largest factor.
+
+        Raises:
+          ValueError: as `scale_by_batch_size` says.
+        """
+        given = [name for name, base in bases.items() if base is not None]
+        if len(given) != 1:
+            said = ", ".join(f"`{name}={base}`" for name, base in bases.items())
+            raise ValueError(f"{said}: give one of them.")
+        (name,) = given
+        base = bases[name]
+        if not _is_number(base) or not 0 < base < math.inf:  # pyright: ignore
+            raise ValueError(f"`{name}={base!r}` must be a positive number.")
+        if not callable(rule) and (not isinstance(rule, str) or rule not in _RULES):
+            raise ValueError(
+                f"`rule={rule!r}`: choose one of {sorted(_RULES)}, or pass a function "
+                "from ratio to factor."
+            )
+        bounds = (min_factor, max_factor)
+        if not all(map(_is_number, bounds)) or not 0 <= min_factor <= max_factor:
+            raise ValueError(
+                f"`min_factor={min_factor!r}`, `max_factor={max_factor!r}`: give "
+                "numbers that are not negative, the smaller one first."
+            )
+        return cls(
+            size=f"num_{name.removeprefix('base_')}",
+            base=float(base),  # pyright: ignore
+            rule=rule if callable(rule) else _RULES[rule],
+            min_factor=min_factor,
+            max_factor=max_factor,
+        )
+
+    def ratio(self, extra: Mapping[str, Any]) -> jax.Array:
+        """`[]`, the batch's size over the base.
+
+        Raises:
+          ValueError: if the size is not among the extra arguments of `update`.
+        """
+        size = extra.get(self.size)
+        if size is None:
+            raise ValueError(
+                "Scaling by the batch size needs the batch size: call "
+                f"`tx.update(grads, state, params, {self.size}=batch.{self.size})`. "
+                "What is around it must hand extra arguments on, as `optax.chain` does "
+                "and `optax.MultiSteps` does not."
+                if self.size != "num_rows"
+                else "Scaling by the rows of a batch needs their number: call "
+                "`tx.update(grads, state, params, num_rows=batch.bucket.batch_size)`, "
+                "of all micro-batches."
+            )
+        return jnp.asarray(size).astype(wide_float()) / self.base
+
+    def factor(self, extra: Mapping[str, Any]) -> jax.Array:
+        """`[]`, what the learning rate of this batch is multiplied by."""
+        factor = jnp.asarray(self.rule(self.ratio(extra)))
+        if factor.shape:
+            raise ValueError(
+                f"`rule` returned a factor of shape {list(factor.shape)}: return one "
+                "number."
+            )
+        if self.min_factor > 0 or self.max_factor < math.inf:
+            factor = jnp.clip(factor, self.min_factor, self.max_factor)
+        return factor
+
+
+def wide_float() -> Any:
+    """The widest float that jax is configured to have."""
+    return jax.dtypes.canonicalize_dtype(jnp.float64)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not math.isnan(value)

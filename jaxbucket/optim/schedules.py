@@ -1,0 +1,246 @@
+"""Schedules that the batch has a say in, for `optax.inject_hyperparams`.
+
+    tx = optax.inject_hyperparams(optax.adafactor)(
+        learning_rate=scale_schedule(schedule_by_work(schedule), base_tokens=65_536)
+    )
+
+They are optax's stateful schedules: what they have counted is in the optimizer's state,
+and so is the learning rate in force.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxbucket.checks import check_choice, check_number
+from jaxbucket.optim.rules import BatchScaling, Rule, wide_float
+
+Work: TypeAlias = Literal["examples", "tokens"]
+# Half of a count is in units of so many: an int32 alone ends at two billion tokens.
+_LOW_BITS = 30
+
+
+class ScaledScheduleState(NamedTuple):
+    """State of `scale_schedule`.
+
+    Attributes:
+      factor: `[]` float32, of the last batch.
+      learning_rate: `[]` float32, the one that was in force for it, the factor in it.
+      inner: state of the schedule that is scaled: `[]` int32, the next step, or what a
+        stateful one keeps.
+    """
+
+    factor: jax.Array
+    learning_rate: jax.Array
+    inner: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledSchedule:
+    """What `scale_schedule` returns: a stateful schedule of optax."""
+
+    schedule: Any
+    scaling: BatchScaling
+
+    def init(self) -> ScaledScheduleState:
+        stateful = isinstance(self.schedule, WorkSchedule)
+        inner = self.schedule.init() if stateful else jnp.zeros((), jnp.int32)
+        rate = _as_float(self._unscaled(inner, {}))
+        return ScaledScheduleState(jnp.ones((), jnp.float32), rate, inner)
+
+    def __call__(self, state: ScaledScheduleState, **extra: Any) -> jax.Array:
+        value = self._unscaled(state.inner, extra)
+        # Asked before there is a batch, for the first state.
+        if not extra:
+            return value
+        factor = self.scaling.factor(extra)
+        return value * factor.astype(value.dtype)
+
+    def update(self, state: ScaledScheduleState, **extra: Any) -> ScaledScheduleState:
+        if isinstance(self.schedule, WorkSchedule):
+            inner = self.schedule.update(state.inner, **extra)
+        else:
+            inner = optax.safe_increment(_step(state.inner, extra))
+        return ScaledScheduleState(
+            _as_float(self.scaling.factor(extra)),
+            _as_float(self(state, **extra)),
+            inner,
+        )
+
+    def _unscaled(self, inner: Any, extra: dict[str, Any]) -> jax.Array:
+        if isinstance(self.schedule, WorkSchedule):
+            return jnp.asarray(self.schedule(inner, **extra))
+        if callable(self.schedule):
+            return jnp.asarray(self.schedule(_step(inner, extra)))
+        return jnp.asarray(self.schedule)
+
+
+def scale_schedule(
+    schedule: optax.ScalarOrSchedule | WorkSchedule,
+    *,
+    base_examples: float | None = None,
+    base_tokens: float | None = None,
+    base_rows: float | None = None,
+    rule: Rule = "sqrt",
+    min_factor: float = 0.0,
+    max_factor: float = math.inf,
+) -> ScaledSchedule:
+    """Returns a schedule that is multiplied by `rule(batch size / base)` of each batch.
+
+    For a learning rate inside an optimizer, whatever that makes of it. (Adafactor needs
+    `optax.inject_hyperparams(optax.adafactor, static_args="dtype_momentum")`.) Where
+    the extra arguments of `update` have the `step` of the data, as those of
+    `data_parallel` do, the schedule is that step's; else it counts updates. By
+    `base_rows` it multiplies updates as `scale_by_batch_size(base_rows=...)` does,
+    bucket by bucket.
+
+    Example:
+      >>> rate = scale_schedule(1e-3, base_examples=2, rule="linear")
+      >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+      >>> params = jnp.ones(1)
+      >>> updates, state = tx.update(params, tx.init(params), params, num_examples=10)
+      >>> print(updates, round(float(state.hyperparams["learning_rate"]), 6))
+      [-0.005] 0.005
+
+    Args:
+      schedule: a number, a schedule of optax, or one of `schedule_by_work`.
+      base_examples: as in `scale_by_batch_size`, as are the others.
+      base_tokens: the same by real tokens.
+      base_rows: the same by rows.
+      rule: "linear", "sqrt", "none", or a function from ratio to factor.
+      min_factor: no factor is smaller.
+      max_factor: nor larger.
+
+    Raises:
+      ValueError: as `scale_by_batch_size`; if the schedule is nothing of the above.
+    """
+    if not callable(schedule):
+        check_number("schedule", schedule)
+    bases = {
+        "base_examples": base_examples,
+        "base_tokens": base_tokens,
+        "base_rows": base_rows,
+    }
+    return ScaledSchedule(
+        schedule, BatchScaling.of(bases, rule, min_factor, max_factor)
+    )
+
+
+class WorkScheduleState(NamedTuple):
+    """State of `schedule_by_work`: what was done, `high * 2**30 + low`.
+
+    Attributes:
+      high: `[]` uint32.
+      low: `[]` uint32, below 2**30.
+    """
+
+    high: jax.Array
+    low: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkSchedule:
+    """What `schedule_by_work` returns: a stateful schedule of optax."""
+
+    schedule: Callable[[Any], Any]
+    work: Work
+
+    def init(self) -> WorkScheduleState:
+        return WorkScheduleState(jnp.zeros((), jnp.uint32), jnp.zeros((), jnp.uint32))
+
+    def __call__(self, state: WorkScheduleState, **extra: Any) -> jax.Array:
+        del extra
+        wide = wide_float()
+        done = state.high.astype(wide) * 2**_LOW_BITS + state.low.astype(wide)
+        return jnp.asarray(self.schedule(done))
+
+    def update(self, state: WorkScheduleState, **extra: Any) -> WorkScheduleState:
+        size = extra.get(f"num_{self.work}")
+        if size is None:
+            raise ValueError(
+                f"A schedule by {self.work} needs their number: call `tx.update(grads, "
+                f"state, params, num_{self.work}=batch.num_{self.work})`."
+            )
+        low = state.low + jnp.asarray(size).astype(jnp.uint32)
+        return WorkScheduleState(
+            state.high + (low >> _LOW_BITS), low & (2**_LOW_BITS - 1)
+        )
+
+
+def schedule_by_work(
+    schedule: Callable[[Any], Any], work: Work = "tokens"
+) -> WorkSchedule:
+    """Returns a schedule of what was seen instead of steps.
+
+    The same data gives the same curve, however it is cut into batches. Lengths of the
+    schedule, such as of its warm-up, are in examples or real tokens.
+
+    Example:
+      >>> warmup = optax.linear_schedule(0.0, 1e-3, transition_steps=1_000_000)
+      >>> tx = optax.inject_hyperparams(optax.sgd)(schedule_by_work(warmup))
+      >>> params = jnp.ones(1)
+      >>> state = tx.init(params)
+      >>> for _ in range(3):
+      ...     updates, state = tx.update(params, state, params, num_tokens=250_000)
+      >>> print(state.hyperparams["learning_rate"])
+      0.0005
+
+    Args:
+      schedule: any schedule of optax.
+      work: "tokens" or "examples", of the whole global batch.
+
+    Raises:
+      ValueError: if it is no schedule, or work is counted in neither.
+    """
+    check_choice("work", work, ("examples", "tokens"))
+    if not callable(schedule):
+        raise ValueError(
+            f"`schedule={schedule!r}` does not change: give a schedule of optax, such "
+            "as `optax.warmup_cosine_decay_schedule(...)`."
+        )
+    return WorkSchedule(schedule, work)
+
+
+def warmup_inverse_sqrt_schedule(
+    peak_value: float, warmup_steps: float
+) -> Callable[[Any], jax.Array]:
+    """Rises linearly to its peak, and falls with the square root of what was done.
+
+    peak * min(n / w, sqrt(w / n)), Vaswani et al., 2017, arXiv:1706.03762, section 5.3.
+
+    Example:
+      >>> schedule = warmup_inverse_sqrt_schedule(1e-3, 100)
+      >>> print(*(f"{schedule(n):.6f}" for n in (50, 100, 400)))
+      0.000500 0.001000 0.000500
+
+    Args:
+      peak_value: the largest value.
+      warmup_steps: when it is reached: steps, or what `schedule_by_work` counts.
+
+    Raises:
+      ValueError: if one of them is not positive.
+    """
+    peak_value = check_number("peak_value", peak_value)
+    warmup_steps = check_number("warmup_steps", warmup_steps)
+
+    def schedule(count: Any) -> jax.Array:
+        part = jnp.asarray(count).astype(wide_float()) / warmup_steps
+        return peak_value * jnp.minimum(part, jax.lax.rsqrt(jnp.maximum(part, 1)))
+
+    return schedule
+
+
+def _step(counted: jax.Array, extra: dict[str, Any]) -> jax.Array:
+    step = extra.get("step")
+    return counted if step is None else jnp.asarray(step, jnp.int32)
+
+
+def _as_float(value: jax.Array) -> jax.Array:
+    return value.astype(jnp.float32)

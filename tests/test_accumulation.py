@@ -1,0 +1,391 @@
+"""A step of several micro-batches against one padded batch of the same examples."""
+
+import re
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxbucket as jb
+
+MODES = ["jit", "shard_map", "pmap"]
+SYMBOLS, WIDTH = 12, 6
+
+
+def make_params(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    shapes = {"embedding": (SYMBOLS, WIDTH), "out": (WIDTH, SYMBOLS)}
+    return {name: rng.normal(size=s).astype(dtype) for name, s in shapes.items()}
+
+
+def token_losses(params, tokens, kept=None):
+    hidden = params["embedding"][tokens]
+    if kept is not None:
+        hidden = hidden * kept.astype(hidden.dtype)
+    logits = jnp.tanh(hidden) @ params["out"]
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, (tokens + 1) % SYMBOLS
+    )
+
+
+def by_tokens(params, batch, keys):
+    losses = jnp.where(batch.mask, token_losses(params, batch.features["tokens"]), 0)
+    return losses.sum(), batch.num_tokens, {"rows": jnp.any(batch.mask, 1).sum()}
+
+
+def by_examples(params, batch, keys):
+    """Every example counts the same, however long it is."""
+    mask = batch.mask
+    losses = jnp.where(mask, token_losses(params, batch.features["tokens"]), 0)
+    lengths = mask.sum(axis=1).astype(losses.dtype)
+    return (losses.sum(axis=1) / jnp.maximum(lengths, 1)).sum(), batch.num_examples
+
+
+def by_task(params, batch, keys):
+    """Tokens of a task count as much as its weight says."""
+    weights = jnp.asarray([1.0, 0.0, 2.5], params["out"].dtype)
+    weight = jnp.where(batch.mask, weights[batch.features["task"]][:, None], 0)
+    losses = token_losses(params, batch.features["tokens"])
+    return (losses * weight).sum(), weight.sum()
+
+
+def with_dropout(params, batch, keys):
+    tokens = batch.features["tokens"]
+    bits = jax.vmap(lambda key: jax.random.bits(key, (tokens.shape[1], WIDTH)))(keys)
+    losses = token_losses(params, tokens, bits % 2 == 0)
+    return jnp.where(batch.mask, losses, 0).sum(), batch.num_tokens
+
+
+LOSSES = {"tokens": by_tokens, "examples": by_examples, "task": by_task}
+
+
+def make_examples(size, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        {"tokens": rng.integers(0, SYMBOLS, n, np.int32), "task": np.int32(n % 3)}
+        for n in rng.integers(1, 24, size)
+    ]
+
+
+def cut(examples, seed):
+    """The same examples in micro-batches of random buckets, empty rows among them."""
+    rng = np.random.default_rng(seed)
+    order, batches = rng.permutation(len(examples)), []
+    while order.size:
+        size = int(rng.integers(1, 12))
+        rows = [examples[i] for i in order[:size]]
+        order = order[size:]
+        bucket = jb.Bucket(-(-len(rows) // 8) * 8, int(rng.choice([24, 32])))
+        batches.append(jb.collate_rows(rows, bucket))
+    return batches
+
+
+def recorder():
+    """An optimizer that changes nothing and keeps the last gradient as its state."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(jnp.zeros_like, updates), updates
+
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), update
+    )
+
+
+def begin(loss, tx, mesh, params=None, **options):
+    step = jb.data_parallel_accumulate(loss, tx, mesh, **options)
+    params = make_params() if params is None else params
+    return step, jb.replicate(jb.create_state(params, tx), mesh)
+
+
+def on(mesh, batches):
+    (group,) = jb.prefetch_to_mesh([tuple(batches)], mesh)
+    return group
+
+
+def distance(got, want):
+    """The largest over tensors of the relative distance of two trees."""
+    norms = jax.tree.map(
+        lambda a, b: np.linalg.norm(np.subtract(a, b)) / np.linalg.norm(b), got, want
+    )
+    return max(jax.tree.leaves(norms))
+
+
+@pytest.mark.parametrize(
+    ("loss", "mode", "num_devices"),
+    [
+        *(("tokens", mode, count) for mode in MODES for count in (1, 8)),
+        *((loss, "jit", 8) for loss in ("examples", "task")),
+    ],
+)
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(np.float32, 1e-5), (np.float64, 1e-12)], ids=["f32", "f64"]
+)
+def test_any_split_has_the_gradient_of_one_padded_batch(
+    loss, mode, num_devices, dtype, limit
+):
+    examples = make_examples(40)
+    whole = jb.collate_rows(examples, jb.Bucket(40, 32))
+    with jax.enable_x64(dtype == np.float64):
+        params = make_params(dtype)
+
+        def mean(params):
+            loss_sum, weight, *_ = LOSSES[loss](params, whole, None)
+            return loss_sum / weight.astype(loss_sum.dtype)
+
+        want_loss, want = jax.value_and_grad(mean)(params)
+        mesh = jb.data_mesh(jax.devices()[:num_devices])
+        step, state = begin(LOSSES[loss], recorder(), mesh, params, mode=mode)
+        for seed in range(2):
+            batches = cut(examples, seed)
+            state, metrics = step(state, on(mesh, batches))
+            assert distance(state.opt_state, want) < limit
+            np.testing.assert_allclose(metrics["loss"], want_loss, rtol=10 * limit)
+            assert metrics["num_examples"] == 40
+            assert metrics["num_tokens"] == sum(len(x["tokens"]) for x in examples)
+            assert metrics["num_rows"] == sum(b.bucket.batch_size for b in batches)
+            positions = sum(b.bucket.num_tokens for b in batches)
+            padding = 1 - int(metrics["num_tokens"]) / positions
+            np.testing.assert_allclose(metrics["padding"], padding, rtol=1e-5)
+            norm = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(want)))
+            np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=10 * limit)
+            if loss == "tokens":
+                assert metrics["rows"] == 40
+        assert state.step == 2
+
+
+def scheduled(order="shuffled", size=90, **options):
+    examples = make_examples(size, seed=1)
+    lengths = jb.measure_lengths(examples, progress=False)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=256, num_buckets=3, batch_size_multiple=8
+    )
+    return examples, jb.BatchSchedule(
+        plan, lengths, order=order, accumulate=3, **options
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("group", ["same", "mixed"])
+def test_each_bucket_is_compiled_once_and_each_phase(mode, group):
+    examples, schedule = scheduled(group=group)
+    mesh = jb.data_mesh(jax.devices()[:4])
+    traces = []
+
+    def loss(params, batch, keys):
+        traces.append(batch.bucket)
+        return with_dropout(params, batch, keys)
+
+    tx = optax.adam(1e-3)
+    step, state = begin(loss, tx, mesh, mode=mode)
+    specs = jb.batch_specs(schedule.plan, examples[0], mesh)
+    with jax.numpy_dtype_promotion("standard"), jb.count_compiles() as compiles:
+        steps = jb.compile_steps(step, state, specs)
+        dataset = jb.batch_dataset(examples, schedule, num_epochs=2)
+        for micro_batches in jb.prefetch_to_mesh(dataset, mesh):
+            state, _ = steps(state, micro_batches)
+    assert int(state.step) == len(dataset) == 2 * len(schedule)
+    assert compiles["add"] == len(schedule.plan)
+    assert compiles["begin"] == compiles["update"] == 1
+    assert list(steps) == list(schedule.plan.buckets)
+    # Once for each bucket, and once for the names of its sums.
+    devices_once = len(schedule.plan) + 1
+    assert len(traces) == devices_once
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_or_not_the_step_is_the_same_and_its_state_is_donated(mode):
+    examples, schedule = scheduled(group="mixed")
+    mesh = jb.data_mesh(jax.devices()[:2])
+    tx = optax.sgd(0.1, momentum=0.9)
+    step, state = begin(with_dropout, tx, mesh, mode=mode, seed=3)
+    twin = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    specs = jb.batch_specs(schedule.plan, examples[0], mesh)
+    steps = jb.compile_steps(step, state, specs)
+    groups = jb.batch_dataset(examples, schedule, num_steps=3)
+    for group in jb.prefetch_to_mesh(groups, mesh):
+        before = state
+        state, metrics = steps(state, group)
+        assert all(x.is_deleted() for x in jax.tree.leaves(before.params))
+        twin, same = step(twin, group)
+        for a, b in zip(
+            jax.tree.leaves((state.params, metrics)),
+            jax.tree.leaves((twin.params, same)),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_dropout_is_of_the_micro_batch_and_the_same_on_every_mesh():
+    batch = jb.collate_rows(make_examples(8), jb.Bucket(8, 24))
+    found = {}
+    for num_devices, mode in ((1, "jit"), (8, "jit"), (8, "shard_map"), (4, "pmap")):
+        mesh = jb.data_mesh(jax.devices()[:num_devices])
+        step, state = begin(with_dropout, recorder(), mesh, mode=mode, seed=5)
+        for count in (1, 2):
+            _, metrics = step(jb.replicate(state, mesh), on(mesh, [batch] * count))
+            found.setdefault(count, []).append(float(metrics["loss"]))
+    for losses in found.values():
+        np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+    # The same rows twice drop other things.
+    assert abs(found[1][0] / found[2][0] - 1) > 1e-3
+
+
+def test_one_micro_batch_is_a_step_of_data_parallel():
+    batch = jb.collate_rows(make_examples(8), jb.Bucket(8, 24))
+    mesh, tx = jb.data_mesh(jax.devices()[:4]), optax.sgd(0.1)
+    step, state = begin(with_dropout, tx, mesh, seed=5)
+    plain = jb.data_parallel(with_dropout, tx, mesh, seed=5)
+    want, want_metrics = plain(jb.replicate(state, mesh), on(mesh, [batch])[0])
+    got, metrics = step(state, on(mesh, [batch]))
+    assert distance(got.params, want.params) < 1e-6
+    assert metrics.keys() == want_metrics.keys()
+    for name in metrics:
+        np.testing.assert_allclose(metrics[name], want_metrics[name], rtol=1e-5)
+
+
+def test_clipping_and_the_rate_see_the_whole_step():
+    examples = make_examples(40)
+    whole = jb.collate_rows(examples, jb.Bucket(40, 32))
+    tx = optax.chain(
+        optax.clip_by_global_norm(0.05),
+        optax.sgd(1.0),
+        jb.scale_by_batch_size(base_examples=10, rule="linear", learning_rate=1.0),
+    )
+
+    def mean(params):
+        loss_sum, weight, _ = by_tokens(params, whole, None)
+        return loss_sum / weight.astype(loss_sum.dtype)
+
+    params = make_params()
+    grads = jax.grad(mean)(params)
+    norm = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(grads)))
+    assert norm > 0.1
+    mesh = jb.data_mesh(jax.devices()[:2])
+    step, state = begin(by_tokens, tx, mesh)
+    state, metrics = step(state, on(mesh, cut(examples, 0)))
+    want = jax.tree.map(lambda p, g: p - 4 * 0.05 / norm * g, params, grads)
+    assert distance(state.params, want) < 1e-5
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    assert metrics["lr_factor"] == metrics["learning_rate"] == 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_that_is_not_finite_is_skipped_as_a_whole(mode):
+    batches = cut(make_examples(40), 0)
+    mesh = jb.data_mesh(jax.devices()[:2])
+
+    def loss(params, batch, keys):
+        loss_sum, weight, _ = by_tokens(params, batch, keys)
+        # One of the micro-batches has it.
+        bad = jnp.any(batch.features["task"] == 9)
+        return jnp.where(bad, jnp.nan, 1) * loss_sum, weight
+
+    step, state = begin(loss, optax.sgd(0.1), mesh, mode=mode, skip_nonfinite=True)
+    batches[1].features["task"][0] = 9
+    before = jax.tree.map(np.array, state.params)
+    state, metrics = step(state, on(mesh, batches))
+    assert metrics["skipped"] == 1 and state.step == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    batches[1].features["task"][0] = 1
+    state, metrics = step(state, on(mesh, batches))
+    assert metrics["skipped"] == 0 and distance(state.params, before) > 0
+
+
+TWO = """
+import json
+import jax, numpy as np
+import jaxbucket as jb
+{model}
+
+with jb.Processes() as processes:
+    mesh = jb.data_mesh()
+    step, state = begin(with_dropout, recorder(), mesh, mode={mode!r}, seed=5)
+    shard = jb.local_rows(mesh)
+    groups = [
+        tuple(
+            jax.tree.map(lambda x: x[shard.rows(len(x))], batch)
+            for batch in cut(make_examples(40), seed)
+        )
+        for seed in range(3)
+    ]
+    for group in jb.prefetch_to_mesh(groups, mesh):
+        state, metrics = step(state, group)
+        grads = [x.tolist() for x in jax.tree.leaves(state.opt_state)]
+        say(json.dumps([grads, float(metrics["loss"]), int(metrics["num_rows"])]))
+"""
+
+
+# In several processes "shard_map" is tested with plain steps.
+@pytest.mark.parametrize("mode", ["jit", "pmap"])
+def test_two_processes_have_the_gradient_of_one(launch, mode):
+    import inspect
+    import json
+
+    own = (make_params, token_losses, with_dropout, make_examples, cut, recorder, begin)
+    model = "\n".join(map(inspect.getsource, own))
+    names = f"import jax.numpy as jnp, optax\nSYMBOLS, WIDTH = {SYMBOLS}, {WIDTH}\n"
+    done = launch(
+        textwrap.dedent(TWO).format(model=names + model, mode=mode), devices=2
+    )
+    assert done.status == 0, done.output
+    mesh = jb.data_mesh(jax.devices()[:1])
+    step, state = begin(with_dropout, recorder(), mesh, seed=5)
+    for seed in range(3):
+        state, metrics = step(state, on(mesh, cut(make_examples(40), seed)))
+        for process in range(2):
+            grads, loss, rows = json.loads(done.said(process)[seed])
+            leaves = [np.array(x, np.float32) for x in grads]
+            assert distance(leaves, jax.tree.leaves(state.opt_state)) < 1e-5
+            assert loss == pytest.approx(float(metrics["loss"]), rel=1e-5)
+            assert rows == metrics["num_rows"]
+
+
+MESH = jb.data_mesh(jax.devices()[:2])
+
+
+def refuse(micro_batches, compiled=False):
+    step, state = begin(by_tokens, optax.sgd(0.1), MESH)
+    if compiled:
+        plan = jb.BucketPlan.from_shapes([(8, 24)])
+        specs = jb.batch_specs(plan, make_examples(1)[0], MESH)
+        step = jb.compile_steps(step, state, specs, progress=False)
+    step(state, micro_batches)
+
+
+BATCH = jb.collate_rows(make_examples(4), jb.Bucket(8, 24))
+OTHER = jb.collate_rows(make_examples(4), jb.Bucket(8, 25))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("micro_batches", "message"),
+    [
+        ((), "`micro_batches` is empty: give a tuple of `jaxbucket.Batch`"),
+        (BATCH, "`micro_batches` is a Batch: give a tuple"),
+        (None, "`micro_batches` is a NoneType: give a tuple"),
+    ],
+)
+def test_what_are_no_micro_batches_is_refused(micro_batches, message, compiled):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        refuse(micro_batches, compiled)
+
+
+def test_a_micro_batch_outside_the_plan_is_refused_before_the_state_is_gone():
+    plan = jb.BucketPlan.from_shapes([(8, 24)])
+    specs = jb.batch_specs(plan, make_examples(1)[0], MESH)
+    step, state = begin(by_tokens, optax.sgd(0.1), MESH)
+    steps = jb.compile_steps(step, state, specs, progress=False)
+    with pytest.raises(ValueError, match=r"shape \[8, 25\] is outside the plan"):
+        steps(state, on(MESH, [BATCH, OTHER]))
+    state, _ = steps(state, on(MESH, [BATCH]))
+    assert state.step == 1
+
+
+def test_a_sharded_state_under_pmap_is_refused():
+    with pytest.raises(ValueError, match="under `mode='pmap'` every device holds"):
+        jb.data_parallel_accumulate(
+            by_tokens, optax.sgd(1), MESH, mode="pmap", state_sharding="any"
+        )
