@@ -226,10 +226,11 @@ def in_words(measured: jb.Calibration, seconds: float) -> str:
     said = " + ".join(
         f"{scale * term:.3g} {unit}" for term, scale, unit in terms if term
     )
+    # Of few shapes nobody can tell.
+    within = "" if math.isnan(cost.error) else f" (within {cost.error:.0%})"
     return (
         f"Measured in {seconds:.0f} s on {len(measured.step_seconds)} shapes: a step "
-        f"takes {said} (within {cost.error:.0%}), compiling one "
-        f"{measured.seconds_per_compile:.1f} s."
+        f"takes {said}{within}, compiling one {measured.seconds_per_compile:.1f} s."
     )
 
 

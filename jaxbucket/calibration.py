@@ -12,6 +12,7 @@ Few shapes say what all others take, for a step's time is a sum of three terms
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,7 +62,7 @@ class Calibration:
     step_seconds: dict[Bucket, float]
     compile_seconds: dict[Bucket, float]
 
-    @property
+    @functools.cached_property
     def cost(self) -> StepTime:
         """What a step of any shape takes: `cost_fn` of a plan."""
         return StepTime.fit(self.step_seconds)

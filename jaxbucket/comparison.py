@@ -57,6 +57,9 @@ class ComparedPlan:
 class Comparison:
     """Plans of the same lengths, the cheapest epoch first.
 
+    Those that keep other tokens than the rules' plans, for they drop or cut other
+    examples, come last: what they cost is of other data.
+
     Attributes:
       plans: what each costs.
       least_cost: an epoch of full batches, were there such: no choice of so many
@@ -77,9 +80,23 @@ class Comparison:
             raise KeyError(name)
         return found[0]
 
+    def is_of_other_data(self, compared: ComparedPlan) -> bool:
+        """Whether a plan keeps other tokens than those of the rules."""
+        return compared.report.real_tokens != self[OPTIMAL].report.real_tokens
+
     @property
     def summary(self) -> str:
         """How near the best is to what no plan can be below."""
+        kept = self[OPTIMAL].report.real_tokens
+        return self._of_optimal + "".join(
+            f" {one.name} keeps {one.report.real_tokens:,} tokens, not {kept:,}: its "
+            "cost is of other data."
+            for one in self.plans
+            if self.is_of_other_data(one)
+        )
+
+    @property
+    def _of_optimal(self) -> str:
         best = self[OPTIMAL].report
         above = best.epoch_cost / self.least_cost - 1
         text = (
@@ -109,20 +126,24 @@ class Comparison:
         """The plans as a `rich` table, for a terminal."""
         from rich import box
         from rich.table import Table
+        from rich.text import Text
 
-        table = Table(box=box.SIMPLE_HEAD, caption=self.summary, caption_justify="left")
+        # As text: a name or a unit may look like markup.
+        table = Table(
+            box=box.SIMPLE_HEAD, caption=Text(self.summary), caption_justify="left"
+        )
         best = self.plans[0].report
-        table.add_column("boundaries", no_wrap=True, max_width=24)
+        table.add_column("boundaries", no_wrap=True, max_width=18)
         for name in (
             *("shapes", "padding", "in rows", "empty\nrows", "steps"),
             *("largest\nbatch", f"epoch\n{best.cost_unit}", "over\nbest"),
         ):
-            table.add_column(name, justify="right", no_wrap=True)
+            table.add_column(Text(name), justify="right", no_wrap=True)
         for compared in self.plans:
             epoch = compared.report
-            over = epoch.epoch_cost / best.epoch_cost
+            over = f"{epoch.epoch_cost / best.epoch_cost:.2f}x"
             table.add_row(
-                compared.name,
+                Text(compared.name),
                 str(len(compared.plan)),
                 f"{epoch.padding:.1%}",
                 f"{epoch.padding_in_rows:.1%}",
@@ -130,7 +151,7 @@ class Comparison:
                 f"{epoch.steps_per_epoch:,}",
                 f"{compared.largest_batch:,}",
                 number_in_unit(epoch.epoch_cost, epoch.cost_unit),
-                f"{over:.2f}x",
+                "-" if self.is_of_other_data(compared) else over,
             )
         return table
 
@@ -194,8 +215,10 @@ def compare_plans(
         ComparedPlan(name, plan, report(plan, lengths, **how))
         for name, plan in plans.items()
     ]
+    kept = compared[0].report.real_tokens
     # Stable: where two cost the same, the one that is named first.
     compared.sort(key=lambda one: one.report.epoch_cost)
+    compared.sort(key=lambda one: one.report.real_tokens != kept)
     return Comparison(
         tuple(compared),
         # Not by a rounding error above what there is.

@@ -8,7 +8,6 @@ number; a plan is made for the least sum of these over the steps of an epoch. It
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import TypeAlias
@@ -22,6 +21,8 @@ CostFn: TypeAlias = Callable[[int, int], float]
 SECONDS = "s"
 # What a shape may be beyond all others for the fit without it still to be asked.
 _BEYOND = 1.1
+# So many shapes, and no more, are left out in turn.
+_FEW = 40
 # What a term weighs in the fit beside errors, if times do not tell: a constant or pairs
 # only where tokens do not say the same.
 _TIES = np.array([1e-6, 0, 1e-6])
@@ -108,18 +109,18 @@ class StepTime:
     """Seconds of a step: a + b * B * T + c * B * T^2, or what its shape was measured.
 
     Example:
-      >>> measured = {Bucket(4, 64): 0.3, Bucket(1, 256): 0.6, Bucket(1, 64): 0.1125}
-      >>> cost = StepTime.fit(measured)
-      >>> print(f"{cost(2, 128):.3f} s, off by up to {cost.error:.1%}")
-      0.400 s, off by up to 0.0%
+      >>> times = {(4, 64): 0.3, (2, 128): 0.42, (1, 256): 0.6, (1, 64): 0.1125}
+      >>> cost = StepTime.fit({Bucket(*shape): time for shape, time in times.items()})
+      >>> print(f"{cost(1, 128):.3f} s, off by up to {cost.error:.1%}")
+      0.225 s, off by up to 10.0%
 
     Attributes:
       per_step: a, of starting a step.
       per_token: b, of a position.
       per_pair: c, of a pair of positions in one row, as attention has.
-      error: the largest relative error of the three terms on a measured step. Of shapes
-        that lie between others in T and in B * T, by a fit without them, each left out
-        in turn.
+      error: the largest relative error of the three terms on a measured step; NaN where
+        there are not more of these than terms. Of shapes that lie between others in T
+        and in B * T, by a fit without them, each left out in turn.
       measured: shapes whose time is known, and not that of the terms.
     """
 
@@ -127,7 +128,7 @@ class StepTime:
     per_token: float
     per_pair: float
     error: float = 0.0
-    measured: Mapping[Bucket, float] = dataclasses.field(
+    measured: Mapping[tuple[int, int], float] = dataclasses.field(
         default_factory=dict, hash=False, repr=False
     )
 
@@ -140,22 +141,21 @@ class StepTime:
             raise ValueError(
                 f"`StepTime{terms}`: give numbers, none negative and one positive."
             )
+        for shape, seconds in self.measured.items():
+            check_number(f"measured[{shape}]", seconds)
 
     def __call__(self, batch_size: int, seq_len: int) -> float:
-        known = self._known.get((batch_size, seq_len))
+        known = self.measured.get((batch_size, seq_len))
         if known is not None:
             return known
         tokens = batch_size * seq_len
         return self.per_step + tokens * (self.per_token + seq_len * self.per_pair)
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float | None]:
         """The three terms and their error, as plain Python."""
-        names = ("per_step", "per_token", "per_pair", "error")
-        return {name: float(getattr(self, name)) for name in names}
-
-    @functools.cached_property
-    def _known(self) -> dict[tuple[int, int], float]:
-        return {(b.batch_size, b.seq_len): s for b, s in self.measured.items()}
+        names = ("per_step", "per_token", "per_pair")
+        error = None if np.isnan(self.error) else float(self.error)
+        return {**{name: float(getattr(self, name)) for name in names}, "error": error}
 
     @classmethod
     def fit(cls, seconds: Mapping[Bucket, float]) -> StepTime:
@@ -182,18 +182,34 @@ class StepTime:
         tokens = shapes.prod(axis=1)
         terms = np.stack([np.ones_like(tokens), tokens, tokens * shapes[:, 1]], axis=1)
         # Relative: each row over its own time, so that all of them should come out 1.
-        relative = terms / times[:, None]
+        with np.errstate(over="ignore"):
+            relative = terms / times[:, None]
+        if not np.isfinite(relative).all():
+            raise ValueError(
+                f"`seconds` has {times.min()} s, which is next to nothing for B * T^2 "
+                f"of {terms.max():g}. Measure it again."
+            )
         fitted = _non_negative(relative)
         errors = abs(relative @ fitted - 1)
-        for index in np.flatnonzero(_between(tokens) & _between(shapes[:, 1])):
+        between = np.flatnonzero(_between(tokens) & _between(shapes[:, 1]))
+        # Where there are many, one that is left out changes nothing.
+        for index in between if len(times) <= _FEW else ():
             others = np.delete(relative, index, axis=0)
             if len(others) >= terms.shape[1]:
                 errors[index] = abs(relative[index] @ _non_negative(others) - 1)
-        measured = dict(zip(seconds, times.tolist(), strict=True))
-        return cls(*fitted.tolist(), error=float(errors.max()), measured=measured)
+        return cls(
+            *fitted.tolist(),
+            error=float(errors.max()) if len(times) > terms.shape[1] else np.nan,
+            measured={(b.batch_size, b.seq_len): s for b, s in seconds.items()},
+        )
 
 
 def _check_measured(seconds: Mapping[Bucket, float]) -> None:
+    if not isinstance(seconds, Mapping):
+        raise ValueError(
+            f"`seconds` is a {type(seconds).__name__}: make it a dict of `Bucket` -> "
+            "seconds."
+        )
     if not seconds:
         raise ValueError("`seconds` is empty: measure a step of one shape at least.")
     for bucket in seconds:

@@ -64,12 +64,14 @@ class PlanCurve:
       num_epochs: for which the shapes are used.
       max_buckets: shapes that were looked at, at most.
       turned: whether no more shapes could take less time; else they were not looked at.
+      exact: whether each plan is proven to be the best of so many buckets.
     """
 
     points: tuple[CurvePoint, ...]
     num_epochs: float
     max_buckets: int
     turned: bool
+    exact: bool
 
     @property
     def chosen(self) -> CurvePoint:
@@ -95,6 +97,8 @@ class PlanCurve:
             f"{chosen.total_seconds:,.1f} s"
         )
         text = f"{text}; {than}." if than else f"{text}."
+        if not self.exact:
+            text += " Not all plans are proven to be the best of as many shapes."
         if not self.turned:
             text += f" More than {self.max_buckets} shapes were not looked at."
         return text
@@ -108,6 +112,7 @@ class PlanCurve:
             "num_epochs": self.num_epochs,
             "max_buckets": self.max_buckets,
             "turned": self.turned,
+            "exact": self.exact,
             "chosen": self.points.index(self.chosen),
             "reason": self.reason,
             "points": [point.to_dict() for point in self.points],
@@ -195,10 +200,12 @@ def plan_curve(
     ]
     points: list[CurvePoint] = []
     chosen: np.ndarray | None = None
+    exact = True
     for size in range(1, max_buckets + 1):
         chosen = optimum.choice(size, chosen)
+        exact &= optimum.exact
         if len(chosen) < size:
-            # The last bucket more did not pay although it was for nothing.
+            # None was found for which one bucket more pays, though it were for nothing.
             continue
         points.append(_point(candidates, chosen, limits, compile_seconds, num_epochs))
         best = min(points, key=lambda point: point.total_seconds)
@@ -210,7 +217,7 @@ def plan_curve(
     # What full batches save by one shape more never grows: the bounds rise from here.
     rises = len(least) > 1 and least[-1] >= max(least[-2], best)
     turned = max_buckets == len(candidates) or rises
-    return PlanCurve(tuple(points), num_epochs, max_buckets, turned)
+    return PlanCurve(tuple(points), num_epochs, max_buckets, turned, exact)
 
 
 def _point(

@@ -14,9 +14,9 @@ from jaxbucket.boundaries import RULES, Candidates
 from jaxbucket.bounds import Problem, cost_ahead, lower_bounds, traced_ends
 from jaxbucket.search import Search
 
-# Pairs looked at in all, bounds included, unless the first search needs more: bounds
-# time, to about two seconds on one core.
-_MAX_PAIRS = 150_000_000
+# Pairs looked at in all, bounds included: bounds time, to about two seconds on one
+# core, or a few, where the last search takes more than those before let expect.
+_ENOUGH_PAIRS, _MOST_PAIRS = 150_000_000, 250_000_000
 # Examples, and these times candidates, for which what remainders cost ahead is looked
 # at: at once, and where a first search was not enough. About 0.1 s, and 1 s.
 _LITTLE_AHEAD, _MAX_AHEAD = (10_000, 10_000_000), (100_000, 100_000_000)
@@ -78,13 +78,13 @@ class Optimum:
         ahead = self._cost_ahead if self._is_little(*_LITTLE_AHEAD) else None
         while True:
             bounds = self._bounds[: num_buckets + 1]
-            search = Search(problem, bounds, ahead, width)
+            search = Search(problem, bounds, ahead, width, _MOST_PAIRS - pairs)
             best = search.better_than(best)
             pairs += search.pairs
             self.exact = self._candidates.complete and not search.cut
             if not search.cut:
                 return self._kept[best]
-            if pairs + 2 * search.pairs > _MAX_PAIRS:
+            if pairs + 2 * search.pairs > _ENOUGH_PAIRS:
                 return self._no_worse_than_rules(self._kept[best], num_buckets)
             width *= _WIDER
             ahead = self._cost_ahead

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,11 +21,11 @@ def progress_bar(shown: bool = True, *more: ProgressColumn) -> Progress:
     from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(stderr=True)
     return Progress(
         *(*Progress.get_default_columns(), *more),
-        console=console,
+        console=Console(stderr=True),
         transient=True,
-        # On none it would leave an empty line among errors.
-        disable=not (shown and console.is_terminal),
+        # On none it would leave an empty line among errors. Not `is_terminal`, which
+        # believes FORCE_COLOR.
+        disable=not (shown and sys.stderr.isatty()),
     )

@@ -20,6 +20,8 @@ _CLOSING = 16
 # For each beginning that goes on, how many are compared with one another: most are not
 # as good as another that ends alike.
 _SURPLUS = 64
+# Beginnings that are kept while others are looked at: bounds memory.
+_MOST_STATES = 4 * _CHUNK
 # Into about so many blocks are the ends cut, of which most are ruled out as a whole.
 _BLOCKS = 1024
 
@@ -54,6 +56,8 @@ class _States:
 class Search:
     """Branch and bound over beginnings of a choice, at most `width` for each level.
 
+    It looks at no more than about `most_pairs`.
+
     Attributes:
       cut: whether more were open, so that a wider search may find a better choice.
       pairs: how many of a beginning and an end, or a block of ends, were looked at.
@@ -65,11 +69,13 @@ class Search:
         bounds: list[np.ndarray],
         ahead: np.ndarray | None,
         width: int,
+        most_pairs: int,
     ):
         self.problem = problem
         self.bounds = bounds
         self.ahead = ahead
         self.width = width
+        self.most_pairs = most_pairs
         self.cut = False
         self.pairs = 0
         # `[n, block]`: the ends in blocks, G where there is none.
@@ -105,7 +111,21 @@ class Search:
                 promising = self._least(closed, left) < limit
                 parts.append(closed.take(np.flatnonzero(promising)))
             self.pairs += _CLOSING * len(end)
+            if sum(len(part.end) for part in parts) > _MOST_STATES:
+                parts = [self._best_of(_States.joined(parts), left, limit)]
+            if self.pairs > self.most_pairs:
+                self.cut = True
+                break
         return _States.joined(parts)
+
+    def _best_of(self, states: _States, left: int, limit: int) -> _States:
+        """Those that `_prune` may keep, and the cheapest that is complete."""
+        is_open = states.end < len(self.problem) - 1
+        done = np.flatnonzero(~is_open)
+        least = self._least(states, left)
+        kept = np.flatnonzero(is_open & (least <= self._cutoff(least[is_open], limit)))
+        cheapest = done[np.argsort(states.cost[done], kind="stable")[:1]]
+        return states.take(np.append(kept, cheapest))
 
     def _open_pairs(
         self, states: _States, left: int, limit: int

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import pty
+import re
 import subprocess
 import sys
 
@@ -656,7 +657,100 @@ def test_a_command_that_fails_to_write_leaves_nothing(files, monkeypatch):
     monkeypatch.setattr("numpy.save", full)
     output = refused("measure", "lengths.npy", "-o", "new.npy")
     assert "new.npy` cannot be written: No space left on device. Name another" in output
-    assert not list(files.glob("new*"))
+    assert not list(files.glob("*new*")) + list(files.glob(".*"))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_pipe_is_written_to_and_stays_one(files):
+    os.mkfifo("pipe.json")
+    with subprocess.Popen(["cat", "pipe.json"], stdout=subprocess.PIPE) as reader:
+        run("plan", "lengths.npy", *OPTIONS, "-o", "pipe.json")
+        read, _ = reader.communicate(timeout=20)
+    assert BucketPlan.from_json(read.decode()) == PLAN
+    assert (files / "pipe.json").is_fifo()
+
+
+def test_nobody_elses_file_is_taken_for_a_part_of_the_output(files):
+    # The names under which a command may well keep what is not whole yet.
+    for name in ("plan.json.partial", ".plan.json.partial"):
+        (files / name).write_text("1\n2\n")
+    run("plan", "plan.json.partial", "--max-tokens", 100, "-o", "plan.json")
+    for name in ("plan.json.partial", ".plan.json.partial"):
+        assert (files / name).read_text() == "1\n2\n"
+
+
+def test_an_output_keeps_the_permissions_it_has(files):
+    (files / "plan.json").write_text("")
+    (files / "plan.json").chmod(0o600)
+    run("plan", "lengths.npy", *OPTIONS, "-o", "plan.json")
+    assert (files / "plan.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_plan_that_leaves_examples_out_is_not_the_best(files):
+    options = ("--max-seq-len", 64, "--overlong", "drop")
+    run("plan", "lengths.npy", *BUDGET, *options, "-o", "[red]short.json")
+    compared = ("compare", "lengths.npy", *BUDGET, "--plan", "[red]short.json")
+    table = run(*compared)
+    # Its name is no markup.
+    last = [line for line in table.splitlines() if "[red]short.json" in line][0]
+    assert last.split()[-1] == "-"
+    plans = json.loads(run(*compared, "--json"))["plans"]
+    assert plans[0]["name"] == "optimal" and plans[-1]["name"] == "[red]short.json"
+    kept = int(LENGTHS[LENGTHS <= 64].sum())
+    said = (
+        f"[red]short.json keeps {kept:,} tokens, not {int(LENGTHS.sum()):,}: its cost"
+    )
+    assert said in " ".join(table.split())
+
+
+def test_long_names_leave_room_for_the_numbers(files):
+    name = "a_plan_of_a_very_long_name_that_nobody_wants_to_read.json"
+    run("plan", "lengths.npy", *OPTIONS, "-o", name)
+    table = run("compare", "lengths.npy", *BUDGET, "--plan", name)
+    assert max(map(len, table.splitlines())) <= 100
+    (line,) = [line for line in table.splitlines() if line.strip().startswith("a_plan")]
+    assert re.fullmatch(r"\d\.\d\dx", line.split()[-1])
+
+
+@pytest.mark.parametrize("option", ["--boundaries", "--num-buckets"])
+def test_an_empty_option_is_not_its_default(files, option):
+    result = CliRunner().invoke(
+        main, ["plan", "lengths.npy", *map(str, BUDGET), option, ""]
+    )
+    assert result.exit_code
+    assert option[2:5] in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "is no JSON object of shapes and seconds"),
+        ('{"[8]": 1}', "a shape is two integers."),
+        ('{"[8, true]": 1}', "a shape is two integers."),
+        ('{"[8, 512]": 0.1, "[8, 512]": 5}', "a shape is there twice."),
+        ('{"[8, 512]": 0.1, "[8,512]": 5}', "a shape is there twice."),
+        ('{"[8, 512]": 1e-310}', "next to nothing for B * T^2"),
+        ('{"[8, 512]": "x"}', "`seconds[[8, 512]]='x'` must be a positive"),
+    ],
+)
+def test_step_times_that_are_none_are_refused(files, text, message):
+    (files / "times.json").write_text(text)
+    said = refused("plan", "lengths.npy", *BUDGET, "--step-times", "times.json")
+    assert message in said
+
+
+def test_colours_that_are_forced_draw_no_bar_into_a_file(files, monkeypatch):
+    environment = os.environ | {"FORCE_COLOR": "1", "COLUMNS": "60"}
+    command = [sys.executable, "-m", "jaxbucket", "compare", "lengths.npy"]
+    done = subprocess.run(
+        [*command, *map(str, BUDGET)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not done.stderr
+    assert "equal tokens" in done.stdout and "…" not in done.stdout
 
 
 def measured_with_errors_to(stderr: int) -> str:

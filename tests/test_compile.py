@@ -354,6 +354,31 @@ def test_what_is_no_batch_is_refused(compiled):
         compiled[0](None, {"tokens": 1})
 
 
+def test_a_loop_that_looks_at_nothing_runs_a_few_steps_ahead():
+    lengths = [8] * 16
+    plan = jb.plan_buckets(lengths, max_tokens=64, num_buckets=1)
+    mesh, source = jb.data_mesh(jax.devices()[:1]), Examples(np.array(lengths))
+
+    def slow(state, batch):
+        del batch
+        state = jax.lax.fori_loop(0, 20, lambda _, x: jnp.tanh(x @ x), state)
+        return state, {"sum": state.sum()}
+
+    step_fn = jax.jit(slow, donate_argnums=0)
+    state = jb.replicate(jnp.eye(300), mesh)
+    specs = jb.batch_specs(plan, source[0], mesh)
+    steps = jb.compile_steps(step_fn, state, specs)
+    (batch,) = first_batches(source, plan, mesh).values()
+    sums, ahead = [], []
+    for _ in range(30):
+        state, metrics = steps(state, batch)
+        sums.append(metrics["sum"])
+        ahead.append(sum(not x.is_ready() for x in sums))
+    assert max(ahead) <= 8
+    # It does run ahead: else nothing is shown here.
+    assert max(ahead) > 2
+
+
 def test_a_shape_outside_the_plan_is_refused(compiled):
     steps, plan, mesh, _ = compiled
     batch = jb.collate_rows([{"x": np.ones(3, np.float32)}], jb.Bucket(16, 5))

@@ -11,6 +11,7 @@ from jaxbucket.costs import StepTime, TokenCost, TransformerCost
 from jaxbucket.limits import Limits
 from jaxbucket.optimal import Optimum, optimal
 from jaxbucket.plan import RULES
+from jaxbucket.search import Search
 
 Cost = Callable[[int, int], float]
 
@@ -296,7 +297,7 @@ def test_few_batches_are_planned_exactly(seed, name):
 
 
 def test_a_search_that_is_cut_is_no_worse_than_any_rule(monkeypatch):
-    monkeypatch.setattr("jaxbucket.optimal._MAX_PAIRS", 0)
+    monkeypatch.setattr("jaxbucket.optimal._ENOUGH_PAIRS", 0)
     monkeypatch.setattr("jaxbucket.optimal._FIRST_WIDTH", 1)
     rng, cut = np.random.default_rng(0), 0
     for _ in range(20):
@@ -385,3 +386,40 @@ def test_what_was_not_looked_at_is_not_proven():
     optimum = Optimum(candidates, 2)
     assert candidates.seq_lens[optimum.choice(2)].tolist() == [100_000, 300_000]
     assert not optimum.exact
+
+
+def many_lengths(seed: int) -> np.ndarray:
+    return np.clip(np.random.default_rng(seed).lognormal(5, 1.2, 3000), 1, 4000)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_that_is_bounded_changes_no_choice(monkeypatch, seed):
+    limits = Limits(max_tokens=8192 * (1 + 40 * seed), cost_fn=StepTime(0.1, 1e-4, 0))
+    candidates = limits.candidates(many_lengths(seed).astype(int))
+    want = Optimum(candidates, 6).choice(6)
+    # Far fewer than are looked at; each search has to let go of some.
+    monkeypatch.setattr("jaxbucket.search._MOST_STATES", 100)
+    monkeypatch.setattr("jaxbucket.search._CHUNK", 1000)
+    np.testing.assert_array_equal(Optimum(candidates, 6).choice(6), want)
+
+
+def test_time_is_bounded_where_batches_hold_a_whole_epoch(monkeypatch):
+    monkeypatch.setattr("jaxbucket.optimal._ENOUGH_PAIRS", 1_000_000)
+    monkeypatch.setattr("jaxbucket.optimal._MOST_PAIRS", 2_000_000)
+    limits = Limits(max_tokens=2**40, cost_fn=StepTime(0.1, 1e-4, 1e-7))
+    candidates = limits.candidates(many_lengths(0).astype(int))
+    searches = []
+
+    def better_than(self, known, original=Search.better_than):
+        searches.append(self)
+        return original(self, known)
+
+    monkeypatch.setattr(Search, "better_than", better_than)
+    optimum = Optimum(candidates, 8)
+    cost = candidates.epoch_cost(optimum.choice(8))
+    assert not optimum.exact
+    # A chunk more than asked for, at most.
+    assert sum(search.pairs for search in searches) < 2_000_000 + 20 * 2**20
+    for name, rule in RULES.items():
+        if name != "optimal":
+            assert cost <= candidates.epoch_cost(rule(candidates, 8))

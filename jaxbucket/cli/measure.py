@@ -8,6 +8,7 @@ import click
 import numpy as np
 
 from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure, written_whole
+from jaxbucket.cli.show import show_json, show_tables
 from jaxbucket.length_files import read_lengths
 from jaxbucket.length_files.summary import summarize_lengths
 from jaxbucket.length_files.values import UNITS, Measure, Unit
@@ -68,11 +69,9 @@ def measure(
         save_figure(figure, "--plot", plot)
     summary = summarize_lengths(lengths, counted)
     if as_json:
-        click.echo(summary.to_json())
+        show_json(summary.to_dict())
     else:
-        from rich.console import Console
-
-        Console(highlight=False).print(summary)
+        show_tables(summary)
 
 
 def _check_suffix(output: pathlib.Path | None) -> None:

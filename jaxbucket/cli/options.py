@@ -222,14 +222,19 @@ def read_step_times(path: pathlib.Path) -> StepTime:
       ValueError: if it holds no such thing.
     """
     try:
-        found = json.loads(path.read_text("utf-8"))
-        seconds = {Bucket(*json.loads(shape)): time for shape, time in found.items()}
-        if len(seconds) < len(found):
+        pairs = json.loads(path.read_text("utf-8"), object_pairs_hook=tuple)
+        if not isinstance(pairs, tuple):
+            raise ValueError("it is none")
+        shapes = [tuple(json.loads(shape)) for shape, _ in pairs]
+        if not all(len(s) == 2 and all(type(n) is int for n in s) for s in shapes):
+            raise ValueError("a shape is two integers")
+        if len(set(shapes)) < len(shapes):
             raise ValueError("a shape is there twice")
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        seconds = {Bucket(*s): time for s, (_, time) in zip(shapes, pairs, strict=True)}
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(
             f"`--step-times {path}` is no JSON object of shapes and seconds, such as "
-            f'{{"[8, 512]": 0.21}}: {error}.'
+            f'{{"[8, 512]": 0.21}}: {str(error).rstrip(".")}.'
         ) from None
     return StepTime.fit(seconds)
 

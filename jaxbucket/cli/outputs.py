@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import secrets
+import shutil
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -54,13 +56,19 @@ def written_whole(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
       ValueError: if it cannot be written.
     """
     path = path.resolve()
-    partial = path.with_name(f"{path.name}.partial")
+    # A pipe or a device is no file that another could take the place of.
+    whole = path.exists() and not path.is_file()
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with partial.open("wb") as file:
+        with path.open("wb") if whole else partial.open("xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+            if not whole:
+                os.fsync(file.fileno())
+        if not whole:
+            if path.exists():
+                shutil.copymode(path, partial)
+            partial.replace(path)
     except OSError as error:
         raise ValueError(
             f"`{name} {path}` cannot be written: {error.strerror or error}. Name "
@@ -85,7 +93,8 @@ def new_figure(name: str, path: pathlib.Path, width: float, height: float) -> An
         ) from None
     # Not by pyplot, which would keep it, and look for a screen.
     figure = Figure(figsize=(width, height), layout="constrained")
-    kinds = figure.canvas.get_supported_filetypes()
+    # TeX, which pgf is written by, is seldom there.
+    kinds = figure.canvas.get_supported_filetypes().keys() - {"pgf"}
     if path.suffix[1:].lower() not in kinds:
         raise ValueError(
             f"`{name} {path}`: a picture is one of {sorted(kinds)}. Name it .png."

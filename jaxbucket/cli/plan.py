@@ -99,7 +99,8 @@ def plan(
     elif shapes is not None:
         made = shape.given(shapes)
     else:
-        size, chooser = _number(num_buckets or "8"), _chooser(boundaries or "optimal")
+        size = 8 if num_buckets is None else _number(num_buckets)
+        chooser = "optimal" if boundaries is None else _chooser(boundaries)
         made = plan_within(measured, shape.limits(), size, chooser)
     epoch = report(made, measured, accumulate=shape.kept["accumulate"])
     if plot:

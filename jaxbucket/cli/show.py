@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import click
@@ -16,9 +17,9 @@ def show_tables(*tables: Any) -> None:
     """Prints what `rich` draws, as wide as a page where there is no terminal."""
     from rich.console import Console
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=100)
+    # Not `Console.is_terminal`, which believes FORCE_COLOR.
+    width = None if sys.stdout.isatty() else 100
+    console = Console(highlight=False, width=width)
     for table in tables:
         console.print(table)
 
