@@ -80,7 +80,7 @@ class Training:
         self.source = documents.Examples(split.train[:: args.every])
         self.lengths = jb.measure_lengths(self.source)
         self.mesh = jb.data_mesh()
-        _, tx = recipe.make_optimizer(own)
+        tx = recipe.make_optimizer(own)
         self.state = recipe.make_state(own, tx, self.mesh)
         # A new one for every run: jax remembers what it has compiled a step for.
         self._make_step = functools.partial(

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -55,7 +54,6 @@ class TrainingLog:
     def __init__(
         self,
         clock: Clock,
-        learning_rate: optax.Schedule,
         *,
         num_steps: int | None,
         seconds: float | None,
@@ -64,7 +62,6 @@ class TrainingLog:
         self.records: list[StepRecord] = []
         self.lines: list[dict[str, Any]] = []
         self._clock = clock
-        self._learning_rate = learning_rate
         self._num_steps = num_steps
         self._seconds = seconds
         self._first_step = first_step
@@ -143,7 +140,6 @@ class TrainingLog:
         bucket, metrics, end = self._pending
         self._pending = None
         nats, tokens = float(metrics["loss_sum"]), int(metrics["weight"])
-        rate = float(np.asarray(self._learning_rate(self.step)))
         now = end.result()
         self.records.append(
             StepRecord(
@@ -152,7 +148,7 @@ class TrainingLog:
                 now - self._last_time,
                 nats / max(tokens, 1),
                 tokens,
-                rate * float(metrics["lr_factor"]),
+                float(metrics["learning_rate"]),
             )
         )
         self._last_time = now

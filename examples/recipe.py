@@ -44,7 +44,7 @@ def _nats(
 
 def make_optimizer(
     args: argparse.Namespace,
-) -> tuple[optax.Schedule, optax.GradientTransformation]:
+) -> optax.GradientTransformation:
     """AdamW, its rate rising, then falling; updates scaled by the batch's size."""
     if args.seconds:
         learning_rate = inverse_sqrt(args.lr)
@@ -56,12 +56,13 @@ def make_optimizer(
             decay_steps=max(2, args.steps),
             end_value=args.lr / 20,
         )
-    tx = optax.chain(
+    return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(learning_rate, b2=0.98, weight_decay=0.05),
-        jb.scale_by_batch_size(base_examples=BASE_EXAMPLES, rule="sqrt"),
+        jb.scale_by_batch_size(
+            base_examples=BASE_EXAMPLES, rule="sqrt", learning_rate=learning_rate
+        ),
     )
-    return learning_rate, tx
 
 
 def make_state(

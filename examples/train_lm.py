@@ -33,7 +33,6 @@ from typing import Any
 import comparison
 import documents
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import partition
@@ -234,7 +233,7 @@ def plan(
         return shapes.by_tokens(args, lengths, kept_to)
 
     def measure(some: list[jb.Bucket]) -> jb.Calibration:
-        _, tx = recipe.make_optimizer(args)
+        tx = recipe.make_optimizer(args)
         state = recipe.make_state(args, tx, mesh)
         step = recipe.make_step(args, tx, mesh, state)
         return jb.calibrate(step, state, some, source[0], mesh)
@@ -258,7 +257,7 @@ def run(
 ) -> int:
     """Compiles, trains and evaluates; returns the exit status."""
     show(job, args)
-    learning_rate, tx = recipe.make_optimizer(args)
+    tx = recipe.make_optimizer(args)
     progress = begin(job, args, tx, checkpoints)
     clock = Clock(progress.seconds)
     clock.start()
@@ -271,7 +270,6 @@ def run(
     clock.start()
     log = TrainingLog(
         clock,
-        learning_rate,
         num_steps=None if args.seconds else args.steps,
         seconds=args.seconds,
         first_step=progress.step,
@@ -500,8 +498,6 @@ def train(
                 break
             progress.state, metrics = steps(progress.state, batch)
             progress.step += 1
-            # A copy, as the next step takes the state's own buffers.
-            metrics["lr_factor"] = jnp.copy(progress.state.opt_state[-1].factor)
             log.add(batch, metrics)
             progress.digest.add(batch, progress.step)
             if progress.step % args.save_every == 0:

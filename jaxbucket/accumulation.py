@@ -117,7 +117,7 @@ class AccumulatingStep:
         self.update = update
         self._sums_of = sums_of
         self._shardings = shardings
-        self._begin: Callable[[TrainState], Accumulated] | None = None
+        self._begin: Any = None
 
     def __call__(
         self, state: TrainState, micro_batches: Sequence[Batch]

@@ -35,7 +35,7 @@ def metrics_of(batch: jb.Batch) -> dict[str, jax.Array]:
     return {
         "loss_sum": jnp.float32(2) * batch.num_tokens.astype(jnp.float32),
         "weight": batch.num_tokens,
-        "lr_factor": jnp.float32(0.5),
+        "learning_rate": jnp.float32(batch.bucket.batch_size / 64),
     }
 
 
@@ -43,7 +43,7 @@ def train(live, batches, step=metrics_of, **options):
     clock = live.Clock()
     clock.start()
     options = {"num_steps": len(batches), "seconds": None} | options
-    with live.TrainingLog(clock, lambda step: 0.1 * step, **options) as log:
+    with live.TrainingLog(clock, **options) as log:
         for batch in batches:
             log.add(batch, step(batch))
     return log
@@ -56,7 +56,7 @@ def test_every_step_is_recorded_once_with_its_own_numbers(live):
     assert [record.bucket for record in log.records] == buckets
     for record in log.records:
         assert (record.loss, record.real_tokens) == (2, 32)
-        assert record.learning_rate == pytest.approx(0.05 * record.step)
+        assert record.learning_rate == record.bucket.batch_size / 64
     assert log.done == 1
     assert [line["step"] for line in log.lines][-1] == 12
     shown = [line["real_tokens"] for line in log.lines]
@@ -93,7 +93,7 @@ def test_what_is_evaluated_between_steps_takes_no_time_of_the_run(live):
     clock.start()
     batch = on_mesh(make_batch(jb.Bucket(1, 4)))
     options = {"num_steps": 2, "seconds": None}
-    with live.TrainingLog(clock, lambda step: 0.1, **options) as log:
+    with live.TrainingLog(clock, **options) as log:
         log.add(batch, metrics_of(batch))
         with log.paused():
             assert log.step == 1
@@ -108,7 +108,7 @@ def test_a_run_by_time_ends_with_its_time(live):
     clock = live.Clock()
     clock.start()
     options = {"num_steps": None, "seconds": 0.2}
-    with live.TrainingLog(clock, lambda step: 0.1, **options) as log:
+    with live.TrainingLog(clock, **options) as log:
         assert log.done < 1
         time.sleep(0.25)
         assert log.done == 1

@@ -19,12 +19,12 @@ class ScaleByBatchSizeState(NamedTuple):
       factor: `[]` float32, what the last update was multiplied by.
       learning_rate: `[]` float32, the one in force at the last update, the factor in
         it; None where `scale_by_batch_size` was not told what it scales.
-      count: `[]` int32, updates done.
+      num_updates: `[]` int32, how many there were.
     """
 
     factor: jax.Array
     learning_rate: jax.Array | None
-    count: jax.Array
+    num_updates: jax.Array
 
 
 def scale_by_batch_size(
@@ -85,23 +85,23 @@ def scale_by_batch_size(
     }
     scaling = BatchScaling.of(bases, rule, min_factor, max_factor)
 
-    def init(params: optax.Params) -> ScaleByBatchSizeState:
+    def init(params: optax.Params) -> Any:
         del params
         one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32)
         return ScaleByBatchSizeState(one, in_force(one, zero), zero)
 
     def update(
         updates: optax.Updates,
-        state: optax.OptState,
+        state: Any,
         params: optax.Params | None = None,
         **extra: Any,
-    ) -> tuple[optax.Updates, ScaleByBatchSizeState]:
+    ) -> tuple[optax.Updates, Any]:
         del params
         factor = scaling.factor(extra)
         updates = jax.tree.map(lambda u: u * factor.astype(u.dtype), updates)
-        factor, count = factor.astype(jnp.float32), state.count  # pyright: ignore
+        factor, count = factor.astype(jnp.float32), state.num_updates
         return updates, ScaleByBatchSizeState(
-            factor, in_force(factor, count), optax.safe_increment(count)
+            factor, in_force(factor, count), jnp.asarray(optax.safe_increment(count))
         )
 
     def in_force(factor: jax.Array, count: jax.Array) -> jax.Array | None:

@@ -1,0 +1,266 @@
+"""Trains the example's model by several rules for the learning rate, on equal tokens.
+
+    python benchmarks/lr_rules.py
+    python benchmarks/lr_rules.py --tokens 1_000_000 --seeds 5 --plot rules.png --json
+
+All runs see the same number of real tokens, and their schedule counts tokens: warm-up
+and decay are the same curve for all. What differs is how many examples a step has, and
+what becomes of the learning rate when that changes:
+
+    fixed batch    every step has as many examples, in whichever bucket
+    none           the token budget decides, the learning rate does not follow
+    linear, sqrt   it follows the number of examples of each step
+    adam sde       so do Adam's averages (Malladi et al., 2022)
+
+and, by the sqrt rule, steps of two micro-batches, of one bucket or of any two. The
+learning rate is that of a step of as many examples as the budget has on the mean.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optax
+from flax import nnx
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import jaxbucket as jb
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+import documents
+import recipe
+from transformer import Transformer
+
+_ADAM = {"b2": 0.98}
+_DECAY = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A plan, and an optimizer that knows what to do with its batches."""
+
+    schedule: Callable[[int], jb.BatchSchedule]
+    tx: optax.GradientTransformation
+
+
+class Training:
+    """The example's model, documents and loss, on all devices."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        split = documents.load(args.data)
+        self.source = split.train
+        self.held_out = documents.Examples(split.held_out[: args.held_out])
+        self.lengths = jb.measure_lengths(self.source)
+        self.mesh = jb.data_mesh()
+        self.plan = self._plan(args.max_tokens)
+        epoch = jb.report(self.plan, self.lengths)
+        self.base_examples = round(epoch.examples / epoch.steps_per_epoch)
+        held_out = jb.measure_lengths(self.held_out)
+        self._to_evaluate = jb.batch_dataset(
+            self.held_out, jb.BatchSchedule(self.plan, held_out, order="source")
+        )
+        evaluate = jb.data_parallel_eval(recipe.loss, self.mesh)
+        specs = jb.batch_specs(self.plan, self.source[0], self.mesh)
+        state = _without_optimizer(self._state(0, optax.sgd(0.0)))
+        self._evaluate = jb.compile_steps(evaluate, state, specs)
+
+    def _plan(self, max_tokens: int, **limits: Any) -> jb.BucketPlan:
+        return jb.plan_buckets(
+            self.lengths,
+            max_tokens=max_tokens,
+            num_buckets=self.args.num_buckets,
+            seq_len_multiple=32,
+            max_seq_len=self.args.max_len,
+            overlong="truncate",
+            **limits,
+        )
+
+    def _state(self, seed: int, tx: optax.GradientTransformation) -> jb.TrainState:
+        model = Transformer(self.args.width, self.args.layers, 0.0, nnx.Rngs(seed))
+        return jb.replicate(jb.create_state(model, tx), self.mesh)
+
+    def ways(self) -> dict[str, Way]:
+        args, base = self.args, self.base_examples
+        curve = optax.warmup_cosine_decay_schedule(
+            0.0, args.lr, args.tokens // 20, args.tokens, args.lr / 20
+        )
+        by_tokens = jb.schedule_by_work(curve, "tokens")
+
+        def adamw(rule: Any) -> optax.GradientTransformation:
+            rate = jb.scale_schedule(by_tokens, base_examples=base, rule=rule)
+            adam = optax.inject_hyperparams(optax.adamw)
+            own = adam(learning_rate=rate, weight_decay=_DECAY, **_ADAM)
+            return optax.chain(optax.clip_by_global_norm(1.0), own)
+
+        @optax.inject_hyperparams
+        def sde(learning_rate: Any) -> optax.GradientTransformation:
+            return optax.chain(
+                jb.scale_by_adam_sde(base_examples=base, **_ADAM),
+                optax.add_decayed_weights(_DECAY),
+                optax.scale_by_learning_rate(learning_rate),
+            )
+
+        fixed = self._plan(base * args.max_len, max_batch_size=base)
+        half = self._plan(args.max_tokens // 2)
+        one = functools.partial(self._schedule, self.plan)
+        return {
+            "fixed batch": Way(functools.partial(self._schedule, fixed), adamw("none")),
+            **{rule: Way(one, adamw(rule)) for rule in ("none", "linear", "sqrt")},
+            "adam sde": Way(
+                one, optax.chain(optax.clip_by_global_norm(1.0), sde(by_tokens))
+            ),
+            **{
+                f"sqrt, 2 of {'one bucket' if group == 'same' else 'any'}": Way(
+                    functools.partial(self._schedule, half, accumulate=2, group=group),
+                    adamw("sqrt"),
+                )
+                for group in ("same", "mixed")
+            },
+        }
+
+    def _schedule(
+        self, plan: jb.BucketPlan, seed: int, **options: Any
+    ) -> jb.BatchSchedule:
+        return jb.BatchSchedule(plan, self.lengths, seed=seed, **options)
+
+    def runs(self, way: Way) -> list[dict[str, Any]]:
+        """One run for each seed, by steps that are compiled once."""
+        schedule = way.schedule(0)
+        accumulates = schedule.accumulate > 1
+        make: Any = jb.data_parallel_accumulate if accumulates else jb.data_parallel
+        specs = jb.batch_specs(schedule.plan, self.source[0], self.mesh)
+        steps = jb.compile_steps(
+            make(recipe.loss, way.tx, self.mesh), self._state(0, way.tx), specs
+        )
+        return [self._run(way, seed, steps) for seed in range(self.args.seeds)]
+
+    def _run(self, way: Way, seed: int, steps: Any) -> dict[str, Any]:
+        args, state = self.args, self._state(seed, way.tx)
+        dataset = jb.batch_dataset(self.source, way.schedule(seed), num_steps=math.inf)
+        curve, tokens, count, rates = [], 0, 0, []
+        for batch in jb.prefetch_to_mesh(dataset, self.mesh):
+            state, metrics = steps(state, batch)
+            tokens, count = tokens + int(metrics["num_tokens"]), count + 1
+            rates.append(float(metrics["lr_factor"]))
+            if tokens >= (len(curve) + 1) * args.tokens / args.points:
+                curve.append((tokens, self._held_out_loss(state)))
+            if tokens >= args.tokens:
+                break
+        return {
+            "seed": seed,
+            "steps": count,
+            "curve": curve,
+            "factor_p5_p95": np.percentile(rates, (5, 95)).tolist(),
+        }
+
+    def _held_out_loss(self, state: jb.TrainState) -> float:
+        """Bits per byte."""
+        nats = num_bytes = 0.0
+        state = _without_optimizer(state)
+        for batch in jb.prefetch_to_mesh(self._to_evaluate, self.mesh):
+            metrics = self._evaluate(state, batch)
+            nats += float(metrics["loss_sum"])
+            num_bytes += float(metrics["weight"])
+        return nats / num_bytes / math.log(2)
+
+
+def _without_optimizer(state: jb.TrainState) -> jb.TrainState:
+    """One that is of the same kind whatever the optimizer."""
+    return dataclasses.replace(state, opt_state=())
+
+
+def main() -> None:
+    args = parse_arguments()
+    training = Training(args)
+    found = {}
+    for name, way in training.ways().items():
+        found[name] = training.runs(way)
+        print(f"{name} done", file=sys.stderr, flush=True)
+    if args.plot:
+        draw(found, args.plot)
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        show(found, training)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare rules for learning rates.")
+    parser.add_argument("--data", help="as of the example, by default Python's library")
+    parser.add_argument("--tokens", type=int, default=400_000, help="of each run")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--points", type=int, default=8, help="held-out losses of a run"
+    )
+    parser.add_argument("--held-out", type=int, default=150, help="documents")
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--max-len", type=int, default=512)
+    parser.add_argument("--max-tokens", type=int, default=4096)
+    parser.add_argument("--num-buckets", type=int, default=4)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--plot", help="draw the held-out losses there")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def last_losses(runs: list[dict[str, Any]]) -> np.ndarray:
+    return np.array([run["curve"][-1][1] for run in runs])
+
+
+def show(found: dict[str, Any], training: Training) -> None:
+    console = Console(width=100, highlight=False)
+    args = training.args
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        caption=f"Held-out bits per byte after {args.tokens:,} real tokens, of "
+        f"{args.seeds} seeds. Base: {training.base_examples} examples, learning rate "
+        f"{args.lr:g}.",
+        caption_justify="left",
+    )
+    table.add_column("rule", no_wrap=True)
+    for name in ("steps", "factors, p5 to p95", "mean", "least", "most"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, runs in sorted(found.items(), key=lambda x: last_losses(x[1]).mean()):
+        losses = last_losses(runs)
+        low, high = np.mean([run["factor_p5_p95"] for run in runs], axis=0)
+        table.add_row(
+            *(name, f"{np.mean([run['steps'] for run in runs]):.0f}"),
+            f"{low:.2f} to {high:.2f}",
+            *(f"{x:.3f}" for x in (losses.mean(), losses.min(), losses.max())),
+        )
+    console.print(table)
+
+
+def draw(found: dict[str, Any], path: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    ax = figure.add_subplot()
+    for name, runs in found.items():
+        tokens = np.mean([[t for t, _ in run["curve"]] for run in runs], axis=0)
+        losses = np.array([[loss for _, loss in run["curve"]] for run in runs])
+        (line,) = ax.plot(tokens / 1e3, losses.mean(axis=0), label=name)
+        ax.fill_between(
+            *(tokens / 1e3, losses.min(axis=0), losses.max(axis=0)),
+            color=line.get_color(),
+            alpha=0.15,
+        )
+    ax.set(xlabel="thousand real tokens", ylabel="held-out bits per byte")
+    ax.legend(frameon=False)
+    ax.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
