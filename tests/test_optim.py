@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import pathlib
 import re
 
 import jax
@@ -309,6 +310,20 @@ NOT_LINEAR_WITH_OPTIONS = {
 @pytest.mark.parametrize("name", NOT_LINEAR_WITH_OPTIONS)
 def test_what_comes_behind_the_rate_makes_an_optimizer_not_linear(name):
     assert not jb.is_linear_in_lr(NOT_LINEAR_WITH_OPTIONS[name])
+
+
+def test_the_page_on_learning_rates_says_which_is_which():
+    page = pathlib.Path(__file__).parents[1] / "docs" / "learning_rates.md"
+    linear, not_linear, none, *_ = re.findall(
+        r"^\* \*\*(.*?)(?=^\* |^An optimizer)", page.read_text(), re.M | re.S
+    )
+    words = [set(re.findall(r"\w+", text)) for text in (linear, not_linear, none)]
+    for name in with_a_rate(optax):
+        assert (name in words[0]) == (name not in NOT_LINEAR), name
+        assert name in words[0] | words[1] | words[2]
+    for name in with_a_rate(optax.contrib).keys() - NOT_TRIED:
+        assert (name in words[0]) == (name not in NOT_LINEAR_IN_CONTRIB), name
+        assert name in words[0] | words[1]
 
 
 def test_momentum_and_decay_before_the_rate_are_linear():

@@ -134,12 +134,21 @@ def test_plans_are_made_and_a_token_file_written_as_printed(tmp_path):
 
 
 def test_a_plan_by_time_is_made_as_printed(tmp_path):
-    (code,), (*_, by_time, _) = blocks("python"), blocks("py")
+    (code,), (*_, by_time, _, _) = blocks("python"), blocks("py")
     code = code[: code.index("dataset = jb.batch_dataset")]
     tell = "print(plan.cost_unit, measured.cost.error >= 0)"
     printed = output_of(f"{code}\n{by_time}\n{tell}", tmp_path)
     assert re.search(r"\d shapes?: .* s to compile and 3 epochs of .* s make", printed)
     assert printed.split()[-2:] == ["s", "True"]
+
+
+def test_a_learning_rate_follows_the_batch_as_printed(tmp_path):
+    (code,), (*_, rates, _) = blocks("python"), blocks("py")
+    code = code[: code.index("# One executable for each bucket")]
+    tell = 'print(int(state.step) == len(groups), int(metrics["skipped"]))'
+    printed = output_of(f"{code}\n{rates}\n{tell}", tmp_path)
+    assert "'learning_rate': 0.00" in printed
+    assert printed.split()[-2:] == ["True", "0"]
 
 
 def test_continuous_integration_runs_the_test_command():

@@ -491,8 +491,178 @@ def test_metrics_are_those_of_the_global_batch(mode):
     np.testing.assert_allclose(metrics["loss"], loss_sum / weight, rtol=1e-5)
     exact = {name: int(metrics[name]) for name in ("weight", "num_tokens", "labels")}
     assert exact == {"weight": weight, "num_tokens": sum(UNEQUAL), "labels": 15}
-    assert metrics["num_examples"] == 6
-    assert metrics.keys() == {"loss", "loss_sum", "num_examples", *exact}
+    assert (metrics["num_examples"], metrics["num_rows"]) == (6, 8)
+    np.testing.assert_allclose(metrics["padding"], 1 - sum(UNEQUAL) / 64, rtol=1e-6)
+    own = {"loss", "loss_sum", "num_examples", "num_rows", "padding", "grad_norm"}
+    assert metrics.keys() == {*own, *exact}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_the_norm_is_of_the_mean_gradient(mode, dtype):
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    params = make_params(dtype)
+    state, metrics = run_batch(batch, four_devices(), params=params, mode=mode)
+    squares = [
+        np.square(np.asarray(x, np.float64)).sum()
+        for x in jax.tree.leaves(state.opt_state)
+    ]
+    np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(sum(squares)), rtol=1e-5)
+
+
+def test_an_optimizer_is_told_the_loss_the_step_and_all_sizes():
+    told = []
+
+    def update(updates, state, params=None, **extra):
+        told.append(extra)
+        return jax.tree.map(jnp.zeros_like, updates), {**extra}
+
+    tx = optax.GradientTransformationExtraArgs(
+        lambda params: (
+            dict.fromkeys(
+                ("num_examples", "num_tokens", "num_rows", "step"),
+                jnp.zeros((), jnp.int32),
+            )
+            | {"value": jnp.zeros((), jnp.float32)}
+        ),
+        update,
+    )
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    state, metrics = run_batch(batch, four_devices(), tx=tx)
+    sizes = {name: int(state.opt_state[name]) for name in state.opt_state}
+    assert sizes.pop("value") == int(metrics["loss"])
+    assert sizes == {
+        "num_examples": 6,
+        "num_tokens": sum(UNEQUAL),
+        "num_rows": 8,
+        "step": 0,
+    }
+
+
+# Updates that are skipped
+
+
+def rate(step):
+    """A schedule in which every step has its own value."""
+    return 0.05 / (1 + jnp.asarray(step, jnp.float32))
+
+
+def skipping(rate_of_tx):
+    """Adam whose rate is that schedule, in three ways."""
+    base = {"base_examples": 6, "rule": "linear"}
+    if rate_of_tx == "outside":
+        return optax.chain(
+            optax.adam(rate),
+            jb.scale_by_batch_size(**base, learning_rate=rate),
+        )
+    if rate_of_tx == "inside":
+        return optax.inject_hyperparams(optax.adam)(jb.scale_schedule(rate, **base))
+    by_work = jb.schedule_by_work(lambda n: rate(n / 6), "examples")
+    return optax.inject_hyperparams(optax.adam)(jb.scale_schedule(by_work, **base))
+
+
+def poisoned(params, batch, keys):
+    """The loss, which is not a number where a label says so."""
+    loss_sum, weight, sums = loss_fn(params, batch, keys)
+    bad = jnp.any(batch.features["label"] == 99)
+    return jnp.where(bad, jnp.nan, 1) * loss_sum, weight, sums
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("rate_of_tx", ["outside", "inside", "by work"])
+@pytest.mark.parametrize("mode", MODES)
+def test_skipped_updates_leave_rate_data_and_counters_together(
+    mode, rate_of_tx, tmp_path
+):
+    """And a run that is resumed in between is the one that was not interrupted."""
+    rng = np.random.default_rng(0)
+    source = make_examples([5] * 72)
+    bad_steps = sorted(rng.choice(12, 5, replace=False).tolist())
+    lengths = jb.measure_lengths(source, progress=False)
+    plan = jb.plan_buckets(lengths, max_tokens=40, num_buckets=1, max_batch_size=6)
+    schedule = jb.BatchSchedule(plan, lengths, order="source")
+    for step in bad_steps:
+        source[int(schedule[step].rows[2])]["label"] = np.int32(99)
+    mesh, tx = jb.data_mesh(jax.devices()[:2]), skipping(rate_of_tx)
+    step_fn = jb.data_parallel(poisoned, tx, mesh, mode=mode, skip_nonfinite=True)
+    adam = optax.scale_by_adam()
+    expected, adam_state = make_params(), adam.init(make_params())
+
+    def run(state, dataset, check=False):
+        nonlocal expected, adam_state
+        for batch in jb.prefetch_to_mesh(dataset, mesh):
+            step = int(state.step)
+            state, metrics = step_fn(state, batch)
+            assert int(state.step) == step + 1
+            assert bool(metrics["skipped"]) == (step in bad_steps)
+            # That of the step of the data, whatever was skipped before.
+            np.testing.assert_allclose(metrics["learning_rate"], rate(step), rtol=1e-6)
+            assert metrics["lr_factor"] == 1
+            if check and step not in bad_steps:
+                grads = mean_grads(expected, [source[i] for i in schedule[step].rows])
+                updates, adam_state = adam.update(grads, adam_state)
+                expected = jax.tree.map(
+                    lambda p, u: p - u * rate(step),  # noqa: B023
+                    expected,
+                    updates,
+                )
+            if check:
+                assert_close(state.params, jax.tree.map(jnp.asarray, expected), 1e-4)
+        return state
+
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    dataset = jb.batch_dataset(source, schedule)
+    whole = run(state, dataset, check=True)
+    # Saved just behind a skipped step.
+    stop = bad_steps[2] + 1
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    state = run(state, jb.batch_dataset(source, schedule, num_steps=stop))
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, dataset.position(stop))
+        checkpoints.wait()
+        state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+        state, position, _ = checkpoints.restore(state)
+    resumed = run(state, dataset.resume(position))
+    assert_same_bits(resumed, whole)
+
+
+# From sort to loss
+
+
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
+def test_a_curriculum_by_length_under_a_budget_scales_every_rate(rule):
+    """Early steps have many short rows, late ones few long ones, each with its rate."""
+    rng = np.random.default_rng(0)
+    source = make_examples(rng.permutation(np.repeat(np.arange(1, 16), 12)))
+    lengths = jb.measure_lengths(source, progress=False)
+    # The budget of the seed, and its base.
+    plan = jb.plan_buckets(lengths, max_tokens=30, num_buckets=6)
+    schedule = jb.BatchSchedule(plan, lengths, order="ascending")
+    mesh, lr = jb.data_mesh(jax.devices()[:1]), 0.05
+    scale = jb.scale_by_batch_size(base_examples=2, rule=rule, learning_rate=lr)
+    tx = optax.chain(optax.sgd(lr), scale)
+    step = jb.data_parallel(loss_fn, tx, mesh)
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    steps = jb.compile_steps(step, state, jb.batch_specs(plan, source[0], mesh))
+    expected, shapes, losses = make_params(), [], []
+    dataset = jb.batch_dataset(source, schedule, num_epochs=1)
+    for index, batch in enumerate(jb.prefetch_to_mesh(dataset, mesh)):
+        examples = [source[i] for i in schedule[index].rows if i >= 0]
+        ratio = len(examples) / 2
+        want = lr * (ratio if rule == "linear" else ratio**0.5)
+        grads = mean_grads(expected, examples)
+        expected = jax.tree.map(lambda p, g: p - want * g, expected, grads)  # noqa: B023
+        state, metrics = steps(state, batch)
+        np.testing.assert_allclose(metrics["learning_rate"], want, rtol=1e-6)
+        assert batch.bucket.num_tokens <= 30
+        shapes.append(batch.bucket)
+        losses.append(float(metrics["loss"]))
+    assert_close(state.params, jax.tree.map(jnp.asarray, expected), 1e-4)
+    sizes = [shape.batch_size for shape in shapes]
+    assert sizes == sorted(sizes, reverse=True)
+    assert [s.seq_len for s in shapes] == sorted(s.seq_len for s in shapes)
+    assert sizes[0] >= 10 and sizes[-1] == 2
+    assert np.mean(losses[-10:]) < 0.6 * np.mean(losses[:10])
 
 
 @pytest.mark.parametrize("mode", MODES)
