@@ -364,6 +364,7 @@ class BucketUse:
       steps: its steps.
       seconds: their time.
       seconds_per_step: the median of their times.
+      loss: the mean over its real tokens; NaN where it had none.
       real_tokens: positions that were no padding.
       padding: share of positions that were padding.
     """
@@ -372,6 +373,7 @@ class BucketUse:
     steps: int
     seconds: float
     seconds_per_step: float
+    loss: float
     real_tokens: int
     padding: float
 
@@ -384,6 +386,7 @@ class BucketUse:
         """Every number, as plain Python."""
         fields = dataclasses.asdict(self)
         fields["bucket"] = [self.bucket.batch_size, self.bucket.seq_len]
+        fields["loss"] = None if np.isnan(self.loss) else self.loss
         return {**fields, "seconds_per_token": self.seconds_per_token}
 
 
@@ -398,24 +401,34 @@ def bucket_uses(records: Iterable[StepRecord]) -> list[BucketUse]:
       ...     StepRecord(1, short, 0.1, 2.4, 32, 1e-3),
       ...     StepRecord(2, long, 0.2, 2.3, 24, 1e-3),
       ... ]
-      >>> [(str(use.bucket), use.steps, use.padding) for use in bucket_uses(records)]
-      [('[4, 8]', 1, 0.0), ('[2, 16]', 2, 0.25)]
+      >>> for use in bucket_uses(records):
+      ...     print(use.bucket, use.steps, round(use.loss, 3), use.padding)
+      [4, 8] 1 2.4 0.0
+      [2, 16] 2 2.4 0.25
+
+    What their steps took is what a plan by time is made of:
+    `StepTime.fit({use.bucket: use.seconds_per_step for use in bucket_uses(records)})`.
     """
     by_bucket: dict[Bucket, list[StepRecord]] = {}
     for record in records:
         by_bucket.setdefault(record.bucket, []).append(record)
     return [
-        BucketUse(
-            bucket=bucket,
-            steps=len(own),
-            seconds=sum(record.seconds for record in own),
-            seconds_per_step=float(np.median([record.seconds for record in own])),
-            real_tokens=sum(record.real_tokens for record in own),
-            padding=1
-            - sum(record.real_tokens for record in own)
-            / (bucket.num_tokens * len(own)),
-        )
+        _use_of(bucket, own)
         for bucket, own in sorted(
             by_bucket.items(), key=lambda item: (item[0].seq_len, item[0].batch_size)
         )
     ]
+
+
+def _use_of(bucket: Bucket, records: list[StepRecord]) -> BucketUse:
+    real_tokens = sum(record.real_tokens for record in records)
+    loss_sum = sum(record.loss * record.real_tokens for record in records)
+    return BucketUse(
+        bucket=bucket,
+        steps=len(records),
+        seconds=sum(record.seconds for record in records),
+        seconds_per_step=float(np.median([record.seconds for record in records])),
+        loss=loss_sum / real_tokens if real_tokens else np.nan,
+        real_tokens=real_tokens,
+        padding=1 - real_tokens / (bucket.num_tokens * len(records)),
+    )

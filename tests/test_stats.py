@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, plan_buckets, report
+from jaxbucket.costs import StepTime
 from jaxbucket.stats import StepRecord, bucket_uses
 
 
@@ -143,7 +144,7 @@ def random_records(seed: int) -> list[StepRecord]:
             step,
             buckets[int(rng.integers(3))],
             float(rng.uniform(0.1, 0.4)),
-            2.0,
+            float(rng.uniform(1, 3)),
             int(rng.integers(1, 33)),
             1e-3,
         )
@@ -166,10 +167,33 @@ def test_uses_of_buckets_add_up_to_the_run(seed):
     for use in uses:
         own = [record.seconds for record in records if record.bucket == use.bucket]
         assert use.seconds_per_step == np.median(own)
+        tokens = np.repeat(
+            [r.loss for r in records if r.bucket == use.bucket],
+            [r.real_tokens for r in records if r.bucket == use.bucket],
+        )
+        # That of every token, not the mean over steps.
+        assert use.loss == pytest.approx(tokens.mean())
         assert use.seconds_per_token == np.median(own) / use.bucket.num_tokens
         assert json.loads(json.dumps(use.to_dict()))["bucket"] == list(
             dataclasses.astuple(use.bucket)
         )
+
+
+def test_steps_of_a_run_are_what_the_next_plan_is_made_of():
+    cost = StepTime(0.01, 1e-4, 1e-6)
+    shapes = [Bucket(16, 8), Bucket(8, 16), Bucket(4, 32), Bucket(2, 64), Bucket(2, 8)]
+    records = [
+        StepRecord(n, shape, cost(shape.batch_size, shape.seq_len), 1.0, 8, 0.1)
+        for n, shape in enumerate(shapes * 3)
+    ]
+    fitted = StepTime.fit({u.bucket: u.seconds_per_step for u in bucket_uses(records)})
+    assert fitted(4, 48) == pytest.approx(cost(4, 48))
+
+
+def test_a_bucket_without_tokens_has_no_loss():
+    (use,) = bucket_uses([StepRecord(0, Bucket(2, 8), 0.1, 0.0, 0, 0.1)])
+    assert np.isnan(use.loss) and use.padding == 1
+    assert use.to_dict()["loss"] is None
 
 
 def test_no_steps_use_no_bucket():
