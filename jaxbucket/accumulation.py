@@ -117,7 +117,7 @@ class AccumulatingStep:
         self.update = update
         self._sums_of = sums_of
         self._shardings = shardings
-        self._begin: Any = None
+        self._begins: dict[Any, Any] = {}
 
     def __call__(
         self, state: TrainState, micro_batches: Sequence[Batch]
@@ -127,10 +127,8 @@ class AccumulatingStep:
         Raises:
           ValueError: if these are no micro-batches.
         """
-        batches = _checked(micro_batches)
-        if self._begin is None:
-            self._begin = self._new_begin(self._zeros(state, batches[0]))
-        accumulated = self._begin(state)
+        batches = _checked(micro_batches, self._shardings.sums)
+        accumulated = self._begin_of(state, batches[0])(state)
         for batch in batches:
             accumulated = self.add(accumulated, batch)
         return self.update(*_parts(accumulated))
@@ -145,13 +143,23 @@ class AccumulatingStep:
         begin = self._new_begin(zeros)
         if isinstance(self.add, PmapStep):
             # How pmap leaves its results on devices is known when there are some.
-            return CompiledAccumulation(steps, specs, begin, self.update)
+            return CompiledAccumulation(
+                steps, specs, self._shardings.sums, begin, self.update
+            )
         return CompiledAccumulation(
             steps,
             specs,
+            self._shardings.sums,
             begin.lower(state).compile(),
             self.update.lower(*_parts(accumulated)).compile(),  # pyright: ignore
         )
+
+    def _begin_of(self, state: Any, batch: Batch) -> Any:
+        leaves, structure = jax.tree.flatten(state)
+        key = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in self._begins:
+            self._begins[key] = self._new_begin(self._zeros(state, batch))
+        return self._begins[key]
 
     def _zeros(self, state: Any, batch: Batch) -> Any:
         """What a micro-batch gives, as shapes: the same for all of them."""
@@ -186,10 +194,12 @@ class CompiledAccumulation(CompiledSteps):
         self,
         add: CompiledSteps,
         specs: Mapping[Bucket, Batch],
+        replicated: NamedSharding,
         begin: Callable[[Any], Accumulated],
         update: Callable[..., tuple[TrainState, Metrics]],
     ):
         super().__init__(dict(add), dict(specs), add.seconds)
+        self._replicated = replicated
         self._begin = begin
         self._update = update
 
@@ -200,7 +210,7 @@ class CompiledAccumulation(CompiledSteps):
           ValueError: if these are no micro-batches, or one has a shape, dtype or
             feature outside the plan.
         """
-        batches = _checked(batch)
+        batches = _checked(batch, self._replicated)
         for one in batches:
             self.check(one)
         accumulated = self._begin(state)
@@ -215,7 +225,8 @@ def _parts(accumulated: Accumulated) -> tuple[Any, Any, Any]:
     return accumulated.state, accumulated.grads, accumulated.sums
 
 
-def _checked(micro_batches: Any) -> Sequence[Batch]:
+def _checked(micro_batches: Any, replicated: NamedSharding) -> Sequence[Batch]:
+    """All that can be refused is refused here: the first of them takes the state."""
     # A batch is a tuple, too: of its arrays.
     is_group = isinstance(micro_batches, tuple | list) and not isinstance(
         micro_batches, Batch
@@ -226,7 +237,32 @@ def _checked(micro_batches: Any) -> Sequence[Batch]:
             f"`micro_batches` is {what}: "
             "give a tuple of `jaxbucket.Batch`, as a schedule with `accumulate` does."
         )
+    for number, batch in enumerate(micro_batches):
+        name = f"micro_batches[{number}]"
+        if not isinstance(batch, Batch):
+            raise ValueError(
+                f"`{name}` is a {type(batch).__name__}, not a `jaxbucket.Batch`: pass "
+                "what `prefetch_to_mesh` gives."
+            )
+        if _dtypes(batch) != _dtypes(micro_batches[0]):
+            raise ValueError(
+                f"`{name}` has {_dtypes(batch)}, and the first one has "
+                f"{_dtypes(micro_batches[0])}. Load all from the same source."
+            )
+        for leaf in jax.tree.leaves(batch):
+            if leaf.sharding.device_set != replicated.device_set:
+                raise ValueError(
+                    f"`{name}` is on {len(leaf.sharding.device_set)} devices that are "
+                    f"not the {len(replicated.device_set)} of the step. Give "
+                    "`prefetch_to_mesh` the mesh of the step."
+                )
     return micro_batches
+
+
+def _dtypes(batch: Any) -> dict[str, str]:
+    """What each array of a batch is called -> its dtype."""
+    leaves, _ = jax.tree.flatten_with_path(batch)
+    return {jax.tree_util.keystr(path): str(leaf.dtype) for path, leaf in leaves}
 
 
 def _at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

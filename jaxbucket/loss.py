@@ -167,9 +167,12 @@ def checked_loss(
         raise ValueError(
             f"`loss_fn` returned 'loss_sum' as {result[0].dtype}: make it a float."
         )
-    # Half precision cannot count the tokens of a batch.
+    # Half precision cannot count the tokens of a batch, nor add up many.
     exact = jnp.float64 if result[0].dtype == jnp.float64 else jnp.float32
     sums["weight"] = sums["weight"].astype(exact)
+    for name, value in sums.items():
+        if jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4:
+            sums[name] = value.astype(exact)
     # Of rows and positions, too: what a device sees of a batch is not all of it.
     bucket = batch.bucket
     sizes = (batch.num_tokens, batch.num_examples, bucket.batch_size, bucket.num_tokens)
@@ -184,6 +187,11 @@ def _check_sum(name: str, value: Any) -> None:
             f"`loss_fn` returned {name!r} as {type(value).__name__}: return a scalar "
             "jax.Array, a sum over the batch."
         )
+    if value.dtype == jnp.bool_:
+        raise ValueError(
+            f"`loss_fn` returned {name!r} as bool, which does not add up: count, with "
+            "`.astype(jnp.int32)`."
+        )
     if value.shape:
         raise ValueError(
             f"`loss_fn` returned {name!r} of shape {list(value.shape)}: sum it to a "
@@ -194,8 +202,8 @@ def _check_sum(name: str, value: Any) -> None:
 def mean_metrics(sums: Metrics) -> Metrics:
     """The mean loss, every sum, and the share of positions that were padding."""
     weight = sums["weight"]
-    loss = sums["loss_sum"].astype(weight.dtype) / jnp.where(weight > 0, weight, 1)
+    loss = sums["loss_sum"].astype(weight.dtype) / jnp.where(weight == 0, 1, weight)
     sums = dict(sums)
     positions = sums.pop("num_positions").astype(jnp.float32)
     padding = 1 - sums["num_tokens"].astype(jnp.float32) / positions
-    return {"loss": jnp.where(weight > 0, loss, 0), **sums, "padding": padding}
+    return {"loss": jnp.where(weight == 0, 0, loss), **sums, "padding": padding}

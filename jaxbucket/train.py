@@ -115,9 +115,10 @@ def data_parallel(
       seed: what dropout keys are derived from.
       state_sharding: sharding of the state, or a tree of them; by default replicated.
         Under "pmap" it always is.
-      skip_nonfinite: leave parameters and the optimizer's averages as they are where a
-        gradient is not finite. The step counts, and schedules go on (`skip_where`), so
-        that neither the data nor the learning rate drifts from the step.
+      skip_nonfinite: leave parameters and the optimizer's averages as they are where
+        the loss, a gradient, its norm or an update is not finite. The step counts, and
+        schedules go on (`skip_where`), so that neither the data nor the learning rate
+        drifts from the step.
 
     Returns:
       The step. It donates its state. Metrics: "loss" (`loss_sum / weight`), "loss_sum",
@@ -184,7 +185,7 @@ def updater(
     ) -> tuple[TrainState, Metrics]:
         metrics = mean_metrics(sums)
         # A batch of zero weight has zero gradients: let it be an update of zero.
-        divisor = jnp.where(sums["weight"] > 0, sums["weight"], jnp.inf)
+        divisor = jnp.where(sums["weight"] == 0, jnp.inf, sums["weight"])
         grads = jax.tree.map(functools.partial(_divide, divisor=divisor), grads)
         updates, opt_state = tx.update(
             grads,
@@ -199,7 +200,8 @@ def updater(
         params = optax.apply_updates(state.params, updates)
         metrics |= {"grad_norm": _norm(grads), **in_force(opt_state)}
         if skip_nonfinite:
-            skipped = ~_all_finite(grads)
+            told = (metrics["loss"], metrics["grad_norm"])
+            skipped = ~_all_finite((grads, updates, told))
             params = jax.tree.map(
                 functools.partial(jnp.where, skipped), state.params, params
             )

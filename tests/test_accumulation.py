@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxbucket as jb
 
@@ -371,6 +372,93 @@ OTHER = jb.collate_rows(make_examples(4), jb.Bucket(8, 25))
 def test_what_are_no_micro_batches_is_refused(micro_batches, message, compiled):
     with pytest.raises(ValueError, match=re.escape(message)):
         refuse(micro_batches, compiled)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: None, "`micro_batches[1]` is a NoneType, not a `jaxbucket.Batch`"),
+        (
+            lambda: on(MESH, [BATCH._replace(features={"tokens": BATCH.mask + 0})])[0],
+            "`micro_batches[1]` has {",
+        ),
+        (
+            lambda: on(jb.data_mesh(jax.devices()[2:4]), [BATCH])[0],
+            "`micro_batches[1]` is on 2 devices that are not the 2 of the step.",
+        ),
+    ],
+)
+def test_a_micro_batch_that_is_refused_leaves_the_state(other, message, compiled):
+    step, state = begin(by_tokens, optax.sgd(0.1), MESH)
+    if compiled:
+        specs = jb.batch_specs(
+            jb.BucketPlan.from_shapes([(8, 24)]), make_examples(1)[0], MESH
+        )
+        step = jb.compile_steps(step, state, specs, progress=False)
+    (first,) = on(MESH, [BATCH])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        step(state, (first, other()))
+    state, _ = step(state, (first,))
+    assert state.step == 1
+
+
+def test_a_step_is_good_for_more_than_one_model():
+    step, state = begin(by_tokens, optax.sgd(0.1), MESH)
+    batches = on(MESH, [BATCH])
+    step(state, batches)
+    wide = {
+        "embedding": np.ones((SYMBOLS, 9), "f4"),
+        "out": np.ones((9, SYMBOLS), "f4"),
+    }
+    state = jb.replicate(jb.create_state(wide, optax.sgd(0.1)), MESH)
+    state, _ = step(state, batches)
+    assert state.params["out"].shape == (9, SYMBOLS)
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_state_that_is_cut_stays_so_and_what_adds_up_is_donated(mode, ahead):
+    mesh = jb.data_mesh(jax.devices()[:2])
+    tx = optax.sgd(0.1, momentum=0.9)
+    whole = jb.create_state(make_params(), tx)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    cut_first = jax.tree.map(lambda x: rows if x.ndim == 2 else replicated, whole)
+    step = jb.data_parallel_accumulate(
+        with_dropout, tx, mesh, mode=mode, state_sharding=cut_first
+    )
+    plain = jb.data_parallel_accumulate(with_dropout, tx, mesh, mode=mode)
+    state, want = jax.device_put(whole, cut_first), jb.replicate(whole, mesh)
+    given, add = [], step.add
+
+    class Noted:
+        def __getattr__(self, name):
+            return getattr(add, name)
+
+        def __call__(self, accumulated, batch):
+            given.append(accumulated.grads)
+            return add(accumulated, batch)
+
+    if ahead:
+        specs = jb.batch_specs(
+            jb.BucketPlan.from_shapes([(8, 24)]), make_examples(1)[0], mesh
+        )
+        step = jb.compile_steps(step, state, specs, progress=False)
+    else:
+        step.add = Noted()
+    for _ in range(2):
+        batches = on(mesh, [BATCH, BATCH])
+        state, _ = step(state, batches)
+        want, _ = plain(want, batches)
+        for name, value in state.params.items():
+            assert value.sharding.is_equivalent_to(rows, 2)
+            np.testing.assert_allclose(value, want.params[name], rtol=2e-5, atol=1e-6)
+    for grads in given:
+        assert all(
+            x.is_deleted() and x.sharding.is_equivalent_to(rows, 2)
+            for x in jax.tree.leaves(grads)
+        )
 
 
 def test_a_micro_batch_outside_the_plan_is_refused_before_the_state_is_gone():

@@ -326,6 +326,10 @@ def test_the_page_on_learning_rates_says_which_is_which():
         assert name in words[0] | words[1]
 
 
+def test_what_does_nothing_is_not_linear():
+    assert not jb.is_linear_in_lr(lambda lr: optax.set_to_zero())
+
+
 def test_momentum_and_decay_before_the_rate_are_linear():
     assert jb.is_linear_in_lr(lambda lr: optax.sgd(lr, momentum=0.9, nesterov=True))
     assert jb.is_linear_in_lr(lambda lr: optax.adamw(lr, weight_decay=0.5))
@@ -483,13 +487,37 @@ def test_a_batch_without_examples_leaves_adams_averages_as_they_are(eps):
     jax.tree.map(np.testing.assert_array_equal, before[:4], after[:4])
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_precision_parameters_have_averages_that_remember(dtype):
+    tx = jb.scale_by_adam_sde(base_examples=4)
+    params = jnp.ones(2, dtype)
+    state = tx.init(params)
+    for _ in range(20):
+        grads = jnp.full(2, 0.1, dtype)
+        updates, state = tx.update(grads, state, params, num_examples=4)
+        assert updates.dtype == dtype
+        np.testing.assert_allclose(updates.astype(jnp.float32), 1, rtol=1e-2)
+        assert state.mu.dtype == state.nu.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("ratio", [1e-9, 2e-5, 1e-2])
+def test_a_small_batch_is_not_lost_to_rounding(ratio):
+    tx = jb.scale_by_adam_sde(base_tokens=1e9, eps=0.0)
+    state = tx.init(jnp.ones(()))
+    for _ in range(3):
+        update, state = tx.update(jnp.full((), 0.1), state, num_tokens=1e9 * ratio)
+        # A gradient that never changes moves by the root of the ratio.
+        np.testing.assert_allclose(update, ratio**0.5, rtol=1e-3)
+
+
 def test_a_batch_beyond_the_rule_is_all_that_is_remembered():
     tx = jb.scale_by_adam_sde(base_examples=1, b1=0.9, b2=0.9)
     state = tx.init(random_params(0))
     for seed in (1, 2):
         grads = random_params(seed)
         _, state = tx.update(grads, state, num_examples=100)
-        jax.tree.map(np.testing.assert_array_equal, state.mu, grads)
+        for name in grads:
+            np.testing.assert_allclose(state.mu[name], grads[name], rtol=1e-5)
 
 
 # Schedules of steps, and of work
@@ -597,6 +625,90 @@ def test_the_rate_in_force_is_in_the_state(rate):
     for size in (2, 8, 3, 5):
         update, state = tx.update(jnp.ones(()), state, num_examples=size)
         assert in_force(state)["learning_rate"] == -update
+
+
+def in_force_after(tx, params=None, **sizes):
+    params = jnp.ones(()) if params is None else params
+    _, state = tx.update(params, tx.init(params), params, **sizes)
+    return {name: float(value) for name, value in in_force(state).items()}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_what_is_in_force_is_what_multiplies_the_update():
+    by_size = {"base_examples": 2, "rule": "linear"}
+    inject = optax.inject_hyperparams
+
+    @inject
+    def sde(learning_rate):
+        return optax.chain(
+            jb.scale_by_adam_sde(base_examples=2),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    assert in_force_after(sde(learning_rate=0.5), num_examples=8) == {
+        "lr_factor": 2,
+        "learning_rate": 1,
+    }
+    both = optax.chain(
+        inject(optax.sgd)(jb.scale_schedule(1.0, **by_size)),
+        jb.scale_by_batch_size(**by_size),
+    )
+    assert in_force_after(both, num_examples=8) == {
+        "lr_factor": 16,
+        "learning_rate": 16,
+    }
+    in_front = optax.chain(
+        jb.scale_by_batch_size(**by_size), inject(optax.sgd)(learning_rate=1.0)
+    )
+    assert in_force_after(in_front, num_examples=8) == {
+        "lr_factor": 4,
+        "learning_rate": 1,
+    }
+    decay = inject(optax.adamw)(
+        learning_rate=0.5, weight_decay=jb.scale_schedule(0.1, **by_size)
+    )
+    assert in_force_after(decay, num_examples=8) == {"learning_rate": 0.5}
+    branches = optax.partition(
+        {
+            "a": inject(optax.sgd)(0.5),
+            "b": optax.chain(optax.sgd(0.1), jb.scale_by_batch_size(**by_size)),
+        },
+        {"x": "a", "y": "b"},
+    )
+    params = {"x": jnp.ones(()), "y": jnp.ones(())}
+    assert in_force_after(branches, params, num_examples=8) == {}
+
+
+def plateau(count):
+    return optax.piecewise_constant_schedule(1e-3, {3: 0.5})(count)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "schedule",
+    [1e-3, optax.constant_schedule(1e-3), plateau, jb.schedule_by_work(plateau)],
+)
+def test_the_first_state_is_of_the_dtypes_of_all_others(schedule, dtype):
+    rate = jb.scale_schedule(schedule, base_tokens=2)
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    params = jnp.ones(2, dtype)
+    state = tx.init(params)
+    avals = jax.tree.map(jax.typeof, state)
+    for _ in range(2):
+        _, state = tx.update(params, state, params, num_tokens=jnp.int32(8))
+        assert jax.tree.map(jax.typeof, state) == avals
+
+
+def test_a_schedule_too_long_for_an_integer_says_what_to_write():
+    with pytest.raises(ValueError, match="2147483647|as floats, such as 1e10"):
+        work = jb.schedule_by_work(optax.linear_schedule(0.0, 1e-3, 10**10))
+        work(work.init())
+    work = jb.schedule_by_work(optax.linear_schedule(0.0, 1e-3, 1e10))
+    state = work.init()
+    for _ in range(5):
+        state = work.update(state, num_tokens=10**9)
+    np.testing.assert_allclose(work(state), 0.5e-3, rtol=1e-6)
 
 
 def test_what_an_optimizer_does_not_say_is_not_in_force():
@@ -812,6 +924,24 @@ def test_a_rule_that_gives_several_factors_is_refused():
         (
             lambda: jb.scale_by_batch_size(base_rows=2, max_factor=np.nan),
             "`max_factor=nan`: give numbers",
+        ),
+        (
+            lambda: jb.scale_by_batch_size(
+                base_rows=2, learning_rate=jb.schedule_by_work(lambda n: n)
+            ),
+            "`learning_rate` is a schedule by work, which is told what was seen inside",
+        ),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2, learning_rate="fast"),
+            "`learning_rate='fast'` must be a positive, finite number",
+        ),
+        (
+            lambda: jb.is_linear_in_lr(optax.sgd(1e-3)),
+            "`make_tx` is a GradientTransformationExtraArgs: give a function",
+        ),
+        (
+            lambda: jb.is_linear_in_lr(optax.sgd, learning_rate=0.0),
+            "`learning_rate=0.0` must be a positive",
         ),
         (lambda: jb.scale_schedule(0, base_rows=2), "`schedule=0` must be a positive"),
         (lambda: jb.scale_schedule("fast", base_rows=2), "`schedule='fast'` must be"),

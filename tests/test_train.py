@@ -626,6 +626,62 @@ def test_skipped_updates_leave_rate_data_and_counters_together(
     assert_same_bits(resumed, whole)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda loss, weight: (loss * jnp.nan, weight),
+        lambda loss, weight: (loss, weight.astype(jnp.float32) * jnp.nan),
+        lambda loss, weight: (loss, weight.astype(jnp.float32) * jnp.inf * 0),
+        lambda loss, weight: (loss + jax.lax.stop_gradient(loss) * jnp.inf, weight),
+        lambda loss, weight: (loss * 1e25, weight),
+    ],
+    ids=["gradient", "weight", "zero times inf", "loss", "norm"],
+)
+def test_whatever_is_not_finite_is_skipped(mode, make):
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+
+    def loss(params, batch, keys):
+        return make(*loss_fn(params, batch, keys)[:2])
+
+    tx, params = optax.adam(0.1), make_params()
+    with jax.numpy_dtype_promotion("standard"):
+        state, metrics = run_batch(
+            batch, four_devices(), loss=loss, tx=tx, mode=mode, skip_nonfinite=True
+        )
+    assert metrics["skipped"] == 1 and state.step == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    assert_same_bits(
+        jax.tree.map(np.asarray, state.opt_state),
+        jax.tree.map(np.asarray, tx.init(params)),
+    )
+
+
+def test_an_update_that_is_not_finite_is_skipped():
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    endless = jb.scale_by_batch_size(base_examples=2, rule=lambda r: 1 / (r - r))
+    state, metrics = run_batch(
+        batch,
+        four_devices(),
+        tx=optax.chain(optax.sgd(0.1), endless),
+        skip_nonfinite=True,
+    )
+    assert metrics["skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, make_params())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_precision_sums_are_added_in_single(dtype):
+    batch = jb.collate_rows(make_examples([8] * 8), jb.Bucket(8, 8))
+
+    def loss(params, batch, keys):
+        loss_sum, weight, _ = loss_fn(params, batch, keys)
+        return loss_sum.astype(dtype), weight, {"own": loss_sum.astype(dtype)}
+
+    _, metrics = run_batch(batch, four_devices(), loss=loss, mode="shard_map")
+    assert metrics["own"].dtype == metrics["loss_sum"].dtype == jnp.float32
+
+
 # From sort to loss
 
 

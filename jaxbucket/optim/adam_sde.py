@@ -15,18 +15,18 @@ class ScaleByAdamSdeState(NamedTuple):
     """State of `scale_by_adam_sde`.
 
     Attributes:
-      mu: average of gradients, like the parameters.
-      nu: average of their squares, like the parameters.
-      mu_left: `[]` float32, what of an average is still its first value, zero: the
-        product of all b1.
-      nu_left: `[]` float32, the same of b2.
+      mu: average of gradients, like the parameters, in float32 at least.
+      nu: average of their squares, likewise.
+      mu_seen: `[]` float32, the share of the first average that gradients have, and
+        not its first value, zero: 1 minus the product of all b1.
+      nu_seen: `[]` float32, the same of the second one and b2.
       factor: `[]` float32, what the last update was multiplied by.
     """
 
     mu: optax.Updates
     nu: optax.Updates
-    mu_left: jax.Array
-    nu_left: jax.Array
+    mu_seen: jax.Array
+    nu_seen: jax.Array
     factor: jax.Array
 
 
@@ -87,9 +87,9 @@ def scale_by_adam_sde(
         raise ValueError(f"`eps={eps}` must be a number that is not negative.")
 
     def init(params: optax.Params) -> ScaleByAdamSdeState:
-        one = jnp.ones((), jnp.float32)
-        zeros = optax.tree.zeros_like(params)
-        return ScaleByAdamSdeState(zeros, zeros, one, one, one)
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(_wide(p)), params)
+        one, none = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+        return ScaleByAdamSdeState(zeros, zeros, none, none, one)
 
     def update(
         updates: optax.Updates,
@@ -100,35 +100,44 @@ def scale_by_adam_sde(
         del params
         ratio = scaling.ratio(extra).astype(jnp.float32)
         root = scaling.factor(extra).astype(jnp.float32)
-        decays = [jnp.maximum(0, 1 - ratio * (1 - b)) for b in (b1, b2)]
-        mu = _average(decays[0], state.mu, updates)
-        nu = _average(decays[1], state.nu, jax.tree.map(jnp.square, updates))
-        mu_left, nu_left = state.mu_left * decays[0], state.nu_left * decays[1]
+        # Not as 1 minus a decay, in which a small gain would be rounded away.
+        gains = [jnp.minimum(1, ratio * (1 - b)) for b in (b1, b2)]
+        grads = jax.tree.map(_wide, updates)
+        mu = _average(gains[0], state.mu, grads)
+        nu = _average(gains[1], state.nu, jax.tree.map(jnp.square, grads))
+        mu_seen = state.mu_seen + gains[0] * (1 - state.mu_seen)
+        nu_seen = state.nu_seen + gains[1] * (1 - state.nu_seen)
 
-        def scaled(mu: jax.Array, nu: jax.Array) -> jax.Array:
+        def scaled(mu: jax.Array, nu: jax.Array, update: jax.Array) -> jax.Array:
             # root * mean / (root of squares + eps / root), without dividing by zero
             # where a batch is empty.
-            mean, squares = mu / _seen(mu_left, mu), nu / _seen(nu_left, nu)
+            mean, squares = mu / _share(mu_seen, mu), nu / _share(nu_seen, nu)
             factor = root.astype(mu.dtype)
-            return factor**2 * mean / (factor * jnp.sqrt(squares) + _tiny(eps, mu))
+            own = factor**2 * mean / (factor * jnp.sqrt(squares) + _tiny(eps, mu))
+            return own.astype(update.dtype)
 
-        updates = jax.tree.map(scaled, mu, nu)
-        return updates, ScaleByAdamSdeState(mu, nu, mu_left, nu_left, root)
+        updates = jax.tree.map(scaled, mu, nu, updates)
+        return updates, ScaleByAdamSdeState(mu, nu, mu_seen, nu_seen, root)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _average(decay: jax.Array, old: optax.Updates, new: optax.Updates) -> Any:
+def _wide(value: jax.Array) -> jax.Array:
+    """In float32 at least: half precision cannot hold an average of 1,000 gradients."""
+    wide = jnp.dtype(jnp.float32)
+    return value.astype(max(wide, value.dtype, key=lambda dtype: dtype.itemsize))
+
+
+def _average(gain: jax.Array, old: optax.Updates, new: optax.Updates) -> Any:
     def average(old: jax.Array, new: jax.Array) -> jax.Array:
-        kept = decay.astype(old.dtype)
-        return kept * old + (1 - kept) * new
+        return old + gain.astype(old.dtype) * (new - old)
 
     return jax.tree.map(average, old, new)
 
 
-def _seen(left: jax.Array, like: jax.Array) -> jax.Array:
-    """The share of an average that gradients have; 1 before the first of them."""
-    return jnp.where(left < 1, 1 - left, 1).astype(like.dtype)
+def _share(seen: jax.Array, like: jax.Array) -> jax.Array:
+    """What of an average gradients have; 1 before the first of them."""
+    return jnp.where(seen > 0, seen, 1).astype(like.dtype)
 
 
 def _tiny(eps: float, like: jax.Array) -> jax.Array:

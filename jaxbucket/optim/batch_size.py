@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxbucket.checks import check_number
 from jaxbucket.optim.rules import BatchScaling, Rule
+from jaxbucket.optim.schedules import WorkSchedule
 
 
 class ScaleByBatchSizeState(NamedTuple):
@@ -84,6 +86,13 @@ def scale_by_batch_size(
         "base_rows": base_rows,
     }
     scaling = BatchScaling.of(bases, rule, min_factor, max_factor)
+    if isinstance(learning_rate, WorkSchedule):
+        raise ValueError(
+            "`learning_rate` is a schedule by work, which is told what was seen inside "
+            "an optimizer only: give it to `scale_schedule`."
+        )
+    if learning_rate is not None and not callable(learning_rate):
+        learning_rate = check_number("learning_rate", learning_rate)
 
     def init(params: optax.Params) -> Any:
         del params

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxbucket.checks import check_number
+
 _STEPS = 6
 # More than rounding in single precision, less than any state leaves of old rates.
 _TOLERANCE = 1e-4
@@ -33,14 +35,24 @@ def is_linear_in_lr(
       False
 
     Args:
-      make_tx: from a learning rate to the optimizer. An optimizer without one is not
-        linear in it.
+      make_tx: from a learning rate to the optimizer itself, not injected into. One
+        that does nothing is not linear; what shows only after more than a few steps is
+        not found.
       learning_rate: around which it is tried. What bounds steps, as Polyak's does, is
         found only where the bound is met.
+
+    Raises:
+      ValueError: if it is not positive, or `make_tx` is no function.
     """
+    rate = check_number("learning_rate", learning_rate)
+    if not callable(make_tx):
+        raise ValueError(
+            f"`make_tx` is a {type(make_tx).__name__}: give a function from a learning "
+            "rate to the optimizer, such as `optax.adamw`."
+        )
     # Optimizers are free to mix dtypes, and here they decide nothing.
     with jax.numpy_dtype_promotion("standard"):
-        return _is_linear(make_tx, learning_rate)
+        return _is_linear(make_tx, rate)
 
 
 def _is_linear(
@@ -62,7 +74,8 @@ def _is_linear(
         updates, inside_state = _update(scaled, inside, inside_state, target)
         inside = optax.apply_updates(inside, updates)
     apart = optax.tree.norm(optax.tree.sub(inside, outside))
-    return bool(apart <= _TOLERANCE * optax.tree.norm(optax.tree.sub(inside, start)))
+    moved = optax.tree.norm(optax.tree.sub(inside, start))
+    return bool(moved > 0 and apart <= _TOLERANCE * moved)
 
 
 def _update(

@@ -75,11 +75,12 @@ class ScaledSchedule:
         )
 
     def _unscaled(self, inner: Any, extra: dict[str, Any]) -> jax.Array:
+        # In one dtype from the first state on: else a step would be traced again.
         if isinstance(self.schedule, WorkSchedule):
-            return jnp.asarray(self.schedule(inner, **extra))
+            return self.schedule(inner, **extra)
         if callable(self.schedule):
-            return jnp.asarray(self.schedule(_step(inner, extra)))
-        return jnp.asarray(self.schedule)
+            return jnp.asarray(self.schedule(_step(inner, extra))).astype(wide_float())
+        return jnp.asarray(self.schedule).astype(wide_float())
 
 
 def scale_schedule(
@@ -159,7 +160,13 @@ class WorkSchedule:
         del extra
         wide = wide_float()
         done = state.high.astype(wide) * 2**_LOW_BITS + state.low.astype(wide)
-        return jnp.asarray(self.schedule(done))
+        try:
+            return jnp.asarray(self.schedule(done)).astype(wide)
+        except OverflowError as error:
+            raise ValueError(
+                "`schedule` has an integer that jax cannot hold. Give lengths of more "
+                f"than 2**31 - 1 {self.work} as floats, such as 1e10 ({error})."
+            ) from error
 
     def update(self, state: WorkScheduleState, **extra: Any) -> WorkScheduleState:
         size = extra.get(f"num_{self.work}")
@@ -193,11 +200,12 @@ def schedule_by_work(
       0.0005
 
     Args:
-      schedule: any schedule of optax.
+      schedule: any schedule of optax; lengths of more than 2**31 - 1 as floats.
       work: "tokens" or "examples", of the whole global batch.
 
     Raises:
-      ValueError: if it is no schedule, or work is counted in neither.
+      ValueError: if it is no schedule, or work is counted in neither; when it is used,
+        if a length is an integer that jax cannot hold.
     """
     check_choice("work", work, ("examples", "tokens"))
     if not callable(schedule):

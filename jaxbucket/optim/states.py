@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,11 +27,13 @@ _Injected = optax.schedules.InjectStatefulHyperparamsState
 def in_force(opt_state: optax.OptState) -> dict[str, jax.Array]:
     """Returns what an optimizer's last update was scaled by, as its state says.
 
+    It looks along a chain, not into the branches of `optax.multi_transform`.
+
     Returns:
-      "lr_factor", if the batch size scales it; "learning_rate", the factor in it, if it
-      is known: of `scale_schedule`, `scale_by_batch_size(learning_rate=...)` and
-      `optax.inject_hyperparams`. Of several, such as for groups of parameters, the
-      first one.
+      "lr_factor", the product of all factors, if the batch size scales something;
+      "learning_rate", with the factors that scale it in it, if it is known: of
+      `optax.inject_hyperparams`, `scale_schedule` and
+      `scale_by_batch_size(learning_rate=...)`.
 
     Example:
       >>> from jaxbucket.optim import scale_by_batch_size
@@ -40,19 +44,26 @@ def in_force(opt_state: optax.OptState) -> dict[str, jax.Array]:
       >>> print({name: float(value) for name, value in in_force(state).items()})
       {'lr_factor': 2.0, 'learning_rate': 1.0}
     """
-    found: dict[str, jax.Array] = {}
-    own = _first(opt_state, ScaleByBatchSizeState)
-    injected = _first(opt_state, _Injected)
-    for kind in (ScaleByBatchSizeState, ScaledScheduleState, ScaleByAdamSdeState):
-        scaled = _first(opt_state, kind)
-        if scaled is not None and "lr_factor" not in found:
-            found["lr_factor"] = scaled.factor
-    if own is not None and own.learning_rate is not None:
-        found["learning_rate"] = own.learning_rate
-    elif injected is not None and "learning_rate" in injected.hyperparams:
-        rate = jnp.asarray(injected.hyperparams["learning_rate"], jnp.float32)
-        found["learning_rate"] = rate if own is None else rate * own.factor
-    return found
+    rate, factors = None, []
+    for state in _in_chain(opt_state):
+        if isinstance(state, _Injected):
+            own = state.hyperparams.get("learning_rate")
+            rate = rate if own is None else jnp.asarray(own, jnp.float32)
+            scaled = state.hyperparams_states.get("learning_rate")
+            if isinstance(scaled, ScaledScheduleState):
+                factors.append(scaled.factor)
+        elif isinstance(state, ScaleByBatchSizeState):
+            factors.append(state.factor)
+            # In front of the learning rate it scales gradients.
+            rate = None if rate is None else rate * state.factor
+            rate = rate if state.learning_rate is None else state.learning_rate
+        elif isinstance(state, ScaleByAdamSdeState):
+            factors.append(state.factor)
+            rate = None if rate is None else rate * state.factor
+    found = (
+        {} if not factors else {"lr_factor": math.prod(factors[1:], start=factors[0])}
+    )
+    return found if rate is None else {**found, "learning_rate": rate}
 
 
 def skip_where(
@@ -84,10 +95,13 @@ def skip_where(
     return jax.tree.map(kept, new, old, is_leaf=is_known)
 
 
-def _first(tree: Any, kind: type) -> Any:
-    """The first node of a kind, wherever it is; None where there is none."""
-
-    def is_kind(node: Any) -> bool:
-        return isinstance(node, kind)
-
-    return next(filter(is_kind, jax.tree.leaves(tree, is_leaf=is_kind)), None)
+def _in_chain(opt_state: Any) -> Iterator[Any]:
+    """The states of what is chained, in order; of what is injected into, too."""
+    # A chain's state is a plain tuple, all others are of a type of their own.
+    if type(opt_state) is tuple:
+        for state in opt_state:
+            yield from _in_chain(state)
+        return
+    yield opt_state
+    if isinstance(opt_state, _Injected):
+        yield from _in_chain(opt_state.inner_state)
