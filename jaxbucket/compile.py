@@ -127,8 +127,8 @@ class CompiledSteps(Mapping[Bucket, jax.stages.Compiled]):
     def wait_for_an_earlier_step(self, result: Any) -> None:
         """Keeps a loop that never looks at its metrics from running far ahead.
 
-        Every step that waits holds its batch, and on CPUs with several devices some
-        thirty of them wait for one another (jax 0.10, one run in ten).
+        Every step that waits holds its batch; and two processes of two CPU devices
+        each have hung where nothing held them back (jax 0.10, one run in nine).
         """
         leaves = jax.tree.leaves(result)
         if leaves:
