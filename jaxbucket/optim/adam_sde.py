@@ -74,11 +74,7 @@ def scale_by_adam_sde(
         missing.
     """
     scaling = BatchScaling.of(
-        {
-            "base_examples": base_examples,
-            "base_tokens": base_tokens,
-            "base_rows": base_rows,
-        }
+        base_examples=base_examples, base_tokens=base_tokens, base_rows=base_rows
     )
     for name, value in {"b1": b1, "b2": b2}.items():
         if not 0 <= value < 1:

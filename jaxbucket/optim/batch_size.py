@@ -80,12 +80,14 @@ def scale_by_batch_size(
       ValueError: if not exactly one base is given, it is not positive, the rule is
         unknown, or the bounds are no bounds. From `update`, if the size is missing.
     """
-    bases = {
-        "base_examples": base_examples,
-        "base_tokens": base_tokens,
-        "base_rows": base_rows,
-    }
-    scaling = BatchScaling.of(bases, rule, min_factor, max_factor)
+    scaling = BatchScaling.of(
+        base_examples=base_examples,
+        base_tokens=base_tokens,
+        base_rows=base_rows,
+        rule=rule,
+        min_factor=min_factor,
+        max_factor=max_factor,
+    )
     if isinstance(learning_rate, WorkSchedule):
         raise ValueError(
             "`learning_rate` is a schedule by work, which is told what was seen inside "
@@ -97,7 +99,7 @@ def scale_by_batch_size(
     def init(params: optax.Params) -> Any:
         del params
         one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32)
-        return ScaleByBatchSizeState(one, in_force(one, zero), zero)
+        return ScaleByBatchSizeState(one, scaled_rate(one, zero), zero)
 
     def update(
         updates: optax.Updates,
@@ -110,10 +112,10 @@ def scale_by_batch_size(
         updates = jax.tree.map(lambda u: u * factor.astype(u.dtype), updates)
         factor, count = factor.astype(jnp.float32), state.num_updates
         return updates, ScaleByBatchSizeState(
-            factor, in_force(factor, count), jnp.asarray(optax.safe_increment(count))
+            factor, scaled_rate(factor, count), jnp.asarray(optax.safe_increment(count))
         )
 
-    def in_force(factor: jax.Array, count: jax.Array) -> jax.Array | None:
+    def scaled_rate(factor: jax.Array, count: jax.Array) -> jax.Array | None:
         if learning_rate is None:
             return None
         own = learning_rate(count) if callable(learning_rate) else learning_rate

@@ -41,22 +41,23 @@ class BatchScaling:
     @classmethod
     def of(
         cls,
-        bases: Mapping[str, float | None],
+        *,
+        base_examples: float | None,
+        base_tokens: float | None,
+        base_rows: float | None,
         rule: Rule = "sqrt",
         min_factor: float = 0.0,
         max_factor: float = math.inf,
     ) -> BatchScaling:
         """Returns the scaling by the one base that is given.
 
-        Args:
-          bases: `base_examples`, `base_tokens`, `base_rows`.
-          rule: by name or as a function.
-          min_factor: least factor.
-          max_factor: largest factor.
-
-        Raises:
-          ValueError: as `scale_by_batch_size` says.
+        Arguments and errors are those of `scale_by_batch_size`.
         """
+        bases = {
+            "base_examples": base_examples,
+            "base_tokens": base_tokens,
+            "base_rows": base_rows,
+        }
         given = [name for name, base in bases.items() if base is not None]
         if len(given) != 1:
             said = ", ".join(f"`{name}={base}`" for name, base in bases.items())

@@ -124,14 +124,15 @@ def scale_schedule(
     """
     if not callable(schedule):
         check_number("schedule", schedule)
-    bases = {
-        "base_examples": base_examples,
-        "base_tokens": base_tokens,
-        "base_rows": base_rows,
-    }
-    return ScaledSchedule(
-        schedule, BatchScaling.of(bases, rule, min_factor, max_factor)
+    scaling = BatchScaling.of(
+        base_examples=base_examples,
+        base_tokens=base_tokens,
+        base_rows=base_rows,
+        rule=rule,
+        min_factor=min_factor,
+        max_factor=max_factor,
     )
+    return ScaledSchedule(schedule, scaling)
 
 
 class WorkScheduleState(NamedTuple):
