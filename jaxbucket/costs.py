@@ -161,11 +161,11 @@ class StepTime:
     def fit(cls, seconds: Mapping[Bucket, float]) -> StepTime:
         """Returns the function that is closest to measured step times.
 
-        Closest is the least sum of relative errors; no term is negative. So one shape
-        that takes longer than its neighbours, as a T that is a power of two does where
-        caches are hit by it, does not bend what is said of the others. Few shapes do,
-        if they differ, as those of `calibration_shapes` do: the shortest and the
-        longest T, some in between, and one of a smaller B * T, which tells a and b
+        Closest is the least sum of relative errors; no term is negative. So where five
+        or more are measured, one that takes longer than its neighbours, as a T that is
+        a power of two may on a CPU, does not bend what is said of the others. Few
+        shapes do, if they differ, as those of `calibration_shapes` do: the shortest and
+        the longest T, some in between, and one of a smaller B * T, which tells a and b
         apart. Where none does, and times say the same of both, a is 0.
 
         Args:
