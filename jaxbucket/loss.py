@@ -203,7 +203,6 @@ def mean_metrics(sums: Metrics) -> Metrics:
     """The mean loss, every sum, and the share of positions that were padding."""
     weight = sums["weight"]
     loss = sums["loss_sum"].astype(weight.dtype) / jnp.where(weight == 0, 1, weight)
-    sums = dict(sums)
-    positions = sums.pop("num_positions").astype(jnp.float32)
+    positions = sums["num_positions"].astype(jnp.float32)
     padding = 1 - sums["num_tokens"].astype(jnp.float32) / positions
     return {"loss": jnp.where(weight == 0, 0, loss), **sums, "padding": padding}

@@ -122,10 +122,11 @@ def data_parallel(
 
     Returns:
       The step. It donates its state. Metrics: "loss" (`loss_sum / weight`), "loss_sum",
-      "weight", "num_tokens", "num_examples", "num_rows", "padding", the share of
-      positions; "grad_norm", of the mean gradient; "lr_factor" and "learning_rate", as
-      far as the optimizer's state tells what is in force; "skipped", 1 or 0, with
-      `skip_nonfinite`; and the loss's own sums.
+      "weight", "num_tokens", "num_examples"; "num_rows" and "num_positions", B and
+      B * T of the bucket; "padding", the share of positions; "grad_norm", of the mean
+      gradient; "lr_factor" and "learning_rate", as far as the optimizer's state tells
+      what is in force; "skipped", 1 or 0, with `skip_nonfinite`; and the loss's own
+      sums.
 
     Raises:
       ValueError: for an unknown mode or axis, a seed out of range, or a sharded state

@@ -148,6 +148,7 @@ def test_any_split_has_the_gradient_of_one_padded_batch(
             assert metrics["num_tokens"] == sum(len(x["tokens"]) for x in examples)
             assert metrics["num_rows"] == sum(b.bucket.batch_size for b in batches)
             positions = sum(b.bucket.num_tokens for b in batches)
+            assert metrics["num_positions"] == positions
             padding = 1 - int(metrics["num_tokens"]) / positions
             np.testing.assert_allclose(metrics["padding"], padding, rtol=1e-5)
             norm = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(want)))

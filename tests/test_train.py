@@ -493,8 +493,11 @@ def test_metrics_are_those_of_the_global_batch(mode):
     assert exact == {"weight": weight, "num_tokens": sum(UNEQUAL), "labels": 15}
     assert (metrics["num_examples"], metrics["num_rows"]) == (6, 8)
     np.testing.assert_allclose(metrics["padding"], 1 - sum(UNEQUAL) / 64, rtol=1e-6)
-    own = {"loss", "loss_sum", "num_examples", "num_rows", "padding", "grad_norm"}
-    assert metrics.keys() == {*own, *exact}
+    assert metrics["num_positions"] == 64
+    counts = {"num_examples", "num_rows", "num_positions"}
+    assert metrics.keys() == {"loss", "loss_sum", "padding", "grad_norm"} | counts | (
+        exact.keys()
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
