@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import pathlib
 import re
 
@@ -265,7 +266,12 @@ NOT_LINEAR = {
 NOT_LINEAR_IN_CONTRIB = {
     *("cocob", "dadapt_adamw", "madgrad", "scale_by_madgrad"),
     *("schedule_free_adamw", "schedule_free_sgd"),
+    *("momo", "momo_adam", "prodigy"),
 }
+# Large enough to meet the bound that such a step has.
+RATES = dict.fromkeys(
+    ("polyak_sgd", "scale_by_polyak", "momo", "momo_adam", "prodigy"), 1.0
+)
 # They take more than a learning rate, or gradients of their own.
 NOT_TRIED = {"dpsgd", "schedule_free", "sophia"}
 
@@ -276,7 +282,7 @@ def with_a_rate(module) -> dict:
     return {
         name: make
         for name, make in vars(module).items()
-        if inspect.isfunction(make)
+        if (inspect.isfunction(make) or isinstance(make, functools.partial))
         and not name.startswith("_")
         and rates & inspect.signature(make).parameters.keys()
     }
@@ -287,8 +293,7 @@ def with_a_rate(module) -> dict:
 @pytest.mark.parametrize("name", sorted(with_a_rate(optax)))
 def test_every_optimizer_is_known_to_be_linear_or_not(name):
     make = with_a_rate(optax)[name]
-    # Large enough to meet the bound that Polyak's step has.
-    rate = 1.0 if "polyak" in name else 1e-2
+    rate = RATES.get(name, 1e-2)
     assert jb.is_linear_in_lr(make, learning_rate=rate) == (name not in NOT_LINEAR)
 
 
@@ -296,10 +301,28 @@ def test_every_optimizer_is_known_to_be_linear_or_not(name):
 @pytest.mark.parametrize("name", sorted(with_a_rate(optax.contrib).keys() - NOT_TRIED))
 def test_every_contributed_optimizer_is_known_to_be_linear_or_not(name):
     make = with_a_rate(optax.contrib)[name]
-    assert jb.is_linear_in_lr(make) == (name not in NOT_LINEAR_IN_CONTRIB)
+    found = jb.is_linear_in_lr(make, learning_rate=RATES.get(name, 1e-2))
+    assert found == (name not in NOT_LINEAR_IN_CONTRIB)
+
+
+def _after(steps, lr):
+    """Nothing for some steps, and then the rate once more."""
+
+    def update(updates, count, params=None):
+        factor = jnp.where(count >= steps, lr, 1)
+        return jax.tree.map(lambda u: u * factor, updates), count + 1
+
+    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
 
 
 NOT_LINEAR_WITH_OPTIONS = {
+    # By one part in a thousand, and only after some steps.
+    "a little": lambda lr: optax.stateless(
+        lambda updates, params: jax.tree.map(
+            lambda g: -lr * (1 + 0.05 * lr) * g, updates
+        )
+    ),
+    "late": lambda lr: optax.chain(optax.sgd(lr), _after(4, lr)),
     "adafactor with momentum": lambda lr: optax.adafactor(lr, momentum=0.9),
     "adafactor with decay": lambda lr: optax.adafactor(lr, weight_decay_rate=0.1),
     "rmsprop with momentum": lambda lr: optax.rmsprop(lr, momentum=0.9),
@@ -323,7 +346,8 @@ def test_the_page_on_learning_rates_says_which_is_which():
         assert name in words[0] | words[1] | words[2]
     for name in with_a_rate(optax.contrib).keys() - NOT_TRIED:
         assert (name in words[0]) == (name not in NOT_LINEAR_IN_CONTRIB), name
-        assert name in words[0] | words[1]
+        assert name in words[0] | words[1] | words[2]
+    assert NOT_TRIED < set(re.findall(r"\w+", page.read_text()))
 
 
 def test_what_does_nothing_is_not_linear():
@@ -664,6 +688,23 @@ def test_what_is_in_force_is_what_multiplies_the_update():
         "lr_factor": 4,
         "learning_rate": 1,
     }
+    behind_adam = optax.chain(
+        jb.scale_by_adam_sde(base_examples=2),
+        inject(optax.scale_by_learning_rate)(learning_rate=0.5),
+    )
+    assert in_force_after(behind_adam, num_examples=8) == {
+        "lr_factor": 2,
+        "learning_rate": 1,
+    }
+    twice = optax.chain(
+        optax.sgd(0.5),
+        jb.scale_by_batch_size(**by_size, learning_rate=0.5),
+        jb.scale_by_batch_size(base_examples=4, rule="linear", learning_rate=0.5),
+    )
+    assert in_force_after(twice, num_examples=8) == {
+        "lr_factor": 8,
+        "learning_rate": 4,
+    }
     decay = inject(optax.adamw)(
         learning_rate=0.5, weight_decay=jb.scale_schedule(0.1, **by_size)
     )
@@ -683,21 +724,34 @@ def plateau(count):
     return optax.piecewise_constant_schedule(1e-3, {3: 0.5})(count)
 
 
-@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     "schedule",
     [1e-3, optax.constant_schedule(1e-3), plateau, jb.schedule_by_work(plateau)],
 )
-def test_the_first_state_is_of_the_dtypes_of_all_others(schedule, dtype):
-    rate = jb.scale_schedule(schedule, base_tokens=2)
-    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
-    params = jnp.ones(2, dtype)
-    state = tx.init(params)
-    avals = jax.tree.map(jax.typeof, state)
-    for _ in range(2):
-        _, state = tx.update(params, state, params, num_tokens=jnp.int32(8))
-        assert jax.tree.map(jax.typeof, state) == avals
+@pytest.mark.parametrize("make", [optax.sgd, optax.lars, optax.rmsprop])
+def test_the_first_state_is_of_the_dtypes_of_all_others(make, schedule, dtype, is_wide):
+    # Strict promotion is for what is ours: optax's own numbers are weak.
+    with jax.enable_x64(is_wide), jax.numpy_dtype_promotion("standard"):
+        rate = jb.scale_schedule(schedule, base_tokens=2)
+        tx = optax.inject_hyperparams(make)(learning_rate=rate, momentum=0.9)
+        params = jnp.ones(2, dtype)
+        state = tx.init(params)
+        avals = jax.tree.map(jax.typeof, state)
+        for _ in range(2):
+            _, state = tx.update(params, state, params, num_tokens=jnp.int32(8))
+            assert jax.tree.map(jax.typeof, state) == avals
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_a_scaled_schedule_mixes_no_dtypes(is_wide):
+    with jax.enable_x64(is_wide), jax.numpy_dtype_promotion("strict"):
+        rate = jb.scale_schedule(jb.schedule_by_work(plateau), base_tokens=2)
+        tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+        params = jnp.ones(2, jnp.float32)
+        updates, _ = tx.update(params, tx.init(params), params, num_tokens=8)
+        np.testing.assert_allclose(updates, -2e-3, rtol=1e-6)
 
 
 def test_a_schedule_too_long_for_an_integer_says_what_to_write():
@@ -929,7 +983,7 @@ def test_a_rule_that_gives_several_factors_is_refused():
             lambda: jb.scale_by_batch_size(
                 base_rows=2, learning_rate=jb.schedule_by_work(lambda n: n)
             ),
-            "`learning_rate` is a schedule by work, which is told what was seen inside",
+            "`learning_rate` is a schedule that is told what was seen inside an",
         ),
         (
             lambda: jb.scale_by_batch_size(base_rows=2, learning_rate="fast"),
@@ -1001,3 +1055,188 @@ def test_a_scaled_schedule_without_its_size_says_what_to_pass():
     for extra in ({}, {"num_examples": 3}):
         with pytest.raises(ValueError, match="num_tokens=batch.num_tokens"):
             tx.update(jnp.ones(()), state, **extra)
+
+
+BY_WORK = jb.schedule_by_work(optax.constant_schedule(1e-3))
+SCALED = jb.scale_schedule(1e-3, base_examples=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: jb.scale_schedule(SCALED, base_rows=2),
+            "`schedule` is scaled already",
+        ),
+        (
+            lambda: jb.schedule_by_work(SCALED),
+            "`schedule` is told what was seen already",
+        ),
+        (lambda: jb.schedule_by_work(BY_WORK), "`schedule` is told what was seen alr"),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2, learning_rate=SCALED),
+            "`learning_rate` is a schedule that is told what was seen inside an",
+        ),
+        *(
+            (
+                lambda rate=rate: optax.sgd(rate).update(
+                    jnp.ones(2), optax.sgd(rate).init(jnp.ones(2))
+                ),
+                "only `optax.inject_hyperparams` tells it: write",
+            )
+            for rate in (SCALED, BY_WORK)
+        ),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=True),
+            "`base_rows=True` must be a positive number",
+        ),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2, min_factor=math.inf),
+            "`min_factor=inf`, `max_factor=inf`: give numbers",
+        ),
+        (
+            lambda: jb.scale_by_adam_sde(base_rows=2, b1="x"),
+            "`b1='x'` must be from 0 to below 1.",
+        ),
+        (
+            lambda: jb.scale_by_adam_sde(base_rows=2, eps=None),
+            "`eps=None` must be a number that is not negative.",
+        ),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2, rule=lambda ratio: None).update(
+                jnp.ones(2), jb.scale_by_batch_size(base_rows=2).init(0), num_rows=2
+            ),
+            "`rule` returned a NoneType: return one number.",
+        ),
+    ],
+)
+def test_what_does_not_belong_there_says_where_it_does(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize("base", [np.asarray(4), np.int64(4), 4.0])
+def test_a_base_may_be_any_number(base):
+    tx = jb.scale_by_batch_size(base_rows=base, rule="linear", min_factor=np.int64(0))
+    updates, _ = tx.update(jnp.ones(2), tx.init(0), num_rows=8)
+    np.testing.assert_array_equal(updates, 2)
+
+
+@pytest.mark.parametrize("size", [-4, math.nan, "8", None, np.float32("nan")])
+def test_what_is_no_size_is_refused(size):
+    tx = jb.scale_by_batch_size(base_examples=2)
+    with pytest.raises(ValueError, match="num_examples"):
+        tx.update(jnp.ones(2), tx.init(0), num_examples=size)
+    with pytest.raises(ValueError, match="num_tokens"):
+        BY_WORK.update(BY_WORK.init(), num_tokens=size)
+
+
+def test_several_sizes_are_refused():
+    tx = jb.scale_by_batch_size(base_examples=2)
+    with pytest.raises(ValueError, match=r"`num_examples` has shape \[2\]: give one"):
+        tx.update(jnp.ones(2), tx.init(0), num_examples=jnp.ones(2))
+
+
+@pytest.mark.parametrize("size", [2**31, 2**33 + 5, np.int64(2**40), 2**20])
+def test_work_of_any_size_is_counted_exactly(size):
+    state = BY_WORK.init()
+    for _ in range(3):
+        state = BY_WORK.update(state, num_tokens=size)
+    assert int(state.high) * 2**30 + int(state.low) == 3 * int(size)
+
+
+def test_the_least_factor_holds_without_a_largest():
+    tx = jb.scale_by_batch_size(base_examples=8, rule="linear", min_factor=0.5)
+    for size, factor in ((1, 0.5), (80, 10)):
+        updates, _ = tx.update(jnp.ones(2), tx.init(0), num_examples=size)
+        np.testing.assert_array_equal(updates, factor)
+
+
+def test_the_first_state_has_the_rate_of_the_base():
+    tx = jb.scale_by_batch_size(base_examples=8, learning_rate=0.5)
+    assert in_force(tx.init(0)) == {"lr_factor": 1, "learning_rate": 0.5}
+
+
+def test_a_factor_may_be_more_than_half_precision_has():
+    tx = jb.scale_by_batch_size(base_examples=1, rule="linear")
+    updates, _ = tx.update(
+        jnp.full(2, 1e-3, jnp.float16), tx.init(0), num_examples=2**17
+    )
+    np.testing.assert_allclose(updates, 2**17 * 1e-3, rtol=1e-3)
+
+
+def test_the_sde_state_has_arrays_of_its_own():
+    """A step that donates its state would be refused otherwise."""
+    tx = jb.scale_by_adam_sde(base_examples=4)
+    params = {"w": jnp.ones(3)}
+    step = jax.jit(
+        lambda state, grads: tx.update(grads, state, num_examples=4), donate_argnums=0
+    )
+    state = tx.init(params)
+    for _ in range(2):
+        _, state = step(state, params)
+
+
+def test_the_sde_rule_is_exact_in_double_precision():
+    with jax.enable_x64(True):
+        tx = jb.scale_by_adam_sde(base_examples=3, b1=0.9, b2=0.99)
+        rng, params = np.random.default_rng(0), jnp.ones(4, jnp.float64)
+        state, mu, nu, seen = tx.init(params), 0.0, 0.0, np.zeros(2)
+        for size in (1, 5, 2, 7, 3):
+            grads, ratio = rng.normal(size=4), size / 3
+            gains = ratio * np.array([0.1, 0.01])
+            mu, nu = mu + gains[0] * (grads - mu), nu + gains[1] * (grads**2 - nu)
+            seen = seen + gains * (1 - seen)
+            want = mu / seen[0] / (np.sqrt(nu / seen[1]) + 1e-8 / np.sqrt(ratio))
+            got, state = tx.update(jnp.asarray(grads), state, num_examples=size)
+            np.testing.assert_allclose(got, np.sqrt(ratio) * want, rtol=1e-13)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_sde_rule_keeps_the_direction_of_complex_gradients():
+    grads = jnp.asarray([1 + 1j, 2 - 1j], jnp.complex64)
+    tx, adam = jb.scale_by_adam_sde(base_examples=4), optax.scale_by_adam()
+    got, state = tx.update(grads, tx.init(grads), num_examples=4)
+    want, _ = adam.update(grads, adam.init(grads))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert state.nu.dtype == jnp.float32
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_step_that_is_told_counts_and_not_the_updates():
+    rate = jb.scale_schedule(lambda step: 1.0 * step, base_examples=1, rule="none")
+    state = rate.init()
+    for step in (7, 3, 5):
+        assert rate(state, step=step, num_examples=1) == step
+        state = rate.update(state, step=step, num_examples=1)
+        assert state.inner == step + 1
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_schedule_of_the_weight_decay_goes_on_where_an_update_is_skipped():
+    def schedule(count):
+        return 1 / (1 + jnp.asarray(count, jnp.float32))
+
+    tx = optax.adamw(schedule, weight_decay=schedule)
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    for is_bad in (False, True, True, False):
+        _, new = tx.update(params, state, params)
+        state = skip_where(jnp.asarray(is_bad), new, state)
+    counts = {
+        jax.tree_util.keystr(path): int(leaf)
+        for path, leaf in jax.tree.leaves_with_path(state)
+        if jax.tree_util.keystr(path).endswith("count")
+    }
+    assert sorted(counts.values()) == [2, 4, 4], counts
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_what_counts_for_itself_is_held_with_all_inside():
+    tx = optax.MultiSteps(optax.sgd(optax.constant_schedule(0.1)), 2)
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    _, state = tx.update(params, state, params)
+    _, new = tx.update(params, state, params)
+    held = skip_where(jnp.asarray(True), new, state)
+    jax.tree.map(np.testing.assert_array_equal, held, state)

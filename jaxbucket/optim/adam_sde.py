@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxbucket.optim.rules import BatchScaling
+from jaxbucket.optim.rules import BatchScaling, wide_float
 
 
 class ScaleByAdamSdeState(NamedTuple):
@@ -16,10 +17,10 @@ class ScaleByAdamSdeState(NamedTuple):
 
     Attributes:
       mu: average of gradients, like the parameters, in float32 at least.
-      nu: average of their squares, likewise.
-      mu_seen: `[]` float32, the share of the first average that gradients have, and
+      nu: average of their squares, real, likewise.
+      mu_seen: `[]` float, the share of the first average that gradients have, and
         not its first value, zero: 1 minus the product of all b1.
-      nu_seen: `[]` float32, the same of the second one and b2.
+      nu_seen: `[]` float, the same of the second one and b2.
       factor: `[]` float32, what the last update was multiplied by.
     """
 
@@ -77,15 +78,20 @@ def scale_by_adam_sde(
         base_examples=base_examples, base_tokens=base_tokens, base_rows=base_rows
     )
     for name, value in {"b1": b1, "b2": b2}.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"`{name}={value}` must be from 0 to below 1.")
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"`eps={eps}` must be a number that is not negative.")
+        if not isinstance(value, numbers.Real) or not 0 <= value < 1:
+            raise ValueError(f"`{name}={value!r}` must be from 0 to below 1.")
+    if not isinstance(eps, numbers.Real) or not 0 <= eps < float("inf"):
+        raise ValueError(f"`eps={eps!r}` must be a number that is not negative.")
 
     def init(params: optax.Params) -> ScaleByAdamSdeState:
-        zeros = jax.tree.map(lambda p: jnp.zeros_like(_wide(p)), params)
-        one, none = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
-        return ScaleByAdamSdeState(zeros, zeros, none, none, one)
+        # Arrays of their own each, for a step that donates its state.
+        return ScaleByAdamSdeState(
+            mu=jax.tree.map(lambda p: jnp.zeros_like(_wide(p)), params),
+            nu=jax.tree.map(lambda p: jnp.zeros_like(_wide(p).real), params),
+            mu_seen=jnp.zeros((), wide_float()),
+            nu_seen=jnp.zeros((), wide_float()),
+            factor=jnp.ones((), jnp.float32),
+        )
 
     def update(
         updates: optax.Updates,
@@ -94,13 +100,12 @@ def scale_by_adam_sde(
         **extra: Any,
     ) -> tuple[optax.Updates, ScaleByAdamSdeState]:
         del params
-        ratio = scaling.ratio(extra).astype(jnp.float32)
-        root = scaling.factor(extra).astype(jnp.float32)
+        ratio, root = scaling.ratio(extra), scaling.factor(extra)
         # Not as 1 minus a decay, in which a small gain would be rounded away.
         gains = [jnp.minimum(1, ratio * (1 - b)) for b in (b1, b2)]
         grads = jax.tree.map(_wide, updates)
         mu = _average(gains[0], state.mu, grads)
-        nu = _average(gains[1], state.nu, jax.tree.map(jnp.square, grads))
+        nu = _average(gains[1], state.nu, jax.tree.map(_square, grads))
         mu_seen = state.mu_seen + gains[0] * (1 - state.mu_seen)
         nu_seen = state.nu_seen + gains[1] * (1 - state.nu_seen)
 
@@ -108,12 +113,14 @@ def scale_by_adam_sde(
             # root * mean / (root of squares + eps / root), without dividing by zero
             # where a batch is empty.
             mean, squares = mu / _share(mu_seen, mu), nu / _share(nu_seen, nu)
-            factor = root.astype(mu.dtype)
-            own = factor**2 * mean / (factor * jnp.sqrt(squares) + _tiny(eps, mu))
+            factor = root.astype(nu.dtype)
+            below = factor * jnp.sqrt(squares) + _tiny(eps, nu)
+            own = mean * (factor**2 / below).astype(mean.dtype)
             return own.astype(update.dtype)
 
         updates = jax.tree.map(scaled, mu, nu, updates)
-        return updates, ScaleByAdamSdeState(mu, nu, mu_seen, nu_seen, root)
+        factor = root.astype(jnp.float32)
+        return updates, ScaleByAdamSdeState(mu, nu, mu_seen, nu_seen, factor)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -122,6 +129,10 @@ def _wide(value: jax.Array) -> jax.Array:
     """In float32 at least: half precision cannot hold an average of 1,000 gradients."""
     wide = jnp.dtype(jnp.float32)
     return value.astype(max(wide, value.dtype, key=lambda dtype: dtype.itemsize))
+
+
+def _square(value: jax.Array) -> jax.Array:
+    return (value * value.conj()).real
 
 
 def _average(gain: jax.Array, old: optax.Updates, new: optax.Updates) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import optax
 
 from jaxbucket.checks import check_number
 from jaxbucket.optim.rules import BatchScaling, Rule
-from jaxbucket.optim.schedules import WorkSchedule
+from jaxbucket.optim.schedules import ScaledSchedule, WorkSchedule
 
 
 class ScaleByBatchSizeState(NamedTuple):
@@ -88,10 +89,11 @@ def scale_by_batch_size(
         min_factor=min_factor,
         max_factor=max_factor,
     )
-    if isinstance(learning_rate, WorkSchedule):
+    if isinstance(learning_rate, WorkSchedule | ScaledSchedule):
         raise ValueError(
-            "`learning_rate` is a schedule by work, which is told what was seen inside "
-            "an optimizer only: give it to `scale_schedule`."
+            "`learning_rate` is a schedule that is told what was seen inside an "
+            "optimizer only: give it to `optax.inject_hyperparams`, and leave it out "
+            "here."
         )
     if learning_rate is not None and not callable(learning_rate):
         learning_rate = check_number("learning_rate", learning_rate)
@@ -109,7 +111,7 @@ def scale_by_batch_size(
     ) -> tuple[optax.Updates, Any]:
         del params
         factor = scaling.factor(extra)
-        updates = jax.tree.map(lambda u: u * factor.astype(u.dtype), updates)
+        updates = jax.tree.map(functools.partial(_multiplied, factor), updates)
         factor, count = factor.astype(jnp.float32), state.num_updates
         return updates, ScaleByBatchSizeState(
             factor, scaled_rate(factor, count), jnp.asarray(optax.safe_increment(count))
@@ -122,3 +124,12 @@ def scale_by_batch_size(
         return jnp.asarray(own, jnp.float32) * factor
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _multiplied(factor: jax.Array, update: jax.Array) -> jax.Array:
+    # In half precision a factor may be more than there is, where the product is not.
+    if update.dtype.itemsize < 4:
+        return (update.astype(jnp.float32) * factor.astype(jnp.float32)).astype(
+            update.dtype
+        )
+    return update * factor.astype(update.dtype)

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Rule: TypeAlias = Literal["linear", "sqrt", "none"] | Callable[[jax.Array], jax.Array]
 
@@ -72,7 +73,8 @@ class BatchScaling:
                 "from ratio to factor."
             )
         bounds = (min_factor, max_factor)
-        if not all(map(_is_number, bounds)) or not 0 <= min_factor <= max_factor:
+        in_order = all(map(_is_number, bounds)) and 0 <= min_factor <= max_factor
+        if not in_order or min_factor == math.inf:
             raise ValueError(
                 f"`min_factor={min_factor!r}`, `max_factor={max_factor!r}`: give "
                 "numbers that are not negative, the smaller one first."
@@ -81,33 +83,38 @@ class BatchScaling:
             size=f"num_{name.removeprefix('base_')}",
             base=float(base),  # pyright: ignore
             rule=rule if callable(rule) else _RULES[rule],
-            min_factor=min_factor,
-            max_factor=max_factor,
+            min_factor=float(min_factor),
+            max_factor=float(max_factor),
         )
 
     def ratio(self, extra: Mapping[str, Any]) -> jax.Array:
         """`[]`, the batch's size over the base.
 
         Raises:
-          ValueError: if the size is not among the extra arguments of `update`.
+          ValueError: if the size is not among the extra arguments of `update`, or is
+            none.
         """
         size = extra.get(self.size)
         if size is None:
             raise ValueError(
                 "Scaling by the batch size needs the batch size: call "
                 f"`tx.update(grads, state, params, {self.size}=batch.{self.size})`. "
-                "What is around it must hand extra arguments on, as `optax.chain` does "
-                "and `optax.MultiSteps` does not."
+                "What is around it must hand extra arguments on, as `optax.chain` does."
                 if self.size != "num_rows"
                 else "Scaling by the rows of a batch needs their number: call "
                 "`tx.update(grads, state, params, num_rows=batch.bucket.batch_size)`, "
                 "of all micro-batches."
             )
-        return jnp.asarray(size).astype(wide_float()) / self.base
+        return jnp.asarray(check_size(self.size, size), wide_float()) / self.base
 
     def factor(self, extra: Mapping[str, Any]) -> jax.Array:
         """`[]`, what the learning rate of this batch is multiplied by."""
-        factor = jnp.asarray(self.rule(self.ratio(extra)))
+        factor = self.rule(self.ratio(extra))
+        if not isinstance(factor, jax.Array | numbers.Real | np.ndarray):
+            raise ValueError(
+                f"`rule` returned a {type(factor).__name__}: return one number."
+            )
+        factor = jnp.asarray(factor)
         if factor.shape:
             raise ValueError(
                 f"`rule` returned a factor of shape {list(factor.shape)}: return one "
@@ -123,5 +130,28 @@ def wide_float() -> Any:
     return jax.dtypes.canonicalize_dtype(jnp.float64)
 
 
+def check_size(name: str, size: Any) -> jax.Array | np.ndarray:
+    """Returns a size that `update` was given as an array, of numpy if it is static.
+
+    Raises:
+      ValueError: if it is not one number, or known not to be a size.
+    """
+    # What is on a device is not looked at, for the step would wait for it.
+    if not isinstance(size, jax.Array) and not (_is_number(size) and 0 <= size):
+        raise ValueError(
+            f"`{name}={size!r}` must be a number that is not negative, such as "
+            f"`batch.{name}`."
+        )
+    if jnp.shape(size):
+        raise ValueError(
+            f"`{name}` has shape {list(jnp.shape(size))}: give one number, of the "
+            "whole global batch."
+        )
+    return size if isinstance(size, jax.Array) else np.asarray(size)
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not math.isnan(value)
+    if isinstance(value, np.ndarray | jax.Array) and not value.shape:
+        value = value.item()
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_real and not math.isnan(value)

@@ -17,10 +17,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxbucket.checks import check_choice, check_number
-from jaxbucket.optim.rules import BatchScaling, Rule, wide_float
+from jaxbucket.optim.rules import BatchScaling, Rule, check_size, wide_float
 
 Work: TypeAlias = Literal["examples", "tokens"]
 # Half of a count is in units of so many: an int32 alone ends at two billion tokens.
@@ -32,13 +33,11 @@ class ScaledScheduleState(NamedTuple):
 
     Attributes:
       factor: `[]` float32, of the last batch.
-      learning_rate: `[]` float32, the one that was in force for it, the factor in it.
       inner: state of the schedule that is scaled: `[]` int32, the next step, or what a
         stateful one keeps.
     """
 
     factor: jax.Array
-    learning_rate: jax.Array
     inner: Any
 
 
@@ -52,35 +51,30 @@ class ScaledSchedule:
     def init(self) -> ScaledScheduleState:
         stateful = isinstance(self.schedule, WorkSchedule)
         inner = self.schedule.init() if stateful else jnp.zeros((), jnp.int32)
-        rate = _as_float(self._unscaled(inner, {}))
-        return ScaledScheduleState(jnp.ones((), jnp.float32), rate, inner)
+        return ScaledScheduleState(jnp.ones((), jnp.float32), inner)
 
     def __call__(self, state: ScaledScheduleState, **extra: Any) -> jax.Array:
+        _check_is_state(state, ScaledScheduleState)
         value = self._unscaled(state.inner, extra)
         # Asked before there is a batch, for the first state.
         if not extra:
             return value
-        factor = self.scaling.factor(extra)
-        return value * factor.astype(value.dtype)
+        return value * _like_a_number(self.scaling.factor(extra))
 
     def update(self, state: ScaledScheduleState, **extra: Any) -> ScaledScheduleState:
         if isinstance(self.schedule, WorkSchedule):
             inner = self.schedule.update(state.inner, **extra)
         else:
             inner = optax.safe_increment(_step(state.inner, extra))
-        return ScaledScheduleState(
-            _as_float(self.scaling.factor(extra)),
-            _as_float(self(state, **extra)),
-            inner,
-        )
+        factor = self.scaling.factor(extra).astype(jnp.float32)
+        return ScaledScheduleState(factor, inner)
 
     def _unscaled(self, inner: Any, extra: dict[str, Any]) -> jax.Array:
-        # In one dtype from the first state on: else a step would be traced again.
         if isinstance(self.schedule, WorkSchedule):
             return self.schedule(inner, **extra)
         if callable(self.schedule):
-            return jnp.asarray(self.schedule(_step(inner, extra))).astype(wide_float())
-        return jnp.asarray(self.schedule).astype(wide_float())
+            return _like_a_number(self.schedule(_step(inner, extra)))
+        return _like_a_number(self.schedule)
 
 
 def scale_schedule(
@@ -122,6 +116,11 @@ def scale_schedule(
     Raises:
       ValueError: as `scale_by_batch_size`; if the schedule is nothing of the above.
     """
+    if isinstance(schedule, ScaledSchedule):
+        raise ValueError(
+            "`schedule` is scaled already: give the one that it was made of, with a "
+            "`rule` that has both factors."
+        )
     if not callable(schedule):
         check_number("schedule", schedule)
     scaling = BatchScaling.of(
@@ -159,10 +158,13 @@ class WorkSchedule:
 
     def __call__(self, state: WorkScheduleState, **extra: Any) -> jax.Array:
         del extra
+        _check_is_state(state, WorkScheduleState)
         wide = wide_float()
         done = state.high.astype(wide) * 2**_LOW_BITS + state.low.astype(wide)
         try:
-            return jnp.asarray(self.schedule(done)).astype(wide)
+            # Some of optax mix dtypes, as of steps, which are integers.
+            with jax.numpy_dtype_promotion("standard"):
+                return _like_a_number(self.schedule(done))
         except OverflowError as error:
             raise ValueError(
                 "`schedule` has an integer that jax cannot hold. Give lengths of more "
@@ -176,9 +178,10 @@ class WorkSchedule:
                 f"A schedule by {self.work} needs their number: call `tx.update(grads, "
                 f"state, params, num_{self.work}=batch.num_{self.work})`."
             )
-        low = state.low + jnp.asarray(size).astype(jnp.uint32)
+        high, low = _high_and_low(check_size(f"num_{self.work}", size))
+        low = state.low + low
         return WorkScheduleState(
-            state.high + (low >> _LOW_BITS), low & (2**_LOW_BITS - 1)
+            state.high + high + (low >> _LOW_BITS), low & (2**_LOW_BITS - 1)
         )
 
 
@@ -209,6 +212,11 @@ def schedule_by_work(
         if a length is an integer that jax cannot hold.
     """
     check_choice("work", work, ("examples", "tokens"))
+    if isinstance(schedule, ScaledSchedule | WorkSchedule):
+        raise ValueError(
+            "`schedule` is told what was seen already: give one of optax, and what "
+            "this returns to `scale_schedule`."
+        )
     if not callable(schedule):
         raise ValueError(
             f"`schedule={schedule!r}` does not change: give a schedule of optax, such "
@@ -251,5 +259,26 @@ def _step(counted: jax.Array, extra: dict[str, Any]) -> jax.Array:
     return counted if step is None else jnp.asarray(step, jnp.int32)
 
 
-def _as_float(value: jax.Array) -> jax.Array:
-    return value.astype(jnp.float32)
+def _check_is_state(state: Any, kind: type) -> None:
+    if not isinstance(state, kind):
+        raise ValueError(
+            "This schedule follows the batch, of which only "
+            "`optax.inject_hyperparams` tells it: write "
+            "`optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)`."
+        )
+
+
+def _like_a_number(value: Any) -> jax.Array:
+    """A float that takes on the dtype of what it meets, as one of Python does.
+
+    With a dtype of its own it would change that of the momentum behind it.
+    """
+    return jax.lax.full_like(1.0, value)
+
+
+def _high_and_low(size: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """A number of examples or tokens in units of 2**30, and the rest."""
+    if isinstance(size, jax.Array):
+        return jnp.zeros((), jnp.uint32), size.astype(jnp.uint32)
+    high, low = divmod(int(size), 2**_LOW_BITS)
+    return jnp.asarray(high, jnp.uint32), jnp.asarray(low, jnp.uint32)

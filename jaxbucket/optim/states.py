@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,15 +13,17 @@ import optax
 
 from jaxbucket.optim.adam_sde import ScaleByAdamSdeState
 from jaxbucket.optim.batch_size import ScaleByBatchSizeState
-from jaxbucket.optim.schedules import ScaledScheduleState, WorkScheduleState
+from jaxbucket.optim.schedules import ScaledScheduleState
 
 # What has counted the data, and not what was learned of it.
 _CLOCKS = (
     ScaleByBatchSizeState,
-    ScaledScheduleState,
-    WorkScheduleState,
     optax.ScaleByScheduleState,
+    # That of `optax.add_decayed_weights`, which has no public name.
+    type(optax.add_decayed_weights(optax.constant_schedule(0.0)).init(())),
 )
+# What counts for itself, with all that is inside of it.
+_OWN_COUNT = (optax.MultiStepsState, optax.ApplyIfFiniteState)
 _Injected = optax.schedules.InjectStatefulHyperparamsState
 
 
@@ -31,7 +34,8 @@ def in_force(opt_state: optax.OptState) -> dict[str, jax.Array]:
 
     Returns:
       "lr_factor", the product of all factors, if the batch size scales something;
-      "learning_rate", with the factors that scale it in it, if it is known: of
+      "learning_rate", with the factors that stand behind it in it, and that of
+      `scale_by_adam_sde`, which stands before it, if it is known: of
       `optax.inject_hyperparams`, `scale_schedule` and
       `scale_by_batch_size(learning_rate=...)`.
 
@@ -44,7 +48,7 @@ def in_force(opt_state: optax.OptState) -> dict[str, jax.Array]:
       >>> print({name: float(value) for name, value in in_force(state).items()})
       {'lr_factor': 2.0, 'learning_rate': 1.0}
     """
-    rate, factors = None, []
+    rate, factors, of_sde = None, [], []
     for state in _in_chain(opt_state):
         if isinstance(state, _Injected):
             own = state.hyperparams.get("learning_rate")
@@ -55,11 +59,11 @@ def in_force(opt_state: optax.OptState) -> dict[str, jax.Array]:
         elif isinstance(state, ScaleByBatchSizeState):
             factors.append(state.factor)
             # In front of the learning rate it scales gradients.
-            rate = None if rate is None else rate * state.factor
-            rate = rate if state.learning_rate is None else state.learning_rate
+            rate = state.learning_rate if rate is None else rate * state.factor
         elif isinstance(state, ScaleByAdamSdeState):
             factors.append(state.factor)
-            rate = None if rate is None else rate * state.factor
+            of_sde.append(state.factor)
+    rate = None if rate is None else math.prod(of_sde, start=rate)
     found = (
         {} if not factors else {"lr_factor": math.prod(factors[1:], start=factors[0])}
     )
@@ -81,7 +85,7 @@ def skip_where(
     """
 
     def is_known(state: Any) -> bool:
-        return isinstance(state, (*_CLOCKS, _Injected))
+        return isinstance(state, (*_CLOCKS, *_OWN_COUNT, _Injected))
 
     def kept(new: Any, old: Any) -> Any:
         if isinstance(new, _CLOCKS):
@@ -90,7 +94,7 @@ def skip_where(
             return new._replace(
                 inner_state=skip_where(skipped, new.inner_state, old.inner_state)
             )
-        return jnp.where(skipped, old, new)
+        return jax.tree.map(functools.partial(jnp.where, skipped), old, new)
 
     return jax.tree.map(kept, new, old, is_leaf=is_known)
 
