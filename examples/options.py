@@ -5,6 +5,7 @@ import importlib.util
 import math
 import os
 import pathlib
+from collections.abc import Sequence
 
 import documents
 import policies
@@ -15,10 +16,10 @@ SEQ_LEN_MULTIPLE = 32
 # What may be another when a run goes on, and is then said.
 TRAINING = ("steps", "seconds", "lr", "dropout", "mode")
 # What need not be the same in all processes: the data is compared by what it holds.
-OF_ONE_PROCESS = ("data", "json", "plot", "timeout")
+OF_ONE_PROCESS = ("data", "json", "plot", "timeout", "executables", "plan")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a byte-level language model on documents of every length.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -64,6 +65,29 @@ def parse_arguments() -> argparse.Namespace:
         type=positive,
         default=4,
         help="every B is a multiple of it, and the devices must divide it",
+    )
+    plan.add_argument(
+        "--plan",
+        metavar="FILE",
+        help="the shapes, as `jaxbucket plan -o` wrote them, instead of planning",
+    )
+    compiling = parser.add_argument_group("compiling")
+    compiling.add_argument(
+        "--executables",
+        metavar="FOLDER",
+        help="keep them there, and find them again; by default beside the checkpoints",
+    )
+    compiling.add_argument(
+        "--verify",
+        choices=("all", "one"),
+        default="all",
+        help="how many are compared with what was compiled",
+    )
+    compiling.add_argument(
+        "--opening",
+        type=positive,
+        metavar="STEPS",
+        help="train on one shape first for so long, while the others are compiled",
     )
     model = parser.add_argument_group("model and training")
     model.add_argument("--width", type=even, default=128, help="of the model")
@@ -136,8 +160,10 @@ def parse_arguments() -> argparse.Namespace:
     output.add_argument(
         "--plot", metavar="FILE", type=new_picture, help="draw the run there"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     check_plan(parser, args)
+    if args.opening and args.policy not in policies.RESUMABLE:
+        parser.error(f"--opening plans batches, and --policy {args.policy} does not")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install -e '.[examples]'")
     if args.compare and not args.seconds:
@@ -170,7 +196,7 @@ def check_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
 def check_outputs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Nothing that is written may be what is read, or what else is written."""
     taken = {}
-    for name in ("data", "json", "plot", "checkpoint"):
+    for name in ("data", "plan", "json", "plot", "checkpoint", "executables"):
         # A URL is nothing that is read as data.
         if getattr(args, name) and "://" not in getattr(args, name):
             path = pathlib.Path(getattr(args, name)).resolve()

@@ -8,6 +8,7 @@
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -39,6 +40,10 @@ class Jitted:
     def __init__(self, step_fn: Callable[[Any, jb.Batch], Any]):
         self._step_fn = step_fn
         self.seconds: dict[jb.Bucket, float] = {}
+
+    @property
+    def seconds_waited(self) -> float:
+        return math.fsum(self.seconds.values())
 
     def __call__(self, state: Any, batch: jb.Batch) -> Any:
         if batch.bucket in self.seconds:

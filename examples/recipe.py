@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import partition
 from flax import nnx
+from options import parse_arguments
 from transformer import Transformer
 
 import jaxbucket as jb
@@ -47,7 +49,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """AdamW, its rate rising, then falling; updates scaled by the batch's size."""
     if args.seconds:
-        learning_rate = inverse_sqrt(args.lr)
+        # Needs no end.
+        learning_rate = jb.warmup_inverse_sqrt_schedule(args.lr, WARM_UP_STEPS)
     else:
         learning_rate = optax.warmup_cosine_decay_schedule(
             init_value=0.0,
@@ -76,6 +79,26 @@ def make_state(
     return partition.place(state, mesh, partition.state_sharding(state, mesh, args))
 
 
+def abstract_state(
+    args: argparse.Namespace, tx: optax.GradientTransformation, mesh: jax.sharding.Mesh
+) -> jb.TrainState:
+    """What that state will be: shapes, dtypes and where they are."""
+    shapes = jax.eval_shape(
+        lambda: jb.create_state(
+            Transformer(args.width, args.layers, args.dropout, nnx.Rngs(args.seed)), tx
+        )
+    )
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    sharding = partition.state_sharding(shapes, mesh, args)
+    if sharding is None:
+        sharding = jax.tree.map(lambda _: replicated, shapes)
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        shapes,
+        sharding,
+    )
+
+
 def make_step(
     args: argparse.Namespace,
     tx: optax.GradientTransformation,
@@ -93,11 +116,23 @@ def make_step(
     )
 
 
-def inverse_sqrt(peak: float) -> optax.Schedule:
-    """Needs no end: it falls as the root of the steps (Vaswani et al., 2017)."""
+def steps(plan: jb.BucketPlan, *words: str) -> dict[str, Any]:
+    """What `train_lm.py` with these words compiles, for `jaxbucket precompile`."""
+    args = parse_arguments(words)
+    set_devices(args)
+    mesh = partition.make_mesh(args)
+    tx = make_optimizer(args)
+    state = abstract_state(args, tx, mesh)
+    specs = jb.batch_specs(plan, {"tokens": np.zeros(1, np.uint8)}, mesh)
+    evaluate = jb.data_parallel_eval(loss, mesh, mode=args.mode)
+    return {
+        "train": (make_step(args, tx, mesh, state), state, specs),
+        "eval": (evaluate, state, specs),
+    }
 
-    def learning_rate(step: Any) -> Any:
-        relative = jnp.maximum(step, 1) / WARM_UP_STEPS
-        return peak * jnp.minimum(relative, jax.lax.rsqrt(relative))
 
-    return learning_rate
+def set_devices(args: argparse.Namespace) -> None:
+    """Simulates as many as asked for."""
+    if args.devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.devices)

@@ -103,6 +103,25 @@ def by_tokens(
     return Planned(plan(lengths, limits, num_buckets, args.boundaries))
 
 
+def given(path: str) -> Planned:
+    """The plan in a file."""
+    try:
+        return Planned(jb.BucketPlan.from_json(epath.Path(path).read_text()))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`--plan {path}`: {error}") from None
+
+
+def opening(
+    plan: jb.BucketPlan, lengths: np.ndarray, steps: int | None
+) -> list[tuple[jb.Bucket, int]]:
+    """So many steps of the bucket that has the most, to begin with."""
+    if steps is None:
+        return []
+    batches = [bucket.batches for bucket in jb.report(plan, lengths).buckets]
+    most = int(np.argmax(batches))
+    return [(plan.buckets[most], min(steps, batches[most]))]
+
+
 def by_time(
     args: argparse.Namespace,
     lengths: np.ndarray,

@@ -115,10 +115,16 @@ class HeldOut:
     """
 
     def __init__(
-        self, part: Part, mesh: jax.sharding.Mesh, state: jb.TrainState, mode: Any
+        self,
+        part: Part,
+        mesh: jax.sharding.Mesh,
+        state: jb.TrainState,
+        args: argparse.Namespace,
     ):
-        eval_step = jb.data_parallel_eval(recipe.loss, mesh, mode=mode)
-        self.steps = jb.compile_steps(eval_step, state, part.specs(mesh))
+        eval_step = jb.data_parallel_eval(recipe.loss, mesh, mode=args.mode)
+        self.steps = jb.compile_steps(
+            eval_step, state, part.specs(mesh), executables=executables(args)
+        )
         self.curve: list[dict[str, Any]] = []
         self._mesh = mesh
         self._dataset = jb.batch_dataset(
@@ -157,9 +163,7 @@ def main() -> None:
 
 def train_one_way(args: argparse.Namespace) -> int:
     """Returns the exit status."""
-    if args.devices:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.devices)
+    recipe.set_devices(args)
     with jb.Processes(timeout=args.timeout) as processes:
         # What is said is the same in all of them.
         console.quiet = processes.index > 0
@@ -206,12 +210,16 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
     own = planned.plan
     if args.policy != "bucketed":
         own = shapes.plan(lengths, shapes.limits_of(limits), 1, "optimal")
+    opening = shapes.opening(own, lengths, args.opening)
     job = Job(
         processes,
         mesh,
         limits,
         planned,
-        Part(split.train, jb.BatchSchedule(own, lengths, seed=args.seed)),
+        Part(
+            split.train,
+            jb.BatchSchedule(own, lengths, seed=args.seed, opening=opening),
+        ),
         Part(split.held_out, jb.BatchSchedule(planned.plan, held_out, order="source")),
     )
     # Before anything that one of them would wait for the others in.
@@ -229,6 +237,8 @@ def plan(
 ) -> shapes.Planned:
     """The shapes, by tokens or by time; in the other ways only to evaluate in."""
     kept_to = shapes.limits_of(limits)
+    if args.plan:
+        return shapes.given(args.plan)
     if args.cost == "tokens" or args.policy != "bucketed":
         return shapes.by_tokens(args, lengths, kept_to)
 
@@ -261,9 +271,9 @@ def run(
     progress = begin(job, args, tx, checkpoints)
     clock = Clock(progress.seconds)
     clock.start()
-    steps = compile_train(job, args, tx, progress.state)
+    steps = compile_train(job, args, tx, progress)
     clock.pause()
-    held_out = HeldOut(job.held_out, job.mesh, progress.state, args.mode)
+    held_out = HeldOut(job.held_out, job.mesh, progress.state, args)
     ahead = compiles.copy()
     # In the first step they wait for one another, but some collectives not for long.
     job.processes.gather("compiled", "")
@@ -284,7 +294,10 @@ def run(
         return 128 + stopped
     clock.pause()
     held_out.note(progress.state, log)
-    seconds = {"train_step": steps.seconds, "eval_step": held_out.steps.seconds}
+    seconds = {
+        "train_step": steps.seconds_waited,
+        "eval_step": held_out.steps.seconds_waited,
+    }
     numbers = {
         "versions": {"jaxbucket": jb.__version__, "jax": jax.__version__},
         "devices": [str(device) for device in job.mesh.devices.flat],
@@ -300,10 +313,10 @@ def run(
         "compile": {
             name: {
                 "ahead": ahead[name],
-                "seconds": sum(of_shape.values()),
+                "seconds": waited,
                 "later": compiles[name] - ahead[name],
             }
-            for name, of_shape in seconds.items()
+            for name, waited in seconds.items()
         },
         "seconds": clock.seconds,
         "train": {**log.summary(), "batches_digest": progress.digest.total()},
@@ -455,12 +468,27 @@ def compile_train(
     job: Job,
     args: argparse.Namespace,
     tx: optax.GradientTransformation,
-    state: jb.TrainState,
+    progress: Progress,
 ) -> jb.CompiledSteps | policies.Jitted:
-    step = recipe.make_step(args, tx, job.mesh, state)
+    step = recipe.make_step(args, tx, job.mesh, progress.state)
     if args.policy == "dynamic":
         return policies.Jitted(step)
-    return jb.compile_steps(step, state, job.train.specs(job.mesh))
+    opening = job.train.schedule.bucket_order(progress.step) if args.opening else ()
+    return jb.compile_steps(
+        step,
+        progress.state,
+        job.train.specs(job.mesh),
+        opening=opening,
+        executables=executables(args),
+    )
+
+
+def executables(args: argparse.Namespace) -> jb.ExecutableCache | None:
+    """Where they are kept: as asked for, or beside the checkpoints."""
+    folder = args.executables
+    if folder is None and args.checkpoint and "://" not in args.checkpoint:
+        folder = pathlib.Path(args.checkpoint, "executables")
+    return jb.ExecutableCache(folder, verify=args.verify) if folder else None
 
 
 def train(

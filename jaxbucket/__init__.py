@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from jaxbucket.accumulation import data_parallel_accumulate
     from jaxbucket.calibration import Calibration, calibrate, calibration_shapes
     from jaxbucket.checkpoint import Checkpoints, Restored
-    from jaxbucket.compile import CompiledSteps, compile_steps, count_compiles
+    from jaxbucket.compile import (
+        CompiledSteps,
+        CompileReport,
+        ExecutableCache,
+        compile_steps,
+        count_compiles,
+    )
     from jaxbucket.input_pipeline import batch_dataset
     from jaxbucket.measuring import measure_lengths
     from jaxbucket.optim import (
@@ -75,7 +81,9 @@ _ON_FIRST_USE = {
     "calibration_shapes": "calibration",
     "Checkpoints": "checkpoint",
     "Restored": "checkpoint",
+    "CompileReport": "compile",
     "CompiledSteps": "compile",
+    "ExecutableCache": "compile",
     "compile_steps": "compile",
     "count_compiles": "compile",
     "is_linear_in_lr": "optim",
@@ -103,10 +111,12 @@ __all__ = [
     "Calibration",
     "Checkpoints",
     "Comparison",
+    "CompileReport",
     "CompiledSteps",
     "Curriculum",
     "CyclicPacing",
     "DataPosition",
+    "ExecutableCache",
     "Limits",
     "LinearPacing",
     "Mixture",

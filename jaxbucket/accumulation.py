@@ -21,7 +21,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base import Batch, Bucket
 from jaxbucket.checks import check_seed
-from jaxbucket.compile import CompiledSteps, compile_steps
+from jaxbucket.compile import (
+    CompiledSteps,
+    CompileOptions,
+    Program,
+    noting_arguments,
+)
 from jaxbucket.loss import LossFn, Metrics, Mode, over_batch, row_keys
 from jaxbucket.pmap import PmapStep
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
@@ -30,21 +35,19 @@ from jaxbucket.train import TrainState, check_state_sharding, gradient_sums, upd
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["state", "grads", "sums", "micro_batches"],
+    data_fields=["grads", "sums", "micro_batches"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
-    """A step that has begun.
+    """What the micro-batches of a step have given so far.
 
     Attributes:
-      state: the state it began with.
-      grads: sums of gradients so far, like the parameters.
-      sums: sums of the loss, its weight and all else that is counted so far.
+      grads: sums of gradients, like the parameters, in float32 at least.
+      sums: sums of the loss, its weight and all else that is counted.
       micro_batches: `[]` int32, how many were added.
     """
 
-    state: Any
     grads: Any
     sums: Any
     micro_batches: Any
@@ -68,33 +71,46 @@ def data_parallel_accumulate(
     such groups, `batch_dataset` and `prefetch_to_mesh` load them, and `compile_steps`
     compiles all phases. One extra trace of the loss finds out which sums it has.
 
-    Half precision gradients are added in half precision: keep parameters in float32.
+    The state is donated with the last phase: where a micro-batch is refused, or its
+    loss fails, it is what it was. Gradients in half precision are added in float32.
     """
     check_state_sharding(mode, state_sharding)
     sums_of = gradient_sums(loss_fn)
     over_devices = over_batch(sums_of, mesh, mode, batch_axes, check_seed(seed))
     update = updater(tx, skip_nonfinite)
 
-    def add(accumulated: Accumulated, batch: Batch) -> Accumulated:
-        state, number = accumulated.state, accumulated.micro_batches
-        new = over_devices(state, batch, number)
+    @noting_arguments
+    def add_micro_batch(
+        state: TrainState, accumulated: Accumulated, batch: Batch
+    ) -> Accumulated:
+        number = accumulated.micro_batches
+        grads, sums = over_devices(state, batch, number)
+        new = jax.tree.map(_widened, grads), sums
         grads, sums = jax.tree.map(jnp.add, (accumulated.grads, accumulated.sums), new)
-        return Accumulated(state, grads, sums, number + 1)
+        return Accumulated(grads, sums, number + 1)
+
+    def update_state(
+        state: TrainState, accumulated: Accumulated
+    ) -> tuple[TrainState, Metrics]:
+        return update(state, accumulated.grads, accumulated.sums)
 
     replicated = NamedSharding(mesh, PartitionSpec())
     of_state = replicated if state_sharding is None else state_sharding
     of_grads = of_state.params if isinstance(of_state, TrainState) else of_state
-    of_all = Accumulated(of_state, of_grads, replicated, replicated)
+    of_sums = Accumulated(of_grads, replicated, replicated)
     if mode == "pmap":
-        phase = PmapStep(add, mesh, axis_names(mesh, batch_axes), donate=True)
+        axes = axis_names(mesh, batch_axes)
+        add = PmapStep(add_micro_batch, mesh, axes, donate=(1,), num_whole=2)
     else:
-        phase = jax.jit(add, donate_argnums=0, out_shardings=of_all)
+        add = jax.jit(add_micro_batch, donate_argnums=1, out_shardings=of_sums)
     return AccumulatingStep(
-        add=phase,
+        add=add,
         # Gradients are not donated: nothing that comes out could take their place.
-        update=jax.jit(update, donate_argnums=0, out_shardings=(of_state, replicated)),
+        update=jax.jit(
+            update_state, donate_argnums=0, out_shardings=(of_state, replicated)
+        ),
         sums_of=sums_of,
-        shardings=of_all,
+        shardings=of_sums,
     )
 
 
@@ -102,14 +118,14 @@ class AccumulatingStep:
     """`step(state, micro_batches) -> (state, metrics)`, jitted phase by phase.
 
     Attributes:
-      add: `(accumulated, batch) -> accumulated`.
-      update: `(state, gradients, sums) -> (state, metrics)`.
+      add: `(state, accumulated, batch) -> accumulated`.
+      update: `(state, accumulated) -> (state, metrics)`.
     """
 
     def __init__(
         self,
-        add: Callable[[Accumulated, Batch], Accumulated],
-        update: Callable[..., tuple[TrainState, Metrics]],
+        add: Callable[[TrainState, Accumulated, Batch], Accumulated],
+        update: Callable[[TrainState, Accumulated], tuple[TrainState, Metrics]],
         sums_of: Callable[..., Any],
         shardings: Accumulated,
     ):
@@ -128,54 +144,59 @@ class AccumulatingStep:
           ValueError: if these are no micro-batches.
         """
         batches = _checked(micro_batches, self._shardings.sums)
-        accumulated = self._begin_of(state, batches[0])(state)
+        accumulated = self._begin_of(state, batches[0])()
         for batch in batches:
-            accumulated = self.add(accumulated, batch)
-        return self.update(*_parts(accumulated))
+            accumulated = self.add(state, accumulated, batch)
+        return self.update(state, accumulated)
 
     def compile_steps(
-        self, state: Any, specs: Mapping[Bucket, Batch], *, progress: bool = True
+        self, state: Any, specs: Mapping[Bucket, Batch], options: CompileOptions
     ) -> CompiledAccumulation:
         """Compiles all phases ahead of time, as `jaxbucket.compile_steps` does."""
         zeros = self._zeros(state, next(iter(specs.values())))
         accumulated = self._spec(state, zeros)
-        steps = compile_steps(self.add, accumulated, specs, progress=progress)
-        begin = self._new_begin(zeros)
-        if isinstance(self.add, PmapStep):
-            # How pmap leaves its results on devices is known when there are some.
-            return CompiledAccumulation(
-                steps, specs, self._shardings.sums, begin, self.update
-            )
         return CompiledAccumulation(
-            steps,
+            self.add,
+            (state, accumulated),
             specs,
-            self._shardings.sums,
-            begin.lower(state).compile(),
-            self.update.lower(*_parts(accumulated)).compile(),  # pyright: ignore
+            options,
+            replicated=self._shardings.sums,
+            phases=[
+                Program("begin", self._new_begin(zeros), ()),
+                Program("update", self.update, (state, accumulated)),
+            ],
+            # How pmap leaves its results on devices is known when there are some.
+            ahead=not isinstance(self.add, PmapStep),
         )
 
     def _begin_of(self, state: Any, batch: Batch) -> Any:
         leaves, structure = jax.tree.flatten(state)
-        key = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = (
+            structure,
+            *((leaf.shape, leaf.dtype) for leaf in leaves),
+            # What sums a loss has may depend on the features that there are.
+            *sorted(_dtypes(batch).items()),
+        )
         if key not in self._begins:
             self._begins[key] = self._new_begin(self._zeros(state, batch))
         return self._begins[key]
 
     def _zeros(self, state: Any, batch: Batch) -> Any:
-        """What a micro-batch gives, as shapes: the same for all of them."""
+        """What is added up of a micro-batch, as shapes: the same for all of them."""
 
         def sums(state: TrainState, batch: Batch) -> Any:
             keys = row_keys(0, state.step, 0, batch.bucket.batch_size)
-            return self._sums_of(state, batch, keys)
+            grads, sums = self._sums_of(state, batch, keys)
+            return jax.tree.map(_widened, grads), sums
 
         return jax.eval_shape(sums, state, batch)
 
     def _new_begin(self, zeros: Any) -> Any:
-        def begin(state: TrainState) -> Accumulated:
+        def begin() -> Accumulated:
             grads, sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
-            return Accumulated(state, grads, sums, jnp.zeros((), jnp.int32))
+            return Accumulated(grads, sums, jnp.zeros((), jnp.int32))
 
-        return jax.jit(begin, donate_argnums=0, out_shardings=self._shardings)
+        return jax.jit(begin, out_shardings=self._shardings)
 
     def _spec(self, state: Any, zeros: Any) -> Accumulated:
         """The shapes of a step that has begun, where they will be."""
@@ -184,7 +205,7 @@ class AccumulatingStep:
         number = jax.ShapeDtypeStruct((), jnp.int32)
         sums, number = jax.tree.map(lambda x: _at(x, replicated), (sums, number))
         grads = jax.tree.map(lambda x, p: _at(x, p.sharding), grads, state.params)
-        return Accumulated(state, grads, sums, number)
+        return Accumulated(grads, sums, number)
 
 
 class CompiledAccumulation(CompiledSteps):
@@ -192,16 +213,18 @@ class CompiledAccumulation(CompiledSteps):
 
     def __init__(
         self,
-        add: CompiledSteps,
+        add: Any,
+        whole: tuple[Any, Accumulated],
         specs: Mapping[Bucket, Batch],
+        options: CompileOptions,
+        *,
         replicated: NamedSharding,
-        begin: Callable[[Any], Accumulated],
-        update: Callable[..., tuple[TrainState, Metrics]],
+        phases: Sequence[Program],
+        ahead: bool,
     ):
-        super().__init__(dict(add), dict(specs), add.seconds)
+        super().__init__(add, whole, specs, options, phases if ahead else ())
         self._replicated = replicated
-        self._begin = begin
-        self._update = update
+        self._jitted = {} if ahead else {x.label: x.fn for x in phases}
 
     def __call__(self, state: Any, batch: Sequence[Batch]) -> Any:  # pyright: ignore
         """Takes a step over all micro-batches.
@@ -210,23 +233,20 @@ class CompiledAccumulation(CompiledSteps):
           ValueError: if these are no micro-batches, or one has a shape, dtype or
             feature outside the plan.
         """
-        batches = _checked(batch, self._replicated)
+        batches = [self.fit(one) for one in _checked(batch, self._replicated)]
+        accumulated = self._phase("begin")
         for one in batches:
-            self.check(one)
-        accumulated = self._begin(state)
-        for one in batches:
-            accumulated = super().__call__(accumulated, one)
-        result = self._update(*_parts(accumulated))
-        self.wait_for_an_earlier_step(result)
-        return result
+            accumulated = self.run(state, accumulated, one)
+        return self._phase("update", state, accumulated)
 
-
-def _parts(accumulated: Accumulated) -> tuple[Any, Any, Any]:
-    return accumulated.state, accumulated.grads, accumulated.sums
+    def _phase(self, label: str, *args: Any) -> Any:
+        if label in self._jitted:
+            return self.waited_for(self._jitted[label](*args))
+        return self.run_program(label, *args)
 
 
 def _checked(micro_batches: Any, replicated: NamedSharding) -> Sequence[Batch]:
-    """All that can be refused is refused here: the first of them takes the state."""
+    """Says what is wrong with a group of micro-batches, before any of them is used."""
     # A batch is a tuple, too: of its arrays.
     is_group = isinstance(micro_batches, tuple | list) and not isinstance(
         micro_batches, Batch
@@ -250,9 +270,11 @@ def _checked(micro_batches: Any, replicated: NamedSharding) -> Sequence[Batch]:
                 f"{_dtypes(micro_batches[0])}. Load all from the same source."
             )
         for leaf in jax.tree.leaves(batch):
-            if leaf.sharding.device_set != replicated.device_set:
+            # Those of numpy are put where they belong.
+            sharding = getattr(leaf, "sharding", replicated)
+            if sharding.device_set != replicated.device_set:
                 raise ValueError(
-                    f"`{name}` is on {len(leaf.sharding.device_set)} devices that are "
+                    f"`{name}` is on {len(sharding.device_set)} devices that are "
                     f"not the {len(replicated.device_set)} of the step. Give "
                     "`prefetch_to_mesh` the mesh of the step."
                 )
@@ -263,6 +285,12 @@ def _dtypes(batch: Any) -> dict[str, str]:
     """What each array of a batch is called -> its dtype."""
     leaves, _ = jax.tree.flatten_with_path(batch)
     return {jax.tree_util.keystr(path): str(leaf.dtype) for path, leaf in leaves}
+
+
+def _widened(grad: jax.Array) -> jax.Array:
+    """In float32 at least: a sum in half precision stops growing."""
+    wide = jnp.dtype(jnp.float32)
+    return grad.astype(max(wide, grad.dtype, key=lambda dtype: dtype.itemsize))
 
 
 def _at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -159,6 +159,11 @@ def calibrate(
       ValueError: if there are no shapes, or one is there twice; if the batch axes do
         not divide a B; for an empty example; for a step that returns anything else.
     """
+    if hasattr(step_fn, "compile_steps"):
+        raise ValueError(
+            "`step_fn` takes several micro-batches: calibrate a step of one, such as "
+            "that of `data_parallel`."
+        )
     repeats = check_positive("repeats", repeats)
     shapes = _checked_shapes(shapes)
     specs = {}
@@ -177,7 +182,8 @@ def calibrate(
         )
         for b in shapes
     ]
-    steps = compile_steps(step_fn, state, specs, progress=progress)
+    # One at a time, for what a compile takes is told, too.
+    steps = compile_steps(step_fn, state, specs, workers=1, progress=progress)
     turns = itertools.chain.from_iterable([batches] * (repeats + 1))
     seconds = _time_steps(
         steps,

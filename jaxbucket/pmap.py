@@ -26,9 +26,16 @@ _DEVICES = "devices"
 
 
 class PmapStep:
-    """`fn(state, batch)` on the rows of every device; what it returns is one for all.
+    """`fn(*whole, batch)` on the rows of every device; what it returns is one for all.
 
     Called, lowered and compiled as what `jax.jit` returns.
+
+    Args:
+      fn: what each device runs.
+      mesh: where batches are sharded.
+      axes: the mesh axes that cut the rows.
+      donate: which of the arguments are donated.
+      num_whole: how many arguments before the batch every device has whole.
 
     Attributes:
       mesh: where batches are sharded.
@@ -40,11 +47,12 @@ class PmapStep:
 
     def __init__(
         self,
-        fn: Callable[[Any, Batch], Any],
+        fn: Callable[..., Any],
         mesh: Mesh,
         axes: tuple[str, ...],
         *,
-        donate: bool,
+        donate: tuple[int, ...] = (),
+        num_whole: int = 1,
     ):
         functools.update_wrapper(self, fn)
         self._name = getattr(fn, "__name__", "step")
@@ -54,10 +62,10 @@ class PmapStep:
         self._mapped = jax.pmap(
             fn,
             _DEVICES,
-            in_axes=(None, 0),
+            in_axes=(None,) * num_whole + (0,),
             out_axes=None,  # pyright: ignore
             devices=list(mesh.devices.flat),
-            donate_argnums=(0,) if donate else (),
+            donate_argnums=donate,
         )
         self._put_axis = jax.jit(
             jax.shard_map(
@@ -70,23 +78,24 @@ class PmapStep:
         )
         self._compiled: dict[Any, PmapCompiled] = {}
 
-    def lower(self, state: Any, batch: Batch) -> PmapLowered:
+    def lower(self, *args: Any) -> PmapLowered:
         """Traces the step for these shapes."""
+        *whole, batch = args
         with_axis = jax.eval_shape(self._put_axis, batch)
         return PmapLowered(
             self._name,
             self._put_axis.lower(batch),
             # Of a `ShapeDtypeStruct` pmap would make an array, where processes are
             # several; this it leaves alone.
-            self._mapped.lower(*jax.tree.map(_abstract, (state, with_axis))),
+            self._mapped.lower(*jax.tree.map(_abstract, (*whole, with_axis))),
         )
 
-    def __call__(self, state: Any, batch: Batch) -> Any:
-        leaves, structure = jax.tree.flatten((state, batch))
+    def __call__(self, *args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
         key = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in self._compiled:
-            self._compiled[key] = self.lower(state, batch).compile()
-        return self._compiled[key](state, batch)
+            self._compiled[key] = self.lower(*args).compile()
+        return self._compiled[key](*args)
 
 
 def _check_neighbours(mesh: Mesh) -> None:
@@ -123,6 +132,9 @@ class PmapLowered:
         with compiling_as(self.name):
             return PmapCompiled(put_axis, self.mapped.compile())
 
+    def as_text(self) -> str:
+        return f"{self.put_axis.as_text()}\n{self.mapped.as_text()}"
+
 
 @dataclasses.dataclass(frozen=True)
 class PmapCompiled:
@@ -131,10 +143,14 @@ class PmapCompiled:
     put_axis: jax.stages.Compiled
     mapped: jax.stages.Compiled
 
-    def __call__(self, state: Any, batch: Batch) -> Any:
-        return self.mapped(state, self.put_axis(batch))
+    def __call__(self, *args: Any) -> Any:
+        *whole, batch = args
+        return self.mapped(*whole, self.put_axis(batch))
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            # Of a copy that has no `mapped` yet, too.
+            raise AttributeError(name)
         return getattr(self.mapped, name)
 
 

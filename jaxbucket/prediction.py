@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxbucket.base import EMPTY_ROW, Batch
 from jaxbucket.checks import check_choice
 from jaxbucket.collate import unbatch
+from jaxbucket.compile import noting_arguments
 from jaxbucket.loss import Mode
 from jaxbucket.pmap import PmapStep, Rows
 from jaxbucket.schedule import Schedule
@@ -53,6 +54,7 @@ def data_parallel_predict(
         outputs = predict_fn(state.model, batch)
         return batch._replace(features=_checked(outputs, batch.bucket.batch_size))
 
+    @noting_arguments
     def predict_step(state: TrainState, batch: Batch) -> Batch:
         return over_rows(state, batch)
 
@@ -62,7 +64,7 @@ def data_parallel_predict(
         def over_rows(state: TrainState, batch: Batch) -> Batch:
             return rows.gather(on_rows(state, batch))
 
-        return PmapStep(predict_step, mesh, axes, donate=False)
+        return PmapStep(predict_step, mesh, axes)
     over_rows = on_rows
     if mode == "shard_map":
         over_rows = jax.shard_map(

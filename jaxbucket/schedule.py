@@ -22,6 +22,7 @@ from jaxbucket.base import (
     EMPTY_ROW,
     GROUPS,
     BatchIndices,
+    Bucket,
     BucketPlan,
     Group,
     digest,
@@ -38,6 +39,8 @@ from jaxbucket.stats import Report, lag1_autocorrelation, report
 FixedName: TypeAlias = Literal["source", "ascending", "descending"]
 Order: TypeAlias = Literal["shuffled"] | FixedName | Curriculum
 
+# In search of the first step of every bucket.
+_MOST_LOOKED_AT = 4096
 ORDERS: tuple[str, ...] = ("shuffled", *get_args(FixedName))
 
 
@@ -132,6 +135,29 @@ class Schedule(abc.ABC):
           IndexError: if `step` is negative, or before `first_step`.
         """
         return self._micro_batches(self._checked(step) - self.first_step)
+
+    def bucket_order(self, start_step: int = 0) -> list[Bucket]:
+        """Returns the buckets in the order in which steps first come to them.
+
+        For `compile_steps(..., opening=)`. Those that thousands of steps do not come
+        to are last, the longest first.
+
+        Example:
+          >>> from jaxbucket import plan_buckets
+          >>> plan = plan_buckets([2, 2, 9], max_tokens=18, num_buckets=2)
+          >>> BatchSchedule(plan, [2, 2, 9], order="source").bucket_order()
+          [Bucket(batch_size=9, seq_len=2), Bucket(batch_size=2, seq_len=9)]
+
+        Raises:
+          IndexError: if `start_step` is negative, or before `first_step`.
+        """
+        found: dict[Bucket, None] = {}
+        for step in range(start_step, start_step + min(len(self), _MOST_LOOKED_AT)):
+            found.update(dict.fromkeys(x.bucket for x in self.micro_batches(step)))
+            if len(found) == len(self.plan):
+                break
+        rest = reversed(self.plan.buckets)
+        return list(dict.fromkeys([*found, *rest]))
 
     def epoch_at(self, step: int) -> int:
         """Returns the epoch that a step is in, from 0 on: derived, never kept.

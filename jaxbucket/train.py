@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base import Batch
 from jaxbucket.checks import check_seed
+from jaxbucket.compile import noting_arguments
 from jaxbucket.loss import LossFn, Metrics, Mode, checked_loss, mean_metrics, over_batch
 from jaxbucket.optim import in_force, skip_where
 from jaxbucket.pmap import PmapStep
@@ -32,7 +33,7 @@ class TrainState:
     """Everything that a step changes.
 
     Attributes:
-      step: `[]` int32, updates done.
+      step: `[]` int32, steps done, skipped updates counted.
       params: what is differentiated.
       variables: the other variables of an NNX model, held fixed; else ().
       opt_state: state of the optimizer.
@@ -74,6 +75,12 @@ def create_state(model: Any, tx: optax.GradientTransformation) -> TrainState:
                 "step: `compile_steps` takes any."
             )
         graphdef, params, variables = nnx.split(model, nnx.Param, ...)
+    elif isinstance(model, Mapping) and "batch_stats" in model:
+        raise ValueError(
+            "`model` has batch statistics, which would be trained as parameters: pass "
+            '`variables["params"]`, and use LayerNorm, RMSNorm or GroupNorm, or write '
+            "your own step: `compile_steps` takes any."
+        )
     elif not all(map(_is_array, jax.tree.leaves(model))):
         raise ValueError(
             f"`model` is a {type(model).__name__}: pass an NNX module, or parameters "
@@ -116,9 +123,9 @@ def data_parallel(
       state_sharding: sharding of the state, or a tree of them; by default replicated.
         Under "pmap" it always is.
       skip_nonfinite: leave parameters and the optimizer's averages as they are where
-        the loss, a gradient, its norm or an update is not finite. The step counts, and
-        schedules go on (`skip_where`), so that neither the data nor the learning rate
-        drifts from the step.
+        the loss, a gradient, its norm, an update or an average is not finite. The step
+        counts, and schedules go on (`skip_where`), so that neither the data nor the
+        learning rate drifts from the step.
 
     Returns:
       The step. It donates its state. Metrics: "loss" (`loss_sum / weight`), "loss_sum",
@@ -139,11 +146,12 @@ def data_parallel(
     )
     update = updater(tx, skip_nonfinite)
 
+    @noting_arguments
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return update(state, *over_devices(state, batch))
 
     if mode == "pmap":
-        return PmapStep(train_step, mesh, axis_names(mesh, batch_axes), donate=True)
+        return PmapStep(train_step, mesh, axis_names(mesh, batch_axes), donate=(0,))
     replicated = NamedSharding(mesh, PartitionSpec())
     if state_sharding is None:
         state_sharding = replicated
@@ -185,9 +193,13 @@ def updater(
         state: TrainState, grads: Any, sums: Metrics
     ) -> tuple[TrainState, Metrics]:
         metrics = mean_metrics(sums)
-        # A batch of zero weight has zero gradients: let it be an update of zero.
+        # A batch of zero weight has zero gradients, and a mean of zero.
         divisor = jnp.where(sums["weight"] == 0, jnp.inf, sums["weight"])
-        grads = jax.tree.map(functools.partial(_divide, divisor=divisor), grads)
+        grads = jax.tree.map(
+            lambda grad, param: _divide(grad, divisor).astype(param.dtype),
+            grads,
+            state.params,
+        )
         updates, opt_state = tx.update(
             grads,
             state.opt_state,
@@ -202,7 +214,7 @@ def updater(
         metrics |= {"grad_norm": _norm(grads), **in_force(opt_state)}
         if skip_nonfinite:
             told = (metrics["loss"], metrics["grad_norm"])
-            skipped = ~_all_finite((grads, updates, told))
+            skipped = ~_all_finite((updates, told), opt_state, state.opt_state)
             params = jax.tree.map(
                 functools.partial(jnp.where, skipped), state.params, params
             )
@@ -234,27 +246,38 @@ def data_parallel_eval(
 
     over_devices = over_batch(sums, mesh, mode, batch_axes, seed=None)
 
+    @noting_arguments
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
         return mean_metrics(over_devices(state, batch))
 
     if mode == "pmap":
-        return PmapStep(eval_step, mesh, axis_names(mesh, batch_axes), donate=False)
+        return PmapStep(eval_step, mesh, axis_names(mesh, batch_axes))
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _divide(value: jax.Array, divisor: jax.Array) -> jax.Array:
     # Half precision is divided in the divisor's: 1 / 65,536 is not exact in float16.
     wide = max(value.dtype, divisor.dtype, key=lambda dtype: dtype.itemsize)
-    return (value.astype(wide) / divisor.astype(wide)).astype(value.dtype)
+    return value.astype(wide) / divisor.astype(wide)
 
 
 def _norm(tree: Any) -> jax.Array:
     """The square root of the sum of squares, in single precision at least."""
-    leaves = jax.tree.leaves(tree)
+    leaves = [jnp.abs(x) for x in jax.tree.leaves(tree)]
     dtypes = [jnp.dtype(jnp.float32), *(x.dtype for x in leaves)]
     wide = max(dtypes, key=lambda dtype: dtype.itemsize)
     return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(wide))) for x in leaves))
 
 
-def _all_finite(tree: Any) -> jax.Array:
-    return jnp.all(jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]))
+def _all_finite(tree: Any, new: Any, old: Any) -> jax.Array:
+    """Whether everything is, and all of a new state that was so in the old one.
+
+    An average that has overflown gives updates of zero from then on.
+    """
+    found = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
+    found += [
+        (jnp.isfinite(x) | ~jnp.isfinite(y)).all()
+        for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    return jnp.all(jnp.array(found))

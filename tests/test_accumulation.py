@@ -189,8 +189,8 @@ def test_each_bucket_is_compiled_once_and_each_phase(mode, group):
         for micro_batches in jb.prefetch_to_mesh(dataset, mesh):
             state, _ = steps(state, micro_batches)
     assert int(state.step) == len(dataset) == 2 * len(schedule)
-    assert compiles["add"] == len(schedule.plan)
-    assert compiles["begin"] == compiles["update"] == 1
+    assert compiles["add_micro_batch"] == len(schedule.plan)
+    assert compiles["begin"] == compiles["update_state"] == 1
     assert list(steps) == list(schedule.plan.buckets)
     # Once for each bucket, and once for the names of its sums.
     devices_once = len(schedule.plan) + 1
@@ -445,9 +445,9 @@ def test_a_state_that_is_cut_stays_so_and_what_adds_up_is_donated(mode, ahead):
         def __getattr__(self, name):
             return getattr(add, name)
 
-        def __call__(self, accumulated, batch):
+        def __call__(self, state, accumulated, batch):
             given.append(accumulated.grads)
-            return add(accumulated, batch)
+            return add(state, accumulated, batch)
 
     if ahead:
         specs = jb.batch_specs(
@@ -486,3 +486,96 @@ def test_a_sharded_state_under_pmap_is_refused():
         jb.data_parallel_accumulate(
             by_tokens, optax.sgd(1), MESH, mode="pmap", state_sharding="any"
         )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sums_of_gradients_are_donated(mode):
+    given = []
+    step, state = begin(by_tokens, optax.sgd(0.1), MESH, mode=mode)
+    add = step.add
+
+    def noted(state, accumulated, batch):
+        given.append(accumulated)
+        return add(state, accumulated, batch)
+
+    step.add = noted
+    state, _ = step(state, on(MESH, [BATCH, BATCH, BATCH]))
+    # The first has not been on the devices as pmap leaves it.
+    for accumulated in given[1:]:
+        assert all(x.is_deleted() for x in jax.tree.leaves(accumulated))
+
+
+def fails_for_long_rows(params, batch, keys):
+    if batch.bucket.seq_len == 25:
+        raise RuntimeError("too long for this loss")
+    return by_tokens(params, batch, keys)
+
+
+def counts_long_rows(params, batch, keys):
+    loss_sum, weight, sums = by_tokens(params, batch, keys)
+    return (
+        loss_sum,
+        weight,
+        sums | ({"long": weight} if batch.mask.shape[1] == 25 else {}),
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loss", [fails_for_long_rows, counts_long_rows])
+def test_a_loss_that_fails_for_one_micro_batch_leaves_the_state(loss, mode):
+    step, state = begin(loss, optax.sgd(0.1), MESH, mode=mode)
+    with pytest.raises((RuntimeError, ValueError)):
+        step(state, on(MESH, [BATCH, OTHER]))
+    state, _ = step(state, on(MESH, [BATCH]))
+    assert state.step == 1
+
+
+def test_a_micro_batch_in_another_order_of_devices_leaves_the_state():
+    other = jb.data_mesh(jax.devices()[1::-1])
+    plan = jb.BucketPlan.from_shapes([(8, 24)])
+    specs = jb.batch_specs(plan, make_examples(1)[0], MESH)
+    step, state = begin(by_tokens, optax.sgd(0.1), MESH)
+    steps = jb.compile_steps(step, state, specs, progress=False)
+    with pytest.raises(ValueError, match="sharding"):
+        steps(state, (*on(MESH, [BATCH]), *on(other, [BATCH])))
+    state, _ = steps(state, on(MESH, [BATCH]))
+    assert state.step == 1
+
+
+def test_the_sums_of_a_loss_may_depend_on_the_features():
+    def loss(params, batch, keys):
+        loss_sum, weight, sums = by_tokens(params, batch, keys)
+        more = (
+            {"tasks": batch.features["task"].sum()} if "task" in batch.features else {}
+        )
+        return loss_sum, weight, sums | more
+
+    step, state = begin(loss, optax.sgd(0.1), MESH)
+    state, metrics = step(state, on(MESH, [BATCH]))
+    assert "tasks" in metrics
+    tokens = BATCH._replace(features={"tokens": BATCH.features["tokens"]})
+    state, metrics = step(state, on(MESH, [tokens]))
+    assert "tasks" not in metrics and state.step == 2
+
+
+def test_batches_of_numpy_are_put_where_they_belong():
+    step, state = begin(by_tokens, optax.sgd(0.1), MESH)
+    _, want = step(jax.tree.map(jnp.copy, state), on(MESH, [BATCH, BATCH]))
+    _, metrics = step(state, (BATCH, BATCH))
+    assert metrics["loss"] == want["loss"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_many_gradients_in_half_precision_are_all_counted(dtype):
+    """Their sum is far beyond what a sum in half precision comes to."""
+
+    def loss(params, batch, keys):
+        count = batch.num_tokens.astype(jnp.float32)
+        return 1.1 * params.astype(jnp.float32) * count, batch.num_tokens
+
+    tx = optax.sgd(1.0)
+    step = jb.data_parallel_accumulate(loss, tx, MESH)
+    state = jb.replicate(jb.create_state(jnp.zeros((), dtype), tx), MESH)
+    state, metrics = step(state, on(MESH, [BATCH] * 1500))
+    np.testing.assert_allclose(state.params, -1.1, rtol=1e-2)
+    np.testing.assert_allclose(metrics["grad_norm"], 1.1, rtol=1e-2)

@@ -260,3 +260,9 @@ def calibrate(step=lambda s, b: (s, b.num_tokens), shapes=SHAPES, **options):
 def test_what_cannot_be_measured_is_refused(make, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
+
+
+def test_a_step_of_several_micro_batches_is_refused():
+    step = jb.data_parallel_accumulate(None, optax.sgd(0.1), jb.data_mesh())
+    with pytest.raises(ValueError, match="`step_fn` takes several micro-batches"):
+        jb.calibrate(step, None, SHAPES, {}, jb.data_mesh())

@@ -84,7 +84,10 @@ ROOMS = {
     "workers": ({"checks", "orphans"}, {"absl", "grain", "numpy"}),
     "testing": ({"checks", "base"}, {"numpy"}),
     "sharding": ({"checks", "base", "collate", "example"}, {"numpy", "jax"}),
-    "compile": ({"base", "progress"}, {"jax"}),
+    "compile": (
+        {"checks", "base", "coordination", "progress"},
+        {"numpy", "jax", "jaxlib", "rich"},
+    ),
     "calibration": (
         {
             *("checks", "base", "collate", "compile", "costs", "example"),
@@ -96,7 +99,7 @@ ROOMS = {
     "pmap": ({"base", "compile"}, {"numpy", "jax"}),
     "loss": ({"checks", "base", "sharding", "pmap"}, {"numpy", "jax", "flax"}),
     "train": (
-        {"checks", "base", "loss", "optim", "sharding", "pmap"},
+        {"checks", "base", "compile", "loss", "optim", "sharding", "pmap"},
         {"numpy", "jax", "flax", "optax"},
     ),
     "accumulation": (
@@ -105,7 +108,7 @@ ROOMS = {
     ),
     "prediction": (
         {
-            *("checks", "base", "collate", "schedule", "loss"),
+            *("checks", "base", "collate", "compile", "schedule", "loss"),
             *("sharding", "pmap", "train"),
         },
         {"numpy", "jax"},
@@ -136,10 +139,12 @@ ROOMS = {
         {"comparison", "curve", "plots", "stats"},
         {"numpy", "matplotlib"},
     ),
+    "precompile": ({"base", "compile"}, set()),
     "cli": (
         {
             *("base", "costs", "remainder", "limits", "curve", "plan", "stats"),
             *("comparison", "length_files", "plots", "comparison_plots"),
+            *("compile", "precompile"),
         },
         {"numpy", "click", "rich", "matplotlib"},
     ),

@@ -1281,6 +1281,61 @@ def test_an_optimizer_that_hands_nothing_on_is_named():
     batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     with (
         jax.numpy_dtype_promotion("standard"),
-        pytest.raises(ValueError, match="needs the batch size.*MultiSteps` does not"),
+        pytest.raises(
+            ValueError, match="needs the batch size.*hand extra arguments on"
+        ),
     ):
         run_batch(batch, four_devices(), tx=tx)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_average_that_overflows_is_skipped(mode):
+    """It would give updates of zero, which are finite, from then on."""
+
+    def loss(params, batch, keys):
+        return 400 * jnp.sum(params.astype(jnp.float32)) * 8, jnp.asarray(8)
+
+    tx = optax.scale_by_adam()
+    mesh = jb.data_mesh(jax.devices()[:2])
+    step = jb.data_parallel(loss, tx, mesh, mode=mode, skip_nonfinite=True)
+    state = jb.replicate(jb.create_state(jnp.ones(3, jnp.float16), tx), mesh)
+    (batch,) = jb.prefetch_to_mesh(
+        [jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))], mesh
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        state, metrics = step(state, batch)
+    assert metrics["skipped"] == 1
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
+def test_statistics_of_batches_are_no_parameters():
+    variables = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(2)}}
+    with pytest.raises(
+        ValueError, match="`model` has batch statistics, which would be"
+    ):
+        jb.create_state(variables, optax.sgd(0.1))
+
+
+def test_the_norm_of_complex_gradients_is_a_number():
+    from jaxbucket.train import _norm
+
+    assert _norm({"w": jnp.asarray([3 + 4j, 0])}) == 5
+
+
+def test_a_batch_without_weight_has_a_loss_of_zero():
+    def loss(params, batch, keys):
+        return jnp.sum(params["embedding"]) * 0, jnp.asarray(0)
+
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    state, metrics = run_batch(batch, four_devices(), loss=loss)
+    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
+
+
+def test_examples_that_are_packed_are_counted_and_not_their_rows():
+    ids = np.zeros((4, 8), np.int32)
+    ids[0, :6], ids[1, :3] = [1, 1, 2, 2, 3, 3], 1
+    batch = jb.Batch(
+        {"tokens": np.ones((4, 8), np.int32)}, {"tokens": ids}, {"tokens": ids}
+    )
+    _, metrics = run_batch(batch, four_devices())
+    assert metrics["num_examples"] == 4 and metrics["num_tokens"] == 9

@@ -9,6 +9,7 @@ import click
 from jaxbucket.cli.compare import compare
 from jaxbucket.cli.measure import measure
 from jaxbucket.cli.plan import plan
+from jaxbucket.cli.precompile import precompile
 from jaxbucket.cli.report import report
 
 
@@ -28,5 +29,5 @@ def main() -> None:
     """Shape buckets for training on variable-length data in JAX."""
 
 
-for _command in (measure, plan, compare, report):
+for _command in (measure, plan, compare, report, precompile):
     main.add_command(_command)

@@ -1,0 +1,102 @@
+"""The command `jaxbucket precompile`: every shape of a plan, before the job begins."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Any
+
+import click
+
+from jaxbucket.cli.options import EXISTING, POSITIVE, json_option
+from jaxbucket.cli.report import read_plan
+from jaxbucket.cli.show import show_json, show_tables
+
+_FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
+
+
+@click.command()
+@click.option(
+    "--recipe",
+    required=True,
+    metavar="MODULE:FUNCTION",
+    help="Takes the plan to (step_fn, state, specs), or to a dict of such triples.",
+)
+@click.option(
+    "--plan", type=EXISTING, required=True, help="What `jaxbucket plan -o` wrote."
+)
+@click.option(
+    "--cache", type=_FOLDER, help="Keep the executables in this folder, for the job."
+)
+@click.option(
+    "--key",
+    default="",
+    help="What the job gives as `ExecutableCache(key=)`, if it gives one.",
+)
+@click.option(
+    "--max-gb",
+    type=float,
+    default=8.0,
+    show_default=True,
+    help="The most that the folder holds.",
+)
+@click.option(
+    "--xla-cache", type=_FOLDER, help="Fill jax's own compilation cache there."
+)
+@click.option(
+    "--memory-gb",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Fail if a program takes more of a device, in 1e9 bytes.",
+)
+@click.option(
+    "--workers",
+    type=POSITIVE,
+    help="Compile so many at a time; by default one for each core.",
+)
+@json_option
+@click.argument("arguments", nargs=-1)
+def precompile(
+    recipe: str,
+    plan: pathlib.Path,
+    cache: pathlib.Path | None,
+    key: str,
+    max_gb: float,
+    xla_cache: pathlib.Path | None,
+    memory_gb: float | None,
+    workers: int | None,
+    as_json: bool,
+    arguments: tuple[str, ...],
+) -> None:
+    """Compile every shape of a plan for the devices of this machine.
+
+    The recipe is called with the plan, and with ARGUMENTS, those of the job, behind
+    `--`. The exit status is 1 where a program does not compile or takes more memory
+    than it may.
+    """
+    shapes = read_plan(plan)
+    from jaxbucket.compile import ExecutableCache, use_xla_cache
+    from jaxbucket.length_files.functions import load_function
+    from jaxbucket.precompile import precompile
+
+    function = load_function(recipe)
+    if xla_cache is not None:
+        use_xla_cache(xla_cache)
+    executables = None
+    if cache is not None:
+        # Precompiling is comparing all of them.
+        executables = ExecutableCache(cache, verify="all", key=key, max_gb=max_gb)
+    done = precompile(
+        function, shapes, *arguments, executables=executables, workers=workers
+    )
+    above = [] if memory_gb is None else done.above(memory_gb)
+    if as_json:
+        numbers: dict[str, Any] = {"cache": cache and str(cache), "above": above}
+        show_json(numbers | done.to_dict())
+    else:
+        show_tables(done.report)
+    for failure in done.failures:
+        click.echo(f"{failure.step} {failure.label}: {failure.error}", err=True)
+    for name in above:
+        click.echo(f"{name} takes more than --memory-gb {memory_gb:g}.", err=True)
+    if done.failures or above:
+        sys.exit(1)

@@ -1,0 +1,29 @@
+"""One executable per bucket: compiled ahead, kept in files, guarded."""
+
+from jaxbucket.compile.building import Building
+from jaxbucket.compile.events import compiling_as, count_compiles, noting_arguments
+from jaxbucket.compile.executables import ExecutableCache
+from jaxbucket.compile.programs import CompileReport, Program, ProgramReport
+from jaxbucket.compile.steps import (
+    CompiledSteps,
+    CompileOptions,
+    compile_by,
+    compile_steps,
+)
+from jaxbucket.compile.xla_cache import use_xla_cache
+
+__all__ = [
+    "Building",
+    "CompileOptions",
+    "CompileReport",
+    "CompiledSteps",
+    "ExecutableCache",
+    "Program",
+    "ProgramReport",
+    "compile_by",
+    "compile_steps",
+    "compiling_as",
+    "count_compiles",
+    "noting_arguments",
+    "use_xla_cache",
+]

@@ -1,0 +1,322 @@
+"""Programs on their way to executables: traced in turn, compiled several at a time.
+
+Tracing is Python, and one thread's work; XLA's compiler leaves Python alone, and a pool
+of threads runs it. Every process of several takes its programs in the same order, for
+compilers on GPUs wait for one another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from jaxbucket.checks import check_positive
+from jaxbucket.compile.events import own_compile, take_trace
+from jaxbucket.compile.executables import Start
+from jaxbucket.compile.programs import (
+    CompileReport,
+    Label,
+    Program,
+    ProgramReport,
+    memory_of,
+)
+from jaxbucket.coordination import Store
+from jaxbucket.progress import progress_bar
+
+# XLA's passes go deep; what a thread has by default differs from system to system.
+_STACK_BYTES = 64 * 2**20
+_MOST_WORKERS = 16
+_SECONDS_FOR_AN_ANSWER = 600
+_stack_size = threading.Lock()
+_numbers = itertools.count()
+
+
+class Building(Mapping[Label, Any]):
+    """Label -> executable, which is waited for where it is not ready.
+
+    Args:
+      programs: what is compiled, in this order.
+      start: where executables are looked for and kept.
+      workers: how many are compiled at a time; by default one for each core.
+      keep_going: build the others where one has failed.
+
+    Attributes:
+      seconds_waited: by those who asked for executables, from the first one on.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        start: Start | None = None,
+        workers: int | None = None,
+        *,
+        keep_going: bool = False,
+    ):
+        if workers is not None:
+            check_positive("workers", workers)
+        self._programs = list(programs)
+        self._start = start
+        self._workers = workers or min(os.cpu_count() or 1, _MOST_WORKERS)
+        self._futures: dict[Label, Future[Any]] = {
+            p.label: Future() for p in self._programs
+        }
+        self._reports: dict[Label, ProgramReport] = {}
+        self._stopped = threading.Event()
+        self._keep_going = keep_going
+        self._agreement = _Agreement() if jax.process_count() > 1 else None
+        self._failure: BaseException | None = None
+        self.seconds_waited = 0.0
+
+    def __getitem__(self, label: Label) -> Any:
+        future = self._futures[label]
+        # What failed in the background is told at the next step, whatever its bucket.
+        if self._failure is not None:
+            raise self._failure
+        if not future.done():
+            with self._waiting(), contextlib.suppress(Exception, CancelledError):
+                future.exception()
+        if self._failure is not None:
+            raise self._failure
+        return future.result()
+
+    def __iter__(self) -> Iterator[Label]:
+        return iter(self._futures)
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def is_ready(self, label: Label) -> bool:
+        """Whether an executable can be had without waiting."""
+        return self._futures[label].done()
+
+    @property
+    def all_ready(self) -> bool:
+        return all(future.done() for future in self._futures.values())
+
+    @property
+    def report(self) -> CompileReport:
+        """What those that are ready have cost, in the order they were given."""
+        return CompileReport(
+            tuple(self._reports[x] for x in self._futures if x in self._reports)
+        )
+
+    def failures(self) -> dict[Label, BaseException]:
+        """What went wrong so far."""
+        done = {label: x for label, x in self._futures.items() if x.done()}
+        errors = {
+            label: CancelledError() if x.cancelled() else x.exception()
+            for label, x in done.items()
+        }
+        return {label: error for label, error in errors.items() if error is not None}
+
+    def build(self, *, progress: bool) -> None:
+        """Builds all, and returns when all are ready or have failed."""
+        with self._waiting(), progress_bar(progress) as bar:
+            name = self._programs[0].name
+            task = bar.add_task(f"Compiling {name}", total=len(self._programs))
+            for future in self._futures.values():
+                future.add_done_callback(lambda _: bar.advance(task))
+            self._build(self._programs)
+
+    def build_ahead(self, alone: int) -> None:
+        """Builds the first ones, one after another; the others in the background."""
+        with self._waiting():
+            for program in self._programs[:alone]:
+                self._build([program])
+                # What does not compile is told before anything else is.
+                self._futures[program.label].result()
+        rest = self._programs[alone:]
+        contexts = _contexts()
+
+        def build() -> None:
+            with contexts():
+                self._build(rest)
+
+        threading.Thread(target=build, name="compile ahead").start()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds_waited += time.perf_counter() - start
+
+    def stop(self) -> None:
+        """Leaves what has not begun."""
+        self._stopped.set()
+
+    def _build(self, programs: Sequence[Program]) -> None:
+        contexts = _contexts()
+
+        def compile_one(program: Program, *details: Any) -> None:
+            with contexts(), self._settling(program):
+                self._compile(program, *details)
+
+        pool = ThreadPoolExecutor(self._workers, "compile")
+        try:
+            for program in programs:
+                with self._settling(program):
+                    lowered = self._loaded_or_lowered(program)
+                    if lowered is not None:
+                        # It starts its threads as they are needed.
+                        with _deep_stacks():
+                            pool.submit(compile_one, program, *lowered)
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            pool.shutdown()
+        if self._start is not None and self.all_ready and not self.failures():
+            self._start.finish()
+
+    @contextlib.contextmanager
+    def _settling(self, program: Program) -> Iterator[None]:
+        """Whatever happens, who waits for the program is told."""
+        future = self._futures[program.label]
+        try:
+            # Threads of a program that is over would keep it alive.
+            if self._stopped.is_set() or not threading.main_thread().is_alive():
+                raise CancelledError
+            yield
+        except CancelledError:
+            future.cancel()
+        except Exception as error:
+            error.add_note(f"This was `{program.name}` for {program.label}.")
+            future.set_exception(error)
+            if not self._keep_going:
+                self._failure = self._failure or error
+                self.stop()
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+
+    def _loaded_or_lowered(self, program: Program) -> tuple[Any, ...] | None:
+        """Settles a program from its file, or returns what is left to do."""
+        if self._settle_by_file(program):
+            return None
+        start = time.perf_counter()
+        lowered, flops = program.lower()
+        # It is compiled in another thread.
+        take_trace(program.name)
+        seconds = time.perf_counter() - start
+        if self._start is not None:
+            self._start.note(program, lowered)
+            if self._settle_by_file(program, seconds):
+                return None
+        return lowered, flops, seconds
+
+    def _settle_by_file(self, program: Program, trace_seconds: float = 0.0) -> bool:
+        if self._start is None:
+            return False
+        found = self._start.load(program)
+        if self._agreement and not self._agreement.all_have(found is not None):
+            return False
+        if found is None:
+            return False
+        executable, report = found
+        report = dataclasses.replace(report, trace_seconds=trace_seconds)
+        self._settle(program, executable, report)
+        return True
+
+    def _compile(
+        self, program: Program, lowered: Any, flops: int | None, trace_seconds: float
+    ) -> None:
+        start = time.perf_counter()
+        with own_compile():
+            executable = lowered.compile()
+        report = ProgramReport(
+            program.name,
+            str(program.label),
+            "compiled",
+            trace_seconds,
+            time.perf_counter() - start,
+            0.0,
+            flops=flops,
+            **memory_of(executable),  # pyright: ignore
+        )
+        if self._start is not None:
+            report = self._start.save(program, executable, report)
+        self._settle(program, executable, report)
+
+    def _settle(self, program: Program, executable: Any, report: ProgramReport) -> None:
+        self._reports[program.label] = report
+        self._futures[program.label].set_result(executable)
+
+
+class _Agreement:
+    """What all processes must have, for any of them to take it from a file.
+
+    Compilers of several hosts share what they found out; one that had nothing to
+    compile would keep the others waiting.
+    """
+
+    def __init__(self):
+        # Made in the main thread, by all processes in the same order.
+        self._store = Store(f"jaxbucket/compile/{next(_numbers)}")
+        self._questions = itertools.count()
+
+    def all_have(self, found: bool) -> bool:
+        """Asks the same of all processes; the answer is the same in all."""
+        question = next(self._questions)
+        self._store.set(f"{question}/{self._store.index}", str(int(found)))
+        answers = [
+            self._store.get(f"{question}/{index}", _SECONDS_FOR_AN_ANSWER)
+            for index in range(self._store.count)
+        ]
+        if None in answers:
+            raise ValueError(
+                f"Process {answers.index(None)} did not say within "
+                f"{_SECONDS_FOR_AN_ANSWER} s which executables it has. All processes "
+                "must call `compile_steps` in the same order."
+            )
+        return answers == ["1"] * self._store.count
+
+
+def _contexts() -> Any:
+    """Returns a function that makes a context of this thread's configuration of jax.
+
+    What `jax.enable_x64(...)` and the like set holds for their thread alone.
+    """
+    config = jax.config
+    x64, precision = config.jax_enable_x64, config.jax_default_matmul_precision
+    promotion, rank = config.jax_numpy_dtype_promotion, config.jax_numpy_rank_promotion
+    keys, device = config.jax_default_prng_impl, config.jax_default_device
+    nans = config.jax_debug_nans
+    mesh = jax.sharding.get_mesh()
+
+    @contextlib.contextmanager
+    def contexts() -> Iterator[None]:
+        with (
+            jax.enable_x64(x64),
+            jax.default_matmul_precision(precision),
+            jax.numpy_dtype_promotion(promotion),
+            jax.numpy_rank_promotion(rank),
+            jax.default_prng_impl(keys),
+            jax.default_device(device),
+            jax.debug_nans(nans),
+            contextlib.nullcontext() if mesh.empty else jax.set_mesh(mesh),
+        ):
+            yield
+
+    return contexts
+
+
+@contextlib.contextmanager
+def _deep_stacks() -> Iterator[None]:
+    """Threads that begin inside have room for XLA."""
+    with _stack_size:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)

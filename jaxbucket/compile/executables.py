@@ -1,0 +1,264 @@
+"""Executables in a folder, found again by what they were compiled from.
+
+An executable's file is named by all it depends on: the lowered program with its
+constants, the arguments, versions, devices and flags. Whatever of it has changed, there
+is no such file, and the program is compiled. A second kind of file, a list, says which
+programs were lowered for one start, so that the next one need not trace them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import io
+import os
+import pathlib
+import pickle
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+from jax.experimental import serialize_executable
+
+from jaxbucket.checks import check_choice
+from jaxbucket.compile import files, keys
+from jaxbucket.compile.programs import Label, Program, ProgramReport
+
+Verify: TypeAlias = Literal["all", "one", "none"]
+_EXECUTABLE, _LIST = ".executable", ".programs"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutableCache:
+    """A folder of executables, for `compile_steps(..., executables=)`.
+
+    What is in it is loaded as code: name a folder that only you and those you trust can
+    write to. A file that is cut, damaged or foreign is named in a warning, and compiled
+    anew; so is one that cannot be written, on a full disk perhaps.
+
+    Attributes:
+      folder: made if it is not there.
+      verify: how many programs are traced at the start, to compare what they are now
+        with what was compiled: "all"; "one", where a change of code that one bucket
+        shows shows in all; "none", where `key` says what the code is.
+      key: anything else that executables depend on: a version of your code, say.
+      max_gb: the most that the folder holds, in 1e9 bytes; what was not used for
+        longest goes first, and what a start needs stays.
+
+    Raises:
+      ValueError: for an unknown `verify`, for "none" without a key, and for a bound
+        that is not positive.
+    """
+
+    folder: str | os.PathLike[str]
+    verify: Verify = "all"
+    key: str = ""
+    max_gb: float = 8.0
+
+    def __post_init__(self):
+        check_choice("verify", self.verify, get_args(Verify))
+        if not self.max_gb > 0:
+            raise ValueError(f"`max_gb={self.max_gb}`: make it positive.")
+        if self.verify == "none" and not self.key:
+            raise ValueError(
+                "`verify='none'` takes what is in the folder for what your code is: "
+                "give a `key` that changes with the code, or choose 'one'."
+            )
+
+    def begin(self, programs: Sequence[Program]) -> Start:
+        """Returns what one start has to do with the folder."""
+        return Start(self, programs)
+
+
+class Start:
+    """One start: which files it finds, and which it leaves.
+
+    Args:
+      cache: the folder, and how to use it.
+      programs: all that it needs.
+    """
+
+    def __init__(self, cache: ExecutableCache, programs: Sequence[Program]):
+        self._cache = cache
+        self._folder = pathlib.Path(cache.folder)
+        self._devices = keys.devices_of([program.args for program in programs])
+        self._shared = keys.environment(self._devices) | {"key": cache.key}
+        self._arguments = {p.label: keys.arguments(p) for p in programs}
+        self._list_name = keys.digest([self._shared, *self._arguments.values()])
+        self._hashes: dict[Label, str] = {}
+        self._used: set[str] = set()
+        self._complains = True
+        if cache.verify == "none":
+            self._adopt(self._lists()[:1])
+
+    def note(self, program: Program, lowered: Any) -> None:
+        """Takes note of what a program is now."""
+        text = keys.program_text(lowered)
+        found = hashlib.sha256(text.encode()).hexdigest()
+        is_first = not self._hashes
+        self._hashes[program.label] = found
+        if is_first and self._cache.verify == "one":
+            label = str(program.label)
+            self._adopt([x for x in self._lists() if x.get(label) == found][:1])
+
+    def load(self, program: Program) -> tuple[Any, ProgramReport] | None:
+        """Returns the executable of a program, if it is known and there."""
+        if program.label not in self._hashes:
+            return None
+        path, start = self._path(program), time.perf_counter()
+        try:
+            kept = files.read(path)
+            if kept is None:
+                return None
+            executable = self._loaded(kept, program)
+        except files.BadFileError as error:
+            self._warn(f"{path} {error}: it is compiled anew.")
+            return None
+        self._used.add(path.name)
+        report = ProgramReport(**kept.header["report"])
+        report = dataclasses.replace(
+            report,
+            source="loaded",
+            trace_seconds=0.0,
+            load_seconds=time.perf_counter() - start,
+            file=path.name,
+        )
+        return executable, report
+
+    def save(
+        self, program: Program, executable: Any, report: ProgramReport
+    ) -> ProgramReport:
+        """Writes an executable to its file; returns the report with that, if it can."""
+        path = self._path(program)
+        kept_report = dataclasses.replace(report, file=path.name)
+        try:
+            body = _dumped(executable)
+        # What cannot be pickled says so in many ways.
+        except Exception as error:
+            self._warn(
+                f"{report.name} {report.label} cannot be kept in a file, for it has "
+                f"something that cannot be serialised: {error}"
+            )
+            return report
+        header = {"key": self._key(program), "report": dataclasses.asdict(kept_report)}
+        if self._write(path, files.Kept(header, body)):
+            return kept_report
+        return report
+
+    def finish(self) -> None:
+        """Writes the list of all programs, once all are known."""
+        if self._hashes.keys() < self._arguments.keys():
+            return
+        hashes = {str(label): x for label, x in self._hashes.items()}
+        path = self._folder / f"{self._list_name}-{keys.digest(hashes)}{_LIST}"
+        # Once used, it is the last one, which "none" takes.
+        self._used.add(path.name)
+        if not path.exists() or _is_bad(path):
+            self._write(path, files.Kept({"programs": hashes}, b""))
+
+    def _adopt(self, lists: list[dict[str, str]]) -> None:
+        for found in lists:
+            for label in self._arguments:
+                self._hashes[label] = found[str(label)]
+
+    def _lists(self) -> list[dict[str, str]]:
+        """What earlier starts for the same arguments were, the last one first."""
+        found = []
+        for path in self._folder.glob(f"{self._list_name}-*{_LIST}"):
+            try:
+                last_use = path.stat().st_mtime
+                kept = files.read(path)
+            except FileNotFoundError:
+                continue
+            except files.BadFileError as error:
+                self._warn(f"{path} {error}: all programs are traced.")
+                continue
+            if kept is not None:
+                found.append((last_use, kept.header["programs"]))
+        return [programs for _, programs in sorted(found, key=lambda x: -x[0])]
+
+    def _key(self, program: Program) -> dict[str, Any]:
+        return {
+            **self._shared,
+            **self._arguments[program.label],
+            "program": self._hashes[program.label],
+        }
+
+    def _path(self, program: Program) -> pathlib.Path:
+        return self._folder / f"{keys.digest(self._key(program))}{_EXECUTABLE}"
+
+    def _loaded(self, kept: files.Kept, program: Program) -> Any:
+        if kept.header.get("key") != self._key(program):
+            raise files.BadFileError("is of another program than its name says")
+        try:
+            executable = _Unpickler(io.BytesIO(kept.body), self._devices).load()
+        # XLA and pickle refuse in many ways, and none is a reason to stop.
+        except Exception as error:
+            raise files.BadFileError(f"cannot be loaded: {error}") from None
+        if executable.in_tree != jax.tree.structure((program.args, {})):
+            raise files.BadFileError("has other constants in its arguments")
+        return executable
+
+    def _write(self, path: pathlib.Path, kept: files.Kept) -> bool:
+        try:
+            files.write(path, kept)
+            self._used.add(path.name)
+            bound = int(self._cache.max_gb * 1e9)
+            suffixes = (_EXECUTABLE, _LIST)
+            total = files.clean_up(self._folder, suffixes, bound, self._used)
+        except OSError as error:
+            if self._complains:
+                self._warn(
+                    f"Executables are not kept: {path} cannot be written: {error}. "
+                    "Make room, or name another folder."
+                )
+            self._complains = False
+            return False
+        if total > bound and self._complains:
+            self._warn(
+                f"`max_gb={self._cache.max_gb}` is less than the {total / 1e9:.3g} GB "
+                "of this start alone: give more."
+            )
+            self._complains = False
+        return True
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _is_bad(path: pathlib.Path) -> bool:
+    try:
+        return files.read(path) is None
+    except files.BadFileError:
+        return True
+
+
+def _dumped(executable: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(executable)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Of whatever holds executables, such as the two of a pmap step."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, jax.stages.Compiled):
+            return serialize_executable.serialize(obj)
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, devices: keys.Devices):
+        super().__init__(file)
+        self._load = functools.partial(
+            serialize_executable.deserialize_and_load,
+            backend=devices[0].client,
+            execution_devices=devices,
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._load(*pid)

@@ -1,0 +1,79 @@
+"""A guard over what XLA compiles once all is compiled."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+from jaxbucket.compile.events import (
+    Trace,
+    is_own_compile,
+    listen_to_compiles,
+    take_trace,
+)
+
+OnCompile: TypeAlias = Literal["warn", "raise", "ignore"]
+
+
+class CompileGuard:
+    """Minds that a function is compiled, wherever it was called.
+
+    It hears of it by jax's public monitoring events, which have a function's name. Of
+    functions that note what they are traced with it is known which one it was, too.
+
+    Args:
+      step_fn: the jitted function.
+      name: what jax calls it.
+      action: what to do when it was compiled; "raise" raises where it was called.
+      explain: says what is other than it was, as far as the trace tells.
+    """
+
+    def __init__(
+        self,
+        step_fn: Any,
+        name: str,
+        action: OnCompile,
+        explain: Callable[[Trace | None], str],
+    ):
+        self._fn = getattr(step_fn, "__wrapped__", None)
+        self._name = name
+        self._action = action
+        self._explain = explain
+        if action != "ignore":
+            _Listener.add(self)
+
+    def is_of(self, name: str, trace: Trace | None) -> bool:
+        """Whether what was compiled is this function."""
+        return name == self._name and (trace is None or trace.fn is self._fn)
+
+    def mind(self, trace: Trace | None) -> None:
+        """Warns or raises."""
+        message = f"XLA compiled `{self._name}` again: {self._explain(trace)}"
+        if self._action == "raise":
+            raise RuntimeError(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+class _Listener:
+    """One for all guards: they come and go with the steps that they are of."""
+
+    guards: weakref.WeakSet[CompileGuard] = weakref.WeakSet()
+    is_listening = False
+
+    @classmethod
+    def add(cls, guard: CompileGuard) -> None:
+        cls.guards.add(guard)
+        if not cls.is_listening:
+            listen_to_compiles(cls.heard)
+            cls.is_listening = True
+
+    @classmethod
+    def heard(cls, name: str) -> None:
+        trace = take_trace(name)
+        if is_own_compile():
+            return
+        # Steps that were compiled twice have two.
+        for guard in [guard for guard in cls.guards if guard.is_of(name, trace)][:1]:
+            guard.mind(trace)

@@ -1,0 +1,111 @@
+"""What an executable depends on, in words: two of equal words are interchangeable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import platform
+from typing import Any, TypeAlias
+
+import jax
+import jaxlib
+import numpy as np
+
+from jaxbucket.compile.programs import Program
+
+# Those that change what XLA makes of a program; what changes the program is in it.
+_FLAGS = (
+    *("jax_disable_most_optimizations", "jax_optimization_level"),
+    *("jax_exec_time_optimization_effort", "jax_memory_fitting_effort"),
+    *("jax_memory_fitting_level", "jax_enable_pgle", "jax_xla_profile_version"),
+    *("jax_use_shardy_partitioner", "jax_compiler_enable_remat_pass"),
+    *("jax_experimental_unsafe_xla_runtime_errors", "jax_debug_nans"),
+    *("jax_cpu_collectives_implementation",),
+)
+# jax has no name for the type of one.
+Devices: TypeAlias = tuple[Any, ...]
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+def digest(words: Any) -> str:
+    """Returns 32 hexadecimal digits for anything that goes to JSON."""
+    text = json.dumps(words, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def devices_of(args: Any) -> Devices:
+    """The devices that a program for such arguments runs on, in their order."""
+    found: Devices = ()
+    for leaf in jax.tree.leaves(args):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            devices = tuple(np.ravel(sharding.mesh.devices))
+        else:
+            devices = tuple(sorted(getattr(sharding, "device_set", ()), key=_id))
+        found = max(found, devices, key=len)
+    return found or (jax.devices()[0],)
+
+
+def environment(devices: Devices) -> dict[str, Any]:
+    """Versions, devices and flags."""
+    client = devices[0].client
+    return {
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+        "platform": devices[0].platform,
+        "platform_version": client.platform_version,
+        "devices": [f"{device.device_kind} {device.id}" for device in devices],
+        "process": [jax.process_index(), jax.process_count()],
+        # XLA makes code for the very processor it runs on.
+        "processor": _processor() if devices[0].platform == "cpu" else "",
+        "flags": {
+            **{name: os.environ.get(name, "") for name in _VARIABLES},
+            **{name: str(getattr(jax.config, name, "")) for name in _FLAGS},
+        },
+    }
+
+
+def arguments(program: Program) -> dict[str, Any]:
+    """What is known of a program without tracing it."""
+    leaves, _ = jax.tree.flatten_with_path(program.args)
+    return {
+        "name": program.name,
+        "label": str(program.label),
+        "arguments": [
+            f"{jax.tree_util.keystr(p)}: {_aval(leaf)}" for p, leaf in leaves
+        ],
+    }
+
+
+def program_text(lowered: Any) -> str:
+    """The lowered program, constants and donation in it, and its options."""
+    # jax has no public way to ask for the options that `jax.jit` was given.
+    inner = getattr(getattr(lowered, "_lowering", None), "compile_args", None) or {}
+    return f"{inner.get('compiler_options_kvs') or ''}\n{lowered.as_text()}"
+
+
+def _id(device: Any) -> int:
+    return device.id
+
+
+def _aval(leaf: Any) -> str:
+    if not hasattr(leaf, "dtype"):
+        return type(leaf).__name__
+    sharding = getattr(leaf, "sharding", None)
+    where = sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        # A mesh is printed with its size alone.
+        where = f"{dict(sharding.mesh.shape)} {sharding.spec} {sharding.memory_kind}"
+    return f"{leaf.dtype}{list(leaf.shape)} {where}"
+
+
+def _processor() -> str:
+    """The instructions it has."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    named = [line for line in lines if line.startswith(("flags", "Features"))]
+    return f"{platform.machine()} {digest(named[:1])}"

@@ -1,0 +1,166 @@
+"""A function for arguments of fixed shapes, and what its executable costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Literal, TypeAlias
+
+import jax
+
+from jaxbucket.base import Bucket
+from jaxbucket.compile.flops import count_flops
+
+# Of a file's name, enough to find it by.
+_DIGITS = 8
+# A bucket, or the name of a phase that all have in common.
+Label: TypeAlias = Bucket | str
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is to be compiled.
+
+    Attributes:
+      label: the bucket it is for, or the phase.
+      fn: a jitted function.
+      args: its arguments, or their shapes, dtypes and shardings.
+    """
+
+    label: Label
+    fn: Any
+    args: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fn, "__name__", "step")
+
+    def lower(self) -> tuple[Any, int | None]:
+        """Traces it; returns that, and how many operations it has."""
+        if not hasattr(self.fn, "trace"):
+            return self.fn.lower(*self.args), None
+        traced = self.fn.trace(*self.args)
+        return traced.lower(), count_flops(traced.jaxpr)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramReport:
+    """What an executable took to make, and takes to run; bytes are those of a device.
+
+    Attributes:
+      name: the function's.
+      label: the bucket's `[B, T]`, or the phase.
+      source: "compiled", or "loaded" from a file.
+      trace_seconds: until it was lowered; 0 where it was not traced.
+      compile_seconds: in XLA, other programs beside it perhaps; of a loaded one, when
+        it was compiled.
+      load_seconds: 0 where it was compiled.
+      argument_bytes: parameters, optimizer and batch.
+      output_bytes: what it returns.
+      aliased_bytes: the part of the outputs that takes the place of donated arguments.
+      temporary_bytes: what is in between.
+      flops: matrix products and convolutions of all devices, loops counted; None if
+        it was not traced and no file says so.
+      file: where it is kept, if it is.
+    """
+
+    name: str
+    label: str
+    source: Literal["compiled", "loaded"]
+    trace_seconds: float
+    compile_seconds: float
+    load_seconds: float
+    argument_bytes: int | None
+    output_bytes: int | None
+    aliased_bytes: int | None
+    temporary_bytes: int | None
+    flops: int | None
+    file: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """What this start waited for."""
+        ready = self.compile_seconds if self.source == "compiled" else self.load_seconds
+        return self.trace_seconds + ready
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most that a device holds at a time, the arguments in it."""
+        parts = (self.argument_bytes, self.output_bytes, self.temporary_bytes)
+        if None in parts:
+            return None
+        return sum(parts) - (self.aliased_bytes or 0)  # pyright: ignore
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, as plain Python."""
+        return dataclasses.asdict(self) | {
+            "seconds": self.seconds,
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+def memory_of(executable: Any) -> dict[str, int | None]:
+    """The bytes of a report, as far as the backend tells."""
+    try:
+        memory = executable.memory_analysis()
+    except (NotImplementedError, jax.errors.JaxRuntimeError):
+        memory = None
+    names = {
+        "argument_bytes": "argument_size_in_bytes",
+        "output_bytes": "output_size_in_bytes",
+        "aliased_bytes": "alias_size_in_bytes",
+        "temporary_bytes": "temp_size_in_bytes",
+    }
+    return {own: getattr(memory, theirs, None) for own, theirs in names.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+    """What all programs of a step cost, for a terminal or as JSON."""
+
+    programs: tuple[ProgramReport, ...]
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Every number, as plain Python."""
+        return [program.to_dict() for program in self.programs]
+
+    def to_json(self) -> str:
+        """Every number, as JSON."""
+        return json.dumps(self.to_dict())
+
+    def __rich__(self) -> Any:
+        """The report as a `rich` table, for a terminal."""
+        from rich import box
+        from rich.table import Table
+
+        table = Table(
+            box=box.SIMPLE_HEAD,
+            caption="Memory in MB of one device; operations of all, loops counted.",
+            caption_justify="left",
+            collapse_padding=True,
+            pad_edge=False,
+        )
+        table.add_column("program", no_wrap=True)
+        names = ("arguments", "outputs", "temporary", "peak", "GFLOP")
+        for name in ("trace s", "compile s", "load s", *names):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("file", no_wrap=True)
+        for p in self.programs:
+            loaded = p.source == "loaded"
+            table.add_row(
+                f"{p.name} {p.label}",
+                f"{p.trace_seconds:.2f}" if p.trace_seconds else "",
+                "" if loaded else f"{p.compile_seconds:.2f}",
+                f"{p.load_seconds:.2f}" if loaded else "",
+                _megabytes(p.argument_bytes),
+                _megabytes(p.output_bytes, p.aliased_bytes),
+                _megabytes(p.temporary_bytes),
+                _megabytes(p.peak_bytes),
+                "" if p.flops is None else f"{p.flops / 1e9:.3g}",
+                (p.file or "")[:_DIGITS],
+            )
+        return table
+
+
+def _megabytes(size: int | None, less: int | None = 0) -> str:
+    return "" if size is None else f"{(size - (less or 0)) / 1e6:.1f}"

@@ -1,0 +1,380 @@
+"""One executable per bucket, made before the step that needs it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxbucket.base import Batch, Bucket
+from jaxbucket.checks import check_choice
+from jaxbucket.compile.building import Building
+from jaxbucket.compile.differences import (
+    batch_difference,
+    check_is_batch,
+    state_difference,
+)
+from jaxbucket.compile.events import Trace, noting_arguments
+from jaxbucket.compile.executables import ExecutableCache
+from jaxbucket.compile.guard import CompileGuard, OnCompile
+from jaxbucket.compile.programs import CompileReport, Label, Program
+from jaxbucket.compile.xla_cache import use_xla_cache
+
+Unplanned: TypeAlias = Literal["raise", "longer", "jit"]
+# Enough to keep a device busy, however short a step is.
+_MOST_IN_FLIGHT = 8
+
+
+def compile_steps(
+    step_fn: Callable[[Any, Batch], Any],
+    state: Any,
+    specs: Mapping[Bucket, Batch],
+    *,
+    workers: int | None = None,
+    opening: Bucket | Sequence[Bucket] = (),
+    executables: ExecutableCache | str | os.PathLike[str] | None = None,
+    xla_cache: str | os.PathLike[str] | None = None,
+    unplanned: Unplanned = "raise",
+    on_compile: OnCompile = "warn",
+    progress: bool = True,
+) -> CompiledSteps:
+    """Compiles a step for every bucket ahead of time.
+
+    Programs are traced one after another and compiled several at a time, the longest
+    first: what does not fit says so at once. In several processes all must call this,
+    in the same order.
+
+    Args:
+      step_fn: `(state, batch) -> anything`, jitted or not, or what
+        `data_parallel_accumulate` returns. What it donates is its own
+        choice: `jax.jit(step_fn, donate_argnums=0)`. A step that returns a new state
+        must return it in the sharding it came in, as `data_parallel`'s does.
+      state: the first state, or the shapes, dtypes and shardings of one.
+      specs: a batch's shapes for every bucket, from `batch_specs`.
+      workers: how many are compiled at a time; by default one for each core.
+      opening: a bucket that is compiled first and alone, for training to begin on it
+        (`BatchSchedule(..., opening=[(bucket, steps)])`): the others are compiled in
+        threads meanwhile, and a step waits only where its bucket is not ready. Of
+        several buckets the first is that one, and the others follow in this order.
+      executables: a folder, or an `ExecutableCache`, where executables are kept and
+        found again, without compiling.
+      xla_cache: a folder for jax's own compilation cache, which holds for all that is
+        compiled in this process from here on, and spares XLA's work, not tracing.
+      unplanned: what becomes of a batch that is not as planned: "raise" refuses it;
+        "longer" pads one of another shape with empty rows and zeros to the cheapest
+        bucket that it fits in; "jit" compiles for it. Each is warned about once.
+      on_compile: what happens where XLA compiles a function of this name after all is
+        ready: "warn", "raise" or "ignore".
+      progress: show a progress bar on a terminal.
+
+    Returns:
+      `steps(state, batch)`, which runs the executable of the batch's bucket.
+
+    Raises:
+      ValueError: if `specs` is empty, or `opening` names a bucket that is not in it;
+        for an unknown choice; if jax's compilation cache is another folder.
+      Exception: what tracing or XLA raised for a bucket, with a note of which.
+    """
+    if not specs:
+        raise ValueError("`specs` is empty: pass what `batch_specs` returns.")
+    options = CompileOptions(
+        workers,
+        (opening,) if isinstance(opening, Bucket) else tuple(opening),
+        ExecutableCache(executables)
+        if isinstance(executables, str | os.PathLike)
+        else executables,
+        unplanned,
+        on_compile,
+        progress,
+    )
+    if xla_cache is not None:
+        use_xla_cache(xla_cache)
+    return compile_by(options, step_fn, state, specs)
+
+
+def compile_by(
+    options: CompileOptions,
+    step_fn: Callable[[Any, Batch], Any],
+    state: Any,
+    specs: Mapping[Bucket, Batch],
+) -> CompiledSteps:
+    """The same with options that are checked."""
+    if hasattr(step_fn, "compile_steps"):
+        # A step of several phases knows them.
+        return step_fn.compile_steps(state, specs, options)  # pyright: ignore
+    if not hasattr(step_fn, "lower"):
+        step_fn = jax.jit(noting_arguments(step_fn))
+    return CompiledSteps(step_fn, (state,), specs, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileOptions:
+    """How to compile: the arguments of `compile_steps`.
+
+    Attributes:
+      keep_going: compile the other buckets where one fails, and raise nothing.
+    """
+
+    workers: int | None
+    opening: tuple[Bucket, ...]
+    executables: ExecutableCache | None
+    unplanned: Unplanned
+    on_compile: OnCompile
+    progress: bool
+    keep_going: bool = False
+
+    def __post_init__(self):
+        check_choice("unplanned", self.unplanned, get_args(Unplanned))
+        check_choice("on_compile", self.on_compile, get_args(OnCompile))
+
+    def order(self, buckets: Mapping[Bucket, Any]) -> list[Bucket]:
+        """The buckets of the opening first, then the longest.
+
+        Raises:
+          ValueError: if one of the opening is not there.
+        """
+        for bucket in self.opening:
+            if bucket not in buckets:
+                raise ValueError(
+                    f"`opening` names {bucket}, which is not in `specs`: choose from "
+                    f"{', '.join(map(str, buckets))}."
+                )
+        rest = sorted(buckets, key=lambda bucket: bucket.seq_len, reverse=True)
+        return list(dict.fromkeys([*self.opening, *rest]))
+
+    def build(self, first: list[Program], others: list[Program]) -> Building:
+        """Builds programs; if there is an opening, the others in the background."""
+        start = self.executables and self.executables.begin(first + others)
+        building = Building(
+            first + others, start, self.workers, keep_going=self.keep_going
+        )
+        if self.opening:
+            building.build_ahead(len(first))
+            return building
+        building.build(progress=self.progress)
+        if not self.keep_going:
+            for error in building.failures().values():
+                raise error
+        return building
+
+
+class CompiledSteps(Mapping[Bucket, Any]):
+    """`steps(state, batch)`; also a mapping from bucket to its executable.
+
+    Args:
+      step_fn: jitted.
+      whole: shapes of the arguments before the batch, the state first.
+      specs: as for `compile_steps`.
+      options: likewise.
+      phases: programs beside those of the buckets, that every step needs.
+    """
+
+    def __init__(
+        self,
+        step_fn: Any,
+        whole: tuple[Any, ...],
+        specs: Mapping[Bucket, Batch],
+        options: CompileOptions,
+        phases: Sequence[Program] = (),
+    ):
+        order = options.order(specs)
+        programs = [Program(b, step_fn, (*whole, specs[b])) for b in order]
+        self._step_fn = step_fn
+        self._specs = dict(specs)
+        self._state = jax.tree.map(_shape, whole[0])
+        self._unplanned = options.unplanned
+        self._in_flight: collections.deque[jax.Array] = collections.deque()
+        self._pads: dict[tuple[Bucket, Bucket], Any] = {}
+        self._difference: str | None = None
+        self._building = options.build([*phases, *programs[:1]], programs[1:])
+        self._guard = CompileGuard(
+            step_fn, programs[0].name, options.on_compile, self._explanation
+        )
+
+    def __getitem__(self, bucket: Bucket) -> Any:
+        if bucket not in self._specs:
+            raise KeyError(bucket)
+        return self._building[bucket]
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    @property
+    def report(self) -> CompileReport:
+        """Seconds, bytes and operations of each program that is ready."""
+        return self._building.report
+
+    @property
+    def seconds(self) -> dict[Bucket, float]:
+        """Bucket -> seconds it took to be ready, other buckets beside it perhaps."""
+        by_label = {p.label: p.seconds for p in self.report.programs}
+        return {b: by_label[str(b)] for b in self._specs if str(b) in by_label}
+
+    @property
+    def seconds_waited(self) -> float:
+        """Until steps could begin, and for buckets that were not ready later on."""
+        return self._building.seconds_waited
+
+    @property
+    def failures(self) -> dict[Label, BaseException]:
+        """What went wrong with buckets and phases so far."""
+        return self._building.failures()
+
+    def wait(self) -> None:
+        """Waits for all that is compiled in the background.
+
+        Raises:
+          Exception: what tracing or XLA raised for a bucket.
+        """
+        for label in self._building:
+            self._building[label]
+
+    def __call__(self, state: Any, batch: Batch) -> Any:
+        """Runs the executable of the batch's bucket.
+
+        Raises:
+          ValueError: if the batch has a shape, dtype or feature outside the plan, or
+            the state is another than was compiled for.
+        """
+        return self.run(state, self.fit(batch))
+
+    def fit(self, batch: Batch) -> Batch:
+        """Returns a batch as it was planned, padded perhaps.
+
+        Raises:
+          ValueError: if it is not, and may not be so.
+        """
+        check_is_batch(batch)
+        difference = batch_difference(batch, self._specs)
+        if difference is None or self._unplanned == "jit":
+            return batch
+        if self._unplanned == "raise":
+            raise ValueError(difference)
+        return self._pad(batch, difference)
+
+    def run(self, state: Any, *args: Any) -> Any:
+        """Runs the executable of the bucket of the last argument, a batch that fits."""
+        batch = args[-1]
+        if self._unplanned == "jit":
+            difference = self._difference_of(state, batch)
+            if difference is not None:
+                return self._compile(difference, state, *args)
+        return self.run_program(batch.bucket, state, *args)
+
+    def run_program(self, label: Label, *args: Any) -> Any:
+        """Runs one of its programs, if its arguments are what it was compiled for.
+
+        Raises:
+          ValueError: if they are not.
+        """
+        executable = self._building[label]
+        try:
+            return self.waited_for(executable(*args))
+        except (TypeError, ValueError) as error:
+            # Looked for where it is refused, and not before every step.
+            difference = args and state_difference(args[0], self._state, label)
+            raise ValueError(difference or str(error)) from error
+
+    def waited_for(self, result: Any) -> Any:
+        """Returns a result, and waits for one of a few steps before.
+
+        So a loop that never looks at its metrics does not run far ahead. Every step
+        that waits holds its batch; and two processes of two CPU devices each have hung
+        where nothing held them back (jax 0.10, one run in nine).
+        """
+        leaves = jax.tree.leaves(result)
+        if leaves:
+            # A state, which comes first, is soon donated; metrics are not.
+            self._in_flight.append(leaves[-1])
+        if len(self._in_flight) > _MOST_IN_FLIGHT:
+            earlier = self._in_flight.popleft()
+            if not earlier.is_deleted():
+                earlier.block_until_ready()
+        return result
+
+    def _compile(self, difference: str, *args: Any) -> Any:
+        self._difference = difference
+        try:
+            return self.waited_for(self._step_fn(*args))
+        finally:
+            self._difference = None
+
+    def _difference_of(self, state: Any, batch: Batch) -> str | None:
+        return batch_difference(batch, self._specs) or state_difference(
+            state, self._state, batch.bucket
+        )
+
+    def _explanation(self, trace: Trace | None) -> str:
+        """Why the step was compiled although it was compiled ahead."""
+        if self._difference is not None:
+            return self._difference
+        if trace is None:
+            return (
+                "it, or another function of this name, was called directly. Call what "
+                "`compile_steps` returned, or rename the other one."
+            )
+        state, *_, batch = trace.args
+        what = self._difference_of(state, batch)
+        what = what or f"for {batch.bucket}, of which there is an executable."
+        return f"{what} It was called directly: call what `compile_steps` returned."
+
+    def _pad(self, batch: Batch, difference: str) -> Batch:
+        bucket = batch.bucket
+        wide_enough = [
+            b
+            for b in self._specs
+            if b.batch_size >= bucket.batch_size and b.seq_len >= bucket.seq_len
+        ]
+        if bucket in self._specs or not wide_enough:
+            raise ValueError(difference)
+        target = min(wide_enough, key=lambda b: (b.num_tokens, b.seq_len))
+        key = bucket, target
+        if key not in self._pads:
+            self._pads[key] = _padder(batch, self._specs[target])
+            warnings.warn(
+                f"{difference} It was padded to {target}, as all of this shape are.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return self._pads[key](batch)
+
+
+def _padder(batch: Batch, spec: Batch) -> Callable[[Batch], Batch]:
+    """Returns a function that pads batches to a shape, with zeros.
+
+    Raises:
+      ValueError: if they differ in more than that.
+    """
+
+    def to_pad(leaf: Any, want: Any) -> list[tuple[int, int]]:
+        more = [(0, b - a) for a, b in zip(leaf.shape, want.shape, strict=False)]
+        if len(leaf.shape) != len(want.shape) or leaf.dtype != want.dtype:
+            more = [(0, -1)]
+        return more
+
+    alike = jax.tree.structure(batch) == jax.tree.structure(spec)
+    widths = jax.tree.map(to_pad, batch, spec) if alike else None
+    if widths is None or any(x < 0 for x in jax.tree.leaves(widths)):
+        raise ValueError(batch_difference(batch, {batch.bucket: spec}))
+
+    def pad_batch(batch: Batch) -> Batch:
+        return jax.tree.map(
+            lambda leaf, want: jnp.pad(leaf, to_pad(leaf, want)), batch, spec
+        )
+
+    return jax.jit(pad_batch, out_shardings=jax.tree.map(lambda x: x.sharding, spec))
+
+
+def _shape(leaf: Any) -> Any:
+    if not hasattr(leaf, "dtype"):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
