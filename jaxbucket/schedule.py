@@ -144,9 +144,10 @@ class Schedule(abc.ABC):
 
         Example:
           >>> from jaxbucket import plan_buckets
-          >>> plan = plan_buckets([2, 2, 9], max_tokens=18, num_buckets=2)
-          >>> BatchSchedule(plan, [2, 2, 9], order="source").bucket_order()
-          [Bucket(batch_size=9, seq_len=2), Bucket(batch_size=2, seq_len=9)]
+          >>> lengths = [2] * 9 + [9] * 2
+          >>> plan = plan_buckets(lengths, max_tokens=18, num_buckets=2)
+          >>> print(*BatchSchedule(plan, lengths, order="descending").bucket_order())
+          [2, 9] [9, 2]
 
         Raises:
           IndexError: if `start_step` is negative, or before `first_step`.

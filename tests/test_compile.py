@@ -1,7 +1,16 @@
 """One executable per bucket: counted by XLA's events and by Python's own traces."""
 
 import collections
+import dataclasses
 import functools
+import gc
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 
 import jax
@@ -10,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
 
 import jaxbucket as jb
 
@@ -474,3 +484,533 @@ def test_count_compiles_stops_when_the_block_fails():
         raise KeyError
     jax.jit(fivefold)(np.zeros(2, np.float32))
     assert not compiles
+
+
+# Several at a time, and the first one alone
+
+
+def slow_to_trace(name="slow", seconds=0.0, fails_at=None):
+    """A step whose trace takes a while, in which others may see what is done."""
+    order = []
+
+    def step(state, batch):
+        time.sleep(seconds)
+        order.append(batch.bucket)
+        if batch.bucket.seq_len == fails_at:
+            raise ArithmeticError("this bucket has no program")
+        return {"w": state["w"] + 1}, {"sum": (state["w"] * batch.features["x"]).sum()}
+
+    step.__name__ = name
+    return jax.jit(step), order
+
+
+SHAPES = [(8, 4), (4, 8), (2, 16)]
+ONE = jb.data_mesh(jax.devices()[:1])
+SMALL = jb.BucketPlan.from_shapes(SHAPES)
+X = {"x": np.ones(3, np.float32)}
+
+
+def small_specs(example=X):
+    return jb.batch_specs(SMALL, example, ONE)
+
+
+def small_state():
+    return jb.replicate({"w": np.float32(2)}, ONE)
+
+
+def small_batch(bucket, example=X):
+    (batch,) = jb.prefetch_to_mesh([jb.collate_rows([example], bucket)], ONE)
+    return batch
+
+
+@pytest.mark.parametrize("workers", [None, 1, 2, 5])
+def test_any_number_of_workers_gives_the_same(workers):
+    step, order = slow_to_trace()
+    steps = jb.compile_steps(step, small_state(), small_specs(), workers=workers)
+    # The longest first, in one thread, whatever compiles them.
+    assert order == list(reversed(SMALL.buckets))
+    for bucket in SMALL.buckets:
+        _, metrics = steps(small_state(), small_batch(bucket))
+        assert metrics["sum"] == 6
+    assert list(steps) == list(SMALL.buckets)
+    assert {p.label for p in steps.report.programs} == set(map(str, SMALL.buckets))
+
+
+def test_what_fails_is_raised_and_says_for_which_bucket():
+    step, order = slow_to_trace(fails_at=8)
+    with pytest.raises(ArithmeticError, match="has no program") as failure:
+        jb.compile_steps(step, small_state(), small_specs())
+    assert failure.value.__notes__[-1] == "This was `slow` for [4, 8]."
+    # What comes behind it is left.
+    assert jb.Bucket(8, 4) not in order
+
+
+def test_training_begins_on_the_opening_while_others_are_compiled():
+    first = SMALL.buckets[1]
+    step, order = slow_to_trace(seconds=0.3)
+    steps = jb.compile_steps(step, small_state(), small_specs(), opening=first)
+    waited = steps.seconds_waited
+    assert len(steps.report.programs) == 1 and order[0] == first
+    _, metrics = steps(small_state(), small_batch(first))
+    assert metrics["sum"] == 6
+    assert steps.seconds_waited == waited
+    # It waits where a step comes to a bucket that is not ready, and there alone.
+    last = SMALL.buckets[0]
+    _, metrics = steps(small_state(), small_batch(last))
+    assert metrics["sum"] == 6 and steps.seconds_waited > waited
+    steps.wait()
+    assert len(steps.report.programs) == 3
+    assert order == [first, SMALL.buckets[2], last]
+    assert steps.seconds.keys() == set(SMALL.buckets)
+
+
+def test_the_rest_is_compiled_in_the_order_that_is_given():
+    order_given = [SMALL.buckets[i] for i in (0, 2, 1)]
+    step, order = slow_to_trace()
+    jb.compile_steps(step, small_state(), small_specs(), opening=order_given).wait()
+    assert order == order_given
+
+
+def test_what_fails_in_the_background_is_told_at_the_next_step():
+    first = SMALL.buckets[0]
+    step, _ = slow_to_trace(fails_at=16)
+    steps = jb.compile_steps(step, small_state(), small_specs(), opening=first)
+    with pytest.raises(ArithmeticError, match="has no program"):
+        steps.wait()
+    with pytest.raises(ArithmeticError, match="has no program"):
+        steps(small_state(), small_batch(first))
+    assert list(steps.failures) != []
+
+
+def test_an_opening_that_does_not_compile_is_told_at_once():
+    step, _ = slow_to_trace(fails_at=4)
+    with pytest.raises(ArithmeticError, match="has no program"):
+        jb.compile_steps(step, small_state(), small_specs(), opening=SMALL.buckets[0])
+
+
+@pytest.mark.parametrize("opening", [(), SMALL.buckets[0]])
+def test_threads_have_the_configuration_of_the_caller(opening):
+    found = []
+
+    def step(state, batch):
+        found.append((jnp.zeros(()).dtype, jax.config.jax_default_matmul_precision))
+        # Mixed dtypes, for which the tests are strict.
+        return state, state["w"] * batch.num_tokens
+
+    with (
+        jax.enable_x64(True),
+        jax.default_matmul_precision("float32"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        steps = jb.compile_steps(step, small_state(), small_specs(), opening=opening)
+        steps.wait()
+        _, tokens = steps(small_state(), small_batch(SMALL.buckets[2]))
+    assert tokens == 6
+    assert found == [(jnp.float64, "float32")] * 3
+
+
+def run_alone(code, *args):
+    """In a process of its own, on one device, without a cache of jax."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if "CACHE" not in name and name != "XLA_FLAGS"
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=100,
+        check=False,
+    )
+
+
+LEAVING = """
+import time, jax, numpy as np, jaxbucket as jb
+
+def step(state, batch):
+    time.sleep(0.5)
+    return state, state * batch.features["x"].sum()
+
+mesh = jb.data_mesh()
+plan = jb.BucketPlan.from_shapes([(4, n) for n in range(4, 64)])
+specs = jb.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
+state = jb.replicate(np.float32(1), mesh)
+steps = jb.compile_steps(step, state, specs, opening=plan.buckets[0])
+print("began", flush=True)
+"""
+
+
+def test_a_program_that_is_over_does_not_compile_the_rest():
+    start = time.perf_counter()
+    run = run_alone(LEAVING)
+    assert run.returncode == 0 and run.stdout == "began\n", run.stderr
+    # All of them would take half a minute.
+    assert time.perf_counter() - start < 25
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"opening": jb.Bucket(1, 1)}, "`opening` names [1, 1], which is not in `spec"),
+        ({"workers": 0}, "`workers=0`"),
+        ({"unplanned": "ignore"}, "`unplanned='ignore'`: choose 'raise', 'longer'"),
+        ({"on_compile": "log"}, "`on_compile='log'`: choose 'warn', 'raise'"),
+    ],
+)
+def test_what_is_no_option_is_refused(options, message):
+    step, _ = slow_to_trace()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jb.compile_steps(step, small_state(), small_specs(), **options)
+
+
+# What is not as it was
+
+
+def test_another_state_is_named():
+    step, _ = slow_to_trace()
+    steps = jb.compile_steps(step, small_state(), small_specs())
+    batch, where = small_batch(SMALL.buckets[0]), r"\[8, 4\] was compiled for"
+    for state, message in [
+        ({"w": np.float16(2)}, rf"`state\['w'\]` is float16\[\], but {where} float32"),
+        ({"w": np.ones(3, "f4")}, rf"`state\['w'\]` is float32\[3\], but {where}"),
+        ({}, rf"`state\['w'\]` is missing, but {where}"),
+        ({"w": 2.0, "v": 1}, r"`state\['v'\]` was not there when \[8, 4\] was compi"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            steps(jb.replicate(jax.tree.map(np.asarray, state), ONE), batch)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["rate"]
+)
+@dataclasses.dataclass
+class WithConstant:
+    w: jax.Array
+    rate: float
+
+
+def test_a_constant_in_the_state_is_named():
+    def step(state, batch):
+        return state, state.w * state.rate * batch.num_tokens.astype(jnp.float32)
+
+    state = jb.replicate(WithConstant(np.float32(2), 0.5), ONE)
+    steps = jb.compile_steps(step, state, small_specs())
+    batch = small_batch(SMALL.buckets[0])
+    assert steps(state, batch)[1] == 3
+    message = (
+        "A constant of `WithConstant` in `state` is 0.25, but [8, 4] was compiled for "
+        "0.5. Give back a state as it was"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        steps(dataclasses.replace(state, rate=0.25), batch)
+
+
+def test_a_state_somewhere_else_is_named():
+    step, _ = slow_to_trace()
+    steps = jb.compile_steps(step, small_state(), small_specs())
+    other = jb.replicate({"w": np.float32(2)}, jb.data_mesh(jax.devices()[1:2]))
+    with pytest.raises(ValueError, match="sharding"):
+        steps(other, small_batch(SMALL.buckets[0]))
+
+
+# Fall-backs
+
+
+def batch_with(example, name, value):
+    batch = small_batch(jb.Bucket(3, 5), example)
+    return batch._replace(features=batch.features | {name: value})
+
+
+def test_a_batch_of_another_shape_goes_into_a_longer_bucket():
+    example = {"x": np.ones(3, np.float32), "label": np.int32(7)}
+    specs = small_specs(example)
+    steps = jb.compile_steps(
+        slow_to_trace()[0], small_state(), specs, unplanned="longer"
+    )
+    odd = small_batch(jb.Bucket(3, 5), example)
+    with pytest.warns(RuntimeWarning, match=r"\[3, 5\] is outside.*padded to \[4, 8\]"):
+        _, metrics = steps(small_state(), odd)
+    assert metrics["sum"] == 6
+    padded = steps.fit(odd)
+    assert padded.bucket == jb.Bucket(4, 8)
+    assert padded.num_tokens == odd.num_tokens
+    assert padded.num_examples == odd.num_examples
+    np.testing.assert_array_equal(padded.features["label"], [7, 0, 0, 0])
+    # Said once.
+    steps(small_state(), odd)
+    with pytest.raises(ValueError, match="outside the plan"):
+        steps(small_state(), small_batch(jb.Bucket(8, 5), example))
+    half = {"x": np.ones(3, np.float16), "label": np.int32(7)}
+    with pytest.raises(ValueError, match="is float16"):
+        steps(small_state(), small_batch(jb.Bucket(3, 5), half))
+    with pytest.raises(ValueError, match="was not there|is missing"):
+        steps(small_state(), small_batch(jb.Bucket(3, 5)))
+    wide = {"x": np.ones((3, 2), np.float32), "label": np.int32(7)}
+    with pytest.raises(ValueError, match=r"is float32\[3, 5, 2\].*float32\[3, 5\]"):
+        steps(small_state(), small_batch(jb.Bucket(3, 5), wide))
+    several = {"x": np.ones(3, np.float32), "label": np.ones((), np.int32)}
+    vector = batch_with(several, "label", jnp.ones((3, 2), jnp.int32))
+    with pytest.raises(ValueError, match=r"label'\]` is int32\[3, 2\].*int32\[3\]"):
+        steps(small_state(), vector)
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+def test_padding_to_a_longer_bucket_changes_no_gradient(mode):
+    source, plan, mesh = small_setup()
+    specs = jb.batch_specs(plan, source[0], mesh)
+    rows = [source[index] for index in range(6)]
+    longest = max(len(row["x"]) for row in rows)
+    odd = jb.collate_rows(rows, jb.Bucket(6, longest))
+    step = jb.data_parallel(TracedLoss(), TX, mesh, mode=mode)
+    want, _ = step(new_state(mesh), next(iter(jb.prefetch_to_mesh([odd], mesh))))
+    steps = jb.compile_steps(step, new_state(mesh), specs, unplanned="longer")
+    with pytest.warns(RuntimeWarning, match="was padded to"):
+        (batch,) = jb.prefetch_to_mesh([odd], mesh)
+        got, _ = steps(new_state(mesh), batch)
+    np.testing.assert_allclose(got.params["w"], want.params["w"], rtol=1e-6)
+
+
+def test_a_batch_of_another_shape_may_be_compiled_for():
+    step, _ = slow_to_trace()
+    steps = jb.compile_steps(step, small_state(), small_specs(), unplanned="jit")
+    with jb.count_compiles() as compiles:
+        with pytest.warns(
+            RuntimeWarning,
+            match=r"XLA compiled `slow` again: A batch of shape \[3, 5\] is outside",
+        ):
+            _, metrics = steps(small_state(), small_batch(jb.Bucket(3, 5)))
+        assert metrics["sum"] == 6
+        with pytest.warns(RuntimeWarning, match=r"`state\['w'\]` is float16\[\]"):
+            state = jb.replicate({"w": np.ones(3, np.float16)[0]}, ONE)
+            with jax.numpy_dtype_promotion("standard"):
+                steps(state, small_batch(SMALL.buckets[0]))
+        steps(small_state(), small_batch(jb.Bucket(3, 5)))
+        steps(small_state(), small_batch(SMALL.buckets[0]))
+    assert compiles["slow"] == 2
+
+
+# The guard
+
+
+def test_a_step_that_is_called_directly_is_told_what_has_changed():
+    mesh = jb.data_mesh(jax.devices()[:1])
+    source, plan, _ = small_setup(num_devices=1)
+    step = jb.data_parallel(TracedLoss(), TX, mesh)
+    specs = jb.batch_specs(plan, source[0], mesh)
+    steps = jb.compile_steps(step, new_state(mesh), specs)
+    batches = first_batches(source, plan, mesh)
+    batch = batches[plan.buckets[0]]
+    half = batch._replace(features={"x": batch.features["x"].astype(jnp.float16)})
+    with (
+        pytest.warns(
+            RuntimeWarning,
+            match=r"XLA compiled `train_step` again: `batch.features\['x'\]` is "
+            "float16.* It was called directly: call what `compile_steps` returned",
+        ),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        step(new_state(mesh), half)
+    odd = jb.collate_rows([source[0]], jb.Bucket(8, 41))
+    (odd,) = jb.prefetch_to_mesh([odd], mesh)
+    with pytest.warns(RuntimeWarning, match=r"shape \[8, 41\] is outside the plan"):
+        step(new_state(mesh), odd)
+    # Through the steps nothing is compiled, and nothing said.
+    steps(new_state(mesh), batch)
+
+
+def test_the_guard_may_raise_and_may_be_off():
+    for action in ("raise", "ignore"):
+        step, _ = slow_to_trace(f"guarded_to_{action}")
+        steps = jb.compile_steps(step, small_state(), small_specs(), on_compile=action)
+        call = functools.partial(step, small_state(), small_batch(jb.Bucket(3, 5)))
+        if action == "ignore":
+            assert call()[1]["sum"] == 6
+        else:
+            with pytest.raises(
+                RuntimeError, match="XLA compiled `guarded_to_raise` ag"
+            ):
+                call()
+        del steps
+
+
+def test_another_step_of_the_same_name_is_no_concern_of_the_guard():
+    mesh = jb.data_mesh(jax.devices()[:1])
+    source, plan, _ = small_setup(num_devices=1)
+    specs = jb.batch_specs(plan, source[0], mesh)
+    guarded = jb.data_parallel(TracedLoss(), TX, mesh)
+    steps = jb.compile_steps(guarded, new_state(mesh), specs, on_compile="raise")
+    other = jb.data_parallel(TracedLoss(), TX, mesh)
+    for batch in first_batches(source, plan, mesh).values():
+        other(new_state(mesh), batch)
+    # Nor is what is compiled on purpose.
+    jb.compile_steps(guarded, new_state(mesh), specs, on_compile="raise")
+    assert len(steps) == len(plan)
+
+
+def test_a_guard_goes_with_its_steps():
+    step, _ = slow_to_trace("forgotten")
+    steps = jb.compile_steps(step, small_state(), small_specs(), on_compile="raise")
+    del steps
+    gc.collect()
+    step(small_state(), small_batch(jb.Bucket(3, 5)))
+
+
+# Reports
+
+
+def test_the_report_has_seconds_bytes_and_operations():
+    def matmul_step(state, batch):
+        x = batch.features["x"]
+
+        def body(w, _):
+            return w + x.T @ (x @ w), None
+
+        w, _ = jax.lax.scan(body, state, None, length=7)
+        return w, w.sum()
+
+    plan = jb.BucketPlan.from_shapes([(8, 4), (4, 16)])
+    specs = jb.batch_specs(plan, X, ONE)
+    state = [jb.replicate(jnp.zeros((n, 5)), ONE) for n in (4, 16)]
+    for bucket, first in zip(plan.buckets, state, strict=True):
+        one = {bucket: specs[bucket]}
+        steps = jb.compile_steps(jax.jit(matmul_step, donate_argnums=0), first, one)
+        (program,) = steps.report.programs
+        b, t = bucket.batch_size, bucket.seq_len
+        assert program.flops == 7 * 2 * (2 * b * t * 5)
+        # float32 features and weights, int32 ids and positions (unused ones left out).
+        assert program.argument_bytes in range(
+            4 * b * t + 20 * t, 12 * b * t + 20 * t + 1
+        )
+        assert program.aliased_bytes == 20 * t
+        assert program.peak_bytes >= program.argument_bytes
+        assert program.trace_seconds > 0 and program.compile_seconds > 0
+        assert steps.seconds[bucket] == program.seconds
+        (as_json,) = json.loads(steps.report.to_json())
+        assert as_json["flops"] == program.flops
+        assert as_json["label"] == str(bucket)
+        text = io.StringIO()
+        Console(file=text, width=120).print(steps.report)
+        assert f"matmul_step {bucket}" in text.getvalue()
+
+
+def test_operations_are_those_of_all_devices_in_all_modes():
+    mesh = jb.data_mesh(jax.devices()[:2])
+    plan = jb.BucketPlan.from_shapes([(8, 4)])
+    specs = jb.batch_specs(plan, {"x": np.ones((3, 6), np.float32)}, mesh)
+
+    def loss(params, batch, keys):
+        return (batch.features["x"] @ params["w"]).sum(), batch.num_tokens
+
+    found = {}
+    for mode in ("jit", "shard_map"):
+        tx = optax.sgd(0.1)
+        state = jb.replicate(jb.create_state({"w": jnp.ones((6, 3))}, tx), mesh)
+        step = jb.data_parallel(loss, tx, mesh, mode=mode)
+        (program,) = jb.compile_steps(step, state, specs).report.programs
+        found[mode] = program.flops
+    forward = 2 * 8 * 4 * 6 * 3
+    # And the gradient of the weights.
+    assert found == {"jit": 2 * forward, "shard_map": 2 * forward}
+
+
+def traced(fn, *args):
+    return jax.jit(fn).trace(*args).jaxpr
+
+
+MATRIX = jnp.ones((4, 4))
+PRODUCT = 2 * 4**3
+OPERATIONS = {
+    "a product": (lambda x: x @ x, PRODUCT),
+    "none": (lambda x: x + x, 0),
+    "a batch of them": (
+        lambda x: jax.vmap(lambda y: x @ y)(jnp.ones((3, 4, 4))),
+        3 * PRODUCT,
+    ),
+    "inside of jit": (lambda x: jax.jit(lambda y: y @ y)(x), PRODUCT),
+    "nested loops": (
+        lambda x: jax.lax.fori_loop(
+            0, 3, lambda _, y: jax.lax.fori_loop(0, 5, lambda _, z: z @ x, y), x
+        ),
+        15 * PRODUCT,
+    ),
+    "a loop of unknown length": (
+        lambda x: jax.lax.while_loop(lambda y: y.sum() < 1e9, lambda y: y @ x, x),
+        PRODUCT,
+    ),
+    "branches": (
+        lambda x: jax.lax.cond(x.sum() > 0, lambda y: y @ y @ y, lambda y: y, x),
+        2 * PRODUCT,
+    ),
+    "rematerialised": (
+        lambda x: jax.grad(lambda y: jax.checkpoint(lambda z: jnp.sin(z @ x))(y).sum())(
+            x
+        ),
+        3 * PRODUCT,
+    ),
+    "custom derivatives": (lambda x: jax.nn.relu(x @ x), PRODUCT),
+    "a convolution": (
+        lambda x: jax.lax.conv(
+            jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 2, 2)), (1, 1), "VALID"
+        ),
+        2 * (2 * 5 * 7 * 7) * (3 * 2 * 2),
+    ),
+    "a convolution in groups": (
+        lambda x: jax.lax.conv_general_dilated(
+            jnp.ones((2, 6, 8)),
+            jnp.ones((4, 3, 2)),
+            (1,),
+            "VALID",
+            feature_group_count=2,
+        ),
+        2 * (2 * 4 * 7) * (3 * 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_are_counted(name):
+    from jaxbucket.compile.flops import count_flops
+
+    fn, want = OPERATIONS[name]
+    assert count_flops(traced(fn, MATRIX)) == want
+
+
+# jax's own cache
+
+XLA_CACHE = """
+import sys, jax, numpy as np, jaxbucket as jb
+
+jax.jit(lambda x: x + 1)(1.0)
+mesh = jb.data_mesh()
+plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8)])
+specs = jb.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
+
+def step(state, batch):
+    return state, state * batch.features["x"].sum()
+
+hits = []
+jax.monitoring.register_event_listener(
+    lambda name, **kwargs: hits.append(name) if name.endswith("cache_hits") else None
+)
+state = jb.replicate(np.float32(1), mesh)
+before = len(hits)
+for _ in range(2):
+    jb.compile_steps(step, state, specs, xla_cache=sys.argv[1])
+print(len(hits) - before)
+try:
+    jb.compile_steps(step, state, specs, xla_cache="another")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_the_cache_of_jax_is_filled_and_found(tmp_path):
+    for times in (0, 2):
+        run = run_alone(XLA_CACHE, tmp_path / "xla")
+        assert run.returncode == 0, run.stderr
+        hits, message = run.stdout.splitlines()
+        assert int(hits) >= times
+        assert "`xla_cache='another'`: jax's compilation cache is " in message
+    assert len(list((tmp_path / "xla").iterdir())) >= 2

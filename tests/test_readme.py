@@ -1,5 +1,6 @@
 """What the README prints is what runs."""
 
+import json
 import os
 import pathlib
 import re
@@ -134,7 +135,7 @@ def test_plans_are_made_and_a_token_file_written_as_printed(tmp_path):
 
 
 def test_a_plan_by_time_is_made_as_printed(tmp_path):
-    (code,), (*_, by_time, _, _) = blocks("python"), blocks("py")
+    (code,), (*_, by_time, _, _, _) = blocks("python"), blocks("py")
     code = code[: code.index("dataset = jb.batch_dataset")]
     tell = "print(plan.cost_unit, measured.cost.error >= 0)"
     printed = output_of(f"{code}\n{by_time}\n{tell}", tmp_path)
@@ -143,7 +144,7 @@ def test_a_plan_by_time_is_made_as_printed(tmp_path):
 
 
 def test_a_learning_rate_follows_the_batch_as_printed(tmp_path):
-    (code,), (*_, rates, _) = blocks("python"), blocks("py")
+    (code,), (*_, rates, _, _) = blocks("python"), blocks("py")
     code = code[: code.index("# One executable for each bucket")]
     tell = 'print(int(state.step) == len(groups), int(metrics["skipped"]))'
     printed = output_of(f"{code}\n{rates}\n{tell}", tmp_path)
@@ -173,3 +174,13 @@ def test_orders_and_mixtures_are_made_as_printed(tmp_path):
     printed = output_of(code + orders + tell, tmp_path)
     steps, same, micro = printed.splitlines()[-1].split()
     assert steps == same and micro == "4"
+
+
+def test_the_lines_that_compile_ahead_run_as_printed(tmp_path):
+    (code,), (*_, ahead, _) = blocks("python"), blocks("py")
+    code = code[: code.index("# One executable for each bucket")]
+    code += "step_fn = jb.data_parallel(loss_fn, tx, mesh)\n"
+    ahead = ahead.replace('"executables"', repr(str(tmp_path / "executables")))
+    for source in ("compiled", "loaded"):
+        programs = json.loads(output_of(code + ahead, tmp_path).splitlines()[-1])
+        assert {program["source"] for program in programs} == {source}

@@ -13,7 +13,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -158,19 +158,21 @@ class Building(Mapping[Label, Any]):
     def _build(self, programs: Sequence[Program]) -> None:
         contexts = _contexts()
 
+        def trace(program: Program) -> None:
+            lowered = self._loaded_or_lowered(program)
+            if lowered is not None:
+                # It starts its threads as they are needed.
+                with _deep_stacks():
+                    pool.submit(compile_one, program, *lowered)
+
         def compile_one(program: Program, *details: Any) -> None:
-            with contexts(), self._settling(program):
-                self._compile(program, *details)
+            with contexts():
+                self._settling(program, self._compile, *details)
 
         pool = ThreadPoolExecutor(self._workers, "compile")
         try:
             for program in programs:
-                with self._settling(program):
-                    lowered = self._loaded_or_lowered(program)
-                    if lowered is not None:
-                        # It starts its threads as they are needed.
-                        with _deep_stacks():
-                            pool.submit(compile_one, program, *lowered)
+                self._settling(program, trace)
         except BaseException:
             self.stop()
             raise
@@ -179,23 +181,23 @@ class Building(Mapping[Label, Any]):
         if self._start is not None and self.all_ready and not self.failures():
             self._start.finish()
 
-    @contextlib.contextmanager
-    def _settling(self, program: Program) -> Iterator[None]:
-        """Whatever happens, who waits for the program is told."""
+    def _settling(
+        self, program: Program, fn: Callable[..., None], *details: Any
+    ) -> None:
+        """Whatever happens in a function, who waits for its program is told."""
         future = self._futures[program.label]
-        try:
-            # Threads of a program that is over would keep it alive.
-            if self._stopped.is_set() or not threading.main_thread().is_alive():
-                raise CancelledError
-            yield
-        except CancelledError:
+        # Threads of a program that is over would keep it alive.
+        if self._stopped.is_set() or not threading.main_thread().is_alive():
             future.cancel()
+            return
+        try:
+            fn(program, *details)
         except Exception as error:
             error.add_note(f"This was `{program.name}` for {program.label}.")
-            future.set_exception(error)
             if not self._keep_going:
                 self._failure = self._failure or error
                 self.stop()
+            future.set_exception(error)
         except BaseException as error:
             future.set_exception(error)
             raise

@@ -89,6 +89,8 @@ class Start:
         self._arguments = {p.label: keys.arguments(p) for p in programs}
         self._list_name = keys.digest([self._shared, *self._arguments.values()])
         self._hashes: dict[Label, str] = {}
+        # Programs that call back to Python are of no use to another one.
+        self._of_this_process: set[Label] = set()
         self._used: set[str] = set()
         self._complains = True
         if cache.verify == "none":
@@ -97,6 +99,9 @@ class Start:
     def note(self, program: Program, lowered: Any) -> None:
         """Takes note of what a program is now."""
         text = keys.program_text(lowered)
+        if keys.calls_python(text):
+            self._of_this_process.add(program.label)
+            return
         found = hashlib.sha256(text.encode()).hexdigest()
         is_first = not self._hashes
         self._hashes[program.label] = found
@@ -132,6 +137,12 @@ class Start:
         self, program: Program, executable: Any, report: ProgramReport
     ) -> ProgramReport:
         """Writes an executable to its file; returns the report with that, if it can."""
+        if program.label in self._of_this_process:
+            self._warn(
+                f"{report.name} {report.label} is not kept in a file, for it calls "
+                "back to Python, as `jax.debug.print` does: it is compiled each time."
+            )
+            return report
         path = self._path(program)
         kept_report = dataclasses.replace(report, file=path.name)
         try:

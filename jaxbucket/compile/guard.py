@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Literal, TypeAlias
 
 from jaxbucket.compile.events import (
@@ -44,16 +46,31 @@ class CompileGuard:
         if action != "ignore":
             _Listener.add(self)
 
+    @contextlib.contextmanager
+    def expecting(self, difference: str) -> Iterator[None]:
+        """What this function is compiled for inside differs in this."""
+        token = _expected.set((self, difference))
+        try:
+            yield
+        finally:
+            _expected.reset(token)
+
     def is_of(self, name: str, trace: Trace | None) -> bool:
         """Whether what was compiled is this function."""
         return name == self._name and (trace is None or trace.fn is self._fn)
 
-    def mind(self, trace: Trace | None) -> None:
+    def mind(self, trace: Trace | None, difference: str | None = None) -> None:
         """Warns or raises."""
-        message = f"XLA compiled `{self._name}` again: {self._explain(trace)}"
+        why = difference or self._explain(trace)
+        message = f"XLA compiled `{self._name}` again: {why}"
         if self._action == "raise":
             raise RuntimeError(message)
         warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+_expected: ContextVar[tuple[CompileGuard, str] | None] = ContextVar(
+    "expected", default=None
+)
 
 
 class _Listener:
@@ -73,6 +90,11 @@ class _Listener:
     def heard(cls, name: str) -> None:
         trace = take_trace(name)
         if is_own_compile():
+            return
+        expected = _expected.get()
+        if expected is not None and expected[0].is_of(name, trace):
+            guard, difference = expected
+            guard.mind(trace, difference)
             return
         # Steps that were compiled twice have two.
         for guard in [guard for guard in cls.guards if guard.is_of(name, trace)][:1]:

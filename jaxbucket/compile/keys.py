@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 from typing import Any, TypeAlias
 
 import jax
@@ -26,6 +27,7 @@ _FLAGS = (
 )
 # jax has no name for the type of one.
 Devices: TypeAlias = tuple[Any, ...]
+_CALLBACK = re.compile(r"python\w*callback|is_host_transfer = true")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
@@ -82,8 +84,14 @@ def arguments(program: Program) -> dict[str, Any]:
 def program_text(lowered: Any) -> str:
     """The lowered program, constants and donation in it, and its options."""
     # jax has no public way to ask for the options that `jax.jit` was given.
-    inner = getattr(getattr(lowered, "_lowering", None), "compile_args", None) or {}
-    return f"{inner.get('compiler_options_kvs') or ''}\n{lowered.as_text()}"
+    inner = getattr(lowered, "_lowering", None)
+    options = getattr(inner, "_compiler_options_kvs", None)
+    return f"{options or ''}\n{lowered.as_text()}"
+
+
+def calls_python(text: str) -> bool:
+    """Whether a program calls back: which function is a matter of its process."""
+    return bool(_CALLBACK.search(text))
 
 
 def _id(device: Any) -> int:

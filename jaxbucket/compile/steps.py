@@ -190,8 +190,7 @@ class CompiledSteps(Mapping[Bucket, Any]):
         self._state = jax.tree.map(_shape, whole[0])
         self._unplanned = options.unplanned
         self._in_flight: collections.deque[jax.Array] = collections.deque()
-        self._pads: dict[tuple[Bucket, Bucket], Any] = {}
-        self._difference: str | None = None
+        self._pads: dict[Any, Callable[[Batch], Batch]] = {}
         self._building = options.build([*phases, *programs[:1]], programs[1:])
         self._guard = CompileGuard(
             step_fn, programs[0].name, options.on_compile, self._explanation
@@ -267,7 +266,8 @@ class CompiledSteps(Mapping[Bucket, Any]):
         if self._unplanned == "jit":
             difference = self._difference_of(state, batch)
             if difference is not None:
-                return self._compile(difference, state, *args)
+                with self._guard.expecting(difference):
+                    return self.waited_for(self._step_fn(state, *args))
         return self.run_program(batch.bucket, state, *args)
 
     def run_program(self, label: Label, *args: Any) -> Any:
@@ -301,13 +301,6 @@ class CompiledSteps(Mapping[Bucket, Any]):
                 earlier.block_until_ready()
         return result
 
-    def _compile(self, difference: str, *args: Any) -> Any:
-        self._difference = difference
-        try:
-            return self.waited_for(self._step_fn(*args))
-        finally:
-            self._difference = None
-
     def _difference_of(self, state: Any, batch: Batch) -> str | None:
         return batch_difference(batch, self._specs) or state_difference(
             state, self._state, batch.bucket
@@ -315,8 +308,6 @@ class CompiledSteps(Mapping[Bucket, Any]):
 
     def _explanation(self, trace: Trace | None) -> str:
         """Why the step was compiled although it was compiled ahead."""
-        if self._difference is not None:
-            return self._difference
         if trace is None:
             return (
                 "it, or another function of this name, was called directly. Call what "
@@ -337,7 +328,8 @@ class CompiledSteps(Mapping[Bucket, Any]):
         if bucket in self._specs or not wide_enough:
             raise ValueError(difference)
         target = min(wide_enough, key=lambda b: (b.num_tokens, b.seq_len))
-        key = bucket, target
+        leaves, structure = jax.tree.flatten(batch)
+        key = target, structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in self._pads:
             self._pads[key] = _padder(batch, self._specs[target])
             warnings.warn(
@@ -355,23 +347,40 @@ def _padder(batch: Batch, spec: Batch) -> Callable[[Batch], Batch]:
       ValueError: if they differ in more than that.
     """
 
-    def to_pad(leaf: Any, want: Any) -> list[tuple[int, int]]:
-        more = [(0, b - a) for a, b in zip(leaf.shape, want.shape, strict=False)]
-        if len(leaf.shape) != len(want.shape) or leaf.dtype != want.dtype:
-            more = [(0, -1)]
-        return more
+    def widths(leaf: Any, want: Any) -> list[tuple[int, int]]:
+        return [(0, b - a) for a, b in zip(leaf.shape, want.shape, strict=True)]
 
+    def fits(leaf: Any, want: Any) -> bool:
+        if leaf.dtype != want.dtype or len(leaf.shape) != len(want.shape):
+            return False
+        grown = [axis for axis, (_, more) in enumerate(widths(leaf, want)) if more]
+        of_bucket = [(now.batch_size, then.batch_size), (now.seq_len, then.seq_len)]
+        return all(
+            axis < 2 and (leaf.shape[axis], want.shape[axis]) == of_bucket[axis]
+            for axis in grown
+        )
+
+    now, then = batch.bucket, spec.bucket
     alike = jax.tree.structure(batch) == jax.tree.structure(spec)
-    widths = jax.tree.map(to_pad, batch, spec) if alike else None
-    if widths is None or any(x < 0 for x in jax.tree.leaves(widths)):
-        raise ValueError(batch_difference(batch, {batch.bucket: spec}))
+    if not alike or not all(jax.tree.leaves(jax.tree.map(fits, batch, spec))):
+        # What else is other than planned, the shape apart.
+        cut = jax.tree.map(lambda x: _cut(x, now, then), spec)
+        raise ValueError(batch_difference(batch, {now: cut}))
 
     def pad_batch(batch: Batch) -> Batch:
         return jax.tree.map(
-            lambda leaf, want: jnp.pad(leaf, to_pad(leaf, want)), batch, spec
+            lambda leaf, want: jnp.pad(leaf, widths(leaf, want)), batch, spec
         )
 
     return jax.jit(pad_batch, out_shardings=jax.tree.map(lambda x: x.sharding, spec))
+
+
+def _cut(leaf: jax.ShapeDtypeStruct, now: Bucket, then: Bucket) -> jax.ShapeDtypeStruct:
+    """The shape that one of a batch's arrays has in another bucket."""
+    shape = (now.batch_size, *leaf.shape[1:])
+    if leaf.shape[1:2] == (then.seq_len,):
+        shape = (*shape[:1], now.seq_len, *shape[2:])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
 def _shape(leaf: Any) -> Any:

@@ -15,13 +15,6 @@ from jaxbucket.optim.adam_sde import ScaleByAdamSdeState
 from jaxbucket.optim.batch_size import ScaleByBatchSizeState
 from jaxbucket.optim.schedules import ScaledScheduleState
 
-# What has counted the data, and not what was learned of it.
-_CLOCKS = (
-    ScaleByBatchSizeState,
-    optax.ScaleByScheduleState,
-    # That of `optax.add_decayed_weights`, which has no public name.
-    type(optax.add_decayed_weights(optax.constant_schedule(0.0)).init(())),
-)
 # What counts for itself, with all that is inside of it.
 _OWN_COUNT = (optax.MultiStepsState, optax.ApplyIfFiniteState)
 _Injected = optax.schedules.InjectStatefulHyperparamsState
@@ -85,10 +78,10 @@ def skip_where(
     """
 
     def is_known(state: Any) -> bool:
-        return isinstance(state, (*_CLOCKS, *_OWN_COUNT, _Injected))
+        return isinstance(state, (*_clocks(), *_OWN_COUNT, _Injected))
 
     def kept(new: Any, old: Any) -> Any:
-        if isinstance(new, _CLOCKS):
+        if isinstance(new, _clocks()):
             return new
         if isinstance(new, _Injected):
             return new._replace(
@@ -97,6 +90,15 @@ def skip_where(
         return jax.tree.map(functools.partial(jnp.where, skipped), old, new)
 
     return jax.tree.map(kept, new, old, is_leaf=is_known)
+
+
+@functools.cache
+def _clocks() -> tuple[type, ...]:
+    """The states that have counted the data, and not what was learned of it."""
+    # That of `add_decayed_weights` has no public name; and to make one starts jax.
+    decay = optax.add_decayed_weights(optax.constant_schedule(0.0))
+    of_decay = jax.eval_shape(decay.init, ())
+    return ScaleByBatchSizeState, optax.ScaleByScheduleState, type(of_decay)
 
 
 def _in_chain(opt_state: Any) -> Iterator[Any]:

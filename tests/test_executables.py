@@ -1,0 +1,404 @@
+"""Executables kept in a folder: found again, and refused where something is wrong."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxbucket as jb
+
+MESH = jb.data_mesh(jax.devices()[:2])
+EXAMPLE = {"x": np.ones(3, np.float32)}
+PLAN = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (2, 16)])
+SPECS = jb.batch_specs(PLAN, EXAMPLE, MESH)
+STATE = {"w": np.float32(2)}
+
+
+def make_step(factor=3.0, table=None):
+    def my_step(state, batch):
+        x = jnp.where(batch.mask, batch.features["x"], 0)
+        if table is not None:
+            x = x + table
+        loss = (state["w"] * x).sum() * factor
+        return {"w": state["w"] + loss * 1e-3}, {"loss": loss}
+
+    return jax.jit(my_step, donate_argnums=0)
+
+
+def start(folder, step=None, specs=SPECS, state=STATE, **options):
+    """Compiles; returns the steps, and how many XLA has compiled."""
+    cache = jb.ExecutableCache(folder, **options)
+    with jb.count_compiles() as compiles:
+        steps = jb.compile_steps(
+            step or make_step(), jb.replicate(state, MESH), specs, executables=cache
+        )
+    return steps, compiles["my_step"]
+
+
+def losses(steps):
+    state, found = jb.replicate(STATE, MESH), []
+    for bucket in PLAN.buckets:
+        rows = [{"x": np.full(n, n, np.float32)} for n in range(1, 3)]
+        batch = jb.collate_rows(rows, bucket)
+        (batch,) = jb.prefetch_to_mesh([batch], MESH)
+        before = state
+        state, metrics = steps(state, batch)
+        assert before["w"].is_deleted()
+        found.append(float(metrics["loss"]))
+    return found
+
+
+@pytest.fixture(name="kept", scope="module")
+def kept_fixture(tmp_path_factory):
+    """A folder that one start has left, and what its steps gave."""
+    folder = tmp_path_factory.mktemp("executables")
+    steps, compiled = start(folder, key="a")
+    assert compiled == len(PLAN)
+    return folder, losses(steps)
+
+
+@pytest.fixture(name="folder")
+def folder_fixture(kept, tmp_path):
+    """A copy of it."""
+    for path in kept[0].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def executables(folder):
+    return sorted(pathlib.Path(folder).glob("*.executable"))
+
+
+@pytest.mark.parametrize("verify", ["all", "one", "none"])
+def test_a_second_start_compiles_nothing_and_gives_the_same(kept, verify):
+    folder, want = kept
+    steps, compiled = start(folder, verify=verify, key="a")
+    assert compiled == 0
+    assert losses(steps) == want
+    programs = steps.report.programs
+    assert [p.source for p in programs] == ["loaded"] * len(PLAN)
+    traced = sum(p.trace_seconds > 0 for p in programs)
+    assert traced == {"all": len(PLAN), "one": 1, "none": 0}[verify]
+    assert {p.file for p in programs} == {path.name for path in executables(folder)}
+    assert all(p.argument_bytes > 0 and p.compile_seconds > 0 for p in programs)
+
+
+def test_a_folder_is_enough(tmp_path):
+    for times in (len(PLAN), 0):
+        with jb.count_compiles() as compiles:
+            state = jb.replicate(STATE, MESH)
+            jb.compile_steps(make_step(), state, SPECS, executables=tmp_path / "new")
+        assert compiles["my_step"] == times
+
+
+TABLE = np.arange(3000, dtype=np.float32).reshape(-1, 1, 1).sum(0)
+OTHER_PROGRAMS = {
+    "a constant": lambda: make_step(3.0000002),
+    "a closed-over array": lambda: make_step(table=TABLE),
+    "another array": lambda: make_step(table=TABLE + 1),
+    "no donation": lambda: jax.jit(make_step().__wrapped__),
+    "another name": lambda: jax.jit(lambda *args: make_step().__wrapped__(*args)),
+    "other options": lambda: jax.jit(
+        make_step().__wrapped__,
+        donate_argnums=0,
+        compiler_options={"xla_cpu_enable_fast_math": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("verify", ["all", "one"])
+@pytest.mark.parametrize("name", OTHER_PROGRAMS)
+def test_what_is_another_program_is_not_found(folder, name, verify):
+    if name == "another array":
+        start(folder, OTHER_PROGRAMS["a closed-over array"](), key="a")
+    before = len(executables(folder))
+    steps, _ = start(folder, OTHER_PROGRAMS[name](), verify=verify, key="a")
+    assert {p.source for p in steps.report.programs} == {"compiled"}
+    # And kept beside the others.
+    assert len(executables(folder)) == before + len(PLAN)
+    assert start(folder, verify=verify, key="a")[1] == 0
+
+
+def test_the_rate_of_an_optimizer_is_in_the_program(tmp_path):
+    def loss(params, batch, keys):
+        errors = params["w"] * batch.features["x"]
+        return jnp.where(batch.mask, errors, 0).sum(), batch.num_tokens
+
+    found = []
+    for rate in (1e-3, 1e-3, 2e-3):
+        tx = optax.sgd(rate)
+        state = jb.replicate(jb.create_state({"w": jnp.ones(())}, tx), MESH)
+        step = jb.data_parallel(loss, tx, MESH)
+        with jb.count_compiles() as compiles:
+            jb.compile_steps(step, state, SPECS, executables=tmp_path)
+        found.append(compiles["train_step"])
+    assert found == [len(PLAN), 0, len(PLAN)]
+
+
+@pytest.mark.parametrize("verify", ["all", "one", "none"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"state": {"w": np.float16(2)}},
+        {"state": {"w": np.float32(2), "v": np.float32(1)}},
+        {"specs": jb.batch_specs(PLAN, {"x": np.ones(3, np.float16)}, MESH)},
+        {"specs": jb.batch_specs(PLAN, EXAMPLE, jb.data_mesh(jax.devices()[2:4]))},
+    ],
+)
+def test_other_arguments_are_another_program(folder, other, verify):
+    def my_step(state, batch):
+        return state, {"loss": batch.features["x"].astype(jnp.float32).sum()}
+
+    step = jax.jit(my_step)
+    start(folder, step, key="a")
+    options = {"verify": verify, "key": "a"}
+    if other.keys() == {"specs"} and "x" in str(other):
+        mesh = next(iter(jax.tree.leaves(other["specs"]))).sharding.mesh
+        state = jb.replicate(STATE, mesh)
+        cache = jb.ExecutableCache(folder, **options)
+        steps = jb.compile_steps(step, state, other["specs"], executables=cache)
+    else:
+        steps, _ = start(folder, step, **other, **options)
+    assert {p.source for p in steps.report.programs} == {"compiled"}
+
+
+def test_other_versions_devices_and_flags_are_another_program(folder, monkeypatch):
+    monkeypatch.setattr(jax, "__version__", "0.0.1")
+    assert start(folder, key="a")[1] == len(PLAN)
+    monkeypatch.undo()
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_dump_to=")
+    assert start(folder, key="a")[1] == len(PLAN)
+    monkeypatch.undo()
+    assert start(folder, key="b")[1] == len(PLAN)
+    assert start(folder, key="a")[1] == 0
+
+
+def test_without_verifying_the_key_is_what_counts(folder):
+    other = make_step(4.0)
+    steps, compiled = start(folder, other, verify="none", key="a")
+    assert compiled == 0
+    # That is what was asked for: the key says that nothing has changed.
+    assert losses(steps) == losses(start(folder, key="a")[0])
+    assert start(folder, other, verify="none", key="b")[1] == len(PLAN)
+
+
+def test_a_bucket_that_is_new_is_the_only_one_compiled(folder):
+    plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (2, 16), (2, 20)])
+    specs = jb.batch_specs(plan, EXAMPLE, MESH)
+    steps, compiled = start(folder, specs=specs, key="a")
+    assert compiled == 1
+    found = {p.label: p.source for p in steps.report.programs}
+    assert found["[2, 20]"] == "compiled" and list(found.values()).count("loaded") == 3
+
+
+def damage(path, rng):
+    """Cuts a file, flips some of its bits, or makes it somebody else's."""
+    content = bytearray(path.read_bytes())
+    kind = rng.integers(4)
+    if kind == 0:
+        content = content[: rng.integers(len(content))]
+    elif kind == 1:
+        for place in rng.integers(len(content), size=rng.integers(1, 4)):
+            content[place] ^= 1 << rng.integers(8)
+    elif kind == 2:
+        # Where the header is, and the checksum.
+        content[rng.integers(min(900, len(content)))] ^= 1 << rng.integers(8)
+    else:
+        content = bytearray(rng.bytes(int(rng.integers(200))))
+    changed = bytes(content) != path.read_bytes()
+    path.write_bytes(content)
+    return changed
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_damaged_file_is_named_and_none_is_loaded(folder, kept, seed):
+    rng = np.random.default_rng(seed)
+    verify = ["all", "one", "none"][seed % 3]
+    for _ in range(20):
+        paths = sorted(folder.iterdir())
+        chosen = [path for path in paths if rng.random() < 0.5] or paths[:1]
+        damaged = {path.name for path in chosen if damage(path, rng)}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            steps, compiled = start(folder, verify=verify, key="a")
+        named = " ".join(str(w.message) for w in caught)
+        lists = {name for name in damaged if name.endswith(".programs")}
+        if verify == "all" or not lists:
+            assert all(name in named for name in damaged - lists)
+            assert compiled == len(damaged - lists)
+        if verify != "all":
+            assert all(name in named for name in lists)
+        assert losses(steps) == kept[1]
+    assert start(folder, verify=verify, key="a")[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is cut"),
+        (b"jaxbuck", "is cut"),
+        (b"\x80\x04\x95", "is not one of jaxbucket's"),
+        (b"jaxbucket 1 " + b"0" * 64 + b"{}\n", "is cut or damaged"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(folder, content, said):
+    path = executables(folder)[0]
+    path.write_bytes(content)
+    with pytest.warns(RuntimeWarning, match=re.escape(f"{path} {said}")):
+        assert start(folder, key="a")[1] == 1
+
+
+def test_a_file_under_another_name_is_not_loaded(folder):
+    first, second, *_ = executables(folder)
+    first.write_bytes(second.read_bytes())
+    with pytest.warns(RuntimeWarning, match="of another program than its name says"):
+        steps, compiled = start(folder, key="a")
+    assert compiled == 1
+
+
+def test_a_file_that_xla_does_not_take_is_compiled_anew(folder):
+    from jaxbucket.compile import files
+
+    path = executables(folder)[0]
+    kept = files.read(path)
+    files.write(path, files.Kept(kept.header, b"not a pickle"))
+    with pytest.warns(RuntimeWarning, match="cannot be loaded"):
+        assert start(folder, key="a")[1] == 1
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, kept):
+    place = tmp_path / "file"
+    place.write_text("")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps, compiled = start(place / "folder", key="a")
+    assert compiled == len(PLAN) and losses(steps) == kept[1]
+    said = [str(w.message) for w in caught if "not kept" in str(w.message)]
+    assert len(said) == 1 and "Make room, or name another folder" in said[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_disk_that_is_really_full(tmp_path, kept):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("there is no tmpfs to mount here")
+    try:
+        with pytest.warns(RuntimeWarning, match="No space left on device"):
+            steps, compiled = start(tmp_path, key="a")
+        assert compiled == len(PLAN) and losses(steps) == kept[1]
+        left = [path.name for path in tmp_path.iterdir()]
+        assert not [name for name in left if name.endswith(".partial")]
+        with pytest.warns(RuntimeWarning, match="No space left on device"):
+            steps, _ = start(tmp_path, key="a")
+        assert losses(steps) == kept[1]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_what_was_not_used_for_longest_goes_first(tmp_path):
+    for number, factor in enumerate((1.0, 2.0, 3.0)):
+        start(tmp_path, make_step(factor))
+        for path in tmp_path.iterdir():
+            if path.stat().st_mtime > 1e9:
+                os.utime(path, (number, number))
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    os.utime(other, (0, 0))
+    # As many as now, and none more: a fourth start takes the place of the first.
+    assert start(tmp_path, make_step(1.0), max_gb=size / 1e9)[1] == 0
+    assert start(tmp_path, make_step(4.0), max_gb=size * 1.01 / 1e9)[1] == len(PLAN)
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= size * 1.01
+    assert other.exists()
+    assert start(tmp_path, make_step(1.0))[1] == 0
+    assert start(tmp_path, make_step(2.0))[1] > 0
+
+
+def test_a_bound_that_is_less_than_one_start_is_said(tmp_path):
+    with pytest.warns(RuntimeWarning, match="`max_gb=1e-06` is less than the"):
+        _, compiled = start(tmp_path, max_gb=1e-6)
+    # What is in use stays.
+    assert compiled == len(PLAN) == len(executables(tmp_path))
+
+
+def test_what_a_writer_has_left_is_cleaned_up(folder):
+    old, new = folder / "x.executable.ab.partial", folder / "y.executable.cd.partial"
+    for path in (old, new):
+        path.write_text("")
+    os.utime(old, (1, 1))
+    start(folder, make_step(5.0), key="a")
+    assert not old.exists() and new.exists()
+
+
+def test_what_calls_back_to_python_is_compiled_each_time(tmp_path):
+    def my_step(state, batch):
+        jax.debug.callback(lambda x: None, state["w"])
+        return state, {"loss": state["w"]}
+
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            steps, _ = start(tmp_path, jax.jit(my_step))
+        assert {p.source for p in steps.report.programs} == {"compiled"}
+        assert any("for it calls back to Python" in str(w.message) for w in caught)
+    assert not list(tmp_path.iterdir())
+
+
+SEVERAL = """
+import sys
+import jax, numpy as np
+sys.path.insert(0, {folder!r})
+import test_executables as t
+
+steps, compiled = t.start({cache!r}, key="a")
+print(compiled, t.losses(steps))
+"""
+
+
+def test_several_processes_may_write_one_folder_at_once(tmp_path, kept):
+    code = SEVERAL.format(
+        folder=str(pathlib.Path(__file__).parent), cache=str(tmp_path / "cache")
+    )
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("JAX_COMPILATION_CACHE")
+    }
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for _ in range(4)
+    ]
+    for run in runs:
+        output, errors = run.communicate(timeout=200)
+        assert run.returncode == 0, errors
+        assert output.split(maxsplit=1)[1].strip() == str(kept[1])
+    assert len(list((tmp_path / "cache").iterdir())) == len(PLAN) + 1
+    assert start(tmp_path / "cache", key="a")[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"verify": "some"}, "`verify='some'`: choose 'all', 'one' or 'none'."),
+        ({"verify": "none"}, "`verify='none'` takes what is in the folder for what"),
+        ({"max_gb": 0}, "`max_gb=0`: make it positive."),
+        ({"max_gb": float("nan")}, "`max_gb=nan`: make it positive."),
+    ],
+)
+def test_what_is_no_cache_is_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jb.ExecutableCache("folder", **options)

@@ -1,0 +1,206 @@
+"""Every shape of a plan, compiled before its job: the function and the command."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import jaxbucket as jb
+from jaxbucket.cli import main
+from jaxbucket.precompile import precompile
+
+ROOT = pathlib.Path(__file__).parents[1]
+PLAN = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (2, 16)])
+MESH = jb.data_mesh(jax.devices()[:1])
+
+
+def my_step(state, batch):
+    if batch.bucket.seq_len == 16 and state["w"].dtype == jnp.float16:
+        raise ArithmeticError("no such bucket\nin half precision")
+    return state, (state["w"] * batch.features["x"]).sum()
+
+
+def recipe(plan, dtype="float32"):
+    """For the command, too: `test_precompile:recipe`."""
+    replicated = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
+    state = {"w": jax.ShapeDtypeStruct((), np.dtype(dtype), sharding=replicated)}
+    example = {"x": np.ones(3, np.dtype(dtype))}
+    return jax.jit(my_step), state, jb.batch_specs(plan, example, MESH)
+
+
+def both(plan):
+    return {"train": recipe(plan), "eval": recipe(plan)}
+
+
+def nothing(plan):
+    return recipe(plan)[0]
+
+
+def start(folder, dtype=np.float32):
+    """What the job does; how many programs XLA has compiled for it."""
+    step, _, specs = recipe(PLAN, np.dtype(dtype).name)
+    state = jb.replicate({"w": dtype(2)}, MESH)
+    jax.clear_caches()
+    with jb.count_compiles() as compiles:
+        steps = jb.compile_steps(step, state, specs, executables=folder)
+        batch = jb.collate_rows([{"x": np.ones(3, dtype)}], PLAN.buckets[0])
+        (batch,) = jb.prefetch_to_mesh([batch], MESH)
+        assert steps(state, batch)[1] == 6
+    return compiles["my_step"]
+
+
+def test_what_is_precompiled_is_found_by_the_job(tmp_path):
+    jax.clear_caches()
+    done = precompile(recipe, PLAN, executables=jb.ExecutableCache(tmp_path))
+    assert [p.label for p in done.report.programs] == ["[2, 16]", "[4, 8]", "[8, 4]"]
+    assert {p.source for p in done.report.programs} == {"compiled"}
+    assert not done.failures and done.seconds > 0
+    assert start(tmp_path) == 0
+    again = precompile(recipe, PLAN, executables=jb.ExecutableCache(tmp_path))
+    assert {p.source for p in again.report.programs} == {"loaded"}
+    # Arguments are handed on, and make another program.
+    precompile(recipe, PLAN, "float64", executables=jb.ExecutableCache(tmp_path))
+    assert start(tmp_path) == 0
+
+
+def test_a_bucket_that_fails_does_not_keep_the_others(tmp_path):
+    cache = jb.ExecutableCache(tmp_path)
+    done = precompile(recipe, PLAN, "float16", executables=cache)
+    assert [p.label for p in done.report.programs] == ["[4, 8]", "[8, 4]"]
+    (failure,) = done.failures
+    assert (failure.step, failure.label) == ("step", "[2, 16]")
+    assert failure.error == "ArithmeticError: no such bucket"
+    numbers = json.loads(done.to_json())
+    assert len(numbers["programs"]) == 2 and len(numbers["failures"]) == 1
+
+
+def test_a_recipe_may_have_several_steps():
+    done = precompile(both, PLAN)
+    assert len(done.report.programs) == 6
+
+
+def test_what_is_too_large_is_named():
+    done = precompile(recipe, PLAN)
+    largest = max(p.peak_bytes for p in done.report.programs)
+    assert done.above(largest / 1e9) == []
+    assert len(done.above(1e-9)) == 3
+
+
+@pytest.mark.parametrize("made", [nothing, lambda plan: None, lambda plan: (1, 2)])
+def test_what_is_no_recipe_is_refused(made):
+    with pytest.raises(ValueError, match="The recipe returned .* return .step_fn, st"):
+        precompile(made, PLAN)
+
+
+@pytest.fixture(name="plan")
+def plan_fixture(tmp_path, monkeypatch):
+    """The plan's file; and the folder of this module, which has the recipes."""
+    monkeypatch.chdir(pathlib.Path(__file__).parent)
+    path = tmp_path / "plan.json"
+    path.write_text(PLAN.to_json())
+    return path
+
+
+def command(*args):
+    return CliRunner().invoke(main, ["precompile", *map(str, args)])
+
+
+def test_the_command_fills_the_folder_and_prints_a_table(plan, tmp_path):
+    jax.clear_caches()
+    cache = tmp_path / "cache"
+    run = command(
+        "--recipe", "test_precompile:recipe", "--plan", plan, "--cache", cache
+    )
+    assert run.exit_code == 0, run.output
+    assert "my_step [2, 16]" in run.output and "temporary" in run.output
+    assert len(list(cache.glob("*.executable"))) == 3
+    options = ("--recipe", "test_precompile:recipe", "--plan", plan, "--cache", cache)
+    run = command(*options, "--json")
+    numbers = json.loads(run.output)
+    assert [p["source"] for p in numbers["programs"]] == ["loaded"] * 3
+    assert numbers["above"] == [] and numbers["cache"] == str(cache)
+
+
+def test_the_command_fails_where_a_bucket_does(plan):
+    options = ("--recipe", "test_precompile:recipe", "--plan", plan)
+    run = command(*options, "--", "float16")
+    assert run.exit_code == 1
+    assert "step [2, 16]: ArithmeticError: no such bucket" in run.stderr
+    assert "[4, 8]" in run.stdout
+    run = command(*options, "--memory-gb", 1e-9, "--json")
+    assert run.exit_code == 1
+    assert "my_step [2, 16] takes more than --memory-gb 1e-09." in run.stderr
+    assert len(json.loads(run.stdout)["above"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--recipe", "test_precompile:other"), "has no 'other'"),
+        (("--recipe", "recipe"), "must be `module:function`"),
+        (("--recipe", "test_precompile:nothing"), "return (step_fn, state, specs)"),
+        (("--recipe", "test_precompile:recipe", "--memory-gb", 0), "--memory-gb"),
+        (("--recipe", "test_precompile:recipe", "--workers", 0), "--workers"),
+        (("--recipe", "test_precompile:recipe", "--max-gb", 0), "`max_gb=0.0`"),
+    ],
+)
+def test_what_the_command_does_not_take_is_said(plan, tmp_path, options, message):
+    run = command("--plan", plan, "--cache", tmp_path / "cache", *options)
+    assert run.exit_code != 0
+    assert message in " ".join(run.output.split()), run.output
+
+
+def test_a_file_that_is_no_plan_is_refused(plan):
+    plan.write_text(plan.read_text()[:20])
+    run = command("--recipe", "test_precompile:recipe", "--plan", plan)
+    assert run.exit_code == 1 and "plan.json" in run.output
+
+
+def test_the_example_finds_what_the_script_has_compiled(tmp_path):
+    """From a file of lengths to a training job that compiles nothing."""
+    lines = "".join(
+        json.dumps({"text": f"document {n} " + "x" * (n % 90)}) + "\n"
+        for n in range(200)
+    )
+    (tmp_path / "data.jsonl").write_text(lines)
+    plan = jb.BucketPlan.from_shapes([(8, 32), (4, 64), (4, 128)])
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    words = (
+        *("--data", tmp_path / "data.jsonl", "--plan", tmp_path / "plan.json"),
+        *("--steps", 6, "--width", 16, "--layers", 1, "--max-len", 128),
+        *("--max-tokens", 512, "--devices", 2),
+    )
+    words = tuple(map(str, words))
+    script = [
+        *(sys.executable, ROOT / "scripts" / "precompile_shapes.py"),
+        *("--recipe", "recipe:steps", "--plan", tmp_path / "plan.json"),
+        *("--cache", tmp_path / "cache", "--json", "--", *words),
+    ]
+    run = subprocess.run(
+        script, cwd=ROOT / "examples", capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    programs = json.loads(run.stdout)["programs"]
+    assert sorted(p["name"] for p in programs) == ["eval_step"] * 3 + ["train_step"] * 3
+    assert all(p["flops"] > 0 and p["temporary_bytes"] > 0 for p in programs)
+    for options in ((), ("--opening", "2"), ("--verify", "one")):
+        out = tmp_path / "out.json"
+        run = subprocess.run(
+            [
+                *(sys.executable, ROOT / "examples" / "train_lm.py", *words, *options),
+                *("--executables", tmp_path / "cache", "--json", out),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        for name in ("train_step", "eval_step"):
+            compiled = json.loads(out.read_text())["compile"][name]
+            assert (compiled["ahead"], compiled["later"]) == (0, 0)
