@@ -45,6 +45,14 @@ class Jitted:
     def seconds_waited(self) -> float:
         return math.fsum(self.seconds.values())
 
+    @property
+    def report(self) -> jb.CompileReport:
+        """Nothing was compiled ahead."""
+        return jb.CompileReport(())
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
     def __call__(self, state: Any, batch: jb.Batch) -> Any:
         if batch.bucket in self.seconds:
             return self._step_fn(state, batch)

@@ -123,7 +123,12 @@ class HeldOut:
     ):
         eval_step = jb.data_parallel_eval(recipe.loss, mesh, mode=args.mode)
         self.steps = jb.compile_steps(
-            eval_step, state, part.specs(mesh), executables=executables(args)
+            eval_step,
+            state,
+            part.specs(mesh),
+            # Nor does training wait for what evaluates it.
+            opening=part.schedule.bucket_order() if args.opening else (),
+            executables=executables(args),
         )
         self.curve: list[dict[str, Any]] = []
         self._mesh = mesh
@@ -274,7 +279,6 @@ def run(
     steps = compile_train(job, args, tx, progress)
     clock.pause()
     held_out = HeldOut(job.held_out, job.mesh, progress.state, args)
-    ahead = compiles.copy()
     # In the first step they wait for one another, but some collectives not for long.
     job.processes.gather("compiled", "")
     clock.start()
@@ -297,6 +301,13 @@ def run(
     seconds = {
         "train_step": steps.seconds_waited,
         "eval_step": held_out.steps.seconds_waited,
+    }
+    # What was compiled beside training counts as ahead, too.
+    steps.wait()
+    held_out.steps.wait()
+    ahead = {
+        "train_step": steps.report.num_compiled,
+        "eval_step": held_out.steps.report.num_compiled,
     }
     numbers = {
         "versions": {"jaxbucket": jb.__version__, "jax": jax.__version__},
@@ -337,7 +348,7 @@ def run(
 def compiled_by_all(
     job: Job,
     steps: jb.CompiledSteps | policies.Jitted,
-    ahead: Counter[str],
+    ahead: dict[str, int],
     compiles: Counter[str],
 ) -> list[dict[str, Any]]:
     """Which shapes each process has compiled for training, and how often."""

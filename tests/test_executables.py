@@ -14,6 +14,8 @@ import optax
 import pytest
 
 import jaxbucket as jb
+from jaxbucket.compile import Program, ProgramReport, files
+from jaxbucket.compile.events import own_compile
 
 MESH = jb.data_mesh(jax.devices()[:2])
 EXAMPLE = {"x": np.ones(3, np.float32)}
@@ -89,6 +91,56 @@ def test_a_second_start_compiles_nothing_and_gives_the_same(kept, verify):
     assert traced == {"all": len(PLAN), "one": 1, "none": 0}[verify]
     assert {p.file for p in programs} == {path.name for path in executables(folder)}
     assert all(p.argument_bytes > 0 and p.compile_seconds > 0 for p in programs)
+
+
+JAX_CACHE = """
+import sys, warnings
+import jax, numpy as np
+sys.path.insert(0, {folder!r})
+import test_executables as t
+import jaxbucket as jb
+
+warnings.simplefilter("error", RuntimeWarning)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+if sys.argv[2] == "fill":
+    jb.compile_steps(t.make_step(), jb.replicate(t.STATE, t.MESH), t.SPECS)
+    sys.exit()
+steps, compiled = t.start(sys.argv[2])
+print(compiled, t.losses(steps))
+# What is compiled beside it is kept in jax's own cache as before.
+assert jax.config.jax_enable_compilation_cache
+"""
+
+
+def test_what_the_cache_of_jax_has_is_not_kept_without_its_code(tmp_path, kept):
+    code = JAX_CACHE.format(folder=str(pathlib.Path(__file__).parent))
+    said = []
+    for words in ("fill", tmp_path / "own", tmp_path / "own", tmp_path / "other"):
+        command = [sys.executable, "-c", code, tmp_path / "xla", words]
+        run = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        said.append(run.stdout)
+    assert said == ["", f"3 {kept[1]}\n", f"0 {kept[1]}\n", f"3 {kept[1]}\n"]
+
+
+def test_code_that_is_lost_within_a_process_is_not_kept(tmp_path):
+    step, compiled = make_step(), jb.ExecutableCache(tmp_path / "first")
+    bucket = PLAN.buckets[0]
+    program = Program(bucket, step, (jb.replicate(STATE, MESH), SPECS[bucket]))
+    start = compiled.begin([program])
+    lowered, _ = program.lower()
+    start.note(program, lowered)
+    with own_compile():
+        executable = lowered.compile()
+    report = ProgramReport("my_step", "", "compiled", *(0.0,) * 3, *(0,) * 5)
+    assert start.save(program, executable, report).file is not None
+    again, _ = start.load(program)
+    with pytest.warns(RuntimeWarning, match="it has no code any more"):
+        assert start.save(program, again, report).file is None
 
 
 def test_a_folder_is_enough(tmp_path):
@@ -265,8 +317,6 @@ def test_a_file_under_another_name_is_not_loaded(folder):
 
 
 def test_a_file_that_xla_does_not_take_is_compiled_anew(folder):
-    from jaxbucket.compile import files
-
     path = executables(folder)[0]
     kept = files.read(path)
     files.write(path, files.Kept(kept.header, b"not a pickle"))
@@ -402,3 +452,64 @@ def test_several_processes_may_write_one_folder_at_once(tmp_path, kept):
 def test_what_is_no_cache_is_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         jb.ExecutableCache("folder", **options)
+
+
+TWO = """
+import jax, jax.numpy as jnp, numpy as np
+import jaxbucket as jb
+
+with jb.Processes() as processes:
+    mesh = jb.data_mesh()
+    plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (4, 16)])
+    specs = jb.batch_specs(plan, {{"x": np.ones(3, np.float32)}}, mesh)
+
+    def my_step(state, batch):
+        loss = jnp.where(batch.mask, state * batch.features["x"], 0).sum()
+        return state + loss, {{"loss": loss}}
+
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    step = jax.jit(my_step, out_shardings=replicated, donate_argnums=0)
+    state = jb.replicate(np.float32(2), mesh)
+    with jb.count_compiles() as compiles:
+        steps = jb.compile_steps(
+            step,
+            state,
+            specs,
+            executables=jb.ExecutableCache({folder!r}, verify={verify!r}, key="a"),
+            opening={opening},
+        )
+        steps.wait()
+    shard = jb.local_rows(mesh)
+    found = []
+    for bucket in plan.buckets:
+        rows = [{{"x": np.full(n, n, np.float32)}} for n in range(1, 4)]
+        batch = jb.collate_rows(rows, bucket)
+        batch = jax.tree.map(lambda x: x[shard.rows(len(x))], batch)
+        (batch,) = jb.prefetch_to_mesh([batch], mesh)
+        state, metrics = steps(state, batch)
+        found.append(float(metrics["loss"]))
+    say(compiles["my_step"], found)
+"""
+
+
+@pytest.mark.parametrize("opening", ["()", "plan.buckets[0]"])
+def test_processes_take_from_files_what_all_of_them_have(launch, tmp_path, opening):
+    folder = tmp_path / "executables"
+
+    def told(verify):
+        code = TWO.format(folder=str(folder), verify=verify, opening=opening)
+        done = launch(code, devices=2)
+        assert done.status == 0, done.output
+        (one,), (other,) = done.said(0), done.said(1)
+        # Compiled by all of them, or by none.
+        assert one == other
+        count, losses = one.split(maxsplit=1)
+        return int(count), losses
+
+    compiled, losses = told("all")
+    assert compiled == 3 and len(executables(folder)) == 2 * 3
+    for verify in ("all", "none"):
+        assert told(verify) == (0, losses)
+    executables(folder)[0].unlink()
+    assert told("one") == (1, losses)
+    assert told("one") == (0, losses)

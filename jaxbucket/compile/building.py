@@ -29,6 +29,7 @@ from jaxbucket.compile.programs import (
     ProgramReport,
     memory_of,
 )
+from jaxbucket.compile.xla_cache import without_xla_cache
 from jaxbucket.coordination import Store
 from jaxbucket.progress import progress_bar
 
@@ -234,7 +235,7 @@ class Building(Mapping[Label, Any]):
         self, program: Program, lowered: Any, flops: int | None, trace_seconds: float
     ) -> None:
         start = time.perf_counter()
-        with own_compile():
+        with self._no_other_cache(), own_compile():
             executable = lowered.compile()
         report = ProgramReport(
             program.name,
@@ -249,6 +250,11 @@ class Building(Mapping[Label, Any]):
         if self._start is not None:
             report = self._start.save(program, executable, report)
         self._settle(program, executable, report)
+
+    def _no_other_cache(self) -> contextlib.AbstractContextManager[None]:
+        if self._start is not None and self._start.platform == "cpu":
+            return without_xla_cache()
+        return contextlib.nullcontext()
 
     def _settle(self, program: Program, executable: Any, report: ProgramReport) -> None:
         self._reports[program.label] = report

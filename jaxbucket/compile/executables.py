@@ -29,6 +29,8 @@ from jaxbucket.compile.programs import Label, Program, ProgramReport
 
 Verify: TypeAlias = Literal["all", "one", "none"]
 _EXECUTABLE, _LIST = ".executable", ".programs"
+# How the code for a processor begins, on Linux and on a Mac.
+_OBJECT_CODE = (b"\x7fELF", b"\xcf\xfa\xed\xfe")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +81,16 @@ class Start:
     Args:
       cache: the folder, and how to use it.
       programs: all that it needs.
+
+    Attributes:
+      platform: what they run on, such as "cpu".
     """
 
     def __init__(self, cache: ExecutableCache, programs: Sequence[Program]):
         self._cache = cache
         self._folder = pathlib.Path(cache.folder)
         self._devices = keys.devices_of([program.args for program in programs])
+        self.platform: str = self._devices[0].platform
         self._shared = keys.environment(self._devices) | {"key": cache.key}
         self._arguments = {p.label: keys.arguments(p) for p in programs}
         self._list_name = keys.digest([self._shared, *self._arguments.values()])
@@ -147,6 +153,8 @@ class Start:
         kept_report = dataclasses.replace(report, file=path.name)
         try:
             body = _dumped(executable)
+            if self.platform == "cpu" and not any(x in body for x in _OBJECT_CODE):
+                raise ValueError("jax's own cache had it, and it has no code any more.")
         # What cannot be pickled says so in many ways.
         except Exception as error:
             self._warn(

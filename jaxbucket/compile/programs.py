@@ -120,6 +120,11 @@ class CompileReport:
 
     programs: tuple[ProgramReport, ...]
 
+    @property
+    def num_compiled(self) -> int:
+        """How many XLA has compiled; the others were loaded."""
+        return sum(program.source == "compiled" for program in self.programs)
+
     def to_dict(self) -> list[dict[str, Any]]:
         """Every number, as plain Python."""
         return [program.to_dict() for program in self.programs]

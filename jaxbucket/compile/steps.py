@@ -65,7 +65,8 @@ def compile_steps(
       executables: a folder, or an `ExecutableCache`, where executables are kept and
         found again, without compiling.
       xla_cache: a folder for jax's own compilation cache, which holds for all that is
-        compiled in this process from here on, and spares XLA's work, not tracing.
+        compiled in this process from here on, and spares XLA's work, not tracing. On a
+        CPU, what is kept in `executables` is not kept there, too.
       unplanned: what becomes of a batch that is not as planned: "raise" refuses it;
         "longer" pads one of another shape with empty rows and zeros to the cheapest
         bucket that it fits in; "jit" compiles for it. Each is warned about once.

@@ -1,8 +1,11 @@
-"""jax's own compilation cache, turned on by one argument."""
+"""jax's own compilation cache, turned on by one argument, and off for a while."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Iterator
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -25,4 +28,39 @@ def use_xla_cache(folder: str | os.PathLike[str]) -> None:
     if before is None:
         jax.config.update("jax_compilation_cache_dir", folder)
         # What was compiled before this has settled that there is none.
+        compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def without_xla_cache() -> Iterator[None]:
+    """Has jax compile what is compiled inside, even if its cache has it.
+
+    An executable of a CPU that came from there has no code in it when it is serialised
+    once more: it is loaded, and fails when it runs.
+    """
+    with _Off.lock:
+        if not _Off.depth:
+            _Off.was_on = jax.config.jax_enable_compilation_cache
+            _switch(False)
+        _Off.depth += 1
+    try:
+        yield
+    finally:
+        with _Off.lock:
+            _Off.depth -= 1
+            if not _Off.depth:
+                _switch(_Off.was_on)
+
+
+class _Off:
+    """Several threads may want it off."""
+
+    lock = threading.Lock()
+    depth = 0
+    was_on = True
+
+
+def _switch(on: bool) -> None:
+    if jax.config.jax_enable_compilation_cache != on:
+        jax.config.update("jax_enable_compilation_cache", on)
         compilation_cache.reset_cache()
