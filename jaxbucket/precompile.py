@@ -89,7 +89,7 @@ def precompile(
       plan: the shapes.
       arguments: of the job, handed on to the recipe.
       executables: where they are kept, for the job to find.
-      workers: how many are compiled at a time; by default one for each core.
+      workers: how many are compiled at a time; by default one for two cores.
       progress: show a progress bar on a terminal.
 
     Raises:

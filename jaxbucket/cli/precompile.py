@@ -51,7 +51,7 @@ _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
 @click.option(
     "--workers",
     type=POSITIVE,
-    help="Compile so many at a time; by default one for each core.",
+    help="Compile so many at a time; by default one for two cores.",
 )
 @json_option
 @click.argument("arguments", nargs=-1)

@@ -47,7 +47,7 @@ class Building(Mapping[Label, Any]):
     Args:
       programs: what is compiled, in this order.
       start: where executables are looked for and kept.
-      workers: how many are compiled at a time; by default one for each core.
+      workers: how many are compiled at a time; by default one for two cores.
       keep_going: build the others where one has failed.
 
     Attributes:
@@ -66,7 +66,7 @@ class Building(Mapping[Label, Any]):
             check_positive("workers", workers)
         self._programs = list(programs)
         self._start = start
-        self._workers = workers or min(os.cpu_count() or 1, _MOST_WORKERS)
+        self._workers = workers or _default_workers()
         self._futures: dict[Label, Future[Any]] = {
             p.label: Future() for p in self._programs
         }
@@ -259,6 +259,11 @@ class Building(Mapping[Label, Any]):
     def _settle(self, program: Program, executable: Any, report: ProgramReport) -> None:
         self._reports[program.label] = report
         self._futures[program.label].set_result(executable)
+
+
+def _default_workers() -> int:
+    # XLA's compiler itself keeps more than one and a half cores busy.
+    return max(1, min((os.cpu_count() or 1) // 2, _MOST_WORKERS))
 
 
 class _Agreement:

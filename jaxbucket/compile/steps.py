@@ -57,7 +57,8 @@ def compile_steps(
         must return it in the sharding it came in, as `data_parallel`'s does.
       state: the first state, or the shapes, dtypes and shardings of one.
       specs: a batch's shapes for every bucket, from `batch_specs`.
-      workers: how many are compiled at a time; by default one for each core.
+      workers: how many are compiled at a time, beside the next one's tracing; by
+        default one for two cores, for XLA's compiler uses more than one itself.
       opening: a bucket that is compiled first and alone, for training to begin on it
         (`BatchSchedule(..., opening=[(bucket, steps)])`): the others are compiled in
         threads meanwhile, and a step waits only where its bucket is not ready. Of
