@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -76,15 +77,17 @@ _expected: ContextVar[tuple[CompileGuard, str] | None] = ContextVar(
 class _Listener:
     """One for all guards: they come and go with the steps that they are of."""
 
+    lock = threading.Lock()
     guards: weakref.WeakSet[CompileGuard] = weakref.WeakSet()
     is_listening = False
 
     @classmethod
     def add(cls, guard: CompileGuard) -> None:
-        cls.guards.add(guard)
-        if not cls.is_listening:
-            listen_to_compiles(cls.heard)
-            cls.is_listening = True
+        with cls.lock:
+            cls.guards.add(guard)
+            if not cls.is_listening:
+                listen_to_compiles(cls.heard)
+                cls.is_listening = True
 
     @classmethod
     def heard(cls, name: str) -> None:
@@ -97,5 +100,7 @@ class _Listener:
             guard.mind(trace, difference)
             return
         # Steps that were compiled twice have two.
-        for guard in [guard for guard in cls.guards if guard.is_of(name, trace)][:1]:
+        with cls.lock:
+            guards = list(cls.guards)
+        for guard in [guard for guard in guards if guard.is_of(name, trace)][:1]:
             guard.mind(trace)
