@@ -72,7 +72,8 @@ def data_parallel_accumulate(
     compiles all phases. One extra trace of the loss finds out which sums it has.
 
     The state is donated with the last phase: where a micro-batch is refused, or its
-    loss fails, it is what it was. Gradients in half precision are added in float32.
+    loss cannot be traced, it is what it was; what fails on the devices is known only
+    later. Gradients in half precision are added in float32.
     """
     check_state_sharding(mode, state_sharding)
     sums_of = gradient_sums(loss_fn)

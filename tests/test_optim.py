@@ -1122,7 +1122,9 @@ def test_a_base_may_be_any_number(base):
     np.testing.assert_array_equal(updates, 2)
 
 
-@pytest.mark.parametrize("size", [-4, math.nan, "8", None, np.float32("nan")])
+@pytest.mark.parametrize(
+    "size", [-4, math.nan, math.inf, "8", None, np.float32("nan"), True, np.True_]
+)
 def test_what_is_no_size_is_refused(size):
     tx = jb.scale_by_batch_size(base_examples=2)
     with pytest.raises(ValueError, match="num_examples"):
@@ -1237,6 +1239,61 @@ def test_what_counts_for_itself_is_held_with_all_inside():
     params = {"w": jnp.ones(2)}
     state = tx.init(params)
     _, state = tx.update(params, state, params)
+    _, new = tx.update(params, state, params)
+    held = skip_where(jnp.asarray(True), new, state)
+    jax.tree.map(np.testing.assert_array_equal, held, state)
+
+
+def test_a_bool_on_a_device_is_no_size():
+    tx = jb.scale_by_batch_size(base_examples=2)
+    with pytest.raises(ValueError, match="num_examples"):
+        tx.update(jnp.ones(2), tx.init(0), num_examples=jnp.asarray(True))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9}, {"weight_decay_rate": 1e-3}], ids=str
+)
+def test_adafactor_takes_a_scaled_rate_inside_of_jit(options):
+    adafactor = optax.inject_hyperparams(
+        optax.adafactor, static_args=("dtype_momentum", "min_dim_size_to_factor")
+    )
+    rate = jb.scale_schedule(1e-2, base_tokens=30)
+    tx, params = adafactor(learning_rate=rate, **options), random_params(0)
+
+    @jax.jit
+    def step(grads, state):
+        return tx.update(grads, state, params, num_tokens=120)
+
+    want = optax.adafactor(2e-2, **options)
+    state, want_state = tx.init(params), want.init(params)
+    for seed in range(3):
+        grads = random_params(seed + 1)
+        updates, state = step(grads, state)
+        expected, want_state = want.update(grads, want_state, params)
+        for key in params:
+            np.testing.assert_allclose(updates[key], expected[key], rtol=1e-4)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_parameters_in_half_precision_have_hyperparameters_in_single():
+    adamw = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)
+    tx = adamw(learning_rate=jb.scale_schedule(1e-2, base_examples=4))
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update(params, state, params, num_examples=5)
+        assert np.isfinite(updates["w"].astype(np.float32)).all()
+    rate = in_force(state)["learning_rate"]
+    np.testing.assert_allclose(rate, 1e-2 * np.sqrt(1.25), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_schedule_free_is_held_with_the_schedule_inside():
+    schedule = optax.linear_schedule(1.0, 0.0, 10)
+    tx = optax.contrib.schedule_free(optax.sgd(schedule), learning_rate=1.0)
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
     _, new = tx.update(params, state, params)
     held = skip_where(jnp.asarray(True), new, state)
     jax.tree.map(np.testing.assert_array_equal, held, state)

@@ -137,7 +137,11 @@ def check_size(name: str, size: Any) -> jax.Array | np.ndarray:
       ValueError: if it is not one number, or known not to be a size.
     """
     # What is on a device is not looked at, for the step would wait for it.
-    if not isinstance(size, jax.Array) and not (_is_number(size) and 0 <= size):
+    if isinstance(size, jax.Array):
+        is_size = size.dtype != jnp.bool_
+    else:
+        is_size = _is_number(size) and 0 <= size < math.inf
+    if not is_size:
         raise ValueError(
             f"`{name}={size!r}` must be a number that is not negative, such as "
             f"`batch.{name}`."

@@ -1,6 +1,6 @@
 """Schedules that the batch has a say in, for `optax.inject_hyperparams`.
 
-    tx = optax.inject_hyperparams(optax.adafactor)(
+    tx = optax.inject_hyperparams(optax.adamw)(
         learning_rate=scale_schedule(schedule_by_work(schedule), base_tokens=65_536)
     )
 
@@ -89,8 +89,10 @@ def scale_schedule(
 ) -> ScaledSchedule:
     """Returns a schedule that is multiplied by `rule(batch size / base)` of each batch.
 
-    For a learning rate inside an optimizer, whatever that makes of it. (Adafactor needs
-    `optax.inject_hyperparams(optax.adafactor, static_args="dtype_momentum")`.) Where
+    For a learning rate inside an optimizer, whatever that makes of it. (Adafactor has
+    arguments that are no numbers to change: `optax.inject_hyperparams(optax.adafactor,
+    static_args=("dtype_momentum", "min_dim_size_to_factor"))`. For parameters in half
+    precision give it `hyperparam_dtype=jnp.float32`, or optax rounds b2 to 1.) Where
     the extra arguments of `update` have the `step` of the data, as those of
     `data_parallel` do, the schedule is that step's; else it counts updates. By
     `base_rows` it multiplies updates as `scale_by_batch_size(base_rows=...)` does,

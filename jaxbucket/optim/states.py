@@ -10,13 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from jaxbucket.optim.adam_sde import ScaleByAdamSdeState
 from jaxbucket.optim.batch_size import ScaleByBatchSizeState
 from jaxbucket.optim.schedules import ScaledScheduleState
 
 # What counts for itself, with all that is inside of it.
-_OWN_COUNT = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+_OWN_COUNT = (
+    *(optax.MultiStepsState, optax.ApplyIfFiniteState),
+    *(optax.contrib.ScheduleFreeState, optax.contrib.MechanicState),
+)
 _Injected = optax.schedules.InjectStatefulHyperparamsState
 
 
