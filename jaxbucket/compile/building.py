@@ -300,7 +300,7 @@ def _contexts() -> Any:
 
     What `jax.enable_x64(...)` and the like set holds for their thread alone.
     """
-    config = jax.config
+    config: Any = jax.config
     x64, precision = config.jax_enable_x64, config.jax_default_matmul_precision
     promotion, rank = config.jax_numpy_dtype_promotion, config.jax_numpy_rank_promotion
     keys, device = config.jax_default_prng_impl, config.jax_default_device

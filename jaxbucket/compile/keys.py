@@ -8,7 +8,7 @@ import os
 import pathlib
 import platform
 import re
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jaxlib
@@ -43,7 +43,7 @@ def devices_of(args: Any) -> Devices:
     for leaf in jax.tree.leaves(args):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, jax.sharding.NamedSharding):
-            devices = tuple(np.ravel(sharding.mesh.devices))
+            devices = tuple(np.ravel(cast(np.ndarray, sharding.mesh.devices)))
         else:
             devices = tuple(sorted(getattr(sharding, "device_set", ()), key=_id))
         found = max(found, devices, key=len)

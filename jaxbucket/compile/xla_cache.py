@@ -6,9 +6,13 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+# What it has is not known to type checkers, of older versions at least.
+_config: Any = jax.config
 
 
 def use_xla_cache(folder: str | os.PathLike[str]) -> None:
@@ -17,7 +21,7 @@ def use_xla_cache(folder: str | os.PathLike[str]) -> None:
     Raises:
       ValueError: if this process has another such folder already.
     """
-    before, folder = jax.config.jax_compilation_cache_dir, os.fspath(folder)
+    before, folder = _config.jax_compilation_cache_dir, os.fspath(folder)
     if before not in (None, folder):
         raise ValueError(
             f"`xla_cache={folder!r}`: jax's compilation cache is {before!r} in this "
@@ -40,7 +44,7 @@ def without_xla_cache() -> Iterator[None]:
     """
     with _Off.lock:
         if not _Off.depth:
-            _Off.was_on = jax.config.jax_enable_compilation_cache
+            _Off.was_on = _config.jax_enable_compilation_cache
             _switch(False)
         _Off.depth += 1
     try:
@@ -61,6 +65,6 @@ class _Off:
 
 
 def _switch(on: bool) -> None:
-    if jax.config.jax_enable_compilation_cache != on:
+    if _config.jax_enable_compilation_cache != on:
         jax.config.update("jax_enable_compilation_cache", on)
         compilation_cache.reset_cache()
