@@ -25,9 +25,11 @@ from jaxbucket.compile import (
     CompiledSteps,
     CompileOptions,
     Program,
+    check_is_batch,
     noting_arguments,
 )
 from jaxbucket.loss import LossFn, Metrics, Mode, over_batch, row_keys
+from jaxbucket.optim.precision import single_at_least
 from jaxbucket.pmap import PmapStep
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
 from jaxbucket.train import TrainState, check_state_sharding, gradient_sums, updater
@@ -86,7 +88,7 @@ def data_parallel_accumulate(
     ) -> Accumulated:
         number = accumulated.micro_batches
         grads, sums = over_devices(state, batch, number)
-        new = jax.tree.map(_widened, grads), sums
+        new = jax.tree.map(single_at_least, grads), sums
         grads, sums = jax.tree.map(jnp.add, (accumulated.grads, accumulated.sums), new)
         return Accumulated(grads, sums, number + 1)
 
@@ -188,7 +190,7 @@ class AccumulatingStep:
         def sums(state: TrainState, batch: Batch) -> Any:
             keys = row_keys(0, state.step, 0, batch.bucket.batch_size)
             grads, sums = self._sums_of(state, batch, keys)
-            return jax.tree.map(_widened, grads), sums
+            return jax.tree.map(single_at_least, grads), sums
 
         return jax.eval_shape(sums, state, batch)
 
@@ -260,11 +262,7 @@ def _checked(micro_batches: Any, replicated: NamedSharding) -> Sequence[Batch]:
         )
     for number, batch in enumerate(micro_batches):
         name = f"micro_batches[{number}]"
-        if not isinstance(batch, Batch):
-            raise ValueError(
-                f"`{name}` is a {type(batch).__name__}, not a `jaxbucket.Batch`: pass "
-                "what `prefetch_to_mesh` gives."
-            )
+        check_is_batch(name, batch)
         if _dtypes(batch) != _dtypes(micro_batches[0]):
             raise ValueError(
                 f"`{name}` has {_dtypes(batch)}, and the first one has "
@@ -286,12 +284,6 @@ def _dtypes(batch: Any) -> dict[str, str]:
     """What each array of a batch is called -> its dtype."""
     leaves, _ = jax.tree.flatten_with_path(batch)
     return {jax.tree_util.keystr(path): str(leaf.dtype) for path, leaf in leaves}
-
-
-def _widened(grad: jax.Array) -> jax.Array:
-    """In float32 at least: a sum in half precision stops growing."""
-    wide = jnp.dtype(jnp.float32)
-    return grad.astype(max(wide, grad.dtype, key=lambda dtype: dtype.itemsize))
 
 
 def _at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

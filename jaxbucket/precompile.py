@@ -54,11 +54,14 @@ class Precompiled:
     seconds: float
 
     def above(self, memory_gb: float) -> list[str]:
-        """The programs whose peak is above so many 1e9 bytes of a device."""
+        """The programs whose peak is above so many 1e9 bytes of a device, or unknown.
+
+        What a backend does not tell is not within a limit.
+        """
         return [
             f"{program.name} {program.label}"
             for program in self.report.programs
-            if program.peak_bytes is not None and program.peak_bytes > memory_gb * 1e9
+            if program.peak_bytes is None or program.peak_bytes > memory_gb * 1e9
         ]
 
     def to_dict(self) -> dict[str, Any]:

@@ -316,6 +316,29 @@ def test_a_file_under_another_name_is_not_loaded(folder):
     assert compiled == 1
 
 
+@pytest.mark.parametrize("verify", ["one", "none"])
+@pytest.mark.parametrize("first", PLAN.buckets)
+def test_what_was_built_in_one_order_is_found_in_another(folder, first, verify):
+    cache = jb.ExecutableCache(folder, verify=verify, key="a")
+    state = jb.replicate(STATE, MESH)
+    steps = jb.compile_steps(
+        make_step(), state, SPECS, executables=cache, opening=first
+    )
+    steps.wait()
+    programs = steps.report.programs
+    assert {p.source for p in programs} == {"loaded"}
+    assert sum(p.trace_seconds > 0 for p in programs) == (verify == "one")
+
+
+def test_a_file_of_another_version_is_compiled_anew(folder):
+    path = executables(folder)[0]
+    kept = files.read(path)
+    report = kept.header["report"] | {"of_the_future": 1}
+    files.write(path, files.Kept(kept.header | {"report": report}, kept.body))
+    with pytest.warns(RuntimeWarning, match="is of another version: it is compiled a"):
+        assert start(folder, key="a")[1] == 1
+
+
 def test_a_file_that_xla_does_not_take_is_compiled_anew(folder):
     path = executables(folder)[0]
     kept = files.read(path)

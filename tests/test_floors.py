@@ -103,7 +103,10 @@ ROOMS = {
         {"numpy", "jax", "flax", "optax"},
     ),
     "accumulation": (
-        {"checks", "base", "compile", "loss", "sharding", "pmap", "train"},
+        {
+            *("checks", "base", "compile", "loss", "optim"),
+            *("sharding", "pmap", "train"),
+        },
         {"jax", "optax"},
     ),
     "prediction": (

@@ -1,5 +1,6 @@
 """Every shape of a plan, compiled before its job: the function and the command."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -90,6 +91,9 @@ def test_what_is_too_large_is_named():
     largest = max(p.peak_bytes for p in done.report.programs)
     assert done.above(largest / 1e9) == []
     assert len(done.above(1e-9)) == 3
+    unknown = dataclasses.replace(done.report.programs[0], temporary_bytes=None)
+    done = dataclasses.replace(done, report=jb.CompileReport((unknown,)))
+    assert done.above(1e9) == ["my_step [2, 16]"]
 
 
 @pytest.mark.parametrize("made", [nothing, lambda plan: None, lambda plan: (1, 2)])
@@ -135,7 +139,7 @@ def test_the_command_fails_where_a_bucket_does(plan):
     assert "[4, 8]" in run.stdout
     run = command(*options, "--memory-gb", 1e-9, "--json")
     assert run.exit_code == 1
-    assert "my_step [2, 16] takes more than --memory-gb 1e-09." in run.stderr
+    assert "my_step [2, 16] takes more than --memory-gb 1e-09, or nobody" in run.stderr
     assert len(json.loads(run.stdout)["above"]) == 3
 
 

@@ -46,7 +46,7 @@ _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
 @click.option(
     "--memory-gb",
     type=click.FloatRange(min=0, min_open=True),
-    help="Fail if a program takes more of a device, in 1e9 bytes.",
+    help="Fail if a program takes more of a device, in 1e9 bytes, or does not tell.",
 )
 @click.option(
     "--workers",
@@ -97,6 +97,10 @@ def precompile(
     for failure in done.failures:
         click.echo(f"{failure.step} {failure.label}: {failure.error}", err=True)
     for name in above:
-        click.echo(f"{name} takes more than --memory-gb {memory_gb:g}.", err=True)
+        click.echo(
+            f"{name} takes more than --memory-gb {memory_gb:g}, or nobody knows: give "
+            "more, or plan with less --max-tokens.",
+            err=True,
+        )
     if done.failures or above:
         sys.exit(1)

@@ -1,6 +1,7 @@
 """One executable per bucket: compiled ahead, kept in files, guarded."""
 
 from jaxbucket.compile.building import Building
+from jaxbucket.compile.differences import check_is_batch
 from jaxbucket.compile.events import compiling_as, count_compiles, noting_arguments
 from jaxbucket.compile.executables import ExecutableCache
 from jaxbucket.compile.programs import CompileReport, Program, ProgramReport
@@ -20,6 +21,7 @@ __all__ = [
     "ExecutableCache",
     "Program",
     "ProgramReport",
+    "check_is_batch",
     "compile_by",
     "compile_steps",
     "compiling_as",

@@ -95,14 +95,6 @@ class Building(Mapping[Label, Any]):
     def __len__(self) -> int:
         return len(self._futures)
 
-    def is_ready(self, label: Label) -> bool:
-        """Whether an executable can be had without waiting."""
-        return self._futures[label].done()
-
-    @property
-    def all_ready(self) -> bool:
-        return all(future.done() for future in self._futures.values())
-
     @property
     def report(self) -> CompileReport:
         """What those that are ready have cost, in the order they were given."""
@@ -179,7 +171,8 @@ class Building(Mapping[Label, Any]):
             raise
         finally:
             pool.shutdown()
-        if self._start is not None and self.all_ready and not self.failures():
+        is_over = all(future.done() for future in self._futures.values())
+        if self._start is not None and is_over and not self.failures():
             self._start.finish()
 
     def _settling(

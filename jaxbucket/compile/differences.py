@@ -16,11 +16,11 @@ _REMEDY = {
 _MOST_CHARACTERS = 80
 
 
-def check_is_batch(batch: Any) -> None:
+def check_is_batch(name: str, batch: Any) -> None:
     """Raises a ValueError if it is something else."""
     if not isinstance(batch, Batch):
         raise ValueError(
-            f"`batch` is a {type(batch).__name__}, not a `jaxbucket.Batch`: pass what "
+            f"`{name}` is a {type(batch).__name__}, not a `jaxbucket.Batch`: pass what "
             "`prefetch_to_mesh` gives."
         )
 

@@ -84,6 +84,7 @@ def own_compile() -> Iterator[None]:
 
 
 def is_own_compile() -> bool:
+    """Whether what this thread compiles now is compiled on purpose."""
     return _is_own.get()
 
 

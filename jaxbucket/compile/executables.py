@@ -93,7 +93,9 @@ class Start:
         self.platform: str = self._devices[0].platform
         self._shared = keys.environment(self._devices) | {"key": cache.key}
         self._arguments = {p.label: keys.arguments(p) for p in programs}
-        self._list_name = keys.digest([self._shared, *self._arguments.values()])
+        # In whichever order they are built.
+        named = {str(label): words for label, words in self._arguments.items()}
+        self._list_name = keys.digest([self._shared, named])
         self._hashes: dict[Label, str] = {}
         # Programs that call back to Python are of no use to another one.
         self._of_this_process: set[Label] = set()
@@ -125,11 +127,14 @@ class Start:
             if kept is None:
                 return None
             executable = self._loaded(kept, program)
+            report = ProgramReport(**kept.header["report"])
+        except (KeyError, TypeError):
+            self._warn(f"{path} is of another version: it is compiled anew.")
+            return None
         except files.BadFileError as error:
             self._warn(f"{path} {error}: it is compiled anew.")
             return None
         self._used.add(path.name)
-        report = ProgramReport(**kept.header["report"])
         report = dataclasses.replace(
             report,
             source="loaded",

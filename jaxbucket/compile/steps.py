@@ -254,7 +254,7 @@ class CompiledSteps(Mapping[Bucket, Any]):
         Raises:
           ValueError: if it is not, and may not be so.
         """
-        check_is_batch(batch)
+        check_is_batch("batch", batch)
         difference = batch_difference(batch, self._specs)
         if difference is None or self._unplanned == "jit":
             return batch
@@ -264,13 +264,17 @@ class CompiledSteps(Mapping[Bucket, Any]):
 
     def run(self, state: Any, *args: Any) -> Any:
         """Runs the executable of the bucket of the last argument, a batch that fits."""
-        batch = args[-1]
-        if self._unplanned == "jit":
-            difference = self._difference_of(state, batch)
-            if difference is not None:
-                with self._guard.expecting(difference):
-                    return self.waited_for(self._step_fn(state, *args))
-        return self.run_program(batch.bucket, state, *args)
+        batch, may_compile = args[-1], self._unplanned == "jit"
+        difference = batch_difference(batch, self._specs) if may_compile else None
+        if difference is None:
+            try:
+                return self.run_program(batch.bucket, state, *args)
+            except ValueError as error:
+                if not may_compile:
+                    raise
+                difference = str(error)
+        with self._guard.expecting(difference):
+            return self.waited_for(self._step_fn(state, *args))
 
     def run_program(self, label: Label, *args: Any) -> Any:
         """Runs one of its programs, if its arguments are what it was compiled for.
@@ -303,11 +307,6 @@ class CompiledSteps(Mapping[Bucket, Any]):
                 earlier.block_until_ready()
         return result
 
-    def _difference_of(self, state: Any, batch: Batch) -> str | None:
-        return batch_difference(batch, self._specs) or state_difference(
-            state, self._state, batch.bucket
-        )
-
     def _explanation(self, trace: Trace | None) -> str:
         """Why the step was compiled although it was compiled ahead."""
         if trace is None:
@@ -316,8 +315,11 @@ class CompiledSteps(Mapping[Bucket, Any]):
                 "`compile_steps` returned, or rename the other one."
             )
         state, *_, batch = trace.args
-        what = self._difference_of(state, batch)
-        what = what or f"for {batch.bucket}, of which there is an executable."
+        what = (
+            batch_difference(batch, self._specs)
+            or state_difference(state, self._state, batch.bucket)
+            or f"for {batch.bucket}, of which there is an executable."
+        )
         return f"{what} It was called directly: call what `compile_steps` returned."
 
     def _pad(self, batch: Batch, difference: str) -> Batch:

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxbucket.optim.rules import BatchScaling, wide_float
+from jaxbucket.optim.precision import single_at_least, wide_float
+from jaxbucket.optim.rules import BatchScaling
 
 
 class ScaleByAdamSdeState(NamedTuple):
@@ -86,8 +87,8 @@ def scale_by_adam_sde(
     def init(params: optax.Params) -> ScaleByAdamSdeState:
         # Arrays of their own each, for a step that donates its state.
         return ScaleByAdamSdeState(
-            mu=jax.tree.map(lambda p: jnp.zeros_like(_wide(p)), params),
-            nu=jax.tree.map(lambda p: jnp.zeros_like(_wide(p).real), params),
+            mu=jax.tree.map(lambda p: jnp.zeros_like(single_at_least(p)), params),
+            nu=jax.tree.map(lambda p: jnp.zeros_like(single_at_least(p).real), params),
             mu_seen=jnp.zeros((), wide_float()),
             nu_seen=jnp.zeros((), wide_float()),
             factor=jnp.ones((), jnp.float32),
@@ -103,7 +104,7 @@ def scale_by_adam_sde(
         ratio, root = scaling.ratio(extra), scaling.factor(extra)
         # Not as 1 minus a decay, in which a small gain would be rounded away.
         gains = [jnp.minimum(1, ratio * (1 - b)) for b in (b1, b2)]
-        grads = jax.tree.map(_wide, updates)
+        grads = jax.tree.map(single_at_least, updates)
         mu = _average(gains[0], state.mu, grads)
         nu = _average(gains[1], state.nu, jax.tree.map(_square, grads))
         mu_seen = state.mu_seen + gains[0] * (1 - state.mu_seen)
@@ -123,12 +124,6 @@ def scale_by_adam_sde(
         return updates, ScaleByAdamSdeState(mu, nu, mu_seen, nu_seen, factor)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _wide(value: jax.Array) -> jax.Array:
-    """In float32 at least: half precision cannot hold an average of 1,000 gradients."""
-    wide = jnp.dtype(jnp.float32)
-    return value.astype(max(wide, value.dtype, key=lambda dtype: dtype.itemsize))
 
 
 def _square(value: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxbucket.checks import check_number
+from jaxbucket.optim.precision import single_at_least
 from jaxbucket.optim.rules import BatchScaling, Rule
 from jaxbucket.optim.schedules import ScaledSchedule, WorkSchedule
 
@@ -128,8 +129,5 @@ def scale_by_batch_size(
 
 def _multiplied(factor: jax.Array, update: jax.Array) -> jax.Array:
     # In half precision a factor may be more than there is, where the product is not.
-    if update.dtype.itemsize < 4:
-        return (update.astype(jnp.float32) * factor.astype(jnp.float32)).astype(
-            update.dtype
-        )
-    return update * factor.astype(update.dtype)
+    wide = single_at_least(update)
+    return (wide * factor.astype(wide.dtype)).astype(update.dtype)

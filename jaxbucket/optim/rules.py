@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbucket.optim.precision import wide_float
+
 Rule: TypeAlias = Literal["linear", "sqrt", "none"] | Callable[[jax.Array], jax.Array]
 
 _RULES: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -123,11 +125,6 @@ class BatchScaling:
         if self.min_factor > 0 or self.max_factor < math.inf:
             factor = jnp.clip(factor, self.min_factor, self.max_factor)
         return factor
-
-
-def wide_float() -> Any:
-    """The widest float that jax is configured to have."""
-    return jax.dtypes.canonicalize_dtype(jnp.float64)
 
 
 def check_size(name: str, size: Any) -> jax.Array | np.ndarray:

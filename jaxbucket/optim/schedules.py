@@ -21,7 +21,8 @@ import numpy as np
 import optax
 
 from jaxbucket.checks import check_choice, check_number
-from jaxbucket.optim.rules import BatchScaling, Rule, check_size, wide_float
+from jaxbucket.optim.precision import wide_float
+from jaxbucket.optim.rules import BatchScaling, Rule, check_size
 
 Work: TypeAlias = Literal["examples", "tokens"]
 # Half of a count is in units of so many: an int32 alone ends at two billion tokens.
