@@ -1,6 +1,7 @@
 """Every shape of a plan, compiled before its job: the function and the command."""
 
 import dataclasses
+import io
 import json
 import pathlib
 import subprocess
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 import jaxbucket as jb
 from jaxbucket.cli import main
+from jaxbucket.compile import ProgramReport
 from jaxbucket.precompile import precompile
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -122,7 +125,7 @@ def test_the_command_fills_the_folder_and_prints_a_table(plan, tmp_path):
         "--recipe", "test_precompile:recipe", "--plan", plan, "--cache", cache
     )
     assert run.exit_code == 0, run.output
-    assert "my_step [2, 16]" in run.output and "temporary" in run.output
+    assert "my_step [2, 16]" in run.output and "peak" in run.output
     assert len(list(cache.glob("*.executable"))) == 3
     options = ("--recipe", "test_precompile:recipe", "--plan", plan, "--cache", cache)
     run = command(*options, "--json")
@@ -208,3 +211,20 @@ def test_the_example_finds_what_the_script_has_compiled(tmp_path):
         for name in ("train_step", "eval_step"):
             compiled = json.loads(out.read_text())["compile"][name]
             assert (compiled["ahead"], compiled["later"]) == (0, 0)
+
+
+def test_no_number_of_the_table_is_cut():
+    """On a page, with names and numbers as long as they come."""
+    program = ProgramReport(
+        *("train_step", "[65536, 131072]", "compiled", 123.45, 1234.56, 0.0),
+        *(81_234_567_890, 79_234_567_890, 0, 81_234_567_890, 123_456_789_012_345),
+        file="0123456789abcdef.executable",
+    )
+    loaded = dataclasses.replace(program, source="loaded", load_seconds=12.34)
+    text = io.StringIO()
+    console = Console(file=text, width=100)
+    console.print(jb.CompileReport((program, loaded)))
+    assert "\u2026" not in text.getvalue()
+    for number in ("123.45", "1234.56", "loaded", "81235", "241704", "1.23e+05"):
+        assert number in text.getvalue()
+    assert "01234567" in text.getvalue()

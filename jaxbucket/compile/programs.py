@@ -140,23 +140,22 @@ class CompileReport:
 
         table = Table(
             box=box.SIMPLE_HEAD,
-            caption="Memory in MB of one device; operations of all, loops counted.",
+            caption="Memory in MB of one device: arguments, outputs, temporaries, all. "
+            "Operations are of\nall devices, loops counted.",
             caption_justify="left",
-            collapse_padding=True,
+            padding=(0, 0, 0, 1),
             pad_edge=False,
         )
         table.add_column("program", no_wrap=True)
-        names = ("arguments", "outputs", "temporary", "peak", "GFLOP")
-        for name in ("trace s", "compile s", "load s", *names):
+        # Short ones: a page has 100 characters, and no number is to be cut.
+        for name in ("trace s", "XLA s", "args", "outputs", "temp", "peak", "GFLOP"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("file", no_wrap=True)
         for p in self.programs:
-            loaded = p.source == "loaded"
             table.add_row(
                 f"{p.name} {p.label}",
                 f"{p.trace_seconds:.2f}" if p.trace_seconds else "",
-                "" if loaded else f"{p.compile_seconds:.2f}",
-                f"{p.load_seconds:.2f}" if loaded else "",
+                "loaded" if p.source == "loaded" else f"{p.compile_seconds:.2f}",
                 _megabytes(p.argument_bytes),
                 _megabytes(p.output_bytes, p.aliased_bytes),
                 _megabytes(p.temporary_bytes),
@@ -168,4 +167,7 @@ class CompileReport:
 
 
 def _megabytes(size: int | None, less: int | None = 0) -> str:
-    return "" if size is None else f"{(size - (less or 0)) / 1e6:.1f}"
+    if size is None:
+        return ""
+    megabytes = (size - (less or 0)) / 1e6
+    return f"{megabytes:.1f}" if megabytes < 1000 else f"{megabytes:.0f}"
