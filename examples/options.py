@@ -75,7 +75,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     compiling.add_argument(
         "--executables",
         metavar="FOLDER",
-        help="keep them there, and find them again; by default beside the checkpoints",
+        help="keep them there, and find them again; by default beside the checkpoints. "
+        "They are loaded as code: take none from somebody that you do not trust",
     )
     compiling.add_argument(
         "--verify",

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         prefetch_to_mesh,
         replicate,
     )
+    from jaxbucket.sort import SortedKeys, SortedShare, sample_sort
     from jaxbucket.train import (
         TrainState,
         create_state,
@@ -96,6 +97,9 @@ _ON_FIRST_USE = {
     "predict": "prediction",
     "StopRequest": "preemption",
     "Processes": "processes",
+    "SortedKeys": "sort",
+    "SortedShare": "sort",
+    "sample_sort": "sort",
     "TrainState": "train",
     "create_state": "train",
     "data_parallel": "train",
@@ -126,6 +130,8 @@ __all__ = [
     "Restored",
     "RootPacing",
     "RowShard",
+    "SortedKeys",
+    "SortedShare",
     "StepPacing",
     "StepTime",
     "StopRequest",
@@ -159,6 +165,7 @@ __all__ = [
     "prefetch_to_mesh",
     "replicate",
     "report",
+    "sample_sort",
     "scale_by_adam_sde",
     "scale_by_batch_size",
     "scale_schedule",

@@ -20,7 +20,7 @@ from jax.core import ShapedArray
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxbucket.base import Batch
-from jaxbucket.compile import compiling_as
+from jaxbucket.compile import compiling_as, note_arguments
 
 _DEVICES = "devices"
 
@@ -55,6 +55,7 @@ class PmapStep:
         num_whole: int = 1,
     ):
         functools.update_wrapper(self, fn)
+        self._fn = fn
         self._name = getattr(fn, "__name__", "step")
         self.mesh = mesh
         self.axes = axes
@@ -82,13 +83,16 @@ class PmapStep:
         """Traces the step for these shapes."""
         *whole, batch = args
         with_axis = jax.eval_shape(self._put_axis, batch)
-        return PmapLowered(
+        lowered = PmapLowered(
             self._name,
             self._put_axis.lower(batch),
             # Of a `ShapeDtypeStruct` pmap would make an array, where processes are
             # several; this it leaves alone.
             self._mapped.lower(*jax.tree.map(_abstract, (*whole, with_axis))),
         )
+        # Not what one device is given of them.
+        note_arguments(self._fn, args)
+        return lowered
 
     def __call__(self, *args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
@@ -131,6 +135,10 @@ class PmapLowered:
         # Whatever it is given, jax calls it `_fun`.
         with compiling_as(self.name):
             return PmapCompiled(put_axis, self.mapped.compile())
+
+    @property
+    def out_tree(self) -> Any:
+        return self.mapped.out_tree
 
     def as_text(self) -> str:
         return f"{self.put_axis.as_text()}\n{self.mapped.as_text()}"

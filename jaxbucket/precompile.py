@@ -2,12 +2,14 @@
 
 A recipe is a function that gives what the job will give to `compile_steps`:
 `recipe(plan) -> (step_fn, state, specs)`, or a dict of such triples by name, for
-training and evaluation. Its state may be of shapes alone: nothing is initialised.
+training and evaluation. Its state may be of shapes, dtypes and shardings alone, as
+`replicate(jax.eval_shape(...), mesh)` has them: nothing is initialised.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -53,6 +55,14 @@ class Precompiled:
     failures: tuple[Failure, ...]
     seconds: float
 
+    def not_kept(self) -> list[str]:
+        """The programs that are in no file, for the job to compile once more."""
+        return [
+            f"{program.name} {program.label}"
+            for program in self.report.programs
+            if program.file is None
+        ]
+
     def above(self, memory_gb: float) -> list[str]:
         """The programs whose peak is above so many 1e9 bytes of a device, or unknown.
 
@@ -96,8 +106,9 @@ def precompile(
       progress: show a progress bar on a terminal.
 
     Raises:
-      ValueError: if the recipe returns anything else.
+      ValueError: if the recipe does not take these arguments, or returns anything else.
     """
+    _check_takes(recipe, arguments)
     start = time.perf_counter()
     options = CompileOptions(
         workers, (), executables, "raise", "ignore", progress, keep_going=True
@@ -115,8 +126,20 @@ def precompile(
     )
 
 
+def _check_takes(recipe: Recipe, arguments: tuple[str, ...]) -> None:
+    try:
+        inspect.signature(recipe).bind(None, *arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"The recipe is called with the plan and {list(arguments)}: {error}. Give "
+            "it other arguments."
+        ) from None
+
+
 def _steps(made: Any) -> Mapping[str, tuple[Any, Any, Any]]:
     steps = made if isinstance(made, Mapping) else {"step": made}
+    if not steps:
+        raise ValueError("The recipe returned no steps: there is nothing to compile.")
     for name, triple in steps.items():
         if not isinstance(triple, tuple) or len(triple) != 3:
             raise ValueError(

@@ -176,9 +176,14 @@ def _as_on_device(name: str, leaf: np.ndarray) -> np.ndarray:
 def replicate(tree: _T, mesh: Mesh) -> _T:
     """Returns a copy of a state on every device of the mesh.
 
-    Always a copy: the original survives a step that donates its state.
+    Always a copy: the original survives a step that donates its state. Of shapes, such
+    as `jax.eval_shape` returns, those with that sharding.
     """
     sharding = NamedSharding(mesh, PartitionSpec())
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
     # Where the sharding changes, the copy on the original's own device may still be
     # the original, whatever `may_alias` says; where it does not change, it is obeyed.
     spread = jax.device_put(tree, sharding)

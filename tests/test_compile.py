@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
@@ -507,6 +508,7 @@ def slow_to_trace(name="slow", seconds=0.0, fails_at=None):
 SHAPES = [(8, 4), (4, 8), (2, 16)]
 ONE = jb.data_mesh(jax.devices()[:1])
 SMALL = jb.BucketPlan.from_shapes(SHAPES)
+UNIT = ContextVar("unit", default="")
 X = {"x": np.ones(3, np.float32)}
 
 
@@ -593,7 +595,12 @@ def test_threads_have_the_configuration_of_the_caller(opening):
     found = []
 
     def step(state, batch):
-        found.append((jnp.zeros(()).dtype, jax.config.jax_default_matmul_precision))
+        found.append(
+            (
+                *(jnp.zeros(()).dtype, jax.config.jax_default_matmul_precision),
+                *(jax.config.jax_threefry_partitionable, UNIT.get()),
+            )
+        )
         # Mixed dtypes, for which the tests are strict.
         return state, state["w"] * batch.num_tokens
 
@@ -601,12 +608,66 @@ def test_threads_have_the_configuration_of_the_caller(opening):
         jax.enable_x64(True),
         jax.default_matmul_precision("float32"),
         jax.numpy_dtype_promotion("standard"),
+        jax.threefry_partitionable(False),
     ):
+        UNIT.set("bits")
         steps = jb.compile_steps(step, small_state(), small_specs(), opening=opening)
         steps.wait()
         _, tokens = steps(small_state(), small_batch(SMALL.buckets[2]))
     assert tokens == 6
-    assert found == [(jnp.float64, "float32")] * 3
+    assert found == [(jnp.float64, "float32", False, "bits")] * 3
+    UNIT.set("")
+
+
+def test_what_fails_is_raised_and_not_what_it_has_cancelled():
+    def step(state, batch):
+        if batch.bucket == min(SMALL.buckets, key=lambda x: x.seq_len):
+            raise ArithmeticError("the last one")
+        return state, batch.num_tokens
+
+    with pytest.raises(ArithmeticError, match="the last one"):
+        jb.compile_steps(step, small_state(), small_specs(), workers=1)
+
+
+def test_what_ends_the_thread_is_told():
+    def step(state, batch):
+        if batch.bucket != SMALL.buckets[0]:
+            raise SystemExit(3)
+        return state, batch.num_tokens
+
+    steps = jb.compile_steps(
+        step, small_state(), small_specs(), opening=SMALL.buckets[0]
+    )
+    with pytest.raises(SystemExit):
+        steps.wait()
+
+
+def test_shapes_without_a_sharding_are_refused():
+    state = jax.eval_shape(lambda: {"w": jnp.zeros(3)})
+    with pytest.raises(ValueError, match=r"`state\['w'\]` is a shape without a shard"):
+        jb.compile_steps(lambda *x: x, state, small_specs())
+
+
+def test_what_must_be_compiled_may_not_be_forbidden():
+    with pytest.raises(ValueError, match="unplanned=.jit.. compiles for what is not"):
+        jb.compile_steps(
+            lambda *x: x,
+            *(small_state(), small_specs()),
+            unplanned="jit",
+            on_compile="raise",
+        )
+
+
+def test_a_batch_may_be_given_by_its_name():
+    def loss(params, batch, rng):
+        tokens = batch.num_tokens.astype(jnp.float32)
+        return params["w"] * tokens, tokens
+
+    mesh = jb.data_mesh(jax.devices()[:1])
+    tx = optax.sgd(0.1)
+    state = jb.replicate(jb.create_state({"w": jnp.ones(())}, tx), mesh)
+    step = jb.data_parallel(loss, tx, mesh)
+    state, _ = step(state, batch=small_batch(SMALL.buckets[0]))
 
 
 def run_alone(code, *args):

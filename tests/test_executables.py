@@ -1,5 +1,6 @@
 """Executables kept in a folder: found again, and refused where something is wrong."""
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -28,7 +29,7 @@ def make_step(factor=3.0, table=None):
     def my_step(state, batch):
         x = jnp.where(batch.mask, batch.features["x"], 0)
         if table is not None:
-            x = x + table
+            x = x + jnp.sum(table)
         loss = (state["w"] * x).sum() * factor
         return {"w": state["w"] + loss * 1e-3}, {"loss": loss}
 
@@ -139,8 +140,12 @@ def test_code_that_is_lost_within_a_process_is_not_kept(tmp_path):
     report = ProgramReport("my_step", "", "compiled", *(0.0,) * 3, *(0,) * 5)
     assert start.save(program, executable, report).file is not None
     again, _ = start.load(program)
-    with pytest.warns(RuntimeWarning, match="it has no code any more"):
-        assert start.save(program, again, report).file is None
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
+    try:
+        with pytest.warns(RuntimeWarning, match="it has no code any more"):
+            assert start.save(program, again, report).file is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
 
 
 def test_a_folder_is_enough(tmp_path):
@@ -151,11 +156,11 @@ def test_a_folder_is_enough(tmp_path):
         assert compiles["my_step"] == times
 
 
-TABLE = np.arange(3000, dtype=np.float32).reshape(-1, 1, 1).sum(0)
+TABLE = np.arange(3000, dtype=np.float32)
 OTHER_PROGRAMS = {
     "a constant": lambda: make_step(3.0000002),
     "a closed-over array": lambda: make_step(table=TABLE),
-    "another array": lambda: make_step(table=TABLE + 1),
+    "another array": lambda: make_step(table=np.where(TABLE == 1500, 1600, TABLE)),
     "no donation": lambda: jax.jit(make_step().__wrapped__),
     "another name": lambda: jax.jit(lambda *args: make_step().__wrapped__(*args)),
     "other options": lambda: jax.jit(
@@ -330,6 +335,101 @@ def test_what_was_built_in_one_order_is_found_in_another(folder, first, verify):
     assert sum(p.trace_seconds > 0 for p in programs) == (verify == "one")
 
 
+def test_a_list_under_another_name_is_not_taken(folder):
+    (path,) = folder.glob("*.programs")
+    content = executables(folder)[0].read_bytes()
+    for verify in ("one", "none"):
+        path.write_bytes(content)
+        with pytest.warns(RuntimeWarning, match="is of other programs than its name"):
+            steps, _ = start(folder, verify=verify, key="a")
+        assert losses(steps)
+
+
+@pytest.mark.parametrize("mode", ["jit", "pmap"])
+@pytest.mark.parametrize("changed", ["rate", "loss"])
+def test_one_of_each_function_is_verified(tmp_path, mode, changed):
+    def run(rate, factor, verify):
+        def loss(params, batch, rng):
+            kept = jnp.where(batch.mask, batch.features["x"], 0)
+            return factor * (params["w"] * kept).sum(), batch.num_tokens
+
+        tx = optax.sgd(rate)
+        step = jb.data_parallel_accumulate(loss, tx, MESH, mode=mode)
+        state = jb.replicate(jb.create_state({"w": np.float32(2)}, tx), MESH)
+        cache = jb.ExecutableCache(tmp_path, verify=verify)
+        steps = jb.compile_steps(step, state, SPECS, executables=cache)
+        rows = [{"x": np.ones(3, np.float32)}] * 2
+        batch = jb.collate_rows(rows, PLAN.buckets[0])
+        state, metrics = steps(state, tuple(jb.prefetch_to_mesh([batch] * 2, MESH)))
+        return steps, [float(state.params["w"]), float(metrics["loss"])]
+
+    _, before = run(0.1, 1.0, "all")
+    again, same = run(0.1, 1.0, "one")
+    assert same == before and again.report.num_compiled == 0
+    other = (0.5, 1.0) if changed == "rate" else (0.1, 3.0)
+    _, found = run(*other, "one")
+    _, want = run(*other, "all")
+    assert found == want != before
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Loss:
+    value: jax.Array
+    unit: str = dataclasses.field(metadata={"static": True})
+
+
+class Plain:
+    """Printed by its address, and like no other."""
+
+
+@pytest.mark.parametrize("verify", ["all", "one"])
+def test_a_constant_of_what_is_returned_is_seen(tmp_path, verify):
+    def run(unit):
+        def my_step(state, batch):
+            return state, Loss(batch.features["x"].sum(), unit)
+
+        steps, _ = start(tmp_path, jax.jit(my_step), verify=verify)
+        batch = jb.collate_rows([{"x": np.ones(3, np.float32)}], PLAN.buckets[0])
+        (batch,) = jb.prefetch_to_mesh([batch], MESH)
+        return steps(jb.replicate(STATE, MESH), batch)[1].unit
+
+    assert run("nats") == "nats"
+    assert run("bits") == "bits"
+    assert run("nats") == "nats"
+    if verify == "all":
+        assert isinstance(run(Plain()), Plain)
+        other = Plain()
+        with pytest.warns(RuntimeWarning, match="has other constants in what it retur"):
+            assert run(other) is other
+
+
+def test_the_last_start_is_the_one_before_an_interrupted_one(tmp_path):
+    for factor in (1.0, 2.0, 3.0):
+        start(tmp_path, make_step(factor), key="a")
+    *_, last = sorted(tmp_path.glob("*.programs"), key=lambda x: x.stat().st_mtime_ns)
+    # One that reads all lists, and does not come to its end.
+    cache = jb.ExecutableCache(tmp_path, verify="one", key="a")
+    state = jb.replicate(STATE, MESH)
+    bucket = PLAN.buckets[0]
+    programs = [Program(b, make_step(9.0), (state, SPECS[b])) for b in PLAN.buckets]
+    cache.begin(programs).note(programs[0], programs[0].lower()[0])
+    found, _ = start(tmp_path, make_step(1.0), verify="none", key="a")
+    assert losses(found) == losses(start(tmp_path, make_step(3.0))[0])
+    assert bucket in found and last.exists()
+
+
+def test_a_folder_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = jb.replicate(STATE, MESH)
+    steps = jb.compile_steps(
+        make_step(), state, SPECS, executables="kept", opening=PLAN.buckets[0]
+    )
+    monkeypatch.chdir("/")
+    steps.wait()
+    assert len(executables(tmp_path / "kept")) == len(PLAN)
+
+
 def test_a_file_of_another_version_is_compiled_anew(folder):
     path = executables(folder)[0]
     kept = files.read(path)
@@ -468,13 +568,16 @@ def test_several_processes_may_write_one_folder_at_once(tmp_path, kept):
     [
         ({"verify": "some"}, "`verify='some'`: choose 'all', 'one' or 'none'."),
         ({"verify": "none"}, "`verify='none'` takes what is in the folder for what"),
-        ({"max_gb": 0}, "`max_gb=0`: make it positive."),
-        ({"max_gb": float("nan")}, "`max_gb=nan`: make it positive."),
+        ({"max_gb": "8"}, "`max_gb='8'`: give a positive number."),
+        ({"folder": 3}, "`folder=3`: executables are kept on a file system"),
+        ({"folder": "gs://bucket/x"}, "`folder='gs://bucket/x'`: executables are"),
+        ({"max_gb": 0}, "`max_gb=0`: give a positive number."),
+        ({"max_gb": float("nan")}, "`max_gb=nan`: give a positive number."),
     ],
 )
 def test_what_is_no_cache_is_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        jb.ExecutableCache("folder", **options)
+        jb.ExecutableCache(**{"folder": "folder", **options})
 
 
 TWO = """
@@ -536,3 +639,62 @@ def test_processes_take_from_files_what_all_of_them_have(launch, tmp_path, openi
     executables(folder)[0].unlink()
     assert told("one") == (1, losses)
     assert told("one") == (0, losses)
+
+
+FAILING = """
+import os, warnings
+import jax, jax.numpy as jnp, numpy as np
+import jaxbucket as jb
+
+# Without `Processes`, which would end them all.
+address, count, index = (
+    os.environ["JAX_" + name]
+    for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
+)
+jax.distributed.initialize(address, int(count), int(index))
+plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (4, 16)])
+example = {{"x": np.ones(3, np.float32)}}
+
+def my_step(state, batch):
+    if {fails} and index == "1" and batch.bucket.seq_len == 8:
+        raise ArithmeticError("only here")
+    return state, jnp.where(batch.mask, state * batch.features["x"], 0).sum()
+
+if index == "1":
+    # Of its own devices alone: nobody else takes part.
+    own = jb.data_mesh(jax.local_devices())
+    jb.compile_steps(
+        lambda state, batch: state,
+        jb.replicate(np.float32(2), own),
+        jb.batch_specs(plan, example, own),
+        executables={folder!r} + "-own",
+    )
+mesh = jb.data_mesh()
+try:
+    steps = jb.compile_steps(
+        jax.jit(my_step),
+        jb.replicate(np.float32(2), mesh),
+        jb.batch_specs(plan, example, mesh),
+        executables={folder!r},
+        opening={opening},
+    )
+    steps.wait()
+    say(steps.report.num_compiled)
+except (ArithmeticError, RuntimeError) as error:
+    say(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("opening", ["()", "plan.buckets[0]"])
+@pytest.mark.parametrize("fails", [True, False])
+def test_all_processes_hear_of_one_that_fails(launch, tmp_path, fails, opening):
+    code = FAILING.format(folder=str(tmp_path / "kept"), fails=fails, opening=opening)
+    done = launch(code)
+    if not fails:
+        assert done.said(0) == done.said(1) == ["3"], done.output
+        return
+    assert done.said(1) == ["ArithmeticError only here"], done.output
+    (heard,) = done.said(0)
+    assert heard == (
+        "RuntimeError Process 1 does not compile any more: ArithmeticError: only here"
+    )

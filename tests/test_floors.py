@@ -96,6 +96,7 @@ ROOMS = {
         {"numpy", "jax"},
     ),
     "optim": ({"checks"}, {"numpy", "jax", "optax"}),
+    "sort": (set(), {"numpy", "jax"}),
     "pmap": ({"base", "compile"}, {"numpy", "jax"}),
     "loss": ({"checks", "base", "sharding", "pmap"}, {"numpy", "jax", "flax"}),
     "train": (

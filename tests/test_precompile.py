@@ -32,14 +32,17 @@ def my_step(state, batch):
 
 def recipe(plan, dtype="float32"):
     """For the command, too: `test_precompile:recipe`."""
-    replicated = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
-    state = {"w": jax.ShapeDtypeStruct((), np.dtype(dtype), sharding=replicated)}
+    state = jb.replicate({"w": jax.ShapeDtypeStruct((), np.dtype(dtype))}, MESH)
     example = {"x": np.ones(3, np.dtype(dtype))}
     return jax.jit(my_step), state, jb.batch_specs(plan, example, MESH)
 
 
 def both(plan):
     return {"train": recipe(plan), "eval": recipe(plan)}
+
+
+def none(plan):
+    return {}
 
 
 def nothing(plan):
@@ -132,6 +135,16 @@ def test_the_command_fills_the_folder_and_prints_a_table(plan, tmp_path):
     numbers = json.loads(run.output)
     assert [p["source"] for p in numbers["programs"]] == ["loaded"] * 3
     assert numbers["above"] == [] and numbers["cache"] == str(cache)
+    assert numbers["not_kept"] == []
+
+
+def test_the_command_fails_where_nothing_is_kept(plan):
+    options = ("--recipe", "test_precompile:recipe", "--plan", plan, "--json")
+    with pytest.warns(RuntimeWarning, match="Executables are not kept"):
+        run = command(*options, "--cache", "/proc/cache")
+    assert run.exit_code == 1
+    assert "my_step [2, 16] is not kept in /proc/cache: the job" in run.stderr
+    assert len(json.loads(run.stdout)["not_kept"]) == 3
 
 
 def test_the_command_fails_where_a_bucket_does(plan):
@@ -153,6 +166,9 @@ def test_the_command_fails_where_a_bucket_does(plan):
         (("--recipe", "recipe"), "must be `module:function`"),
         (("--recipe", "test_precompile:nothing"), "return (step_fn, state, specs)"),
         (("--recipe", "test_precompile:recipe", "--memory-gb", 0), "--memory-gb"),
+        (("--recipe", "test_precompile:recipe", "--memory-gb", "nan"), "no limit"),
+        (("--recipe", "test_precompile:none"), "The recipe returned no steps"),
+        (("--recipe", "test_precompile:recipe", "a", "b"), "too many positional"),
         (("--recipe", "test_precompile:recipe", "--workers", 0), "--workers"),
         (("--recipe", "test_precompile:recipe", "--max-gb", 0), "`max_gb=0.0`"),
     ],

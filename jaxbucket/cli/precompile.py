@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import sys
 from typing import Any
@@ -70,9 +71,11 @@ def precompile(
     """Compile every shape of a plan for the devices of this machine.
 
     The recipe is called with the plan, and with ARGUMENTS, those of the job, behind
-    `--`. The exit status is 1 where a program does not compile or takes more memory
-    than it may.
+    `--`. The exit status is 1 where a program does not compile, takes more memory than
+    it may, or is not kept although there is a --cache.
     """
+    if memory_gb is not None and math.isnan(memory_gb):
+        raise click.BadParameter("nan is no limit.", param_hint="--memory-gb")
     shapes = read_plan(plan)
     from jaxbucket.compile import ExecutableCache, use_xla_cache
     from jaxbucket.length_files.functions import load_function
@@ -89,8 +92,13 @@ def precompile(
         function, shapes, *arguments, executables=executables, workers=workers
     )
     above = [] if memory_gb is None else done.above(memory_gb)
+    not_kept = [] if cache is None else done.not_kept()
     if as_json:
-        numbers: dict[str, Any] = {"cache": cache and str(cache), "above": above}
+        numbers: dict[str, Any] = {
+            "cache": cache and str(cache),
+            "above": above,
+            "not_kept": not_kept,
+        }
         show_json(numbers | done.to_dict())
     else:
         show_tables(done.report)
@@ -102,5 +110,7 @@ def precompile(
             "more, or plan with less --max-tokens.",
             err=True,
         )
-    if done.failures or above:
+    for name in not_kept:
+        click.echo(f"{name} is not kept in {cache}: the job will compile it.", err=True)
+    if done.failures or above or not_kept:
         sys.exit(1)

@@ -2,7 +2,12 @@
 
 from jaxbucket.compile.building import Building
 from jaxbucket.compile.differences import check_is_batch
-from jaxbucket.compile.events import compiling_as, count_compiles, noting_arguments
+from jaxbucket.compile.events import (
+    compiling_as,
+    count_compiles,
+    note_arguments,
+    noting_arguments,
+)
 from jaxbucket.compile.executables import ExecutableCache
 from jaxbucket.compile.programs import CompileReport, Program, ProgramReport
 from jaxbucket.compile.steps import (
@@ -26,6 +31,7 @@ __all__ = [
     "compile_steps",
     "compiling_as",
     "count_compiles",
+    "note_arguments",
     "noting_arguments",
     "use_xla_cache",
 ]

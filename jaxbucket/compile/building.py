@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import threading
 import time
@@ -17,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
-import jax
-
 from jaxbucket.checks import check_positive
+from jaxbucket.compile.agreement import Agreement, Stage
+from jaxbucket.compile.caller import as_the_caller
 from jaxbucket.compile.events import own_compile, take_trace
 from jaxbucket.compile.executables import Start
 from jaxbucket.compile.programs import (
@@ -30,15 +29,12 @@ from jaxbucket.compile.programs import (
     memory_of,
 )
 from jaxbucket.compile.xla_cache import without_xla_cache
-from jaxbucket.coordination import Store
 from jaxbucket.progress import progress_bar
 
 # XLA's passes go deep; what a thread has by default differs from system to system.
 _STACK_BYTES = 64 * 2**20
 _MOST_WORKERS = 16
-_SECONDS_FOR_AN_ANSWER = 600
 _stack_size = threading.Lock()
-_numbers = itertools.count()
 
 
 class Building(Mapping[Label, Any]):
@@ -52,6 +48,7 @@ class Building(Mapping[Label, Any]):
 
     Attributes:
       seconds_waited: by those who asked for executables, from the first one on.
+      failure: what ended it, where it does not keep going.
     """
 
     def __init__(
@@ -73,20 +70,18 @@ class Building(Mapping[Label, Any]):
         self._reports: dict[Label, ProgramReport] = {}
         self._stopped = threading.Event()
         self._keep_going = keep_going
-        self._agreement = _Agreement() if jax.process_count() > 1 else None
-        self._failure: BaseException | None = None
+        self._agreement = start and Agreement.of(start.devices, start.program_names)
+        self.failure: BaseException | None = None
         self.seconds_waited = 0.0
 
     def __getitem__(self, label: Label) -> Any:
         future = self._futures[label]
         # What failed in the background is told at the next step, whatever its bucket.
-        if self._failure is not None:
-            raise self._failure
+        self.check()
         if not future.done():
             with self._waiting(), contextlib.suppress(Exception, CancelledError):
                 future.exception()
-        if self._failure is not None:
-            raise self._failure
+        self.check()
         return future.result()
 
     def __iter__(self) -> Iterator[Label]:
@@ -111,6 +106,11 @@ class Building(Mapping[Label, Any]):
         }
         return {label: error for label, error in errors.items() if error is not None}
 
+    def check(self) -> None:
+        """Raises what has ended it, if anything has."""
+        if self.failure is not None:
+            raise self.failure
+
     def build(self, *, progress: bool) -> None:
         """Builds all, and returns when all are ready or have failed."""
         with self._waiting(), progress_bar(progress) as bar:
@@ -128,13 +128,10 @@ class Building(Mapping[Label, Any]):
                 # What does not compile is told before anything else is.
                 self._futures[program.label].result()
         rest = self._programs[alone:]
-        contexts = _contexts()
-
-        def build() -> None:
-            with contexts():
-                self._build(rest)
-
-        threading.Thread(target=build, name="compile ahead").start()
+        thread = threading.Thread(
+            target=as_the_caller(), args=(self._build, rest), name="compile ahead"
+        )
+        thread.start()
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -148,29 +145,36 @@ class Building(Mapping[Label, Any]):
         """Leaves what has not begun."""
         self._stopped.set()
 
+    def _fail(self, error: BaseException) -> None:
+        """Leaves what has not begun, and tells all who wait."""
+        self.failure = self.failure or error
+        self.stop()
+        if self._agreement:
+            self._agreement.leave(error)
+
     def _build(self, programs: Sequence[Program]) -> None:
-        contexts = _contexts()
+        call = as_the_caller()
 
         def trace(program: Program) -> None:
             lowered = self._loaded_or_lowered(program)
             if lowered is not None:
                 # It starts its threads as they are needed.
                 with _deep_stacks():
-                    pool.submit(compile_one, program, *lowered)
-
-        def compile_one(program: Program, *details: Any) -> None:
-            with contexts():
-                self._settling(program, self._compile, *details)
+                    pool.submit(call, self._settling, program, self._compile, *lowered)
 
         pool = ThreadPoolExecutor(self._workers, "compile")
         try:
             for program in programs:
                 self._settling(program, trace)
-        except BaseException:
-            self.stop()
+            pool.shutdown()
+        except BaseException as error:
+            # Whoever waits is told, also of what ends a thread without a word.
+            self._fail(error)
+            pool.shutdown(cancel_futures=True)
             raise
         finally:
-            pool.shutdown()
+            for program in programs:
+                self._futures[program.label].cancel()
         is_over = all(future.done() for future in self._futures.values())
         if self._start is not None and is_over and not self.failures():
             self._start.finish()
@@ -189,16 +193,18 @@ class Building(Mapping[Label, Any]):
         except Exception as error:
             error.add_note(f"This was `{program.name}` for {program.label}.")
             if not self._keep_going:
-                self._failure = self._failure or error
-                self.stop()
+                self._fail(error)
+            elif self._agreement:
+                self._agreement.has_nothing(program.label)
             future.set_exception(error)
         except BaseException as error:
+            self._fail(error)
             future.set_exception(error)
             raise
 
     def _loaded_or_lowered(self, program: Program) -> tuple[Any, ...] | None:
         """Settles a program from its file, or returns what is left to do."""
-        if self._settle_by_file(program):
+        if self._settle_by_file(program, "known"):
             return None
         start = time.perf_counter()
         lowered, flops = program.lower()
@@ -207,15 +213,19 @@ class Building(Mapping[Label, Any]):
         seconds = time.perf_counter() - start
         if self._start is not None:
             self._start.note(program, lowered)
-            if self._settle_by_file(program, seconds):
+            if self._settle_by_file(program, "traced", seconds):
                 return None
         return lowered, flops, seconds
 
-    def _settle_by_file(self, program: Program, trace_seconds: float = 0.0) -> bool:
+    def _settle_by_file(
+        self, program: Program, stage: Stage, trace_seconds: float = 0.0
+    ) -> bool:
         if self._start is None:
             return False
         found = self._start.load(program)
-        if self._agreement and not self._agreement.all_have(found is not None):
+        if self._agreement and not self._agreement.all_have(
+            program.label, stage, found is not None
+        ):
             return False
         if found is None:
             return False
@@ -256,65 +266,14 @@ class Building(Mapping[Label, Any]):
 
 def _default_workers() -> int:
     # XLA's compiler itself keeps more than one and a half cores busy.
-    return max(1, min((os.cpu_count() or 1) // 2, _MOST_WORKERS))
+    return max(1, min(_num_cores() // 2, _MOST_WORKERS))
 
 
-class _Agreement:
-    """What all processes must have, for any of them to take it from a file.
-
-    Compilers of several hosts share what they found out; one that had nothing to
-    compile would keep the others waiting.
-    """
-
-    def __init__(self):
-        # Made in the main thread, by all processes in the same order.
-        self._store = Store(f"jaxbucket/compile/{next(_numbers)}")
-        self._questions = itertools.count()
-
-    def all_have(self, found: bool) -> bool:
-        """Asks the same of all processes; the answer is the same in all."""
-        question = next(self._questions)
-        self._store.set(f"{question}/{self._store.index}", str(int(found)))
-        answers = [
-            self._store.get(f"{question}/{index}", _SECONDS_FOR_AN_ANSWER)
-            for index in range(self._store.count)
-        ]
-        if None in answers:
-            raise ValueError(
-                f"Process {answers.index(None)} did not say within "
-                f"{_SECONDS_FOR_AN_ANSWER} s which executables it has. All processes "
-                "must call `compile_steps` in the same order."
-            )
-        return answers == ["1"] * self._store.count
-
-
-def _contexts() -> Any:
-    """Returns a function that makes a context of this thread's configuration of jax.
-
-    What `jax.enable_x64(...)` and the like set holds for their thread alone.
-    """
-    config: Any = jax.config
-    x64, precision = config.jax_enable_x64, config.jax_default_matmul_precision
-    promotion, rank = config.jax_numpy_dtype_promotion, config.jax_numpy_rank_promotion
-    keys, device = config.jax_default_prng_impl, config.jax_default_device
-    nans = config.jax_debug_nans
-    mesh = jax.sharding.get_mesh()
-
-    @contextlib.contextmanager
-    def contexts() -> Iterator[None]:
-        with (
-            jax.enable_x64(x64),
-            jax.default_matmul_precision(precision),
-            jax.numpy_dtype_promotion(promotion),
-            jax.numpy_rank_promotion(rank),
-            jax.default_prng_impl(keys),
-            jax.default_device(device),
-            jax.debug_nans(nans),
-            contextlib.nullcontext() if mesh.empty else jax.set_mesh(mesh),
-        ):
-            yield
-
-    return contexts
+def _num_cores() -> int:
+    """Those that this process may use, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import ShapedArray
 
 _own_name: ContextVar[str | None] = ContextVar("own name", default=None)
 _is_own: ContextVar[bool] = ContextVar("is own", default=False)
@@ -102,12 +103,24 @@ def noting_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(fn)
-    def noting(*args: Any) -> Any:
-        # Their shapes: tracers would keep all that was traced.
-        _last_trace.set(Trace(noting, jax.tree.map(jax.typeof, args)))
-        return fn(*args)
+    def noting(*args: Any, **named: Any) -> Any:
+        note_arguments(noting, (*args, *named.values()))
+        return fn(*args, **named)
 
+    # A partial has no name of its own.
+    inner = getattr(fn, "func", fn)
+    noting.__name__ = getattr(inner, "__name__", type(inner).__name__)
     return noting
+
+
+def note_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Notes that a function is traced with these, and compiled next."""
+    # Their shapes: tracers would keep all that was traced.
+    _last_trace.set(Trace(fn, jax.tree.map(_abstract, args)))
+
+
+def _abstract(leaf: Any) -> Any:
+    return ShapedArray(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
 
 
 def take_trace(name: str) -> Trace | None:

@@ -18,7 +18,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 from jax.experimental import serialize_executable
@@ -26,6 +26,7 @@ from jax.experimental import serialize_executable
 from jaxbucket.checks import check_choice
 from jaxbucket.compile import files, keys
 from jaxbucket.compile.programs import Label, Program, ProgramReport
+from jaxbucket.compile.xla_cache import may_lack_code
 
 Verify: TypeAlias = Literal["all", "one", "none"]
 _EXECUTABLE, _LIST = ".executable", ".programs"
@@ -44,15 +45,15 @@ class ExecutableCache:
     Attributes:
       folder: made if it is not there.
       verify: how many programs are traced at the start, to compare what they are now
-        with what was compiled: "all"; "one", where a change of code that one bucket
-        shows shows in all; "none", where `key` says what the code is.
+        with what was compiled: "all"; "one" of each function, where a change of code
+        that one bucket shows shows in all; "none", where `key` says what the code is.
       key: anything else that executables depend on: a version of your code, say.
       max_gb: the most that the folder holds, in 1e9 bytes; what was not used for
         longest goes first, and what a start needs stays.
 
     Raises:
-      ValueError: for an unknown `verify`, for "none" without a key, and for a bound
-        that is not positive.
+      ValueError: for an unknown `verify`, for "none" without a key, for a bound that
+        is not positive, and for what is no folder of a file system.
     """
 
     folder: str | os.PathLike[str]
@@ -62,8 +63,13 @@ class ExecutableCache:
 
     def __post_init__(self):
         check_choice("verify", self.verify, get_args(Verify))
-        if not self.max_gb > 0:
-            raise ValueError(f"`max_gb={self.max_gb}`: make it positive.")
+        if not isinstance(self.folder, str | os.PathLike) or "://" in str(self.folder):
+            raise ValueError(
+                f"`folder={self.folder!r}`: executables are kept on a file system, so "
+                "give the path of a folder; mount what is elsewhere."
+            )
+        if not (isinstance(self.max_gb, int | float) and self.max_gb > 0):
+            raise ValueError(f"`max_gb={self.max_gb!r}`: give a positive number.")
         if self.verify == "none" and not self.key:
             raise ValueError(
                 "`verify='none'` takes what is in the folder for what your code is: "
@@ -83,20 +89,25 @@ class Start:
       programs: all that it needs.
 
     Attributes:
-      platform: what they run on, such as "cpu".
+      devices: what they run on.
+      platform: of these, such as "cpu".
+      program_names: labels and arguments, the same in all processes.
     """
 
     def __init__(self, cache: ExecutableCache, programs: Sequence[Program]):
         self._cache = cache
-        self._folder = pathlib.Path(cache.folder)
-        self._devices = keys.devices_of([program.args for program in programs])
-        self.platform: str = self._devices[0].platform
-        self._shared = keys.environment(self._devices) | {"key": cache.key}
+        # Wherever the process goes meanwhile.
+        self._folder = pathlib.Path(cache.folder).absolute()
+        self.devices = keys.devices_of([program.args for program in programs])
+        self.platform: str = self.devices[0].platform
+        self._shared = keys.environment(self.devices) | {"key": cache.key}
         self._arguments = {p.label: keys.arguments(p) for p in programs}
         # In whichever order they are built.
-        named = {str(label): words for label, words in self._arguments.items()}
-        self._list_name = keys.digest([self._shared, named])
+        self.program_names = {str(x): words for x, words in self._arguments.items()}
+        self._list_name = keys.digest([self._shared, self.program_names])
+        self._untraced = {id(program.fn) for program in programs}
         self._hashes: dict[Label, str] = {}
+        self._outputs: dict[Label, Any] = {}
         # Programs that call back to Python are of no use to another one.
         self._of_this_process: set[Label] = set()
         self._used: set[str] = set()
@@ -107,15 +118,19 @@ class Start:
     def note(self, program: Program, lowered: Any) -> None:
         """Takes note of what a program is now."""
         text = keys.program_text(lowered)
+        self._outputs[program.label] = lowered.out_tree
         if keys.calls_python(text):
             self._of_this_process.add(program.label)
             return
-        found = hashlib.sha256(text.encode()).hexdigest()
-        is_first = not self._hashes
-        self._hashes[program.label] = found
-        if is_first and self._cache.verify == "one":
-            label = str(program.label)
-            self._adopt([x for x in self._lists() if x.get(label) == found][:1])
+        self._hashes[program.label] = hashlib.sha256(text.encode()).hexdigest()
+        was_last = self._untraced == {id(program.fn)}
+        self._untraced.discard(id(program.fn))
+        # Only now has each function shown what it is.
+        if was_last and self._cache.verify == "one":
+            traced = {str(label): x for label, x in self._hashes.items()}
+            self._adopt(
+                [x for x in self._lists() if traced.items() <= x.hashes.items()][:1]
+            )
 
     def load(self, program: Program) -> tuple[Any, ProgramReport] | None:
         """Returns the executable of a program, if it is known and there."""
@@ -134,7 +149,7 @@ class Start:
         except files.BadFileError as error:
             self._warn(f"{path} {error}: it is compiled anew.")
             return None
-        self._used.add(path.name)
+        self._use(path)
         report = dataclasses.replace(
             report,
             source="loaded",
@@ -158,7 +173,9 @@ class Start:
         kept_report = dataclasses.replace(report, file=path.name)
         try:
             body = _dumped(executable)
-            if self.platform == "cpu" and not any(x in body for x in _OBJECT_CODE):
+            if may_lack_code(self.platform) and not any(
+                x in body for x in _OBJECT_CODE
+            ):
                 raise ValueError("jax's own cache had it, and it has no code any more.")
         # What cannot be pickled says so in many ways.
         except Exception as error:
@@ -179,30 +196,43 @@ class Start:
         hashes = {str(label): x for label, x in self._hashes.items()}
         path = self._folder / f"{self._list_name}-{keys.digest(hashes)}{_LIST}"
         # Once used, it is the last one, which "none" takes.
-        self._used.add(path.name)
+        self._use(path)
         if not path.exists() or _is_bad(path):
-            self._write(path, files.Kept({"programs": hashes}, b""))
+            header = {"list": self._list_name, "programs": hashes}
+            self._write(path, files.Kept(header, b""))
 
-    def _adopt(self, lists: list[dict[str, str]]) -> None:
+    def _use(self, path: pathlib.Path) -> None:
+        """It stays, and is the last one used."""
+        self._used.add(path.name)
+        files.touch(path)
+
+    def _adopt(self, lists: list[_List]) -> None:
         for found in lists:
+            self._use(found.path)
             for label in self._arguments:
-                self._hashes[label] = found[str(label)]
+                self._hashes[label] = found.hashes[str(label)]
 
-    def _lists(self) -> list[dict[str, str]]:
+    def _lists(self) -> list[_List]:
         """What earlier starts for the same arguments were, the last one first."""
-        found = []
+        found: list[_List] = []
         for path in self._folder.glob(f"{self._list_name}-*{_LIST}"):
             try:
-                last_use = path.stat().st_mtime
+                last_use = path.stat().st_mtime_ns
                 kept = files.read(path)
+                if kept is not None:
+                    found.append(_List(last_use, path, self._hashes_in(kept)))
             except FileNotFoundError:
                 continue
             except files.BadFileError as error:
                 self._warn(f"{path} {error}: all programs are traced.")
-                continue
-            if kept is not None:
-                found.append((last_use, kept.header["programs"]))
-        return [programs for _, programs in sorted(found, key=lambda x: -x[0])]
+        return sorted(found, key=lambda x: -x.last_use)
+
+    def _hashes_in(self, kept: files.Kept) -> dict[str, str]:
+        hashes = kept.header.get("programs", {})
+        is_own = kept.header.get("list") == self._list_name
+        if not is_own or hashes.keys() != self.program_names.keys():
+            raise files.BadFileError("is of other programs than its name says")
+        return hashes
 
     def _key(self, program: Program) -> dict[str, Any]:
         return {
@@ -218,12 +248,16 @@ class Start:
         if kept.header.get("key") != self._key(program):
             raise files.BadFileError("is of another program than its name says")
         try:
-            executable = _Unpickler(io.BytesIO(kept.body), self._devices).load()
+            executable = _Unpickler(io.BytesIO(kept.body), self.devices).load()
         # XLA and pickle refuse in many ways, and none is a reason to stop.
         except Exception as error:
             raise files.BadFileError(f"cannot be loaded: {error}") from None
         if executable.in_tree != jax.tree.structure((program.args, {})):
             raise files.BadFileError("has other constants in its arguments")
+        # Of objects that are printed alike; without tracing nobody knows them.
+        outputs = self._outputs.get(program.label, executable.out_tree)
+        if executable.out_tree != outputs:
+            raise files.BadFileError("has other constants in what it returns")
         return executable
 
     def _write(self, path: pathlib.Path, kept: files.Kept) -> bool:
@@ -251,6 +285,20 @@ class Start:
 
     def _warn(self, message: str) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+class _List(NamedTuple):
+    """A file that says which programs were lowered for one start.
+
+    Attributes:
+      last_use: in nanoseconds.
+      path: of the file.
+      hashes: label -> that of the program.
+    """
+
+    last_use: int
+    path: pathlib.Path
+    hashes: dict[str, str]
 
 
 def _is_bad(path: pathlib.Path) -> bool:

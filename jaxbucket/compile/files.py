@@ -52,10 +52,13 @@ def read(path: pathlib.Path) -> Kept | None:
     if hashlib.sha256(rest).hexdigest().encode() != digest:
         raise BadFileError("is cut or damaged")
     header, _, body = rest.partition(b"\n")
-    # A last use is what decides which file goes.
+    return Kept(json.loads(header), body)
+
+
+def touch(path: pathlib.Path) -> None:
+    """Notes that a file is used: the last use decides which one goes."""
     with contextlib.suppress(OSError):
         os.utime(path)
-    return Kept(json.loads(header), body)
 
 
 def write(path: pathlib.Path, kept: Kept) -> None:

@@ -17,7 +17,8 @@ def count_flops(jaxpr: Any) -> int:
     They are those of the whole program, over all devices: 2 * M * N * K for a product
     of `[M, K]` and `[K, N]`. A `lax.scan`, and a `fori_loop` of a number of turns that
     is known, counts its body that often; a `while_loop` counts it once, for nobody
-    knows; of the branches of a `cond` the largest counts.
+    knows; of the branches of a `cond` the largest counts. A Pallas kernel counts as one
+    turn of its grid, and what is neither product nor convolution not at all.
 
     Args:
       jaxpr: a traced program, such as `jax.jit(f).trace(x).jaxpr`.

@@ -28,6 +28,8 @@ _FLAGS = (
 # jax has no name for the type of one.
 Devices: TypeAlias = tuple[Any, ...]
 _CALLBACK = re.compile(r"python\w*callback|is_host_transfer = true")
+# Of objects that are printed by where they are.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
@@ -82,11 +84,13 @@ def arguments(program: Program) -> dict[str, Any]:
 
 
 def program_text(lowered: Any) -> str:
-    """The lowered program, constants and donation in it, and its options."""
+    """The lowered program, constants and donation in it, its options and results."""
     # jax has no public way to ask for the options that `jax.jit` was given.
     inner = getattr(lowered, "_lowering", None)
     options = getattr(inner, "_compiler_options_kvs", None)
-    return f"{options or ''}\n{lowered.as_text()}"
+    # Static fields of what it returns are in no array.
+    outputs = _ADDRESS.sub("", str(lowered.out_tree))
+    return f"{options or ''}\n{outputs}\n{lowered.as_text()}"
 
 
 def calls_python(text: str) -> bool:

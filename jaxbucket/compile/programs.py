@@ -141,7 +141,7 @@ class CompileReport:
         table = Table(
             box=box.SIMPLE_HEAD,
             caption="Memory in MB of one device: arguments, outputs, temporaries, all. "
-            "Operations are of\nall devices, loops counted.",
+            "Operations are of all devices, loops counted.",
             caption_justify="left",
             padding=(0, 0, 0, 1),
             pad_edge=False,

@@ -83,14 +83,12 @@ def compile_steps(
         for an unknown choice; if jax's compilation cache is another folder.
       Exception: what tracing or XLA raised for a bucket, with a note of which.
     """
-    if not specs:
-        raise ValueError("`specs` is empty: pass what `batch_specs` returns.")
     options = CompileOptions(
         workers,
         (opening,) if isinstance(opening, Bucket) else tuple(opening),
-        ExecutableCache(executables)
-        if isinstance(executables, str | os.PathLike)
-        else executables,
+        executables
+        if executables is None or isinstance(executables, ExecutableCache)
+        else ExecutableCache(executables),
         unplanned,
         on_compile,
         progress,
@@ -107,6 +105,9 @@ def compile_by(
     specs: Mapping[Bucket, Batch],
 ) -> CompiledSteps:
     """The same with options that are checked."""
+    if not specs:
+        raise ValueError("`specs` is empty: pass what `batch_specs` returns.")
+    _check_shardings(state)
     if hasattr(step_fn, "compile_steps"):
         # A step of several phases knows them.
         return step_fn.compile_steps(state, specs, options)  # pyright: ignore
@@ -134,6 +135,11 @@ class CompileOptions:
     def __post_init__(self):
         check_choice("unplanned", self.unplanned, get_args(Unplanned))
         check_choice("on_compile", self.on_compile, get_args(OnCompile))
+        if self.unplanned == "jit" and self.on_compile == "raise":
+            raise ValueError(
+                "`unplanned='jit'` compiles for what is not as planned, and "
+                "`on_compile='raise'` forbids it: choose one of them."
+            )
 
     def order(self, buckets: Mapping[Bucket, Any]) -> list[Bucket]:
         """The buckets of the opening first, then the longest.
@@ -161,8 +167,7 @@ class CompileOptions:
             return building
         building.build(progress=self.progress)
         if not self.keep_going:
-            for error in building.failures().values():
-                raise error
+            building.check()
         return building
 
 
@@ -318,7 +323,8 @@ class CompiledSteps(Mapping[Bucket, Any]):
         what = (
             batch_difference(batch, self._specs)
             or state_difference(state, self._state, batch.bucket)
-            or f"for {batch.bucket}, of which there is an executable."
+            or f"for {batch.bucket}, of which there is an executable, in another "
+            "sharding perhaps."
         )
         return f"{what} It was called directly: call what `compile_steps` returned."
 
@@ -385,6 +391,17 @@ def _cut(leaf: jax.ShapeDtypeStruct, now: Bucket, then: Bucket) -> jax.ShapeDtyp
     if leaf.shape[1:2] == (then.seq_len,):
         shape = (*shape[:1], now.seq_len, *shape[2:])
     return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+
+def _check_shardings(state: Any) -> None:
+    """Raises a ValueError for shapes of which nobody knows where they will be."""
+    for path, leaf in jax.tree.leaves_with_path(state):
+        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
+            raise ValueError(
+                f"`state{jax.tree_util.keystr(path)}` is a shape without a sharding, "
+                "and executables depend on that: give the shapes that "
+                "`jax.eval_shape` returns to `replicate`, or shardings of your own."
+            )
 
 
 def _shape(leaf: Any) -> Any:

@@ -22,7 +22,7 @@ def use_xla_cache(folder: str | os.PathLike[str]) -> None:
       ValueError: if this process has another such folder already.
     """
     before, folder = _config.jax_compilation_cache_dir, os.fspath(folder)
-    if before not in (None, folder):
+    if before is not None and not _is_same(before, folder):
         raise ValueError(
             f"`xla_cache={folder!r}`: jax's compilation cache is {before!r} in this "
             "process already. Leave out `xla_cache`, or name that one."
@@ -33,6 +33,11 @@ def use_xla_cache(folder: str | os.PathLike[str]) -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
         # What was compiled before this has settled that there is none.
         compilation_cache.reset_cache()
+
+
+def _is_same(folder: str, other: str) -> bool:
+    # Of a URL this makes the same for the same.
+    return os.path.abspath(folder) == os.path.abspath(other)
 
 
 @contextlib.contextmanager
@@ -54,6 +59,11 @@ def without_xla_cache() -> Iterator[None]:
             _Off.depth -= 1
             if not _Off.depth:
                 _switch(_Off.was_on)
+
+
+def may_lack_code(platform: str) -> bool:
+    """Whether an executable may have come from jax's cache, and lost its code."""
+    return platform == "cpu" and _config.jax_compilation_cache_dir is not None
 
 
 class _Off:

@@ -1,0 +1,277 @@
+"""Times `sample_sort` in real processes beside other ways to sort the same keys.
+
+    python benchmarks/sort.py
+    python benchmarks/sort.py --sizes 1000000 --processes 1 2 4 --json
+
+Keys are int32 lengths, lognormal and cut at 100,000. Every way is asked for the order
+of (key, index), and one after another is timed, so that all meet the same noise:
+
+    np.sort         one process: keys and index packed in uint64, without the packing
+    packed          the same with the packing, and the index out of it again
+    sample_sort     1, 2, 4 processes, one device each, by jax and Gloo
+    torch, lists    a sample sort through Python lists that splits by key alone, as a
+                    well-known analyzer of training data has it, by torch and Gloo;
+                    left out where torch is not installed
+
+A sort over processes takes as long as its slowest one.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+_LAUNCH = pathlib.Path(__file__).parents[1] / "scripts" / "launch_local.py"
+_SAMPLES = 100
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.worker:
+        work(json.loads(args.worker))
+        return
+    has_torch = importlib.util.find_spec("torch") is not None
+    results = [
+        result for size in args.sizes for result in compare(size, args, has_torch)
+    ]
+    if args.json:
+        print(json.dumps({"cores": os.cpu_count(), "results": results}))
+    else:
+        show(results, has_torch)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Time sorts over processes, side by side.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[10**6, 10**7], help="keys"
+    )
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=[1, 2, 4], help="of sample_sort"
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="of which the median is")
+    parser.add_argument(
+        "--torch-rounds", type=int, default=1, help="of it; 0 leaves it out"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def compare(size: int, args: argparse.Namespace, has_torch: bool) -> list[Any]:
+    """Every way for so many keys, as dictionaries."""
+    ways = [("sample_sort", count, args.rounds) for count in args.processes]
+    if has_torch and args.torch_rounds:
+        ways.append(("torch, lists", max(args.processes), args.torch_rounds))
+    results = []
+    for way, count, rounds in ways:
+        found = launch({"way": way, "size": size, "rounds": rounds}, count)
+        # Beside each, for a neighbour may come or go between them.
+        results.append({"way": way, "processes": count, "keys": size, **found})
+    return results
+
+
+def launch(task: dict[str, Any], count: int) -> dict[str, Any]:
+    """Runs a task in so many processes; returns what process 0 has measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "result.json"
+        command = [
+            *(sys.executable, str(_LAUNCH), "-n", str(count), "--", sys.executable),
+            *(__file__, "--worker", json.dumps({**task, "result": str(path)})),
+        ]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise RuntimeError(run.stdout[-2000:] + run.stderr[-2000:])
+        return json.loads(path.read_text())
+
+
+def work(task: dict[str, Any]) -> None:
+    """What each process does: the sort in turn with one by numpy in process 0."""
+    index = int(os.environ["JAX_PROCESS_ID"])
+    count = int(os.environ["JAX_NUM_PROCESSES"])
+    rng = np.random.default_rng(0)
+    keys = np.minimum(rng.lognormal(6, 1.5, task["size"]), 10**5).astype(np.int32)
+    own = keys[task["size"] * index // count : task["size"] * (index + 1) // count]
+    sort, barrier, check = WAYS[task["way"]](own, index, count)
+    seconds: dict[str, list[float]] = {"sort": [], "np_sort": [], "packed": []}
+    found = None
+    for _ in range(task["rounds"] + 1):
+        # All begin together, and the last to end counts.
+        barrier()
+        start = time.perf_counter()
+        found = sort()
+        barrier()
+        seconds["sort"].append(time.perf_counter() - start)
+        if index == 0:
+            for name, value in numpy_sort(keys).items():
+                seconds[name].append(value)
+        barrier()
+    extra = check(found, np.argsort(keys, kind="stable"))
+    if index == 0:
+        cold, *warm = seconds["sort"]
+        result = {
+            "cold_seconds": cold,
+            "warm_seconds": float(np.median(warm)),
+            "np_sort_seconds": float(np.median(seconds["np_sort"][1:])),
+            "packed_seconds": float(np.median(seconds["packed"][1:])),
+            **extra,
+        }
+        pathlib.Path(task["result"]).write_text(json.dumps(result))
+    barrier()
+
+
+def numpy_sort(keys: np.ndarray) -> dict[str, float]:
+    begin = time.perf_counter()
+    packed = keys.astype(np.uint64) << np.uint64(32)
+    packed |= np.arange(len(keys), dtype=np.uint64)
+    start = time.perf_counter()
+    packed.sort()
+    stop = time.perf_counter()
+    packed.astype(np.uint32)
+    return {"np_sort": stop - start, "packed": time.perf_counter() - begin}
+
+
+Way = tuple[Callable[[], Any], Callable[[], None], Callable[[Any, np.ndarray], dict]]
+
+
+def with_jax(own: np.ndarray, index: int, count: int) -> Way:
+    import jax
+
+    import jaxbucket as jb
+    from jaxbucket.coordination import Store
+    from jaxbucket.sort import collectives
+
+    address = os.environ["JAX_COORDINATOR_ADDRESS"]
+    jax.distributed.initialize(address, count, index)
+    mesh = jb.data_mesh()
+    numbers = itertools.count()
+    sent = [0]
+    exchange = collectives.Devices.exchange
+
+    def counted(self: Any, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        # What stays on a device is not sent.
+        sent[0] += sum(x.nbytes * (self.count - 1) // self.count for x in parts)
+        return exchange(self, parts)
+
+    collectives.Devices.exchange = counted
+
+    def sort() -> jb.SortedKeys:
+        sent[0] = 0
+        return jb.sample_sort(own, mesh)
+
+    def barrier() -> None:
+        # On the host, for what is timed is beside it.
+        Store("benchmark").meet(str(next(numbers)), 600)
+
+    def check(found: jb.SortedKeys, want: np.ndarray) -> dict[str, Any]:
+        for share in found.local_shares():
+            np.testing.assert_array_equal(share.index, want[list(share.ranks)])
+        sizes = [len(found.ranks(device)) for device in range(count)]
+        return {
+            "bytes_per_key": sent[0] / max(1, len(own)),
+            "most_by_mean": max(sizes) / np.mean(sizes),
+        }
+
+    return sort, barrier, check
+
+
+def with_torch(own: np.ndarray, index: int, count: int) -> Way:
+    import torch  # pyright: ignore
+    from torch import distributed  # pyright: ignore
+
+    host, _, port = os.environ["JAX_COORDINATOR_ADDRESS"].rpartition(":")
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
+    distributed.init_process_group("gloo", rank=index, world_size=count)
+    starts: list[Any] = [None] * count
+    distributed.all_gather_object(starts, len(own))
+    first = sum(starts[:index])
+    table = np.stack([own.astype(np.int64), first + np.arange(len(own))], axis=1)
+    rows = torch.from_numpy(table)
+
+    def exchange(parts: list[Any]) -> Any:
+        sizes = torch.tensor([len(part) for part in parts])
+        told = torch.empty(count, dtype=torch.int64)
+        distributed.all_to_all_single(told, sizes)
+        received = torch.empty((int(told.sum()), 2), dtype=torch.int64)
+        distributed.all_to_all_single(
+            received, torch.cat(parts), told.tolist(), sizes.tolist()
+        )
+        return received
+
+    def sort() -> Any:
+        ordered = torch.tensor(sorted(rows.tolist()))
+        places = torch.linspace(0, len(ordered) - 1, _SAMPLES).round().long()
+        samples = ordered[places, 0].contiguous()
+        every = [torch.empty_like(samples) for _ in range(count)]
+        distributed.all_gather(every, samples)
+        bounds, _ = torch.cat(every).sort()
+        places = torch.linspace(0, len(bounds) - 1, count + 1).round().long()
+        bounds = bounds[places]
+        # Keys above the last bound are the last process's, those below the first's.
+        inner = bounds[1:-1].contiguous()
+        owner = torch.bucketize(ordered[:, 0].contiguous(), inner, right=True)
+        received = exchange([ordered[owner == i] for i in range(count)])
+        return torch.tensor(sorted(received.tolist()))
+
+    def check(found: Any, want: np.ndarray) -> dict[str, Any]:
+        sizes: list[Any] = [None] * count
+        distributed.all_gather_object(sizes, len(found))
+        start = sum(sizes[:index])
+        indices = found[:, 1].numpy()
+        np.testing.assert_array_equal(indices, want[start : start + len(indices)])
+        return {"bytes_per_key": None, "most_by_mean": max(sizes) / np.mean(sizes)}
+
+    return sort, distributed.barrier, check
+
+
+WAYS = {"sample_sort": with_jax, "torch, lists": with_torch}
+
+
+def show(results: list[Any], has_torch: bool) -> None:
+    table = Table(box=box.SIMPLE, title=f"Sorting, {os.cpu_count()} cores")
+    columns = "keys", "way", "processes", "cold s", "warm s", "of np.sort"
+    for name in (*columns, "of packed", "bytes per key", "most / mean"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for x in results:
+        warm, sent = x["warm_seconds"], x["bytes_per_key"]
+        table.add_row(
+            f"{x['keys']:,}",
+            *(x["way"], str(x["processes"])),
+            *(f"{x['cold_seconds']:.3f}", f"{warm:.4f}"),
+            f"{warm / x['np_sort_seconds']:.2f}",
+            f"{warm / x['packed_seconds']:.2f}",
+            "" if sent is None else f"{sent:.1f}",
+            f"{x['most_by_mean']:.2f}",
+        )
+    console = Console(width=110)
+    console.print(table)
+    if not has_torch:
+        console.print("torch is not installed: its sort is left out.")
+    for size in dict.fromkeys(x["keys"] for x in results):
+        both = {x["way"]: x for x in results if x["keys"] == size}
+        if len(both) == len(WAYS):
+            ours, other = both["sample_sort"], both["torch, lists"]
+            ratio = other["warm_seconds"] / ours["warm_seconds"]
+            console.print(
+                f"{size:,} keys in {ours['processes']} processes: {ratio:.0f} times "
+                "faster than through Python lists."
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Keys and index as one number, or a few bytes, that compare as they do.
+
+A column becomes unsigned integers in the same order, less their minimum; columns and
+the index behind them are then put side by side in as few bits as they need. Where these
+are 64 or fewer, what is sorted is one uint64, which numpy sorts by vector instructions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+_WORD_BITS = 64
+# Rows that are worked on at a time: what is in between stays in the cache.
+_PART = 1 << 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """What is known of a column on every device.
+
+    Attributes:
+      dtype: of its keys.
+      descending: whether the largest come first; NaN comes last either way.
+    """
+
+    dtype: np.dtype
+    descending: bool
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {'descending' if self.descending else 'ascending'}"
+
+    @property
+    def unsigned(self) -> np.dtype:
+        return np.dtype(f"u{self.dtype.itemsize}")
+
+    def encode(self, keys: np.ndarray) -> np.ndarray:
+        """Returns `[n]` unsigned integers of the same size in the keys' order.
+
+        Those that are equal get the same: 0.0 and -0.0, and all NaNs.
+        """
+        sign = self._sign
+        if self.dtype.kind == "f":
+            bits = np.array(keys).view(self.unsigned)
+            bits[bits == sign] = 0
+            bits[np.isnan(keys)] = ~(sign ^ sign) if self.descending else ~sign
+            # The more below zero, the greater are the bits of a float.
+            bits ^= -(bits >> self._shift) | sign
+        else:
+            bits = keys.astype(self.unsigned)
+            if self.dtype.kind == "i":
+                bits ^= sign
+        return np.invert(bits, out=bits) if self.descending else bits
+
+    def decode(self, bits: np.ndarray) -> np.ndarray:
+        """Returns the `[n]` keys of what `encode` gave, which is overwritten."""
+        sign = self._sign
+        if self.descending:
+            np.invert(bits, out=bits)
+        if self.dtype.kind == "f":
+            bits ^= ((bits >> self._shift) - self.unsigned.type(1)) | sign
+        elif self.dtype.kind == "i":
+            bits ^= sign
+        return bits.view(self.dtype)
+
+    @property
+    def _shift(self) -> np.unsignedinteger:
+        return self.unsigned.type(8 * self.dtype.itemsize - 1)
+
+    @property
+    def _sign(self) -> np.unsignedinteger:
+        return self.unsigned.type(1) << self._shift
+
+
+@dataclasses.dataclass(frozen=True)
+class _Field:
+    """Where a number stands: so many bits of a word, from the lowest ones on."""
+
+    word: int
+    shift: int
+    bits: int
+
+
+class Composite:
+    """How the columns and the index are put side by side.
+
+    Args:
+      columns: compared left to right.
+      ranges: `[columns, 2]` uint64, the least and the greatest of each as encoded.
+      size: how many keys there are; indices are smaller.
+
+    Attributes:
+      dtype: of the composite keys: uint64, or bytes that compare as their words do.
+    """
+
+    def __init__(self, columns: Sequence[Column], ranges: np.ndarray, size: int):
+        self._columns = tuple(columns)
+        self._least = ranges[:, 0]
+        spans = [int(high) - int(low) for low, high in ranges]
+        self._fields, num_words = _side_by_side([*spans, max(size - 1, 0)])
+        self.dtype = np.dtype(np.uint64 if num_words == 1 else f"S{8 * num_words}")
+
+    @property
+    def num_words(self) -> int:
+        """uint64 words of a composite key."""
+        return self.dtype.itemsize // 8
+
+    def encode(self, keys: Sequence[np.ndarray], first: int) -> np.ndarray:
+        """Returns `[n]` composite keys of columns whose first row has this index."""
+        size = len(keys[0])
+        words = np.empty((size, self.num_words), np.uint64)
+        for start in range(0, size, _PART):
+            part = words[start : start + _PART]
+            part[:] = 0
+            index = np.arange(first + start, first + start + len(part), dtype=np.uint64)
+            for i, column in enumerate(self._columns):
+                bits = column.encode(keys[i][start : start + _PART]).astype(np.uint64)
+                bits -= self._least[i]
+                self._put(part, i, bits)
+            self._put(part, -1, index)
+        if self.num_words == 1:
+            return words[:, 0]
+        # Of bytes the first one counts most.
+        return words.byteswap(inplace=True).view(self.dtype)[:, 0]
+
+    def _put(self, words: np.ndarray, i: int, bits: np.ndarray) -> None:
+        field = self._fields[i]
+        words[:, field.word] |= bits << np.uint64(field.shift)
+
+    def decode_into(
+        self, found: np.ndarray, keys: Sequence[np.ndarray], index: np.ndarray
+    ) -> None:
+        """Writes columns and index of `[n]` composite keys into `[n]` arrays."""
+        words = found.view(np.uint64).reshape(len(found), self.num_words)
+        for start in range(0, len(found), _PART):
+            rows = slice(start, start + _PART)
+            part = words[rows] if self.num_words == 1 else words[rows].byteswap()
+            for i, column in enumerate(self._columns):
+                bits = self._get(part, i) + self._least[i]
+                keys[i][rows] = column.decode(bits.astype(column.unsigned))
+            index[rows] = self._get(part, -1)
+
+    def _get(self, words: np.ndarray, i: int) -> np.ndarray:
+        field = self._fields[i]
+        mask = np.uint64((1 << field.bits) - 1)
+        return (words[:, field.word] >> np.uint64(field.shift)) & mask
+
+
+def _side_by_side(greatest: Sequence[int]) -> tuple[list[_Field], int]:
+    """Fields for numbers up to these, the first one highest, and how many words."""
+    fields: list[_Field] = []
+    word, used = 0, 0
+    for value in greatest:
+        bits = value.bit_length()
+        if used + bits > _WORD_BITS:
+            word, used = word + 1, 0
+        used += bits
+        fields.append(_Field(word, _WORD_BITS - used, bits))
+    # A shift by the whole word is undefined: what has no bits needs none.
+    fields = [f if f.bits else _Field(f.word, 0, 0) for f in fields]
+    return fields, word + 1

@@ -1,0 +1,75 @@
+"""Runs of keys from every device to every device, in chunks of one capacity.
+
+An `all_to_all` needs the same number from each to each. So it is made in rounds, with
+chunks that are small beside a device's share: whatever pair has most to send sets how
+many rounds there are, and memory does not grow with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxbucket.sort.collectives import Devices
+
+# Of all chunks that a device sends in a round: few rounds for small shares, and for
+# large ones what a processor's cache holds.
+_MIN_BYTES = 1 << 21
+_MAX_BYTES = 1 << 22
+# Chunks sent and received come on top of the share itself and of what it becomes.
+_CHUNKS_PER_SHARE = 4
+
+
+def exchange_runs(
+    parts: Sequence[np.ndarray], counts: np.ndarray, devices: Devices
+) -> list[np.ndarray]:
+    """Returns what each local device was sent: that of device 0 first, then of 1, ...
+
+    Args:
+      parts: one `[n]` array for each local device: what goes to device 0 first.
+      counts: `[D, D]` int64, how many keys go from each device to each.
+      devices: of all processes, which all call this.
+    """
+    starts = np.cumsum(counts, axis=1) - counts
+    places = np.cumsum(counts, axis=0) - counts
+    received = [np.empty(counts[:, i].sum(), parts[0].dtype) for i in devices.local]
+    for part, found, i in zip(parts, received, devices.local, strict=True):
+        own = part[starts[i, i] : starts[i, i] + counts[i, i]]
+        found[places[i, i] : places[i, i] + len(own)] = own
+    capacity = chunk_capacity(counts, parts[0].dtype.itemsize)
+    # What stays on a device needs no exchange.
+    counts = counts.copy()
+    np.fill_diagonal(counts, 0)
+    for first in range(0, counts.max(), capacity):
+        num = np.clip(counts - first, 0, capacity)
+        chunks = [
+            _chunks(part, starts[i] + first, num[i], capacity)
+            for part, i in zip(parts, devices.local, strict=True)
+        ]
+        for found, got, j in zip(
+            received, devices.exchange(chunks), devices.local, strict=True
+        ):
+            for i in np.flatnonzero(num[:, j]):
+                place = places[i, j] + first
+                found[place : place + num[i, j]] = got[i, : num[i, j]]
+    return received
+
+
+def chunk_capacity(counts: np.ndarray, itemsize: int) -> int:
+    """Returns how many keys a pair sends in a round: a power of two, for few shapes."""
+    num_devices = len(counts)
+    share = counts.sum(axis=0).max() * itemsize // _CHUNKS_PER_SHARE
+    num_bytes = int(np.clip(share, _MIN_BYTES, _MAX_BYTES))
+    keys = max(1, num_bytes // (num_devices * itemsize))
+    return 1 << (keys.bit_length() - 1)
+
+
+def _chunks(
+    part: np.ndarray, starts: np.ndarray, num: np.ndarray, capacity: int
+) -> np.ndarray:
+    """`[D, capacity]`, of which `num` are filled."""
+    chunks = np.zeros((len(num), capacity), part.dtype)
+    for chunk, start, count in zip(chunks, starts, num, strict=True):
+        chunk[:count] = part[start : start + count]
+    return chunks
