@@ -15,6 +15,7 @@ from jaxbucket.comparison import Comparison, compare_plans
 from jaxbucket.costs import StepTime, TokenCost, TransformerCost
 from jaxbucket.curriculum import Curriculum
 from jaxbucket.curve import PlanCurve, plan_curve
+from jaxbucket.difficulty_index import DifficultyIndex
 from jaxbucket.limits import Limits
 from jaxbucket.mixture import Mixture
 from jaxbucket.pacing import CyclicPacing, LinearPacing, RootPacing, StepPacing
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
         compile_steps,
         count_compiles,
     )
+    from jaxbucket.difficulty import write_difficulty_index
     from jaxbucket.input_pipeline import batch_dataset
-    from jaxbucket.measuring import measure_lengths
+    from jaxbucket.measuring import measure_difficulty, measure_lengths
     from jaxbucket.optim import (
         is_linear_in_lr,
         scale_by_adam_sde,
@@ -70,7 +72,9 @@ __version__ = "0.1.0"
 _ON_FIRST_USE = {
     "data_parallel_accumulate": "accumulation",
     "batch_dataset": "input_pipeline",
+    "measure_difficulty": "measuring",
     "measure_lengths": "measuring",
+    "write_difficulty_index": "difficulty",
     "load_in_workers": "workers",
     "batch_specs": "sharding",
     "data_mesh": "sharding",
@@ -120,6 +124,7 @@ __all__ = [
     "Curriculum",
     "CyclicPacing",
     "DataPosition",
+    "DifficultyIndex",
     "ExecutableCache",
     "Limits",
     "LinearPacing",
@@ -158,6 +163,7 @@ __all__ = [
     "is_linear_in_lr",
     "load_in_workers",
     "local_rows",
+    "measure_difficulty",
     "measure_lengths",
     "plan_buckets",
     "plan_curve",
@@ -173,6 +179,7 @@ __all__ = [
     "split_source",
     "unbatch",
     "warmup_inverse_sqrt_schedule",
+    "write_difficulty_index",
     "write_token_file",
 ]
 

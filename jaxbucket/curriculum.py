@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base import digest
+from jaxbucket.difficulty_index import DifficultyIndex
 from jaxbucket.epoch_rows import EpochRows
 from jaxbucket.opening import OpeningSteps
 from jaxbucket.orders import LOCK, shuffled
@@ -57,8 +58,8 @@ class Curriculum:
       [0, 5]
 
     Args:
-      difficulty: `[N]` finite numbers, one for each example. It is referred to and not
-        copied: do not change the array afterwards.
+      difficulty: `[N]` finite numbers, one for each example, or a `DifficultyIndex`. It
+        is referred to and not copied: do not change the array afterwards.
       pacing: epochs done -> share that is open, from 0 to 1; by default
         `LinearPacing()`. It may fall, for example in cycles. A schedule that was made
         by `continue_with` counts its own epochs.
@@ -71,7 +72,7 @@ class Curriculum:
 
     def __init__(
         self,
-        difficulty: ArrayLike,
+        difficulty: ArrayLike | DifficultyIndex,
         pacing: Pacing | None = None,
         *,
         replacement: bool = False,
@@ -114,7 +115,11 @@ class Curriculum:
         return digest(_same_bytes(self.difficulty), pacing.encode())
 
 
-def _check_difficulty(difficulty: ArrayLike) -> np.ndarray:
+def _check_difficulty(difficulty: ArrayLike | DifficultyIndex) -> np.ndarray:
+    if isinstance(difficulty, DifficultyIndex):
+        # Of examples that are not in the order of all, their place is what counts.
+        is_by_all = difficulty.sorted_by == "all"
+        return difficulty.difficulty if is_by_all else difficulty.ranks()
     try:
         array = np.asarray(difficulty)
     except ValueError:

@@ -12,17 +12,24 @@ import numpy as np
 
 
 class Part(NamedTuple):
-    """A file for the examples from `start` to before `stop`."""
+    """A file for the examples from `start` to before `stop`.
+
+    Attributes:
+      path: of the file.
+      start: the first example.
+      stop: the one behind the last.
+      missing: what stands for an example that is not measured yet, in the dtype of all:
+        0 for lengths, which are positive.
+    """
 
     path: pathlib.Path
     start: int
     stop: int
+    missing: np.generic = np.int32(0)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[np.ndarray]:
         """Gives an array in a file; it is this one once all is in it.
-
-        Lengths are positive: what is 0 is missing.
 
         Raises:
           ValueError: if the folder cannot be written to.
@@ -30,7 +37,7 @@ class Part(NamedTuple):
         partial = self.path.with_suffix(".partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            array = _begun(partial, (self.stop - self.start,))
+            array = _begun(partial, (self.stop - self.start,), self.missing)
         except OSError as error:
             raise ValueError(
                 f"`cache={str(self.path.parent)!r}` is no folder that can be written "
@@ -42,14 +49,43 @@ class Part(NamedTuple):
         with contextlib.suppress(FileNotFoundError):
             os.replace(partial, self.path)
 
+    def read(self) -> np.ndarray | None:
+        """Returns what was written, mapped into memory; None if it is not there.
 
-def _begun(path: pathlib.Path, shape: tuple[int, ...]) -> np.memmap:
-    """What is there of a file, or zeros."""
+        Raises:
+          ValueError: if the file is cut or foreign.
+        """
+        if not self.path.exists():
+            return None
+        found = _mapped(self.path)
+        if (
+            found.shape != (self.stop - self.start,)
+            or found.dtype != self.missing.dtype
+        ):
+            raise ValueError(
+                f"{self.path} is {found.dtype}{list(found.shape)}, and not the "
+                f"{self.missing.dtype} of {self.stop - self.start} examples. {_REMEDY}"
+            )
+        return found
+
+
+def _begun(
+    path: pathlib.Path, shape: tuple[int, ...], missing: np.generic
+) -> np.memmap:
+    """What is there of a file, or an array of which all is missing."""
     with contextlib.suppress(FileNotFoundError, ValueError, EOFError):
         found = np.lib.format.open_memmap(path, "r+")
-        if found.shape == shape and found.dtype == np.int32:
+        if found.shape == shape and found.dtype == missing.dtype:
             return found
-    return np.lib.format.open_memmap(path, "w+", np.int32, shape)
+    found = np.lib.format.open_memmap(path, "w+", missing.dtype, shape)
+    if missing:
+        found[:] = missing
+    return found
+
+
+def share_of(size: int, index: int, count: int) -> tuple[int, int]:
+    """Returns where the examples of one of so many processes begin and end."""
+    return size * index // count, size * (index + 1) // count
 
 
 class LengthCache:
@@ -70,9 +106,8 @@ class LengthCache:
         """Returns the file of one of so many processes."""
         if count == 1:
             return Part(self.whole, 0, self._size)
-        ends = [self._size * i // count for i in range(count + 1)]
         name = f"lengths-{self.key}-{index}-of-{count}.npy"
-        return Part(self._folder / name, ends[index], ends[index + 1])
+        return Part(self._folder / name, *share_of(self._size, index, count))
 
     def join(self, count: int) -> None:
         """Makes one file of all parts.
@@ -104,8 +139,10 @@ class LengthCache:
         return _read(self.whole, self._size)
 
 
-def _read(path: pathlib.Path, size: int) -> np.ndarray:
-    remedy = "Delete the file, to measure again."
+_REMEDY = "Delete the file, to measure again."
+
+
+def _mapped(path: pathlib.Path) -> np.ndarray:
     try:
         found = np.load(path, mmap_mode="r")
     except FileNotFoundError:
@@ -114,12 +151,17 @@ def _read(path: pathlib.Path, size: int) -> np.ndarray:
             "that all processes share."
         ) from None
     except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}. {remedy}") from None
+        raise ValueError(f"{path} cannot be read: {error}. {_REMEDY}") from None
     if not isinstance(found, np.ndarray):
-        raise ValueError(f"{path} holds several arrays, not lengths. {remedy}")
+        raise ValueError(f"{path} holds several arrays, not lengths. {_REMEDY}")
+    return np.asarray(found)
+
+
+def _read(path: pathlib.Path, size: int) -> np.ndarray:
+    found = _mapped(path)
     if found.shape != (size,) or found.dtype != np.int32 or found.min() < 1:
         raise ValueError(
             f"{path} is {found.dtype}{list(found.shape)}, and not the lengths of "
-            f"{size} examples. {remedy}"
+            f"{size} examples. {_REMEDY}"
         )
-    return np.asarray(found)
+    return found

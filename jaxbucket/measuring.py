@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
 import pathlib
@@ -19,13 +20,14 @@ from jaxbucket.base import digest
 from jaxbucket.checks import MAX_LENGTH, check_integer
 from jaxbucket.example import example_length
 from jaxbucket.function_name import function_name
-from jaxbucket.length_cache import LengthCache
+from jaxbucket.length_cache import LengthCache, Part, share_of
 from jaxbucket.orphans import end_with_parent
 from jaxbucket.progress import progress_bar
 from jaxbucket.source import RowSource, Source, check_sequences, contents
 
 # Examples that are measured together; what a kill may lose.
 _CHUNK = 1024
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _AHEAD = 4
 
 
@@ -36,6 +38,67 @@ class Meeting(Protocol):
     count: int
 
     def gather(self, name: str, value: str) -> list[str]: ...
+
+
+def measure_difficulty(
+    source: Source,
+    difficulty_fn: Callable[[Any], float],
+    *,
+    num_workers: int = 0,
+    cache: str | os.PathLike[str] | None = None,
+    processes: Meeting | None = None,
+    progress: bool = True,
+) -> np.ndarray:
+    """Returns the difficulty of every example that is this process's to measure.
+
+    Of several processes each measures its share, those of process 0 first, as
+    `write_difficulty_index` takes them.
+
+    Example:
+      >>> words = [{"text": "a b"}, {"text": "a b c"}]
+      >>> measure_difficulty(words, lambda x: len(x["text"].split()), progress=False)
+      array([2., 3.], dtype=float32)
+
+    Args:
+      source: examples by index.
+      difficulty_fn: example -> any finite number.
+      num_workers: processes to start for it. The source is sent to each of them.
+      cache: a folder, as for `measure_lengths`: each process has a file of its own
+        there, which need not be shared.
+      processes: all that measure, each its part.
+      progress: show a progress bar on a terminal.
+
+    Returns:
+      `[n]` float32, not to be written to if it comes from a file.
+
+    Raises:
+      ValueError: if the source is empty, an example has no finite difficulty, or a file
+        in the folder is cut or foreign.
+      RuntimeError: if a worker is lost.
+    """
+    size = _size_of(source)
+    workers = _checked_workers(num_workers)
+    meeting = processes or _Alone()
+    measure = functools.partial(_difficulties, source, difficulty_fn)
+    first, last = share_of(size, meeting.index, meeting.count)
+    if cache is None:
+        found = np.full(last - first, np.nan, np.float32)
+        _fill(found, first, measure, workers, progress, "Measuring difficulty")
+        return found
+    key = digest(
+        f"{size} {function_name(difficulty_fn)}".encode(), contents(source).encode()
+    )
+    name = f"difficulty-{key}-{meeting.index}-of-{meeting.count}.npy"
+    part = Part(pathlib.Path(cache) / name, first, last, np.float32(np.nan))
+    if (found := part.read()) is None:
+        with part.writing() as array:
+            _fill(array, first, measure, workers, progress, "Measuring difficulty")
+        found = part.read()
+    if found is None or np.isnan(found).any():
+        raise ValueError(
+            f"{part.path} is not whole. Delete the file, to measure again."
+        )
+    return found
 
 
 def measure_lengths(
@@ -79,19 +142,15 @@ def measure_lengths(
         in the folder is cut or foreign.
       RuntimeError: if a worker is lost.
     """
-    size = len(source)
-    if size == 0:
-        raise ValueError("`source` is empty: there is no example to measure.")
+    size = _size_of(source)
     if length_fn is None and isinstance(source, RowSource):
         check_sequences(source, sequences)
         return source.lengths
-    workers = check_integer("num_workers", num_workers)
-    if workers < 0:
-        raise ValueError(f"`num_workers={workers}` must not be negative.")
-    measure = functools.partial(_measure, source, length_fn, sequences)
+    workers = _checked_workers(num_workers)
+    measure = functools.partial(_lengths, source, length_fn, sequences)
 
     def fill(found: np.ndarray, first: int) -> None:
-        _fill(found, first, measure, workers, progress)
+        _fill(found, first, measure, workers, progress, "Measuring lengths")
 
     if cache is not None:
         key = _key(source, length_fn, sequences)
@@ -130,6 +189,19 @@ def _cached(
     return cache.read()
 
 
+def _size_of(source: Source) -> int:
+    if not len(source):
+        raise ValueError("`source` is empty: there is no example to measure.")
+    return len(source)
+
+
+def _checked_workers(num_workers: int) -> int:
+    workers = check_integer("num_workers", num_workers)
+    if workers < 0:
+        raise ValueError(f"`num_workers={workers}` must not be negative.")
+    return workers
+
+
 class _Alone:
     index = 0
     count = 1
@@ -139,7 +211,7 @@ class _Alone:
         return [value]
 
 
-def _measure(
+def _lengths(
     source: Source,
     length_fn: Callable[[Any], int] | None,
     sequences: Sequence[str] | None,
@@ -150,19 +222,46 @@ def _measure(
     length_of = length_fn or functools.partial(example_length, sequences=sequences)
     lengths = np.empty(stop - start, np.int32)
     for index in range(start, stop):
-        try:
-            length = length_of(source[index])
-        except ValueError as error:
-            raise ValueError(f"`source[{index}]`: {error}") from error
-        except Exception as error:
-            raise ValueError(
-                f"`source[{index}]` cannot be measured: {type(error).__name__}: {error}"
-            ) from error
-        lengths[index - start] = _checked(index, length)
+        lengths[index - start] = _length(index, _measured(source, index, length_of))
     return lengths
 
 
-def _checked(index: int, length: Any) -> int:
+def _difficulties(
+    source: Source, difficulty_fn: Callable[[Any], float], start: int, stop: int
+) -> np.ndarray:
+    """The difficulties of the examples from `start` to before `stop`, float32."""
+    found = np.empty(stop - start, np.float32)
+    for index in range(start, stop):
+        value = _measured(source, index, difficulty_fn)
+        found[index - start] = _difficulty(index, value)
+    return found
+
+
+def _measured(source: Source, index: int, measure: Callable[[Any], Any]) -> Any:
+    try:
+        return measure(source[index])
+    except ValueError as error:
+        raise ValueError(f"`source[{index}]`: {error}") from error
+    except Exception as error:
+        raise ValueError(
+            f"`source[{index}]` cannot be measured: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _difficulty(index: int, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= _MAX_FLOAT32:
+        raise ValueError(
+            f"`source[{index}]` has difficulty {value!r}, which is no finite number of "
+            "32 bits. Leave the example out, or mend `difficulty_fn`."
+        )
+    return number
+
+
+def _length(index: int, length: Any) -> int:
     try:
         whole = operator.index(length)
     except TypeError:
@@ -181,18 +280,23 @@ def _fill(
     measure: Callable[[int, int], np.ndarray],
     num_workers: int,
     progress: bool,
+    title: str,
 ) -> None:
-    """Measures what is still 0 in `found`, whose first entry is example `first`."""
+    """Measures what is missing in `found`, whose first entry is example `first`."""
     starts = range(0, len(found), _CHUNK)
-    missing = [s for s in starts if not found[s : s + _CHUNK].all()]
+    missing = [s for s in starts if _is_missing(found[s : s + _CHUNK]).any()]
     spans = [(first + s, first + min(s + _CHUNK, len(found))) for s in missing]
     run = _in_workers if num_workers else _here
     with progress_bar(progress) as bar:
-        task = bar.add_task("Measuring lengths", total=len(found))
+        task = bar.add_task(title, total=len(found))
         bar.advance(task, len(found) - sum(stop - start for start, stop in spans))
         for (start, stop), lengths in run(measure, spans, num_workers):
             found[start - first : stop - first] = lengths
             bar.advance(task, stop - start)
+
+
+def _is_missing(found: np.ndarray) -> np.ndarray:
+    return np.isnan(found) if found.dtype.kind == "f" else found == 0
 
 
 _Span = tuple[int, int]

@@ -46,8 +46,12 @@ ROOMS = {
     "grouping": ({"base"}, {"numpy"}),
     "epoch_rows": ({"base", "grouping", "remainder"}, {"numpy"}),
     "orders": ({"epoch_rows", "opening", "permutation"}, {"numpy"}),
+    "difficulty_index": ({"base"}, {"numpy"}),
     "curriculum": (
-        {"base", "epoch_rows", "opening", "orders", "pacing", "permutation"},
+        {
+            *("base", "difficulty_index", "epoch_rows", "opening", "orders"),
+            *("pacing", "permutation"),
+        },
         {"numpy"},
     ),
     "schedule": (
@@ -97,6 +101,7 @@ ROOMS = {
     ),
     "optim": ({"checks"}, {"numpy", "jax", "optax"}),
     "sort": (set(), {"numpy", "jax"}),
+    "difficulty": ({"checks", "difficulty_index", "sort"}, {"numpy", "jax"}),
     "pmap": ({"base", "compile"}, {"numpy", "jax"}),
     "loss": ({"checks", "base", "sharding", "pmap"}, {"numpy", "jax", "flax"}),
     "train": (

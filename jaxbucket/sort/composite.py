@@ -76,11 +76,19 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class _Field:
-    """Where a number stands: so many bits of a word, from the lowest ones on."""
+    """Where a number stands.
+
+    Attributes:
+      word: in which.
+      shift: bits of it that are below.
+      bits: how many it has.
+      is_highest: whether nothing in its word is above it.
+    """
 
     word: int
     shift: int
     bits: int
+    is_highest: bool
 
 
 class Composite:
@@ -111,15 +119,15 @@ class Composite:
         """Returns `[n]` composite keys of columns whose first row has this index."""
         size = len(keys[0])
         words = np.empty((size, self.num_words), np.uint64)
+        indices = np.arange(first, first + min(size, _PART), dtype=np.uint64)
         for start in range(0, size, _PART):
             part = words[start : start + _PART]
-            part[:] = 0
-            index = np.arange(first + start, first + start + len(part), dtype=np.uint64)
             for i, column in enumerate(self._columns):
-                bits = column.encode(keys[i][start : start + _PART]).astype(np.uint64)
-                bits -= self._least[i]
+                bits = column.encode(keys[i][start : start + _PART])
+                bits -= self._least[i].astype(bits.dtype)
                 self._put(part, i, bits)
-            self._put(part, -1, index)
+            self._put(part, -1, indices[: len(part)])
+            indices += np.uint64(_PART)
         if self.num_words == 1:
             return words[:, 0]
         # Of bytes the first one counts most.
@@ -127,7 +135,13 @@ class Composite:
 
     def _put(self, words: np.ndarray, i: int, bits: np.ndarray) -> None:
         field = self._fields[i]
-        words[:, field.word] |= bits << np.uint64(field.shift)
+        word, shift = words[:, field.word], np.uint64(field.shift)
+        if field.is_highest:
+            word[:] = bits
+            word <<= shift
+        else:
+            bits = bits.astype(np.uint64, copy=False)
+            word |= bits << shift if field.shift else bits
 
     def decode_into(
         self, found: np.ndarray, keys: Sequence[np.ndarray], index: np.ndarray
@@ -156,8 +170,8 @@ def _side_by_side(greatest: Sequence[int]) -> tuple[list[_Field], int]:
         bits = value.bit_length()
         if used + bits > _WORD_BITS:
             word, used = word + 1, 0
+        # A shift by the whole word is undefined: what has no bits needs none.
+        shift = _WORD_BITS - used - bits if bits else 0
+        fields.append(_Field(word, shift, bits, is_highest=used == 0))
         used += bits
-        fields.append(_Field(word, _WORD_BITS - used, bits))
-    # A shift by the whole word is undefined: what has no bits needs none.
-    fields = [f if f.bits else _Field(f.word, 0, 0) for f in fields]
     return fields, word + 1

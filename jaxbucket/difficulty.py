@@ -1,0 +1,291 @@
+"""An index of difficulty, written by all processes at once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Protocol, get_args
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from numpy.typing import ArrayLike
+
+from jaxbucket.checks import check_choice
+from jaxbucket.difficulty_index import (
+    DIFFICULTY,
+    EXAMPLES,
+    VERSION,
+    WORDS,
+    DifficultyIndex,
+    SortedBy,
+    index_dtype,
+    share_sum,
+    words_digest,
+)
+from jaxbucket.sort import sample_sort
+
+_MAX_INT64 = 2**63 - 1
+
+
+class Meeting(Protocol):
+    """What is needed of `Processes`."""
+
+    index: int
+    count: int
+
+    def gather(self, name: str, value: str) -> list[str]: ...
+
+
+def write_difficulty_index(
+    folder: str | os.PathLike[str],
+    difficulty: ArrayLike,
+    mesh: Mesh,
+    *,
+    processes: Meeting | None = None,
+    sorted_by: SortedBy = "all",
+) -> DifficultyIndex:
+    """Sorts the examples of all processes by difficulty, and writes their index.
+
+    Each process gives the difficulties of its share of the source, those of process 0
+    first, and writes its own part of every file. The folder has its name only once all
+    is in it: one that was not ended is not read, and is written anew by the next call.
+    An index of the same difficulties that is there already is returned as it is.
+
+    Example:
+      >>> import tempfile
+      >>> from jaxbucket import data_mesh
+      >>> folder = tempfile.mkdtemp() + "/index"
+      >>> index = write_difficulty_index(folder, [0.3, 0.1, 0.2, 0.1], data_mesh())
+      >>> index.examples.tolist(), index.percentiles(0, 50).tolist()
+      ([1, 3, 2, 0], [1, 3])
+
+    Args:
+      folder: where; all processes share it.
+      difficulty: `[n]` finite numbers: of `measure_difficulty`, lengths, a model's
+        losses, human scores.
+      mesh: of devices of all processes, which sort together.
+      processes: all of them, where there are several.
+      sorted_by: "all"; or "process", where each sorts its own share, and the easiest of
+        each come first, then the second of each, and so on. That is no faster here, and
+        an order that another number of processes does not have, and that is less by
+        difficulty the fewer examples a process has: it is for comparing with runs whose
+        processes have sorted for themselves.
+
+    Raises:
+      ValueError: in every process, if difficulties are refused, or the folder is one of
+        other difficulties or no folder that all of them share.
+    """
+    check_choice("sorted_by", sorted_by, get_args(SortedBy))
+    meeting = processes or _Alone()
+    if jax.process_count() != meeting.count:
+        raise ValueError(
+            f"`processes` has {meeting.count} of {jax.process_count()}: pass what "
+            "`Processes` returned."
+        )
+    path = pathlib.Path(folder)
+    share = _share_among(path, difficulty, sorted_by, meeting)
+    if share.is_there:
+        return DifficultyIndex(path)
+    by_all = sorted_by == "all"
+    keys = share.difficulty if by_all else _local_ranks(share.difficulty)
+    found = sample_sort(keys, mesh)
+    partial = path.with_name(f"{path.name}.partial")
+    with _together(meeting, "index written"):
+        partial.mkdir(parents=True, exist_ok=True)
+        _write_part(partial / DIFFICULTY, share.difficulty, share.first, share.size)
+        dtype = index_dtype(share.size)
+        for own in found.local_shares():
+            examples = own.index.astype(dtype)
+            _write_part(partial / EXAMPLES, examples, own.ranks.start, share.size)
+        _mark(partial, share, meeting.index).touch()
+    with _together(meeting, "index named"):
+        if meeting.index == 0:
+            _name(partial, path, share, sorted_by, meeting.count)
+    return DifficultyIndex(path)
+
+
+class _Alone:
+    index = 0
+    count = 1
+
+    def gather(self, name: str, value: str) -> list[str]:
+        del name
+        return [value]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """What a process has, and what is known of all.
+
+    Attributes:
+      difficulty: `[n]` of this process.
+      first: the example that its first one is of.
+      size: how many examples there are.
+      digest: of all difficulties.
+      is_there: whether all processes see an index of them in the folder.
+    """
+
+    difficulty: np.ndarray
+    first: int
+    size: int
+    digest: str
+    is_there: bool
+
+
+def _share_among(
+    folder: pathlib.Path, given: ArrayLike, sorted_by: SortedBy, meeting: Meeting
+) -> _Share:
+    """Checks what all processes give, and what they find."""
+    difficulty = np.empty(0)
+    with _together(meeting, "difficulty checked"):
+        difficulty = _checked(given)
+    own = f"{len(difficulty)} {difficulty.dtype.str} {sorted_by}"
+    told = [text.split(maxsplit=1) for text in meeting.gather("difficulty", own)]
+    if len({how for _, how in told}) > 1:
+        raise ValueError(
+            f"The processes give difficulties of {[how for _, how in told]}: give all "
+            "of one dtype, and sort them alike."
+        )
+    sizes = [int(size) for size, _ in told]
+    first, size = sum(sizes[: meeting.index]), sum(sizes)
+    if not size:
+        raise ValueError("`difficulty` is empty: there is no example to sort.")
+    sums = meeting.gather("difficulty added up", str(share_sum(difficulty, first)))
+    name = words_digest(sum(map(int, sums)), size)
+    found = ""
+    with _together(meeting, "folder looked at"):
+        found = _found(folder, name, sorted_by)
+    seen = meeting.gather("folder seen", found)
+    if len(set(seen)) > 1:
+        raise ValueError(
+            f"`folder={str(folder)!r}` is there for some processes alone: name one "
+            "that all of them share."
+        )
+    return _Share(difficulty, first, size, name, bool(found))
+
+
+def _checked(given: ArrayLike) -> np.ndarray:
+    """Finite numbers as one of a few dtypes."""
+    array = np.asarray(given)
+    if array.ndim != 1 or array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+        raise ValueError(
+            f"`difficulty` is {array.dtype}{list(array.shape)}: give one number for "
+            "each example, [n]."
+        )
+    if array.dtype.kind == "f":
+        if not np.isfinite(array).all():
+            bad = int(np.argmin(np.isfinite(array)))
+            raise ValueError(
+                f"`difficulty[{bad}]={array[bad]}` is not finite. Give the example a "
+                "number, or leave it out."
+            )
+        return array.astype("<f8" if array.dtype.itemsize == 8 else "<f4")
+    if array.dtype == np.uint64 and array.size and array.max() > _MAX_INT64:
+        raise ValueError(f"`difficulty` has {array.max()}, which is beyond 2**63 - 1.")
+    is_small = np.can_cast(array.dtype, np.int32)
+    return array.astype("<i4" if is_small else "<i8")
+
+
+def _found(folder: pathlib.Path, name: str, sorted_by: SortedBy) -> str:
+    """Its name, if the index is there; nothing, if nothing is.
+
+    Raises:
+      ValueError: if something else is.
+    """
+    if not folder.exists():
+        return ""
+    there = DifficultyIndex(folder)
+    if (there.digest, there.sorted_by) != (name, sorted_by):
+        raise ValueError(
+            f"`folder={str(folder)!r}` has an index of other difficulties, or by other "
+            "means. Delete it, or name another folder."
+        )
+    return name
+
+
+def _local_ranks(difficulty: np.ndarray) -> np.ndarray:
+    """The place of each example in this process's own order."""
+    ranks = np.empty(len(difficulty), np.int64)
+    ranks[np.argsort(difficulty, kind="stable")] = np.arange(len(difficulty))
+    return ranks
+
+
+@contextlib.contextmanager
+def _together(meeting: Meeting, name: str) -> Iterator[None]:
+    """What fails in one process is raised in all of them."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        meeting.gather(name, f"{type(error).__name__}: {error}")
+        raise
+    for index, failure in enumerate(meeting.gather(name, "")):
+        if failure:
+            raise ValueError(f"Process {index} has failed: {failure}")
+
+
+def _mark(folder: pathlib.Path, share: _Share, index: int) -> pathlib.Path:
+    """The file that says that a process has seen this folder, and written its part."""
+    return folder / f"{share.digest}-{index}.written"
+
+
+def _write_part(path: pathlib.Path, values: np.ndarray, first: int, size: int) -> None:
+    """Writes values into an array of so many in a file, from an index on.
+
+    Others may write theirs at the same time: of what they write alike, the header, no
+    byte changes.
+    """
+    header = io.BytesIO()
+    description = {"descr": values.dtype.str, "fortran_order": False, "shape": (size,)}
+    np.lib.format.write_array_header_1_0(header, description)
+    start = header.tell()
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        os.ftruncate(file, start + size * values.itemsize)
+        _write_all(file, header.getbuffer(), 0)
+        own = np.ascontiguousarray(values).view(np.uint8)
+        _write_all(file, own.data, start + first * values.itemsize)
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _write_all(file: int, content: memoryview, offset: int) -> None:
+    while len(content):
+        count = os.pwrite(file, content, offset)
+        content, offset = content[count:], offset + count
+
+
+def _name(
+    partial: pathlib.Path,
+    folder: pathlib.Path,
+    share: _Share,
+    sorted_by: SortedBy,
+    count: int,
+) -> None:
+    """Gives the folder its name, now that all is in it."""
+    marks = [_mark(partial, share, index) for index in range(count)]
+    missing = [index for index, mark in enumerate(marks) if not mark.exists()]
+    if missing:
+        raise ValueError(
+            f"`folder={str(folder)!r}`: what processes {missing} have written is not "
+            "there. Name a folder that all processes share."
+        )
+    words = {
+        "version": VERSION,
+        "size": share.size,
+        "dtype": share.difficulty.dtype.str,
+        "sorted_by": sorted_by,
+        "digest": share.digest,
+    }
+    (partial / WORDS).write_text(json.dumps(words))
+    for path in partial.iterdir():
+        # Of another number of processes, perhaps, that were not ended.
+        if path.name not in (DIFFICULTY, EXAMPLES, WORDS):
+            path.unlink()
+    os.rename(partial, folder)

@@ -1,0 +1,191 @@
+"""Examples from the easiest to the hardest, in files that are mapped into memory.
+
+An index is a folder: the difficulties in the order of the source, the examples in the
+order of their difficulty, and a few words about both. A folder that is there is whole,
+for it is named last of all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from jaxbucket.base import digest
+
+SortedBy: TypeAlias = Literal["all", "process"]
+DIFFICULTY, EXAMPLES, WORDS = "difficulty.npy", "examples.npy", "index.json"
+VERSION = 1
+# Examples that are looked at together.
+_PART = 1 << 20
+
+
+class DifficultyIndex:
+    """An index that `write_difficulty_index` has written.
+
+    A `Curriculum` takes it in place of difficulties. Views of the order are slices of a
+    mapped file: nothing is read before it is asked for.
+
+    Args:
+      folder: of the index.
+
+    Attributes:
+      difficulty: `[N]`, in the order of the source.
+      examples: `[N]` int32, or int64 for 2**31 and more, the easiest first; of equal
+        difficulty in the order of the source.
+      sorted_by: "all", or "process": each process's examples alone, taken in turn.
+      digest: of the difficulties.
+
+    Raises:
+      ValueError: if there is no index, or one that is cut or foreign.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self._folder = pathlib.Path(folder)
+        words = _read_words(self._folder)
+        self.sorted_by: SortedBy = words["sorted_by"]
+        self.digest: str = words["digest"]
+        size = words["size"]
+        self.difficulty = self._mapped(DIFFICULTY, words["dtype"], size)
+        self.examples = self._mapped(EXAMPLES, index_dtype(size).str, size)
+
+    def __repr__(self) -> str:
+        return f"DifficultyIndex({str(self._folder)!r}, {len(self)} examples)"
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def _mapped(self, name: str, dtype: str, size: int) -> np.ndarray:
+        path = self._folder / name
+        try:
+            found = np.load(path, mmap_mode="r")
+        except (OSError, ValueError, EOFError) as error:
+            raise ValueError(f"{path} cannot be read: {error}. {_REMEDY}") from None
+        if found.shape != (size,) or found.dtype != np.dtype(dtype):
+            raise ValueError(
+                f"{path} is {found.dtype}{list(found.shape)}, and not the {dtype} of "
+                f"{size} examples. {_REMEDY}"
+            )
+        return np.asarray(found)
+
+    def percentiles(self, low: float, high: float) -> np.ndarray:
+        """Returns the examples between two percentiles, the easiest first.
+
+        Those of (0, 25) and (25, 100) are all examples, each once.
+
+        Raises:
+          ValueError: unless `0 <= low <= high <= 100`.
+        """
+        if not 0 <= low <= high <= 100:
+            raise ValueError(
+                f"`low={low}`, `high={high}`: percentiles are from 0 to 100, the lower "
+                "one first."
+            )
+        first, last = (round(len(self) * x / 100) for x in (low, high))
+        return self.examples[first:last]
+
+    def between(self, low: float, high: float) -> np.ndarray:
+        """Returns the examples with `low <= difficulty < high`, the easiest first.
+
+        Raises:
+          ValueError: if the order is not that of all examples.
+        """
+        if self.sorted_by != "all":
+            raise ValueError(
+                "`sorted_by='process'` has no order of all difficulties: take "
+                "`percentiles`, or write an index with `sorted_by='all'`."
+            )
+        first, last = (self._count_below(x) for x in (low, high))
+        return self.examples[first : max(first, last)]
+
+    def _count_below(self, value: float) -> int:
+        low, high = 0, len(self)
+        while low < high:
+            middle = (low + high) // 2
+            if self.difficulty[self.examples[middle]] < value:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def ranks(self) -> np.ndarray:
+        """Returns the place of each example in the order, `[N]`."""
+        ranks = np.empty_like(self.examples)
+        ranks[self.examples] = np.arange(len(self), dtype=ranks.dtype)
+        return ranks
+
+    def check(self) -> None:
+        """Reads all of it.
+
+        Raises:
+          ValueError: if the files are not as they were written.
+        """
+        counted = np.zeros(len(self), bool)
+        inside = (self.examples >= 0) & (self.examples < len(self))
+        counted[self.examples[inside]] = True
+        if not counted.all():
+            raise ValueError(
+                f"{self._folder / EXAMPLES} does not have every example once. {_REMEDY}"
+            )
+        if words_digest(share_sum(self.difficulty, 0), len(self)) != self.digest:
+            raise ValueError(
+                f"{self._folder / DIFFICULTY} is not what was written. {_REMEDY}"
+            )
+        in_order = self.difficulty[self.examples]
+        if self.sorted_by == "all" and (in_order[1:] < in_order[:-1]).any():
+            raise ValueError(f"{self._folder / EXAMPLES} is not in order. {_REMEDY}")
+
+
+_REMEDY = "Delete the folder, and write the index again."
+
+
+def index_dtype(size: int) -> np.dtype:
+    """What examples of a source of this size are kept as."""
+    return np.dtype("<i4" if size < 2**31 else "<i8")
+
+
+def share_sum(difficulty: np.ndarray, first: int) -> int:
+    """Returns a number for difficulties from an example on, to be added to others'.
+
+    However examples are divided, the sum is the same.
+    """
+    total = np.uint64(0)
+    for start in range(0, len(difficulty), _PART):
+        part = difficulty[start : start + _PART]
+        index = np.arange(first + start, first + start + len(part), dtype=np.uint64)
+        bits = np.ascontiguousarray(part, "<f8").view(np.uint64)
+        total += _mixed(bits ^ _mixed(index)).sum(dtype=np.uint64)
+    return int(total)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def words_digest(total: int, size: int) -> str:
+    """Returns the name of all difficulties, of the sum of all shares."""
+    return digest(f"{total % 2**64} {size}".encode())
+
+
+def _read_words(folder: pathlib.Path) -> dict[str, Any]:
+    path = folder / WORDS
+    try:
+        words = json.loads(path.read_text())
+        version = words["version"]
+        if version == VERSION:
+            return {x: words[x] for x in ("size", "dtype", "sorted_by", "digest")}
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder} is no index: {WORDS} is not there. Write one by "
+            "`write_difficulty_index`."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {error!r}. {_REMEDY}") from None
+    raise ValueError(f"{path} is of version {version}, not {VERSION}. {_REMEDY}")
