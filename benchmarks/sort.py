@@ -13,7 +13,8 @@ of (key, index), and one after another is timed, so that all meet the same noise
                     well-known analyzer of training data has it, by torch and Gloo;
                     left out where torch is not installed
 
-A sort over processes takes as long as its slowest one.
+A sort over processes takes as long as its slowest one. Keys go in random order, or by
+`--order`: "sorted" and "reversed" shares go to one process each.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from rich.table import Table
 
 _LAUNCH = pathlib.Path(__file__).parents[1] / "scripts" / "launch_local.py"
 _SAMPLES = 100
+_NUMPY = ("np_sort_seconds", "packed_seconds")
 
 
 def main() -> None:
@@ -68,6 +70,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--torch-rounds", type=int, default=1, help="of it; 0 leaves it out"
     )
+    parser.add_argument(
+        "--order", choices=("random", "sorted", "reversed"), default="random"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -80,7 +85,8 @@ def compare(size: int, args: argparse.Namespace, has_torch: bool) -> list[Any]:
         ways.append(("torch, lists", max(args.processes), args.torch_rounds))
     results = []
     for way, count, rounds in ways:
-        found = launch({"way": way, "size": size, "rounds": rounds}, count)
+        task = {"way": way, "size": size, "rounds": rounds, "order": args.order}
+        found = launch(task, count)
         # Beside each, for a neighbour may come or go between them.
         results.append({"way": way, "processes": count, "keys": size, **found})
     return results
@@ -89,15 +95,24 @@ def compare(size: int, args: argparse.Namespace, has_torch: bool) -> list[Any]:
 def launch(task: dict[str, Any], count: int) -> dict[str, Any]:
     """Runs a task in so many processes; returns what process 0 has measured."""
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "result.json"
         command = [
             *(sys.executable, str(_LAUNCH), "-n", str(count), "--", sys.executable),
-            *(__file__, "--worker", json.dumps({**task, "result": str(path)})),
+            *(__file__, "--worker", json.dumps({**task, "folder": folder})),
         ]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:
             raise RuntimeError(run.stdout[-2000:] + run.stderr[-2000:])
-        return json.loads(path.read_text())
+        told = [
+            json.loads((pathlib.Path(folder) / str(index)).read_text())
+            for index in range(count)
+        ]
+    # Of each round the slowest process.
+    cold, *warm = np.max([x.pop("sort") for x in told], axis=0).tolist()
+    seconds = {name: float(np.median(told[0].pop(name)[1:])) for name in _NUMPY}
+    return {"cold_seconds": cold, "warm_seconds": float(np.median(warm))} | {
+        **seconds,
+        **told[0],
+    }
 
 
 def work(task: dict[str, Any]) -> None:
@@ -106,32 +121,24 @@ def work(task: dict[str, Any]) -> None:
     count = int(os.environ["JAX_NUM_PROCESSES"])
     rng = np.random.default_rng(0)
     keys = np.minimum(rng.lognormal(6, 1.5, task["size"]), 10**5).astype(np.int32)
+    if task["order"] != "random":
+        keys = np.sort(keys)[:: 1 if task["order"] == "sorted" else -1].copy()
     own = keys[task["size"] * index // count : task["size"] * (index + 1) // count]
     sort, barrier, check = WAYS[task["way"]](own, index, count)
-    seconds: dict[str, list[float]] = {"sort": [], "np_sort": [], "packed": []}
+    seconds: dict[str, list[float]] = {name: [] for name in ("sort", *_NUMPY)}
     found = None
     for _ in range(task["rounds"] + 1):
-        # All begin together, and the last to end counts.
         barrier()
         start = time.perf_counter()
         found = sort()
-        barrier()
         seconds["sort"].append(time.perf_counter() - start)
+        barrier()
         if index == 0:
             for name, value in numpy_sort(keys).items():
                 seconds[name].append(value)
         barrier()
-    extra = check(found, np.argsort(keys, kind="stable"))
-    if index == 0:
-        cold, *warm = seconds["sort"]
-        result = {
-            "cold_seconds": cold,
-            "warm_seconds": float(np.median(warm)),
-            "np_sort_seconds": float(np.median(seconds["np_sort"][1:])),
-            "packed_seconds": float(np.median(seconds["packed"][1:])),
-            **extra,
-        }
-        pathlib.Path(task["result"]).write_text(json.dumps(result))
+    told = seconds | check(found, np.argsort(keys, kind="stable"))
+    (pathlib.Path(task["folder"]) / str(index)).write_text(json.dumps(told))
     barrier()
 
 
@@ -143,7 +150,10 @@ def numpy_sort(keys: np.ndarray) -> dict[str, float]:
     packed.sort()
     stop = time.perf_counter()
     packed.astype(np.uint32)
-    return {"np_sort": stop - start, "packed": time.perf_counter() - begin}
+    return {
+        "np_sort_seconds": stop - start,
+        "packed_seconds": time.perf_counter() - begin,
+    }
 
 
 Way = tuple[Callable[[], Any], Callable[[], None], Callable[[Any, np.ndarray], dict]]

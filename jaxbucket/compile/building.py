@@ -128,10 +128,17 @@ class Building(Mapping[Label, Any]):
                 # What does not compile is told before anything else is.
                 self._futures[program.label].result()
         rest = self._programs[alone:]
-        thread = threading.Thread(
-            target=as_the_caller(), args=(self._build, rest), name="compile ahead"
-        )
-        thread.start()
+        call = as_the_caller()
+
+        def build() -> None:
+            try:
+                call(self._build, rest)
+            except BaseException as error:
+                # Of no use to this thread: whoever waits is told.
+                self._fail(error)
+                self._give_up(rest)
+
+        threading.Thread(target=build, name="compile ahead").start()
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -173,11 +180,15 @@ class Building(Mapping[Label, Any]):
             pool.shutdown(cancel_futures=True)
             raise
         finally:
-            for program in programs:
-                self._futures[program.label].cancel()
+            self._give_up(programs)
         is_over = all(future.done() for future in self._futures.values())
         if self._start is not None and is_over and not self.failures():
             self._start.finish()
+
+    def _give_up(self, programs: Sequence[Program]) -> None:
+        """Nobody is to wait for those that are not settled."""
+        for program in programs:
+            self._futures[program.label].cancel()
 
     def _settling(
         self, program: Program, fn: Callable[..., None], *details: Any
