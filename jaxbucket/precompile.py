@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import pathlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -20,7 +21,9 @@ from jaxbucket.compile import (
     CompileOptions,
     CompileReport,
     ExecutableCache,
+    ProgramReport,
     compile_by,
+    leave_all,
 )
 
 Recipe: TypeAlias = Callable[..., Any]
@@ -114,16 +117,31 @@ def precompile(
         workers, (), executables, "raise", "ignore", progress, keep_going=True
     )
     programs, failures = [], []
-    for name, triple in _steps(recipe(plan, *arguments)).items():
-        steps = compile_by(options, *triple)
-        programs += steps.report.programs
-        failures += [
-            Failure(name, str(label), _said(error))
-            for label, error in steps.failures.items()
-        ]
+    try:
+        for name, triple in _steps(recipe(plan, *arguments)).items():
+            steps = compile_by(options, *triple)
+            programs += steps.report.programs
+            failures += [
+                Failure(name, str(label), _said(error))
+                for label, error in steps.failures.items()
+            ]
+    except BaseException as error:
+        # Other processes may wait for what this one has not come to.
+        leave_all(error)
+        raise
+    if executables is not None:
+        programs = [_as_it_is(program, executables) for program in programs]
     return Precompiled(
         CompileReport(tuple(programs)), tuple(failures), time.perf_counter() - start
     )
+
+
+def _as_it_is(program: ProgramReport, executables: ExecutableCache) -> ProgramReport:
+    """Without its file, if that had to make room for another one."""
+    folder = pathlib.Path(executables.folder)
+    if program.file is None or (folder / program.file).exists():
+        return program
+    return dataclasses.replace(program, file=None)
 
 
 def _check_takes(recipe: Recipe, arguments: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@ import pytest
 import jaxbucket as jb
 from jaxbucket.compile import Program, ProgramReport, files
 from jaxbucket.compile.events import own_compile
+from jaxbucket.precompile import precompile
 
 MESH = jb.data_mesh(jax.devices()[:2])
 EXAMPLE = {"x": np.ones(3, np.float32)}
@@ -419,6 +420,64 @@ def test_the_last_start_is_the_one_before_an_interrupted_one(tmp_path):
     assert bucket in found and last.exists()
 
 
+def test_files_that_had_to_make_room_are_not_kept(tmp_path):
+    def recipe(plan):
+        def other_step(state, batch):
+            return state, (state["w"] * batch.features["x"]).max()
+
+        state = jb.replicate(STATE, MESH)
+        return {
+            "train": (make_step(), state, SPECS),
+            "other": (jax.jit(other_step), state, SPECS),
+        }
+
+    done = precompile(recipe, PLAN, executables=jb.ExecutableCache(tmp_path / "all"))
+    assert done.not_kept() == []
+    size = sum(path.stat().st_size for path in (tmp_path / "all").iterdir())
+    cache = jb.ExecutableCache(tmp_path / "some", max_gb=0.7 * size / 1e9)
+    done = precompile(recipe, PLAN, executables=cache)
+    assert done.not_kept() and all(x.startswith("my_step") for x in done.not_kept())
+
+
+SEEDED = """
+import sys
+import jax, numpy as np
+sys.path.insert(0, "tests")
+import test_executables as t
+
+import dataclasses, functools
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["names"]
+)
+@dataclasses.dataclass(frozen=True)
+class State:
+    w: object
+    names: frozenset[str]
+
+def my_step(state, batch):
+    return dataclasses.replace(state, w=2 * state.w), batch.num_tokens
+
+state = State(np.float32(2), frozenset({"embed", "head", "bias", "norm"}))
+print(t.start(sys.argv[1], jax.jit(my_step), state=state)[1])
+"""
+
+
+def test_another_hash_seed_finds_the_same(tmp_path):
+    found = []
+    for seed in "123":
+        run = subprocess.run(
+            [sys.executable, "-W", "error", "-c", SEEDED, str(tmp_path)],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": "tests"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        found.append(run.stdout.strip())
+    assert found == ["3", "0", "0"]
+
+
 def test_a_folder_stays_where_it_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     state = jb.replicate(STATE, MESH)
@@ -642,7 +701,7 @@ def test_processes_take_from_files_what_all_of_them_have(launch, tmp_path, openi
 
 
 FAILING = """
-import os, warnings
+import os, time
 import jax, jax.numpy as jnp, numpy as np
 import jaxbucket as jb
 
@@ -671,9 +730,10 @@ if index == "1":
     )
 mesh = jb.data_mesh()
 try:
+    # A number that each process has for itself is no reason to part.
     steps = jb.compile_steps(
-        jax.jit(my_step),
-        jb.replicate(np.float32(2), mesh),
+        jax.jit(lambda state, batch: (*my_step(state[0], batch), state[1] + 1)),
+        (jb.replicate(np.float32(2), mesh), jnp.zeros(())),
         jb.batch_specs(plan, example, mesh),
         executables={folder!r},
         opening={opening},
@@ -682,6 +742,31 @@ try:
     say(steps.report.num_compiled)
 except (ArithmeticError, RuntimeError) as error:
     say(type(error).__name__, error)
+    raise SystemExit from None
+
+# Whoever compiles something else is told so.
+for fn in (jnp.sum, jnp.max) if not {opening} else ():
+    try:
+        jb.compile_steps(
+            jax.jit(lambda state, batch: fn(state) * batch.num_tokens),
+            jb.replicate(
+                jax.ShapeDtypeStruct((3 + int(index) * (fn is jnp.max),), "f4"), mesh
+            ),
+            jb.batch_specs(plan, example, mesh),
+            executables={folder!r},
+        )
+        say("agreed")
+    except RuntimeError as error:
+        say(error)
+# The program is over, and another one's thread still at it.
+jb.compile_steps(
+    jax.jit(lambda state, batch: (time.sleep(1), state)[1]),
+    jb.replicate(np.float32(2), mesh),
+    jb.batch_specs(plan, example, mesh),
+    executables={folder!r},
+    opening=plan.buckets[0],
+)
+say("end")
 """
 
 
@@ -691,10 +776,16 @@ def test_all_processes_hear_of_one_that_fails(launch, tmp_path, fails, opening):
     code = FAILING.format(folder=str(tmp_path / "kept"), fails=fails, opening=opening)
     done = launch(code)
     if not fails:
-        assert done.said(0) == done.said(1) == ["3"], done.output
+        assert done.status == 0, done.output
+        for index in range(2):
+            compiled, *agreed, end = done.said(index)
+            assert (compiled, end) == ("3", "end")
+            if agreed:
+                assert agreed[0] == "agreed"
+                assert "compiles other programs than process" in agreed[1]
         return
     assert done.said(1) == ["ArithmeticError only here"], done.output
     (heard,) = done.said(0)
     assert heard == (
-        "RuntimeError Process 1 does not compile any more: ArithmeticError: only here"
+        "AgreementError Process 1 does not compile any more: ArithmeticError: only here"
     )

@@ -1,5 +1,6 @@
 """One executable per bucket: compiled ahead, kept in files, guarded."""
 
+from jaxbucket.compile.agreement import leave_all
 from jaxbucket.compile.building import Building
 from jaxbucket.compile.differences import check_is_batch
 from jaxbucket.compile.events import (
@@ -31,6 +32,7 @@ __all__ = [
     "compile_steps",
     "compiling_as",
     "count_compiles",
+    "leave_all",
     "note_arguments",
     "noting_arguments",
     "use_xla_cache",

@@ -17,7 +17,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 from jaxbucket.checks import check_positive
-from jaxbucket.compile.agreement import Agreement, Stage
+from jaxbucket.compile.agreement import Agreement, AgreementError, Stage
 from jaxbucket.compile.caller import as_the_caller
 from jaxbucket.compile.events import own_compile, take_trace
 from jaxbucket.compile.executables import Start
@@ -48,7 +48,7 @@ class Building(Mapping[Label, Any]):
 
     Attributes:
       seconds_waited: by those who asked for executables, from the first one on.
-      failure: what ended it, where it does not keep going.
+      failure: what ended it.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Building(Mapping[Label, Any]):
         self._reports: dict[Label, ProgramReport] = {}
         self._stopped = threading.Event()
         self._keep_going = keep_going
-        self._agreement = start and Agreement.of(start.devices, start.program_names)
+        self._agreement = start and Agreement.of(start.devices, start.all_programs)
         self.failure: BaseException | None = None
         self.seconds_waited = 0.0
 
@@ -154,9 +154,11 @@ class Building(Mapping[Label, Any]):
 
     def _fail(self, error: BaseException) -> None:
         """Leaves what has not begun, and tells all who wait."""
+        is_first = self.failure is None
         self.failure = self.failure or error
         self.stop()
-        if self._agreement:
+        # What was heard of another process, all others hear themselves.
+        if self._agreement and is_first and not isinstance(error, AgreementError):
             self._agreement.leave(error)
 
     def _build(self, programs: Sequence[Program]) -> None:
@@ -196,14 +198,16 @@ class Building(Mapping[Label, Any]):
         """Whatever happens in a function, who waits for its program is told."""
         future = self._futures[program.label]
         # Threads of a program that is over would keep it alive.
-        if self._stopped.is_set() or not threading.main_thread().is_alive():
+        if not threading.main_thread().is_alive():
+            self._fail(RuntimeError("The program ended before all was compiled."))
+        if self._stopped.is_set():
             future.cancel()
             return
         try:
             fn(program, *details)
         except Exception as error:
             error.add_note(f"This was `{program.name}` for {program.label}.")
-            if not self._keep_going:
+            if isinstance(error, AgreementError) or not self._keep_going:
                 self._fail(error)
             elif self._agreement:
                 self._agreement.has_nothing(program.label)

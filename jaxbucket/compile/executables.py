@@ -91,7 +91,7 @@ class Start:
     Attributes:
       devices: what they run on.
       platform: of these, such as "cpu".
-      program_names: labels and arguments, the same in all processes.
+      all_programs: in words that are the same in all processes.
     """
 
     def __init__(self, cache: ExecutableCache, programs: Sequence[Program]):
@@ -103,8 +103,9 @@ class Start:
         self._shared = keys.environment(self.devices) | {"key": cache.key}
         self._arguments = {p.label: keys.arguments(p) for p in programs}
         # In whichever order they are built.
-        self.program_names = {str(x): words for x, words in self._arguments.items()}
-        self._list_name = keys.digest([self._shared, self.program_names])
+        named = {str(label): words for label, words in self._arguments.items()}
+        self._list_name = keys.digest([self._shared, named])
+        self.all_programs = keys.digest(list(map(keys.shapes, programs)))
         self._untraced = {id(program.fn) for program in programs}
         self._hashes: dict[Label, str] = {}
         self._outputs: dict[Label, Any] = {}
@@ -230,7 +231,7 @@ class Start:
     def _hashes_in(self, kept: files.Kept) -> dict[str, str]:
         hashes = kept.header.get("programs", {})
         is_own = kept.header.get("list") == self._list_name
-        if not is_own or hashes.keys() != self.program_names.keys():
+        if not is_own or hashes.keys() != set(map(str, self._arguments)):
             raise files.BadFileError("is of other programs than its name says")
         return hashes
 

@@ -28,8 +28,6 @@ _FLAGS = (
 # jax has no name for the type of one.
 Devices: TypeAlias = tuple[Any, ...]
 _CALLBACK = re.compile(r"python\w*callback|is_host_transfer = true")
-# Of objects that are printed by where they are.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
@@ -73,14 +71,54 @@ def environment(devices: Devices) -> dict[str, Any]:
 
 def arguments(program: Program) -> dict[str, Any]:
     """What is known of a program without tracing it."""
-    leaves, _ = jax.tree.flatten_with_path(program.args)
+    leaves, structure = jax.tree.flatten_with_path(program.args)
     return {
         "name": program.name,
         "label": str(program.label),
         "arguments": [
             f"{jax.tree_util.keystr(p)}: {_aval(leaf)}" for p, leaf in leaves
         ],
+        "constants": _constants(structure),
     }
+
+
+def shapes(program: Program) -> list[str]:
+    """What is the same in all processes of its name and its arguments."""
+    leaves, _ = jax.tree.flatten_with_path(program.args)
+    return [
+        *(program.name, str(program.label)),
+        *(f"{jax.tree_util.keystr(p)}: {_shape(leaf)}" for p, leaf in leaves),
+    ]
+
+
+def _shape(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else ""
+
+
+def _constants(structure: Any) -> list[Any]:
+    """The static data of a tree's nodes, in words that are the same in every process.
+
+    What has no such words is only of its type; it is compared when a file is loaded.
+    """
+    node = structure.node_data()
+    if node is None:
+        return []
+    kind, data = node
+    children = [_constants(child) for child in structure.children()]
+    return [kind.__name__, _in_words(data), [child for child in children if child]]
+
+
+def _in_words(data: Any) -> Any:
+    if data is None or isinstance(data, bool | int | float | str | bytes):
+        return repr(data)
+    if isinstance(data, tuple | list):
+        return [_in_words(x) for x in data]
+    if isinstance(data, set | frozenset):
+        # In an order that does not depend on how strings are hashed.
+        return sorted(json.dumps(_in_words(x)) for x in data)
+    if isinstance(data, dict):
+        return [[_in_words(name), _in_words(data[name])] for name in data]
+    return type(data).__name__
 
 
 def program_text(lowered: Any) -> str:
@@ -89,7 +127,7 @@ def program_text(lowered: Any) -> str:
     inner = getattr(lowered, "_lowering", None)
     options = getattr(inner, "_compiler_options_kvs", None)
     # Static fields of what it returns are in no array.
-    outputs = _ADDRESS.sub("", str(lowered.out_tree))
+    outputs = json.dumps(_constants(lowered.out_tree))
     return f"{options or ''}\n{outputs}\n{lowered.as_text()}"
 
 
@@ -109,7 +147,11 @@ def _aval(leaf: Any) -> str:
     where = sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         # A mesh is printed with its size alone.
-        where = f"{dict(sharding.mesh.shape)} {sharding.spec} {sharding.memory_kind}"
+        parts = list(sharding.spec)
+        while parts and parts[-1] is None:
+            # It says the same without.
+            parts.pop()
+        where = f"{dict(sharding.mesh.shape)} {parts} {sharding.memory_kind}"
     return f"{leaf.dtype}{list(leaf.shape)} {where}"
 
 

@@ -166,8 +166,7 @@ class CompileOptions:
             building.build_ahead(len(first))
             return building
         building.build(progress=self.progress)
-        if not self.keep_going:
-            building.check()
+        building.check()
         return building
 
 
