@@ -346,10 +346,11 @@ with jb.Processes() as processes:
         "reversed": size - rising,
         "equal": np.zeros_like(spread),
     }.items():
-        reset()
-        before = peak()
-        jb.sample_sort(keys, mesh)
-        say(name, (peak() - before) / share)
+        for assignment in ("contiguous", "interleaved"):
+            reset()
+            before = peak()
+            jb.sample_sort(keys, mesh, assignment=assignment)
+            say(f"{name},{assignment}", (peak() - before) / share)
 """
 
 
@@ -358,5 +359,5 @@ def test_memory_is_three_shares(launch):
     assert run.status == 0, run.output
     for index in range(2):
         shares = {line.split()[0]: line.split()[1] for line in run.said(index)}
-        assert len(shares) == 4
+        assert len(shares) == 8
     assert max(map(float, shares.values())) <= 3, shares

@@ -93,8 +93,9 @@ def sample_sort(
 
     This is sorting by regular sampling (Shi and Schaeffer, "Parallel sorting by regular
     sampling", 1992) with samples taken again until the splitters are exact, so that
-    nothing has to be balanced afterwards. A device needs its share three times over,
-    whatever the order the keys come in.
+    nothing has to be balanced afterwards. Whatever the order the keys come in, a device
+    needs memory for three times its share as that is sorted: 8 bytes for a key and its
+    index, or 16 and more where they do not fit.
 
     Example:
       >>> from jaxbucket import data_mesh
@@ -125,7 +126,8 @@ def sample_sort(
     composite = Composite(shares.columns, shares.ranges, shares.size)
     parts = _sorted_shares(shares, composite, devices)
     if assignment == "interleaved":
-        parts = _interleaved(parts, shares.size, devices)
+        ends = np.arange(devices.count + 1) * shares.size // devices.count
+        parts, _ = _dealt(parts, ends[:-1], np.diff(ends), devices)
     columns, index = _arrays(parts, shares, composite, mesh, devices)
     found = columns if isinstance(keys, tuple) else columns[0]
     return SortedKeys(found, index, shares.size, assignment)
@@ -144,33 +146,60 @@ def _sorted_shares(
     parts = _on_each(encode_sorted, shares.parts, shares.first)
     if devices.count == 1:
         return parts
-    ranks = np.arange(1, devices.count) * shares.size // devices.count
-    cuts = cut_positions(parts, shares.sizes, ranks, devices)
-    ends = np.concatenate([cuts, shares.sizes[:, None]], axis=1)
-    received = exchange_runs(parts, np.diff(ends, axis=1, prepend=0), devices)
+    counts = _counts(parts, shares.sizes, devices)
+    if _is_skewed(counts):
+        parts, sizes = _dealt(parts, np.zeros_like(shares.sizes), shares.sizes, devices)
+        _sort_runs(parts, devices)
+        counts = _counts(parts, sizes, devices)
+    received = exchange_runs(parts, counts, devices)
     # What was sent is not needed while the rest is sorted.
     parts.clear()
-    # A few sorted runs are merged; more of them are sorted faster once more, for numpy
-    # sorts by vector instructions, and merges two at a time.
-    kind = "stable" if devices.count <= _MOST_MERGED else "quicksort"
-    _on_each(lambda part: part.sort(kind=kind), received)
+    _sort_runs(received, devices)
     return received
 
 
-def _interleaved(
-    parts: list[np.ndarray], size: int, devices: Devices
-) -> list[np.ndarray]:
-    """The keys of ranks d, d + D, ... for each local device d, from contiguous ones."""
+def _sort_runs(parts: list[np.ndarray], devices: Devices) -> None:
+    """Sorts parts of which each is one sorted run after another."""
+    # A few runs are merged; more of them are sorted once more, which is faster: numpy
+    # sorts by vector instructions, and merges two at a time.
+    kind = "stable" if devices.count <= _MOST_MERGED else "quicksort"
+    _on_each(lambda part: part.sort(kind=kind), parts)
+
+
+def _counts(parts: list[np.ndarray], sizes: np.ndarray, devices: Devices) -> np.ndarray:
+    """How many keys of each device belong to each, `[D, D]`."""
+    size = int(sizes.sum())
+    ranks = np.arange(1, devices.count) * size // devices.count
+    cuts = cut_positions(parts, sizes, ranks, devices)
+    ends = np.concatenate([cuts, sizes[:, None]], axis=1)
+    return np.diff(ends, axis=1, prepend=0)
+
+
+def _is_skewed(counts: np.ndarray) -> bool:
+    """Whether two exchanges of equal pairs are less than the one of these.
+
+    An exchange takes as long as its fullest pair: of reversed keys, as if every device
+    sent its whole share to every other one.
+    """
+    count = len(counts)
+    most = (counts - np.diag(np.diag(counts))).max()
+    dealt = -(-counts.sum(axis=1).max() // count)
+    return bool(most > dealt + -(-counts.sum() // count**2))
+
+
+def _dealt(
+    parts: list[np.ndarray], firsts: np.ndarray, sizes: np.ndarray, devices: Devices
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Sends key j of part i to device (first of i + j) % D; returns parts and sizes."""
     count = devices.count
-    firsts = np.arange(count + 1) * size // count
-    # Of ranks below each end, those of device d: one in D, from d on.
-    below = (firsts[:, None] + count - 1 - np.arange(count)) // count
+    offsets = (np.arange(count) - firsts[:, None]) % count
+    counts = np.maximum(0, -((offsets - sizes[:, None]) // count))
     dealt = [
-        np.concatenate([part[(d - firsts[i]) % count :: count] for d in range(count)])
+        np.concatenate([part[offset::count] for offset in offsets[i]])
         for part, i in zip(parts, devices.local, strict=True)
     ]
     parts.clear()
-    return exchange_runs(dealt, np.diff(below, axis=0), devices)
+    return exchange_runs(dealt, counts, devices), counts.sum(axis=0)
 
 
 def _arrays(
