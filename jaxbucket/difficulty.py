@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import io
-import json
 import os
 import pathlib
+import shutil
+import time
+import uuid
 from collections.abc import Iterator
 from typing import Protocol, get_args
 
@@ -20,17 +23,20 @@ from jaxbucket.checks import check_choice
 from jaxbucket.difficulty_index import (
     DIFFICULTY,
     EXAMPLES,
-    VERSION,
     WORDS,
     DifficultyIndex,
     SortedBy,
+    Words,
+    difficulty_digest,
     index_dtype,
     share_sum,
-    words_digest,
 )
 from jaxbucket.sort import sample_sort
 
 _MAX_INT64 = 2**63 - 1
+_PARTIAL = ".partial"
+_SECONDS_TO_SHOW = 30.0
+_SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Meeting(Protocol):
@@ -81,21 +87,21 @@ def write_difficulty_index(
       ValueError: in every process, if difficulties are refused, or the folder is one of
         other difficulties or no folder that all of them share.
     """
-    check_choice("sorted_by", sorted_by, get_args(SortedBy))
     meeting = processes or _Alone()
     if jax.process_count() != meeting.count:
         raise ValueError(
             f"`processes` has {meeting.count} of {jax.process_count()}: pass what "
             "`Processes` returned."
         )
-    path = pathlib.Path(folder)
+    path = pathlib.Path(folder).absolute()
     share = _share_among(path, difficulty, sorted_by, meeting)
     if share.is_there:
         return DifficultyIndex(path)
     by_all = sorted_by == "all"
     keys = share.difficulty if by_all else _local_ranks(share.difficulty)
     found = sample_sort(keys, mesh)
-    partial = path.with_name(f"{path.name}.partial")
+    # Of this call alone: one that is over may still have a process that writes.
+    partial = path.with_name(f"{path.name}.{share.token}{_PARTIAL}")
     with _together(meeting, "index written"):
         partial.mkdir(parents=True, exist_ok=True)
         _write_part(partial / DIFFICULTY, share.difficulty, share.first, share.size)
@@ -103,10 +109,11 @@ def write_difficulty_index(
         for own in found.local_shares():
             examples = own.index.astype(dtype)
             _write_part(partial / EXAMPLES, examples, own.ranks.start, share.size)
-        _mark(partial, share, meeting.index).touch()
+        _mark(partial, meeting.index).touch()
     with _together(meeting, "index named"):
         if meeting.index == 0:
-            _name(partial, path, share, sorted_by, meeting.count)
+            _name(partial, path, share, meeting.count)
+    _wait_for(path)
     return DifficultyIndex(path)
 
 
@@ -127,15 +134,21 @@ class _Share:
       difficulty: `[n]` of this process.
       first: the example that its first one is of.
       size: how many examples there are.
-      digest: of all difficulties.
-      is_there: whether all processes see an index of them in the folder.
+      words: what is said of the index.
+      token: a word of this call, the same in all processes.
+      is_there: whether all processes see the index in the folder.
     """
 
     difficulty: np.ndarray
     first: int
-    size: int
-    digest: str
+    words: Words
+    token: str
     is_there: bool
+
+    @property
+    def size(self) -> int:
+        """How many examples there are."""
+        return self.words.size
 
 
 def _share_among(
@@ -144,6 +157,7 @@ def _share_among(
     """Checks what all processes give, and what they find."""
     difficulty = np.empty(0)
     with _together(meeting, "difficulty checked"):
+        check_choice("sorted_by", sorted_by, get_args(SortedBy))
         difficulty = _checked(given)
     own = f"{len(difficulty)} {difficulty.dtype.str} {sorted_by}"
     told = [text.split(maxsplit=1) for text in meeting.gather("difficulty", own)]
@@ -156,23 +170,32 @@ def _share_among(
     first, size = sum(sizes[: meeting.index]), sum(sizes)
     if not size:
         raise ValueError("`difficulty` is empty: there is no example to sort.")
-    sums = meeting.gather("difficulty added up", str(share_sum(difficulty, first)))
-    name = words_digest(sum(map(int, sums)), size)
-    found = ""
+    own = f"{share_sum(difficulty, first)} {uuid.uuid4().hex}"
+    told = [text.split() for text in meeting.gather("difficulty added up", own)]
+    words = Words(
+        size,
+        difficulty.dtype.str,
+        sorted_by,
+        sizes if sorted_by == "process" else [],
+        difficulty_digest(sum(int(part) for part, _ in told), size),
+    )
+    found = False
     with _together(meeting, "folder looked at"):
-        found = _found(folder, name, sorted_by)
-    seen = meeting.gather("folder seen", found)
+        found = _is_there(folder, words)
+    seen = meeting.gather("folder seen", str(found))
     if len(set(seen)) > 1:
         raise ValueError(
             f"`folder={str(folder)!r}` is there for some processes alone: name one "
             "that all of them share."
         )
-    return _Share(difficulty, first, size, name, bool(found))
+    return _Share(difficulty, first, words, told[0][1], found)
 
 
 def _checked(given: ArrayLike) -> np.ndarray:
     """Finite numbers as one of a few dtypes."""
     array = np.asarray(given)
+    if array.dtype.name == "bfloat16":
+        array = array.astype(np.float32)
     if array.ndim != 1 or array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise ValueError(
             f"`difficulty` is {array.dtype}{list(array.shape)}: give one number for "
@@ -192,21 +215,24 @@ def _checked(given: ArrayLike) -> np.ndarray:
     return array.astype("<i4" if is_small else "<i8")
 
 
-def _found(folder: pathlib.Path, name: str, sorted_by: SortedBy) -> str:
-    """Its name, if the index is there; nothing, if nothing is.
+def _is_there(folder: pathlib.Path, words: Words) -> bool:
+    """Whether the folder is this index; one that is empty is as good as none.
 
     Raises:
-      ValueError: if something else is.
+      ValueError: if it is something else.
     """
-    if not folder.exists():
-        return ""
-    there = DifficultyIndex(folder)
-    if (there.digest, there.sorted_by) != (name, sorted_by):
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    if not (folder / WORDS).exists():
+        raise ValueError(
+            f"`folder={str(folder)!r}` is there, and is no index: name another one."
+        )
+    if DifficultyIndex(folder).words != words:
         raise ValueError(
             f"`folder={str(folder)!r}` has an index of other difficulties, or by other "
             "means. Delete it, or name another folder."
         )
-    return name
+    return True
 
 
 def _local_ranks(difficulty: np.ndarray) -> np.ndarray:
@@ -221,7 +247,8 @@ def _together(meeting: Meeting, name: str) -> Iterator[None]:
     """What fails in one process is raised in all of them."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    # Whatever it is, the others wait.
+    except Exception as error:
         meeting.gather(name, f"{type(error).__name__}: {error}")
         raise
     for index, failure in enumerate(meeting.gather(name, "")):
@@ -229,9 +256,9 @@ def _together(meeting: Meeting, name: str) -> Iterator[None]:
             raise ValueError(f"Process {index} has failed: {failure}")
 
 
-def _mark(folder: pathlib.Path, share: _Share, index: int) -> pathlib.Path:
+def _mark(folder: pathlib.Path, index: int) -> pathlib.Path:
     """The file that says that a process has seen this folder, and written its part."""
-    return folder / f"{share.digest}-{index}.written"
+    return folder / f"{index}.written"
 
 
 def _write_part(path: pathlib.Path, values: np.ndarray, first: int, size: int) -> None:
@@ -262,30 +289,45 @@ def _write_all(file: int, content: memoryview, offset: int) -> None:
 
 
 def _name(
-    partial: pathlib.Path,
-    folder: pathlib.Path,
-    share: _Share,
-    sorted_by: SortedBy,
-    count: int,
+    partial: pathlib.Path, folder: pathlib.Path, share: _Share, count: int
 ) -> None:
     """Gives the folder its name, now that all is in it."""
-    marks = [_mark(partial, share, index) for index in range(count)]
+    marks = [_mark(partial, index) for index in range(count)]
     missing = [index for index, mark in enumerate(marks) if not mark.exists()]
     if missing:
         raise ValueError(
             f"`folder={str(folder)!r}`: what processes {missing} have written is not "
             "there. Name a folder that all processes share."
         )
-    words = {
-        "version": VERSION,
-        "size": share.size,
-        "dtype": share.difficulty.dtype.str,
-        "sorted_by": sorted_by,
-        "digest": share.digest,
-    }
-    (partial / WORDS).write_text(json.dumps(words))
-    for path in partial.iterdir():
-        # Of another number of processes, perhaps, that were not ended.
-        if path.name not in (DIFFICULTY, EXAMPLES, WORDS):
-            path.unlink()
-    os.rename(partial, folder)
+    with (partial / WORDS).open("w") as file:
+        file.write(share.words.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    for mark in marks:
+        mark.unlink()
+    try:
+        os.rename(partial, folder)
+    except OSError:
+        # Another run may have been faster, with the same.
+        if not _is_there(folder, share.words):
+            raise
+    _sync(folder.parent)
+    # What calls have left that did not come to their end, this one perhaps.
+    for left in folder.parent.glob(f"{glob.escape(folder.name)}.*{_PARTIAL}"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _sync(folder: pathlib.Path) -> None:
+    """Has the names in a folder outlive a machine that goes down."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _wait_for(folder: pathlib.Path) -> None:
+    """Until a shared file system shows what process 0 has named."""
+    deadline = time.monotonic() + _SECONDS_TO_SHOW
+    while not (folder / WORDS).exists() and time.monotonic() < deadline:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)

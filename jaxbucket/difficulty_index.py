@@ -7,16 +7,18 @@ for it is named last of all.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
 from jaxbucket.base import digest
 
 SortedBy: TypeAlias = Literal["all", "process"]
+DTYPES = ("<i4", "<i8", "<f4", "<f8")
 DIFFICULTY, EXAMPLES, WORDS = "difficulty.npy", "examples.npy", "index.json"
 VERSION = 1
 # Examples that are looked at together.
@@ -36,8 +38,7 @@ class DifficultyIndex:
       difficulty: `[N]`, in the order of the source.
       examples: `[N]` int32, or int64 for 2**31 and more, the easiest first; of equal
         difficulty in the order of the source.
-      sorted_by: "all", or "process": each process's examples alone, taken in turn.
-      digest: of the difficulties.
+      words: what else is said of it.
 
     Raises:
       ValueError: if there is no index, or one that is cut or foreign.
@@ -45,11 +46,9 @@ class DifficultyIndex:
 
     def __init__(self, folder: str | os.PathLike[str]):
         self._folder = pathlib.Path(folder)
-        words = _read_words(self._folder)
-        self.sorted_by: SortedBy = words["sorted_by"]
-        self.digest: str = words["digest"]
-        size = words["size"]
-        self.difficulty = self._mapped(DIFFICULTY, words["dtype"], size)
+        self.words = Words.read(self._folder)
+        size = self.words.size
+        self.difficulty = self._mapped(DIFFICULTY, self.words.dtype, size)
         self.examples = self._mapped(EXAMPLES, index_dtype(size).str, size)
 
     def __repr__(self) -> str:
@@ -58,12 +57,20 @@ class DifficultyIndex:
     def __len__(self) -> int:
         return len(self.examples)
 
+    @property
+    def sorted_by(self) -> SortedBy:
+        """ "all", or "process": each process's examples alone, taken in turn."""
+        return self.words.sorted_by
+
     def _mapped(self, name: str, dtype: str, size: int) -> np.ndarray:
         path = self._folder / name
         try:
             found = np.load(path, mmap_mode="r")
         except (OSError, ValueError, EOFError) as error:
             raise ValueError(f"{path} cannot be read: {error}. {_REMEDY}") from None
+        if not isinstance(found, np.ndarray):
+            found.close()
+            raise ValueError(f"{path} holds several arrays. {_REMEDY}")
         if found.shape != (size,) or found.dtype != np.dtype(dtype):
             raise ValueError(
                 f"{path} is {found.dtype}{list(found.shape)}, and not the {dtype} of "
@@ -72,9 +79,10 @@ class DifficultyIndex:
         return np.asarray(found)
 
     def percentiles(self, low: float, high: float) -> np.ndarray:
-        """Returns the examples between two percentiles, the easiest first.
+        """Returns the examples between two percentiles, `[n]`, the easiest first.
 
-        Those of (0, 25) and (25, 100) are all examples, each once.
+        Those of (0, 25) and (25, 100) are all examples, each once: a percentile is cut
+        at the nearest example.
 
         Raises:
           ValueError: unless `0 <= low <= high <= 100`.
@@ -88,11 +96,13 @@ class DifficultyIndex:
         return self.examples[first:last]
 
     def between(self, low: float, high: float) -> np.ndarray:
-        """Returns the examples with `low <= difficulty < high`, the easiest first.
+        """Returns the examples with `low <= difficulty < high`, `[n]`, in order.
 
         Raises:
-          ValueError: if the order is not that of all examples.
+          ValueError: if the order is not that of all examples, or for NaN.
         """
+        if low != low or high != high:
+            raise ValueError(f"`low={low}`, `high={high}`: NaN is no bound.")
         if self.sorted_by != "all":
             raise ValueError(
                 "`sorted_by='process'` has no order of all difficulties: take "
@@ -105,7 +115,8 @@ class DifficultyIndex:
         low, high = 0, len(self)
         while low < high:
             middle = (low + high) // 2
-            if self.difficulty[self.examples[middle]] < value:
+            # As Python's numbers, which are compared exactly.
+            if self.difficulty[self.examples[middle]].item() < value:
                 low = middle + 1
             else:
                 high = middle
@@ -130,12 +141,15 @@ class DifficultyIndex:
             raise ValueError(
                 f"{self._folder / EXAMPLES} does not have every example once. {_REMEDY}"
             )
-        if words_digest(share_sum(self.difficulty, 0), len(self)) != self.digest:
+        found = difficulty_digest(share_sum(self.difficulty, 0), len(self))
+        if found != self.words.digest:
             raise ValueError(
                 f"{self._folder / DIFFICULTY} is not what was written. {_REMEDY}"
             )
-        in_order = self.difficulty[self.examples]
-        if self.sorted_by == "all" and (in_order[1:] < in_order[:-1]).any():
+        keys, examples = self.difficulty[self.examples], self.examples
+        falls = keys[1:] < keys[:-1]
+        falls |= (keys[1:] == keys[:-1]) & (examples[1:] < examples[:-1])
+        if self.sorted_by == "all" and falls.any():
             raise ValueError(f"{self._folder / EXAMPLES} is not in order. {_REMEDY}")
 
 
@@ -156,7 +170,9 @@ def share_sum(difficulty: np.ndarray, first: int) -> int:
     for start in range(0, len(difficulty), _PART):
         part = difficulty[start : start + _PART]
         index = np.arange(first + start, first + start + len(part), dtype=np.uint64)
-        bits = np.ascontiguousarray(part, "<f8").view(np.uint64)
+        # Of the same size whatever the dtype, and no two integers the same.
+        kind = "<f8" if part.dtype.kind == "f" else "<i8"
+        bits = np.ascontiguousarray(part, kind).view(np.uint64)
         total += _mixed(bits ^ _mixed(index)).sum(dtype=np.uint64)
     return int(total)
 
@@ -169,23 +185,53 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def words_digest(total: int, size: int) -> str:
+def difficulty_digest(total: int, size: int) -> str:
     """Returns the name of all difficulties, of the sum of all shares."""
     return digest(f"{total % 2**64} {size}".encode())
 
 
-def _read_words(folder: pathlib.Path) -> dict[str, Any]:
-    path = folder / WORDS
-    try:
-        words = json.loads(path.read_text())
-        version = words["version"]
-        if version == VERSION:
-            return {x: words[x] for x in ("size", "dtype", "sorted_by", "digest")}
-    except FileNotFoundError:
-        raise ValueError(
-            f"{folder} is no index: {WORDS} is not there. Write one by "
-            "`write_difficulty_index`."
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read: {error!r}. {_REMEDY}") from None
-    raise ValueError(f"{path} is of version {version}, not {VERSION}. {_REMEDY}")
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """What is said of an index.
+
+    Attributes:
+      size: how many examples it has.
+      dtype: of their difficulties.
+      sorted_by: by whom.
+      shares: how many each process had, where that makes a difference.
+      digest: of the difficulties.
+    """
+
+    size: int
+    dtype: str
+    sorted_by: SortedBy
+    shares: list[int]
+    digest: str
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **dataclasses.asdict(self)})
+
+    @classmethod
+    def read(cls, folder: pathlib.Path) -> Words:
+        """Returns what a folder says.
+
+        Raises:
+          ValueError: if it says nothing, or nothing that is known.
+        """
+        path = folder / WORDS
+        try:
+            told = json.loads(path.read_text())
+            version = told.pop("version")
+            if version == VERSION:
+                words = cls(**told)
+                if words.dtype in DTYPES and words.sorted_by in get_args(SortedBy):
+                    return words
+                raise ValueError(f"it speaks of {words.dtype}, {words.sorted_by}")
+        except FileNotFoundError:
+            raise ValueError(
+                f"{folder} is no index: {WORDS} is not there. Write one by "
+                "`write_difficulty_index`."
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} cannot be read: {error!r}. {_REMEDY}") from None
+        raise ValueError(f"{path} is of version {version}, not {VERSION}. {_REMEDY}")

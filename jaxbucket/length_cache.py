@@ -78,6 +78,10 @@ def _begun(
         if found.shape == shape and found.dtype == missing.dtype:
             return found
     found = np.lib.format.open_memmap(path, "w+", missing.dtype, shape)
+    if hasattr(os, "posix_fallocate"):
+        # A disk that is full says so now, and not by a signal in the middle.
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     if missing:
         found[:] = missing
     return found

@@ -52,7 +52,8 @@ def measure_difficulty(
     """Returns the difficulty of every example that is this process's to measure.
 
     Of several processes each measures its share, those of process 0 first, as
-    `write_difficulty_index` takes them.
+    `write_difficulty_index` takes them. A function is known by its code and what it
+    closes over, not by what is global: with `cache`, give one that has its model.
 
     Example:
       >>> words = [{"text": "a b"}, {"text": "a b c"}]
@@ -94,7 +95,7 @@ def measure_difficulty(
         with part.writing() as array:
             _fill(array, first, measure, workers, progress, "Measuring difficulty")
         found = part.read()
-    if found is None or np.isnan(found).any():
+    if found is None or not np.isfinite(found).all():
         raise ValueError(
             f"{part.path} is not whole. Delete the file, to measure again."
         )
@@ -251,7 +252,7 @@ def _measured(source: Source, index: int, measure: Callable[[Any], Any]) -> Any:
 def _difficulty(index: int, value: Any) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= _MAX_FLOAT32:
         raise ValueError(

@@ -3,10 +3,12 @@
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -102,21 +104,80 @@ def test_what_is_there_is_returned_or_refused(folder, monkeypatch):
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("all of it")
-    with pytest.raises(ValueError, match="is no index: index.json is not there"):
+    with pytest.raises(ValueError, match="is there, and is no index: name another"):
         jb.write_difficulty_index(tmp_path, difficulties(), MESH)
     assert (tmp_path / "thesis.tex").read_text() == "all of it"
 
 
 def test_what_an_earlier_call_has_left_is_written_anew(tmp_path):
-    partial = tmp_path / "index.partial"
+    partial = tmp_path / "index.0123.partial"
     partial.mkdir()
+    other = tmp_path / "index-of-another.0123.partial"
+    other.mkdir()
     for name in ("difficulty.npy", "examples.npy", "index.json", "old-3.written"):
         (partial / name).write_bytes(os.urandom(10**5))
     with pytest.raises(ValueError, match="is no index"):
         jb.DifficultyIndex(tmp_path / "index")
     index = jb.write_difficulty_index(tmp_path / "index", difficulties(), MESH)
     index.check()
-    assert not partial.exists() and len(list((tmp_path / "index").iterdir())) == 3
+    assert not partial.exists() and other.exists()
+    assert len(list((tmp_path / "index").iterdir())) == 3
+
+
+def test_an_empty_folder_is_as_good_as_none(tmp_path):
+    jb.write_difficulty_index(tmp_path, difficulties(), MESH).check()
+    with pytest.raises(ValueError, match="is no index: index.json is not there"):
+        jb.DifficultyIndex(tmp_path / "other")
+
+
+def test_a_run_that_is_late_takes_what_another_one_has_named(tmp_path, monkeypatch):
+    """Between looking at the folder and naming it, another run names its own."""
+    values, folder = difficulties(), tmp_path / "index"
+
+    def slowly(other):
+        def sort(*args):
+            monkeypatch.undo()
+            jb.write_difficulty_index(folder, other, MESH)
+            return jb.sample_sort(*args)
+
+        return sort
+
+    monkeypatch.setattr("jaxbucket.difficulty.sample_sort", slowly(values))
+    jb.write_difficulty_index(folder, values, MESH).check()
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+    shutil.rmtree(folder)
+    monkeypatch.setattr("jaxbucket.difficulty.sample_sort", slowly(values + 1))
+    with pytest.raises(ValueError, match="has an index of other difficulties"):
+        jb.write_difficulty_index(folder, values, MESH)
+    jb.DifficultyIndex(folder).check()
+
+
+def test_integers_that_are_no_floats_are_told_apart(tmp_path):
+    values = np.array([2**60 + 1, 2**60])
+    jb.write_difficulty_index(tmp_path / "index", values, MESH)
+    with pytest.raises(ValueError, match="has an index of other difficulties"):
+        jb.write_difficulty_index(tmp_path / "index", values[::-1], MESH)
+    index = jb.DifficultyIndex(tmp_path / "index")
+    assert index.between(2**60, 2**60 + 1).tolist() == [1]
+    assert index.between(-(10**400), 10**400).tolist() == [1, 0]
+    with pytest.raises(ValueError, match="NaN is no bound"):
+        index.between(float("nan"), 1)
+
+
+def test_half_precision_is_taken(tmp_path):
+    for name, values in (
+        ("bfloat16", jnp.asarray([2, 1], jnp.bfloat16)),
+        (">f8", np.array([2, 1], ">f8")),
+    ):
+        index = jb.write_difficulty_index(tmp_path / name, values, MESH)
+        assert index.examples.tolist() == [1, 0]
+
+
+def test_ties_out_of_order_are_seen(tmp_path):
+    jb.write_difficulty_index(tmp_path / "index", np.zeros(4), MESH)
+    np.save(tmp_path / "index" / "examples.npy", np.array([0, 2, 1, 3], np.int32))
+    with pytest.raises(ValueError, match="is not in order"):
+        jb.DifficultyIndex(tmp_path / "index").check()
 
 
 @pytest.mark.parametrize(
@@ -144,10 +205,24 @@ def change(path, offset, content):
         file.write(content)
 
 
+def say(folder, **other):
+    words = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps({**words, **other}))
+
+
+def several(path):
+    with path.open("wb") as file:
+        np.savez(file, a=np.arange(3))
+
+
 DAMAGES = {
     "no words": lambda folder: (folder / "index.json").unlink(),
     "cut words": lambda folder: os.truncate(folder / "index.json", 9),
     "other words": lambda folder: (folder / "index.json").write_text("[1]"),
+    "a dtype": lambda folder: say(folder, dtype="junk"),
+    "an order": lambda folder: say(folder, sorted_by="junk"),
+    "other fields": lambda folder: say(folder, color="red"),
+    "several": lambda folder: several(folder / "examples.npy"),
     "a version": lambda folder: (folder / "index.json").write_text('{"version": 9}'),
     "no examples": lambda folder: (folder / "examples.npy").unlink(),
     "cut examples": lambda folder: os.truncate(folder / "examples.npy", 999),
@@ -310,6 +385,16 @@ with jb.Processes(timeout=4) as processes:
     np.testing.assert_array_equal(every.examples, np.argsort(values, kind="stable"))
     np.testing.assert_array_equal(index.examples, by_process)
     say(calls[0])
+    # Of other shares it is another index.
+    if count > 1:
+        whole = share if here else np.concatenate([share, share])
+        try:
+            jb.write_difficulty_index(
+                folder / "process", whole, jb.data_mesh(), processes=processes,
+                sorted_by="process",
+            )
+        except ValueError as error:
+            say(error)
     # What one of them gives wrong, all hear of.
     wrong = share if here else share[:, None]
     other = share.astype(np.float64) if here else share
@@ -328,7 +413,8 @@ def test_processes_write_one_index(launch, tmp_path, count, devices):
     run = launch(TOGETHER, count=count, devices=devices)
     assert run.status == 0, run.output
     for index in range(count):
-        _, shape, dtype = run.said(index)
+        _, others, shape, dtype = run.said(index)
+        assert "has an index of other difficulties" in others
         assert "`difficulty` is float32[" in shape
         assert shape.startswith("Process 0 has failed: ") == (index > 0)
         assert "give all of one dtype" in dtype
@@ -346,7 +432,7 @@ def test_a_process_that_is_killed_is_named_and_the_next_run_goes_on(launch, tmp_
             "process 1 (" in line and f"pid {pid})" in line for line in run.lines(index)
         ), run.output
     # Written in part, and no index for anybody.
-    assert (tmp_path / "all.partial").is_dir() and not (tmp_path / "all").exists()
+    assert list(tmp_path.glob("all.*.partial")) and not (tmp_path / "all").exists()
     run = launch(TOGETHER, count=3)
     assert run.status == 0, run.output
     assert [int(run.said(index)[0]) for index in range(3)] == [0] * 3

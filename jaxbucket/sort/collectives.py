@@ -5,8 +5,9 @@ Each holds its part of an array cut over all devices, `[D, ...]`, in their order
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -58,7 +59,9 @@ class Devices:
     def gather(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Returns `[D, ...]` of all devices' arrays, which all have one shape."""
         words = [_as_words(part)[None] for part in parts]
-        found = np.asarray(_gather(self._mesh)(self.put(words)).addressable_data(0))
+        with self._alone():
+            whole = _gather(self._mesh)(self.put(words))
+        found = np.asarray(whole.addressable_data(0))
         return found.view(parts[0].dtype).reshape(self.count, *parts[0].shape)
 
     def exchange(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -67,9 +70,16 @@ class Devices:
         Row i of a result came from device i.
         """
         dtype = parts[0].dtype
-        found = _exchange(self._mesh)(self.put([x.view(np.uint32) for x in parts]))
+        with self._alone():
+            found = _exchange(self._mesh)(self.put([x.view(np.uint32) for x in parts]))
         on = {shard.device: shard.data for shard in found.addressable_shards}
         return [np.asarray(on[self.devices[i]]).view(dtype) for i in self.local]
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Whatever mesh the caller has set, and whether or not it jits."""
+        with jax.set_mesh(self._mesh), jax.disable_jit(False):
+            yield
 
 
 def _as_words(part: np.ndarray) -> np.ndarray:

@@ -41,6 +41,8 @@ def exchange_runs(
     # What stays on a device needs no exchange.
     counts = counts.copy()
     np.fill_diagonal(counts, 0)
+    # Powers of two, for few shapes.
+    capacity = min(capacity, 1 << (int(counts.max()) - 1).bit_length())
     for first in range(0, counts.max(), capacity):
         num = np.clip(counts - first, 0, capacity)
         chunks = [

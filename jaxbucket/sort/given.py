@@ -81,6 +81,11 @@ class Given:
 def _flags(descending: bool | Sequence[bool], num_columns: int) -> list[bool]:
     if isinstance(descending, (bool, np.bool_)):
         return [bool(descending)] * num_columns
+    is_list = isinstance(descending, (list, tuple))
+    if not is_list or not all(isinstance(x, (bool, np.bool_)) for x in descending):
+        raise ValueError(
+            f"`descending={descending!r}`: give True or False, or one for each column."
+        )
     if len(descending) != num_columns:
         raise ValueError(
             f"`descending={descending!r}` has {len(descending)} entries for "
@@ -109,9 +114,10 @@ def _checked(keys: Any) -> np.ndarray:
     if column.ndim != 1 or column.dtype.kind not in "biuf" or column.itemsize > 8:
         raise ValueError(
             f"`keys` is {column.dtype}{list(column.shape)}: give integers, floats or "
-            "bools of at most 64 bits, [n]; several columns as a tuple of these."
+            "bools that numpy knows, of at most 64 bits, [n]; several columns as a "
+            "tuple of these."
         )
-    return column
+    return column.astype(column.dtype.newbyteorder("="), copy=False)
 
 
 def _cut(columns: list[np.ndarray], num_parts: int) -> list[tuple[np.ndarray, ...]]:

@@ -13,6 +13,7 @@ from jaxbucket.sort.collectives import Devices
 from jaxbucket.sort.composite import Column
 from jaxbucket.sort.given import MAX_COLUMNS, Given, Keys
 
+ASSIGNMENTS = ("contiguous", "interleaved")
 # What stands where in a message of int64.
 _PROCESS, _FIRST, _SIZE, _DIGEST, _RANGES = range(5)
 _FOLLOWS = -1
@@ -46,7 +47,7 @@ class Shares:
 def gather_shares(
     keys: Keys | tuple[Keys, ...],
     descending: bool | Sequence[bool],
-    how: str,
+    assignment: str,
     devices: Devices,
 ) -> Shares:
     """Returns the shares, or raises in every process if one of them is refused.
@@ -54,7 +55,7 @@ def gather_shares(
     Args:
       keys: what this process gives to `sample_sort`.
       descending: likewise.
-      how: whatever else all have to agree on.
+      assignment: likewise.
       devices: of all processes, which all call this.
 
     Raises:
@@ -62,19 +63,22 @@ def gather_shares(
         than those of another, or if there are none at all.
     """
     try:
+        if assignment not in ASSIGNMENTS:
+            raise ValueError(
+                f"`assignment={assignment!r}`: choose 'contiguous' or 'interleaved'."
+            )
         given = Given.of(keys, descending, devices)
-    except ValueError:
-        # The others wait.
-        devices.gather([_message(_FOLLOWS, _REFUSED, "")] * len(devices.local))
-        raise
-    description = f"{given}, {how}"
-    firsts = given.first or [_FOLLOWS] * len(given.parts)
-    told = devices.gather(
-        [
+        description = f"{given}, {assignment}"
+        firsts = given.first or [_FOLLOWS] * len(given.parts)
+        messages = [
             _message(first, len(part[0]), description, given.ranges(part))
             for first, part in zip(firsts, given.parts, strict=True)
         ]
-    )
+    # Whatever it is, the others wait.
+    except Exception:
+        devices.gather([_message(_FOLLOWS, _REFUSED, "")] * len(devices.local))
+        raise
+    told = devices.gather(messages)
     _check(told, description)
     sizes = told[:, _SIZE]
     ranges = told[:, _RANGES:].view(np.uint64).reshape(-1, MAX_COLUMNS, 2)

@@ -26,7 +26,7 @@ _MAX_INT32 = 2**31 - 1
 _MOST_MERGED = 4
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class SortedShare:
     """What one device has of the sorted keys, in order.
 
@@ -41,13 +41,14 @@ class SortedShare:
     index: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class SortedKeys:
     """Keys in order, cut over all D devices of a mesh to within one key.
 
     Attributes:
       keys: `[D, C]` global array, or a tuple of them for several columns: row d is on
-        device d of the mesh. Of dtypes of 64 bits even without jax_enable_x64.
+        device d of the mesh. Of dtypes of 64 bits even without jax_enable_x64: look at
+        them by numpy then, for what jax makes of them has 32.
       index: `[D, C]` int32, or int64 for 2**31 keys and more: where each key was among
         all. -1 where a row has no key; its `keys` are 0 there.
       size: how many keys there are.
@@ -62,7 +63,13 @@ class SortedKeys:
     assignment: Assignment
 
     def ranks(self, device: int) -> range:
-        """Returns the places in the order of all of what a row has."""
+        """Returns the places in the order of all of what a row has.
+
+        Raises:
+          ValueError: if there is no such row.
+        """
+        if not 0 <= device < len(self.index):
+            raise ValueError(f"`device={device}`: there are {len(self.index)} rows.")
         return _ranks(self.size, len(self.index), self.assignment, device)
 
     def local_shares(self) -> list[SortedShare]:
@@ -94,8 +101,8 @@ def sample_sort(
     This is sorting by regular sampling (Shi and Schaeffer, "Parallel sorting by regular
     sampling", 1992) with samples taken again until the splitters are exact, so that
     nothing has to be balanced afterwards. Whatever the order the keys come in, a device
-    needs memory for three times its share as that is sorted: 8 bytes for a key and its
-    index, or 16 and more where they do not fit.
+    needs memory for three times its share, of what it gives or gets, as that is sorted:
+    8 bytes for a key and its index, or 16 and more where they do not fit.
 
     Example:
       >>> from jaxbucket import data_mesh
@@ -117,10 +124,6 @@ def sample_sort(
       ValueError: in every process, if the keys of one of them are refused, or are
         others than those of the rest, or there are none at all.
     """
-    if assignment not in ("contiguous", "interleaved"):
-        raise ValueError(
-            f"`assignment={assignment!r}`: choose 'contiguous' or 'interleaved'."
-        )
     devices = Devices(mesh)
     shares = gather_shares(keys, descending, assignment, devices)
     composite = Composite(shares.columns, shares.ranges, shares.size)
