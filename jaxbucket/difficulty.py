@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
 import io
 import os
 import pathlib
+import re
 import shutil
 import time
 import uuid
@@ -133,7 +133,6 @@ class _Share:
     Attributes:
       difficulty: `[n]` of this process.
       first: the example that its first one is of.
-      size: how many examples there are.
       words: what is said of the index.
       token: a word of this call, the same in all processes.
       is_there: whether all processes see the index in the folder.
@@ -313,8 +312,10 @@ def _name(
             raise
     _sync(folder.parent)
     # What calls have left that did not come to their end, this one perhaps.
-    for left in folder.parent.glob(f"{glob.escape(folder.name)}.*{_PARTIAL}"):
-        shutil.rmtree(left, ignore_errors=True)
+    own = re.compile(re.escape(folder.name) + r"\.[0-9a-f]{32}" + re.escape(_PARTIAL))
+    for left in folder.parent.iterdir():
+        if own.fullmatch(left.name):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _sync(folder: pathlib.Path) -> None:

@@ -110,17 +110,18 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
 
 
 def test_what_an_earlier_call_has_left_is_written_anew(tmp_path):
-    partial = tmp_path / "index.0123.partial"
+    partial = tmp_path / f"index.{'01' * 16}.partial"
     partial.mkdir()
-    other = tmp_path / "index-of-another.0123.partial"
-    other.mkdir()
+    others = [tmp_path / f"other.{'01' * 16}.partial", tmp_path / "index.my.partial"]
+    for other in others:
+        other.mkdir()
     for name in ("difficulty.npy", "examples.npy", "index.json", "old-3.written"):
         (partial / name).write_bytes(os.urandom(10**5))
     with pytest.raises(ValueError, match="is no index"):
         jb.DifficultyIndex(tmp_path / "index")
     index = jb.write_difficulty_index(tmp_path / "index", difficulties(), MESH)
     index.check()
-    assert not partial.exists() and other.exists()
+    assert not partial.exists() and all(other.exists() for other in others)
     assert len(list((tmp_path / "index").iterdir())) == 3
 
 
