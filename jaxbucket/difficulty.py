@@ -31,12 +31,13 @@ from jaxbucket.difficulty_index import (
     index_dtype,
     share_sum,
 )
-from jaxbucket.sort import sample_sort
+from jaxbucket.sort import SortedShare, sample_sort
 
 _MAX_INT64 = 2**63 - 1
 _PARTIAL = ".partial"
 _SECONDS_TO_SHOW = 30.0
 _SECONDS_BETWEEN_LOOKS = 0.1
+_LOOKS = 3
 
 
 class Meeting(Protocol):
@@ -93,8 +94,8 @@ def write_difficulty_index(
             f"`processes` has {meeting.count} of {jax.process_count()}: pass what "
             "`Processes` returned."
         )
-    path = pathlib.Path(folder).absolute()
-    share = _share_among(path, difficulty, sorted_by, meeting)
+    path = pathlib.Path(folder).resolve()
+    share = _share_among(path, difficulty, mesh, sorted_by, meeting)
     if share.is_there:
         return DifficultyIndex(path)
     by_all = sorted_by == "all"
@@ -102,19 +103,40 @@ def write_difficulty_index(
     found = sample_sort(keys, mesh)
     # Of this call alone: one that is over may still have a process that writes.
     partial = path.with_name(f"{path.name}.{share.token}{_PARTIAL}")
-    with _together(meeting, "index written"):
-        partial.mkdir(parents=True, exist_ok=True)
-        _write_part(partial / DIFFICULTY, share.difficulty, share.first, share.size)
-        dtype = index_dtype(share.size)
-        for own in found.local_shares():
-            examples = own.index.astype(dtype)
-            _write_part(partial / EXAMPLES, examples, own.ranks.start, share.size)
-        _mark(partial, meeting.index).touch()
-    with _together(meeting, "index named"):
+    try:
+        _write(partial, path, share, found.local_shares(), meeting)
+    except Exception:
+        # All of them have failed. Another run may have been faster, with the same.
         if meeting.index == 0:
-            _name(partial, path, share, meeting.count)
+            shutil.rmtree(partial, ignore_errors=True)
+        if not _all_see(path, share.words, meeting):
+            raise
     _wait_for(path)
     return DifficultyIndex(path)
+
+
+def _write(
+    partial: pathlib.Path,
+    folder: pathlib.Path,
+    share: _Share,
+    found: list[SortedShare],
+    meeting: Meeting,
+) -> None:
+    """Writes the part of this process; process 0 begins the folder and names it."""
+    size, dtype = share.size, index_dtype(share.size)
+    with _together(meeting, "index begun"):
+        if meeting.index == 0:
+            partial.mkdir(parents=True)
+            _begin(partial / DIFFICULTY, share.difficulty.dtype, size)
+            _begin(partial / EXAMPLES, dtype, size)
+    with _together(meeting, "index written"):
+        _write_part(partial / DIFFICULTY, share.difficulty, share.first, size)
+        for own in found:
+            examples = own.index.astype(dtype)
+            _write_part(partial / EXAMPLES, examples, own.ranks.start, size)
+    with _together(meeting, "index named"):
+        if meeting.index == 0:
+            _name(partial, folder, share.words)
 
 
 class _Alone:
@@ -151,12 +173,24 @@ class _Share:
 
 
 def _share_among(
-    folder: pathlib.Path, given: ArrayLike, sorted_by: SortedBy, meeting: Meeting
+    folder: pathlib.Path,
+    given: ArrayLike,
+    mesh: Mesh,
+    sorted_by: SortedBy,
+    meeting: Meeting,
 ) -> _Share:
     """Checks what all processes give, and what they find."""
     difficulty = np.empty(0)
     with _together(meeting, "difficulty checked"):
         check_choice("sorted_by", sorted_by, get_args(SortedBy))
+        missing = set(range(meeting.count)) - {
+            x.process_index for x in mesh.devices.flat
+        }
+        if missing:
+            raise ValueError(
+                f"`mesh` has no device of processes {sorted(missing)}: build it from "
+                "`jax.devices()`, those of all processes."
+            )
         difficulty = _checked(given)
     own = f"{len(difficulty)} {difficulty.dtype.str} {sorted_by}"
     told = [text.split(maxsplit=1) for text in meeting.gather("difficulty", own)]
@@ -178,16 +212,29 @@ def _share_among(
         sizes if sorted_by == "process" else [],
         difficulty_digest(sum(int(part) for part, _ in told), size),
     )
-    found = False
-    with _together(meeting, "folder looked at"):
-        found = _is_there(folder, words)
-    seen = meeting.gather("folder seen", str(found))
-    if len(set(seen)) > 1:
-        raise ValueError(
-            f"`folder={str(folder)!r}` is there for some processes alone: name one "
-            "that all of them share."
-        )
-    return _Share(difficulty, first, words, told[0][1], found)
+    is_there = _all_see(folder, words, meeting)
+    return _Share(difficulty, first, words, told[0][1], is_there)
+
+
+def _all_see(folder: pathlib.Path, words: Words, meeting: Meeting) -> bool:
+    """Whether the folder is this index, for all processes.
+
+    Raises:
+      ValueError: if it is something else, or is there for some of them alone.
+    """
+    for _ in range(_LOOKS):
+        found = False
+        with _together(meeting, "folder looked at"):
+            found = _is_there(folder, words)
+        seen = meeting.gather("folder seen", str(found))
+        if len(set(seen)) == 1:
+            return found
+        # Another run may have named it just now.
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    raise ValueError(
+        f"`folder={str(folder)!r}` is there for some processes alone: name one that "
+        "all of them share."
+    )
 
 
 def _checked(given: ArrayLike) -> np.ndarray:
@@ -255,27 +302,38 @@ def _together(meeting: Meeting, name: str) -> Iterator[None]:
             raise ValueError(f"Process {index} has failed: {failure}")
 
 
-def _mark(folder: pathlib.Path, index: int) -> pathlib.Path:
-    """The file that says that a process has seen this folder, and written its part."""
-    return folder / f"{index}.written"
+def _header(dtype: np.dtype, size: int) -> bytes:
+    header = io.BytesIO()
+    description = {"descr": dtype.str, "fortran_order": False, "shape": (size,)}
+    np.lib.format.write_array_header_1_0(header, description)
+    return header.getvalue()
+
+
+def _begin(path: pathlib.Path, dtype: np.dtype, size: int) -> None:
+    """Makes a file for an array, of which others write their parts."""
+    with path.open("xb") as file:
+        file.write(_header(dtype, size))
+        file.truncate(file.tell() + size * dtype.itemsize)
 
 
 def _write_part(path: pathlib.Path, values: np.ndarray, first: int, size: int) -> None:
-    """Writes values into an array of so many in a file, from an index on.
+    """Writes values into a file that was begun, from an index on.
 
-    Others may write theirs at the same time: of what they write alike, the header, no
-    byte changes.
+    Raises:
+      ValueError: if it is not there.
+      OSError: if it cannot be written.
     """
-    header = io.BytesIO()
-    description = {"descr": values.dtype.str, "fortran_order": False, "shape": (size,)}
-    np.lib.format.write_array_header_1_0(header, description)
-    start = header.tell()
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    start = len(_header(values.dtype, size)) + first * values.itemsize
     try:
-        os.ftruncate(file, start + size * values.itemsize)
-        _write_all(file, header.getbuffer(), 0)
-        own = np.ascontiguousarray(values).view(np.uint8)
-        _write_all(file, own.data, start + first * values.itemsize)
+        file = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} is not there, though process 0 has begun it: name a folder that "
+            "all processes share."
+        ) from None
+    try:
+        content = np.ascontiguousarray(values).view(np.uint8)
+        _write_all(file, content.data, start)
         os.fsync(file)
     finally:
         os.close(file)
@@ -287,31 +345,17 @@ def _write_all(file: int, content: memoryview, offset: int) -> None:
         content, offset = content[count:], offset + count
 
 
-def _name(
-    partial: pathlib.Path, folder: pathlib.Path, share: _Share, count: int
-) -> None:
+def _name(partial: pathlib.Path, folder: pathlib.Path, words: Words) -> None:
     """Gives the folder its name, now that all is in it."""
-    marks = [_mark(partial, index) for index in range(count)]
-    missing = [index for index, mark in enumerate(marks) if not mark.exists()]
-    if missing:
-        raise ValueError(
-            f"`folder={str(folder)!r}`: what processes {missing} have written is not "
-            "there. Name a folder that all processes share."
-        )
     with (partial / WORDS).open("w") as file:
-        file.write(share.words.to_json())
+        file.write(words.to_json())
         file.flush()
         os.fsync(file.fileno())
-    for mark in marks:
-        mark.unlink()
-    try:
-        os.rename(partial, folder)
-    except OSError:
-        # Another run may have been faster, with the same.
-        if not _is_there(folder, share.words):
-            raise
-    _sync(folder.parent)
-    # What calls have left that did not come to their end, this one perhaps.
+    os.rename(partial, folder)
+    # Not every file system knows of it.
+    with contextlib.suppress(OSError):
+        _sync(folder.parent)
+    # What calls have left that did not come to their end.
     own = re.compile(re.escape(folder.name) + r"\.[0-9a-f]{32}" + re.escape(_PARTIAL))
     for left in folder.parent.iterdir():
         if own.fullmatch(left.name):

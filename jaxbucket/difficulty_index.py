@@ -66,7 +66,8 @@ class DifficultyIndex:
         path = self._folder / name
         try:
             found = np.load(path, mmap_mode="r")
-        except (OSError, ValueError, EOFError) as error:
+        # A header that is damaged fails in many ways.
+        except Exception as error:
             raise ValueError(f"{path} cannot be read: {error}. {_REMEDY}") from None
         if not isinstance(found, np.ndarray):
             found.close()
@@ -232,6 +233,7 @@ class Words:
                 f"{folder} is no index: {WORDS} is not there. Write one by "
                 "`write_difficulty_index`."
             ) from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        # So do words.
+        except Exception as error:
             raise ValueError(f"{path} cannot be read: {error!r}. {_REMEDY}") from None
         raise ValueError(f"{path} is of version {version}, not {VERSION}. {_REMEDY}")

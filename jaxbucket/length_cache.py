@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import uuid
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -73,17 +74,24 @@ def _begun(
     path: pathlib.Path, shape: tuple[int, ...], missing: np.generic
 ) -> np.memmap:
     """What is there of a file, or an array of which all is missing."""
-    with contextlib.suppress(FileNotFoundError, ValueError, EOFError):
+    # A header that is damaged fails in many ways.
+    with contextlib.suppress(Exception):
         found = np.lib.format.open_memmap(path, "r+")
         if found.shape == shape and found.dtype == missing.dtype:
             return found
-    found = np.lib.format.open_memmap(path, "w+", missing.dtype, shape)
-    if hasattr(os, "posix_fallocate"):
-        # A disk that is full says so now, and not by a signal in the middle.
-        with path.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    if missing:
-        found[:] = missing
+    # Whole at once: what is missing is known by its value.
+    begun = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        found = np.lib.format.open_memmap(begun, "w+", missing.dtype, shape)
+        if hasattr(os, "posix_fallocate"):
+            # A disk that is full says so now, and not by a signal in the middle.
+            with begun.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, begun.stat().st_size)
+        if missing:
+            found[:] = missing
+        os.replace(begun, path)
+    finally:
+        begun.unlink(missing_ok=True)
     return found
 
 
@@ -154,7 +162,7 @@ def _mapped(path: pathlib.Path) -> np.ndarray:
             f"{path} is not there, though it was written: `cache` must be a folder "
             "that all processes share."
         ) from None
-    except (ValueError, EOFError, OSError) as error:
+    except Exception as error:
         raise ValueError(f"{path} cannot be read: {error}. {_REMEDY}") from None
     if not isinstance(found, np.ndarray):
         raise ValueError(f"{path} holds several arrays, not lengths. {_REMEDY}")

@@ -1,5 +1,6 @@
 """Indices of difficulty: against numpy, damaged, and written by real processes."""
 
+import errno
 import json
 import os
 import pathlib
@@ -227,6 +228,7 @@ DAMAGES = {
     "a version": lambda folder: (folder / "index.json").write_text('{"version": 9}'),
     "no examples": lambda folder: (folder / "examples.npy").unlink(),
     "cut examples": lambda folder: os.truncate(folder / "examples.npy", 999),
+    "a header": lambda folder: change(folder / "examples.npy", 20, b"'('"),
     "cut header": lambda folder: os.truncate(folder / "difficulty.npy", 20),
     "other numbers": lambda folder: np.save(folder / "examples.npy", np.arange(SIZE)),
     "fewer": lambda folder: np.save(folder / "difficulty.npy", np.zeros(9, np.float32)),
@@ -314,6 +316,39 @@ def test_a_pass_that_was_cut_off_goes_on(tmp_path):
     assert 5000 - 2 * 1024 <= source.asked < 5000 - 2 * 1024 + 100
 
 
+def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = Words(3000)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="No space left on device"):
+                jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+        assert not list(tmp_path.iterdir())
+    found = jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+    np.testing.assert_array_equal(found, np.arange(3000) % 7 / 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            jb.write_difficulty_index(tmp_path / "index", found, MESH)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".npy"]
+    jb.write_difficulty_index(tmp_path / "index", found, MESH).check()
+
+
+def test_a_partial_file_that_is_damaged_is_begun_anew(tmp_path):
+    source = Words(3000)
+    jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    path.unlink()
+    damaged = content[:20] + b"'('" + content[23:]
+    path.with_suffix(".partial").write_bytes(damaged)
+    found = jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+    np.testing.assert_array_equal(found, np.arange(3000) % 7 / 2)
+
+
 @pytest.mark.parametrize(
     ("value", "said"), [(np.nan, "nan"), (np.inf, "inf"), ("x", "'x'"), (1e39, "1e")]
 )
@@ -336,6 +371,7 @@ def test_what_cannot_be_measured_is_named(tmp_path):
 
 TOGETHER = """
 import os, pathlib, signal
+import jax
 import numpy as np
 import jaxbucket as jb
 import jaxbucket.difficulty as difficulty
@@ -396,6 +432,17 @@ with jb.Processes(timeout=4) as processes:
             )
         except ValueError as error:
             say(error)
+    # A folder of each, and a mesh of each.
+    for where, mesh in (
+        (folder / str(here) / "own", jb.data_mesh()),
+        (folder / "local", jb.data_mesh(jax.local_devices())),
+    ):
+        where.parent.mkdir(exist_ok=True)
+        try:
+            jb.write_difficulty_index(where, share, mesh, processes=processes)
+        except ValueError as error:
+            say(error)
+        assert not where.exists() and not list(where.parent.glob("*.partial"))
     # What one of them gives wrong, all hear of.
     wrong = share if here else share[:, None]
     other = share.astype(np.float64) if here else share
@@ -414,7 +461,9 @@ def test_processes_write_one_index(launch, tmp_path, count, devices):
     run = launch(TOGETHER, count=count, devices=devices)
     assert run.status == 0, run.output
     for index in range(count):
-        _, others, shape, dtype = run.said(index)
+        _, others, unshared, local, shape, dtype = run.said(index)
+        assert "name a folder that all processes share" in unshared
+        assert "`mesh` has no device of processes [" in local
         assert "has an index of other difficulties" in others
         assert "`difficulty` is float32[" in shape
         assert shape.startswith("Process 0 has failed: ") == (index > 0)
