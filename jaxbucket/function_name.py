@@ -134,6 +134,6 @@ def _pickled(value: Any) -> bytes:
 
 def _refusal(value: Any, error: Exception) -> ValueError:
     return ValueError(
-        f"`length_fn` holds a {type(value).__name__}, which cannot be named: {error}. "
+        f"The function holds a {type(value).__name__}, which cannot be named: {error}. "
         "Leave out `cache`, or give a function that does not hold it."
     )

@@ -329,7 +329,7 @@ def _in_workers(
                 yield running.pop(future), future.result()
     except BrokenProcessPool:
         raise RuntimeError(
-            "A worker that measured lengths was lost: killed, perhaps for want of "
+            "A worker that measured was lost: killed, perhaps for want of "
             "memory, or started by a script that has no `if __name__ == '__main__':`. "
             "With `cache` what was measured is kept: run it again."
         ) from None
@@ -343,8 +343,8 @@ def _dumped(measure: Callable[[int, int], np.ndarray]) -> bytes:
         return cloudpickle.dumps(measure)
     except Exception as error:
         raise ValueError(
-            f"`source` or `length_fn` cannot be sent to a worker: {error}. Give some "
-            "that can be pickled, or `num_workers=0`."
+            f"The source or the function cannot be sent to a worker: {error}. Give "
+            "some that can be pickled, or `num_workers=0`."
         ) from error
 
 
@@ -363,7 +363,7 @@ def _span_of_worker(span: _Span) -> np.ndarray:
     except SystemExit as error:
         # It would end the caller.
         raise RuntimeError(
-            f"`source` or `length_fn` ended a worker: SystemExit({error.code!r})."
+            f"The source or the function ended a worker: SystemExit({error.code!r})."
         ) from None
 
 

@@ -165,5 +165,5 @@ def test_partials_have_their_arguments():
 
 def test_what_cannot_be_named_is_said():
     handle = open(__file__)  # noqa: SIM115
-    with handle, pytest.raises(ValueError, match="`length_fn` holds a TextIOWrapper"):
+    with handle, pytest.raises(ValueError, match="The function holds a TextIOWrapper"):
         function_name(lambda x: handle.read(x))

@@ -255,7 +255,7 @@ def test_a_worker_that_is_lost_is_told_and_nothing_else_is(tmp_path):
     with start(tmp_path, "lost") as run:
         _, error = run.communicate(timeout=60)
     assert run.returncode == 1
-    assert "RuntimeError: A worker that measured lengths was lost" in error
+    assert "RuntimeError: A worker that measured was lost" in error
     (partial,) = (tmp_path / "cache").iterdir()
     found = np.load(partial)
     assert np.all((found == LENGTHS) | (found == 0)) and found.any()
