@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Protocol, get_args
+from typing import get_args
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from jaxbucket.difficulty_index import (
     index_dtype,
     share_sum,
 )
+from jaxbucket.meeting import Alone, Meeting
 from jaxbucket.sort import SortedShare, sample_sort
 
 _MAX_INT64 = 2**63 - 1
@@ -38,15 +39,6 @@ _PARTIAL = ".partial"
 _SECONDS_TO_SHOW = 30.0
 _SECONDS_BETWEEN_LOOKS = 0.1
 _LOOKS = 3
-
-
-class Meeting(Protocol):
-    """What is needed of `Processes`."""
-
-    index: int
-    count: int
-
-    def gather(self, name: str, value: str) -> list[str]: ...
 
 
 def write_difficulty_index(
@@ -88,7 +80,7 @@ def write_difficulty_index(
       ValueError: in every process, if difficulties are refused, or the folder is one of
         other difficulties or no folder that all of them share.
     """
-    meeting = processes or _Alone()
+    meeting = processes or Alone()
     if jax.process_count() != meeting.count:
         raise ValueError(
             f"`processes` has {meeting.count} of {jax.process_count()}: pass what "
@@ -137,15 +129,6 @@ def _write(
     with _together(meeting, "index named"):
         if meeting.index == 0:
             _name(partial, folder, share.words)
-
-
-class _Alone:
-    index = 0
-    count = 1
-
-    def gather(self, name: str, value: str) -> list[str]:
-        del name
-        return [value]
 
 
 @dataclasses.dataclass(frozen=True)

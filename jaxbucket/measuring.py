@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -21,6 +21,7 @@ from jaxbucket.checks import MAX_LENGTH, check_integer
 from jaxbucket.example import example_length
 from jaxbucket.function_name import function_name
 from jaxbucket.length_cache import LengthCache, Part, share_of
+from jaxbucket.meeting import Alone, Meeting
 from jaxbucket.orphans import end_with_parent
 from jaxbucket.progress import progress_bar
 from jaxbucket.source import RowSource, Source, check_sequences, contents
@@ -29,15 +30,6 @@ from jaxbucket.source import RowSource, Source, check_sequences, contents
 _CHUNK = 1024
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _AHEAD = 4
-
-
-class Meeting(Protocol):
-    """What is needed of `Processes`."""
-
-    index: int
-    count: int
-
-    def gather(self, name: str, value: str) -> list[str]: ...
 
 
 def measure_difficulty(
@@ -79,7 +71,7 @@ def measure_difficulty(
     """
     size = _size_of(source)
     workers = _checked_workers(num_workers)
-    meeting = processes or _Alone()
+    meeting = processes or Alone()
     measure = functools.partial(_difficulties, source, difficulty_fn)
     first, last = share_of(size, meeting.index, meeting.count)
     if cache is None:
@@ -156,7 +148,7 @@ def measure_lengths(
     if cache is not None:
         key = _key(source, length_fn, sequences)
         return _cached(
-            LengthCache(pathlib.Path(cache), key, size), fill, processes or _Alone()
+            LengthCache(pathlib.Path(cache), key, size), fill, processes or Alone()
         )
     if processes is not None and processes.count > 1:
         raise ValueError(
@@ -201,15 +193,6 @@ def _checked_workers(num_workers: int) -> int:
     if workers < 0:
         raise ValueError(f"`num_workers={workers}` must not be negative.")
     return workers
-
-
-class _Alone:
-    index = 0
-    count = 1
-
-    def gather(self, name: str, value: str) -> list[str]:
-        del name
-        return [value]
 
 
 def _lengths(

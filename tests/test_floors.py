@@ -74,10 +74,11 @@ ROOMS = {
     "progress": (set(), {"rich"}),
     "token_file": ({"base", "collate", "example"}, {"numpy"}),
     "length_cache": (set(), {"numpy"}),
+    "meeting": (set(), set()),
     "measuring": (
         {
             *("checks", "base", "example", "source"),
-            *("function_name", "length_cache", "orphans", "progress"),
+            *("function_name", "length_cache", "meeting", "orphans", "progress"),
         },
         {"numpy", "cloudpickle"},
     ),
@@ -101,7 +102,10 @@ ROOMS = {
     ),
     "optim": ({"checks"}, {"numpy", "jax", "optax"}),
     "sort": (set(), {"numpy", "jax"}),
-    "difficulty": ({"checks", "difficulty_index", "sort"}, {"numpy", "jax"}),
+    "difficulty": (
+        {"checks", "difficulty_index", "meeting", "sort"},
+        {"numpy", "jax"},
+    ),
     "pmap": ({"base", "compile"}, {"numpy", "jax"}),
     "loss": ({"checks", "base", "sharding", "pmap"}, {"numpy", "jax", "flax"}),
     "train": (
