@@ -20,6 +20,7 @@ import documents
 import jax
 import numpy as np
 import optax
+import options
 import recipe
 from flax import nnx
 from transformer import Transformer
@@ -241,19 +242,28 @@ def parse_arguments() -> argparse.Namespace:
         help="sort over all processes, or in each alone",
     )
     parser.add_argument(
-        "--epochs-to-all", type=float, default=0.5, help="until all is open"
+        "--epochs-to-all", type=options.rate, default=0.5, help="until all is open"
     )
     parser.add_argument("--rule", choices=("linear", "sqrt", "none"), default="sqrt")
-    parser.add_argument("--max-len", type=int, default=512, help="bytes")
-    parser.add_argument("--max-tokens", type=int, default=4096, help="B * T at most")
-    parser.add_argument("--num-buckets", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="every number of the steps")
-    parser.add_argument("--plot", metavar="FILE", help="draw the run")
+    parser.add_argument("--max-len", type=options.length, default=512, help="bytes")
+    parser.add_argument(
+        "--max-tokens", type=options.positive, default=4096, help="B * T at most"
+    )
+    parser.add_argument("--num-buckets", type=options.positive, default=6)
+    parser.add_argument("--steps", type=options.positive, default=200)
+    parser.add_argument("--lr", type=options.rate, default=2e-3)
+    parser.add_argument("--width", type=options.even, default=64)
+    parser.add_argument("--layers", type=options.positive, default=2)
+    parser.add_argument("--seed", type=options.seed, default=0)
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=options.new_file,
+        help="every number of the steps",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", type=options.new_picture, help="draw the run"
+    )
     return parser.parse_args()
 
 

@@ -165,8 +165,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     check_plan(parser, args)
     if args.opening and args.policy not in policies.RESUMABLE:
         parser.error(f"--opening plans batches, and --policy {args.policy} does not")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install -e '.[examples]'")
     if args.compare and not args.seconds:
         parser.error("--compare needs --seconds, the time that each way has")
     if args.compare and os.environ.get("JAX_NUM_PROCESSES", "1") != "1":
@@ -258,6 +256,10 @@ def new_file(text: str) -> str:
 def new_picture(text: str) -> str:
     if pathlib.Path(text).suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text} is no .png, .svg or .pdf file")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            "drawing needs matplotlib: pip install -e '.[examples]'"
+        )
     return new_file(text)
 
 
