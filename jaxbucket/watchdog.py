@@ -92,6 +92,8 @@ class Watchdog:
 
     def start(self) -> None:
         self._abort.__enter__()
+        # It may hang before its first beat.
+        self._arm()
         for thread in self._threads:
             thread.start()
 

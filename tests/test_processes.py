@@ -405,10 +405,22 @@ start_new_session=True)
         assert float(path.read_text()) - float(began) < TIMEOUT + GRACE
     if "hung" in name:
         # It says where, in time to be ended by nobody.
-        assert any("most recent call first" in line for line in run.lines(victim))
+        assert any("most recent call first" in x for x in run.lines(victim)), run.output
     if "raising" in name or "leaving" in name:
         assert any("row" in line for line in run.lines(victim))
         assert not any("Exception ignored" in line for line in run.lines(victim))
+
+
+def test_one_that_hangs_before_its_first_beat_says_where(launch):
+    code = """
+with jb.Processes(timeout=2) as processes:
+    if processes.index == 0:
+        ctypes.PyDLL(None).usleep(10**8)
+    processes.gather("never", "")
+"""
+    run = launch(START.replace("processes = ", "# ") + code)
+    assert "for process 0 (" in sentence(run, 1)
+    assert any("most recent call first" in x for x in run.lines(0)), run.output
 
 
 LOST_AT_THE_START = {
