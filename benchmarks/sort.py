@@ -268,7 +268,7 @@ def show(results: list[Any], has_torch: bool) -> None:
             "" if sent is None else f"{sent:.1f}",
             f"{x['most_by_mean']:.2f}",
         )
-    console = Console(width=110)
+    console = Console(width=120)
     console.print(table)
     if not has_torch:
         console.print("torch is not installed: its sort is left out.")

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-_AXIS = "devices"
+AXIS = "devices"
 
 
 class Devices:
@@ -23,6 +23,7 @@ class Devices:
       mesh: every process has a device in it.
 
     Attributes:
+      mesh: of them alone, with one axis.
       devices: in their order.
       count: how many they are.
       local: the places of those of this process among them.
@@ -41,9 +42,14 @@ class Devices:
                 "No device of the mesh belongs to this process: build the mesh from "
                 "`jax.devices()`, those of all processes."
             )
-        self._mesh = Mesh(devices, (_AXIS,))
+        self.mesh = Mesh(devices, (AXIS,))
         self.devices = list(devices)
-        self._cut = NamedSharding(self._mesh, PartitionSpec(_AXIS))
+        self._cut = NamedSharding(self.mesh, PartitionSpec(AXIS))
+
+    @property
+    def platform(self) -> str:
+        """What its devices are: "cpu", "gpu" or "tpu"."""
+        return self.devices[0].platform
 
     def put(self, parts: Sequence[np.ndarray], sharding: NamedSharding | None = None):
         """Returns the global array `[D * n, ...]` of local parts `[n, ...]`."""
@@ -59,8 +65,8 @@ class Devices:
     def gather(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Returns `[D, ...]` of all devices' arrays, which all have one shape."""
         words = [_as_words(part)[None] for part in parts]
-        with self._alone():
-            whole = _gather(self._mesh)(self.put(words))
+        with self.alone():
+            whole = _gather(self.mesh)(self.put(words))
         found = np.asarray(whole.addressable_data(0))
         return found.view(parts[0].dtype).reshape(self.count, *parts[0].shape)
 
@@ -70,15 +76,19 @@ class Devices:
         Row i of a result came from device i.
         """
         dtype = parts[0].dtype
-        with self._alone():
-            found = _exchange(self._mesh)(self.put([x.view(np.uint32) for x in parts]))
-        on = {shard.device: shard.data for shard in found.addressable_shards}
-        return [np.asarray(on[self.devices[i]]).view(dtype) for i in self.local]
+        with self.alone():
+            found = _exchange(self.mesh)(self.put([x.view(np.uint32) for x in parts]))
+        return [x.view(dtype) for x in self.own(found)]
+
+    def own(self, array: jax.Array) -> list[np.ndarray]:
+        """Returns what each local device has of an array that is cut over all."""
+        on = {shard.device: shard.data for shard in array.addressable_shards}
+        return [np.asarray(on[self.devices[i]]) for i in self.local]
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """Whatever mesh the caller has set, and whether or not it jits."""
-        with jax.set_mesh(self._mesh), jax.disable_jit(False):
+        with jax.set_mesh(self.mesh), jax.disable_jit(False):
             yield
 
 
@@ -98,10 +108,10 @@ def _gather(mesh: Mesh):
 
 @functools.lru_cache(maxsize=8)
 def _exchange(mesh: Mesh):
-    spec = PartitionSpec(_AXIS)
+    spec = PartitionSpec(AXIS)
 
     def exchange_chunks(part: jax.Array) -> jax.Array:
-        return jax.lax.all_to_all(part, _AXIS, 0, 0, tiled=True)
+        return jax.lax.all_to_all(part, AXIS, 0, 0, tiled=True)
 
     return jax.jit(
         jax.shard_map(exchange_chunks, mesh=mesh, in_specs=spec, out_specs=spec)

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxbucket.sort.accelerator import do_sort, sort_on_devices
 from jaxbucket.sort.collectives import Devices
 from jaxbucket.sort.composite import Composite
-from jaxbucket.sort.exchange import exchange_runs
+from jaxbucket.sort.exchange import exchange_runs, is_skewed
 from jaxbucket.sort.given import Keys
 from jaxbucket.sort.shares import Shares, gather_shares
 from jaxbucket.sort.splitters import cut_positions
@@ -140,32 +141,32 @@ def _sorted_shares(
     shares: Shares, composite: Composite, devices: Devices
 ) -> list[np.ndarray]:
     """The composite keys of the ranks of each local device."""
-
-    def encode_sorted(keys: tuple[np.ndarray, ...], first: int) -> np.ndarray:
-        encoded = composite.encode(keys, first)
-        encoded.sort()
-        return encoded
-
-    parts = _on_each(encode_sorted, shares.parts, shares.first)
+    parts = _on_each(composite.encode, shares.parts, shares.first)
+    _sort(parts, shares.sizes, devices)
     if devices.count == 1:
         return parts
     counts = _counts(parts, shares.sizes, devices)
-    if _is_skewed(counts):
+    if is_skewed(counts, devices):
         parts, sizes = _dealt(parts, np.zeros_like(shares.sizes), shares.sizes, devices)
-        _sort_runs(parts, devices)
+        _sort(parts, sizes, devices, runs=devices.count)
         counts = _counts(parts, sizes, devices)
     received = exchange_runs(parts, counts, devices)
     # What was sent is not needed while the rest is sorted.
     parts.clear()
-    _sort_runs(received, devices)
+    _sort(received, counts.sum(axis=0), devices, runs=devices.count)
     return received
 
 
-def _sort_runs(parts: list[np.ndarray], devices: Devices) -> None:
-    """Sorts parts of which each is one sorted run after another."""
+def _sort(
+    parts: list[np.ndarray], sizes: np.ndarray, devices: Devices, runs: int = 0
+) -> None:
+    """Sorts parts, of `[D]` sizes; each is so many sorted runs, if that is known."""
+    if do_sort(devices) and parts[0].dtype == np.uint64:
+        sort_on_devices(parts, sizes, devices)
+        return
     # A few runs are merged; more of them are sorted once more, which is faster: numpy
     # sorts by vector instructions, and merges two at a time.
-    kind = "stable" if devices.count <= _MOST_MERGED else "quicksort"
+    kind = "stable" if 0 < runs <= _MOST_MERGED else "quicksort"
     _on_each(lambda part: part.sort(kind=kind), parts)
 
 
@@ -176,18 +177,6 @@ def _counts(parts: list[np.ndarray], sizes: np.ndarray, devices: Devices) -> np.
     cuts = cut_positions(parts, sizes, ranks, devices)
     ends = np.concatenate([cuts, sizes[:, None]], axis=1)
     return np.diff(ends, axis=1, prepend=0)
-
-
-def _is_skewed(counts: np.ndarray) -> bool:
-    """Whether two exchanges of equal pairs are less than the one of these.
-
-    An exchange takes as long as its fullest pair: of reversed keys, as if every device
-    sent its whole share to every other one.
-    """
-    count = len(counts)
-    most = (counts - np.diag(np.diag(counts))).max()
-    dealt = -(-counts.sum(axis=1).max() // count)
-    return bool(most > dealt + -(-counts.sum() // count**2))
 
 
 def _dealt(
