@@ -61,7 +61,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=10**7, help="keys")
     parser.add_argument("--rounds", type=int, default=5, help="of which the median is")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.size < 1 or args.rounds < 1:
+        parser.error("--size and --rounds are at least 1.")
+    return args
 
 
 def with_sample_sort(keys: np.ndarray) -> Callable[[], Any]:

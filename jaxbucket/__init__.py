@@ -19,6 +19,7 @@ from jaxbucket.difficulty_index import DifficultyIndex
 from jaxbucket.limits import Limits
 from jaxbucket.mixture import Mixture
 from jaxbucket.pacing import CyclicPacing, LinearPacing, RootPacing, StepPacing
+from jaxbucket.packing import Packing, pack
 from jaxbucket.plan import plan_buckets
 from jaxbucket.position import DataPosition
 from jaxbucket.schedule import BatchSchedule
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     )
     from jaxbucket.difficulty import write_difficulty_index
     from jaxbucket.input_pipeline import batch_dataset
+    from jaxbucket.masks import attention_mask, sequence_lengths, token_weights
     from jaxbucket.measuring import measure_difficulty, measure_lengths
     from jaxbucket.optim import (
         is_linear_in_lr,
@@ -72,6 +74,9 @@ __version__ = "0.1.0"
 _ON_FIRST_USE = {
     "data_parallel_accumulate": "accumulation",
     "batch_dataset": "input_pipeline",
+    "attention_mask": "masks",
+    "sequence_lengths": "masks",
+    "token_weights": "masks",
     "measure_difficulty": "measuring",
     "measure_lengths": "measuring",
     "write_difficulty_index": "difficulty",
@@ -129,6 +134,7 @@ __all__ = [
     "Limits",
     "LinearPacing",
     "Mixture",
+    "Packing",
     "PlanCurve",
     "Processes",
     "Report",
@@ -144,6 +150,7 @@ __all__ = [
     "TokenFile",
     "TrainState",
     "TransformerCost",
+    "attention_mask",
     "batch_dataset",
     "batch_specs",
     "calibrate",
@@ -165,6 +172,7 @@ __all__ = [
     "local_rows",
     "measure_difficulty",
     "measure_lengths",
+    "pack",
     "plan_buckets",
     "plan_curve",
     "predict",
@@ -176,7 +184,9 @@ __all__ = [
     "scale_by_batch_size",
     "scale_schedule",
     "schedule_by_work",
+    "sequence_lengths",
     "split_source",
+    "token_weights",
     "unbatch",
     "warmup_inverse_sqrt_schedule",
     "write_difficulty_index",

@@ -338,7 +338,8 @@ class BatchIndices:
 
     Attributes:
       bucket: the global shape (B, T).
-      rows: `[B]` int64, the example in each row; -1 marks an empty row.
+      rows: `[B]` int64, the example in each row; -1 marks an empty row. Of packed rows
+        `[B, max_segments]`: the examples of each row, and -1 behind the last.
     """
 
     bucket: Bucket
@@ -346,7 +347,7 @@ class BatchIndices:
 
     @property
     def num_examples(self) -> int:
-        """Rows that are not empty."""
+        """Those that are in its rows."""
         return int(np.count_nonzero(self.rows != EMPTY_ROW))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
 from jaxbucket.base import EMPTY_ROW, Batch, Bucket
+from jaxbucket.checks import check_positive
 from jaxbucket.example import (
     Example,
     as_arrays,
@@ -17,21 +19,25 @@ from jaxbucket.example import (
     pad_array,
     sequence_names,
 )
+from jaxbucket.segments import row_segments
 
 
 def collate_rows(
-    rows: Sequence[Example | None],
+    rows: Sequence[Example | Sequence[Example] | None],
     bucket: Bucket,
     *,
     like: Example | None = None,
     sequences: Sequence[str] | None = None,
     pad_value: float = 0,
     truncate: bool = False,
+    max_segments: int | None = None,
 ) -> Batch:
     """Returns one batch of the bucket's shape; `unbatch` is the inverse.
 
     An example is a dict of arrays. Its sequences, `[n, ...]` each with the same n, are
-    padded to `[T, ...]`; everything else is stacked as it is.
+    padded to `[T, ...]`; everything else is stacked as it is. With `max_segments` a row
+    has several examples, one behind the other, and what is no sequence is stacked to
+    `[B, max_segments, ...]`, zeros behind the last example.
 
     Example:
       >>> rows = [{"tokens": [7, 3], "label": 1}, {"tokens": [5], "label": 0}, None]
@@ -44,9 +50,17 @@ def collate_rows(
       (array([2, 1, 0]), array([1, 0, 0]))
       >>> unbatch(batch)[1]
       {'tokens': array([5]), 'label': array(0)}
+      >>> packed = collate_rows([rows[:2]], Bucket(1, 4), max_segments=2)
+      >>> packed.features["tokens"], packed.features["label"]
+      (array([[7, 3, 5, 0]]), array([[1, 0]]))
+      >>> packed.segment_ids["tokens"], packed.positions["tokens"]
+      (array([[1, 1, 2, 0]], dtype=int32), array([[0, 1, 0, 0]], dtype=int32))
+      >>> unbatch(packed, max_segments=2)[1]
+      {'tokens': array([5]), 'label': array(0)}
 
     Args:
-      rows: at most B examples, None for an empty row. Rows beyond are empty.
+      rows: at most B examples, None for an empty row. Rows beyond are empty. With
+        `max_segments`, at most so many examples for each row.
       bucket: the shape (B, T).
       like: an example to take names, dtypes and trailing shapes from; by default the
         first of `rows`. Needed where all rows are empty.
@@ -54,48 +68,85 @@ def collate_rows(
         axis. The first of them names the entry in `segment_ids` and `positions`.
       pad_value: what fills the sequences behind their end, and in empty rows.
       truncate: cut examples longer than T instead of refusing them.
+      max_segments: the most examples of a row, where rows are packed.
 
     Raises:
-      ValueError: if an example is longer than T or has length 0, or differs from
-        `like` in its features, dtypes or trailing shapes; if its sequences differ in
-        length; if there are more than B rows, or only empty ones and no `like`.
+      ValueError: if an example is longer than T, or those of a row are together, or it
+        has length 0, or differs from `like` in its features, dtypes or trailing shapes;
+        if its sequences differ in length; if there are more than B rows, or more than
+        `max_segments` in one of them, or only empty ones and no `like`; if packed ones
+        are to be truncated.
     """
     if len(rows) > bucket.batch_size:
         raise ValueError(
             f"`rows` has {len(rows)} entries, more than the {bucket.batch_size} of "
             f"bucket {bucket}."
         )
+    segments = [_segments(row, x, max_segments) for row, x in enumerate(rows)]
+    if max_segments is not None and truncate:
+        raise ValueError(
+            f"`truncate=True` and `max_segments={max_segments}`: what does not fit is "
+            "put into another row. Leave out either."
+        )
     if like is None:
-        like = next((row for row in rows if row is not None), None)
+        like = next((example for row in segments for example in row), None)
     if like is None:
         raise ValueError("All rows are empty: pass `like=`, an example of the source.")
     template = as_arrays(like)
     check_numbers(template)
     names = sequence_names(template, sequences)
     shape = (bucket.batch_size, bucket.seq_len)
+    places = shape[:1] if max_segments is None else (bucket.batch_size, max_segments)
     features = {
         name: np.full(
             (*shape, *value.shape[1:]), pad_array(pad_value, name, value.dtype)
         )
         if name in names
-        else np.zeros((bucket.batch_size, *value.shape), value.dtype)
+        else np.zeros((*places, *value.shape), value.dtype)
         for name, value in template.items()
     }
-    lengths = np.zeros(bucket.batch_size, np.int64)
-    for row, example in enumerate(rows):
-        if example is None:
-            continue
-        arrays = matching_arrays(example, template, names, row)
-        length = common_length(arrays, names, row)
-        if length > bucket.seq_len and not truncate:
-            raise ValueError(_beyond_message(row, length, bucket))
-        lengths[row] = min(length, bucket.seq_len)
-        for name, value in arrays.items():
-            if name in names:
-                features[name][row, : lengths[row]] = value[: lengths[row]]
-            else:
-                features[name][row] = value
-    return with_segments(features, names[0], row_mask(lengths, bucket))
+    lengths = np.zeros((bucket.batch_size, max_segments or 1), np.int64)
+    for row, examples in enumerate(segments):
+        begin = 0
+        for segment, example in enumerate(examples):
+            arrays = matching_arrays(example, template, names, row)
+            length = common_length(arrays, names, row)
+            if begin + length > bucket.seq_len and not truncate:
+                raise ValueError(_beyond_message(row, begin + length, bucket))
+            end = min(begin + length, bucket.seq_len)
+            for name, value in arrays.items():
+                if name in names:
+                    features[name][row, begin:end] = value[: end - begin]
+                else:
+                    features[name][(row, segment)[: len(places)]] = value
+            lengths[row, segment] = end - begin
+            begin = end
+    if max_segments is None:
+        return with_segments(features, names[0], row_mask(lengths[:, 0], bucket))
+    ids, positions = row_segments(lengths, bucket.seq_len)
+    return Batch(features, {names[0]: ids}, {names[0]: positions})
+
+
+def _segments(
+    row: int, entry: Example | Sequence[Example] | None, max_segments: int | None
+) -> Sequence[Example]:
+    """The examples of a row."""
+    if max_segments is None:
+        return () if entry is None else (cast(Example, entry),)
+    check_positive("max_segments", max_segments)
+    if entry is None:
+        return ()
+    if isinstance(entry, Mapping) or not isinstance(entry, Sequence):
+        raise ValueError(
+            f"Row {row} is a {type(entry).__name__}: with `max_segments` give a list "
+            "of its examples."
+        )
+    if len(entry) > max_segments:
+        raise ValueError(
+            f"Row {row} has {len(entry)} examples, more than `max_segments="
+            f"{max_segments}`. Put them into another row, or raise it."
+        )
+    return entry
 
 
 def check_rows(rows: np.ndarray, num_examples: int, bucket: Bucket) -> None:
@@ -104,6 +155,11 @@ def check_rows(rows: np.ndarray, num_examples: int, bucket: Bucket) -> None:
         raise ValueError(
             f"`rows` has {len(rows)} entries, but bucket {bucket} has "
             f"{bucket.batch_size} rows. Give one for each, -1 for an empty one."
+        )
+    if rows.ndim == 2 and np.any((rows[:, :-1] < 0) & (rows[:, 1:] >= 0)):
+        raise ValueError(
+            "`rows` has examples of a row behind an empty place: put -1 behind the "
+            "last of them."
         )
     if rows.min(initial=0) < EMPTY_ROW or rows.max(initial=0) >= num_examples:
         raise ValueError(
@@ -180,28 +236,43 @@ def with_segments(
 
 
 def unbatch(
-    batch: Batch, *, sequences: Sequence[str] | None = None
+    batch: Batch,
+    *,
+    sequences: Sequence[str] | None = None,
+    max_segments: int | None = None,
 ) -> list[dict[str, Any]]:
     """Returns the examples of a batch without their padding, in row order.
 
     Args:
-      batch: numpy or fully addressable `jax.Array`s, one example in a row.
+      batch: numpy or fully addressable `jax.Array`s.
       sequences: the features that were padded, by default all of shape `[B, T, ...]`.
         Name them where others may have that shape by chance.
+      max_segments: as in `collate_rows`: None for one example in a row.
 
     Raises:
-      ValueError: if several sequences have lengths of their own.
+      ValueError: if several sequences have lengths of their own, or rows have more
+        examples than that.
     """
     mask = np.asarray(batch.mask)
-    lengths = mask.sum(axis=1)
+    ids = np.asarray(next(iter(batch.segment_ids.values())))
+    most = int(ids.max(initial=0))
+    if most > (max_segments or 1):
+        raise ValueError(
+            f"`max_segments={max_segments}`, but a row has {most} examples. Pass what "
+            "they were packed with."
+        )
     features = {name: np.asarray(value) for name, value in batch.features.items()}
     padded = sequences
     if padded is None:
         padded = [name for name, x in features.items() if x.shape[:2] == mask.shape]
-    return [
-        {
-            name: value[row, : lengths[row]] if name in padded else value[row, ...]
-            for name, value in features.items()
-        }
-        for row in np.flatnonzero(lengths)
-    ]
+    found = []
+    for row in np.flatnonzero(mask.any(axis=1)):
+        ends = np.cumsum(np.bincount(ids[row])[1:])
+        for segment, (begin, end) in enumerate(itertools.pairwise([0, *ends])):
+            place = (row, ...) if max_segments is None else (row, segment, ...)
+            example = {
+                name: value[row, begin:end] if name in padded else value[place]
+                for name, value in features.items()
+            }
+            found.append(example)
+    return found

@@ -78,6 +78,7 @@ class Curriculum:
         replacement: bool = False,
     ):
         self.difficulty = _check_difficulty(difficulty)
+        self._index = difficulty if isinstance(difficulty, DifficultyIndex) else None
         self.pacing = LinearPacing() if pacing is None else pacing
         check_pacing(self.pacing)
         self.replacement = bool(replacement)
@@ -100,6 +101,15 @@ class Curriculum:
                 f"`difficulty` has {len(self.difficulty)} entries for {size} lengths. "
                 "Give one for each example."
             )
+
+    def in_order(self, kept: np.ndarray | None) -> np.ndarray:
+        """Returns the difficulties of all examples, or of `[N]` kept ones, sorted."""
+        if self._index is None or self._index.sorted_by != "all":
+            own = self.difficulty
+            return np.sort(own if kept is None else own[kept])
+        # That is what it was sorted for.
+        examples = self._index.examples
+        return self.difficulty[examples if kept is None else examples[kept[examples]]]
 
     def open_parts(self, epochs: float) -> int:
         """Returns the share that is open, in parts of 10**9.
@@ -159,11 +169,10 @@ class Pace:
     """
 
     def __init__(self, curriculum: Curriculum, rows: EpochRows, lengths: np.ndarray):
-        difficulty = curriculum.difficulty
-        if rows.plan.overlong == "drop":
-            difficulty = difficulty[lengths <= rows.plan.max_seq_len]
+        drops = rows.plan.overlong == "drop"
+        kept = lengths <= rows.plan.max_seq_len if drops else None
         self._curriculum = curriculum
-        self._sorted = np.sort(difficulty)
+        self._sorted = curriculum.in_order(kept)
         self._num_batches = rows.num_batches
 
     def at(self, epoch: int, position: int) -> Any:

@@ -48,6 +48,7 @@ def write_difficulty_index(
     *,
     processes: Meeting | None = None,
     sorted_by: SortedBy = "all",
+    num_examples: int | None = None,
 ) -> DifficultyIndex:
     """Sorts the examples of all processes by difficulty, and writes their index.
 
@@ -75,6 +76,9 @@ def write_difficulty_index(
         an order that another number of processes does not have, and that is less by
         difficulty the fewer examples a process has: it is for comparing with runs whose
         processes have sorted for themselves.
+      num_examples: how many the source has, so that shares which are something else
+        are refused: `measure_lengths` gives every process all lengths, of which it has
+        to pass its part.
 
     Raises:
       ValueError: in every process, if difficulties are refused, or the folder is one of
@@ -88,6 +92,12 @@ def write_difficulty_index(
         )
     path = pathlib.Path(folder).resolve()
     share = _share_among(path, difficulty, mesh, sorted_by, meeting)
+    if num_examples is not None and share.size != num_examples:
+        raise ValueError(
+            f"`difficulty` is of {share.size} examples over all processes, and the "
+            f"source has `num_examples={num_examples}`. Give each process its share: "
+            "that of `measure_difficulty`, or a part of all lengths."
+        )
     if share.is_there:
         return DifficultyIndex(path)
     by_all = sorted_by == "all"
@@ -175,12 +185,13 @@ def _share_among(
                 "`jax.devices()`, those of all processes."
             )
         difficulty = _checked(given)
-    own = f"{len(difficulty)} {difficulty.dtype.str} {sorted_by}"
+    ids = [device.id for device in mesh.devices.flat]
+    own = f"{len(difficulty)} {difficulty.dtype.str} {sorted_by}, devices {ids}"
     told = [text.split(maxsplit=1) for text in meeting.gather("difficulty", own)]
     if len({how for _, how in told}) > 1:
         raise ValueError(
             f"The processes give difficulties of {[how for _, how in told]}: give all "
-            "of one dtype, and sort them alike."
+            "of one dtype, sort them alike, and over one mesh."
         )
     sizes = [int(size) for size, _ in told]
     first, size = sum(sizes[: meeting.index]), sum(sizes)
@@ -222,6 +233,10 @@ def _all_see(folder: pathlib.Path, words: Words, meeting: Meeting) -> bool:
 
 def _checked(given: ArrayLike) -> np.ndarray:
     """Finite numbers as one of a few dtypes."""
+    if isinstance(given, np.ma.MaskedArray):
+        raise ValueError(
+            "`difficulty` is a masked array: fill in what is masked, or leave it out."
+        )
     array = np.asarray(given)
     if array.dtype.name == "bfloat16":
         array = array.astype(np.float32)

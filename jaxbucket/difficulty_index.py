@@ -109,14 +109,15 @@ class DifficultyIndex:
                 "`sorted_by='process'` has no order of all difficulties: take "
                 "`percentiles`, or write an index with `sorted_by='all'`."
             )
-        first, last = (self._count_below(x) for x in (low, high))
+        # As Python's numbers, which are compared exactly.
+        ends = (np.asarray(x).item() for x in (low, high))
+        first, last = (self._count_below(x) for x in ends)
         return self.examples[first : max(first, last)]
 
     def _count_below(self, value: float) -> int:
         low, high = 0, len(self)
         while low < high:
             middle = (low + high) // 2
-            # As Python's numbers, which are compared exactly.
             if self.difficulty[self.examples[middle]].item() < value:
                 low = middle + 1
             else:

@@ -65,6 +65,21 @@ def cumulative(
     return ends, examples, tokens
 
 
+def value_counts(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the different lengths, `[V]` increasing, and how many have each, `[V]`.
+
+    Example:
+      >>> value_counts(np.array([5, 3, 5]))
+      (array([3, 5]), array([1, 2]))
+    """
+    last = int(lengths.max())
+    if last > _DENSE:
+        return np.unique(lengths, return_counts=True)
+    counts = _counts(lengths, last)[:-1]
+    values = np.flatnonzero(counts)
+    return values, counts[values]
+
+
 def _rests(lengths: np.ndarray, last: int) -> tuple[np.ndarray, int]:
     """The last chunk of each example `[N]`, and the number of full ones before it."""
     longest = min(last, MAX_LENGTH)

@@ -19,6 +19,7 @@ from jaxbucket.example import Example, example_length
 from jaxbucket.position import DataPosition, check_position
 from jaxbucket.schedule import Schedule
 from jaxbucket.source import (
+    PackedSource,
     RowSource,
     Source,
     check_sequences,
@@ -149,7 +150,10 @@ class BatchDataset(grain.MapDataset[Any]):
                 f"of the run, `num_steps={num_steps}`."
             )
         self._source = source
-        self._row_source = source if isinstance(source, RowSource) else None
+        self._gathers = source if isinstance(source, RowSource) else None
+        if schedule.max_segments is not None and not isinstance(source, PackedSource):
+            # One example after the other is read for a packed row.
+            self._gathers = None
         self._schedule = schedule
         self._shard = shard
         self._start_step = start_step
@@ -182,25 +186,26 @@ class BatchDataset(grain.MapDataset[Any]):
         rows = indices.rows[self._shard.rows(indices.bucket.batch_size)]
         bucket = Bucket(len(rows), indices.bucket.seq_len)
         truncate = self._schedule.plan.overlong == "truncate"
-        if self._row_source is not None:
-            return self._row_source.collate(
+        if self._gathers is not None:
+            return self._gathers.collate(
                 rows, bucket, pad_value=self._pad_value, truncate=truncate
             )
-        examples = [
-            None if row == EMPTY_ROW else self._example(int(row), step) for row in rows
-        ]
+        packed = self._schedule.max_segments is not None
+        examples = [self._row(row, step) for row in rows]
         collate = functools.partial(
             collate_rows,
             like=self._like(step),
             sequences=self._sequences,
             pad_value=self._pad_value,
-            truncate=truncate,
+            truncate=truncate and not packed,
         )
         try:
-            return collate(examples, bucket)
+            return collate(examples, bucket, max_segments=self._schedule.max_segments)
         except ValueError:
             # One by one, to find which of them it is.
-            for index, example in zip(rows, examples, strict=True):
+            every = [x for row in examples for x in row] if packed else examples
+            numbers = rows[rows != EMPTY_ROW] if packed else rows
+            for index, example in zip(numbers, every, strict=True):
                 try:
                     collate([example], bucket)
                 except ValueError as error:
@@ -278,6 +283,12 @@ class BatchDataset(grain.MapDataset[Any]):
     @functools.cached_property
     def _contents(self) -> str:
         return contents(self._source)
+
+    def _row(self, row: Any, step: int) -> Any:
+        """An example, or a list of those of a packed row; None for an empty one."""
+        if np.ndim(row):
+            return [self._example(int(i), step) for i in row if i != EMPTY_ROW]
+        return None if row == EMPTY_ROW else self._example(int(row), step)
 
     def _example(self, index: int, step: int) -> Example:
         try:

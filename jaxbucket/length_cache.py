@@ -89,6 +89,8 @@ def _begun(
                 os.posix_fallocate(file.fileno(), 0, begun.stat().st_size)
         if missing:
             found[:] = missing
+            # Else zeros might be there in place of it, once power was lost.
+            found.flush()
         os.replace(begun, path)
     finally:
         begun.unlink(missing_ok=True)

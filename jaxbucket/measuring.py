@@ -66,7 +66,8 @@ def measure_difficulty(
 
     Raises:
       ValueError: if the source is empty, an example has no finite difficulty, or a file
-        in the folder is cut or foreign.
+        in the folder is cut or foreign; in every process, if they measure different
+        sources or by different functions.
       RuntimeError: if a worker is lost.
     """
     size = _size_of(source)
@@ -74,13 +75,14 @@ def measure_difficulty(
     meeting = processes or Alone()
     measure = functools.partial(_difficulties, source, difficulty_fn)
     first, last = share_of(size, meeting.index, meeting.count)
+    key = digest(
+        f"{size} {function_name(difficulty_fn)}".encode(), contents(source).encode()
+    )
+    _check_same(meeting.gather("difficulty measured", key), meeting.index)
     if cache is None:
         found = np.full(last - first, np.nan, np.float32)
         _fill(found, first, measure, workers, progress, "Measuring difficulty")
         return found
-    key = digest(
-        f"{size} {function_name(difficulty_fn)}".encode(), contents(source).encode()
-    )
     name = f"difficulty-{key}-{meeting.index}-of-{meeting.count}.npy"
     part = Part(pathlib.Path(cache) / name, first, last, np.float32(np.nan))
     if (found := part.read()) is None:
@@ -182,6 +184,15 @@ def _cached(
     return cache.read()
 
 
+def _check_same(keys: list[str], index: int) -> None:
+    others = [i for i, key in enumerate(keys) if key != keys[index]]
+    if others:
+        raise ValueError(
+            f"The processes measure different sources, or by different functions: "
+            f"{others} others than {index}. Give all of them the same."
+        )
+
+
 def _size_of(source: Source) -> int:
     if not len(source):
         raise ValueError("`source` is empty: there is no example to measure.")
@@ -234,7 +245,7 @@ def _measured(source: Source, index: int, measure: Callable[[Any], Any]) -> Any:
 
 def _difficulty(index: int, value: Any) -> float:
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= _MAX_FLOAT32:

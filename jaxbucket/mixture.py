@@ -72,6 +72,7 @@ class Mixture(Schedule):
         self.by: Unit = by
         self._check()
         self.plan = self.schedules[0].plan
+        self.max_segments = self.schedules[0].max_segments
         self.lengths = np.concatenate([own.lengths for own in self.schedules])
         self._starts = [
             0,
@@ -104,6 +105,13 @@ class Mixture(Schedule):
                 "components together, and give every schedule this plan."
             )
 
+        if len({own.max_segments for own in self.schedules}) > 1:
+            raise ValueError(
+                "`schedules` have packed rows of at most "
+                f"{[own.max_segments for own in self.schedules]} examples. Pack all "
+                "with the same `max_segments_per_row`, or none."
+            )
+
     def _group(self, accumulate: int) -> int:
         """Sets `accumulate`, and returns how many turns a step has."""
         own = sorted({schedule.accumulate for schedule in self.schedules})
@@ -124,7 +132,11 @@ class Mixture(Schedule):
         if self.by == "steps":
             return weight
         epoch = schedule.cost()
-        per_epoch = epoch.real_tokens if self.by == "tokens" else epoch.examples
+        per_epoch = (
+            epoch.real_tokens
+            if self.by == "tokens"
+            else epoch.packed_examples or epoch.examples
+        )
         return weight * len(schedule) / per_epoch
 
     @property

@@ -10,6 +10,7 @@ format of a schedule: golden digests guard it.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -17,6 +18,8 @@ import numpy as np
 _MASK = 2**64 - 1
 _ROUNDS = 6
 _SORTED_SIZE = 1024
+# Kept for small sizes, 8 MB each thousand at most.
+_TABLES = 8192
 # So many numbers are done sooner one by one.
 _FEW = 8
 # splitmix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
@@ -48,6 +51,11 @@ def fold(*numbers: int) -> int:
     for number in numbers:
         key = mix(key ^ mix(number & _MASK))
     return key
+
+
+def mix_each(numbers: np.ndarray, key: int) -> np.ndarray:
+    """Returns `[n]` uint64 keys, one for each number, of one key."""
+    return _hash(np.asarray(numbers).astype(np.uint64), key)
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
@@ -82,6 +90,63 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     return out
 
 
+def permute_each(index: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Returns `permute(index[i], sizes[i], keys[i])` for every i.
+
+    Example:
+      >>> permute_each(np.array([0, 1, 0]), np.array([5, 5, 2]), np.array([1, 1, 9]))
+      array([4, 2, 0])
+
+    Args:
+      index: `[n]` integers, each in the range of its size.
+      sizes: `[n]` integers below 2**52, of the permutations.
+      keys: `[n]` uint64; of one size and key, it is one permutation.
+
+    Returns:
+      `[n]` int64.
+    """
+    sizes, keys = np.asarray(sizes, np.int64), np.asarray(keys, np.uint64)
+    out = np.empty(len(index), np.int64)
+    small = sizes <= _SORTED_SIZE
+    few = (x[small].tolist() for x in (index, sizes, keys))
+    out[small] = [_table(size, key)[i] for i, size, key in zip(*few, strict=True)]
+    large = np.flatnonzero(~small)
+    values = index[large]
+    while len(large):
+        values = _encrypt_each(values, sizes[large], keys[large])
+        out[large] = values
+        outside = values >= sizes[large]
+        large, values = large[outside], values[outside]
+    return out
+
+
+# A batch asks for many of the same: lengths of which there are few examples.
+@functools.lru_cache(maxsize=_TABLES)
+def _table(size: int, key: int) -> np.ndarray:
+    return permute(np.arange(size), size, key)
+
+
+def _encrypt_each(index: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """What `_encrypt` does, with sides and keys of their own."""
+    width = np.sqrt(sizes - 1).astype(np.int64) + 1
+    sides = (width.astype(np.uint64), (-(-sizes // width)).astype(np.uint64))
+    halves = [*np.divmod(index.astype(np.uint64), sides[1])]
+    for turn in range(_ROUNDS):
+        changed, kept = turn % 2, 1 - turn % 2
+        shifted = _hash(halves[kept], _fold_each(keys, turn)) >> _HALF_WORD
+        shifted = (shifted * sides[changed] >> _HALF_WORD) + halves[changed]
+        halves[changed] = np.minimum(shifted, shifted - sides[changed])
+    return (halves[0] * sides[1] + halves[1]).astype(np.int64)
+
+
+def _fold_each(keys: np.ndarray, *numbers: int) -> np.ndarray:
+    """`fold(key, *numbers)` of `[n]` uint64 keys."""
+    folded = _hash(_hash(keys, 0), 1 + len(numbers))
+    for number in numbers:
+        folded = _hash(folded, mix(number))
+    return folded
+
+
 def _encrypt_one(index: int, sides: tuple[int, int], keys: list[int]) -> int:
     """What `_encrypt` does, for a single number much sooner than an array of one."""
     halves = [*divmod(index, sides[1])]
@@ -111,9 +176,9 @@ def _encrypt(index: np.ndarray, sides: tuple[int, int], keys: list[int]) -> np.n
     return halves[0] * np.uint64(sides[1]) + halves[1]
 
 
-def _hash(values: np.ndarray, key: int) -> np.ndarray:
-    """`mix(value ^ key)` of `[n]` uint64."""
-    hashed = values ^ np.uint64(key)
+def _hash(values: np.ndarray, key: int | np.ndarray) -> np.ndarray:
+    """`mix(value ^ key)` of `[n]` uint64, with one key or `[n]` of them."""
+    hashed = values ^ (key if isinstance(key, np.ndarray) else np.uint64(key))
     hashed += _INCREMENT_ARRAY
     for shift, multiplier in _SHIFT_ARRAYS:
         hashed ^= hashed >> shift

@@ -114,6 +114,11 @@ def predict(
             f"The schedule has `accumulate={schedule.accumulate}`: predict with one of "
             "a single batch at every step."
         )
+    if schedule.max_segments is not None:
+        raise ValueError(
+            "The schedule has packed rows: predict with one of a single example in "
+            "every row."
+        )
     found: list[dict[str, np.ndarray] | None] = [None] * len(schedule.lengths)
     if isinstance(sequences, str):
         sequences = [sequences]

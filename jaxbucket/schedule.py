@@ -32,6 +32,8 @@ from jaxbucket.curriculum import Curriculum, EasyDraws, PacedOrder
 from jaxbucket.epoch_rows import EpochRows
 from jaxbucket.opening import Opening, OpeningSteps
 from jaxbucket.orders import EpochOrder, FixedOrder, ShuffledOrder
+from jaxbucket.packed_rows import PackedRows
+from jaxbucket.packing import Packing
 from jaxbucket.position import DataPosition, check_position
 from jaxbucket.remainder import Remainder, RowFlow, filler_bucket
 from jaxbucket.stats import Report, lag1_autocorrelation, report
@@ -51,6 +53,7 @@ class Schedule(abc.ABC):
       plan: the shapes.
       lengths: `[N]` integers.
       accumulate: micro-batches of a step.
+      max_segments: the most examples of a packed row; None where a row has one example.
       first_step: the step that its first epoch begins with; 0, but for a schedule made
         by `continue_with`.
       continues: fingerprint of the schedule that has the steps before; None if none.
@@ -59,6 +62,7 @@ class Schedule(abc.ABC):
     plan: BucketPlan
     lengths: np.ndarray
     accumulate: int = 1
+    max_segments: int | None = None
     first_step: int = 0
     continues: str | None = None
 
@@ -222,6 +226,11 @@ class BatchSchedule(Schedule):
       [5, 4] [ 0  2  4 -1 -1]
       [2, 10] [ 5 -1]
 
+    Of packed rows, what is said here of an example and its length is said of a row and
+    the sum of its lengths: plan for `packing.row_lengths`, with `packing.seq_lens` as
+    boundaries. Which examples of the same length share rows with which others is drawn
+    anew in every epoch that is.
+
     It keeps 4 bytes per example beside `lengths`, which it refers to and does not
     copy: do not change the array afterwards.
 
@@ -237,6 +246,7 @@ class BatchSchedule(Schedule):
         "largest_first" for one batch of the bucket with the most tokens. The rest of
         that epoch follows in order.
       accumulate: micro-batches of a step, which is a tuple of them if it is not 1.
+      packing: rows of several examples, by `pack`; None for rows of one.
       group: whether the micro-batches of a step have the "same" bucket, as pipelines
         need it, or are "mixed", one after another in order. Those of one bucket are
         filled up together, and may be empty at their end; mixed ones are filled up
@@ -249,7 +259,9 @@ class BatchSchedule(Schedule):
 
     Raises:
       ValueError: for lengths the plan refuses or drops altogether, an unknown order,
-        remainder or group, an opening that the epoch has not, or a seed out of range.
+        remainder or group, an opening that the epoch has not, or a seed out of range;
+        for a packing of other lengths, one whose rows the plan does not hold, or one
+        that is given with a `Curriculum`.
     """
 
     def __init__(
@@ -263,12 +275,21 @@ class BatchSchedule(Schedule):
         opening: Opening | None = None,
         accumulate: int = 1,
         group: Group = "same",
+        packing: Packing | None = None,
     ):
         check_choice("group", group, GROUPS)
         self.plan = plan
         self.lengths = plan.check(lengths)
         _check_order(order, len(self.lengths))
         self.seed = check_seed(seed)
+        self.packing = packing
+        self._row_lengths, self._packed = self.lengths, None
+        if packing is not None:
+            _check_packing(packing, plan, order)
+            self.max_segments = packing.max_segments
+            self._row_lengths = packing.row_lengths
+            drawn = self.seed if order == "shuffled" else None
+            self._packed = PackedRows(packing, self.lengths, drawn)
         self.order: Order = order
         self.remainder: Remainder = remainder
         if opening is not None and not isinstance(opening, str):
@@ -281,7 +302,7 @@ class BatchSchedule(Schedule):
         self._batches_per_step = self.accumulate // together
         self._rows = EpochRows(
             plan,
-            self.lengths,
+            self._row_lengths,
             remainder=remainder,
             within=_within(order),
             group=together,
@@ -298,7 +319,7 @@ class BatchSchedule(Schedule):
         if order == "shuffled":
             return ShuffledOrder(rows, self.seed, opening)
         if not isinstance(order, Curriculum):
-            by_length = None if order == "source" else self.lengths
+            by_length = None if order == "source" else self._row_lengths
             return FixedOrder(rows, by_length, order == "descending", opening)
         if not order.replacement:
             return PacedOrder(order, rows, self.lengths, self.seed, opening)
@@ -324,8 +345,10 @@ class BatchSchedule(Schedule):
 
     def __repr__(self) -> str:
         micro = f", {self.accumulate} micro-batches" if self.accumulate > 1 else ""
+        rows = f" in {self.packing.num_rows} rows" if self.packing else ""
         return (
-            f"BatchSchedule({len(self.lengths)} examples, {len(self.plan)} buckets, "
+            f"BatchSchedule({len(self.lengths)} examples{rows}, "
+            f"{len(self.plan)} buckets, "
             f"{self.steps_per_epoch} steps per epoch{micro}, seed={self.seed}, "
             f"order={self.order!r})"
         )
@@ -344,14 +367,18 @@ class BatchSchedule(Schedule):
         bucket = self.plan.buckets[index]
         rows = np.full(int(self._rows.sizes[index]), EMPTY_ROW, np.int64)
         rows[: len(examples)] = examples
-        parts = rows.reshape(-1, bucket.batch_size)
+        if self._packed is not None:
+            rows = self._packed.examples(epoch, rows)
+        parts = rows.reshape(-1, bucket.batch_size, *rows.shape[1:])
         return [BatchIndices(bucket, part) for part in parts]
 
     @functools.cached_property
     def _filler(self) -> BatchIndices:
         """An empty batch, of the bucket that costs the least."""
         bucket = filler_bucket(self.plan)
-        return BatchIndices(bucket, np.full(bucket.batch_size, EMPTY_ROW, np.int64))
+        segments = () if self.max_segments is None else (self.max_segments,)
+        shape = (bucket.batch_size, *segments)
+        return BatchIndices(bucket, np.full(shape, EMPTY_ROW, np.int64))
 
     def report(self, epoch: int = 0) -> Report:
         """Returns what an epoch costs, exactly, and how its batches follow each other.
@@ -386,11 +413,15 @@ class BatchSchedule(Schedule):
             )
         epoch = report(
             self.plan,
-            self.lengths,
+            self._row_lengths,
             remainder=self.remainder,
             accumulate=self.accumulate,
             group=self.group,
         )
+        if self.packing is not None:
+            share = epoch.examples / self.packing.num_rows
+            packed = round(share * self.packing.num_examples)
+            epoch = dataclasses.replace(epoch, packed_examples=packed)
         if self.remainder == "drop" and self.order in get_args(FixedName):
             return epoch.with_real_tokens(self._kept_tokens())
         return epoch
@@ -400,7 +431,7 @@ class BatchSchedule(Schedule):
         kept = 0
         for index, bucket in enumerate(self.plan.buckets):
             own = self._rows.own(index)[: int(self.flow.rows[index])]
-            kept += int(np.minimum(self.lengths[own], bucket.seq_len).sum())
+            kept += int(np.minimum(self._row_lengths[own], bucket.seq_len).sum())
         return kept
 
     def traits(self) -> dict[str, Any]:
@@ -411,6 +442,7 @@ class BatchSchedule(Schedule):
             "remainder": self.remainder,
             "opening": self.opening_pairs,
             **(groups if self.accumulate > 1 else {}),
+            **({"packing": self.packing.fingerprint} if self.packing else {}),
         }
 
     def _named(self) -> list[str]:
@@ -422,6 +454,8 @@ class BatchSchedule(Schedule):
             parts += ["opening", json.dumps(self.opening_pairs)]
         if self.accumulate > 1:
             parts += ["accumulate", str(self.accumulate), self.group]
+        if self.packing is not None:
+            parts += ["packing", self.packing.fingerprint]
         return parts
 
 
@@ -434,6 +468,26 @@ def _check_order(order: Any, size: int) -> None:
         raise ValueError(
             f"`order` is a {type(order).__name__}: choose one of {', '.join(ORDERS)}, "
             "or give a `Curriculum` of difficulties."
+        )
+
+
+def _check_packing(packing: Any, plan: BucketPlan, order: Order) -> None:
+    if not isinstance(packing, Packing):
+        raise ValueError(
+            f"`packing` is a {type(packing).__name__}: make it by `pack(lengths, "
+            "max_seq_len)`."
+        )
+    longest = int(packing.row_lengths.max())
+    if longest > plan.max_seq_len:
+        raise ValueError(
+            f"`packing` has rows of {longest} tokens, beyond the last bucket, "
+            f"`seq_len={plan.max_seq_len}`. Plan for `packing.row_lengths`, with "
+            "`boundaries=packing.seq_lens`."
+        )
+    if isinstance(order, Curriculum):
+        raise ValueError(
+            "`order` is a `Curriculum`, which ranks examples, and `packing` puts easy "
+            "ones and hard ones into one row. Leave out either."
         )
 
 

@@ -197,6 +197,7 @@ def batch_specs(
     *,
     batch_axes: Axes = DATA_AXIS,
     sequences: Sequence[str] | None = None,
+    max_segments: int | None = None,
 ) -> dict[Bucket, Batch]:
     """Returns the shape, dtype and sharding of every batch the plan can give.
 
@@ -206,6 +207,7 @@ def batch_specs(
       mesh: where the rows go.
       batch_axes: the mesh axes that cut the rows.
       sequences: as in `batch_dataset`.
+      max_segments: that of the schedule, where rows are packed.
 
     Returns:
       For each bucket a `Batch` of `jax.ShapeDtypeStruct`.
@@ -223,6 +225,8 @@ def batch_specs(
     specs = {}
     for bucket in plan.buckets:
         cut.part_size(bucket.batch_size)
-        empty = collate_rows([], bucket, like=example, sequences=sequences)
+        empty = collate_rows(
+            [], bucket, like=example, sequences=sequences, max_segments=max_segments
+        )
         specs[bucket] = jax.tree.map(spec, empty)
     return specs

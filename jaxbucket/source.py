@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -43,6 +43,13 @@ class RowSource(Protocol):
     def collate(
         self, rows: np.ndarray, bucket: Bucket, *, pad_value: float, truncate: bool
     ) -> Batch: ...
+
+
+@runtime_checkable
+class PackedSource(RowSource, Protocol):
+    """One whose `collate` gathers packed rows as well, `[B, max_segments]`."""
+
+    gathers_packed_rows: Literal[True]
 
 
 @runtime_checkable

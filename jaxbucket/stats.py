@@ -74,6 +74,10 @@ class Report:
       split_examples: examples split as too long; of lengths that are those of chunks
         already, none. In all other numbers every chunk is an example.
       chunks: the pieces that they were split into.
+      packed_examples: examples in its rows, where these are packed; in all other
+        numbers a row is an example.
+      mask_bytes: of the largest boolean mask [B, 1, T, T], over all devices, which
+        keeps the examples of a row apart where attention has no other way.
       autocorrelation: of the T of one batch and of the next, from -1 to 1: near 0 in
         a shuffled epoch. None where no order is known, or all have the same T.
     """
@@ -94,7 +98,12 @@ class Report:
     cost_unit: str
     split_examples: int = 0
     chunks: int = 0
+    packed_examples: int = 0
     autocorrelation: float | None = None
+
+    @property
+    def mask_bytes(self) -> int:
+        return max(x.batch_size * x.seq_len**2 for x in self.buckets)
 
     def with_real_tokens(self, real_tokens: int) -> Report:
         """Returns the same rows with other real tokens in them."""
@@ -108,7 +117,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Every number, as plain Python."""
-        return dataclasses.asdict(self)
+        mask = {"mask_bytes": self.mask_bytes} if self.packed_examples else {}
+        return dataclasses.asdict(self) | mask
 
     def to_json(self) -> str:
         """Every number, as one JSON object."""
@@ -164,6 +174,11 @@ class Report:
             lines.append(
                 f"{self.split_examples} examples are too long: split into "
                 f"{self.chunks} chunks."
+            )
+        if self.packed_examples:
+            lines.append(
+                f"{self.packed_examples} examples are packed in {self.examples} rows; "
+                f"a mask [B, 1, T, T] takes up to {self.mask_bytes / 2**20:.1f} MiB."
             )
         if self.autocorrelation is not None:
             lines.append(

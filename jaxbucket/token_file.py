@@ -17,7 +17,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from jaxbucket.example import (
     pad_array,
     sequence_names,
 )
+from jaxbucket.segments import row_segments
 
 _FORMAT = "jaxbucket.TokenFile"
 _VERSION = 1
@@ -72,6 +73,8 @@ class TokenFile:
       ValueError: if the folder is no token file, is of another version, or has a file
         that is missing or has been cut.
     """
+
+    gathers_packed_rows: Literal[True] = True
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
@@ -121,17 +124,22 @@ class TokenFile:
         """Returns what `collate_rows` gives for the examples, without a loop over them.
 
         Args:
-          rows: `[B]` integers, the example in each row; -1 for an empty row.
+          rows: `[B]` integers, the example in each row; -1 for an empty row. Of packed
+            rows `[B, max_segments]`, and -1 behind the last of a row.
           bucket: the shape (B, T).
           pad_value: what fills the sequences behind their end, and in empty rows.
-          truncate: cut examples longer than T instead of refusing them.
+          truncate: cut examples longer than T instead of refusing them; no packed ones.
 
         Raises:
-          ValueError: if an example is longer than T, or a row is no example.
+          ValueError: if an example is longer than T, or those of a row are together, or
+            a row is no example.
         """
         rows = np.asarray(rows)
         check_rows(rows, len(self), bucket)
         starts, lengths = self._bounds(rows)
+        if rows.ndim == 2:
+            fit_lengths(lengths.sum(axis=1), bucket, truncate=False)
+            return self._gathered_packed(rows, starts, lengths, bucket, pad_value)
         lengths = fit_lengths(lengths, bucket, truncate)
         return self._gathered(rows, starts, lengths, bucket, pad_value)
 
@@ -195,6 +203,33 @@ class TokenFile:
                 features[name] = np.zeros(shape, values.dtype)
                 features[name][filled] = values[examples]
         return with_segments(features, self.sequences[0], mask)
+
+    def _gathered_packed(
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        bucket: Bucket,
+        pad_value: float,
+    ) -> Batch:
+        """The batch of `[B, S]` examples, one behind the other in each row."""
+        ids, positions = row_segments(lengths, bucket.seq_len)
+        mask, filled = ids > 0, rows != EMPTY_ROW
+        # The token of the file at every place that has one.
+        begins = np.take_along_axis(starts, np.maximum(ids - 1, 0), axis=1)
+        tokens = (begins + positions)[mask]
+        features = {}
+        for name, values in self._arrays.items():
+            if name in self.sequences:
+                pad = pad_array(pad_value, name, values.dtype)
+                features[name] = np.full((*mask.shape, *values.shape[1:]), pad)
+                features[name][mask] = values[tokens]
+            else:
+                shape = (*rows.shape, *values.shape[1:])
+                features[name] = np.zeros(shape, values.dtype)
+                features[name][filled] = values[rows[filled]]
+        name = self.sequences[0]
+        return Batch(features, {name: ids}, {name: positions})
 
     def verify(self) -> None:
         """Reads everything, and compares it with the digests that were written.

@@ -55,6 +55,8 @@ def test_views_are_slices_of_the_order(folder):
     assert np.shares_memory(found, index.examples)
     assert index.between(5, 2).size == index.between(99, 100).size == 0
     assert index.between(-1, 11).size == SIZE
+    # Of any type, they are compared as numbers.
+    assert index.between(np.float32(2), np.int64(5)).size == found.size
     for low, high in ((-1, 5), (5, 101), (60, 40), (0, float("nan"))):
         with pytest.raises(ValueError, match="percentiles are from 0 to 100"):
             index.percentiles(low, high)
@@ -69,6 +71,11 @@ def test_a_curriculum_takes_it(folder, tmp_path):
     one, other = (jb.BatchSchedule(plan, lengths, order=x, seed=1) for x in orders)
     for step in (0, 50, 100):
         np.testing.assert_array_equal(one[step].rows, other[step].rows)
+    # What it opens comes in the order of the files, and is not sorted once more.
+    kept = np.arange(SIZE) % 3 > 0
+    np.testing.assert_array_equal(orders[1].in_order(None), values[index.examples])
+    for order in orders:
+        np.testing.assert_array_equal(order.in_order(kept), np.sort(values[kept]))
     # By place, where that is not the order of all.
     alone = jb.write_difficulty_index(
         tmp_path / "alone", values, MESH, sorted_by="process"
@@ -191,6 +198,7 @@ def test_ties_out_of_order_are_seen(tmp_path):
         ([1.0, float("nan")], r"`difficulty\[1\]=nan` is not finite"),
         ([-float("inf")], r"`difficulty\[0\]=-inf` is not finite"),
         (np.array([2**63], np.uint64), "beyond 2"),
+        (np.ma.array([1.0, 2.0], mask=[0, 1]), "`difficulty` is a masked array"),
     ],
 )
 def test_what_is_no_difficulty_is_refused(tmp_path, values, message):
@@ -350,7 +358,8 @@ def test_a_partial_file_that_is_damaged_is_begun_anew(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(np.nan, "nan"), (np.inf, "inf"), ("x", "'x'"), (1e39, "1e")]
+    ("value", "said"),
+    [(np.nan, "nan"), (np.inf, "inf"), ("x", "'x'"), ("3", "'3'"), (1e39, "1e")],
 )
 def test_what_is_no_finite_number_is_named(value, said):
     with pytest.raises(ValueError, match=rf"`source\[0\]` has difficulty {said}"):
@@ -443,6 +452,23 @@ with jb.Processes(timeout=4) as processes:
         except ValueError as error:
             say(error)
         assert not where.exists() and not list(where.parent.glob("*.partial"))
+    # Devices in another order, and another source or function.
+    mesh = jb.data_mesh(jax.devices()[:: 1 if here else -1])
+    for fail in (
+        lambda: jb.write_difficulty_index(
+            folder / "mesh", share, mesh, processes=processes
+        ),
+        lambda: jb.measure_difficulty(
+            [5] * (9 + here), float, processes=processes, progress=False
+        ),
+        lambda: jb.measure_difficulty(
+            [5] * 9, float if here else abs, processes=processes, progress=False
+        ),
+    ):
+        try:
+            fail()
+        except ValueError as error:
+            say(error)
     # What one of them gives wrong, all hear of.
     wrong = share if here else share[:, None]
     other = share.astype(np.float64) if here else share
@@ -461,7 +487,10 @@ def test_processes_write_one_index(launch, tmp_path, count, devices):
     run = launch(TOGETHER, count=count, devices=devices)
     assert run.status == 0, run.output
     for index in range(count):
-        _, others, unshared, local, shape, dtype = run.said(index)
+        _, others, unshared, local, *words, shape, dtype = run.said(index)
+        order, source, function = words
+        assert "and over one mesh" in order
+        assert all("measure different sources" in x for x in (source, function))
         assert "name a folder that all processes share" in unshared
         assert "`mesh` has no device of processes [" in local
         assert "has an index of other difficulties" in others
@@ -487,6 +516,22 @@ def test_a_process_that_is_killed_is_named_and_the_next_run_goes_on(launch, tmp_
     assert run.status == 0, run.output
     assert [int(run.said(index)[0]) for index in range(3)] == [0] * 3
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_bounds_are_compared_exactly(tmp_path):
+    large = jb.write_difficulty_index(tmp_path / "i", [2**24 + 3, 1], MESH)
+    small = jb.write_difficulty_index(tmp_path / "f", [0.1, 0.5], MESH)
+    for kind in (float, np.float32, np.float64):
+        assert large.between(kind(0), kind(2**24 + 4)).tolist() == [1, 0]
+    bound = np.float32(0.1)
+    for value in (bound, float(bound)):
+        assert small.between(0, value).tolist() == [0]
+
+
+def test_a_number_of_examples_that_is_another_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="2 examples over .* `num_examples=4`"):
+        jb.write_difficulty_index(tmp_path / "x", [1.0, 2.0], MESH, num_examples=4)
+    jb.write_difficulty_index(tmp_path / "x", [1.0, 2.0], MESH, num_examples=2)
 
 
 def test_all_processes_are_needed(tmp_path):

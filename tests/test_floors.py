@@ -28,6 +28,9 @@ ROOMS = {
     "search": ({"bounds"}, {"numpy"}),
     "optimal": ({"boundaries", "bounds", "search"}, {"numpy"}),
     "histogram": ({"checks", "base"}, {"numpy"}),
+    "packing": ({"checks", "base", "histogram"}, {"numpy"}),
+    "packed_rows": ({"base", "packing", "permutation"}, {"numpy"}),
+    "segments": (set(), {"numpy"}),
     "limits": ({"checks", "base", "boundaries", "costs", "histogram"}, {"numpy"}),
     "curve": (
         {"checks", "base", "boundaries", "costs", "limits", "optimal"},
@@ -57,13 +60,13 @@ ROOMS = {
     "schedule": (
         {
             *("checks", "base", "opening", "position", "remainder", "stats"),
-            *("epoch_rows", "orders", "curriculum"),
+            *("epoch_rows", "orders", "curriculum", "packing", "packed_rows"),
         },
         {"numpy"},
     ),
     "mixture": ({"checks", "base", "schedule"}, {"numpy"}),
     "example": (set(), {"numpy"}),
-    "collate": ({"base", "example"}, {"numpy"}),
+    "collate": ({"checks", "base", "example", "segments"}, {"numpy"}),
     "source": ({"base", "example"}, {"numpy"}),
     "chunk_source": (
         {"checks", "base", "chunks", "collate", "example", "source"},
@@ -72,7 +75,7 @@ ROOMS = {
     "function_name": ({"base"}, set()),
     "orphans": (set(), set()),
     "progress": (set(), {"rich"}),
-    "token_file": ({"base", "collate", "example"}, {"numpy"}),
+    "token_file": ({"base", "collate", "example", "segments"}, {"numpy"}),
     "length_cache": (set(), {"numpy"}),
     "meeting": (set(), set()),
     "measuring": (
@@ -102,6 +105,7 @@ ROOMS = {
     ),
     "optim": ({"checks"}, {"numpy", "jax", "optax"}),
     "sort": (set(), {"numpy", "jax"}),
+    "masks": ({"checks", "base"}, {"jax"}),
     "difficulty": (
         {"checks", "difficulty_index", "meeting", "sort"},
         {"numpy", "jax"},

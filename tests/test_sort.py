@@ -197,35 +197,37 @@ def test_shapes_are_compiled_once():
     assert sum(again[name] for name in names) <= 2
 
 
-def ragged_all_to_all(
-    part, got, starts, counts, places, received, *, axis_name
-):  # What jax documents of it, from a copy of all parts: XLA has none on CPUs.
-    me = jax.lax.axis_index(axis_name)
-    every = jax.lax.all_gather((part, starts, counts, places), axis_name)
-    for part, starts, counts, places in zip(*every, strict=True):
-        row = jnp.arange(len(part))
-        own = (row >= starts[me]) & (row < starts[me] + counts[me])
-        place = jnp.where(own, row - starts[me] + places[me], len(got))
-        got = got.at[place].set(part, mode="drop")
-    return got
-
-
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_accelerators_sort_alike(seed, platform, monkeypatch):
-    monkeypatch.setattr(Devices, "platform", platform)
-    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+def test_accelerators_sort_alike(seed, monkeypatch):
+    monkeypatch.setattr(Devices, "platform", "gpu")
     test_it_is_a_lexsort_of_whatever_columns(seed)
 
 
-@pytest.mark.parametrize("platform", ["cuda", "rocm"])
-def test_gpus_exchange_runs_of_any_length(platform):
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
+def test_accelerators_sort_one_operand(platform):
+    sort_part = accelerator._sort(Devices(mesh_of(4)).mesh)
+    with jax.enable_x64(True):
+        keys = jax.ShapeDtypeStruct((32,), jnp.uint64)
+        lowered = sort_part.trace(keys).lower(lowering_platforms=(platform,))
+    (sort,) = (x for x in lowered.as_text().splitlines() if "stablehlo.sort" in x)
+    assert sort.count("%arg") == 1
+
+
+def test_shares_that_are_not_even_are_sorted_by_their_hosts(monkeypatch):
+    monkeypatch.setattr(Devices, "platform", "tpu")
     devices = Devices(mesh_of(4))
-    exchange_runs = accelerator._exchange(devices.mesh, 8)
-    part = jax.ShapeDtypeStruct((4, 8, 2), jnp.uint32)
-    runs = jax.ShapeDtypeStruct((4, 4, 4), jnp.int32)
-    lowered = exchange_runs.trace(part, runs).lower(lowering_platforms=(platform,))
-    assert "@ragged_all_to_all" in lowered.as_text()
+    word = np.dtype(np.uint64)
+    assert accelerator.devices_sort(np.array([5, 5, 4, 5]), word, devices)
+    assert not accelerator.devices_sort(np.array([20, 0, 0, 0]), word, devices)
+    assert not accelerator.devices_sort(np.array([5] * 4), np.dtype("S16"), devices)
+    monkeypatch.undo()
+    assert not accelerator.devices_sort(np.array([5] * 4), word, devices)
+
+
+def test_accelerators_compile_few_shapes():
+    sizes = {accelerator._rounded(size) for size in range(1, 10**6, 997)}
+    assert len(sizes) < 4 * 20
+    assert all(accelerator._rounded(x) <= 1.25 * x for x in range(100, 5000))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -283,6 +285,13 @@ def test_chunks_take_no_more_than_a_part_of_a_share():
 def test_what_is_no_key_is_refused(keys, options, message):
     with pytest.raises(ValueError, match=message):
         sample_sort(keys, mesh_of(2), **options)
+
+
+def test_a_mask_is_not_lost():
+    with pytest.raises(ValueError, match="`keys` is a masked array"):
+        sample_sort(np.ma.array([3, 1, 2], mask=[0, 1, 0]), mesh_of(1))
+    with pytest.raises(ValueError, match="integers that no dtype of numpy holds"):
+        sample_sort([-1, 2**63], mesh_of(1))
 
 
 def test_arrays_elsewhere_are_refused():
@@ -428,10 +437,14 @@ with jb.Processes() as processes:
 """
 
 
-def test_memory_is_three_shares(launch, monkeypatch):
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_memory_is_three_shares(launch, monkeypatch, platform):
     # What is freed is given back, and does not hide in what was there before.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    run = launch(MEMORY, count=2)
+    of = (
+        f"from jaxbucket.sort.collectives import Devices\nDevices.platform={platform!r}"
+    )
+    run = launch(of + MEMORY, count=2)
     assert run.status == 0, run.output
     for index in range(2):
         shares = {line.split()[0]: line.split()[1] for line in run.said(index)}

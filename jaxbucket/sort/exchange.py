@@ -1,7 +1,6 @@
-"""Runs of keys from every device to every device.
+"""Runs of keys from every device to every device, in chunks of one capacity.
 
-Where there is no collective for runs of any length, they go in chunks of one capacity:
-an `all_to_all` needs the same number from each to each. So it is made in rounds, with
+An `all_to_all` needs the same number from each to each. So it is made in rounds, with
 chunks that are small beside a device's share: whatever pair has most to send sets how
 many rounds there are, and memory does not grow with it.
 """
@@ -12,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxbucket.sort.accelerator import exchange_any_runs, exchange_ragged
 from jaxbucket.sort.collectives import Devices
 
 # Of all chunks that a device sends in a round: few rounds for small shares, and for
@@ -33,8 +31,6 @@ def exchange_runs(
       counts: `[D, D]` int64, how many keys go from each device to each.
       devices: of all processes, which all call this.
     """
-    if exchange_any_runs(devices):
-        return exchange_ragged(parts, counts, devices)
     starts = np.cumsum(counts, axis=1) - counts
     places = np.cumsum(counts, axis=0) - counts
     received = [np.empty(counts[:, i].sum(), parts[0].dtype) for i in devices.local]
@@ -62,17 +58,16 @@ def exchange_runs(
     return received
 
 
-def is_skewed(counts: np.ndarray, devices: Devices) -> bool:
+def is_skewed(counts: np.ndarray) -> bool:
     """Returns whether two exchanges of equal pairs are less than the one of these.
 
-    In chunks, an exchange takes as long as its fullest pair: of reversed keys, as if
-    every device sent its whole share to every other one.
+    An exchange takes as long as its fullest pair: of reversed keys, as if every device
+    sent its whole share to every other one.
     """
-    if exchange_any_runs(devices):
-        return False
+    count = len(counts)
     most = (counts - np.diag(np.diag(counts))).max()
-    dealt = -(-counts.sum(axis=1).max() // devices.count)
-    return bool(most > dealt + -(-counts.sum() // devices.count**2))
+    dealt = -(-counts.sum(axis=1).max() // count)
+    return bool(most > dealt + -(-counts.sum() // count**2))
 
 
 def chunk_capacity(counts: np.ndarray, itemsize: int) -> int:

@@ -102,10 +102,19 @@ def _is_cut(keys: jax.Array) -> bool:
 
 def _checked(keys: Any) -> np.ndarray:
     """It as an array of numbers, `[n]`."""
+    if isinstance(keys, np.ma.MaskedArray):
+        raise ValueError(
+            "`keys` is a masked array: fill in what is masked, or leave it out."
+        )
     try:
         column = np.asarray(keys)
     except ValueError:
         raise ValueError("`keys` is ragged: give one number for each, [n].") from None
+    if isinstance(keys, list) and column.dtype.kind == "f" and _has_large(keys):
+        raise ValueError(
+            "`keys` has integers that no dtype of numpy holds together: it would make "
+            "floats of them. Give an array."
+        )
     if not hasattr(keys, "dtype") and column.size == 0:
         raise ValueError(
             "`keys` is an empty list, which has no dtype: give an empty array of the "
@@ -118,6 +127,10 @@ def _checked(keys: Any) -> np.ndarray:
             "tuple of these."
         )
     return column.astype(column.dtype.newbyteorder("="), copy=False)
+
+
+def _has_large(keys: list[Any]) -> bool:
+    return any(isinstance(key, int) and abs(key) > 2**53 for key in keys)
 
 
 def _cut(columns: list[np.ndarray], num_parts: int) -> list[tuple[np.ndarray, ...]]:

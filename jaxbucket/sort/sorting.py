@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket.sort.accelerator import do_sort, sort_on_devices
+from jaxbucket.sort.accelerator import devices_sort, sort_on_devices
 from jaxbucket.sort.collectives import Devices
 from jaxbucket.sort.composite import Composite
 from jaxbucket.sort.exchange import exchange_runs, is_skewed
@@ -103,7 +103,8 @@ def sample_sort(
     sampling", 1992) with samples taken again until the splitters are exact, so that
     nothing has to be balanced afterwards. Whatever the order the keys come in, a device
     needs memory for three times its share, of what it gives or gets, as that is sorted:
-    8 bytes for a key and its index, or 16 and more where they do not fit.
+    8 bytes for a key and its index, or 16 and more where they do not fit. Chunks that
+    are exchanged come on top, of 4 MB each way.
 
     Example:
       >>> from jaxbucket import data_mesh
@@ -129,7 +130,7 @@ def sample_sort(
     shares = gather_shares(keys, descending, assignment, devices)
     composite = Composite(shares.columns, shares.ranges, shares.size)
     parts = _sorted_shares(shares, composite, devices)
-    if assignment == "interleaved":
+    if assignment == "interleaved" and devices.count > 1:
         ends = np.arange(devices.count + 1) * shares.size // devices.count
         parts, _ = _dealt(parts, ends[:-1], np.diff(ends), devices)
     columns, index = _arrays(parts, shares, composite, mesh, devices)
@@ -146,7 +147,7 @@ def _sorted_shares(
     if devices.count == 1:
         return parts
     counts = _counts(parts, shares.sizes, devices)
-    if is_skewed(counts, devices):
+    if is_skewed(counts):
         parts, sizes = _dealt(parts, np.zeros_like(shares.sizes), shares.sizes, devices)
         _sort(parts, sizes, devices, runs=devices.count)
         counts = _counts(parts, sizes, devices)
@@ -161,7 +162,7 @@ def _sort(
     parts: list[np.ndarray], sizes: np.ndarray, devices: Devices, runs: int = 0
 ) -> None:
     """Sorts parts, of `[D]` sizes; each is so many sorted runs, if that is known."""
-    if do_sort(devices) and parts[0].dtype == np.uint64:
+    if devices_sort(sizes, parts[0].dtype, devices):
         sort_on_devices(parts, sizes, devices)
         return
     # A few runs are merged; more of them are sorted once more, which is faster: numpy

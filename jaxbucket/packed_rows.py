@@ -1,0 +1,90 @@
+"""The examples of packed rows: which one takes a slot, among all of the slot's length.
+
+In every epoch anew, by one keyed permutation for each length, or in source order. It is
+evaluated only for the rows that are asked for: another epoch costs nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxbucket.base import EMPTY_ROW
+from jaxbucket.packing import Packing
+from jaxbucket.permutation import fold, mix_each, permute_each
+
+# Other keys than those of rows and batches.
+_SLOTS = 0x510
+
+
+class PackedRows:
+    """Row -> the examples of its slots.
+
+    Args:
+      packing: made for these lengths.
+      lengths: `[N]` integers, one per example.
+      seed: what is drawn in every epoch; None for source order in all of them.
+
+    Raises:
+      ValueError: if `packing` was made for other lengths.
+    """
+
+    def __init__(self, packing: Packing, lengths: np.ndarray, seed: int | None):
+        self._packing = packing
+        self._seed = seed
+        self._examples = _by_length(lengths)
+        slots = _by_length(packing.slot_lengths)
+        self._check_same(lengths, slots)
+        # Slots of a length, in order, are as many as its examples.
+        self._places = np.empty(len(slots), slots.dtype)
+        self._places[slots] = np.arange(len(slots), dtype=slots.dtype)
+        ordered = lengths[self._examples]
+        begins = np.flatnonzero(np.diff(ordered, prepend=0))
+        self._lengths = ordered[begins]
+        self._starts = begins
+        self._sizes = np.diff(begins, append=len(ordered))
+
+    def _check_same(self, lengths: np.ndarray, slots: np.ndarray) -> None:
+        packed = self._packing.slot_lengths
+        if len(packed) != len(lengths) or np.any(
+            packed[slots] != lengths[self._examples]
+        ):
+            raise ValueError(
+                f"`packing` is of {len(packed)} examples with {packed.sum()} tokens, "
+                f"and `lengths` of {len(lengths)} with {lengths.sum()}, or of others: "
+                "the data changed since it was packed. Pack these lengths."
+            )
+
+    def examples(self, epoch: int, rows: np.ndarray) -> np.ndarray:
+        """Returns the examples of `[B]` rows, -1 for an empty one.
+
+        Returns:
+          `[B, max_segments]` int64, -1 behind the last of a row.
+        """
+        packing = self._packing
+        filled = np.flatnonzero(rows != EMPTY_ROW)
+        first, last = (packing.row_splits[rows[filled] + i] for i in range(2))
+        sizes = last - first
+        ends = np.cumsum(sizes)
+        within = np.arange(sizes.sum()) - np.repeat(ends - sizes, sizes)
+        slots = np.repeat(first, sizes) + within
+        found = np.full((len(rows), packing.max_segments), EMPTY_ROW, np.int64)
+        found[np.repeat(filled, sizes), within] = self._drawn(epoch, slots)
+        return found
+
+    def _drawn(self, epoch: int, slots: np.ndarray) -> np.ndarray:
+        """The examples of `[n]` slots."""
+        places = self._places[slots].astype(np.int64)
+        if self._seed is None:
+            return self._examples[places]
+        which = np.searchsorted(self._starts, places, side="right") - 1
+        starts, sizes = self._starts[which], self._sizes[which]
+        keys = mix_each(self._lengths[which], fold(self._seed, epoch, _SLOTS))
+        return self._examples[starts + permute_each(places - starts, sizes, keys)]
+
+
+def _by_length(lengths: np.ndarray) -> np.ndarray:
+    """`[N]` indices, by length, and in order among those of one length."""
+    # numpy sorts 16 bits by radix.
+    small = lengths.max() < 1 << 16
+    order = np.argsort(lengths.astype(np.uint16) if small else lengths, kind="stable")
+    return order.astype(np.int32) if len(order) < 1 << 31 else order

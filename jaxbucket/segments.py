@@ -1,0 +1,39 @@
+"""Segment ids and positions of rows, from the lengths of what is in them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def row_segments(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the segment ids and the positions of rows of several examples.
+
+    Example:
+      >>> ids, positions = row_segments(np.array([[2, 1], [3, 0]]), seq_len=4)
+      >>> print(ids, positions, sep="\\n")
+      [[1 1 2 0]
+       [1 1 1 0]]
+      [[0 1 0 0]
+       [0 1 2 0]]
+
+    Args:
+      lengths: `[B, S]` integers, of the examples in each row; 0 behind the last. Those
+        of a row are at most `seq_len` together.
+      seq_len: T.
+
+    Returns:
+      Two arrays `[B, T]` int32; 0 in padding.
+    """
+    num_rows = len(lengths)
+    rows, segments = np.nonzero(lengths)
+    starts = (np.cumsum(lengths, axis=1) - lengths)[rows, segments]
+    begins = np.zeros((num_rows, seq_len), np.int32)
+    begins[rows, starts] = 1
+    # Where each token's example begins.
+    first = np.zeros((num_rows, seq_len), np.int32)
+    first[rows, starts] = starts
+    places = np.arange(seq_len, dtype=np.int32)
+    mask = places < lengths.sum(axis=1)[:, None]
+    ids = np.cumsum(begins, axis=1, dtype=np.int32) * mask
+    positions = (places - np.maximum.accumulate(first, axis=1)) * mask
+    return ids, positions

@@ -1,0 +1,561 @@
+"""Packed rows against a plain best fit, and against the same examples unpacked."""
+
+import bisect
+import json
+import operator
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxbucket as jb
+from jaxbucket import Bucket
+from jaxbucket.base import EMPTY_ROW
+from jaxbucket.permutation import fold, mix, mix_each, permute, permute_each
+from jaxbucket.segments import row_segments
+
+
+def plain_best_fit(lengths, seq_lens, cap):
+    """Each example into the fullest row that holds it, the longest first; rooms."""
+    open_rows: list[tuple[int, int]] = []
+    closed = []
+    for length in sorted(lengths, reverse=True):
+        place = bisect.bisect_left(open_rows, (length, 0))
+        if place < len(open_rows):
+            room, segments = open_rows.pop(place)
+        else:
+            room, segments = seq_lens[bisect.bisect_left(seq_lens, length)], 0
+        row = (room - length, segments + 1)
+        if row[0] and row[1] < cap:
+            bisect.insort(open_rows, row)
+        else:
+            closed.append(row)
+    return sorted(closed + open_rows)
+
+
+def packing_problem(seed):
+    """Lengths, several T, and a cap."""
+    rng = np.random.default_rng(seed)
+    last = int(rng.choice([1, 5, 30, 300, 4000]))
+    size = int(rng.choice([1, 7, 100, 3000]))
+    lengths = np.minimum(1 + rng.geometric(min(1, 4 / last), size), last)
+    seq_lens = np.unique(rng.integers(1, last + 1, int(rng.integers(0, 4))))
+    seq_lens = [*seq_lens[seq_lens < lengths.max()].tolist(), int(lengths.max())]
+    if rng.random() < 0.5:
+        seq_lens[-1] += int(rng.integers(0, 3 * last))
+    cap = int(rng.choice([1, 2, 5, 10**6]))
+    return lengths.astype(np.int32), seq_lens, cap
+
+
+def rows_of(packing):
+    return [packing.slots(row) for row in range(packing.num_rows)]
+
+
+# Packing
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_it_is_best_fit_decreasing(seed):
+    lengths, seq_lens, cap = packing_problem(seed)
+    packing = jb.pack(lengths, seq_lens, max_segments_per_row=cap)
+    assert sorted(packing.slot_lengths) == sorted(lengths)
+    found = []
+    for slots in rows_of(packing):
+        assert 1 <= len(slots) <= cap
+        # A row is begun with the shortest T that holds its longest.
+        seq_len = seq_lens[bisect.bisect_left(seq_lens, int(slots.max()))]
+        found.append((seq_len - int(slots.sum()), len(slots)))
+    assert min(found)[0] >= 0
+    if cap == 10**6:
+        # Where rows have equal room, another one of them may have been taken.
+        found = [room for room, _ in found]
+        assert sorted(found) == [x for x, _ in plain_best_fit(lengths, seq_lens, cap)]
+    assert packing.row_lengths.tolist() == [int(x.sum()) for x in rows_of(packing)]
+    assert packing.row_segments.tolist() == [len(x) for x in rows_of(packing)]
+
+
+def test_real_lengths_fill_rows_as_best_fit_does(real_lengths):
+    for seq_len in (2048, 4096):
+        # Tails apart: what is longer has rows of its own.
+        lengths = real_lengths[real_lengths <= seq_len][:6000]
+        packing = jb.pack(lengths, seq_len)
+        rooms = plain_best_fit(lengths.tolist(), [seq_len], 10**9)
+        assert packing.num_rows == len(rooms)
+        assert packing.fill == lengths.sum() / (seq_len * packing.num_rows)
+
+
+def test_a_packing_names_itself():
+    packing = jb.pack([3, 5, 2], 8)
+    assert packing.fingerprint == jb.pack(np.array([2, 3, 5]), [8]).fingerprint
+    assert packing.fingerprint != jb.pack([3, 5, 2], 9).fingerprint
+    assert packing.fingerprint != jb.pack([3, 5, 3], 8).fingerprint
+    assert repr(packing) == "Packing(3 examples in 2 rows of 8, fill 62.5%)"
+    assert packing.num_examples == 3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ([3, 9], {"max_seq_len": 8}, r"`lengths\[1\]=9` is beyond the longest row"),
+        ([3, 9], {"max_seq_len": [4, 8]}, "`max_seq_len=8`. Give longer rows, or spl"),
+        ([], {"max_seq_len": 8}, "`lengths` is empty"),
+        ([3, 0], {"max_seq_len": 8}, r"`lengths\[1\]=0`"),
+        ([3, -1], {"max_seq_len": 8}, r"`lengths\[1\]=-1`"),
+        ([3.5], {"max_seq_len": 8}, "is not an integer"),
+        ([float("nan")], {"max_seq_len": 8}, "is not an integer"),
+        ([3], {"max_seq_len": 0}, "`max_seq_len=0` must be a positive integer"),
+        ([3], {"max_seq_len": [8, 4]}, "must be one T, or several that increase"),
+        ([3], {"max_seq_len": []}, "must be one T, or several that increase"),
+        ([3], {"max_seq_len": 2.5}, "`max_seq_len=2.5` is not an integer"),
+        (
+            [3],
+            {"max_seq_len": 8, "max_segments_per_row": 0},
+            "`max_segments_per_row=0` must be a positive integer",
+        ),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(lengths, options, message):
+    with pytest.raises(ValueError, match=message):
+        jb.pack(lengths, **options)
+
+
+# Schedules
+
+
+def packed_schedule(lengths, seq_lens, *, cap=None, rows=3, **options):
+    packing = jb.pack(lengths, seq_lens, max_segments_per_row=cap)
+    plan = jb.plan_buckets(
+        packing.row_lengths,
+        max_tokens=rows * packing.seq_lens[-1],
+        boundaries=packing.seq_lens,
+    )
+    return jb.BatchSchedule(plan, lengths, packing=packing, **options)
+
+
+def epoch_rows(schedule, epoch):
+    first = epoch * len(schedule)
+    steps = range(first, first + len(schedule))
+    return [x for step in steps for x in schedule.micro_batches(step)]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_example_is_in_one_row_of_an_epoch(seed):
+    lengths, seq_lens, cap = packing_problem(seed)
+    schedule = packed_schedule(
+        lengths,
+        seq_lens,
+        cap=cap,
+        seed=seed,
+        order=["shuffled", "shuffled", "source", "descending"][seed % 4],
+        accumulate=[1, 1, 2][seed % 3],
+        group=["same", "mixed"][seed % 2],
+    )
+    for epoch in (0, 3):
+        found = []
+        for indices in epoch_rows(schedule, epoch):
+            rows = indices.rows
+            assert rows.shape == (indices.bucket.batch_size, schedule.max_segments)
+            filled = rows != EMPTY_ROW
+            # Behind the last example of a row there is none.
+            assert not (filled[:, 1:] & ~filled[:, :-1]).any()
+            tokens = np.where(filled, lengths[rows], 0).sum(axis=1)
+            assert tokens.max() <= indices.bucket.seq_len
+            found.append(rows[filled])
+        assert sorted(np.concatenate(found)) == list(range(len(lengths)))
+
+
+def test_real_lengths_are_in_one_row_each(real_lengths):
+    last = int(real_lengths.max())
+    schedule = packed_schedule(real_lengths, [(last + 1) // 2, last], seed=1)
+    rows = [x.rows[x.rows >= 0] for x in epoch_rows(schedule, 1)]
+    assert sorted(np.concatenate(rows)) == list(range(len(real_lengths)))
+
+
+def test_another_epoch_has_other_neighbours():
+    lengths = np.repeat([5, 7, 20], 400)
+    schedule = packed_schedule(lengths, 32)
+
+    def neighbours(epoch):
+        found = set()
+        for indices in epoch_rows(schedule, epoch):
+            for row in indices.rows:
+                own = row[row >= 0]
+                found |= {(int(a), int(b)) for a in own for b in own if a < b}
+        return found
+
+    first, second = neighbours(0), neighbours(1)
+    assert len(first & second) < 0.05 * len(first)
+    assert neighbours(0) == first
+    again = packed_schedule(lengths, 32, order="source")
+    assert np.array_equal(again[0].rows, again[len(again)].rows)
+
+
+def test_a_slot_takes_any_example_of_its_length():
+    # One of eight for each slot, evenly.
+    lengths = np.full(8, 4)
+    schedule = packed_schedule(lengths, 4, rows=8, seed=5)
+    counts = np.zeros((8, 8))
+    for epoch in range(800):
+        counts[np.arange(8), schedule[epoch].rows[:, 0]] += 1
+    assert np.abs(counts - 100).max() < 45
+
+
+def test_the_choice_of_a_seed_is_kept():
+    lengths = np.random.default_rng(0).integers(1, 60, 500)
+    rows = packed_schedule(lengths, 64, rows=2, seed=7)[11].rows
+    assert rows.tolist() == [[191, 425, 96, -1], [57, 70, -1, -1]]
+
+
+def test_its_report_counts_rows_and_examples():
+    lengths = [4, 4, 3, 5, 8, 2]
+    schedule = packed_schedule(lengths, 8, rows=2)
+    report = schedule.report()
+    assert (report.examples, report.packed_examples) == (4, 6)
+    assert report.real_tokens == sum(lengths)
+    assert report.mask_bytes == 2 * 8 * 8
+    assert "6 examples are packed in 4 rows" in report.summary
+    assert json.loads(report.to_json())["mask_bytes"] == 128
+    assert "packed" not in jb.BatchSchedule(schedule.plan, lengths).report().summary
+
+
+def test_what_a_packing_does_not_go_with_is_refused():
+    lengths = np.array([3, 5, 2, 4])
+    packing = jb.pack(lengths, 8)
+    plan = jb.plan_buckets([8], max_tokens=16)
+    with pytest.raises(ValueError, match="`packing` is of 4 examples with 14 tokens"):
+        jb.BatchSchedule(plan, lengths[:3], packing=packing)
+    with pytest.raises(ValueError, match="or of others: the data changed"):
+        jb.BatchSchedule(plan, [3, 5, 3, 3], packing=packing)
+    with pytest.raises(ValueError, match="`packing` is a list: make it by `pack"):
+        jb.BatchSchedule(plan, lengths, packing=[[0, 1]])  # pyright: ignore
+    short = jb.plan_buckets([5], max_tokens=16)
+    with pytest.raises(ValueError, match="rows of 8 tokens, beyond the last bucket"):
+        jb.BatchSchedule(short, lengths, packing=packing)
+    with pytest.raises(ValueError, match="`order` is a `Curriculum`"):
+        order = jb.Curriculum(lengths, jb.LinearPacing(0.5, 2))
+        jb.BatchSchedule(plan, lengths, packing=packing, order=order)
+    packed = jb.BatchSchedule(plan, lengths, packing=packing)
+    with pytest.raises(ValueError, match="packed rows of at most"):
+        jb.Mixture([packed, jb.BatchSchedule(plan, lengths)], [1, 1])
+    with pytest.raises(ValueError, match="The schedule has packed rows"):
+        jb.predict(lambda *_: None, None, [], packed)  # pyright: ignore
+
+
+def test_a_mixture_of_packed_rows_counts_through():
+    lengths = np.array([3, 5, 2, 4])
+    plan = jb.plan_buckets([8], max_tokens=8)
+    packing = jb.pack(lengths, 8, max_segments_per_row=3)
+    own = [jb.BatchSchedule(plan, lengths, packing=packing, seed=i) for i in range(2)]
+    mixture = jb.Mixture(own, [1, 1], by="examples")
+    assert mixture.max_segments == 3
+    rows = np.concatenate([mixture[step].rows for step in range(4)])
+    assert sorted(rows[rows >= 0]) == list(range(8))
+
+
+# Permutations of many sizes
+
+
+@pytest.mark.parametrize("largest", [3, 1024, 1025, 10**6, 2**40])
+def test_each_is_permuted_as_if_alone(largest):
+    rng = np.random.default_rng(largest)
+    which = rng.integers(0, 9, 300)
+    sizes = rng.integers(1, largest, 9, endpoint=True)[which]
+    keys = np.array([fold(i) for i in range(9)], np.uint64)[which]
+    index = rng.integers(0, sizes)
+    found = permute_each(index, sizes, keys)
+    for i, size, key, got in zip(index, sizes, keys, found, strict=True):
+        assert permute(np.array([i]), int(size), int(key))[0] == got
+    numbers = np.array([0, 5, 2**40])
+    assert mix_each(numbers, 77).tolist() == [mix(int(x) ^ 77) for x in numbers]
+
+
+# Batches
+
+
+def examples_of(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            "tokens": rng.integers(1, 100, n).astype(np.int32),
+            "vectors": rng.normal(size=(n, 2)),
+            "index": i,
+            "label": np.float32([i, -i]),
+        }
+        for i, n in enumerate(lengths)
+    ]
+
+
+def assert_same_examples(found, source):
+    assert [int(x["index"]) for x in found] == list(range(len(source)))
+    for example, want in zip(found, source, strict=True):
+        assert example.keys() == want.keys()
+        for name, value in want.items():
+            np.testing.assert_array_equal(example[name], value)
+
+
+SEQUENCES = ["tokens", "vectors"]
+
+
+def loaded(source, schedule, *, sequences=SEQUENCES, **options):
+    return list(jb.batch_dataset(source, schedule, sequences=sequences, **options))
+
+
+def unpacked(batches, schedule):
+    found = [
+        example
+        for batch in batches
+        for example in jb.unbatch(
+            batch, sequences=SEQUENCES, max_segments=schedule.max_segments
+        )
+    ]
+    return sorted(found, key=lambda example: example["index"])
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_batches_come_back_as_examples(seed):
+    lengths, seq_lens, cap = packing_problem(seed)
+    lengths = lengths[:60]
+    source = examples_of(lengths, seed)
+    schedule = packed_schedule(lengths, [*seq_lens[:-1], 4000], cap=cap, seed=seed)
+    batches = loaded(source, schedule)
+    assert_same_examples(unpacked(batches, schedule), source)
+    for batch in batches:
+        ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
+        assert ids.dtype == positions.dtype == np.int32
+        starts = (ids > 0) & (np.diff(ids, axis=1, prepend=0) > 0)
+        assert (positions[starts] == 0).all() and not positions[ids == 0].any()
+        inside = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0)
+        assert (np.diff(positions, axis=1)[inside] == 1).all()
+    assert sum(int(batch.num_examples) for batch in batches) == len(source)
+
+
+def test_row_shards_are_rows_of_the_whole():
+    lengths = np.random.default_rng(1).integers(1, 30, 200)
+    source = examples_of(lengths)
+    schedule = packed_schedule(lengths, 64, rows=6)
+    whole = loaded(source, schedule)
+    for parts, count in (((0,), 2), ((1,), 2), ((0, 2), 3)):
+        shard = jb.RowShard(parts, count)
+        for batch, own in zip(
+            whole, loaded(source, schedule, shard=shard), strict=True
+        ):
+            cut = jax.tree.map(operator.itemgetter(shard.rows(6)), batch)
+            jax.tree.map(np.testing.assert_array_equal, cut, own)
+
+
+def test_it_resumes_at_every_step_and_refuses_another_packing():
+    lengths = np.random.default_rng(2).integers(1, 30, 100)
+    source = examples_of(lengths)
+    schedule = packed_schedule(lengths, 64, rows=4)
+    options = {"sequences": SEQUENCES, "num_epochs": 2}
+    dataset = jb.batch_dataset(source, schedule, **options)
+    whole = list(dataset)
+    for step in range(len(whole)):
+        resumed = list(dataset.resume(dataset.position(step)))
+        for a, b in zip(whole[step:], resumed, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, a, b)
+    other = packed_schedule(lengths, 64, cap=3, rows=4)
+    with pytest.raises(ValueError, match="packing"):
+        jb.batch_dataset(source, other, **options).resume(dataset.position(1))
+    without = jb.BatchSchedule(schedule.plan, lengths)
+    with pytest.raises(ValueError, match="packing"):
+        jb.batch_dataset(source, without, **options).resume(dataset.position(1))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_token_file_gathers_the_same(seed, tmp_path: pathlib.Path):
+    lengths, seq_lens, cap = packing_problem(seed)
+    source = examples_of(lengths[:80], seed)
+    schedule = packed_schedule(lengths[:80], [*seq_lens[:-1], 4000], cap=cap)
+    file = jb.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
+    want = loaded(source, schedule, pad_value=7)
+    for a, b in zip(loaded(file, schedule, pad_value=7), want, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+    both = jb.concatenate([file, file])
+    twice = packed_schedule(np.tile(lengths[:80], 2), [*seq_lens[:-1], 4000], cap=cap)
+    found = sum(int(batch.num_examples) for batch in loaded(both, twice))
+    assert found == 2 * len(source)
+
+
+def test_a_source_that_was_split_is_packed():
+    source = examples_of([30, 3, 17, 8])
+    chunks = jb.split_source(source, 10, lengths=[30, 3, 17, 8], sequences=SEQUENCES)
+    schedule = packed_schedule(chunks.lengths, 10)
+    batches = loaded(chunks, schedule)
+    assert sum(int(batch.num_tokens) for batch in batches) == 58
+    assert all(batch.mask.sum() == batch.num_tokens for batch in batches)
+
+
+def test_segments_of_real_shapes():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        lengths = np.zeros((5, 6), np.int64)
+        for row in lengths:
+            own = rng.integers(1, 9, rng.integers(0, 7))
+            row[: len(own)] = own
+        seq_len = max(1, int(lengths.sum(axis=1).max()))
+        ids, positions = row_segments(lengths, seq_len)
+        for row, own in enumerate(lengths):
+            want = [i + 1 for i, n in enumerate(own) for _ in range(n)]
+            assert ids[row].tolist() == want + [0] * (seq_len - len(want))
+            places = [j for n in own for j in range(n)]
+            assert positions[row].tolist() == places + [0] * (seq_len - len(want))
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([[0, 1, 2]], {"max_segments": 2}, "Row 0 has 3 examples, more than `max_segm"),
+        ([[0, 1]], {"max_segments": 2}, "Row 0 has length 9, beyond `seq_len=8`"),
+        ([0], {"max_segments": 2}, "Row 0 is a dict: with `max_segments` give a list"),
+        ([[2]], {"max_segments": 0}, "`max_segments=0` must be a positive integer"),
+        ([[2]], {"max_segments": 1, "truncate": True}, "Leave out either"),
+        ([[]], {"max_segments": 1}, "All rows are empty: pass `like=`"),
+    ],
+)
+def test_rows_that_cannot_be_packed_are_refused(rows, options, message):
+    source = examples_of([5, 4, 1])
+    given = [[source[i] for i in x] if isinstance(x, list) else source[x] for x in rows]
+    with pytest.raises(ValueError, match=message):
+        jb.collate_rows(given, Bucket(1, 8), sequences=SEQUENCES, **options)
+
+
+def test_holes_in_rows_and_wrong_segments_are_refused(tmp_path):
+    source = examples_of([5, 4, 1])
+    file = jb.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
+    with pytest.raises(ValueError, match="behind an empty place"):
+        file.collate(np.array([[-1, 2]]), Bucket(1, 8))
+    with pytest.raises(ValueError, match="Row 0 has length 9, beyond `seq_len=8`"):
+        file.collate(np.array([[0, 1]]), Bucket(1, 8))
+    batch = file.collate(np.array([[1, 2]]), Bucket(1, 8))
+    with pytest.raises(ValueError, match="`max_segments=None`, but a row has 2 exam"):
+        jb.unbatch(batch)
+
+
+def test_an_example_that_changed_is_named():
+    lengths = np.array([3, 5, 2])
+    source = examples_of(lengths)
+    schedule = packed_schedule(lengths, 8)
+    source[2]["tokens"] = np.zeros(4, np.int32)
+    with pytest.raises(ValueError, match=r"`source\[2\]`"):
+        loaded(source, schedule)
+    source = examples_of(lengths)
+    source[1]["label"] = "text"
+    with pytest.raises(ValueError, match=r"`source\[1\]`, for step"):
+        loaded(source, schedule)
+
+
+# Attention and losses
+
+
+def attend(params, tokens, positions, mask):
+    """One layer of attention over embeddings, `[B, T]` -> `[B, T, V]`."""
+    x = params["embed"][tokens] + params["places"][positions]
+    query, key, value = (x @ params[name] for name in ("query", "key", "value"))
+    heads = [y.reshape(*y.shape[:2], 2, -1) for y in (query, key, value)]
+    found = jax.nn.dot_product_attention(*heads, mask=mask)
+    return (x + found.reshape(x.shape)) @ params["embed"].T
+
+
+def make_params(seed=0, width=8):
+    shapes = {"embed": (100, width), "places": (64, width)}
+    shapes |= {name: (width, width) for name in ("query", "key", "value")}
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {
+        name: jax.random.normal(key, shape) / 3
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def loss_sums(params, batch, causal, per):
+    ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
+    mask = jb.attention_mask(ids, positions if causal else None)
+    tokens = jnp.asarray(batch.features["tokens"])
+    logits = attend(params, tokens, positions, mask)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+    weights = jb.token_weights(batch, per)
+    return jnp.sum(nats * weights), jnp.sum(weights)
+
+
+def mean_loss(params, batches, causal, per):
+    sums = [loss_sums(params, batch, causal, per) for batch in batches]
+    return sum(x for x, _ in sums) / sum(weight for _, weight in sums)
+
+
+def norm(tree):
+    return np.sqrt(sum(float(jnp.sum(x**2)) for x in jax.tree.leaves(tree)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("per", ["token", "sequence"])
+def test_packed_losses_and_gradients_are_those_of_padded_rows(causal, per):
+    lengths = np.random.default_rng(3).integers(1, 40, 60)
+    source = [{"tokens": x["tokens"]} for x in examples_of(lengths)]
+    packed = loaded(source, packed_schedule(lengths, 64), sequences=None)
+    plan = jb.plan_buckets(lengths, max_tokens=256, num_buckets=3)
+    padded = loaded(source, jb.BatchSchedule(plan, lengths), sequences=None)
+    params = make_params()
+    found, want = (
+        jax.value_and_grad(mean_loss)(params, batches, causal, per)
+        for batches in (packed, padded)
+    )
+    assert abs(found[0] / want[0] - 1) < 1e-5
+    assert norm(jax.tree.map(jnp.subtract, found[1], want[1])) < 1e-5 * norm(want[1])
+    assert jnp.isfinite(found[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_neighbour_changes_nothing(causal):
+    rows = [[{"tokens": np.arange(1, 5)}, {"tokens": np.arange(5, 8)}]]
+    other = [[rows[0][0], {"tokens": np.array([90, 91, 92])}]]
+    logits = []
+    for given in (rows, other):
+        batch = jb.collate_rows(given, Bucket(1, 8), max_segments=2)
+        ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
+        mask = jb.attention_mask(ids, positions if causal else None)
+        tokens = jnp.asarray(batch.features["tokens"])
+        logits.append(attend(make_params(), tokens, positions, mask)[0, :4])
+    np.testing.assert_array_equal(*logits)
+
+
+def test_rows_of_one_example_need_no_mask():
+    rows = [{"tokens": np.arange(1, 5)}, {"tokens": np.arange(5, 8)}]
+    batch = jb.collate_rows(rows, Bucket(2, 6))
+    ids = batch.segment_ids["tokens"]
+    heads = jax.random.normal(jax.random.key(0), (2, 6, 2, 4))
+    lengths = jb.sequence_lengths(jnp.asarray(ids))
+    by_lengths = jax.nn.dot_product_attention(
+        *(heads, heads, heads),
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+    )
+    by_mask = jax.nn.dot_product_attention(
+        heads, heads, heads, mask=jb.attention_mask(jnp.asarray(ids))
+    )
+    np.testing.assert_allclose(by_lengths[ids > 0], by_mask[ids > 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_weights_are_those_of_a_loop(seed):
+    rng = np.random.default_rng(seed)
+    lengths = np.zeros((4, 5), np.int64)
+    for row in lengths:
+        own = rng.integers(1, 6, rng.integers(0, 6))
+        row[: len(own)] = own
+    ids, positions = row_segments(lengths, 26)
+    batch = jb.Batch({}, {"x": jnp.asarray(ids)}, {"x": jnp.asarray(positions)})
+    where = rng.random(ids.shape) < 0.7
+    found = jax.jit(lambda b, w: jb.token_weights(b, "sequence", where=w))(batch, where)
+    want = np.zeros(ids.shape)
+    for row, segment in zip(*np.nonzero(lengths), strict=True):
+        own = (ids[row] == segment + 1) & where[row]
+        want[row, own] = 1 / max(own.sum(), 1)
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+    np.testing.assert_array_equal(
+        jb.token_weights(batch, where=where), (ids > 0) & where
+    )
+    with pytest.raises(ValueError, match="`per='row'`"):
+        jb.token_weights(batch, "row")  # pyright: ignore
