@@ -37,6 +37,10 @@ class Examples(list[dict[str, np.ndarray]]):
             state.update(example["tokens"].data)
         return state.hexdigest()
 
+    def cut(self, length: int) -> "Examples":
+        """All of them, at most so long."""
+        return Examples({"tokens": x["tokens"][:length]} for x in self)
+
 
 class Split(NamedTuple):
     """What is trained on, and what is held out."""

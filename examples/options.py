@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import documents
 import policies
 
+from jaxbucket.packed_plan import PACK
 from jaxbucket.plan import RULES
 
 SEQ_LEN_MULTIPLE = 32
@@ -65,6 +66,13 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         type=positive,
         default=4,
         help="every B is a multiple of it, and the devices must divide it",
+    )
+    plan.add_argument(
+        "--pack",
+        choices=PACK,
+        default="never",
+        help="several documents in a row, where an epoch costs less that way: in "
+        "operations of the model, or in time that is measured with --cost time",
     )
     plan.add_argument(
         "--plan",
@@ -189,6 +197,19 @@ def check_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
             "--num-buckets auto weighs the time of compiling: leave out --cost tokens, "
             "or give a number"
         )
+    if args.pack != "never":
+        others = {
+            "--policy": args.policy != "bucketed",
+            "--boundaries": args.boundaries != "optimal",
+            "--num-buckets auto": auto,
+            "--opening": args.opening is not None,
+            "--plan": args.plan is not None and args.pack == "auto",
+        }
+        taken = [name for name, is_taken in others.items() if is_taken]
+        if taken:
+            parser.error(
+                f"--pack {args.pack} chooses the rows: leave out {', '.join(taken)}"
+            )
     args.cost = args.cost or ("time" if auto else "tokens")
 
 

@@ -104,10 +104,12 @@ def make_step(
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
     state: jb.TrainState,
+    *,
+    packed: bool = False,
 ) -> Any:
-    """The train step, for states like that one."""
+    """The train step, for states like that one and rows of one document or several."""
     return jb.data_parallel(
-        packed_loss if args.policy == "grain-pack" else loss,
+        packed_loss if packed or args.policy == "grain-pack" else loss,
         tx,
         mesh,
         mode=args.mode,
@@ -119,6 +121,11 @@ def make_step(
 def steps(plan: jb.BucketPlan, *words: str) -> dict[str, Any]:
     """What `train_lm.py` with these words compiles, for `jaxbucket precompile`."""
     args = parse_arguments(words)
+    if args.pack != "never":
+        raise ValueError(
+            f"`--pack {args.pack}` plans rows with the documents, which a plan has "
+            "not: leave it out."
+        )
     set_devices(args)
     mesh = partition.make_mesh(args)
     tx = make_optimizer(args)

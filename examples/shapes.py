@@ -16,8 +16,10 @@ import numpy as np
 import policies
 from etils import epath
 from options import SEQ_LEN_MULTIPLE
+from transformer import VOCABULARY
 
 import jaxbucket as jb
+from jaxbucket.costs import CostFn
 from jaxbucket.curve import CurvePoint
 from jaxbucket.stats import StepRecord
 
@@ -27,7 +29,8 @@ _HELD_OUT_BUCKETS = 8
 # How many epochs a run has depends on the plan, and the plan on these: soon they agree.
 _MOST_ROUNDS = 8
 
-Measure = Callable[[list[jb.Bucket]], jb.Calibration]
+# (shapes, whether their rows are packed) -> times.
+Measure = Callable[[list[jb.Bucket], bool], jb.Calibration]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Planned:
       words: what was measured, what is chosen, and why.
       seconds: what measuring took.
       measured: every number of it.
+      packed: whether its rows have several documents.
       is_kept: whether it is that of a run that goes on.
     """
 
@@ -49,6 +53,7 @@ class Planned:
     words: str = ""
     seconds: float = 0.0
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)
+    packed: bool = False
     is_kept: bool = False
 
     def to_json(self) -> str:
@@ -103,10 +108,45 @@ def by_tokens(
     return Planned(plan(lengths, limits, num_buckets, args.boundaries))
 
 
-def given(path: str) -> Planned:
+def by_operations(
+    args: argparse.Namespace, lengths: np.ndarray, limits: jb.Limits
+) -> Planned:
+    """Packed rows or padded ones, by what the model computes of them."""
+    cost_fn = jb.TransformerCost(args.width, args.layers, VOCABULARY)
+    found = packed_plan(args, lengths, limits, cost_fn, cost_fn)
+    return Planned(in_limits(found.plan), words=found.why, packed=found.is_packed)
+
+
+def packed_plan(
+    args: argparse.Namespace,
+    lengths: np.ndarray,
+    limits: jb.Limits,
+    cost_fn: CostFn,
+    packed_cost_fn: CostFn,
+) -> jb.PackedPlan:
+    return jb.plan_packing(
+        lengths,
+        max_tokens=limits.max_tokens,
+        max_seq_len=limits.max_seq_len,
+        num_buckets=args.num_buckets,
+        pack=args.pack,
+        cost_fn=cost_fn,
+        packed_cost_fn=packed_cost_fn,
+        batch_size_multiple=limits.batch_size_multiple,
+        seq_len_multiple=limits.seq_len_multiple,
+    )
+
+
+def in_limits(plan: jb.BucketPlan) -> jb.BucketPlan:
+    """The same, for documents that are longer."""
+    return dataclasses.replace(plan, overlong="truncate")
+
+
+def given(path: str, packed: bool) -> Planned:
     """The plan in a file."""
     try:
-        return Planned(jb.BucketPlan.from_json(epath.Path(path).read_text()))
+        plan = jb.BucketPlan.from_json(epath.Path(path).read_text())
+        return Planned(plan, packed=packed)
     except (OSError, ValueError) as error:
         raise ValueError(f"`--plan {path}`: {error}") from None
 
@@ -136,17 +176,27 @@ def by_time(
         "--batch-size-multiple": limits.batch_size_multiple,
         "--num-buckets": args.num_buckets,
         "--boundaries": args.boundaries,
+        "--pack": args.pack,
     }
     kept = _kept(args, by, processes)
     if kept:
         return kept
     start = time.perf_counter()
-    measured = measure(jb.calibration_shapes(limits, lengths))
-    seconds = time.perf_counter() - start
-    limits = dataclasses.replace(limits, cost_fn=measured.cost)
-    chosen, reason = _choose(args, lengths, limits, measured, seconds)
+    some = jb.calibration_shapes(limits, lengths)
+    measured = measure(some, False)
+    if args.pack == "never":
+        seconds = time.perf_counter() - start
+        limits = dataclasses.replace(limits, cost_fn=measured.cost)
+        chosen, reason = _choose(args, lengths, limits, measured, seconds)
+        packed = False
+    else:
+        # A step with a mask takes longer than one of the same shape without.
+        with_mask = measure(some, True)
+        seconds = time.perf_counter() - start
+        found = packed_plan(args, lengths, limits, measured.cost, with_mask.cost)
+        chosen, reason, packed = in_limits(found.plan), found.why, found.is_packed
     words = f"{in_words(measured, seconds)}\n{reason}"
-    own = Planned(chosen, by, words, seconds, measured.to_dict())
+    own = Planned(chosen, by, words, seconds, measured.to_dict(), packed)
     # Each has times of its own, and all have to train in the same shapes.
     (text, *_) = processes.gather("plan by time", own.to_json())
     return Planned.from_json(text)

@@ -198,6 +198,9 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
             "`--seconds` is of one clock, and every process has its own: give --steps."
         )
     split = documents.load(args.data, args.field)
+    if args.pack != "never":
+        # What is packed is as long as it is in its row.
+        split = split._replace(train=split.train.cut(args.max_len))
     lengths = jb.measure_lengths(split.train)
     held_out = jb.measure_lengths(split.held_out)
     longest = max(lengths.max(), held_out.max())
@@ -216,6 +219,11 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
     if args.policy != "bucketed":
         own = shapes.plan(lengths, shapes.limits_of(limits), 1, "optimal")
     opening = shapes.opening(own, lengths, args.opening)
+    packing = jb.pack(lengths, own.boundaries.tolist()) if planned.packed else None
+    evaluated = planned.plan
+    if args.pack != "never":
+        # Held-out documents have a row each, and are the same ones whatever is packed.
+        evaluated = shapes.by_tokens(args, lengths, shapes.limits_of(limits)).plan
     job = Job(
         processes,
         mesh,
@@ -223,9 +231,11 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
         planned,
         Part(
             split.train,
-            jb.BatchSchedule(own, lengths, seed=args.seed, opening=opening),
+            jb.BatchSchedule(
+                own, lengths, seed=args.seed, opening=opening, packing=packing
+            ),
         ),
-        Part(split.held_out, jb.BatchSchedule(planned.plan, held_out, order="source")),
+        Part(split.held_out, jb.BatchSchedule(evaluated, held_out, order="source")),
     )
     # Before anything that one of them would wait for the others in.
     job.check_agreement(dataset(job, args, job.train.schedule).position(0), args)
@@ -243,14 +253,16 @@ def plan(
     """The shapes, by tokens or by time; in the other ways only to evaluate in."""
     kept_to = shapes.limits_of(limits)
     if args.plan:
-        return shapes.given(args.plan)
+        return shapes.given(args.plan, packed=args.pack == "always")
+    if args.cost == "tokens" and args.pack != "never":
+        return shapes.by_operations(args, lengths, kept_to)
     if args.cost == "tokens" or args.policy != "bucketed":
         return shapes.by_tokens(args, lengths, kept_to)
 
-    def measure(some: list[jb.Bucket]) -> jb.Calibration:
+    def measure(some: list[jb.Bucket], packed: bool) -> jb.Calibration:
         tx = recipe.make_optimizer(args)
         state = recipe.make_state(args, tx, mesh)
-        step = recipe.make_step(args, tx, mesh, state)
+        step = recipe.make_step(args, tx, mesh, state, packed=packed)
         return jb.calibrate(step, state, some, source[0], mesh)
 
     return shapes.by_time(args, lengths, kept_to, processes, measure)
@@ -481,7 +493,9 @@ def compile_train(
     tx: optax.GradientTransformation,
     progress: Progress,
 ) -> jb.CompiledSteps | policies.Jitted:
-    step = recipe.make_step(args, tx, job.mesh, progress.state)
+    step = recipe.make_step(
+        args, tx, job.mesh, progress.state, packed=job.planned.packed
+    )
     if args.policy == "dynamic":
         return policies.Jitted(step)
     opening = job.train.schedule.bucket_order(progress.step) if args.opening else ()

@@ -19,6 +19,7 @@ from jaxbucket.difficulty_index import DifficultyIndex
 from jaxbucket.limits import Limits
 from jaxbucket.mixture import Mixture
 from jaxbucket.pacing import CyclicPacing, LinearPacing, RootPacing, StepPacing
+from jaxbucket.packed_plan import PackedPlan, plan_packing
 from jaxbucket.packing import Packing, pack
 from jaxbucket.plan import plan_buckets
 from jaxbucket.position import DataPosition
@@ -134,6 +135,7 @@ __all__ = [
     "Limits",
     "LinearPacing",
     "Mixture",
+    "PackedPlan",
     "Packing",
     "PlanCurve",
     "Processes",
@@ -175,6 +177,7 @@ __all__ = [
     "pack",
     "plan_buckets",
     "plan_curve",
+    "plan_packing",
     "predict",
     "prefetch_to_mesh",
     "replicate",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxbucket.base import EMPTY_ROW
+from jaxbucket.even_work import spread_evenly
 from jaxbucket.packing import Packing
 from jaxbucket.permutation import fold, mix_each, permute_each
 
@@ -55,12 +56,16 @@ class PackedRows:
             )
 
     def examples(self, epoch: int, rows: np.ndarray) -> np.ndarray:
-        """Returns the examples of `[B]` rows, -1 for an empty one.
+        """Returns the examples of `[B]` rows, -1 for an empty one, in an even order.
+
+        Whatever the number of devices, each has rows of about the same work.
 
         Returns:
           `[B, max_segments]` int64, -1 behind the last of a row.
         """
         packing = self._packing
+        work = np.where(rows == EMPTY_ROW, 0, packing.row_work[rows])
+        rows = rows[spread_evenly(work)]
         filled = np.flatnonzero(rows != EMPTY_ROW)
         first, last = (packing.row_splits[rows[filled] + i] for i in range(2))
         sizes = last - first

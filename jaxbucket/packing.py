@@ -65,6 +65,12 @@ class Packing:
         return np.add.reduceat(self.slot_lengths, self.row_splits[:-1], dtype=np.int64)
 
     @functools.cached_property
+    def row_work(self) -> np.ndarray:
+        """`[R]` int64: pairs of positions that attention within examples looks at."""
+        squares = np.square(self.slot_lengths, dtype=np.int64)
+        return np.add.reduceat(squares, self.row_splits[:-1])
+
+    @functools.cached_property
     def row_segments(self) -> np.ndarray:
         """`[R]` int64: slots of each row."""
         return np.diff(self.row_splits)
@@ -125,7 +131,7 @@ def pack(
     """
     lengths = check_lengths(lengths)
     seq_lens = check_seq_lens(max_seq_len)
-    cap = _check_cap(max_segments_per_row)
+    cap = check_cap(max_segments_per_row)
     values, counts = value_counts(lengths)
     if values[-1] > seq_lens[-1]:
         example = int(np.argmax(lengths > seq_lens[-1]))
@@ -136,18 +142,25 @@ def pack(
             "`source.lengths`."
         )
     patterns = best_fit(values, counts, seq_lens, cap)
+    return from_patterns(patterns, seq_lens, max_segments_per_row)
+
+
+def from_patterns(
+    patterns: Sequence[Pattern],
+    seq_lens: tuple[int, ...],
+    max_segments_per_row: int | None,
+) -> Packing:
+    """Returns the rows of patterns, one after the other."""
     slot_lengths = [np.tile(np.array(x.slots, np.int32), x.rows) for x in patterns]
     segments = np.array([len(pattern.slots) for pattern in patterns])
     sizes = np.repeat(segments, [pattern.rows for pattern in patterns])
-    return Packing(
-        seq_lens,
-        np.concatenate(slot_lengths),
-        np.concatenate([[0], np.cumsum(sizes)]),
-        # So many could be in a row of other data as well, if a cap is given.
-        int(segments.max())
-        if max_segments_per_row is None
-        else min(cap, seq_lens[-1] // int(values[0])),
-    )
+    most = int(segments.max())
+    if max_segments_per_row is not None:
+        # So many could be in a row of other data as well.
+        shortest = min(pattern.slots[-1] for pattern in patterns)
+        most = min(max_segments_per_row, seq_lens[-1] // shortest)
+    splits = np.concatenate([[0], np.cumsum(sizes)])
+    return Packing(seq_lens, np.concatenate(slot_lengths), splits, most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +283,12 @@ def check_seq_lens(max_seq_len: int | Sequence[int]) -> tuple[int, ...]:
     return seq_lens
 
 
-def _check_cap(max_segments_per_row: int | None) -> int:
+def check_cap(max_segments_per_row: int | None) -> int:
+    """Returns the most examples of a row.
+
+    Raises:
+      ValueError: if it is not positive.
+    """
     if max_segments_per_row is None:
         return MAX_LENGTH
     return check_positive("max_segments_per_row", max_segments_per_row)

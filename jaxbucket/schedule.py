@@ -25,11 +25,13 @@ from jaxbucket.base import (
     Bucket,
     BucketPlan,
     Group,
+    RowShard,
     digest,
 )
-from jaxbucket.checks import check_accumulate, check_choice, check_seed
+from jaxbucket.checks import check_accumulate, check_choice, check_positive, check_seed
 from jaxbucket.curriculum import Curriculum, EasyDraws, PacedOrder
 from jaxbucket.epoch_rows import EpochRows
+from jaxbucket.even_work import imbalance
 from jaxbucket.opening import Opening, OpeningSteps
 from jaxbucket.orders import EpochOrder, FixedOrder, ShuffledOrder
 from jaxbucket.packed_rows import PackedRows
@@ -367,10 +369,11 @@ class BatchSchedule(Schedule):
         bucket = self.plan.buckets[index]
         rows = np.full(int(self._rows.sizes[index]), EMPTY_ROW, np.int64)
         rows[: len(examples)] = examples
-        if self._packed is not None:
-            rows = self._packed.examples(epoch, rows)
-        parts = rows.reshape(-1, bucket.batch_size, *rows.shape[1:])
-        return [BatchIndices(bucket, part) for part in parts]
+        parts = rows.reshape(-1, bucket.batch_size)
+        if self._packed is None:
+            return [BatchIndices(bucket, part) for part in parts]
+        packed = self._packed
+        return [BatchIndices(bucket, packed.examples(epoch, part)) for part in parts]
 
     @functools.cached_property
     def _filler(self) -> BatchIndices:
@@ -425,6 +428,35 @@ class BatchSchedule(Schedule):
         if self.remainder == "drop" and self.order in get_args(FixedName):
             return epoch.with_real_tokens(self._kept_tokens())
         return epoch
+
+    def imbalance(self, num_devices: int, epoch: int = 0) -> float:
+        """Returns what the busiest device does by what all do on average.
+
+        Of attention within examples, whose work is the sum of their squared lengths:
+        the mean over the batches of an epoch, of 4,096 at most.
+
+        Example:
+          >>> from jaxbucket import pack, plan_buckets
+          >>> lengths = np.random.default_rng(0).integers(1, 100, 1000)
+          >>> packing = pack(lengths, 128)
+          >>> plan = plan_buckets([128], max_tokens=32 * 128)
+          >>> schedule = BatchSchedule(plan, lengths, packing=packing)
+          >>> print(f"{schedule.imbalance(num_devices=8):.2f}")
+          1.06
+
+        Raises:
+          ValueError: if the devices do not divide a bucket's B.
+        """
+        cut = RowShard((0,), check_positive("num_devices", num_devices))
+        found = []
+        for step in range(min(len(self), _MOST_LOOKED_AT)):
+            for indices in self._micro_batches(epoch * len(self) + step):
+                rows = indices.rows.reshape(indices.bucket.batch_size, -1)
+                lengths = np.where(rows == EMPTY_ROW, 0, self.lengths[rows])
+                work = np.square(lengths, dtype=np.int64).sum(axis=1)
+                cut.part_size(len(work))
+                found.append(imbalance(work, num_devices))
+        return float(np.mean(found))
 
     def _kept_tokens(self) -> int:
         """Real tokens of an epoch that drops the same examples as every other one."""

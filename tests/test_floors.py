@@ -29,7 +29,8 @@ ROOMS = {
     "optimal": ({"boundaries", "bounds", "search"}, {"numpy"}),
     "histogram": ({"checks", "base"}, {"numpy"}),
     "packing": ({"checks", "base", "histogram"}, {"numpy"}),
-    "packed_rows": ({"base", "packing", "permutation"}, {"numpy"}),
+    "even_work": (set(), {"numpy"}),
+    "packed_rows": ({"base", "even_work", "packing", "permutation"}, {"numpy"}),
     "segments": (set(), {"numpy"}),
     "limits": ({"checks", "base", "boundaries", "costs", "histogram"}, {"numpy"}),
     "curve": (
@@ -41,6 +42,13 @@ ROOMS = {
         {"numpy"},
     ),
     "stats": ({"checks", "base", "chunks", "remainder"}, {"numpy", "rich"}),
+    "packed_plan": (
+        {
+            *("checks", "base", "costs", "histogram", "limits", "packing", "plan"),
+            *("remainder", "stats"),
+        },
+        {"numpy", "rich"},
+    ),
     "comparison": (
         {"checks", "base", "limits", "optimal", "plan", "remainder", "stats"},
         {"numpy", "rich"},
@@ -60,7 +68,8 @@ ROOMS = {
     "schedule": (
         {
             *("checks", "base", "opening", "position", "remainder", "stats"),
-            *("epoch_rows", "orders", "curriculum", "packing", "packed_rows"),
+            *("epoch_rows", "orders", "curriculum"),
+            *("even_work", "packing", "packed_rows"),
         },
         {"numpy"},
     ),

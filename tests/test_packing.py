@@ -1,6 +1,7 @@
 """Packed rows against a plain best fit, and against the same examples unpacked."""
 
 import bisect
+import io
 import json
 import operator
 import pathlib
@@ -14,6 +15,7 @@ import pytest
 import jaxbucket as jb
 from jaxbucket import Bucket
 from jaxbucket.base import EMPTY_ROW
+from jaxbucket.even_work import imbalance, spread_evenly
 from jaxbucket.permutation import fold, mix, mix_each, permute, permute_each
 from jaxbucket.segments import row_segments
 
@@ -255,6 +257,50 @@ def test_a_mixture_of_packed_rows_counts_through():
     assert sorted(rows[rows >= 0]) == list(range(8))
 
 
+# Even work
+
+
+def longest_first(work, num_parts):
+    """For so many devices and no others: the largest to the one with least so far."""
+    parts = [[] for _ in range(num_parts)]
+    for x in sorted(work.tolist(), reverse=True):
+        free = [part for part in parts if len(part) < len(work) // num_parts]
+        min(free, key=sum).append(x)
+    return np.array(sum(parts, []))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_rows_are_spread_evenly(seed):
+    rng = np.random.default_rng(seed)
+    size = int(rng.choice([1, 2, 8, 12, 24, 64, 96]))
+    work = rng.integers(0, 1000, size) ** 2
+    order = spread_evenly(work)
+    assert sorted(order) == list(range(size))
+    for num_parts in (2, 4, 8):
+        if size % num_parts == 0:
+            found = imbalance(work[order], num_parts)
+            assert found <= 1.25 * imbalance(longest_first(work, num_parts), num_parts)
+    assert imbalance(np.zeros(size), 1) == 1
+
+
+def test_devices_have_even_work_however_many_they_are():
+    lengths = np.minimum(np.random.default_rng(0).geometric(1 / 80, 5000), 512)
+    schedule = packed_schedule(lengths, 512, rows=32)
+    packing = schedule.packing
+    rows = np.random.default_rng(0).permutation(packing.num_rows)
+    batches = rows[: len(rows) // 32 * 32].reshape(-1, 32)
+    for num_devices in (2, 4, 8):
+        as_they_come = [imbalance(packing.row_work[x], num_devices) for x in batches]
+        found = schedule.imbalance(num_devices)
+        # Of what is too much, at least four fifths are gone.
+        assert found - 1 < 0.2 * (np.mean(as_they_come) - 1)
+    with pytest.raises(ValueError, match="cannot be cut into 5 equal parts"):
+        schedule.imbalance(5)
+    with pytest.raises(ValueError, match="`num_devices=0`"):
+        schedule.imbalance(0)
+    assert jb.BatchSchedule(schedule.plan, lengths).imbalance(2) > 1
+
+
 # Permutations of many sizes
 
 
@@ -270,6 +316,146 @@ def test_each_is_permuted_as_if_alone(largest):
         assert permute(np.array([i]), int(size), int(key))[0] == got
     numbers = np.array([0, 5, 2**40])
     assert mix_each(numbers, 77).tolist() == [mix(int(x) ^ 77) for x in numbers]
+
+
+# Plans
+
+QUADRATIC = jb.TransformerCost(width=64, depth=2)
+
+
+def epoch_cost(lengths, seq_lens, max_tokens, cost_fn=QUADRATIC):
+    packing = jb.pack(lengths, seq_lens)
+    plan = jb.plan_buckets(
+        packing.row_lengths,
+        max_tokens=max_tokens,
+        boundaries=seq_lens,
+        cost_fn=cost_fn,
+    )
+    return jb.report(plan, packing.row_lengths).epoch_cost
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_packed_plan_is_no_worse_than_any_two_lengths_of_a_grid(seed):
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(rng.geometric(1 / 40, 400), 256)
+    last = int(lengths.max())
+    found = jb.plan_packing(
+        lengths, max_tokens=2048, cost_fn=QUADRATIC, num_buckets=3, pack="always"
+    )
+    assert found.packing is not None
+    seq_lens = found.plan.boundaries.tolist()
+    assert tuple(seq_lens) == found.packing.seq_lens and len(seq_lens) <= 3
+    # What it promises is what its rows cost, and its schedule has.
+    assert found.others["packed"] == epoch_cost(lengths, seq_lens, 2048)
+    schedule = jb.BatchSchedule(found.plan, lengths, packing=found.packing)
+    assert found.others["packed"] == schedule.report().epoch_cost
+    assert found.report == schedule.cost()
+    assert found.others["packed in one T"] == epoch_cost(lengths, [last], 2048)
+    rows = np.bincount(found.plan.assign(found.packing.row_lengths), minlength=3)
+    assert tuple(rows[: len(seq_lens)]) == found.rows
+    assert np.dot(found.rows, found.segments) == pytest.approx(len(lengths))
+    assert found.others["packed"] <= found.others["packed in one T"]
+    # A few of the grid's pairs may be better than where steps led to.
+    grid = [last // 4, last // 2, last * 3 // 4]
+    pairs = [epoch_cost(lengths, [x, last], 2048) for x in grid]
+    assert found.others["packed"] <= 1.03 * min(pairs)
+
+
+def test_real_lengths_cost_less_in_several_lengths_than_in_one(real_lengths):
+    lengths = real_lengths[real_lengths <= 4096]
+    is_short = real_lengths.max() < 4096
+    found = jb.plan_packing(
+        lengths,
+        max_tokens=65_536,
+        max_seq_len=4096,
+        cost_fn=QUADRATIC,
+        pack="always",
+        max_padding=0.015 if is_short else 1.0,
+    )
+    assert len(found.plan) <= 4
+    assert found.others["packed"] < found.others["packed in one T"]
+    assert found.packing is not None
+    if is_short:
+        assert 1 - found.packing.fill <= 0.015
+
+
+def test_auto_takes_what_costs_less():
+    lengths = np.repeat([30, 31, 32], 200)
+    options = {"max_tokens": 1024, "max_seq_len": 512, "cost_fn": QUADRATIC}
+    # Rows of one fit as they are; a longer row would only cost more.
+    padded = jb.plan_packing(lengths, **options)
+    assert not padded.is_packed and padded.packing is None
+    assert padded.why.startswith("Rows are padded, attention counted over whole rows")
+    assert padded.report == jb.report(padded.plan, lengths)
+    assert padded.segments == (1.0,) * len(padded.plan)
+    assert jb.plan_packing(lengths, **options, pack="always").is_packed
+    uneven = np.random.default_rng(0).integers(1, 65, 600)
+    packed = jb.plan_packing(uneven, **options)
+    assert packed.is_packed and "Rows are packed" in packed.why
+    never = jb.plan_packing(uneven, **options, pack="never")
+    assert not never.is_packed and never.others == packed.others
+    # A mask that makes steps slower can be too much.
+    slow = jb.plan_packing(
+        uneven, **options, packed_cost_fn=lambda b, t: 1.5 * QUADRATIC(b, t)
+    )
+    assert not slow.is_packed
+    told = json.loads(packed.to_json())
+    assert told["epoch_costs"] == packed.others and told["packed"]
+    assert told["report"]["packed_examples"] == 600
+
+
+def test_block_sparse_attention_makes_long_rows_cheap():
+    lengths = np.random.default_rng(0).integers(1, 65, 3000)
+    options = {"max_tokens": 8192, "max_seq_len": 1024, "cost_fn": QUADRATIC}
+    dense = jb.plan_packing(lengths, **options, pack="always")
+    sparse = jb.plan_packing(lengths, **options, pack="always", block_sparse=True)
+    assert sparse.plan.max_seq_len > 2 * dense.plan.max_seq_len
+    assert sparse.packing is not None and dense.packing is not None
+    assert sparse.packing.fill > dense.packing.fill
+    assert sparse.others["packed in one T"] < dense.others["packed in one T"]
+    # Pairs within examples alone, and no others.
+    (bucket,) = jb.plan_packing(
+        lengths, **options, pack="always", block_sparse=True, num_buckets=1
+    ).plan.buckets
+    found = jb.plan_packing(
+        lengths, **options, pack="always", block_sparse=True, num_buckets=1
+    )
+    assert found.packing is not None
+    size, seq_len = bucket.batch_size, bucket.seq_len
+    per_token, per_pair = 72 * 2 * 64**2, 12 * 2 * 64
+    pairs = size * found.packing.row_work.mean()
+    want = size * seq_len * per_token + per_pair * pairs
+    assert found.plan.costs[0] == pytest.approx(want, rel=1e-6)
+
+
+def test_a_packed_plan_is_a_table():
+    import rich.console
+
+    found = jb.plan_packing([5, 3, 8, 1], max_tokens=32)
+    console = rich.console.Console(width=120, record=True, file=io.StringIO())
+    console.print(found)
+    text = console.export_text()
+    assert "examples a row" in text and "an epoch costs" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pack": "maybe"}, "`pack='maybe'`: choose"),
+        ({"max_padding": 0}, "`max_padding=0` must be"),
+        ({"max_padding": 1.5}, "`max_padding=1.5` must be a share"),
+        ({"max_padding": 1e-9, "max_seq_len": 9}, "2.08% at least is padding"),
+        ({"max_segments_per_row": 0}, "`max_segments_per_row=0`"),
+        ({"num_buckets": 0}, "`num_buckets=0`"),
+        ({"max_seq_len": 5}, "is beyond the last bucket, `seq_len=5`"),
+        ({"max_tokens": 5}, "`max_tokens=5`"),
+        ({"max_tokens": [64, 32]}, "pass an integer, or a function of T"),
+    ],
+)
+def test_a_packed_plan_that_cannot_be_is_refused(options, message):
+    given = {"max_tokens": 64, "pack": "always", **options}
+    with pytest.raises(ValueError, match=message):
+        jb.plan_packing([8, 7, 8, 8, 8, 8], **given)
 
 
 # Batches

@@ -1,0 +1,199 @@
+"""Fill and speed of packing, beside what packs while it reads.
+
+    python benchmarks/packing.py
+    python benchmarks/packing.py --examples 2000 --json
+
+Rows of 2,048 and of 4,096 for each set of lengths, of which longer ones are left out:
+
+    pack               `jaxbucket.pack`, all lengths at once
+    best fit           the same rule in plain Python, one example after the other
+    Grain              `grain.experimental.BestFitPackIterDataset` with 512 bins
+    greedy pool        the largest of a pool of 64 that still fits the one open row
+
+Fill is tokens by positions, of full rows and of the last ones alike. Real lengths are
+read from `shared/data` beside the repository where that is there; without it, lognormal
+ones are made. Then 10 million lengths are packed, and the first batch of another epoch
+is asked for.
+"""
+
+import argparse
+import bisect
+import json
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grain
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import jaxbucket as jb
+
+_DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
+_SEQ_LENS = (2048, 4096)
+_BINS = 512
+_POOL = 64
+
+
+def main() -> None:
+    args = parse_arguments()
+    sets = list(length_sets(args.examples))
+    cases = [
+        (name, lengths[lengths <= seq_len], seq_len)
+        for name, lengths in sets
+        for seq_len in _SEQ_LENS
+    ]
+    results = [
+        {"set": name, "seq_len": seq_len, "ways": compare(lengths, seq_len)}
+        for name, lengths, seq_len in track(cases, transient=True, disable=args.json)
+    ]
+    large = many(args.many)
+    if args.json:
+        print(json.dumps({"sets": results, "many": large}))
+    else:
+        show(results, large)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Compare ways to pack examples into rows.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--examples", type=int, default=6000, help="of each set, first")
+    parser.add_argument("--many", type=int, default=10**7, help="lengths for the speed")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args()
+    if args.examples < 1 or args.many < 1:
+        parser.error("--examples and --many are at least 1.")
+    return args
+
+
+def length_sets(most: int) -> Iterator[tuple[str, np.ndarray]]:
+    paths = sorted(_DATA.glob("*.npz"))
+    for path in paths:
+        with np.load(path) as columns:
+            for name, lengths in columns.items():
+                yield f"{path.stem} {name}", lengths[lengths > 0][:most]
+    if not paths:
+        yield "lognormal", lognormal(most)
+
+
+def lognormal(size: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return np.minimum(1 + rng.lognormal(6, 1, size), 4096).astype(np.int32)
+
+
+def compare(lengths: np.ndarray, seq_len: int) -> dict[str, dict[str, float]]:
+    """Fill and examples per second of every way."""
+    found = {}
+    for name, pack in WAYS.items():
+        start = time.perf_counter()
+        num_rows = pack(lengths, seq_len)
+        seconds = time.perf_counter() - start
+        fill = float(lengths.sum() / (num_rows * seq_len))
+        found[name] = {"fill": fill, "examples_per_second": len(lengths) / seconds}
+    return found
+
+
+def with_pack(lengths: np.ndarray, seq_len: int) -> int:
+    return jb.pack(lengths, seq_len).num_rows
+
+
+def best_fit(lengths: np.ndarray, seq_len: int) -> int:
+    rooms: list[int] = []
+    rows = 0
+    for length in sorted(lengths.tolist(), reverse=True):
+        place = bisect.bisect_left(rooms, length)
+        if place < len(rooms):
+            room = rooms.pop(place)
+        else:
+            room, rows = seq_len, rows + 1
+        if room > length:
+            bisect.insort(rooms, room - length)
+    return rows
+
+
+def with_grain(lengths: np.ndarray, seq_len: int) -> int:
+    examples = [{"tokens": np.zeros(n, np.uint8)} for n in lengths.tolist()]
+    # Read as it would be: with threads of its own it is slower on few cores.
+    dataset = grain.MapDataset.source(examples).to_iter_dataset(
+        grain.ReadOptions(num_threads=0)
+    )
+    packed = grain.experimental.BestFitPackIterDataset(
+        dataset, length_struct={"tokens": seq_len}, num_packing_bins=_BINS
+    )
+    return sum(1 for _ in packed)
+
+
+def greedy_pool(lengths: np.ndarray, seq_len: int) -> int:
+    pool: list[int] = []
+    rows, room = 0, 0
+    rest = iter(lengths.tolist())
+    while True:
+        while len(pool) < _POOL and (length := next(rest, None)) is not None:
+            bisect.insort(pool, length)
+        if not pool:
+            return rows
+        place = bisect.bisect_right(pool, room)
+        if place:
+            room -= pool.pop(place - 1)
+        else:
+            rows, room = rows + 1, seq_len
+
+
+WAYS: dict[str, Callable[[np.ndarray, int], int]] = {
+    "pack": with_pack,
+    "best fit": best_fit,
+    "Grain": with_grain,
+    "greedy pool": greedy_pool,
+}
+
+
+def many(size: int) -> dict[str, float]:
+    """Speed of packing very many, and what another epoch takes."""
+    lengths = lognormal(size)
+    start = time.perf_counter()
+    packing = jb.pack(lengths, 4096)
+    packed = time.perf_counter() - start
+    plan = jb.plan_buckets(packing.row_lengths, max_tokens=32 * 4096, boundaries=[4096])
+    start = time.perf_counter()
+    schedule = jb.BatchSchedule(plan, lengths, packing=packing)
+    scheduled = time.perf_counter() - start
+    _ = schedule[0]
+    start = time.perf_counter()
+    _ = schedule[len(schedule)]
+    return {
+        "examples": size,
+        "pack_examples_per_second": size / packed,
+        "schedule_seconds": scheduled,
+        "next_epoch_milliseconds": 1000 * (time.perf_counter() - start),
+    }
+
+
+def show(results: list[dict[str, Any]], large: dict[str, float]) -> None:
+    table = Table(box=box.SIMPLE, title="Fill of rows, and examples per second")
+    table.add_column("lengths")
+    for name in ("T", *WAYS):
+        table.add_column(name, justify="right")
+    for result in results:
+        cells = [
+            f"{x['fill']:.2%}  {x['examples_per_second'] / 1000:6,.0f} k"
+            for x in result["ways"].values()
+        ]
+        table.add_row(result["set"], str(result["seq_len"]), *cells)
+    console = Console(width=120)
+    console.print(table)
+    console.print(
+        f"{large['examples']:,} lengths: "
+        f"{large['pack_examples_per_second'] / 1e6:.0f} million a second; their "
+        f"schedule {large['schedule_seconds']:.2f} s; the first batch of the next "
+        f"epoch {large['next_epoch_milliseconds']:.1f} ms."
+    )
+
+
+if __name__ == "__main__":
+    main()

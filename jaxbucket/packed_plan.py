@@ -1,0 +1,348 @@
+"""Whether rows are packed, and of which T they are: what the cheapest epoch has."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxbucket.base import BucketPlan
+from jaxbucket.checks import check_choice, check_lengths, check_number, check_positive
+from jaxbucket.costs import CostFn, TokenCost
+from jaxbucket.histogram import value_counts
+from jaxbucket.limits import Budget, Limits
+from jaxbucket.packing import Packing, Pattern, best_fit, check_cap, from_patterns
+from jaxbucket.plan import plan_within
+from jaxbucket.remainder import flow_remainders
+from jaxbucket.stats import Report, in_unit, report
+
+Pack: TypeAlias = Literal["auto", "always", "never"]
+PACK: tuple[str, ...] = get_args(Pack)
+
+# T that are tried lie apart by this factor at first, and then by steps between them.
+_RATIO = math.sqrt(2)
+_REFINEMENTS = 3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedPlan:
+    """Shapes, and the rows that fill them.
+
+    Attributes:
+      plan: the shapes; what their steps cost is known to it.
+      packing: rows of several examples; None where each has one.
+      report: an epoch of these.
+      others: what epochs of the other ways cost, by name: "padded", "packed", and
+        "packed in one T"; in `plan.cost_unit`.
+      rows: for each bucket, how many rows have its T before remainders flow.
+      segments: for each bucket, how many examples a row of it has, on average.
+      block_sparse: whether attention was counted within examples alone.
+    """
+
+    plan: BucketPlan
+    packing: Packing | None
+    report: Report
+    others: dict[str, float]
+    rows: tuple[int, ...]
+    segments: tuple[float, ...]
+    block_sparse: bool
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows have several examples."""
+        return self.packing is not None
+
+    @property
+    def why(self) -> str:
+        """The choice in a sentence, with what it was made by."""
+        name = "packed" if self.is_packed else "padded"
+        attention = "within examples" if self.block_sparse else "over whole rows"
+        unit = self.plan.cost_unit
+        costs = ", ".join(f"{k} {in_unit(v, unit)}" for k, v in self.others.items())
+        return (
+            f"Rows are {name}, attention counted {attention}; an epoch costs {costs}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, as plain Python."""
+        return {
+            "packed": self.is_packed,
+            "block_sparse": self.block_sparse,
+            "epoch_costs": self.others,
+            "rows": list(self.rows),
+            "segments_per_row": list(self.segments),
+            "report": self.report.to_dict(),
+        }
+
+    def to_json(self) -> str:
+        """Every number, as one JSON object."""
+        return json.dumps(self.to_dict())
+
+    def __rich__(self) -> Any:
+        """A `rich` table, for a terminal."""
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, caption=self.why, caption_justify="left")
+        for name in ("B", "T", "rows", "examples a row", "padding", "cost"):
+            table.add_column(name, justify="right")
+        for row in zip(self.rows, self.segments, self.report.buckets, strict=True):
+            rows, segments, b = row
+            table.add_row(
+                *(str(b.batch_size), str(b.seq_len), str(rows), f"{segments:.1f}"),
+                *(f"{b.padding:.1%}", f"{b.cost_share:.1%}"),
+            )
+        return table
+
+
+def plan_packing(
+    lengths: ArrayLike,
+    *,
+    max_tokens: Budget,
+    max_seq_len: int | None = None,
+    num_buckets: int = 4,
+    pack: Pack = "auto",
+    cost_fn: CostFn | None = None,
+    packed_cost_fn: CostFn | None = None,
+    block_sparse: bool = False,
+    max_padding: float = 1.0,
+    max_segments_per_row: int | None = None,
+    batch_size_multiple: int = 1,
+    seq_len_multiple: int = 1,
+) -> PackedPlan:
+    """Returns shapes for padded rows or for packed ones, whichever cost less.
+
+    Packed rows are of several T: where attention is quadratic in T, long rows cost more
+    than the padding that they save, and short examples are better packed in short rows.
+    These T are searched for, one more at a time, by packing the lengths into them.
+
+    Example:
+      >>> lengths = np.random.default_rng(0).integers(1, 500, size=1000)
+      >>> from jaxbucket import TransformerCost
+      >>> found = plan_packing(
+      ...     lengths, max_tokens=4096, cost_fn=TransformerCost(width=64, depth=2)
+      ... )
+      >>> found.is_packed, found.others["packed"] < found.others["padded"]
+      (True, True)
+
+    Args:
+      lengths: `[N]` integers, one per example.
+      max_tokens: the hard budget of a global batch, padding counted; or a function of
+        T that returns it.
+      max_seq_len: T of the longest row; by default the longest length, rounded up.
+      num_buckets: how many shapes at most.
+      pack: "auto", or "always" and "never" to have it one way.
+      cost_fn: `(batch_size, seq_len)` -> what a step costs; by default its tokens.
+      packed_cost_fn: the same of a step of packed rows, where that is another: its
+        attention may be slower for it has a mask. By default `cost_fn`.
+      block_sparse: whether the attention of packed rows takes time within examples
+        alone, as that of fused kernels with segment ids; not so with a mask.
+      max_padding: the share of packed rows that may be padding, whatever is cheaper.
+      max_segments_per_row: the most examples of a row; by default as many as fit.
+      batch_size_multiple: every B is a multiple of it.
+      seq_len_multiple: every T is a multiple of it.
+
+    Raises:
+      ValueError: for lengths that `check_lengths` refuses, or beyond `max_seq_len`, or
+        limits that no batch keeps to; if rows with so little padding are not found.
+    """
+    check_choice("pack", pack, PACK)
+    if not 0 < check_number("max_padding", max_padding) <= 1:
+        raise ValueError(f"`max_padding={max_padding}` must be a share, at most 1.")
+    if isinstance(max_tokens, Sequence):
+        raise ValueError(
+            f"`max_tokens={max_tokens}` is one for each of some boundaries, which are "
+            "not given here: pass an integer, or a function of T."
+        )
+    lengths = check_lengths(lengths)
+    shared: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "max_seq_len": max_seq_len,
+        "batch_size_multiple": batch_size_multiple,
+        "seq_len_multiple": seq_len_multiple,
+    }
+    own_cost = cost_fn or TokenCost()
+    padded_limits = Limits(**shared, cost_fn=own_cost)
+    packed_limits = Limits(**shared, cost_fn=packed_cost_fn or own_cost)
+    cap = check_cap(max_segments_per_row)
+    rows = _Rows(lengths, packed_limits, cap, block_sparse, max_padding)
+    single = rows.packed((rows.last,))
+    packed = rows.search(check_positive("num_buckets", num_buckets))
+    if pack != "never" and packed.padding > max_padding:
+        raise ValueError(
+            f"`max_padding={max_padding}`: of the rows that were tried, "
+            f"{packed.padding:.2%} at least is padding. Raise it, or `max_seq_len`, or "
+            "`num_buckets`."
+        )
+    padded = plan_within(lengths, padded_limits, num_buckets, "optimal")
+    padded_report = report(padded, lengths)
+    others = {
+        "padded": padded_report.epoch_cost,
+        "packed": packed.cost,
+        "packed in one T": single.cost,
+    }
+    is_packed = pack == "always" or (
+        pack == "auto" and packed.cost < padded_report.epoch_cost
+    )
+    if not is_packed:
+        per_bucket = np.bincount(padded.assign(lengths), minlength=len(padded))
+        ones = (1.0,) * len(padded)
+        counts = tuple(per_bucket.tolist())
+        return PackedPlan(
+            padded, None, padded_report, others, counts, ones, block_sparse
+        )
+    packing = from_patterns(packed.patterns, packed.seq_lens, max_segments_per_row)
+    segments = packed.segments / np.maximum(packed.rows, 1)
+    return PackedPlan(
+        packed.plan,
+        packing,
+        dataclasses.replace(
+            report(packed.plan, packing.row_lengths), packed_examples=len(lengths)
+        ),
+        others,
+        tuple(packed.rows.tolist()),
+        tuple(segments.tolist()),
+        block_sparse,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Packed:
+    """Rows of some T.
+
+    Attributes:
+      seq_lens: these T.
+      patterns: the rows.
+      plan: the shapes, with what a step of each costs.
+      rows: `[K]` how many have each T.
+      segments: `[K]` examples in them.
+      padding: share of the rows behind their last example.
+      cost: of an epoch, remainders included.
+    """
+
+    seq_lens: tuple[int, ...]
+    patterns: list[Pattern]
+    plan: BucketPlan
+    rows: np.ndarray
+    segments: np.ndarray
+    padding: float
+    cost: float
+
+
+class _Rows:
+    """Packs the same lengths into rows of any T, and says what an epoch of it costs.
+
+    Attributes:
+      last: T of the longest row.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        limits: Limits,
+        cap: int,
+        block_sparse: bool,
+        max_padding: float,
+    ):
+        self.last = limits.longest(lengths)
+        self._limits = limits
+        self._cap = cap
+        self._block_sparse = block_sparse
+        self._max_padding = max_padding
+        self._values, self._counts = value_counts(lengths)
+        self._seen: dict[tuple[int, ...], _Packed] = {}
+
+    def search(self, num_buckets: int) -> _Packed:
+        """Returns the cheapest that is found, of at most so many T."""
+        best = self._cheapest([(x,) for x in self._grid], self.packed((self.last,)))
+        for _ in range(num_buckets - 1):
+            found = self._cheapest([(*best.seq_lens, x) for x in self._grid], best)
+            if found is best:
+                break
+            best = found
+        for turn in range(_REFINEMENTS):
+            best = self._refined(best, _RATIO ** (0.5**turn))
+        return best
+
+    @functools.cached_property
+    def _grid(self) -> list[int]:
+        steps = math.log(self.last / self._values[0], _RATIO)
+        return sorted({self._rounded(self.last / _RATIO**i) for i in range(int(steps))})
+
+    def _refined(self, best: _Packed, ratio: float) -> _Packed:
+        """The cheapest with each T in turn moved by a factor, or left out."""
+        for seq_len in best.seq_lens:
+            rest = [x for x in best.seq_lens if x != seq_len]
+            moved = [self._rounded(seq_len * x) for x in (ratio, 1 / ratio)]
+            best = self._cheapest([rest, *([*rest, x] for x in moved)], best)
+        return best
+
+    def _cheapest(self, tried: Iterable[Iterable[int]], best: _Packed) -> _Packed:
+        """Of those that hold the longest, and the best so far."""
+        every = [tuple(sorted(set(x))) for x in tried]
+        longest = self._values[-1]
+        held = [self.packed(x) for x in every if x and x[-1] >= longest]
+        return min([best, *held], key=self._rank)
+
+    def _rank(self, packed: _Packed) -> tuple[float, float]:
+        """What is too much padding, and then the cost."""
+        return max(packed.padding - self._max_padding, 0.0), packed.cost
+
+    def _rounded(self, seq_len: float) -> int:
+        multiple = self._limits.seq_len_multiple
+        return min(self.last, max(1, round(seq_len / multiple)) * multiple)
+
+    def packed(self, seq_lens: tuple[int, ...]) -> _Packed:
+        """Returns the rows of some T, increasing; the last one holds every length."""
+        if seq_lens not in self._seen:
+            self._seen[seq_lens] = self._pack(seq_lens)
+        return self._seen[seq_lens]
+
+    def _pack(self, seq_lens: tuple[int, ...]) -> _Packed:
+        patterns = best_fit(self._values, self._counts, seq_lens, self._cap)
+        size = len(seq_lens)
+        bucket = np.searchsorted(seq_lens, [x.seq_len for x in patterns])
+        number = np.array([x.rows for x in patterns])
+        rows, segments, squares = (
+            np.bincount(bucket, number * np.array(x), size)
+            for x in (
+                [1] * len(patterns),
+                [len(x.slots) for x in patterns],
+                [sum(n * n for n in x.slots) for x in patterns],
+            )
+        )
+        plan = self._limits.plan(seq_lens)
+        if self._block_sparse:
+            share = squares / np.maximum(rows, 1) / np.square(plan.boundaries)
+            plan = dataclasses.replace(
+                plan, step_costs=tuple(self._sparse_costs(plan, share))
+            )
+        rows = rows.astype(np.int64)
+        flow = flow_remainders(rows, plan.batch_sizes, plan.costs)
+        cost = float((flow.batches * plan.costs).sum())
+        padding = 1 - float(self._values @ self._counts) / int(rows @ plan.boundaries)
+        return _Packed(seq_lens, patterns, plan, rows, segments, padding, cost)
+
+    def _sparse_costs(self, plan: BucketPlan, share: np.ndarray) -> list[float]:
+        """What steps cost where of all pairs of a row only a share is attended."""
+        cost_fn = self._limits.cost_fn
+        assert cost_fn is not None
+        costs = []
+        for bucket, attended in zip(plan.buckets, share.tolist(), strict=True):
+            size, seq_len = bucket.batch_size, bucket.seq_len
+            half, quarter = max(seq_len // 2, 1), max(seq_len // 4, 1)
+            x = np.array([seq_len, half, quarter], float)
+            if len(set(x)) < 3:
+                costs.append(cost_fn(size, seq_len))
+                continue
+            y = np.array([cost_fn(size, int(n)) for n in x])
+            # What grows with T squared is that of pairs.
+            per_pair = max(np.polyfit(x, y, 2)[0], 0.0)
+            costs.append(float(y[0] - per_pair * seq_len**2 * (1 - attended)))
+        return costs
