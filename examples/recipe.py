@@ -105,11 +105,23 @@ def make_step(
     mesh: jax.sharding.Mesh,
     state: jb.TrainState,
     *,
-    packed: bool = False,
+    padded_up_to: int | None = None,
 ) -> Any:
-    """The train step, for states like that one and rows of one document or several."""
+    """The train step, for states like that one.
+
+    Rows have several documents beyond some T, `padded_up_to`; none where it is None.
+    """
+    if args.policy == "grain-pack":
+        padded_up_to = 0
+
+    def own_loss(
+        model: Transformer, batch: jb.Batch, keys: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        alone = padded_up_to is None or batch.bucket.seq_len <= padded_up_to
+        return (loss if alone else packed_loss)(model, batch, keys)
+
     return jb.data_parallel(
-        packed_loss if packed or args.policy == "grain-pack" else loss,
+        own_loss,
         tx,
         mesh,
         mode=args.mode,

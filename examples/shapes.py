@@ -44,7 +44,7 @@ class Planned:
       words: what was measured, what is chosen, and why.
       seconds: what measuring took.
       measured: every number of it.
-      packed: whether its rows have several documents.
+      padded_up_to: T beyond which rows have several documents; None where none has.
       is_kept: whether it is that of a run that goes on.
     """
 
@@ -53,7 +53,7 @@ class Planned:
     words: str = ""
     seconds: float = 0.0
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)
-    packed: bool = False
+    padded_up_to: int | None = None
     is_kept: bool = False
 
     def to_json(self) -> str:
@@ -113,8 +113,9 @@ def by_operations(
 ) -> Planned:
     """Packed rows or padded ones, by what the model computes of them."""
     cost_fn = jb.TransformerCost(args.width, args.layers, VOCABULARY)
-    found = packed_plan(args, lengths, limits, cost_fn, cost_fn)
-    return Planned(in_limits(found.plan), words=found.why, packed=found.is_packed)
+    found = packed_plan(args, lengths, limits, cost_fn, None)
+    up_to = found.padded_up_to if found.is_packed else None
+    return Planned(in_limits(found.plan), words=found.why, padded_up_to=up_to)
 
 
 def packed_plan(
@@ -122,7 +123,7 @@ def packed_plan(
     lengths: np.ndarray,
     limits: jb.Limits,
     cost_fn: CostFn,
-    packed_cost_fn: CostFn,
+    packed_cost_fn: CostFn | None,
 ) -> jb.PackedPlan:
     return jb.plan_packing(
         lengths,
@@ -142,11 +143,19 @@ def in_limits(plan: jb.BucketPlan) -> jb.BucketPlan:
     return dataclasses.replace(plan, overlong="truncate")
 
 
-def given(path: str, packed: bool) -> Planned:
+def packing(planned: Planned, lengths: np.ndarray) -> jb.Packing | None:
+    """The rows of a plan, the same whenever it is made again; None of one document."""
+    up_to = planned.padded_up_to
+    if up_to is None:
+        return None
+    return jb.pack(lengths, planned.plan.boundaries.tolist(), padded_up_to=up_to)
+
+
+def given(path: str, padded_up_to: int | None) -> Planned:
     """The plan in a file."""
     try:
         plan = jb.BucketPlan.from_json(epath.Path(path).read_text())
-        return Planned(plan, packed=packed)
+        return Planned(plan, padded_up_to=padded_up_to)
     except (OSError, ValueError) as error:
         raise ValueError(f"`--plan {path}`: {error}") from None
 
@@ -188,15 +197,16 @@ def by_time(
         seconds = time.perf_counter() - start
         limits = dataclasses.replace(limits, cost_fn=measured.cost)
         chosen, reason = _choose(args, lengths, limits, measured, seconds)
-        packed = False
+        up_to = None
     else:
         # A step with a mask takes longer than one of the same shape without.
         with_mask = measure(some, True)
         seconds = time.perf_counter() - start
         found = packed_plan(args, lengths, limits, measured.cost, with_mask.cost)
-        chosen, reason, packed = in_limits(found.plan), found.why, found.is_packed
+        chosen, reason = in_limits(found.plan), found.why
+        up_to = found.padded_up_to if found.is_packed else None
     words = f"{in_words(measured, seconds)}\n{reason}"
-    own = Planned(chosen, by, words, seconds, measured.to_dict(), packed)
+    own = Planned(chosen, by, words, seconds, measured.to_dict(), up_to)
     # Each has times of its own, and all have to train in the same shapes.
     (text, *_) = processes.gather("plan by time", own.to_json())
     return Planned.from_json(text)

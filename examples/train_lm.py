@@ -219,7 +219,7 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
     if args.policy != "bucketed":
         own = shapes.plan(lengths, shapes.limits_of(limits), 1, "optimal")
     opening = shapes.opening(own, lengths, args.opening)
-    packing = jb.pack(lengths, own.boundaries.tolist()) if planned.packed else None
+    packing = shapes.packing(planned, lengths)
     evaluated = planned.plan
     if args.pack != "never":
         # Held-out documents have a row each, and are the same ones whatever is packed.
@@ -253,7 +253,7 @@ def plan(
     """The shapes, by tokens or by time; in the other ways only to evaluate in."""
     kept_to = shapes.limits_of(limits)
     if args.plan:
-        return shapes.given(args.plan, packed=args.pack == "always")
+        return shapes.given(args.plan, 0 if args.pack == "always" else None)
     if args.cost == "tokens" and args.pack != "never":
         return shapes.by_operations(args, lengths, kept_to)
     if args.cost == "tokens" or args.policy != "bucketed":
@@ -262,7 +262,8 @@ def plan(
     def measure(some: list[jb.Bucket], packed: bool) -> jb.Calibration:
         tx = recipe.make_optimizer(args)
         state = recipe.make_state(args, tx, mesh)
-        step = recipe.make_step(args, tx, mesh, state, packed=packed)
+        up_to = 0 if packed else None
+        step = recipe.make_step(args, tx, mesh, state, padded_up_to=up_to)
         return jb.calibrate(step, state, some, source[0], mesh)
 
     return shapes.by_time(args, lengths, kept_to, processes, measure)
@@ -494,7 +495,8 @@ def compile_train(
     progress: Progress,
 ) -> jb.CompiledSteps | policies.Jitted:
     step = recipe.make_step(
-        args, tx, job.mesh, progress.state, packed=job.planned.packed
+        *(args, tx, job.mesh, progress.state),
+        padded_up_to=job.planned.padded_up_to,
     )
     if args.policy == "dynamic":
         return policies.Jitted(step)

@@ -12,6 +12,7 @@ from jaxbucket.chunk_source import split_source
 from jaxbucket.chunks import chunk_lengths
 from jaxbucket.collate import collate_rows, unbatch
 from jaxbucket.comparison import Comparison, compare_plans
+from jaxbucket.concat_source import ConcatSource, concat_then_split
 from jaxbucket.costs import StepTime, TokenCost, TransformerCost
 from jaxbucket.curriculum import Curriculum
 from jaxbucket.curve import PlanCurve, plan_curve
@@ -127,6 +128,7 @@ __all__ = [
     "Comparison",
     "CompileReport",
     "CompiledSteps",
+    "ConcatSource",
     "Curriculum",
     "CyclicPacing",
     "DataPosition",
@@ -161,6 +163,7 @@ __all__ = [
     "collate_rows",
     "compare_plans",
     "compile_steps",
+    "concat_then_split",
     "concatenate",
     "count_compiles",
     "create_state",

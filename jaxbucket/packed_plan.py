@@ -17,7 +17,7 @@ from jaxbucket.checks import check_choice, check_lengths, check_number, check_po
 from jaxbucket.costs import CostFn, TokenCost
 from jaxbucket.histogram import value_counts
 from jaxbucket.limits import Budget, Limits
-from jaxbucket.packing import Packing, Pattern, best_fit, check_cap, from_patterns
+from jaxbucket.packing import Packing, Pattern, check_cap, from_patterns, row_patterns
 from jaxbucket.plan import plan_within
 from jaxbucket.remainder import flow_remainders
 from jaxbucket.stats import Report, in_unit, report
@@ -42,6 +42,8 @@ class PackedPlan:
         "packed in one T"; in `plan.cost_unit`.
       rows: for each bucket, how many rows have its T before remainders flow.
       segments: for each bucket, how many examples a row of it has, on average.
+      padded_up_to: T up to which examples are alone in their rows, also where
+        remainders flow: attention needs no mask there. 0 if there is none.
       block_sparse: whether attention was counted within examples alone.
     """
 
@@ -51,6 +53,7 @@ class PackedPlan:
     others: dict[str, float]
     rows: tuple[int, ...]
     segments: tuple[float, ...]
+    padded_up_to: int
     block_sparse: bool
 
     @property
@@ -65,8 +68,12 @@ class PackedPlan:
         attention = "within examples" if self.block_sparse else "over whole rows"
         unit = self.plan.cost_unit
         costs = ", ".join(f"{k} {in_unit(v, unit)}" for k, v in self.others.items())
+        up_to = ""
+        if self.is_packed and self.padded_up_to:
+            up_to = f" beyond T={self.padded_up_to}, padded up to there"
         return (
-            f"Rows are {name}, attention counted {attention}; an epoch costs {costs}."
+            f"Rows are {name}{up_to}, attention counted {attention}; an epoch costs "
+            f"{costs}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,6 +84,7 @@ class PackedPlan:
             "epoch_costs": self.others,
             "rows": list(self.rows),
             "segments_per_row": list(self.segments),
+            "padded_up_to": self.padded_up_to,
             "report": self.report.to_dict(),
         }
 
@@ -90,12 +98,14 @@ class PackedPlan:
         from rich.table import Table
 
         table = Table(box=box.SIMPLE_HEAD, caption=self.why, caption_justify="left")
-        for name in ("B", "T", "rows", "examples a row", "padding", "cost"):
+        for name in ("B", "T", "", "rows", "examples a row", "padding", "cost"):
             table.add_column(name, justify="right")
         for row in zip(self.rows, self.segments, self.report.buckets, strict=True):
             rows, segments, b = row
+            is_padded = b.seq_len <= self.padded_up_to
             table.add_row(
-                *(str(b.batch_size), str(b.seq_len), str(rows), f"{segments:.1f}"),
+                *(str(b.batch_size), str(b.seq_len)),
+                *("padded" if is_padded else "packed", str(rows), f"{segments:.1f}"),
                 *(f"{b.padding:.1%}", f"{b.cost_share:.1%}"),
             )
         return table
@@ -120,7 +130,9 @@ def plan_packing(
 
     Packed rows are of several T: where attention is quadratic in T, long rows cost more
     than the padding that they save, and short examples are better packed in short rows.
-    These T are searched for, one more at a time, by packing the lengths into them.
+    These T are searched for, one more at a time, by packing the lengths into them. With
+    `packed_cost_fn`, examples up to some T may stay alone in their rows as well: those
+    shapes cost what padded ones do.
 
     Example:
       >>> lengths = np.random.default_rng(0).integers(1, 500, size=1000)
@@ -140,7 +152,8 @@ def plan_packing(
       pack: "auto", or "always" and "never" to have it one way.
       cost_fn: `(batch_size, seq_len)` -> what a step costs; by default its tokens.
       packed_cost_fn: the same of a step of packed rows, where that is another: its
-        attention may be slower for it has a mask. By default `cost_fn`.
+        attention may be slower for it has a mask. By default `cost_fn`, by which rows
+        with room for more are filled always.
       block_sparse: whether the attention of packed rows takes time within examples
         alone, as that of fused kernels with segment ids; not so with a mask.
       max_padding: the share of packed rows that may be padding, whatever is cheaper.
@@ -169,9 +182,12 @@ def plan_packing(
     }
     own_cost = cost_fn or TokenCost()
     padded_limits = Limits(**shared, cost_fn=own_cost)
-    packed_limits = Limits(**shared, cost_fn=packed_cost_fn or own_cost)
+    packed_limits = padded_limits
+    if packed_cost_fn is not None:
+        packed_limits = Limits(**shared, cost_fn=packed_cost_fn)
     cap = check_cap(max_segments_per_row)
-    rows = _Rows(lengths, packed_limits, cap, block_sparse, max_padding)
+    limits = (padded_limits, packed_limits)
+    rows = _Rows(lengths, limits, cap, block_sparse, max_padding)
     single = rows.packed((rows.last,))
     packed = rows.search(check_positive("num_buckets", num_buckets))
     if pack != "never" and packed.padding > max_padding:
@@ -194,8 +210,9 @@ def plan_packing(
         per_bucket = np.bincount(padded.assign(lengths), minlength=len(padded))
         ones = (1.0,) * len(padded)
         counts = tuple(per_bucket.tolist())
+        last = padded.max_seq_len
         return PackedPlan(
-            padded, None, padded_report, others, counts, ones, block_sparse
+            padded, None, padded_report, others, counts, ones, last, block_sparse
         )
     packing = from_patterns(packed.patterns, packed.seq_lens, max_segments_per_row)
     segments = packed.segments / np.maximum(packed.rows, 1)
@@ -208,6 +225,7 @@ def plan_packing(
         others,
         tuple(packed.rows.tolist()),
         tuple(segments.tolist()),
+        packed.padded_up_to,
         block_sparse,
     )
 
@@ -218,6 +236,7 @@ class _Packed:
 
     Attributes:
       seq_lens: these T.
+      padded_up_to: that of them up to which examples are alone in their rows, or 0.
       patterns: the rows.
       plan: the shapes, with what a step of each costs.
       rows: `[K]` how many have each T.
@@ -227,6 +246,7 @@ class _Packed:
     """
 
     seq_lens: tuple[int, ...]
+    padded_up_to: int
     patterns: list[Pattern]
     plan: BucketPlan
     rows: np.ndarray
@@ -245,18 +265,18 @@ class _Rows:
     def __init__(
         self,
         lengths: np.ndarray,
-        limits: Limits,
+        limits: tuple[Limits, Limits],
         cap: int,
         block_sparse: bool,
         max_padding: float,
     ):
-        self.last = limits.longest(lengths)
-        self._limits = limits
+        self._padded_limits, self._limits = limits
+        self.last = self._limits.longest(lengths)
         self._cap = cap
         self._block_sparse = block_sparse
         self._max_padding = max_padding
         self._values, self._counts = value_counts(lengths)
-        self._seen: dict[tuple[int, ...], _Packed] = {}
+        self._seen: dict[tuple[tuple[int, ...], int], _Packed] = {}
 
     def search(self, num_buckets: int) -> _Packed:
         """Returns the cheapest that is found, of at most so many T."""
@@ -287,8 +307,13 @@ class _Rows:
         """Of those that hold the longest, and the best so far."""
         every = [tuple(sorted(set(x))) for x in tried]
         longest = self._values[-1]
-        held = [self.packed(x) for x in every if x and x[-1] >= longest]
-        return min([best, *held], key=self._rank)
+        held = [x for x in every if x and x[-1] >= longest]
+        # Without a mask that costs something, rows are the better the fuller they are.
+        is_same = self._padded_limits is self._limits
+        found = [
+            self.packed(x, alone) for x in held for alone in range(is_same or len(x))
+        ]
+        return min([best, *found], key=self._rank)
 
     def _rank(self, packed: _Packed) -> tuple[float, float]:
         """What is too much padding, and then the cost."""
@@ -298,15 +323,21 @@ class _Rows:
         multiple = self._limits.seq_len_multiple
         return min(self.last, max(1, round(seq_len / multiple)) * multiple)
 
-    def packed(self, seq_lens: tuple[int, ...]) -> _Packed:
-        """Returns the rows of some T, increasing; the last one holds every length."""
-        if seq_lens not in self._seen:
-            self._seen[seq_lens] = self._pack(seq_lens)
-        return self._seen[seq_lens]
+    def packed(self, seq_lens: tuple[int, ...], alone: int = 0) -> _Packed:
+        """Returns the rows of some T, increasing; the last one holds every length.
 
-    def _pack(self, seq_lens: tuple[int, ...]) -> _Packed:
-        patterns = best_fit(self._values, self._counts, seq_lens, self._cap)
+        Args:
+          seq_lens: these T.
+          alone: for how many of them, the shortest, examples have a row each.
+        """
+        if (seq_lens, alone) not in self._seen:
+            self._seen[seq_lens, alone] = self._pack(seq_lens, alone)
+        return self._seen[seq_lens, alone]
+
+    def _pack(self, seq_lens: tuple[int, ...], alone: int) -> _Packed:
         size = len(seq_lens)
+        up_to = (0, *seq_lens)[alone]
+        patterns = row_patterns(self._values, self._counts, seq_lens, self._cap, up_to)
         bucket = np.searchsorted(seq_lens, [x.seq_len for x in patterns])
         number = np.array([x.rows for x in patterns])
         rows, segments, squares = (
@@ -318,6 +349,10 @@ class _Rows:
             )
         )
         plan = self._limits.plan(seq_lens)
+        if alone:
+            own = self._padded_limits.plan(seq_lens).costs[:alone]
+            costs = np.concatenate([own, plan.costs[alone:]])
+            plan = dataclasses.replace(plan, step_costs=tuple(costs.tolist()))
         if self._block_sparse:
             share = squares / np.maximum(rows, 1) / np.square(plan.boundaries)
             plan = dataclasses.replace(
@@ -327,7 +362,7 @@ class _Rows:
         flow = flow_remainders(rows, plan.batch_sizes, plan.costs)
         cost = float((flow.batches * plan.costs).sum())
         padding = 1 - float(self._values @ self._counts) / int(rows @ plan.boundaries)
-        return _Packed(seq_lens, patterns, plan, rows, segments, padding, cost)
+        return _Packed(seq_lens, up_to, patterns, plan, rows, segments, padding, cost)
 
     def _sparse_costs(self, plan: BucketPlan, share: np.ndarray) -> list[float]:
         """What steps cost where of all pairs of a row only a share is attended."""

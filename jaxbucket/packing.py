@@ -15,7 +15,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base import digest
-from jaxbucket.checks import MAX_LENGTH, check_lengths, check_positive
+from jaxbucket.checks import (
+    MAX_LENGTH,
+    check_integer,
+    check_lengths,
+    check_positive,
+)
 from jaxbucket.histogram import value_counts
 
 
@@ -105,6 +110,7 @@ def pack(
     max_seq_len: int | Sequence[int],
     *,
     max_segments_per_row: int | None = None,
+    padded_up_to: int = 0,
 ) -> Packing:
     """Returns rows that examples of these lengths fill: best fit decreasing.
 
@@ -124,6 +130,7 @@ def pack(
       lengths: `[N]` integers, one per example.
       max_seq_len: T of a row, or several.
       max_segments_per_row: the most examples of a row; by default as many as fit.
+      padded_up_to: examples that are at most so long are alone in their rows.
 
     Raises:
       ValueError: for lengths that `check_lengths` refuses or that are beyond the
@@ -141,7 +148,8 @@ def pack(
             f"`source = jb.split_source(source, {seq_lens[-1]}, lengths=lengths)` and "
             "`source.lengths`."
         )
-    patterns = best_fit(values, counts, seq_lens, cap)
+    up_to = check_integer("padded_up_to", padded_up_to)
+    patterns = row_patterns(values, counts, seq_lens, cap, up_to)
     return from_patterns(patterns, seq_lens, max_segments_per_row)
 
 
@@ -176,6 +184,29 @@ class Pattern:
     slots: tuple[int, ...]
     rows: int
     seq_len: int
+
+
+def row_patterns(
+    values: np.ndarray,
+    counts: np.ndarray,
+    seq_lens: Sequence[int],
+    cap: int,
+    padded_up_to: int,
+) -> list[Pattern]:
+    """Returns the rows of examples that are alone, and those that best fit has.
+
+    Args:
+      values: `[V]` lengths, increasing, the last at most the last of `seq_lens`.
+      counts: `[V]` how many examples of each there are.
+      seq_lens: T of rows, increasing.
+      cap: the most slots of a row.
+      padded_up_to: up to which length an example is alone.
+    """
+    first = int(np.searchsorted(values, padded_up_to, side="right"))
+    places = np.searchsorted(seq_lens, values[:first]).tolist()
+    pairs = zip(values.tolist(), counts.tolist(), places, strict=False)
+    alone = [Pattern((n,), count, seq_lens[place]) for n, count, place in pairs]
+    return alone + best_fit(values[first:], counts[first:], seq_lens, cap)
 
 
 def best_fit(

@@ -54,6 +54,32 @@ def test_trains_on_simulated_devices_without_a_recompile(jsonl, tmp_path, mode):
     assert 0 < summary["held_out"]["bits_per_byte"] < 16
 
 
+@pytest.mark.parametrize("cost", ["tokens", "time"])
+def test_it_packs_rows_where_that_is_asked_for(jsonl, tmp_path, cost):
+    out, folder = tmp_path / "summary.json", tmp_path / "run"
+    options = (
+        *("--data", jsonl, "--field", "body", "--pack", "always", "--cost", cost),
+        *("--checkpoint", folder, "--json", out),
+    )
+    run = train_lm(*options)
+    assert run.returncode == 0, run.stderr
+    assert "Rows are packed" in " ".join(run.stdout.split())
+    summary = json.loads(out.read_text())
+    epoch = summary["epoch"]
+    assert epoch["packed_examples"] + summary["held_out"]["documents"] == 200
+    assert epoch["examples"] < epoch["packed_examples"]
+    assert summary["compile"]["train_step"]["later"] == 0
+    # It goes on in the same rows, also where they were planned by time.
+    run = train_lm(*options, "--steps", 9, "--resume")
+    assert run.returncode == 0, run.stderr
+    assert "Going on at step 6." in run.stdout
+    again = json.loads(out.read_text())
+    assert again["plan"] == summary["plan"] and again["schedule"] == summary["schedule"]
+    run = train_lm(*options, "--pack", "never", "--resume")
+    assert run.returncode == 1
+    assert "packing" in run.stderr or "--pack always -> never" in run.stderr
+
+
 def test_all_ways_are_compared_side_by_side(jsonl, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     cache.mkdir()
@@ -268,6 +294,12 @@ def test_a_budget_that_holds_no_row_is_refused(jsonl):
         ("--data x --json x", "--json names what --data names"),
         ("--json x.png --plot ./x.png", "--plot names what --json names"),
         ("--data docs --checkpoint docs/run", "docs/run is in the folder of --data"),
+        ("--pack auto --policy dynamic", "chooses the rows: leave out --policy"),
+        ("--pack auto --plan x", "chooses the rows: leave out --plan"),
+        (
+            "--pack always --num-buckets auto --opening 3",
+            "leave out --num-buckets auto, --opening",
+        ),
         ("--json nowhere/x.json", "nowhere/x.json is no file in an existing folder"),
     ],
 )

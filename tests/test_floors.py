@@ -81,6 +81,10 @@ ROOMS = {
         {"checks", "base", "chunks", "collate", "example", "source"},
         {"numpy"},
     ),
+    "concat_source": (
+        {"checks", "base", "example", "packing", "permutation", "source"},
+        {"numpy"},
+    ),
     "function_name": ({"base"}, set()),
     "orphans": (set(), set()),
     "progress": (set(), {"rich"}),

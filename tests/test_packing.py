@@ -404,6 +404,51 @@ def test_auto_takes_what_costs_less():
     assert told["report"]["packed_examples"] == 600
 
 
+def test_where_a_mask_costs_short_rows_stay_padded():
+    rng = np.random.default_rng(0)
+    # Those of 64 fit as they are; the others leave much of their rows empty.
+    lengths = np.concatenate([np.full(3000, 64), rng.integers(300, 600, 2000)])
+    options = {"max_tokens": 8192, "max_seq_len": 1024, "cost_fn": QUADRATIC}
+    free = jb.plan_packing(lengths, **options, pack="always")
+    assert free.padded_up_to == 0
+    slow = jb.plan_packing(
+        lengths,
+        **options,
+        pack="always",
+        packed_cost_fn=lambda b, t: 1.15 * QUADRATIC(b, t),
+    )
+    assert slow.padded_up_to >= 64 and "padded up to there" in slow.why
+    assert slow.packing is not None
+    again = jb.pack(
+        lengths, slow.plan.boundaries.tolist(), padded_up_to=slow.padded_up_to
+    )
+    assert again.fingerprint == slow.packing.fingerprint
+    # Not one of its batches has several examples in a row, remainders included.
+    schedule = jb.BatchSchedule(slow.plan, lengths, packing=slow.packing)
+    assert slow.others["packed"] == schedule.report().epoch_cost
+    for indices in epoch_rows(schedule, 0):
+        if indices.bucket.seq_len <= slow.padded_up_to:
+            assert (indices.rows[:, 1:] == EMPTY_ROW).all()
+    for bucket, cost in zip(slow.plan.buckets, slow.plan.costs, strict=True):
+        factor = 1 if bucket.seq_len <= slow.padded_up_to else 1.15
+        own = QUADRATIC(bucket.batch_size, bucket.seq_len)
+        assert cost == pytest.approx(factor * own)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_examples_up_to_a_length_are_alone(seed):
+    lengths, seq_lens, cap = packing_problem(seed)
+    up_to = int(np.random.default_rng(seed).integers(0, lengths.max() + 2))
+    packing = jb.pack(lengths, seq_lens, max_segments_per_row=cap, padded_up_to=up_to)
+    assert sorted(packing.slot_lengths) == sorted(lengths)
+    alone = [x for x in rows_of(packing) if x.min() <= up_to]
+    assert all(len(x) == 1 for x in alone)
+    assert len(alone) == (lengths <= up_to).sum()
+    if (lengths > up_to).any():
+        rest = jb.pack(lengths[lengths > up_to], seq_lens, max_segments_per_row=cap)
+        assert packing.num_rows == len(alone) + rest.num_rows
+
+
 def test_block_sparse_attention_makes_long_rows_cheap():
     lengths = np.random.default_rng(0).integers(1, 65, 3000)
     options = {"max_tokens": 8192, "max_seq_len": 1024, "cost_fn": QUADRATIC}
@@ -434,7 +479,7 @@ def test_a_packed_plan_is_a_table():
     found = jb.plan_packing([5, 3, 8, 1], max_tokens=32)
     console = rich.console.Console(width=120, record=True, file=io.StringIO())
     console.print(found)
-    text = console.export_text()
+    text = " ".join(console.export_text().split())
     assert "examples a row" in text and "an epoch costs" in text
 
 
@@ -573,6 +618,64 @@ def test_a_source_that_was_split_is_packed():
     batches = loaded(chunks, schedule)
     assert sum(int(batch.num_tokens) for batch in batches) == 58
     assert all(batch.mask.sum() == batch.num_tokens for batch in batches)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_examples_that_run_on_fill_every_row(seed):
+    rng = np.random.default_rng(seed)
+    size, seq_len = int(rng.choice([1, 3, 50, 2000])), int(rng.choice([1, 7, 64]))
+    lengths = rng.integers(1, 3 * seq_len, size, endpoint=True)
+    source = examples_of(lengths, seed)
+    parts = jb.concat_then_split(
+        source, seq_len, lengths=lengths, seed=seed, sequences=SEQUENCES
+    )
+    packing = parts.packing
+    assert packing.num_rows == -(-lengths.sum() // seq_len)
+    assert (packing.row_lengths[:-1] == seq_len).all()
+    assert packing.num_examples == len(parts) <= size + packing.num_rows - 1
+    # Every token once, and in order.
+    found = {}
+    for part in range(len(parts)):
+        example = parts[part]
+        found.setdefault(int(example["index"]), []).append(part)
+    for index, own in found.items():
+        own.sort(key=lambda part: parts._begins[part])
+        tokens = np.concatenate([parts[part]["tokens"] for part in own])
+        np.testing.assert_array_equal(tokens, source[index]["tokens"])
+    assert sorted(found) == list(range(size))
+    # In a row they stand as they run on, with the seed's own choice of parts.
+    again = jb.concat_then_split(
+        source, seq_len, lengths=lengths, seed=seed, sequences=SEQUENCES
+    )
+    assert parts.fingerprint == again.fingerprint
+    if size == 2000:
+        other = jb.concat_then_split(
+            source, seq_len, lengths=lengths, seed=seed + 1, sequences=SEQUENCES
+        )
+        assert other.fingerprint != parts.fingerprint
+
+
+def test_parts_that_run_on_train_as_any_packed_rows():
+    lengths = np.random.default_rng(0).integers(1, 90, 80)
+    source = examples_of(lengths)
+    parts = jb.concat_then_split(source, 64, lengths=lengths, sequences=SEQUENCES)
+    plan = jb.plan_buckets(
+        parts.packing.row_lengths, max_tokens=4 * 64, boundaries=[64]
+    )
+    schedule = jb.BatchSchedule(plan, parts.lengths, packing=parts.packing, seed=3)
+    batches = loaded(parts, schedule)
+    assert sum(int(batch.num_tokens) for batch in batches) == lengths.sum()
+    assert schedule.report().padding_in_rows < 64 / lengths.sum()
+    with pytest.raises(
+        ValueError, match="`lengths` has 3 entries, but `source` has 80"
+    ):
+        jb.concat_then_split(source, 64, lengths=[1, 2, 3])
+    with pytest.raises(IndexError, match="must be from 0"):
+        parts[len(parts)]
+    with pytest.raises(ValueError, match=r"`source\[0\]`, before it was cut, has len"):
+        wrong = lengths + 1
+        own = jb.concat_then_split(source, 64, lengths=wrong, sequences=SEQUENCES)
+        own[int(np.flatnonzero(own._examples == 0)[0])]
 
 
 def test_segments_of_real_shapes():
