@@ -46,7 +46,7 @@ def concat_then_split(
       >>> source.packing
       Packing(4 examples in 3 rows of 4, fill 100.0%)
       >>> [source[part]["x"].tolist() for part in range(len(source))]
-      [[2, 2, 2, 2], [3, 3, 3], [1], [1, 1, 1, 1]]
+      [[1, 1, 1, 1], [1], [3, 3, 3], [2, 2, 2, 2]]
 
     Args:
       source: examples by index.

@@ -59,7 +59,7 @@ def test_it_packs_rows_where_that_is_asked_for(jsonl, tmp_path, cost):
     out, folder = tmp_path / "summary.json", tmp_path / "run"
     options = (
         *("--data", jsonl, "--field", "body", "--pack", "always", "--cost", cost),
-        *("--checkpoint", folder, "--json", out),
+        *("--checkpoint", folder, "--json", out, "--devices", 4),
     )
     run = train_lm(*options)
     assert run.returncode == 0, run.stderr
@@ -75,7 +75,7 @@ def test_it_packs_rows_where_that_is_asked_for(jsonl, tmp_path, cost):
     assert "Going on at step 6." in run.stdout
     again = json.loads(out.read_text())
     assert again["plan"] == summary["plan"] and again["schedule"] == summary["schedule"]
-    run = train_lm(*options, "--pack", "never", "--resume")
+    run = train_lm(*options, "--steps", 12, "--pack", "never", "--resume")
     assert run.returncode == 1
     assert "packing" in run.stderr or "--pack always -> never" in run.stderr
 
