@@ -50,7 +50,8 @@ def check_batches(
       buckets: the shapes (B, T) that global batches may have.
       max_tokens: what B * T may be.
       num_hosts: how many there are; no two have the same rows.
-      identity: the feature `[B]` that names the example in a row.
+      identity: the feature `[B]` that names the example in a row; of packed rows
+        `[B, max_segments]`, those in it.
       left_out: how many examples an epoch leaves out on purpose.
       resume_at: steps to begin at anew, by default all.
 
@@ -200,10 +201,10 @@ def _exactly_once(
 ) -> Iterator[str]:
     for host, step, batch in _batches(hosts):
         values = np.asarray(batch.features.get(identity))
-        if values.dtype.kind not in "iu" or values.ndim != 1:
+        if values.dtype.kind not in "iu" or values.ndim not in (1, 2):
             yield (
                 f"Exactly once: at step {step} host {host} has no feature {identity!r} "
-                "of one integer for each row, which says who is in it."
+                "of one integer for each example, which says who is in a row."
             )
             return
     parts = [_examples(batch, identity) for _, _, batch in _batches(hosts)]
@@ -225,7 +226,11 @@ def _exactly_once(
 
 def _examples(batch: Batch, identity: str) -> np.ndarray:
     ids = next(iter(batch.segment_ids.values()))
-    return np.asarray(batch.features[identity])[ids.max(axis=1) > 0].astype(np.int64)
+    names = np.asarray(batch.features[identity]).astype(np.int64)
+    segments = ids.max(axis=1)
+    if names.ndim == 1:
+        return names[segments > 0]
+    return names[np.arange(names.shape[1]) < segments[:, None]]
 
 
 def _some(numbers: Sequence[int] | np.ndarray) -> str:

@@ -325,8 +325,9 @@ with jb.Processes() as processes:
 
 
 # In several processes "shard_map" is tested with plain steps.
-@pytest.mark.parametrize("mode", ["jit", "pmap"])
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("float64", 1e-12)])
+@pytest.mark.parametrize(
+    ("mode", "dtype", "limit"), [("jit", "float32", 1e-5), ("pmap", "float64", 1e-12)]
+)
 def test_two_processes_have_the_gradient_of_one(launch, mode, dtype, limit):
     import inspect
     import json

@@ -18,6 +18,7 @@ from jaxbucket.base import EMPTY_ROW
 from jaxbucket.even_work import imbalance, spread_evenly
 from jaxbucket.permutation import fold, mix, mix_each, permute, permute_each
 from jaxbucket.segments import row_segments
+from jaxbucket.testing import check_batches
 
 
 def plain_best_fit(lengths, seq_lens, cap):
@@ -561,6 +562,23 @@ def test_batches_come_back_as_examples(seed):
         inside = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0)
         assert (np.diff(positions, axis=1)[inside] == 1).all()
     assert sum(int(batch.num_examples) for batch in batches) == len(source)
+
+
+def test_a_loader_of_packed_rows_keeps_the_promises():
+    lengths = np.random.default_rng(1).integers(1, 30, 90)
+    source = examples_of(lengths)
+    schedule = packed_schedule(lengths, [16, 64], rows=4)
+
+    def loader(host, start_step):
+        shard = jb.RowShard((host,), 2)
+        return jb.batch_dataset(
+            source, schedule, shard=shard, start_step=start_step, sequences=SEQUENCES
+        )
+
+    promises = {"buckets": schedule.plan.buckets, "max_tokens": 256, "num_hosts": 2}
+    check_batches(loader, num_examples=90, **promises)
+    with pytest.raises(AssertionError, match=r"1 examples \(90\) are in no row"):
+        check_batches(loader, num_examples=91, **promises)
 
 
 def test_row_shards_are_rows_of_the_whole():
