@@ -65,6 +65,9 @@ class Planned:
     def from_json(cls, text: str) -> "Planned":
         plan = jb.BucketPlan.from_json(text)
         own = json.loads(text).get("planned")
+        if isinstance(own, dict):
+            # Those that were made before rows could be packed.
+            own = {"padded_up_to": None, **own}
         if not isinstance(own, dict) or own.keys() != _BESIDE:
             raise ValueError("The plan does not say by which options it was made.")
         return cls(plan, **own)
@@ -233,10 +236,11 @@ def _kept(
         kept = Planned.from_json(told)
     except ValueError as error:
         raise ValueError(f"{folder / FILE}: {error}") from None
-    other = [name for name, value in by.items() if kept.by.get(name) != value]
+    before = {"--pack": "never", **kept.by}
+    other = [name for name, value in by.items() if before.get(name) != value]
     if other and not args.resume_changed:
         changes = ", ".join(
-            f"{name} {kept.by.get(name)} -> {by[name]}" for name in other
+            f"{name} {before.get(name)} -> {by[name]}" for name in other
         )
         raise ValueError(
             f"Cannot go on by the plan in {folder}, for its options have changed: "

@@ -82,6 +82,8 @@ def collate_rows(
             f"`rows` has {len(rows)} entries, more than the {bucket.batch_size} of "
             f"bucket {bucket}."
         )
+    if max_segments is not None:
+        check_positive("max_segments", max_segments)
     segments = [_segments(row, x, max_segments) for row, x in enumerate(rows)]
     if max_segments is not None and truncate:
         raise ValueError(
@@ -133,7 +135,6 @@ def _segments(
     """The examples of a row."""
     if max_segments is None:
         return () if entry is None else (cast(Example, entry),)
-    check_positive("max_segments", max_segments)
     if entry is None:
         return ()
     if isinstance(entry, Mapping) or not isinstance(entry, Sequence):
@@ -155,6 +156,10 @@ def check_rows(rows: np.ndarray, num_examples: int, bucket: Bucket) -> None:
         raise ValueError(
             f"`rows` has {len(rows)} entries, but bucket {bucket} has "
             f"{bucket.batch_size} rows. Give one for each, -1 for an empty one."
+        )
+    if rows.ndim not in (1, 2):
+        raise ValueError(
+            f"`rows` has {rows.ndim} dimensions: give [B], or [B, max_segments]."
         )
     if rows.ndim == 2 and np.any((rows[:, :-1] < 0) & (rows[:, 1:] >= 0)):
         raise ValueError(

@@ -5,17 +5,24 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base import digest
+from jaxbucket.base import Bucket, digest
 from jaxbucket.checks import check_lengths, check_positive, check_seed
 from jaxbucket.example import as_arrays, common_length, sequence_names
 from jaxbucket.packing import Packing
 from jaxbucket.permutation import fold, permute
-from jaxbucket.source import Source, contents, read_example
+from jaxbucket.source import (
+    RowSource,
+    Source,
+    SpanSource,
+    check_sequences,
+    contents,
+    read_example,
+)
 
 # Another key than those of schedules, which may have the same seed.
 _CONCAT = 0xC0A7
@@ -85,6 +92,13 @@ class ConcatSource:
                 f"`lengths` has {len(lengths)} entries, but `source` has {len(source)} "
                 "examples. Pass the lengths measured of it."
             )
+        if isinstance(source, RowSource):
+            check_sequences(source, sequences)
+            if np.any(source.lengths != lengths):
+                raise ValueError(
+                    "`lengths` are not those of `source`, which knows its own: pass "
+                    "`source.lengths`."
+                )
         self._source = source
         self._sequences = sequences
         self._measured = lengths
@@ -114,12 +128,22 @@ class ConcatSource:
         if not 0 <= index < len(self):
             raise IndexError(f"`index={index}` must be from 0 to {len(self) - 1}.")
         example, begin = int(self._examples[index]), int(self._begins[index])
+        if isinstance(self._source, SpanSource):
+            return self._gathered(example, begin, int(self.lengths[index]))
         arrays, names = self._read(example)
         end = begin + int(self.lengths[index])
         return {
             name: value[begin:end] if name in names else value
             for name, value in arrays.items()
         }
+
+    def _gathered(self, example: int, begin: int, length: int) -> dict[str, Any]:
+        """What such a source has of a part, without the rest of the example."""
+        rows, begins, lengths = (np.array([x]) for x in (example, begin, length))
+        batch = cast(SpanSource, self._source).collate_spans(
+            rows, begins, lengths, Bucket(1, length), pad_value=0
+        )
+        return {name: value[0] for name, value in batch.features.items()}
 
     def _read(self, index: int) -> tuple[dict[str, Any], list[str]]:
         arrays = as_arrays(read_example(self._source, index, ", before it was cut,"))

@@ -8,10 +8,11 @@ import numpy as np
 def spread_evenly(work: np.ndarray) -> np.ndarray:
     """Returns the rows in an order whose parts have even sums of work.
 
-    It is the same however many devices there are: rows are halved, and halves are
-    halved, so long as they can be. Of two halves, the next largest row goes to the one
-    that has less, until it has its number of rows (Graham, "Bounds on multiprocessing
-    timing anomalies", 1969: the longest first).
+    It is the same however many devices there are: rows are divided by the smallest
+    prime factor of their number, and so are these parts. The next largest row goes to
+    the part that has least, until it has its number of rows (Graham, "Bounds on
+    multiprocessing timing anomalies", 1969: the longest first). So it is even for 2, 4,
+    8, ... devices, and for another number not worse than as rows come.
 
     Example:
       >>> spread_evenly(np.array([9, 8, 1, 2]))
@@ -25,20 +26,25 @@ def spread_evenly(work: np.ndarray) -> np.ndarray:
     """
     weights = work.tolist()
     order = np.argsort(-work, kind="stable").tolist()
-    return np.array(_halved(order, weights), np.int64)
+    return np.array(_divided(order, weights), np.int64)
 
 
-def _halved(rows: list[int], weights: list[float]) -> list[int]:
-    """The rows, the largest first, as one half behind the other."""
-    if len(rows) < 2 or len(rows) % 2:
+def _divided(rows: list[int], weights: list[float]) -> list[int]:
+    """The rows, the largest first, as one part behind the other."""
+    if len(rows) < 3:
         return rows
-    halves: tuple[list[int], list[int]] = ([], [])
-    more, full = 0.0, len(rows) // 2
+    count = next(n for n in range(2, len(rows) + 1) if len(rows) % n == 0)
+    parts: list[list[int]] = [[] for _ in range(count)]
+    sums = [0.0] * count
     for row in rows:
-        is_second = len(halves[0]) == full or (len(halves[1]) < full and more > 0)
-        halves[is_second].append(row)
-        more += -weights[row] if is_second else weights[row]
-    return [row for half in halves for row in _halved(half, weights)]
+        free = [i for i in range(count) if len(parts[i]) < len(rows) // count]
+        least = min(free, key=sums.__getitem__)
+        parts[least].append(row)
+        sums[least] += weights[row]
+    if count == len(rows):
+        # No device has one of these alone: in turn, and not by their size.
+        parts = parts[::2] + parts[1::2]
+    return [row for part in parts for row in _divided(part, weights)]
 
 
 def imbalance(work: np.ndarray, num_parts: int) -> float:

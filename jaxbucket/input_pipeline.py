@@ -185,19 +185,19 @@ class BatchDataset(grain.MapDataset[Any]):
     def _batch(self, indices: BatchIndices, step: int) -> Batch:
         rows = indices.rows[self._shard.rows(indices.bucket.batch_size)]
         bucket = Bucket(len(rows), indices.bucket.seq_len)
-        truncate = self._schedule.plan.overlong == "truncate"
+        packed = self._schedule.max_segments is not None
+        truncate = self._schedule.plan.overlong == "truncate" and not packed
         if self._gathers is not None:
             return self._gathers.collate(
                 rows, bucket, pad_value=self._pad_value, truncate=truncate
             )
-        packed = self._schedule.max_segments is not None
         examples = [self._row(row, step) for row in rows]
         collate = functools.partial(
             collate_rows,
             like=self._like(step),
             sequences=self._sequences,
             pad_value=self._pad_value,
-            truncate=truncate and not packed,
+            truncate=truncate,
         )
         try:
             return collate(examples, bucket, max_segments=self._schedule.max_segments)

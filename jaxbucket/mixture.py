@@ -72,7 +72,8 @@ class Mixture(Schedule):
         self.by: Unit = by
         self._check()
         self.plan = self.schedules[0].plan
-        self.max_segments = self.schedules[0].max_segments
+        segments = [own.max_segments for own in self.schedules]
+        self.max_segments = max((n for n in segments if n is not None), default=None)
         self.lengths = np.concatenate([own.lengths for own in self.schedules])
         self._starts = [
             0,
@@ -105,11 +106,10 @@ class Mixture(Schedule):
                 "components together, and give every schedule this plan."
             )
 
-        if len({own.max_segments for own in self.schedules}) > 1:
+        if len({own.packing is None for own in self.schedules}) > 1:
             raise ValueError(
-                "`schedules` have packed rows of at most "
-                f"{[own.max_segments for own in self.schedules]} examples. Pack all "
-                "with the same `max_segments_per_row`, or none."
+                "`schedules` have packed rows, and rows of one example: pack all of "
+                "them, or none."
             )
 
     def _group(self, accumulate: int) -> int:
@@ -169,9 +169,17 @@ class Mixture(Schedule):
         index, own_step = self._turns.at(turn)
         start = self._starts[index]
         return [
-            BatchIndices(x.bucket, np.where(x.rows < 0, EMPTY_ROW, x.rows + start))
+            BatchIndices(x.bucket, self._through(x.rows, start))
             for x in self.schedules[index]._micro_batches(own_step)
         ]
+
+    def _through(self, rows: np.ndarray, start: int) -> np.ndarray:
+        """Rows as they count through all components; packed ones as wide as any."""
+        rows = np.where(rows < 0, EMPTY_ROW, rows + start)
+        if self.max_segments is None:
+            return rows
+        more = self.max_segments - rows.shape[1]
+        return np.pad(rows, ((0, 0), (0, more)), constant_values=EMPTY_ROW)
 
     def traits(self) -> dict[str, Any]:
         return {

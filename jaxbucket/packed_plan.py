@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -14,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base import BucketPlan
 from jaxbucket.checks import check_choice, check_lengths, check_number, check_positive
-from jaxbucket.costs import CostFn, TokenCost
+from jaxbucket.costs import CostFn, TokenCost, unit_of
 from jaxbucket.histogram import value_counts
 from jaxbucket.limits import Budget, Limits
 from jaxbucket.packing import Packing, Pattern, check_cap, from_patterns, row_patterns
@@ -28,6 +29,8 @@ PACK: tuple[str, ...] = get_args(Pack)
 # T that are tried lie apart by this factor at first, and then by steps between them.
 _RATIO = math.sqrt(2)
 _REFINEMENTS = 3
+# Of a step without any pairs, of what its cost function says.
+_LEAST = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +68,8 @@ class PackedPlan:
     def why(self) -> str:
         """The choice in a sentence, with what it was made by."""
         name = "packed" if self.is_packed else "padded"
-        attention = "within examples" if self.block_sparse else "over whole rows"
+        is_sparse = self.is_packed and self.block_sparse
+        attention = "within examples" if is_sparse else "over whole rows"
         unit = self.plan.cost_unit
         costs = ", ".join(f"{k} {in_unit(v, unit)}" for k, v in self.others.items())
         up_to = ""
@@ -147,16 +151,19 @@ def plan_packing(
       lengths: `[N]` integers, one per example.
       max_tokens: the hard budget of a global batch, padding counted; or a function of
         T that returns it.
-      max_seq_len: T of the longest row; by default the longest length, rounded up.
+      max_seq_len: the longest T there may be; by default the longest length, rounded
+        up. Padded rows are not longer than that.
       num_buckets: how many shapes at most.
       pack: "auto", or "always" and "never" to have it one way.
       cost_fn: `(batch_size, seq_len)` -> what a step costs; by default its tokens.
+        Of a `packed_cost_fn` it must be given, and count the same.
       packed_cost_fn: the same of a step of packed rows, where that is another: its
         attention may be slower for it has a mask. By default `cost_fn`, by which rows
         with room for more are filled always.
       block_sparse: whether the attention of packed rows takes time within examples
         alone, as that of fused kernels with segment ids; not so with a mask.
-      max_padding: the share of packed rows that may be padding, whatever is cheaper.
+      max_padding: the share of packed rows that may be padding, whatever is cheaper:
+        in the rows of an epoch, before the last ones of a T go up into longer ones.
       max_segments_per_row: the most examples of a row; by default as many as fit.
       batch_size_multiple: every B is a multiple of it.
       seq_len_multiple: every T is a multiple of it.
@@ -173,6 +180,13 @@ def plan_packing(
             f"`max_tokens={max_tokens}` is one for each of some boundaries, which are "
             "not given here: pass an integer, or a function of T."
         )
+    own_cost = cost_fn or TokenCost()
+    units = {getattr(x, "unit", None) for x in (own_cost, packed_cost_fn)} - {None}
+    if packed_cost_fn is not None and (cost_fn is None or len(units) > 1):
+        raise ValueError(
+            f"`packed_cost_fn` counts {unit_of(packed_cost_fn)}, and `cost_fn` "
+            f"{unit_of(own_cost)}: give both, in one unit, to compare them."
+        )
     lengths = check_lengths(lengths)
     shared: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -180,7 +194,6 @@ def plan_packing(
         "batch_size_multiple": batch_size_multiple,
         "seq_len_multiple": seq_len_multiple,
     }
-    own_cost = cost_fn or TokenCost()
     padded_limits = Limits(**shared, cost_fn=own_cost)
     packed_limits = padded_limits
     if packed_cost_fn is not None:
@@ -190,13 +203,16 @@ def plan_packing(
     rows = _Rows(lengths, limits, cap, block_sparse, max_padding)
     single = rows.packed((rows.last,))
     packed = rows.search(check_positive("num_buckets", num_buckets))
-    if pack != "never" and packed.padding > max_padding:
+    is_possible = packed.padding <= max_padding
+    if pack == "always" and not is_possible:
         raise ValueError(
             f"`max_padding={max_padding}`: of the rows that were tried, "
             f"{packed.padding:.2%} at least is padding. Raise it, or `max_seq_len`, or "
             "`num_buckets`."
         )
-    padded = plan_within(lengths, padded_limits, num_buckets, "optimal")
+    # No longer than it has to be, as packed rows are.
+    tight = dataclasses.replace(padded_limits, max_seq_len=None)
+    padded = plan_within(lengths, tight, num_buckets, "optimal")
     padded_report = report(padded, lengths)
     others = {
         "padded": padded_report.epoch_cost,
@@ -204,7 +220,7 @@ def plan_packing(
         "packed in one T": single.cost,
     }
     is_packed = pack == "always" or (
-        pack == "auto" and packed.cost < padded_report.epoch_cost
+        pack == "auto" and is_possible and packed.cost < padded_report.epoch_cost
     )
     if not is_packed:
         per_bucket = np.bincount(padded.assign(lengths), minlength=len(padded))
@@ -276,6 +292,7 @@ class _Rows:
         self._block_sparse = block_sparse
         self._max_padding = max_padding
         self._values, self._counts = value_counts(lengths)
+        self._held: dict[int, bool] = {}
         self._seen: dict[tuple[tuple[int, ...], int], _Packed] = {}
 
     def search(self, num_buckets: int) -> _Packed:
@@ -307,7 +324,9 @@ class _Rows:
         """Of those that hold the longest, and the best so far."""
         every = [tuple(sorted(set(x))) for x in tried]
         longest = self._values[-1]
-        held = [x for x in every if x and x[-1] >= longest]
+        held = [
+            x for x in every if x and x[-1] >= longest and all(map(self._has_rows, x))
+        ]
         # Without a mask that costs something, rows are the better the fuller they are.
         is_same = self._padded_limits is self._limits
         found = [
@@ -318,6 +337,14 @@ class _Rows:
     def _rank(self, packed: _Packed) -> tuple[float, float]:
         """What is too much padding, and then the cost."""
         return max(packed.padding - self._max_padding, 0.0), packed.cost
+
+    def _has_rows(self, seq_len: int) -> bool:
+        """Whether the budget holds a batch; one that is a function of T may not."""
+        if seq_len not in self._held:
+            self._held[seq_len] = False
+            with contextlib.suppress(ValueError):
+                self._held[seq_len] = len(self._limits.plan((seq_len,))) == 1
+        return self._held[seq_len]
 
     def _rounded(self, seq_len: float) -> int:
         multiple = self._limits.seq_len_multiple
@@ -349,15 +376,16 @@ class _Rows:
             )
         )
         plan = self._limits.plan(seq_lens)
+        if self._block_sparse:
+            share = squares / np.maximum(rows, 1) / np.square(plan.boundaries)
+            share[rows == 0] = 1
+            plan = dataclasses.replace(
+                plan, step_costs=tuple(self._sparse_costs(plan, share))
+            )
         if alone:
             own = self._padded_limits.plan(seq_lens).costs[:alone]
             costs = np.concatenate([own, plan.costs[alone:]])
             plan = dataclasses.replace(plan, step_costs=tuple(costs.tolist()))
-        if self._block_sparse:
-            share = squares / np.maximum(rows, 1) / np.square(plan.boundaries)
-            plan = dataclasses.replace(
-                plan, step_costs=tuple(self._sparse_costs(plan, share))
-            )
         rows = rows.astype(np.int64)
         flow = flow_remainders(rows, plan.batch_sizes, plan.costs)
         cost = float((flow.batches * plan.costs).sum())
@@ -371,13 +399,10 @@ class _Rows:
         costs = []
         for bucket, attended in zip(plan.buckets, share.tolist(), strict=True):
             size, seq_len = bucket.batch_size, bucket.seq_len
-            half, quarter = max(seq_len // 2, 1), max(seq_len // 4, 1)
-            x = np.array([seq_len, half, quarter], float)
-            if len(set(x)) < 3:
-                costs.append(cost_fn(size, seq_len))
-                continue
-            y = np.array([cost_fn(size, int(n)) for n in x])
+            x = [seq_len, self._rounded(seq_len / 2), self._rounded(seq_len / 4)]
+            y = np.array([cost_fn(size, n) for n in x])
             # What grows with T squared is that of pairs.
-            per_pair = max(np.polyfit(x, y, 2)[0], 0.0)
-            costs.append(float(y[0] - per_pair * seq_len**2 * (1 - attended)))
+            per_pair = np.polyfit(x, y, 2)[0] if len(set(x)) == 3 else 0.0
+            pairs = np.clip(per_pair * seq_len**2, 0.0, y[0])
+            costs.append(float(max(y[0] - pairs * (1 - attended), _LEAST * y[0])))
         return costs

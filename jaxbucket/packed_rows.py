@@ -58,7 +58,7 @@ class PackedRows:
     def examples(self, epoch: int, rows: np.ndarray) -> np.ndarray:
         """Returns the examples of `[B]` rows, -1 for an empty one, in an even order.
 
-        Whatever the number of devices, each has rows of about the same work.
+        2, 4, 8, ... devices have rows of about the same work.
 
         Returns:
           `[B, max_segments]` int64, -1 behind the last of a row.

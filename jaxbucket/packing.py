@@ -23,6 +23,9 @@ from jaxbucket.checks import (
 )
 from jaxbucket.histogram import value_counts
 
+# Of which there is a bit for each length of it.
+_MOST_ROOM = 1 << 26
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packing:
@@ -149,6 +152,8 @@ def pack(
             "`source.lengths`."
         )
     up_to = check_integer("padded_up_to", padded_up_to)
+    if up_to < 0:
+        raise ValueError(f"`padded_up_to={up_to}` must not be negative.")
     patterns = row_patterns(values, counts, seq_lens, cap, up_to)
     return from_patterns(patterns, seq_lens, max_segments_per_row)
 
@@ -304,12 +309,17 @@ def check_seq_lens(max_seq_len: int | Sequence[int]) -> tuple[int, ...]:
     Raises:
       ValueError: if there are none, or they are not positive and increasing.
     """
-    if not isinstance(max_seq_len, Sequence | np.ndarray):
-        return (check_positive("max_seq_len", max_seq_len),)
-    seq_lens = tuple(check_positive("max_seq_len", x) for x in max_seq_len)
+    given = max_seq_len if isinstance(max_seq_len, Sequence) else [max_seq_len]
+    if isinstance(max_seq_len, np.ndarray):
+        given = max_seq_len.tolist() if max_seq_len.ndim == 1 else []
+    seq_lens = tuple(check_positive("max_seq_len", x) for x in given)
     if not seq_lens or any(np.diff(seq_lens) <= 0):
         raise ValueError(
             f"`max_seq_len={max_seq_len}` must be one T, or several that increase."
+        )
+    if seq_lens[-1] > _MOST_ROOM:
+        raise ValueError(
+            f"`max_seq_len={seq_lens[-1]}` is beyond {_MOST_ROOM}: give shorter rows."
         )
     return seq_lens
 

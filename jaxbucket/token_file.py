@@ -138,6 +138,11 @@ class TokenFile:
         check_rows(rows, len(self), bucket)
         starts, lengths = self._bounds(rows)
         if rows.ndim == 2:
+            if truncate:
+                raise ValueError(
+                    "`truncate=True`: packed rows are not truncated. Put what does not "
+                    "fit into another row."
+                )
             fit_lengths(lengths.sum(axis=1), bucket, truncate=False)
             return self._gathered_packed(rows, starts, lengths, bucket, pad_value)
         lengths = fit_lengths(lengths, bucket, truncate)

@@ -113,6 +113,9 @@ def test_a_packing_names_itself():
         ([3], {"max_seq_len": [8, 4]}, "must be one T, or several that increase"),
         ([3], {"max_seq_len": []}, "must be one T, or several that increase"),
         ([3], {"max_seq_len": 2.5}, "`max_seq_len=2.5` is not an integer"),
+        ([3], {"max_seq_len": 2**40}, "`max_seq_len=1099511627776` is beyond"),
+        ([3], {"max_seq_len": np.array(2)}, "must be one T, or several"),
+        ([3], {"max_seq_len": 8, "padded_up_to": -1}, "`padded_up_to=-1` must not"),
         (
             [3],
             {"max_seq_len": 8, "max_segments_per_row": 0},
@@ -241,7 +244,7 @@ def test_what_a_packing_does_not_go_with_is_refused():
         order = jb.Curriculum(lengths, jb.LinearPacing(0.5, 2))
         jb.BatchSchedule(plan, lengths, packing=packing, order=order)
     packed = jb.BatchSchedule(plan, lengths, packing=packing)
-    with pytest.raises(ValueError, match="packed rows of at most"):
+    with pytest.raises(ValueError, match="have packed rows, and rows of one"):
         jb.Mixture([packed, jb.BatchSchedule(plan, lengths)], [1, 1])
     with pytest.raises(ValueError, match="The schedule has packed rows"):
         jb.predict(lambda *_: None, None, [], packed)  # pyright: ignore
@@ -250,12 +253,13 @@ def test_what_a_packing_does_not_go_with_is_refused():
 def test_a_mixture_of_packed_rows_counts_through():
     lengths = np.array([3, 5, 2, 4])
     plan = jb.plan_buckets([8], max_tokens=8)
-    packing = jb.pack(lengths, 8, max_segments_per_row=3)
-    own = [jb.BatchSchedule(plan, lengths, packing=packing, seed=i) for i in range(2)]
-    mixture = jb.Mixture(own, [1, 1], by="examples")
-    assert mixture.max_segments == 3
-    rows = np.concatenate([mixture[step].rows for step in range(4)])
-    assert sorted(rows[rows >= 0]) == list(range(8))
+    # One has two in a row, the other has one.
+    packings = [jb.pack(lengths, 8, max_segments_per_row=n) for n in (2, 1)]
+    own = [jb.BatchSchedule(plan, lengths, packing=x) for x in packings]
+    mixture = jb.Mixture(own, [1, 1])
+    assert mixture.max_segments == 2
+    rows = np.concatenate([mixture[step].rows for step in range(len(mixture))])
+    assert set(rows[rows >= 0]) == set(range(8))
 
 
 # Even work
@@ -282,6 +286,14 @@ def test_rows_are_spread_evenly(seed):
             found = imbalance(work[order], num_parts)
             assert found <= 1.25 * imbalance(longest_first(work, num_parts), num_parts)
     assert imbalance(np.zeros(size), 1) == 1
+
+
+@pytest.mark.parametrize(("size", "num_parts"), [(9, 3), (15, 5), (18, 6), (36, 12)])
+def test_other_numbers_of_devices_are_no_worse_off(size, num_parts):
+    rng = np.random.default_rng(0)
+    draws = [rng.integers(1, 100, size) ** 2 for _ in range(200)]
+    found = np.mean([imbalance(x[spread_evenly(x)], num_parts) for x in draws])
+    assert found < 1.1 * np.mean([imbalance(x, num_parts) for x in draws])
 
 
 def test_devices_have_even_work_however_many_they_are():
@@ -448,6 +460,49 @@ def test_examples_up_to_a_length_are_alone(seed):
     if (lengths > up_to).any():
         rest = jb.pack(lengths[lengths > up_to], seq_lens, max_segments_per_row=cap)
         assert packing.num_rows == len(alone) + rest.num_rows
+
+
+def test_what_the_review_broke_holds():
+    rng = np.random.default_rng(0)
+    mixed = np.concatenate([np.full(3000, 60), rng.integers(300, 500, 300)])
+    slow = {"max_tokens": 4096, "packed_cost_fn": lambda b, t: 3 * QUADRATIC(b, t)}
+    costs = [
+        jb.plan_packing(
+            mixed,
+            **slow,
+            cost_fn=QUADRATIC,
+            block_sparse=is_sparse,
+            pack="always",
+            num_buckets=3,
+        ).others["packed"]
+        for is_sparse in (False, True)
+    ]
+    assert costs[1] <= costs[0]
+    # Padded rows are as long as they must be, whatever may be.
+    short = rng.integers(20, 100, 2000)
+    own = {"max_tokens": 8192, "cost_fn": QUADRATIC, "num_buckets": 1}
+    own["packed_cost_fn"] = lambda b, t: 1.9 * QUADRATIC(b, t)
+    some, more = (jb.plan_packing(short, **own, max_seq_len=n) for n in (None, 512))
+    assert not more.is_packed and more.others["padded"] == some.others["padded"]
+    # Too much padding is no reason to fail where rows may stay padded.
+    pairs = np.array([51] * 500 + [100] * 500)
+    few = {"max_tokens": 1024, "num_buckets": 1, "max_padding": 0.001}
+    assert not jb.plan_packing(pairs, **few).is_packed
+    # A budget that no batch of short rows keeps to, and a cost of pairs alone.
+    lengths = rng.integers(1, 1000, 2000)
+    budget = {"batch_size_multiple": 8, "cost_fn": QUADRATIC}
+    found = jb.plan_packing(
+        lengths, max_tokens=lambda t: 16 * t if t > 64 else 4 * t, **budget
+    )
+    assert found.plan.boundaries.min() > 64
+    jb.plan_packing(
+        lengths,
+        max_tokens=8192,
+        cost_fn=lambda b, t: float(b * t * t),
+        block_sparse=True,
+    )
+    with pytest.raises(ValueError, match="give both, in one unit"):
+        jb.plan_packing(lengths, max_tokens=8192, packed_cost_fn=QUADRATIC)
 
 
 def test_block_sparse_attention_makes_long_rows_cheap():
@@ -629,6 +684,18 @@ def test_a_token_file_gathers_the_same(seed, tmp_path: pathlib.Path):
     assert found == 2 * len(source)
 
 
+def test_a_plan_that_truncates_has_nothing_to_cut_in_packed_rows(tmp_path):
+    lengths = [5, 3, 8, 2]
+    source = examples_of(lengths)
+    file = jb.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
+    plan = jb.plan_buckets([8], max_tokens=16, overlong="truncate")
+    packing = jb.pack(lengths, 8)
+    schedule = jb.BatchSchedule(plan, lengths, packing=packing)
+    for given, sequences in ((source, SEQUENCES), (file, None)):
+        batches = loaded(given, schedule, sequences=sequences)
+        assert sum(int(batch.num_tokens) for batch in batches) == 18
+
+
 def test_a_source_that_was_split_is_packed():
     source = examples_of([30, 3, 17, 8])
     chunks = jb.split_source(source, 10, lengths=[30, 3, 17, 8], sequences=SEQUENCES)
@@ -696,6 +763,20 @@ def test_parts_that_run_on_train_as_any_packed_rows():
         own[int(np.flatnonzero(own._examples == 0)[0])]
 
 
+def test_of_a_token_file_parts_are_read_and_no_more(tmp_path, monkeypatch):
+    lengths = np.random.default_rng(0).integers(1, 90, 40)
+    source = examples_of(lengths)
+    file = jb.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
+    want = jb.concat_then_split(source, 16, lengths=lengths, sequences=SEQUENCES)
+    parts = jb.concat_then_split(file, 16, lengths=lengths)
+    monkeypatch.setattr(jb.TokenFile, "__getitem__", lambda *_: pytest.fail("read"))
+    for part in range(len(want)):
+        for name, value in want[part].items():
+            np.testing.assert_array_equal(parts[part][name], value)
+    with pytest.raises(ValueError, match="`lengths` are not those of `source`"):
+        jb.concat_then_split(file, 16, lengths=lengths + 1)
+
+
 def test_segments_of_real_shapes():
     rng = np.random.default_rng(0)
     for _ in range(100):
@@ -719,6 +800,7 @@ def test_segments_of_real_shapes():
         ([[0, 1]], {"max_segments": 2}, "Row 0 has length 9, beyond `seq_len=8`"),
         ([0], {"max_segments": 2}, "Row 0 is a dict: with `max_segments` give a list"),
         ([[2]], {"max_segments": 0}, "`max_segments=0` must be a positive integer"),
+        ([], {"max_segments": 0}, "`max_segments=0` must be a positive integer"),
         ([[2]], {"max_segments": 1, "truncate": True}, "Leave out either"),
         ([[]], {"max_segments": 1}, "All rows are empty: pass `like=`"),
     ],
@@ -737,6 +819,10 @@ def test_holes_in_rows_and_wrong_segments_are_refused(tmp_path):
         file.collate(np.array([[-1, 2]]), Bucket(1, 8))
     with pytest.raises(ValueError, match="Row 0 has length 9, beyond `seq_len=8`"):
         file.collate(np.array([[0, 1]]), Bucket(1, 8))
+    with pytest.raises(ValueError, match="packed rows are not truncated"):
+        file.collate(np.array([[0, 1]]), Bucket(1, 8), truncate=True)
+    with pytest.raises(ValueError, match="has 3 dimensions"):
+        file.collate(np.array([[[0]]]), Bucket(1, 8))
     batch = file.collate(np.array([[1, 2]]), Bucket(1, 8))
     with pytest.raises(ValueError, match="`max_segments=None`, but a row has 2 exam"):
         jb.unbatch(batch)
