@@ -9,7 +9,6 @@ compiled anew.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -32,23 +31,24 @@ def devices_sort(sizes: np.ndarray, dtype: np.dtype, devices: Devices) -> bool:
 
 
 def sort_on_devices(
-    parts: Sequence[np.ndarray], sizes: np.ndarray, devices: Devices
+    parts: list[np.ndarray], sizes: np.ndarray, devices: Devices
 ) -> None:
-    """Sorts the uint64 keys of each local device there, in place.
+    """Sorts the uint64 keys of each local device there.
 
     Args:
-      parts: one `[n]` array for each local device.
+      parts: one `[n]` array for each local device; sorted ones, not to be written to,
+        take their place, so that hosts do not have them twice.
       sizes: `[D]` of the parts of all devices.
       devices: of all processes, which all call this.
     """
-    size = _rounded(int(sizes.max()))
+    padded = [_padded(part, _rounded(int(sizes.max()))) for part in parts]
+    parts.clear()
     # Else what has 64 bits would be cut to 32.
     with devices.alone(), jax.enable_x64(True):
-        found = _sort(devices.mesh)(devices.put([_padded(x, size) for x in parts]))
-        on = {shard.device: shard for shard in found.addressable_shards}
-        for part, i in zip(parts, devices.local, strict=True):
-            # One after the other: what a host has twice, it has of one device.
-            part[:] = np.asarray(on.pop(devices.devices[i]).data)[: len(part)]
+        on_devices = devices.put(padded)
+        padded.clear()
+        found = devices.own(_sort(devices.mesh)(on_devices))
+    parts += [x[: sizes[i]] for x, i in zip(found, devices.local, strict=True)]
 
 
 def _rounded(size: int) -> int:
