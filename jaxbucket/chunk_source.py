@@ -14,14 +14,14 @@ from jaxbucket.base import EMPTY_ROW, Batch, Bucket, digest
 from jaxbucket.checks import MAX_LENGTH, check_lengths, check_positive
 from jaxbucket.chunks import chunk_counts, chunk_lengths
 from jaxbucket.collate import check_rows, fit_lengths, span_lengths
-from jaxbucket.example import Example, as_arrays, common_length, sequence_names
 from jaxbucket.source import (
     RowSource,
     Source,
     SpanSource,
     check_sequences,
     contents,
-    read_example,
+    read_to_cut,
+    refuse_changed,
 )
 
 # Whose example it is that a message names: there are two sources.
@@ -113,7 +113,10 @@ class ChunkSource:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         example, chunk = (int(x) for x in self.example_of(self._checked(index)))
-        arrays, names = self._read(example)
+        measured = int(self._example_lengths[example])
+        arrays, names = read_to_cut(
+            self._source, example, measured, self._sequences, _BEFORE
+        )
         start = chunk * self.max_seq_len
         return {
             name: value[start : start + self.max_seq_len] if name in names else value
@@ -125,21 +128,6 @@ class ChunkSource:
         if not 0 <= index < len(self):
             raise IndexError(f"`index={index}` must be from 0 to {len(self) - 1}.")
         return index
-
-    def _read(self, index: int) -> tuple[dict[str, np.ndarray], list[str]]:
-        """A whole example, and which of its features are cut."""
-        example: Example = read_example(self._source, index, _BEFORE)
-        try:
-            arrays = as_arrays(example)
-            names = sequence_names(arrays, self._sequences)
-            length = common_length(arrays, names)
-        except ValueError as error:
-            raise ValueError(
-                f"`source[{index}]`{_BEFORE} cannot be cut: {error}"
-            ) from error
-        if length != self._example_lengths[index]:
-            _refuse_changed(index, length, int(self._example_lengths[index]), _BEFORE)
-        return arrays, names
 
     def example_of(self, indices: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         """Returns which example each chunk is of, and which of its chunks it is.
@@ -275,13 +263,5 @@ def _known_lengths(source: Source, lengths: ArrayLike | None) -> np.ndarray:
         )
     if own is not None and np.any(found != own):
         index = int(np.argmax(found != own))
-        _refuse_changed(index, int(own[index]), int(found[index]))
+        refuse_changed(index, int(own[index]), int(found[index]))
     return found
-
-
-def _refuse_changed(index: int, found: int, measured: int, which: str = "") -> None:
-    raise ValueError(
-        f"`source[{index}]`{which} has length {found}, but `lengths[{index}]="
-        f"{measured}`: the data changed since it was measured, or these are the "
-        "lengths of another source. Measure again."
-    )

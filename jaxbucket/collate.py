@@ -97,16 +97,10 @@ def collate_rows(
     template = as_arrays(like)
     check_numbers(template)
     names = sequence_names(template, sequences)
-    shape = (bucket.batch_size, bucket.seq_len)
-    places = shape[:1] if max_segments is None else (bucket.batch_size, max_segments)
-    features = {
-        name: np.full(
-            (*shape, *value.shape[1:]), pad_array(pad_value, name, value.dtype)
-        )
-        if name in names
-        else np.zeros((*places, *value.shape), value.dtype)
-        for name, value in template.items()
-    }
+    places = (bucket.batch_size,)
+    if max_segments is not None:
+        places = (bucket.batch_size, max_segments)
+    features = _without_examples(template, names, bucket, places, pad_value)
     lengths = np.zeros((bucket.batch_size, max_segments or 1), np.int64)
     for row, examples in enumerate(segments):
         begin = 0
@@ -127,6 +121,33 @@ def collate_rows(
         return with_segments(features, names[0], row_mask(lengths[:, 0], bucket))
     ids, positions = row_segments(lengths, bucket.seq_len)
     return Batch(features, {names[0]: ids}, {names[0]: positions})
+
+
+def _without_examples(
+    template: dict[str, np.ndarray],
+    names: list[str],
+    bucket: Bucket,
+    places: tuple[int, ...],
+    pad_value: float,
+) -> dict[str, np.ndarray]:
+    """The features of a batch before an example is in it.
+
+    Args:
+      template: the features of an example.
+      names: which of them are sequences, `[B, T, ...]` and padded.
+      bucket: the shape (B, T).
+      places: of examples, `[B]` or `[B, max_segments]`, which all others begin with.
+      pad_value: what fills the sequences.
+    """
+    shape = (bucket.batch_size, bucket.seq_len)
+    return {
+        name: np.full(
+            (*shape, *value.shape[1:]), pad_array(pad_value, name, value.dtype)
+        )
+        if name in names
+        else np.zeros((*places, *value.shape), value.dtype)
+        for name, value in template.items()
+    }
 
 
 def _segments(

@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base import Bucket, digest
 from jaxbucket.checks import check_lengths, check_positive, check_seed
-from jaxbucket.example import as_arrays, common_length, sequence_names
 from jaxbucket.packing import Packing
 from jaxbucket.permutation import fold, permute
 from jaxbucket.source import (
@@ -21,7 +20,7 @@ from jaxbucket.source import (
     SpanSource,
     check_sequences,
     contents,
-    read_example,
+    read_to_cut,
 )
 
 # Another key than those of schedules, which may have the same seed.
@@ -130,7 +129,10 @@ class ConcatSource:
         example, begin = int(self._examples[index]), int(self._begins[index])
         if isinstance(self._source, SpanSource):
             return self._gathered(example, begin, int(self.lengths[index]))
-        arrays, names = self._read(example)
+        measured = int(self._measured[example])
+        arrays, names = read_to_cut(
+            self._source, example, measured, self._sequences, ", before it was cut,"
+        )
         end = begin + int(self.lengths[index])
         return {
             name: value[begin:end] if name in names else value
@@ -144,18 +146,6 @@ class ConcatSource:
             rows, begins, lengths, Bucket(1, length), pad_value=0
         )
         return {name: value[0] for name, value in batch.features.items()}
-
-    def _read(self, index: int) -> tuple[dict[str, Any], list[str]]:
-        arrays = as_arrays(read_example(self._source, index, ", before it was cut,"))
-        names = sequence_names(arrays, self._sequences)
-        length = common_length(arrays, names)
-        if length != self._measured[index]:
-            raise ValueError(
-                f"`source[{index}]`, before it was cut, has length {length}, but "
-                f"`lengths[{index}]={self._measured[index]}`: the data changed since "
-                "it was measured. Measure again."
-            )
-        return arrays, names
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -18,7 +18,14 @@ from jaxbucket.checks import check_choice, check_lengths, check_number, check_po
 from jaxbucket.costs import CostFn, TokenCost, unit_of
 from jaxbucket.histogram import value_counts
 from jaxbucket.limits import Budget, Limits
-from jaxbucket.packing import Packing, Pattern, check_cap, from_patterns, row_patterns
+from jaxbucket.packing import (
+    Packing,
+    Pattern,
+    check_cap,
+    check_longest,
+    from_patterns,
+    row_patterns,
+)
 from jaxbucket.plan import plan_within
 from jaxbucket.remainder import flow_remainders
 from jaxbucket.stats import Report, in_unit, report
@@ -180,27 +187,23 @@ def plan_packing(
             f"`max_tokens={max_tokens}` is one for each of some boundaries, which are "
             "not given here: pass an integer, or a function of T."
         )
-    own_cost = cost_fn or TokenCost()
-    units = {getattr(x, "unit", None) for x in (own_cost, packed_cost_fn)} - {None}
-    if packed_cost_fn is not None and (cost_fn is None or len(units) > 1):
-        raise ValueError(
-            f"`packed_cost_fn` counts {unit_of(packed_cost_fn)}, and `cost_fn` "
-            f"{unit_of(own_cost)}: give both, in one unit, to compare them."
-        )
+    _check_units(cost_fn, packed_cost_fn)
     lengths = check_lengths(lengths)
-    shared: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "max_seq_len": max_seq_len,
-        "batch_size_multiple": batch_size_multiple,
-        "seq_len_multiple": seq_len_multiple,
-    }
-    padded_limits = Limits(**shared, cost_fn=own_cost)
+    padded_limits = Limits(
+        max_tokens=max_tokens,
+        max_seq_len=max_seq_len,
+        batch_size_multiple=batch_size_multiple,
+        seq_len_multiple=seq_len_multiple,
+        cost_fn=cost_fn or TokenCost(),
+    )
+    if max_seq_len is not None:
+        check_longest(lengths, max_seq_len)
     packed_limits = padded_limits
     if packed_cost_fn is not None:
-        packed_limits = Limits(**shared, cost_fn=packed_cost_fn)
+        packed_limits = dataclasses.replace(padded_limits, cost_fn=packed_cost_fn)
     cap = check_cap(max_segments_per_row)
     limits = (padded_limits, packed_limits)
-    rows = _Rows(lengths, limits, cap, block_sparse, max_padding)
+    rows = _RowSearch(lengths, limits, cap, block_sparse, max_padding)
     single = rows.packed((rows.last,))
     packed = rows.search(check_positive("num_buckets", num_buckets))
     is_possible = packed.padding <= max_padding
@@ -223,12 +226,15 @@ def plan_packing(
         pack == "auto" and is_possible and packed.cost < padded_report.epoch_cost
     )
     if not is_packed:
-        per_bucket = np.bincount(padded.assign(lengths), minlength=len(padded))
-        ones = (1.0,) * len(padded)
-        counts = tuple(per_bucket.tolist())
-        last = padded.max_seq_len
         return PackedPlan(
-            padded, None, padded_report, others, counts, ones, last, block_sparse
+            padded,
+            None,
+            padded_report,
+            others,
+            tuple(bucket.examples for bucket in padded_report.buckets),
+            (1.0,) * len(padded),
+            padded.max_seq_len,
+            block_sparse,
         )
     packing = from_patterns(packed.patterns, packed.seq_lens, max_segments_per_row)
     segments = packed.segments / np.maximum(packed.rows, 1)
@@ -244,6 +250,17 @@ def plan_packing(
         packed.padded_up_to,
         block_sparse,
     )
+
+
+def _check_units(cost_fn: CostFn | None, packed_cost_fn: CostFn | None) -> None:
+    """Raises a ValueError if two costs cannot be compared, so far as they say."""
+    units = {getattr(x, "unit", None) for x in (cost_fn, packed_cost_fn)} - {None}
+    if packed_cost_fn is not None and (cost_fn is None or len(units) > 1):
+        raise ValueError(
+            f"`packed_cost_fn` counts {unit_of(packed_cost_fn)}, and `cost_fn` "
+            f"{unit_of(cost_fn or TokenCost())}: give both, in one unit, to compare "
+            "them."
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -271,7 +288,7 @@ class _Packed:
     cost: float
 
 
-class _Rows:
+class _RowSearch:
     """Packs the same lengths into rows of any T, and says what an epoch of it costs.
 
     Attributes:

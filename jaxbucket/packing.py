@@ -20,6 +20,7 @@ from jaxbucket.checks import (
     check_integer,
     check_lengths,
     check_positive,
+    split_line,
 )
 from jaxbucket.histogram import value_counts
 
@@ -143,14 +144,7 @@ def pack(
     seq_lens = check_seq_lens(max_seq_len)
     cap = check_cap(max_segments_per_row)
     values, counts = value_counts(lengths)
-    if values[-1] > seq_lens[-1]:
-        example = int(np.argmax(lengths > seq_lens[-1]))
-        raise ValueError(
-            f"`lengths[{example}]={lengths[example]}` is beyond the longest row, "
-            f"`max_seq_len={seq_lens[-1]}`. Give longer rows, or split the source: "
-            f"`source = jb.split_source(source, {seq_lens[-1]}, lengths=lengths)` and "
-            "`source.lengths`."
-        )
+    check_longest(lengths, seq_lens[-1])
     up_to = check_integer("padded_up_to", padded_up_to)
     if up_to < 0:
         raise ValueError(f"`padded_up_to={up_to}` must not be negative.")
@@ -198,14 +192,9 @@ def row_patterns(
     cap: int,
     padded_up_to: int,
 ) -> list[Pattern]:
-    """Returns the rows of examples that are alone, and those that best fit has.
+    """Returns the rows of examples that are alone, and of the others `best_fit`.
 
-    Args:
-      values: `[V]` lengths, increasing, the last at most the last of `seq_lens`.
-      counts: `[V]` how many examples of each there are.
-      seq_lens: T of rows, increasing.
-      cap: the most slots of a row.
-      padded_up_to: up to which length an example is alone.
+    An example is alone if its length is at most `padded_up_to`.
     """
     first = int(np.searchsorted(values, padded_up_to, side="right"))
     places = np.searchsorted(seq_lens, values[:first]).tolist()
@@ -301,6 +290,17 @@ class _Rooms:
         if rows.room and rows.segments < self._cap:
             self._by_room.setdefault(rows.room, []).append(rows)
             self._bits |= 1 << rows.room
+
+
+def check_longest(lengths: np.ndarray, max_seq_len: int) -> None:
+    """Raises a ValueError if an example is longer than the longest row."""
+    if lengths.max() > max_seq_len:
+        example = int(np.argmax(lengths > max_seq_len))
+        raise ValueError(
+            f"`lengths[{example}]={lengths[example]}` is beyond the longest row, "
+            f"`max_seq_len={max_seq_len}`. Give longer rows, or split the source: "
+            f"`{split_line(max_seq_len)}` and `source.lengths`."
+        )
 
 
 def check_seq_lens(max_seq_len: int | Sequence[int]) -> tuple[int, ...]:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxbucket.base import EMPTY_ROW, Batch, Bucket, digest
-from jaxbucket.example import as_arrays, matching_arrays
+from jaxbucket.example import (
+    Example,
+    as_arrays,
+    common_length,
+    matching_arrays,
+    sequence_names,
+)
 
 # How many examples stand for the contents of all.
 _SAMPLES = 16
@@ -97,6 +103,46 @@ def read_example(source: Source, index: int, purpose: str = "") -> Any:
             f"`source[{index}]`{purpose} cannot be read: {type(error).__name__}: "
             f"{error}"
         ) from error
+
+
+def read_to_cut(
+    source: Source,
+    index: int,
+    measured: int,
+    sequences: Sequence[str] | None,
+    before: str,
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Returns a whole example as arrays, and which of its features are cut.
+
+    Args:
+      source: examples by index.
+      index: of the example.
+      measured: the length that it had.
+      sequences: the features that are cut, by default all with a leading axis.
+      before: what is done to it, for messages: there are two sources.
+
+    Raises:
+      ValueError: if it cannot be read or cut, or is not as long as it was measured.
+    """
+    example: Example = read_example(source, index, before)
+    try:
+        arrays = as_arrays(example)
+        names = sequence_names(arrays, sequences)
+        length = common_length(arrays, names)
+    except ValueError as error:
+        raise ValueError(f"`source[{index}]`{before} cannot be cut: {error}") from error
+    if length != measured:
+        refuse_changed(index, length, measured, before)
+    return arrays, names
+
+
+def refuse_changed(index: int, found: int, measured: int, which: str = "") -> NoReturn:
+    """Raises a ValueError that says which length was another."""
+    raise ValueError(
+        f"`source[{index}]`{which} has length {found}, but `lengths[{index}]="
+        f"{measured}`: the data changed since it was measured, or these are the "
+        "lengths of another source. Measure again."
+    )
 
 
 def _to_bytes(example: Any) -> bytes:

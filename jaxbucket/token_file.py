@@ -195,7 +195,7 @@ class TokenFile:
     ) -> Batch:
         """The batch of `[B]` tokens from `[B]` on, beside what is the examples'."""
         filled = np.flatnonzero(rows != EMPTY_ROW)
-        starts, examples = starts[filled], rows[filled]
+        starts = starts[filled]
         mask = row_mask(lengths, bucket)
         features = {}
         for name, values in self._arrays.items():
@@ -204,9 +204,7 @@ class TokenFile:
                 features[name] = _gather(values, starts, filled, lengths, bucket)
                 np.copyto(features[name], pad, where=_as_wide_as(values, ~mask))
             else:
-                shape = (bucket.batch_size, *values.shape[1:])
-                features[name] = np.zeros(shape, values.dtype)
-                features[name][filled] = values[examples]
+                features[name] = _of_examples(values, rows)
         return with_segments(features, self.sequences[0], mask)
 
     def _gathered_packed(
@@ -219,7 +217,7 @@ class TokenFile:
     ) -> Batch:
         """The batch of `[B, S]` examples, one behind the other in each row."""
         ids, positions = row_segments(lengths, bucket.seq_len)
-        mask, filled = ids > 0, rows != EMPTY_ROW
+        mask = ids > 0
         # The token of the file at every place that has one.
         begins = np.take_along_axis(starts, np.maximum(ids - 1, 0), axis=1)
         tokens = (begins + positions)[mask]
@@ -230,9 +228,7 @@ class TokenFile:
                 features[name] = np.full((*mask.shape, *values.shape[1:]), pad)
                 features[name][mask] = values[tokens]
             else:
-                shape = (*rows.shape, *values.shape[1:])
-                features[name] = np.zeros(shape, values.dtype)
-                features[name][filled] = values[rows[filled]]
+                features[name] = _of_examples(values, rows)
         name = self.sequences[0]
         return Batch(features, {name: ids}, {name: positions})
 
@@ -251,6 +247,14 @@ class TokenFile:
                     f"{path} is not what was written: its digest is {found}, not "
                     f"{entry['digest']}. Write the token file again."
                 )
+
+
+def _of_examples(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """What is one for an example, `[*rows, ...]`; zeros where there is none."""
+    found = np.zeros((*rows.shape, *values.shape[1:]), values.dtype)
+    filled = rows != EMPTY_ROW
+    found[filled] = values[rows[filled]]
+    return found
 
 
 def write_token_file(

@@ -78,11 +78,11 @@ ROOMS = {
     "collate": ({"checks", "base", "example", "segments"}, {"numpy"}),
     "source": ({"base", "example"}, {"numpy"}),
     "chunk_source": (
-        {"checks", "base", "chunks", "collate", "example", "source"},
+        {"checks", "base", "chunks", "collate", "source"},
         {"numpy"},
     ),
     "concat_source": (
-        {"checks", "base", "example", "packing", "permutation", "source"},
+        {"checks", "base", "packing", "permutation", "source"},
         {"numpy"},
     ),
     "function_name": ({"base"}, set()),

@@ -548,7 +548,7 @@ def test_a_packed_plan_is_a_table():
         ({"max_padding": 1e-9, "max_seq_len": 9}, "2.08% at least is padding"),
         ({"max_segments_per_row": 0}, "`max_segments_per_row=0`"),
         ({"num_buckets": 0}, "`num_buckets=0`"),
-        ({"max_seq_len": 5}, "is beyond the last bucket, `seq_len=5`"),
+        ({"max_seq_len": 5}, "is beyond the longest row, `max_seq_len=5`"),
         ({"max_tokens": 5}, "`max_tokens=5`"),
         ({"max_tokens": [64, 32]}, "pass an integer, or a function of T"),
     ],
