@@ -20,12 +20,12 @@ from jaxbucket.histogram import value_counts
 from jaxbucket.limits import Budget, Limits
 from jaxbucket.packing import (
     Packing,
-    Pattern,
     check_cap,
     check_longest,
     from_patterns,
     row_patterns,
 )
+from jaxbucket.pattern import Pattern
 from jaxbucket.plan import plan_within
 from jaxbucket.remainder import flow_remainders
 from jaxbucket.stats import Report, in_unit, report
@@ -204,8 +204,8 @@ def plan_packing(
     cap = check_cap(max_segments_per_row)
     limits = (padded_limits, packed_limits)
     rows = _RowSearch(lengths, limits, cap, block_sparse, max_padding)
-    single = rows.packed((rows.last,))
-    packed = rows.search(check_positive("num_buckets", num_buckets))
+    single = rows.fuller(rows.packed((rows.last,)))
+    packed = rows.fuller(rows.search(check_positive("num_buckets", num_buckets)))
     is_possible = packed.padding <= max_padding
     if pack == "always" and not is_possible:
         raise ValueError(
@@ -375,13 +375,21 @@ class _RowSearch:
           alone: for how many of them, the shortest, examples have a row each.
         """
         if (seq_lens, alone) not in self._seen:
-            self._seen[seq_lens, alone] = self._pack(seq_lens, alone)
+            self._seen[seq_lens, alone] = self._pack(seq_lens, alone, thorough=False)
         return self._seen[seq_lens, alone]
 
-    def _pack(self, seq_lens: tuple[int, ...], alone: int) -> _Packed:
+    def fuller(self, packed: _Packed) -> _Packed:
+        """Returns rows of the same T, of another way to pack if these are cheaper."""
+        alone = (0, *packed.seq_lens).index(packed.padded_up_to)
+        other = self._pack(packed.seq_lens, alone, thorough=True)
+        return min([packed, other], key=self._rank)
+
+    def _pack(self, seq_lens: tuple[int, ...], alone: int, thorough: bool) -> _Packed:
         size = len(seq_lens)
         up_to = (0, *seq_lens)[alone]
-        patterns = row_patterns(self._values, self._counts, seq_lens, self._cap, up_to)
+        patterns = row_patterns(
+            self._values, self._counts, seq_lens, self._cap, up_to, thorough
+        )
         bucket = np.searchsorted(seq_lens, [x.seq_len for x in patterns])
         number = np.array([x.rows for x in patterns])
         rows, segments, squares = (

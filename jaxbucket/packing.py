@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base import digest
+from jaxbucket.best_fit import best_fit
 from jaxbucket.checks import (
     MAX_LENGTH,
     check_integer,
@@ -22,10 +23,14 @@ from jaxbucket.checks import (
     check_positive,
     split_line,
 )
+from jaxbucket.fullest_rows import fullest_rows
 from jaxbucket.histogram import value_counts
+from jaxbucket.pattern import Pattern, positions
 
 # Of which there is a bit for each length of it.
 _MOST_ROOM = 1 << 26
+# A second way is tried if it may save this share of the rows.
+_WORTH_MORE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,12 +121,12 @@ def pack(
     max_segments_per_row: int | None = None,
     padded_up_to: int = 0,
 ) -> Packing:
-    """Returns rows that examples of these lengths fill: best fit decreasing.
+    """Returns rows that examples of these lengths fill, the fuller ones of two ways.
 
-    The longest first, each goes into the row that has the least room for it. This is
-    done for all examples of a length at once, so that it takes as long as there are
-    lengths, and not examples (Krell et al., "Efficient Sequence Packing without
-    Cross-contamination", 2021, arXiv:2107.02027, pack a histogram as well).
+    Best fit decreasing: the longest first, each into the row that has the least room
+    for it. Where there may be fewer, by more than 1 in 10,000, one row after the other
+    is made as full as it can be, too. Both pack the histogram of lengths: they take as
+    long as there are lengths, and not examples.
 
     With several T, a row is begun with the shortest that holds its longest example;
     shorter examples fill up the rows of any T.
@@ -148,7 +153,7 @@ def pack(
     up_to = check_integer("padded_up_to", padded_up_to)
     if up_to < 0:
         raise ValueError(f"`padded_up_to={up_to}` must not be negative.")
-    patterns = row_patterns(values, counts, seq_lens, cap, up_to)
+    patterns = row_patterns(values, counts, seq_lens, cap, up_to, thorough=True)
     return from_patterns(patterns, seq_lens, max_segments_per_row)
 
 
@@ -170,126 +175,61 @@ def from_patterns(
     return Packing(seq_lens, np.concatenate(slot_lengths), splits, most)
 
 
-@dataclasses.dataclass(frozen=True)
-class Pattern:
-    """Rows that are alike.
-
-    Attributes:
-      slots: their lengths, the longest first.
-      rows: how many there are.
-      seq_len: T that they were begun with.
-    """
-
-    slots: tuple[int, ...]
-    rows: int
-    seq_len: int
-
-
 def row_patterns(
     values: np.ndarray,
     counts: np.ndarray,
     seq_lens: Sequence[int],
     cap: int,
     padded_up_to: int,
+    thorough: bool,
 ) -> list[Pattern]:
-    """Returns the rows of examples that are alone, and of the others `best_fit`.
-
-    An example is alone if its length is at most `padded_up_to`.
-    """
-    first = int(np.searchsorted(values, padded_up_to, side="right"))
-    places = np.searchsorted(seq_lens, values[:first]).tolist()
-    pairs = zip(values.tolist(), counts.tolist(), places, strict=False)
-    alone = [Pattern((n,), count, seq_lens[place]) for n, count, place in pairs]
-    return alone + best_fit(values[first:], counts[first:], seq_lens, cap)
-
-
-def best_fit(
-    values: np.ndarray, counts: np.ndarray, seq_lens: Sequence[int], cap: int
-) -> list[Pattern]:
-    """Returns the rows of best fit decreasing, all examples of a length at once.
+    """Returns the rows of examples that are alone, and of all others.
 
     Args:
       values: `[V]` lengths, increasing, the last at most the last of `seq_lens`.
       counts: `[V]` how many examples of each there are.
       seq_lens: T of rows, increasing.
       cap: the most slots of a row.
+      padded_up_to: an example is alone if its length is at most this.
+      thorough: `fullest_rows` as well as `best_fit`, and of these the fuller ones.
     """
-    every: list[_Rows] = []
-    rooms = _Rooms(cap)
-    starts = iter(np.searchsorted(seq_lens, values[::-1]).tolist())
-    pairs = zip(values[::-1].tolist(), counts[::-1].tolist(), starts, strict=True)
-    for length, left, start in pairs:
-        while left:
-            rows = rooms.take_tightest(length)
-            if rows is None:
-                rows = _Rows(None, 0, 0, seq_lens[start], 0, left)
-            # A row that took one is the tightest again until no more fit.
-            times = min(rows.room // length, cap - rows.segments, left)
-            number = min(rows.number, left // times)
-            room, segments = rows.room - times * length, rows.segments + times
-            every.append(_Rows(rows, length, times, room, segments, number))
-            rows.number -= number
-            if rows.number and rows.segments:
-                rooms.put(rows)
-            rooms.put(every[-1])
-            left -= number * times
-    return [
-        Pattern(rows.slots(), rows.number, rows.seq_len())
-        for rows in every
-        if rows.number
-    ]
+    first = int(np.searchsorted(values, padded_up_to, side="right"))
+    places = np.searchsorted(seq_lens, values[:first]).tolist()
+    pairs = zip(values.tolist(), counts.tolist(), places, strict=False)
+    alone = [Pattern((n,), count, seq_lens[place]) for n, count, place in pairs]
+    values, counts = values[first:], counts[first:]
+    found = best_fit(values, counts, seq_lens, cap)
+    fewest = fewest_positions(values, counts, seq_lens)
+    if thorough and positions(found) > fewest * (1 + _WORTH_MORE):
+        others = fullest_rows(values, counts, seq_lens, cap)
+        if others is not None and positions(others) < positions(found):
+            found = others
+    return alone + found
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Rows:
-    """Rows that are alike so far: those before them, and `times` more of a length."""
+def fewest_positions(
+    values: np.ndarray, counts: np.ndarray, seq_lens: Sequence[int]
+) -> int:
+    """A bound for rows of any packer, of one T (Martello and Toth, 1990, their L2).
 
-    before: _Rows | None
-    length: int
-    times: int
-    room: int
-    segments: int
-    number: int
-
-    def _history(self) -> Iterator[_Rows]:
-        rows: _Rows | None = self
-        while rows is not None and rows.segments:
-            yield rows
-            rows = rows.before
-
-    def slots(self) -> tuple[int, ...]:
-        parts = [(x.length,) * x.times for x in self._history()]
-        return tuple(length for part in reversed(parts) for length in part)
-
-    def seq_len(self) -> int:
-        return self.room + sum(x.length * x.times for x in self._history())
-
-
-class _Rooms:
-    """Rows that may take more, by the room that is left in them."""
-
-    def __init__(self, cap: int):
-        self._cap = cap
-        self._by_room: dict[int, list[_Rows]] = {}
-        # Bit r is set where rows have room r: the next larger one is a shift away.
-        self._bits = 0
-
-    def take_tightest(self, length: int) -> _Rows | None:
-        """Takes out rows with the least room for a length, the last come first."""
-        bits = self._bits >> length
-        if not bits:
-            return None
-        room = length + (bits & -bits).bit_length() - 1
-        rows = self._by_room[room]
-        found = rows.pop()
-        if not rows:
-            self._bits &= ~(1 << room)
-        return found
-
-    def put(self, rows: _Rows) -> None:
-        if rows.room and rows.segments < self._cap:
-            self._by_room.setdefault(rows.room, []).append(rows)
-            self._bits |= 1 << rows.room
+    Above half a row examples share none with each other, and beyond T - k none with
+    those that are k long.
+    """
+    tokens = int(values @ counts)
+    if len(seq_lens) > 1 or not len(values):
+        return tokens
+    (seq_len,) = seq_lens
+    examples = np.concatenate([[0], np.cumsum(counts)])
+    sums = np.concatenate([[0], np.cumsum(values * counts)])
+    half = np.searchsorted(values, seq_len // 2, side="right")
+    k = np.arange(half + 1)
+    # Between these, examples leave room for some that are at least k long.
+    beyond = np.searchsorted(values, seq_len - np.append(values[:half], 0), "right")
+    beyond = np.maximum(beyond, half)
+    alone = examples[-1] - examples[half]
+    room = (examples[beyond] - examples[half]) * seq_len - (sums[beyond] - sums[half])
+    rest = sums[half] - sums[k] - room
+    return seq_len * int(alone + np.maximum(-(-rest // seq_len), 0).max())
 
 
 def check_longest(lengths: np.ndarray, max_seq_len: int) -> None:

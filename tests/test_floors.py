@@ -28,7 +28,13 @@ ROOMS = {
     "search": ({"bounds"}, {"numpy"}),
     "optimal": ({"boundaries", "bounds", "search"}, {"numpy"}),
     "histogram": ({"checks", "base"}, {"numpy"}),
-    "packing": ({"checks", "base", "histogram"}, {"numpy"}),
+    "pattern": (set(), set()),
+    "best_fit": ({"pattern"}, {"numpy"}),
+    "fullest_rows": ({"pattern"}, {"numpy"}),
+    "packing": (
+        {"checks", "base", "best_fit", "fullest_rows", "histogram", "pattern"},
+        {"numpy"},
+    ),
     "even_work": (set(), {"numpy"}),
     "packed_rows": ({"base", "even_work", "packing", "permutation"}, {"numpy"}),
     "segments": (set(), {"numpy"}),
@@ -44,7 +50,8 @@ ROOMS = {
     "stats": ({"checks", "base", "chunks", "remainder"}, {"numpy", "rich"}),
     "packed_plan": (
         {
-            *("checks", "base", "costs", "histogram", "limits", "packing", "plan"),
+            *("checks", "base", "costs", "histogram", "limits", "packing", "pattern"),
+            "plan",
             *("remainder", "stats"),
         },
         {"numpy", "rich"},

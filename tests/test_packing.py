@@ -15,7 +15,12 @@ import pytest
 import jaxbucket as jb
 from jaxbucket import Bucket
 from jaxbucket.base import EMPTY_ROW
+from jaxbucket.best_fit import best_fit
 from jaxbucket.even_work import imbalance, spread_evenly
+from jaxbucket.fullest_rows import fullest_rows
+from jaxbucket.histogram import value_counts
+from jaxbucket.packing import fewest_positions
+from jaxbucket.pattern import positions
 from jaxbucket.permutation import fold, mix, mix_each, permute, permute_each
 from jaxbucket.segments import row_segments
 from jaxbucket.testing import check_batches
@@ -61,32 +66,123 @@ def rows_of(packing):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_it_is_best_fit_decreasing(seed):
+def test_rows_hold_every_example_and_are_as_few_as_those_of_best_fit(seed):
     lengths, seq_lens, cap = packing_problem(seed)
     packing = jb.pack(lengths, seq_lens, max_segments_per_row=cap)
     assert sorted(packing.slot_lengths) == sorted(lengths)
-    found = []
+    positions = 0
     for slots in rows_of(packing):
         assert 1 <= len(slots) <= cap
         # A row is begun with the shortest T that holds its longest.
         seq_len = seq_lens[bisect.bisect_left(seq_lens, int(slots.max()))]
-        found.append((seq_len - int(slots.sum()), len(slots)))
-    assert min(found)[0] >= 0
+        assert slots.sum() <= seq_len
+        positions += seq_len
     if cap == 10**6:
-        # Where rows have equal room, another one of them may have been taken.
-        found = [room for room, _ in found]
-        assert sorted(found) == [x for x, _ in plain_best_fit(lengths, seq_lens, cap)]
+        # With a cap, which of the rows with equal room is taken makes a difference.
+        plain = plain_best_fit(lengths, seq_lens, cap)
+        rooms = sum(room for room, _ in plain)
+        assert positions <= lengths.sum() + rooms
     assert packing.row_lengths.tolist() == [int(x.sum()) for x in rows_of(packing)]
     assert packing.row_segments.tolist() == [len(x) for x in rows_of(packing)]
 
 
-def test_real_lengths_fill_rows_as_best_fit_does(real_lengths):
+def patterns_problem(seed):
+    lengths, seq_lens, cap = packing_problem(seed)
+    return (*value_counts(lengths), seq_lens, cap), lengths
+
+
+def rooms_of(patterns):
+    rooms = [x.seq_len - sum(x.slots) for x in patterns for _ in range(x.rows)]
+    return sorted(rooms)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_best_fit_is_best_fit_decreasing(seed):
+    problem, lengths = patterns_problem(seed)
+    *_, seq_lens, cap = problem
+    patterns = best_fit(*problem)
+    slots = [n for x in patterns for n in x.slots * x.rows]
+    assert sorted(slots) == sorted(lengths.tolist())
+    assert max(len(x.slots) for x in patterns) <= cap
+    if cap == 10**6:
+        # Where rows have equal room, another one of them may have been taken.
+        plain = plain_best_fit(lengths.tolist(), seq_lens, cap)
+        assert rooms_of(patterns) == [room for room, _ in plain]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_each_of_the_fullest_rows_is_as_full_as_can_be(seed):
+    problem, lengths = patterns_problem(seed)
+    *_, seq_lens, cap = problem
+    left = sorted(lengths.tolist())
+    for pattern in fullest_rows(*problem):
+        longest = left[-1]
+        seq_len = seq_lens[bisect.bisect_left(seq_lens, longest)]
+        assert pattern.slots[0] == longest and pattern.seq_len == seq_len
+        assert 0 <= seq_len - sum(pattern.slots) and len(pattern.slots) <= cap
+        if cap == 10**6 and len(left) < 200:
+            sums = {longest}
+            for length in left[:-1]:
+                sums |= {s + length for s in sums if s + length <= seq_len}
+            assert sum(pattern.slots) == max(sums)
+        for length in pattern.slots * pattern.rows:
+            left.remove(length)
+    assert not left
+
+
+def plain_fewest_rows(lengths, seq_len):
+    """The bound L2 of Martello and Toth, one k after the other."""
+    found = []
+    for k in {0, *lengths[lengths <= seq_len // 2].tolist()}:
+        alone = lengths > seq_len - k
+        large = ~alone & (lengths > seq_len // 2)
+        small = (lengths >= k) & (lengths <= seq_len // 2)
+        room = (seq_len - lengths[large]).sum()
+        rest = -(-int(lengths[small].sum() - room) // seq_len)
+        found.append(alone.sum() + large.sum() + max(0, rest))
+    return max(found)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_rows_are_fewer_than_the_bound(seed):
+    rng = np.random.default_rng(seed)
+    seq_len = int(rng.integers(1, 60))
+    lengths = rng.integers(1, seq_len + 1, int(rng.integers(1, 80)))
+    values, counts = value_counts(lengths)
+    fewest = fewest_positions(values, counts, [seq_len])
+    assert fewest == seq_len * plain_fewest_rows(lengths, seq_len)
+    for packer in (best_fit, fullest_rows):
+        assert positions(packer(values, counts, [seq_len], 10**6)) >= fewest
+
+
+@pytest.mark.parametrize(
+    ("lengths", "seq_len", "of_best_fit", "of_fullest"),
+    [
+        ([7, 7, 8, 11, 12, 16], 32, 3, 2),
+        ([5, 8, 9, 10, 12, 12, 12, 17], 30, 3, 4),
+    ],
+)
+def test_the_fuller_rows_win(lengths, seq_len, of_best_fit, of_fullest):
+    problem = *value_counts(np.array(lengths)), [seq_len], 10
+    assert positions(best_fit(*problem)) == of_best_fit * seq_len
+    assert positions(fullest_rows(*problem)) == of_fullest * seq_len
+    assert jb.pack(lengths, seq_len).num_rows == min(of_best_fit, of_fullest)
+
+
+def test_what_would_take_long_is_left_out(monkeypatch):
+    monkeypatch.setattr("jaxbucket.fullest_rows._MOST_LOOKED_AT", 1)
+    lengths = [7, 7, 8, 11, 12, 16]
+    assert fullest_rows(*value_counts(np.array(lengths)), [32], 10) is None
+    assert jb.pack(lengths, 32).num_rows == 3
+
+
+def test_real_lengths_fill_rows_at_least_as_best_fit_does(real_lengths):
     for seq_len in (2048, 4096):
         # Tails apart: what is longer has rows of its own.
         lengths = real_lengths[real_lengths <= seq_len][:6000]
         packing = jb.pack(lengths, seq_len)
         rooms = plain_best_fit(lengths.tolist(), [seq_len], 10**9)
-        assert packing.num_rows == len(rooms)
+        assert packing.num_rows <= len(rooms)
         assert packing.fill == lengths.sum() / (seq_len * packing.num_rows)
 
 
