@@ -12,8 +12,9 @@ Rows of 2,048 and of 4,096 for each set of lengths, of which longer ones are lef
 
 Fill is tokens by positions, of full rows and of the last ones alike. Real lengths are
 read from `shared/data` beside the repository where that is there; without it, lognormal
-ones are made. Then 10 million lengths are packed, and the first batch of another epoch
-is asked for.
+ones are made. Then examples of two sequences are packed in both, 2,048 of the first and
+of the other what they have of it; and 10 million lengths, of which the first batch of
+another epoch is asked for.
 """
 
 import argparse
@@ -35,6 +36,12 @@ import jaxbucket as jb
 
 _DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 _SEQ_LENS = (2048, 4096)
+_PAIRS = {
+    "multi30k": ("en_words", "de_words"),
+    "gsm8k": ("question_bytes", "answer_bytes"),
+    "alpaca_subset": ("prompt_bytes", "output_bytes"),
+    "azure_code": ("context", "generated"),
+}
 _BINS = 512
 _POOL = 64
 
@@ -51,11 +58,17 @@ def main() -> None:
         {"set": name, "seq_len": seq_len, "ways": compare(lengths, seq_len)}
         for name, lengths, seq_len in track(cases, transient=True, disable=args.json)
     ]
+    both = [
+        {"set": name, **compare_pairs(lengths)}
+        for name, lengths in track(
+            list(pair_sets(args.examples)), transient=True, disable=args.json
+        )
+    ]
     large = many(args.many)
     if args.json:
-        print(json.dumps({"sets": results, "many": large}))
+        print(json.dumps({"sets": results, "pairs": both, "many": large}))
     else:
-        show(results, large)
+        show(results, both, large)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -80,6 +93,41 @@ def length_sets(most: int) -> Iterator[tuple[str, np.ndarray]]:
                 yield f"{path.stem} {name}", lengths[lengths > 0][:most]
     if not paths:
         yield "lognormal", lognormal(most)
+
+
+def pair_sets(most: int) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    for path in sorted(_DATA.glob("*.npz")):
+        if path.stem in _PAIRS:
+            with np.load(path) as columns:
+                pair = {name: columns[name][:most] for name in _PAIRS[path.stem]}
+            yield path.stem, {name: np.maximum(own, 1) for name, own in pair.items()}
+
+
+def compare_pairs(lengths: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Rows of each way, and the fewest by the sums of tokens."""
+    first, second = lengths
+    lengths = {
+        name: np.minimum(own, _SEQ_LENS[0]).astype(np.int32)
+        for name, own in lengths.items()
+    }
+    share = lengths[second].sum() / lengths[first].sum()
+    rounded = 64 * int(np.ceil(_SEQ_LENS[0] * share / 64))
+    capacities = {
+        first: _SEQ_LENS[0],
+        second: max(rounded, int(lengths[second].max())),
+    }
+    start = time.perf_counter()
+    rows = jb.pack(lengths, capacities).num_rows
+    seconds = time.perf_counter() - start
+    needed = [-(-int(lengths[x].sum()) // capacities[x]) for x in capacities]
+    size = len(lengths[first])
+    return {
+        "capacities": capacities,
+        "fewest": max(needed),
+        "pack": rows,
+        "pack_examples_per_second": size / seconds,
+        "Grain": grain_rows(lengths, capacities),
+    }
 
 
 def lognormal(size: int) -> np.ndarray:
@@ -118,13 +166,20 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> int:
 
 
 def with_grain(lengths: np.ndarray, seq_len: int) -> int:
-    examples = [{"tokens": np.zeros(n, np.uint8)} for n in lengths.tolist()]
+    return grain_rows({"tokens": lengths}, {"tokens": seq_len})
+
+
+def grain_rows(lengths: dict[str, np.ndarray], capacities: dict[str, int]) -> int:
+    examples = [
+        {name: np.zeros(n, np.uint8) for name, n in zip(lengths, own, strict=True)}
+        for own in zip(*(x.tolist() for x in lengths.values()), strict=True)
+    ]
     # Read as it would be: with threads of its own it is slower on few cores.
     dataset = grain.MapDataset.source(examples).to_iter_dataset(
         grain.ReadOptions(num_threads=0)
     )
     packed = grain.experimental.BestFitPackIterDataset(
-        dataset, length_struct={"tokens": seq_len}, num_packing_bins=_BINS
+        dataset, length_struct=capacities, num_packing_bins=_BINS
     )
     return sum(1 for _ in packed)
 
@@ -174,7 +229,9 @@ def many(size: int) -> dict[str, float]:
     }
 
 
-def show(results: list[dict[str, Any]], large: dict[str, float]) -> None:
+def show(
+    results: list[dict[str, Any]], both: list[dict[str, Any]], large: dict[str, float]
+) -> None:
     table = Table(box=box.SIMPLE, title="Fill of rows, and examples per second")
     table.add_column("lengths")
     for name in ("T", *WAYS):
@@ -187,12 +244,29 @@ def show(results: list[dict[str, Any]], large: dict[str, float]) -> None:
         table.add_row(result["set"], str(result["seq_len"]), *cells)
     console = Console(width=120)
     console.print(table)
+    if both:
+        console.print(pair_table(both))
     console.print(
         f"{large['examples']:,} lengths: "
         f"{large['pack_examples_per_second'] / 1e6:.0f} million a second; their "
         f"schedule {large['schedule_seconds']:.2f} s; the first batch of the next "
         f"epoch {large['next_epoch_milliseconds']:.1f} ms."
     )
+
+
+def pair_table(both: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE, title="Rows of examples with two sequences")
+    table.add_column("lengths")
+    for name in ("capacities", "fewest by tokens", "pack", "Grain", "pack, examples/s"):
+        table.add_column(name, justify="right")
+    for x in both:
+        table.add_row(
+            x["set"],
+            ", ".join(f"{name} {size}" for name, size in x["capacities"].items()),
+            *(f"{x[name]:,}" for name in ("fewest", "pack", "Grain")),
+            f"{x['pack_examples_per_second']:,.0f}",
+        )
+    return table
 
 
 if __name__ == "__main__":

@@ -458,8 +458,12 @@ class Batch(NamedTuple):
 
     @property
     def bucket(self) -> Bucket:
-        """The shape (B, T); that of the plan only if the batch is a global one."""
-        return Bucket(*next(iter(self.segment_ids.values())).shape)
+        """The shape (B, T); that of the plan only if the batch is a global one.
+
+        Of several sequences with lengths of their own, T is the sum of theirs.
+        """
+        shapes = [ids.shape for ids in self.segment_ids.values()]
+        return Bucket(shapes[0][0], sum(seq_len for _, seq_len in shapes))
 
     def as_dict(self, style: Literal["grain", "maxtext"] = "grain") -> dict[str, Any]:
         """Returns one flat dict under the names that other libraries use.

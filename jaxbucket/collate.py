@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,14 +11,16 @@ from jaxbucket.base import EMPTY_ROW, Batch, Bucket
 from jaxbucket.checks import check_positive
 from jaxbucket.example import (
     Example,
+    Sequences,
     as_arrays,
     check_numbers,
     common_length,
     matching_arrays,
     pad_array,
-    sequence_names,
+    sequence_groups,
 )
 from jaxbucket.segments import row_segments
+from jaxbucket.sequences import check_capacities
 
 
 def collate_rows(
@@ -27,10 +28,11 @@ def collate_rows(
     bucket: Bucket,
     *,
     like: Example | None = None,
-    sequences: Sequence[str] | None = None,
+    sequences: Sequences = None,
     pad_value: float = 0,
     truncate: bool = False,
     max_segments: int | None = None,
+    capacities: Mapping[str, int] | None = None,
 ) -> Batch:
     """Returns one batch of the bucket's shape; `unbatch` is the inverse.
 
@@ -58,6 +60,15 @@ def collate_rows(
       >>> unbatch(packed, max_segments=2)[1]
       {'tokens': array([5]), 'label': array(0)}
 
+    Several sequences with lengths of their own have a capacity each, T together, and
+    segment ids each:
+
+      >>> pair = {"inputs": [7, 3, 5], "targets": [9]}
+      >>> capacities = {"inputs": 4, "targets": 2}
+      >>> batch = collate_rows([pair], Bucket(1, 6), capacities=capacities)
+      >>> batch.features["inputs"], batch.features["targets"]
+      (array([[7, 3, 5, 0]]), array([[9, 0]]))
+
     Args:
       rows: at most B examples, None for an empty row. Rows beyond are empty. With
         `max_segments`, at most so many examples for each row.
@@ -65,17 +76,20 @@ def collate_rows(
       like: an example to take names, dtypes and trailing shapes from; by default the
         first of `rows`. Needed where all rows are empty.
       sequences: the features that are padded, by default all that have a leading
-        axis. The first of them names the entry in `segment_ids` and `positions`.
+        axis. The first of them names the entry in `segment_ids` and `positions`. With
+        `capacities`, name -> the features that are as long as this sequence; by default
+        none but itself.
       pad_value: what fills the sequences behind their end, and in empty rows.
       truncate: cut examples longer than T instead of refusing them.
       max_segments: the most examples of a row, where rows are packed.
+      capacities: what a row holds of each of several sequences; T is their sum.
 
     Raises:
       ValueError: if an example is longer than T, or those of a row are together, or it
         has length 0, or differs from `like` in its features, dtypes or trailing shapes;
-        if its sequences differ in length; if there are more than B rows, or more than
-        `max_segments` in one of them, or only empty ones and no `like`; if packed ones
-        are to be truncated.
+        if its sequences differ in length; if capacities are not T together; if there
+        are more than B rows, or more than `max_segments` in one of them, or only empty
+        ones and no `like`; if packed ones are to be truncated.
     """
     if len(rows) > bucket.batch_size:
         raise ValueError(
@@ -96,37 +110,62 @@ def collate_rows(
         raise ValueError("All rows are empty: pass `like=`, an example of the source.")
     template = as_arrays(like)
     check_numbers(template)
-    names = sequence_names(template, sequences)
+    groups = sequence_groups(template, sequences, capacities)
+    names = [name for group in groups.values() for name in group]
+    seq_lens = _seq_lens(bucket, groups, capacities)
     places = (bucket.batch_size,)
     if max_segments is not None:
         places = (bucket.batch_size, max_segments)
-    features = _without_examples(template, names, bucket, places, pad_value)
-    lengths = np.zeros((bucket.batch_size, max_segments or 1), np.int64)
+    widths = {n: seq_lens[key] for key, group in groups.items() for n in group}
+    features = _without_examples(template, widths, places, pad_value)
+    size = (bucket.batch_size, max_segments or 1)
+    lengths = {key: np.zeros(size, np.int64) for key in groups}
     for row, examples in enumerate(segments):
-        begin = 0
         for segment, example in enumerate(examples):
             arrays = matching_arrays(example, template, names, row)
-            length = common_length(arrays, names, row)
-            if begin + length > bucket.seq_len and not truncate:
-                raise ValueError(_beyond_message(row, begin + length, bucket))
-            end = min(begin + length, bucket.seq_len)
-            for name, value in arrays.items():
-                if name in names:
-                    features[name][row, begin:end] = value[: end - begin]
-                else:
-                    features[name][(row, segment)[: len(places)]] = value
-            lengths[row, segment] = end - begin
-            begin = end
-    if max_segments is None:
-        return with_segments(features, names[0], row_mask(lengths[:, 0], bucket))
-    ids, positions = row_segments(lengths, bucket.seq_len)
-    return Batch(features, {names[0]: ids}, {names[0]: positions})
+            for key, group in groups.items():
+                begin = int(lengths[key][row].sum())
+                length = common_length(arrays, group, row)
+                if begin + length > seq_lens[key] and not truncate:
+                    of = "" if capacities is None else f" of {key!r}"
+                    raise ValueError(
+                        _beyond_message(row, begin + length, seq_lens[key], of)
+                    )
+                end = min(begin + length, seq_lens[key])
+                for name in group:
+                    features[name][row, begin:end] = arrays[name][: end - begin]
+                lengths[key][row, segment] = end - begin
+            for name in arrays.keys() - set(names):
+                features[name][(row, segment)[: len(places)]] = arrays[name]
+    if max_segments is None and capacities is None:
+        (key,) = groups
+        return with_segments(features, key, row_mask(lengths[key][:, 0], bucket))
+    made = {key: row_segments(lengths[key], seq_lens[key]) for key in groups}
+    return Batch(
+        features,
+        {key: ids for key, (ids, _) in made.items()},
+        {key: positions for key, (_, positions) in made.items()},
+    )
+
+
+def _seq_lens(
+    bucket: Bucket, groups: Iterable[str], capacities: Mapping[str, int] | None
+) -> dict[str, int]:
+    """T of each sequence."""
+    if capacities is None:
+        return dict.fromkeys(groups, bucket.seq_len)
+    capacities = check_capacities(capacities)
+    if sum(capacities.values()) != bucket.seq_len:
+        raise ValueError(
+            f"`capacities={capacities}` are {sum(capacities.values())} together, and "
+            f"bucket {bucket} has `seq_len={bucket.seq_len}`: it must be their sum."
+        )
+    return capacities
 
 
 def _without_examples(
     template: dict[str, np.ndarray],
-    names: list[str],
-    bucket: Bucket,
+    widths: dict[str, int],
     places: tuple[int, ...],
     pad_value: float,
 ) -> dict[str, np.ndarray]:
@@ -134,17 +173,16 @@ def _without_examples(
 
     Args:
       template: the features of an example.
-      names: which of them are sequences, `[B, T, ...]` and padded.
-      bucket: the shape (B, T).
+      widths: T of those which are sequences, `[B, T, ...]` and padded.
       places: of examples, `[B]` or `[B, max_segments]`, which all others begin with.
       pad_value: what fills the sequences.
     """
-    shape = (bucket.batch_size, bucket.seq_len)
     return {
         name: np.full(
-            (*shape, *value.shape[1:]), pad_array(pad_value, name, value.dtype)
+            (places[0], widths[name], *value.shape[1:]),
+            pad_array(pad_value, name, value.dtype),
         )
-        if name in names
+        if name in widths
         else np.zeros((*places, *value.shape), value.dtype)
         for name, value in template.items()
     }
@@ -202,7 +240,7 @@ def fit_lengths(lengths: np.ndarray, bucket: Bucket, truncate: bool) -> np.ndarr
     """
     if not truncate and lengths.max(initial=0) > bucket.seq_len:
         row = int(lengths.argmax())
-        raise ValueError(_beyond_message(row, lengths[row], bucket))
+        raise ValueError(_beyond_message(row, lengths[row], bucket.seq_len))
     return np.minimum(lengths, bucket.seq_len)
 
 
@@ -232,9 +270,9 @@ def span_lengths(
     return np.where(filled, lengths, 0)
 
 
-def _beyond_message(row: int, length: int, bucket: Bucket) -> str:
+def _beyond_message(row: int, length: int, seq_len: int, of: str = "") -> str:
     return (
-        f"Row {row} has length {length}, beyond `seq_len={bucket.seq_len}`. "
+        f"Row {row} has length {length}{of}, beyond `seq_len={seq_len}`. "
         "Put it into a longer bucket, or pass `truncate=True`."
     )
 
@@ -264,7 +302,7 @@ def with_segments(
 def unbatch(
     batch: Batch,
     *,
-    sequences: Sequence[str] | None = None,
+    sequences: Sequences = None,
     max_segments: int | None = None,
 ) -> list[dict[str, Any]]:
     """Returns the examples of a batch without their padding, in row order.
@@ -272,15 +310,15 @@ def unbatch(
     Args:
       batch: numpy or fully addressable `jax.Array`s.
       sequences: the features that were padded, by default all of shape `[B, T, ...]`.
-        Name them where others may have that shape by chance.
+        Name them where others may have that shape by chance. Of several sequences with
+        lengths of their own, as in `collate_rows`.
       max_segments: as in `collate_rows`: None for one example in a row.
 
     Raises:
-      ValueError: if several sequences have lengths of their own, or rows have more
-        examples than that.
+      ValueError: if rows have more examples than that.
     """
-    mask = np.asarray(batch.mask)
-    ids = np.asarray(next(iter(batch.segment_ids.values())))
+    every = {name: np.asarray(ids) for name, ids in batch.segment_ids.items()}
+    ids = next(iter(every.values()))
     most = int(ids.max(initial=0))
     if most > (max_segments or 1):
         raise ValueError(
@@ -288,17 +326,30 @@ def unbatch(
             "they were packed with."
         )
     features = {name: np.asarray(value) for name, value in batch.features.items()}
-    padded = sequences
-    if padded is None:
-        padded = [name for name, x in features.items() if x.shape[:2] == mask.shape]
+    if len(every) > 1 or isinstance(sequences, Mapping):
+        groups = sequence_groups(features, sequences, dict.fromkeys(every, 0))
+    elif sequences is None:
+        named = [name for name, x in features.items() if x.shape[:2] == ids.shape]
+        groups = dict.fromkeys(every, named)
+    else:
+        groups = dict.fromkeys(every, list(sequences))
+    key_of = {name: key for key, names in groups.items() for name in names}
     found = []
-    for row in np.flatnonzero(mask.any(axis=1)):
-        ends = np.cumsum(np.bincount(ids[row])[1:])
-        for segment, (begin, end) in enumerate(itertools.pairwise([0, *ends])):
+    for row in np.flatnonzero(ids.any(axis=1)):
+        ends = {key: [0, *_ends(own[row])] for key, own in every.items()}
+        for segment in range(int(ids[row].max())):
             place = (row, ...) if max_segments is None else (row, segment, ...)
-            example = {
-                name: value[row, begin:end] if name in padded else value[place]
-                for name, value in features.items()
-            }
+            example = {}
+            for name, value in features.items():
+                if name in key_of:
+                    begin, end = ends[key_of[name]][segment : segment + 2]
+                    example[name] = value[row, begin:end]
+                else:
+                    example[name] = value[place]
             found.append(example)
     return found
+
+
+def _ends(ids: np.ndarray) -> list[int]:
+    """Where each segment of a row ends."""
+    return np.cumsum(np.bincount(ids)[1:]).tolist()

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 Example: TypeAlias = Mapping[str, ArrayLike]
+# Names of features, or those of each of several sequences.
+Sequences: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]] | None
 
 
 def as_arrays(example: Example) -> dict[str, np.ndarray]:
@@ -56,6 +58,49 @@ def sequence_names(
     if not names:
         raise ValueError(f"The example {sorted(arrays)} has no sequence. {remedy}")
     return names
+
+
+def sequence_groups(
+    arrays: Mapping[str, np.ndarray],
+    sequences: Sequences,
+    capacities: Mapping[str, int] | None = None,
+) -> dict[str, list[str]]:
+    """Returns the features that share the lengths of each sequence, by its name.
+
+    Args:
+      arrays: the features of an example.
+      sequences: their names, or for several sequences name -> names; by default all
+        with a leading axis, or of several each alone.
+      capacities: what a row holds of each sequence; None if an example has one.
+
+    Raises:
+      ValueError: if one has no leading axis, or is in two groups, or in that of
+        another name than `capacities` have.
+    """
+    if capacities is None:
+        if isinstance(sequences, Mapping):
+            raise ValueError(
+                f"`sequences={dict(sequences)}` is of several sequences: they are "
+                "packed, by `pack(lengths, max_seq_len)` with a capacity for each. "
+                "Name those of one by a list."
+            )
+        names = sequence_names(arrays, sequences)
+        return {names[0]: names}
+    if sequences is None:
+        sequences = {name: [name] for name in capacities}
+    if not isinstance(sequences, Mapping) or sequences.keys() != capacities.keys():
+        raise ValueError(
+            f"`sequences={sequences}` must name the features of each of "
+            f"{sorted(capacities)}."
+        )
+    groups = {
+        name: sequence_names(arrays, [name, *(x for x in sequences[name] if x != name)])
+        for name in capacities
+    }
+    every = [name for names in groups.values() for name in names]
+    if len(set(every)) < len(every):
+        raise ValueError(f"`sequences={dict(sequences)}` has a feature twice.")
+    return groups
 
 
 def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
@@ -115,6 +160,24 @@ def example_length(example: Example, sequences: Sequence[str] | None = None) -> 
     """
     arrays = as_arrays(example)
     return common_length(arrays, sequence_names(arrays, sequences))
+
+
+def example_lengths(
+    example: Example, sequences: Sequences, capacities: Mapping[str, int] | None
+) -> dict[str, int]:
+    """Returns the length of each sequence, by its name.
+
+    Args:
+      example: a dict of arrays.
+      sequences: as in `sequence_groups`, and so is the other one.
+      capacities: what a row holds of each sequence; None if an example has one.
+
+    Raises:
+      ValueError: if there is none, or those of one differ, or the example is no dict.
+    """
+    arrays = as_arrays(example)
+    groups = sequence_groups(arrays, sequences, capacities)
+    return {name: common_length(arrays, names) for name, names in groups.items()}
 
 
 def common_length(

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn, overload
 
 import grain
@@ -15,7 +15,7 @@ import numpy as np
 from jaxbucket.base import EMPTY_ROW, Batch, BatchIndices, Bucket, RowShard, digest
 from jaxbucket.checks import check_integer, check_positive, split_line
 from jaxbucket.collate import collate_rows
-from jaxbucket.example import Example, example_length
+from jaxbucket.example import Example, Sequences, example_lengths
 from jaxbucket.position import DataPosition, check_position
 from jaxbucket.schedule import Schedule
 from jaxbucket.source import (
@@ -36,7 +36,7 @@ def batch_dataset(
     start_step: int | None = None,
     num_steps: float | None = None,
     num_epochs: int | None = None,
-    sequences: Sequence[str] | None = None,
+    sequences: Sequences = None,
     pad_value: float = 0,
 ) -> BatchDataset:
     """Returns the schedule's batches as a `grain.MapDataset`, numpy arrays.
@@ -62,7 +62,8 @@ def batch_dataset(
       num_steps: where the run ends, counted from step 0 and over epochs; `math.inf`
         for a run without end. By default the end of the epoch that `start_step` is in.
       num_epochs: the same in epochs of the schedule, instead.
-      sequences: the features that are padded, by default all with a leading axis.
+      sequences: the features that are padded, by default all with a leading axis. Of
+        several sequences with lengths of their own, as in `collate_rows`.
       pad_value: what fills them behind their end.
 
     Raises:
@@ -122,13 +123,17 @@ class BatchDataset(grain.MapDataset[Any]):
         shard: RowShard,
         start_step: int | None,
         run_end: _RunEnd | None,
-        sequences: Sequence[str] | None,
+        sequences: Sequences,
         pad_value: float,
     ):
         super().__init__()
         if len(source) != len(schedule.lengths):
             raise ValueError(_other_size_message(source, schedule))
-        if isinstance(source, RowSource):
+        gathers = source if isinstance(source, RowSource) else None
+        if schedule.capacities is not None or isinstance(sequences, Mapping):
+            # What gathers rows knows of one length for each example.
+            gathers = None
+        elif isinstance(source, RowSource):
             check_sequences(source, sequences)
             changed = np.flatnonzero(source.lengths != schedule.lengths)
             if len(changed):
@@ -150,7 +155,7 @@ class BatchDataset(grain.MapDataset[Any]):
                 f"of the run, `num_steps={num_steps}`."
             )
         self._source = source
-        self._gathers = source if isinstance(source, RowSource) else None
+        self._gathers = gathers
         if schedule.max_segments is not None and not isinstance(source, PackedSource):
             # One example after the other is read for a packed row.
             self._gathers = None
@@ -198,6 +203,7 @@ class BatchDataset(grain.MapDataset[Any]):
             sequences=self._sequences,
             pad_value=self._pad_value,
             truncate=truncate,
+            capacities=self._schedule.capacities,
         )
         try:
             return collate(examples, bucket, max_segments=self._schedule.max_segments)
@@ -293,14 +299,19 @@ class BatchDataset(grain.MapDataset[Any]):
     def _example(self, index: int, step: int) -> Example:
         try:
             example = self._source[index]
-            length = example_length(example, self._sequences)
+            capacities = self._schedule.capacities
+            lengths = example_lengths(example, self._sequences, capacities)
         except Exception as error:
             raise ValueError(
                 f"`source[{index}]`, for step {step}, cannot be read: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if length != self._schedule.lengths[index]:
-            _refuse_changed(index, {index: length}, self._schedule.lengths)
+        for name, length in lengths.items():
+            measured = self._schedule.lengths
+            if self._schedule.parts is not None:
+                measured = self._schedule.parts[name]
+            if length != measured[index]:
+                _refuse_changed(index, {index: length}, measured)
         return example
 
     def _like(self, step: int) -> Example:
@@ -312,10 +323,11 @@ class BatchDataset(grain.MapDataset[Any]):
             try:
                 collate_rows(
                     [],
-                    Bucket(1, 1),
+                    Bucket(1, self._schedule.plan.max_seq_len),
                     like=example,
                     sequences=self._sequences,
                     pad_value=self._pad_value,
+                    capacities=self._schedule.capacities,
                 )
             except ValueError as error:
                 raise ValueError(

@@ -18,7 +18,10 @@ Per: TypeAlias = Literal["token", "sequence"]
 
 
 def attention_mask(
-    segment_ids: jax.Array, positions: jax.Array | None = None
+    segment_ids: jax.Array,
+    positions: jax.Array | None = None,
+    *,
+    key_segment_ids: jax.Array | None = None,
 ) -> jax.Array:
     """Returns which keys a query may see: real ones of its own example.
 
@@ -36,11 +39,24 @@ def attention_mask(
       segment_ids: `[B, T]` int, of queries and keys.
       positions: `[B, T]` int, for causal attention: keys up to the query's position.
         None for attention in both directions.
+      key_segment_ids: `[B, S]` int, those of keys where they are another sequence, such
+        as inputs that targets look at; by default `segment_ids`.
 
     Returns:
-      `[B, 1, T, T]` bool: batch, heads, queries, keys.
+      `[B, 1, T, S]` bool: batch, heads, queries, keys.
+
+    Raises:
+      ValueError: for positions where queries and keys are different sequences.
     """
-    queries, keys = segment_ids[:, :, None], segment_ids[:, None, :]
+    if key_segment_ids is None:
+        key_segment_ids = segment_ids
+    elif positions is not None:
+        raise ValueError(
+            "`positions` are of one sequence, and `key_segment_ids` of another: keys "
+            "of another sequence come neither before a query nor after it. Leave "
+            "either out."
+        )
+    queries, keys = segment_ids[:, :, None], key_segment_ids[:, None, :]
     mask = (queries == keys) & (keys > 0)
     if positions is not None:
         mask &= positions[:, :, None] >= positions[:, None, :]
@@ -67,7 +83,11 @@ def sequence_lengths(segment_ids: jax.Array) -> jax.Array:
 
 
 def token_weights(
-    batch: Batch, per: Per = "token", *, where: jax.Array | None = None
+    batch: Batch,
+    per: Per = "token",
+    *,
+    sequence: str | None = None,
+    where: jax.Array | None = None,
 ) -> jax.Array:
     """Returns what each token counts for in a loss, packed or not.
 
@@ -81,9 +101,10 @@ def token_weights(
       [[0.5 0.5 1.  0. ]]
 
     Args:
-      batch: of one sequence.
+      batch: packed or not.
       per: "token" for the mean over all tokens; "sequence" for the mean over sequences
         of the mean over the tokens of each.
+      sequence: whose tokens they are, where several have lengths of their own.
       where: `[B, T]` bool, the tokens that count, such as those that are predicted; by
         default all that are real. A sequence without any counts for nothing.
 
@@ -91,14 +112,21 @@ def token_weights(
       `[B, T]` float32.
 
     Raises:
-      ValueError: if several sequences have lengths of their own, or for an unknown
-        `per`.
+      ValueError: if several sequences have lengths of their own and none of them is
+        named, or for an unknown `per`.
     """
     check_choice("per", per, get_args(Per))
-    mask = batch.mask if where is None else batch.mask & where
+    if sequence is None and len(batch.segment_ids) == 1:
+        (sequence,) = batch.segment_ids
+    if sequence not in batch.segment_ids:
+        raise ValueError(
+            f"`sequence={sequence!r}`: choose one of {sorted(batch.segment_ids)}, "
+            "which have lengths of their own."
+        )
+    ids = batch.segment_ids[sequence]
+    mask = ids > 0 if where is None else (ids > 0) & where
     if per == "token":
         return mask.astype(jnp.float32)
-    (ids,) = batch.segment_ids.values()
 
     def of_row(ids: jax.Array, mask: jax.Array) -> jax.Array:
         # No more segments than tokens, and 0 for padding.

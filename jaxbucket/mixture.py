@@ -100,6 +100,11 @@ class Mixture(Schedule):
                     f"`weights[{index}]={weight}` must be positive and finite. Leave "
                     "the component out if it has no share."
                 )
+        if any(own.capacities for own in self.schedules):
+            raise ValueError(
+                "`schedules` are of examples with several sequences, which are not "
+                "mixed: concatenate the sources and pack all of their lengths."
+            )
         if len({own.plan.fingerprint for own in self.schedules}) > 1:
             raise ValueError(
                 "`schedules` have different plans. Plan once, for the lengths of all "

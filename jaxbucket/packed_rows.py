@@ -6,6 +6,8 @@ evaluated only for the rows that are asked for: another epoch costs nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from jaxbucket.base import EMPTY_ROW
@@ -23,18 +25,30 @@ class PackedRows:
     Args:
       packing: made for these lengths.
       lengths: `[N]` integers, one per example.
+      parts: those of each sequence, where examples have several.
       seed: what is drawn in every epoch; None for source order in all of them.
 
     Raises:
       ValueError: if `packing` was made for other lengths.
     """
 
-    def __init__(self, packing: Packing, lengths: np.ndarray, seed: int | None):
+    def __init__(
+        self,
+        packing: Packing,
+        lengths: np.ndarray,
+        parts: Mapping[str, np.ndarray] | None,
+        seed: int | None,
+    ):
         self._packing = packing
         self._seed = seed
+        slot_lengths = packing.slot_lengths
+        self._check_sequences(parts)
+        if parts is not None and packing.slot_parts is not None:
+            # In place of a length, the kind that all lengths together make.
+            lengths, slot_lengths = _kinds(parts, packing.slot_parts)
         self._examples = _by_length(lengths)
-        slots = _by_length(packing.slot_lengths)
-        self._check_same(lengths, slots)
+        slots = _by_length(slot_lengths)
+        self._check_same(lengths[self._examples], slot_lengths[slots])
         # Slots of a length, in order, are as many as its examples.
         self._places = np.empty(len(slots), slots.dtype)
         self._places[slots] = np.arange(len(slots), dtype=slots.dtype)
@@ -44,15 +58,22 @@ class PackedRows:
         self._starts = begins
         self._sizes = np.diff(begins, append=len(ordered))
 
-    def _check_same(self, lengths: np.ndarray, slots: np.ndarray) -> None:
-        packed = self._packing.slot_lengths
-        if len(packed) != len(lengths) or np.any(
-            packed[slots] != lengths[self._examples]
-        ):
+    def _check_sequences(self, parts: Mapping[str, np.ndarray] | None) -> None:
+        packed = list(self._packing.capacities or ())
+        given = list(parts or ())
+        if packed != given:
             raise ValueError(
-                f"`packing` is of {len(packed)} examples with {packed.sum()} tokens, "
-                f"and `lengths` of {len(lengths)} with {lengths.sum()}, or of others: "
-                "the data changed since it was packed. Pack these lengths."
+                f"`packing` is of the sequences {packed}, and `lengths` of {given}: "
+                "pack these lengths."
+            )
+
+    def _check_same(self, lengths: np.ndarray, packed: np.ndarray) -> None:
+        if len(packed) != len(lengths) or np.any(packed != lengths):
+            raise ValueError(
+                f"`packing` is of {len(packed)} examples with "
+                f"{self._packing.slot_lengths.sum()} tokens, and `lengths` of "
+                f"{len(lengths)}, or of others: the data changed since it was packed. "
+                "Pack these lengths."
             )
 
     def examples(self, epoch: int, rows: np.ndarray) -> np.ndarray:
@@ -85,6 +106,16 @@ class PackedRows:
         starts, sizes = self._starts[which], self._sizes[which]
         keys = mix_each(self._lengths[which], fold(self._seed, epoch, _SLOTS))
         return self._examples[starts + permute_each(places - starts, sizes, keys)]
+
+
+def _kinds(
+    parts: Mapping[str, np.ndarray], slot_parts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """`[N]` and `[S]` numbers from 1 on, the same where all lengths are the same."""
+    examples = np.stack(list(parts.values()), axis=1)
+    both = np.concatenate([examples, slot_parts])
+    kinds = np.unique(both, axis=0, return_inverse=True)[1].reshape(-1) + 1
+    return kinds[: len(examples)], kinds[len(examples) :]
 
 
 def _by_length(lengths: np.ndarray) -> np.ndarray:

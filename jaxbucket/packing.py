@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,9 +24,12 @@ from jaxbucket.checks import (
     check_positive,
     split_line,
 )
+from jaxbucket.fit_sequences import fit_sequences
 from jaxbucket.fullest_rows import fullest_rows
 from jaxbucket.histogram import value_counts
 from jaxbucket.pattern import Pattern, positions
+from jaxbucket.pooled_rows import pooled_rows
+from jaxbucket.sequences import check_capacities, check_parts
 
 # Of which there is a bit for each length of it.
 _MOST_ROOM = 1 << 26
@@ -52,12 +56,17 @@ class Packing:
         `row_splits[r + 1]`.
       max_segments: the most slots a row may have, as features of one number for each
         example are `[B, max_segments]`.
+      capacities: what a row holds of each sequence, where examples have several; these
+        are T together.
+      slot_parts: `[S, Q]` int32: the lengths of these sequences, in that order.
     """
 
     seq_lens: tuple[int, ...]
     slot_lengths: np.ndarray
     row_splits: np.ndarray
     max_segments: int
+    capacities: dict[str, int] | None = None
+    slot_parts: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:
@@ -81,7 +90,10 @@ class Packing:
     @functools.cached_property
     def row_work(self) -> np.ndarray:
         """`[R]` int64: pairs of positions that attention within examples looks at."""
-        squares = np.square(self.slot_lengths, dtype=np.int64)
+        parts = self.slot_parts
+        if parts is None:
+            parts = self.slot_lengths[:, None]
+        squares = np.square(parts, dtype=np.int64).sum(axis=1)
         return np.add.reduceat(squares, self.row_splits[:-1])
 
     @functools.cached_property
@@ -100,11 +112,15 @@ class Packing:
     @functools.cached_property
     def fingerprint(self) -> str:
         """32 hex digits that name every row."""
-        return digest(
+        parts = [
             str((self.seq_lens, self.max_segments)).encode(),
             np.ascontiguousarray(self.slot_lengths, "<i4").data,
             np.ascontiguousarray(self.row_splits, "<i8").data,
-        )
+        ]
+        if self.slot_parts is not None:
+            parts.append(str(self.capacities).encode())
+            parts.append(np.ascontiguousarray(self.slot_parts, "<i4").data)
+        return digest(*parts)
 
     def __repr__(self) -> str:
         shapes = ", ".join(map(str, self.seq_lens))
@@ -115,8 +131,8 @@ class Packing:
 
 
 def pack(
-    lengths: ArrayLike,
-    max_seq_len: int | Sequence[int],
+    lengths: ArrayLike | Mapping[str, ArrayLike],
+    max_seq_len: int | Sequence[int] | Mapping[str, int],
     *,
     max_segments_per_row: int | None = None,
     padded_up_to: int = 0,
@@ -131,30 +147,95 @@ def pack(
     With several T, a row is begun with the shortest that holds its longest example;
     shorter examples fill up the rows of any T.
 
+    Examples with several sequences, such as inputs and targets, are packed in all of
+    them at once, into rows of one shape: a row has a capacity for each sequence, and
+    the n-th segments of all are of one example. The fuller of two ways, again.
+
     Example:
       >>> pack([3, 5, 2, 4, 6], max_seq_len=(4, 8))
       Packing(5 examples in 3 rows of 4, 8, fill 100.0%)
+      >>> lengths = {"inputs": [3, 5, 2], "targets": [1, 4, 3]}
+      >>> packing = pack(lengths, {"inputs": 8, "targets": 4})
+      >>> packing.seq_lens, packing.num_rows
+      ((12,), 2)
 
     Args:
-      lengths: `[N]` integers, one per example.
-      max_seq_len: T of a row, or several.
+      lengths: `[N]` integers, one per example; or name -> `[N]` for each sequence.
+      max_seq_len: T of a row, or several; or name -> what a row holds of the sequence.
       max_segments_per_row: the most examples of a row; by default as many as fit.
       padded_up_to: examples that are at most so long are alone in their rows.
 
     Raises:
       ValueError: for lengths that `check_lengths` refuses or that are beyond the
-        longest row, or for a T or a number of segments that is not positive.
+        longest row, or for a T or a number of segments that is not positive; if
+        sequences and capacities are not of the same names and examples.
     """
-    lengths = check_lengths(lengths)
-    seq_lens = check_seq_lens(max_seq_len)
     cap = check_cap(max_segments_per_row)
-    values, counts = value_counts(lengths)
-    check_longest(lengths, seq_lens[-1])
     up_to = check_integer("padded_up_to", padded_up_to)
     if up_to < 0:
         raise ValueError(f"`padded_up_to={up_to}` must not be negative.")
+    if isinstance(lengths, Mapping) or isinstance(max_seq_len, Mapping):
+        _check_both(lengths, max_seq_len, up_to)
+        return _pack_sequences(
+            cast(Mapping, lengths), cast(Mapping, max_seq_len), max_segments_per_row
+        )
+    lengths = check_lengths(lengths)
+    seq_lens = check_seq_lens(max_seq_len)
+    values, counts = value_counts(lengths)
+    check_longest(lengths, seq_lens[-1])
     patterns = row_patterns(values, counts, seq_lens, cap, up_to, thorough=True)
     return from_patterns(patterns, seq_lens, max_segments_per_row)
+
+
+def _check_both(lengths: Any, max_seq_len: Any, padded_up_to: int) -> None:
+    for name, value in (("lengths", lengths), ("max_seq_len", max_seq_len)):
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"`{name}` is a {type(value).__name__}, and the other one a mapping: "
+                "of several sequences, give lengths and capacities by name."
+            )
+    if padded_up_to:
+        raise ValueError(
+            f"`padded_up_to={padded_up_to}`: rows of several sequences have one shape. "
+            "Leave it out."
+        )
+
+
+def _pack_sequences(
+    lengths: Mapping[str, ArrayLike],
+    max_seq_len: Mapping[str, int],
+    max_segments_per_row: int | None,
+) -> Packing:
+    """Rows with a room for each sequence."""
+    parts = check_parts(lengths)
+    capacities = check_capacities(max_seq_len, parts)
+    every = np.stack(list(parts.values()), axis=1).astype(np.int32)
+    kinds, counts = np.unique(every, axis=0, return_counts=True)
+    rooms = list(capacities.values())
+    cap = check_cap(max_segments_per_row)
+    found = fit_sequences(kinds, counts, rooms, cap)
+    fewest = max(-(-(counts @ kinds) // rooms))
+    if sum(x.rows for x in found) > fewest * (1 + _WORTH_MORE):
+        others = pooled_rows(kinds, counts, rooms, cap)
+        if others is not None and len(others) < sum(x.rows for x in found):
+            found = others
+    slots = np.concatenate([np.tile(np.array(x.kinds), x.rows) for x in found])
+    segments = np.array([len(x.kinds) for x in found])
+    most = int(segments.max())
+    if max_segments_per_row is not None:
+        # So many could be in a row of other data as well.
+        fits = (np.array(rooms) // kinds.min(axis=0)).min()
+        most = min(max_segments_per_row, int(fits))
+    sizes = np.repeat(segments, [x.rows for x in found])
+    slot_parts = kinds[slots]
+    return Packing(
+        (sum(rooms),),
+        slot_parts.sum(axis=1, dtype=np.int32),
+        np.concatenate([[0], np.cumsum(sizes)]),
+        most,
+        capacities,
+        slot_parts,
+    )
 
 
 def from_patterns(

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, TypeAlias, get_args
 
 import numpy as np
@@ -38,6 +38,7 @@ from jaxbucket.packed_rows import PackedRows
 from jaxbucket.packing import Packing
 from jaxbucket.position import DataPosition, check_position
 from jaxbucket.remainder import Remainder, RowFlow, filler_bucket
+from jaxbucket.sequences import check_parts, total_lengths
 from jaxbucket.stats import Report, lag1_autocorrelation, report
 
 FixedName: TypeAlias = Literal["source", "ascending", "descending"]
@@ -56,6 +57,9 @@ class Schedule(abc.ABC):
       lengths: `[N]` integers.
       accumulate: micro-batches of a step.
       max_segments: the most examples of a packed row; None where a row has one example.
+      capacities: what a row holds of each sequence, where examples have several.
+      parts: name -> `[N]` integers, the lengths of each of these; they add up to
+        `lengths`.
       first_step: the step that its first epoch begins with; 0, but for a schedule made
         by `continue_with`.
       continues: fingerprint of the schedule that has the steps before; None if none.
@@ -65,6 +69,8 @@ class Schedule(abc.ABC):
     lengths: np.ndarray
     accumulate: int = 1
     max_segments: int | None = None
+    capacities: dict[str, int] | None = None
+    parts: dict[str, np.ndarray] | None = None
     first_step: int = 0
     continues: str | None = None
 
@@ -188,7 +194,8 @@ class Schedule(abc.ABC):
     @functools.cached_property
     def data_fingerprint(self) -> str:
         """32 hex digits that name the lengths, whatever their integer dtype."""
-        return digest(np.ascontiguousarray(self.lengths, "<i4").data)
+        every = [self.lengths] if self.parts is None else self.parts.values()
+        return digest(*(np.ascontiguousarray(own, "<i4").data for own in every))
 
     @property
     def fingerprint(self) -> str:
@@ -238,7 +245,8 @@ class BatchSchedule(Schedule):
 
     Attributes:
       plan: the shapes.
-      lengths: `[N]` integers.
+      lengths: `[N]` integers. Of examples with several sequences, which are packed,
+        name -> `[N]` is given, and these are the sums.
       seed: any integer from 0 to 2**63 - 1.
       order: one of the orders above.
       remainder: what becomes of the examples that fill no batch: "cheapest", "promote"
@@ -269,7 +277,7 @@ class BatchSchedule(Schedule):
     def __init__(
         self,
         plan: BucketPlan,
-        lengths: ArrayLike,
+        lengths: ArrayLike | Mapping[str, ArrayLike],
         *,
         seed: int = 0,
         order: Order = "shuffled",
@@ -281,6 +289,9 @@ class BatchSchedule(Schedule):
     ):
         check_choice("group", group, GROUPS)
         self.plan = plan
+        if isinstance(lengths, Mapping):
+            self.parts = _packed_parts(lengths, packing)
+            lengths = total_lengths(self.parts)
         self.lengths = plan.check(lengths)
         _check_order(order, len(self.lengths))
         self.seed = check_seed(seed)
@@ -289,9 +300,10 @@ class BatchSchedule(Schedule):
         if packing is not None:
             _check_packing(packing, plan, order)
             self.max_segments = packing.max_segments
+            self.capacities = packing.capacities
             self._row_lengths = packing.row_lengths
             drawn = self.seed if order == "shuffled" else None
-            self._packed = PackedRows(packing, self.lengths, drawn)
+            self._packed = PackedRows(packing, self.lengths, self.parts, drawn)
         self.order: Order = order
         self.remainder: Remainder = remainder
         if opening is not None and not isinstance(opening, str):
@@ -442,18 +454,19 @@ class BatchSchedule(Schedule):
           >>> plan = plan_buckets([128], max_tokens=32 * 128)
           >>> schedule = BatchSchedule(plan, lengths, packing=packing)
           >>> print(f"{schedule.imbalance(num_devices=8):.2f}")
-          1.06
+          1.05
 
         Raises:
           ValueError: if the devices do not divide a bucket's B.
         """
         cut = RowShard((0,), check_positive("num_devices", num_devices))
+        every = [self.lengths] if self.parts is None else self.parts.values()
+        squares = np.sum([np.square(own, dtype=np.int64) for own in every], axis=0)
         found = []
         for step in range(min(len(self), _MOST_LOOKED_AT)):
             for indices in self._micro_batches(epoch * len(self) + step):
                 rows = indices.rows.reshape(indices.bucket.batch_size, -1)
-                lengths = np.where(rows == EMPTY_ROW, 0, self.lengths[rows])
-                work = np.square(lengths, dtype=np.int64).sum(axis=1)
+                work = np.where(rows == EMPTY_ROW, 0, squares[rows]).sum(axis=1)
                 cut.part_size(len(work))
                 found.append(imbalance(work, num_devices))
         return float(np.mean(found))
@@ -501,6 +514,18 @@ def _check_order(order: Any, size: int) -> None:
             f"`order` is a {type(order).__name__}: choose one of {', '.join(ORDERS)}, "
             "or give a `Curriculum` of difficulties."
         )
+
+
+def _packed_parts(
+    lengths: Mapping[str, ArrayLike], packing: Packing | None
+) -> dict[str, np.ndarray]:
+    if packing is None:
+        raise ValueError(
+            f"`lengths` are those of several sequences, {sorted(lengths)}, which are "
+            "bucketed where they are packed: give the `packing` that `pack(lengths, "
+            "max_seq_len)` made."
+        )
+    return check_parts(lengths)
 
 
 def _check_packing(packing: Any, plan: BucketPlan, order: Order) -> None:

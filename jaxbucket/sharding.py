@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxbucket.base import Batch, Bucket, BucketPlan, RowShard
 from jaxbucket.checks import check_integer
 from jaxbucket.collate import collate_rows
-from jaxbucket.example import Example
+from jaxbucket.example import Example, Sequences
 
 Axes: TypeAlias = str | Sequence[str]
 Device: TypeAlias = jax.Device  # pyright: ignore
@@ -196,8 +196,9 @@ def batch_specs(
     mesh: Mesh,
     *,
     batch_axes: Axes = DATA_AXIS,
-    sequences: Sequence[str] | None = None,
+    sequences: Sequences = None,
     max_segments: int | None = None,
+    capacities: Mapping[str, int] | None = None,
 ) -> dict[Bucket, Batch]:
     """Returns the shape, dtype and sharding of every batch the plan can give.
 
@@ -208,6 +209,7 @@ def batch_specs(
       batch_axes: the mesh axes that cut the rows.
       sequences: as in `batch_dataset`.
       max_segments: that of the schedule, where rows are packed.
+      capacities: those of the schedule, where examples have several sequences.
 
     Returns:
       For each bucket a `Batch` of `jax.ShapeDtypeStruct`.
@@ -226,7 +228,12 @@ def batch_specs(
     for bucket in plan.buckets:
         cut.part_size(bucket.batch_size)
         empty = collate_rows(
-            [], bucket, like=example, sequences=sequences, max_segments=max_segments
+            [],
+            bucket,
+            like=example,
+            sequences=sequences,
+            max_segments=max_segments,
+            capacities=capacities,
         )
         specs[bucket] = jax.tree.map(spec, empty)
     return specs

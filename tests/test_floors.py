@@ -31,8 +31,14 @@ ROOMS = {
     "pattern": (set(), set()),
     "best_fit": ({"pattern"}, {"numpy"}),
     "fullest_rows": ({"pattern"}, {"numpy"}),
+    "sequences": ({"checks"}, {"numpy"}),
+    "fit_sequences": (set(), {"numpy"}),
+    "pooled_rows": ({"fit_sequences", "permutation"}, {"numpy"}),
     "packing": (
-        {"checks", "base", "best_fit", "fullest_rows", "histogram", "pattern"},
+        {
+            *("checks", "base", "best_fit", "fit_sequences", "fullest_rows"),
+            *("histogram", "pattern", "pooled_rows", "sequences"),
+        },
         {"numpy"},
     ),
     "even_work": (set(), {"numpy"}),
@@ -76,13 +82,13 @@ ROOMS = {
         {
             *("checks", "base", "opening", "position", "remainder", "stats"),
             *("epoch_rows", "orders", "curriculum"),
-            *("even_work", "packing", "packed_rows"),
+            *("even_work", "packing", "packed_rows", "sequences"),
         },
         {"numpy"},
     ),
     "mixture": ({"checks", "base", "schedule"}, {"numpy"}),
     "example": (set(), {"numpy"}),
-    "collate": ({"checks", "base", "example", "segments"}, {"numpy"}),
+    "collate": ({"checks", "base", "example", "segments", "sequences"}, {"numpy"}),
     "source": ({"base", "example"}, {"numpy"}),
     "chunk_source": (
         {"checks", "base", "chunks", "collate", "source"},

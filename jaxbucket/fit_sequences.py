@@ -1,0 +1,167 @@
+"""Best fit decreasing where rows have a room for each of several sequences.
+
+Examples whose sequences are all as long as another's are of one *kind*. The kind that
+needs the largest share of any room is first; all examples of it at once go into the
+rows with the least room for the sequence that is scarce, and then for the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fractions
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+# Shares of a row are counted in these; their squares add up in 64 bits.
+_WHOLE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class KindPattern:
+    """Rows that are alike.
+
+    Attributes:
+      kinds: those of their slots.
+      rows: how many there are.
+    """
+
+    kinds: tuple[int, ...]
+    rows: int
+
+
+def fit_sequences(
+    kinds: np.ndarray, counts: np.ndarray, capacities: Sequence[int], cap: int
+) -> list[KindPattern]:
+    """Returns the rows.
+
+    Args:
+      kinds: `[V, Q]` lengths of the sequences of each kind, at most `capacities`.
+      counts: `[V]` how many examples of each there are.
+      capacities: `[Q]` what a row holds of each sequence.
+      cap: the most slots of a row.
+    """
+    shares, _ = shares_of(kinds, capacities)
+    # The sequence that fills rows first is looked for first.
+    filled = [
+        fractions.Fraction(n, size)
+        for n, size in zip((counts @ kinds).tolist(), capacities, strict=True)
+    ]
+    order = sorted(range(len(capacities)), key=lambda i: -filled[i])
+    needs = kinds[:, order].tolist()
+    whole = tuple(capacities[i] for i in order)
+    rooms = _Rooms(whole, cap)
+    every: list[_Rows] = []
+    largest = np.lexsort((-shares.sum(axis=1), -shares.max(axis=1)))
+    for kind in largest.tolist():
+        need, left = needs[kind], int(counts[kind])
+        while left:
+            rows = rooms.take_tightest(need) or _Rows(None, -1, 0, whole, 0, left)
+            fits = min(room // n for room, n in zip(rows.rooms, need, strict=True))
+            times = min(fits, cap - rows.segments, left)
+            number = min(rows.number, left // times)
+            after = tuple(
+                room - times * n for room, n in zip(rows.rooms, need, strict=True)
+            )
+            every.append(_Rows(rows, kind, times, after, rows.segments + times, number))
+            rows.number -= number
+            if rows.number and rows.segments:
+                rooms.put(rows)
+            rooms.put(every[-1])
+            left -= number * times
+    return [KindPattern(rows.kinds(), rows.number) for rows in every if rows.number]
+
+
+def shares_of(
+    kinds: np.ndarray, capacities: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `[V, Q]` how much of a row sequences fill, and `[Q]` a whole row.
+
+    In integers, which are the same on every machine.
+    """
+    sizes = np.array(capacities, np.int64)
+    return kinds.astype(np.int64) * _WHOLE // sizes, np.full(len(sizes), _WHOLE)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Rows:
+    """Rows that are alike so far: those before them, and `times` more of a kind."""
+
+    before: _Rows | None
+    kind: int
+    times: int
+    rooms: tuple[int, ...]
+    segments: int
+    number: int
+
+    def kinds(self) -> tuple[int, ...]:
+        parts = []
+        rows: _Rows | None = self
+        while rows is not None and rows.segments:
+            parts.append((rows.kind,) * rows.times)
+            rows = rows.before
+        return tuple(kind for part in reversed(parts) for kind in part)
+
+
+class _Rooms:
+    """Rows that may take more: a tree over the room for the first sequence.
+
+    Each node knows the most room that rows below it have for every sequence, so that a
+    search turns back where there is not enough.
+    """
+
+    def __init__(self, whole: tuple[int, ...], cap: int):
+        self._cap = cap
+        self._leaves = 1 << whole[0].bit_length()
+        self._rows: dict[int, list[_Rows]] = {}
+        # Node 1 is the root, and 2 n and 2 n + 1 are below n; none has any room yet.
+        self._most = [[-1] * (2 * self._leaves) for _ in whole]
+
+    def put(self, rows: _Rows) -> None:
+        if all(rows.rooms) and rows.segments < self._cap:
+            self._rows.setdefault(rows.rooms[0], []).append(rows)
+            self._update(rows.rooms[0])
+
+    def take_tightest(self, need: list[int]) -> _Rows | None:
+        """Takes out rows that have room for lengths, with the least for the first."""
+        for leaf in self._fitting(need):
+            found = [
+                rows
+                for rows in self._rows[leaf]
+                if all(a >= b for a, b in zip(rows.rooms, need, strict=True))
+            ]
+            if found:
+                tightest = min(found, key=lambda rows: rows.rooms)
+                self._rows[leaf].remove(tightest)
+                self._update(leaf)
+                return tightest
+        return None
+
+    def _fitting(self, need: list[int]) -> Iterator[int]:
+        """Rooms for the first sequence, from the least, where rows may fit."""
+        waiting = [(1, 0, self._leaves)]
+        while waiting:
+            node, low, size = waiting.pop()
+            if low + size <= need[0] or not self._has_room(node, need):
+                continue
+            if size == 1:
+                yield low
+                continue
+            half = size // 2
+            waiting.append((2 * node + 1, low + half, half))
+            waiting.append((2 * node, low, half))
+
+    def _has_room(self, node: int, need: list[int]) -> bool:
+        return all(own[node] >= n for own, n in zip(self._most, need, strict=True))
+
+    def _update(self, leaf: int) -> None:
+        """Renews what the nodes above a leaf know of it."""
+        for index, own in enumerate(self._most):
+            node = leaf + self._leaves
+            own[node] = max((x.rooms[index] for x in self._rows[leaf]), default=-1)
+            while node > 1:
+                node //= 2
+                most = max(own[2 * node], own[2 * node + 1])
+                if own[node] == most:
+                    break
+                own[node] = most
