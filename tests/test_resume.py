@@ -55,7 +55,8 @@ def start(
         *(sys.executable, "-W", "error", script, "--data", data),
         *("--steps", STEPS, "--width", 16, "--layers", 1, "--max-len", 64),
         *("--max-tokens", 512, "--num-buckets", 2, "--dropout", 0.1),
-        *("--save-every", 10, *args),
+        # All of them compile the same programs, which is done once.
+        *("--save-every", 10, "--executables", "executables", *args),
     ]
     return subprocess.Popen(
         list(map(str, command)),
