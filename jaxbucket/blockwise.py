@@ -235,7 +235,7 @@ def _spans(ids: jax.Array, block: int, is_causal: bool) -> tuple[jax.Array, jax.
 
 def _exact(dtype: jnp.dtype) -> jnp.dtype:
     """What sums are kept in."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return max(dtype, jnp.dtype(jnp.float32), key=lambda x: x.itemsize)
 
 
 def _product(how: str, a: jax.Array, b: jax.Array) -> jax.Array:
