@@ -46,7 +46,7 @@ def segment_attention(
       implementation: "blockwise" is plain jax and runs anywhere, on any mesh; "splash"
         is jax's kernel for TPUs, which cannot be partitioned by the compiler. None for
         the kernel on TPUs where a device has rows of its own, for there is one alone or
-        it is inside of `jax.shard_map`, and for "blockwise" elsewhere.
+        it is inside of `jax.shard_map(check_vma=False)`, and "blockwise" elsewhere.
 
     Returns:
       `[B, T, N, H]` of the same dtype, 0 in padding.

@@ -71,7 +71,7 @@ def assert_near(found, want, tolerance):
 @pytest.mark.parametrize(
     ("seed", "is_causal", "seq_len"),
     # T of one block, of several, and of none exactly.
-    [(0, True, 8), (1, False, 70), (2, True, 130), (3, False, 257), (4, True, 256)],
+    [(0, True, 8), (1, False, 70), (2, True, 130), (3, False, 256)],
 )
 def test_it_is_attention_with_a_mask(seed, is_causal, seq_len):
     ids = packed_rows(seed, seq_len=seq_len)
@@ -87,13 +87,12 @@ def test_it_is_attention_with_a_mask(seed, is_causal, seq_len):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(25))
 def test_blocks_of_any_size_give_the_same(seed, is_causal):
     rng = np.random.default_rng(seed)
     ids = packed_rows(seed, seq_len=96, longest=int(rng.choice([1, 10, 96])))
     heads = random_heads(ids, heads=2, of_keys=1, seed=seed)
-    block = int(rng.choice([16, 40]))
-    run = _compiled(block, is_causal)
+    run = _compiled([40, 16][is_causal], is_causal)
     found, want = run(ids, *heads)
     assert_near(found, want, 1e-5)
 
@@ -165,43 +164,40 @@ def test_keys_that_nothing_sees_are_not_looked_at():
     assert np.isfinite(found[:, 16:]).all() and np.isnan(found[:, :16]).all()
 
 
-def compiled_bytes(attend, ids, heads):
-    run = jax.jit(functools.partial(found_and_changes, attend))
-    return run.lower(ids, *heads).compile().memory_analysis().temp_size_in_bytes
-
-
 def test_what_it_holds_grows_with_the_row_and_not_with_its_square():
-    sizes = []
-    for seq_len in (1024, 2048):
+    def held(attend, seq_len):
         ids = jax.ShapeDtypeStruct((2, seq_len), jnp.int32)
         heads = [jax.ShapeDtypeStruct((2, seq_len, 2, 8), jnp.float32)] * 3
-        attend = functools.partial(jb.segment_attention, is_causal=True)
-        sizes.append(compiled_bytes(attend, ids, heads))
-        by_mask = functools.partial(with_mask, is_causal=True)
-        # The logits of all heads.
-        assert compiled_bytes(by_mask, ids, heads) >= 4 * 2 * 2 * seq_len**2
+        attend = functools.partial(attend, is_causal=True)
+        run = jax.jit(functools.partial(found_and_changes, attend))
+        compiled = run.lower(ids, *heads).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    sizes = [held(jb.segment_attention, seq_len) for seq_len in (1024, 2048)]
+    # The logits of all heads, where there is a mask.
+    assert held(with_mask, 1024) >= 4 * 2 * 2 * 1024**2
     assert sizes[1] < 2.2 * sizes[0]
     # Not even one number for each pair of one head.
     assert sizes[1] < 4 * 2 * 2048**2 / 4
 
 
-@pytest.mark.parametrize("mode", ["jit", "shard_map", "vmap"])
-def test_devices_have_rows_of_their_own(mode):
+def test_devices_have_rows_of_their_own():
     mesh = jb.data_mesh()
     ids = packed_rows(3, size=8, seq_len=40)
-    heads = random_heads(ids)
+    arrays = (*random_heads(ids), ids)
     attend = functools.partial(jb.segment_attention, is_causal=True)
-    want = jax.jit(attend)(*heads, ids)
     rows = jax.sharding.NamedSharding(mesh, P(mesh.axis_names[0]))
-    own = jax.device_put((*heads, ids), rows)
-    over = {
-        "jit": attend,
-        "shard_map": jax.shard_map(
-            attend, mesh=mesh, in_specs=rows.spec, out_specs=rows.spec, check_vma=False
-        ),
-        "vmap": jax.vmap(lambda *x: attend(*(y[None] for y in x))[0]),
-    }[mode]
-    np.testing.assert_allclose(jax.jit(over)(*own), want, atol=1e-6)
+    of_own_rows = jax.shard_map(
+        attend, mesh=mesh, in_specs=rows.spec, out_specs=rows.spec, check_vma=False
+    )
+    row_by_row = jax.vmap(lambda *x: attend(*(y[None] for y in x))[0])
+    want = jax.jit(attend)(*arrays)
+    for over, given in (
+        (attend, jax.device_put(arrays, rows)),
+        (of_own_rows, jax.device_put(arrays, rows)),
+        (row_by_row, arrays),
+    ):
+        np.testing.assert_allclose(jax.jit(over)(*given), want, atol=1e-6)
 
 
 # The kernel for TPUs
