@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import jaxbucket as jb
+
 VOCABULARY = 257
 # What the first byte is predicted from.
 BEGIN = 256
@@ -34,9 +36,6 @@ class Transformer(nnx.Module):
           segment_ids: `[B, T]` int32 where a row holds several documents, which must
             not see one another.
         """
-        mask = None
-        if segment_ids is not None:
-            mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         x = self.embed(self.inputs(tokens, positions))
         for layer, block in enumerate(self.blocks):
             own = (
@@ -44,7 +43,7 @@ class Transformer(nnx.Module):
                 if keys is None
                 else jax.vmap(jax.random.fold_in, (0, None))(keys, layer)
             )
-            x = block(x, positions, own, mask)
+            x = block(x, positions, own, segment_ids)
         return self.head(self.norm(x))
 
     @staticmethod
@@ -72,21 +71,25 @@ class Block(nnx.Module):
         x: jax.Array,
         positions: jax.Array,
         keys: jax.Array | None,
-        mask: jax.Array | None,
+        segment_ids: jax.Array | None,
     ) -> jax.Array:
-        x = x + self._drop(self._attend(self.norms[0](x), positions, mask), keys)
+        y = self._attend(self.norms[0](x), positions, segment_ids)
+        x = x + self._drop(y, keys)
         hidden = nnx.gelu(self.up(self.norms[1](x)))
         return x + self._drop(self.down(hidden), keys)
 
     def _attend(
-        self, x: jax.Array, positions: jax.Array, mask: jax.Array | None
+        self, x: jax.Array, positions: jax.Array, segment_ids: jax.Array | None
     ) -> jax.Array:
-        # Padding stands behind every real token: a causal mask is all it takes.
         q, k, v = jnp.split(self.qkv(x), 3, axis=-1)
         split = (*x.shape[:2], self.heads, x.shape[-1] // self.heads)
         q, k = (rotate(a.reshape(split), positions) for a in (q, k))
         v = v.reshape(split)
-        y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+        if segment_ids is None:
+            # Padding stands behind every real token: a causal mask is all it takes.
+            y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        else:
+            y = jb.segment_attention(q, k, v, segment_ids, is_causal=True)
         return self.out(y.reshape(x.shape))
 
     def _drop(self, x: jax.Array, keys: jax.Array | None) -> jax.Array:

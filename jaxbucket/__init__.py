@@ -31,6 +31,7 @@ from jaxbucket.token_file import TokenFile, write_token_file
 
 if TYPE_CHECKING:
     from jaxbucket.accumulation import data_parallel_accumulate
+    from jaxbucket.attention import segment_attention
     from jaxbucket.calibration import Calibration, calibrate, calibration_shapes
     from jaxbucket.checkpoint import Checkpoints, Restored
     from jaxbucket.compile import (
@@ -75,6 +76,7 @@ __version__ = "0.1.0"
 
 _ON_FIRST_USE = {
     "data_parallel_accumulate": "accumulation",
+    "segment_attention": "attention",
     "batch_dataset": "input_pipeline",
     "attention_mask": "masks",
     "sequence_lengths": "masks",
@@ -190,6 +192,7 @@ __all__ = [
     "scale_by_batch_size",
     "scale_schedule",
     "schedule_by_work",
+    "segment_attention",
     "sequence_lengths",
     "split_source",
     "token_weights",

@@ -132,6 +132,9 @@ ROOMS = {
     "optim": ({"checks"}, {"numpy", "jax", "optax"}),
     "sort": (set(), {"numpy", "jax"}),
     "masks": ({"checks", "base"}, {"jax"}),
+    "blockwise": (set(), {"jax"}),
+    "splash": (set(), {"jax"}),
+    "attention": ({"checks", "blockwise", "splash"}, {"jax"}),
     "difficulty": (
         {"checks", "difficulty_index", "meeting", "sort"},
         {"numpy", "jax"},

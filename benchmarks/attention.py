@@ -1,0 +1,187 @@
+"""Attention over packed rows with a mask, and within segments, in time and memory.
+
+    python benchmarks/attention.py
+    python benchmarks/attention.py --seq-len 4096 --batch 1 --rounds 9 --json
+
+Rows are packed by `jaxbucket.pack`, from the lengths in bytes of functions of Python
+where `shared/data` beside the repository has them, and from lognormal ones without it.
+Both ways run in turn, forward and with gradients:
+
+    mask        `jax.nn.dot_product_attention` with a causal `attention_mask`
+    segments    `segment_attention`, for rows of several examples
+    one each    the same for rows that one example fills: nothing can be left out
+
+Medians; the memory is that of temporary arrays, as the compiler has it.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import jaxbucket as jb
+from jaxbucket.segments import row_segments
+
+_DATA = pathlib.Path(__file__).parents[2] / "shared" / "data" / "pyfuncs.npz"
+
+
+def main() -> None:
+    args = parse_arguments()
+    packed = packed_rows(args)
+    kinds = {"forward": forward, "gradient": gradient}
+    results = [
+        {"pass": kind, "causal": is_causal, **measure(args, make, packed, is_causal)}
+        for kind, make in kinds.items()
+        for is_causal in (True, False)
+    ]
+    segments = float(packed.max(axis=1).mean())
+    if args.json:
+        about = {"jax": jax.__version__, "segments_per_row": segments}
+        print(json.dumps({**about, "results": results}))
+    else:
+        show(args, segments, results)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Time attention over packed rows.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--batch", type=int, default=4, help="rows")
+    parser.add_argument("--seq-len", type=int, default=2048, help="T of the rows")
+    parser.add_argument("--width", type=int, default=256, help="of all heads")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5, help="of which the median is")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args()
+    if min(args.batch, args.seq_len, args.rounds) < 1 or args.width % args.heads:
+        parser.error("rows, T and rounds are at least 1, and --heads divide --width.")
+    return args
+
+
+def packed_rows(args: argparse.Namespace) -> np.ndarray:
+    """`[B, T]` segment ids of rows drawn from a packing."""
+    rng = np.random.default_rng(0)
+    if _DATA.exists():
+        with np.load(_DATA) as columns:
+            lengths = columns["bytes"]
+    else:
+        lengths = rng.lognormal(5.6, 1, 50_000).astype(np.int32) + 1
+    lengths = lengths[(lengths > 0) & (lengths <= args.seq_len)]
+    packing = jb.pack(lengths, args.seq_len)
+    rows = rng.choice(packing.num_rows, args.batch)
+    slots = np.zeros((args.batch, packing.max_segments), np.int64)
+    for place, row in enumerate(rows.tolist()):
+        own = rng.permutation(packing.slots(row))
+        slots[place, : len(own)] = own
+    return row_segments(slots, args.seq_len)[0]
+
+
+def forward(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
+    return attend
+
+
+def gradient(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """Of all three, for the sum of squares."""
+
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array):
+        return jnp.sum(jnp.square(attend(query, key, value, ids)))
+
+    return jax.grad(loss, (0, 1, 2))
+
+
+def measure(
+    args: argparse.Namespace,
+    make: Callable[[Any], Any],
+    packed: np.ndarray,
+    is_causal: bool,
+) -> dict[str, Any]:
+    segments = functools.partial(jb.segment_attention, is_causal=is_causal)
+    masked = functools.partial(with_mask, is_causal=is_causal)
+    ways = {
+        "mask": (masked, packed),
+        "segments": (segments, packed),
+        "one each": (segments, np.ones_like(packed)),
+    }
+    shape = (args.batch, args.seq_len, args.heads, args.width // args.heads)
+    heads = [jax.random.normal(jax.random.key(i), shape) for i in range(3)]
+    runs, memory = {}, {}
+    for way, (attend, ids) in ways.items():
+        given = (*heads, jnp.asarray(ids))
+        compiled = jax.jit(make(attend)).lower(*given).compile()
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        memory[way] = analysis.temp_size_in_bytes
+        runs[way] = functools.partial(compiled, *given)
+    check(runs["mask"](), runs["segments"]())
+    seconds = in_turn(runs, args.rounds)
+    return {
+        "seconds": seconds,
+        "megabytes": {way: size / 1e6 for way, size in memory.items()},
+        "times_as_fast": seconds["mask"] / seconds["segments"],
+        "memory_ratio": memory["mask"] / memory["segments"],
+    }
+
+
+def with_mask(
+    query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array, is_causal: bool
+) -> jax.Array:
+    places = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    mask = jb.attention_mask(ids, places if is_causal else None)
+    found = jax.nn.dot_product_attention(query, key, value, mask=mask)
+    return jnp.where(ids[..., None, None] > 0, found, 0)
+
+
+def check(want: Any, found: Any) -> None:
+    """Both compute the same."""
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(found), strict=True):
+        assert jnp.linalg.norm(a - b) < 1e-5 * jnp.linalg.norm(a)
+
+
+def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Medians of seconds; every way has run before."""
+    seconds: dict[str, list[float]] = {way: [] for way in runs}
+    for number in range(rounds + 1):
+        for way, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            if number:
+                seconds[way].append(time.perf_counter() - start)
+    return {way: float(np.median(own)) for way, own in seconds.items()}
+
+
+def show(
+    args: argparse.Namespace, segments: float, results: list[dict[str, Any]]
+) -> None:
+    title = (
+        f"{args.batch} rows of {args.seq_len}, {segments:.1f} examples in each, "
+        f"width {args.width}"
+    )
+    table = Table(box=box.SIMPLE, title=title)
+    table.add_column("")
+    ways = list(results[0]["seconds"])
+    for name in (*ways, "mask / segments", *ways[:2], "mask / segments"):
+        table.add_column(name, justify="right")
+    for x in results:
+        table.add_row(
+            f"{x['pass']}, {'causal' if x['causal'] else 'full'}",
+            *(f"{1e3 * x['seconds'][way]:,.0f} ms" for way in ways),
+            f"{x['times_as_fast']:.1f}",
+            *(f"{x['megabytes'][way]:,.0f} MB" for way in ways[:2]),
+            f"{x['memory_ratio']:.0f}",
+        )
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
