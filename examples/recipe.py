@@ -21,27 +21,12 @@ WARM_UP_STEPS = 35
 def loss(
     model: Transformer, batch: jb.Batch, keys: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum of the nats of every real byte, and how many there are."""
-    return _nats(model, batch, keys, None), batch.num_tokens
-
-
-def packed_loss(
-    model: Transformer, batch: jb.Batch, keys: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """The same for rows of several documents, which do not see one another."""
-    return _nats(model, batch, keys, batch.segment_ids["tokens"]), batch.num_tokens
-
-
-def _nats(
-    model: Transformer,
-    batch: jb.Batch,
-    keys: jax.Array | None,
-    segment_ids: jax.Array | None,
-) -> jax.Array:
+    """Sum of the nats of every real byte, and how many there are; packed or not."""
     tokens = batch.features["tokens"].astype(jnp.int32)
-    logits = model(tokens, batch.positions["tokens"], keys, segment_ids)
+    ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
+    logits = model(tokens, positions, keys, ids)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
-    return jnp.sum(nats * batch.mask)
+    return jnp.sum(nats * batch.mask), batch.num_tokens
 
 
 def make_optimizer(
@@ -104,24 +89,10 @@ def make_step(
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
     state: jb.TrainState,
-    *,
-    padded_up_to: int | None = None,
 ) -> Any:
-    """The train step, for states like that one.
-
-    Rows have several documents beyond some T, `padded_up_to`; none where it is None.
-    """
-    if args.policy == "grain-pack":
-        padded_up_to = 0
-
-    def own_loss(
-        model: Transformer, batch: jb.Batch, keys: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        alone = padded_up_to is None or batch.bucket.seq_len <= padded_up_to
-        return (loss if alone else packed_loss)(model, batch, keys)
-
+    """The train step, for states like that one."""
     return jb.data_parallel(
-        own_loss,
+        loss,
         tx,
         mesh,
         mode=args.mode,

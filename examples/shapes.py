@@ -29,8 +29,7 @@ _HELD_OUT_BUCKETS = 8
 # How many epochs a run has depends on the plan, and the plan on these: soon they agree.
 _MOST_ROUNDS = 8
 
-# (shapes, whether their rows are packed) -> times.
-Measure = Callable[[list[jb.Bucket], bool], jb.Calibration]
+Measure = Callable[[list[jb.Bucket]], jb.Calibration]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Planned:
       words: what was measured, what is chosen, and why.
       seconds: what measuring took.
       measured: every number of it.
-      padded_up_to: T beyond which rows have several documents; None where none has.
+      packed: whether rows have several documents.
       is_kept: whether it is that of a run that goes on.
     """
 
@@ -53,7 +52,7 @@ class Planned:
     words: str = ""
     seconds: float = 0.0
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)
-    padded_up_to: int | None = None
+    packed: bool = False
     is_kept: bool = False
 
     def to_json(self) -> str:
@@ -67,7 +66,7 @@ class Planned:
         own = json.loads(text).get("planned")
         if isinstance(own, dict):
             # Those that were made before rows could be packed.
-            own = {"padded_up_to": None, **own}
+            own = {"packed": False, **own}
         if not isinstance(own, dict) or own.keys() != _BESIDE:
             raise ValueError("The plan does not say by which options it was made.")
         return cls(plan, **own)
@@ -116,9 +115,8 @@ def by_operations(
 ) -> Planned:
     """Packed rows or padded ones, by what the model computes of them."""
     cost_fn = jb.TransformerCost(args.width, args.layers, VOCABULARY)
-    found = packed_plan(args, lengths, limits, cost_fn, None)
-    up_to = found.padded_up_to if found.is_packed else None
-    return Planned(in_limits(found.plan), words=found.why, padded_up_to=up_to)
+    found = packed_plan(args, lengths, limits, cost_fn)
+    return Planned(in_limits(found.plan), words=found.why, packed=found.is_packed)
 
 
 def packed_plan(
@@ -126,7 +124,6 @@ def packed_plan(
     lengths: np.ndarray,
     limits: jb.Limits,
     cost_fn: CostFn,
-    packed_cost_fn: CostFn | None,
 ) -> jb.PackedPlan:
     return jb.plan_packing(
         lengths,
@@ -135,7 +132,8 @@ def packed_plan(
         num_buckets=args.num_buckets,
         pack=args.pack,
         cost_fn=cost_fn,
-        packed_cost_fn=packed_cost_fn,
+        # Of `segment_attention`, which leaves out what no row needs.
+        block_sparse=True,
         batch_size_multiple=limits.batch_size_multiple,
         seq_len_multiple=limits.seq_len_multiple,
     )
@@ -148,17 +146,16 @@ def in_limits(plan: jb.BucketPlan) -> jb.BucketPlan:
 
 def packing(planned: Planned, lengths: np.ndarray) -> jb.Packing | None:
     """The rows of a plan, the same whenever it is made again; None of one document."""
-    up_to = planned.padded_up_to
-    if up_to is None:
+    if not planned.packed:
         return None
-    return jb.pack(lengths, planned.plan.boundaries.tolist(), padded_up_to=up_to)
+    return jb.pack(lengths, planned.plan.boundaries.tolist())
 
 
-def given(path: str, padded_up_to: int | None) -> Planned:
+def given(path: str, packed: bool) -> Planned:
     """The plan in a file."""
     try:
         plan = jb.BucketPlan.from_json(epath.Path(path).read_text())
-        return Planned(plan, padded_up_to=padded_up_to)
+        return Planned(plan, packed=packed)
     except (OSError, ValueError) as error:
         raise ValueError(f"`--plan {path}`: {error}") from None
 
@@ -195,21 +192,17 @@ def by_time(
         return kept
     start = time.perf_counter()
     some = jb.calibration_shapes(limits, lengths)
-    measured = measure(some, False)
+    measured = measure(some)
+    seconds = time.perf_counter() - start
+    packed = False
     if args.pack == "never":
-        seconds = time.perf_counter() - start
         limits = dataclasses.replace(limits, cost_fn=measured.cost)
         chosen, reason = _choose(args, lengths, limits, measured, seconds)
-        up_to = None
     else:
-        # A step with a mask takes longer than one of the same shape without.
-        with_mask = measure(some, True)
-        seconds = time.perf_counter() - start
-        found = packed_plan(args, lengths, limits, measured.cost, with_mask.cost)
-        chosen, reason = in_limits(found.plan), found.why
-        up_to = found.padded_up_to if found.is_packed else None
+        found = packed_plan(args, lengths, limits, measured.cost)
+        chosen, reason, packed = in_limits(found.plan), found.why, found.is_packed
     words = f"{in_words(measured, seconds)}\n{reason}"
-    own = Planned(chosen, by, words, seconds, measured.to_dict(), up_to)
+    own = Planned(chosen, by, words, seconds, measured.to_dict(), packed)
     # Each has times of its own, and all have to train in the same shapes.
     (text, *_) = processes.gather("plan by time", own.to_json())
     return Planned.from_json(text)

@@ -253,17 +253,16 @@ def plan(
     """The shapes, by tokens or by time; in the other ways only to evaluate in."""
     kept_to = shapes.limits_of(limits)
     if args.plan:
-        return shapes.given(args.plan, 0 if args.pack == "always" else None)
+        return shapes.given(args.plan, args.pack == "always")
     if args.cost == "tokens" and args.pack != "never":
         return shapes.by_operations(args, lengths, kept_to)
     if args.cost == "tokens" or args.policy != "bucketed":
         return shapes.by_tokens(args, lengths, kept_to)
 
-    def measure(some: list[jb.Bucket], packed: bool) -> jb.Calibration:
+    def measure(some: list[jb.Bucket]) -> jb.Calibration:
         tx = recipe.make_optimizer(args)
         state = recipe.make_state(args, tx, mesh)
-        up_to = 0 if packed else None
-        step = recipe.make_step(args, tx, mesh, state, padded_up_to=up_to)
+        step = recipe.make_step(args, tx, mesh, state)
         return jb.calibrate(step, state, some, source[0], mesh)
 
     return shapes.by_time(args, lengths, kept_to, processes, measure)
@@ -494,10 +493,7 @@ def compile_train(
     tx: optax.GradientTransformation,
     progress: Progress,
 ) -> jb.CompiledSteps | policies.Jitted:
-    step = recipe.make_step(
-        *(args, tx, job.mesh, progress.state),
-        padded_up_to=job.planned.padded_up_to,
-    )
+    step = recipe.make_step(args, tx, job.mesh, progress.state)
     if args.policy == "dynamic":
         return policies.Jitted(step)
     opening = job.train.schedule.bucket_order(progress.step) if args.opening else ()

@@ -33,8 +33,9 @@ class Transformer(nnx.Module):
           tokens: `[B, T]` integers.
           positions: `[B, T]` int32.
           keys: `[B]` random keys for dropout, or None to do without.
-          segment_ids: `[B, T]` int32 where a row holds several documents, which must
-            not see one another.
+          segment_ids: `[B, T]` int32: documents of a row do not see one another, and
+            padding is seen by none. None for one document in each row, and attention
+            to all of the row.
         """
         x = self.embed(self.inputs(tokens, positions))
         for layer, block in enumerate(self.blocks):

@@ -2,13 +2,13 @@
 
 Examples whose sequences are all as long as another's are of one *kind*. The kind that
 needs the largest share of any room is first; all examples of it at once go into the
-rows with the least room for the sequence that is scarce, and then for the others.
+rows with the least room for one sequence, and then for the others.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import fractions
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -42,12 +42,8 @@ def fit_sequences(
       cap: the most slots of a row.
     """
     shares, _ = shares_of(kinds, capacities)
-    # The sequence that fills rows first is looked for first.
-    filled = [
-        fractions.Fraction(n, size)
-        for n, size in zip((counts @ kinds).tolist(), capacities, strict=True)
-    ]
-    order = sorted(range(len(capacities)), key=lambda i: -filled[i])
+    # The one of many lengths is looked for first: few rows have the same room for it.
+    order = sorted(range(len(capacities)), key=lambda i: -len(np.unique(kinds[:, i])))
     needs = kinds[:, order].tolist()
     whole = tuple(capacities[i] for i in order)
     rooms = _Rooms(whole, cap)
@@ -103,6 +99,10 @@ class _Rows:
         return tuple(kind for part in reversed(parts) for kind in part)
 
 
+def _rooms_of(rows: _Rows) -> tuple[int, ...]:
+    return rows.rooms
+
+
 class _Rooms:
     """Rows that may take more: a tree over the room for the first sequence.
 
@@ -119,22 +119,20 @@ class _Rooms:
 
     def put(self, rows: _Rows) -> None:
         if all(rows.rooms) and rows.segments < self._cap:
-            self._rows.setdefault(rows.rooms[0], []).append(rows)
+            own = self._rows.setdefault(rows.rooms[0], [])
+            bisect.insort(own, rows, key=_rooms_of)
             self._update(rows.rooms[0])
 
     def take_tightest(self, need: list[int]) -> _Rows | None:
         """Takes out rows that have room for lengths, with the least for the first."""
         for leaf in self._fitting(need):
-            found = [
-                rows
-                for rows in self._rows[leaf]
-                if all(a >= b for a, b in zip(rows.rooms, need, strict=True))
-            ]
-            if found:
-                tightest = min(found, key=lambda rows: rows.rooms)
-                self._rows[leaf].remove(tightest)
-                self._update(leaf)
-                return tightest
+            own = self._rows[leaf]
+            least = (leaf, *need[1:])
+            for place in range(bisect.bisect_left(own, least, key=_rooms_of), len(own)):
+                if all(a >= b for a, b in zip(own[place].rooms, need, strict=True)):
+                    tightest = own.pop(place)
+                    self._update(leaf)
+                    return tightest
         return None
 
     def _fitting(self, need: list[int]) -> Iterator[int]:
@@ -156,9 +154,12 @@ class _Rooms:
 
     def _update(self, leaf: int) -> None:
         """Renews what the nodes above a leaf know of it."""
+        rows = self._rows[leaf]
         for index, own in enumerate(self._most):
             node = leaf + self._leaves
-            own[node] = max((x.rooms[index] for x in self._rows[leaf]), default=-1)
+            # They are sorted by their rooms, of which the first is the same.
+            some = rows[-1:] if index < 2 else rows
+            own[node] = max((x.rooms[index] for x in some), default=-1)
             while node > 1:
                 node //= 2
                 most = max(own[2 * node], own[2 * node + 1])

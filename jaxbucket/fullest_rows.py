@@ -23,12 +23,14 @@ from jaxbucket.pattern import Pattern
 # are longer than this count for more.
 _MOST_LOOKED_AT = 3_000_000
 _ROOM_OF_ONE = 8192
+# Sums of one row, 256 MB.
+_MOST_BITS = 1 << 31
 
 
 def fullest_rows(
     values: np.ndarray, counts: np.ndarray, seq_lens: Sequence[int], cap: int
 ) -> list[Pattern] | None:
-    """Returns these rows, or None if it takes too long to find them.
+    """Returns these rows, or None if it takes too long to find them, or too much.
 
     Args:
       values: `[V]` lengths, increasing, the last at most the last of `seq_lens`.
@@ -47,7 +49,7 @@ def fullest_rows(
         left[longest] -= 1
         shorter = lengths[: bisect.bisect_right(lengths, room)] if cap > 1 else []
         looked_at += len(shorter) * (1 + room // _ROOM_OF_ONE)
-        if looked_at > _MOST_LOOKED_AT:
+        if looked_at > _MOST_LOOKED_AT or len(shorter) * room > _MOST_BITS:
             return None
         slots = (longest, *_subset(shorter, left, room)[: cap - 1])
         left[longest] += 1

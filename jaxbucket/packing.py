@@ -29,10 +29,8 @@ from jaxbucket.fullest_rows import fullest_rows
 from jaxbucket.histogram import value_counts
 from jaxbucket.pattern import Pattern, positions
 from jaxbucket.pooled_rows import pooled_rows
-from jaxbucket.sequences import check_capacities, check_parts
+from jaxbucket.sequences import MAX_ROW, check_capacities, check_parts
 
-# Of which there is a bit for each length of it.
-_MOST_ROOM = 1 << 26
 # A second way is tried if it may save this share of the rows.
 _WORTH_MORE = 1e-4
 
@@ -141,15 +139,16 @@ def pack(
 
     Best fit decreasing: the longest first, each into the row that has the least room
     for it. Where there may be fewer, by more than 1 in 10,000, one row after the other
-    is made as full as it can be, too. Both pack the histogram of lengths: they take as
-    long as there are lengths, and not examples.
+    is made as full as it can be, too, if that takes no more than seconds. Both pack the
+    histogram of lengths: they take as long as there are lengths, and not examples.
 
     With several T, a row is begun with the shortest that holds its longest example;
     shorter examples fill up the rows of any T.
 
     Examples with several sequences, such as inputs and targets, are packed in all of
     them at once, into rows of one shape: a row has a capacity for each sequence, and
-    the n-th segments of all are of one example. The fuller of two ways, again.
+    the n-th segments of all are of one example. These take as long as there are pairs,
+    and up to 100,000 examples are packed in a second way, again, from a pool.
 
     Example:
       >>> pack([3, 5, 2, 4, 6], max_seq_len=(4, 8))
@@ -191,7 +190,7 @@ def _check_both(lengths: Any, max_seq_len: Any, padded_up_to: int) -> None:
     for name, value in (("lengths", lengths), ("max_seq_len", max_seq_len)):
         if not isinstance(value, Mapping):
             raise ValueError(
-                f"`{name}` is a {type(value).__name__}, and the other one a mapping: "
+                f"`{name}={value!r}` is no mapping, and the other one is: "
                 "of several sequences, give lengths and capacities by name."
             )
     if padded_up_to:
@@ -338,9 +337,9 @@ def check_seq_lens(max_seq_len: int | Sequence[int]) -> tuple[int, ...]:
         raise ValueError(
             f"`max_seq_len={max_seq_len}` must be one T, or several that increase."
         )
-    if seq_lens[-1] > _MOST_ROOM:
+    if seq_lens[-1] > MAX_ROW:
         raise ValueError(
-            f"`max_seq_len={seq_lens[-1]}` is beyond {_MOST_ROOM}: give shorter rows."
+            f"`max_seq_len={seq_lens[-1]}` is beyond {MAX_ROW}: give shorter rows."
         )
     return seq_lens
 

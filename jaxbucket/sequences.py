@@ -15,18 +15,21 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.checks import check_lengths, check_positive
 
+# Packers keep something for each token that a row may have.
+MAX_ROW = 1 << 26
+
 
 def check_parts(lengths: Mapping[str, ArrayLike]) -> dict[str, np.ndarray]:
-    """Returns the lengths `[N]` of each sequence.
+    """Returns the lengths `[N]` of each sequence, in the order of their names.
 
     Raises:
       ValueError: if there is none, one of them is what `check_lengths` refuses, or
         they are of different numbers of examples.
     """
     parts = {}
-    for name, own in lengths.items():
+    for name in sorted(lengths):
         try:
-            parts[name] = check_lengths(own)
+            parts[name] = check_lengths(lengths[name])
         except ValueError as error:
             raise ValueError(f"Of the sequence {name!r}: {error}") from None
     sizes = {name: len(own) for name, own in parts.items()}
@@ -53,21 +56,26 @@ def check_capacities(
       ValueError: if they are none or not positive, or of other sequences than `parts`,
         or an example is longer.
     """
-    if not isinstance(capacities, Mapping) or not capacities:
+    if not isinstance(capacities, Mapping):
         raise ValueError(
             f"`capacities={capacities!r}`: give what a row holds of each sequence, "
             'such as {"inputs": 512, "targets": 128}.'
         )
     if parts is None:
-        parts = dict.fromkeys(capacities, np.zeros(0, np.int32))
-    if capacities.keys() != parts.keys():
+        parts = dict.fromkeys(sorted(capacities), np.zeros(0, np.int32))
+    if capacities.keys() != parts.keys() or not capacities:
         raise ValueError(
-            f"`max_seq_len` has capacities of {sorted(capacities)}, and `lengths` are "
-            f"of {sorted(parts)}: name the same sequences."
+            f"There are capacities of {sorted(capacities)}, and lengths of "
+            f"{sorted(parts)}: name the same sequences."
         )
     checked = {}
     for name, own in parts.items():
         checked[name] = check_positive(f"max_seq_len[{name!r}]", capacities[name])
+        if checked[name] > MAX_ROW:
+            raise ValueError(
+                f"`max_seq_len[{name!r}]={checked[name]}` is beyond {MAX_ROW}: give "
+                "shorter rows."
+            )
         beyond = own > checked[name]
         if beyond.any():
             example = int(np.argmax(beyond))

@@ -19,7 +19,7 @@ from jaxbucket.histogram import value_counts
 from jaxbucket.pooled_rows import pooled_rows
 from jaxbucket.testing import check_batches
 
-NAMES = ("inputs", "targets", "notes")
+NAMES = ("inputs", "notes", "targets")
 
 
 def pairs_problem(seed):
@@ -75,7 +75,8 @@ def plain_fit(lengths, capacities):
     whole = np.array(list(capacities.values()))
     every = np.stack(list(lengths.values()), axis=1)
     shares = every / whole
-    order = np.argsort(-shares.sum(axis=0), kind="stable")
+    distinct = [len(np.unique(own)) for own in every.T]
+    order = np.argsort(-np.array(distinct), kind="stable")
     _, kinds = np.unique(every, axis=0, return_inverse=True)
     largest = np.lexsort((kinds.reshape(-1), -shares.sum(axis=1), -shares.max(axis=1)))
     rooms: list[np.ndarray] = []
@@ -356,6 +357,24 @@ def test_a_packing_of_sequences_names_itself():
     assert packing.fingerprint == again.fingerprint
 
 
+def test_the_order_of_names_makes_no_difference():
+    lengths = {"a": [3, 5, 2], "b": [1, 1, 2]}
+    capacities = {"a": 8, "b": 4}
+    turned = [dict(reversed(x.items())) for x in (lengths, capacities)]
+    assert jb.pack(*turned).fingerprint == jb.pack(lengths, capacities).fingerprint
+
+
+def test_many_rows_with_the_same_room_are_packed_in_time():
+    size = 20_000
+    long = np.arange(100_001, 100_001 + size // 2)
+    lengths = {
+        "image": np.ones(size, int),
+        "text": np.concatenate([long, np.arange(1, 1 + size // 2)]),
+    }
+    packing = jb.pack(lengths, {"image": 2, "text": 200_000})
+    assert packing.num_rows == size // 2
+
+
 def test_schedules_tell_sequences_apart():
     lengths = {"a": np.array([3, 5, 2]), "b": np.array([1, 1, 2])}
     other = {"a": np.array([3, 4, 2]), "b": np.array([1, 2, 2])}
@@ -376,8 +395,9 @@ def test_schedules_tell_sequences_apart():
         ({"a": [1], "b": [9]}, {"a": 4, "b": 4}, r"lengths\['b'\]\[0\]=9` is beyond"),
         ({"a": [1], "b": [1]}, {"a": 4}, "name the same sequences"),
         ({"a": [1], "b": [1]}, {"a": 4, "b": 0}, r"max_seq_len\['b'\]=0"),
-        ({"a": [1], "b": [1]}, 4, "`max_seq_len` is a int, and the other one a map"),
-        ([1, 2], {"a": 4}, "`lengths` is a list, and the other one a mapping"),
+        ({"a": [1], "b": [1]}, 4, "`max_seq_len=4` is no mapping, and the other"),
+        ([1, 2], {"a": 4}, r"`lengths=\[1, 2\]` is no mapping, and the other one is"),
+        ({"a": [1], "b": [1]}, {"a": 1, "b": 10**9}, r"\['b'\]=1000000000` is beyond"),
         ({}, {}, "has no sequence"),
     ],
 )

@@ -160,8 +160,7 @@ LENGTHS = np.random.default_rng(0).lognormal(5, 1, 3000).clip(1, 1024).astype(in
 COST = jb.StepTime(0.01, 6e-5, 8e-8)
 
 
-def measure(some, packed):
-    assert not packed
+def measure(some):
     return jb.Calibration(
         {b: COST(b.batch_size, b.seq_len) for b in some}, dict.fromkeys(some, 3.0)
     )
@@ -214,7 +213,7 @@ def test_a_run_that_is_over_before_it_begins_has_one_shape(shapes):
     assert len(by_time(shapes, seconds=0.1).plan) == 1
 
 
-def unmeasured(some, packed):
+def unmeasured(some):
     raise AssertionError("measured again")
 
 
