@@ -1,0 +1,393 @@
+"""Streams: the promises of batches, exact resume, several hosts and their end."""
+
+import itertools
+import json
+import re
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+from jaxbucket.streaming import epoch_seed
+
+OPTIONS = [
+    {},
+    {"policy": "first"},
+    {"accumulate": 3},
+    {"accumulate": 2, "group": "mixed"},
+    {"pack": True},
+    {"pack": True, "policy": "first"},
+    {"pack": True, "accumulate": 2, "group": "mixed", "max_segments_per_row": 3},
+]
+
+
+class Numbers:
+    """Examples of given lengths by index, each of which says who it is."""
+
+    def __init__(self, lengths: np.ndarray, first: int = 0):
+        self.lengths = lengths
+        self.first = first
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        name = self.first + int(index)
+        tokens = (name * 31 + np.arange(self.lengths[index])) % 1000
+        return {"tokens": tokens.astype(np.int32), "index": np.int32(name)}
+
+
+def stream(lengths: np.ndarray, first: int = 0) -> grain.IterDataset:
+    source = grain.MapDataset.source(Numbers(lengths, first))
+    return source.to_iter_dataset(grain.ReadOptions(num_threads=0))
+
+
+def steps_of(batches) -> list[tuple[jb.Batch, ...]]:
+    return [(x,) if isinstance(x, jb.Batch) else x for x in batches]
+
+
+def names_in(batch: jb.Batch) -> list[int]:
+    """Who is in the rows of a batch, with its tokens checked."""
+    packed = batch.features["index"].ndim == 2
+    most = batch.features["index"].shape[1] if packed else None
+    found = jb.unbatch(batch, sequences=["tokens"], max_segments=most)
+    for example in found:
+        name = int(example["index"])
+        want = (name * 31 + np.arange(len(example["tokens"]))) % 1000
+        assert example["tokens"].tolist() == want.tolist()
+    return [int(example["index"]) for example in found]
+
+
+def job(seed: int, size: int | None = None, multiple: int = 1, longest: int = 60):
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 400)) if size is None else size
+    lengths = np.minimum(1 + rng.geometric(3 / longest, size), longest)
+    plan = jb.plan_buckets(
+        np.append(lengths, longest),
+        max_tokens=longest * multiple * int(rng.integers(2, 7)),
+        num_buckets=int(rng.integers(1, 6)),
+        batch_size_multiple=multiple,
+    )
+    return lengths, plan, rng
+
+
+def smallest_pool(plan: jb.BucketPlan, options: dict) -> int:
+    together = options.get("accumulate", 1)
+    if options.get("group") == "mixed":
+        together = 1
+    return int(plan.batch_sizes.max()) * together
+
+
+# One host
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_every_example_is_in_one_row_of_a_planned_shape(seed, options):
+    lengths, plan, rng = job(seed)
+    pool = smallest_pool(plan, options) * int(rng.integers(1, 5))
+    epochs = int(rng.integers(1, 4))
+    dataset = jb.stream_batches(
+        stream(lengths),
+        plan,
+        pool_size=pool,
+        lengths=lengths,
+        num_epochs=epochs,
+        on_drift=None,
+        **options,
+    )
+    found = []
+    for micro in steps_of(dataset):
+        assert len(micro) == options.get("accumulate", 1)
+        for batch in micro:
+            assert batch.bucket in plan.buckets
+            assert batch.bucket.num_tokens <= plan.max_tokens
+            found += names_in(batch)
+        if options.get("group", "same") == "same":
+            assert len({batch.bucket for batch in micro}) == 1
+        assert sum(batch.num_examples for batch in micro) > 0
+    assert sorted(found) == sorted([*range(len(lengths))] * epochs)
+
+
+def oracle(lengths, plan, pool_size, policy, max_wait):
+    """Buckets and examples of every batch, by plain lists."""
+    pool, come, rest = [], 0, list(enumerate(lengths.tolist()))
+    sizes = plan.batch_sizes.tolist()
+    while True:
+        while len(pool) < pool_size and rest:
+            pool.append(rest.pop(0))
+            come += 1
+        if not pool:
+            return
+        own = [
+            [i for i, n in pool if plan.assign([n])[0] == k] for k in range(len(plan))
+        ]
+        full = [len(x) // b for x, b in zip(own, sizes, strict=True)]
+        oldest = next(k for k, x in enumerate(own) if pool[0][0] in x)
+        if policy == "first" or come - pool[0][0] > max_wait:
+            bucket = oldest
+        elif max(full):
+            most = [k for k, number in enumerate(full) if number == max(full)]
+            bucket = min(most, key=lambda k: own[k][0])
+        else:
+            return
+        row = [i for k in range(bucket, -1, -1) for i in own[k]][: sizes[bucket]]
+        pool = [pair for pair in pool if pair[0] not in row]
+        yield bucket, row
+
+
+@pytest.mark.parametrize("policy", ["closest", "first"])
+@pytest.mark.parametrize("seed", range(6))
+def test_batches_are_those_of_plain_lists(seed, policy):
+    lengths, plan, rng = job(seed, size=500)
+    pool = int((plan.batch_sizes - 1).sum()) + 1 + int(rng.integers(0, 50))
+    pool = max(pool, int(plan.batch_sizes.max()))
+    dataset = jb.stream_batches(
+        stream(lengths), plan, pool_size=pool, policy=policy, max_wait=2 * pool
+    )
+    want = list(oracle(lengths, plan, pool, policy, 2 * pool))
+    assert len(want) > 3
+    for batch, (bucket, row) in zip(dataset, want, strict=policy == "first"):
+        assert batch.bucket == plan.buckets[bucket]
+        assert names_in(batch) == row
+
+
+def test_a_pool_that_always_fills_a_bucket_leaves_no_row_empty_before_the_end():
+    lengths, plan, _ = job(1, size=3000)
+    pool = int((plan.batch_sizes - 1).sum()) + 1
+    dataset = jb.stream_batches(
+        stream(lengths), plan, pool_size=pool, max_wait=10**6, on_drift=None
+    )
+    batches = list(dataset)
+    rows = sum(batch.bucket.batch_size for batch in batches[: -len(plan)])
+    assert rows == sum(batch.num_examples for batch in batches[: -len(plan)])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_left_at_the_end_costs_what_a_schedule_would(seed):
+    lengths, plan, _ = job(seed, size=200)
+    # All of it in the pool: the same batches as a schedule's, by number and shape.
+    dataset = jb.stream_batches(stream(lengths), plan, pool_size=1000)
+    found = sorted(batch.bucket for batch in dataset)
+    schedule = jb.BatchSchedule(plan, lengths)
+    want = sorted(schedule[step].bucket for step in range(len(schedule)))
+    assert found == want
+
+
+def test_nothing_waits_longer_than_it_may():
+    rng = np.random.default_rng(0)
+    # One in two hundred is long, and eight of these make a batch.
+    lengths = np.where(rng.random(6000) < 0.005, 16, rng.integers(1, 5, 6000))
+    plan = jb.BucketPlan((jb.Bucket(32, 4), jb.Bucket(8, 16)), max_tokens=128)
+    iterator = iter(
+        jb.stream_batches(
+            stream(lengths), plan, pool_size=64, max_wait=150, on_drift=None
+        )
+    )
+    waited = []
+    for batch in iterator:
+        come = iterator.counts.arrived
+        waited.append(come - min(names_in(batch)))
+    assert 150 < max(waited) <= 150 + 64 + 32 * 2
+
+
+@pytest.mark.parametrize("best_fit", [True, False])
+def test_packed_rows_are_those_of_plain_lists(best_fit):
+    lengths, _, rng = job(3, size=600)
+    plan = jb.BucketPlan((jb.Bucket(4, 64),), max_tokens=256)
+    pool_size, most = 50, 5
+    dataset = jb.stream_batches(
+        stream(lengths),
+        plan,
+        pool_size=pool_size,
+        pack=True,
+        policy="closest" if best_fit else "first",
+        max_segments_per_row=most,
+    )
+    pool, rest = [], list(enumerate(lengths.tolist()))
+    for batch in dataset:
+        while len(pool) < pool_size and rest:
+            pool.append(rest.pop(0))
+        want = []
+        for row in range(4):
+            room = 64
+            for segment in range(most):
+                fitting = [pair for pair in pool if pair[1] <= room]
+                if not fitting:
+                    break
+                chosen = fitting[0]
+                if best_fit and (row or segment):
+                    longest = max(n for _, n in fitting)
+                    chosen = next(pair for pair in fitting if pair[1] == longest)
+                pool.remove(chosen)
+                want.append(chosen[0])
+                room -= chosen[1]
+        assert names_in(batch) == want
+    assert not pool and not rest
+
+
+# Longer examples
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
+def test_longer_examples_are_counted(overlong, pack):
+    lengths = np.random.default_rng(2).integers(1, 60, 300)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=160, num_buckets=3, max_seq_len=20, overlong=overlong
+    )
+    iterator = iter(
+        jb.stream_batches(
+            stream(lengths), plan, pool_size=40, pack=pack, max_segments_per_row=4
+        )
+    )
+    parts: dict[int, list[int]] = {}
+    for batch in iterator:
+        most = 4 if pack else None
+        for part in jb.unbatch(batch, sequences=["tokens"], max_segments=most):
+            parts.setdefault(int(part["index"]), []).extend(part["tokens"].tolist())
+    counts, over = iterator.counts, lengths[lengths > 20]
+    assert (counts.read, counts.dropped + counts.truncated + counts.split) == (
+        300,
+        len(over),
+    )
+    for name, length in enumerate(lengths):
+        want = ((name * 31 + np.arange(length)) % 1000).tolist()
+        if length > 20:
+            want = {"drop": [], "truncate": want[:20], "split": want}[overlong]
+        assert sorted(parts.get(name, [])) == sorted(want)
+    if overlong == "truncate":
+        assert counts.truncated_tokens == (over - 20).sum()
+    if overlong == "split":
+        assert counts.arrived == len(jb.chunk_lengths(lengths, 20))
+
+
+def test_a_longer_example_is_refused_with_its_place():
+    plan = jb.plan_buckets([4], max_tokens=16)
+    dataset = jb.stream_batches(stream(np.array([3, 4, 9])), plan, pool_size=4)
+    message = "Example 2 of epoch 0 of the stream: length 9 is beyond the last bucket, "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        list(dataset)
+
+
+# Epochs
+
+
+def test_epochs_are_seeded_anew_and_flow_into_one_another():
+    lengths, plan, _ = job(5, size=90)
+    seeds = []
+
+    def epoch(number: int, seed: int) -> grain.IterDataset:
+        seeds.append((number, seed))
+        source = grain.MapDataset.source(Numbers(lengths)).shuffle(seed)
+        return source.to_iter_dataset(grain.ReadOptions(num_threads=0))
+
+    dataset = jb.stream_batches(epoch, plan, pool_size=40, num_epochs=3, seed=7)
+    found = [name for batch in dataset for name in names_in(batch)]
+    assert sorted(found) == sorted([*range(90)] * 3)
+    assert sorted(set(seeds)) == [(n, epoch_seed(7, n)) for n in range(3)]
+    # Golden: part of what a checkpoint goes on with.
+    assert [epoch_seed(7, n) for n in range(2)] == [523953235, 2805459032]
+    assert found[:90] != found[90:180]
+
+
+def test_a_stream_without_end_goes_on():
+    lengths, plan, _ = job(4, size=20)
+    dataset = jb.stream_batches(
+        stream(lengths), plan, pool_size=30, num_epochs=None, num_steps=200
+    )
+    assert len(list(dataset)) == 200
+    again = jb.stream_batches(stream(lengths), plan, pool_size=30, num_epochs=None)
+    endless = list(itertools.islice(iter(again), 250))
+    assert all(batch.num_examples == batch.bucket.batch_size for batch in endless)
+
+
+# Resume
+
+
+def grain_checks(dataset) -> None:
+    grain.experimental.assert_equal_output_after_checkpoint(dataset)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("overlong", ["truncate", "drop", "split"])
+def test_resumed_at_every_step_it_is_the_run_that_never_stopped(overlong, options):
+    lengths, _, rng = job(11, size=130)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=150, num_buckets=3, max_seq_len=30, overlong=overlong
+    )
+    dataset = jb.stream_batches(
+        stream(lengths),
+        plan,
+        pool_size=smallest_pool(plan, options) + 9,
+        lengths=lengths,
+        num_epochs=2,
+        on_drift=None,
+        **options,
+    )
+    grain_checks(dataset)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_part_of_the_rows_resumes_at_every_step(options):
+    lengths, plan, _ = job(12, size=90, multiple=2)
+    dataset = jb.stream_batches(
+        stream(lengths),
+        plan,
+        pool_size=smallest_pool(plan, options) + 9,
+        lengths=lengths,
+        shard=jb.RowShard((1,), 2),
+        num_steps=60,
+        on_drift=None,
+        **options,
+    )
+    grain_checks(dataset)
+
+
+def test_a_stream_of_several_threads_below_and_above_resumes():
+    lengths, plan, _ = job(13, size=120)
+    source = grain.MapDataset.source(Numbers(lengths)).shuffle(3)
+    below = source.to_iter_dataset(grain.ReadOptions(2, 4)).filter(
+        lambda x: x["index"] % 3 > 0
+    )
+    grain_checks(jb.stream_batches(below, plan, pool_size=60))
+
+
+def test_a_state_goes_through_json_and_is_small():
+    lengths, plan, _ = job(14, size=2000)
+    dataset = jb.stream_batches(stream(lengths), plan, pool_size=100)
+    iterator = iter(dataset)
+    for _ in range(30):
+        next(iterator)
+    state = iterator.get_state()
+    assert len(state["waiting"].split()) <= 100
+    assert len(json.dumps(state)) < 100 * 4 + 1000
+    rest = list(iterator)
+    again = iter(dataset)
+    again.set_state(json.loads(json.dumps(state)))
+    assert_same(list(again), rest)
+
+
+def assert_same(found, want) -> None:
+    assert len(found) == len(want)
+    for a, b in zip(found, want, strict=True):
+        assert jax.tree.structure(a) == jax.tree.structure(b)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+
+
+def test_the_state_of_an_earlier_step_is_what_it_was():
+    lengths, plan, _ = job(15, size=800)
+    dataset = jb.stream_batches(stream(lengths), plan, pool_size=80, num_epochs=2)
+    iterator, states = iter(dataset), []
+    for step in range(100):
+        states.append(iterator.get_state())
+        next(iterator)
+        for late in range(min(step + 1, 20)):
+            assert iterator.state_before(step - late) == states[step - late]
+    with pytest.raises(ValueError, match="`step=35`: states are kept of steps 36 to"):
+        iterator.state_before(35)
+    with pytest.raises(ValueError, match="`step=101`: states are kept of steps"):
+        iterator.state_before(101)
