@@ -47,9 +47,21 @@ class BucketSequence:
         self._ends = [math.floor(end * _WORD) for end in ends]
         self._ends[-1] = _WORD
         self._start = fold(seed) if seed else 0
+        self._above: dict[int, BucketSequence] = {}
 
     def __getitem__(self, index: int) -> int:
         return bisect.bisect_right(self._ends, (self._start + index * _GOLDEN) % _WORD)
+
+    def above(self, bucket: int) -> BucketSequence:
+        """Returns a sequence of the longer buckets alone, in the same proportions."""
+        if bucket < 0:
+            return self
+        if bucket not in self._above:
+            left = sum(self.shares[bucket + 1 :])
+            shares = [x / left if k > bucket else 0 for k, x in enumerate(self.shares)]
+            self._above[bucket] = BucketSequence([Fraction(x) for x in shares])
+            self._above[bucket]._start = self._start
+        return self._above[bucket]
 
     def longest_gap(self, bucket: int) -> int:
         """Returns in how many steps a bucket comes at least once."""

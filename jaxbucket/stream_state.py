@@ -25,6 +25,7 @@ class StreamState:
       next_place: of what arrives next.
       tokens: positions of what waits, by which a stream that changed is known.
       snapshot: from where they are read again.
+      closings: what `Closings` has found.
     """
 
     traits: dict[str, Any]
@@ -34,6 +35,7 @@ class StreamState:
     next_place: int
     tokens: int
     snapshot: Snapshot
+    closings: str
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain Python, beside the state of the user's iterator."""
@@ -47,6 +49,7 @@ class StreamState:
             "next_place": self.next_place,
             "waiting": _as_text(self.places),
             "tokens": self.tokens,
+            "closings": self.closings,
             "epoch": snapshot.epoch,
             "number": snapshot.number,
             "counts": dataclasses.asdict(snapshot.counts),
@@ -78,13 +81,13 @@ class StreamState:
             )
             names = ("step", "read", "next_place", "tokens")
             step, read, next_place, tokens = (int(state[name]) for name in names)
-            traits = dict(state["traits"])
+            traits, closings = dict(state["traits"]), str(state["closings"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"`state` is cut or changed ({type(error).__name__}: {error}). Restore "
                 "an earlier checkpoint."
             ) from None
-        return cls(traits, step, read, places, next_place, tokens, snapshot)
+        return cls(traits, step, read, places, next_place, tokens, snapshot, closings)
 
     def check_same(self, traits: Mapping[str, Any]) -> None:
         """Raises a ValueError that names every trait that is not what it was."""

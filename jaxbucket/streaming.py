@@ -31,6 +31,7 @@ from jaxbucket.checks import (
     check_positive,
     check_seed,
 )
+from jaxbucket.closings import Closings
 from jaxbucket.collate import collate_rows
 from jaxbucket.drift import DriftWatch, OnDrift, warn_of_drift
 from jaxbucket.example import Example, example_length
@@ -55,6 +56,8 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 _WAITS = 16
 # Snapshots of the stream, for as many examples as the pool holds.
 _SNAPSHOTS = 8
+# Steps later that a number of tokens is looked at: it need not be there at once.
+_LATE = 1
 # Steps that a loop may load ahead of the one that it saves.
 _STEPS_KEPT = 64
 
@@ -74,6 +77,7 @@ def stream_batches(
     pack: bool = False,
     max_segments_per_row: int | None = None,
     max_wait: int | None = None,
+    load_ahead: int = 4,
     sequences: Sequence[str] | None = None,
     pad_value: float = 0,
     like: Example | None = None,
@@ -123,6 +127,8 @@ def stream_batches(
         `lengths`.
       max_wait: how many later ones may arrive before an example is given out of turn;
         by default 16 times `pool_size`. Several processes need none.
+      load_ahead: how many steps a loop may load ahead of the one that it tells
+        `StreamIterator.tell`; the same in all processes.
       sequences: the features that are padded, by default all with a leading axis.
       pad_value: what fills them behind their end.
       like: an example to take features from, where a stream may have none at all.
@@ -159,6 +165,7 @@ def stream_batches(
         max_wait=_WAITS * pool_size
         if max_wait is None
         else check_positive("max_wait", max_wait),
+        load_ahead=check_positive("load_ahead", load_ahead),
         sequences=None if sequences is None else tuple(_named(sequences)),
         pad_value=pad_value,
         seed=check_seed(seed),
@@ -227,6 +234,7 @@ class _Options:
     num_epochs: int | None
     packs: bool
     max_wait: int
+    load_ahead: int
     sequences: tuple[str, ...] | None
     pad_value: float
     seed: int
@@ -260,6 +268,7 @@ class _Options:
             "group": self.group,
             "pack": self.packs,
             "max_wait": self.max_wait,
+            "load_ahead": self.load_ahead,
             "sequences": None if self.sequences is None else list(self.sequences),
             "pad_value": self.pad_value,
             "seed": self.seed,
@@ -455,25 +464,6 @@ class StreamDataset(grain.IterDataset[Any]):
         """The most examples of a packed row; None where a row has one example."""
         return self._phases[0].max_segments
 
-    def bucket_at(self, step: int) -> tuple[Bucket, ...]:
-        """Returns the buckets of a step, which are the same in all processes.
-
-        Raises:
-          ValueError: if this process has all rows, and goes by what waits.
-        """
-        phase = self._phase_at(step)
-        if phase.sequence is None:
-            raise ValueError(
-                "Where a process has all rows, the bucket of a step depends on what "
-                "waits in its pool: look at the batch."
-            )
-        options = self._options
-        first = (step - phase.first_step) * options.picks
-        picked = [phase.sequence[first + pick] for pick in range(options.picks)]
-        return tuple(
-            phase.plan.buckets[k] for k in picked for _ in range(options.together)
-        )
-
     def _phase_at(self, step: int) -> _Phase:
         index = bisect.bisect_right(self._phases, step, key=lambda x: x.first_step)
         return self._phases[index - 1]
@@ -537,6 +527,7 @@ class _Given(NamedTuple):
       read: examples that were read before.
       arrived: what had arrived before.
       oldest: place of the oldest that waited then, or of the next to arrive.
+      longest: of its buckets.
       taken: (place, length) of what it took out of the pool.
     """
 
@@ -544,6 +535,7 @@ class _Given(NamedTuple):
     read: int
     arrived: int
     oldest: int
+    longest: int
     taken: list[tuple[int, int]]
 
 
@@ -561,6 +553,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._given: collections.deque[_Given] = collections.deque()
         self._arrivals = self._new_arrivals()
         self._watch: DriftWatch | None = None
+        self._closings = Closings(_LATE, self._options.load_ahead)
 
     def _new_arrivals(self) -> Arrivals:
         options, plan = self._options, self._dataset.plan
@@ -596,17 +589,19 @@ class StreamIterator(grain.DatasetIterator[Any]):
         oldest = self._oldest_place()
         taken: list[tuple[int, int]] = []
         batches: list[Batch] = []
+        longest = 0
         for pick in range(options.picks):
             self._refill()
             bucket = self._choose(phase, step, pick, bool(taken))
             if bucket is None:
                 raise StopIteration
+            longest = max(longest, bucket)
             rows = self._pool.take(bucket, phase.rows[bucket] * options.together)
             taken += [(x.place, x.length) for row in rows for x in row]
             batches += self._collate(phase, bucket, rows)
         if self._watch is not None:
             self._watch.step(step, batches, self._arrivals.ended)
-        self._remember(_Given(self._step, *before, oldest, taken))
+        self._remember(_Given(self._step, *before, oldest, longest, taken))
         self._step += 1
         return batches[0] if options.accumulate == 1 else tuple(batches)
 
@@ -647,7 +642,9 @@ class StreamIterator(grain.DatasetIterator[Any]):
         """The bucket to be filled next; None where the stream is over."""
         options = self._options
         if phase.sequence is not None:
-            return phase.sequence[(step - phase.first_step) * options.picks + pick]
+            closed = self._closings.closed(step, phase.first_step)
+            sequence = phase.sequence.above(closed)
+            return sequence[(step - phase.first_step) * options.picks + pick]
         if not len(self._pool):
             # What is left of a step that has begun is filled up.
             filler = phase.plan.buckets.index(filler_bucket(phase.plan))
@@ -700,6 +697,47 @@ class StreamIterator(grain.DatasetIterator[Any]):
                 "others."
             )
         return self._template
+
+    # The end
+
+    def tell(self, step: int, num_tokens: Any) -> bool:
+        """Takes what a step had; returns whether the streams of all processes are over.
+
+        A bucket that had no token is left out for a while, so that the end comes
+        soon. All processes have to tell every step, in order: they see the
+        same number, and do the same.
+
+        Args:
+          step: the one that has just been done, from 0.
+          num_tokens: `[]` int, its real tokens over all processes: the
+            `metrics["num_tokens"]` of `data_parallel`. It is looked at one step later.
+
+        Raises:
+          ValueError: if this process has all rows, or more steps than `load_ahead`
+            have been loaded.
+        """
+        given = next((x for x in self._given if x.step == step), None)
+        if given is None or self._options.alone:
+            raise ValueError(
+                f"`step={step}` cannot be told: "
+                + (
+                    "this process has all rows, and its iterator ends by itself."
+                    if self._options.alone
+                    else "it is none of the last that were given."
+                )
+            )
+        phase = self._dataset._phase_at(step)
+        bucket = None if given.longest == len(phase.plan) - 1 else given.longest
+        before = self._closings.next_change
+        over = self._closings.tell(step, bucket, num_tokens)
+        change = self._closings.next_change
+        if change is not None and change != before and change < self._step:
+            raise ValueError(
+                f"`load_ahead={self._options.load_ahead}`: step {self._step - 1} was "
+                f"loaded before step {step} was told. Load fewer steps ahead, or raise "
+                "it in all processes."
+            )
+        return over
 
     # Checkpoints
 
@@ -756,6 +794,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
             next_place=arrived,
             tokens=sum(length for _, length in pairs),
             snapshot=snapshot,
+            closings=self._closings.to_text(step),
         ).to_dict()
 
     def _state_traits(self, step: int) -> dict[str, Any]:
@@ -783,6 +822,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
         # What waits is put into buckets of the plan in force by the next step.
         self._phase, self._watch = None, None
         self._pool = self._dataset._phases[0].new_pool(self._options.policy)
+        self._closings = Closings(_LATE, self._options.load_ahead)
+        self._closings.from_text(found.closings)
         waiting = set(found.places)
         while self._arrivals.counts.read < found.read:
             arrived = self._arrivals.read()

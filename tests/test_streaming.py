@@ -1,8 +1,12 @@
 """Streams: the promises of batches, exact resume, several hosts and their end."""
 
+import functools
 import itertools
 import json
 import re
+import subprocess
+import sys
+from fractions import Fraction
 
 import grain
 import jax
@@ -10,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxbucket as jb
+from jaxbucket.bucket_sequence import LEAST_OF_LONGEST, BucketSequence, bucket_shares
 from jaxbucket.streaming import epoch_seed
 
 OPTIONS = [
@@ -339,7 +344,7 @@ def test_a_part_of_the_rows_resumes_at_every_step(options):
         pool_size=smallest_pool(plan, options) + 9,
         lengths=lengths,
         shard=jb.RowShard((1,), 2),
-        num_steps=60,
+        num_steps=20,
         on_drift=None,
         **options,
     )
@@ -391,3 +396,301 @@ def test_the_state_of_an_earlier_step_is_what_it_was():
         iterator.state_before(35)
     with pytest.raises(ValueError, match="`step=101`: states are kept of steps"):
         iterator.state_before(101)
+
+
+# Several hosts
+
+
+def hosts_of(lengths, plan, shares, pool_size, **options):
+    """One iterator for each host, over a part of the examples as large as its share."""
+    ends = np.cumsum(shares) * len(lengths) // sum(shares)
+    starts = [0, *ends[:-1].tolist()]
+    return [
+        iter(
+            jb.stream_batches(
+                stream(lengths[start:end], first=start),
+                plan,
+                pool_size=pool_size,
+                lengths=lengths,
+                shard=jb.RowShard((host,), len(shares)),
+                on_drift=None,
+                like={"tokens": np.zeros(1, np.int32), "index": np.int32(0)},
+                **options,
+            )
+        )
+        for host, (start, end) in enumerate(zip(starts, ends, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_hosts_are_in_lockstep_until_all_have_given_all(seed, options):
+    lengths, plan, rng = job(seed, multiple=4)
+    shares = [[1, 1, 1, 1], [1, 2, 3, 4], [5, 0, 0, 1]][seed % 3]
+    pool = smallest_pool(plan, options) * int(rng.integers(1, 3))
+    hosts = hosts_of(lengths, plan, shares, pool, **options)
+    end, found, steps = jb.StreamEnd(plan, late=0), [], []
+    while True:
+        at_hosts = [steps_of([next(host)])[0] for host in hosts]
+        buckets = []
+        for parts in zip(*at_hosts, strict=True):
+            assert len({part.bucket for part in parts}) == 1
+            size, seq_len = parts[0].bucket.batch_size, parts[0].bucket.seq_len
+            buckets.append(jb.Bucket(4 * size, seq_len))
+            found += [name for part in parts for name in names_in(part)]
+        assert set(buckets) <= set(plan.buckets)
+        tokens = sum(part.num_tokens for parts in at_hosts for part in parts)
+        steps.append(tokens)
+        if end.reached(buckets, tokens):
+            break
+    assert sorted(found) == list(range(len(lengths)))
+    assert all(host.ended for host in hosts)
+    # Of steps behind the last example, so many at most.
+    empty = len(steps) - 1 - max(i for i, tokens in enumerate(steps) if tokens)
+    assert empty <= hosts[0]._dataset._phases[0].sequence.longest_gap(len(plan) - 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_bucket_comes_as_often_as_its_share_and_in_time(seed):
+    rng = np.random.default_rng(seed)
+    weights = [int(x) for x in rng.integers(1, 1 + 10 ** int(rng.integers(1, 4)), 6)]
+    shares = [Fraction(x, sum(weights)) for x in weights]
+    sequence = BucketSequence(shares, seed)
+    size = 20_000
+    picked = np.array([sequence[seed * 10**6 + index] for index in range(size)])
+    for bucket, share in enumerate(shares):
+        places = np.flatnonzero(picked == bucket)
+        assert abs(len(places) - size * share) < 6
+        if size > 3 * sequence.longest_gap(bucket):
+            assert np.diff(places).max() <= sequence.longest_gap(bucket)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5, 8, 13, 21, 34, 64])
+def test_every_worker_has_every_bucket(workers):
+    sequence = BucketSequence([Fraction(31, 32), Fraction(1, 32)])
+    for worker in (0, workers - 1):
+        steps = range(worker, 10_000 * workers, workers)
+        places = np.flatnonzero([sequence[step] for step in steps])
+        assert np.diff(places, prepend=-1).max() <= 64 * workers
+
+
+def test_shares_are_those_of_batches_with_enough_of_the_longest():
+    plan = jb.BucketPlan((jb.Bucket(8, 4), jb.Bucket(2, 16)), max_tokens=32)
+    lengths = np.array([4] * 800 + [16] * 100)
+    assert bucket_shares(plan, lengths, None, False) == [Fraction(2, 3), Fraction(1, 3)]
+    rare = np.array([4] * 8000 + [16])
+    assert bucket_shares(plan, rare, None, False)[1] == LEAST_OF_LONGEST
+
+
+def run_in_lockstep(hosts, plan, ahead: int = 3, stop: int | None = None):
+    """Loads ahead and tells every step, as a loop with a queue does, to the end."""
+    queues: list[list] = [[] for _ in hosts]
+    told: list[tuple[list, int]] = []
+    first = hosts[0]._step
+    for step in itertools.count(first):
+        for host, queue in zip(hosts, queues, strict=True):
+            while len(queue) < ahead:
+                queue.append(steps_of([next(host)])[0])
+        at_hosts = [queue.pop(0) for queue in queues]
+        tokens = sum(int(part.num_tokens) for parts in at_hosts for part in parts)
+        told.append((at_hosts, tokens))
+        over = {host.tell(step, np.int32(tokens)) for host in hosts}
+        assert len(over) == 1
+        if over.pop() or step == stop:
+            return told
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_hosts_that_tell_end_soon_and_resume_at_every_step(seed, options):
+    lengths, plan, _ = job(seed + 20, size=200, multiple=3)
+    pool = smallest_pool(plan, options)
+    make = functools.partial(
+        hosts_of, lengths, plan, [1, 2, 3], pool, load_ahead=4, **options
+    )
+    whole = run_in_lockstep(make(), plan)
+    found = [
+        name
+        for at_hosts, _ in whole
+        for parts in at_hosts
+        for part in parts
+        for name in names_in(part)
+    ]
+    assert sorted(found) == list(range(len(lengths)))
+    for parts in zip(*(step for step, _ in whole), strict=True):
+        assert len({len(micro) for micro in parts}) == 1
+    for start in range(0, len(whole) - 1, 7):
+        before = make()
+        run_in_lockstep(before, plan, stop=start)
+        states = [json.dumps(host.state_before(start + 1)) for host in before]
+        after = make()
+        for host, state in zip(after, states, strict=True):
+            host.set_state(json.loads(state))
+        rest = run_in_lockstep(after, plan)
+        assert [tokens for _, tokens in rest] == [t for _, t in whole[start + 1 :]]
+        for (a, _), (b, _) in zip(rest, whole[start + 1 :], strict=True):
+            assert_same(a, b)
+
+
+def test_telling_brings_the_end_nearer():
+    # Long ones are with one host: there are as many steps of the longest bucket.
+    lengths = np.repeat([3, 7, 15], [600, 200, 40])
+    shares, pool = [1, 1, 1], 64
+    plan = jb.BucketPlan.from_shapes([(18, 3), (9, 7), (3, 15)])
+    told = run_in_lockstep(hosts_of(lengths, plan, shares, pool), plan)
+    hosts, end, steps = hosts_of(lengths, plan, shares, pool), jb.StreamEnd(plan), 0
+    while True:
+        parts = [next(host) for host in hosts]
+        steps += 1
+        if end.reached(parts[0].bucket, sum(part.num_tokens for part in parts)):
+            break
+    assert len(told) < 0.8 * steps
+
+
+def test_a_step_is_told_in_time_or_refused():
+    lengths, plan, _ = job(31, size=400, multiple=2)
+    (host, *_) = hosts_of(lengths, plan, [1, 1], 60, load_ahead=2)
+    for _ in range(6):
+        next(host)
+    host.tell(0, 0)
+    with pytest.raises(ValueError, match="`load_ahead=2`: step 5 was loaded before"):
+        host.tell(1, 0)
+    with pytest.raises(ValueError, match="`step=9` cannot be told: it is none of the"):
+        host.tell(9, 0)
+    alone = iter(jb.stream_batches(stream(lengths), plan, pool_size=60))
+    next(alone)
+    with pytest.raises(ValueError, match="cannot be told: this process has all rows"):
+        alone.tell(0, 0)
+
+
+def test_a_host_without_an_example_needs_to_be_told_its_features():
+    lengths, plan, _ = job(32, size=50, multiple=2)
+    options = {"shard": jb.RowShard((1,), 2), "lengths": lengths, "pool_size": 50}
+    empty = stream(np.zeros(0, int))
+    with pytest.raises(ValueError, match="no example, so that the features of its"):
+        next(iter(jb.stream_batches(empty, plan, **options)))
+    like = Numbers(lengths)[3]
+    batch = next(iter(jb.stream_batches(empty, plan, like=like, **options)))
+    assert batch.num_tokens == 0
+    assert batch.features["tokens"].dtype == np.int32
+
+
+def test_the_end_is_seen_late_and_by_the_longest_bucket_alone():
+    plan = jb.BucketPlan((jb.Bucket(4, 8), jb.Bucket(2, 16)), max_tokens=32)
+    end = jb.StreamEnd(plan, late=2)
+    short, long = plan.buckets
+    steps = [(short, 0), (long, 3), ((short, long), np.int32(0)), (short, 0), (long, 9)]
+    assert [end.reached(*step) for step in steps] == [False] * 4 + [True]
+    with pytest.raises(ValueError, match="`late=-1` must not be negative"):
+        jb.StreamEnd(plan, late=-1)
+
+
+# Workers
+
+
+# In a process of its own: workers import what started them.
+WORKERS = """
+import json
+import grain, jax
+import numpy as np
+import jaxbucket as jb
+from absl import flags
+
+
+class Numbers:
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return {"tokens": np.full(self.lengths[index], index), "index": np.int32(index)}
+
+
+def stream(lengths):
+    source = grain.MapDataset.source(Numbers(lengths))
+    return source.to_iter_dataset(grain.ReadOptions(num_threads=0))
+
+
+def loaded(dataset, state=None, number=10**6):
+    # What workers give is in memory of theirs.
+    iterator, found = iter(dataset), []
+    if state is not None:
+        iterator.set_state(json.loads(state))
+    while len(found) < number and (batch := next(iterator, None)) is not None:
+        found.append(jax.tree.map(np.array, batch))
+    state = json.dumps(iterator.get_state())
+    iterator.close()
+    return found, state
+
+
+def same(found, want):
+    assert len(found) == len(want), (len(found), len(want))
+    for a, b in zip(found, want):
+        assert all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+def names(found):
+    every = [x.features["index"][x.mask.any(axis=1)] for x in found]
+    return np.concatenate(every).tolist()
+
+
+def main():
+    flags.FLAGS.mark_as_parsed()
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 40, 300)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=320, num_buckets=3, batch_size_multiple=2
+    )
+    part = jb.stream_batches(
+        stream(lengths), plan, pool_size=64, lengths=lengths, num_steps=40,
+        shard=jb.RowShard((0,), 2),
+    )
+    whole, _ = loaded(part)
+    for workers in (1, 2, 3):
+        dataset = part.mp_prefetch(grain.MultiprocessingOptions(workers))
+        found, _ = loaded(dataset)
+        # The bucket is the step's, whoever loads it.
+        assert [x.bucket for x in found] == [x.bucket for x in whole]
+        assert len(set(names(found))) == len(names(found))
+        for step in (1, 17) if workers > 1 else ():
+            before, state = loaded(dataset, None, step)
+            after, _ = loaded(dataset, state)
+            same([*before, *after], found)
+    for given in (stream(lengths), lambda epoch, seed: stream(lengths)):
+        alone = jb.stream_batches(given, plan, pool_size=60, num_epochs=2)
+        found, _ = loaded(alone.mp_prefetch(grain.MultiprocessingOptions(2)))
+        assert sorted(names(found)) == sorted([*range(300)] * 2)
+    below = stream(lengths).mp_prefetch(grain.MultiprocessingOptions(2))
+    dataset = jb.stream_batches(below, plan, pool_size=60)
+    want, _ = loaded(jb.stream_batches(stream(lengths), plan, pool_size=60))
+    before, state = loaded(dataset, None, 5)
+    after, _ = loaded(dataset, state)
+    same([*before, *after], want)
+    print("all is well")
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_workers_below_and_above_change_nothing_that_they_should_not(tmp_path):
+    script = tmp_path / "workers.py"
+    script.write_text(WORKERS)
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.stdout.endswith("all is well\n"), run.stdout + run.stderr
+
+
+def test_threads_above_change_nothing():
+    lengths, plan, _ = job(42, size=60)
+    few = jb.stream_batches(stream(lengths), plan, pool_size=60)
+    above = grain.experimental.ThreadPrefetchIterDataset(few, prefetch_buffer_size=3)
+    grain_checks(above)
