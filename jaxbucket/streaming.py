@@ -813,7 +813,11 @@ class StreamIterator(grain.DatasetIterator[Any]):
             options; or if what is read again is not what was read before.
         """
         found = StreamState.from_dict(state)
-        found.check_same(self._state_traits(found.step))
+        traits = self._state_traits(found.step)
+        if not found.read:
+            # Grain takes the state that workers begin with before it makes them.
+            found.traits["worker"] = traits["worker"]
+        found.check_same(traits)
         self._arrivals.close()
         self._arrivals = self._new_arrivals()
         self._arrivals.go_back(found.snapshot)
