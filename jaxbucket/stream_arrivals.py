@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -149,17 +150,19 @@ class Arrivals:
             self._take_snapshot()
         try:
             return self._advance()
-        except StopIteration:
-            pass
-        # A function of the user's that raises StopIteration looks like the end.
-        try:
-            self._advance()
-        except StopIteration:
-            return None
+        except StopIteration as end:
+            by_function = _is_of_function(end)
+        # A function of the user's that raises StopIteration looks like the end; where
+        # it cannot be told by who raised it, something may come behind it.
+        if not by_function:
+            try:
+                self._advance()
+            except StopIteration:
+                return None
         raise RuntimeError(
-            f"{self._where(self._number)}: StopIteration was raised, and the stream "
-            "went on behind it. A function of it that calls `next` has to catch it, or "
-            "to give a default."
+            f"{self._where(self._number)} cannot be read: a function of the stream "
+            "raised StopIteration, which would be taken for its end. Where it calls "
+            "`next`, let it catch that, or give a default."
         )
 
     def _open(self) -> None:
@@ -286,6 +289,18 @@ def _cut(
         for name, value in arrays.items()
     }
     return common_length(part, names), part
+
+
+def _is_of_function(end: StopIteration) -> bool:
+    """Whether a function that an iterator called raised it, and no iterator."""
+    frames = [frame for frame, _ in traceback.walk_tb(end.__traceback__)]
+    names = [frame.f_globals.get("__name__", "") for frame in frames]
+    own = [
+        frame.f_code.co_name
+        for frame, name in zip(frames, names, strict=True)
+        if name != __name__ and name.split(".")[0] not in ("grain", "concurrent")
+    ]
+    return bool(own) and "__next__" not in own
 
 
 def _close(iterator: Any) -> None:
