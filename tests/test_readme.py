@@ -135,7 +135,7 @@ def test_plans_are_made_and_a_token_file_written_as_printed(tmp_path):
 
 
 def test_a_plan_by_time_is_made_as_printed(tmp_path):
-    (code,), (*_, by_time, _, _, _, _) = blocks("python"), blocks("py")
+    (code,), (*_, by_time, _, _, _, _, _) = blocks("python"), blocks("py")
     code = code[: code.index("dataset = jb.batch_dataset")]
     tell = "print(plan.cost_unit, measured.cost.error >= 0)"
     printed = output_of(f"{code}\n{by_time}\n{tell}", tmp_path)
@@ -144,12 +144,20 @@ def test_a_plan_by_time_is_made_as_printed(tmp_path):
 
 
 def test_rows_are_packed_as_printed(tmp_path):
-    (code,), (*_, packing, _, _, _) = blocks("python"), blocks("py")
+    (code,), (*_, packing, _, _, _, _) = blocks("python"), blocks("py")
     code = code[: code.index("# A loss returns sums")]
     tell = "print(any(x.num_examples > len(x.rows) for x in packed))"
     printed = output_of(f"{code}\n{packing}\n{tell}", tmp_path)
     assert "Rows are packed, attention counted over whole rows" in printed
     assert printed.split()[-1] == "True"
+
+
+def test_a_stream_is_batched_as_printed(tmp_path):
+    (code,), (*_, streams, _, _, _) = blocks("python"), blocks("py")
+    code = code[: code.index("# A loss returns sums")]
+    tell = "print(tokens == 2 * lengths.sum(), batches.counts.read)"
+    printed = output_of(f"{code}\n{streams}\n{tell}", tmp_path)
+    assert printed.split()[-2:] == ["True", "2000"]
 
 
 def test_a_learning_rate_follows_the_batch_as_printed(tmp_path):
