@@ -10,6 +10,7 @@ Every set of real lengths with at least 200 planned steps, shuffled once, at a b
     1 host             `stream_batches`, all rows in one process
     4 hosts            four iterators, each over a quarter of the examples: while all
                        of these last, and until all examples are given
+    packed             1 host, rows of 4,096 with several examples
     all known          the least that four such hosts can do in lockstep, were every
                        length known
     closest of a pool  as cosmos-rl's "prefer_closest" has it, without fixed shapes: of
@@ -45,6 +46,8 @@ import jaxbucket as jb
 _DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 _BUDGET, _BUCKETS, _HOSTS, _STEPS = 16_384, 8, 4, 200
 _TIMES_PLANNED = 1.25
+_PACKED = jb.BucketPlan.from_shapes([(_HOSTS, _BUDGET // _HOSTS)])
+_SEGMENTS = 64
 
 
 def main() -> int:
@@ -127,6 +130,7 @@ def compare(lengths: np.ndarray, times: int) -> dict[str, Any]:
         "planned": report.padding,
         "one": streamed(lengths, plan, pool_size, 1),
         "several": streamed(lengths, plan, pool_size, _HOSTS),
+        "packed": streamed(lengths, _PACKED, pool_size, 1, _SEGMENTS),
         "known": all_known(lengths, plan),
         "closest": {
             "padding": closest[0],
@@ -150,7 +154,11 @@ class Zeros:
 
 
 def streamed(
-    lengths: np.ndarray, plan: jb.BucketPlan, pool_size: int, num_hosts: int
+    lengths: np.ndarray,
+    plan: jb.BucketPlan,
+    pool_size: int,
+    num_hosts: int,
+    max_segments: int | None = None,
 ) -> dict[str, float]:
     """Of all batches of all hosts; each has every so many-th example."""
     sizes = [len(lengths[host::num_hosts]) for host in range(num_hosts)]
@@ -162,6 +170,8 @@ def streamed(
                 pool_size=pool_size,
                 lengths=lengths,
                 shard=jb.RowShard((host,), num_hosts),
+                pack=max_segments is not None,
+                max_segments_per_row=max_segments,
                 on_drift=None,
             )
         )
@@ -278,7 +288,7 @@ def show(results: list[dict[str, Any]], many: dict[str, float] | None) -> None:
     table.add_column("lengths")
     for name in (
         *("steps", "pool", "planned", "1 host", "4 hosts, lasting", "to the end"),
-        *("all known", "closest", "of 32"),
+        *("all known", "packed", "closest", "of 32"),
     ):
         table.add_column(name, justify="right")
     for result in results:
@@ -290,6 +300,7 @@ def show(results: list[dict[str, Any]], many: dict[str, float] | None) -> None:
             f"{base:.2%}",
             *(times(one["padding"], base), times(several["lasting"], base)),
             *(times(several["padding"], base), times(result["known"], base)),
+            times(result["packed"]["padding"], base),
             *(times(closest[x], base) for x in ("padding", "small_pool")),
         )
         table.add_row(
@@ -297,10 +308,11 @@ def show(results: list[dict[str, Any]], many: dict[str, float] | None) -> None:
             *[""] * 3,
             *(f"{x['batches_per_second']:,.0f}" for x in (one, several)),
             *[""] * 2,
+            f"{result['packed']['batches_per_second']:,.0f}",
             f"{closest['batches_per_second']:,.0f}",
             "",
         )
-    console = Console(width=130)
+    console = Console(width=160)
     console.print(table)
     if many:
         console.print(

@@ -88,7 +88,8 @@ def bucket_shares(
         ).row_lengths
     rows = np.bincount(plan.assign(kept), minlength=len(plan)).tolist()
     batches = [
-        Fraction(count, bucket.batch_size)
+        # One that the sample has nothing for is not forgotten.
+        Fraction(max(count, 1), bucket.batch_size)
         for count, bucket in zip(rows, plan.buckets, strict=True)
     ]
     total = sum(batches)

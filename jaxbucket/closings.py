@@ -12,6 +12,8 @@ from typing import Any
 
 # How many steps it is left out: short examples may come again.
 _LASTS = 256
+# How many steps longer it is known, for states of steps before.
+_KNOWN = 256
 # What stands for a step of the longest bucket without a token: the end of all.
 _END = -1
 
@@ -49,7 +51,8 @@ class Closings:
         step, bucket, num_tokens = self._told.popleft()
         if int(num_tokens) == 0:
             self._found.append((step, _END if bucket is None else bucket))
-        self._found = [x for x in self._found if x[0] + self._ahead + _LASTS > step]
+        last = step - self._ahead - _LASTS - _KNOWN
+        self._found = [found for found in self._found if found[0] > last]
 
     def closed(self, step: int, first_step: int) -> int:
         """Returns the longest bucket that a step leaves out, -1 for none.

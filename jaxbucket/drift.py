@@ -82,7 +82,7 @@ class DriftWatch:
     Args:
       plan: the one in force.
       sample: `[N]` lengths that it was made for, where they are known.
-      on_drift: what is called.
+      on_drift: what is called; None to look at nothing.
       packs: whether rows are packed: their padding is not that of examples, and only
         rows that are empty are looked at.
     """
@@ -91,7 +91,7 @@ class DriftWatch:
         self,
         plan: BucketPlan,
         sample: np.ndarray | None,
-        on_drift: OnDrift,
+        on_drift: OnDrift | None,
         packs: bool,
     ):
         self._plan = plan
@@ -100,29 +100,34 @@ class DriftWatch:
         self._packs = packs
         self._lengths = np.zeros(_WINDOW, np.int32)
         self._number = 0
+        self._looked = 0
         self._rows = 0
         self._empty = 0
         self._spoke = False
 
     def arrive(self, length: int) -> None:
         """Counts one more."""
-        if self._number < _WINDOW:
-            self._lengths[self._number] = length
-            self._number += 1
+        self._lengths[self._number % _WINDOW] = length
+        self._number += 1
+
+    def histogram(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the last lengths, `[V]` increasing, and how many are of each."""
+        return np.unique(self._lengths[: self._number], return_counts=True)
 
     def step(self, step: int, batches: Sequence[Batch], ended: bool) -> None:
         """Counts the rows of a step, and looks whether it is time to."""
-        if self._spoke or ended:
+        if self._on_drift is None or self._spoke or ended:
             return
         for batch in batches:
             filled = next(iter(batch.segment_ids.values()))[:, 0] > 0
             self._rows += len(filled)
             self._empty += len(filled) - int(filled.sum())
-        if self._number == _WINDOW:
-            self._look(step)
-            self._number = self._rows = self._empty = 0
+        if self._number >= self._looked + _WINDOW:
+            self._look(step, self._on_drift)
+            self._looked = self._number
+            self._rows = self._empty = 0
 
-    def _look(self, step: int) -> None:
+    def _look(self, step: int, on_drift: OnDrift) -> None:
         lengths, plan = self._lengths.copy(), self._plan
         renewed = renewed_plan(plan, lengths)
         promised = None if self._sample is None else report(plan, self._sample).padding
@@ -138,7 +143,7 @@ class DriftWatch:
         worse = drift.padding - drift.renewed > _WORTH and not self._packs
         if worse or drift.empty_rows > _EMPTY:
             self._spoke = True
-            self._on_drift(drift)
+            on_drift(drift)
 
 
 def renewed_plan(plan: BucketPlan, lengths: np.ndarray) -> BucketPlan:

@@ -34,11 +34,20 @@ class Arrival(NamedTuple):
       place: its number, among all that have come.
       length: positions that it has.
       example: a dict of arrays; of one that was split, a chunk of it.
+      epoch: of the stream, and
+      number: which example of it this is, or is a part of.
     """
 
     place: int
     length: int
     example: Example
+    epoch: int = 0
+    number: int = 0
+
+    @property
+    def origin(self) -> str:
+        """Where it came from, in words."""
+        return f"Example {self.number} of epoch {self.epoch} of the stream"
 
 
 @dataclasses.dataclass
@@ -133,14 +142,17 @@ class Arrivals:
                 length = example_length(example, self._sequences)
                 parts = self._parts(example, length)
             except ValueError as error:
-                raise ValueError(f"{self._where(self._number)}: {error}") from None
+                raise ValueError(f"{self._where()}: {error}") from None
+            origin = (self._epoch, self._number)
             self._number += 1
             self.counts.read += 1
             first = self.counts.arrived
             self.counts.arrived += len(parts)
             if parts:
                 self._anything = True
-                return [Arrival(first + i, *part) for i, part in enumerate(parts)]
+                return [
+                    Arrival(first + i, *part, *origin) for i, part in enumerate(parts)
+                ]
         return []
 
     def _next_example(self) -> Example | None:
@@ -160,7 +172,7 @@ class Arrivals:
             except StopIteration:
                 return None
         raise RuntimeError(
-            f"{self._where(self._number)} cannot be read: a function of the stream "
+            f"{self._where()} cannot be read: a function of the stream "
             "raised StopIteration, which would be taken for its end. Where it calls "
             "`next`, let it catch that, or give a default."
         )
@@ -177,8 +189,7 @@ class Arrivals:
             raise
         except Exception as error:
             raise RuntimeError(
-                f"{self._where(self._number)} cannot be read: "
-                f"{type(error).__name__}: {error}"
+                f"{self._where()} cannot be read: {type(error).__name__}: {error}"
             ) from error
 
     def _take_snapshot(self) -> None:
@@ -227,8 +238,8 @@ class Arrivals:
             "`overlong='truncate'` or `overlong='split'`."
         )
 
-    def _where(self, number: int) -> str:
-        return f"Example {number} of epoch {self._epoch} of the stream"
+    def _where(self) -> str:
+        return f"Example {self._number} of epoch {self._epoch} of the stream"
 
     def snapshot(self, place: int, read: int) -> Snapshot:
         """Returns the latest from which a place, and all behind it, come again.

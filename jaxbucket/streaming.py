@@ -112,7 +112,8 @@ def stream_batches(
         what bounds memory and the size of a checkpoint.
       policy: "closest" gives batches with the least padding, "first" what came first:
         the bucket of the oldest example. Of packed rows, what they are filled with: the
-        longest that fits, or the oldest.
+        longest that fits, or the oldest. Several processes have no choice of buckets:
+        their padded rows are the same by both.
       lengths: those the plan was made for, `[N]` integers, the same in all processes:
         from them comes the sequence of buckets. Needed where there are several. Or a
         dict, as for `plan`.
@@ -573,6 +574,14 @@ class StreamIterator(grain.DatasetIterator[Any]):
         """What has been read of the stream, dropped, truncated and split so far."""
         return dataclasses.replace(self._arrivals.counts)
 
+    def histogram(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the last lengths, `[V]` increasing, and how many are of each.
+
+        Of 16,384 at most, since the plan in force took over or the run was resumed.
+        """
+        empty = np.zeros(0, np.int64)
+        return (empty, empty) if self._watch is None else self._watch.histogram()
+
     @property
     def ended(self) -> bool:
         """Whether this process's stream is over, and all of it has been given."""
@@ -614,13 +623,9 @@ class StreamIterator(grain.DatasetIterator[Any]):
             for arrival in waiting:
                 self._pool.put(arrival)
             self._phase = phase
-            if self._dataset._on_drift is not None:
-                self._watch = DriftWatch(
-                    phase.plan,
-                    phase.sample,
-                    self._dataset._on_drift,
-                    self._options.packs,
-                )
+            self._watch = DriftWatch(
+                phase.plan, phase.sample, self._dataset._on_drift, self._options.packs
+            )
         return phase
 
     def _refill(self) -> None:
@@ -681,9 +686,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
                 try:
                     collate([arrival.example])
                 except ValueError as error:
-                    raise ValueError(
-                        f"Row {arrival.place} of the stream: {error}"
-                    ) from None
+                    raise ValueError(f"{arrival.origin}: {error}") from None
             raise
 
     def _like(self) -> Example:

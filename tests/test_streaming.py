@@ -233,6 +233,35 @@ def test_packed_rows_are_those_of_plain_lists(best_fit):
     assert not pool and not rest
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_padding_never_counts(options):
+    lengths, plan, _ = job(6, size=150, multiple=2)
+    hosts = hosts_of(lengths, plan, [1, 2], 80, pad_value=-7, **options)
+    loss = tokens = 0
+    for _ in range(200):
+        for host in hosts:
+            for batch in steps_of([next(host)])[0]:
+                features, mask = batch.features["tokens"], batch.mask
+                assert (features[~mask] == -7).all()
+                loss += int((features * mask).sum())
+                tokens += int(mask.sum())
+    # Of all rows, also of those without an example.
+    source = Numbers(lengths)
+    assert loss == sum(int(source[i]["tokens"].sum()) for i in range(150))
+    assert tokens == lengths.sum()
+
+
+def test_the_histogram_is_of_the_last_lengths():
+    lengths, plan, _ = job(7, size=300)
+    iterator = iter(jb.stream_batches(stream(lengths), plan, pool_size=90))
+    assert [x.tolist() for x in iterator.histogram()] == [[], []]
+    for _ in iterator:
+        pass
+    values, counts = iterator.histogram()
+    want = np.unique(lengths, return_counts=True)
+    assert (values.tolist(), counts.tolist()) == tuple(x.tolist() for x in want)
+
+
 # Longer examples
 
 
@@ -530,6 +559,33 @@ def test_hosts_that_tell_end_soon_and_resume_at_every_step(seed, options):
         assert [tokens for _, tokens in rest] == [t for _, t in whole[start + 1 :]]
         for (a, _), (b, _) in zip(rest, whole[start + 1 :], strict=True):
             assert_same(a, b)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("sample", ["short", "long"])
+def test_hosts_with_other_lengths_than_the_sample_lose_nothing(sample, options):
+    lengths, plan, rng = job(33, size=300, multiple=2)
+    given = np.full(100, 1 if sample == "short" else plan.max_seq_len)
+    pool = smallest_pool(plan, options)
+    hosts = [
+        iter(
+            jb.stream_batches(
+                stream(lengths[first::2], first=0),
+                plan,
+                pool_size=pool,
+                lengths=given,
+                shard=jb.RowShard((first,), 2),
+                max_segments_per_row=4 if options.get("pack") else None,
+                on_drift=None,
+                **{k: v for k, v in options.items() if k != "max_segments_per_row"},
+            )
+        )
+        for first in range(2)
+    ]
+    told = run_in_lockstep(hosts, plan)
+    for host in range(2):
+        found = [x for step, _ in told for part in step[host] for x in names_in(part)]
+        assert sorted(found) == list(range(150))
 
 
 def test_telling_brings_the_end_nearer():
@@ -908,7 +964,9 @@ def test_an_example_of_another_dtype_is_refused_with_its_place():
     examples = [{"x": np.zeros(n, np.int32)} for n in (1, 2, 3)]
     examples[2] = {"x": np.zeros(3, np.int64)}
     source = grain.MapDataset.source(examples).to_iter_dataset()
-    with pytest.raises(ValueError, match="Row 2 of the stream: Row 0: feature 'x' is"):
+    with pytest.raises(
+        ValueError, match="Example 2 of epoch 0 of the stream: Row 0: fe"
+    ):
         list(jb.stream_batches(source, plan, pool_size=4))
 
 
