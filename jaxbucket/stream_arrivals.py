@@ -11,7 +11,7 @@ import collections
 import copy
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import grain
@@ -121,7 +121,7 @@ class Arrivals:
         self._epoch = 0
         self._number = 0
         self._anything = False
-        self._iterator: Iterator[Example] | None = None
+        self._iterator: grain.DatasetIterator[Example] | None = None
         self._snapshots: collections.deque[Snapshot] = collections.deque()
         self.counts = StreamCounts()
         self.ended = False
@@ -172,9 +172,9 @@ class Arrivals:
             except StopIteration:
                 return None
         raise RuntimeError(
-            f"{self._where()} cannot be read: a function of the stream "
-            "raised StopIteration, which would be taken for its end. Where it calls "
-            "`next`, let it catch that, or give a default."
+            f"{self._where()} cannot be read: a function of the stream raised "
+            "StopIteration, which would be taken for its end. Where it calls `next`, "
+            "let it catch that, or give a default."
         )
 
     def _open(self) -> None:
@@ -193,7 +193,8 @@ class Arrivals:
             ) from error
 
     def _take_snapshot(self) -> None:
-        state = copy.deepcopy(self._iterator.get_state())  # type: ignore[union-attr]
+        assert self._iterator is not None
+        state = copy.deepcopy(self._iterator.get_state())
         counts = dataclasses.replace(self.counts)
         last = self._snapshots[-1] if self._snapshots else None
         if last is None or (last.epoch, last.number) != (self._epoch, self._number):
@@ -220,7 +221,7 @@ class Arrivals:
         """What is made of an example: (length, example) for each row that it needs."""
         longest = self._max_seq_len
         if length <= longest:
-            return [(length, example)]
+            return [(length, _owned(example))]
         if self._overlong == "drop":
             self.counts.dropped += 1
             return []
@@ -270,7 +271,7 @@ class Arrivals:
         self._epoch, self._number = snapshot.epoch, snapshot.number
         self._anything = snapshot.number > 0
         self._iterator = iter(self._open_epoch(self._epoch))
-        self._iterator.set_state(copy.deepcopy(snapshot.state))  # type: ignore
+        self._iterator.set_state(copy.deepcopy(snapshot.state))
         self.counts = dataclasses.replace(snapshot.counts)
         self._snapshots = collections.deque([snapshot])
         self.ended = False
@@ -281,11 +282,12 @@ class Arrivals:
         try:
             return next(iterator, None)
         finally:
-            _close(iterator)
+            iterator.close()
 
     def close(self) -> None:
         """Ends what the user's iterator has begun."""
-        _close(self._iterator)
+        if self._iterator is not None:
+            self._iterator.close()
 
 
 def _cut(
@@ -302,6 +304,16 @@ def _cut(
     return common_length(part, names), part
 
 
+def _owned(example: Example) -> Example:
+    """The example, with memory of its own: what it is a view of may be large or lent."""
+    return {
+        name: np.array(value)
+        if isinstance(value, np.ndarray) and value.base is not None
+        else value
+        for name, value in example.items()
+    }
+
+
 def _is_of_function(end: StopIteration) -> bool:
     """Whether a function that an iterator called raised it, and no iterator."""
     frames = [frame for frame, _ in traceback.walk_tb(end.__traceback__)]
@@ -312,8 +324,3 @@ def _is_of_function(end: StopIteration) -> bool:
         if name != __name__ and name.split(".")[0] not in ("grain", "concurrent")
     ]
     return bool(own) and "__next__" not in own
-
-
-def _close(iterator: Any) -> None:
-    if iterator is not None:
-        iterator.close()

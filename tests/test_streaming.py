@@ -262,6 +262,19 @@ def test_the_histogram_is_of_the_last_lengths():
     assert (values.tolist(), counts.tolist()) == tuple(x.tolist() for x in want)
 
 
+def test_what_waits_keeps_nothing_else_in_memory():
+    def part(example):
+        whole = np.zeros(10**6, np.int32)
+        return {**example, "tokens": whole[: len(example["tokens"])]}
+
+    lengths, plan, _ = job(8, size=100)
+    dataset = jb.stream_batches(stream(lengths).map(part), plan, pool_size=80)
+    iterator = iter(dataset)
+    next(iterator)
+    waiting = iterator._pool.waiting()
+    assert waiting and all(x.example["tokens"].base is None for x in waiting)
+
+
 # Longer examples
 
 
