@@ -305,7 +305,7 @@ def _cut(
 
 
 def _owned(example: Example) -> Example:
-    """The example, with memory of its own: what it is a view of may be large or lent."""
+    """The example in memory of its own: what it is a view of may be large, or lent."""
     return {
         name: np.array(value)
         if isinstance(value, np.ndarray) and value.base is not None

@@ -110,11 +110,24 @@ ROOMS = {
     "stream_state": ({"stream_arrivals"}, set()),
     "stream_pool": ({"base", "remainder", "stream_arrivals"}, set()),
     "stream_packing": ({"base", "stream_arrivals"}, set()),
+    "stream_run": (
+        {
+            *("checks", "base", "bucket_sequence", "drift", "example", "packing"),
+            *("permutation", "stats", "stream_packing", "stream_pool"),
+        },
+        {"numpy", "grain"},
+    ),
+    "stream_iterator": (
+        {
+            *("base", "closings", "collate", "drift", "example", "remainder"),
+            *("stream_arrivals", "stream_pool", "stream_run", "stream_state"),
+        },
+        {"numpy", "grain"},
+    ),
     "streaming": (
         {
-            *("checks", "base", "bucket_sequence", "closings", "collate", "drift"),
-            *("example", "packing", "permutation", "position", "remainder", "stats"),
-            *("stream_arrivals", "stream_packing", "stream_pool", "stream_state"),
+            *("checks", "base", "drift", "example", "permutation", "position"),
+            *("stream_iterator", "stream_run"),
         },
         {"numpy", "grain"},
     ),

@@ -489,7 +489,7 @@ def test_hosts_are_in_lockstep_until_all_have_given_all(seed, options):
     assert all(host.ended for host in hosts)
     # Of steps behind the last example, so many at most.
     empty = len(steps) - 1 - max(i for i, tokens in enumerate(steps) if tokens)
-    assert empty <= hosts[0]._dataset._phases[0].sequence.longest_gap(len(plan) - 1)
+    assert empty <= hosts[0]._run.phases[0].sequence.longest_gap(len(plan) - 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
