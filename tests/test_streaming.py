@@ -16,6 +16,7 @@ import pytest
 import jaxbucket as jb
 from jaxbucket.bucket_sequence import LEAST_OF_LONGEST, BucketSequence, bucket_shares
 from jaxbucket.streaming import epoch_seed
+from jaxbucket.testing import check_batches
 
 OPTIONS = [
     {},
@@ -652,6 +653,38 @@ def test_the_end_is_seen_late_and_by_the_longest_bucket_alone():
     assert [end.reached(*step) for step in steps] == [False] * 4 + [True]
     with pytest.raises(ValueError, match="`late=-1` must not be negative"):
         jb.StreamEnd(plan, late=-1)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_streams_keep_the_promises_that_any_loader_has_to(num_hosts, options):
+    lengths, plan, _ = job(34, size=120, multiple=2)
+    make = functools.partial(
+        hosts_of,
+        lengths,
+        plan,
+        [1] * num_hosts,
+        smallest_pool(plan, options) + 10,
+        num_steps=None if num_hosts == 1 else 90,
+        **options,
+    )
+
+    def loader(host: int, start_step: int):
+        iterator = make()[host]
+        for _ in range(start_step):
+            next(iterator)
+        again = make()[host]
+        again.set_state(json.loads(json.dumps(iterator.get_state())))
+        return again
+
+    check_batches(
+        loader,
+        num_examples=120,
+        buckets=plan.buckets,
+        max_tokens=plan.max_tokens,
+        num_hosts=num_hosts,
+        resume_at=range(0, 12, 3) if num_hosts == 2 else range(0, 4),
+    )
 
 
 # Workers
