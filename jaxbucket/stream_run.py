@@ -154,16 +154,14 @@ def phases_of(
             f"`lengths` are of steps {sorted(lengths)}, `plan` of {steps}. Give those "
             "of each plan, or some for all."
         )
-    return tuple(
-        _phase(
-            step,
-            plans[step],
-            lengths[step] if isinstance(lengths, Mapping) else lengths,
-            options,
-            max_segments_per_row,
-        )
-        for step in steps
-    )
+    phases: list[Phase] = []
+    for step in steps:
+        sample = lengths[step] if isinstance(lengths, Mapping) else lengths
+        phase = _phase(step, plans[step], sample, options, max_segments_per_row)
+        # Features of one number for each example have one shape in all plans.
+        max_segments_per_row = phase.max_segments or max_segments_per_row
+        phases.append(phase)
+    return tuple(phases)
 
 
 def _phase(

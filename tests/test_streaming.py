@@ -833,6 +833,19 @@ def test_a_new_plan_takes_over_at_its_step(parts, options):
         assert sorted(found) == list(range(len(lengths)))
 
 
+def test_a_new_plan_packs_as_many_as_the_first():
+    plan = jb.BucketPlan.from_shapes([(2, 16)])
+    dataset = jb.stream_batches(
+        stream(np.full(64, 2)),
+        {0: plan, 1: jb.BucketPlan.from_shapes([(4, 16)])},
+        pool_size=20,
+        pack=True,
+        lengths={0: [4, 4, 4], 1: [2] * 8},
+    )
+    found = [batch.features["index"].shape for batch in dataset]
+    assert found[:2] == [(2, 3), (4, 3)] and dataset.max_segments == 3
+
+
 def test_a_state_goes_on_with_a_new_plan_at_a_later_step():
     lengths, plan, _ = job(51, size=300)
     new = jb.BucketPlan.from_shapes([(6, plan.max_seq_len)])
