@@ -17,6 +17,7 @@ from jaxbucket.costs import StepTime, TokenCost, TransformerCost
 from jaxbucket.curriculum import Curriculum
 from jaxbucket.curve import PlanCurve, plan_curve
 from jaxbucket.difficulty_index import DifficultyIndex
+from jaxbucket.drift import Drift, DriftWarning
 from jaxbucket.limits import Limits
 from jaxbucket.mixture import Mixture
 from jaxbucket.pacing import CyclicPacing, LinearPacing, RootPacing, StepPacing
@@ -27,6 +28,7 @@ from jaxbucket.position import DataPosition
 from jaxbucket.schedule import BatchSchedule
 from jaxbucket.source import concatenate
 from jaxbucket.stats import Report, report
+from jaxbucket.stream_end import StreamEnd
 from jaxbucket.token_file import TokenFile, write_token_file
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
         replicate,
     )
     from jaxbucket.sort import SortedKeys, SortedShare, sample_sort
+    from jaxbucket.streaming import sample_lengths, stream_batches
     from jaxbucket.train import (
         TrainState,
         create_state,
@@ -113,6 +116,8 @@ _ON_FIRST_USE = {
     "SortedKeys": "sort",
     "SortedShare": "sort",
     "sample_sort": "sort",
+    "sample_lengths": "streaming",
+    "stream_batches": "streaming",
     "TrainState": "train",
     "create_state": "train",
     "data_parallel": "train",
@@ -135,6 +140,8 @@ __all__ = [
     "CyclicPacing",
     "DataPosition",
     "DifficultyIndex",
+    "Drift",
+    "DriftWarning",
     "ExecutableCache",
     "Limits",
     "LinearPacing",
@@ -152,6 +159,7 @@ __all__ = [
     "StepPacing",
     "StepTime",
     "StopRequest",
+    "StreamEnd",
     "TokenCost",
     "TokenFile",
     "TrainState",
@@ -187,6 +195,7 @@ __all__ = [
     "prefetch_to_mesh",
     "replicate",
     "report",
+    "sample_lengths",
     "sample_sort",
     "scale_by_adam_sde",
     "scale_by_batch_size",
@@ -195,6 +204,7 @@ __all__ = [
     "segment_attention",
     "sequence_lengths",
     "split_source",
+    "stream_batches",
     "token_weights",
     "unbatch",
     "warmup_inverse_sqrt_schedule",

@@ -115,6 +115,35 @@ ROOMS = {
         {"checks", "base", "position", "schedule", "collate", "example", "source"},
         {"numpy", "grain"},
     ),
+    "bucket_sequence": ({"base", "packing", "permutation"}, {"numpy"}),
+    "closings": (set(), set()),
+    "drift": ({"base", "plan", "stats"}, {"numpy"}),
+    "stream_end": ({"checks", "base"}, set()),
+    "stream_arrivals": ({"base", "example"}, {"numpy", "grain"}),
+    "stream_state": ({"stream_arrivals"}, set()),
+    "stream_pool": ({"base", "remainder", "stream_arrivals"}, set()),
+    "stream_packing": ({"base", "stream_arrivals"}, set()),
+    "stream_run": (
+        {
+            *("checks", "base", "bucket_sequence", "drift", "example", "packing"),
+            *("permutation", "stats", "stream_packing", "stream_pool"),
+        },
+        {"numpy", "grain"},
+    ),
+    "stream_iterator": (
+        {
+            *("base", "closings", "collate", "drift", "example", "remainder"),
+            *("stream_arrivals", "stream_pool", "stream_run", "stream_state"),
+        },
+        {"numpy", "grain"},
+    ),
+    "streaming": (
+        {
+            *("checks", "base", "drift", "example", "permutation", "position"),
+            *("stream_iterator", "stream_run"),
+        },
+        {"numpy", "grain"},
+    ),
     "workers": ({"checks", "orphans"}, {"absl", "grain", "numpy"}),
     "testing": ({"checks", "base"}, {"numpy"}),
     "sharding": ({"checks", "base", "collate", "example"}, {"numpy", "jax"}),

@@ -11,6 +11,7 @@ import textwrap
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PROCESSES = (ROOT / "docs" / "processes.md").read_text()
+STREAMS = (ROOT / "docs" / "streaming.md").read_text()
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -100,6 +101,37 @@ def test_the_loop_of_the_page_on_processes_saves_where_it_ends(tmp_path):
         assert max(int(x.name) for x in (tmp_path / "run").glob("[0-9]*")) == int(step)
 
 
+def test_the_loop_of_the_page_on_streams_ends_in_two(tmp_path):
+    _, _, loop, _ = blocks("py", STREAMS)
+    begin = """
+with jb.Processes() as processes:
+    ...
+    import grain
+    my_part = source[: 300] if processes.index else source[300:]
+    my_part = grain.MapDataset.source(my_part).to_iter_dataset()
+"""
+    tell = "print(step, batches.ended, batches.counts.read)"
+    printed = output_of_two(begin + textwrap.indent(loop, "    "), tell, tmp_path)
+    ends = re.findall(r"^\[(.)\] (\d+) True (\d+)$", printed, re.MULTILINE)
+    assert {index: read for index, _, read in ends} == {"0": "700", "1": "300"}
+    assert len({step for _, step, _ in ends}) == 1
+
+
+def test_the_loop_of_the_page_on_streams_goes_on(tmp_path):
+    (code,), (begin, loop, _, _) = blocks("python"), blocks("py", STREAMS)
+    code = code[: code.index("dataset = jb.batch_dataset")]
+    begin, _, _ = begin.partition("for batch in")
+    # The shapes that are compiled, and not those of a plan made anew.
+    kept = [line for line in begin.splitlines() if not line.startswith("plan = ")]
+    begin = "import grain\n" + "\n".join(kept)
+    loop = loop.replace("100", "10")
+    runs = f"checkpoints = jb.Checkpoints({str(tmp_path / 'runs')!r})"
+    tell = "checkpoints.close(); print(step, batches.counts.read, int(state.step))"
+    script = f"{code}\n{begin}\n{runs}\n{loop}\n{tell}\n"
+    told = [output_of(script, tmp_path).splitlines()[-1] for _ in range(2)]
+    assert told[0] == told[1] and told[0].split()[1] == "1000"
+
+
 def test_the_commands_that_plan_do_as_printed(tmp_path):
     text = README.partition("## Plan before you rent")[2].partition("\n## ")[0]
     printed = "".join(blocks("console", text)).replace("\\\n", " ")
@@ -135,7 +167,7 @@ def test_plans_are_made_and_a_token_file_written_as_printed(tmp_path):
 
 
 def test_a_plan_by_time_is_made_as_printed(tmp_path):
-    (code,), (*_, by_time, _, _, _, _) = blocks("python"), blocks("py")
+    (code,), (*_, by_time, _, _, _, _, _) = blocks("python"), blocks("py")
     code = code[: code.index("dataset = jb.batch_dataset")]
     tell = "print(plan.cost_unit, measured.cost.error >= 0)"
     printed = output_of(f"{code}\n{by_time}\n{tell}", tmp_path)
@@ -144,12 +176,20 @@ def test_a_plan_by_time_is_made_as_printed(tmp_path):
 
 
 def test_rows_are_packed_as_printed(tmp_path):
-    (code,), (*_, packing, _, _, _) = blocks("python"), blocks("py")
+    (code,), (*_, packing, _, _, _, _) = blocks("python"), blocks("py")
     code = code[: code.index("# A loss returns sums")]
     tell = "print(any(x.num_examples > len(x.rows) for x in packed))"
     printed = output_of(f"{code}\n{packing}\n{tell}", tmp_path)
     assert "Rows are packed, attention counted over whole rows" in printed
     assert printed.split()[-1] == "True"
+
+
+def test_a_stream_is_batched_as_printed(tmp_path):
+    (code,), (*_, streams, _, _, _) = blocks("python"), blocks("py")
+    code = code[: code.index("# A loss returns sums")]
+    tell = "print(tokens == 2 * lengths.sum(), batches.counts.read)"
+    printed = output_of(f"{code}\n{streams}\n{tell}", tmp_path)
+    assert printed.split()[-2:] == ["True", "2000"]
 
 
 def test_a_learning_rate_follows_the_batch_as_printed(tmp_path):

@@ -1,0 +1,332 @@
+"""Padding and speed of batches of a stream, beside those of a plan that knows lengths.
+
+    python benchmarks/streaming.py
+    python benchmarks/streaming.py --many 100000 --json
+
+Every set of real lengths with at least 200 planned steps, shuffled once, at a budget of
+16,384 tokens, 8 buckets, B a multiple of 4, and a pool of 4 times the largest B:
+
+    planned            `BatchSchedule`, which knows all lengths
+    1 host             `stream_batches`, all rows in one process
+    4 hosts            four iterators, each over a quarter of the examples: while all
+                       of these last, and until all examples are given
+    packed             1 host, rows of 4,096 with several examples
+    all known          the least that four such hosts can do in lockstep, were every
+                       length known
+    closest of a pool  as cosmos-rl's "prefer_closest" has it, without fixed shapes: of
+                       the same pool, and of its default one of 32
+
+Padding is of all batches. Real lengths are read
+from `shared/data` beside the repository where that is there; without it, lognormal ones
+are made. Then very many examples go through a pool of 4,096 in a process of its own,
+whose peak of memory is printed beside the one after a tenth of them. Exits with 1 where
+a stream that lasts pads more than 1.25 times what the schedule does.
+"""
+
+import argparse
+import bisect
+import json
+import pathlib
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import jaxbucket as jb
+
+_DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
+_BUDGET, _BUCKETS, _HOSTS, _STEPS = 16_384, 8, 4, 200
+_TIMES_PLANNED = 1.25
+_PACKED = jb.BucketPlan.from_shapes([(_HOSTS, _BUDGET // _HOSTS)])
+_SEGMENTS = 64
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.through:
+        print(json.dumps(through(args.through)))
+        return 0
+    sets = [(name, lengths) for name, lengths in length_sets() if is_long(lengths)]
+    results = [
+        {"set": name, **compare(lengths, args.pool)}
+        for name, lengths in track(sets, transient=True, disable=args.json)
+    ]
+    many = None
+    if args.many:
+        command = [sys.executable, __file__, "--through", str(args.many)]
+        many = json.loads(subprocess.check_output(command, text=True))
+    if args.json:
+        print(json.dumps({"sets": results, "many": many}))
+    else:
+        show(results, many)
+    return 0 if all(keeps(result) for result in results) else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Compare batches of a stream with those of a schedule.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--pool", type=int, default=4, help="times the largest B")
+    parser.add_argument("--many", type=int, default=10**7, help="examples; 0 for none")
+    parser.add_argument("--through", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args()
+    if args.pool < 1 or args.many < 0:
+        parser.error("--pool is at least 1, --many at least 0.")
+    return args
+
+
+def length_sets() -> Iterator[tuple[str, np.ndarray]]:
+    paths = sorted(_DATA.glob("*.npz"))
+    for path in paths:
+        with np.load(path) as columns:
+            for name, lengths in columns.items():
+                kept = lengths[(lengths > 0) & (lengths <= _BUDGET // _HOSTS)]
+                yield f"{path.stem} {name}", np.random.default_rng(0).permutation(kept)
+    if not paths:
+        yield "lognormal", lognormal(100_000)
+
+
+def lognormal(size: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return np.minimum(1 + rng.lognormal(5, 1, size), 4096).astype(np.int32)
+
+
+def planned(lengths: np.ndarray) -> jb.BucketPlan:
+    return jb.plan_buckets(
+        lengths,
+        max_tokens=_BUDGET,
+        num_buckets=_BUCKETS,
+        batch_size_multiple=_HOSTS,
+    )
+
+
+def is_long(lengths: np.ndarray) -> bool:
+    return jb.report(planned(lengths), lengths).steps_per_epoch >= _STEPS
+
+
+def compare(lengths: np.ndarray, times: int) -> dict[str, Any]:
+    """Padding and batches per second of every way."""
+    plan = planned(lengths)
+    pool_size = times * int(plan.batch_sizes.max())
+    report = jb.report(plan, lengths)
+    start = time.perf_counter()
+    closest = closest_of_pool(lengths, pool_size)
+    seconds = time.perf_counter() - start
+    return {
+        "examples": len(lengths),
+        "steps": report.steps_per_epoch,
+        "pool_size": pool_size,
+        "planned": report.padding,
+        "one": streamed(lengths, plan, pool_size, 1),
+        "several": streamed(lengths, plan, pool_size, _HOSTS),
+        "packed": streamed(lengths, _PACKED, pool_size, 1, _SEGMENTS),
+        "known": all_known(lengths, plan),
+        "closest": {
+            "padding": closest[0],
+            "batches_per_second": closest[1] / seconds,
+            "small_pool": closest_of_pool(lengths, 32)[0],
+        },
+    }
+
+
+class Zeros:
+    """Examples of given lengths."""
+
+    def __init__(self, lengths: np.ndarray):
+        self._lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {"tokens": np.zeros(self._lengths[index], np.uint8)}
+
+
+def streamed(
+    lengths: np.ndarray,
+    plan: jb.BucketPlan,
+    pool_size: int,
+    num_hosts: int,
+    max_segments: int | None = None,
+) -> dict[str, float]:
+    """Of all batches of all hosts; each has every so many-th example."""
+    sizes = [len(lengths[host::num_hosts]) for host in range(num_hosts)]
+    hosts = [
+        iter(
+            jb.stream_batches(
+                stream(lengths[host::num_hosts]),
+                plan,
+                pool_size=pool_size,
+                lengths=lengths,
+                shard=jb.RowShard((host,), num_hosts),
+                pack=max_segments is not None,
+                max_segments_per_row=max_segments,
+                on_drift=None,
+            )
+        )
+        for host in range(num_hosts)
+    ]
+    real = padded = batches = step = 0
+    lasting = None
+    start = time.perf_counter()
+    while real < lengths.sum():
+        tokens = 0
+        for host in hosts:
+            batch = next(host)
+            tokens += int(batch.num_tokens)
+            padded += batch.bucket.num_tokens
+            batches += 1
+        if num_hosts > 1:
+            for host in hosts:
+                host.tell(step, tokens)
+        real, step = real + tokens, step + 1
+        pairs = zip(hosts, sizes, strict=True)
+        if lasting is None and any(host.counts.read == size for host, size in pairs):
+            lasting = 1 - real / padded
+    seconds = time.perf_counter() - start
+    return {
+        "padding": 1 - real / padded,
+        "lasting": lasting or 0.0,
+        "batches_per_second": batches / seconds,
+    }
+
+
+def all_known(lengths: np.ndarray, plan: jb.BucketPlan) -> float:
+    """Padding of as few batches of each bucket, longest first, as all hosts need."""
+    sizes = plan.batch_sizes // _HOSTS
+    counts = [
+        np.bincount(plan.assign(lengths[host::_HOSTS]), minlength=len(plan))
+        for host in range(_HOSTS)
+    ]
+    padded, free = 0, np.zeros(_HOSTS, np.int64)
+    for k in range(len(plan) - 1, -1, -1):
+        missing = np.array([own[k] for own in counts]) - free
+        batches = max(0, -(-int(missing.max()) // int(sizes[k])))
+        free = batches * sizes[k] - missing
+        padded += batches * plan.buckets[k].num_tokens
+    return 1 - float(lengths.sum()) / padded
+
+
+def stream(lengths: np.ndarray) -> grain.IterDataset:
+    # With threads of its own it is slower on few cores.
+    options = grain.ReadOptions(num_threads=0)
+    return grain.MapDataset.source(Zeros(lengths)).to_iter_dataset(options)
+
+
+def closest_of_pool(lengths: np.ndarray, pool_size: int) -> tuple[float, int]:
+    """Padding and batches; the oldest first, then whichever adds the least padding.
+
+    That is the longest that is no longer than the batch is so far; if there is none,
+    the shortest, while B * T keeps to the budget.
+    """
+    rest = iter(lengths.tolist())
+    oldest: list[int] = []
+    pool: list[int] = []
+    padded = batches = 0
+    while True:
+        while len(pool) < pool_size and (length := next(rest, None)) is not None:
+            oldest.append(length)
+            bisect.insort(pool, length)
+        if not pool:
+            return 1 - float(lengths.sum()) / padded, batches
+        longest, rows = oldest[0], 0
+        candidate = longest
+        while candidate and max(longest, candidate) * (rows + 1) <= _BUDGET:
+            longest, rows = max(longest, candidate), rows + 1
+            pool.pop(bisect.bisect_left(pool, candidate))
+            oldest.remove(candidate)
+            place = bisect.bisect_right(pool, longest)
+            candidate = pool[max(place - 1, 0)] if pool else 0
+        padded += longest * rows
+        batches += 1
+
+
+def keeps(result: dict[str, Any]) -> bool:
+    worst = max(result["one"]["padding"], result["several"]["lasting"])
+    return worst <= _TIMES_PLANNED * result["planned"]
+
+
+def through(size: int) -> dict[str, float]:
+    """Speed and memory of very many examples through a pool of 4,096."""
+    plan = planned(np.append(lognormal(100_000), 4096))
+    lengths = np.tile(lognormal(10**6), -(-size // 10**6))[:size]
+    iterator = iter(
+        jb.stream_batches(stream(lengths), plan, pool_size=4096, on_drift=None)
+    )
+    start, early, batches = time.perf_counter(), 0, 0
+    for _ in iterator:
+        batches += 1
+        if not early and iterator.counts.read > size // 10:
+            early = peak()
+    seconds = time.perf_counter() - start
+    return {
+        "examples": size,
+        "examples_per_second": size / seconds,
+        "batches_per_second": batches / seconds,
+        "peak_after_a_tenth_mib": early,
+        "peak_mib": peak(),
+    }
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def show(results: list[dict[str, Any]], many: dict[str, float] | None) -> None:
+    table = Table(box=box.SIMPLE, title="Padding, and batches per second")
+    table.add_column("lengths")
+    for name in (
+        *("steps", "pool", "planned", "1 host", "4 hosts, lasting", "to the end"),
+        *("all known", "packed", "closest", "of 32"),
+    ):
+        table.add_column(name, justify="right")
+    for result in results:
+        base = result["planned"]
+        one, several, closest = (result[x] for x in ("one", "several", "closest"))
+        table.add_row(
+            result["set"],
+            *(str(result[name]) for name in ("steps", "pool_size")),
+            f"{base:.2%}",
+            *(times(one["padding"], base), times(several["lasting"], base)),
+            *(times(several["padding"], base), times(result["known"], base)),
+            times(result["packed"]["padding"], base),
+            *(times(closest[x], base) for x in ("padding", "small_pool")),
+        )
+        table.add_row(
+            "  batches per second",
+            *[""] * 3,
+            *(f"{x['batches_per_second']:,.0f}" for x in (one, several)),
+            *[""] * 2,
+            f"{result['packed']['batches_per_second']:,.0f}",
+            f"{closest['batches_per_second']:,.0f}",
+            "",
+        )
+    console = Console(width=160)
+    console.print(table)
+    if many:
+        console.print(
+            f"{many['examples']:,} examples through a pool of 4,096: "
+            f"{many['examples_per_second']:,.0f} a second, "
+            f"{many['batches_per_second']:,.0f} batches. Peak "
+            f"{many['peak_mib']:,} MiB, {many['peak_after_a_tenth_mib']:,} after a "
+            "tenth of them."
+        )
+
+
+def times(padding: float, planned: float) -> str:
+    return f"{padding:.2%} ({padding / planned:.2f}x)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""A stream whose lengths are no longer those that its plan was made for."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from jaxbucket.base import Batch, BucketPlan
+from jaxbucket.plan import plan_buckets
+from jaxbucket.stats import report
+
+# Lengths that are looked at together, and how many shares of padding are worth a word.
+_WINDOW = 16_384
+_WORTH = 0.05
+# Rows without an example: several processes have buckets as often as the sample has.
+_EMPTY = 0.15
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drift:
+    """What lengths have come to, and a plan for them.
+
+    Attributes:
+      step: the one that has just been given.
+      lengths: `[N]` int32, the last that arrived.
+      padding: of them under the plan in force, by `report`.
+      promised: of the lengths that this plan was made for; None where not known.
+      renewed: of the last lengths, under `plan`.
+      empty_rows: the share of rows that had no example meanwhile.
+      plan: made of the last lengths, within the same limits. It is in force from a step
+        on only if it is given: `plan={0: old, step: drift.plan}`.
+    """
+
+    step: int
+    lengths: np.ndarray
+    padding: float
+    promised: float | None
+    renewed: float
+    empty_rows: float
+    plan: BucketPlan
+
+    def __str__(self) -> str:
+        promised = ""
+        if self.promised is not None:
+            promised = f" ({self.promised:.1%} of what it was made for)"
+        return (
+            f"Lengths have drifted from the plan. At step {self.step} the last "
+            f"{len(self.lengths)} have {self.padding:.1%} padding{promised}, and "
+            f"{self.renewed:.1%} with a new plan; {self.empty_rows:.1%} of rows were "
+            "empty. `drift.plan` has it: `plan={0: old, step: drift.plan}` takes it "
+            "from a step on."
+        )
+
+
+class DriftWarning(UserWarning):
+    """Says that a stream has drifted.
+
+    Attributes:
+      drift: the figures, and a plan.
+    """
+
+    def __init__(self, drift: Drift):
+        super().__init__(str(drift))
+        self.drift = drift
+
+
+OnDrift: TypeAlias = Callable[[Drift], None]
+
+
+def warn_of_drift(drift: Drift) -> None:
+    """Warns, with the figures."""
+    warnings.warn(DriftWarning(drift), stacklevel=2)
+
+
+class DriftWatch:
+    """Looks at the last lengths again and again; it speaks once.
+
+    Args:
+      plan: the one in force.
+      sample: `[N]` lengths that it was made for, where they are known.
+      on_drift: what is called; None to look at nothing.
+      packs: whether rows are packed: their padding is not that of examples, and only
+        rows that are empty are looked at.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        sample: np.ndarray | None,
+        on_drift: OnDrift | None,
+        packs: bool,
+    ):
+        self._plan = plan
+        self._sample = sample
+        self._on_drift = on_drift
+        self._packs = packs
+        self._lengths = np.zeros(_WINDOW, np.int32)
+        self._number = 0
+        self._looked = 0
+        self._rows = 0
+        self._empty = 0
+        self._spoke = False
+
+    def arrive(self, length: int) -> None:
+        """Counts one more."""
+        self._lengths[self._number % _WINDOW] = length
+        self._number += 1
+
+    def histogram(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the last lengths, `[V]` increasing, and how many are of each."""
+        return np.unique(self._lengths[: self._number], return_counts=True)
+
+    def step(self, step: int, batches: Sequence[Batch], ended: bool) -> None:
+        """Counts the rows of a step, and looks whether it is time to."""
+        if self._on_drift is None or self._spoke or ended:
+            return
+        for batch in batches:
+            filled = next(iter(batch.segment_ids.values()))[:, 0] > 0
+            self._rows += len(filled)
+            self._empty += len(filled) - int(filled.sum())
+        if self._number >= self._looked + _WINDOW:
+            self._look(step, self._on_drift)
+            self._looked = self._number
+            self._rows = self._empty = 0
+
+    def _look(self, step: int, on_drift: OnDrift) -> None:
+        lengths, plan = self._lengths.copy(), self._plan
+        renewed = renewed_plan(plan, lengths)
+        promised = None if self._sample is None else report(plan, self._sample).padding
+        drift = Drift(
+            step=step,
+            lengths=lengths,
+            padding=report(plan, lengths).padding,
+            promised=promised,
+            renewed=report(renewed, lengths).padding,
+            empty_rows=self._empty / max(self._rows, 1),
+            plan=renewed,
+        )
+        worse = drift.padding - drift.renewed > _WORTH and not self._packs
+        if worse or drift.empty_rows > _EMPTY:
+            self._spoke = True
+            on_drift(drift)
+
+
+def renewed_plan(plan: BucketPlan, lengths: np.ndarray) -> BucketPlan:
+    """Returns the best plan for other lengths, within the limits of a plan.
+
+    As many buckets, the same budget, multiples, longest T and policy.
+    """
+    return plan_buckets(
+        lengths,
+        max_tokens=plan.max_tokens,
+        num_buckets=len(plan),
+        batch_size_multiple=plan.batch_size_multiple,
+        seq_len_multiple=plan.seq_len_multiple,
+        max_seq_len=plan.max_seq_len,
+        overlong=plan.overlong,
+    )

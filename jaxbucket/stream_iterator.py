@@ -1,0 +1,362 @@
+"""Batches of a stream, one after the other, and where among them a run is."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import sys
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+
+from jaxbucket.base import Batch, Bucket
+from jaxbucket.closings import Closings
+from jaxbucket.collate import collate_rows
+from jaxbucket.drift import DriftWatch
+from jaxbucket.example import Example
+from jaxbucket.remainder import filler_bucket
+from jaxbucket.stream_arrivals import Arrival, Arrivals, StreamCounts
+from jaxbucket.stream_pool import Pool
+from jaxbucket.stream_run import Phase, StreamRun
+from jaxbucket.stream_state import StreamState
+
+# Snapshots of the stream, for as many examples as the pool holds.
+_SNAPSHOTS = 8
+# Steps later that a number of tokens is looked at: it need not be there at once.
+_LATE = 1
+# Steps that a loop may load ahead of the one that it saves.
+_STEPS_KEPT = 64
+
+
+class Given(NamedTuple):
+    """A step that was given, as far as the state before it needs.
+
+    Attributes:
+      step: its number.
+      read: examples that were read before.
+      arrived: what had arrived before.
+      oldest: place of the oldest that waited then, or of the next to arrive.
+      longest: of its buckets.
+      taken: (place, length) of what it took out of the pool.
+    """
+
+    step: int
+    read: int
+    arrived: int
+    oldest: int
+    longest: int
+    taken: list[tuple[int, int]]
+
+
+class StreamIterator(grain.DatasetIterator[Any]):
+    """Batches of a stream, one step after the other."""
+
+    def __init__(self, run: StreamRun):
+        super().__init__()
+        self._run = run
+        self._options = run.options
+        self._step = 0
+        self._phase: Phase | None = None
+        self._pool: Pool = run.phases[0].new_pool(self._options.policy)
+        self._template = run.like
+        self._given: collections.deque[Given] = collections.deque()
+        self._arrivals = self._new_arrivals()
+        self._watch: DriftWatch | None = None
+        self._closings = Closings(_LATE, self._options.load_ahead)
+
+    def _new_arrivals(self) -> Arrivals:
+        options, plan = self._options, self._run.plan
+        finite = options.num_epochs is not None
+        return Arrivals(
+            self._run.open_epoch,
+            options.num_epochs,
+            plan.max_seq_len,
+            plan.overlong,
+            options.sequences,
+            every=max(1, options.pool_size // _SNAPSHOTS),
+            may_be_empty=finite and (not options.alone or self._run.stride > 1),
+        )
+
+    @property
+    def counts(self) -> StreamCounts:
+        """What has been read of the stream, dropped, truncated and split so far."""
+        return dataclasses.replace(self._arrivals.counts)
+
+    def histogram(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the last lengths, `[V]` increasing, and how many are of each.
+
+        Of 16,384 at most, since the plan in force took over or the run was resumed.
+        """
+        empty = np.zeros(0, np.int64)
+        return (empty, empty) if self._watch is None else self._watch.histogram()
+
+    @property
+    def ended(self) -> bool:
+        """Whether this process's stream is over, and all of it has been given."""
+        return self._arrivals.ended and not len(self._pool)
+
+    def __next__(self) -> Any:
+        self._assert_not_closed()
+        options = self._options
+        step = self._run.step(self._step)
+        if step >= (options.num_steps or sys.maxsize):
+            raise StopIteration
+        phase = self._enter(step)
+        before = (self._arrivals.counts.read, self._arrivals.counts.arrived)
+        oldest = self._oldest_place()
+        taken: list[tuple[int, int]] = []
+        batches: list[Batch] = []
+        longest = 0
+        for pick in range(options.picks):
+            self._refill()
+            bucket = self._choose(phase, step, pick, bool(taken))
+            if bucket is None:
+                raise StopIteration
+            longest = max(longest, bucket)
+            rows = self._pool.take(bucket, phase.rows[bucket] * options.together)
+            taken += [(x.place, x.length) for row in rows for x in row]
+            batches += self._collate(phase, bucket, rows)
+        if self._watch is not None:
+            self._watch.step(step, batches, self._arrivals.ended)
+        self._remember(Given(self._step, *before, oldest, longest, taken))
+        self._step += 1
+        return batches[0] if options.accumulate == 1 else tuple(batches)
+
+    def _enter(self, step: int) -> Phase:
+        """The plan in force, into whose buckets what waits is put."""
+        phase = self._run.phase_at(step)
+        if phase is not self._phase:
+            waiting = self._pool.waiting()
+            self._pool = phase.new_pool(self._options.policy)
+            for arrival in waiting:
+                self._pool.put(arrival)
+            self._phase = phase
+            self._watch = DriftWatch(
+                phase.plan, phase.sample, self._run.on_drift, self._options.packs
+            )
+        return phase
+
+    def _refill(self) -> None:
+        while len(self._pool) < self._options.pool_size:
+            arrived = self._arrivals.read()
+            if not arrived:
+                return
+            self._put(arrived)
+
+    def _put(self, arrived: list[Arrival]) -> None:
+        if self._template is None:
+            self._template = arrived[0].example
+        for arrival in arrived:
+            self._pool.put(arrival)
+            if self._watch is not None:
+                self._watch.arrive(arrival.length)
+
+    def _choose(self, phase: Phase, step: int, pick: int, begun: bool) -> int | None:
+        """The bucket to be filled next; None where the stream is over."""
+        options = self._options
+        if phase.sequence is not None:
+            closed = self._closings.closed(step, phase.first_step)
+            sequence = phase.sequence.above(closed)
+            return sequence[(step - phase.first_step) * options.picks + pick]
+        if not len(self._pool):
+            # What is left of a step that has begun is filled up.
+            filler = phase.plan.buckets.index(filler_bucket(phase.plan))
+            return filler if begun else None
+        place, bucket = self._pool.oldest()
+        waited = self._arrivals.counts.arrived - place
+        if options.policy == "first" or waited > options.max_wait:
+            return bucket
+        rows = [number * options.together for number in phase.rows]
+        return self._pool.closest(rows, self._arrivals.ended)
+
+    def _collate(
+        self, phase: Phase, bucket: int, rows: list[list[Arrival]]
+    ) -> list[Batch]:
+        number = phase.rows[bucket]
+        shape = Bucket(number, phase.plan.buckets[bucket].seq_len)
+        examples: list[Any] = [[x.example for x in row] for row in rows]
+        if phase.max_segments is None:
+            examples = [row[0] for row in examples]
+        parts = range(self._options.together)
+        every = [examples[i * number : (i + 1) * number] for i in parts]
+        collate = functools.partial(
+            collate_rows,
+            bucket=shape,
+            like=self._like(),
+            sequences=self._options.sequences,
+            pad_value=self._options.pad_value,
+        )
+        try:
+            return [collate(x, max_segments=phase.max_segments) for x in every]
+        except ValueError:
+            # One by one, to find which of them it is.
+            for arrival in (x for row in rows for x in row):
+                try:
+                    collate([arrival.example])
+                except ValueError as error:
+                    raise ValueError(f"{arrival.origin}: {error}") from None
+            raise
+
+    def _like(self) -> Example:
+        """What features all batches have, also one without an example."""
+        if self._template is None:
+            self._template = self._arrivals.first_example()
+        if self._template is None:
+            raise ValueError(
+                "The stream of this process has no example, so that the features of "
+                "its empty rows are not known. Give it `like=`, an example of the "
+                "others."
+            )
+        return self._template
+
+    # The end
+
+    def tell(self, step: int, num_tokens: Any) -> bool:
+        """Takes what a step had; returns whether the streams of all processes are over.
+
+        A bucket that had no token is left out for a while, so that the end comes
+        soon. All processes have to tell every step, in order: they see the
+        same number, and do the same.
+
+        Args:
+          step: the one that has just been done, from 0.
+          num_tokens: `[]` int, its real tokens over all processes: the
+            `metrics["num_tokens"]` of `data_parallel`. It is looked at one step later.
+
+        Raises:
+          ValueError: if this process has all rows, or more steps than `load_ahead`
+            have been loaded.
+        """
+        given = next((x for x in self._given if x.step == step), None)
+        if given is None or self._options.alone:
+            raise ValueError(
+                f"`step={step}` cannot be told: "
+                + (
+                    "this process has all rows, and its iterator ends by itself."
+                    if self._options.alone
+                    else "it is none of the last that were given."
+                )
+            )
+        phase = self._run.phase_at(step)
+        bucket = None if given.longest == len(phase.plan) - 1 else given.longest
+        before = self._closings.next_change
+        over = self._closings.tell(step, bucket, num_tokens)
+        change = self._closings.next_change
+        if change is not None and change != before and change < self._step:
+            raise ValueError(
+                f"`load_ahead={self._options.load_ahead}`: step {self._step - 1} was "
+                f"loaded before step {step} was told. Load fewer steps ahead, or raise "
+                "it in all processes."
+            )
+        return over
+
+    # Checkpoints
+
+    def _oldest_place(self) -> int:
+        return self._pool.oldest()[0] if len(self._pool) else self._arrived
+
+    @property
+    def _arrived(self) -> int:
+        return self._arrivals.counts.arrived
+
+    def _remember(self, given: Given) -> None:
+        self._given.append(given)
+        if len(self._given) > _STEPS_KEPT:
+            self._given.popleft()
+        self._arrivals.forget(self._given[0].oldest, self._given[0].read)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns where in the stream it is, as plain Python for JSON.
+
+        It holds no example, but the numbers of those that wait: about `pool_size`
+        integers, and one state of the stream's own.
+        """
+        return self.state_before(self._step)
+
+    def state_before(self, step: int) -> dict[str, Any]:
+        """Returns the state in which this step is the next, of the last 64.
+
+        So a loop that loads ahead saves the state of the step that it has come to.
+
+        Raises:
+          ValueError: if it is none of the last, or has not been given yet.
+        """
+        counts = self._arrivals.counts
+        read, arrived = counts.read, counts.arrived
+        pairs = [(x.place, x.length) for x in self._pool.waiting()]
+        given = [x for x in self._given if x.step >= step]
+        if step != self._step and not (given and given[0].step == step):
+            kept = self._given[0].step if self._given else self._step
+            raise ValueError(
+                f"`step={step}`: states are kept of steps {kept} to {self._step}. Save "
+                "sooner, or load fewer steps ahead."
+            )
+        if given:
+            read, arrived = given[0].read, given[0].arrived
+            pairs += [pair for x in given for pair in x.taken]
+            pairs = sorted(pair for pair in pairs if pair[0] < arrived)
+        places = [place for place, _ in pairs]
+        snapshot = self._arrivals.snapshot(min([*places, arrived]), read)
+        return StreamState(
+            traits=self._state_traits(step),
+            step=step,
+            read=read,
+            places=places,
+            next_place=arrived,
+            tokens=sum(length for _, length in pairs),
+            snapshot=snapshot,
+            closings=self._closings.to_text(step),
+        ).to_dict()
+
+    def _state_traits(self, step: int) -> dict[str, Any]:
+        run = self._run
+        return {
+            **run.traits(run.step(step)),
+            "shard": list(self._options.shard.parts),
+            "worker": [run.first, run.stride],
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to where a state was taken; it reads the pool again.
+
+        Raises:
+          ValueError: if the state is none of such an iterator, or of other plans or
+            options; or if what is read again is not what was read before.
+        """
+        found = StreamState.from_dict(state)
+        traits = self._state_traits(found.step)
+        if not found.read:
+            # Grain takes the state that workers begin with before it makes them.
+            found.traits["worker"] = traits["worker"]
+        found.check_same(traits)
+        self._arrivals.close()
+        self._arrivals = self._new_arrivals()
+        self._arrivals.go_back(found.snapshot)
+        self._step = found.step
+        self._given.clear()
+        # What waits is put into buckets of the plan in force by the next step.
+        self._phase, self._watch = None, None
+        self._pool = self._run.phases[0].new_pool(self._options.policy)
+        self._closings = Closings(_LATE, self._options.load_ahead)
+        self._closings.from_text(found.closings)
+        waiting = set(found.places)
+        while self._arrivals.counts.read < found.read:
+            arrived = self._arrivals.read()
+            if not arrived:
+                break
+            kept = [arrival for arrival in arrived if arrival.place in waiting]
+            if kept:
+                self._put(kept)
+        tokens = sum(arrival.length for arrival in self._pool.waiting())
+        found.check_read(self._arrivals.counts, len(self._pool), tokens)
+
+    def close(self) -> None:
+        """Ends what it has begun; nothing can be read from it any more."""
+        if not getattr(self, "_closed", True):
+            self._arrivals.close()
+        super().close()
+
+    def __str__(self) -> str:
+        return f"StreamIterator(step={self._step})"
