@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Literal, TypeAlias, get_args
 
 import jax
@@ -58,29 +57,30 @@ def segment_attention(
     _check(query, key, value, segment_ids)
     if implementation is not None:
         check_choice("implementation", implementation, get_args(Implementation))
-    options = {
-        "is_causal": is_causal,
-        "scale": query.shape[-1] ** -0.5 if scale is None else scale,
-    }
-    in_blocks = functools.partial(blockwise.attend, **options)
-    by_kernel = functools.partial(splash.attend, **options)
-    arrays = (query, key, value, segment_ids)
-    if implementation == "splash":
-        found = by_kernel(*arrays)
-    elif implementation is None and _has_own_rows():
-        # By what it is compiled for, which may be another machine.
-        found = jax.lax.platform_dependent(*arrays, tpu=by_kernel, default=in_blocks)
-    else:
-        found = in_blocks(*arrays)
+    if implementation is None:
+        implementation = "splash" if _is_tpu_with_own_rows() else "blockwise"
+    attend = splash.attend if implementation == "splash" else blockwise.attend
+    found = attend(
+        *(query, key, value, segment_ids),
+        is_causal=is_causal,
+        # A scalar of NumPy would make all of it float64.
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+    )
     return jnp.where(segment_ids[..., None, None] > 0, found, 0)
 
 
-def _has_own_rows() -> bool:
-    """Whether what is traced is for one device, as far as is known."""
+def _is_tpu_with_own_rows() -> bool:
+    """Whether what is traced is for one TPU, as far as is known; it may be absent."""
+    if jax.config.read("jax_enable_x64"):
+        # The kernel divides integers of 32 bits by those of 64.
+        return False
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.default_backend() == "tpu" and jax.device_count() == 1
-    return mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
+    device = mesh.abstract_device
+    is_tpu = device is not None and device.platform == "tpu"
+    alone = mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
+    return is_tpu and alone
 
 
 def _check(
@@ -90,6 +90,10 @@ def _check(
         raise ValueError(
             f"`query` has shape {query.shape}: pass [B, T, N, H], batch, tokens, heads "
             "and width."
+        )
+    if 0 in query.shape:
+        raise ValueError(
+            f"`query` has shape {query.shape}: leave out what has no row or token."
         )
     size, seq_len, heads, width = query.shape
     for name, x in (("key", key), ("value", value)):

@@ -58,15 +58,15 @@ def attend(
 
     grouped = (size, key.shape[2], -1, count * block, width)
     found: jax.Array = _attend(
-        *(to_heads(query * scale).reshape(grouped), to_heads(key), to_heads(value)),
+        *(to_heads(query).reshape(grouped), to_heads(key), to_heads(value)),
         jnp.pad(segment_ids, ((0, 0), (0, added))),
-        *(block, is_causal),
+        *(block, is_causal, scale),
     )
     found = found.reshape(size, heads, count * block, width)
     return found.transpose(0, 2, 1, 3)[:, :seq_len]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _attend(
     query: jax.Array,
     key: jax.Array,
@@ -74,9 +74,10 @@ def _attend(
     ids: jax.Array,
     block: int,
     is_causal: bool,
+    scale: float,
 ) -> jax.Array:
     """The same for `[B, K, G, T, H]` and `[B, K, T, H]`, T a multiple of the block."""
-    return _forward(query, key, value, ids, block, is_causal)[0]
+    return _forward(query, key, value, ids, block, is_causal, scale)[0]
 
 
 class _Saved(NamedTuple):
@@ -101,9 +102,10 @@ def _forward(
     ids: jax.Array,
     block: int,
     is_causal: bool,
+    scale: float,
 ) -> tuple[jax.Array, _Saved]:
     first, last = _spans(ids, block, is_causal)
-    logits = _Logits(query, key, ids, block, is_causal)
+    logits = _Logits(query, key, ids, block, is_causal, scale)
     exact = _exact(query.dtype)
 
     def of_queries(i: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -138,11 +140,11 @@ def _forward(
 
 
 def _backward(
-    block: int, is_causal: bool, saved: _Saved, change: jax.Array
+    block: int, is_causal: bool, scale: float, saved: _Saved, change: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     query, key, value, ids, found, normalizer = saved
     first, last = _spans(ids, block, is_causal)
-    logits = _Logits(query, key, ids, block, is_causal)
+    logits = _Logits(query, key, ids, block, is_causal, scale)
     exact = _exact(query.dtype)
     # What all weights of a query have in common: their sum is 1.
     common = _product("bkgqh,bkgqh->bkgq", found, change)
@@ -158,7 +160,8 @@ def _backward(
             keys, values = _cut(key, j, block), _cut(value, j, block)
             weights = jnp.exp(logits(i, j) - own_normalizer)
             to_weights = _product("bkgqh,bksh->bkgqs", own_change, values)
-            to_logits = (weights * (to_weights - own_common)).astype(query.dtype)
+            to_logits = scale * weights * (to_weights - own_common)
+            to_logits = to_logits.astype(query.dtype)
             weights = weights.astype(value.dtype)
             to_query += _product("bkgqs,bksh->bkgqh", to_logits, keys)
             to_key = _add(to_key, j, _product("bkgqs,bkgqh->bksh", to_logits, own))
@@ -193,6 +196,7 @@ class _Logits(NamedTuple):
     ids: jax.Array
     block: int
     is_causal: bool
+    scale: float
 
     def __call__(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """`[B, K, G, block, block]`."""
@@ -206,7 +210,7 @@ class _Logits(NamedTuple):
         if self.is_causal:
             place = jnp.arange(self.block)
             is_seen &= (i * self.block + place)[:, None] >= j * self.block + place
-        return jnp.where(is_seen[:, None, None], found, _NOTHING)
+        return jnp.where(is_seen[:, None, None], self.scale * found, _NOTHING)
 
 
 def _spans(ids: jax.Array, block: int, is_causal: bool) -> tuple[jax.Array, jax.Array]:

@@ -128,8 +128,9 @@ def collate_rows(
                 length = common_length(arrays, group, row)
                 if begin + length > seq_lens[key] and not truncate:
                     of = "" if capacities is None else f" of {key!r}"
+                    packed = max_segments is not None
                     raise ValueError(
-                        _beyond_message(row, begin + length, seq_lens[key], of)
+                        _beyond_message(row, begin + length, seq_lens[key], of, packed)
                     )
                 end = min(begin + length, seq_lens[key])
                 for name in group:
@@ -270,11 +271,13 @@ def span_lengths(
     return np.where(filled, lengths, 0)
 
 
-def _beyond_message(row: int, length: int, seq_len: int, of: str = "") -> str:
-    return (
-        f"Row {row} has length {length}{of}, beyond `seq_len={seq_len}`. "
-        "Put it into a longer bucket, or pass `truncate=True`."
-    )
+def _beyond_message(
+    row: int, length: int, seq_len: int, of: str = "", packed: bool = False
+) -> str:
+    remedy = "Put it into a longer bucket, or pass `truncate=True`."
+    if packed or of:
+        remedy = "Give it fewer examples, or rows that hold more."
+    return f"Row {row} has length {length}{of}, beyond `seq_len={seq_len}`. {remedy}"
 
 
 def row_mask(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:
@@ -333,6 +336,8 @@ def unbatch(
         groups = dict.fromkeys(every, named)
     else:
         groups = dict.fromkeys(every, list(sequences))
+    if max_segments is not None:
+        _check_stacked(features, groups, max_segments)
     key_of = {name: key for key, names in groups.items() for name in names}
     found = []
     for row in np.flatnonzero(ids.any(axis=1)):
@@ -348,6 +353,21 @@ def unbatch(
                     example[name] = value[place]
             found.append(example)
     return found
+
+
+def _check_stacked(
+    features: Mapping[str, np.ndarray],
+    groups: Mapping[str, Sequence[str]],
+    max_segments: int,
+) -> None:
+    named = {name for names in groups.values() for name in names}
+    for name, value in features.items():
+        if name not in named and value.shape[1:2] != (max_segments,):
+            raise ValueError(
+                f"Feature {name!r} is {list(value.shape)}, and of packed rows what is "
+                f"no sequence is [B, {max_segments}, ...], by `max_segments`. Name it "
+                "in `sequences` if it is one."
+            )
 
 
 def _ends(ids: np.ndarray) -> list[int]:

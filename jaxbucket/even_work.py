@@ -34,6 +34,9 @@ def _divided(rows: list[int], weights: list[float]) -> list[int]:
     if len(rows) < 3:
         return rows
     count = next(n for n in range(2, len(rows) + 1) if len(rows) % n == 0)
+    if count == len(rows):
+        # No device has one of these alone: in turn, and not by their size.
+        return rows[::2] + rows[1::2]
     parts: list[list[int]] = [[] for _ in range(count)]
     sums = [0.0] * count
     for row in rows:
@@ -41,9 +44,6 @@ def _divided(rows: list[int], weights: list[float]) -> list[int]:
         least = min(free, key=sums.__getitem__)
         parts[least].append(row)
         sums[least] += weights[row]
-    if count == len(rows):
-        # No device has one of these alone: in turn, and not by their size.
-        parts = parts[::2] + parts[1::2]
     return [row for part in parts for row in _divided(part, weights)]
 
 

@@ -7,7 +7,7 @@ else is one for the whole example.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -43,6 +43,12 @@ def sequence_names(
     Raises:
       ValueError: if there are none, or one that is named has no leading axis.
     """
+    if isinstance(sequences, Mapping):
+        raise ValueError(
+            f"`sequences={dict(sequences)}` is of several sequences, which only packed "
+            "rows hold, by `pack(lengths, max_seq_len)` with a capacity for each. Name "
+            "those of one by a list."
+        )
     if sequences is None:
         names = [name for name, value in arrays.items() if value.ndim]
         remedy = "Give it an array with a leading axis of positions."
@@ -78,13 +84,7 @@ def sequence_groups(
         another name than `capacities` have.
     """
     if capacities is None:
-        if isinstance(sequences, Mapping):
-            raise ValueError(
-                f"`sequences={dict(sequences)}` is of several sequences: they are "
-                "packed, by `pack(lengths, max_seq_len)` with a capacity for each. "
-                "Name those of one by a list."
-            )
-        names = sequence_names(arrays, sequences)
+        names = sequence_names(arrays, cast(Sequence[str] | None, sequences))
         return {names[0]: names}
     if sequences is None:
         sequences = {name: [name] for name in capacities}

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+# Rows that are looked at for one example, of those with the least room. Two sequences
+# need one: the tree knows whether it is there.
+_MOST_TRIED = 64
 # Shares of a row are counted in these; their squares add up in 64 bits.
 _WHOLE = 1 << 20
 
@@ -111,6 +116,7 @@ class _Rooms:
     """
 
     def __init__(self, whole: tuple[int, ...], cap: int):
+        self._whole = whole
         self._cap = cap
         self._leaves = 1 << whole[0].bit_length()
         self._rows: dict[int, list[_Rows]] = {}
@@ -125,17 +131,25 @@ class _Rooms:
 
     def take_tightest(self, need: list[int]) -> _Rows | None:
         """Takes out rows that have room for lengths, with the least for the first."""
-        for leaf in self._fitting(need):
+        for leaf, place in itertools.islice(self._tight(need), _MOST_TRIED):
             own = self._rows[leaf]
-            least = (leaf, *need[1:])
-            for place in range(bisect.bisect_left(own, least, key=_rooms_of), len(own)):
-                if all(a >= b for a, b in zip(own[place].rooms, need, strict=True)):
-                    tightest = own.pop(place)
-                    self._update(leaf)
-                    return tightest
+            if place < len(own) and all(map(operator.ge, own[place].rooms, need)):
+                tightest = own.pop(place)
+                self._update(leaf)
+                return tightest
         return None
 
-    def _fitting(self, need: list[int]) -> Iterator[int]:
+    def _tight(self, need: list[int]) -> Iterator[tuple[int, int]]:
+        """Rows that may fit, from those with the least room: their leaf and place."""
+        for leaf in self._leaves_for(need):
+            own = self._rows[leaf]
+            first = bisect.bisect_left(own, (leaf, *need[1:]), key=_rooms_of)
+            # A leaf without any counts as well: looking there has taken its time.
+            yield from (
+                (leaf, place) for place in range(first, max(len(own), first + 1))
+            )
+
+    def _leaves_for(self, need: list[int]) -> Iterator[int]:
         """Rooms for the first sequence, from the least, where rows may fit."""
         waiting = [(1, 0, self._leaves)]
         while waiting:
@@ -153,13 +167,18 @@ class _Rooms:
         return all(own[node] >= n for own, n in zip(self._most, need, strict=True))
 
     def _update(self, leaf: int) -> None:
-        """Renews what the nodes above a leaf know of it."""
+        """Renews what the nodes above a leaf know of it.
+
+        Of rows that are sorted by their rooms, the first of which is the same for all,
+        the last has the most room for the first two sequences. For others the whole
+        room stands, which is no less.
+        """
         rows = self._rows[leaf]
         for index, own in enumerate(self._most):
             node = leaf + self._leaves
-            # They are sorted by their rooms, of which the first is the same.
-            some = rows[-1:] if index < 2 else rows
-            own[node] = max((x.rooms[index] for x in some), default=-1)
+            own[node] = -1
+            if rows:
+                own[node] = self._whole[index] if index > 1 else rows[-1].rooms[index]
             while node > 1:
                 node //= 2
                 most = max(own[2 * node], own[2 * node + 1])

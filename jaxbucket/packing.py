@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -331,11 +331,15 @@ def check_seq_lens(max_seq_len: int | Sequence[int]) -> tuple[int, ...]:
     """
     given = max_seq_len if isinstance(max_seq_len, Sequence) else [max_seq_len]
     if isinstance(max_seq_len, np.ndarray):
-        given = max_seq_len.tolist() if max_seq_len.ndim == 1 else []
+        given = np.atleast_1d(max_seq_len).tolist() if max_seq_len.ndim < 2 else []
+    elif isinstance(max_seq_len, Iterable) and given is not max_seq_len:
+        # Of a set or a generator there is no order, or no second time.
+        given = []
     seq_lens = tuple(check_positive("max_seq_len", x) for x in given)
     if not seq_lens or any(np.diff(seq_lens) <= 0):
         raise ValueError(
-            f"`max_seq_len={max_seq_len}` must be one T, or several that increase."
+            f"`max_seq_len={max_seq_len}` must be one T, or a list of several that "
+            "increase."
         )
     if seq_lens[-1] > MAX_ROW:
         raise ValueError(

@@ -25,7 +25,6 @@ from jaxbucket.base import (
     Bucket,
     BucketPlan,
     Group,
-    RowShard,
     digest,
 )
 from jaxbucket.checks import check_accumulate, check_choice, check_positive, check_seed
@@ -398,7 +397,8 @@ class BatchSchedule(Schedule):
     def report(self, epoch: int = 0) -> Report:
         """Returns what an epoch costs, exactly, and how its batches follow each other.
 
-        Where other examples are dropped in every epoch, real tokens are the mean.
+        Where other examples are dropped in every epoch, real tokens are the mean, and
+        so are the examples of packed rows.
 
         Example:
           >>> from jaxbucket import Bucket
@@ -436,9 +436,12 @@ class BatchSchedule(Schedule):
         if self.packing is not None:
             share = epoch.examples / self.packing.num_rows
             packed = round(share * self.packing.num_examples)
+            if self._drops_the_same():
+                packed = int(self.packing.row_segments[self._kept_rows()].sum())
             epoch = dataclasses.replace(epoch, packed_examples=packed)
-        if self.remainder == "drop" and self.order in get_args(FixedName):
-            return epoch.with_real_tokens(self._kept_tokens())
+        if self._drops_the_same():
+            kept = np.minimum(self._row_lengths, self.plan.max_seq_len)
+            return epoch.with_real_tokens(int(kept[self._kept_rows()].sum()))
         return epoch
 
     def imbalance(self, num_devices: int, epoch: int = 0) -> float:
@@ -459,7 +462,13 @@ class BatchSchedule(Schedule):
         Raises:
           ValueError: if the devices do not divide a bucket's B.
         """
-        cut = RowShard((0,), check_positive("num_devices", num_devices))
+        check_positive("num_devices", num_devices)
+        for bucket in self.plan.buckets:
+            if bucket.batch_size % num_devices:
+                raise ValueError(
+                    f"`num_devices={num_devices}` do not divide the rows of bucket "
+                    f"{bucket}. Plan with that `batch_size_multiple`."
+                )
         every = [self.lengths] if self.parts is None else self.parts.values()
         squares = np.sum([np.square(own, dtype=np.int64) for own in every], axis=0)
         found = []
@@ -467,17 +476,18 @@ class BatchSchedule(Schedule):
             for indices in self._micro_batches(epoch * len(self) + step):
                 rows = indices.rows.reshape(indices.bucket.batch_size, -1)
                 work = np.where(rows == EMPTY_ROW, 0, squares[rows]).sum(axis=1)
-                cut.part_size(len(work))
                 found.append(imbalance(work, num_devices))
         return float(np.mean(found))
 
-    def _kept_tokens(self) -> int:
-        """Real tokens of an epoch that drops the same examples as every other one."""
-        kept = 0
-        for index, bucket in enumerate(self.plan.buckets):
-            own = self._rows.own(index)[: int(self.flow.rows[index])]
-            kept += int(np.minimum(self._row_lengths[own], bucket.seq_len).sum())
-        return kept
+    def _drops_the_same(self) -> bool:
+        """Whether every epoch leaves out the same rows."""
+        return self.remainder == "drop" and self.order in get_args(FixedName)
+
+    def _kept_rows(self) -> np.ndarray:
+        """Those of an epoch that drops the same ones as every other."""
+        buckets = range(len(self.plan))
+        own = [self._rows.own(k)[: int(self.flow.rows[k])] for k in buckets]
+        return np.concatenate(own)
 
     def traits(self) -> dict[str, Any]:
         groups = {"accumulate": self.accumulate, "group": self.group}
@@ -539,6 +549,14 @@ def _check_packing(packing: Any, plan: BucketPlan, order: Order) -> None:
         raise ValueError(
             f"`packing` has rows of {longest} tokens, beyond the last bucket, "
             f"`seq_len={plan.max_seq_len}`. Plan for `packing.row_lengths`, with "
+            "`boundaries=packing.seq_lens`."
+        )
+    if packing.capacities is not None and plan.boundaries.tolist() != [
+        *packing.seq_lens
+    ]:
+        raise ValueError(
+            f"`plan` has T of {plan.boundaries.tolist()}, and rows of `packing` hold "
+            f"{packing.capacities}, {packing.seq_lens[0]} together: plan with "
             "`boundaries=packing.seq_lens`."
         )
     if isinstance(order, Curriculum):

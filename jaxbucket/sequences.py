@@ -15,8 +15,10 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.checks import check_lengths, check_positive
 
-# Packers keep something for each token that a row may have.
+# Packers keep something for each token that a row may have: a bit; or numbers, where it
+# has several sequences.
 MAX_ROW = 1 << 26
+_MAX_CAPACITY = 1 << 20
 
 
 def check_parts(lengths: Mapping[str, ArrayLike]) -> dict[str, np.ndarray]:
@@ -26,6 +28,12 @@ def check_parts(lengths: Mapping[str, ArrayLike]) -> dict[str, np.ndarray]:
       ValueError: if there is none, one of them is what `check_lengths` refuses, or
         they are of different numbers of examples.
     """
+    other = [name for name in lengths if not isinstance(name, str)]
+    if other:
+        raise ValueError(
+            f"`lengths` are of sequences {other}: name them by strings, as features of "
+            "examples are."
+        )
     parts = {}
     for name in sorted(lengths):
         try:
@@ -71,10 +79,10 @@ def check_capacities(
     checked = {}
     for name, own in parts.items():
         checked[name] = check_positive(f"max_seq_len[{name!r}]", capacities[name])
-        if checked[name] > MAX_ROW:
+        if checked[name] > _MAX_CAPACITY:
             raise ValueError(
-                f"`max_seq_len[{name!r}]={checked[name]}` is beyond {MAX_ROW}: give "
-                "shorter rows."
+                f"`max_seq_len[{name!r}]={checked[name]}` is beyond {_MAX_CAPACITY}: "
+                "give shorter rows."
             )
         beyond = own > checked[name]
         if beyond.any():

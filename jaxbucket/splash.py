@@ -62,7 +62,11 @@ def attend(
     # Padding sees padding here, so that no row is without a key.
     ids = jnp.pad(segment_ids, ((0, 0), (0, added)))
     found: jax.Array = jax.vmap(kernel)(
-        *(to_heads(query * scale), to_heads(key), to_heads(value)),
+        *(
+            to_heads(query * jnp.asarray(scale, query.dtype)),
+            to_heads(key),
+            to_heads(value),
+        ),
         splash.SegmentIds(q=ids, kv=ids),
     )  # pyright: ignore[reportAssignmentType]
     return found.transpose(0, 2, 1, 3)[:, :seq_len]

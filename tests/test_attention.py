@@ -1,5 +1,6 @@
 """Attention within segments against `jax.nn.dot_product_attention` with a mask."""
 
+import dataclasses
 import functools
 
 import jax
@@ -236,19 +237,80 @@ def lowered(attend, platform):
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_platforms_have_what_they_can_run():
-    attend = functools.partial(jb.segment_attention, is_causal=True)
-    mesh = jb.data_mesh()
-    spec = P(mesh.axis_names[0])
-    of_own_rows = jax.shard_map(
+def of_own_rows(attend, platform):
+    """Each device of a mesh that is not here has rows of its own."""
+    here = jb.data_mesh().abstract_mesh.abstract_device
+    there = dataclasses.replace(here, platform=platform)
+    mesh = jax.sharding.AbstractMesh(
+        (4,), ("data",), (jax.sharding.AxisType.Auto,), abstract_device=there
+    )
+    spec = P("data")
+    return jax.shard_map(
         attend, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
     )
+
+
+@pytest.mark.parametrize("how", ["shard_map", "pmap"])
+def test_grouped_heads_of_64_bits_run_on_every_mesh(how):
+    with jax.enable_x64(True):
+        ids = packed_rows(2, size=4, seq_len=16, longest=9)
+        heads = random_heads(ids, heads=2, of_keys=1, width=8)
+        heads = tuple(x.astype(jnp.float64) for x in heads)
+        mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,))
+        spec = P("data")
+        if how == "shard_map":
+            run = jax.jit(
+                jax.shard_map(
+                    jb.segment_attention,
+                    mesh=mesh,
+                    in_specs=spec,
+                    out_specs=spec,
+                    check_vma=False,
+                )
+            )
+            found = run(*heads, ids)
+        else:
+            cut = [x.reshape(4, 1, *x.shape[1:]) for x in (*heads, ids)]
+            found = jax.pmap(jb.segment_attention)(*cut).reshape(heads[0].shape)
+        # On one device; `jax.nn.dot_product_attention` has weights of 32 bits.
+        want = jb.segment_attention(*heads, ids)
+        np.testing.assert_allclose(found, want, atol=1e-12)
+
+
+def test_a_scale_of_numpy_changes_no_dtype():
+    ids = packed_rows(2, size=2, seq_len=16, longest=9)
+    heads = tuple(x.astype(jnp.bfloat16) for x in random_heads(ids, width=32))
+    scale = 1 / np.sqrt(32)
+    attend = functools.partial(jb.segment_attention, scale=scale)
+    found = attend(*heads, ids)
+    assert found.dtype == jnp.bfloat16
+    products = [
+        x.aval.dtype
+        for equation in jax.make_jaxpr(attend)(*heads, ids).eqns
+        for x in equation.invars[:3]
+        if x.aval.ndim == 5
+    ]
+    assert jnp.float32 not in products
+    # What is rounded is no more than what a mask has.
+    exact = [x.astype(jnp.float32) for x in heads]
+    want = with_mask(*exact, ids, is_causal=False)
+    errors = [
+        jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32) - want)))
+        for x in (found, with_mask(*heads, ids, is_causal=False))
+    ]
+    assert errors[0] < 1.2 * errors[1]
+
+
+def test_platforms_have_what_they_can_run():
+    attend = functools.partial(jb.segment_attention, is_causal=True)
     # Of several devices the compiler would have to cut up a kernel, which it cannot.
     for platform in ("cuda", "rocm", "tpu", "cpu"):
         assert KERNEL not in lowered(attend, platform)
     for platform in ("cuda", "rocm", "cpu"):
-        assert KERNEL not in lowered(of_own_rows, platform)
-    assert lowered(of_own_rows, "tpu").count(KERNEL) >= 3
+        assert KERNEL not in lowered(of_own_rows(attend, platform), platform)
+    assert lowered(of_own_rows(attend, "tpu"), "tpu").count(KERNEL) >= 3
+    with jax.enable_x64(True):
+        assert KERNEL not in lowered(of_own_rows(attend, "tpu"), "tpu")
     named = functools.partial(attend, implementation="splash")
     assert lowered(named, "tpu").count(KERNEL) >= 3
 

@@ -206,11 +206,16 @@ def test_a_packing_names_itself():
         ([3.5], {"max_seq_len": 8}, "is not an integer"),
         ([float("nan")], {"max_seq_len": 8}, "is not an integer"),
         ([3], {"max_seq_len": 0}, "`max_seq_len=0` must be a positive integer"),
-        ([3], {"max_seq_len": [8, 4]}, "must be one T, or several that increase"),
-        ([3], {"max_seq_len": []}, "must be one T, or several that increase"),
+        (
+            [3],
+            {"max_seq_len": [8, 4]},
+            "must be one T, or a list of several",
+        ),
+        ([3], {"max_seq_len": []}, "must be one T, or a list of several"),
         ([3], {"max_seq_len": 2.5}, "`max_seq_len=2.5` is not an integer"),
         ([3], {"max_seq_len": 2**40}, "`max_seq_len=1099511627776` is beyond"),
-        ([3], {"max_seq_len": np.array(2)}, "must be one T, or several"),
+        ([3], {"max_seq_len": np.array(2)}, "beyond the longest row, `max_seq_len=2`"),
+        ([3], {"max_seq_len": {4, 8}}, "must be one T, or a list of several"),
         ([3], {"max_seq_len": 8, "padded_up_to": -1}, "`padded_up_to=-1` must not"),
         (
             [3],
@@ -403,7 +408,7 @@ def test_devices_have_even_work_however_many_they_are():
         found = schedule.imbalance(num_devices)
         # Of what is too much, at least four fifths are gone.
         assert found - 1 < 0.2 * (np.mean(as_they_come) - 1)
-    with pytest.raises(ValueError, match="cannot be cut into 5 equal parts"):
+    with pytest.raises(ValueError, match="`num_devices=5` do not divide"):
         schedule.imbalance(5)
     with pytest.raises(ValueError, match="`num_devices=0`"):
         schedule.imbalance(0)

@@ -399,6 +399,7 @@ def test_schedules_tell_sequences_apart():
         ([1, 2], {"a": 4}, r"`lengths=\[1, 2\]` is no mapping, and the other one is"),
         ({"a": [1], "b": [1]}, {"a": 1, "b": 10**9}, r"\['b'\]=1000000000` is beyond"),
         ({}, {}, "has no sequence"),
+        ({1: [1], "a": [1]}, {1: 4, "a": 4}, r"sequences \[1\]: name them by strings"),
     ],
 )
 def test_lengths_and_capacities_that_do_not_go_together(lengths, capacities, message):
@@ -421,6 +422,30 @@ def test_schedules_want_the_sequences_of_their_packing():
     schedule = jb.BatchSchedule(plan, lengths, packing=packing)
     with pytest.raises(ValueError, match="several sequences, which are not mixed"):
         jb.Mixture([schedule, schedule], [1, 1])
+
+
+def test_plans_have_the_one_shape_of_such_rows():
+    lengths, capacities, _ = pairs_problem(5)
+    packing = jb.pack(lengths, capacities)
+    plan = jb.plan_buckets(packing.row_lengths, max_tokens=1000, num_buckets=3)
+    with pytest.raises(ValueError, match=r"`boundaries=packing.seq_lens`"):
+        jb.BatchSchedule(plan, lengths, packing=packing)
+
+
+def test_more_sequences_take_no_longer_than_they_must():
+    rng = np.random.default_rng(0)
+    lengths = {name: rng.integers(1, 1000, 5000) for name in "abcd"}
+    packing = jb.pack(lengths, dict.fromkeys("abcd", 4096))
+    fewest = max(own.sum() for own in lengths.values()) / 4096
+    assert packing.num_rows < 1.05 * fewest
+
+
+def test_what_is_no_sequence_is_one_for_each_segment():
+    rows = [[{"a": [1, 2], "w": [0.5, 1.0]}, {"a": [3], "w": [2.0]}]]
+    batch = jb.collate_rows(rows, Bucket(1, 4), max_segments=2)
+    with pytest.raises(ValueError, match=r"Feature 'w' is \[1, 4\], and of packed"):
+        jb.unbatch(batch, sequences=["a"], max_segments=2)
+    assert len(jb.unbatch(batch, max_segments=2)) == 2
 
 
 def test_batches_of_other_capacities_are_refused():
