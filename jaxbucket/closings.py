@@ -32,6 +32,7 @@ class Closings:
         self._told: collections.deque[tuple[int, int | None, Any]] = collections.deque()
         # (step, the longest bucket that is left out because of it).
         self._found: list[tuple[int, int]] = []
+        self._unchecked: list[int] = []
 
     def tell(self, step: int, bucket: int | None, num_tokens: Any) -> bool:
         """Adds what a step had; returns whether the streams were over, a bit earlier.
@@ -51,6 +52,7 @@ class Closings:
         step, bucket, num_tokens = self._told.popleft()
         if int(num_tokens) == 0:
             self._found.append((step, _END if bucket is None else bucket))
+            self._unchecked.append(step)
         last = step - self._ahead - _LASTS - _KNOWN
         self._found = [found for found in self._found if found[0] > last]
 
@@ -65,10 +67,15 @@ class Closings:
         first = max(first_step, last - _LASTS + 1)
         return max((k for d, k in self._found if first <= d <= last), default=-1)
 
-    @property
-    def next_change(self) -> int | None:
-        """The first step that the last of what was found has an effect on."""
-        return self._found[-1][0] + self._ahead if self._found else None
+    def came_too_late(self, step: int) -> int | None:
+        """Returns what was found since it was asked and has an effect before a step.
+
+        Returns:
+          The step that it was found of; None if there is none.
+        """
+        late = [found for found in self._unchecked if found + self._ahead < step]
+        self._unchecked.clear()
+        return late[0] if late else None
 
     def to_text(self, step: int) -> str:
         """Returns what steps before one were found to have; `from_text` reads it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -85,6 +86,7 @@ class DriftWatch:
       on_drift: what is called; None to look at nothing.
       packs: whether rows are packed: their padding is not that of examples, and only
         rows that are empty are looked at.
+      max_batch_size: of a new plan, for all of a batch is in the pool at once.
     """
 
     def __init__(
@@ -93,11 +95,13 @@ class DriftWatch:
         sample: np.ndarray | None,
         on_drift: OnDrift | None,
         packs: bool,
+        max_batch_size: int | None = None,
     ):
         self._plan = plan
         self._sample = sample
         self._on_drift = on_drift
         self._packs = packs
+        self._max_batch_size = max_batch_size
         self._lengths = np.zeros(_WINDOW, np.int32)
         self._number = 0
         self._looked = 0
@@ -129,7 +133,7 @@ class DriftWatch:
 
     def _look(self, step: int, on_drift: OnDrift) -> None:
         lengths, plan = self._lengths.copy(), self._plan
-        renewed = renewed_plan(plan, lengths)
+        renewed = renewed_plan(plan, lengths, self._max_batch_size)
         promised = None if self._sample is None else report(plan, self._sample).padding
         drift = Drift(
             step=step,
@@ -140,13 +144,26 @@ class DriftWatch:
             empty_rows=self._empty / max(self._rows, 1),
             plan=renewed,
         )
-        worse = drift.padding - drift.renewed > _WORTH and not self._packs
+        gained = drift.padding - drift.renewed
+        if promised is not None:
+            # A plan that is not the best for its own lengths has not drifted for that.
+            gained -= promised - self._best_of_sample
+        worse = gained > _WORTH and not self._packs
         if worse or drift.empty_rows > _EMPTY:
             self._spoke = True
             on_drift(drift)
 
+    @functools.cached_property
+    def _best_of_sample(self) -> float:
+        """Padding of the sample, in the best plan for it within the same limits."""
+        assert self._sample is not None
+        best = renewed_plan(self._plan, self._sample, self._max_batch_size)
+        return report(best, self._sample).padding
 
-def renewed_plan(plan: BucketPlan, lengths: np.ndarray) -> BucketPlan:
+
+def renewed_plan(
+    plan: BucketPlan, lengths: np.ndarray, max_batch_size: int | None = None
+) -> BucketPlan:
     """Returns the best plan for other lengths, within the limits of a plan.
 
     As many buckets, the same budget, multiples, longest T and policy.
@@ -154,6 +171,7 @@ def renewed_plan(plan: BucketPlan, lengths: np.ndarray) -> BucketPlan:
     return plan_buckets(
         lengths,
         max_tokens=plan.max_tokens,
+        max_batch_size=max_batch_size,
         num_buckets=len(plan),
         batch_size_multiple=plan.batch_size_multiple,
         seq_len_multiple=plan.seq_len_multiple,

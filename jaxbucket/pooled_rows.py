@@ -46,7 +46,7 @@ def pooled_rows(
         parts, left = shares[pool], np.array(whole)
         row: list[int] = []
         while len(row) < cap and len(pool):
-            fits = (lengths <= room).all(axis=1)
+            fits = np.all(lengths <= room, axis=1)
             lost = np.square(left - parts) @ weights
             place = int(np.where(fits, lost, np.iinfo(np.int64).max).argmin())
             if not fits[place]:

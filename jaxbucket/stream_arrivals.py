@@ -97,7 +97,7 @@ class Arrivals:
       max_seq_len: the longest that arrives.
       overlong: what becomes of longer examples.
       sequences: the features that lengths are of.
-      every: examples from one snapshot to the next.
+      every: of what arrives, from one snapshot to the next.
       may_be_empty: whether an epoch may have nothing that arrives.
     """
 
@@ -120,6 +120,7 @@ class Arrivals:
         self._may_be_empty = may_be_empty
         self._epoch = 0
         self._number = 0
+        self._mark = 0
         self._anything = False
         self._iterator: grain.DatasetIterator[Example] | None = None
         self._snapshots: collections.deque[Snapshot] = collections.deque()
@@ -158,18 +159,16 @@ class Arrivals:
     def _next_example(self) -> Example | None:
         """The next of this epoch; None behind its last one."""
         self._open()
-        if self._number % self._every == 0:
+        # By what arrived: of examples that are dropped there may be any number.
+        mark = self.counts.arrived // self._every
+        if self._number == 0 or mark != self._mark:
             self._take_snapshot()
+            self._mark = mark
         try:
             return self._advance()
         except StopIteration as end:
-            by_function = _is_of_function(end)
-        # A function of the user's that raises StopIteration looks like the end; where
-        # it cannot be told by who raised it, something may come behind it.
-        if not by_function:
-            try:
-                self._advance()
-            except StopIteration:
+            # One of a function of the user's looks like the end.
+            if not _is_of_function(end):
                 return None
         raise RuntimeError(
             f"{self._where()} cannot be read: a function of the stream raised "
@@ -179,7 +178,25 @@ class Arrivals:
 
     def _open(self) -> None:
         if self._iterator is None:
-            self._iterator = iter(self._open_epoch(self._epoch))
+            self._iterator = self._begin(self._epoch)
+
+    def _begin(self, epoch: int) -> grain.DatasetIterator[Example]:
+        """The stream of an epoch, from its first example."""
+        try:
+            dataset = self._open_epoch(epoch)
+        # That of a function must not be taken for the end of the stream.
+        except Exception as error:
+            raise RuntimeError(
+                f"Epoch {epoch} of the stream cannot be opened: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(dataset, grain.IterDataset):
+            raise ValueError(
+                f"Epoch {epoch} of the stream is a {type(dataset).__name__}, not a "
+                "`grain.IterDataset`: let the function return that, such as "
+                "`grain.MapDataset.source(...).to_iter_dataset()`."
+            )
+        return iter(dataset)
 
     def _advance(self) -> Example:
         assert self._iterator is not None
@@ -197,9 +214,16 @@ class Arrivals:
         state = copy.deepcopy(self._iterator.get_state())
         counts = dataclasses.replace(self.counts)
         last = self._snapshots[-1] if self._snapshots else None
-        if last is None or (last.epoch, last.number) != (self._epoch, self._number):
-            snapshot = Snapshot(self._epoch, self._number, counts, state)
-            self._snapshots.append(snapshot)
+        if last is not None and (last.epoch, last.number) == (
+            self._epoch,
+            self._number,
+        ):
+            return
+        arrived = None if last is None else last.counts.arrived
+        if len(self._snapshots) > 1 and arrived == counts.arrived:
+            # Nothing came in between, so it has nothing that this one has not.
+            self._snapshots.pop()
+        self._snapshots.append(Snapshot(self._epoch, self._number, counts, state))
 
     def _end_epoch(self) -> None:
         if not (self._anything or self._may_be_empty):
@@ -208,7 +232,7 @@ class Arrivals:
                 "kept: there is nothing to train on. Check its source, its filters and "
                 f"`overlong={self._overlong!r}`."
             )
-        if self._epoch + 1 == self._num_epochs:
+        if self._num_epochs is not None and self._epoch + 1 >= self._num_epochs:
             self.ended = True
             return
         self.close()
@@ -270,7 +294,8 @@ class Arrivals:
         self.close()
         self._epoch, self._number = snapshot.epoch, snapshot.number
         self._anything = snapshot.number > 0
-        self._iterator = iter(self._open_epoch(self._epoch))
+        self._mark = snapshot.counts.arrived // self._every
+        self._iterator = self._begin(self._epoch)
         self._iterator.set_state(copy.deepcopy(snapshot.state))
         self.counts = dataclasses.replace(snapshot.counts)
         self._snapshots = collections.deque([snapshot])
@@ -278,7 +303,7 @@ class Arrivals:
 
     def first_example(self) -> Example | None:
         """Reads the first example of all once more; None if there is none."""
-        iterator = iter(self._open_epoch(0))
+        iterator = self._begin(0)
         try:
             return next(iterator, None)
         finally:
@@ -298,20 +323,15 @@ def _cut(
     names = sequence_names(arrays, sequences)
     # A copy, for a part must not keep the whole of it in memory.
     part: dict[str, np.ndarray] = {
-        name: value[begin:end].copy() if name in names else value
+        name: np.array(value[begin:end] if name in names else value)
         for name, value in arrays.items()
     }
     return common_length(part, names), part
 
 
 def _owned(example: Example) -> Example:
-    """The example in memory of its own: what it is a view of may be large, or lent."""
-    return {
-        name: np.array(value)
-        if isinstance(value, np.ndarray) and value.base is not None
-        else value
-        for name, value in example.items()
-    }
+    """The example in memory of its own: the stream may use its arrays again."""
+    return {name: np.array(value) for name, value in example.items()}
 
 
 def _is_of_function(end: StopIteration) -> bool:

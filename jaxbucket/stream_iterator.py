@@ -20,7 +20,7 @@ from jaxbucket.remainder import filler_bucket
 from jaxbucket.stream_arrivals import Arrival, Arrivals, StreamCounts
 from jaxbucket.stream_pool import Pool
 from jaxbucket.stream_run import Phase, StreamRun
-from jaxbucket.stream_state import StreamState
+from jaxbucket.stream_state import StreamState, features_of
 
 # Snapshots of the stream, for as many examples as the pool holds.
 _SNAPSHOTS = 8
@@ -65,6 +65,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._arrivals = self._new_arrivals()
         self._watch: DriftWatch | None = None
         self._closings = Closings(_LATE, self._options.load_ahead)
+        self._failed: Exception | None = None
+        self._told: int | None = None
 
     def _new_arrivals(self) -> Arrivals:
         options, plan = self._options, self._run.plan
@@ -99,6 +101,18 @@ class StreamIterator(grain.DatasetIterator[Any]):
 
     def __next__(self) -> Any:
         self._assert_not_closed()
+        if self._failed is not None:
+            # Examples were lost by it: nothing may follow as if they were not.
+            raise self._failed
+        try:
+            return self._next()
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._failed = error
+            raise
+
+    def _next(self) -> Any:
         options = self._options
         step = self._run.step(self._step)
         if step >= (options.num_steps or sys.maxsize):
@@ -115,7 +129,9 @@ class StreamIterator(grain.DatasetIterator[Any]):
             if bucket is None:
                 raise StopIteration
             longest = max(longest, bucket)
-            rows = self._pool.take(bucket, phase.rows[bucket] * options.together)
+            overdue = self._arrived - options.max_wait
+            number = phase.rows[bucket] * options.together
+            rows = self._pool.take(bucket, number, overdue)
             taken += [(x.place, x.length) for row in rows for x in row]
             batches += self._collate(phase, bucket, rows)
         if self._watch is not None:
@@ -134,7 +150,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
                 self._pool.put(arrival)
             self._phase = phase
             self._watch = DriftWatch(
-                phase.plan, phase.sample, self._run.on_drift, self._options.packs
+                *(phase.plan, phase.sample, self._run.on_drift, self._options.packs),
+                max_batch_size=self._options.most_rows,
             )
         return phase
 
@@ -239,18 +256,26 @@ class StreamIterator(grain.DatasetIterator[Any]):
                     else "it is none of the last that were given."
                 )
             )
+        if self._told is not None and step != self._told + 1:
+            raise ValueError(
+                f"`step={step}` cannot be told: the last one was {self._told}, and all "
+                "are told in order."
+            )
+        self._told = step
         phase = self._run.phase_at(step)
         bucket = None if given.longest == len(phase.plan) - 1 else given.longest
-        before = self._closings.next_change
         over = self._closings.tell(step, bucket, num_tokens)
-        change = self._closings.next_change
-        if change is not None and change != before and change < self._step:
+        self._check_ahead()
+        return over
+
+    def _check_ahead(self) -> None:
+        late = self._closings.came_too_late(self._step)
+        if late is not None:
             raise ValueError(
                 f"`load_ahead={self._options.load_ahead}`: step {self._step - 1} was "
-                f"loaded before step {step} was told. Load fewer steps ahead, or raise "
-                "it in all processes."
+                f"loaded before it was known what step {late} had. Load fewer steps "
+                "ahead, or raise it in all processes."
             )
-        return over
 
     # Checkpoints
 
@@ -299,6 +324,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
             pairs = sorted(pair for pair in pairs if pair[0] < arrived)
         places = [place for place, _ in pairs]
         snapshot = self._arrivals.snapshot(min([*places, arrived]), read)
+        closings = self._closings.to_text(step)
+        self._check_ahead()
         return StreamState(
             traits=self._state_traits(step),
             step=step,
@@ -307,7 +334,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
             next_place=arrived,
             tokens=sum(length for _, length in pairs),
             snapshot=snapshot,
-            closings=self._closings.to_text(step),
+            closings=closings,
+            features=features_of(self._template if read else self._run.like),
         ).to_dict()
 
     def _state_traits(self, step: int) -> dict[str, Any]:
@@ -335,6 +363,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._arrivals = self._new_arrivals()
         self._arrivals.go_back(found.snapshot)
         self._step = found.step
+        self._failed, self._told = None, None
+        self._template = found.template or self._run.like
         self._given.clear()
         # What waits is put into buckets of the plan in force by the next step.
         self._phase, self._watch = None, None

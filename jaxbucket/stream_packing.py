@@ -16,7 +16,7 @@ class PackedPool:
 
     A batch begins with the oldest example that fits in. What comes behind it is the
     longest that fits in what room is left ("closest", best fit), or the oldest that
-    does ("first", greedy).
+    does ("first", greedy, and wherever that is overdue).
 
     What waits is kept by length, so that finding it takes as long as T has bits, or
     words of 64 bits, and not as there are examples.
@@ -71,7 +71,7 @@ class PackedPool:
         ]
         return full.index(max(full))
 
-    def take(self, bucket: int, num_rows: int) -> list[list[Arrival]]:
+    def take(self, bucket: int, num_rows: int, overdue: int = 0) -> list[list[Arrival]]:
         longest = self._boundaries[bucket]
         rows: list[list[Arrival]] = []
         while len(rows) < num_rows:
@@ -79,6 +79,7 @@ class PackedPool:
             room = longest
             while len(row) < self._max_segments:
                 oldest = not self._best_fit or not (rows or row)
+                oldest = oldest or self._earliest.up_to(room) < overdue
                 arrival = self._take_one(room, oldest)
                 if arrival is None:
                     break

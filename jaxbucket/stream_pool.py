@@ -38,8 +38,14 @@ class Pool(Protocol):
         """
         ...
 
-    def take(self, bucket: int, num_rows: int) -> list[list[Arrival]]:
-        """Takes out what fills at most so many rows of a bucket, none of them empty."""
+    def take(self, bucket: int, num_rows: int, overdue: int = 0) -> list[list[Arrival]]:
+        """Takes out what fills at most so many rows of a bucket, none of them empty.
+
+        Args:
+          bucket: which of the plan.
+          num_rows: how many.
+          overdue: what came before this place goes first, if it fits.
+        """
         ...
 
 
@@ -48,6 +54,7 @@ class PaddedPool:
 
     Rows take the oldest examples of their own bucket. Where these are too few, the
     oldest of the longest shorter bucket go up, for their rows would be empty otherwise.
+    So do those that are overdue.
     """
 
     def __init__(self, plan: BucketPlan):
@@ -97,9 +104,15 @@ class PaddedPool:
             left -= number
         return 1 - used / (num_rows * longest)
 
-    def take(self, bucket: int, num_rows: int) -> list[list[Arrival]]:
+    def take(self, bucket: int, num_rows: int, overdue: int = 0) -> list[list[Arrival]]:
         taken: list[list[Arrival]] = []
-        for queue in reversed(self._queues[: bucket + 1]):
+        queues = self._queues[: bucket + 1]
+        while len(taken) < num_rows:
+            oldest = min((q for q in queues if q), key=lambda q: q[0].place, default=())
+            if not oldest or oldest[0].place >= overdue:
+                break
+            taken.append([oldest.popleft()])
+        for queue in reversed(queues):
             while queue and len(taken) < num_rows:
                 taken.append([queue.popleft()])
         return taken

@@ -72,6 +72,12 @@ class Options:
         """Micro-batches of one bucket, that are filled together."""
         return self.accumulate // self.picks
 
+    @property
+    def most_rows(self) -> int:
+        """B that a batch may have, for all of it is in the pools at once."""
+        own = self.pool_size // self.together
+        return own * self.shard.num_parts // len(self.shard.parts)
+
     def traits(self) -> dict[str, Any]:
         """What batches depend on, as plain Python, the same in all processes."""
         return {

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from jaxbucket.example import Example, as_arrays
 from jaxbucket.stream_arrivals import Snapshot, StreamCounts
 
 _FORMAT = "jaxbucket.stream"
@@ -26,6 +30,8 @@ class StreamState:
       tokens: positions of what waits, by which a stream that changed is known.
       snapshot: from where they are read again.
       closings: what `Closings` has found.
+      features: name -> (dtype, shape) of the example that batches have features of;
+        empty where there was none yet.
     """
 
     traits: dict[str, Any]
@@ -36,6 +42,7 @@ class StreamState:
     tokens: int
     snapshot: Snapshot
     closings: str
+    features: dict[str, tuple[str, list[int]]]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain Python, beside the state of the user's iterator."""
@@ -50,6 +57,8 @@ class StreamState:
             "waiting": _as_text(self.places),
             "tokens": self.tokens,
             "closings": self.closings,
+            # One word, too.
+            "features": json.dumps(self.features),
             "epoch": snapshot.epoch,
             "number": snapshot.number,
             "counts": dataclasses.asdict(snapshot.counts),
@@ -82,12 +91,29 @@ class StreamState:
             names = ("step", "read", "next_place", "tokens")
             step, read, next_place, tokens = (int(state[name]) for name in names)
             traits, closings = dict(state["traits"]), str(state["closings"])
+            features = {
+                str(name): (str(np.dtype(dtype)), [int(n) for n in shape])
+                for name, (dtype, shape) in json.loads(state["features"]).items()
+            }
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"`state` is cut or changed ({type(error).__name__}: {error}). Restore "
                 "an earlier checkpoint."
             ) from None
-        return cls(traits, step, read, places, next_place, tokens, snapshot, closings)
+        return cls(
+            *(traits, step, read, places, next_place, tokens, snapshot, closings),
+            features,
+        )
+
+    @property
+    def template(self) -> Example | None:
+        """An example with these features."""
+        if not self.features:
+            return None
+        return {
+            name: np.zeros(shape, dtype)
+            for name, (dtype, shape) in self.features.items()
+        }
 
     def check_same(self, traits: Mapping[str, Any]) -> None:
         """Raises a ValueError that names every trait that is not what it was."""
@@ -95,7 +121,7 @@ class StreamState:
             f"{name.replace('_', ' ')} {_shown(self.traits, name)} -> "
             f"{_shown(traits, name)}"
             for name in {**self.traits, **traits}
-            if self.traits.get(name) != traits.get(name)
+            if not _is_same(self.traits.get(name), traits.get(name))
         ]
         if changes:
             raise ValueError(
@@ -114,6 +140,22 @@ class StreamState:
                 f"now it gives {counts.read}, {number} and {tokens}. A stream has to "
                 "be the same whenever it is read: seed what is drawn in it."
             )
+
+
+def features_of(template: Example | None) -> dict[str, tuple[str, list[int]]]:
+    """Returns the dtype and the shape of each feature.
+
+    Example:
+      >>> features_of({"x": [1.0, 2.0]})
+      {'x': ('float64', [2])}
+    """
+    arrays = {} if template is None else as_arrays(template)
+    return {name: (str(x.dtype), list(x.shape)) for name, x in arrays.items()}
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    # What fills rows behind their end may be no number.
+    return a == b or (a != a and b != b)
 
 
 def _shown(traits: Mapping[str, Any], name: str) -> Any:

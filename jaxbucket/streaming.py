@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -17,11 +16,12 @@ import grain
 import numpy as np
 
 from jaxbucket.base import BucketPlan, Group, RowShard, digest
-from jaxbucket.checks import check_accumulate, check_positive, check_seed
+from jaxbucket.checks import MAX_LENGTH, check_accumulate, check_positive, check_seed
 from jaxbucket.drift import OnDrift, warn_of_drift
-from jaxbucket.example import Example, example_length
+from jaxbucket.example import Example
 from jaxbucket.permutation import fold
 from jaxbucket.position import DataPosition
+from jaxbucket.stream_arrivals import Arrivals
 from jaxbucket.stream_iterator import StreamIterator
 from jaxbucket.stream_run import (
     Options,
@@ -105,7 +105,8 @@ def stream_batches(
       max_segments_per_row: the most of them; by default as many as in rows packed of
         `lengths`.
       max_wait: how many later ones may arrive before an example is given out of turn;
-        by default 16 times `pool_size`. Several processes need none.
+        by default 16 times `pool_size`. Then it goes up to the next step that it fits
+        into.
       load_ahead: how many steps a loop may load ahead of the one that it tells
         `StreamIterator.tell`; the same in all processes.
       sequences: the features that are padded, by default all with a leading axis.
@@ -130,8 +131,9 @@ def stream_batches(
             f"`dataset` is a {type(dataset).__name__}, not a `grain.IterDataset`: give "
             "`dataset.to_iter_dataset()`, or a function of (epoch, seed)."
         )
+    pool_size = check_positive("pool_size", pool_size)
     options = Options(
-        pool_size=check_positive("pool_size", pool_size),
+        pool_size=pool_size,
         policy=policy,
         shard=shard or RowShard(),
         accumulate=check_accumulate(accumulate),
@@ -146,7 +148,7 @@ def stream_batches(
         else check_positive("max_wait", max_wait),
         load_ahead=check_positive("load_ahead", load_ahead),
         sequences=None if sequences is None else tuple(_named(sequences)),
-        pad_value=pad_value,
+        pad_value=np.asarray(pad_value).item(),
         seed=check_seed(seed),
     )
     phases = phases_of(plan, lengths, options, max_segments_per_row)
@@ -173,22 +175,27 @@ def sample_lengths(
 
     Raises:
       ValueError: if there is none, or one has no length.
+      RuntimeError: where the stream raises.
     """
     number = check_positive("num_examples", num_examples)
-    if not isinstance(dataset, grain.IterDataset):
-        dataset = dataset(0, epoch_seed(seed, 0))
-    iterator = iter(dataset)
+
+    def open_epoch(epoch: int) -> grain.IterDataset:
+        if isinstance(dataset, grain.IterDataset):
+            return dataset
+        return dataset(epoch, epoch_seed(seed, epoch))
+
+    arrivals = Arrivals(
+        open_epoch,
+        num_epochs=1,
+        max_seq_len=MAX_LENGTH,
+        overlong="error",
+        sequences=sequences,
+        every=number + 1,
+    )
     found = []
-    for place, example in enumerate(itertools.islice(iterator, number)):
-        try:
-            found.append(example_length(example, sequences))
-        except ValueError as error:
-            raise ValueError(f"Example {place} of the stream: {error}") from None
-    iterator.close()
-    if not found:
-        raise ValueError(
-            "`dataset` has no example, of which a plan could be made. Check its source."
-        )
+    while len(found) < number and (arrived := arrivals.read()):
+        found.append(arrived[0].length)
+    arrivals.close()
     return np.array(found, np.int32)
 
 

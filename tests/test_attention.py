@@ -294,9 +294,11 @@ def test_a_scale_of_numpy_changes_no_dtype():
     # What is rounded is no more than what a mask has.
     exact = [x.astype(jnp.float32) for x in heads]
     want = with_mask(*exact, ids, is_causal=False)
+    with jax.numpy_dtype_promotion("standard"):
+        masked = with_mask(*heads, ids, is_causal=False)
     errors = [
         jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32) - want)))
-        for x in (found, with_mask(*heads, ids, is_causal=False))
+        for x in (found, masked)
     ]
     assert errors[0] < 1.2 * errors[1]
 
@@ -309,8 +311,6 @@ def test_platforms_have_what_they_can_run():
     for platform in ("cuda", "rocm", "cpu"):
         assert KERNEL not in lowered(of_own_rows(attend, platform), platform)
     assert lowered(of_own_rows(attend, "tpu"), "tpu").count(KERNEL) >= 3
-    with jax.enable_x64(True):
-        assert KERNEL not in lowered(of_own_rows(attend, "tpu"), "tpu")
     named = functools.partial(attend, implementation="splash")
     assert lowered(named, "tpu").count(KERNEL) >= 3
 

@@ -120,7 +120,7 @@ ROOMS = {
     "drift": ({"base", "plan", "stats"}, {"numpy"}),
     "stream_end": ({"checks", "base"}, set()),
     "stream_arrivals": ({"base", "example"}, {"numpy", "grain"}),
-    "stream_state": ({"stream_arrivals"}, set()),
+    "stream_state": ({"example", "stream_arrivals"}, {"numpy"}),
     "stream_pool": ({"base", "remainder", "stream_arrivals"}, set()),
     "stream_packing": ({"base", "stream_arrivals"}, set()),
     "stream_run": (
@@ -140,7 +140,7 @@ ROOMS = {
     "streaming": (
         {
             *("checks", "base", "drift", "example", "permutation", "position"),
-            *("stream_iterator", "stream_run"),
+            *("stream_arrivals", "stream_iterator", "stream_run"),
         },
         {"numpy", "grain"},
     ),

@@ -274,6 +274,7 @@ def test_sequences_may_have_lengths_of_their_own():
     check_batches(
         lambda host, start: [batch(0), batch(2)][start:],
         num_examples=4,
-        buckets=[Bucket(2, 4)],
-        max_tokens=8,
+        # T of both together.
+        buckets=[Bucket(2, 6)],
+        max_tokens=12,
     )
