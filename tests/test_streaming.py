@@ -1175,3 +1175,222 @@ def test_processes_with_other_streams_have_other_positions():
         one.position(3).check_same(other.position(3))
     again = jb.DataPosition.from_dict(json.loads(json.dumps(one.position(3).to_dict())))
     one.position(3).check_same(again)
+
+
+# What a review broke
+
+
+class Lent(grain.DatasetIterator):
+    """Numbers of three tokens each, all in one array that is written anew."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self._size = size
+        self._next = 0
+        self._tokens = np.zeros(3, np.int32)
+
+    def __next__(self):
+        if self._next == self._size:
+            raise StopIteration
+        self._tokens[:] = self._next
+        self._next += 1
+        return {"tokens": self._tokens}
+
+    def get_state(self):
+        return {"next": self._next}
+
+    def set_state(self, state):
+        self._next = state["next"]
+
+
+class LentDataset(grain.IterDataset):
+    def __init__(self, size: int):
+        super().__init__()
+        self._size = size
+
+    def __iter__(self):
+        return Lent(self._size)
+
+
+def test_a_stream_may_use_its_arrays_again():
+    plan = jb.BucketPlan.from_shapes([(4, 3)])
+    dataset = jb.stream_batches(LentDataset(8), plan, pool_size=8)
+    found = np.concatenate([batch.features["tokens"][:, 0] for batch in dataset])
+    assert sorted(found.tolist()) == list(range(8))
+
+
+def failing_epoch(error):
+    def epoch(number, seed):
+        del seed
+        if number:
+            raise error
+        return stream(np.full(8, 3))
+
+    return epoch
+
+
+@pytest.mark.parametrize("error", [StopIteration(), OSError("no file")], ids=str)
+def test_an_epoch_that_cannot_be_opened_is_named(error):
+    plan = jb.BucketPlan.from_shapes([(4, 3)])
+    dataset = jb.stream_batches(
+        failing_epoch(error), plan, pool_size=4, num_epochs=None
+    )
+    with pytest.raises(RuntimeError, match="Epoch 1 of the stream cannot be opened"):
+        list(dataset)
+    other = jb.stream_batches(lambda epoch, seed: [1, 2], plan, pool_size=4)
+    with pytest.raises(ValueError, match="is a list, not a `grain.IterDataset`"):
+        list(other)
+
+
+def test_a_sample_ends_where_the_stream_does_and_not_before():
+    def broken(example):
+        if example["index"] == 5:
+            raise StopIteration
+        return example
+
+    with pytest.raises(RuntimeError, match="Example 5 of epoch 0 .* StopIteration"):
+        jb.sample_lengths(stream(np.full(9, 3)).map(broken), 9)
+    assert jb.sample_lengths(stream(np.full(9, 3)), 5).tolist() == [3] * 5
+
+
+def test_saving_does_not_hide_that_too_much_was_loaded():
+    lengths, plan, _ = job(31, size=400, multiple=2)
+    (host, *_) = hosts_of(lengths, plan, [1, 1], 60, load_ahead=2)
+    for _ in range(6):
+        next(host)
+    host.tell(0, 0)
+    with pytest.raises(ValueError, match="`load_ahead=2`: step 5 was loaded before"):
+        host.state_before(2)
+
+
+def test_steps_are_told_in_order():
+    lengths, plan, _ = job(31, size=400, multiple=2)
+    (host, *_) = hosts_of(lengths, plan, [1, 1], 60)
+    for _ in range(3):
+        next(host)
+    host.tell(0, 7)
+    with pytest.raises(ValueError, match="`step=2` cannot be told: the last one was 0"):
+        host.tell(2, 7)
+
+
+def test_what_is_dropped_takes_no_memory():
+    lengths = np.full(30_000, 9)
+    lengths[[0, -1]] = 3
+    plan = jb.BucketPlan.from_shapes([(1, 3)], overlong="drop")
+    iterator = iter(jb.stream_batches(stream(lengths), plan, pool_size=8))
+    assert len(list(iterator)) == 2
+    assert len(iterator._arrivals._snapshots) < 5
+
+
+def test_a_rare_length_waits_no_longer_than_it_may():
+    """In several processes its bucket may be thousands of steps away."""
+    lengths = np.full(20_000, 2)
+    lengths[5] = 7
+    sample = np.repeat([2, 7, 15], [200_000, 1, 10])
+    plan = jb.BucketPlan.from_shapes([(16, 2), (8, 7), (4, 15)])
+    host = iter(
+        jb.stream_batches(
+            stream(lengths),
+            plan,
+            pool_size=32,
+            max_wait=200,
+            lengths=sample,
+            shard=jb.RowShard((0,), 2),
+            on_drift=None,
+        )
+    )
+    steps = next(step for step in range(400) if 5 in names_in(next(host)))
+    assert steps < 150
+    states = []
+    for _ in range(500):
+        next(host)
+        states.append(host.get_state())
+    assert all(x["read"] - x["counts"]["read"] < 500 for x in states)
+    assert len(host._arrivals._snapshots) < 200
+
+
+def test_numbers_of_numpy_are_numbers():
+    lengths, plan, _ = job(3, size=50)
+    dataset = jb.stream_batches(
+        stream(lengths),
+        plan,
+        pool_size=4 * plan.batch_sizes.max(),
+        pad_value=np.float32(0),
+    )
+    iterator = iter(dataset)
+    next(iterator)
+    assert json.loads(json.dumps(iterator.get_state()))
+    assert len(dataset.fingerprint) == 32
+
+
+def test_what_is_no_number_may_fill_rows():
+    source = [{"x": np.full(3, float(i))} for i in range(9)]
+    dataset = grain.MapDataset.source(source).to_iter_dataset()
+    plan = jb.BucketPlan.from_shapes([(2, 4)])
+    iterator = iter(jb.stream_batches(dataset, plan, pool_size=4, pad_value=np.nan))
+    next(iterator)
+    state = iterator.get_state()
+    rest = list(iterator)
+    iterator.set_state(state)
+    assert len(list(iterator)) == len(rest)
+
+
+def test_a_resumed_run_has_the_features_that_it_began_with():
+    def wider(example):
+        dtype = np.int32 if example["index"] < 8 else np.int64
+        return {**example, "tokens": example["tokens"].astype(dtype)}
+
+    plan = jb.BucketPlan.from_shapes([(2, 3)])
+    dataset = jb.stream_batches(stream(np.full(30, 3)).map(wider), plan, pool_size=2)
+    iterator = iter(dataset)
+    for _ in range(4):
+        state = iterator.get_state()
+        next(iterator)
+    with pytest.raises(ValueError, match="Example 8 of epoch 0 of the stream"):
+        next(iterator)
+    # Nothing follows as if nothing had been lost.
+    with pytest.raises(ValueError, match="Example 8 of epoch 0 of the stream"):
+        next(iterator)
+    resumed = iter(dataset)
+    resumed.set_state(state)
+    next(resumed)
+    with pytest.raises(ValueError, match="Example 8 of epoch 0 of the stream"):
+        next(resumed)
+
+
+def test_a_run_may_be_resumed_with_fewer_epochs():
+    plan = jb.BucketPlan.from_shapes([(2, 3)])
+
+    def iterator(epochs):
+        dataset = stream(np.full(10, 3))
+        return iter(jb.stream_batches(dataset, plan, pool_size=2, num_epochs=epochs))
+
+    before = iterator(5)
+    for _ in range(17):
+        next(before)
+    after = iterator(2)
+    after.set_state(before.get_state())
+    assert len(list(after)) == 3
+
+
+def test_a_plan_that_is_proposed_can_be_adopted():
+    rng = np.random.default_rng(0)
+    lengths = np.concatenate([rng.integers(200, 513, 500), rng.integers(1, 41, 30_000)])
+    plan = jb.plan_buckets(
+        lengths[:500], max_tokens=8192, num_buckets=3, max_seq_len=512
+    )
+    told: list[jb.Drift] = []
+    options = {"pool_size": 60, "on_drift": told.append}
+    list(jb.stream_batches(stream(lengths), plan, **options))
+    assert told[0].plan.batch_sizes.max() <= 60
+    jb.stream_batches(stream(lengths), {0: plan, told[0].step: told[0].plan}, **options)
+
+
+def test_a_plan_made_by_hand_has_not_drifted():
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(1 + rng.geometric(0.01, 40_000), 512)
+    plan = jb.BucketPlan.from_shapes([(8, 256), (4, 512)])
+    told: list[jb.Drift] = []
+    options = {"lengths": lengths, "on_drift": told.append}
+    list(jb.stream_batches(stream(lengths), plan, pool_size=64, **options))
+    assert not told
