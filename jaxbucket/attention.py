@@ -20,7 +20,7 @@ def segment_attention(
     segment_ids: jax.Array,
     *,
     is_causal: bool = False,
-    scale: float | None = None,
+    scale: float | jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Returns what `jax.nn.dot_product_attention` does with an `attention_mask`.
@@ -42,10 +42,11 @@ def segment_attention(
       segment_ids: `[B, T]` int, 0 for padding; each segment is in one piece.
       is_causal: whether a query sees no key behind its own.
       scale: of the logits, 1 / sqrt(H) by default.
-      implementation: "blockwise" is plain jax and runs anywhere, on any mesh; "splash"
-        is jax's kernel for TPUs, which cannot be partitioned by the compiler. None for
-        the kernel on TPUs where a device has rows of its own, for there is one alone or
-        it is inside of `jax.shard_map(check_vma=False)`, and "blockwise" elsewhere.
+      implementation: "blockwise" is plain jax and runs anywhere, on any mesh, but in a
+        `jax.shard_map` only with `check_vma=False`; "splash" is jax's kernel for TPUs,
+        which cannot be partitioned by the compiler. None for the kernel on TPUs where a
+        device has rows of its own, for there is one alone or it is inside of such a
+        `jax.shard_map`, and "blockwise" elsewhere.
 
     Returns:
       `[B, T, N, H]` of the same dtype, 0 in padding.
@@ -60,6 +61,9 @@ def segment_attention(
     if implementation is None:
         implementation = "splash" if _is_tpu_with_own_rows() else "blockwise"
     attend = splash.attend if implementation == "splash" else blockwise.attend
+    if isinstance(scale, jax.Array):
+        # What is learned, or otherwise known to the program alone.
+        query, scale = query * scale.astype(query.dtype), 1.0
     found = attend(
         *(query, key, value, segment_ids),
         is_causal=is_causal,

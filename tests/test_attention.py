@@ -277,6 +277,20 @@ def test_grouped_heads_of_64_bits_run_on_every_mesh(how):
         np.testing.assert_allclose(found, want, atol=1e-12)
 
 
+def test_a_scale_may_be_learned():
+    ids = packed_rows(2, size=2, seq_len=16, longest=9)
+    heads = random_heads(ids)
+
+    def total(scale, attend):
+        return jnp.sum(attend(*heads, ids, scale=scale) ** 2)
+
+    found, want = (
+        jax.jit(jax.value_and_grad(functools.partial(total, attend=attend)))(0.7)
+        for attend in (jb.segment_attention, with_mask)
+    )
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
 def test_a_scale_of_numpy_changes_no_dtype():
     ids = packed_rows(2, size=2, seq_len=16, longest=9)
     heads = tuple(x.astype(jnp.bfloat16) for x in random_heads(ids, width=32))
