@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,12 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
       ValueError: if `lengths` is empty, not one-dimensional, not of integers, or
         holds a value below 1 or above 2**31 - 1.
     """
+    if isinstance(lengths, Mapping):
+        raise ValueError(
+            f"`lengths` is a mapping of {list(lengths)}: pass one length per example, "
+            "[N]. Several sequences are for `pack(lengths, max_seq_len)`, with a "
+            "capacity for each, and a `BatchSchedule` of that packing."
+        )
     try:
         array = np.asarray(lengths)
     except ValueError:

@@ -225,29 +225,17 @@ def plan_packing(
     is_packed = pack == "always" or (
         pack == "auto" and is_possible and packed.cost < padded_report.epoch_cost
     )
-    if not is_packed:
-        return PackedPlan(
-            padded,
-            None,
-            padded_report,
-            others,
-            tuple(bucket.examples for bucket in padded_report.buckets),
-            (1.0,) * len(padded),
-            padded.max_seq_len,
-            block_sparse,
-        )
-    packing = from_patterns(packed.patterns, packed.seq_lens, max_segments_per_row)
-    segments = packed.segments / np.maximum(packed.rows, 1)
+    if is_packed:
+        packing = from_patterns(packed.patterns, packed.seq_lens, max_segments_per_row)
+        return packed.planned(packing, others, block_sparse)
     return PackedPlan(
-        packed.plan,
-        packing,
-        dataclasses.replace(
-            report(packed.plan, packing.row_lengths), packed_examples=len(lengths)
-        ),
+        padded,
+        None,
+        padded_report,
         others,
-        tuple(packed.rows.tolist()),
-        tuple(segments.tolist()),
-        packed.padded_up_to,
+        tuple(bucket.examples for bucket in padded_report.buckets),
+        (1.0,) * len(padded),
+        padded.max_seq_len,
         block_sparse,
     )
 
@@ -286,6 +274,23 @@ class _Packed:
     segments: np.ndarray
     padding: float
     cost: float
+
+    def planned(
+        self, packing: Packing, others: dict[str, float], block_sparse: bool
+    ) -> PackedPlan:
+        """Returns the plan of these rows."""
+        epoch = report(self.plan, packing.row_lengths)
+        segments = self.segments / np.maximum(self.rows, 1)
+        return PackedPlan(
+            self.plan,
+            packing,
+            dataclasses.replace(epoch, packed_examples=packing.num_examples),
+            others,
+            tuple(self.rows.tolist()),
+            tuple(segments.tolist()),
+            self.padded_up_to,
+            block_sparse,
+        )
 
 
 class _RowSearch:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -212,12 +212,12 @@ def _pack_sequences(
     kinds, counts = np.unique(every, axis=0, return_counts=True)
     rooms = list(capacities.values())
     cap = check_cap(max_segments_per_row)
-    found = fit_sequences(kinds, counts, rooms, cap)
-    fewest = max(-(-(counts @ kinds) // rooms))
-    if sum(x.rows for x in found) > fewest * (1 + _WORTH_MORE):
-        others = pooled_rows(kinds, counts, rooms, cap)
-        if others is not None and len(others) < sum(x.rows for x in found):
-            found = others
+    found = _fuller(
+        fit_sequences(kinds, counts, rooms, cap),
+        functools.partial(pooled_rows, kinds, counts, rooms, cap),
+        lambda patterns: sum(x.rows for x in patterns),
+        int(max(-(-(counts @ kinds) // rooms))),
+    )
     slots = np.concatenate([np.tile(np.array(x.kinds), x.rows) for x in found])
     segments = np.array([len(x.kinds) for x in found])
     most = int(segments.max())
@@ -279,12 +279,34 @@ def row_patterns(
     alone = [Pattern((n,), count, seq_lens[place]) for n, count, place in pairs]
     values, counts = values[first:], counts[first:]
     found = best_fit(values, counts, seq_lens, cap)
-    fewest = fewest_positions(values, counts, seq_lens)
-    if thorough and positions(found) > fewest * (1 + _WORTH_MORE):
-        others = fullest_rows(values, counts, seq_lens, cap)
-        if others is not None and positions(others) < positions(found):
-            found = others
+    if thorough:
+        fewest = fewest_positions(values, counts, seq_lens)
+        other = functools.partial(fullest_rows, values, counts, seq_lens, cap)
+        found = _fuller(found, other, positions, fewest)
     return alone + found
+
+
+_Found = TypeVar("_Found")
+
+
+def _fuller(
+    found: _Found,
+    other: Callable[[], _Found | None],
+    size: Callable[[_Found], int],
+    fewest: int,
+) -> _Found:
+    """Returns rows, or those of another way where they are fewer.
+
+    Args:
+      found: the rows.
+      other: the other way, which may give up.
+      size: what there is less of in fuller rows.
+      fewest: a bound of it; where little can be saved the other way is not tried.
+    """
+    if size(found) <= fewest * (1 + _WORTH_MORE):
+        return found
+    others = other()
+    return found if others is None or size(others) >= size(found) else others
 
 
 def fewest_positions(

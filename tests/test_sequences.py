@@ -407,6 +407,12 @@ def test_lengths_and_capacities_that_do_not_go_together(lengths, capacities, mes
         jb.pack(lengths, capacities)
 
 
+@pytest.mark.parametrize("plan", [jb.plan_buckets, jb.plan_packing])
+def test_plans_of_one_length_say_what_several_are_for(plan):
+    with pytest.raises(ValueError, match=r"mapping of \['a', 'b'\].* are for `pack"):
+        plan({"a": [1], "b": [2]}, max_tokens=64)
+
+
 def test_schedules_want_the_sequences_of_their_packing():
     lengths = {"a": [3, 5], "b": [1, 1]}
     packing = jb.pack(lengths, {"a": 8, "b": 4})
