@@ -8,7 +8,7 @@ Every set of real lengths with at least 200 planned steps, shuffled once, at a b
 
     planned            `BatchSchedule`, which knows all lengths
     1 host             `stream_batches`, all rows in one process
-    4 hosts            four iterators, each over a quarter of the examples: while all
+    4 hosts            four processes, each over a quarter of the examples: while all
                        of these last, and until all examples are given
     packed             1 host, rows of 4,096 with several examples
     all known          the least that four such hosts can do in lockstep, were every
@@ -20,7 +20,7 @@ Padding is of all batches. Real lengths are read
 from `shared/data` beside the repository where that is there; without it, lognormal ones
 are made. Then very many examples go through a pool of 4,096 in a process of its own,
 whose peak of memory is printed beside the one after a tenth of them. Exits with 1 where
-a stream that lasts pads more than 1.25 times what the schedule does.
+a stream pads more than 1.25 times what the schedule does.
 """
 
 import argparse
@@ -30,6 +30,7 @@ import pathlib
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -43,6 +44,7 @@ from rich.table import Table
 
 import jaxbucket as jb
 
+_LAUNCH = pathlib.Path(__file__).parents[1] / "scripts" / "launch_local.py"
 _DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 _BUDGET, _BUCKETS, _HOSTS, _STEPS = 16_384, 8, 4, 200
 _TIMES_PLANNED = 1.25
@@ -55,10 +57,14 @@ def main() -> int:
     if args.through:
         print(json.dumps(through(args.through)))
         return 0
-    sets = [(name, lengths) for name, lengths in length_sets() if is_long(lengths)]
+    sets = {name: lengths for name, lengths in length_sets() if is_long(lengths)}
+    if args.result:
+        run_as_host(sets, args)
+        return 0
+    several = by_hosts(args)
     results = [
-        {"set": name, **compare(lengths, args.pool)}
-        for name, lengths in track(sets, transient=True, disable=args.json)
+        {"set": name, **compare(lengths, args.pool), "several": several[name]}
+        for name, lengths in track(sets.items(), transient=True, disable=args.json)
     ]
     many = None
     if args.many:
@@ -79,6 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pool", type=int, default=4, help="times the largest B")
     parser.add_argument("--many", type=int, default=10**7, help="examples; 0 for none")
     parser.add_argument("--through", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     if args.pool < 1 or args.many < 0:
@@ -128,9 +135,8 @@ def compare(lengths: np.ndarray, times: int) -> dict[str, Any]:
         "steps": report.steps_per_epoch,
         "pool_size": pool_size,
         "planned": report.padding,
-        "one": streamed(lengths, plan, pool_size, 1),
-        "several": streamed(lengths, plan, pool_size, _HOSTS),
-        "packed": streamed(lengths, _PACKED, pool_size, 1, _SEGMENTS),
+        "one": streamed(lengths, plan, pool_size),
+        "packed": streamed(lengths, _PACKED, pool_size, _SEGMENTS),
         "known": all_known(lengths, plan),
         "closest": {
             "padding": closest[0],
@@ -157,48 +163,86 @@ def streamed(
     lengths: np.ndarray,
     plan: jb.BucketPlan,
     pool_size: int,
-    num_hosts: int,
     max_segments: int | None = None,
 ) -> dict[str, float]:
-    """Of all batches of all hosts; each has every so many-th example."""
-    sizes = [len(lengths[host::num_hosts]) for host in range(num_hosts)]
-    hosts = [
-        iter(
-            jb.stream_batches(
-                stream(lengths[host::num_hosts]),
-                plan,
-                pool_size=pool_size,
-                lengths=lengths,
-                shard=jb.RowShard((host,), num_hosts),
-                pack=max_segments is not None,
-                max_segments_per_row=max_segments,
-                on_drift=None,
-            )
-        )
-        for host in range(num_hosts)
-    ]
-    real = padded = batches = step = 0
-    lasting = None
+    """Of all batches, in one process."""
+    dataset = jb.stream_batches(
+        stream(lengths),
+        plan,
+        pool_size=pool_size,
+        pack=max_segments is not None,
+        max_segments_per_row=max_segments,
+        on_drift=None,
+    )
     start = time.perf_counter()
-    while real < lengths.sum():
-        tokens = 0
-        for host in hosts:
-            batch = next(host)
-            tokens += int(batch.num_tokens)
-            padded += batch.bucket.num_tokens
-            batches += 1
-        if num_hosts > 1:
-            for host in hosts:
-                host.tell(step, tokens)
-        real, step = real + tokens, step + 1
-        pairs = zip(hosts, sizes, strict=True)
-        if lasting is None and any(host.counts.read == size for host, size in pairs):
-            lasting = 1 - real / padded
+    padded = [batch.bucket.num_tokens for batch in dataset]
     seconds = time.perf_counter() - start
     return {
-        "padding": 1 - real / padded,
-        "lasting": lasting or 0.0,
-        "batches_per_second": batches / seconds,
+        "padding": 1 - float(lengths.sum()) / sum(padded),
+        "batches_per_second": len(padded) / seconds,
+    }
+
+
+def by_hosts(args: argparse.Namespace) -> dict[str, Any]:
+    """Set -> what real processes find, each with every so many-th example."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "result.json"
+        command = [sys.executable, str(_LAUNCH), "-n", str(_HOSTS), "--"]
+        command += [sys.executable, __file__, "--pool", str(args.pool)]
+        run = subprocess.run(
+            [*command, "--result", str(path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if run.returncode:
+            raise RuntimeError(run.stdout + run.stderr)
+        return json.loads(path.read_text())
+
+
+def run_as_host(sets: dict[str, np.ndarray], args: argparse.Namespace) -> None:
+    with jb.Processes() as processes:
+        found = {
+            name: in_lockstep(lengths, args.pool, processes)
+            for name, lengths in sets.items()
+        }
+        if processes.index == 0:
+            args.result.write_text(json.dumps(found))
+
+
+def in_lockstep(
+    lengths: np.ndarray, times: int, processes: jb.Processes
+) -> dict[str, float]:
+    """Of all batches of all hosts, the same in each of them."""
+    plan, index = planned(lengths), processes.index
+    own = lengths[index::_HOSTS]
+    iterator = iter(
+        jb.stream_batches(
+            stream(own),
+            plan,
+            pool_size=times * int(plan.batch_sizes.max()),
+            lengths=lengths,
+            shard=jb.RowShard((index,), _HOSTS),
+            processes=processes,
+            on_drift=None,
+        )
+    )
+    real, padded, lasts = [], [], 0
+    start = time.perf_counter()
+    for batch in iterator:
+        real.append(int(batch.num_tokens))
+        padded.append(batch.bucket.num_tokens)
+        lasts += iterator.counts.read < len(own)
+    seconds = time.perf_counter() - start
+    told = processes.gather("figures", json.dumps([real, padded, lasts, seconds]))
+    real, padded, lasts, seconds = zip(*map(json.loads, told), strict=True)
+    # Step by step, over all hosts.
+    real, padded = np.sum(real, axis=0), np.sum(padded, axis=0)
+    assert real.sum() == lengths.sum()
+    return {
+        "padding": 1 - float(real.sum() / padded.sum()),
+        "lasting": 1 - float(real[: min(lasts)].sum() / padded[: min(lasts)].sum()),
+        "batches_per_second": _HOSTS * len(real) / max(seconds),
     }
 
 
@@ -253,7 +297,7 @@ def closest_of_pool(lengths: np.ndarray, pool_size: int) -> tuple[float, int]:
 
 
 def keeps(result: dict[str, Any]) -> bool:
-    worst = max(result["one"]["padding"], result["several"]["lasting"])
+    worst = max(result[name]["padding"] for name in ("one", "several"))
     return worst <= _TIMES_PLANNED * result["planned"]
 
 

@@ -15,6 +15,8 @@ from numpy.typing import ArrayLike
 Example: TypeAlias = Mapping[str, ArrayLike]
 # Names of features, or those of each of several sequences.
 Sequences: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]] | None
+# Name -> (dtype, shape).
+Features: TypeAlias = Mapping[str, tuple[str, Sequence[int]]]
 
 
 def as_arrays(example: Example) -> dict[str, np.ndarray]:
@@ -29,6 +31,24 @@ def as_arrays(example: Example) -> dict[str, np.ndarray]:
             'what it holds, for example {"tokens": array}.'
         )
     return {name: np.asarray(value) for name, value in example.items()}
+
+
+def features_of(example: Example | None) -> Features:
+    """Returns the dtype and the shape of each feature; nothing of no example.
+
+    Example:
+      >>> features_of({"x": [1.0, 2.0]})
+      {'x': ('float64', [2])}
+    """
+    arrays = {} if example is None else as_arrays(example)
+    return {name: (str(x.dtype), list(x.shape)) for name, x in arrays.items()}
+
+
+def example_of(features: Features) -> Example | None:
+    """Returns an example that has such features; None where there are none."""
+    if not features:
+        return None
+    return {name: np.zeros(shape, dtype) for name, (dtype, shape) in features.items()}
 
 
 def sequence_names(

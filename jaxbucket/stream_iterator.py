@@ -12,20 +12,18 @@ import grain
 import numpy as np
 
 from jaxbucket.base import Batch, Bucket
-from jaxbucket.closings import Closings
 from jaxbucket.collate import collate_rows
 from jaxbucket.drift import DriftWatch
-from jaxbucket.example import Example
+from jaxbucket.example import Example, example_of, features_of
 from jaxbucket.remainder import filler_bucket
 from jaxbucket.stream_arrivals import Arrival, Arrivals, StreamCounts
 from jaxbucket.stream_pool import Pool
+from jaxbucket.stream_rounds import StreamRounds
 from jaxbucket.stream_run import Phase, StreamRun
-from jaxbucket.stream_state import StreamState, features_of
+from jaxbucket.stream_state import StreamState
 
 # Snapshots of the stream, for as many examples as the pool holds.
 _SNAPSHOTS = 8
-# Steps later that a number of tokens is looked at: it need not be there at once.
-_LATE = 1
 # Steps that a loop may load ahead of the one that it saves.
 _STEPS_KEPT = 64
 
@@ -38,7 +36,6 @@ class Given(NamedTuple):
       read: examples that were read before.
       arrived: what had arrived before.
       oldest: place of the oldest that waited then, or of the next to arrive.
-      longest: of its buckets.
       taken: (place, length) of what it took out of the pool.
     """
 
@@ -46,7 +43,6 @@ class Given(NamedTuple):
     read: int
     arrived: int
     oldest: int
-    longest: int
     taken: list[tuple[int, int]]
 
 
@@ -64,9 +60,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._given: collections.deque[Given] = collections.deque()
         self._arrivals = self._new_arrivals()
         self._watch: DriftWatch | None = None
-        self._closings = Closings(_LATE, self._options.load_ahead)
+        self._rounds = StreamRounds(run, run.processes)
         self._failed: Exception | None = None
-        self._told: int | None = None
 
     def _new_arrivals(self) -> Arrivals:
         options, plan = self._options, self._run.plan
@@ -122,13 +117,11 @@ class StreamIterator(grain.DatasetIterator[Any]):
         oldest = self._oldest_place()
         taken: list[tuple[int, int]] = []
         batches: list[Batch] = []
-        longest = 0
         for pick in range(options.picks):
             self._refill()
             bucket = self._choose(phase, step, pick, bool(taken))
             if bucket is None:
                 raise StopIteration
-            longest = max(longest, bucket)
             overdue = self._arrived - options.max_wait
             number = phase.rows[bucket] * options.together
             rows = self._pool.take(bucket, number, overdue)
@@ -136,7 +129,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
             batches += self._collate(phase, bucket, rows)
         if self._watch is not None:
             self._watch.step(step, batches, self._arrivals.ended)
-        self._remember(Given(self._step, *before, oldest, longest, taken))
+        self._remember(Given(self._step, *before, oldest, taken))
         self._step += 1
         return batches[0] if options.accumulate == 1 else tuple(batches)
 
@@ -173,10 +166,10 @@ class StreamIterator(grain.DatasetIterator[Any]):
     def _choose(self, phase: Phase, step: int, pick: int, begun: bool) -> int | None:
         """The bucket to be filled next; None where the stream is over."""
         options = self._options
+        ended, template = self._arrivals.ended, self._template
+        now = self._rounds.enter(step, phase, self._pool, ended, template)
         if phase.sequence is not None:
-            closed = self._closings.closed(step, phase.first_step)
-            sequence = phase.sequence.above(closed)
-            return sequence[(step - phase.first_step) * options.picks + pick]
+            return None if now.is_over else now.bucket(step, pick, phase, options.picks)
         if not len(self._pool):
             # What is left of a step that has begun is filled up.
             filler = phase.plan.buckets.index(filler_bucket(phase.plan))
@@ -221,61 +214,14 @@ class StreamIterator(grain.DatasetIterator[Any]):
         if self._template is None:
             self._template = self._arrivals.first_example()
         if self._template is None:
+            self._template = example_of(self._rounds.features)
+        if self._template is None:
             raise ValueError(
                 "The stream of this process has no example, so that the features of "
                 "its empty rows are not known. Give it `like=`, an example of the "
                 "others."
             )
         return self._template
-
-    # The end
-
-    def tell(self, step: int, num_tokens: Any) -> bool:
-        """Takes what a step had; returns whether the streams of all processes are over.
-
-        A bucket that had no token is left out for a while, so that the end comes
-        soon. All processes have to tell every step, in order: they see the
-        same number, and do the same.
-
-        Args:
-          step: the one that has just been done, from 0.
-          num_tokens: `[]` int, its real tokens over all processes: the
-            `metrics["num_tokens"]` of `data_parallel`. It is looked at one step later.
-
-        Raises:
-          ValueError: if this process has all rows, or more steps than `load_ahead`
-            have been loaded.
-        """
-        given = next((x for x in self._given if x.step == step), None)
-        if given is None or self._options.alone:
-            raise ValueError(
-                f"`step={step}` cannot be told: "
-                + (
-                    "this process has all rows, and its iterator ends by itself."
-                    if self._options.alone
-                    else "it is none of the last that were given."
-                )
-            )
-        if self._told is not None and step != self._told + 1:
-            raise ValueError(
-                f"`step={step}` cannot be told: the last one was {self._told}, and all "
-                "are told in order."
-            )
-        self._told = step
-        phase = self._run.phase_at(step)
-        bucket = None if given.longest == len(phase.plan) - 1 else given.longest
-        over = self._closings.tell(step, bucket, num_tokens)
-        self._check_ahead()
-        return over
-
-    def _check_ahead(self) -> None:
-        late = self._closings.came_too_late(self._step)
-        if late is not None:
-            raise ValueError(
-                f"`load_ahead={self._options.load_ahead}`: step {self._step - 1} was "
-                f"loaded before it was known what step {late} had. Load fewer steps "
-                "ahead, or raise it in all processes."
-            )
 
     # Checkpoints
 
@@ -324,8 +270,6 @@ class StreamIterator(grain.DatasetIterator[Any]):
             pairs = sorted(pair for pair in pairs if pair[0] < arrived)
         places = [place for place, _ in pairs]
         snapshot = self._arrivals.snapshot(min([*places, arrived]), read)
-        closings = self._closings.to_text(step)
-        self._check_ahead()
         return StreamState(
             traits=self._state_traits(step),
             step=step,
@@ -334,8 +278,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
             next_place=arrived,
             tokens=sum(length for _, length in pairs),
             snapshot=snapshot,
-            closings=closings,
-            features=features_of(self._template if read else self._run.like),
+            inside=self._rounds.inside(step),
+            features=features_of(self._template if step else self._run.like),
         ).to_dict()
 
     def _state_traits(self, step: int) -> dict[str, Any]:
@@ -363,14 +307,13 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._arrivals = self._new_arrivals()
         self._arrivals.go_back(found.snapshot)
         self._step = found.step
-        self._failed, self._told = None, None
-        self._template = found.template or self._run.like
+        self._failed = None
+        self._template = example_of(found.features) or self._run.like
         self._given.clear()
         # What waits is put into buckets of the plan in force by the next step.
         self._phase, self._watch = None, None
         self._pool = self._run.phases[0].new_pool(self._options.policy)
-        self._closings = Closings(_LATE, self._options.load_ahead)
-        self._closings.from_text(found.closings)
+        self._rounds.go_back(found.inside)
         waiting = set(found.places)
         while self._arrivals.counts.read < found.read:
             arrived = self._arrivals.read()

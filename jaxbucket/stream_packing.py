@@ -71,6 +71,14 @@ class PackedPool:
         ]
         return full.index(max(full))
 
+    def rows_left(self) -> list[int]:
+        """Returns how many of the longest rows hold all; a row more may be needed."""
+        rows = max(
+            math.ceil(sum(self._tokens) / self._boundaries[-1]),
+            math.ceil(len(self) / self._max_segments),
+        )
+        return [0] * (len(self._boundaries) - 1) + [rows]
+
     def take(self, bucket: int, num_rows: int, overdue: int = 0) -> list[list[Arrival]]:
         longest = self._boundaries[bucket]
         rows: list[list[Arrival]] = []

@@ -38,6 +38,10 @@ class Pool(Protocol):
         """
         ...
 
+    def rows_left(self) -> list[int]:
+        """Returns `[K]` rows of each bucket that would hold all that waits."""
+        ...
+
     def take(self, bucket: int, num_rows: int, overdue: int = 0) -> list[list[Arrival]]:
         """Takes out what fills at most so many rows of a bucket, none of them empty.
 
@@ -94,6 +98,9 @@ class PaddedPool:
         costs = self._plan.costs * rows / self._plan.batch_sizes
         flow = flow_remainders(counts, rows, costs)
         return int((flow.batches > 0).argmax())
+
+    def rows_left(self) -> list[int]:
+        return [len(queue) for queue in self._queues]
 
     def _lost(self, bucket: int, num_rows: int) -> float:
         """The share of a batch that no example needs, were it given now."""

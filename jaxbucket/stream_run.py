@@ -22,6 +22,7 @@ from jaxbucket.checks import (
 )
 from jaxbucket.drift import OnDrift
 from jaxbucket.example import Example
+from jaxbucket.meeting import Meeting
 from jaxbucket.packing import pack as pack_rows
 from jaxbucket.permutation import fold
 from jaxbucket.stats import row_lengths
@@ -48,7 +49,6 @@ class Options:
     num_epochs: int | None
     packs: bool
     max_wait: int
-    load_ahead: int
     sequences: tuple[str, ...] | None
     pad_value: float
     seed: int
@@ -88,7 +88,6 @@ class Options:
             "group": self.group,
             "pack": self.packs,
             "max_wait": self.max_wait,
-            "load_ahead": self.load_ahead,
             "sequences": None if self.sequences is None else list(self.sequences),
             "pad_value": self.pad_value,
             "seed": self.seed,
@@ -232,6 +231,7 @@ class StreamRun:
       options: how batches are cut.
       like: an example to take features from; None for the first of the stream.
       on_drift: what is called where lengths drift.
+      processes: those that tell one another where their streams end.
       first: of this worker's steps the first, and
       stride: from each to its next.
     """
@@ -241,6 +241,7 @@ class StreamRun:
     options: Options
     like: Example | None
     on_drift: OnDrift | None
+    processes: Meeting | None
     first: int = 0
     stride: int = 1
 
@@ -258,6 +259,11 @@ class StreamRun:
         index = bisect.bisect_right(self.phases, step, key=lambda x: x.first_step)
         return self.phases[index - 1]
 
+    def phase_end(self, step: int) -> float:
+        """Returns where the plan in force at a step is so no more."""
+        firsts = (x.first_step for x in self.phases if x.first_step > step)
+        return min(firsts, default=math.inf)
+
     def traits(self, before: float = math.inf) -> dict[str, Any]:
         """Returns what batches before a step depend on, as plain Python."""
         plans = [
@@ -265,4 +271,8 @@ class StreamRun:
             for phase in self.phases
             if phase.first_step < max(before, 1)
         ]
-        return {**self.options.traits(), "plans": ", ".join(plans)}
+        return {
+            **self.options.traits(),
+            "plans": ", ".join(plans),
+            "processes_meet": self.processes is not None,
+        }

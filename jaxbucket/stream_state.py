@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.example import Example, as_arrays
+from jaxbucket.example import Features
 from jaxbucket.stream_arrivals import Snapshot, StreamCounts
+from jaxbucket.stream_rounds import Round
 
 _FORMAT = "jaxbucket.stream"
 _VERSION = 1
@@ -29,7 +30,8 @@ class StreamState:
       next_place: of what arrives next.
       tokens: positions of what waits, by which a stream that changed is known.
       snapshot: from where they are read again.
-      closings: what `Closings` has found.
+      inside: the round of several processes that this step is in; None where it is
+        the first of one.
       features: name -> (dtype, shape) of the example that batches have features of;
         empty where there was none yet.
     """
@@ -41,8 +43,8 @@ class StreamState:
     next_place: int
     tokens: int
     snapshot: Snapshot
-    closings: str
-    features: dict[str, tuple[str, list[int]]]
+    inside: Round | None
+    features: Features
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain Python, beside the state of the user's iterator."""
@@ -56,8 +58,8 @@ class StreamState:
             "next_place": self.next_place,
             "waiting": _as_text(self.places),
             "tokens": self.tokens,
-            "closings": self.closings,
-            # One word, too.
+            # One word, too, and so are features.
+            "round": json.dumps(self.inside),
             "features": json.dumps(self.features),
             "epoch": snapshot.epoch,
             "number": snapshot.number,
@@ -90,8 +92,9 @@ class StreamState:
             )
             names = ("step", "read", "next_place", "tokens")
             step, read, next_place, tokens = (int(state[name]) for name in names)
-            traits, closings = dict(state["traits"]), str(state["closings"])
-            features = {
+            traits = dict(state["traits"])
+            inside = _round_of(json.loads(state["round"]))
+            features: Features = {
                 str(name): (str(np.dtype(dtype)), [int(n) for n in shape])
                 for name, (dtype, shape) in json.loads(state["features"]).items()
             }
@@ -101,19 +104,9 @@ class StreamState:
                 "an earlier checkpoint."
             ) from None
         return cls(
-            *(traits, step, read, places, next_place, tokens, snapshot, closings),
+            *(traits, step, read, places, next_place, tokens, snapshot, inside),
             features,
         )
-
-    @property
-    def template(self) -> Example | None:
-        """An example with these features."""
-        if not self.features:
-            return None
-        return {
-            name: np.zeros(shape, dtype)
-            for name, (dtype, shape) in self.features.items()
-        }
 
     def check_same(self, traits: Mapping[str, Any]) -> None:
         """Raises a ValueError that names every trait that is not what it was."""
@@ -142,17 +135,6 @@ class StreamState:
             )
 
 
-def features_of(template: Example | None) -> dict[str, tuple[str, list[int]]]:
-    """Returns the dtype and the shape of each feature.
-
-    Example:
-      >>> features_of({"x": [1.0, 2.0]})
-      {'x': ('float64', [2])}
-    """
-    arrays = {} if template is None else as_arrays(template)
-    return {name: (str(x.dtype), list(x.shape)) for name, x in arrays.items()}
-
-
 def _is_same(a: Any, b: Any) -> bool:
     # What fills rows behind their end may be no number.
     return a == b or (a != a and b != b)
@@ -160,6 +142,15 @@ def _is_same(a: Any, b: Any) -> bool:
 
 def _shown(traits: Mapping[str, Any], name: str) -> Any:
     return traits.get(name, "absent")
+
+
+def _round_of(found: Any) -> Round | None:
+    if found is None:
+        return None
+    first, end, above, rest = found
+    if rest is not None:
+        rest = [(int(bucket), int(batches)) for bucket, batches in rest]
+    return Round(int(first), float(end), int(above), rest)
 
 
 def _as_text(places: list[int]) -> str:

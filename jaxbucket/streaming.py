@@ -19,6 +19,7 @@ from jaxbucket.base import BucketPlan, Group, RowShard, digest
 from jaxbucket.checks import MAX_LENGTH, check_accumulate, check_positive, check_seed
 from jaxbucket.drift import OnDrift, warn_of_drift
 from jaxbucket.example import Example
+from jaxbucket.meeting import Meeting
 from jaxbucket.permutation import fold
 from jaxbucket.position import DataPosition
 from jaxbucket.stream_arrivals import Arrivals
@@ -48,6 +49,7 @@ def stream_batches(
     policy: Policy = "closest",
     lengths: Samples | None = None,
     shard: RowShard | None = None,
+    processes: Meeting | None = None,
     accumulate: int = 1,
     group: Group = "same",
     num_steps: float | None = None,
@@ -55,7 +57,6 @@ def stream_batches(
     pack: bool = False,
     max_segments_per_row: int | None = None,
     max_wait: int | None = None,
-    load_ahead: int = 4,
     sequences: Sequence[str] | None = None,
     pad_value: float = 0,
     like: Example | None = None,
@@ -66,9 +67,11 @@ def stream_batches(
 
     Where a process has all rows, the bucket of a step is one that the pool fills. Where
     it has a part of them, all processes have one sequence of buckets, and each fills
-    its rows from its own stream: they are in the same bucket at every step, and none
-    asks another. Then there is no end but `num_steps`: a process whose stream is over
-    gives empty rows, and `StreamEnd` says when that is so for all.
+    its rows from its own stream: they are in the same bucket at every step. A process
+    whose stream is over gives empty rows. Those that are given as `processes` tell one
+    another where their streams end, and end behind the same step, the last with an
+    example. Without, there is no end but `num_steps`; `StreamEnd` says when all is
+    given.
 
     Example:
       >>> import grain, jaxbucket as jb
@@ -96,6 +99,8 @@ def stream_batches(
         from them comes the sequence of buckets. Needed where there are several. Or a
         dict, as for `plan`.
       shard: the rows of this process, from `local_rows(mesh)`; by default all.
+      processes: those that go through their streams together, from `Processes`; in
+        all of them iterators are made and read alike.
       accumulate: micro-batches of a step, which is a tuple of batches then.
       group: whether they have the "same" bucket or are "mixed".
       num_steps: where the run ends, counted from step 0; by default with the stream.
@@ -107,8 +112,6 @@ def stream_batches(
       max_wait: how many later ones may arrive before an example is given out of turn;
         by default 16 times `pool_size`. Then it goes up to the next step that it fits
         into.
-      load_ahead: how many steps a loop may load ahead of the one that it tells
-        `StreamIterator.tell`; the same in all processes.
       sequences: the features that are padded, by default all with a leading axis.
       pad_value: what fills them behind their end.
       like: an example to take features from, where a stream may have none at all.
@@ -146,13 +149,12 @@ def stream_batches(
         max_wait=_WAITS * pool_size
         if max_wait is None
         else check_positive("max_wait", max_wait),
-        load_ahead=check_positive("load_ahead", load_ahead),
         sequences=None if sequences is None else tuple(_named(sequences)),
         pad_value=np.asarray(pad_value).item(),
         seed=check_seed(seed),
     )
     phases = phases_of(plan, lengths, options, max_segments_per_row)
-    return StreamDataset(dataset, phases, options, like, on_drift)
+    return StreamDataset(dataset, phases, options, like, on_drift, processes)
 
 
 def sample_lengths(
@@ -227,6 +229,7 @@ class StreamDataset(grain.IterDataset[Any]):
         options: Options,
         like: Example | None,
         on_drift: OnDrift | None,
+        processes: Meeting | None,
     ):
         super().__init__(dataset if isinstance(dataset, grain.IterDataset) else ())
         self._dataset = dataset
@@ -234,6 +237,7 @@ class StreamDataset(grain.IterDataset[Any]):
         self._options = options
         self._like = like
         self._on_drift = on_drift
+        self._processes = processes
         # Which of the steps are of this worker.
         self._first, self._stride = 0, 1
 
@@ -242,6 +246,12 @@ class StreamDataset(grain.IterDataset[Any]):
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
         """Leaves a worker every so many-th example, and the steps of its batches."""
+        if self._processes is not None:
+            raise ValueError(
+                "`processes` is given, and a worker cannot meet those of others. Let "
+                "workers read the stream, `stream.mp_prefetch(...)`, or leave it out "
+                "and stop by `StreamEnd`."
+            )
         start, stride = sl.start or 0, sl.step or 1
         self._first += start * self._stride
         self._stride *= stride
@@ -280,6 +290,7 @@ class StreamDataset(grain.IterDataset[Any]):
             self._options,
             self._like,
             self._on_drift,
+            self._processes,
             self._first,
             self._stride,
         )

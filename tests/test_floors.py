@@ -116,31 +116,34 @@ ROOMS = {
         {"numpy", "grain"},
     ),
     "bucket_sequence": ({"base", "packing", "permutation"}, {"numpy"}),
-    "closings": (set(), set()),
     "drift": ({"base", "plan", "stats"}, {"numpy"}),
     "stream_end": ({"checks", "base"}, set()),
     "stream_arrivals": ({"base", "example"}, {"numpy", "grain"}),
-    "stream_state": ({"example", "stream_arrivals"}, {"numpy"}),
     "stream_pool": ({"base", "remainder", "stream_arrivals"}, set()),
     "stream_packing": ({"base", "stream_arrivals"}, set()),
     "stream_run": (
         {
             *("checks", "base", "bucket_sequence", "drift", "example", "packing"),
-            *("permutation", "stats", "stream_packing", "stream_pool"),
+            *("meeting", "permutation", "stats", "stream_packing", "stream_pool"),
         },
         {"numpy", "grain"},
     ),
+    "stream_rounds": (
+        {"base", "example", "meeting", "remainder", "stream_pool", "stream_run"},
+        {"numpy"},
+    ),
+    "stream_state": ({"example", "stream_arrivals", "stream_rounds"}, {"numpy"}),
     "stream_iterator": (
         {
-            *("base", "closings", "collate", "drift", "example", "remainder"),
-            *("stream_arrivals", "stream_pool", "stream_run", "stream_state"),
+            *("base", "collate", "drift", "example", "remainder", "stream_arrivals"),
+            *("stream_pool", "stream_rounds", "stream_run", "stream_state"),
         },
         {"numpy", "grain"},
     ),
     "streaming": (
         {
-            *("checks", "base", "drift", "example", "permutation", "position"),
-            *("stream_arrivals", "stream_iterator", "stream_run"),
+            *("checks", "base", "drift", "example", "meeting", "permutation"),
+            *("position", "stream_arrivals", "stream_iterator", "stream_run"),
         },
         {"numpy", "grain"},
     ),

@@ -102,7 +102,7 @@ def test_the_loop_of_the_page_on_processes_saves_where_it_ends(tmp_path):
 
 
 def test_the_loop_of_the_page_on_streams_ends_in_two(tmp_path):
-    _, _, loop, _ = blocks("py", STREAMS)
+    _, _, loop, alone, _ = blocks("py", STREAMS)
     begin = """
 with jb.Processes() as processes:
     ...
@@ -115,10 +115,18 @@ with jb.Processes() as processes:
     ends = re.findall(r"^\[(.)\] (\d+) True (\d+)$", printed, re.MULTILINE)
     assert {index: read for index, _, read in ends} == {"0": "700", "1": "300"}
     assert len({step for _, step, _ in ends}) == 1
+    # And where they do not meet, later.
+    dataset, _, _ = loop.partition("processes.check_agreement")
+    begin += textwrap.indent(dataset.replace("    processes=processes,\n", ""), "    ")
+    printed = output_of_two(
+        begin + textwrap.indent(alone, "    "), "print(step)", tmp_path
+    )
+    ((_, step), (_, other)) = re.findall(r"^\[(.)\] (\d+)$", printed, re.MULTILINE)
+    assert int(ends[0][1]) < int(step) == int(other)
 
 
 def test_the_loop_of_the_page_on_streams_goes_on(tmp_path):
-    (code,), (begin, loop, _, _) = blocks("python"), blocks("py", STREAMS)
+    (code,), (begin, loop, *_) = blocks("python"), blocks("py", STREAMS)
     code = code[: code.index("dataset = jb.batch_dataset")]
     begin, _, _ = begin.partition("for batch in")
     # The shapes that are compiled, and not those of a plan made anew.

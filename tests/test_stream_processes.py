@@ -54,6 +54,7 @@ with jb.Processes(timeout=4) as processes:
         pool_size=32,
         lengths=lengths[:100],
         shard=jb.local_rows(mesh),
+        processes=processes,
     )
     processes.check_agreement(dataset.position(0), mesh)
     tx = optax.adam(1e-2)
@@ -72,10 +73,7 @@ with jb.Processes(timeout=4) as processes:
         for batch in jb.prefetch_to_mesh(batches, mesh):
             state, metrics = steps(state, batch)
             say("step", step, batch.bucket, names(batch))
-            over = batches.tell(step, metrics["num_tokens"])
             step += 1
-            if over:
-                break
             if step % 8 == 0:
                 own = json.dumps(batches.state_before(step))
                 streams = map(json.loads, processes.gather("streams", own))

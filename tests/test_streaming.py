@@ -1,11 +1,14 @@
 """Streams: the promises of batches, exact resume, several hosts and their end."""
 
+import concurrent.futures
+import dataclasses
 import functools
 import itertools
 import json
 import re
 import subprocess
 import sys
+import threading
 from fractions import Fraction
 
 import grain
@@ -444,7 +447,7 @@ def test_the_state_of_an_earlier_step_is_what_it_was():
 # Several hosts
 
 
-def hosts_of(lengths, plan, shares, pool_size, **options):
+def hosts_of(lengths, plan, shares, pool_size, threads=None, sample=None, **options):
     """One iterator for each host, over a part of the examples as large as its share."""
     ends = np.cumsum(shares) * len(lengths) // sum(shares)
     starts = [0, *ends[:-1].tolist()]
@@ -454,8 +457,9 @@ def hosts_of(lengths, plan, shares, pool_size, **options):
                 stream(lengths[start:end], first=start),
                 plan,
                 pool_size=pool_size,
-                lengths=lengths,
+                lengths=lengths if sample is None else sample,
                 shard=jb.RowShard((host,), len(shares)),
+                processes=threads and threads.of(host),
                 on_drift=None,
                 like={"tokens": np.zeros(1, np.int32), "index": np.int32(0)},
                 **options,
@@ -525,112 +529,327 @@ def test_shares_are_those_of_batches_with_enough_of_the_longest():
     assert bucket_shares(plan, rare, None, False)[1] == LEAST_OF_LONGEST
 
 
-def run_in_lockstep(hosts, plan, ahead: int = 3, stop: int | None = None):
-    """Loads ahead and tells every step, as a loop with a queue does, to the end."""
-    queues: list[list] = [[] for _ in hosts]
-    told: list[tuple[list, int]] = []
-    first = hosts[0]._step
-    for step in itertools.count(first):
-        for host, queue in zip(hosts, queues, strict=True):
-            while len(queue) < ahead:
-                queue.append(steps_of([next(host)])[0])
-        at_hosts = [queue.pop(0) for queue in queues]
-        tokens = sum(int(part.num_tokens) for parts in at_hosts for part in parts)
-        told.append((at_hosts, tokens))
-        over = {host.tell(step, np.int32(tokens)) for host in hosts}
-        assert len(over) == 1
-        if over.pop() or step == stop:
-            return told
+class Threads:
+    """What several processes tell one another, for hosts that are threads of a test."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.values = [""] * count
+        self.barrier = threading.Barrier(count, timeout=60)
+        self.meetings = 0
+
+    def of(self, index: int) -> "Thread":
+        return Thread(self, index)
+
+
+@dataclasses.dataclass
+class Thread:
+    """One of them."""
+
+    all: Threads
+    index: int
+
+    @property
+    def count(self) -> int:
+        return self.all.count
+
+    def gather(self, name: str, value: str) -> list[str]:
+        assert name == "stream"
+        self.all.values[self.index] = value
+        if self.all.barrier.wait() == 0:
+            self.all.meetings += 1
+        values = list(self.all.values)
+        self.all.barrier.wait()
+        return values
+
+
+def in_threads(functions):
+    with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
+        return [x.result() for x in [pool.submit(f) for f in functions]]
+
+
+def drive(hosts, steps: int | None = None):
+    """Steps of each host, until all of them end."""
+    return in_threads(
+        [lambda host=host: steps_of(itertools.islice(host, steps)) for host in hosts]
+    )
+
+
+def meeting_hosts(lengths, plan, shares, pool_size, **options):
+    threads = Threads(len(shares))
+    hosts = hosts_of(lengths, plan, shares, pool_size, threads=threads, **options)
+    return threads, hosts
+
+
+def names_of(steps) -> list[int]:
+    return [name for micro in steps for batch in micro for name in names_in(batch)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_hosts_that_meet_end_together_with_nothing_left_out(seed, options):
+    lengths, plan, rng = job(seed + 60, multiple=4)
+    shares = [[1, 1, 1, 1], [1, 2, 3, 4], [5, 0, 0, 1]][seed % 3]
+    pool = smallest_pool(plan, options) * int(rng.integers(1, 4))
+    threads, hosts = meeting_hosts(lengths, plan, shares, pool, **options)
+    at_hosts = drive(hosts)
+    for parts in zip(*at_hosts, strict=True):
+        for micro in zip(*parts, strict=True):
+            assert len({part.bucket for part in micro}) == 1
+    tokens = [
+        sum(int(part.num_tokens) for micro in parts for part in micro)
+        for parts in zip(*at_hosts, strict=True)
+    ]
+    # Behind the last example there is no step.
+    assert tokens[-1] > 0
+    found = [name for steps in at_hosts for name in names_of(steps)]
+    assert sorted(found) == list(range(len(lengths)))
+    assert all(host.ended for host in hosts)
+    # Nobody is asked again at the end.
+    asked = threads.meetings
+    assert drive(hosts) == [[]] * 4
+    assert threads.meetings == asked
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_hosts_that_tell_end_soon_and_resume_at_every_step(seed, options):
+def test_hosts_that_meet_resume_at_every_step(seed, options):
     lengths, plan, _ = job(seed + 20, size=200, multiple=3)
     pool = smallest_pool(plan, options)
-    make = functools.partial(
-        hosts_of, lengths, plan, [1, 2, 3], pool, load_ahead=4, **options
-    )
-    whole = run_in_lockstep(make(), plan)
-    found = [
-        name
-        for at_hosts, _ in whole
-        for parts in at_hosts
-        for part in parts
-        for name in names_in(part)
-    ]
-    assert sorted(found) == list(range(len(lengths)))
-    for parts in zip(*(step for step, _ in whole), strict=True):
-        assert len({len(micro) for micro in parts}) == 1
-    for start in range(0, len(whole) - 1, 7):
-        before = make()
-        run_in_lockstep(before, plan, stop=start)
-        states = [json.dumps(host.state_before(start + 1)) for host in before]
-        after = make()
+    make = functools.partial(meeting_hosts, lengths, plan, [1, 2, 3], pool, **options)
+    whole = drive(make()[1])
+    for start in range(0, len(whole[0]) + 1, 5):
+        _, before = make()
+        # Some steps ahead of the one that is saved.
+        drive(before, start + 3)
+        states = [json.dumps(host.state_before(start)) for host in before]
+        _, after = make()
         for host, state in zip(after, states, strict=True):
             host.set_state(json.loads(state))
-        rest = run_in_lockstep(after, plan)
-        assert [tokens for _, tokens in rest] == [t for _, t in whole[start + 1 :]]
-        for (a, _), (b, _) in zip(rest, whole[start + 1 :], strict=True):
-            assert_same(a, b)
+        for rest, steps in zip(drive(after), whole, strict=True):
+            assert_same(rest, steps[start:])
+
+
+def padded(steps) -> int:
+    return sum(batch.mask.size for micro in steps for batch in micro)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_left_at_the_end_is_given_at_little_cost(seed):
+    """All is in the pools at once: then the whole run is the end of it."""
+    lengths, plan, _ = job(seed + 90, size=60, multiple=2, longest=20)
+    _, hosts = meeting_hosts(lengths, plan, [1, 2], 100)
+    at_hosts = drive(hosts)
+    counts = [
+        np.bincount(plan.assign(part), minlength=len(plan))
+        for part in (lengths[:20], lengths[20:])
+    ]
+    # A remainder goes up or stays; more than that might go up for a little less.
+    assert padded(at_hosts[0]) * 2 <= 1.02 * least_cost(plan, counts)
+
+
+def least_cost(plan, counts) -> int:
+    """Of all numbers of batches, one after the other, that hold all of every host."""
+    needs = np.max([np.cumsum(x[::-1])[::-1] for x in counts], axis=0)
+    rows, costs = plan.batch_sizes // 2, plan.costs
+    best = {0: 0}
+    for k in reversed(range(len(plan))):
+        found: dict[int, int] = {}
+        for held, cost in best.items():
+            fewest = max(0, -(-int(needs[k] - held) // int(rows[k])))
+            for batches in range(fewest, -(-int(needs[0]) // int(rows[k])) + 1):
+                total = held + batches * int(rows[k])
+                price = cost + batches * int(costs[k])
+                if price < found.get(total, price + 1):
+                    found[total] = price
+        best = found
+    return min(best.values())
+
+
+def test_what_nobody_has_is_not_waited_for():
+    """Where only long ones come, buckets of short ones are left out."""
+    lengths = np.full(400, 15)
+    plan = jb.BucketPlan.from_shapes([(12, 3), (6, 7), (2, 15)])
+    sample = np.repeat([3, 7, 15], [900, 50, 1])
+    _, hosts = meeting_hosts(lengths, plan, [1, 1], 32, sample=sample)
+    (steps, _) = drive(hosts)
+    assert [batch.bucket.seq_len for (batch,) in steps] == [15] * 200
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("sample", ["short", "long"])
 def test_hosts_with_other_lengths_than_the_sample_lose_nothing(sample, options):
-    lengths, plan, rng = job(33, size=300, multiple=2)
+    lengths, plan, _ = job(33, size=300, multiple=2)
     given = np.full(100, 1 if sample == "short" else plan.max_seq_len)
     pool = smallest_pool(plan, options)
-    hosts = [
-        iter(
-            jb.stream_batches(
-                stream(lengths[first::2], first=0),
-                plan,
-                pool_size=pool,
-                lengths=given,
-                shard=jb.RowShard((first,), 2),
-                max_segments_per_row=4 if options.get("pack") else None,
-                on_drift=None,
-                **{k: v for k, v in options.items() if k != "max_segments_per_row"},
-            )
-        )
-        for first in range(2)
-    ]
-    told = run_in_lockstep(hosts, plan)
-    for host in range(2):
-        found = [x for step, _ in told for part in step[host] for x in names_in(part)]
-        assert sorted(found) == list(range(150))
+    options = {"max_segments_per_row": 4, **options} if "pack" in options else options
+    _, hosts = meeting_hosts(lengths, plan, [1, 1], pool, sample=given, **options)
+    found = [name for steps in drive(hosts) for name in names_of(steps)]
+    assert sorted(found) == list(range(300))
 
 
-def test_telling_brings_the_end_nearer():
+def test_meeting_brings_the_end_nearer():
     # Long ones are with one host: there are as many steps of the longest bucket.
     lengths = np.repeat([3, 7, 15], [600, 200, 40])
     shares, pool = [1, 1, 1], 64
     plan = jb.BucketPlan.from_shapes([(18, 3), (9, 7), (3, 15)])
-    told = run_in_lockstep(hosts_of(lengths, plan, shares, pool), plan)
+    _, meeting = meeting_hosts(lengths, plan, shares, pool)
+    met = len(drive(meeting)[0])
     hosts, end, steps = hosts_of(lengths, plan, shares, pool), jb.StreamEnd(plan), 0
     while True:
         parts = [next(host) for host in hosts]
         steps += 1
         if end.reached(parts[0].bucket, sum(part.num_tokens for part in parts)):
             break
-    assert len(told) < 0.8 * steps
+    assert met < 0.8 * steps
 
 
-def test_a_step_is_told_in_time_or_refused():
-    lengths, plan, _ = job(31, size=400, multiple=2)
-    (host, *_) = hosts_of(lengths, plan, [1, 1], 60, load_ahead=2)
-    for _ in range(6):
-        next(host)
-    host.tell(0, 0)
-    with pytest.raises(ValueError, match="`load_ahead=2`: step 5 was loaded before"):
-        host.tell(1, 0)
-    with pytest.raises(ValueError, match="`step=9` cannot be told: it is none of the"):
-        host.tell(9, 0)
-    alone = iter(jb.stream_batches(stream(lengths), plan, pool_size=60))
-    next(alone)
-    with pytest.raises(ValueError, match="cannot be told: this process has all rows"):
-        alone.tell(0, 0)
+def test_new_plans_and_steps_that_are_counted_out_go_with_meeting():
+    lengths, plan, _ = job(34, size=300, multiple=2)
+    other = jb.BucketPlan.from_shapes([(4, plan.max_seq_len)])
+    pool = int(plan.batch_sizes.max())
+    for options in ({}, {"num_steps": 7}, {"accumulate": 2, "group": "mixed"}):
+        _, hosts = meeting_hosts(
+            *(lengths, {0: plan, 5: other, 9: plan}, [1, 2], 2 * pool), **options
+        )
+        one, two = drive(hosts)
+        assert [[x.bucket for x in micro] for micro in one] == [
+            [x.bucket for x in micro] for micro in two
+        ]
+        if "num_steps" in options:
+            assert len(one) == 7
+        else:
+            assert sorted(names_of(one) + names_of(two)) == list(range(300))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pool_size": 101}, "pool size is 100 in process 0, 101 in 1"),
+        ({"seed": 5}, "seed is 0 in process 0, 5 in 1"),
+        ({"num_steps": 9}, "num steps is None in process 0, 9 in 1"),
+        ({"lengths": [3] * 60}, "plans is .* from step 0 in process 0, .* in 1"),
+        ({"pad_value": np.nan}, "pad value is 0 in process 0, nan in 1"),
+    ],
+)
+def test_hosts_that_batch_otherwise_are_told_so(changes, message):
+    lengths, plan, _ = job(35, size=60, multiple=2)
+    threads = Threads(2)
+    hosts = [
+        iter(
+            jb.stream_batches(
+                stream(lengths),
+                plan,
+                **{
+                    **{"pool_size": 100, "lengths": lengths},
+                    **{"shard": jb.RowShard((host,), 2), "on_drift": None},
+                    **(changes if host else {}),
+                },
+                processes=threads.of(host),
+            )
+        )
+        for host in range(2)
+    ]
+
+    def refused(host):
+        with pytest.raises(
+            ValueError, match=f"not batch their streams alike: {message}"
+        ):
+            next(host)
+
+    in_threads([lambda host=host: refused(host) for host in hosts])
+
+
+def test_hosts_with_other_features_or_steps_are_told_so():
+    lengths, plan, _ = job(36, size=60, multiple=2)
+
+    def host(threads, index, source, step=0, parts=None):
+        iterator = iter(
+            jb.stream_batches(
+                source,
+                plan,
+                pool_size=100,
+                lengths=lengths,
+                shard=jb.RowShard((index,) if parts is None else parts, 2),
+                processes=threads.of(index),
+            )
+        )
+        for _ in range(step):
+            iterator.set_state({**iterator.get_state(), "step": step})
+        return iterator
+
+    def refused(iterator, message):
+        with pytest.raises(ValueError, match=message):
+            next(iterator)
+
+    def check(make, message):
+        threads = Threads(2)
+        hosts = [make(threads, index) for index in range(2)]
+        in_threads([lambda x=x: refused(x, message) for x in hosts])
+
+    longer = stream(lengths).map(lambda x: {**x, "index": np.int64(x["index"])})
+    check(
+        lambda threads, index: host(
+            threads, index, longer if index else stream(lengths)
+        ),
+        "features are {'index': 'int32.*} in process 0, {'index': 'int64.*} in 1",
+    )
+    check(
+        lambda threads, index: host(threads, index, stream(lengths), step=index),
+        "step is 0 in process 0, 1 in 1",
+    )
+    check(
+        lambda threads, index: host(threads, index, stream(lengths[index:]), 0, (0,)),
+        r"processes 0 and 1 have the same rows, \[0\], but not the same stream",
+    )
+    check(
+        lambda threads, index: host(threads, index, stream(lengths[index:]), 0, (0, 1)),
+        r"processes 0 and 1 have the same rows, \[0, 1\], but not the same stream",
+    )
+
+
+def test_a_host_without_an_example_hears_of_features():
+    lengths, plan, _ = job(37, size=50, multiple=2)
+    threads = Threads(2)
+    hosts = [
+        iter(
+            jb.stream_batches(
+                stream(np.zeros(0, int) if host else lengths),
+                plan,
+                pool_size=50,
+                lengths=lengths,
+                shard=jb.RowShard((host,), 2),
+                processes=threads.of(host),
+            )
+        )
+        for host in range(2)
+    ]
+    one, two = drive(hosts)
+    assert len(names_of(one)) == 50 and not names_of(two)
+    assert two[0][0].features["tokens"].dtype == np.int32
+    state = json.loads(json.dumps(hosts[1].state_before(1)))
+    again = iter(
+        jb.stream_batches(
+            stream(np.zeros(0, int)),
+            plan,
+            pool_size=50,
+            lengths=lengths,
+            shard=jb.RowShard((1,), 2),
+            processes=Threads(2).of(1),
+        )
+    )
+    again.set_state(state)
+    # Within the round nobody is asked.
+    assert_same(steps_of([next(again)]), two[1:2])
+
+
+def test_workers_do_not_meet():
+    lengths, plan, _ = job(38, size=50)
+    dataset = jb.stream_batches(
+        stream(lengths), plan, pool_size=50, processes=Threads(1).of(0)
+    )
+    with pytest.raises(ValueError, match="a worker cannot meet those of others"):
+        dataset.set_slice(slice(0, None, 2))
 
 
 def test_a_host_without_an_example_needs_to_be_told_its_features():
@@ -1075,7 +1294,6 @@ HALF = {"shard": jb.RowShard((0,), 2)}
         ({"num_epochs": 0}, "`num_epochs=0` must be a positive integer."),
         ({"num_steps": 1.5}, "`num_steps=1.5` is not an integer."),
         ({"max_wait": 0}, "`max_wait=0` must be a positive integer."),
-        ({"load_ahead": 0}, "`load_ahead=0` must be a positive integer."),
         ({"seed": -1}, "`seed=-1` must be between 0 and"),
         ({"pack": True}, "`max_segments_per_row` is missing: a feature of one number"),
         (HALF, "`lengths` are missing: several processes have one sequence"),
@@ -1251,26 +1469,6 @@ def test_a_sample_ends_where_the_stream_does_and_not_before():
     with pytest.raises(RuntimeError, match="Example 5 of epoch 0 .* StopIteration"):
         jb.sample_lengths(stream(np.full(9, 3)).map(broken), 9)
     assert jb.sample_lengths(stream(np.full(9, 3)), 5).tolist() == [3] * 5
-
-
-def test_saving_does_not_hide_that_too_much_was_loaded():
-    lengths, plan, _ = job(31, size=400, multiple=2)
-    (host, *_) = hosts_of(lengths, plan, [1, 1], 60, load_ahead=2)
-    for _ in range(6):
-        next(host)
-    host.tell(0, 0)
-    with pytest.raises(ValueError, match="`load_ahead=2`: step 5 was loaded before"):
-        host.state_before(2)
-
-
-def test_steps_are_told_in_order():
-    lengths, plan, _ = job(31, size=400, multiple=2)
-    (host, *_) = hosts_of(lengths, plan, [1, 1], 60)
-    for _ in range(3):
-        next(host)
-    host.tell(0, 7)
-    with pytest.raises(ValueError, match="`step=2` cannot be told: the last one was 0"):
-        host.tell(2, 7)
 
 
 def test_what_is_dropped_takes_no_memory():

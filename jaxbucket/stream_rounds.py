@@ -1,0 +1,240 @@
+"""What processes tell one another of their streams, every few steps.
+
+While streams last, their buckets are one sequence that nobody has to ask for. What they
+tell is who has come to the end, and what of it still waits. As soon as all have, all
+that is left is known to everyone, and so are the cheapest batches that hold it.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbucket.base import digest
+from jaxbucket.example import Example, Features, features_of
+from jaxbucket.meeting import Meeting
+from jaxbucket.remainder import filler_bucket, flow_remainders
+from jaxbucket.stream_pool import Pool
+from jaxbucket.stream_run import Phase, StreamRun
+
+# Steps of a round: while all streams last, and when one has ended. What waits at the
+# end is a few batches, which would soon be given in the order of the sequence.
+_STEPS, _STEPS_AT_END = 16, 4
+# Rounds that states of steps before are in.
+_ROUNDS_KEPT = 64
+
+
+class Told(NamedTuple):
+    """What a process tells at the beginning of a round.
+
+    Attributes:
+      batching: what must be the same in all, as plain Python.
+      parts: of all rows, those that it has.
+      waiting: a digest of what waits, the same wherever the parts are.
+      ended: whether its stream is over.
+      shortest: the bucket of the shortest that waits; behind the last for none.
+      left: `[K]` rows that what waits needs at the end.
+      features: of examples, where it has had one.
+    """
+
+    batching: dict[str, Any]
+    parts: list[int]
+    waiting: str
+    ended: bool
+    shortest: int
+    left: list[int]
+    features: Features
+
+
+class Round(NamedTuple):
+    """Steps whose buckets all processes know.
+
+    Attributes:
+      first: its first step.
+      end: the step behind its last.
+      above: of the sequence, only longer buckets than this are given.
+      rest: (bucket, batches) that are given in place of the sequence, where all
+        streams have ended.
+    """
+
+    first: int
+    end: float
+    above: int
+    rest: list[tuple[int, int]] | None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left, in any process."""
+        return self.rest == []
+
+    def bucket(self, step: int, pick: int, phase: Phase, picks: int) -> int:
+        """Returns which bucket one of the picks of a step is."""
+        if self.rest is None:
+            assert phase.sequence is not None
+            number = (step - phase.first_step) * picks + pick
+            return phase.sequence.above(self.above)[number]
+        number = (step - self.first) * picks + pick
+        for bucket, batches in self.rest:
+            if number < batches:
+                return bucket
+            number -= batches
+        # What is left of the last step is filled up.
+        return phase.plan.buckets.index(filler_bucket(phase.plan))
+
+
+class StreamRounds:
+    """Round after round, of one iterator.
+
+    Args:
+      run: what the iterator goes by.
+      processes: those that meet; None for one round without an end.
+    """
+
+    def __init__(self, run: StreamRun, processes: Meeting | None):
+        self._run = run
+        self._processes = processes
+        endless = Round(0, math.inf, -1, None)
+        self._rounds = collections.deque(
+            [] if processes else [endless], maxlen=_ROUNDS_KEPT
+        )
+        # Of any process: one without an example has those of others.
+        self.features: Features = {}
+
+    def enter(
+        self, step: int, phase: Phase, pool: Pool, ended: bool, template: Example | None
+    ) -> Round:
+        """Returns the round of a step; where it begins, all processes have to come.
+
+        Raises:
+          ValueError: in all of them, if they do not batch alike.
+        """
+        last = self._rounds[-1] if self._rounds else None
+        if last and (last.first <= step < last.end or last.is_over):
+            return last
+        assert self._processes is not None
+        own = self._own(step, phase, pool, ended, template)
+        texts = self._processes.gather("stream", json.dumps(own._asdict()))
+        told = [Told(**json.loads(text)) for text in texts]
+        check_alike(told)
+        self.features = next((x.features for x in told if x.features), {})
+        self._rounds.append(self._agreed(step, phase, told))
+        return self._rounds[-1]
+
+    def _own(
+        self, step: int, phase: Phase, pool: Pool, ended: bool, template: Example | None
+    ) -> Told:
+        options = self._run.options
+        lengths = [arrival.length for arrival in pool.waiting()]
+        return Told(
+            batching={
+                "step": step,
+                "num_steps": options.num_steps,
+                **self._run.traits(),
+            },
+            parts=list(options.shard.parts),
+            waiting=digest(np.array(lengths, "<i8").data),
+            ended=ended,
+            shortest=int(phase.plan.assign([min(lengths)])[0])
+            if lengths
+            else len(phase.plan),
+            left=pool.rows_left(),
+            features=features_of(template),
+        )
+
+    def _agreed(self, step: int, phase: Phase, told: list[Told]) -> Round:
+        end = self._run.phase_end(step)
+        above = min(x.shortest for x in told) - 1
+        if not all(x.ended for x in told):
+            steps = _STEPS_AT_END if any(x.ended for x in told) else _STEPS
+            return Round(step, min(step + steps, end), above, None)
+        options = self._run.options
+        rows = np.array(phase.rows) // len(options.shard.parts) * options.together
+        flow = flow_remainders(rows_of_part(told), rows, phase.plan.costs)
+        # Longer ones first: shorter examples fill up their rows.
+        rest = [(k, int(flow.batches[k])) for k in reversed(range(len(rows)))]
+        rest = [(k, batches) for k, batches in rest if batches]
+        steps = -(-sum(batches for _, batches in rest) // options.picks)
+        return Round(step, min(step + steps, end), above, rest)
+
+    def inside(self, step: int) -> Round | None:
+        """Returns the round that a step is in, but not the first of; for a state."""
+        if self._processes is None:
+            return None
+        found = (x for x in self._rounds if x.first < step < x.end)
+        return next(found, None)
+
+    def go_back(self, inside: Round | None) -> None:
+        """Goes to where a state was taken."""
+        if self._processes is not None:
+            self._rounds.clear()
+            if inside is not None:
+                self._rounds.append(inside)
+
+
+def rows_of_part(told: Sequence[Told]) -> np.ndarray:
+    """Returns `[K]` rows of each bucket, that hold what any process has left.
+
+    Rows are of a part of the batch. What fits into a bucket fits into the longer ones,
+    so of all rows from a bucket on there are as many as whoever has most of them needs.
+
+    Example: 3 of the short one in one process, 1 of each in another.
+      >>> a = Told({}, [0], "", True, 0, [3, 0], {})
+      >>> b = Told({}, [1], "", True, 0, [1, 1], {})
+      >>> rows_of_part([a, b])
+      array([2, 1])
+    """
+    from_here_on = [
+        -(-np.cumsum(x.left[::-1], dtype=np.int64)[::-1] // len(x.parts)) for x in told
+    ]
+    most = np.max(from_here_on, axis=0)
+    return most - np.append(most[1:], 0)
+
+
+def check_alike(told: Sequence[Told]) -> None:
+    """Raises a ValueError if processes do not batch alike; it says in what."""
+    differences = list(_differences(told))
+    if differences:
+        raise ValueError(
+            f"The processes do not batch their streams alike: {'; '.join(differences)}."
+            " Start all of them with the same plan, lengths and options, from the same "
+            "step."
+        )
+
+
+def _differences(told: Sequence[Told]) -> Iterator[str]:
+    """What each has to itself, beside the first process that has it otherwise."""
+    first = told[0]
+    for index, other in enumerate(told):
+        for name, value in first.batching.items():
+            # As text: what fills rows behind their end may be no number.
+            if str(theirs := other.batching.get(name)) != str(value):
+                yield (
+                    f"{name.replace('_', ' ')} is {value} in process 0, "
+                    f"{theirs} in {index}"
+                )
+    having = [(index, x) for index, x in enumerate(told) if x.features]
+    for index, other in having:
+        (one, features), theirs = having[0], _kinds(other.features)
+        if theirs != (kinds := _kinds(features.features)):
+            yield f"features are {kinds} in process {one}, {theirs} in {index}"
+    of_parts: dict[tuple[int, ...], int] = {}
+    for index, other in enumerate(told):
+        one = of_parts.setdefault(tuple(other.parts), index)
+        if other.waiting != told[one].waiting:
+            yield (
+                f"processes {one} and {index} have the same rows, {other.parts}, but "
+                "not the same stream"
+            )
+
+
+def _kinds(features: Features) -> dict[str, str]:
+    """The dtype of each feature, and its shape behind the positions."""
+    return {
+        name: f"{dtype}{list(shape[1:])}"
+        for name, (dtype, shape) in sorted(features.items())
+    }
