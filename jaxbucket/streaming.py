@@ -70,8 +70,7 @@ def stream_batches(
     its rows from its own stream: they are in the same bucket at every step. A process
     whose stream is over gives empty rows. Those that are given as `processes` tell one
     another where their streams end, and end behind the same step, the last with an
-    example. Without, there is no end but `num_steps`; `StreamEnd` says when all is
-    given.
+    example. Without, there is no end but `num_steps`.
 
     Example:
       >>> import grain, jaxbucket as jb
@@ -104,6 +103,7 @@ def stream_batches(
       accumulate: micro-batches of a step, which is a tuple of batches then.
       group: whether they have the "same" bucket or are "mixed".
       num_steps: where the run ends, counted from step 0; by default with the stream.
+        `math.inf` for no end, where `StreamEnd` says when all is given.
       num_epochs: how often the stream is read; None for without end. The pool flows on
         from one epoch to the next.
       pack: whether rows hold several examples.
@@ -122,9 +122,9 @@ def stream_batches(
 
     Raises:
       ValueError: for a pool smaller than the rows of a batch, plans that do not go
-        together, lengths that are missing, or options out of range. And from an
-        iterator, for an example that is too long or has no length, with its place in
-        the stream.
+        together, lengths or `processes` that are missing, or options out of range. And
+        from an iterator, for an example that is too long or has no length, with its
+        place in the stream; or where processes do not batch alike.
       RuntimeError: from an iterator, where the stream raises; with the place, too.
     """
     if not isinstance(dataset, grain.IterDataset) and (
@@ -154,6 +154,7 @@ def stream_batches(
         seed=check_seed(seed),
     )
     phases = phases_of(plan, lengths, options, max_segments_per_row)
+    _check_processes(processes, options, num_steps)
     return StreamDataset(dataset, phases, options, like, on_drift, processes)
 
 
@@ -213,6 +214,22 @@ def _checked_steps(num_steps: float | None) -> int | None:
     if num_steps is None or num_steps == math.inf:
         return None
     return check_positive("num_steps", num_steps)
+
+
+def _check_processes(
+    processes: Meeting | None, options: Options, num_steps: float | None
+) -> None:
+    if processes is not None and not hasattr(processes, "gather"):
+        raise ValueError(
+            f"`processes={processes!r}` do not meet: give the `Processes` of the run."
+        )
+    ends = num_steps is None and options.num_epochs is not None
+    if ends and processes is None and not options.alone:
+        raise ValueError(
+            "`processes` are missing: this one has a part of the rows, and would not "
+            "hear when the streams of others are over. Give the `Processes` of the "
+            "run, or a `num_steps`: `math.inf` where `StreamEnd` ends the loop."
+        )
 
 
 def _named(sequences: Sequence[str]) -> Sequence[str]:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -451,6 +452,7 @@ def hosts_of(lengths, plan, shares, pool_size, threads=None, sample=None, **opti
     """One iterator for each host, over a part of the examples as large as its share."""
     ends = np.cumsum(shares) * len(lengths) // sum(shares)
     starts = [0, *ends[:-1].tolist()]
+    options = {"num_steps": None if threads else math.inf, **options}
     return [
         iter(
             jb.stream_batches(
@@ -855,6 +857,7 @@ def test_workers_do_not_meet():
 def test_a_host_without_an_example_needs_to_be_told_its_features():
     lengths, plan, _ = job(32, size=50, multiple=2)
     options = {"shard": jb.RowShard((1,), 2), "lengths": lengths, "pool_size": 50}
+    options["num_steps"] = math.inf
     empty = stream(np.zeros(0, int))
     with pytest.raises(ValueError, match="no example, so that the features of its"):
         next(iter(jb.stream_batches(empty, plan, **options)))
@@ -1128,6 +1131,7 @@ def test_hosts_whose_sequence_is_of_other_lengths_are_told():
             pool_size=512,
             lengths=sample,
             shard=jb.RowShard((0,), 2),
+            num_steps=math.inf,
             on_drift=told.append,
         )
     )
@@ -1298,6 +1302,11 @@ HALF = {"shard": jb.RowShard((0,), 2)}
         ({"pack": True}, "`max_segments_per_row` is missing: a feature of one number"),
         (HALF, "`lengths` are missing: several processes have one sequence"),
         ({"shard": jb.RowShard((0,), 3)}, "cannot be cut into 3 equal parts"),
+        ({**HALF, "lengths": [3]}, "`processes` are missing: this one has a part of"),
+        (
+            {"processes": 4},
+            "`processes=4` do not meet: give the `Processes` of the run",
+        ),
         ({"plan": {1: PLAN}}, "`plan` has first steps [1]: the first plan is that of"),
         ({"plan": {}}, "`plan` has first steps []"),
         ({"plan": {0: PLAN, 5: "new"}}, "`plan[5]` is a str, not a `BucketPlan`"),
@@ -1494,6 +1503,7 @@ def test_a_rare_length_waits_no_longer_than_it_may():
             max_wait=200,
             lengths=sample,
             shard=jb.RowShard((0,), 2),
+            num_steps=math.inf,
             on_drift=None,
         )
     )
