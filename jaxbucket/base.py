@@ -253,6 +253,17 @@ class BucketPlan:
             index[over] = -1
         return index
 
+    def kept(self, lengths: ArrayLike) -> np.ndarray:
+        """Returns the positions that rows hold of each example, `[n]`.
+
+        Without those that `overlong="drop"` leaves out, and cut by "truncate".
+
+        Raises:
+          ValueError: for lengths that `check` refuses.
+        """
+        lengths = self.check(lengths)
+        return np.minimum(lengths[self.assign(lengths) >= 0], self.max_seq_len)
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """32 hex digits that name these shapes and this policy."""

@@ -81,7 +81,7 @@ def bucket_shares(
       max_segments_per_row: as in `pack`.
       packs: whether rows are packed.
     """
-    kept = np.minimum(lengths[plan.assign(lengths) >= 0], plan.max_seq_len)
+    kept = plan.kept(lengths)
     if packs:
         kept = pack(
             kept, plan.boundaries.tolist(), max_segments_per_row=max_segments_per_row

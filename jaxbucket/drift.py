@@ -10,7 +10,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxbucket.base import Batch, BucketPlan
+from jaxbucket.base import Batch, Bucket, BucketPlan
+from jaxbucket.packed_plan import plan_packing
+from jaxbucket.packing import pack
 from jaxbucket.plan import plan_buckets
 from jaxbucket.stats import report
 
@@ -28,12 +30,14 @@ class Drift:
     Attributes:
       step: the one that has just been given.
       lengths: `[N]` int32, the last that arrived.
-      padding: of them under the plan in force, by `report`.
+      padding: of them under the plan in force, by `report`; of packed rows, when they
+        are packed alone.
       promised: of the lengths that this plan was made for; None where not known.
       renewed: of the last lengths, under `plan`.
       empty_rows: the share of rows that had no example meanwhile.
-      plan: made of the last lengths, within the same limits. It is in force from a step
-        on only if it is given: `plan={0: old, step: drift.plan}`.
+      plan: made of the last lengths, within the same limits, but that packed rows may
+        have two T. It is in force from a step on only if it is given:
+        `plan={0: old, step: drift.plan}`.
     """
 
     step: int
@@ -84,8 +88,9 @@ class DriftWatch:
       plan: the one in force.
       sample: `[N]` lengths that it was made for, where they are known.
       on_drift: what is called; None to look at nothing.
-      packs: whether rows are packed: their padding is not that of examples, and only
-        rows that are empty are looked at.
+      shares: whether several processes have one sequence of buckets, so that rows may
+        be empty for it is no longer right. Alone, they are so for a pool too small.
+      max_segments: the most examples of a packed row; None where rows are padded.
       max_batch_size: of a new plan, for all of a batch is in the pool at once.
     """
 
@@ -94,13 +99,15 @@ class DriftWatch:
         plan: BucketPlan,
         sample: np.ndarray | None,
         on_drift: OnDrift | None,
-        packs: bool,
+        shares: bool = False,
+        max_segments: int | None = None,
         max_batch_size: int | None = None,
     ):
         self._plan = plan
         self._sample = sample
         self._on_drift = on_drift
-        self._packs = packs
+        self._shares = shares
+        self._max_segments = max_segments
         self._max_batch_size = max_batch_size
         self._lengths = np.zeros(_WINDOW, np.int32)
         self._number = 0
@@ -133,14 +140,14 @@ class DriftWatch:
 
     def _look(self, step: int, on_drift: OnDrift) -> None:
         lengths, plan = self._lengths.copy(), self._plan
-        renewed = renewed_plan(plan, lengths, self._max_batch_size)
-        promised = None if self._sample is None else report(plan, self._sample).padding
+        renewed = self._renewed(lengths)
+        promised = None if self._sample is None else self._padding(plan, self._sample)
         drift = Drift(
             step=step,
             lengths=lengths,
-            padding=report(plan, lengths).padding,
+            padding=self._padding(plan, lengths),
             promised=promised,
-            renewed=report(renewed, lengths).padding,
+            renewed=self._padding(renewed, lengths),
             empty_rows=self._empty / max(self._rows, 1),
             plan=renewed,
         )
@@ -148,8 +155,7 @@ class DriftWatch:
         if promised is not None:
             # A plan that is not the best for its own lengths has not drifted for that.
             gained -= promised - self._best_of_sample
-        worse = gained > _WORTH and not self._packs
-        if worse or drift.empty_rows > _EMPTY:
+        if gained > _WORTH or (self._shares and drift.empty_rows > _EMPTY):
             self._spoke = True
             on_drift(drift)
 
@@ -157,17 +163,36 @@ class DriftWatch:
     def _best_of_sample(self) -> float:
         """Padding of the sample, in the best plan for it within the same limits."""
         assert self._sample is not None
-        best = renewed_plan(self._plan, self._sample, self._max_batch_size)
-        return report(best, self._sample).padding
+        return self._padding(self._renewed(self._sample), self._sample)
+
+    def _renewed(self, lengths: np.ndarray) -> BucketPlan:
+        limits = (self._max_batch_size, self._max_segments)
+        return renewed_plan(self._plan, lengths, *limits)
+
+    def _padding(self, plan: BucketPlan, lengths: np.ndarray) -> float:
+        if self._max_segments is None:
+            return report(plan, lengths).padding
+        kept = plan.kept(lengths)
+        rows = pack(
+            kept, plan.boundaries.tolist(), max_segments_per_row=self._max_segments
+        ).row_lengths
+        positions = plan.boundaries[plan.assign(rows)].sum(dtype=np.int64)
+        return 1 - float(kept.sum(dtype=np.int64) / positions)
 
 
 def renewed_plan(
-    plan: BucketPlan, lengths: np.ndarray, max_batch_size: int | None = None
+    plan: BucketPlan,
+    lengths: np.ndarray,
+    max_batch_size: int | None = None,
+    max_segments: int | None = None,
 ) -> BucketPlan:
     """Returns the best plan for other lengths, within the limits of a plan.
 
-    As many buckets, the same budget, multiples, longest T and policy.
+    As many buckets, the same budget, multiples, longest T and policy. Of packed rows
+    at least two: with one T there is nothing to choose.
     """
+    if max_segments is not None:
+        return _renewed_packed(plan, lengths, max_batch_size, max_segments)
     return plan_buckets(
         lengths,
         max_tokens=plan.max_tokens,
@@ -177,4 +202,34 @@ def renewed_plan(
         seq_len_multiple=plan.seq_len_multiple,
         max_seq_len=plan.max_seq_len,
         overlong=plan.overlong,
+    )
+
+
+def _renewed_packed(
+    plan: BucketPlan,
+    lengths: np.ndarray,
+    max_batch_size: int | None,
+    max_segments: int,
+) -> BucketPlan:
+    found = plan_packing(
+        # The longest T stays.
+        np.append(plan.kept(lengths), plan.max_seq_len),
+        max_tokens=plan.max_tokens,
+        max_seq_len=plan.max_seq_len,
+        num_buckets=max(2, len(plan)),
+        pack="always",
+        max_segments_per_row=max_segments,
+        batch_size_multiple=plan.batch_size_multiple,
+        seq_len_multiple=plan.seq_len_multiple,
+    ).plan
+    most = plan.max_tokens if max_batch_size is None else max_batch_size
+    most -= most % plan.batch_size_multiple
+    buckets = tuple(Bucket(min(b.batch_size, most), b.seq_len) for b in found.buckets)
+    # Of rows in other numbers nobody knows the costs.
+    return dataclasses.replace(
+        found,
+        buckets=buckets,
+        overlong=plan.overlong,
+        step_costs=None,
+        cost_unit="tokens",
     )

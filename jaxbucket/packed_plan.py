@@ -327,12 +327,12 @@ class _RowSearch:
             best = found
         for turn in range(_REFINEMENTS):
             best = self._refined(best, _RATIO ** (0.5**turn))
-        return best
+        return self._cheapest([self._needed(best)], best)
 
     @functools.cached_property
     def _grid(self) -> list[int]:
-        steps = math.log(self.last / self._values[0], _RATIO)
-        return sorted({self._rounded(self.last / _RATIO**i) for i in range(int(steps))})
+        steps = 1 + int(math.log(self.last / self._values[0], _RATIO))
+        return sorted({self._rounded(self.last / _RATIO**i) for i in range(steps)})
 
     def _refined(self, best: _Packed, ratio: float) -> _Packed:
         """The cheapest with each T in turn moved by a factor, or left out."""
@@ -341,6 +341,14 @@ class _RowSearch:
             moved = [self._rounded(seq_len * x) for x in (ratio, 1 / ratio)]
             best = self._cheapest([rest, *([*rest, x] for x in moved)], best)
         return best
+
+    def _needed(self, packed: _Packed) -> list[int]:
+        """T that its rows need, as long as the longest of them."""
+        longest: dict[int, int] = {}
+        for row in packed.patterns:
+            longest[row.seq_len] = max(longest.get(row.seq_len, 0), sum(row.slots))
+        multiple = self._limits.seq_len_multiple
+        return [-(-length // multiple) * multiple for length in longest.values()]
 
     def _cheapest(self, tried: Iterable[Iterable[int]], best: _Packed) -> _Packed:
         """Of those that hold the longest, and the best so far."""

@@ -143,7 +143,9 @@ class StreamIterator(grain.DatasetIterator[Any]):
                 self._pool.put(arrival)
             self._phase = phase
             self._watch = DriftWatch(
-                *(phase.plan, phase.sample, self._run.on_drift, self._options.packs),
+                *(phase.plan, phase.sample, self._run.on_drift),
+                shares=not self._options.alone,
+                max_segments=phase.max_segments,
                 max_batch_size=self._options.most_rows,
             )
         return phase

@@ -217,8 +217,7 @@ def _max_segments(
             "`max_segments_per_row` is missing: a feature of one number for each "
             "example is `[B, max_segments_per_row]`. Give it, or `lengths`."
         )
-    kept = np.minimum(sample[plan.assign(sample) >= 0], plan.max_seq_len)
-    return pack_rows(kept, plan.boundaries.tolist()).max_segments
+    return pack_rows(plan.kept(sample), plan.boundaries.tolist()).max_segments
 
 
 @dataclasses.dataclass(frozen=True)

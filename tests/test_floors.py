@@ -116,7 +116,7 @@ ROOMS = {
         {"numpy", "grain"},
     ),
     "bucket_sequence": ({"base", "packing", "permutation"}, {"numpy"}),
-    "drift": ({"base", "plan", "stats"}, {"numpy"}),
+    "drift": ({"base", "packed_plan", "packing", "plan", "stats"}, {"numpy"}),
     "stream_end": ({"checks", "base"}, set()),
     "stream_arrivals": ({"base", "example"}, {"numpy", "grain"}),
     "stream_pool": ({"base", "remainder", "stream_arrivals"}, set()),

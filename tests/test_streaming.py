@@ -1594,6 +1594,41 @@ def test_a_plan_that_is_proposed_can_be_adopted():
     jb.stream_batches(stream(lengths), {0: plan, told[0].step: told[0].plan}, **options)
 
 
+def packed_drift(sample, lengths, plan, **options):
+    told: list[jb.Drift] = []
+    given = {"pool_size": 256, "lengths": sample, "pack": True, **options}
+    dataset = jb.stream_batches(stream(lengths), plan, on_drift=told.append, **given)
+    padding = [1 - batch.num_tokens / batch.bucket.num_tokens for batch in dataset]
+    return told, padding
+
+
+def test_packed_rows_that_no_longer_fill_are_told_with_a_plan_that_fills():
+    rng = np.random.default_rng(0)
+    # Of the short ones many fill a row; of the long ones one fits, and leaves much.
+    sample, lengths = rng.integers(1, 65, 4000), rng.integers(300, 311, 40_000)
+    plan = jb.BucketPlan.from_shapes([(4, 512)])
+    (drift,), padding = packed_drift(sample, lengths, plan, max_segments_per_row=64)
+    assert drift.promised < 0.02
+    assert drift.padding == pytest.approx(np.mean(padding[:-1]), abs=0.01)
+    assert drift.padding > 0.4
+    assert drift.renewed < 0.1 and drift.plan.max_seq_len == 512
+    # It can be adopted, and has what it says.
+    plans = {0: plan, 10: drift.plan}
+    lengths = np.concatenate([sample, lengths])
+    told, padding = packed_drift(sample, lengths, plans, max_segments_per_row=64)
+    assert np.mean(padding[1000:-10]) < drift.renewed + 0.03
+
+
+@pytest.mark.parametrize("policy", ["first", "closest"])
+def test_a_pool_too_small_for_packed_rows_is_no_drift(policy):
+    lengths = np.random.default_rng(0).integers(1, 9, 40_000)
+    plan = jb.BucketPlan.from_shapes([(4, 512)])
+    told, padding = packed_drift(
+        lengths[:2000], lengths, plan, pool_size=32, policy=policy
+    )
+    assert not told and np.mean(padding) > 0.5
+
+
 def test_a_plan_made_by_hand_has_not_drifted():
     rng = np.random.default_rng(0)
     lengths = np.minimum(1 + rng.geometric(0.01, 40_000), 512)
