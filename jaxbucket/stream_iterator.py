@@ -36,20 +36,20 @@ class Given(NamedTuple):
       read: examples that were read before.
       arrived: what had arrived before.
       oldest: place of the oldest that waited then, or of the next to arrive.
-      taken: (place, length) of what it took out of the pool.
+      taken: (place, length, checksum) of what it took out of the pool.
     """
 
     step: int
     read: int
     arrived: int
     oldest: int
-    taken: list[tuple[int, int]]
+    taken: list[tuple[int, int, int]]
 
 
 class StreamIterator(grain.DatasetIterator[Any]):
     """Batches of a stream, one step after the other."""
 
-    def __init__(self, run: StreamRun):
+    def __init__(self, run: StreamRun, name: str):
         super().__init__()
         self._run = run
         self._options = run.options
@@ -60,7 +60,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._given: collections.deque[Given] = collections.deque()
         self._arrivals = self._new_arrivals()
         self._watch: DriftWatch | None = None
-        self._rounds = StreamRounds(run, run.processes)
+        self._rounds = StreamRounds(run, run.processes, name)
         self._failed: Exception | None = None
 
     def _new_arrivals(self) -> Arrivals:
@@ -102,20 +102,30 @@ class StreamIterator(grain.DatasetIterator[Any]):
         try:
             return self._next()
         except StopIteration:
+            self._given.pop()
             raise
         except Exception as error:
             self._failed = error
+            raise
+        except BaseException:
+            self._failed = RuntimeError(
+                f"Step {self._step} was interrupted. `set_state(get_state())` goes on "
+                "with it."
+            )
             raise
 
     def _next(self) -> Any:
         options = self._options
         step = self._run.step(self._step)
+        phase = self._enter(step)
+        counts = self._arrivals.counts
+        taken: list[tuple[int, int, int]] = []
+        # Before anything is taken: where the step fails, this is the state to save.
+        self._given.append(
+            Given(self._step, counts.read, counts.arrived, self._oldest_place(), taken)
+        )
         if step >= (options.num_steps or sys.maxsize):
             raise StopIteration
-        phase = self._enter(step)
-        before = (self._arrivals.counts.read, self._arrivals.counts.arrived)
-        oldest = self._oldest_place()
-        taken: list[tuple[int, int]] = []
         batches: list[Batch] = []
         for pick in range(options.picks):
             self._refill()
@@ -125,11 +135,11 @@ class StreamIterator(grain.DatasetIterator[Any]):
             overdue = self._arrived - options.max_wait
             number = phase.rows[bucket] * options.together
             rows = self._pool.take(bucket, number, overdue)
-            taken += [(x.place, x.length) for row in rows for x in row]
+            taken += [(x.place, x.length, x.checksum) for row in rows for x in row]
             batches += self._collate(phase, bucket, rows)
         if self._watch is not None:
             self._watch.step(step, batches, self._arrivals.ended)
-        self._remember(Given(self._step, *before, oldest, taken))
+        self._forget()
         self._step += 1
         return batches[0] if options.accumulate == 1 else tuple(batches)
 
@@ -234,8 +244,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
     def _arrived(self) -> int:
         return self._arrivals.counts.arrived
 
-    def _remember(self, given: Given) -> None:
-        self._given.append(given)
+    def _forget(self) -> None:
         if len(self._given) > _STEPS_KEPT:
             self._given.popleft()
         self._arrivals.forget(self._given[0].oldest, self._given[0].read)
@@ -258,7 +267,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         """
         counts = self._arrivals.counts
         read, arrived = counts.read, counts.arrived
-        pairs = [(x.place, x.length) for x in self._pool.waiting()]
+        waiting = [(x.place, x.length, x.checksum) for x in self._pool.waiting()]
         given = [x for x in self._given if x.step >= step]
         if step != self._step and not (given and given[0].step == step):
             kept = self._given[0].step if self._given else self._step
@@ -268,9 +277,9 @@ class StreamIterator(grain.DatasetIterator[Any]):
             )
         if given:
             read, arrived = given[0].read, given[0].arrived
-            pairs += [pair for x in given for pair in x.taken]
-            pairs = sorted(pair for pair in pairs if pair[0] < arrived)
-        places = [place for place, _ in pairs]
+            waiting += [one for x in given for one in x.taken]
+            waiting = sorted(one for one in waiting if one[0] < arrived)
+        places = [place for place, _, _ in waiting]
         snapshot = self._arrivals.snapshot(min([*places, arrived]), read)
         return StreamState(
             traits=self._state_traits(step),
@@ -278,7 +287,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
             read=read,
             places=places,
             next_place=arrived,
-            tokens=sum(length for _, length in pairs),
+            tokens=sum(length for _, length, _ in waiting),
+            checksum=sum(checksum for _, _, checksum in waiting),
             snapshot=snapshot,
             inside=self._rounds.inside(step),
             features=features_of(self._template if step else self._run.like),
@@ -309,7 +319,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._arrivals = self._new_arrivals()
         self._arrivals.go_back(found.snapshot)
         self._step = found.step
-        self._failed = None
+        # Until all of it is there.
+        self._failed = ValueError("The state that was set last was refused.")
         self._template = example_of(found.features) or self._run.like
         self._given.clear()
         # What waits is put into buckets of the plan in force by the next step.
@@ -324,8 +335,11 @@ class StreamIterator(grain.DatasetIterator[Any]):
             kept = [arrival for arrival in arrived if arrival.place in waiting]
             if kept:
                 self._put(kept)
-        tokens = sum(arrival.length for arrival in self._pool.waiting())
-        found.check_read(self._arrivals.counts, len(self._pool), tokens)
+        again = self._pool.waiting()
+        tokens = sum(arrival.length for arrival in again)
+        checksum = sum(arrival.checksum for arrival in again)
+        found.check_read(self._arrivals.counts, len(again), tokens, checksum)
+        self._failed = None
 
     def close(self) -> None:
         """Ends what it has begun; nothing can be read from it any more."""

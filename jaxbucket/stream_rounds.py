@@ -22,8 +22,7 @@ from jaxbucket.remainder import filler_bucket, flow_remainders
 from jaxbucket.stream_pool import Pool
 from jaxbucket.stream_run import Phase, StreamRun
 
-# Steps of a round: while all streams last, and when one has ended. What waits at the
-# end is a few batches, which would soon be given in the order of the sequence.
+# Steps of a round, at most: while all streams last, and when one has ended.
 _STEPS, _STEPS_AT_END = 16, 4
 # Rounds that states of steps before are in.
 _ROUNDS_KEPT = 64
@@ -93,11 +92,15 @@ class StreamRounds:
     Args:
       run: what the iterator goes by.
       processes: those that meet; None for one round without an end.
+      name: of the iterator, the same in all.
     """
 
-    def __init__(self, run: StreamRun, processes: Meeting | None):
+    def __init__(self, run: StreamRun, processes: Meeting | None, name: str):
         self._run = run
         self._processes = processes
+        self._name = name
+        # Whoever begins, or goes on from a state, does it where the others do.
+        self._has_met = processes is None
         endless = Round(0, math.inf, -1, None)
         self._rounds = collections.deque(
             [] if processes else [endless], maxlen=_ROUNDS_KEPT
@@ -108,21 +111,26 @@ class StreamRounds:
     def enter(
         self, step: int, phase: Phase, pool: Pool, ended: bool, template: Example | None
     ) -> Round:
-        """Returns the round of a step; where it begins, all processes have to come.
+        """Returns the round of a step.
+
+        Where it begins all processes have to come, and where they go on inside of it.
 
         Raises:
           ValueError: in all of them, if they do not batch alike.
         """
         last = self._rounds[-1] if self._rounds else None
-        if last and (last.first <= step < last.end or last.is_over):
+        is_known = last and (last.first <= step < last.end or last.is_over)
+        if last and is_known and self._has_met:
             return last
         assert self._processes is not None
         own = self._own(step, phase, pool, ended, template)
-        texts = self._processes.gather("stream", json.dumps(own._asdict()))
+        texts = self._processes.gather(self._name, json.dumps(own._asdict()))
         told = [Told(**json.loads(text)) for text in texts]
         check_alike(told)
+        self._has_met = True
         self.features = next((x.features for x in told if x.features), {})
-        self._rounds.append(self._agreed(step, phase, told))
+        if not is_known:
+            self._rounds.append(self._agreed(step, phase, told))
         return self._rounds[-1]
 
     def _own(
@@ -133,7 +141,9 @@ class StreamRounds:
         return Told(
             batching={
                 "step": step,
+                "round": self.inside(step),
                 "num_steps": options.num_steps,
+                "num_epochs": options.num_epochs,
                 **self._run.traits(),
             },
             parts=list(options.shard.parts),
@@ -149,15 +159,17 @@ class StreamRounds:
     def _agreed(self, step: int, phase: Phase, told: list[Told]) -> Round:
         end = self._run.phase_end(step)
         above = min(x.shortest for x in told) - 1
-        if not all(x.ended for x in told):
-            steps = _STEPS_AT_END if any(x.ended for x in told) else _STEPS
-            return Round(step, min(step + steps, end), above, None)
         options = self._run.options
+        if not all(x.ended for x in told):
+            # No more than a pool is enough for, or it is empty before all know of it.
+            most = max(phase.rows) * options.accumulate * (phase.max_segments or 1)
+            steps = max(_STEPS_AT_END, min(_STEPS, options.pool_size // most))
+            steps = _STEPS_AT_END if any(x.ended for x in told) else steps
+            return Round(step, min(step + steps, end), above, None)
         rows = np.array(phase.rows) // len(options.shard.parts) * options.together
-        flow = flow_remainders(rows_of_part(told), rows, phase.plan.costs)
+        batches = cheapest_batches(rows_of_part(told), rows, phase.plan.costs)
         # Longer ones first: shorter examples fill up their rows.
-        rest = [(k, int(flow.batches[k])) for k in reversed(range(len(rows)))]
-        rest = [(k, batches) for k, batches in rest if batches]
+        rest = [(k, batches[k]) for k in reversed(range(len(rows))) if batches[k]]
         steps = -(-sum(batches for _, batches in rest) // options.picks)
         return Round(step, min(step + steps, end), above, rest)
 
@@ -171,6 +183,7 @@ class StreamRounds:
     def go_back(self, inside: Round | None) -> None:
         """Goes to where a state was taken."""
         if self._processes is not None:
+            self._has_met = False
             self._rounds.clear()
             if inside is not None:
                 self._rounds.append(inside)
@@ -193,6 +206,25 @@ def rows_of_part(told: Sequence[Told]) -> np.ndarray:
     ]
     most = np.max(from_here_on, axis=0)
     return most - np.append(most[1:], 0)
+
+
+def cheapest_batches(
+    counts: np.ndarray, batch_sizes: np.ndarray, costs: np.ndarray
+) -> list[int]:
+    """Returns `[K]` batches that hold all: those of remainders that flow, if needed.
+
+    Example: the rest of 5 fills up the longer batch, where there is room for 2 more.
+      >>> sizes, costs = np.array([2, 4]), np.array([8, 32])
+      >>> cheapest_batches(np.array([5, 1]), sizes, costs)
+      [1, 1]
+    """
+    batches = flow_remainders(counts, batch_sizes, costs).batches.copy()
+    needed = np.cumsum(counts[::-1])[::-1]
+    for k in reversed(range(len(batches))):
+        # What rows are too many, from each bucket on; it fits into longer ones, too.
+        spare = np.cumsum((batches * batch_sizes)[::-1])[::-1] - needed
+        batches[k] -= min(int(batches[k]), int(spare[: k + 1].min()) // batch_sizes[k])
+    return batches.tolist()
 
 
 def check_alike(told: Sequence[Told]) -> None:

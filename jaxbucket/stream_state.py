@@ -28,7 +28,8 @@ class StreamState:
       read: examples that have been read.
       places: of what waits in the pool, ascending.
       next_place: of what arrives next.
-      tokens: positions of what waits, by which a stream that changed is known.
+      tokens: positions of what waits, by which a stream that changed is known, and
+      checksum: the sum of their checksums.
       snapshot: from where they are read again.
       inside: the round of several processes that this step is in; None where it is
         the first of one.
@@ -42,6 +43,7 @@ class StreamState:
     places: list[int]
     next_place: int
     tokens: int
+    checksum: int
     snapshot: Snapshot
     inside: Round | None
     features: Features
@@ -58,6 +60,7 @@ class StreamState:
             "next_place": self.next_place,
             "waiting": _as_text(self.places),
             "tokens": self.tokens,
+            "checksum": self.checksum,
             # One word, too, and so are features.
             "round": json.dumps(self.inside),
             "features": json.dumps(self.features),
@@ -86,26 +89,31 @@ class StreamState:
             )
         try:
             places = _from_text(state["waiting"])
-            counts = StreamCounts(**state["counts"])
+            names = [field.name for field in dataclasses.fields(StreamCounts)]
+            counts = StreamCounts(**{x: _natural(state["counts"][x]) for x in names})
             snapshot = Snapshot(
-                int(state["epoch"]), int(state["number"]), counts, state["parent"]
+                _natural(state["epoch"]),
+                _natural(state["number"]),
+                counts,
+                state["parent"],
             )
-            names = ("step", "read", "next_place", "tokens")
-            step, read, next_place, tokens = (int(state[name]) for name in names)
+            names = ("step", "read", "next_place", "tokens", "checksum")
+            numbers = [_natural(state[name]) for name in names]
+            step, read, next_place, tokens, checksum = numbers
             traits = dict(state["traits"])
             inside = _round_of(json.loads(state["round"]))
             features: Features = {
                 str(name): (str(np.dtype(dtype)), [int(n) for n in shape])
                 for name, (dtype, shape) in json.loads(state["features"]).items()
             }
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"`state` is cut or changed ({type(error).__name__}: {error}). Restore "
                 "an earlier checkpoint."
             ) from None
         return cls(
-            *(traits, step, read, places, next_place, tokens, snapshot, inside),
-            features,
+            *(traits, step, read, places, next_place, tokens, checksum, snapshot),
+            *(inside, features),
         )
 
     def check_same(self, traits: Mapping[str, Any]) -> None:
@@ -123,7 +131,9 @@ class StreamState:
                 "plan takes over at a later step: `plan={0: old, step: new}`."
             )
 
-    def check_read(self, counts: StreamCounts, number: int, tokens: int) -> None:
+    def check_read(
+        self, counts: StreamCounts, number: int, tokens: int, checksum: int
+    ) -> None:
         """Raises a ValueError if not the same was read again."""
         found = (counts.read, counts.arrived, number, tokens)
         if found != (self.read, self.next_place, len(self.places), self.tokens):
@@ -132,6 +142,12 @@ class StreamState:
                 f"of which {len(self.places)} with {self.tokens} tokens waited, and "
                 f"now it gives {counts.read}, {number} and {tokens}. A stream has to "
                 "be the same whenever it is read: seed what is drawn in it."
+            )
+        if checksum != self.checksum:
+            raise ValueError(
+                f"The stream is not what it was: of {len(self.places)} examples that "
+                "waited the lengths are the same, but not what they hold. A stream has "
+                "to be the same whenever it is read: seed what is drawn in it."
             )
 
 
@@ -144,13 +160,19 @@ def _shown(traits: Mapping[str, Any], name: str) -> Any:
     return traits.get(name, "absent")
 
 
+def _natural(number: Any) -> int:
+    if isinstance(number, bool) or int(number) != number or number < 0:
+        raise ValueError(f"{number!r} is no count")
+    return int(number)
+
+
 def _round_of(found: Any) -> Round | None:
     if found is None:
         return None
     first, end, above, rest = found
     if rest is not None:
-        rest = [(int(bucket), int(batches)) for bucket, batches in rest]
-    return Round(int(first), float(end), int(above), rest)
+        rest = [(_natural(bucket), _natural(batches)) for bucket, batches in rest]
+    return Round(_natural(first), _natural(end), _natural(above + 1) - 1, rest)
 
 
 def _as_text(places: list[int]) -> str:
@@ -165,4 +187,4 @@ def _as_text(places: list[int]) -> str:
 
 
 def _from_text(text: str) -> list[int]:
-    return list(itertools.accumulate(map(int, text.split())))
+    return list(itertools.accumulate(_natural(int(x)) for x in text.split()))

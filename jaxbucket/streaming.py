@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -39,6 +40,8 @@ Stream: TypeAlias = grain.IterDataset | EpochStream
 
 # Of the pool: how many more may come before an example is served out of turn.
 _WAITS = 16
+# Of streams in several processes.
+_numbers = itertools.count()
 
 
 def stream_batches(
@@ -69,8 +72,8 @@ def stream_batches(
     it has a part of them, all processes have one sequence of buckets, and each fills
     its rows from its own stream: they are in the same bucket at every step. A process
     whose stream is over gives empty rows. Those that are given as `processes` tell one
-    another where their streams end, and end behind the same step, the last with an
-    example. Without, there is no end but `num_steps`.
+    another where their streams end, and end behind the same step, when all examples are
+    given. Without, there is no end but `num_steps`.
 
     Example:
       >>> import grain, jaxbucket as jb
@@ -98,8 +101,8 @@ def stream_batches(
         from them comes the sequence of buckets. Needed where there are several. Or a
         dict, as for `plan`.
       shard: the rows of this process, from `local_rows(mesh)`; by default all.
-      processes: those that go through their streams together, from `Processes`; in
-        all of them iterators are made and read alike.
+      processes: those that go through their streams together, from `Processes`. In all
+        of them the same streams are made, in the same order, and read as often.
       accumulate: micro-batches of a step, which is a tuple of batches then.
       group: whether they have the "same" bucket or are "mixed".
       num_steps: where the run ends, counted from step 0; by default with the stream.
@@ -255,11 +258,16 @@ class StreamDataset(grain.IterDataset[Any]):
         self._like = like
         self._on_drift = on_drift
         self._processes = processes
+        # By which processes know which of several streams they meet for.
+        self._number = None if processes is None else next(_numbers)
+        self._readings = itertools.count()
         # Which of the steps are of this worker.
         self._first, self._stride = 0, 1
 
     def __iter__(self) -> StreamIterator:
-        return StreamIterator(self._run())
+        return StreamIterator(
+            self._run(), f"stream {self._number}, reading {next(self._readings)}"
+        )
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
         """Leaves a worker every so many-th example, and the steps of its batches."""

@@ -131,3 +131,102 @@ def check_once(hosts: list[dict[int, tuple[str, list[int]]]]) -> None:
         found = collections.Counter(x for _, names in steps.values() for x in names)
         assert found == dict.fromkeys(range(first, first + count), 1)
         first += count
+
+
+TWO = """
+import threading
+import grain
+import numpy as np
+import jaxbucket as jb
+
+lengths = np.random.default_rng(0).integers(1, 33, 400)
+plan = jb.plan_buckets(lengths, max_tokens=256, num_buckets=3, batch_size_multiple=2)
+
+
+def read(name, dataset):
+    found = [
+        int(n)
+        for batch in dataset
+        for n in batch.features["index"][batch.mask[:, 0] > 0]
+    ]
+    told[name] = sorted(found) == list(range(processes.index, sizes[name], 2))
+
+
+with jb.Processes(timeout=4) as processes:
+    sizes, datasets, told = {"train": 400, "eval": 90}, {}, {}
+    for name, size in sizes.items():
+        source = [
+            {"tokens": np.zeros(lengths[i], np.int32), "index": np.int32(i)}
+            for i in range(processes.index, size, 2)
+        ]
+        datasets[name] = jb.stream_batches(
+            grain.MapDataset.source(source).to_iter_dataset(),
+            plan,
+            pool_size=64,
+            lengths=lengths,
+            shard=jb.RowShard((processes.index,), 2),
+            processes=processes,
+        )
+    # Whoever comes first meets the others of the same stream.
+    names = sorted(datasets, reverse=processes.index == 1)
+    threads = [threading.Thread(target=read, args=(x, datasets[x])) for x in names]
+    for thread in threads:
+        thread.start()
+        thread.join(1.0)
+    for thread in threads:
+        thread.join()
+    say("read", told["train"], told["eval"])
+"""
+
+
+def test_two_streams_are_read_at_once(launch):
+    run = launch(TWO, count=2)
+    assert run.status == 0, run.output
+    assert [run.said(index) for index in range(2)] == [["read True True"]] * 2
+
+
+ELSEWHERE = """
+import grain, jax
+import numpy as np
+import jaxbucket as jb
+
+lengths = np.random.default_rng(0).integers(1, 33, 400)
+plan = jb.plan_buckets(lengths, max_tokens=256, num_buckets=3, batch_size_multiple=2)
+
+
+def read(example):
+    if processes.index == 1 and example["index"] == 150:
+        raise OSError("no network")
+    return example
+
+
+with jb.Processes(timeout=4) as processes:
+    source = [
+        {"tokens": np.zeros(n, np.int32), "index": np.int32(i)}
+        for i, n in enumerate(lengths)
+    ]
+    dataset = jb.stream_batches(
+        grain.MapDataset.source(source).map(read).to_iter_dataset(),
+        plan,
+        pool_size=64,
+        lengths=lengths,
+        shard=jb.RowShard((processes.index,), 2),
+        processes=processes,
+        seed=CHANGE * processes.index,
+    )
+    for batch in dataset:
+        pass
+"""
+
+
+def test_nobody_waits_for_a_stream_that_broke(launch):
+    run = launch(ELSEWHERE.replace("CHANGE", "0"), count=2)
+    assert run.status != 0
+    assert "OSError: no network" in run.output
+    assert "process 1" in run.output and "Example 150 of epoch 0" in run.output
+
+
+def test_processes_that_batch_otherwise_end_with_an_error(launch):
+    run = launch(ELSEWHERE.replace("CHANGE", "1"), count=2)
+    assert run.status != 0
+    assert "seed is 0 in process 0, 1 in 1" in run.output

@@ -556,7 +556,7 @@ class Thread:
         return self.all.count
 
     def gather(self, name: str, value: str) -> list[str]:
-        assert name == "stream"
+        assert re.fullmatch(r"stream \d+, reading \d+", name)
         self.all.values[self.index] = value
         if self.all.barrier.wait() == 0:
             self.all.meetings += 1
@@ -829,20 +829,32 @@ def test_a_host_without_an_example_hears_of_features():
     one, two = drive(hosts)
     assert len(names_of(one)) == 50 and not names_of(two)
     assert two[0][0].features["tokens"].dtype == np.int32
-    state = json.loads(json.dumps(hosts[1].state_before(1)))
-    again = iter(
-        jb.stream_batches(
-            stream(np.zeros(0, int)),
-            plan,
-            pool_size=50,
-            lengths=lengths,
-            shard=jb.RowShard((1,), 2),
-            processes=Threads(2).of(1),
-        )
-    )
-    again.set_state(state)
-    # Within the round nobody is asked.
-    assert_same(steps_of([next(again)]), two[1:2])
+    # Of a state, too, which is where they go on.
+    for host in hosts:
+        host.set_state(json.loads(json.dumps(host.state_before(1))))
+    assert_same(drive(hosts)[1], two[1:])
+
+
+def test_hosts_that_go_on_from_other_states_are_told_so():
+    """Inside of a round nobody would meet anyone, but for this."""
+    lengths, plan, _ = job(39, size=300, multiple=2)
+    pool = 20 * int(plan.batch_sizes.max())
+    lengths = np.tile(lengths, 20)
+    states = []
+    for _ in range(2):
+        _, hosts = meeting_hosts(lengths, plan, [1, 1], pool)
+        drive(hosts, 25)
+        states.append([hosts[0].state_before(20), hosts[1].state_before(22)])
+    assert json.loads(states[0][0]["round"])[0] == 16
+    _, hosts = meeting_hosts(lengths, plan, [1, 1], pool)
+    for host, state in zip(hosts, states[0], strict=True):
+        host.set_state(state)
+
+    def refused(host):
+        with pytest.raises(ValueError, match="step is 20 in process 0, 22 in 1"):
+            next(host)
+
+    in_threads([lambda host=host: refused(host) for host in hosts])
 
 
 def test_workers_do_not_meet():
@@ -1367,8 +1379,68 @@ def test_states_that_are_none_or_cut_are_refused():
         less = {key: value for key, value in state.items() if key != name}
         with pytest.raises(ValueError, match="`state` is cut or changed"):
             iterator.set_state(less)
-    with pytest.raises(ValueError, match="`state` is cut or changed"):
-        iterator.set_state({**state, "waiting": "1 x"})
+    wrong = {
+        "waiting": ["1 x", "3 -5", 7],
+        "step": [-1, 1.5, True, "2"],
+        "epoch": [-1, None],
+        "counts": [{}, {"read": -1}],
+        "features": ["[1]", "{", '{"a": ["int99", []]}'],
+        "round": ["a:b:c", "[1]", "[0, 5, -2, null]", '[0, 5, -1, [["x", 1]]]'],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match="`state` is cut or changed"):
+                iterator.set_state({**state, name: value})
+    # It was not touched by any of them.
+    iterator.set_state(state)
+    assert len(list(iterator)) > 0
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_step_that_fails_is_saved_as_it_was_before(options):
+    lengths, plan, rng = job(41, size=120)
+    pool = 2 * smallest_pool(plan, options)
+    options = {"lengths": lengths, "pool_size": pool, "on_drift": None, **options}
+    whole = steps_of(jb.stream_batches(stream(lengths), plan, **options))
+    broken = {"at": -1, "error": OSError}
+
+    def read(example):
+        if example["index"] == broken["at"]:
+            raise broken["error"]("no network")
+        return example
+
+    dataset = jb.stream_batches(stream(lengths).map(read), plan, **options)
+    for at in rng.choice(120, 6, replace=False).tolist():
+        for error in (OSError, KeyboardInterrupt):
+            broken.update(at=at, error=error)
+            iterator = iter(dataset)
+            steps = []
+            with pytest.raises((RuntimeError, KeyboardInterrupt)):
+                for batches in iterator:
+                    steps += steps_of([batches])
+            with pytest.raises(RuntimeError, match="cannot be read|was interrupted"):
+                next(iterator)
+            state = json.loads(json.dumps(iterator.get_state()))
+            broken["at"] = -1
+            iterator.set_state(state)
+            assert_same(steps + steps_of(iterator), whole)
+
+
+def test_examples_that_hold_something_else_are_refused():
+    lengths = np.random.default_rng(0).integers(1, 16, 90)
+    states = []
+    for first in (0, 500):
+        source = stream(lengths, first=first)
+        iterator = iter(jb.stream_batches(source, PLAN, pool_size=40))
+        if states:
+            with pytest.raises(ValueError, match="the same, but not what they hold"):
+                iterator.set_state(states[0])
+            # And nothing follows, as if it had been.
+            with pytest.raises(ValueError, match="The state that was set last was ref"):
+                next(iterator)
+        else:
+            steps_of(itertools.islice(iterator, 5))
+            states.append(iterator.state_before(2))
 
 
 @pytest.mark.parametrize("change", [0, 1])
