@@ -28,6 +28,8 @@ from jaxbucket.example import (
 )
 
 _CHECKED_ONE_IN = 16
+# Not None, which a function of the stream returns that forgets to return.
+_END = object()
 
 
 class Arrival(NamedTuple):
@@ -142,7 +144,7 @@ class Arrivals:
         """
         while not self.ended:
             example = self._next_example()
-            if example is None:
+            if example is _END:
                 self._end_epoch()
                 continue
             try:
@@ -163,8 +165,8 @@ class Arrivals:
                 ]
         return []
 
-    def _next_example(self) -> Example | None:
-        """The next of this epoch; None behind its last one."""
+    def _next_example(self) -> Any:
+        """The next of this epoch; `_END` behind its last one."""
         self._open()
         # By what arrived: of examples that are dropped there may be any number.
         mark = self.counts.arrived // self._every
@@ -176,7 +178,7 @@ class Arrivals:
         except StopIteration as end:
             # One of a function of the user's looks like the end.
             if not _is_of_function(end):
-                return None
+                return _END
         raise RuntimeError(
             f"{self._where()} cannot be read: a function of the stream raised "
             "StopIteration, which would be taken for its end. Where it calls `next`, "

@@ -1253,6 +1253,15 @@ def test_an_example_without_a_length_is_refused_with_its_place():
         jb.sample_lengths(source, 10)
 
 
+@pytest.mark.parametrize("epochs", [1, 3, None])
+def test_a_function_that_returns_nothing_is_not_the_end(epochs):
+    plan = jb.plan_buckets([4], max_tokens=16)
+    source = stream(np.array([3, 4, 2, 1])).map(lambda x: x if x["index"] < 2 else None)
+    dataset = jb.stream_batches(source, plan, pool_size=4, num_epochs=epochs)
+    with pytest.raises(ValueError, match="Example 2 of epoch 0 .* is a NoneType, not"):
+        list(dataset)
+
+
 def test_an_example_of_another_dtype_is_refused_with_its_place():
     plan = jb.plan_buckets([4], max_tokens=16)
     examples = [{"x": np.zeros(n, np.int32)} for n in (1, 2, 3)]
