@@ -305,7 +305,14 @@ class Arrivals:
         self._anything = snapshot.number > 0
         self._mark = snapshot.counts.arrived // self._every
         self._iterator = self._begin(self._epoch)
-        self._iterator.set_state(copy.deepcopy(snapshot.state))
+        try:
+            self._iterator.set_state(copy.deepcopy(snapshot.state))
+        except Exception as error:
+            raise ValueError(
+                f"The stream refuses the state that it was in at example "
+                f"{self._number} of epoch {self._epoch}: {type(error).__name__}: "
+                f"{error}. Give the stream that it is of, or an earlier checkpoint."
+            ) from error
         self.counts = dataclasses.replace(snapshot.counts)
         self._snapshots = collections.deque([snapshot])
         self.ended = False

@@ -101,7 +101,7 @@ class StreamState:
             numbers = [_natural(state[name]) for name in names]
             step, read, next_place, tokens, checksum = numbers
             traits = dict(state["traits"])
-            inside = _round_of(json.loads(state["round"]))
+            inside = _round_of(json.loads(state["round"]), step)
             features: Features = {
                 str(name): (str(np.dtype(dtype)), [int(n) for n in shape])
                 for name, (dtype, shape) in json.loads(state["features"]).items()
@@ -166,10 +166,12 @@ def _natural(number: Any) -> int:
     return int(number)
 
 
-def _round_of(found: Any) -> Round | None:
+def _round_of(found: Any, step: int) -> Round | None:
     if found is None:
         return None
     first, end, above, rest = found
+    if not first < step < end or rest == []:
+        raise ValueError(f"step {step} is not inside of a round from {first} to {end}")
     if rest is not None:
         rest = [(_natural(bucket), _natural(batches)) for bucket, batches in rest]
     return Round(_natural(first), _natural(end), _natural(above + 1) - 1, rest)

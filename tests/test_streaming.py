@@ -1394,13 +1394,19 @@ def test_states_that_are_none_or_cut_are_refused():
         "epoch": [-1, None],
         "counts": [{}, {"read": -1}],
         "features": ["[1]", "{", '{"a": ["int99", []]}'],
-        "round": ["a:b:c", "[1]", "[0, 5, -2, null]", '[0, 5, -1, [["x", 1]]]'],
+        "round": ["a:b:c", "[1]", "[0, 5, -2, null]", '[0, 5, -1, [["x", 1]]]']
+        + ["[0, 16, -1, []]", "[3, 2, 0, null]", "[0, NaN, 0, null]"],
     }
     for name, values in wrong.items():
         for value in values:
             with pytest.raises(ValueError, match="`state` is cut or changed"):
                 iterator.set_state({**state, name: value})
     # It was not touched by any of them.
+    assert len(list(iterator)) > 0
+    with pytest.raises(
+        ValueError, match="refuses the state .* at example 8 of epoch 0"
+    ):
+        iterator.set_state({**state, "parent": {}})
     iterator.set_state(state)
     assert len(list(iterator)) > 0
 
