@@ -20,7 +20,7 @@ from jaxbucket.stream_arrivals import Arrival, Arrivals, StreamCounts
 from jaxbucket.stream_pool import Pool
 from jaxbucket.stream_rounds import StreamRounds
 from jaxbucket.stream_run import Phase, StreamRun
-from jaxbucket.stream_state import StreamState
+from jaxbucket.stream_state import StreamState, checksum_of
 
 # Snapshots of the stream, for as many examples as the pool holds.
 _SNAPSHOTS = 8
@@ -288,7 +288,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
             places=places,
             next_place=arrived,
             tokens=sum(length for _, length, _ in waiting),
-            checksum=sum(checksum for _, _, checksum in waiting),
+            checksum=checksum_of((x[1] for x in waiting), (x[2] for x in waiting)),
             snapshot=snapshot,
             inside=self._rounds.inside(step),
             features=features_of(self._template if step else self._run.like),
@@ -326,7 +326,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         # What waits is put into buckets of the plan in force by the next step.
         self._phase, self._watch = None, None
         self._pool = self._run.phases[0].new_pool(self._options.policy)
-        self._rounds.go_back(found.inside)
+        self._rounds.go_back(found.step, found.inside)
         waiting = set(found.places)
         while self._arrivals.counts.read < found.read:
             arrived = self._arrivals.read()
@@ -337,7 +337,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
                 self._put(kept)
         again = self._pool.waiting()
         tokens = sum(arrival.length for arrival in again)
-        checksum = sum(arrival.checksum for arrival in again)
+        checksum = checksum_of((x.length for x in again), (x.checksum for x in again))
         found.check_read(self._arrivals.counts, len(again), tokens, checksum)
         self._failed = None
 

@@ -180,13 +180,28 @@ class StreamRounds:
         found = (x for x in self._rounds if x.first < step < x.end)
         return next(found, None)
 
-    def go_back(self, inside: Round | None) -> None:
-        """Goes to where a state was taken."""
-        if self._processes is not None:
-            self._has_met = False
-            self._rounds.clear()
-            if inside is not None:
-                self._rounds.append(inside)
+    def go_back(self, step: int, inside: Round | None) -> None:
+        """Goes to where a state was taken, before a step.
+
+        Raises:
+          ValueError: if its round has buckets that the plan has not.
+        """
+        if self._processes is None:
+            return
+        self._has_met = False
+        self._rounds.clear()
+        phase = self._run.phase_at(step)
+        # A plan that has been adopted since begins with a round of its own.
+        if inside is None or inside.first < phase.first_step:
+            return
+        longest = max([inside.above, *(bucket for bucket, _ in inside.rest or [])])
+        if longest >= len(phase.plan):
+            raise ValueError(
+                f"`state` is cut or changed: its round has bucket {longest} of "
+                f"{len(phase.plan)}. Restore an earlier checkpoint."
+            )
+        end = min(inside.end, self._run.phase_end(step))
+        self._rounds.append(inside._replace(end=end))
 
 
 def rows_of_part(told: Sequence[Told]) -> np.ndarray:

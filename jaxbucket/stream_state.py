@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class StreamState:
       places: of what waits in the pool, ascending.
       next_place: of what arrives next.
       tokens: positions of what waits, by which a stream that changed is known, and
-      checksum: the sum of their checksums.
+      checksum: of their lengths and of what some of them hold.
       snapshot: from where they are read again.
       inside: the round of several processes that this step is in; None where it is
         the first of one.
@@ -145,10 +146,17 @@ class StreamState:
             )
         if checksum != self.checksum:
             raise ValueError(
-                f"The stream is not what it was: of {len(self.places)} examples that "
-                "waited the lengths are the same, but not what they hold. A stream has "
-                "to be the same whenever it is read: seed what is drawn in it."
+                f"The stream is not what it was: the {len(self.places)} examples that "
+                f"waited have {tokens} tokens as they had, but not the same ones. A "
+                "stream has to be the same whenever it is read: seed what is drawn in "
+                "it."
             )
+
+
+def checksum_of(lengths: Iterable[int], checksums: Iterable[int]) -> int:
+    """Returns one number for all, in their order."""
+    array = np.array([*lengths, *checksums], "<u4")
+    return zlib.crc32(array.data)
 
 
 def _is_same(a: Any, b: Any) -> bool:

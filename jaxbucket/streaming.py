@@ -271,17 +271,25 @@ class StreamDataset(grain.IterDataset[Any]):
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
         """Leaves a worker every so many-th example, and the steps of its batches."""
+        self._check_no_worker()
+        start, stride = sl.start or 0, sl.step or 1
+        self._first += start * self._stride
+        self._stride *= stride
+        if isinstance(self._dataset, grain.IterDataset):
+            _slice(self._dataset, sl, sequential_slice)
+
+    def __getstate__(self) -> object:
+        # Grain sends it to its workers.
+        self._check_no_worker()
+        return super().__getstate__()
+
+    def _check_no_worker(self) -> None:
         if self._processes is not None:
             raise ValueError(
                 "`processes` is given, and a worker cannot meet those of others. Let "
                 "workers read the stream, `stream.mp_prefetch(...)`, or leave it out "
                 "and stop by `StreamEnd`."
             )
-        start, stride = sl.start or 0, sl.step or 1
-        self._first += start * self._stride
-        self._stride *= stride
-        if isinstance(self._dataset, grain.IterDataset):
-            _slice(self._dataset, sl, sequential_slice)
 
     def open_epoch(self, epoch: int) -> grain.IterDataset:
         """Returns the stream of an epoch."""

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+import pickle
 import re
 import subprocess
 import sys
@@ -857,13 +858,65 @@ def test_hosts_that_go_on_from_other_states_are_told_so():
     in_threads([lambda host=host: refused(host) for host in hosts])
 
 
+# A small pool is in a round of the sequence then, a large one in that of the rest.
+@pytest.mark.parametrize("pool", [40, 200])
+@pytest.mark.parametrize("start", [5, 9, 13, 14])
+def test_a_plan_that_is_adopted_inside_of_a_round_begins_another(start, pool):
+    lengths = np.random.default_rng(5).integers(1, 33, 200)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=256, num_buckets=3, batch_size_multiple=2
+    )
+    for other in ([(8, 17), (4, 32)], [(8, 32)], [(20, 5), (8, 11), (6, 20), (4, 32)]):
+        plans = {0: plan, 14: jb.BucketPlan.from_shapes(other)}
+        make = functools.partial(meeting_hosts, lengths, shares=[1, 1], pool_size=pool)
+        _, whole = make(plan=plans)
+        want = drive(whole)
+        _, before = make(plan=plan)
+        drive(before, 15)
+        states = [json.loads(json.dumps(x.state_before(start))) for x in before]
+        assert json.loads(states[0]["round"])
+        _, after = make(plan=plans)
+        for host, state in zip(after, states, strict=True):
+            host.set_state(state)
+        for found, steps in zip(drive(after), want, strict=True):
+            assert_same(found, steps[start:])
+
+
+def test_a_round_of_other_buckets_is_refused():
+    lengths, plan, _ = job(42, size=300, multiple=2)
+    _, hosts = meeting_hosts(lengths, plan, [1, 1], 4 * int(plan.batch_sizes.max()))
+    drive(hosts, 3)
+    state = hosts[0].get_state()
+    for wrong in ("[0, 16, 90, null]", "[0, 16, -1, [[90, 1]]]"):
+        with pytest.raises(ValueError, match="its round has bucket 90 of"):
+            hosts[0].set_state({**state, "round": wrong})
+
+
+@pytest.mark.parametrize("first", ["8x6", "packed"])
+@pytest.mark.parametrize("size", [9, 42, 300])
+def test_few_steps_at_the_end_are_empty(first, size):
+    plan = jb.BucketPlan.from_shapes([(8, 6)])
+    options = {"pack": True, "max_segments_per_row": 4} if first == "packed" else {}
+    lengths = np.full(size, 2 if options else 6)
+    _, hosts = meeting_hosts(lengths, plan, [1, 1], 16, **options)
+    tokens = [
+        sum(x[0].num_tokens for x in step) for step in zip(*drive(hosts), strict=True)
+    ]
+    assert sum(n == 0 for n in tokens) <= 3
+    assert tokens.index(min(tokens)) > len(tokens) - 5
+
+
 def test_workers_do_not_meet():
     lengths, plan, _ = job(38, size=50)
     dataset = jb.stream_batches(
         stream(lengths), plan, pool_size=50, processes=Threads(1).of(0)
     )
-    with pytest.raises(ValueError, match="a worker cannot meet those of others"):
-        dataset.set_slice(slice(0, None, 2))
+    for use in (
+        lambda: dataset.set_slice(slice(0, None, 2)),
+        lambda: pickle.dumps(dataset),
+    ):
+        with pytest.raises(ValueError, match="a worker cannot meet those of others"):
+            use()
 
 
 def test_a_host_without_an_example_needs_to_be_told_its_features():
@@ -1448,7 +1501,7 @@ def test_examples_that_hold_something_else_are_refused():
         source = stream(lengths, first=first)
         iterator = iter(jb.stream_batches(source, PLAN, pool_size=40))
         if states:
-            with pytest.raises(ValueError, match="the same, but not what they hold"):
+            with pytest.raises(ValueError, match="as they had, but not the same ones"):
                 iterator.set_state(states[0])
             # And nothing follows, as if it had been.
             with pytest.raises(ValueError, match="The state that was set last was ref"):
