@@ -8,10 +8,9 @@ that is left is known to everyone, and so are the cheapest batches that hold it.
 from __future__ import annotations
 
 import collections
-import json
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,33 +20,12 @@ from jaxbucket.meeting import Meeting
 from jaxbucket.remainder import filler_bucket, flow_remainders
 from jaxbucket.stream_pool import Pool
 from jaxbucket.stream_run import Phase, StreamRun
+from jaxbucket.stream_standing import Standing, check_alike
 
 # Steps of a round, at most: while all streams last, and when one has ended.
 _STEPS, _STEPS_AT_END = 16, 4
 # Rounds that states of steps before are in.
 _ROUNDS_KEPT = 64
-
-
-class Told(NamedTuple):
-    """What a process tells at the beginning of a round.
-
-    Attributes:
-      batching: what must be the same in all, as plain Python.
-      parts: of all rows, those that it has.
-      waiting: a digest of what waits, the same wherever the parts are.
-      ended: whether its stream is over.
-      shortest: the bucket of the shortest that waits; behind the last for none.
-      left: `[K]` rows that what waits needs at the end.
-      features: of examples, where it has had one.
-    """
-
-    batching: dict[str, Any]
-    parts: list[int]
-    waiting: str
-    ended: bool
-    shortest: int
-    left: list[int]
-    features: Features
 
 
 class Round(NamedTuple):
@@ -124,8 +102,8 @@ class StreamRounds:
             return last
         assert self._processes is not None
         own = self._own(step, phase, pool, ended, template)
-        texts = self._processes.gather(self._name, json.dumps(own._asdict()))
-        told = [Told(**json.loads(text)) for text in texts]
+        texts = self._processes.gather(self._name, own.to_text())
+        told = [Standing.from_text(text) for text in texts]
         check_alike(told)
         self._has_met = True
         self.features = next((x.features for x in told if x.features), {})
@@ -135,10 +113,10 @@ class StreamRounds:
 
     def _own(
         self, step: int, phase: Phase, pool: Pool, ended: bool, template: Example | None
-    ) -> Told:
+    ) -> Standing:
         options = self._run.options
         lengths = [arrival.length for arrival in pool.waiting()]
-        return Told(
+        return Standing(
             batching={
                 "step": step,
                 "round": self.inside(step),
@@ -156,7 +134,7 @@ class StreamRounds:
             features=features_of(template),
         )
 
-    def _agreed(self, step: int, phase: Phase, told: list[Told]) -> Round:
+    def _agreed(self, step: int, phase: Phase, told: list[Standing]) -> Round:
         end = self._run.phase_end(step)
         above = min(x.shortest for x in told) - 1
         options = self._run.options
@@ -204,15 +182,15 @@ class StreamRounds:
         self._rounds.append(inside._replace(end=end))
 
 
-def rows_of_part(told: Sequence[Told]) -> np.ndarray:
+def rows_of_part(told: Sequence[Standing]) -> np.ndarray:
     """Returns `[K]` rows of each bucket, that hold what any process has left.
 
     Rows are of a part of the batch. What fits into a bucket fits into the longer ones,
     so of all rows from a bucket on there are as many as whoever has most of them needs.
 
     Example: 3 of the short one in one process, 1 of each in another.
-      >>> a = Told({}, [0], "", True, 0, [3, 0], {})
-      >>> b = Told({}, [1], "", True, 0, [1, 1], {})
+      >>> a = Standing({}, [0], "", True, 0, [3, 0], {})
+      >>> b = Standing({}, [1], "", True, 0, [1, 1], {})
       >>> rows_of_part([a, b])
       array([2, 1])
     """
@@ -240,48 +218,3 @@ def cheapest_batches(
         spare = np.cumsum((batches * batch_sizes)[::-1])[::-1] - needed
         batches[k] -= min(int(batches[k]), int(spare[: k + 1].min()) // batch_sizes[k])
     return batches.tolist()
-
-
-def check_alike(told: Sequence[Told]) -> None:
-    """Raises a ValueError if processes do not batch alike; it says in what."""
-    differences = list(_differences(told))
-    if differences:
-        raise ValueError(
-            f"The processes do not batch their streams alike: {'; '.join(differences)}."
-            " Start all of them with the same plan, lengths and options, from the same "
-            "step."
-        )
-
-
-def _differences(told: Sequence[Told]) -> Iterator[str]:
-    """What each has to itself, beside the first process that has it otherwise."""
-    first = told[0]
-    for index, other in enumerate(told):
-        for name, value in first.batching.items():
-            # As text: what fills rows behind their end may be no number.
-            if str(theirs := other.batching.get(name)) != str(value):
-                yield (
-                    f"{name.replace('_', ' ')} is {value} in process 0, "
-                    f"{theirs} in {index}"
-                )
-    having = [(index, x) for index, x in enumerate(told) if x.features]
-    for index, other in having:
-        (one, features), theirs = having[0], _kinds(other.features)
-        if theirs != (kinds := _kinds(features.features)):
-            yield f"features are {kinds} in process {one}, {theirs} in {index}"
-    of_parts: dict[tuple[int, ...], int] = {}
-    for index, other in enumerate(told):
-        one = of_parts.setdefault(tuple(other.parts), index)
-        if other.waiting != told[one].waiting:
-            yield (
-                f"processes {one} and {index} have the same rows, {other.parts}, but "
-                "not the same stream"
-            )
-
-
-def _kinds(features: Features) -> dict[str, str]:
-    """The dtype of each feature, and its shape behind the positions."""
-    return {
-        name: f"{dtype}{list(shape[1:])}"
-        for name, (dtype, shape) in sorted(features.items())
-    }

@@ -128,8 +128,12 @@ ROOMS = {
         },
         {"numpy", "grain"},
     ),
+    "stream_standing": ({"example"}, set()),
     "stream_rounds": (
-        {"base", "example", "meeting", "remainder", "stream_pool", "stream_run"},
+        {
+            *("base", "example", "meeting", "remainder", "stream_pool", "stream_run"),
+            "stream_standing",
+        },
         {"numpy"},
     ),
     "stream_state": ({"example", "stream_arrivals", "stream_rounds"}, {"numpy"}),
