@@ -1,7 +1,15 @@
 """Real processes that train on streams of their own, to the end of all of them."""
 
 import collections
+import json
+import pathlib
 import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 COUNTS = [30, 60, 90, 120]
 
@@ -230,3 +238,32 @@ def test_processes_that_batch_otherwise_end_with_an_error(launch):
     run = launch(ELSEWHERE.replace("CHANGE", "1"), count=2)
     assert run.status != 0
     assert "seed is 0 in process 0, 1 in 1" in run.output
+
+
+@pytest.mark.parametrize("options", [[], ["--pack", "--epochs", "2"]], ids=str)
+def test_the_example_ends_where_it_ended_when_it_goes_on(tmp_path, options):
+    text = "\n".join(f"document {n} " + "x" * (n * 7 % 190) for n in range(300))
+    (tmp_path / "data.txt").write_text(text)
+
+    def run(folder: str, *more: str) -> dict:
+        command = [
+            *(sys.executable, ROOT / "scripts" / "launch_local.py", "-n", "2", "--"),
+            *(sys.executable, "-W", "error", ROOT / "examples" / "stream.py"),
+            *("--data", "data.txt", "--checkpoint", folder, "--save-every", "6"),
+            *("--max-len", "128", "--max-tokens", "1024", "--num-buckets", "2"),
+            *("--width", "16", "--layers", "1", "--pool-size", "64"),
+            *("--sample", "100", "--json", f"{folder}.json", *options, *more),
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads((tmp_path / f"{folder}.json").read_text())
+
+    whole = run("whole")
+    numbers = [step["step"] for step in whole["steps"]]
+    assert numbers == list(range(len(numbers))) and len(numbers) > 12
+    last = max(int(x.name) for x in (tmp_path / "whole").glob("[0-9]*"))
+    assert 0 < last < len(numbers)
+    (tmp_path / "whole.json").unlink()
+    assert run("whole")["steps"] == whole["steps"][last:]
