@@ -35,6 +35,7 @@ class Given(NamedTuple):
       step: its number.
       read: examples that were read before.
       arrived: what had arrived before.
+      waiting: how many waited.
       oldest: place of the oldest that waited then, or of the next to arrive.
       taken: (place, length, checksum) of what it took out of the pool.
     """
@@ -42,6 +43,7 @@ class Given(NamedTuple):
     step: int
     read: int
     arrived: int
+    waiting: int
     oldest: int
     taken: list[tuple[int, int, int]]
 
@@ -62,6 +64,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._watch: DriftWatch | None = None
         self._rounds = StreamRounds(run, run.processes, name)
         self._failed: Exception | None = None
+        # Whether the pool is what it should be, but for a step that failed.
+        self._is_set = True
 
     def _new_arrivals(self) -> Arrivals:
         options, plan = self._options, self._run.plan
@@ -109,21 +113,18 @@ class StreamIterator(grain.DatasetIterator[Any]):
             raise
         except BaseException:
             self._failed = RuntimeError(
-                f"Step {self._step} was interrupted. `set_state(get_state())` goes on "
-                "with it."
+                f"Step {self._step} was interrupted. Set a state to go on: that of "
+                "`get_state()`, if it gives one."
             )
             raise
 
     def _next(self) -> Any:
         options = self._options
         step = self._run.step(self._step)
-        phase = self._enter(step)
-        counts = self._arrivals.counts
         taken: list[tuple[int, int, int]] = []
         # Before anything is taken: where the step fails, this is the state to save.
-        self._given.append(
-            Given(self._step, counts.read, counts.arrived, self._oldest_place(), taken)
-        )
+        self._given.append(self._before(taken))
+        phase = self._enter(step)
         if step >= (options.num_steps or sys.maxsize):
             raise StopIteration
         batches: list[Batch] = []
@@ -142,6 +143,11 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._forget()
         self._step += 1
         return batches[0] if options.accumulate == 1 else tuple(batches)
+
+    def _before(self, taken: list[tuple[int, int, int]]) -> Given:
+        counts, oldest = self._arrivals.counts, self._oldest_place()
+        waiting = len(self._pool)
+        return Given(self._step, counts.read, counts.arrived, waiting, oldest, taken)
 
     def _enter(self, step: int) -> Phase:
         """The plan in force, into whose buckets what waits is put."""
@@ -263,8 +269,15 @@ class StreamIterator(grain.DatasetIterator[Any]):
         So a loop that loads ahead saves the state of the step that it has come to.
 
         Raises:
-          ValueError: if it is none of the last, or has not been given yet.
+          ValueError: if it is none of the last, or has not been given yet; or if the
+            state that was set last was refused.
+          RuntimeError: if the last step was interrupted where it could not be.
         """
+        if not self._is_set:
+            raise ValueError(
+                "The state that was set last was refused, and there is no other. Set "
+                "one that was saved."
+            )
         counts = self._arrivals.counts
         read, arrived = counts.read, counts.arrived
         waiting = [(x.place, x.length, x.checksum) for x in self._pool.waiting()]
@@ -279,6 +292,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
             read, arrived = given[0].read, given[0].arrived
             waiting += [one for x in given for one in x.taken]
             waiting = sorted(one for one in waiting if one[0] < arrived)
+            self._check_whole(given[0], len(waiting))
         places = [place for place, _, _ in waiting]
         snapshot = self._arrivals.snapshot(min([*places, arrived]), read)
         return StreamState(
@@ -293,6 +307,14 @@ class StreamIterator(grain.DatasetIterator[Any]):
             inside=self._rounds.inside(step),
             features=features_of(self._template if step else self._run.like),
         ).to_dict()
+
+    def _check_whole(self, given: Given, waiting: int) -> None:
+        if waiting != given.waiting:
+            raise RuntimeError(
+                f"Step {self._step} was interrupted while examples went from the pool "
+                "into rows, and which is not known. Go on from a state that was saved "
+                "before."
+            )
 
     def _state_traits(self, step: int) -> dict[str, Any]:
         run = self._run
@@ -315,12 +337,13 @@ class StreamIterator(grain.DatasetIterator[Any]):
             # Grain takes the state that workers begin with before it makes them.
             found.traits["worker"] = traits["worker"]
         found.check_same(traits)
+        # Until all of it is there.
+        self._failed = ValueError("The state that was set last was refused.")
+        self._is_set = False
         self._arrivals.close()
         self._arrivals = self._new_arrivals()
         self._arrivals.go_back(found.snapshot)
         self._step = found.step
-        # Until all of it is there.
-        self._failed = ValueError("The state that was set last was refused.")
         self._template = example_of(found.features) or self._run.like
         self._given.clear()
         # What waits is put into buckets of the plan in force by the next step.
@@ -339,7 +362,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         tokens = sum(arrival.length for arrival in again)
         checksum = checksum_of((x.length for x in again), (x.checksum for x in again))
         found.check_read(self._arrivals.counts, len(again), tokens, checksum)
-        self._failed = None
+        self._failed, self._is_set = None, True
 
     def close(self) -> None:
         """Ends what it has begun; nothing can be read from it any more."""

@@ -1494,6 +1494,62 @@ def test_a_step_that_fails_is_saved_as_it_was_before(options):
             assert_same(steps + steps_of(iterator), whole)
 
 
+class Interrupt:
+    """A signal that comes after so many lines of a file have been run."""
+
+    def __init__(self, lines: int):
+        self.lines = lines
+
+    def __enter__(self):
+        sys.settrace(self.call)
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def call(self, frame, event, argument):
+        name = frame.f_globals.get("__name__", "")
+        return self.line if name.startswith("jaxbucket.stream") else None
+
+    def line(self, frame, event, argument):
+        self.lines -= event == "line"
+        if self.lines == 0:
+            raise KeyboardInterrupt
+        return self.line
+
+
+@pytest.mark.parametrize("options", OPTIONS[::2], ids=str)
+def test_an_interrupt_at_any_line_loses_nothing_or_says_so(options):
+    lengths, plan, _ = job(43, size=150)
+    plans = {0: plan, 2: plan}
+    options = {"lengths": lengths, "on_drift": None, **options}
+    options["pool_size"] = 2 * smallest_pool(plan, options)
+    dataset = jb.stream_batches(stream(lengths), plans, **options)
+    whole = steps_of(dataset)
+    told = 0
+    for lines in range(1, 2000, 23):
+        iterator = iter(dataset)
+        before = steps_of(itertools.islice(iterator, 2))
+        try:
+            with Interrupt(lines):
+                before += steps_of([next(iterator)])
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        try:
+            state = iterator.get_state()
+        except RuntimeError as error:
+            assert "was interrupted while examples went from the pool" in str(error)
+            told += 1
+            continue
+        after = iter(dataset)
+        after.set_state(state)
+        # Or the step was done, but for giving it.
+        start = 2 if state["step"] == 2 else 3
+        assert_same(steps_of(after), whole[start:])
+    assert lines > 23 and told < lines // 23
+
+
 def test_examples_that_hold_something_else_are_refused():
     lengths = np.random.default_rng(0).integers(1, 16, 90)
     states = []
@@ -1504,8 +1560,9 @@ def test_examples_that_hold_something_else_are_refused():
             with pytest.raises(ValueError, match="as they had, but not the same ones"):
                 iterator.set_state(states[0])
             # And nothing follows, as if it had been.
-            with pytest.raises(ValueError, match="The state that was set last was ref"):
-                next(iterator)
+            for use in (iterator.__next__, iterator.get_state):
+                with pytest.raises(ValueError, match="The state that was set last was"):
+                    use()
         else:
             steps_of(itertools.islice(iterator, 5))
             states.append(iterator.state_before(2))
