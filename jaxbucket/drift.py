@@ -11,14 +11,18 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxbucket.base import Batch, Bucket, BucketPlan
+from jaxbucket.best_fit import best_fit
+from jaxbucket.histogram import value_counts
 from jaxbucket.packed_plan import plan_packing
-from jaxbucket.packing import pack
+from jaxbucket.pattern import positions
 from jaxbucket.plan import plan_buckets
 from jaxbucket.stats import report
 
 # Lengths that are looked at together, and how many shares of padding are worth a word.
 _WINDOW = 16_384
 _WORTH = 0.05
+# Of packed rows, where a plan was made and gained too little.
+_WINDOWS_BETWEEN_PLANS = 16
 # Rows without an example: several processes have buckets as often as the sample has.
 _EMPTY = 0.15
 
@@ -115,6 +119,8 @@ class DriftWatch:
         self._rows = 0
         self._empty = 0
         self._spoke = False
+        # From how many lengths on it is worth planning again.
+        self._due = 0
 
     def arrive(self, length: int) -> None:
         """Counts one more."""
@@ -139,25 +145,40 @@ class DriftWatch:
             self._rows = self._empty = 0
 
     def _look(self, step: int, on_drift: OnDrift) -> None:
-        lengths, plan = self._lengths.copy(), self._plan
+        lengths = self._lengths.copy()
+        padding = self._padding(self._plan, lengths)
+        empty_rows = self._empty / max(self._rows, 1)
+        is_off = self._shares and empty_rows > _EMPTY
+        # Beyond that a new plan may gain something: packed ones take seconds to make.
+        at_least = (self._promised or 0.0) * (self._max_segments is not None) + _WORTH
+        if not is_off and (padding <= at_least or self._number < self._due):
+            return
         renewed = self._renewed(lengths)
-        promised = None if self._sample is None else self._padding(plan, self._sample)
         drift = Drift(
             step=step,
             lengths=lengths,
-            padding=self._padding(plan, lengths),
-            promised=promised,
+            padding=padding,
+            promised=self._promised,
             renewed=self._padding(renewed, lengths),
-            empty_rows=self._empty / max(self._rows, 1),
+            empty_rows=empty_rows,
             plan=renewed,
         )
-        gained = drift.padding - drift.renewed
-        if promised is not None:
+        gained = padding - drift.renewed
+        if self._promised is not None:
             # A plan that is not the best for its own lengths has not drifted for that.
-            gained -= promised - self._best_of_sample
-        if gained > _WORTH or (self._shares and drift.empty_rows > _EMPTY):
+            gained -= self._promised - self._best_of_sample
+        if is_off or gained > _WORTH:
             self._spoke = True
             on_drift(drift)
+        elif self._max_segments is not None:
+            self._due = self._number + _WINDOWS_BETWEEN_PLANS * _WINDOW
+
+    @functools.cached_property
+    def _promised(self) -> float | None:
+        """Padding of the sample, in the plan that was made for it."""
+        if self._sample is None:
+            return None
+        return self._padding(self._plan, self._sample)
 
     @functools.cached_property
     def _best_of_sample(self) -> float:
@@ -172,12 +193,9 @@ class DriftWatch:
     def _padding(self, plan: BucketPlan, lengths: np.ndarray) -> float:
         if self._max_segments is None:
             return report(plan, lengths).padding
-        kept = plan.kept(lengths)
-        rows = pack(
-            kept, plan.boundaries.tolist(), max_segments_per_row=self._max_segments
-        ).row_lengths
-        positions = plan.boundaries[plan.assign(rows)].sum(dtype=np.int64)
-        return 1 - float(kept.sum(dtype=np.int64) / positions)
+        values, counts = value_counts(plan.kept(lengths))
+        rows = best_fit(values, counts, plan.boundaries.tolist(), self._max_segments)
+        return 1 - float(values @ counts) / positions(rows)
 
 
 def renewed_plan(

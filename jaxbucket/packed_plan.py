@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -319,9 +318,14 @@ class _RowSearch:
 
     def search(self, num_buckets: int) -> _Packed:
         """Returns the cheapest that is found, of at most so many T."""
-        best = self._cheapest([(x,) for x in self._grid], self.packed((self.last,)))
+        # The shortest T, which few fit into, may lead away from what is better.
+        ways = [self._search(num_buckets, self._grid(more)) for more in (0, 1)]
+        return min(ways, key=self._rank)
+
+    def _search(self, num_buckets: int, grid: list[int]) -> _Packed:
+        best = self._cheapest([(x,) for x in grid], self.packed((self.last,)))
         for _ in range(num_buckets - 1):
-            found = self._cheapest([(*best.seq_lens, x) for x in self._grid], best)
+            found = self._cheapest([(*best.seq_lens, x) for x in grid], best)
             if found is best:
                 break
             best = found
@@ -329,9 +333,8 @@ class _RowSearch:
             best = self._refined(best, _RATIO ** (0.5**turn))
         return self._cheapest([self._needed(best)], best)
 
-    @functools.cached_property
-    def _grid(self) -> list[int]:
-        steps = 1 + int(math.log(self.last / self._values[0], _RATIO))
+    def _grid(self, more: int) -> list[int]:
+        steps = more + int(math.log(self.last / self._values[0], _RATIO))
         return sorted({self._rounded(self.last / _RATIO**i) for i in range(steps)})
 
     def _refined(self, best: _Packed, ratio: float) -> _Packed:

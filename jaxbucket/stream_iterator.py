@@ -113,8 +113,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
             raise
         except BaseException:
             self._failed = RuntimeError(
-                f"Step {self._step} was interrupted. Set a state to go on: that of "
-                "`get_state()`, if it gives one."
+                f"Step {self._step} was interrupted. Set a state to go on, in all "
+                "processes that meet: that of `get_state()`, if it gives one."
             )
             raise
 
@@ -326,6 +326,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to where a state was taken; it reads the pool again.
+
+        Processes that meet do so together: at the next step all have to come.
 
         Raises:
           ValueError: if the state is none of such an iterator, or of other plans or

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxbucket.example import Features
 
 
@@ -62,8 +64,8 @@ def _differences(told: Sequence[Standing]) -> Iterator[str]:
                 )
     having = [(index, x) for index, x in enumerate(told) if x.features]
     for index, other in having:
-        (one, features), theirs = having[0], _kinds(other.features)
-        if theirs != (kinds := _kinds(features.features)):
+        (one, features), theirs = having[0], _kinds(other)
+        if theirs != (kinds := _kinds(features)):
             yield f"features are {kinds} in process {one}, {theirs} in {index}"
     of_parts: dict[tuple[int, ...], int] = {}
     for index, other in enumerate(told):
@@ -75,9 +77,12 @@ def _differences(told: Sequence[Standing]) -> Iterator[str]:
             )
 
 
-def _kinds(features: Features) -> dict[str, str]:
+def _kinds(standing: Standing) -> dict[str, str]:
     """The dtype of each feature, and its shape behind the positions."""
-    return {
-        name: f"{dtype}{list(shape[1:])}"
-        for name, (dtype, shape) in sorted(features.items())
-    }
+    kinds, sequences = {}, standing.batching["sequences"]
+    for name, (dtype, shape) in sorted(standing.features.items()):
+        is_sequence = sequences is None or name in sequences
+        # Texts of one feature have a dtype each, by how long they are.
+        dtype = "text" if np.dtype(dtype).kind in "SU" else dtype
+        kinds[name] = f"{dtype}{list(shape[is_sequence:])}"
+    return kinds

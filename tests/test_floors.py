@@ -116,7 +116,10 @@ ROOMS = {
         {"numpy", "grain"},
     ),
     "bucket_sequence": ({"base", "packing", "permutation"}, {"numpy"}),
-    "drift": ({"base", "packed_plan", "packing", "plan", "stats"}, {"numpy"}),
+    "drift": (
+        {"base", "best_fit", "histogram", "packed_plan", "pattern", "plan", "stats"},
+        {"numpy"},
+    ),
     "stream_end": ({"checks", "base"}, set()),
     "stream_arrivals": ({"base", "example"}, {"numpy", "grain"}),
     "stream_pool": ({"base", "remainder", "stream_arrivals"}, set()),
@@ -128,7 +131,7 @@ ROOMS = {
         },
         {"numpy", "grain"},
     ),
-    "stream_standing": ({"example"}, set()),
+    "stream_standing": ({"example"}, {"numpy"}),
     "stream_rounds": (
         {
             *("base", "example", "meeting", "remainder", "stream_pool", "stream_run"),

@@ -493,6 +493,24 @@ def test_real_lengths_cost_less_in_several_lengths_than_in_one(real_lengths):
         assert 1 - found.packing.fill <= 0.015
 
 
+def test_lengths_of_a_short_range_get_rows_that_they_fill():
+    lengths = np.random.default_rng(0).integers(300, 311, 2000)
+    found = jb.plan_packing(lengths, max_tokens=2048, max_seq_len=512, pack="always")
+    assert found.plan.boundaries.tolist() == [310]
+    # Two of these fill a row well, and one does not.
+    found = jb.plan_packing(
+        [19] * 61,
+        max_tokens=4096,
+        max_seq_len=64,
+        num_buckets=1,
+        seq_len_multiple=8,
+        max_segments_per_row=2,
+        pack="always",
+        max_padding=0.1,
+    )
+    assert found.plan.boundaries.tolist() == [40]
+
+
 def test_auto_takes_what_costs_less():
     lengths = np.repeat([30, 31, 32], 200)
     options = {"max_tokens": 1024, "max_seq_len": 512, "cost_fn": QUADRATIC}

@@ -766,7 +766,7 @@ def test_hosts_that_batch_otherwise_are_told_so(changes, message):
 def test_hosts_with_other_features_or_steps_are_told_so():
     lengths, plan, _ = job(36, size=60, multiple=2)
 
-    def host(threads, index, source, step=0, parts=None):
+    def host(threads, index, source, step=0, parts=None, sequences=None):
         iterator = iter(
             jb.stream_batches(
                 source,
@@ -774,6 +774,7 @@ def test_hosts_with_other_features_or_steps_are_told_so():
                 pool_size=100,
                 lengths=lengths,
                 shard=jb.RowShard((index,) if parts is None else parts, 2),
+                sequences=sequences,
                 processes=threads.of(index),
             )
         )
@@ -796,6 +797,16 @@ def test_hosts_with_other_features_or_steps_are_told_so():
             threads, index, longer if index else stream(lengths)
         ),
         "features are {'index': 'int32.*} in process 0, {'index': 'int64.*} in 1",
+    )
+
+    def with_vector(size):
+        return stream(lengths).map(lambda x: {**x, "v": np.zeros(size)})
+
+    check(
+        lambda threads, index: host(
+            *(threads, index, with_vector(3 + index)), sequences=["tokens"]
+        ),
+        r"'v': 'float64\[3\]'} in process 0, .*'v': 'float64\[4\]'} in 1",
     )
     check(
         lambda threads, index: host(threads, index, stream(lengths), step=index),
