@@ -101,13 +101,15 @@ class StreamIterator(grain.DatasetIterator[Any]):
     def __next__(self) -> Any:
         self._assert_not_closed()
         if self._failed is not None:
-            # Examples were lost by it: nothing may follow as if they were not.
+            # What it has taken is in no row: nothing may follow as if it were.
             raise self._failed
         try:
-            return self._next()
-        except StopIteration:
-            self._given.pop()
-            raise
+            batches = self._next()
+        except StopIteration as error:
+            self._failed = RuntimeError(
+                f"A function that step {self._step} calls raised StopIteration."
+            )
+            raise self._failed from error
         except Exception as error:
             self._failed = error
             raise
@@ -117,8 +119,14 @@ class StreamIterator(grain.DatasetIterator[Any]):
                 "processes that meet: that of `get_state()`, if it gives one."
             )
             raise
+        if batches is None:
+            # It has not been begun.
+            self._given.pop()
+            raise StopIteration
+        return batches if self._options.accumulate > 1 else batches[0]
 
-    def _next(self) -> Any:
+    def _next(self) -> tuple[Batch, ...] | None:
+        """The micro-batches of the next step; None at the end."""
         options = self._options
         step = self._run.step(self._step)
         taken: list[tuple[int, int, int]] = []
@@ -126,13 +134,13 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._given.append(self._before(taken))
         phase = self._enter(step)
         if step >= (options.num_steps or sys.maxsize):
-            raise StopIteration
+            return None
         batches: list[Batch] = []
         for pick in range(options.picks):
             self._refill()
             bucket = self._choose(phase, step, pick, bool(taken))
             if bucket is None:
-                raise StopIteration
+                return None
             overdue = self._arrived - options.max_wait
             number = phase.rows[bucket] * options.together
             rows = self._pool.take(bucket, number, overdue)
@@ -142,7 +150,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
             self._watch.step(step, batches, self._arrivals.ended)
         self._forget()
         self._step += 1
-        return batches[0] if options.accumulate == 1 else tuple(batches)
+        return tuple(batches)
 
     def _before(self, taken: list[tuple[int, int, int]]) -> Given:
         counts, oldest = self._arrivals.counts, self._oldest_place()

@@ -158,6 +158,9 @@ def stream_batches(
     )
     phases = phases_of(plan, lengths, options, max_segments_per_row)
     _check_processes(processes, options, num_steps)
+    if processes is not None and processes.count == 1 and options.alone:
+        # Nobody to meet.
+        processes = None
     return StreamDataset(dataset, phases, options, like, on_drift, processes)
 
 

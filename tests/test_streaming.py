@@ -917,10 +917,18 @@ def test_few_steps_at_the_end_are_empty(first, size):
     assert tokens.index(min(tokens)) > len(tokens) - 5
 
 
+def test_one_process_meets_nobody():
+    lengths, plan, _ = job(38, size=50)
+    options = {"pool_size": 50, "processes": jb.Processes()}
+    dataset = jb.stream_batches(stream(lengths), plan, **options)
+    dataset.set_slice(slice(0, None, 2))
+    assert len(names_of(steps_of(dataset))) == 25
+
+
 def test_workers_do_not_meet():
     lengths, plan, _ = job(38, size=50)
     dataset = jb.stream_batches(
-        stream(lengths), plan, pool_size=50, processes=Threads(1).of(0)
+        stream(lengths), plan, pool_size=50, processes=Threads(2).of(0)
     )
     for use in (
         lambda: dataset.set_slice(slice(0, None, 2)),
@@ -1503,6 +1511,19 @@ def test_a_step_that_fails_is_saved_as_it_was_before(options):
             broken["at"] = -1
             iterator.set_state(state)
             assert_same(steps + steps_of(iterator), whole)
+
+
+def test_a_stop_iteration_of_what_is_called_is_not_the_end():
+    def stop(drift: jb.Drift) -> None:
+        raise StopIteration
+
+    sample, lengths = np.full(100, 2), np.full(40_000, 9)
+    plan = jb.BucketPlan.from_shapes([(8, 2), (8, 32)])
+    dataset = jb.stream_batches(
+        stream(lengths), plan, pool_size=64, lengths=sample, on_drift=stop
+    )
+    with pytest.raises(RuntimeError, match="calls raised StopIteration"):
+        list(dataset)
 
 
 class Interrupt:
