@@ -16,6 +16,7 @@ from jaxbucket.base import EMPTY_ROW, Batch, BatchIndices, Bucket, RowShard, dig
 from jaxbucket.checks import check_integer, check_positive, split_line
 from jaxbucket.collate import collate_rows
 from jaxbucket.example import Example, Sequences, example_lengths
+from jaxbucket.example_draws import BatchDraws
 from jaxbucket.position import DataPosition, check_position
 from jaxbucket.schedule import Schedule
 from jaxbucket.source import (
@@ -25,6 +26,13 @@ from jaxbucket.source import (
     check_sequences,
     contents,
     read_example,
+    refuse_changed,
+)
+from jaxbucket.transform import (
+    Transform,
+    apply_transform,
+    check_transform,
+    transform_name,
 )
 
 
@@ -38,6 +46,7 @@ def batch_dataset(
     num_epochs: int | None = None,
     sequences: Sequences = None,
     pad_value: float = 0,
+    transform: Transform | None = None,
 ) -> BatchDataset:
     """Returns the schedule's batches as a `grain.MapDataset`, numpy arrays.
 
@@ -65,11 +74,15 @@ def batch_dataset(
       sequences: the features that are padded, by default all with a leading axis. Of
         several sequences with lengths of their own, as in `collate_rows`.
       pad_value: what fills them behind their end.
+      transform: `(example, rng) -> example`, random augmentation. It gets a copy of
+        the example, and a `np.random.Generator` that depends on the schedule's seed,
+        the epoch and the index of the example alone. It keeps the length.
 
     Raises:
       ValueError: if the source has not one example for each length, the shard's parts
         do not divide a bucket, or the steps are negative or in the wrong order. And
-        from an element, if an example is not as long as it was measured.
+        from an element, if an example is not as long as it was measured, or `transform`
+        raises, does not return a dict, or changes the length.
     """
     return BatchDataset(
         source,
@@ -79,6 +92,7 @@ def batch_dataset(
         _run_end(num_steps, num_epochs),
         sequences,
         pad_value,
+        check_transform(transform),
     )
 
 
@@ -125,19 +139,27 @@ class BatchDataset(grain.MapDataset[Any]):
         run_end: _RunEnd | None,
         sequences: Sequences,
         pad_value: float,
+        transform: Transform | None = None,
     ):
         super().__init__()
         if len(source) != len(schedule.lengths):
             raise ValueError(_other_size_message(source, schedule))
         gathers = source if isinstance(source, RowSource) else None
-        if schedule.capacities is not None or isinstance(sequences, Mapping):
-            # What gathers rows knows of one length for each example.
+        if (
+            schedule.capacities is not None
+            or isinstance(sequences, Mapping)
+            or transform is not None
+        ):
+            # What gathers rows knows of one length for each example, and has no
+            # examples to transform.
             gathers = None
         elif isinstance(source, RowSource):
             check_sequences(source, sequences)
             changed = np.flatnonzero(source.lengths != schedule.lengths)
             if len(changed):
-                _refuse_changed(changed[0], source.lengths, schedule.lengths)
+                index = int(changed[0])
+                found, measured = source.lengths[index], schedule.lengths[index]
+                refuse_changed(index, int(found), int(measured))
         for bucket in schedule.plan.buckets:
             shard.part_size(bucket.batch_size)
         first_step = schedule.first_step
@@ -166,6 +188,7 @@ class BatchDataset(grain.MapDataset[Any]):
         self._num_steps = num_steps
         self._sequences = sequences
         self._pad_value = pad_value
+        self._transform = transform
         self._first_example: Example | None = None
 
     def __len__(self) -> int:
@@ -184,11 +207,18 @@ class BatchDataset(grain.MapDataset[Any]):
             raise IndexError(f"`index={index}` must not be negative.")
         step = self._start_step + index
         micro = self._schedule.micro_batches(step)
-        batches = tuple(self._batch(indices, step) for indices in micro)
+        draws = self._schedule.draws(step)
+        batches = tuple(
+            self._batch(indices, own, step)
+            for indices, own in zip(micro, draws, strict=True)
+        )
         return batches[0] if self._schedule.accumulate == 1 else batches
 
-    def _batch(self, indices: BatchIndices, step: int) -> Batch:
-        rows = indices.rows[self._shard.rows(indices.bucket.batch_size)]
+    def _batch(self, indices: BatchIndices, draws: BatchDraws, step: int) -> Batch:
+        local = self._shard.rows(indices.bucket.batch_size)
+        rows = indices.rows[local]
+        # In the whole batch, whoever loads which of its rows.
+        places = np.arange(indices.rows.size).reshape(indices.rows.shape)[local]
         bucket = Bucket(len(rows), indices.bucket.seq_len)
         packed = self._schedule.max_segments is not None
         truncate = self._schedule.plan.overlong == "truncate" and not packed
@@ -196,10 +226,13 @@ class BatchDataset(grain.MapDataset[Any]):
             return self._gathers.collate(
                 rows, bucket, pad_value=self._pad_value, truncate=truncate
             )
-        examples = [self._row(row, step) for row in rows]
+        examples = [
+            self._row(row, place, draws, step)
+            for row, place in zip(rows, places, strict=True)
+        ]
         collate = functools.partial(
             collate_rows,
-            like=self._like(step),
+            like=self._like(f", for step {step},"),
             sequences=self._sequences,
             pad_value=self._pad_value,
             truncate=truncate,
@@ -220,9 +253,19 @@ class BatchDataset(grain.MapDataset[Any]):
                     ) from None
             raise
 
+    @property
+    def example(self) -> Example:
+        """`source[0]` as batches have it, transformed: for `batch_specs`."""
+        return self._like()
+
     def position(self, step: int) -> DataPosition:
-        """Returns what to save beside a state that has done `step` updates."""
-        schedule = self._schedule
+        """Returns what to save beside a state that has done `step` updates.
+
+        Of a transform it has the name: what the function does is not looked into.
+        """
+        return self._position(self._schedule, step)
+
+    def _position(self, schedule: Schedule, step: int) -> DataPosition:
         plan = {
             **json.loads(schedule.plan.to_json()),
             "fingerprint": schedule.plan.fingerprint,
@@ -241,16 +284,23 @@ class BatchDataset(grain.MapDataset[Any]):
                 **schedule.traits(),
                 "first_step": schedule.first_step,
                 "continues": schedule.continues,
+                **self._transform_trait(),
                 "fingerprint": schedule.fingerprint,
             },
         )
+
+    def _transform_trait(self) -> dict[str, str]:
+        if self._transform is None:
+            return {}
+        return {"transform": transform_name(self._transform)}
 
     def resume(self, position: DataPosition) -> BatchDataset:
         """Returns the batches that follow a position, bit for bit those of its run.
 
         Raises:
-          ValueError: if the plan, the data, the seed or the order is not what it was;
-            it names what has changed. Or if `position` is no `DataPosition`.
+          ValueError: if the plan, the data, the seed, the order or the name of the
+            transform is not what it was; it names what has changed. Or if the run ends
+            before the position, or `position` is not a `DataPosition`.
         """
         check_position(position)
         schedule = self._schedule
@@ -258,6 +308,8 @@ class BatchDataset(grain.MapDataset[Any]):
         if schedule.continues is None and continues is not None:
             # What the run has once deliberately gone on with is no change any more.
             schedule = schedule.beginning_at(position.schedule["first_step"], continues)
+        # Before its end: that of another run says nothing.
+        position.check_same(self._position(schedule, position.step))
         run_end = self._run_end
         if self._ends_by_itself and schedule is not self._schedule:
             # With the epoch that the position is in, or has just been through.
@@ -269,57 +321,92 @@ class BatchDataset(grain.MapDataset[Any]):
                 f"The run ends at step {end}, before the position's step "
                 f"{position.step}. Raise `num_steps` or `num_epochs`."
             )
-        now = self._following(schedule, None, run_end).position(position.step)
-        position.check_same(now)
-        return self._following(schedule, position.step, run_end)
-
-    def _following(
-        self, schedule: Schedule, start: int | None, run_end: _RunEnd
-    ) -> BatchDataset:
         return BatchDataset(
             self._source,
             schedule,
             self._shard,
-            start,
+            position.step,
             run_end,
             self._sequences,
             self._pad_value,
+            self._transform,
         )
 
     @functools.cached_property
     def _contents(self) -> str:
         return contents(self._source)
 
-    def _row(self, row: Any, step: int) -> Any:
+    def _row(self, row: Any, place: Any, draws: BatchDraws, step: int) -> Any:
         """An example, or a list of those of a packed row; None for an empty one."""
         if np.ndim(row):
-            return [self._example(int(i), step) for i in row if i != EMPTY_ROW]
-        return None if row == EMPTY_ROW else self._example(int(row), step)
+            both = zip(row.tolist(), place.tolist(), strict=True)
+            return [self._example(i, p, draws, step) for i, p in both if i != EMPTY_ROW]
+        if row == EMPTY_ROW:
+            return None
+        return self._example(int(row), int(place), draws, step)
 
-    def _example(self, index: int, step: int) -> Example:
+    def _example(self, index: int, place: int, draws: BatchDraws, step: int) -> Example:
+        purpose = f", for step {step},"
+        example = self._read(index, place, draws, purpose)
         try:
-            example = self._source[index]
-            capacities = self._schedule.capacities
-            lengths = example_lengths(example, self._sequences, capacities)
+            lengths = self._lengths(example)
         except Exception as error:
+            done = "read" if self._transform is None else "transformed"
             raise ValueError(
-                f"`source[{index}]`, for step {step}, cannot be read: "
+                f"`source[{index}]`{purpose} cannot be {done}: "
                 f"{type(error).__name__}: {error}"
             ) from error
         for name, length in lengths.items():
-            measured = self._schedule.lengths
-            if self._schedule.parts is not None:
-                measured = self._schedule.parts[name]
-            if length != measured[index]:
-                _refuse_changed(index, {index: length}, measured)
+            measured = int(self._measured(name)[index])
+            if length != measured:
+                self._refuse_length(index, name, length, measured, step)
         return example
 
-    def _like(self, step: int) -> Example:
+    def _read(self, index: int, place: int, draws: BatchDraws, purpose: str) -> Example:
+        """An example, transformed."""
+        example = read_example(self._source, index, purpose)
+        if self._transform is None:
+            return example
+        try:
+            return apply_transform(self._transform, example, draws.rng(index, place))
+        except ValueError as error:
+            raise ValueError(
+                f"`source[{index}]`{purpose} cannot be transformed: {error}"
+            ) from error.__cause__
+
+    def _lengths(self, example: Example) -> dict[str, int]:
+        return example_lengths(example, self._sequences, self._schedule.capacities)
+
+    def _measured(self, name: str) -> np.ndarray:
+        """`[N]`: the lengths of a sequence that the schedule was made for."""
+        parts = self._schedule.parts
+        return self._schedule.lengths if parts is None else parts[name]
+
+    def _refuse_length(
+        self, index: int, name: str, found: int, measured: int, step: int
+    ) -> NoReturn:
+        if self._transform is None:
+            refuse_changed(index, found, measured)
+        try:
+            read = self._lengths(self._source[index])[name]
+        except Exception:
+            # Before it is transformed it may have other features.
+            read = measured
+        if read != measured:
+            refuse_changed(index, read, measured, ", before `transform`,")
+        raise ValueError(
+            f"`transform` gave `source[{index}]`, for step {step}, the length {found} "
+            f"in place of {measured}, by which its batch was planned. Keep the length, "
+            "or let `stream_batches(..., transform=)` batch what has another one."
+        )
+
+    def _like(self, purpose: str = ",") -> Example:
         """What features all batches have, also one without an example."""
         example = self._first_example
         if example is None:
-            purpose = f", whose features all batches have, for step {step},"
-            example = read_example(self._source, 0, purpose)
+            purpose = f", whose features all batches have{purpose}"
+            draws, *_ = self._schedule.draws(self._schedule.first_step)
+            example = self._read(0, 0, draws, purpose)
             try:
                 collate_rows(
                     [],
@@ -345,11 +432,4 @@ def _other_size_message(source: Source, schedule: Schedule) -> str:
     return (
         f"`source` has {len(source)} examples, but the schedule was made for "
         f"{len(schedule.lengths)} lengths. {remedy}"
-    )
-
-
-def _refuse_changed(index: int, found: Any, measured: np.ndarray) -> NoReturn:
-    raise ValueError(
-        f"`source[{index}]` has length {found[index]}, but `lengths[{index}]="
-        f"{measured[index]}`: the data changed since it was measured. Measure again."
     )

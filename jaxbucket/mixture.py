@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxbucket.base import EMPTY_ROW, BatchIndices
 from jaxbucket.checks import check_accumulate, check_choice
+from jaxbucket.example_draws import BatchDraws
 from jaxbucket.schedule import BatchSchedule, Schedule
 
 Unit: TypeAlias = Literal["steps", "tokens", "examples"]
@@ -166,9 +167,17 @@ class Mixture(Schedule):
         return self._turns.at(turn)[0]
 
     def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
+        return tuple(x for turn in self._turns_of(step) for x in self._of_turn(turn))
+
+    def _draws(self, step: int) -> tuple[BatchDraws, ...]:
+        # By seeds and epochs of the components; rows count through all of them, so
+        # that no two share an index.
+        turns = (self._turns.at(turn) for turn in self._turns_of(step))
+        return tuple(x for i, own in turns for x in self.schedules[i]._draws(own))
+
+    def _turns_of(self, step: int) -> range:
         first = step * self._turns_per_step
-        turns = range(first, first + self._turns_per_step)
-        return tuple(part for turn in turns for part in self._of_turn(turn))
+        return range(first, first + self._turns_per_step)
 
     def _of_turn(self, turn: int) -> list[BatchIndices]:
         index, own_step = self._turns.at(turn)

@@ -31,6 +31,7 @@ from jaxbucket.checks import check_accumulate, check_choice, check_positive, che
 from jaxbucket.curriculum import Curriculum, EasyDraws, PacedOrder
 from jaxbucket.epoch_rows import EpochRows
 from jaxbucket.even_work import imbalance
+from jaxbucket.example_draws import BatchDraws
 from jaxbucket.opening import Opening, OpeningSteps
 from jaxbucket.orders import EpochOrder, FixedOrder, ShuffledOrder
 from jaxbucket.packed_rows import PackedRows
@@ -81,6 +82,10 @@ class Schedule(abc.ABC):
     @abc.abstractmethod
     def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
         """Those of a step, counted from `first_step` on."""
+
+    @abc.abstractmethod
+    def _draws(self, step: int) -> tuple[BatchDraws, ...]:
+        """What is random in the examples of each of them."""
 
     @abc.abstractmethod
     def traits(self) -> dict[str, Any]:
@@ -146,6 +151,16 @@ class Schedule(abc.ABC):
           IndexError: if `step` is negative, or before `first_step`.
         """
         return self._micro_batches(self._checked(step) - self.first_step)
+
+    def draws(self, step: int) -> tuple[BatchDraws, ...]:
+        """Returns the random numbers of the examples of each micro-batch of a step.
+
+        Raises:
+          IndexError: if `step` is negative, or before `first_step`.
+        """
+        first = self.first_step
+        draws = self._draws(self._checked(step) - first)
+        return tuple(one._replace(first_step=first) for one in draws)
 
     def bucket_order(self, start_step: int = 0) -> list[Bucket]:
         """Returns the buckets in the order in which steps first come to them.
@@ -371,6 +386,16 @@ class BatchSchedule(Schedule):
         first = position * self._batches_per_step
         numbers = range(first, first + self._batches_per_step)
         return tuple(part for n in numbers for part in self._batches(epoch, n))
+
+    def _draws(self, step: int) -> tuple[BatchDraws, ...]:
+        epoch, position = divmod(step, self.steps_per_epoch)
+        first = position * self.accumulate
+        numbers = range(first, first + self.accumulate)
+        repeats = isinstance(self.order, Curriculum) and self.order.replacement
+        return tuple(
+            BatchDraws(self.seed, epoch, number if repeats else None)
+            for number in numbers
+        )
 
     def _batches(self, epoch: int, number: int) -> list[BatchIndices]:
         """A batch of the order, cut into the micro-batches that it counts for."""

@@ -26,6 +26,7 @@ from jaxbucket.example import (
     example_length,
     sequence_names,
 )
+from jaxbucket.transform import StreamTransform
 
 _CHECKED_ONE_IN = 16
 # Not None, which a function of the stream returns that forgets to return.
@@ -105,6 +106,7 @@ class Arrivals:
       max_seq_len: the longest that arrives.
       overlong: what becomes of longer examples.
       sequences: the features that lengths are of.
+      transform: what is made of each example before its length is taken.
       every: of what arrives, from one snapshot to the next.
       may_be_empty: whether an epoch may have nothing that arrives.
     """
@@ -116,6 +118,7 @@ class Arrivals:
         max_seq_len: int,
         overlong: Overlong,
         sequences: Sequence[str] | None,
+        transform: StreamTransform,
         every: int,
         may_be_empty: bool = False,
     ):
@@ -124,6 +127,7 @@ class Arrivals:
         self._max_seq_len = max_seq_len
         self._overlong = overlong
         self._sequences = sequences
+        self._transform = transform
         self._every = every
         self._may_be_empty = may_be_empty
         self._epoch = 0
@@ -148,10 +152,12 @@ class Arrivals:
                 self._end_epoch()
                 continue
             try:
+                example = self._transform.apply(example, self._epoch, self._number)
                 length = example_length(example, self._sequences)
                 parts = self._parts(example, length)
             except ValueError as error:
-                raise ValueError(f"{self._where()}: {error}") from None
+                # What the transform raised, if it did.
+                raise ValueError(f"{self._where()}: {error}") from error.__cause__
             origin = (self._epoch, self._number)
             self._number += 1
             self.counts.read += 1
@@ -318,10 +324,15 @@ class Arrivals:
         self.ended = False
 
     def first_example(self) -> Example | None:
-        """Reads the first example of all once more; None if there is none."""
+        """Reads the first example of all once more; None if there is none.
+
+        Raises:
+          ValueError: if it cannot be transformed.
+        """
         iterator = self._begin(0)
         try:
-            return next(iterator, None)
+            example = next(iterator, None)
+            return None if example is None else self._transform.apply(example, 0, 0)
         finally:
             iterator.close()
 

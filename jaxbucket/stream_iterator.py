@@ -76,6 +76,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
             plan.max_seq_len,
             plan.overlong,
             options.sequences,
+            self._run.transform,
             every=max(1, options.pool_size // _SNAPSHOTS),
             may_be_empty=finite and (not options.alone or self._run.stride > 1),
         )
@@ -238,7 +239,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
     def _like(self) -> Example:
         """What features all batches have, also one without an example."""
         if self._template is None:
-            self._template = self._arrivals.first_example()
+            self._template = self.first_example()
         if self._template is None:
             self._template = example_of(self._rounds.features)
         if self._template is None:
@@ -248,6 +249,14 @@ class StreamIterator(grain.DatasetIterator[Any]):
                 "others."
             )
         return self._template
+
+    def first_example(self) -> Example | None:
+        """Reads the first example of the stream once more, as it is put into rows.
+
+        Raises:
+          ValueError: if it cannot be transformed.
+        """
+        return self._arrivals.first_example()
 
     # Checkpoints
 

@@ -28,6 +28,7 @@ from jaxbucket.permutation import fold
 from jaxbucket.stats import row_lengths
 from jaxbucket.stream_packing import PackedPool
 from jaxbucket.stream_pool import PaddedPool, Pool
+from jaxbucket.transform import StreamTransform, Transform, transform_name
 
 Policy: TypeAlias = Literal["closest", "first"]
 Plans: TypeAlias = BucketPlan | Mapping[int, BucketPlan]
@@ -52,6 +53,7 @@ class Options:
     sequences: tuple[str, ...] | None
     pad_value: float
     seed: int
+    transform: Transform | None = None
 
     def __post_init__(self):
         check_choice("policy", self.policy, POLICIES)
@@ -91,7 +93,14 @@ class Options:
             "sequences": None if self.sequences is None else list(self.sequences),
             "pad_value": self.pad_value,
             "seed": self.seed,
+            **self._transform_trait(),
         }
+
+    def _transform_trait(self) -> dict[str, str]:
+        # Runs from before there were any have states and fingerprints without.
+        if self.transform is None:
+            return {}
+        return {"transform": transform_name(self.transform)}
 
 
 class Phase(NamedTuple):
@@ -248,6 +257,13 @@ class StreamRun:
     def plan(self) -> BucketPlan:
         """That of the first step."""
         return self.phases[0].plan
+
+    @property
+    def transform(self) -> StreamTransform:
+        """What is made of each example."""
+        options = self.options
+        part = options.shard.parts[0]
+        return StreamTransform(options.transform, options.seed, part, self.first)
 
     def step(self, number: int) -> int:
         """Returns which step the so many-th of this worker is."""

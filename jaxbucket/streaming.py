@@ -34,6 +34,7 @@ from jaxbucket.stream_run import (
     StreamRun,
     phases_of,
 )
+from jaxbucket.transform import StreamTransform, Transform, check_transform
 
 EpochStream: TypeAlias = Callable[[int, int], grain.IterDataset]
 Stream: TypeAlias = grain.IterDataset | EpochStream
@@ -65,6 +66,7 @@ def stream_batches(
     like: Example | None = None,
     seed: int = 0,
     on_drift: OnDrift | None = warn_of_drift,
+    transform: Transform | None = None,
 ) -> StreamDataset:
     """Returns batches of a stream in the shapes of a plan, as a `grain.IterDataset`.
 
@@ -117,17 +119,23 @@ def stream_batches(
         into.
       sequences: the features that are padded, by default all with a leading axis.
       pad_value: what fills them behind their end.
-      like: an example to take features from, where a stream may have none at all.
+      like: an example to take features from, where a stream may have none at all; with
+        a `transform`, as that returns it.
       seed: what seeds of epochs are derived from, and where the sequence of buckets
         begins.
       on_drift: called with a `Drift` when lengths are no longer what the plan was made
         for; by default it warns. None for nobody.
+      transform: `(example, rng) -> example`, random augmentation; it may change the
+        length. It gets a copy of the example, and a `np.random.Generator` that depends
+        on `seed`, the epoch and the place of the example in the stream alone, and on
+        which stream it is where there are several.
 
     Raises:
       ValueError: for a pool smaller than the rows of a batch, plans that do not go
         together, lengths or `processes` that are missing, or options out of range. And
-        from an iterator, for an example that is too long or has no length, with its
-        place in the stream; or where processes do not batch alike.
+        from an iterator, for an example that is too long or has no length, or that
+        `transform` fails for, with its place in the stream; or where processes do not
+        batch alike.
       RuntimeError: from an iterator, where the stream raises; with the place, too.
     """
     if not isinstance(dataset, grain.IterDataset) and (
@@ -155,6 +163,7 @@ def stream_batches(
         sequences=None if sequences is None else tuple(_named(sequences)),
         pad_value=np.asarray(pad_value).item(),
         seed=check_seed(seed),
+        transform=check_transform(transform),
     )
     phases = phases_of(plan, lengths, options, max_segments_per_row)
     _check_processes(processes, options, num_steps)
@@ -170,6 +179,7 @@ def sample_lengths(
     *,
     sequences: Sequence[str] | None = None,
     seed: int = 0,
+    transform: Transform | None = None,
 ) -> np.ndarray:
     """Returns the lengths of the first examples of a stream, to make a plan of.
 
@@ -199,6 +209,7 @@ def sample_lengths(
         max_seq_len=MAX_LENGTH,
         overlong="error",
         sequences=sequences,
+        transform=StreamTransform(check_transform(transform), check_seed(seed)),
         every=number + 1,
     )
     found = []
@@ -308,6 +319,28 @@ class StreamDataset(grain.IterDataset[Any]):
     def plan(self) -> BucketPlan:
         """That of the first step."""
         return self._phases[0].plan
+
+    @property
+    def example(self) -> Example:
+        """One as batches have it, transformed: for `batch_specs`.
+
+        It is `like`, or else the first of the stream, which is read once more for this.
+
+        Raises:
+          ValueError: if the stream has none, and there is no `like`.
+        """
+        if self._like is not None:
+            return self._like
+        iterator = StreamIterator(self._run(), "")
+        try:
+            example = iterator.first_example()
+        finally:
+            iterator.close()
+        if example is None:
+            raise ValueError(
+                "The stream has no example to take features from: give `like=`."
+            )
+        return example
 
     @property
     def max_segments(self) -> int | None:

@@ -19,6 +19,7 @@ ROOMS = {
     "base": ({"checks"}, {"numpy"}),
     "chunks": ({"checks"}, {"numpy"}),
     "permutation": (set(), {"numpy"}),
+    "example_draws": (set(), {"numpy"}),
     "opening": ({"checks", "base"}, {"numpy"}),
     "position": ({"checks"}, set()),
     "remainder": ({"checks", "base"}, {"numpy"}),
@@ -81,13 +82,14 @@ ROOMS = {
     "schedule": (
         {
             *("checks", "base", "opening", "position", "remainder", "stats"),
-            *("epoch_rows", "orders", "curriculum"),
+            *("epoch_rows", "example_draws", "orders", "curriculum"),
             *("even_work", "packing", "packed_rows", "sequences"),
         },
         {"numpy"},
     ),
-    "mixture": ({"checks", "base", "schedule"}, {"numpy"}),
+    "mixture": ({"checks", "base", "example_draws", "schedule"}, {"numpy"}),
     "example": (set(), {"numpy"}),
+    "transform": ({"example", "example_draws"}, {"numpy"}),
     "collate": ({"checks", "base", "example", "segments", "sequences"}, {"numpy"}),
     "source": ({"base", "example"}, {"numpy"}),
     "chunk_source": (
@@ -112,7 +114,10 @@ ROOMS = {
         {"numpy", "cloudpickle"},
     ),
     "input_pipeline": (
-        {"checks", "base", "position", "schedule", "collate", "example", "source"},
+        {
+            *("checks", "base", "example_draws", "position", "schedule", "collate"),
+            *("example", "source", "transform"),
+        },
         {"numpy", "grain"},
     ),
     "bucket_sequence": ({"base", "packing", "permutation"}, {"numpy"}),
@@ -121,13 +126,14 @@ ROOMS = {
         {"numpy"},
     ),
     "stream_end": ({"checks", "base"}, set()),
-    "stream_arrivals": ({"base", "example"}, {"numpy", "grain"}),
+    "stream_arrivals": ({"base", "example", "transform"}, {"numpy", "grain"}),
     "stream_pool": ({"base", "remainder", "stream_arrivals"}, set()),
     "stream_packing": ({"base", "stream_arrivals"}, set()),
     "stream_run": (
         {
             *("checks", "base", "bucket_sequence", "drift", "example", "packing"),
             *("meeting", "permutation", "stats", "stream_packing", "stream_pool"),
+            "transform",
         },
         {"numpy", "grain"},
     ),
@@ -151,6 +157,7 @@ ROOMS = {
         {
             *("checks", "base", "drift", "example", "meeting", "permutation"),
             *("position", "stream_arrivals", "stream_iterator", "stream_run"),
+            "transform",
         },
         {"numpy", "grain"},
     ),
