@@ -140,10 +140,10 @@ def refuse_changed(index: int, found: int, measured: int, which: str = "") -> No
     """Raises a ValueError that says which length was another."""
     raise ValueError(
         f"`source[{index}]`{which} has length {found}, but `lengths[{index}]="
-        f"{measured}`. If the data changed since it was measured, or these are the "
-        "lengths of another source: Measure again. If `length_fn` counted something "
-        "else, such as words or seconds: rows are as long as arrays, so measure "
-        "without `length_fn`, or let it return the length of the arrays."
+        f"{measured}`: the data changed since it was measured, or these are the "
+        "lengths of another source, or `length_fn` counts in another unit, such as "
+        "words or seconds. Measure again, and leave out a `length_fn` that does not "
+        "return the length of the arrays."
     )
 
 

@@ -219,6 +219,20 @@ def test_an_example_that_changed_since_it_was_measured_is_refused():
         batch_dataset(source, schedule)[0]
 
 
+def test_lengths_in_another_unit_are_told_apart_from_changed_data():
+    source = [{"text": np.frombuffer(x, np.uint8)} for x in (b"a few words", b"one")]
+    words = measure_lengths(
+        source, length_fn=lambda x: len(bytes(x["text"]).split()), progress=False
+    )
+    schedule = BatchSchedule(plan_buckets(words, max_tokens=9), words, order="source")
+    message = (
+        r"`source\[0\]` has length 11, but `lengths\[0\]=3`: the data changed .* or "
+        r"`length_fn` counts in another unit, .*leave out a `length_fn` that does not"
+    )
+    with pytest.raises(ValueError, match=message):
+        batch_dataset(source, schedule)[0]
+
+
 def test_a_shard_that_does_not_divide_a_bucket_is_refused():
     source, schedule = job()
     with pytest.raises(
@@ -318,6 +332,21 @@ def test_a_position_beyond_the_end_of_the_run_is_refused():
     position = batch_dataset(source, grown, num_steps=12).position(12)
     with pytest.raises(ValueError, match="ends at step 5, before .* step 12"):
         batch_dataset(source, schedule, num_steps=5).resume(position)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_position_beyond_the_end_of_another_run_is_told_what_changed(goes_on):
+    source, schedule = job(1)
+    if goes_on:
+        schedule = schedule.continue_with(batch_dataset(source, schedule).position(500))
+    position = batch_dataset(source, schedule, num_steps=900).position(900)
+    other_plan = plan_buckets(source.lengths, max_tokens=640, batch_size_multiple=8)
+    for other, message in (
+        (BatchSchedule(schedule.plan, source.lengths, seed=2), "schedule seed 1 -> 2"),
+        (BatchSchedule(other_plan, source.lengths, seed=1), "plan max tokens 960 -> "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batch_dataset(source, other, num_steps=5).resume(position)
 
 
 def test_a_dataset_begins_with_the_first_step_of_its_schedule():
