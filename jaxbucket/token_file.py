@@ -1,19 +1,16 @@
 """Examples end to end in memory-mapped arrays, gathered a batch at a time.
 
 A token file is a folder of plain `.npy` files: one for each feature, `offsets.npy` that
-says where each example begins, and `index.json` with the size and the digest of each.
-numpy reads them without this library.
+says where each example begins, and `index.json` that says what each of them is. numpy
+reads them without this library.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
 import os
 import pathlib
-import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +18,8 @@ from typing import IO, Any, Literal
 
 import numpy as np
 
-from jaxbucket.base import EMPTY_ROW, Batch, Bucket, digest
+from jaxbucket.base import EMPTY_ROW, Batch, Bucket
+from jaxbucket.checks import MAX_LENGTH
 from jaxbucket.collate import (
     check_rows,
     fit_lengths,
@@ -38,12 +36,16 @@ from jaxbucket.example import (
     sequence_names,
 )
 from jaxbucket.segments import row_segments
-
-_FORMAT = "jaxbucket.TokenFile"
-_VERSION = 1
-_INDEX = "index.json"
-_OFFSETS = "offsets"
-_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
+from jaxbucket.token_index import (
+    OFFSETS,
+    array_path,
+    digest_of,
+    fingerprint_of,
+    is_array_name,
+    map_arrays,
+    read_index,
+    write_index,
+)
 
 
 class TokenFile:
@@ -71,22 +73,19 @@ class TokenFile:
 
     Raises:
       ValueError: if the folder is no token file, is of another version, or has a file
-        that is missing or has been cut.
+        that is missing, cut or changed, as far as headers and some pages tell in a time
+        that does not depend on its size; `verify` reads everything.
     """
 
     gathers_packed_rows: Literal[True] = True
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
-        self._index = _read_index(self.path)
-        for name, entry in self._index["files"].items():
-            _check_size(self.path / f"{name}.npy", entry["bytes"])
-        self._arrays = {
-            name: _map(self.path / f"{name}.npy") for name in self._index["files"]
-        }
-        self._offsets = self._arrays.pop(_OFFSETS)
+        self._index = read_index(self.path)
+        self._arrays = map_arrays(self.path, self._index)
+        self._offsets = self._arrays.pop(OFFSETS)
         self.sequences: tuple[str, ...] = tuple(self._index["sequences"])
-        self.fingerprint = digest(json.dumps(self._index, sort_keys=True).encode())
+        self.fingerprint = fingerprint_of(self._index)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Worker processes map the files anew: a pickled map would be all its contents.
@@ -111,7 +110,13 @@ class TokenFile:
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
-        return np.diff(self._offsets).astype(np.int32)
+        lengths = np.diff(self._offsets)
+        if lengths.min() < 1 or lengths.max() > MAX_LENGTH:
+            raise ValueError(
+                f"{array_path(self.path, OFFSETS)} has examples of {lengths.min()} to "
+                f"{lengths.max()} tokens: it was changed. Write the token file again."
+            )
+        return lengths.astype(np.int32)
 
     def collate(
         self,
@@ -239,9 +244,8 @@ class TokenFile:
           ValueError: if a file has changed.
         """
         for name, entry in self._index["files"].items():
-            path = self.path / f"{name}.npy"
-            with path.open("rb") as file:
-                found = hashlib.file_digest(file, _new_digest).hexdigest()
+            path = array_path(self.path, name)
+            found = digest_of(path)
             if found != entry["digest"]:
                 raise ValueError(
                     f"{path} is not what was written: its digest is {found}, not "
@@ -283,8 +287,7 @@ def write_token_file(
     draft = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     draft.mkdir()
     try:
-        index = _write(draft, examples, sequences)
-        (draft / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_index(draft, *_write(draft, examples, sequences))
         os.rename(draft, path)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -294,8 +297,8 @@ def write_token_file(
 
 def _write(
     folder: pathlib.Path, examples: Iterable[Example], sequences: Sequence[str] | None
-) -> dict[str, Any]:
-    """Writes all arrays; returns what the index says of them."""
+) -> tuple[list[str], list[str]]:
+    """Writes all arrays; returns the features, and which of them are sequences."""
     examples = iter(examples)
     first = next(examples, None)
     if first is None:
@@ -311,22 +314,21 @@ def _write(
             )
             for name, x in template.items()
         }
-        offsets = stack.enter_context(_column(folder, _OFFSETS, np.dtype(np.int64), ()))
+        offsets = stack.enter_context(_column(folder, OFFSETS, np.dtype(np.int64), ()))
         total = 0
         offsets.append(np.zeros(1, np.int64))
         for number, example in enumerate(_chain(first, examples)):
             arrays = matching_arrays(example, template, names, number)
-            total += common_length(arrays, names, number)
+            length = common_length(arrays, names, number)
+            if length > MAX_LENGTH:
+                raise ValueError(
+                    f"Row {number} has length {length}, beyond {MAX_LENGTH}: split it."
+                )
+            total += length
             for name, value in arrays.items():
                 columns[name].append(value if name in names else value[None])
             offsets.append(np.array([total]))
-    files = {**columns, _OFFSETS: offsets}
-    return {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "sequences": names,
-        "files": {name: column.entry() for name, column in files.items()},
-    }
+    return list(template), names
 
 
 def _chain(first: Example, rest: Iterator[Example]) -> Iterator[Example]:
@@ -338,7 +340,6 @@ class _Column:
     """A `.npy` file that grows along its first axis."""
 
     def __init__(self, path: pathlib.Path, dtype: np.dtype, shape: tuple[int, ...]):
-        self._path = path
         self._dtype = dtype
         self._shape = shape
         self._length = 0
@@ -357,12 +358,6 @@ class _Column:
         os.fsync(self._file.fileno())
         self._file.close()
 
-    def entry(self) -> dict[str, Any]:
-        """What the index says of it."""
-        with self._path.open("rb") as file:
-            found = hashlib.file_digest(file, _new_digest).hexdigest()
-        return {"bytes": self._path.stat().st_size, "digest": found}
-
     def _write_header(self) -> None:
         header = {
             "descr": np.lib.format.dtype_to_descr(self._dtype),
@@ -376,16 +371,17 @@ class _Column:
 def _column(
     folder: pathlib.Path, name: str, dtype: np.dtype, shape: tuple[int, ...]
 ) -> Iterator[_Column]:
-    path = folder / f"{name}.npy"
-    if not _NAME.fullmatch(name) or path.exists():
+    path = array_path(folder, name)
+    if not is_array_name(name) or path.exists():
         raise ValueError(
             f"Feature {name!r} cannot be a file of this name: call it otherwise, by "
             "letters, digits, '_' and '-'."
         )
-    if dtype.kind not in "biufc":
+    if dtype.kind not in "biufc" or not _is_of_numpy(dtype):
         raise ValueError(
-            f"Feature {name!r} is {dtype}, which is not numpy's own of numbers: give "
-            "it another, such as float32 or int32."
+            f"Feature {name!r} is {dtype}, which is not numpy's own of numbers, so a "
+            "`.npy` file would lose it: give it another, such as float32 or int32, or "
+            "write its bits, `x.view(np.uint16)`, and view them back."
         )
     column = _Column(path, dtype, shape)
     try:
@@ -394,52 +390,13 @@ def _column(
         column.close()
 
 
-def _new_digest() -> Any:
-    return hashlib.blake2b(digest_size=16)
-
-
-def _read_index(path: pathlib.Path) -> dict[str, Any]:
-    remedy = "Name the folder that `write_token_file` wrote, or write it again."
+def _is_of_numpy(dtype: np.dtype) -> bool:
+    """Whether the header of a file says which dtype it is."""
+    descr = np.lib.format.dtype_to_descr(dtype)
     try:
-        index = json.loads((path / _INDEX).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no token file: {error}. {remedy}") from None
-    if not isinstance(index, dict) or index.get("format") != _FORMAT:
-        raise ValueError(f'{path}: its index has no "format": "{_FORMAT}". {remedy}')
-    if index.get("version") != _VERSION:
-        raise ValueError(
-            f"{path} has version {index.get('version')!r}; this jaxbucket reads "
-            f"version {_VERSION}. {remedy}"
-        )
-    try:
-        files = {name: (x["bytes"], x["digest"]) for name, x in index["files"].items()}
-        if not {_OFFSETS, *index["sequences"]} <= files.keys():
-            raise KeyError(f"{_OFFSETS!r} or a sequence")
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: its index lacks {error}. {remedy}") from None
-    return index
-
-
-def _map(path: pathlib.Path) -> np.ndarray:
-    try:
-        # Not as a `memmap`, whose every slice costs a microsecond more.
-        return np.asarray(np.load(path, mmap_mode="r"))
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is no array of numpy: {error}. Write the token file again."
-        ) from None
-
-
-def _check_size(path: pathlib.Path, expected: int) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise ValueError(f"{path} is missing: {error}. Write it again.") from None
-    if size != expected:
-        raise ValueError(
-            f"{path} has {size} bytes, but {expected} were written: it was cut or "
-            "changed. Write the token file again."
-        )
+        return np.lib.format.descr_to_dtype(descr) == dtype
+    except (TypeError, ValueError):
+        return False
 
 
 def _gather(

@@ -103,7 +103,11 @@ ROOMS = {
     "function_name": ({"base"}, set()),
     "orphans": (set(), set()),
     "progress": (set(), {"rich"}),
-    "token_file": ({"base", "collate", "example", "segments"}, {"numpy"}),
+    "token_index": ({"base"}, {"numpy"}),
+    "token_file": (
+        {"checks", "base", "collate", "example", "segments", "token_index"},
+        {"numpy"},
+    ),
     "length_cache": (set(), {"numpy"}),
     "meeting": (set(), set()),
     "measuring": (

@@ -5,6 +5,7 @@ import pickle
 import shutil
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ from jaxbucket import (
     collate_rows,
     measure_lengths,
     plan_buckets,
+    token_index,
     write_token_file,
 )
 
@@ -159,7 +161,9 @@ def test_a_file_that_was_cut_is_refused(path, name, cut):
 def test_a_file_of_the_same_size_that_is_no_array_is_named(path):
     file = path / "tokens.npy"
     file.write_bytes(b"x" * file.stat().st_size)
-    with pytest.raises(ValueError, match="tokens.npy is no array of numpy: .*again"):
+    with pytest.raises(
+        ValueError, match="tokens.npy is not an array of numpy: .*again"
+    ):
         TokenFile(path)
 
 
@@ -182,22 +186,28 @@ def test_changed_contents_are_found_by_reading_all(path):
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        (None, "is no token file"),
-        ("{", "is no token file"),
+        (None, "is not a token file"),
+        ("{", "is not a token file"),
+        (b"\xff\xfe{", "is not a token file"),
+        (b'{"format": "\xe4"}', "is not a token file"),
+        ("[" * 100_000, "is not a token file"),
+        ("9" * 5_000, "is not a token file"),
+        ("null", 'has no "format": "jaxbucket.TokenFile"'),
         ("[]", 'has no "format": "jaxbucket.TokenFile"'),
         ('{"format": "jaxbucket.TokenFile", "version": 2}', "has version 2; this jax"),
-        ('{"format": "jaxbucket.TokenFile", "version": 1}', "its index lacks 'files'"),
+        ('{"format": "jaxbucket.TokenFile", "version": 1}', "index.json lacks 'files'"),
         (
             '{"format": "jaxbucket.TokenFile", "version": 1, "files": {}, '
             '"sequences": ["x"]}',
-            "its index lacks .*'offsets' or a sequence",
+            "index.json lacks 'offsets' or a sequence",
         ),
     ],
 )
 def test_a_foreign_folder_is_refused(path, index, message):
     (path / "index.json").unlink()
     if index is not None:
-        (path / "index.json").write_text(index)
+        content = index.encode() if isinstance(index, str) else index
+        (path / "index.json").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         TokenFile(path)
 
@@ -243,6 +253,13 @@ def tokens(*lengths: int) -> list[dict]:
         ([{"offsets": np.ones(2)}], "Feature 'offsets' cannot be a file of this name"),
         ([{"x": np.array(["a", None], object)}], "Feature 'x' is object, which"),
         ([{"x": np.ones(2, "M8[s]")}], r"Feature 'x' is datetime64\[s\], which"),
+        ([{"x": np.ones(2, ml_dtypes.bfloat16)}], "'x' is bfloat16, .* would lose it"),
+        ([{"x": np.ones(2, ml_dtypes.float8_e5m2)}], "'x' is float8_e5m2, .*lose it"),
+        ([{"x": np.ones(2, ml_dtypes.int4)}], "'x' is int4, .*write its bits"),
+        (
+            [{"x": np.broadcast_to(np.uint8(0), 2**31)}],
+            "Row 0 has length 2147483648, beyond 2147483647: split it",
+        ),
         ([{"label": np.int32(1)}], r"The example \['label'\] has no sequence"),
         ([[1, 2]], "The example is a list, not a dict of arrays"),
     ],
@@ -274,3 +291,233 @@ def test_it_may_be_moved(path, examples, tmp_path):
     shutil.move(path, tmp_path / "elsewhere")
     assert TokenFile(tmp_path / "elsewhere").fingerprint == before
     assert json.loads((tmp_path / "elsewhere" / "index.json").read_text())
+
+
+# What is opened is what was written
+
+
+def edit_index(path, change) -> None:
+    """Changes the index, with a seal of its own or, from before there was any, none."""
+    file = path / "index.json"
+    index = json.loads(file.read_text())
+    change(index)
+    file.write_text(json.dumps(index))
+
+
+def unseal(path) -> None:
+    """Makes it one of those that were written before there was a seal."""
+
+    def old(index):
+        del index["seal"]
+        for entry in index["files"].values():
+            for name in ("dtype", "shape", "pages"):
+                del entry[name]
+
+    edit_index(path, old)
+
+
+def put_header(file, **changes) -> None:
+    """Writes another header into the same bytes."""
+    with file.open("r+b") as opened:
+        np.lib.format.read_magic(opened)
+        shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(opened)
+        end = opened.tell()
+        header = {"descr": dtype.str, "fortran_order": fortran_order, "shape": shape}
+        opened.seek(0)
+        np.lib.format.write_array_header_1_0(opened, header | changes)
+        assert opened.tell() == end
+
+
+def numbers(seed: int = 0) -> list[dict]:
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            "a": rng.integers(0, 99, n, dtype=np.int32),
+            "b": rng.integers(0, 99, n, dtype=np.int32),
+        }
+        for n in rng.integers(1, 500, 200)
+    ]
+
+
+def test_another_dtype_of_the_same_size_is_refused(tmp_path):
+    path = write_token_file(tmp_path / "file", numbers()).path
+    put_header(path / "a.npy", descr="<f4")
+    with pytest.raises(ValueError, match=r"a.npy is <f4\[.*, but <i4\[.* was written"):
+        TokenFile(path)
+
+
+@pytest.mark.parametrize("size", [3, 200])
+def test_arrays_of_two_features_that_were_swapped_are_refused(tmp_path, size):
+    path = write_token_file(tmp_path / "file", numbers()[:size]).path
+    (path / "a.npy").rename(path / "c.npy")
+    (path / "b.npy").rename(path / "a.npy")
+    (path / "c.npy").rename(path / "b.npy")
+    with pytest.raises(ValueError, match="a.npy is not what was written.*another feat"):
+        TokenFile(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../file/a", "/etc/a", "a/b", "..", "", "a\n", "a\0b", ".", "x/../a"]
+)
+@pytest.mark.parametrize("sealed", [True, False])
+def test_names_stay_in_the_folder(path, name, sealed):
+    if not sealed:
+        unseal(path)
+
+    def lead_out(index):
+        index["files"][name] = index["files"].pop("tokens")
+        index["sequences"][0] = name
+        if sealed:
+            index["seal"] = token_index._seal(index)
+
+    edit_index(path, lead_out)
+    with pytest.raises(
+        ValueError, match=r"index.json names .*, which is not a file in"
+    ):
+        TokenFile(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x["sequences"].reverse(), "its seal is of another index"),
+        (lambda x: x["files"].pop("label"), "its seal is of another index"),
+        (lambda x: x.update(seal=[1]), "its seal is of another index"),
+        (lambda x: x.pop("seal"), "its seal is missing"),
+    ],
+)
+def test_an_index_that_was_changed_is_refused(path, change, message):
+    edit_index(path, change)
+    with pytest.raises(ValueError, match=rf"index.json .*{message}.*write it again"):
+        TokenFile(path)
+
+
+def test_a_file_from_before_there_was_a_seal_opens(path, examples):
+    sealed = TokenFile(path)
+    unseal(path)
+    old = TokenFile(path)
+    # Runs that began with it go on, whoever wrote it.
+    assert old.fingerprint == sealed.fingerprint
+    for index in (0, 17, 59):
+        assert_equal(old[index], sealed[index])
+    old.verify()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("frames", {"shape": (10, 3)}, "but its header is that of"),
+        ("frames", {"fortran_order": True}, "is not an array of numpy: its order"),
+        ("tokens", {"descr": "<i1"}, "but its header is that of int8"),
+        ("tokens", {"descr": "|O"}, "is not an array of numpy: its dtype is object"),
+        ("tokens", {"descr": "<M8[s]"}, "its dtype is datetime64"),
+        ("offsets", {"descr": "<f8"}, "offsets.npy is float64.*, not int64"),
+        ("offsets", {"descr": "<u8"}, "offsets.npy is uint64.*, not int64"),
+        ("speaker", {"shape": (240,)}, "has shape .240., but .* counts 60 examples"),
+    ],
+)
+def test_headers_of_an_old_file_have_to_fit(path, name, changes, message):
+    unseal(path)
+    put_header(path / f"{name}.npy", **changes)
+    with pytest.raises(ValueError, match=rf"{message}.*Write the token file again"):
+        TokenFile(path)
+
+
+def test_offsets_that_do_not_rise_are_refused(path):
+    unseal(path)
+    with (path / "offsets.npy").open("r+b") as file:
+        file.seek(-16, 2)
+        file.write(np.int64(2**60).tobytes())
+    file = TokenFile(path)
+    with pytest.raises(
+        ValueError, match="offsets.npy has examples of .* it was changed"
+    ):
+        _ = file.lengths
+
+
+class Pickled:
+    """Something that must not be made."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit('unpickled')",)
+
+
+def spoil(rng: np.random.Generator, path) -> None:
+    """Changes a folder somehow."""
+    names = ["tokens", "frames", "label", "speaker", "offsets"]
+    one, other = rng.choice(names, 2, replace=False)
+    file = path / f"{one}.npy"
+    content = bytearray(file.read_bytes())
+    kind = rng.integers(9)
+    if kind == 0:
+        content[rng.integers(len(content))] ^= 1 << rng.integers(8)
+    elif kind == 1:
+        del content[rng.integers(len(content)) :]
+    elif kind == 2:
+        content = bytearray((path / f"{other}.npy").read_bytes())
+    elif kind == 3:
+        # Of the same size, perhaps.
+        foreign = path / "foreign.npy"
+        np.save(foreign, rng.integers(0, 9, len(content) // 8 - 16))
+        content = bytearray(foreign.read_bytes())
+        foreign.unlink()
+    elif kind == 4:
+        foreign = path / "foreign.npy"
+        np.save(foreign, np.array([Pickled()] * 3, object), allow_pickle=True)
+        content = bytearray(foreign.read_bytes().ljust(len(content), b" "))
+        foreign.unlink()
+    elif kind == 5:
+        begin = rng.integers(128)
+        content[begin : begin + 9] = rng.bytes(9)
+    else:
+        file = path / "index.json"
+        content = bytearray(file.read_bytes())
+        for _ in range(rng.integers(1, 4)):
+            begin = rng.integers(len(content))
+            if kind == 6:
+                content[begin] = rng.integers(256)
+            elif kind == 7:
+                del content[begin : begin + rng.integers(1, 40)]
+            else:
+                pieces = [b"[", b"{", b"-1", b"null", b'"', b"1e999", b"tokens", b"../"]
+                content[begin:begin] = pieces[rng.integers(len(pieces))]
+    file.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_whatever_is_opened_is_what_was_written_or_is_refused(tmp_path, sealed):
+    examples = make_examples(1, 12, 9)
+    written = write_token_file(tmp_path / "file", examples, sequences=SEQUENCES).path
+    if not sealed:
+        unseal(written)
+    want = [dict(TokenFile(written)[index]) for index in range(len(examples))]
+    path, refused = tmp_path / "spoilt", 0
+    for seed in range(120):
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(written, path)
+        spoil(np.random.default_rng(seed), path)
+        try:
+            file = TokenFile(path)
+            _ = file.lengths
+        except ValueError as error:
+            assert str(path) in str(error) and "again" in str(error), error
+            assert "allow_pickle" not in str(error)
+            refused += 1
+            continue
+        if sealed:
+            # All pages of so small a file are looked at.
+            for index, example in enumerate(want):
+                assert_equal(file[index], example)
+    assert refused > (90 if sealed else 60)
+
+
+def test_opening_looks_at_some_pages_and_verifying_at_all(tmp_path):
+    examples = [{"a": np.arange(1000)}] * 300
+    path = write_token_file(tmp_path / "file", examples).path
+    file = path / "a.npy"
+    content = bytearray(file.read_bytes())
+    for place, is_seen in ((len(content) // 30, False), (-3, True)):
+        content[place] ^= 1
+        file.write_bytes(bytes(content))
+        with pytest.raises(ValueError, match="a.npy is not what was written"):
+            TokenFile(path) if is_seen else TokenFile(path).verify()
