@@ -33,6 +33,17 @@ def as_arrays(example: Example) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in example.items()}
 
 
+def copied(example: Example) -> dict[str, np.ndarray]:
+    """Returns the features as arrays in memory of their own.
+
+    Whoever gave them may use the old ones again, and whoever gets these may write.
+
+    Raises:
+      ValueError: if the example is no dict.
+    """
+    return {name: np.array(value) for name, value in as_arrays(example).items()}
+
+
 def features_of(example: Example | None) -> Features:
     """Returns the dtype and the shape of each feature; nothing of no example.
 

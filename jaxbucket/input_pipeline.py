@@ -15,7 +15,7 @@ import numpy as np
 from jaxbucket.base import EMPTY_ROW, Batch, BatchIndices, Bucket, RowShard, digest
 from jaxbucket.checks import check_integer, check_positive, split_line
 from jaxbucket.collate import collate_rows
-from jaxbucket.example import Example, Sequences, example_lengths
+from jaxbucket.example import Example, Sequences, copied, example_lengths
 from jaxbucket.example_draws import BatchDraws
 from jaxbucket.position import DataPosition, check_position
 from jaxbucket.schedule import Schedule
@@ -84,6 +84,23 @@ def batch_dataset(
         from an element, if an example is not as long as it was measured, or `transform`
         raises, does not return a dict, or changes the length.
     """
+    for method in ("__len__", "__getitem__"):
+        if not hasattr(source, method):
+            raise ValueError(
+                f"`source` is a {type(source).__name__}, without `{method}`: give "
+                "examples by index, such as a list. Of a stream `stream_batches` "
+                "makes batches."
+            )
+    if not isinstance(schedule, Schedule):
+        raise ValueError(
+            f"`schedule` is a {type(schedule).__name__}: make one by "
+            "`BatchSchedule(plan, lengths)`."
+        )
+    if not isinstance(shard, RowShard | None):
+        raise ValueError(
+            f"`shard` is a {type(shard).__name__}: give `local_rows(mesh)`, or a "
+            "`RowShard`."
+        )
     return BatchDataset(
         source,
         schedule,
@@ -171,6 +188,11 @@ class BatchDataset(grain.MapDataset[Any]):
             epochs = (start_step - first_step) // len(schedule) + 1
             run_end = _RunEnd(None, max(epochs, 1))
         num_steps = run_end.step(schedule)
+        if num_steps > sys.maxsize:
+            raise ValueError(
+                f"The run ends at step {num_steps}, beyond {sys.maxsize}. Give "
+                "`num_steps=math.inf` for one without end."
+            )
         if not first_step <= start_step <= num_steps:
             raise ValueError(
                 f"`start_step={start_step}` must be between {first_step} and the end "
@@ -206,6 +228,10 @@ class BatchDataset(grain.MapDataset[Any]):
         if index < 0:
             raise IndexError(f"`index={index}` must not be negative.")
         step = self._start_step + index
+        if step > sys.maxsize:
+            raise IndexError(
+                f"`index={index}` is of step {step}, beyond {sys.maxsize}."
+            )
         micro = self._schedule.micro_batches(step)
         draws = self._schedule.draws(step)
         batches = tuple(
@@ -254,9 +280,9 @@ class BatchDataset(grain.MapDataset[Any]):
             raise
 
     @property
-    def example(self) -> Example:
+    def example(self) -> dict[str, np.ndarray]:
         """`source[0]` as batches have it, transformed: for `batch_specs`."""
-        return self._like()
+        return copied(self._like())
 
     def position(self, step: int) -> DataPosition:
         """Returns what to save beside a state that has done `step` updates.
@@ -307,7 +333,16 @@ class BatchDataset(grain.MapDataset[Any]):
         continues = position.schedule.get("continues")
         if schedule.continues is None and continues is not None:
             # What the run has once deliberately gone on with is no change any more.
-            schedule = schedule.beginning_at(position.schedule["first_step"], continues)
+            first_step = position.schedule.get("first_step")
+            if not _is_step(first_step, position.step) or not isinstance(
+                continues, str
+            ):
+                raise ValueError(
+                    f"`position` is damaged: it continues {continues!r} from step "
+                    f"{first_step!r} on, and is at step {position.step}. Restore an "
+                    "earlier checkpoint."
+                )
+            schedule = schedule.beginning_at(first_step, continues)
         # Before its end: that of another run says nothing.
         position.check_same(self._position(schedule, position.step))
         run_end = self._run_end
@@ -349,6 +384,8 @@ class BatchDataset(grain.MapDataset[Any]):
         purpose = f", for step {step},"
         example = self._read(index, place, draws, purpose)
         try:
+            # One that the source lends is another when the next one is read.
+            example = copied(example)
             lengths = self._lengths(example)
         except Exception as error:
             done = "read" if self._transform is None else "transformed"
@@ -422,6 +459,10 @@ class BatchDataset(grain.MapDataset[Any]):
                 ) from None
             self._first_example = example
         return example
+
+
+def _is_step(step: Any, last: int) -> bool:
+    return isinstance(step, int) and 0 <= step <= last
 
 
 def _other_size_message(source: Source, schedule: Schedule) -> str:

@@ -23,6 +23,7 @@ from jaxbucket.example import (
     Example,
     as_arrays,
     common_length,
+    copied,
     example_length,
     sequence_names,
 )
@@ -260,7 +261,7 @@ class Arrivals:
         """What is made of an example: (length, example) for each row that it needs."""
         longest = self._max_seq_len
         if length <= longest:
-            return [(length, _owned(example))]
+            return [(length, copied(example))]
         if self._overlong == "drop":
             self.counts.dropped += 1
             return []
@@ -354,11 +355,6 @@ def _cut(
         for name, value in arrays.items()
     }
     return common_length(part, names), part
-
-
-def _owned(example: Example) -> Example:
-    """The example in memory of its own: the stream may use its arrays again."""
-    return {name: np.array(value) for name, value in example.items()}
 
 
 def _checksum(place: int, example: Example) -> int:

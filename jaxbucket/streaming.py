@@ -19,7 +19,7 @@ import numpy as np
 from jaxbucket.base import BucketPlan, Group, RowShard, digest
 from jaxbucket.checks import MAX_LENGTH, check_accumulate, check_positive, check_seed
 from jaxbucket.drift import OnDrift, warn_of_drift
-from jaxbucket.example import Example
+from jaxbucket.example import Example, copied
 from jaxbucket.meeting import Meeting
 from jaxbucket.permutation import fold
 from jaxbucket.position import DataPosition
@@ -321,7 +321,7 @@ class StreamDataset(grain.IterDataset[Any]):
         return self._phases[0].plan
 
     @property
-    def example(self) -> Example:
+    def example(self) -> dict[str, np.ndarray]:
         """One as batches have it, transformed: for `batch_specs`.
 
         It is `like`, or else the first of the stream, which is read once more for this.
@@ -330,7 +330,7 @@ class StreamDataset(grain.IterDataset[Any]):
           ValueError: if the stream has none, and there is no `like`.
         """
         if self._like is not None:
-            return self._like
+            return copied(self._like)
         iterator = StreamIterator(self._run(), "")
         try:
             example = iterator.first_example()
@@ -340,7 +340,7 @@ class StreamDataset(grain.IterDataset[Any]):
             raise ValueError(
                 "The stream has no example to take features from: give `like=`."
             )
-        return example
+        return copied(example)
 
     @property
     def max_segments(self) -> int | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxbucket.example import Example, as_arrays
+from jaxbucket.example import Example, copied
 from jaxbucket.example_draws import example_rng
 
 # (example, its random numbers) -> the example that is put into a row.
@@ -52,10 +52,10 @@ def apply_transform(
       ValueError: if the transform raises or does not return a dict, or the example is
         not a dict.
     """
-    # A copy: the source may keep the arrays for the next epoch.
-    copied = {name: np.array(value) for name, value in as_arrays(example).items()}
+    # The source may keep its arrays for the next epoch.
+    own = copied(example)
     try:
-        changed = transform(copied, rng)
+        changed = transform(own, rng)
     except Exception as error:
         raise ValueError(
             f"`transform` raised {type(error).__name__}: {error}"

@@ -233,6 +233,53 @@ def test_lengths_in_another_unit_are_told_apart_from_changed_data():
         batch_dataset(source, schedule)[0]
 
 
+def test_a_source_may_lend_its_arrays():
+    lengths, array = [3, 1, 4, 2, 5], np.zeros(5, np.int32)
+
+    class Lending:
+        def __len__(self):
+            return len(lengths)
+
+        def __getitem__(self, index):
+            array[:] = index
+            return {"x": array[: lengths[index]]}
+
+    plan = plan_buckets(lengths, max_tokens=10, num_buckets=2)
+    schedule = BatchSchedule(plan, lengths)
+    for batch, indices in zip(
+        batch_dataset(Lending(), schedule), schedule, strict=True
+    ):
+        found = [example["x"].tolist() for example in unbatch(batch)]
+        assert found == [[i] * lengths[i] for i in indices.rows if i >= 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"source": iter(())}, "`source` is a .*iterator, without `__len__`"),
+        ({"schedule": [1]}, "`schedule` is a list: make one by `BatchSchedule"),
+        ({"shard": (0, 2)}, r"`shard` is a tuple: give `local_rows\(mesh\)`"),
+        ({"num_steps": 10**30}, "ends at step 10+, beyond .*`num_steps=math.inf`"),
+        ({"num_epochs": 2**61}, "The run ends at step .*, beyond"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(arguments, message):
+    source, schedule = job()
+    with pytest.raises(ValueError, match=message):
+        batch_dataset(**{"source": source, "schedule": schedule} | arguments)
+
+
+@pytest.mark.parametrize("first_step", [None, "3", -1, 0.5, 9])
+def test_a_position_that_continues_from_nowhere_is_refused(first_step):
+    source, schedule = job()
+    before = batch_dataset(source, schedule).position(3)
+    position = batch_dataset(source, schedule.continue_with(before)).position(7)
+    damaged = {**position.schedule, "first_step": first_step}
+    position = DataPosition(7, position.plan, position.data, damaged)
+    with pytest.raises(ValueError, match="`position` is damaged: it continues "):
+        batch_dataset(source, schedule).resume(position)
+
+
 def test_a_shard_that_does_not_divide_a_bucket_is_refused():
     source, schedule = job()
     with pytest.raises(
@@ -256,6 +303,8 @@ def test_steps_that_are_no_integers_are_refused(name, step):
 
 
 def test_a_negative_element_is_refused():
+    with pytest.raises(IndexError, match="`index=10+` is of step 10+, beyond"):
+        batch_dataset(*job())[10**25]
     with pytest.raises(IndexError, match="`index=-1` must not be negative"):
         batch_dataset(*job())[-1]
 

@@ -371,11 +371,13 @@ def test_what_cannot_be_called_is_refused():
         (RandomMap(), "`transform` is a RandomMap.*Give its method, `transform.random"),
     ):
         with pytest.raises(ValueError, match=message):
-            jb.batch_dataset(source, schedule, transform=transform)
+            jb.batch_dataset(source, schedule, transform=transform)  # pyright: ignore
         with pytest.raises(ValueError, match=message):
-            jb.stream_batches(stream, plan, pool_size=1, transform=transform)
+            jb.stream_batches(  # pyright: ignore
+                stream, plan, pool_size=1, transform=transform
+            )
         with pytest.raises(ValueError, match=message):
-            jb.sample_lengths(stream, 1, transform=transform)
+            jb.sample_lengths(stream, 1, transform=transform)  # pyright: ignore
     method = RandomMap().random_map
     batch = jb.batch_dataset(source, schedule, transform=method)[0]
     assert batch.features["tokens"].tolist() == [[0, 1, 2]]
