@@ -334,8 +334,10 @@ class BatchDataset(grain.MapDataset[Any]):
         if schedule.continues is None and continues is not None:
             # What the run has once deliberately gone on with is no change any more.
             first_step = position.schedule.get("first_step")
-            if not _is_step(first_step, position.step) or not isinstance(
-                continues, str
+            if (
+                not isinstance(first_step, int)
+                or not 0 <= first_step <= position.step
+                or not isinstance(continues, str)
             ):
                 raise ValueError(
                     f"`position` is damaged: it continues {continues!r} from step "
@@ -459,10 +461,6 @@ class BatchDataset(grain.MapDataset[Any]):
                 ) from None
             self._first_example = example
         return example
-
-
-def _is_step(step: Any, last: int) -> bool:
-    return isinstance(step, int) and 0 <= step <= last
 
 
 def _other_size_message(source: Source, schedule: Schedule) -> str:
