@@ -15,7 +15,13 @@ import numpy as np
 from jaxbucket.base import EMPTY_ROW, Batch, BatchIndices, Bucket, RowShard, digest
 from jaxbucket.checks import check_integer, check_positive, split_line
 from jaxbucket.collate import collate_rows
-from jaxbucket.example import Example, Sequences, example_lengths
+from jaxbucket.example import (
+    Example,
+    PadValue,
+    Sequences,
+    check_pad_value,
+    example_lengths,
+)
 from jaxbucket.position import DataPosition, check_position
 from jaxbucket.schedule import Schedule
 from jaxbucket.source import (
@@ -37,7 +43,7 @@ def batch_dataset(
     num_steps: float | None = None,
     num_epochs: int | None = None,
     sequences: Sequences = None,
-    pad_value: float = 0,
+    pad_value: PadValue = 0,
 ) -> BatchDataset:
     """Returns the schedule's batches as a `grain.MapDataset`, numpy arrays.
 
@@ -64,7 +70,8 @@ def batch_dataset(
       num_epochs: the same in epochs of the schedule, instead.
       sequences: the features that are padded, by default all with a leading axis. Of
         several sequences with lengths of their own, as in `collate_rows`.
-      pad_value: what fills them behind their end.
+      pad_value: what fills them behind their end: name -> number, 0 for those without
+        one. A number alone is of the only one there is.
 
     Raises:
       ValueError: if the source has not one example for each length, the shard's parts
@@ -124,7 +131,7 @@ class BatchDataset(grain.MapDataset[Any]):
         start_step: int | None,
         run_end: _RunEnd | None,
         sequences: Sequences,
-        pad_value: float,
+        pad_value: PadValue,
     ):
         super().__init__()
         if len(source) != len(schedule.lengths):
@@ -165,7 +172,7 @@ class BatchDataset(grain.MapDataset[Any]):
         self._run_end = run_end
         self._num_steps = num_steps
         self._sequences = sequences
-        self._pad_value = pad_value
+        self._pad_value = check_pad_value(pad_value)
         self._first_example: Example | None = None
 
     def __len__(self) -> int:

@@ -109,7 +109,7 @@ def prefetch_to_mesh(
 
     Raises:
       ValueError: if the mesh lacks one of the axes, or a batch does not have the rows
-        of this process, or an integer that its dtype on devices cannot hold.
+        of this process, or a number that its dtype on devices cannot hold.
     """
     if check_integer("size", size) < 0:
         raise ValueError(f"`size={size}` must not be negative.")
@@ -163,9 +163,19 @@ def _to_global(batch: Batch, shard: RowShard, sharding: NamedSharding) -> Batch:
 def _as_on_device(name: str, leaf: np.ndarray) -> np.ndarray:
     """The array in the dtype that jax has for it: 32 bits, unless told otherwise."""
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    converted = leaf.astype(dtype, copy=False)
-    if np.issubdtype(dtype, np.integer) and not np.array_equal(converted, leaf):
-        value = leaf[converted != leaf].flat[0]
+    if dtype == leaf.dtype:
+        return leaf
+    with np.errstate(over="ignore"):
+        converted = leaf.astype(dtype)
+    if np.issubdtype(dtype, np.integer):
+        lost = converted != leaf
+    else:
+        # Rounding is expected of floats, and infinity only where it was before.
+        lost = np.isinf(converted)
+        if lost.any():
+            lost &= np.isfinite(leaf)
+    if lost.any():
+        value = leaf[lost].flat[0]
         raise ValueError(
             f"`batch{name}` holds {value}, which {dtype} cannot hold. Set "
             "`jax.config.update('jax_enable_x64', True)`, or map it to smaller numbers."

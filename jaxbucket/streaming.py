@@ -19,7 +19,7 @@ import numpy as np
 from jaxbucket.base import BucketPlan, Group, RowShard, digest
 from jaxbucket.checks import MAX_LENGTH, check_accumulate, check_positive, check_seed
 from jaxbucket.drift import OnDrift, warn_of_drift
-from jaxbucket.example import Example
+from jaxbucket.example import Example, PadValue, check_pad_value
 from jaxbucket.meeting import Meeting
 from jaxbucket.permutation import fold
 from jaxbucket.position import DataPosition
@@ -61,7 +61,7 @@ def stream_batches(
     max_segments_per_row: int | None = None,
     max_wait: int | None = None,
     sequences: Sequence[str] | None = None,
-    pad_value: float = 0,
+    pad_value: PadValue = 0,
     like: Example | None = None,
     seed: int = 0,
     on_drift: OnDrift | None = warn_of_drift,
@@ -116,7 +116,7 @@ def stream_batches(
         by default 16 times `pool_size`. Then it goes up to the next step that it fits
         into.
       sequences: the features that are padded, by default all with a leading axis.
-      pad_value: what fills them behind their end.
+      pad_value: what fills them behind their end, as in `batch_dataset`.
       like: an example to take features from, where a stream may have none at all.
       seed: what seeds of epochs are derived from, and where the sequence of buckets
         begins.
@@ -153,7 +153,7 @@ def stream_batches(
         if max_wait is None
         else check_positive("max_wait", max_wait),
         sequences=None if sequences is None else tuple(_named(sequences)),
-        pad_value=np.asarray(pad_value).item(),
+        pad_value=check_pad_value(pad_value),
         seed=check_seed(seed),
     )
     phases = phases_of(plan, lengths, options, max_segments_per_row)

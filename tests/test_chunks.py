@@ -231,7 +231,8 @@ def test_rows_are_gathered_as_a_loop_over_chunks_does(split, kind, seed):
         # Rows that are empty, all of them even; chunks that are cut once more.
         bucket = Bucket(int(rng.integers(1, 9)), int(rng.integers(1, longest + 3)))
         rows = rng.integers(-1, len(chunks), bucket.batch_size)
-        options = {"pad_value": int(rng.choice([0, 7])), "truncate": True}
+        pad = [0, {"tokens": 7}, {"frames": 0.5, "tokens": 9}][rng.integers(3)]
+        options = {"pad_value": pad, "truncate": True}
         expected = collate_rows(
             [None if row < 0 else chunks[row] for row in rows],
             bucket,

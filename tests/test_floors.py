@@ -91,7 +91,7 @@ ROOMS = {
     "collate": ({"checks", "base", "example", "segments", "sequences"}, {"numpy"}),
     "source": ({"base", "example"}, {"numpy"}),
     "chunk_source": (
-        {"checks", "base", "chunks", "collate", "source"},
+        {"checks", "base", "chunks", "collate", "example", "source"},
         {"numpy"},
     ),
     "concat_source": (

@@ -565,6 +565,23 @@ def test_values_that_do_not_fit_on_devices_are_refused():
         next(jb.prefetch_to_mesh([batch], jb.data_mesh()))
 
 
+@pytest.mark.parametrize("dtype", ["f8", "c16"])
+def test_floats_beyond_those_of_devices_are_refused(dtype):
+    x = np.array([1e-300, np.inf, -1e39, np.nan], dtype)
+    batch = jb.collate_rows([{"x": x}], jb.Bucket(8, 4))
+    message = r"`batch.features\['x'\]` holds .*-1e\+39.*, which .* cannot hold. Set"
+    with pytest.raises(ValueError, match=message):
+        next(jb.prefetch_to_mesh([batch], jb.data_mesh()))
+
+
+def test_floats_that_were_not_finite_stay_so():
+    x = np.array([np.inf, -np.inf, np.nan, 3e38, 0.1])
+    batch = jb.collate_rows([{"x": x}], jb.Bucket(8, 5))
+    (on_mesh,) = jb.prefetch_to_mesh([batch], jb.data_mesh())
+    assert on_mesh.features["x"].dtype == np.float32
+    np.testing.assert_array_equal(on_mesh.features["x"][0], x.astype(np.float32))
+
+
 def test_wide_values_that_fit_are_narrowed():
     batch = jb.collate_rows([{"x": np.array([7, -3])}], jb.Bucket(8, 2))
     (on_mesh,) = jb.prefetch_to_mesh([batch], jb.data_mesh())
