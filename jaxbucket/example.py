@@ -316,10 +316,9 @@ def _pad_array(value: float, name: str, dtype: np.dtype) -> np.ndarray:
     try:
         with np.errstate(all="ignore"):
             pad = np.asarray(value).astype(dtype)
-            holds = _is_held(value, pad)
     except OverflowError:
-        holds = False
-    if not holds:
+        pad = None
+    if pad is None or not _is_held(value, pad):
         raise ValueError(
             f"`pad_value={value}`: feature {name!r} is {dtype}, which cannot hold it. "
             "Pad with another value, or give the source another dtype."

@@ -170,7 +170,7 @@ ROOMS = {
     ),
     "optim": ({"checks"}, {"numpy", "jax", "optax"}),
     "sort": (set(), {"numpy", "jax"}),
-    "masks": ({"checks", "base"}, {"jax"}),
+    "masks": ({"checks", "base"}, {"numpy", "jax"}),
     "blockwise": (set(), {"jax"}),
     "splash": (set(), {"jax"}),
     "attention": ({"checks", "blockwise", "splash"}, {"jax"}),
