@@ -175,6 +175,21 @@ class BatchDataset(grain.MapDataset[Any]):
         self._pad_value = check_pad_value(pad_value)
         self._first_example: Example | None = None
 
+    @property
+    def schedule(self) -> Schedule:
+        """Which examples are in which rows at which step."""
+        return self._schedule
+
+    @property
+    def shard(self) -> RowShard:
+        """The rows of every global batch that are loaded."""
+        return self._shard
+
+    @property
+    def start_step(self) -> int:
+        """The step that element 0 is of."""
+        return self._start_step
+
     def __len__(self) -> int:
         return self._num_steps - self._start_step
 

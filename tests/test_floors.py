@@ -193,8 +193,8 @@ ROOMS = {
     ),
     "prediction": (
         {
-            *("checks", "base", "collate", "compile", "schedule", "loss"),
-            *("sharding", "pmap", "train"),
+            *("checks", "base", "collate", "compile", "progress", "schedule"),
+            *("loss", "sharding", "pmap", "train"),
         },
         {"numpy", "jax"},
     ),

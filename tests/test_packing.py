@@ -347,8 +347,6 @@ def test_what_a_packing_does_not_go_with_is_refused():
     packed = jb.BatchSchedule(plan, lengths, packing=packing)
     with pytest.raises(ValueError, match="have packed rows, and rows of one"):
         jb.Mixture([packed, jb.BatchSchedule(plan, lengths)], [1, 1])
-    with pytest.raises(ValueError, match="The schedule has packed rows"):
-        jb.predict(lambda *_: None, None, [], packed)  # pyright: ignore
 
 
 def test_a_mixture_of_packed_rows_counts_through():
