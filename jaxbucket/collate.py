@@ -322,7 +322,8 @@ def unbatch(
       max_segments: as in `collate_rows`: None for one example in a row.
 
     Raises:
-      ValueError: if rows have more examples than that.
+      ValueError: if rows have more examples than that, or `sequences` names a feature
+        that is missing or not `[B, T, ...]`.
     """
     every = {name: np.asarray(ids) for name, ids in batch.segment_ids.items()}
     ids = next(iter(every.values()))
@@ -339,7 +340,9 @@ def unbatch(
         named = [name for name, x in features.items() if x.shape[:2] == ids.shape]
         groups = dict.fromkeys(every, named)
     else:
-        groups = dict.fromkeys(every, list(sequences))
+        named = [sequences] if isinstance(sequences, str) else list(sequences)
+        groups = dict.fromkeys(every, named)
+    _check_padded(features, groups, every)
     if max_segments is not None:
         _check_stacked(features, groups, max_segments)
     key_of = {name: key for key, names in groups.items() for name in names}
@@ -357,6 +360,22 @@ def unbatch(
                     example[name] = value[place]
             found.append(example)
     return found
+
+
+def _check_padded(
+    features: Mapping[str, np.ndarray],
+    groups: Mapping[str, Sequence[str]],
+    segment_ids: Mapping[str, np.ndarray],
+) -> None:
+    for key, names in groups.items():
+        expected = segment_ids[key].shape
+        for name in names:
+            if name not in features or features[name].shape[:2] != expected:
+                shapes = {n: list(x.shape) for n, x in features.items()}
+                raise ValueError(
+                    f"`sequences` names {name!r}, which must be a feature of shape "
+                    f"{[*expected, '...']}. The batch has {shapes}."
+                )
 
 
 def _check_stacked(

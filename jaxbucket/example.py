@@ -30,7 +30,8 @@ def as_arrays(example: Example, row: int | None = None) -> dict[str, np.ndarray]
       row: where it stands in a batch or a file, for messages.
 
     Raises:
-      ValueError: if the example is not a dict, or a feature is ragged.
+      ValueError: if the example is not a dict, or a feature is ragged or has values
+        that are masked.
     """
     if not isinstance(example, Mapping):
         where = "The example" if row is None else f"Row {row}"
@@ -42,10 +43,15 @@ def as_arrays(example: Example, row: int | None = None) -> dict[str, np.ndarray]
 
 
 def _as_array(name: str, value: ArrayLike, row: int | None) -> np.ndarray:
+    feature = "Feature" if row is None else f"Row {row}: feature"
+    if np.ma.is_masked(value):
+        raise ValueError(
+            f"{feature} {name!r} is a masked array, and a batch has no room for its "
+            "mask. Fill it by `.filled(0)`, and make the mask a feature of its own."
+        )
     try:
         return np.asarray(value)
     except ValueError:
-        feature = "Feature" if row is None else f"Row {row}: feature"
         raise ValueError(
             f"{feature} {name!r} is ragged, so that it is not an array. Give "
             "all of its positions the same number of values, as in [n, 3], or flatten "
@@ -331,7 +337,7 @@ def _is_held(value: float, pad: np.ndarray) -> bool:
     # Those of ml_dtypes, such as int4 and bfloat16, are known by their names alone.
     if pad.dtype.kind in "biu" or pad.dtype.name.startswith(("int", "uint")):
         return int(pad) == value
-    if pad.dtype.names or pad.dtype.kind in "mM":
+    if pad.dtype.kind in "mM" or issubclass(pad.dtype.type, np.void):
         return True
     if math.isfinite(value):
         return bool(np.isfinite(pad))

@@ -250,6 +250,30 @@ def test_an_example_that_is_no_dict_is_refused():
         example_length(np.ones(3))
 
 
+def test_a_mask_is_not_lost():
+    rows = [{"x": np.ma.array([1, 2], mask=[0, 0])}, {"x": [3, 4]}]
+    assert collate_rows(rows, Bucket(2, 2)).features["x"].tolist() == [[1, 2], [3, 4]]
+    rows[1] = {"x": np.ma.array([1, 2], mask=[0, 1])}
+    with pytest.raises(ValueError, match="Row 1: feature 'x' is a masked array, and"):
+        collate_rows(rows, Bucket(2, 2))
+
+
+def test_features_of_bytes_are_padded_with_zeros():
+    for dtype in ("V2", "i4,f4", "M8[s]"):
+        batch = collate_rows([{"x": np.zeros(2, dtype)}], Bucket(1, 3))
+        assert batch.features["x"].tobytes() == bytes(3 * np.dtype(dtype).itemsize)
+
+
+@pytest.mark.parametrize("sequences", [["token"], "frames", ["tokens", "label"]])
+def test_unbatch_refuses_sequences_that_were_not_padded(sequences):
+    example = {"tokens": [1, 2], "frames": np.ones(9), "label": 1}
+    batch = collate_rows([example], Bucket(2, 3), sequences=["tokens"])
+    with pytest.raises(ValueError, match="`sequences` names '.*', which must be a fea"):
+        unbatch(batch, sequences=sequences)
+    (found,) = unbatch(batch, sequences="tokens")
+    assert found["tokens"].tolist() == [1, 2] and len(found["frames"]) == 9
+
+
 @pytest.mark.parametrize("value", ["ab", None, b"ab"])
 def test_text_and_objects_are_refused(value):
     rows = [{"x": [1], "name": value}] * 2
