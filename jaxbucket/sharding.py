@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 DATA_AXIS = "data"
 # Of what numpy calls numbers, and bytes; text and objects are in no batch.
-_NOT_IN_JAX = (
+_NOT_IN_JAX: tuple[type, ...] = (
     *(np.longdouble, np.clongdouble, np.datetime64, np.timedelta64, np.void),
     *(np.character, np.object_),
 )
