@@ -130,13 +130,7 @@ def stream_batches(
         place in the stream; or where processes do not batch alike.
       RuntimeError: from an iterator, where the stream raises; with the place, too.
     """
-    if not isinstance(dataset, grain.IterDataset) and (
-        isinstance(dataset, grain.MapDataset) or not callable(dataset)
-    ):
-        raise ValueError(
-            f"`dataset` is a {type(dataset).__name__}, not a `grain.IterDataset`: give "
-            "`dataset.to_iter_dataset()`, or a function of (epoch, seed)."
-        )
+    _check_stream(dataset)
     pool_size = check_positive("pool_size", pool_size)
     options = Options(
         pool_size=pool_size,
@@ -186,6 +180,7 @@ def sample_lengths(
       ValueError: if there is none, or one has no length.
       RuntimeError: where the stream raises.
     """
+    _check_stream(dataset)
     number = check_positive("num_examples", num_examples)
 
     def open_epoch(epoch: int) -> grain.IterDataset:
@@ -214,6 +209,27 @@ def epoch_seed(seed: int, epoch: int) -> int:
     The high half of `jaxbucket.permutation.fold(seed, epoch)`.
     """
     return fold(check_seed(seed), epoch) >> 32
+
+
+def _check_stream(dataset: Any) -> None:
+    """Raises a ValueError that says how a stream is made of what is none."""
+    if isinstance(dataset, grain.IterDataset):
+        return
+    if isinstance(dataset, grain.MapDataset):
+        remedy = "`dataset.to_iter_dataset()`"
+    elif isinstance(dataset, grain.DataLoader):
+        remedy = (
+            "`grain.MapDataset.source(data_source).shuffle(seed).apply(operations)"
+            ".to_iter_dataset()`, of what the loader was made of"
+        )
+    elif callable(dataset):
+        return
+    else:
+        remedy = "`grain.MapDataset.source(examples).to_iter_dataset()`"
+    raise ValueError(
+        f"`dataset` is a {type(dataset).__name__}, not a `grain.IterDataset`: give "
+        f"{remedy}, or a function of (epoch, seed)."
+    )
 
 
 def _checked_steps(num_steps: float | None) -> int | None:

@@ -27,7 +27,7 @@ ROOMS = {
     "bounds": ({"boundaries"}, {"numpy"}),
     "search": ({"bounds"}, {"numpy"}),
     "optimal": ({"boundaries", "bounds", "search"}, {"numpy"}),
-    "histogram": ({"checks", "base"}, {"numpy"}),
+    "histogram": ({"base", "chunks"}, {"numpy"}),
     "pattern": (set(), set()),
     "best_fit": ({"pattern"}, {"numpy"}),
     "fullest_rows": ({"pattern"}, {"numpy"}),
