@@ -431,7 +431,7 @@ def _read_index(path: pathlib.Path) -> dict[str, Any]:
 def _map(path: pathlib.Path) -> np.ndarray:
     try:
         # Not as a `memmap`, whose every slice costs a microsecond more.
-        return np.asarray(np.load(path, mmap_mode="r"))
+        return np.asarray(np.lib.format.open_memmap(path, mode="r"))
     except ValueError as error:
         raise ValueError(
             f"{path} is no array of numpy: {error}. Write the token file again."
