@@ -94,8 +94,8 @@ def _full(number: int, longest: int) -> np.ndarray:
             return np.full(number, longest, np.int32)
     raise ValueError(
         f"`max_seq_len={longest}` makes {number} chunks, whose lengths take "
-        f"{4 * number / 2**30:.1f} GiB: more memory than there is. Raise `max_seq_len`, "
-        "or split the corpus in parts."
+        f"{4 * number / 2**30:.1f} GiB: more memory than there is. Raise "
+        "`max_seq_len`, or split the corpus in parts."
     )
 
 

@@ -204,8 +204,8 @@ def _size_of(source: Source) -> int:
         size = len(source)
     except Exception as error:
         raise ValueError(
-            f"`len(source)` raises {type(error).__name__}: {error}. Give a source whose "
-            "`__len__` returns the number of its examples."
+            f"`len(source)` raises {type(error).__name__}: {error}. Give a source "
+            "whose `__len__` returns the number of its examples."
         ) from error
     if not size:
         raise ValueError("`source` is empty: there is no example to measure.")

@@ -633,6 +633,19 @@ def test_a_report_counts_what_was_split(seed):
     assert (fields["split_examples"], fields["chunks"]) == (over.sum(), epoch.chunks)
 
 
+def test_more_chunks_than_there_is_memory_for_are_counted():
+    # Of their lengths alone there would be 78 TiB.
+    lengths = np.full(10_000, 2**31 - 1, np.int32)
+    plan = plan_buckets(lengths, max_tokens=64, max_seq_len=1, overlong="split")
+    number = 10_000 * (2**31 - 1)
+    epoch = report(plan, lengths)
+    assert epoch.examples == epoch.chunks == epoch.real_tokens == number
+    assert epoch.steps_per_epoch == -(-number // 64)
+    message = f"makes {number} chunks, whose lengths take 80000.0 GiB"
+    with pytest.raises(ValueError, match=f"`max_seq_len=1` {message}.* Raise `max_seq"):
+        chunk_lengths(lengths, 1)
+
+
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_other_policies_split_nothing(overlong):
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong=overlong)

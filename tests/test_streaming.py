@@ -1428,6 +1428,31 @@ def test_options_that_do_not_fit_are_refused(options, message):
         jb.stream_batches(dataset, plan, **given)
 
 
+class Shorter(grain.transforms.Map):
+    def map(self, element):
+        return {"x": element["x"][1:]}
+
+
+def test_what_a_loader_of_grain_is_told_to_give_is_a_stream():
+    data_source = [{"x": np.ones(n, np.int32)} for n in (3, 9, 5, 4)]
+    names = {"grain": grain, "data_source": data_source, "seed": 0}
+    names["operations"] = [Shorter()]
+    loader = grain.DataLoader(
+        data_source=data_source,
+        sampler=grain.samplers.SequentialSampler(4, grain.sharding.NoSharding()),
+    )
+    for call in (
+        lambda given: jb.stream_batches(given, PLAN, pool_size=8),
+        lambda given: jb.sample_lengths(given, 4),
+    ):
+        with pytest.raises(ValueError, match="is a DataLoader, not a `grain") as error:
+            call(loader)
+        (advised,) = re.findall(r"`(grain\.Map[^`]*)`", str(error.value))
+        call(eval(advised, names))
+    lengths = jb.sample_lengths(eval(advised, names), 4)
+    assert sorted(lengths.tolist()) == [2, 3, 4, 8]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
