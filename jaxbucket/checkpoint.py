@@ -255,9 +255,9 @@ class Checkpoints:
         Args:
           state: a state like the one saved, or the shapes, dtypes and shardings of
             one; arrays are read straight into these shardings. Where it has a Python
-            number, such as the `step=0` of a new Flax `TrainState`, one comes back, and
-            where a scalar is weakly typed, it stays so: a step that was compiled for
-            this state is not compiled again.
+            number, such as the `step=0` of a new Flax `TrainState`, one comes back;
+            scalars stay weakly typed, and arrays on no device in particular
+            uncommitted. A step that was compiled for `state` takes what comes back.
 
         Raises:
           ValueError: if there is no checkpoint, a file of it is missing, cut or
@@ -287,7 +287,7 @@ class Checkpoints:
             is_ = f"is of step {position.step}"
             raise ValueError(self._damaged(folder, "position", is_))
         self._last = step
-        restored = jax.tree.map(_typed_like, state, saved.state)
+        restored = jax.tree.map(_like, state, saved.state)
         return Restored(restored, position, saved.extra)
 
     def claim(self) -> None:
@@ -392,12 +392,22 @@ def _abstract(leaf: Any) -> Any:
     return ocp.utils.to_shape_dtype_struct(leaf)
 
 
-def _typed_like(template: Any, leaf: Any) -> Any:
-    """A leaf that was read, weakly typed if it was asked for with such a type."""
-    if not getattr(template, "weak_type", False) or leaf.shape != ():
+def _like(template: Any, leaf: Any) -> Any:
+    """A leaf that was read, as free to move and as weakly typed as was asked for.
+
+    Orbax knows neither: a step would be compiled again for it, or refuse it beside
+    batches on several devices.
+    """
+    free = isinstance(template, jax.Array) and not template.committed
+    if getattr(template, "weak_type", False) and leaf.shape == ():
+        # The type of a Python number is weak.
+        return jax.device_put(leaf.item(), None if free else leaf.sharding)
+    if not free:
         return leaf
-    # Orbax knows no weak types; that of a Python number is one.
-    return jax.device_put(leaf.item(), leaf.sharding)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jnp.array(np.asarray(jax.random.key_data(leaf)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return jnp.array(np.asarray(leaf))
 
 
 def _leaves(tree: Any) -> dict[str, Any]:

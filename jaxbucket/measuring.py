@@ -338,6 +338,8 @@ def _in_workers(
             for future in done:
                 yield running.pop(future), future.result()
     except BrokenProcessPool:
+        # Until then, another thread may be about to read how they ended.
+        pool.shutdown()
         if any(worker.exitcode == UNGUARDED for worker in workers):
             raise RuntimeError(unguarded("measure_lengths(...)")) from None
         raise RuntimeError(

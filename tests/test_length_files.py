@@ -426,7 +426,7 @@ def test_a_column_that_is_not_there_is_refused(tmp_path, name):
         (np.array(["a"]), "has dtype <U1"),
         (
             np.array([None]),
-            "holds Python objects, and not numbers. Save the lengths as",
+            "holds Python objects, and not numbers. Save the",
         ),
     ],
 )
