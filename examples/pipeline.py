@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from transformer import Block, Transformer
+from transformer import BEGIN, Block, Transformer
 
 import jaxbucket as jb
 
@@ -144,9 +144,7 @@ def plain_loss(shared: Shared) -> Callable[[Stages, jb.Batch], Any]:
 
 def embed(shared: Shared, stages: Stages, batch: jb.Batch) -> jax.Array:
     layer = nnx.merge(shared.embed, stages.embed)
-    return layer(
-        Transformer.inputs(batch.features["tokens"], batch.positions["tokens"])
-    )
+    return layer(jb.next_tokens(batch, "tokens", begin=BEGIN).inputs)
 
 
 def run_blocks(block: Any, params: Any, x: jax.Array, batch: jb.Batch) -> jax.Array:
@@ -163,9 +161,9 @@ def nats_of(shared: Shared, stages: Stages, x: jax.Array, batch: jb.Batch) -> ja
     """The sum over all real bytes."""
     norm = nnx.merge(shared.norm, stages.norm)
     head = nnx.merge(shared.head, stages.head)
-    tokens = batch.features["tokens"].astype(jnp.int32)
-    nats = optax.softmax_cross_entropy_with_integer_labels(head(norm(x)), tokens)
-    return jnp.sum(nats, where=batch.mask)
+    _, targets, weights = jb.next_tokens(batch, "tokens", begin=BEGIN)
+    nats = optax.softmax_cross_entropy_with_integer_labels(head(norm(x)), targets)
+    return jnp.sum(nats * weights)
 
 
 def make_step(

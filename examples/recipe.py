@@ -10,7 +10,7 @@ import optax
 import partition
 from flax import nnx
 from options import parse_arguments
-from transformer import Transformer
+from transformer import BEGIN, Transformer
 
 import jaxbucket as jb
 
@@ -22,11 +22,11 @@ def loss(
     model: Transformer, batch: jb.Batch, keys: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Sum of the nats of every real byte, and how many there are; packed or not."""
-    tokens = batch.features["tokens"].astype(jnp.int32)
+    inputs, targets, weights = jb.next_tokens(batch, "tokens", begin=BEGIN)
     ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
-    logits = model(tokens, positions, keys, ids)
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
-    return jnp.sum(nats * batch.mask), batch.num_tokens
+    logits = model(inputs, positions, keys, ids)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return jnp.sum(nats * weights), jnp.sum(weights)
 
 
 def make_optimizer(

@@ -12,7 +12,7 @@ BEGIN = 256
 
 
 class Transformer(nnx.Module):
-    """Bytes `[B, T]` -> logits `[B, T, 257]` of each byte given those before it."""
+    """Bytes `[B, T]` -> logits `[B, T, 257]` of the byte that follows each."""
 
     def __init__(self, width: int, layers: int, dropout: float, rngs: nnx.Rngs):
         self.embed = nnx.Embed(VOCABULARY, width, rngs=rngs)
@@ -22,7 +22,7 @@ class Transformer(nnx.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,
+        inputs: jax.Array,
         positions: jax.Array,
         keys: jax.Array | None,
         segment_ids: jax.Array | None = None,
@@ -30,14 +30,14 @@ class Transformer(nnx.Module):
         """Returns the logits.
 
         Args:
-          tokens: `[B, T]` integers.
+          inputs: `[B, T]` int32, bytes or `BEGIN`, as `next_tokens` gives them.
           positions: `[B, T]` int32.
           keys: `[B]` random keys for dropout, or None to do without.
           segment_ids: `[B, T]` int32: documents of a row do not see one another, and
             padding is seen by none. None for one document in each row, and attention
             to all of the row.
         """
-        x = self.embed(self.inputs(tokens, positions))
+        x = self.embed(inputs)
         for layer, block in enumerate(self.blocks):
             own = (
                 None
@@ -46,12 +46,6 @@ class Transformer(nnx.Module):
             )
             x = block(x, positions, own, segment_ids)
         return self.head(self.norm(x))
-
-    @staticmethod
-    def inputs(tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """What each byte is predicted from: the one before it, `[B, T]` int32."""
-        before = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (1, 0)))[:, :-1]
-        return jnp.where(positions == 0, BEGIN, before)
 
 
 class Block(nnx.Module):

@@ -45,7 +45,13 @@ if TYPE_CHECKING:
     )
     from jaxbucket.difficulty import write_difficulty_index
     from jaxbucket.input_pipeline import batch_dataset
-    from jaxbucket.masks import attention_mask, sequence_lengths, token_weights
+    from jaxbucket.masks import (
+        NextTokens,
+        attention_mask,
+        next_tokens,
+        sequence_lengths,
+        token_weights,
+    )
     from jaxbucket.measuring import measure_difficulty, measure_lengths
     from jaxbucket.optim import (
         is_linear_in_lr,
@@ -81,7 +87,9 @@ _ON_FIRST_USE = {
     "data_parallel_accumulate": "accumulation",
     "segment_attention": "attention",
     "batch_dataset": "input_pipeline",
+    "NextTokens": "masks",
     "attention_mask": "masks",
+    "next_tokens": "masks",
     "sequence_lengths": "masks",
     "token_weights": "masks",
     "measure_difficulty": "measuring",
@@ -146,6 +154,7 @@ __all__ = [
     "Limits",
     "LinearPacing",
     "Mixture",
+    "NextTokens",
     "PackedPlan",
     "Packing",
     "PlanCurve",
@@ -187,6 +196,7 @@ __all__ = [
     "local_rows",
     "measure_difficulty",
     "measure_lengths",
+    "next_tokens",
     "pack",
     "plan_buckets",
     "plan_curve",

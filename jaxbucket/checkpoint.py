@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -253,7 +254,10 @@ class Checkpoints:
 
         Args:
           state: a state like the one saved, or the shapes, dtypes and shardings of
-            one; arrays are read straight into these shardings.
+            one; arrays are read straight into these shardings. Where it has a Python
+            number, such as the `step=0` of a new Flax `TrainState`, one comes back;
+            scalars stay weakly typed, and arrays on no device in particular
+            uncommitted. A step that was compiled for `state` takes what comes back.
 
         Raises:
           ValueError: if there is no checkpoint, a file of it is missing, cut or
@@ -268,7 +272,7 @@ class Checkpoints:
             )
         folder = self._directory / str(step)
         self._check_seal(folder)
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        abstract = jax.tree.map(_abstract, state)
         self._check_state(folder, step, abstract)
         saved: Any = self._manager.restore(
             step,
@@ -283,7 +287,8 @@ class Checkpoints:
             is_ = f"is of step {position.step}"
             raise ValueError(self._damaged(folder, "position", is_))
         self._last = step
-        return Restored(saved.state, position, saved.extra)
+        restored = jax.tree.map(_like, state, saved.state)
+        return Restored(restored, position, saved.extra)
 
     def claim(self) -> None:
         """Makes this the only run that saves here, for as long as it lives.
@@ -366,28 +371,70 @@ class Checkpoints:
         return f"The checkpoint {folder} is damaged, for {name} {is_}: {remedy}."
 
     def _check_state(self, folder: epath.Path, step: int, abstract: Any) -> None:
-        saved = _shapes(self._manager.item_metadata(step).state)
-        given = _shapes(abstract)
+        saved = _leaves(self._manager.item_metadata(step).state)
+        given = _leaves(abstract)
         # What was chosen is named before what follows from it.
         names = saved.keys() | given.keys()
         for name in sorted(names, key=lambda name: ("params" not in name, name)):
-            was, now = saved.get(name, "not there"), given.get(name, "not there")
-            if was != now:
+            was, now = saved.get(name), given.get(name)
+            if not _same_type(was, now):
                 raise ValueError(
-                    f"The checkpoint {folder} is of another model or optimizer, for "
-                    f"{name} is {now}, but was {was}: build what was saved."
+                    f"The checkpoint {folder} is of another model or optimizer, "
+                    f"because {name} is {_type_name(now)}, but was {_type_name(was)}: "
+                    "build what was saved."
                 )
 
 
-def _shapes(tree: Any) -> dict[str, str]:
-    """What each array is called -> its dtype and shape."""
-    leaves = {
-        # A Python number has none.
-        name: leaf if hasattr(leaf, "shape") else np.asarray(leaf)
-        for name, leaf in ocp.tree.to_flat_dict(tree, sep=".").items()
-        if leaf is not None
-    }
-    return {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
+def _abstract(leaf: Any) -> Any:
+    """What Orbax is asked for in place of a leaf."""
+    # It restores arrays and Python's numbers, and not numpy's.
+    leaf = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+    return ocp.utils.to_shape_dtype_struct(leaf)
+
+
+def _like(template: Any, leaf: Any) -> Any:
+    """A leaf that was read, as free to move and as weakly typed as was asked for.
+
+    Orbax knows neither: a step would be compiled again for it, or refuse it beside
+    batches on several devices.
+    """
+    free = isinstance(template, jax.Array) and not template.committed
+    if getattr(template, "weak_type", False) and leaf.shape == ():
+        # The type of a Python number is weak.
+        return jax.device_put(leaf.item(), None if free else leaf.sharding)
+    if not free:
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jnp.array(np.asarray(jax.random.key_data(leaf)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return jnp.array(np.asarray(leaf))
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    """The arrays and numbers of a tree by name."""
+    leaves = ocp.tree.to_flat_dict(tree, sep=".").items()
+    return {name: leaf for name, leaf in leaves if leaf is not None}
+
+
+_KINDS = {bool: np.bool_, int: np.integer, float: np.floating}
+
+
+def _same_type(was: Any, now: Any) -> bool:
+    """Whether a leaf can be restored as what is asked for, without a loss."""
+    if was is None or now is None:
+        return False
+    if hasattr(now, "dtype"):
+        return (was.dtype, tuple(was.shape)) == (now.dtype, tuple(now.shape))
+    # A jitted step returns an array where it was given a Python number.
+    return was.shape == () and jnp.issubdtype(was.dtype, _KINDS[type(now)])
+
+
+def _type_name(leaf: Any) -> str:
+    if leaf is None:
+        return "not there"
+    if hasattr(leaf, "dtype"):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    return f"a Python {type(leaf).__name__}"
 
 
 def _files(folder: epath.Path) -> dict[str, epath.Path]:

@@ -14,6 +14,7 @@ from jaxbucket.base import EMPTY_ROW, Batch, Bucket, digest
 from jaxbucket.checks import MAX_LENGTH, check_lengths, check_positive
 from jaxbucket.chunks import chunk_counts, chunk_lengths
 from jaxbucket.collate import check_rows, fit_lengths, span_lengths
+from jaxbucket.example import PadValue
 from jaxbucket.source import (
     RowSource,
     Source,
@@ -202,7 +203,7 @@ class _GatheredChunks(ChunkSource):
         rows: np.ndarray,
         bucket: Bucket,
         *,
-        pad_value: float = 0,
+        pad_value: PadValue = 0,
         truncate: bool = False,
     ) -> Batch:
         """Returns the batch of some chunks, as `TokenFile.collate` does of examples."""
@@ -218,7 +219,7 @@ class _GatheredChunks(ChunkSource):
         lengths: np.ndarray,
         bucket: Bucket,
         *,
-        pad_value: float = 0,
+        pad_value: PadValue = 0,
     ) -> Batch:
         """Returns the batch of parts of chunks, which may be cut again."""
         rows = np.asarray(rows)
@@ -236,7 +237,7 @@ class _GatheredChunks(ChunkSource):
         begins: np.ndarray,
         lengths: np.ndarray,
         bucket: Bucket,
-        pad_value: float,
+        pad_value: PadValue,
     ) -> Batch:
         examples, chunks = self._origin_of(rows)
         begins = begins + chunks * self.max_seq_len

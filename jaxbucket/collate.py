@@ -11,12 +11,13 @@ from jaxbucket.base import EMPTY_ROW, Batch, Bucket
 from jaxbucket.checks import check_positive
 from jaxbucket.example import (
     Example,
+    PadValue,
     Sequences,
     as_arrays,
     check_numbers,
     common_length,
     matching_arrays,
-    pad_array,
+    pad_arrays,
     sequence_groups,
 )
 from jaxbucket.segments import row_segments
@@ -29,7 +30,7 @@ def collate_rows(
     *,
     like: Example | None = None,
     sequences: Sequences = None,
-    pad_value: float = 0,
+    pad_value: PadValue = 0,
     truncate: bool = False,
     max_segments: int | None = None,
     capacities: Mapping[str, int] | None = None,
@@ -79,7 +80,8 @@ def collate_rows(
         axis. The first of them names the entry in `segment_ids` and `positions`. With
         `capacities`, name -> the features that are as long as this sequence; by default
         none but itself.
-      pad_value: what fills the sequences behind their end, and in empty rows.
+      pad_value: what fills the sequences behind their end, and in empty rows: name ->
+        number, 0 for those without one. A number alone is of the only one there is.
       truncate: cut examples longer than T instead of refusing them.
       max_segments: the most examples of a row, where rows are packed.
       capacities: what a row holds of each of several sequences; T is their sum.
@@ -87,9 +89,11 @@ def collate_rows(
     Raises:
       ValueError: if an example is longer than T, or those of a row are together, or it
         has length 0, or differs from `like` in its features, dtypes or trailing shapes;
-        if its sequences differ in length; if capacities are not T together; if there
-        are more than B rows, or more than `max_segments` in one of them, or only empty
-        ones and no `like`; if packed ones are to be truncated.
+        if its sequences differ in length, or one is ragged; if `pad_value` is one
+        number other than 0 for several, names no sequence, or is beyond a dtype; if
+        capacities are not T together; if there are more than B rows, or more than
+        `max_segments` in one of them, or only empty ones and no `like`; if packed ones
+        are to be truncated.
     """
     if len(rows) > bucket.batch_size:
         raise ValueError(
@@ -104,11 +108,13 @@ def collate_rows(
             f"`truncate=True` and `max_segments={max_segments}`: what does not fit is "
             "put into another row. Leave out either."
         )
+    first = None
     if like is None:
-        like = next((example for row in segments for example in row), None)
+        filled = ((row, x[0]) for row, x in enumerate(segments) if len(x))
+        first, like = next(filled, (None, None))
     if like is None:
         raise ValueError("All rows are empty: pass `like=`, an example of the source.")
-    template = as_arrays(like)
+    template = as_arrays(like, first)
     check_numbers(template)
     groups = sequence_groups(template, sequences, capacities)
     names = [name for group in groups.values() for name in group]
@@ -168,7 +174,7 @@ def _without_examples(
     template: dict[str, np.ndarray],
     widths: dict[str, int],
     places: tuple[int, ...],
-    pad_value: float,
+    pad_value: PadValue,
 ) -> dict[str, np.ndarray]:
     """The features of a batch before an example is in it.
 
@@ -178,11 +184,9 @@ def _without_examples(
       places: of examples, `[B]` or `[B, max_segments]`, which all others begin with.
       pad_value: what fills the sequences.
     """
+    pads = pad_arrays(pad_value, {name: template[name].dtype for name in widths})
     return {
-        name: np.full(
-            (places[0], widths[name], *value.shape[1:]),
-            pad_array(pad_value, name, value.dtype),
-        )
+        name: np.full((places[0], widths[name], *value.shape[1:]), pads[name])
         if name in widths
         else np.zeros((*places, *value.shape), value.dtype)
         for name, value in template.items()
@@ -318,7 +322,8 @@ def unbatch(
       max_segments: as in `collate_rows`: None for one example in a row.
 
     Raises:
-      ValueError: if rows have more examples than that.
+      ValueError: if rows have more examples than that, or `sequences` names a feature
+        that is missing or not `[B, T, ...]`.
     """
     every = {name: np.asarray(ids) for name, ids in batch.segment_ids.items()}
     ids = next(iter(every.values()))
@@ -335,7 +340,9 @@ def unbatch(
         named = [name for name, x in features.items() if x.shape[:2] == ids.shape]
         groups = dict.fromkeys(every, named)
     else:
-        groups = dict.fromkeys(every, list(sequences))
+        named = [sequences] if isinstance(sequences, str) else list(sequences)
+        groups = dict.fromkeys(every, named)
+    _check_padded(features, groups, every)
     if max_segments is not None:
         _check_stacked(features, groups, max_segments)
     key_of = {name: key for key, names in groups.items() for name in names}
@@ -353,6 +360,22 @@ def unbatch(
                     example[name] = value[place]
             found.append(example)
     return found
+
+
+def _check_padded(
+    features: Mapping[str, np.ndarray],
+    groups: Mapping[str, Sequence[str]],
+    segment_ids: Mapping[str, np.ndarray],
+) -> None:
+    for key, names in groups.items():
+        expected = segment_ids[key].shape
+        for name in names:
+            if name not in features or features[name].shape[:2] != expected:
+                shapes = {n: list(x.shape) for n, x in features.items()}
+                raise ValueError(
+                    f"`sequences` names {name!r}, which must be a feature of shape "
+                    f"{[*expected, '...']}. The batch has {shapes}."
+                )
 
 
 def _check_stacked(

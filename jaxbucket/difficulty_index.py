@@ -65,13 +65,10 @@ class DifficultyIndex:
     def _mapped(self, name: str, dtype: str, size: int) -> np.ndarray:
         path = self._folder / name
         try:
-            found = np.load(path, mmap_mode="r")
+            found = np.lib.format.open_memmap(path, mode="r")
         # A header that is damaged fails in many ways.
         except Exception as error:
             raise ValueError(f"{path} cannot be read: {error}. {_REMEDY}") from None
-        if not isinstance(found, np.ndarray):
-            found.close()
-            raise ValueError(f"{path} holds several arrays. {_REMEDY}")
         if found.shape != (size,) or found.dtype != np.dtype(dtype):
             raise ValueError(
                 f"{path} is {found.dtype}{list(found.shape)}, and not the {dtype} of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxbucket.base import Overlong
-from jaxbucket.checks import MAX_LENGTH
+from jaxbucket.chunks import last_chunks
 
 # Up to here one count for every length is cheaper than sorting them.
 _DENSE = 1 << 24
@@ -37,7 +37,7 @@ def cumulative(
     """
     full = 0
     if overlong == "split":
-        lengths, full = _rests(lengths, last)
+        lengths, full = last_chunks(lengths, last)
     if last <= _DENSE:
         per_length = _counts(lengths, last)
         over = int(per_length[-1])
@@ -78,20 +78,6 @@ def value_counts(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     counts = _counts(lengths, last)[:-1]
     values = np.flatnonzero(counts)
     return values, counts[values]
-
-
-def _rests(lengths: np.ndarray, last: int) -> tuple[np.ndarray, int]:
-    """The last chunk of each example `[N]`, and the number of full ones before it."""
-    longest = min(last, MAX_LENGTH)
-    rests, full = lengths.copy(), 0
-    for start in range(0, lengths.size, _CHUNK):
-        part = rests[start : start + _CHUNK]
-        over = part > longest
-        if over.any():
-            before = (part[over] - 1) // longest
-            full += int(before.sum(dtype=np.int64))
-            part[over] -= before * longest
-    return rests, full
 
 
 def _counts(lengths: np.ndarray, last: int) -> np.ndarray:

@@ -15,7 +15,14 @@ import numpy as np
 from jaxbucket.base import EMPTY_ROW, Batch, BatchIndices, Bucket, RowShard, digest
 from jaxbucket.checks import check_integer, check_positive, split_line
 from jaxbucket.collate import collate_rows
-from jaxbucket.example import Example, Sequences, copied, example_lengths
+from jaxbucket.example import (
+    Example,
+    PadValue,
+    Sequences,
+    check_pad_value,
+    copied,
+    example_lengths,
+)
 from jaxbucket.example_draws import BatchDraws
 from jaxbucket.position import DataPosition, check_position
 from jaxbucket.schedule import Schedule
@@ -45,7 +52,7 @@ def batch_dataset(
     num_steps: float | None = None,
     num_epochs: int | None = None,
     sequences: Sequences = None,
-    pad_value: float = 0,
+    pad_value: PadValue = 0,
     transform: Transform | None = None,
 ) -> BatchDataset:
     """Returns the schedule's batches as a `grain.MapDataset`, numpy arrays.
@@ -73,7 +80,8 @@ def batch_dataset(
       num_epochs: the same in epochs of the schedule, instead.
       sequences: the features that are padded, by default all with a leading axis. Of
         several sequences with lengths of their own, as in `collate_rows`.
-      pad_value: what fills them behind their end.
+      pad_value: what fills them behind their end: name -> number, 0 for those without
+        one. A number alone is of the only one there is.
       transform: `(example, rng) -> example`, random augmentation. It gets a copy of
         the example, and a `np.random.Generator` that depends on the schedule's seed,
         the epoch and the index of the example alone. It keeps the length.
@@ -155,7 +163,7 @@ class BatchDataset(grain.MapDataset[Any]):
         start_step: int | None,
         run_end: _RunEnd | None,
         sequences: Sequences,
-        pad_value: float,
+        pad_value: PadValue,
         transform: Transform | None = None,
     ):
         super().__init__()
@@ -209,9 +217,24 @@ class BatchDataset(grain.MapDataset[Any]):
         self._run_end = run_end
         self._num_steps = num_steps
         self._sequences = sequences
-        self._pad_value = pad_value
+        self._pad_value = check_pad_value(pad_value)
         self._transform = transform
         self._first_example: Example | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which examples are in which rows at which step."""
+        return self._schedule
+
+    @property
+    def shard(self) -> RowShard:
+        """The rows of every global batch that are loaded."""
+        return self._shard
+
+    @property
+    def start_step(self) -> int:
+        """The step that element 0 is of."""
+        return self._start_step
 
     def __len__(self) -> int:
         return self._num_steps - self._start_step

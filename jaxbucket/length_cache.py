@@ -158,7 +158,7 @@ _REMEDY = "Delete the file, to measure again."
 
 def _mapped(path: pathlib.Path) -> np.ndarray:
     try:
-        found = np.load(path, mmap_mode="r")
+        return np.asarray(np.lib.format.open_memmap(path, mode="r"))
     except FileNotFoundError:
         raise ValueError(
             f"{path} is not there, though it was written: `cache` must be a folder "
@@ -166,9 +166,6 @@ def _mapped(path: pathlib.Path) -> np.ndarray:
         ) from None
     except Exception as error:
         raise ValueError(f"{path} cannot be read: {error}. {_REMEDY}") from None
-    if not isinstance(found, np.ndarray):
-        raise ValueError(f"{path} holds several arrays, not lengths. {_REMEDY}")
-    return np.asarray(found)
 
 
 def _read(path: pathlib.Path, size: int) -> np.ndarray:

@@ -10,7 +10,8 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import cloudpickle
@@ -22,7 +23,12 @@ from jaxbucket.example import example_length
 from jaxbucket.function_name import function_name
 from jaxbucket.length_cache import LengthCache, Part, share_of
 from jaxbucket.meeting import Alone, Meeting
-from jaxbucket.orphans import end_with_parent
+from jaxbucket.orphans import (
+    UNGUARDED,
+    end_if_importing,
+    end_with_parent,
+    unguarded,
+)
 from jaxbucket.progress import progress_bar
 from jaxbucket.source import RowSource, Source, check_sequences, contents
 
@@ -194,9 +200,16 @@ def _check_same(keys: list[str], index: int) -> None:
 
 
 def _size_of(source: Source) -> int:
-    if not len(source):
+    try:
+        size = len(source)
+    except Exception as error:
+        raise ValueError(
+            f"`len(source)` raises {type(error).__name__}: {error}. Give a source "
+            "whose `__len__` returns the number of its examples."
+        ) from error
+    if not size:
         raise ValueError("`source` is empty: there is no example to measure.")
-    return len(source)
+    return size
 
 
 def _checked_workers(num_workers: int) -> int:
@@ -307,25 +320,31 @@ def _in_workers(
     measure: Callable[[int, int], np.ndarray], spans: list[_Span], num_workers: int
 ) -> Iterator[tuple[_Span, np.ndarray]]:
     """Yields each as soon as it is there; a few for each worker are under way."""
+    end_if_importing()
     task = _dumped(measure)
     # jax has threads, and a fork of these would hang.
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _begin, (task,))
     left = iter(spans)
     running: dict[Future[np.ndarray], _Span] = {}
+    workers: list[BaseProcess] = []
     try:
         while True:
             while len(running) < _AHEAD * num_workers and (span := next(left, None)):
                 running[pool.submit(_span_of_worker, span)] = span
             if not running:
                 return
+            workers = workers or active_children()
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 yield running.pop(future), future.result()
     except BrokenProcessPool:
+        # Until then, another thread may be about to read how they ended.
+        pool.shutdown()
+        if any(worker.exitcode == UNGUARDED for worker in workers):
+            raise RuntimeError(unguarded("measure_lengths(...)")) from None
         raise RuntimeError(
-            "A worker that measured was lost: killed, perhaps for want of "
-            "memory, or started by a script that has no `if __name__ == '__main__':`. "
-            "With `cache` what was measured is kept: run it again."
+            "A worker that measured was lost: killed, perhaps for want of memory. With "
+            "`cache` what was measured is kept: run it again."
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

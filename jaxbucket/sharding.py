@@ -26,6 +26,11 @@ Device: TypeAlias = jax.Device  # pyright: ignore
 _T = TypeVar("_T")
 
 DATA_AXIS = "data"
+# Of what numpy calls numbers, and bytes; text and objects are in no batch.
+_NOT_IN_JAX: tuple[type, ...] = (
+    *(np.longdouble, np.clongdouble, np.datetime64, np.timedelta64, np.void),
+    *(np.character, np.object_),
+)
 
 
 def data_mesh(devices: Sequence[Device] | None = None) -> Mesh:
@@ -109,7 +114,8 @@ def prefetch_to_mesh(
 
     Raises:
       ValueError: if the mesh lacks one of the axes, or a batch does not have the rows
-        of this process, or an integer that its dtype on devices cannot hold.
+        of this process, or a number that its dtype on devices cannot hold, or a dtype
+        that jax does not have.
     """
     if check_integer("size", size) < 0:
         raise ValueError(f"`size={size}` must not be negative.")
@@ -160,12 +166,32 @@ def _to_global(batch: Batch, shard: RowShard, sharding: NamedSharding) -> Batch:
     return jax.tree.map_with_path(to_global, batch)
 
 
+def _device_dtype(name: str, dtype: np.dtype) -> np.dtype:
+    """What jax has for a dtype: its 32 bits, unless told otherwise, in native order."""
+    if issubclass(dtype.type, _NOT_IN_JAX):
+        raise ValueError(
+            f"`batch{name}` is {dtype}, and jax has no such arrays. Convert it in the "
+            "source, or leave it out."
+        )
+    return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
+
+
 def _as_on_device(name: str, leaf: np.ndarray) -> np.ndarray:
     """The array in the dtype that jax has for it: 32 bits, unless told otherwise."""
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    converted = leaf.astype(dtype, copy=False)
-    if np.issubdtype(dtype, np.integer) and not np.array_equal(converted, leaf):
-        value = leaf[converted != leaf].flat[0]
+    dtype = _device_dtype(name, leaf.dtype)
+    if dtype == leaf.dtype:
+        return leaf
+    with np.errstate(over="ignore"):
+        converted = leaf.astype(dtype)
+    if np.issubdtype(dtype, np.integer):
+        lost = converted != leaf
+    else:
+        # Rounding is expected of floats, and infinity only where it was before.
+        lost = np.isinf(converted)
+        if lost.any():
+            lost &= np.isfinite(leaf)
+    if lost.any():
+        value = leaf[lost].flat[0]
         raise ValueError(
             f"`batch{name}` holds {value}, which {dtype} cannot hold. Set "
             "`jax.config.update('jax_enable_x64', True)`, or map it to smaller numbers."
@@ -215,13 +241,14 @@ def batch_specs(
       For each bucket a `Batch` of `jax.ShapeDtypeStruct`.
 
     Raises:
-      ValueError: if the batch axes do not divide a bucket's B.
+      ValueError: if the batch axes do not divide a bucket's B, or jax has no arrays of
+        a feature's dtype.
     """
     sharding = batch_sharding(mesh, batch_axes)
     cut = rows_of_devices(mesh, mesh.devices.flat, batch_axes)
 
-    def spec(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    def spec(path: Any, leaf: np.ndarray) -> jax.ShapeDtypeStruct:
+        dtype = _device_dtype(jax.tree_util.keystr(path), leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
     specs = {}
@@ -235,5 +262,5 @@ def batch_specs(
             max_segments=max_segments,
             capacities=capacities,
         )
-        specs[bucket] = jax.tree.map(spec, empty)
+        specs[bucket] = jax.tree.map_with_path(spec, empty)
     return specs

@@ -11,6 +11,7 @@ import numpy as np
 from jaxbucket.base import EMPTY_ROW, Batch, Bucket, digest
 from jaxbucket.example import (
     Example,
+    PadValue,
     as_arrays,
     common_length,
     matching_arrays,
@@ -47,7 +48,7 @@ class RowSource(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
     def collate(
-        self, rows: np.ndarray, bucket: Bucket, *, pad_value: float, truncate: bool
+        self, rows: np.ndarray, bucket: Bucket, *, pad_value: PadValue, truncate: bool
     ) -> Batch: ...
 
 
@@ -69,7 +70,7 @@ class SpanSource(RowSource, Protocol):
         lengths: np.ndarray,
         bucket: Bucket,
         *,
-        pad_value: float,
+        pad_value: PadValue,
     ) -> Batch: ...
 
 
@@ -241,7 +242,7 @@ class _RowConcatenation(_Concatenation):
         rows: np.ndarray,
         bucket: Bucket,
         *,
-        pad_value: float = 0,
+        pad_value: PadValue = 0,
         truncate: bool = False,
     ) -> Batch:
         def gather(source: RowSource, own: np.ndarray) -> Batch:
@@ -277,7 +278,7 @@ class _SpanConcatenation(_RowConcatenation):
         lengths: np.ndarray,
         bucket: Bucket,
         *,
-        pad_value: float = 0,
+        pad_value: PadValue = 0,
     ) -> Batch:
         def gather(source: SpanSource, own: np.ndarray) -> Batch:
             return source.collate_spans(

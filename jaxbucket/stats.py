@@ -17,7 +17,7 @@ from jaxbucket.checks import (
     check_choice,
     check_lengths,
 )
-from jaxbucket.chunks import chunk_lengths
+from jaxbucket.chunks import chunk_lengths, last_chunks
 from jaxbucket.remainder import Remainder, RowFlow, filler_bucket, flow_remainders
 
 
@@ -238,8 +238,14 @@ def report(
     check_choice("group", group, GROUPS)
     accumulate = check_accumulate(accumulate)
     given = check_lengths(lengths)
-    lengths = plan.check(row_lengths(plan, given))
+    lengths, full = given, 0
+    if plan.overlong == "split":
+        # Counted, and not made: there may be more than there is memory for.
+        lengths, full = last_chunks(given, plan.max_seq_len)
+    lengths = plan.check(lengths)
     counts, own_tokens = _by_bucket(plan, lengths)
+    counts[-1] += full
+    own_tokens[-1] += full * plan.max_seq_len
     # Batches of the same bucket in a step are filled together.
     together = accumulate if group == "same" else 1
     flow = flow_remainders(counts, plan.batch_sizes * together, plan.costs, remainder)
@@ -254,7 +260,7 @@ def report(
     in_rows = int((flow.rows * plan.boundaries).sum())
     over = lengths[lengths > _longest(plan)]
     truncated = over if plan.overlong == "truncate" else over[:0]
-    split, chunks = _split_counts(plan, given, lengths)
+    split = np.count_nonzero(given > _longest(plan)) if full else 0
     return Report(
         buckets=_bucket_reports(plan, flow, batches, own_tokens),
         steps_per_epoch=steps,
@@ -270,8 +276,8 @@ def report(
         truncated_tokens=int((truncated - _longest(plan)).sum()),
         epoch_cost=(batches * plan.costs).sum().item(),
         cost_unit=plan.cost_unit,
-        split_examples=split,
-        chunks=chunks,
+        split_examples=int(split),
+        chunks=int(split) + full,
     )
 
 
@@ -280,17 +286,6 @@ def row_lengths(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
     if plan.overlong != "split":
         return lengths
     return chunk_lengths(lengths, plan.max_seq_len)
-
-
-def _split_counts(
-    plan: BucketPlan, given: np.ndarray, in_rows: np.ndarray
-) -> tuple[int, int]:
-    """How many of the given examples are split, and into how many chunks."""
-    if plan.overlong != "split":
-        return 0, 0
-    split = int(np.count_nonzero(given > _longest(plan)))
-    # Each of the others is one row.
-    return split, len(in_rows) - (len(given) - split)
 
 
 def _by_bucket(plan: BucketPlan, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from jaxbucket.checks import (
     check_positive,
 )
 from jaxbucket.drift import OnDrift
-from jaxbucket.example import Example
+from jaxbucket.example import Example, PadValue
 from jaxbucket.meeting import Meeting
 from jaxbucket.packing import pack as pack_rows
 from jaxbucket.permutation import fold
@@ -51,7 +51,7 @@ class Options:
     packs: bool
     max_wait: int
     sequences: tuple[str, ...] | None
-    pad_value: float
+    pad_value: PadValue
     seed: int
     transform: Transform | None = None
 

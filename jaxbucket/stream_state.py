@@ -160,8 +160,12 @@ def checksum_of(lengths: Iterable[int], checksums: Iterable[int]) -> int:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    # What fills rows behind their end may be no number.
-    return a == b or (a != a and b != b)
+    # As text: what fills rows behind their end may be NaN, which differs from itself.
+    return a == b or _as_json(a) == _as_json(b)
+
+
+def _as_json(trait: Any) -> str:
+    return json.dumps(trait, sort_keys=True, default=str)
 
 
 def _shown(traits: Mapping[str, Any], name: str) -> Any:

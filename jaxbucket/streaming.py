@@ -19,7 +19,7 @@ import numpy as np
 from jaxbucket.base import BucketPlan, Group, RowShard, digest
 from jaxbucket.checks import MAX_LENGTH, check_accumulate, check_positive, check_seed
 from jaxbucket.drift import OnDrift, warn_of_drift
-from jaxbucket.example import Example, copied
+from jaxbucket.example import Example, PadValue, check_pad_value, copied
 from jaxbucket.meeting import Meeting
 from jaxbucket.permutation import fold
 from jaxbucket.position import DataPosition
@@ -62,7 +62,7 @@ def stream_batches(
     max_segments_per_row: int | None = None,
     max_wait: int | None = None,
     sequences: Sequence[str] | None = None,
-    pad_value: float = 0,
+    pad_value: PadValue = 0,
     like: Example | None = None,
     seed: int = 0,
     on_drift: OnDrift | None = warn_of_drift,
@@ -118,7 +118,7 @@ def stream_batches(
         by default 16 times `pool_size`. Then it goes up to the next step that it fits
         into.
       sequences: the features that are padded, by default all with a leading axis.
-      pad_value: what fills them behind their end.
+      pad_value: what fills them behind their end, as in `batch_dataset`.
       like: an example to take features from, where a stream may have none at all; with
         a `transform`, as that returns it.
       seed: what seeds of epochs are derived from, and where the sequence of buckets
@@ -138,13 +138,7 @@ def stream_batches(
         batch alike.
       RuntimeError: from an iterator, where the stream raises; with the place, too.
     """
-    if not isinstance(dataset, grain.IterDataset) and (
-        isinstance(dataset, grain.MapDataset) or not callable(dataset)
-    ):
-        raise ValueError(
-            f"`dataset` is a {type(dataset).__name__}, not a `grain.IterDataset`: give "
-            "`dataset.to_iter_dataset()`, or a function of (epoch, seed)."
-        )
+    _check_stream(dataset)
     pool_size = check_positive("pool_size", pool_size)
     options = Options(
         pool_size=pool_size,
@@ -161,7 +155,7 @@ def stream_batches(
         if max_wait is None
         else check_positive("max_wait", max_wait),
         sequences=None if sequences is None else tuple(_named(sequences)),
-        pad_value=np.asarray(pad_value).item(),
+        pad_value=check_pad_value(pad_value),
         seed=check_seed(seed),
         transform=check_transform(transform),
     )
@@ -196,6 +190,7 @@ def sample_lengths(
       ValueError: if there is none, or one has no length.
       RuntimeError: where the stream raises.
     """
+    _check_stream(dataset)
     number = check_positive("num_examples", num_examples)
 
     def open_epoch(epoch: int) -> grain.IterDataset:
@@ -225,6 +220,27 @@ def epoch_seed(seed: int, epoch: int) -> int:
     The high half of `jaxbucket.permutation.fold(seed, epoch)`.
     """
     return fold(check_seed(seed), epoch) >> 32
+
+
+def _check_stream(dataset: Any) -> None:
+    """Raises a ValueError that says how a stream is made of what is none."""
+    if isinstance(dataset, grain.IterDataset):
+        return
+    if isinstance(dataset, grain.MapDataset):
+        remedy = "`dataset.to_iter_dataset()`"
+    elif isinstance(dataset, grain.DataLoader):
+        remedy = (
+            "`grain.MapDataset.source(data_source).shuffle(seed).apply(operations)"
+            ".to_iter_dataset()`, of what the loader was made of"
+        )
+    elif callable(dataset):
+        return
+    else:
+        remedy = "`grain.MapDataset.source(examples).to_iter_dataset()`"
+    raise ValueError(
+        f"`dataset` is a {type(dataset).__name__}, not a `grain.IterDataset`: give "
+        f"{remedy}, or a function of (epoch, seed)."
+    )
 
 
 def _checked_steps(num_steps: float | None) -> int | None:

@@ -59,7 +59,8 @@ def check_batches(
       AssertionError: for every promise that is broken: closed shapes (of every array,
         with its dtype), the budget, the same shapes and number of steps on all hosts,
         every example in one row, and the same batches where it is resumed.
-      ValueError: if `num_hosts` is not positive.
+      ValueError: if `num_hosts` is not positive, or the loader gives something else
+        than batches.
     """
     check_positive("num_hosts", num_hosts)
     hosts = [[_copy(step) for step in loader(host, 0)] for host in range(num_hosts)]
@@ -81,6 +82,13 @@ def check_batches(
 def _copy(step: Batch | Step) -> Step:
     """A loader may use its arrays again."""
     micro = (step,) if isinstance(step, Batch) else step
+    if not isinstance(micro, tuple) or not all(isinstance(x, Batch) for x in micro):
+        raise ValueError(
+            f"`loader` gives a {type(step).__name__} where a `jaxbucket.Batch` is "
+            "expected, or a tuple of them. `collate_rows` makes one of examples, and "
+            "`Batch({'x': x}, {'x': segment_ids}, {'x': positions})` one of arrays, "
+            "with segment ids 1 for tokens and 0 for padding."
+        )
     return tuple(
         Batch(*({name: np.array(x) for name, x in part.items()} for part in batch))
         for batch in micro

@@ -29,10 +29,11 @@ from jaxbucket.collate import (
 )
 from jaxbucket.example import (
     Example,
+    PadValue,
     as_arrays,
     common_length,
     matching_arrays,
-    pad_array,
+    pad_arrays,
     sequence_names,
 )
 from jaxbucket.segments import row_segments
@@ -123,7 +124,7 @@ class TokenFile:
         rows: np.ndarray,
         bucket: Bucket,
         *,
-        pad_value: float = 0,
+        pad_value: PadValue = 0,
         truncate: bool = False,
     ) -> Batch:
         """Returns what `collate_rows` gives for the examples, without a loop over them.
@@ -132,7 +133,8 @@ class TokenFile:
           rows: `[B]` integers, the example in each row; -1 for an empty row. Of packed
             rows `[B, max_segments]`, and -1 behind the last of a row.
           bucket: the shape (B, T).
-          pad_value: what fills the sequences behind their end, and in empty rows.
+          pad_value: what fills the sequences behind their end, and in empty rows; as
+            in `collate_rows`.
           truncate: cut examples longer than T instead of refusing them; no packed ones.
 
         Raises:
@@ -160,7 +162,7 @@ class TokenFile:
         lengths: np.ndarray,
         bucket: Bucket,
         *,
-        pad_value: float = 0,
+        pad_value: PadValue = 0,
     ) -> Batch:
         """Returns the same of a part of each example, such as one chunk of it.
 
@@ -170,7 +172,8 @@ class TokenFile:
           lengths: `[B]` integers, how many tokens it has. What `begins` and `lengths`
             say of an empty row counts for nothing.
           bucket: the shape (B, T).
-          pad_value: what fills the sequences behind their end, and in empty rows.
+          pad_value: what fills the sequences behind their end, and in empty rows; as
+            in `collate_rows`.
 
         Raises:
           ValueError: if a part is no part of its example or longer than T, or a row is
@@ -196,18 +199,18 @@ class TokenFile:
         starts: np.ndarray,
         lengths: np.ndarray,
         bucket: Bucket,
-        pad_value: float,
+        pad_value: PadValue,
     ) -> Batch:
         """The batch of `[B]` tokens from `[B]` on, beside what is the examples'."""
         filled = np.flatnonzero(rows != EMPTY_ROW)
         starts = starts[filled]
         mask = row_mask(lengths, bucket)
+        pads = self._pads(pad_value)
         features = {}
         for name, values in self._arrays.items():
             if name in self.sequences:
-                pad = pad_array(pad_value, name, values.dtype)
                 features[name] = _gather(values, starts, filled, lengths, bucket)
-                np.copyto(features[name], pad, where=_as_wide_as(values, ~mask))
+                np.copyto(features[name], pads[name], where=_as_wide_as(values, ~mask))
             else:
                 features[name] = _of_examples(values, rows)
         return with_segments(features, self.sequences[0], mask)
@@ -218,7 +221,7 @@ class TokenFile:
         starts: np.ndarray,
         lengths: np.ndarray,
         bucket: Bucket,
-        pad_value: float,
+        pad_value: PadValue,
     ) -> Batch:
         """The batch of `[B, S]` examples, one behind the other in each row."""
         ids, positions = row_segments(lengths, bucket.seq_len)
@@ -226,16 +229,21 @@ class TokenFile:
         # The token of the file at every place that has one.
         begins = np.take_along_axis(starts, np.maximum(ids - 1, 0), axis=1)
         tokens = (begins + positions)[mask]
+        pads = self._pads(pad_value)
         features = {}
         for name, values in self._arrays.items():
             if name in self.sequences:
-                pad = pad_array(pad_value, name, values.dtype)
-                features[name] = np.full((*mask.shape, *values.shape[1:]), pad)
+                shape = (*mask.shape, *values.shape[1:])
+                features[name] = np.full(shape, pads[name])
                 features[name][mask] = values[tokens]
             else:
                 features[name] = _of_examples(values, rows)
         name = self.sequences[0]
         return Batch(features, {name: ids}, {name: positions})
+
+    def _pads(self, pad_value: PadValue) -> dict[str, np.ndarray]:
+        dtypes = {name: self._arrays[name].dtype for name in self.sequences}
+        return pad_arrays(pad_value, dtypes)
 
     def verify(self) -> None:
         """Reads everything, and compares it with the digests that were written.

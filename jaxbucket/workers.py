@@ -10,7 +10,12 @@ import numpy as np
 from absl import flags
 
 from jaxbucket.checks import check_integer
-from jaxbucket.orphans import end_with_parent
+from jaxbucket.orphans import (
+    UNGUARDED,
+    end_if_importing,
+    end_with_parent,
+    unguarded,
+)
 
 _T = TypeVar("_T")
 _LOST = "terminated unexpectedly"
@@ -43,7 +48,7 @@ def load_in_workers(
 
     Raises:
       ValueError: if a number is negative, or `dataset` something else.
-      RuntimeError: if a worker is lost.
+      RuntimeError: if a worker is lost, or the script has no such guard.
     """
     if not isinstance(dataset, grain.MapDataset):
         raise ValueError(
@@ -69,6 +74,7 @@ def _load(
     )
     elements = dataset.to_iter_dataset(reading)
     if num_workers:
+        end_if_importing()
         # Grain reads flags of absl, which nobody has parsed outside its own programs.
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()
@@ -85,6 +91,10 @@ def _load(
     except RuntimeError as error:
         if _LOST not in str(error):
             raise
+        if f"exit code {UNGUARDED}." in str(error):
+            raise RuntimeError(
+                unguarded("for batch in jb.load_in_workers(...):\n        ...")
+            ) from None
         raise RuntimeError(
             f"A worker was lost before element {number}: killed, perhaps for want of "
             "memory. Nothing is wrong with the elements before: go on with "

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxbucket as jb
@@ -133,6 +134,82 @@ def test_a_state_may_hold_numbers_and_nothing(dataset, tmp_path):
         restored = checkpoints.restore(state | {"count": 0}).state
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert restored["count"] == 3
+
+
+def count_up(state, batch):
+    return state.replace(step=state.step + 1), {"tokens": batch.num_tokens}
+
+
+TX = optax.adam(1e-3)
+
+
+def flax_state():
+    return TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=TX)
+
+
+def test_a_new_state_of_flax_takes_what_was_saved(dataset, tmp_path):
+    # Of several devices: what is committed to one of them cannot be beside batches.
+    mesh = jb.data_mesh(jax.devices()[:2])
+    plan = jb.BucketPlan.from_shapes([(2, 4)])
+    specs = jb.batch_specs(plan, SOURCE[0], mesh)
+    rows = jb.collate_rows(SOURCE[:2], plan.buckets[0])
+    batch = jax.tree.map(
+        lambda x, spec: jax.device_put(x, spec.sharding), rows, specs[plan.buckets[0]]
+    )
+    for name, make in (
+        ("new", flax_state),
+        ("replicated", lambda: jb.replicate(flax_state(), mesh)),
+    ):
+        traces = []
+
+        @jax.jit
+        def step_fn(state, batch, traces=traces):
+            traces.append(state.step)
+            return count_up(state, batch)
+
+        steps = jb.compile_steps(step_fn, make(), specs)
+        state, _ = steps(make(), batch)
+        with jb.Checkpoints(tmp_path / name) as checkpoints:
+            checkpoints.save(state, dataset.position(1))
+            restored = checkpoints.restore(make()).state
+        assert type(restored.step) is type(make().step) and restored.step == 1
+        # Neither what was compiled nor what was traced for such a state is so again.
+        number = len(traces)
+        state, _ = steps(restored, batch)
+        assert int(state.step) == 2
+        direct = jax.jit(count_up)
+        direct(make(), batch)
+        kept = direct._cache_size()
+        direct(restored, batch)
+        assert len(traces) == number and direct._cache_size() == kept
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "message"),
+    [
+        (jnp.int32(3), 0.0, "a Python float, but was int32[]"),
+        (jnp.float32(3), 0, "a Python int, but was float32[]"),
+        (jnp.ones(1, jnp.int32), 0, "a Python int, but was int32[1]"),
+        (True, 0, "a Python int, but was bool[]"),
+        (3, jnp.int32(0), "int32[], but was int64[]"),
+    ],
+)
+def test_numbers_of_another_kind_are_refused(dataset, tmp_path, saved, asked, message):
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save({"n": saved}, dataset.position(1))
+        with pytest.raises(ValueError, match=re.escape(f"because n is {message}")):
+            checkpoints.restore({"n": asked})
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked"),
+    [(jnp.uint32(3), 0), (jnp.bfloat16(3), 0.0), (np.int64(3), np.int64(0))],
+)
+def test_a_number_comes_back_as_what_is_asked_for(dataset, tmp_path, saved, asked):
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save({"n": saved}, dataset.position(1))
+        restored = checkpoints.restore({"n": asked}).state["n"]
+    assert restored == 3 and np.asarray(restored).dtype == np.asarray(asked).dtype
 
 
 def test_only_the_newest_stay(dataset, tmp_path):

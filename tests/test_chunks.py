@@ -231,7 +231,8 @@ def test_rows_are_gathered_as_a_loop_over_chunks_does(split, kind, seed):
         # Rows that are empty, all of them even; chunks that are cut once more.
         bucket = Bucket(int(rng.integers(1, 9)), int(rng.integers(1, longest + 3)))
         rows = rng.integers(-1, len(chunks), bucket.batch_size)
-        options = {"pad_value": int(rng.choice([0, 7])), "truncate": True}
+        pad = [0, {"tokens": 7}, {"frames": 0.5, "tokens": 9}][rng.integers(3)]
+        options = {"pad_value": pad, "truncate": True}
         expected = collate_rows(
             [None if row < 0 else chunks[row] for row in rows],
             bucket,
@@ -630,6 +631,19 @@ def test_a_report_counts_what_was_split(seed):
     assert "split" not in of_chunks.summary
     fields = json.loads(epoch.to_json())
     assert (fields["split_examples"], fields["chunks"]) == (over.sum(), epoch.chunks)
+
+
+def test_more_chunks_than_there_is_memory_for_are_counted():
+    # Of their lengths alone there would be 78 TiB.
+    lengths = np.full(10_000, 2**31 - 1, np.int32)
+    plan = plan_buckets(lengths, max_tokens=64, max_seq_len=1, overlong="split")
+    number = 10_000 * (2**31 - 1)
+    epoch = report(plan, lengths)
+    assert epoch.examples == epoch.chunks == epoch.real_tokens == number
+    assert epoch.steps_per_epoch == -(-number // 64)
+    message = f"makes {number} chunks, whose lengths take 80000.0 GiB"
+    with pytest.raises(ValueError, match=f"`max_seq_len=1` {message}.* Raise `max_seq"):
+        chunk_lengths(lengths, 1)
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])

@@ -1,14 +1,18 @@
 """The command, as a user types it."""
 
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
 import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 
+import click
 import matplotlib.image
 import numpy as np
 import pytest
@@ -781,3 +785,228 @@ def test_without_matplotlib_the_command_to_install_it_is_named(files, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     output = refused("measure", "lengths.npy", "--plot", "x.png")
     assert "`--plot` needs matplotlib: pip install 'jaxbucket[plots]'" in output
+
+
+# Nonsense of every kind: one sentence, and never a stack
+
+
+def ends_well(*args: object) -> str:
+    """What is printed where a command does what it was asked for, or says why not."""
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert isinstance(result.exception, SystemExit | None), (args, result.exception)
+    assert "Traceback" not in result.output
+    if result.exit_code:
+        *usage, sentence = result.stderr.splitlines()
+        assert sentence.startswith("Error: "), (args, result.output)
+        assert result.exit_code == (2 if usage else 1)
+    return result.output
+
+
+NONSENSE = ("", "0", "-1", "nan", "9" * 30, "1,²", "nowhere:f")
+READS = {
+    "measure": ["few.npy"],
+    "plan": ["few.npy", *BUDGET],
+    "compare": ["few.npy", *BUDGET, "--num-buckets", 2],
+    "report": ["plan.json", "few.npy"],
+    "precompile": ["--plan", "plan.json", "--recipe", "nowhere:f"],
+}
+
+
+@pytest.mark.parametrize("command", READS)
+def test_no_value_of_an_option_ends_in_a_stack(files, command):
+    np.save("few.npy", LENGTHS[:5])
+    pathlib.Path("plan.json").write_text(PLAN.to_json())
+    for option in main.commands[command].params:
+        if isinstance(option, click.Option) and not option.is_flag:
+            for value in NONSENSE:
+                ends_well(command, *READS[command], max(option.opts, key=len), value)
+
+
+FOREIGN = {
+    "folder.npy": None,
+    "binary.npy": bytes(range(256)),
+    "binary.npz": bytes(range(256)),
+    "binary.jsonl": bytes(range(256)),
+    "binary.parquet": bytes(range(256)),
+    "binary.array_record": bytes(range(256)) * 300,
+    "empty.jsonl.gz": b"",
+    "empty.npz": b"PK\x05\x06" + bytes(18),
+    "ragged.csv": b"a,b\n1,2\n3\n",
+    "null.csv": b"b\n1\0\n",
+    "huge.jsonl": b"1" * 5000,
+    "nan.jsonl": b"NaN",
+    "deep.jsonl": b"[" * 100_000,
+    "surrogate.jsonl": b'"\\ud800"',
+    "mixed.jsonl": b'{"a": 1}\n[1]\n',
+    "huge.json": b'{"[8, 512]": ' + b"1" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_no_file_ends_in_a_stack(files, name):
+    content = FOREIGN[name]
+    if content is None:
+        pathlib.Path(name).mkdir()
+    else:
+        pathlib.Path(name).write_bytes(content)
+    pathlib.Path("plan.json").write_text(PLAN.to_json())
+    for output in (
+        ends_well("measure", name),
+        ends_well("measure", name, "--unit", "bytes", "--column", "a"),
+        ends_well("plan", name, *BUDGET),
+        ends_well("report", "plan.json", name),
+        ends_well("report", name, "lengths.npy"),
+        ends_well("compare", "lengths.npy", *OPTIONS[:4], "--plan", name),
+        ends_well("plan", "lengths.npy", *BUDGET, "--step-times", name),
+        ends_well("precompile", "--plan", name, "--recipe", "nowhere:f"),
+    ):
+        assert output.startswith(("Error: ", "Usage: "))
+        assert "pickle" not in output
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.npz"])
+def test_python_objects_are_named_as_what_they_are(files, name):
+    objects = np.array([[1], [2, 3]], dtype=object)
+    (np.save if name == "x.npy" else np.savez)(name, objects)
+    output = refused("measure", name)
+    assert f"`{name}` holds Python objects, and not numbers. Save the" in output
+    assert "pickle" not in output
+
+
+def test_boundaries_that_are_none_are_not_compared(files):
+    output = refused("compare", "lengths.npy", *OPTIONS[:4], "--boundaries", "0,512")
+    assert "`boundaries`: 0 after 0. Pass increasing multiples" in output
+
+
+def test_a_chunk_of_memory_that_is_not_there_is_no_stack(files):
+    np.save("long.npy", np.full(10_000, 2**31 - 1, np.int32))
+    split = ("--max-tokens", 64, "--max-seq-len", 1, "--overlong", "split")
+    assert f"{10_000 * (2**31 - 1)} chunks" in run("plan", "long.npy", *split)
+    output = refused("plan", "long.npy", *split, "--plot", "x.png")
+    assert "whose lengths take 80000.0 GiB: more memory than there is" in output
+
+
+SIZES = """
+class Source:
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        if isinstance(self.size, Exception):
+            raise self.size
+        return self.size
+
+    def __getitem__(self, index):
+        return {"x": [1, 2]}
+
+class Odd:
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+class Ending(Source):
+    def __getitem__(self, index):
+        raise SystemExit(4)
+
+def huge(): return Source(10**19)
+def much(): return Source(10**18)
+def negative(): return Source(-1)
+def broken(): return Source(2.5)
+def none(): return Source(None)
+def lost(): return Source(KeyError("size"))
+def empty(): return Source(0)
+def kind(): return Source
+def odd(): return Odd()
+def ending(): return Ending(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("huge", "`len(source)` raises OverflowError: cannot fit 'int' into an index"),
+        ("much", "MemoryError: Unable to allocate"),
+        ("negative", "`len(source)` raises ValueError: __len__() should return >= 0"),
+        ("broken", "`len(source)` raises TypeError: 'float' object cannot be inter"),
+        ("none", "`len(source)` raises TypeError: 'NoneType' object cannot be inter"),
+        (
+            "lost",
+            "`len(source)` raises KeyError: 'size'. Give a source whose `__len__`",
+        ),
+        ("empty", "`source` is empty: there is no example to measure"),
+        ("kind", "returns <class 'sizes.Source'>. Return a source with `len` and"),
+        ("odd", "Return a source with `len` and indices"),
+        ("ending", "SystemExit: 4"),
+    ],
+)
+def test_sources_without_a_size_are_refused(files, monkeypatch, function, message):
+    (files / "sizes.py").write_text(SIZES)
+    monkeypatch.setattr(sys, "path", [str(files), *sys.path])
+    monkeypatch.delitem(sys.modules, "sizes", raising=False)
+    output = refused("measure", f"sizes:{function}")
+    assert f"`sizes:{function}`: " in output and message in output
+
+
+def in_terminal(columns: int, *args: str) -> str:
+    """What a terminal of so many columns is given."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {**os.environ, "TERM": "xterm"}
+    environment.pop("COLUMNS", None)
+    with subprocess.Popen(
+        [sys.executable, "-m", "jaxbucket", *args],
+        **{"stdin": follower, "stdout": follower, "stderr": follower},
+        env=environment,
+    ) as command:
+        os.close(follower)
+        printed = b""
+        # Linux raises where nobody writes any more.
+        with contextlib.suppress(OSError):
+            while part := os.read(leader, 2**16):
+                printed += part
+    os.close(leader)
+    assert command.returncode == 0
+    return printed.decode()
+
+
+def test_no_number_is_cut_in_a_narrow_terminal(files):
+    command = ("compare", "lengths.npy", *map(str, OPTIONS[:4]))
+    plans = json.loads(run(*command, "--json"))["plans"]
+    printed = in_terminal(20, *command)
+    assert "…" not in printed
+    for plan in plans:
+        assert f"{plan['report']['padded_tokens']:,}" in printed
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(files, form):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = ("plan", "lengths.npy", *map(str, BUDGET), *form)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxbucket", *command],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    "ascii_only",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+)
+def test_a_locale_without_accents_shows_what_it_can(files, ascii_only):
+    pathlib.Path("é.txt").write_text("é €\n", encoding="utf-8")
+    for command, code in ((("measure", "lengths.npy"), 0), (("measure", "é.txt"), 1)):
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxbucket", *command],
+            env={**os.environ, **ascii_only},
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == code
+        assert len(done.stderr.splitlines()) == code

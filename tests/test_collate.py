@@ -1,5 +1,6 @@
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,7 +25,7 @@ def random_rows(seed: int, bucket: Bucket) -> list[dict | None]:
     return rows
 
 
-def padded(rows, name: str, bucket: Bucket, pad_value: float = 0) -> np.ndarray:
+def padded(rows, name: str, bucket: Bucket, pad_value: float) -> np.ndarray:
     """The oracle: one row at a time."""
     like = next(row[name] for row in rows if row is not None)
     shape = (bucket.batch_size, bucket.seq_len, *like.shape[1:])
@@ -39,11 +40,12 @@ def padded(rows, name: str, bucket: Bucket, pad_value: float = 0) -> np.ndarray:
 def test_sequences_are_padded_and_the_rest_is_stacked(seed):
     bucket = Bucket(6, 9)
     rows = random_rows(seed, bucket)
+    pads = [{"tokens": 5}, {"frames": -0.5}, {"tokens": 9, "frames": 1.5}, {}][seed % 4]
     sequences = ["tokens", "frames"]
-    batch = collate_rows(rows, bucket, sequences=sequences, pad_value=5)
+    batch = collate_rows(rows, bucket, sequences=sequences, pad_value=pads)
     assert batch.bucket == bucket
     for name in sequences:
-        want = padded(rows, name, bucket, 5)
+        want = padded(rows, name, bucket, pads.get(name, 0))
         np.testing.assert_array_equal(batch.features[name], want)
         assert batch.features[name].dtype == want.dtype
     for name in ("label", "speaker"):
@@ -163,7 +165,13 @@ def test_the_length_of_an_example_is_that_of_its_sequences():
 
 @pytest.mark.parametrize(
     ("dtype", "pad_value"),
-    [("u1", 300), ("u1", -1), ("i4", 0.5), ("i4", float("nan")), ("i4", 2**40)],
+    [
+        *(("u1", 300), ("u1", -1), ("?", 2), ("i8", 2.0**63), ("u8", 2**64)),
+        *(("i4", 0.5), ("i4", float("nan")), ("i4", float("inf")), ("i4", 2**40)),
+        *(("f2", 1e300), ("f2", -70_000), ("f4", 1e39), ("f8", 10**400)),
+        *(("c8", 1e39), (jnp.bfloat16, 1e39), (jnp.int4, 8)),
+        (jnp.float8_e4m3fn, float("inf")),
+    ],
 )
 def test_a_pad_value_that_its_dtype_cannot_hold_is_refused(dtype, pad_value):
     rows = [{"x": np.ones(2, dtype)}]
@@ -173,21 +181,97 @@ def test_a_pad_value_that_its_dtype_cannot_hold_is_refused(dtype, pad_value):
 
 
 def test_a_pad_value_that_its_dtype_holds_is_taken():
-    for dtype, pad_value in (("u1", 255), ("i4", -100), ("f4", float("nan"))):
+    nan, inf = float("nan"), float("inf")
+    held = [
+        *(("u1", 255), ("i4", -100), ("?", True), ("i8", 2**63 - 1), ("u8", 2**63)),
+        *(("f2", 0.1), ("f4", nan), ("f2", -inf), ("f8", 1e300), ("f4", 2**40)),
+        *((jnp.bfloat16, 1e38), (jnp.bfloat16, nan), (jnp.int4, -8)),
+    ]
+    for dtype, pad_value in held:
         batch = collate_rows(
             [{"x": np.ones(2, dtype)}], Bucket(1, 3), pad_value=pad_value
         )
-        want = np.array([[1, 1, pad_value]], dtype)
-        np.testing.assert_array_equal(batch.features["x"], want)
+        want = np.array([1, 1, 0], dtype)
+        want[2] = pad_value
+        assert batch.features["x"].dtype == want.dtype
+        assert batch.features["x"].tobytes() == want.tobytes()
+
+
+def test_one_number_does_not_fill_several_features():
+    rows = [{"tokens": np.ones(2, "i4"), "labels": np.ones(2, "i4"), "index": 1}]
+    bucket = Bucket(1, 3)
+    message = (
+        "`pad_value=-100` would fill 2 features. Say which of them: "
+        "`pad_value={'tokens': -100, 'labels': -100}`"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        collate_rows(rows, bucket, pad_value=-100)
+    with pytest.raises(ValueError, match="`pad_value=nan` would fill 2 features"):
+        collate_rows(rows, bucket, pad_value=float("nan"))
+    # 0 is what all have that are not named.
+    for pad_value in ({"labels": -100}, {"labels": np.int64(-100), "tokens": 0}):
+        batch = collate_rows(rows, bucket, pad_value=pad_value)
+        assert batch.features["tokens"].tolist() == [[1, 1, 0]]
+        assert batch.features["labels"].tolist() == [[1, 1, -100]]
+
+
+@pytest.mark.parametrize(
+    ("pad_value", "message"),
+    [
+        ({"label": 1}, "`pad_value` names ['label'], and the padded features are "),
+        ({"index": 1}, "`pad_value` names ['index'], and the padded features are "),
+        ({"labels": "x"}, "`pad_value['labels']='x'` is not a number"),
+        (None, "`pad_value=None` is not a number"),
+        ([1, 2], "`pad_value=[1, 2]` is not a number"),
+    ],
+)
+def test_a_pad_value_of_no_padded_feature_is_refused(pad_value, message):
+    rows = [{"tokens": [1], "labels": [1], "index": 1}]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        collate_rows(rows, Bucket(1, 3), pad_value=pad_value)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_ragged_feature_is_named_with_its_row(row):
+    rows = [{"x": [[1, 2]], "label": 1}] * 3
+    rows[row] = {"x": [[1, 2], [3]], "label": 1}
+    message = f"Row {row}: feature 'x' is ragged, so that it is not an array. Give all"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        collate_rows(rows, Bucket(3, 4))
+    with pytest.raises(ValueError, match="Feature 'x' is ragged"):
+        example_length(rows[row])
 
 
 def test_an_example_that_is_no_dict_is_refused():
-    message = "The example is a list, not a dict of arrays"
-    for examples in ([[1, 2]], [{"x": [1]}, [1, 2]]):
-        with pytest.raises(ValueError, match=message):
+    for row, examples in enumerate(([[1, 2]], [{"x": [1]}, [1, 2]])):
+        with pytest.raises(ValueError, match=f"Row {row} is a list, not a dict of arr"):
             collate_rows(examples, Bucket(2, 4))
     with pytest.raises(ValueError, match="The example is a ndarray, not a dict"):
         example_length(np.ones(3))
+
+
+def test_a_mask_is_not_lost():
+    rows = [{"x": np.ma.array([1, 2], mask=[0, 0])}, {"x": [3, 4]}]
+    assert collate_rows(rows, Bucket(2, 2)).features["x"].tolist() == [[1, 2], [3, 4]]
+    rows[1] = {"x": np.ma.array([1, 2], mask=[0, 1])}
+    with pytest.raises(ValueError, match="Row 1: feature 'x' is a masked array, and"):
+        collate_rows(rows, Bucket(2, 2))
+
+
+def test_features_of_bytes_are_padded_with_zeros():
+    for dtype in ("V2", "i4,f4", "M8[s]"):
+        batch = collate_rows([{"x": np.zeros(2, dtype)}], Bucket(1, 3))
+        assert batch.features["x"].tobytes() == bytes(3 * np.dtype(dtype).itemsize)
+
+
+@pytest.mark.parametrize("sequences", [["token"], "frames", ["tokens", "label"]])
+def test_unbatch_refuses_sequences_that_were_not_padded(sequences):
+    example = {"tokens": [1, 2], "frames": np.ones(9), "label": 1}
+    batch = collate_rows([example], Bucket(2, 3), sequences=["tokens"])
+    with pytest.raises(ValueError, match="`sequences` names '.*', which must be a fea"):
+        unbatch(batch, sequences=sequences)
+    (found,) = unbatch(batch, sequences="tokens")
+    assert found["tokens"].tolist() == [1, 2] and len(found["frames"]) == 9
 
 
 @pytest.mark.parametrize("value", ["ab", None, b"ab"])

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -28,7 +29,7 @@ ROOMS = {
     "bounds": ({"boundaries"}, {"numpy"}),
     "search": ({"bounds"}, {"numpy"}),
     "optimal": ({"boundaries", "bounds", "search"}, {"numpy"}),
-    "histogram": ({"checks", "base"}, {"numpy"}),
+    "histogram": ({"base", "chunks"}, {"numpy"}),
     "pattern": (set(), set()),
     "best_fit": ({"pattern"}, {"numpy"}),
     "fullest_rows": ({"pattern"}, {"numpy"}),
@@ -93,7 +94,7 @@ ROOMS = {
     "collate": ({"checks", "base", "example", "segments", "sequences"}, {"numpy"}),
     "source": ({"base", "example"}, {"numpy"}),
     "chunk_source": (
-        {"checks", "base", "chunks", "collate", "source"},
+        {"checks", "base", "chunks", "collate", "example", "source"},
         {"numpy"},
     ),
     "concat_source": (
@@ -181,7 +182,7 @@ ROOMS = {
     ),
     "optim": ({"checks"}, {"numpy", "jax", "optax"}),
     "sort": (set(), {"numpy", "jax"}),
-    "masks": ({"checks", "base"}, {"jax"}),
+    "masks": ({"checks", "base"}, {"numpy", "jax"}),
     "blockwise": (set(), {"jax"}),
     "splash": (set(), {"jax"}),
     "attention": ({"checks", "blockwise", "splash"}, {"jax"}),
@@ -204,8 +205,8 @@ ROOMS = {
     ),
     "prediction": (
         {
-            *("checks", "base", "collate", "compile", "schedule", "loss"),
-            *("sharding", "pmap", "train"),
+            *("checks", "base", "collate", "compile", "progress", "schedule"),
+            *("loss", "sharding", "pmap", "train"),
         },
         {"numpy", "jax"},
     ),
@@ -246,6 +247,8 @@ ROOMS = {
     ),
     "__main__": ({"cli"}, set()),
 }
+# The version, of the package itself.
+NOT_IN_THE_TABLE = {"__version__"}
 # Too heavy for planning on a laptop: never imported before they are used.
 LATE = {"rich", "matplotlib", "pyarrow"}
 
@@ -303,6 +306,30 @@ def test_the_table_has_no_cycle():
         free = {room for room, rooms in left.items() if not rooms & left.keys()}
         assert free, f"cycle among {sorted(left)}"
         left = {room: rooms for room, rooms in left.items() if room not in free}
+
+
+def test_rooms_of_the_readme_stand_in_the_order_of_their_imports():
+    readme = (PACKAGE.parent / "README.md").read_text()
+    table = readme.partition("## What is where")[2]
+    lines = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    order = [name for line in lines for name in re.findall(r"`(\w+)`", line)]
+    assert sorted(order) == sorted(ROOMS.keys() - {"__main__"})
+    for place, room in enumerate(order):
+        above = {*order[:place], *NOT_IN_THE_TABLE}
+        assert ROOMS[room][0] <= above, f"{room} imports what is below it"
+
+
+def libraries_of(room: str) -> set[str]:
+    """What it imports, and what the rooms do that it imports."""
+    rooms, libraries = ROOMS.get(room, (set(), set()))
+    return libraries.union(*map(libraries_of, rooms))
+
+
+def test_the_wings_of_grain_and_of_jax_do_not_know_each_other():
+    of_both = [room for room in ROOMS if {"grain", "jax"} <= libraries_of(room)]
+    assert of_both == ["cli", "__main__"]
+    for room in ("input_pipeline", "workers", "streaming", "length_files"):
+        assert "grain" in libraries_of(room)
 
 
 PLANNING = """

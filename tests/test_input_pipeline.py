@@ -200,6 +200,19 @@ def test_features_and_padding_are_as_asked():
     assert dataset[0].features["v"].tolist() == [[0, 1, 2], [1, 1, 1]]
 
 
+def test_each_feature_has_a_pad_value_of_its_own():
+    source = [{"ids": np.ones(n, int), "labels": np.ones(n, int)} for n in (2, 3)]
+    plan = plan_buckets([2, 3], max_tokens=6, num_buckets=1)
+    schedule = BatchSchedule(plan, [2, 3], order="source")
+    (batch,) = batch_dataset(source, schedule, pad_value={"labels": -100})
+    assert batch.features["ids"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert batch.features["labels"].tolist() == [[1, 1, -100], [1, 1, 1]]
+    with pytest.raises(ValueError, match="`pad_value=-100` would fill 2 features"):
+        batch_dataset(source, schedule, pad_value=-100)[0]
+    with pytest.raises(ValueError, match="`pad_value='x'` is not a number"):
+        batch_dataset(source, schedule, pad_value="x")  # pyright: ignore
+
+
 def test_a_source_of_another_size_is_refused():
     source, schedule = job()
     message = "`source` has 149 examples, but the schedule was made for 150 lengths. Me"

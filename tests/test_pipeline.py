@@ -89,9 +89,12 @@ def test_the_plain_loss_is_that_of_the_transformer(pipeline):
     model = pipeline.Transformer(32, 4, 0.0, nnx.Rngs(0))
     nats = tokens = 0.0
     for batch in micro:
-        inputs = batch.features["tokens"].astype(jnp.int32)
-        logits = model(inputs, batch.positions["tokens"], None)
-        own = optax.softmax_cross_entropy_with_integer_labels(logits, inputs)
+        targets = batch.features["tokens"].astype(jnp.int32)
+        # Each byte from those before it, the first one from a byte that is none.
+        positions = batch.positions["tokens"]
+        inputs = jnp.where(positions == 0, 256, jnp.roll(targets, 1, axis=1))
+        logits = model(inputs, positions, None)
+        own = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         nats += float(jnp.sum(own, where=batch.mask))
         tokens += float(batch.num_tokens)
     shared, stages = pipeline.cut(model, 2)

@@ -52,16 +52,14 @@ def make_mesh(layout):
     return Mesh(devices.reshape(shape), names), axes
 
 
-def run(source, schedule, mesh, axes="data", mode="jit", compiled=True, batches=None):
+def run(source, schedule, mesh, axes="data", mode="jit", compiled=True, **options):
     step = jb.data_parallel_predict(predict_fn, mesh, mode=mode, batch_axes=axes)
     state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
     if compiled:
         specs = jb.batch_specs(schedule.plan, source[0], mesh, batch_axes=axes)
         step = jb.compile_steps(step, state, specs, progress=False)
-    if batches is None:
-        batches = jb.batch_dataset(source, schedule)
-    on_mesh = jb.prefetch_to_mesh(batches, mesh, batch_axes=axes)
-    return jb.predict(step, state, on_mesh, schedule)
+    dataset = jb.batch_dataset(source, schedule, **options)
+    return jb.predict(step, state, dataset, mesh, batch_axes=axes)
 
 
 def assert_same(found, examples):
@@ -108,8 +106,8 @@ def test_named_sequences_alone_lose_their_padding():
     mesh, _ = make_mesh("1")
     step = jb.data_parallel_predict(predict_fn, mesh)
     state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
-    batches = jb.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh)
-    found = jb.predict(step, state, batches, schedule, sequences=[])
+    dataset = jb.batch_dataset(source, schedule)
+    found = jb.predict(step, state, dataset, mesh, sequences=[])
     lengths = {len(output["running"]) for output in found}
     assert lengths <= {bucket.seq_len for bucket in schedule.plan.buckets}
 
@@ -125,8 +123,7 @@ def test_scores_as_many_as_a_bucket_has_positions_are_not_cut():
 
     step = jb.data_parallel_predict(scores, mesh)
     state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
-    batches = jb.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh)
-    found = jb.predict(step, state, batches, schedule)
+    found = jb.predict(step, state, jb.batch_dataset(source, schedule), mesh)
     assert {output["scores"].shape for output in found} == {(width,)}
 
 
@@ -136,30 +133,147 @@ def test_sequences_that_are_no_outputs_are_refused():
     step = jb.data_parallel_predict(predict_fn, mesh)
     state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
     for names in (["logits"], "logits", ["running", "total"]):
-        batches = jb.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh)
+        dataset = jb.batch_dataset(source, schedule)
         with pytest.raises(ValueError, match=r"\[B, T, ...\] are \['running'\]"):
-            jb.predict(step, state, batches, schedule, sequences=names)
+            jb.predict(step, state, dataset, mesh, sequences=names)
 
 
-def test_a_part_of_an_epoch_is_refused():
+def index_of(params, batch):
+    return {"index": batch.features["index"]}
+
+
+def named_job(lengths, **options):
+    """Examples that say who they are, all in one bucket."""
+    source = [{"x": np.ones(n), "index": np.int32(i)} for i, n in enumerate(lengths)]
+    plan = jb.plan_buckets(lengths, max_tokens=64, boundaries=[8], overlong="drop")
+    mesh = jb.data_mesh(jax.devices()[:1])
+    state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    step = jb.data_parallel_predict(index_of, mesh)
+
+    def predicted(dataset, mesh=mesh, **more):
+        found = jb.predict(step, state, dataset, mesh, **more)
+        return [None if x is None else int(x["index"]) for x in found]
+
+    return source, plan, predicted, jb.BatchSchedule(plan, lengths, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"order": "descending"}])
+def test_every_schedule_predicts_its_own_batches(options):
+    lengths = np.random.default_rng(0).integers(1, 10, 61)
+    want = [i if length <= 8 else None for i, length in enumerate(lengths)]
+    for seed in range(3):
+        job = named_job(lengths, seed=seed, **options)
+        source, _, predicted, schedule = job
+        assert predicted(jb.batch_dataset(source, schedule)) == want
+        # Of any epoch.
+        later = jb.batch_dataset(source, schedule, start_step=4 * len(schedule))
+        assert predicted(later) == want
+
+
+def test_micro_batches_of_several_buckets_are_predicted():
+    source, schedule = make_job()
+    groups = jb.BatchSchedule(
+        schedule.plan, schedule.lengths, accumulate=2, group="mixed"
+    )
+    mesh, _ = make_mesh("8")
+    assert_same(run(source, groups, mesh, compiled=False), source)
+
+
+def test_what_was_generated_is_not_cut():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
-    dataset = jb.batch_dataset(source, schedule)
+
+    def generate(params, batch):
+        total = jnp.where(batch.mask, batch.features["values"], 0).sum(axis=1)
+        return {"new": total[:, None] + jnp.arange(8, dtype=np.float32)}
+
+    step = jb.data_parallel_predict(generate, mesh)
+    state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    found = jb.predict(step, state, jb.batch_dataset(source, schedule), mesh)
+    for output, example in zip(found, source, strict=True):
+        want = example["values"].sum() + np.arange(8)
+        np.testing.assert_array_equal(output["new"], want)
+
+
+def test_what_is_not_one_epoch_is_refused():
+    source, _, predicted, schedule = named_job([3] * 40)
     epoch = len(schedule)
-    for steps in ([], range(epoch - 1), range(epoch + 1)):
-        batches = [dataset[step] for step in steps]
-        message = f"`batches` are not the {epoch} of one epoch"
+    for options in (
+        {"start_step": 1},
+        {"num_steps": epoch - 1},
+        {"num_epochs": 2},
+        {"start_step": 1, "num_steps": epoch + 1},
+    ):
+        dataset = jb.batch_dataset(source, schedule, **options)
+        message = f"`dataset` has steps .*, which are not exactly one epoch of {epoch}"
         with pytest.raises(ValueError, match=message):
-            run(source, schedule, mesh, batches=batches)
+            predicted(dataset)
 
 
-def test_batches_of_another_order_are_refused():
-    source, schedule = make_job()
+def test_what_knows_of_no_schedule_is_refused():
+    source, _, predicted, schedule = named_job([3] * 40)
     dataset = jb.batch_dataset(source, schedule)
-    mesh, _ = make_mesh("1")
-    batches = sorted(dataset, key=lambda batch: batch.bucket)
-    with pytest.raises(ValueError, match=r"`batches` has .* where the schedule"):
-        run(source, schedule, mesh, batches=batches)
+    mesh = jb.data_mesh(jax.devices()[:1])
+    for other in (
+        list(dataset),
+        iter(dataset),
+        jb.prefetch_to_mesh(dataset, mesh),
+        jb.load_in_workers(dataset, num_workers=0),
+        dataset.shuffle(0),
+        dataset[1:],
+    ):
+        message = f"`dataset` is a {type(other).__name__}, not what `batch_dataset`"
+        with pytest.raises(ValueError, match=message):
+            predicted(other)
+
+
+def test_a_schedule_that_repeats_or_leaves_out_examples_is_refused():
+    lengths = np.arange(60) % 7 + 1
+    source, plan, predicted, _ = named_job(lengths)
+    order = jb.Curriculum(lengths, jb.LinearPacing(0.5, 2), replacement=True)
+    half = jb.BatchSchedule(plan, lengths[:30])
+    schedules = [
+        jb.BatchSchedule(plan, lengths, order=order),
+        jb.BatchSchedule(plan, lengths, remainder="drop"),
+        jb.Mixture([half, half], weights=[2, 1]),
+    ]
+    for schedule in schedules:
+        message = r"has example \d+ in (0|[2-9]) rows of this epoch"
+        with pytest.raises(ValueError, match=message):
+            predicted(jb.batch_dataset(source, schedule))
+
+
+def test_packed_rows_are_refused():
+    lengths = np.array([3, 5, 2, 4])
+    source, _, predicted, _ = named_job(lengths)
+    packing = jb.pack(lengths, 8)
+    plan = jb.plan_buckets([8], max_tokens=16)
+    dataset = jb.batch_dataset(
+        source, jb.BatchSchedule(plan, lengths, packing=packing), sequences=["x"]
+    )
+    with pytest.raises(ValueError, match="The schedule of `dataset` has packed rows"):
+        predicted(dataset)
+
+
+def test_rows_that_are_not_those_of_the_mesh_are_refused():
+    source, _, predicted, schedule = named_job([3] * 40)
+    dataset = jb.batch_dataset(source, schedule, shard=jb.RowShard((1,), 2))
+    with pytest.raises(ValueError, match=r"`dataset` has RowShard\(parts=\(1,\).*Pass"):
+        predicted(dataset)
+
+
+def test_steps_that_do_something_else_are_refused():
+    source, _, _, schedule = named_job([3] * 40)
+    dataset = jb.batch_dataset(source, schedule)
+    mesh = jb.data_mesh(jax.devices()[:1])
+    with pytest.raises(ValueError, match="`steps` returned a dict, not a `Batch`"):
+        jb.predict(lambda state, batch: {}, None, dataset, mesh)  # pyright: ignore
+
+    def halved(state, batch):
+        return jax.tree.map(lambda x: x[::2], batch)
+
+    with pytest.raises(ValueError, match=r"of bucket \[4, 8\] for a batch of \[8, 8\]"):
+        jb.predict(halved, None, dataset, mesh)
 
 
 @pytest.mark.parametrize(
@@ -217,13 +331,19 @@ with jb.Processes() as processes:
             state = jb.replicate(jb.create_state(params, optax.sgd(0.1)), mesh)
             steps = jb.compile_steps(step, state, jb.batch_specs(plan, source[0], mesh))
             batches = jb.batch_dataset(source, schedule, shard=jb.local_rows(mesh))
-            on_mesh = jb.prefetch_to_mesh(batches, mesh)
-            found = jb.predict(steps, state, on_mesh, schedule)
+            found = jb.predict(steps, state, batches, mesh)
             for example, got in zip(source, found, strict=True):
                 want = np.cumsum(3 * example["values"])
                 np.testing.assert_array_equal(got["running"], want)
                 assert got["total"] == want[-1]
             say(mesh.shape_tuple, mode)
+        # Each process with batches of its own.
+        other = jb.BatchSchedule(plan, lengths, seed=processes.index)
+        batches = jb.batch_dataset(source, other, shard=jb.local_rows(mesh))
+        try:
+            jb.predict(lambda state, batch: batch, None, batches, mesh)
+        except ValueError as error:
+            say(error)
 """
 
 
@@ -231,6 +351,9 @@ def test_every_process_has_all_outputs_in_order(launch):
     run = launch(IN_PROCESSES, count=2, devices=2)
     assert run.status == 0, run.output
     assert run.said(0) == run.said(1)
-    *found, last = run.said(0)
+    said = run.said(0)
+    refused = [line for line in said if "The processes have different" in line]
+    assert len(refused) == 3
+    *found, last = (line for line in said if line not in refused)
     assert len(found) == 8
     assert re.match(r"`mode='pmap'` needs .* those of processes \[0, 1, 0, 1\]", last)

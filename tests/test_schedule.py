@@ -377,6 +377,28 @@ def test_real_epochs_have_other_batches(real_lengths):
     assert len(common) <= np.count_nonzero(schedule.flow.batches == 1)
 
 
+@pytest.mark.parametrize("order", ["source", "ascending", "descending"])
+@pytest.mark.parametrize("remainder", ["cheapest", "drop"])
+def test_fixed_orders_have_the_same_batches_in_every_epoch(order, remainder):
+    plan, lengths = many()
+    schedule = BatchSchedule(plan, lengths, order=order, remainder=remainder)
+    assert compositions(epoch(schedule, 0)) == compositions(epoch(schedule, 7))
+
+
+def test_what_a_remainder_leaves_out_is_drawn_anew_and_counted():
+    plan, lengths = many()
+    schedule = BatchSchedule(plan, lengths, remainder="drop")
+    number = int(schedule.flow.dropped.sum())
+    assert number == schedule.report().left_over_examples > 0
+    left_out = []
+    for index in (0, 1):
+        rows = np.concatenate([batch.rows for batch in epoch(schedule, index)])
+        rows = rows[rows >= 0]
+        assert len(np.unique(rows)) == len(rows) == len(lengths) - number
+        left_out.append({*range(len(lengths))} - {*rows.tolist()})
+    assert left_out[0] != left_out[1]
+
+
 def test_another_seed_has_other_batches():
     a, b = (compositions(epoch(BatchSchedule(*many(), seed=s), 0)) for s in (0, 1))
     assert not a & b

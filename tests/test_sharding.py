@@ -565,6 +565,46 @@ def test_values_that_do_not_fit_on_devices_are_refused():
         next(jb.prefetch_to_mesh([batch], jb.data_mesh()))
 
 
+@pytest.mark.parametrize("dtype", ["f8", "c16"])
+def test_floats_beyond_those_of_devices_are_refused(dtype):
+    x = np.array([1e-300, np.inf, -1e39, np.nan], dtype)
+    batch = jb.collate_rows([{"x": x}], jb.Bucket(8, 4))
+    message = r"`batch.features\['x'\]` holds .*-1e\+39.*, which .* cannot hold. Set"
+    with pytest.raises(ValueError, match=message):
+        next(jb.prefetch_to_mesh([batch], jb.data_mesh()))
+
+
+def test_floats_that_were_not_finite_stay_so():
+    x = np.array([np.inf, -np.inf, np.nan, 3e38, 0.1])
+    batch = jb.collate_rows([{"x": x}], jb.Bucket(8, 5))
+    (on_mesh,) = jb.prefetch_to_mesh([batch], jb.data_mesh())
+    assert on_mesh.features["x"].dtype == np.float32
+    np.testing.assert_array_equal(on_mesh.features["x"][0], x.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [">i4", ">f8", ">i2"])
+def test_numbers_in_another_byte_order_arrive_as_they_are(dtype):
+    example = {"x": np.array([1, 2, 300], dtype)}
+    mesh = jb.data_mesh(jax.devices()[:1])
+    batch = jb.collate_rows([example], jb.Bucket(1, 3))
+    (on_mesh,) = jb.prefetch_to_mesh([batch], mesh)
+    assert on_mesh.features["x"].tolist() == [[1, 2, 300]]
+    specs = jb.batch_specs(jb.BucketPlan.from_shapes([(1, 3)]), example, mesh)
+    assert specs[jb.Bucket(1, 3)].features["x"].dtype == on_mesh.features["x"].dtype
+
+
+@pytest.mark.parametrize("dtype", ["M8[s]", "i4,f4", np.longdouble])
+def test_dtypes_that_jax_does_not_have_are_named(dtype):
+    example = {"x": np.zeros(3, dtype)}
+    mesh = jb.data_mesh(jax.devices()[:1])
+    batch = jb.collate_rows([example], jb.Bucket(1, 3))
+    message = r"`batch.features\['x'\]` is .*, and jax has no such arrays"
+    with pytest.raises(ValueError, match=message):
+        next(jb.prefetch_to_mesh([batch], mesh))
+    with pytest.raises(ValueError, match=message):
+        jb.batch_specs(jb.BucketPlan.from_shapes([(1, 3)]), example, mesh)
+
+
 def test_wide_values_that_fit_are_narrowed():
     batch = jb.collate_rows([{"x": np.array([7, -3])}], jb.Bucket(8, 2))
     (on_mesh,) = jb.prefetch_to_mesh([batch], jb.data_mesh())

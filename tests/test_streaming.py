@@ -733,6 +733,10 @@ def test_new_plans_and_steps_that_are_counted_out_go_with_meeting():
         ({"num_steps": 9}, "num steps is None in process 0, 9 in 1"),
         ({"lengths": [3] * 60}, "plans is .* from step 0 in process 0, .* in 1"),
         ({"pad_value": np.nan}, "pad value is 0 in process 0, nan in 1"),
+        (
+            {"pad_value": {"tokens": 7}},
+            "pad value is 0 in process 0, {'tokens': 7} in 1",
+        ),
     ],
 )
 def test_hosts_that_batch_otherwise_are_told_so(changes, message):
@@ -1424,6 +1428,31 @@ def test_options_that_do_not_fit_are_refused(options, message):
         jb.stream_batches(dataset, plan, **given)
 
 
+class Shorter(grain.transforms.Map):
+    def map(self, element):
+        return {"x": element["x"][1:]}
+
+
+def test_what_a_loader_of_grain_is_told_to_give_is_a_stream():
+    data_source = [{"x": np.ones(n, np.int32)} for n in (3, 9, 5, 4)]
+    names = {"grain": grain, "data_source": data_source, "seed": 0}
+    names["operations"] = [Shorter()]
+    loader = grain.DataLoader(
+        data_source=data_source,
+        sampler=grain.samplers.SequentialSampler(4, grain.sharding.NoSharding()),
+    )
+    for call in (
+        lambda given: jb.stream_batches(given, PLAN, pool_size=8),
+        lambda given: jb.sample_lengths(given, 4),
+    ):
+        with pytest.raises(ValueError, match="is a DataLoader, not a `grain") as error:
+            call(loader)
+        (advised,) = re.findall(r"`(grain\.Map[^`]*)`", str(error.value))
+        call(eval(advised, names))
+    lengths = jb.sample_lengths(eval(advised, names), 4)
+    assert sorted(lengths.tolist()) == [2, 3, 4, 8]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -1770,6 +1799,37 @@ def test_what_is_no_number_may_fill_rows():
     rest = list(iterator)
     iterator.set_state(state)
     assert len(list(iterator)) == len(rest)
+
+
+def test_each_feature_of_a_stream_has_a_pad_value_of_its_own():
+    def labelled(example):
+        return {**example, "labels": example["tokens"].astype(np.float32)}
+
+    lengths, plan, _ = job(3, size=50)
+
+    def batches(pad_value, state=None):
+        pool = 4 * plan.batch_sizes.max()
+        dataset = stream(lengths).map(labelled)
+        dataset = jb.stream_batches(dataset, plan, pool_size=pool, pad_value=pad_value)
+        iterator = iter(dataset)
+        if state is not None:
+            iterator.set_state(json.loads(state))
+        return dataset, iterator
+
+    dataset, iterator = batches({"tokens": -7, "labels": np.nan})
+    batch = next(iterator)
+    assert (batch.features["tokens"][~batch.mask] == -7).all()
+    assert np.isnan(batch.features["labels"][~batch.mask]).all()
+    # Names come in any order, and states go through JSON.
+    state = json.dumps(iterator.get_state(), sort_keys=True)
+    same, resumed = batches({"labels": float("nan"), "tokens": -7}, state)
+    assert same.fingerprint == dataset.fingerprint
+    for a, b in zip(resumed, iterator, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+    with pytest.raises(ValueError, match="pad value {'labels': nan, 'tokens': -7} -> "):
+        batches({"tokens": -7}, state)
+    with pytest.raises(ValueError, match="`pad_value=-7` would fill 2 features"):
+        next(batches(-7)[1])
 
 
 def test_a_resumed_run_has_the_features_that_it_began_with():

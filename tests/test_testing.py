@@ -278,3 +278,20 @@ def test_sequences_may_have_lengths_of_their_own():
         buckets=[Bucket(2, 6)],
         max_tokens=12,
     )
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        ({"x": np.ones((2, 3))}, "dict"),
+        (({"x": np.ones((2, 3))},), "tuple"),
+        (np.ones((2, 3)), "ndarray"),
+    ],
+)
+def test_a_loader_of_something_else_is_told_what_to_give(step, kind):
+    message = f"`loader` gives a {kind} where a `jaxbucket.Batch` is expected"
+    with pytest.raises(ValueError, match=message):
+        check_batches(
+            lambda host, start: [step],
+            **{"num_examples": 2, "buckets": [Bucket(2, 3)], "max_tokens": 6},
+        )

@@ -87,7 +87,7 @@ def test_rows_are_gathered_as_collate_rows_does(tmp_path, seed):
         # Windows that reach beyond the end; rows that are empty, all of them even.
         bucket = Bucket(int(rng.integers(1, 9)), int(rng.integers(1, 2 * longest + 1)))
         rows = rng.integers(-1, len(examples), bucket.batch_size)
-        pad = int(rng.choice([0, 7]))
+        pad = [0, {"tokens": 7}, {"frames": 0.5, "tokens": 9}][rng.integers(3)]
         picked = [None if row < 0 else examples[row] for row in rows]
         want = collate_rows(
             picked,
@@ -235,6 +235,8 @@ def test_an_example_beyond_the_bucket_is_refused(path):
 
 def test_padding_that_a_feature_cannot_hold_is_refused(path):
     with pytest.raises(ValueError, match="`pad_value=-1`: feature 'tokens' is uint16"):
+        TokenFile(path).collate(np.array([0]), Bucket(1, 40), pad_value={"tokens": -1})
+    with pytest.raises(ValueError, match="`pad_value=-1` would fill 2 features"):
         TokenFile(path).collate(np.array([0]), Bucket(1, 40), pad_value=-1)
 
 

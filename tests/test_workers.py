@@ -116,6 +116,39 @@ def is_running(pid: int) -> bool:
     return state.split()[0] != "Z"
 
 
+UNGUARDED = {
+    "load": """
+import grain
+import jaxbucket as jb
+print("begins")
+for number in jb.load_in_workers(grain.MapDataset.range(9), 2):
+    print(number)
+""",
+    "measure": """
+import jaxbucket as jb
+print("begins")
+print(jb.measure_lengths([{"x": [1]}] * 9, num_workers=2))
+""",
+}
+
+
+@pytest.mark.parametrize("name", UNGUARDED)
+def test_a_script_without_a_guard_is_told_once(tmp_path, name):
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED[name])
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        done = subprocess.run(
+            [sys.executable, script], stdout=file, stderr=file, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    printed = output.read_text()
+    # Once, for the process that was started, and not for any of its workers.
+    assert printed.count("Traceback") == printed.count("has no guard") == 1
+    assert len(printed.splitlines()) < 30
+    assert 'if __name__ == "__main__":\n    ' in printed
+
+
 def test_something_else_than_a_dataset_is_refused():
     with pytest.raises(ValueError, match="`dataset` is a list, not a `grain.MapDat"):
         load_in_workers([1])  # pyright: ignore

@@ -19,8 +19,16 @@ class _SaidErrors(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:
+            # Nobody reads on, as after `| head`; click ends without a word.
+            raise
         except (ValueError, OSError) as error:
             raise click.ClickException(str(error)) from None
+        except MemoryError as error:
+            raise click.ClickException(
+                f"There is not enough memory: {error or 'nothing is left'}. Run this "
+                "where there is more, or on fewer examples."
+            ) from None
 
 
 @click.group(cls=_SaidErrors, context_settings={"help_option_names": ["-h", "--help"]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import click
+import numpy as np
 
 from jaxbucket.base import BucketPlan
 from jaxbucket.cli.options import (
@@ -22,6 +23,7 @@ from jaxbucket.cli.report import read_plan, remainder_option
 from jaxbucket.cli.show import show_json, show_tables
 from jaxbucket.comparison import compare_plans
 from jaxbucket.length_files import read_lengths
+from jaxbucket.plan import plan_within
 from jaxbucket.remainder import Remainder
 
 
@@ -67,7 +69,7 @@ def compare(
         measured,
         shape.limits(),
         num_buckets=num_buckets,
-        others=_others(boundaries, shapes, plan_files, shape),
+        others=_others(measured, boundaries, shapes, plan_files, shape),
         remainder=remainder,
     )
     if plot:
@@ -82,6 +84,7 @@ def compare(
 
 
 def _others(
+    lengths: np.ndarray,
     boundaries: str | None,
     shapes: str | None,
     plan_files: tuple[pathlib.Path, ...],
@@ -98,7 +101,7 @@ def _others(
                 f"`--boundaries {boundaries}`: give lengths such as 128,256,512. Every "
                 "rule is compared anyway."
             )
-        others["given boundaries"] = shape.limits().plan(ends)
+        others["given boundaries"] = plan_within(lengths, shape.limits(), 1, ends)
     if shapes is not None:
         others["given shapes"] = shape.given(shapes)
     return others

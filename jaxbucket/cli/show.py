@@ -12,16 +12,22 @@ import numpy as np
 from jaxbucket.base import BucketPlan
 from jaxbucket.stats import Report
 
+_PAGE = 100
+_WIDEST = 1000
+
 
 def show_tables(*tables: Any) -> None:
-    """Prints what `rich` draws, as wide as a page where there is no terminal."""
+    """Prints what `rich` draws, as wide as a page where there is no terminal.
+
+    In a terminal too narrow for a table its lines are wrapped, and no number is cut.
+    """
     from rich.console import Console
 
     # Not `Console.is_terminal`, which believes FORCE_COLOR.
-    width = None if sys.stdout.isatty() else 100
-    console = Console(highlight=False, width=width)
+    width = Console().width if sys.stdout.isatty() else _PAGE
     for table in tables:
-        console.print(table)
+        needed = Console(width=_WIDEST).measure(table.__rich__()).maximum
+        Console(highlight=False, width=max(width, needed)).print(table)
 
 
 def as_dict(plan: BucketPlan, epoch: Report) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from jaxbucket.length_files.values import Measure
 from jaxbucket.progress import progress_bar
 
 _NUMPY = (".npy", ".npz")
+# An array, and a zip of some or of none.
+_MAGIC = (b"\x93NUMPY", b"PK\x03\x04", b"PK\x05\x06")
 _READERS: dict[
     str,
     Callable[[pathlib.Path, str | None, Measure, Tell], Iterator[np.ndarray]],
@@ -113,6 +115,12 @@ def _loaded(path: pathlib.Path, column: str | None) -> np.ndarray:
     if not path.stat().st_size:
         raise empty(path)
     with path.open("rb") as file:
+        # Else numpy takes the file for a pickle, and says how to load that.
+        if not file.peek(8).startswith(_MAGIC):
+            raise ValueError(
+                f"`{path}` is no whole numpy file: it does not begin as one. Write it "
+                "again, by `numpy.save`."
+            )
         try:
             loaded = np.load(file)
         except Exception as error:
@@ -130,6 +138,11 @@ def _loaded(path: pathlib.Path, column: str | None) -> np.ndarray:
 
 def _no_numpy(path: pathlib.Path, error: Exception) -> ValueError:
     said = " ".join(str(error).split())
+    if "allow_pickle" in said:
+        return ValueError(
+            f"`{path}` holds Python objects, and not numbers. Save the lengths as "
+            "integers: `numpy.save(path, numpy.array(lengths, numpy.int32))`."
+        )
     return ValueError(f"`{path}` is no whole numpy file: {said}. Write it again.")
 
 

@@ -101,9 +101,10 @@ def measure_function(
     measure = measure or Measure()
     length_of = functools.partial(_example_length, column, measure)
     try:
+        _check_measurable(returned)
         if isinstance(returned, np.ndarray) and measure == Measure():
             return check_lengths(returned)
-        if not hasattr(returned, "__getitem__") or not hasattr(returned, "__len__"):
+        if not _has(returned, "__getitem__") or not _has(returned, "__len__"):
             return _of_iterable(returned, length_of)
         if _knows_lengths(returned) and measure == Measure():
             return measure_lengths(returned, sequences=column and [column])
@@ -113,24 +114,34 @@ def measure_function(
             num_workers=num_workers,
             progress=sys.stderr.isatty(),
         )
-    except (ValueError, RuntimeError, MemoryError) as error:
+    except (ValueError, RuntimeError) as error:
         raise ValueError(f"`{name}`: {error}") from error
+    except (Exception, SystemExit) as error:
+        # What a source of the user's own raises where nobody expects it.
+        raise ValueError(f"`{name}`: {_said(error)}") from error
 
 
 def _called(name: str, function: Callable[[], Any]) -> Any:
     try:
-        returned = function()
+        return function()
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"`{name}` raises {_said(error)}. Mend it; it is called without arguments."
         ) from error
-    if isinstance(returned, Iterable) or hasattr(returned, "__getitem__"):
-        if not isinstance(returned, (str, bytes, Mapping)):
-            return returned
-    raise ValueError(
-        f"`{name}` returns {shown(returned)}. Return a source with `len` and indices, "
-        "an array of lengths, or an iterable of examples."
-    )
+
+
+def _check_measurable(returned: Any) -> None:
+    several = isinstance(returned, Iterable) or _has(returned, "__getitem__")
+    if not several or isinstance(returned, (str, bytes, Mapping, type)):
+        raise ValueError(
+            f"it returns {shown(returned)}. Return a source with `len` and indices, an "
+            "array of lengths, or an iterable of examples."
+        )
+
+
+def _has(value: Any, method: str) -> bool:
+    # As Python looks for it: a class is no source, though its objects may be.
+    return hasattr(type(value), method)
 
 
 def _knows_lengths(source: Any) -> bool:

@@ -89,6 +89,8 @@ def chosen_column(path: pathlib.Path, columns: list[str], column: str | None) ->
     Raises:
       ValueError: if there is none of that name, or several and none is named.
     """
+    if not columns:
+        raise empty(path)
     if column is None and len(columns) == 1:
         return columns[0]
     if column not in columns:

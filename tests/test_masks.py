@@ -1,0 +1,178 @@
+"""Next tokens of padded and packed rows, against a loop over the examples."""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+
+BEGIN = 1000
+
+
+def make_examples(seed: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    dtype = [np.uint8, np.int16, np.int32, np.int64][seed % 4]
+    return [
+        {
+            "loss_weights": rng.choice([0, 0.5, 1, 2], n).astype(np.float32),
+            "tokens": rng.integers(0, 200, n).astype(dtype),
+            "label": np.int32(n),
+        }
+        for n in rng.integers(1, 12, rng.integers(1, 40))
+    ]
+
+
+def batches_of(examples, rows: str, seed: int) -> list[jb.Batch]:
+    names = ["loss_weights", "tokens"]
+    lengths = jb.measure_lengths(examples, sequences=names, progress=False)
+    packing = None
+    if rows == "packed":
+        packing = jb.pack(lengths, int(np.random.default_rng(seed).integers(12, 40)))
+        plan = jb.plan_buckets(
+            packing.row_lengths, max_tokens=160, boundaries=packing.seq_lens
+        )
+    else:
+        plan = jb.plan_buckets(lengths, max_tokens=48, num_buckets=3)
+    schedule = jb.BatchSchedule(plan, lengths, seed=seed, packing=packing)
+    # What fills the padding is not to be seen.
+    pads = {"tokens": 99, "loss_weights": np.nan}
+    return list(jb.batch_dataset(examples, schedule, sequences=names, pad_value=pads))
+
+
+def pairs_of_examples(examples, weighted: bool, begin: bool) -> Counter:
+    """The oracle: (input, target) -> the sum of its weights, one example at a time."""
+    found = Counter()
+    for example in examples:
+        tokens, weights = example["tokens"].tolist(), example["loss_weights"].tolist()
+        if begin:
+            tokens, weights = [BEGIN, *tokens], [0, *weights]
+        for place in range(1, len(tokens)):
+            weight = weights[place] if weighted else 1
+            found[tokens[place - 1], tokens[place]] += weight
+    return +found
+
+
+def pairs_of_batches(batches, next_tokens) -> Counter:
+    found = Counter()
+    for batch in batches:
+        inputs, targets, weights = next_tokens(batch)
+        for x in (inputs, targets, weights):
+            assert x.shape == batch.mask.shape
+        assert weights.dtype == np.float32 and inputs.dtype == targets.dtype
+        assert not np.asarray(targets)[np.asarray(weights) == 0].any()
+        places = (np.ravel(x).tolist() for x in (inputs, targets, weights))
+        for token, target, weight in zip(*places, strict=True):
+            found[token, target] += weight
+    return +found
+
+
+@pytest.mark.parametrize("begin", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+@pytest.mark.parametrize("seed", range(8))
+def test_pairs_and_weights_are_those_of_the_examples_alone(seed, rows, weighted, begin):
+    examples = make_examples(seed)
+    want = pairs_of_examples(examples, weighted, begin)
+
+    def next_tokens(batch):
+        return jb.next_tokens(
+            batch,
+            loss_weights="loss_weights" if weighted else None,
+            begin=BEGIN if begin else None,
+        )
+
+    assert pairs_of_batches(batches_of(examples, rows, seed), next_tokens) == want
+
+
+@pytest.mark.parametrize("begin", [None, BEGIN])
+def test_they_are_the_same_inside_of_jit(begin):
+    for batch in batches_of(make_examples(0), "packed", 0)[:2]:
+        options = {"loss_weights": "loss_weights", "begin": begin}
+        want = jb.next_tokens(batch, **options)
+        assert all(isinstance(x, np.ndarray) for x in want)
+        on_device = jax.tree.map(jnp.asarray, batch)
+        found = jax.jit(lambda b: jb.next_tokens(b, **options))(on_device)  # noqa: B023
+        for a, b in zip(found, want, strict=True):
+            assert isinstance(a, jax.Array) and a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_neighbour_is_no_target_and_no_input():
+    rows = [[{"x": [7, 3, 9]}, {"x": [5]}, {"x": [2, 4]}]]
+    batch = jb.collate_rows(rows, jb.Bucket(1, 8), max_segments=3)
+    found = jb.next_tokens(batch)
+    assert found.targets.tolist() == [[3, 9, 0, 0, 4, 0, 0, 0]]
+    assert found.weights.tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
+    found = jb.next_tokens(batch, begin=0)
+    assert found.inputs.tolist() == [[0, 7, 3, 0, 0, 2, 0, 0]]
+    assert found.targets.tolist() == [[7, 3, 9, 5, 2, 4, 0, 0]]
+
+
+def test_each_sequence_has_next_tokens_of_its_own():
+    example = {"inputs": [7, 3, 5], "targets": [9, 8], "kind": [1, 2]}
+    batch = jb.collate_rows(
+        [[example, example]],
+        jb.Bucket(1, 13),
+        sequences={"inputs": ["inputs"], "targets": ["targets", "kind"]},
+        capacities={"inputs": 7, "targets": 6},
+        max_segments=2,
+    )
+    found = jb.next_tokens(batch, "targets", loss_weights="kind")
+    assert found.targets.tolist() == [[8, 0, 8, 0, 0, 0]]
+    assert found.weights.tolist() == [[2, 0, 2, 0, 0, 0]]
+    found = jb.next_tokens(batch, "kind", sequence="targets")
+    assert found.targets.tolist() == [[2, 0, 2, 0, 0, 0]]
+    with pytest.raises(ValueError, match=r"`name` is missing: \['inputs', 'kind', 'ta"):
+        jb.next_tokens(batch)
+    with pytest.raises(ValueError, match="`sequence=None`: choose one of"):
+        jb.next_tokens(batch, "kind")
+
+
+def test_a_mean_over_sequences_takes_its_tokens_from_them():
+    rows = [[{"x": [7, 3, 9]}, {"x": [5]}, {"x": [2, 4]}]]
+    batch = jb.collate_rows(rows, jb.Bucket(1, 7), max_segments=3)
+    where = jb.next_tokens(batch).weights > 0
+    weights = jb.token_weights(batch, "sequence", where=where)
+    assert weights.tolist() == [[0.5, 0.5, 0, 0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "x",
+            {},
+            "`name='x'`: the features are ['frames', 'labels', 'size', 'tokens']",
+        ),
+        ("size", {}, "`name='size'`: the feature is [2], and must be [B, T], [2, 4]"),
+        ("frames", {}, "`name='frames'`: the feature is [2, 4, 3], and must be"),
+        ("tokens", {"loss_weights": "w"}, "`loss_weights='w'`: the features are"),
+        ("tokens", {"loss_weights": "size"}, "`loss_weights='size'`: the feature is"),
+        ("labels", {}, "`name='labels'`: the feature is float32, and tokens are int"),
+        ("tokens", {"sequence": "x"}, "`sequence='x'`: choose one of ['tokens']"),
+        ("tokens", {"begin": 0.5}, "`begin=0.5` is not an integer"),
+        ("tokens", {"begin": 2**31}, "`begin=2147483648`: tokens are int32, which"),
+    ],
+)
+def test_what_is_no_feature_of_tokens_is_refused(name, options, message):
+    example = {
+        "tokens": np.arange(3, dtype=np.int16),
+        "labels": np.ones(3, np.float32),
+        "frames": np.ones((3, 3), np.int32),
+        "size": np.int32(3),
+    }
+    batch = jb.collate_rows([example], jb.Bucket(2, 4))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jb.next_tokens(batch, name, **options)
+
+
+def test_tokens_that_are_not_the_only_integers_are_named():
+    example = {"labels": [1, 2], "tokens": [3, 4]}
+    batch = jb.collate_rows([example], jb.Bucket(1, 3))
+    with pytest.raises(ValueError, match=r"`name` is missing: \['labels', 'tokens'\]"):
+        jb.next_tokens(batch)
+    assert jb.next_tokens(batch, "tokens").targets.tolist() == [[4, 0, 0]]
