@@ -13,6 +13,7 @@ import inspect
 import json
 import pathlib
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -22,11 +23,17 @@ from jaxbucket.compile import (
     CompileReport,
     ExecutableCache,
     ProgramReport,
+    check_step,
     compile_by,
     leave_all,
+    shown,
 )
 
 Recipe: TypeAlias = Callable[..., Any]
+_WANTED = (
+    "Have it return (step_fn, state, specs), as `compile_steps` takes them, or a dict "
+    "of such triples."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +116,8 @@ def precompile(
       progress: show a progress bar on a terminal.
 
     Raises:
-      ValueError: if the recipe does not take these arguments, or returns anything else.
+      ValueError: if the recipe does not take these arguments, raises an exception, or
+        returns something else: no such triples, or not for all shapes of the plan.
     """
     _check_takes(recipe, arguments)
     start = time.perf_counter()
@@ -118,7 +126,7 @@ def precompile(
     )
     programs, failures = [], []
     try:
-        for name, triple in _steps(recipe(plan, *arguments)).items():
+        for name, triple in _made(recipe, plan, arguments).items():
             steps = compile_by(options, *triple)
             programs += steps.report.programs
             failures += [
@@ -149,23 +157,79 @@ def _check_takes(recipe: Recipe, arguments: tuple[str, ...]) -> None:
         inspect.signature(recipe).bind(None, *arguments)
     except TypeError as error:
         raise ValueError(
-            f"The recipe is called with the plan and {list(arguments)}: {error}. Give "
-            "it other arguments."
+            f"`{_name(recipe)}`: The recipe is called with the plan and "
+            f"{list(arguments)}: {error}. Give it other arguments."
         ) from None
+    except ValueError:
+        # Some functions of C have no signature: calling them tells.
+        return
 
 
-def _steps(made: Any) -> Mapping[str, tuple[Any, Any, Any]]:
+def _made(
+    recipe: Recipe, plan: BucketPlan, arguments: tuple[str, ...]
+) -> Mapping[str, tuple[Any, Any, Any]]:
+    """What a recipe returns, as steps by name.
+
+    Raises:
+      ValueError: if it raises an exception, or returns something else.
+    """
+    try:
+        made = recipe(plan, *arguments)
+    except Exception as error:
+        raise ValueError(
+            f"`{_name(recipe)}`: The recipe raised {_said(error)} "
+            f"({_place(recipe, error)}). It was called with the plan and "
+            f"{list(arguments)}."
+        ) from error
+    try:
+        return _steps(made, plan)
+    except ValueError as error:
+        raise ValueError(f"`{_name(recipe)}`: {error}") from None
+
+
+def _place(recipe: Recipe, error: Exception) -> str:
+    """The last line of the recipe's own file that an exception came through."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    code = getattr(inspect.unwrap(recipe), "__code__", None)
+    own = [frame for frame in frames if code and frame.filename == code.co_filename]
+    if not frames:
+        return "when it was called"
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}"
+
+
+def _steps(made: Any, plan: BucketPlan) -> Mapping[str, tuple[Any, Any, Any]]:
     steps = made if isinstance(made, Mapping) else {"step": made}
     if not steps:
-        raise ValueError("The recipe returned no steps: there is nothing to compile.")
+        raise ValueError(
+            f"The recipe returned no steps: there is nothing to compile. {_WANTED}"
+        )
     for name, triple in steps.items():
         if not isinstance(triple, tuple) or len(triple) != 3:
             raise ValueError(
-                f"The recipe returned {type(triple).__name__} for {name!r}: return "
-                "(step_fn, state, specs), as `compile_steps` takes them, or a dict of "
-                "such triples."
+                f"The recipe returned {shown(triple)} for {name!r}. {_WANTED}"
             )
+        try:
+            check_step(*triple)
+        except ValueError as error:
+            raise ValueError(
+                f"The recipe returned something else for {name!r}: {error} {_WANTED}"
+            ) from None
+    # An evaluation may have a plan of its own beside it.
+    specs = {bucket for _, _, specs in steps.values() for bucket in specs}
+    missing = [str(bucket) for bucket in plan.buckets if bucket not in specs]
+    if missing:
+        raise ValueError(
+            f"The recipe returned `specs` without {', '.join(missing)}, which the plan "
+            "has. Make them from the plan that it is called with: "
+            "`batch_specs(plan, example, mesh)`."
+        )
     return steps
+
+
+def _name(recipe: Recipe) -> str:
+    name = getattr(recipe, "__qualname__", type(recipe).__name__)
+    return f"{getattr(recipe, '__module__', '?')}:{name}"
 
 
 def _said(error: BaseException) -> str:

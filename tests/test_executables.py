@@ -1,8 +1,12 @@
 """Executables kept in a folder: found again, and refused where something is wrong."""
 
+import contextlib
 import dataclasses
+import hashlib
+import json
 import os
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -13,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import jaxbucket as jb
-from jaxbucket.compile import Program, ProgramReport, files
+from jaxbucket.compile import Program, ProgramReport, files, settings
 from jaxbucket.compile.events import own_compile
 from jaxbucket.precompile import precompile
 
@@ -24,6 +29,7 @@ EXAMPLE = {"x": np.ones(3, np.float32)}
 PLAN = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (2, 16)])
 SPECS = jb.batch_specs(PLAN, EXAMPLE, MESH)
 STATE = {"w": np.float32(2)}
+REPLICATED = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
 
 
 def make_step(factor=3.0, table=None):
@@ -239,6 +245,203 @@ def test_other_versions_devices_and_flags_are_another_program(folder, monkeypatc
     assert start(folder, key="a")[1] == 0
 
 
+NOISY_PLAN = jb.BucketPlan.from_shapes([(4, 8), (2, 16)])
+NOISY_SPECS = jb.batch_specs(NOISY_PLAN, EXAMPLE, MESH)
+
+
+def noisy_step():
+    """Depends on jax's flags, but in its longest bucket, which is traced first."""
+
+    def my_step(state, batch):
+        loss = state["w"] * batch.num_tokens.astype(jnp.float32)
+        if batch.bucket.seq_len == 8:
+            noise = jax.random.normal(jax.random.key(3), (8, 8))
+            loss += (noise @ noise.T).sum().astype(jnp.float32)
+            loss += jnp.arange(3).dtype.itemsize
+            loss += 100 * jax.sharding.get_abstract_mesh().size
+        return state, {"loss": loss}
+
+    return jax.jit(my_step)
+
+
+def noisy_loss(steps):
+    batch = jb.collate_rows([EXAMPLE], NOISY_PLAN.buckets[0])
+    (batch,) = jb.prefetch_to_mesh([batch], MESH)
+    return float(steps(jb.replicate(STATE, MESH), batch)[1]["loss"])
+
+
+@pytest.fixture(name="noisy", scope="module")
+def noisy_fixture(tmp_path_factory):
+    """A folder that a start without any flags has left, and its loss."""
+    folder = tmp_path_factory.mktemp("noisy")
+    steps, _ = start(folder, noisy_step(), NOISY_SPECS, key="a")
+    return folder, noisy_loss(steps)
+
+
+@contextlib.contextmanager
+def updated(name, value):
+    before = jax.config.values[name]
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+TRACE_SETTINGS = {
+    "prng": lambda: updated("jax_default_prng_impl", "rbg"),
+    "partitionable": lambda: updated("jax_threefry_partitionable", False),
+    "x64": lambda: updated("jax_enable_x64", True),
+    "precision": lambda: updated("jax_default_matmul_precision", "highest"),
+    "seed offset": lambda: updated("jax_random_seed_offset", 7),
+    "with prng": lambda: jax.default_prng_impl("rbg"),
+    "with partitionable": lambda: jax.threefry_partitionable(False),
+    "with x64": lambda: jax.enable_x64(True),
+    "with precision": lambda: jax.default_matmul_precision("highest"),
+    "with mesh": lambda: jax.set_mesh(MESH),
+    "with user context": lambda: USER_CONTEXT(("a", 1)),
+    "with metadata": lambda: set_xla_metadata(note="a"),
+}
+USER_CONTEXT = jax.make_user_context()
+
+
+@pytest.mark.parametrize("verify", ["one", "none"])
+@pytest.mark.parametrize("name", TRACE_SETTINGS)
+def test_other_settings_of_jax_are_another_start(noisy, name, verify):
+    folder, before = noisy
+    with TRACE_SETTINGS[name]():
+        want = noisy_loss(noisy_step())
+        steps, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
+        # All are traced, and what has changed is compiled.
+        if steps.report.num_compiled:
+            assert all(p.trace_seconds > 0 for p in steps.report.programs)
+        assert noisy_loss(steps) == want
+        # The list of this start is there now, and not taken for another one's.
+        again, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
+        assert again.report.num_compiled == 0 and noisy_loss(again) == want
+        traced = sum(p.trace_seconds > 0 for p in again.report.programs)
+        assert traced == (verify == "one")
+    steps, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
+    assert steps.report.num_compiled == 0 and noisy_loss(steps) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("jax_disable_most_optimizations", True),
+        ("jax_optimization_level", "O1"),
+        ("jax_use_shardy_partitioner", False),
+        ("jax_debug_nans", True),
+    ],
+)
+def test_other_flags_of_the_compiler_are_another_program(noisy, name, value):
+    with updated(name, value):
+        for num_compiled in (2, 0):
+            steps, _ = start(noisy[0], noisy_step(), NOISY_SPECS, key="a")
+            assert steps.report.num_compiled == num_compiled
+
+
+def test_flags_that_change_no_program_find_it(noisy, tmp_path):
+    with contextlib.ExitStack() as stack:
+        for name, value in (
+            ("jax_log_compiles", True),
+            ("jax_logging_level", "ERROR"),
+            ("jax_traceback_filtering", "off"),
+            ("jax_compilation_cache_dir", str(tmp_path)),
+            ("jax_enable_compilation_cache", False),
+            ("jax_persistent_cache_min_compile_time_secs", 3.0),
+            ("jax_explain_cache_misses", True),
+            ("jax_transfer_guard", "allow"),
+            ("jax_captured_constants_warn_bytes", 10**6),
+        ):
+            stack.enter_context(updated(name, value))
+        for verify in ("all", "one", "none"):
+            steps, _ = start(
+                noisy[0], noisy_step(), NOISY_SPECS, verify=verify, key="a"
+            )
+            assert steps.report.num_compiled == 0
+            traced = sum(p.trace_seconds > 0 for p in steps.report.programs)
+            assert traced == {"all": 2, "one": 1, "none": 0}[verify]
+
+
+FLAGS = """
+import sys
+sys.path.insert(0, {folder!r})
+import test_executables as t
+
+want = t.noisy_loss(t.noisy_step())
+steps, compiled = t.start(
+    sys.argv[1], t.noisy_step(), t.NOISY_SPECS, verify="none", key="a"
+)
+assert t.noisy_loss(steps) == want
+print(compiled, want)
+"""
+
+
+def test_settings_of_the_environment_are_known_to_other_processes(tmp_path):
+    code = FLAGS.format(folder=str(pathlib.Path(__file__).parent))
+    settings = {
+        "JAX_DEFAULT_PRNG_IMPL": "rbg",
+        "JAX_ENABLE_X64": "1",
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+    }
+    found = []
+    for seed, environment in enumerate(
+        ({}, settings, settings, {"JAX_LOGGING_LEVEL": "ERROR"})
+    ):
+        run = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env=os.environ | environment | {"PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        found.append(run.stdout.split())
+    assert [int(compiled) for compiled, _ in found[1:]] == [2, 0, 0]
+    assert found[1][1] == found[2][1] != found[0][1] == found[3][1]
+
+
+def test_a_function_is_traced_anew_for_another_prng(tmp_path):
+    """jax itself does not, and other processes would run what is kept of it."""
+    step = noisy_step()
+    start(tmp_path, step, NOISY_SPECS, key="a")
+    with jax.default_prng_impl("rbg"):
+        steps, _ = start(tmp_path, step, NOISY_SPECS, key="a")
+        assert noisy_loss(steps) == noisy_loss(noisy_step())
+
+
+def test_a_jax_that_does_not_name_its_settings_is_safe(tmp_path, monkeypatch):
+    def sources(verify):
+        steps, _ = start(tmp_path, noisy_step(), NOISY_SPECS, verify=verify, key="a")
+        return [(p.source, p.trace_seconds > 0) for p in steps.report.programs]
+
+    monkeypatch.delattr(settings.jax_config, "trace_context_names")
+    assert sources("none") == [("compiled", True)] * 2
+    assert sources("none") == [("loaded", False)] * 2
+    with updated("jax_default_matmul_precision", "highest"):
+        assert sources("none") == [("compiled", True)] * 2
+    monkeypatch.delattr(settings.jax_config, "trace_context")
+    assert sources("none") == [("loaded", True)] * 2
+    assert sources("none") == [("loaded", True)] * 2
+
+
+def test_a_number_of_weak_type_is_another_start(tmp_path):
+    def my_step(state, batch):
+        return state, {"loss": state["w"] * batch.features["x"].sum()}
+
+    specs = jb.batch_specs(NOISY_PLAN, {"x": np.ones(3, np.float16)}, MESH)
+    batch = jb.collate_rows([{"x": np.ones(3, np.float16)}], NOISY_PLAN.buckets[0])
+    (batch,) = jb.prefetch_to_mesh([batch], MESH)
+    cache = jb.ExecutableCache(tmp_path, verify="none", key="a")
+    with jax.numpy_dtype_promotion("standard"):
+        for weight in (jnp.float32(2), jnp.asarray(2.0)):
+            state = jax.tree.map(lambda x: jax.device_put(x, REPLICATED), {"w": weight})
+            want = jax.jit(my_step)(state, batch)[1]["loss"].dtype
+            steps = jb.compile_steps(jax.jit(my_step), state, specs, executables=cache)
+            assert steps(state, batch)[1]["loss"].dtype == want
+
+
 def test_without_verifying_the_key_is_what_counts(folder):
     other = make_step(4.0)
     steps, compiled = start(folder, other, verify="none", key="a")
@@ -312,6 +515,194 @@ def test_what_is_wrong_with_a_file_is_said(folder, content, said):
     path.write_bytes(content)
     with pytest.warns(RuntimeWarning, match=re.escape(f"{path} {said}")):
         assert start(folder, key="a")[1] == 1
+
+
+def sealed(path, rest):
+    """Writes a file whose checksum is right."""
+    digest = hashlib.sha256(rest).hexdigest().encode()
+    path.write_bytes(b"jaxbucket 1 " + digest + rest)
+
+
+def anything(rng, depth=3):
+    """Any value of JSON."""
+    kind = rng.integers(9 if depth else 7)
+    if kind < 7:
+        values = (None, True, -1, 10**400, float("nan"), "", "\ud800 \0 \n")
+        return values[kind]
+    values = [anything(rng, depth - 1) for _ in range(rng.integers(4))]
+    if kind == 7:
+        return values
+    names = ("key", "report", "programs", "list")
+    return {names[rng.integers(4)]: value for value in values}
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+NOT_HEADERS = [
+    *(b"", b"[]", b"null", b"{bad", b'{"a": ', b'"\xff"', b"\xff\xfe", b"9" * 9999),
+    *(DEEP, b'{"key": ' + DEEP + b"}", b'{"report": ' + DEEP + b"}"),
+]
+
+
+def changed_header(rng, header):
+    """A header with one value, at any depth, that is something else, as JSON."""
+    if rng.random() < 0.2:
+        return json.dumps(anything(rng)).encode()
+    header = json.loads(json.dumps(header))
+    at = header
+    while True:
+        name = list(at)[rng.integers(len(at))]
+        if not (isinstance(at[name], dict) and at[name] and rng.random() < 0.9):
+            break
+        at = at[name]
+    before = at[name]
+    kind = rng.integers(3)
+    if kind == 0:
+        del at[name]
+    else:
+        at[name] = anything(rng)
+        if kind == 1:
+            at["other"] = before
+    return json.dumps(header).encode()
+
+
+def described(path, header):
+    """Whether a header still says what it said, other numbers perhaps."""
+    before = files.read(path).header
+    try:
+        now = json.loads(header)
+        if now.keys() != before.keys() or now["key"] != before["key"]:
+            return False
+        return bool(ProgramReport.from_dict(now["report"]))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_foreign_header_is_named_whatever_it_is(folder, seed):
+    rng = np.random.default_rng(seed)
+    state, bucket = jb.replicate(STATE, MESH), PLAN.buckets[0]
+    programs = [Program(b, make_step(), (state, SPECS[b])) for b in PLAN.buckets]
+    lowered, _ = programs[0].lower()
+    started = jb.ExecutableCache(folder, key="a").begin(programs)
+    started.note(programs[0], lowered)
+    _, report = started.load(programs[0])
+    assert report.label == str(bucket)
+    path = folder / report.file
+    content, kept = path.read_bytes(), files.read(path)
+    headers = [changed_header(rng, kept.header) for _ in range(100)] + NOT_HEADERS
+    for header in headers:
+        path.write_bytes(content)
+        if described(path, header):
+            continue
+        sealed(path, header + b"\n" + kept.body)
+        with pytest.warns(RuntimeWarning, match=re.escape(f"{path} ")):
+            assert started.load(programs[0]) is None
+
+
+@pytest.mark.parametrize("verify", ["one", "none"])
+def test_a_foreign_list_is_named_whatever_it_is(folder, verify):
+    rng = np.random.default_rng(0)
+    state = jb.replicate(STATE, MESH)
+    programs = [Program(b, make_step(), (state, SPECS[b])) for b in PLAN.buckets]
+    lowered = [program.lower()[0] for program in programs]
+    (path,) = folder.glob("*.programs")
+    kept = files.read(path)
+    cache = jb.ExecutableCache(folder, verify=verify, key="a")
+
+    def known():
+        started = cache.begin(programs)
+        for program, traced in zip(programs, lowered, strict=True):
+            started.note(program, traced)
+        return started
+
+    for header in [changed_header(rng, kept.header) for _ in range(100)] + NOT_HEADERS:
+        sealed(path, header + b"\n")
+        try:
+            now = json.loads(header)["programs"]
+            if all(isinstance(now[name], str) for name in kept.header["programs"]):
+                # A hash is a string like any other, and of no program.
+                continue
+        except (ValueError, TypeError, KeyError, RecursionError):
+            pass
+        with pytest.warns(RuntimeWarning, match=re.escape(f"{path} ")):
+            assert known().load(programs[0]) is not None
+
+
+class Raises:
+    """Its pickle raises what it was given, when it is read."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __reduce__(self):
+        return _raise, (self.kind,)
+
+
+def _raise(kind):
+    raise kind("not today")
+
+
+def bodies(kept, other):
+    yield from (b"", kept.body[: len(kept.body) // 2], kept.body[:-1], b"\xff" * 100)
+    yield from map(pickle.dumps, (None, 5, [], ("name", 5), ("name", None)))
+    for kind in (ValueError, AttributeError, RecursionError, MemoryError, SystemExit):
+        yield pickle.dumps(Raises(kind))
+    # Of another program, under this one's header.
+    yield other.body
+
+
+def test_a_foreign_body_is_named_whatever_it_is(folder):
+    state = jb.replicate(STATE, MESH)
+    programs = [Program(b, make_step(), (state, SPECS[b])) for b in PLAN.buckets]
+    started = jb.ExecutableCache(folder, key="a").begin(programs)
+    for program in programs[:2]:
+        started.note(program, program.lower()[0])
+    paths = [folder / started.load(program)[1].file for program in programs[:2]]
+    kept, other = map(files.read, paths)
+    for body in bodies(kept, other):
+        files.write(paths[0], files.Kept(kept.header, body))
+        with pytest.warns(RuntimeWarning, match=re.escape(f"{paths[0]} ")):
+            assert started.load(programs[0]) is None
+
+
+@pytest.mark.parametrize("kind", ["folder", "loop", "pipe", "device", "nobody's"])
+def test_what_is_no_file_is_named_and_left(folder, kept, kind):
+    paths = [*executables(folder)[:1], *folder.glob("*.programs")]
+    for path in paths:
+        if kind == "nobody's":
+            path.chmod(0)
+            continue
+        path.unlink()
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "loop":
+            path.symlink_to(path.name)
+        elif kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to("/dev/zero")
+    if kind == "nobody's" and os.access(paths[0], os.R_OK):
+        pytest.skip("this user may read every file")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps, compiled = start(folder, verify="one", key="a")
+    named = " ".join(str(w.message) for w in caught)
+    assert all(f"{path} " in named for path in paths), named
+    assert compiled == len(PLAN) or (compiled == 1 and losses(steps) == kept[1])
+    assert losses(steps) == kept[1]
+
+
+def test_a_folder_called_like_an_executable_does_not_keep_others_from_room(folder):
+    odd = [folder / "x.executable", folder / "y.executable.ab.partial"]
+    for path in odd:
+        path.mkdir()
+        os.utime(path, (1, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        size = sum(path.stat().st_size for path in folder.glob("*.*") if path.is_file())
+        start(folder, make_step(5.0), key="a", max_gb=1.1 * size / 1e9)
+    assert all(path.exists() for path in odd)
+    assert len(executables(folder)) < 2 * len(PLAN) + 1
 
 
 def test_a_file_under_another_name_is_not_loaded(folder):

@@ -14,8 +14,10 @@ from jaxbucket.compile.programs import CompileReport, Program, ProgramReport
 from jaxbucket.compile.steps import (
     CompiledSteps,
     CompileOptions,
+    check_step,
     compile_by,
     compile_steps,
+    shown,
 )
 from jaxbucket.compile.xla_cache import use_xla_cache
 
@@ -28,6 +30,7 @@ __all__ = [
     "Program",
     "ProgramReport",
     "check_is_batch",
+    "check_step",
     "compile_by",
     "compile_steps",
     "compiling_as",
@@ -35,5 +38,6 @@ __all__ = [
     "leave_all",
     "note_arguments",
     "noting_arguments",
+    "shown",
     "use_xla_cache",
 ]

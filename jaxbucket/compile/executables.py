@@ -104,7 +104,7 @@ class Start:
         self._arguments = {p.label: keys.arguments(p) for p in programs}
         # In whichever order they are built.
         named = {str(label): words for label, words in self._arguments.items()}
-        self._list_name = keys.digest([self._shared, named])
+        self._list_name = keys.digest([self._shared, named, keys.tracing(programs)])
         self.all_programs = keys.digest(list(map(keys.shapes, programs)))
         self._untraced = {id(program.fn) for program in programs}
         self._hashes: dict[Label, str] = {}
@@ -142,11 +142,8 @@ class Start:
             kept = files.read(path)
             if kept is None:
                 return None
+            report = self._report(kept, program)
             executable = self._loaded(kept, program)
-            report = ProgramReport(**kept.header["report"])
-        except (KeyError, TypeError):
-            self._warn(f"{path} is of another version: it is compiled anew.")
-            return None
         except files.BadFileError as error:
             self._warn(f"{path} {error}: it is compiled anew.")
             return None
@@ -173,7 +170,7 @@ class Start:
         path = self._path(program)
         kept_report = dataclasses.replace(report, file=path.name)
         try:
-            body = _dumped(executable)
+            body = _dumped((path.name, executable))
             if may_lack_code(self.platform) and not any(
                 x in body for x in _OBJECT_CODE
             ):
@@ -222,17 +219,21 @@ class Start:
                 kept = files.read(path)
                 if kept is not None:
                     found.append(_List(last_use, path, self._hashes_in(kept)))
-            except FileNotFoundError:
-                continue
+            except OSError as error:
+                if not isinstance(error, FileNotFoundError):
+                    self._warn(f"{path} cannot be read: {error}: it is left out.")
             except files.BadFileError as error:
                 self._warn(f"{path} {error}: all programs are traced.")
         return sorted(found, key=lambda x: -x.last_use)
 
     def _hashes_in(self, kept: files.Kept) -> dict[str, str]:
-        hashes = kept.header.get("programs", {})
+        hashes = kept.header.get("programs")
+        labels = set(map(str, self._arguments))
         is_own = kept.header.get("list") == self._list_name
-        if not is_own or hashes.keys() != set(map(str, self._arguments)):
+        if not is_own or not isinstance(hashes, dict) or hashes.keys() != labels:
             raise files.BadFileError("is of other programs than its name says")
+        if not all(isinstance(x, str) for x in hashes.values()):
+            raise files.BadFileError("has a hash that is not a string")
         return hashes
 
     def _key(self, program: Program) -> dict[str, Any]:
@@ -245,19 +246,31 @@ class Start:
     def _path(self, program: Program) -> pathlib.Path:
         return self._folder / f"{keys.digest(self._key(program))}{_EXECUTABLE}"
 
-    def _loaded(self, kept: files.Kept, program: Program) -> Any:
+    def _report(self, kept: files.Kept, program: Program) -> ProgramReport:
         if kept.header.get("key") != self._key(program):
             raise files.BadFileError("is of another program than its name says")
         try:
-            executable = _Unpickler(io.BytesIO(kept.body), self.devices).load()
+            return ProgramReport.from_dict(kept.header.get("report"))
+        except ValueError:
+            raise files.BadFileError("is of another version") from None
+
+    def _loaded(self, kept: files.Kept, program: Program) -> Any:
+        try:
+            name, executable = _Unpickler(io.BytesIO(kept.body), self.devices).load()
+            has_arguments = executable.in_tree == jax.tree.structure((program.args, {}))
+            # Of objects that are printed alike; without tracing nobody knows them.
+            outputs = self._outputs.get(program.label, executable.out_tree)
+            has_outputs = executable.out_tree == outputs
         # XLA and pickle refuse in many ways, and none is a reason to stop.
-        except Exception as error:
-            raise files.BadFileError(f"cannot be loaded: {error}") from None
-        if executable.in_tree != jax.tree.structure((program.args, {})):
+        except (Exception, SystemExit) as error:
+            raise files.BadFileError(
+                f"cannot be loaded: {type(error).__name__}: {error}"
+            ) from None
+        if name != self._path(program).name:
+            raise files.BadFileError("has the executable of another program")
+        if not has_arguments:
             raise files.BadFileError("has other constants in its arguments")
-        # Of objects that are printed alike; without tracing nobody knows them.
-        outputs = self._outputs.get(program.label, executable.out_tree)
-        if executable.out_tree != outputs:
+        if not has_outputs:
             raise files.BadFileError("has other constants in what it returns")
         return executable
 

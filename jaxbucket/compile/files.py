@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import pathlib
+import stat
 import time
 import uuid
 from typing import Any
@@ -40,19 +41,36 @@ def read(path: pathlib.Path) -> Kept | None:
       BadFileError: if it cannot be read, or is not what was written.
     """
     try:
-        content = path.read_bytes()
+        # A pipe would be waited for.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise BadFileError("is not a file")
+        with path.open("rb") as file:
+            # What is somebody else's may be of any size.
+            magic = file.read(len(_MAGIC))
+            content = file.read() if magic == _MAGIC else b""
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         raise BadFileError(f"cannot be read: {error}") from None
-    if not content.startswith(_MAGIC):
-        cut = len(content) < len(_MAGIC) and _MAGIC.startswith(content)
+    if magic != _MAGIC:
+        cut = _MAGIC.startswith(magic)
         raise BadFileError("is cut" if cut else "is not one of jaxbucket's")
-    digest, rest = content[len(_MAGIC) :][:_DIGITS], content[len(_MAGIC) + _DIGITS :]
+    digest, rest = content[:_DIGITS], content[_DIGITS:]
     if hashlib.sha256(rest).hexdigest().encode() != digest:
         raise BadFileError("is cut or damaged")
     header, _, body = rest.partition(b"\n")
-    return Kept(json.loads(header), body)
+    return Kept(_header(header), body)
+
+
+def _header(text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    # Lists within lists, too deep to be read.
+    except (ValueError, RecursionError) as error:
+        raise BadFileError(f"has a header that is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise BadFileError(f"has a header that is a {type(header).__name__}")
+    return header
 
 
 def touch(path: pathlib.Path) -> None:
@@ -97,14 +115,17 @@ def clean_up(
     """
     found, total = [], 0
     for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            stat = path.stat()
+        # Removed by another process, or not for us to read.
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                continue
             if path.name.endswith(PARTIAL):
-                if time.time() - stat.st_mtime > _SECONDS_OF_A_DEAD_WRITER:
+                if time.time() - status.st_mtime > _SECONDS_OF_A_DEAD_WRITER:
                     path.unlink()
             elif path.suffix in suffixes:
-                found.append((stat.st_mtime, stat.st_size, path))
-                total += stat.st_size
+                found.append((status.st_mtime, status.st_size, path))
+                total += status.st_size
     for _, size, path in sorted(found):
         if total <= most_bytes:
             break

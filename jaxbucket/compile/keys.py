@@ -8,6 +8,7 @@ import os
 import pathlib
 import platform
 import re
+from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -15,16 +16,8 @@ import jaxlib
 import numpy as np
 
 from jaxbucket.compile.programs import Program
+from jaxbucket.compile.settings import compiler_flags, trace_settings
 
-# Those that change what XLA makes of a program; what changes the program is in it.
-_FLAGS = (
-    *("jax_disable_most_optimizations", "jax_optimization_level"),
-    *("jax_exec_time_optimization_effort", "jax_memory_fitting_effort"),
-    *("jax_memory_fitting_level", "jax_enable_pgle", "jax_xla_profile_version"),
-    *("jax_use_shardy_partitioner", "jax_compiler_enable_remat_pass"),
-    *("jax_experimental_unsafe_xla_runtime_errors", "jax_debug_nans"),
-    *("jax_cpu_collectives_implementation",),
-)
 # jax has no name for the type of one.
 Devices: TypeAlias = tuple[Any, ...]
 _CALLBACK = re.compile(r"python\w*callback|is_host_transfer = true")
@@ -62,11 +55,21 @@ def environment(devices: Devices) -> dict[str, Any]:
         "process": [jax.process_index(), jax.process_count()],
         # XLA makes code for the very processor it runs on.
         "processor": _processor() if devices[0].platform == "cpu" else "",
-        "flags": {
-            **{name: os.environ.get(name, "") for name in _VARIABLES},
-            **{name: str(getattr(jax.config, name, "")) for name in _FLAGS},
-        },
+        "variables": {name: os.environ.get(name, "") for name in _VARIABLES},
+        "flags": compiler_flags(),
     }
+
+
+def tracing(programs: Sequence[Program]) -> dict[str, Any]:
+    """What decides, beside the code and the arguments, which programs are traced.
+
+    A program that is traced shows all of it.
+    """
+    leaves = {
+        str(program.label): [_traced_as(leaf) for leaf in jax.tree.leaves(program.args)]
+        for program in programs
+    }
+    return {"settings": trace_settings(), "leaves": leaves}
 
 
 def arguments(program: Program) -> dict[str, Any]:
@@ -153,6 +156,13 @@ def _aval(leaf: Any) -> str:
             parts.pop()
         where = f"{dict(sharding.mesh.shape)} {parts} {sharding.memory_kind}"
     return f"{leaf.dtype}{list(leaf.shape)} {where}"
+
+
+def _traced_as(leaf: Any) -> str:
+    """What tracing knows of an array beside its shape, dtype and sharding."""
+    mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+    is_weak = bool(getattr(leaf, "weak_type", False))
+    return f"{is_weak} {getattr(mesh, 'axis_types', '')}"
 
 
 def _processor() -> str:

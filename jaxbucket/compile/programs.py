@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import weakref
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -13,6 +15,9 @@ from jaxbucket.compile.flops import count_flops
 
 # Of a file's name, enough to find it by.
 _DIGITS = 8
+_WIDEST = 1000
+# Jitted function -> the PRNG implementation that it was traced with.
+_prngs: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 # A bucket, or the name of a phase that all have in common.
 Label: TypeAlias = Bucket | str
 
@@ -39,8 +44,21 @@ class Program:
         """Traces it; returns that, and how many operations it has."""
         if not hasattr(self.fn, "trace"):
             return self.fn.lower(*self.args), None
+        _forget_other_prng(self.fn)
         traced = self.fn.trace(*self.args)
         return traced.lower(), count_flops(traced.jaxpr)
+
+
+def _forget_other_prng(fn: Any) -> None:
+    """Has jax trace a function anew that was traced with another PRNG implementation.
+
+    It takes any other flag into account by itself, but not this one; and what a file
+    keeps of this process is run by others.
+    """
+    prng = jax.config.values["jax_default_prng_impl"]
+    if _prngs.setdefault(fn, prng) != prng:
+        fn.clear_cache()
+        _prngs[fn] = prng
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +109,42 @@ class ProgramReport:
             return None
         return sum(parts) - (self.aliased_bytes or 0)  # pyright: ignore
 
+    @classmethod
+    def from_dict(cls, fields: Any) -> ProgramReport:
+        """Returns the report of which `dataclasses.asdict` made these fields.
+
+        Raises:
+          ValueError: if a field is missing, unknown or of another type.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(fields, dict) or fields.keys() != names:
+            raise ValueError(f"`fields` must be a dict of {', '.join(sorted(names))}.")
+        for name, value in fields.items():
+            if not _is_valid(name, value):
+                raise ValueError(f"`fields` has another type of value for {name!r}.")
+        return cls(**fields)
+
     def to_dict(self) -> dict[str, Any]:
         """Every number, as plain Python."""
         return dataclasses.asdict(self) | {
             "seconds": self.seconds,
             "peak_bytes": self.peak_bytes,
         }
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    """Whether a value read from a file may be that of a report's field."""
+    if name == "source":
+        return value in ("compiled", "loaded")
+    if name == "file" and value is None:
+        return True
+    if name in ("name", "label", "file"):
+        return isinstance(value, str)
+    if isinstance(value, bool):
+        return False
+    if name.endswith("_seconds"):
+        return isinstance(value, int | float) and 0 <= value < math.inf
+    return value is None or (isinstance(value, int) and value >= 0)
 
 
 def memory_of(executable: Any) -> dict[str, int | None]:
@@ -114,9 +162,13 @@ def memory_of(executable: Any) -> dict[str, int | None]:
     return {own: getattr(memory, theirs, None) for own, theirs in names.items()}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class CompileReport:
-    """What all programs of a step cost, for a terminal or as JSON."""
+    """What all programs of a step cost: `print` shows a table, `to_json` has it all.
+
+    Attributes:
+      programs: those that are ready, in the order they were given.
+    """
 
     programs: tuple[ProgramReport, ...]
 
@@ -133,10 +185,26 @@ class CompileReport:
         """Every number, as JSON."""
         return json.dumps(self.to_dict())
 
+    def __repr__(self) -> str:
+        return f"<{len(self.programs)} programs, {self.num_compiled} of them compiled>"
+
+    def __str__(self) -> str:
+        """The table as text, as wide as it is: no number is cut."""
+        from rich.console import Console
+
+        # What is printed without `rich` knows neither colors nor a terminal's width.
+        console = Console(
+            width=_WIDEST, color_system=None, force_terminal=False, force_jupyter=False
+        )
+        with console.capture() as text:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in text.get().splitlines()).strip("\n")
+
     def __rich__(self) -> Any:
         """The report as a `rich` table, for a terminal."""
         from rich import box
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(
             box=box.SIMPLE_HEAD,
@@ -153,7 +221,7 @@ class CompileReport:
         table.add_column("file", no_wrap=True)
         for p in self.programs:
             table.add_row(
-                f"{p.name} {p.label}",
+                Text(f"{p.name} {p.label}"),
                 f"{p.trace_seconds:.2f}" if p.trace_seconds else "",
                 "loaded" if p.source == "loaded" else f"{p.compile_seconds:.2f}",
                 _megabytes(p.argument_bytes),
