@@ -249,7 +249,7 @@ NOISY_PLAN = jb.BucketPlan.from_shapes([(4, 8), (2, 16)])
 NOISY_SPECS = jb.batch_specs(NOISY_PLAN, EXAMPLE, MESH)
 
 
-def noisy_step():
+def noisy_step(name="my_step"):
     """Depends on jax's flags, but in its longest bucket, which is traced first."""
 
     def my_step(state, batch):
@@ -261,6 +261,8 @@ def noisy_step():
             loss += 100 * jax.sharding.get_abstract_mesh().size
         return state, {"loss": loss}
 
+    # Of a function of the same name the guard would warn.
+    my_step.__name__ = name
     return jax.jit(my_step)
 
 
@@ -310,7 +312,7 @@ USER_CONTEXT = jax.make_user_context()
 def test_other_settings_of_jax_are_another_start(noisy, name, verify):
     folder, before = noisy
     with TRACE_SETTINGS[name]():
-        want = noisy_loss(noisy_step())
+        want = noisy_loss(noisy_step("direct"))
         steps, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
         # All are traced, and what has changed is compiled.
         if steps.report.num_compiled:
@@ -369,7 +371,7 @@ import sys
 sys.path.insert(0, {folder!r})
 import test_executables as t
 
-want = t.noisy_loss(t.noisy_step())
+want = t.noisy_loss(t.noisy_step("direct"))
 steps, compiled = t.start(
     sys.argv[1], t.noisy_step(), t.NOISY_SPECS, verify="none", key="a"
 )
@@ -408,7 +410,7 @@ def test_a_function_is_traced_anew_for_another_prng(tmp_path):
     start(tmp_path, step, NOISY_SPECS, key="a")
     with jax.default_prng_impl("rbg"):
         steps, _ = start(tmp_path, step, NOISY_SPECS, key="a")
-        assert noisy_loss(steps) == noisy_loss(noisy_step())
+        assert noisy_loss(steps) == noisy_loss(noisy_step("direct"))
 
 
 def test_a_jax_that_does_not_name_its_settings_is_safe(tmp_path, monkeypatch):
@@ -437,7 +439,7 @@ def test_a_number_of_weak_type_is_another_start(tmp_path):
     with jax.numpy_dtype_promotion("standard"):
         for weight in (jnp.float32(2), jnp.asarray(2.0)):
             state = jax.tree.map(lambda x: jax.device_put(x, REPLICATED), {"w": weight})
-            want = jax.jit(my_step)(state, batch)[1]["loss"].dtype
+            want = jax.jit(lambda *args: my_step(*args))(state, batch)[1]["loss"].dtype
             steps = jb.compile_steps(jax.jit(my_step), state, specs, executables=cache)
             assert steps(state, batch)[1]["loss"].dtype == want
 
