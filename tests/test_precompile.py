@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -47,6 +48,19 @@ def none(plan):
 
 def nothing(plan):
     return recipe(plan)[0]
+
+
+def raising(plan, kind="KeyError"):
+    errors = {"SystemExit": SystemExit(7), "KeyboardInterrupt": KeyboardInterrupt()}
+    raise errors.get(kind) or KeyError("no such model" + "\nmore" * 300)
+
+
+def deep(plan):
+    return int("three")
+
+
+def of_another_plan(plan):
+    return recipe(jb.BucketPlan.from_shapes([(8, 4), (4, 9)]))
 
 
 def start(folder, dtype=np.float32):
@@ -108,6 +122,72 @@ def test_what_is_no_recipe_is_refused(made):
         precompile(made, PLAN)
 
 
+def specs_of(plan):
+    return jb.batch_specs(plan, {"x": np.ones(3, np.float32)}, MESH)
+
+
+def swapped(plan):
+    step, state, specs = recipe(plan)
+    first, *rest = plan.buckets
+    return step, state, {b: specs[first] for b in (first, *rest)}
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda plan: None, "The recipe returned None (NoneType) for 'step'"),
+        (lambda plan: (1, 2), "The recipe returned (1, 2) (tuple) for 'step'"),
+        (lambda plan: (x for x in recipe(plan)), "(generator) for 'step'"),
+        (lambda plan: list(recipe(plan)), "(list) for 'step'"),
+        (
+            lambda plan: {"train": recipe(plan), "eval": 3},
+            "returned 3 (int) for 'eval'",
+        ),
+        (lambda plan: (1, 2, 3), "`step_fn` is 1 (int), which cannot be called"),
+        (lambda plan: ("f", *recipe(plan)[1:]), "`step_fn` is 'f' (str)"),
+        (
+            lambda plan: (my_step, {"w": "a"}, specs_of(plan)),
+            "`state['w']` is 'a' (str)",
+        ),
+        (lambda plan: (my_step, object(), specs_of(plan)), "(object), not an array"),
+        (lambda plan: (my_step, {}, 3), "`specs` is 3 (int)"),
+        (lambda plan: (my_step, {}, {}), "`specs` is empty"),
+        (lambda plan: (my_step, {}, {"a": 3}), "`specs` has 3 (int) for 'a' (str)"),
+        (swapped, "`specs[[4, 8]]` is a batch of shape [8, 4]"),
+        (of_another_plan, "returned `specs` without [4, 8], [2, 16], which the plan"),
+    ],
+)
+def test_what_a_recipe_returns_beside_steps_is_named(made, said):
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        precompile(made, PLAN)
+    assert "The recipe returned" in str(caught.value)
+    assert made.__name__ in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_an_evaluation_may_have_a_plan_of_its_own():
+    def two(plan):
+        return {"train": recipe(plan), "eval": of_another_plan(plan)}
+
+    assert len(precompile(two, PLAN).report.programs) == 5
+
+
+def test_a_recipe_that_raises_is_named_with_its_line():
+    with pytest.raises(
+        ValueError, match="test_precompile:raising`: The recipe raised"
+    ) as (caught):
+        precompile(raising, PLAN)
+    assert isinstance(caught.value.__cause__, KeyError)
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    number = lines.index(next(x for x in lines if "raise errors.get(kind)" in x)) + 1
+    assert f"({__file__}:{number}, in raising)" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_recipe_may_end_the_program(error):
+    with pytest.raises(error):
+        precompile(raising, PLAN, error.__name__)
+
+
 @pytest.fixture(name="plan")
 def plan_fixture(tmp_path, monkeypatch):
     """The plan's file; and the folder of this module, which has the recipes."""
@@ -167,6 +247,9 @@ def test_the_command_fails_where_a_bucket_does(plan):
         (("--recipe", "test_precompile:nothing"), "return (step_fn, state, specs)"),
         (("--recipe", "test_precompile:recipe", "--memory-gb", 0), "--memory-gb"),
         (("--recipe", "test_precompile:recipe", "--memory-gb", "nan"), "no limit"),
+        (("--recipe", "test_precompile:raising"), "raised KeyError: 'no such model"),
+        (("--recipe", "test_precompile:deep"), "in deep). It was called with the plan"),
+        (("--recipe", "test_precompile:of_another_plan"), "without [4, 8], [2, 16]"),
         (("--recipe", "test_precompile:none"), "The recipe returned no steps"),
         (("--recipe", "test_precompile:recipe", "a", "b"), "too many positional"),
         (("--recipe", "test_precompile:recipe", "--workers", 0), "--workers"),
@@ -176,7 +259,26 @@ def test_the_command_fails_where_a_bucket_does(plan):
 def test_what_the_command_does_not_take_is_said(plan, tmp_path, options, message):
     run = command("--plan", plan, "--cache", tmp_path / "cache", *options)
     assert run.exit_code != 0
+    assert len(run.output.splitlines()) < 10
     assert message in " ".join(run.output.split()), run.output
+
+
+def test_a_recipe_that_ends_the_program_ends_the_command(plan):
+    options = ("--recipe", "test_precompile:raising", "--plan", plan, "--")
+    assert command(*options, "SystemExit").exit_code == 7
+    interrupted = command(*options, "KeyboardInterrupt")
+    assert interrupted.exit_code == 1 and "Aborted!" in interrupted.output
+
+
+def test_the_script_says_one_sentence_of_a_recipe_that_raises(plan):
+    command = [sys.executable, ROOT / "scripts" / "precompile_shapes.py"]
+    command += ["--recipe", "test_precompile:raising", "--plan", plan]
+    run = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 1 and run.stdout == ""
+    assert run.stderr.startswith("Error: `test_precompile:raising`: The recipe raised ")
+    assert len(run.stderr.splitlines()) == 1
 
 
 def test_a_file_that_is_no_plan_is_refused(plan):
@@ -227,6 +329,20 @@ def test_the_example_finds_what_the_script_has_compiled(tmp_path):
         for name in ("train_step", "eval_step"):
             compiled = json.loads(out.read_text())["compile"][name]
             assert (compiled["ahead"], compiled["later"]) == (0, 0)
+
+
+def test_a_printed_report_is_a_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    report = precompile(recipe, PLAN).report
+    text = str(report)
+    header, *_ = text.splitlines()
+    assert header.split()[:3] == ["program", "trace", "s"]
+    for program in report.programs:
+        (row,) = (x for x in text.splitlines() if f"my_step {program.label}" in x)
+        assert f"{program.compile_seconds:.2f}" in row
+    assert "\u2026" not in text and "\x1b" not in text
+    assert repr(report) == "<3 programs, 3 of them compiled>"
+    assert "program" in str(jb.CompileReport(()))
 
 
 def test_no_number_of_the_table_is_cut():

@@ -117,7 +117,7 @@ def compile_by(
 
 def check_step(step_fn: Any, state: Any, specs: Any) -> None:
     """Raises a ValueError if these are not what `compile_steps` takes."""
-    if not callable(step_fn) and not hasattr(step_fn, "lower"):
+    if not callable(step_fn) and not hasattr(step_fn, "compile_steps"):
         raise ValueError(
             f"`step_fn` is {shown(step_fn)}, which cannot be called: pass a function "
             "of (state, batch)."
