@@ -241,5 +241,8 @@ def test_the_lines_that_compile_ahead_run_as_printed(tmp_path):
     code += "step_fn = jb.data_parallel(loss_fn, tx, mesh)\n"
     ahead = ahead.replace('"executables"', repr(str(tmp_path / "executables")))
     for source in ("compiled", "loaded"):
-        programs = json.loads(output_of(code + ahead, tmp_path).splitlines()[-1])
+        *table, numbers = output_of(code + ahead, tmp_path).splitlines()
+        programs = json.loads(numbers)
+        for program in programs:
+            assert any(f"train_step {program['label']} " in line for line in table)
         assert {program["source"] for program in programs} == {source}
