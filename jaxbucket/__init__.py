@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from jaxbucket.prediction import data_parallel_predict, predict
     from jaxbucket.preemption import StopRequest
     from jaxbucket.processes import Processes
+    from jaxbucket.rows import gather_rows, row_numbers
     from jaxbucket.sharding import (
         batch_specs,
         data_mesh,
@@ -121,6 +122,8 @@ _ON_FIRST_USE = {
     "predict": "prediction",
     "StopRequest": "preemption",
     "Processes": "processes",
+    "gather_rows": "rows",
+    "row_numbers": "rows",
     "SortedKeys": "sort",
     "SortedShare": "sort",
     "sample_sort": "sort",
@@ -191,6 +194,7 @@ __all__ = [
     "data_parallel_accumulate",
     "data_parallel_eval",
     "data_parallel_predict",
+    "gather_rows",
     "is_linear_in_lr",
     "load_in_workers",
     "local_rows",
@@ -205,6 +209,7 @@ __all__ = [
     "prefetch_to_mesh",
     "replicate",
     "report",
+    "row_numbers",
     "sample_lengths",
     "sample_sort",
     "scale_by_adam_sde",

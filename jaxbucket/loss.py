@@ -16,6 +16,7 @@ the seed, the step, the micro-batch and the row's place in it alone: use them ro
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -27,7 +28,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxbucket.base import Batch
 from jaxbucket.checks import check_choice
-from jaxbucket.pmap import Rows
+from jaxbucket.pmap import Rows as PmapRows
+from jaxbucket.rows import MappedRows, WholeBatch, rows_at_hand
 from jaxbucket.sharding import Axes, axis_names
 
 LossFn: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple]
@@ -59,17 +61,22 @@ def over_batch(
     """
     check_choice("mode", mode, get_args(Mode))
     axes = axis_names(mesh, batch_axes)
-    rows = Rows.of(mesh, axes)
+    rows = WholeBatch() if mode == "jit" else MappedRows(axes)
+    if mode == "pmap":
+        rows = PmapRows.of(mesh, axes)
 
-    def on_rows(state: Any, batch: Batch, first_row: Any, micro_batch: Any) -> Any:
-        if seed is None:
-            return sums(state, batch, None)
-        rows = (first_row, batch.bucket.batch_size)
-        return sums(state, batch, row_keys(seed, state.step, *rows, micro_batch))
+    def on_rows(state: Any, batch: Batch, micro_batch: Any = 0) -> Any:
+        with rows_at_hand(rows):
+            keys = None
+            if seed is not None:
+                num_rows = batch.bucket.batch_size
+                first_row = rows.first_row(num_rows)
+                keys = row_keys(seed, state.step, first_row, num_rows, micro_batch)
+            return rows.add_up(sums(state, batch, keys))
 
     def on_all_rows(state: Any, batch: Batch, micro_batch: Any = 0) -> Any:
         try:
-            return on_rows(state, batch, 0, micro_batch)
+            return on_rows(state, batch, micro_batch)
         except Exception as error:
             explicit = AxisType.Explicit in mesh.axis_types
             if not explicit or isinstance(error, ValueError):
@@ -80,22 +87,14 @@ def over_batch(
                 "`jax.make_mesh(..., axis_types=(AxisType.Auto,) * n)`."
             ) from error
 
-    def on_own_rows(state: Any, batch: Batch, micro_batch: Any) -> Any:
-        first_row = jax.lax.axis_index(axes) * batch.bucket.batch_size
-        return jax.lax.psum(on_rows(state, batch, first_row, micro_batch), axes)
-
-    def on_mapped_rows(state: Any, batch: Batch, micro_batch: Any = 0) -> Any:
-        first_row = rows.first_row(batch.bucket.batch_size)
-        return rows.add_up(on_rows(state, batch, first_row, micro_batch))
-
     if mode == "jit":
         return on_all_rows
     if mode == "pmap":
-        return on_mapped_rows
+        return on_rows
     # check_vma would refuse ordinary models, such as a scan that starts from zeros;
     # gradients are of local sums, so the explicit psum is all they need.
     mapped = jax.shard_map(
-        on_own_rows,
+        on_rows,
         mesh=mesh,
         in_specs=(PartitionSpec(), PartitionSpec(axes), PartitionSpec()),
         out_specs=PartitionSpec(),
@@ -167,6 +166,7 @@ def checked_loss(
         raise ValueError(
             f"`loss_fn` returned 'loss_sum' as {result[0].dtype}: make it a float."
         )
+    _warn_of_half_precision(sums)
     # Half precision cannot count the tokens of a batch, nor add up many.
     exact = jnp.float64 if result[0].dtype == jnp.float64 else jnp.float32
     sums["weight"] = sums["weight"].astype(exact)
@@ -178,6 +178,23 @@ def checked_loss(
     sizes = (batch.num_tokens, batch.num_examples, bucket.batch_size, bucket.num_tokens)
     counts = [jnp.asarray(size, jnp.int32) for size in sizes]
     return result[0], {**sums, **dict(zip(_COUNTS, counts, strict=True))}
+
+
+def _warn_of_half_precision(sums: Metrics) -> None:
+    """Small batches are right, and larger ones infinite or miscounted."""
+    names = [
+        name
+        for name, value in sums.items()
+        if value.dtype == jnp.float16
+        or (name == "weight" and value.dtype == jnp.bfloat16)
+    ]
+    if names:
+        warnings.warn(
+            f"`loss_fn` returned {names} in half precision: float16 is infinite beyond "
+            "65,504 and counts to 2,048, bfloat16 to 256. Sum in float32: "
+            "`jnp.sum(x, dtype=jnp.float32)`.",
+            stacklevel=2,
+        )
 
 
 def _check_sum(name: str, value: Any) -> None:
@@ -203,6 +220,8 @@ def mean_metrics(sums: Metrics) -> Metrics:
     """The mean loss, every sum, and the share of positions that were padding."""
     weight = sums["weight"]
     loss = sums["loss_sum"].astype(weight.dtype) / jnp.where(weight == 0, 1, weight)
+    # Divided by infinity it would be a loss of zero.
+    loss = jnp.where(jnp.isfinite(weight), loss, jnp.nan)
     positions = sums["num_positions"].astype(jnp.float32)
     padding = 1 - sums["num_tokens"].astype(jnp.float32) / positions
     return {"loss": jnp.where(weight == 0, 0, loss), **sums, "padding": padding}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -167,44 +168,43 @@ class Rows:
     """Which rows each device has; to be asked inside the mapped function.
 
     Attributes:
-      part: `[D]`, the part of the batch that a device has, in order of the mesh.
-      is_first: `[D]` bool, False where a device before it has the same part.
+      replicas: for every copy of the batch, the devices that have it, by their place in
+        the mesh and in the order of its rows.
     """
 
-    part: np.ndarray
-    is_first: np.ndarray
+    replicas: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, mesh: Mesh, axes: tuple[str, ...]) -> Rows:
-        places = dict(zip(mesh.axis_names, np.indices(mesh.devices.shape), strict=True))
-        part = np.ravel_multi_index(
-            [places[axis].ravel() for axis in axes], [mesh.shape[axis] for axis in axes]
-        )
-        others = [places[axis].ravel() for axis in mesh.axis_names if axis not in axes]
-        is_first = np.all([place == 0 for place in others], axis=0)
-        return cls(part, np.broadcast_to(is_first, part.shape))
+        devices = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
+        order = [mesh.axis_names.index(axis) for axis in axes]
+        devices = np.moveaxis(devices, order, range(len(order)))
+        num_parts = math.prod(mesh.shape[axis] for axis in axes)
+        return cls(tuple(map(tuple, devices.reshape(num_parts, -1).T.tolist())))
 
     def first_row(self, num_rows: int) -> jax.Array:
         """The place in the global batch of this device's first row."""
-        return jnp.asarray(self.part, jnp.int32)[_device()] * num_rows
+        places = np.empty(np.size(self.replicas), np.int32)
+        places[np.array(self.replicas)] = np.arange(len(self.replicas[0]))
+        return jnp.asarray(places)[_device()] * num_rows
 
     def add_up(self, sums: Any) -> Any:
-        """The sums of all devices, every part counted once."""
-        if not self.is_first.all():
-            counts = jnp.asarray(self.is_first)[_device()]
+        """The sums of all devices, every row counted once."""
+        first, *others = self.replicas
+        if others:
+            counts = jnp.isin(_device(), np.array(first))
             sums = jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), sums)
         return jax.lax.psum(sums, _DEVICES)
 
     def gather(self, tree: Any) -> Any:
-        """The rows of all devices `[B, ...]`, every part once, in order."""
-        devices = np.flatnonzero(self.is_first)
-        in_order = devices[np.argsort(self.part[devices])]
-
-        def whole(rows: jax.Array) -> jax.Array:
-            every = jax.lax.all_gather(rows, _DEVICES)[in_order]
-            return every.reshape(-1, *rows.shape[1:])
-
-        return jax.tree.map(whole, tree)
+        """The rows of all devices `[B, ...]`, every row once, in order."""
+        # Within a replica, so that its gradients stay there: `add_up` takes one.
+        return jax.tree.map(
+            lambda x: jax.lax.all_gather(
+                x, _DEVICES, axis_index_groups=self.replicas, tiled=True
+            ),
+            tree,
+        )
 
 
 def _device() -> jax.Array:

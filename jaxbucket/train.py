@@ -20,6 +20,7 @@ from jaxbucket.compile import noting_arguments
 from jaxbucket.loss import LossFn, Metrics, Mode, checked_loss, mean_metrics, over_batch
 from jaxbucket.optim import in_force, skip_where
 from jaxbucket.pmap import PmapStep
+from jaxbucket.rows import rows
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
 
 
@@ -170,17 +171,73 @@ def check_state_sharding(mode: Mode, state_sharding: Any) -> None:
 
 
 def gradient_sums(loss_fn: LossFn) -> Callable[..., tuple[Any, Metrics]]:
-    """Returns `(state, batch, keys) -> (gradients of the loss sum, sums)`."""
+    """Returns `(state, batch, keys) -> (gradients of the loss sum, sums)`.
+
+    float16 gradients come in float32, which holds the sum of many.
+    """
 
     def sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
         def loss(params: Any) -> tuple[jax.Array, Metrics]:
             model = dataclasses.replace(state, params=params).model
             return checked_loss(loss_fn, model, batch, keys)
 
-        (_, own), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-        return grads, own
+        _check_differentiable(state.params)
+        loss_sum, pull_back, sums = jax.vjp(loss, state.params, has_aux=True)
+        # Of all devices, because a gradient may come from another one's loss.
+        weight = rows().add_up(sums["weight"])
+        exponent = _cotangent_exponent(weight, loss_sum.dtype)
+        (grads,) = pull_back(_power_of_two(exponent).astype(loss_sum.dtype))
+        undo = _power_of_two(-exponent)
+        return jax.tree.map(functools.partial(_times, undo), grads), sums
 
     return sums
+
+
+def _check_differentiable(params: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"`model`: parameter {jax.tree_util.keystr(path)} is of {leaf.dtype}, "
+                "which has no gradient here. Make it a float, or let `loss_fn` close "
+                "over what is not trained (in an NNX model: any other variable than "
+                "`nnx.Param`)."
+            )
+
+
+# What is differentiated is at most this many times (2**7) the mean. float16 ends at
+# 65,504 and loses bits below 2**-14: gradients of a sum over a batch are beyond the
+# one, a token's share of the mean (1 / weight) below the other. So gradients of the
+# mean may be up to 2**9, and a token's share keeps all its bits down to 2**-21.
+_MEAN_EXPONENT = 7
+
+
+def _cotangent_exponent(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The power of two by which `loss_sum` of this dtype is differentiated.
+
+    A cotangent of 1 gives the gradient of the sum, 1 / weight that of the mean: this is
+    the sum's as far as it is not too many times the mean's. So nothing overflows that
+    overflows neither in the sum's nor in the mean's; and a power of two is exact.
+    """
+    # From the bits of float32: there and back through logarithms may be inexact.
+    bits = jax.lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.int32)
+    floor_log2 = ((bits >> 23) & 0xFF) - 127
+    exponent = jnp.clip(floor_log2, 0, _MEAN_EXPONENT) - floor_log2
+    usable = (weight > 0) & jnp.isfinite(weight)
+    # No subnormals, which devices flush to zero, in either direction.
+    most = min(126, -jnp.finfo(dtype).minexp)
+    return jnp.clip(jnp.where(usable, exponent, 0), -most, most)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """float32, for exponents of normal numbers."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def _times(factor: jax.Array, grad: jax.Array) -> jax.Array:
+    """The product, in a dtype with the range of float32 at least."""
+    if jnp.finfo(grad.dtype).maxexp < jnp.finfo(jnp.float32).maxexp:
+        grad = grad.astype(jnp.float32)
+    return grad * factor.astype(grad.dtype)
 
 
 def updater(
@@ -193,8 +250,10 @@ def updater(
         state: TrainState, grads: Any, sums: Metrics
     ) -> tuple[TrainState, Metrics]:
         metrics = mean_metrics(sums)
-        # A batch of zero weight has zero gradients, and a mean of zero.
+        # A batch of zero weight has zero gradients, and a mean of zero; one of infinite
+        # weight has none.
         divisor = jnp.where(sums["weight"] == 0, jnp.inf, sums["weight"])
+        divisor = jnp.where(jnp.isinf(sums["weight"]), jnp.nan, divisor)
         grads = jax.tree.map(
             lambda grad, param: _divide(grad, divisor).astype(param.dtype),
             grads,

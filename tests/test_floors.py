@@ -167,7 +167,6 @@ ROOMS = {
         {"numpy", "grain"},
     ),
     "workers": ({"checks", "orphans"}, {"absl", "grain", "numpy"}),
-    "testing": ({"checks", "base"}, {"numpy"}),
     "sharding": ({"checks", "base", "collate", "example"}, {"numpy", "jax"}),
     "compile": (
         {"checks", "base", "coordination", "progress"},
@@ -191,9 +190,13 @@ ROOMS = {
         {"numpy", "jax"},
     ),
     "pmap": ({"base", "compile"}, {"numpy", "jax"}),
-    "loss": ({"checks", "base", "sharding", "pmap"}, {"numpy", "jax", "flax"}),
+    "rows": ({"base"}, {"jax"}),
+    "loss": (
+        {"checks", "base", "sharding", "pmap", "rows"},
+        {"numpy", "jax", "flax"},
+    ),
     "train": (
-        {"checks", "base", "compile", "loss", "optim", "sharding", "pmap"},
+        {"checks", "base", "compile", "loss", "optim", "sharding", "pmap", "rows"},
         {"numpy", "jax", "flax", "optax"},
     ),
     "accumulation": (
@@ -202,6 +205,10 @@ ROOMS = {
             *("sharding", "pmap", "train"),
         },
         {"jax", "optax"},
+    ),
+    "testing": (
+        {"checks", "base", "loss", "rows", "train"},
+        {"numpy", "jax", "optax"},
     ),
     "prediction": (
         {

@@ -500,6 +500,7 @@ def test_metrics_are_those_of_the_global_batch(mode):
     )
 
 
+@pytest.mark.filterwarnings("ignore:.* in half precision")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_the_norm_is_of_the_mean_gradient(mode, dtype):
@@ -673,6 +674,7 @@ def test_an_update_that_is_not_finite_is_skipped():
     jax.tree.map(np.testing.assert_array_equal, state.params, make_params())
 
 
+@pytest.mark.filterwarnings("ignore:.* in half precision")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_half_precision_sums_are_added_in_single(dtype):
     batch = jb.collate_rows(make_examples([8] * 8), jb.Bucket(8, 8))
@@ -739,6 +741,7 @@ def test_a_weight_may_be_small(mode):
     assert_close(got.opt_state, want.opt_state, 1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.* in half precision")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loss_in_half_precision_is_divided_by_the_exact_weight(mode):
     # 4,099 is no float16, and the whole weight beyond its largest.
