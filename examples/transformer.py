@@ -1,5 +1,7 @@
 """A decoder-only transformer over bytes, in Flax NNX."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,11 +16,22 @@ BEGIN = 256
 class Transformer(nnx.Module):
     """Bytes `[B, T]` -> logits `[B, T, 257]` of the byte that follows each."""
 
-    def __init__(self, width: int, layers: int, dropout: float, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(VOCABULARY, width, rngs=rngs)
-        self.blocks = nnx.List(Block(width, dropout, rngs) for _ in range(layers))
-        self.norm = nnx.RMSNorm(width, rngs=rngs)
-        self.head = nnx.Linear(width, VOCABULARY, use_bias=False, rngs=rngs)
+    def __init__(
+        self,
+        width: int,
+        layers: int,
+        dropout: float,
+        rngs: nnx.Rngs,
+        dtype: jax.typing.DTypeLike | None = None,
+    ):
+        """Parameters are float32, and without `dtype` all that is computed."""
+        self.embed = nnx.Embed(VOCABULARY, width, dtype=dtype, rngs=rngs)
+        blocks = (Block(width, dropout, rngs, dtype=dtype) for _ in range(layers))
+        self.blocks = nnx.List(blocks)
+        self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(
+            width, VOCABULARY, use_bias=False, dtype=dtype, rngs=rngs
+        )
 
     def __call__(
         self,
@@ -51,14 +64,23 @@ class Transformer(nnx.Module):
 class Block(nnx.Module):
     """Causal self-attention, then two layers at every position."""
 
-    def __init__(self, width: int, dropout: float, rngs: nnx.Rngs, head_dim: int = 64):
+    def __init__(
+        self,
+        width: int,
+        dropout: float,
+        rngs: nnx.Rngs,
+        head_dim: int = 64,
+        dtype: jax.typing.DTypeLike | None = None,
+    ):
         most = range(max(1, width // head_dim), 0, -1)
         self.heads = next(heads for heads in most if width % (2 * heads) == 0)
-        self.norms = nnx.List(nnx.RMSNorm(width, rngs=rngs) for _ in range(2))
-        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
-        self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+        linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
+        norms = (nnx.RMSNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
+        self.norms = nnx.List(norms)
+        self.qkv = linear(width, 3 * width, use_bias=False)
+        self.out = linear(width, width, use_bias=False)
+        self.up = linear(width, 4 * width)
+        self.down = linear(4 * width, width)
         self.dropout = nnx.Dropout(dropout)
 
     def __call__(
@@ -101,4 +123,5 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return rotated.astype(x.dtype)

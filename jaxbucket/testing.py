@@ -1,4 +1,4 @@
-"""The invariants as checks that can be pointed at any loader.
+"""The invariants as checks that can be pointed at any loader, and at any loss.
 
 A loader is whatever gives `Batch`es of numpy arrays for one host from a step on, or
 tuples of them where a step has several. Each example says who it is in a feature of its
@@ -8,7 +8,7 @@ own, one integer for each row.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -77,6 +77,231 @@ def check_batches(
             broken += _resumed(loader(host, step), own[step:], host, step)
     if broken:
         raise AssertionError("\n".join(broken))
+
+
+_REMEDIES = {
+    "with its rows in another order": (
+        "What a row gives may depend on its features and its key, not on its place. "
+        "Draw dropout row by row, by `jax.vmap` over `keys`, and number rows by "
+        "`jaxbucket.row_numbers(batch)`."
+    ),
+    "in two halves, as on two devices": (
+        "It looks at other rows, or returns a mean: return sums over the rows it is "
+        "given, get those of all devices by `jaxbucket.gather_rows(x)`, and the places "
+        "of its own among them by `jaxbucket.row_numbers(batch)`."
+    ),
+    "beside a device that has only empty rows": (
+        "Empty rows count: multiply by `batch.mask`, and divide by nothing that is 0 "
+        "where every row is empty."
+    ),
+    "with other values in its padding": (
+        "Padding counts: multiply what is summed by `batch.mask`, and let no position "
+        "attend to where `batch.segment_ids` is 0, nor to rows that are empty."
+    ),
+}
+
+
+def check_loss(
+    loss_fn: Callable[..., tuple],
+    model: Any,
+    batch: Batch,
+    *,
+    seed: int | None = 0,
+    sequences: Collection[str] | None = None,
+    tolerance: float = 1e-4,
+) -> None:
+    """Checks that a loss is a sum over rows, however they are spread over devices.
+
+    Loss, weight, all further sums and the gradients of a batch must be the same with
+    its rows in another order, in two halves as on two devices, beside a device that
+    has only empty rows, and with other values where it is padding. The halves are
+    mapped over one device, with an axis for `gather_rows`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxbucket as jb
+      >>> rows = [{"x": [1.0, 2.0]}, {"x": [3.0]}]
+      >>> batch = jb.collate_rows(rows, jb.Bucket(2, 4))
+      >>> def loss_fn(params, batch, keys):
+      ...     losses = (params["w"] - batch.features["x"]) ** 2
+      ...     return jnp.sum(losses * batch.mask), batch.num_tokens
+      >>> check_loss(loss_fn, {"w": jnp.float32(0)}, batch)
+
+    Args:
+      loss_fn: the loss, see the top of `jaxbucket.loss`.
+      model: an NNX module, or parameters.
+      batch: a real one of at least two rows that hold examples, padded or packed, of
+        numpy or jax.
+      seed: what the keys of the rows are derived from, as in `data_parallel`; None to
+        call the loss with keys None, as evaluation does.
+      sequences: the features that are padded, by default all of shape `[B, T, ...]`.
+        Name them where others may have that shape by chance.
+      tolerance: by how much results may differ, relative to themselves. Models that
+        compute in half precision need 1e-2.
+
+    Raises:
+      AssertionError: if results differ, with what differs and how to mend it.
+      ValueError: if the batch has fewer than two rows with examples, or the loss
+        breaks the contract.
+    """
+    import jax
+    import optax
+
+    from jaxbucket.loss import row_keys
+    from jaxbucket.rows import MappedRows, rows_at_hand
+    from jaxbucket.train import create_state, gradient_sums
+
+    if not isinstance(batch, Batch):
+        raise ValueError(
+            f"`batch` is a {type(batch).__name__}: give one `jaxbucket.Batch`."
+        )
+    (batch,) = _copy(batch)
+    filled = _filled_rows(batch)
+    if filled.sum() < 2:
+        raise ValueError(
+            f"`batch` has {filled.sum()} rows with examples, of which nothing can be "
+            "told: give one of at least two."
+        )
+    if len(filled) % 2:
+        batch = _with_empty_rows(batch, 1)
+    num_rows = batch.bucket.batch_size
+    state = create_state(model, optax.identity())
+    gradients = gradient_sums(loss_fn)
+    whole = jax.jit(gradients)
+    halves = MappedRows(("halves of the batch",))
+
+    @jax.jit
+    def in_halves(state: Any, batch: Batch, keys: Any) -> Any:
+        def of_half(batch: Batch, keys: Any) -> Any:
+            with rows_at_hand(halves):
+                return halves.add_up(gradients(state, batch, keys))
+
+        cut, keys = jax.tree.map(
+            lambda x: x.reshape(2, -1, *x.shape[1:]), (batch, keys)
+        )
+        mapped = jax.vmap(of_half, axis_name=halves.axes[0], out_axes=None)
+        return mapped(cut, keys)
+
+    def keys_of(rows: np.ndarray) -> Any:
+        return None if seed is None else row_keys(seed, 0, 0, 2 * num_rows)[rows]
+
+    rows = np.arange(num_rows)
+    order = np.random.default_rng(0).permutation(num_rows)
+    if np.array_equal(order, rows):
+        order = rows[::-1]
+    all_rows = np.arange(2 * num_rows)
+    beside_empty = _with_empty_rows(batch, num_rows)
+    expected = whole(state, batch, keys_of(rows))
+    variants = (
+        whole(state, _take_rows(batch, order), keys_of(order)),
+        in_halves(state, batch, keys_of(rows)),
+        in_halves(state, beside_empty, keys_of(all_rows)),
+        in_halves(
+            state, _with_other_padding(beside_empty, sequences), keys_of(all_rows)
+        ),
+    )
+    for (how, remedy), results in zip(_REMEDIES.items(), variants, strict=True):
+        differences = [
+            *_differing_sums(results[1], expected[1], tolerance),
+            *_differing_gradients(results[0], expected[0], tolerance),
+        ]
+        if differences:
+            raise AssertionError(
+                f"`loss_fn` gives something else for the batch {how}: "
+                f"{_listed(differences)}. {remedy}"
+            )
+
+
+def _differing_sums(results: Any, expected: Any, tolerance: float) -> Iterator[str]:
+    for name, x in expected.items():
+        if name in ("num_rows", "num_positions"):
+            continue
+        want, got = np.asarray(x), np.asarray(results[name])
+        # Sums of integers wrap around, and are exact all the same.
+        exact = want.dtype.kind in "iu"
+        if got != want if exact else not _close(got, want, tolerance):
+            yield f"{name!r} is {got:.7g}, not {want:.7g}"
+
+
+def _differing_gradients(
+    results: Any, expected: Any, tolerance: float
+) -> Iterator[str]:
+    import jax
+
+    leaves = [
+        (jax.tree_util.keystr(path), np.asarray(want, np.float64))
+        for path, want in jax.tree.leaves_with_path(expected)
+    ]
+    # One that is 0 but for rounding is that only beside the others.
+    floor = 1e-2 * max((np.linalg.norm(want) for _, want in leaves), default=0.0)
+    for (name, want), got in zip(leaves, jax.tree.leaves(results), strict=True):
+        if not _close(np.asarray(got, np.float64), want, tolerance, floor):
+            apart = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+            yield f"the gradient of {name} is off by {apart:.1%}"
+
+
+def _close(
+    got: np.ndarray, want: np.ndarray, tolerance: float, floor: float = 0.0
+) -> bool:
+    """Whether they are, and are finite."""
+    return bool(
+        np.linalg.norm(got - want) <= tolerance * max(np.linalg.norm(want), floor)
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    more = len(words) - _MAX_NAMED
+    listed = "; ".join(words[:_MAX_NAMED])
+    return f"{listed}; and {more} more" if more > 0 else listed
+
+
+def _filled_rows(batch: Batch) -> np.ndarray:
+    """`[B]` bool: rows that hold an example."""
+    return next(iter(batch.segment_ids.values())).max(axis=1) > 0
+
+
+def _take_rows(batch: Batch, rows: np.ndarray) -> Batch:
+    return Batch(*({name: x[rows] for name, x in part.items()} for part in batch))
+
+
+def _with_empty_rows(batch: Batch, count: int) -> Batch:
+    """So many rows more, of zeros."""
+
+    def longer(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([x, np.zeros((count, *x.shape[1:]), x.dtype)])
+
+    return Batch(*({name: longer(x) for name, x in part.items()} for part in batch))
+
+
+def _with_other_padding(batch: Batch, sequences: Collection[str] | None) -> Batch:
+    """Real values of other places wherever none is real."""
+    features = {}
+    for name, x in batch.features.items():
+        padded = sequences is None or name in sequences
+        features[name] = _refilled(x, _real_places(batch, name, x, padded))
+    return batch._replace(features=features)
+
+
+def _real_places(batch: Batch, name: str, x: np.ndarray, padded: bool) -> np.ndarray:
+    """`[B]`, or `[B, T]` of sequences, or `[B, S]` of packed examples: where one is."""
+    ids = batch.segment_ids.get(name)
+    if ids is None and padded:
+        same = (i for i in batch.segment_ids.values() if i.shape == x.shape[:2])
+        ids = next(same, None)
+    if ids is not None:
+        return ids > 0
+    segments = next(iter(batch.segment_ids.values())).max(axis=1)
+    if segments.max() > 1 and x.ndim > 1:
+        return np.arange(x.shape[1]) < segments[:, None]
+    return segments > 0
+
+
+def _refilled(x: np.ndarray, real: np.ndarray) -> np.ndarray:
+    values, places = x[real], np.flatnonzero(~real)
+    refilled = x.copy()
+    # Backwards, so that a place next to a real one does not repeat it.
+    refilled[~real] = values[::-1][np.arange(len(places)) % len(values)]
+    return refilled
 
 
 def _copy(step: Batch | Step) -> Step:

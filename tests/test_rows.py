@@ -1,0 +1,164 @@
+"""Losses that look at rows of other devices, against the loss of the whole batch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import jaxbucket as jb
+
+MODES = ["jit", "shard_map", "pmap"]
+WIDTH, NUM_ROWS, SEQ_LEN = 5, 16, 4
+# (shape of the mesh, its axes, which of them cut the rows)
+LAYOUTS = {
+    "1": ((1,), ("data",), "data"),
+    "2": ((2,), ("data",), "data"),
+    "8": ((8,), ("data",), "data"),
+    "4x2-model": ((4, 2), ("data", "model"), "data"),
+    "2x2x2": ((2, 2, 2), ("model", "a", "b"), ("b", "a")),
+}
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+    return {n: rng.normal(size=(WIDTH, 3)).astype("f4") for n in ("query", "document")}
+
+
+def make_batch(num_examples, num_rows=NUM_ROWS, seed=0):
+    """Examples in the first rows, so that the last devices have empty rows only."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        {
+            "tokens": rng.normal(size=(n, WIDTH)).astype("f4"),
+            "query": rng.normal(size=WIDTH).astype("f4"),
+        }
+        for n in rng.integers(1, SEQ_LEN + 1, num_examples)
+    ]
+    bucket = jb.Bucket(num_rows, SEQ_LEN)
+    return jb.collate_rows(rows, bucket, sequences=["tokens"])
+
+
+def contrastive(params, batch, keys, gather=jb.gather_rows):
+    """Of each query, that its document is the one of its row, and no other's."""
+    real = batch.mask.any(axis=1)
+    queries = batch.features["query"] @ params["query"]
+    tokens = jnp.where(batch.mask[..., None], batch.features["tokens"], 0)
+    documents = jnp.tanh(tokens @ params["document"]).sum(axis=1)
+    documents, candidates = gather((documents, real))
+    logits = jnp.where(candidates, queries @ documents.T, -1e9)
+    labels = jb.row_numbers(batch)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(jnp.where(real, nats, 0)), jnp.sum(real)
+
+
+@functools.cache
+def expected(num_examples):
+    """The mean and its gradient, over the examples alone and in numpy's order."""
+    batch = make_batch(num_examples)
+    real = np.asarray(batch.mask.any(axis=1))
+
+    def mean(params):
+        queries = batch.features["query"][real] @ params["query"]
+        tokens = batch.features["tokens"][real] * batch.mask[real][..., None].astype("f4")
+        documents = jnp.tanh(tokens @ params["document"]).sum(axis=1)
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(queries @ documents.T)))
+
+    return jax.value_and_grad(mean)(make_params())
+
+
+def recorder():
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
+    )
+
+
+def run(layout, mode, batches, *, loss=contrastive, make=jb.data_parallel, **options):
+    shape, names, axes = LAYOUTS[layout]
+    mesh = Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), names)
+    tx = recorder()
+    step = make(loss, tx, mesh, mode=mode, batch_axes=axes)
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    batches = tuple(jb.prefetch_to_mesh(batches, mesh, batch_axes=axes))
+    state, metrics = step(
+        state, batches if make is jb.data_parallel_accumulate else batches[0]
+    )
+    return state.opt_state, metrics
+
+
+def assert_equal_means(got, metrics, want):
+    loss, grads = want
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, grads
+    )
+
+
+# 5: so that most devices have empty rows only, and weights differ.
+@pytest.mark.parametrize("num_examples", [NUM_ROWS, 5])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_batch_negatives_are_the_same_on_every_mesh(layout, mode, num_examples):
+    got, metrics = run(layout, mode, [make_batch(num_examples)])
+    assert metrics["weight"] == num_examples
+    assert_equal_means(got, metrics, expected(num_examples))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_of_several_micro_batches_rows_are_those_of_one(mode):
+    batches = [make_batch(9, seed=0), make_batch(16, seed=1)]
+    make = jb.data_parallel_accumulate
+    got, metrics = run("4x2-model", mode, batches, make=make)
+    want, want_metrics = run("1", "jit", batches, make=make)
+    assert_equal_means(got, metrics, (want_metrics["loss"], want))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluation_sees_the_same_rows(mode):
+    mesh = jb.data_mesh(jax.devices()[:4])
+    state = jb.replicate(jb.create_state(make_params(), optax.sgd(0.1)), mesh)
+    (batch,) = jb.prefetch_to_mesh([make_batch(7)], mesh)
+    metrics = jb.data_parallel_eval(contrastive, mesh, mode=mode)(state, batch)
+    want, _ = jax.jit(lambda p, b: contrastive(p, b, None))(
+        make_params(), make_batch(7)
+    )
+    np.testing.assert_allclose(metrics["loss_sum"], want, rtol=1e-5)
+
+
+def test_what_is_jitted_inside_of_a_loss_is_traced_for_each_step():
+    """Rows of one shape, which a cache by shapes would take for the same."""
+    gather = jax.jit(jb.gather_rows)
+    loss = functools.partial(contrastive, gather=gather)
+    for layout, mode in (("8", "pmap"), ("4x2-model", "pmap"), ("1", "jit")):
+        num_rows = {"8": 16, "4x2-model": 8, "1": 2}[layout]
+        batch = make_batch(num_rows, num_rows)
+        got, metrics = run(layout, mode, [batch], loss=loss)
+        want, want_metrics = run("1", "jit", [batch])
+        assert_equal_means(got, metrics, (want_metrics["loss"], want))
+
+
+def test_one_device_has_all_rows():
+    x = {"a": jnp.arange(3), "b": jnp.ones((3, 2))}
+    assert jb.gather_rows(x) is x
+
+
+def test_scalars_have_no_rows():
+    with pytest.raises(ValueError, match="`gather_rows` was given a scalar: give"):
+        jb.gather_rows(jnp.float32(1))
+
+
+@pytest.mark.parametrize("mapped", ["shard_map", "pmap"])
+def test_a_mapped_step_of_your_own_is_told_what_to_use(mapped):
+    x = jnp.ones((2, 3))
+    if mapped == "pmap":
+        fn = jax.pmap(jb.gather_rows, "i", devices=jax.devices()[:2])
+    else:
+        spec = PartitionSpec("data")
+        mesh = jb.data_mesh(jax.devices()[:2])
+        fn = jax.shard_map(jb.gather_rows, mesh=mesh, in_specs=spec, out_specs=spec)
+    with pytest.raises(ValueError, match="of your own `shard_map` or `pmap` cut the"):
+        fn(x)
