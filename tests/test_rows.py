@@ -63,7 +63,9 @@ def expected(num_examples):
 
     def mean(params):
         queries = batch.features["query"][real] @ params["query"]
-        tokens = batch.features["tokens"][real] * batch.mask[real][..., None].astype("f4")
+        tokens = batch.features["tokens"][real] * batch.mask[real][..., None].astype(
+            "f4"
+        )
         documents = jnp.tanh(tokens @ params["document"]).sum(axis=1)
         return -jnp.mean(jnp.diag(jax.nn.log_softmax(queries @ documents.T)))
 

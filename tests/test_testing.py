@@ -2,8 +2,11 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxbucket import (
     Batch,
@@ -11,9 +14,14 @@ from jaxbucket import (
     Bucket,
     RowShard,
     batch_dataset,
+    collate_rows,
+    gather_rows,
     plan_buckets,
+    row_numbers,
+    segment_attention,
+    token_weights,
 )
-from jaxbucket.testing import check_batches
+from jaxbucket.testing import check_batches, check_loss
 
 
 class Source:
@@ -295,3 +303,198 @@ def test_a_loader_of_something_else_is_told_what_to_give(step, kind):
             lambda host, start: [step],
             **{"num_examples": 2, "buckets": [Bucket(2, 3)], "max_tokens": 6},
         )
+
+
+# Losses
+
+
+def batch_of_floats(packed=False, num_examples=7):
+    rng = np.random.default_rng(0)
+    rows = [
+        {"x": rng.normal(size=(n, 8)).astype("f4"), "label": np.int32(n % 3)}
+        for n in rng.integers(1, 6, num_examples)
+    ]
+    if packed:
+        pairs = [rows[:2], rows[2:4], rows[4:5], rows[5:]]
+        return collate_rows(
+            pairs, Bucket(6, 12), sequences=["x"], like=rows[0], max_segments=2
+        )
+    return collate_rows(rows, Bucket(8, 6), sequences=["x"])
+
+
+PARAMS = {"w": np.random.default_rng(1).normal(size=(8, 3)).astype("f4")}
+
+
+def logits_of(params, batch):
+    return batch.features["x"] @ params["w"]
+
+
+def squares(params, batch, keys):
+    losses = jnp.square(logits_of(params, batch)).sum(axis=-1)
+    lengths = batch.mask.sum(axis=1).astype(jnp.uint32)
+    sums = {"digest": jnp.sum(lengths * jnp.uint32(2**31))}
+    weight = batch.num_tokens.astype(jnp.float32)
+    return jnp.sum(jnp.where(batch.mask, losses, 0)), weight, sums
+
+
+def with_dropout(params, batch, keys):
+    x = batch.features["x"]
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, x.shape[1:]))(keys)
+    batch = batch._replace(features={**batch.features, "x": jnp.where(kept, x, 0)})
+    return squares(params, batch, None)
+
+
+def attention(params, batch, keys):
+    heads = logits_of(params, batch)[:, :, None]
+    (ids,) = batch.segment_ids.values()
+    y = segment_attention(heads, heads, heads, ids)[:, :, 0]
+    weights = token_weights(batch, "sequence")
+    return jnp.sum(jnp.square(y).sum(axis=-1) * weights), jnp.sum(weights)
+
+
+def contrastive(params, batch, keys, gather=gather_rows, numbers=row_numbers):
+    real = batch.mask.any(axis=1)
+    x = jnp.where(batch.mask[..., None], logits_of(params, batch), 0)
+    a, b = jnp.sin(x).sum(axis=1), jnp.cos(x).sum(axis=1)
+    b, candidates = gather((b, real))
+    logits = jax.nn.log_softmax(jnp.where(candidates, a @ b.T, -1e9))
+    picked = jnp.take_along_axis(logits, numbers(batch)[:, None], axis=1)[:, 0]
+    return -jnp.sum(jnp.where(real, picked, 0)), jnp.sum(real)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("loss", [squares, with_dropout, attention])
+def test_a_sum_over_rows_is_accepted(loss, packed):
+    check_loss(loss, PARAMS, batch_of_floats(packed))
+
+
+def test_a_loss_that_gathers_rows_is_accepted():
+    check_loss(contrastive, PARAMS, batch_of_floats(), seed=None)
+    # In an odd number of rows, too.
+    batch = Batch(*({n: x[:7] for n, x in part.items()} for part in batch_of_floats()))
+    check_loss(contrastive, PARAMS, batch)
+
+
+def test_a_loss_of_a_module_is_accepted():
+    def loss(model, batch, keys):
+        nats = jnp.square(model(batch.features["x"])).sum(axis=-1)
+        return jnp.sum(jnp.where(batch.mask, nats, 0)), batch.num_tokens
+
+    check_loss(loss, nnx.Linear(8, 3, rngs=nnx.Rngs(0)), batch_of_floats())
+
+
+def without_a_gather(params, batch, keys):
+    def numbers(batch):
+        return jnp.arange(batch.bucket.batch_size)
+
+    return contrastive(params, batch, keys, lambda x: x, numbers)
+
+
+def with_numbers_of_its_own(params, batch, keys):
+    def numbers(batch):
+        return jnp.arange(batch.bucket.batch_size)
+
+    return contrastive(params, batch, keys, numbers=numbers)
+
+
+def of_batch_statistics(params, batch, keys):
+    x = logits_of(params, batch)
+    mean = jnp.mean(jnp.where(batch.mask[..., None], x, 0), axis=(0, 1))
+    losses = jnp.square(x - mean).sum(axis=-1)
+    return jnp.sum(jnp.where(batch.mask, losses, 0)), batch.num_tokens
+
+
+def a_mean(params, batch, keys):
+    loss_sum, weight, _ = squares(params, batch, keys)
+    return loss_sum / weight, jnp.float32(1)
+
+
+def by_place(params, batch, keys):
+    loss_sum, weight, _ = squares(params, batch, keys)
+    places = jnp.arange(batch.bucket.batch_size, dtype=jnp.float32)
+    own = jnp.where(batch.mask, logits_of(params, batch)[..., 0], 0).sum(axis=1)
+    return loss_sum + jnp.sum(places * own), weight
+
+
+def one_key_for_all(params, batch, keys):
+    x = batch.features["x"]
+    kept = jax.random.bernoulli(keys[0], 0.5, x.shape)
+    batch = batch._replace(features={**batch.features, "x": jnp.where(kept, x, 0)})
+    return squares(params, batch, None)
+
+
+def all_positions(params, batch, keys):
+    losses = jnp.square(logits_of(params, batch)).sum(axis=-1)
+    return jnp.sum(losses), batch.num_tokens
+
+
+def attention_to_padding(params, batch, keys):
+    x = logits_of(params, batch)
+    y = jax.nn.dot_product_attention(*[x[:, :, None]] * 3)[:, :, 0]
+    losses = jnp.square(y).sum(axis=-1)
+    return jnp.sum(jnp.where(batch.mask, losses, 0)), batch.num_tokens
+
+
+def all_labels(params, batch, keys):
+    loss_sum, weight, _ = squares(params, batch, keys)
+    return loss_sum, weight, {"labels": jnp.sum(batch.features["label"])}
+
+
+def divided_by_its_own_tokens(params, batch, keys):
+    loss_sum, weight, _ = squares(params, batch, keys)
+    return loss_sum, weight, {"share": loss_sum * 0 / weight}
+
+
+def gradient_that_looks(params, batch, keys):
+    """The loss itself is right."""
+    loss_sum, weight, _ = squares(params, batch, keys)
+    own = loss_sum * weight
+    return loss_sum + own - jax.lax.stop_gradient(own), weight
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (without_a_gather, r"in two halves.*'loss_sum' is .*, not .*`jaxbucket.gather"),
+        (with_numbers_of_its_own, r"in two halves.*'loss_sum'.*row_numbers\(batch\)"),
+        (of_batch_statistics, r"in two halves.*'loss_sum'"),
+        (a_mean, r"in two halves.*'loss_sum' .*'weight' is 2, not 1.*return sums over"),
+        (by_place, r"in another order: 'loss_sum'.*not on its place"),
+        (one_key_for_all, r"in another order: 'loss_sum'.*`jax.vmap` over `keys`"),
+        (all_positions, r"other values in its padding: 'loss_sum'.*by `batch.mask`"),
+        (attention_to_padding, r"other values in its padding.*attend to"),
+        (all_labels, r"other values in its padding: 'labels' is \d+, not \d+\. P"),
+        (divided_by_its_own_tokens, r"only empty rows: 'share' is nan, not 0\. Empty"),
+        (gradient_that_looks, r"halves, .*: the gradient of \['w'\] is off by [\d.]+%"),
+    ],
+)
+def test_a_loss_that_is_no_sum_over_rows_is_named(loss, message):
+    with pytest.raises(AssertionError) as error:
+        check_loss(loss, PARAMS, batch_of_floats())
+    assert re.search(message, str(error.value)), error.value
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (batch_of_floats(num_examples=1), "`batch` has 1 rows with examples"),
+        ({"x": 1}, "`batch` is a dict: give one `jaxbucket.Batch`"),
+    ],
+)
+def test_a_batch_that_shows_nothing_is_refused(batch, message):
+    with pytest.raises(ValueError, match=message):
+        check_loss(squares, PARAMS, batch)
+
+
+def test_a_feature_as_wide_as_the_batch_may_be_none_of_its_sequences():
+    def loss(params, batch, keys):
+        fixed = batch.features["fixed"].sum(axis=1)
+        loss_sum, weight, _ = squares(params, batch, keys)
+        real = batch.mask.any(axis=1)
+        return loss_sum + jnp.sum(jnp.where(real, fixed, 0)), weight
+
+    batch = batch_of_floats()
+    batch.features["fixed"] = np.random.default_rng(0).normal(size=(8, 6)).astype("f4")
+    check_loss(loss, PARAMS, batch, sequences=["x"])
+    with pytest.raises(AssertionError, match="other values in its padding"):
+        check_loss(loss, PARAMS, batch)
