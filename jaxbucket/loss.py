@@ -11,6 +11,10 @@ sum of these weights, and `loss_sum` that of the losses times them.
 `keys` are `[B]` random keys, one for each row, or None in evaluation. They depend on
 the seed, the step, the micro-batch and the row's place in it alone: use them row by row
 (`jax.vmap`), and dropout is the same on every mesh and after every resume.
+
+A loss is given all rows or those of one device, as `mode` is. One that looks at other
+rows, such as in-batch negatives, gets them by `gather_rows`, and the places of its own
+among them by `row_numbers`; `jaxbucket.testing.check_loss` finds one that does not.
 """
 
 from __future__ import annotations

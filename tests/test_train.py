@@ -13,7 +13,8 @@ from flax import linen, nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxbucket as jb
-from jaxbucket.loss import row_keys
+from jaxbucket.loss import checked_loss, row_keys
+from jaxbucket.train import _cotangent_exponent, _power_of_two
 
 MODES = ["jit", "shard_map", "pmap"]
 VOCABULARY, WIDTH = 12, 6
@@ -685,6 +686,201 @@ def test_half_precision_sums_are_added_in_single(dtype):
 
     _, metrics = run_batch(batch, four_devices(), loss=loss, mode="shard_map")
     assert metrics["own"].dtype == metrics["loss_sum"].dtype == jnp.float32
+
+
+# float16: neither the sum over a batch nor a token's share of the mean is lost
+
+
+def wide_batch(num_tokens=2**17):
+    """Ones, more than float16 counts, cut into rows for eight devices."""
+    x = np.ones((16, num_tokens // 16), np.float32)
+    ids = np.ones(x.shape, np.int32)
+    return jb.Batch({"x": x}, {"x": ids}, {"x": np.zeros_like(ids)})
+
+
+def weighted_sum(params, batch, keys):
+    y = batch.features["x"] * params["w"].astype(jnp.float32)
+    return jnp.sum(y), batch.num_tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_gradient_of_many_tokens_does_not_overflow(accumulate, dtype, mode):
+    params, tx = {"w": jnp.asarray(1.0, dtype)}, optax.sgd(0.25)
+    mesh, batch = four_devices(), wide_batch()
+    make = jb.data_parallel_accumulate if accumulate else jb.data_parallel
+    step = make(weighted_sum, tx, mesh, mode=mode, skip_nonfinite=True)
+    state = jb.replicate(jb.create_state(params, tx), mesh)
+    batches = tuple(jb.prefetch_to_mesh([batch, batch], mesh))
+    state, metrics = step(state, batches if accumulate else batches[0])
+    assert metrics["skipped"] == 0
+    assert metrics["grad_norm"] == 1
+    assert state.params["w"] == 0.75 and state.params["w"].dtype == dtype
+
+
+@pytest.mark.parametrize("layout", ["1", "4x2-model"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_computes_in_float16_has_the_gradient_of_the_mean(mode, layout):
+    model = nnx.Linear(1, 1, dtype=jnp.float16, rngs=nnx.Rngs(0))
+
+    def loss(model, batch, keys):
+        y = model(batch.features["x"][..., None])[..., 0].astype(jnp.float32)
+        return jnp.sum(jnp.square(y - 7)), batch.num_tokens.astype(jnp.float32)
+
+    mesh, axes = make_mesh(layout)
+    batch = wide_batch(2**14)
+    (batch,) = jb.prefetch_to_mesh([batch], mesh, batch_axes=axes)
+    tx = recorder()
+    step = jb.data_parallel(loss, tx, mesh, mode=mode, batch_axes=axes)
+    # Of every x, which is 1, and of a kernel and a bias that are both inside of y.
+    want = 2 * (float(model.kernel[0, 0]) - 7)
+    state, _ = step(jb.replicate(jb.create_state(model, tx), mesh), batch)
+    for grad in jax.tree.leaves(state.opt_state):
+        assert grad.dtype == jnp.float32
+        np.testing.assert_allclose(grad, np.full(grad.shape, want), rtol=2e-2)
+
+
+def test_a_tokens_share_of_the_mean_does_not_underflow():
+    """As 1 / weight does, times the error of a prediction that is nearly right.
+
+    1e-3 / 131,072 is no float16, of which the least is 6e-8.
+    """
+
+    def loss(params, batch, keys):
+        errors = params.astype(jnp.float16) * jnp.asarray(batch.features["x"], "f2")
+        return jnp.sum(errors.astype(jnp.float32) * 1e-3), batch.num_tokens
+
+    state, _ = run_batch(wide_batch(), four_devices(), loss=loss, params=np.float32(1))
+    np.testing.assert_allclose(state.opt_state, 1e-3, rtol=3e-2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_in_single_precision_are_what_they_were_bit_for_bit(
+    mode, monkeypatch
+):
+    def of_the_sum(loss_fn):
+        def sums(state, batch, keys):
+            def loss(params):
+                return checked_loss(loss_fn, params, batch, keys)
+
+            grads, own = jax.grad(loss, has_aux=True)(state.params)
+            return grads, own
+
+        return sums
+
+    def odd_weight(params, batch, keys):
+        loss_sum, weight, sums = dropout_loss_fn(params, batch, keys)
+        return loss_sum, weight * 17, sums
+
+    batch = jb.collate_rows(make_examples([60, 3, 97, 11, 24]), jb.Bucket(8, 100))
+    got, metrics = run_batch(batch, four_devices(), loss=odd_weight, mode=mode)
+    monkeypatch.setattr("jaxbucket.train.gradient_sums", of_the_sum)
+    want, _ = run_batch(batch, four_devices(), loss=odd_weight, mode=mode)
+    assert metrics["weight"] == 195 * 17
+    assert_same_bits(got.opt_state, want.opt_state)
+
+
+def test_the_cotangent_is_the_power_of_two_that_its_comment_says():
+    rng = np.random.default_rng(0)
+    random = np.exp2(rng.uniform(-120, 120, 500)) * rng.uniform(1, 2, 500)
+    powers = np.exp2(np.arange(-126.0, 128))
+    for dtype, most in ((jnp.float32, 126), (jnp.bfloat16, 126), (jnp.float16, 14)):
+        exponents = jax.vmap(lambda w, dtype=dtype: _cotangent_exponent(w, dtype))
+        weights = np.concatenate([random, powers]).astype(np.float32)
+        floors = np.frexp(weights)[1] - 1
+        want = np.clip(np.clip(floors, 0, 7) - floors, -most, most)
+        np.testing.assert_array_equal(exponents(weights), want)
+        np.testing.assert_array_equal(
+            jax.vmap(_power_of_two)(exponents(weights)), np.exp2(want)
+        )
+        odd = np.array([0, -0.0, -3, np.inf, -np.inf, np.nan, -1e-30], np.float32)
+        np.testing.assert_array_equal(exponents(odd), np.zeros(7))
+
+
+@pytest.mark.parametrize("weight", [2.0**-100, 1e-3, 1.0, 2.0**100])
+def test_a_gradient_is_the_mean_whatever_its_weight(weight):
+    def loss(params, batch, keys):
+        loss_sum = weight * params["w"] * batch.num_tokens.astype(jnp.float32)
+        return loss_sum, jnp.asarray(weight, jnp.float32)
+
+    batch = jb.collate_rows(make_examples([3]), jb.Bucket(1, 4))
+    mesh, params = jb.data_mesh(jax.devices()[:1]), {"w": np.float32(1)}
+    state, _ = run_batch(batch, mesh, loss=loss, params=params)
+    np.testing.assert_allclose(state.opt_state["w"], 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_infinite_weight_is_no_loss_of_zero(mode):
+    def loss(params, batch, keys):
+        loss_sum, _, _ = loss_fn(params, batch, keys)
+        return loss_sum, jnp.asarray(np.inf, jnp.float32)
+
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    state, metrics = run_batch(
+        batch, four_devices(), loss=loss, mode=mode, skip_nonfinite=True
+    )
+    assert np.isnan(metrics["loss"])
+    assert metrics["skipped"] == 1
+
+
+@pytest.mark.parametrize(
+    ("of_loss", "of_weight", "names"),
+    [
+        (jnp.float16, jnp.float32, r"\['loss_sum'\]"),
+        (jnp.float32, jnp.float16, r"\['weight'\]"),
+        (jnp.bfloat16, jnp.bfloat16, r"\['weight'\]"),
+        (jnp.float16, jnp.float16, r"\['loss_sum', 'weight'\]"),
+    ],
+)
+def test_sums_that_half_precision_may_not_hold_are_warned_of(of_loss, of_weight, names):
+    def loss(params, batch, keys):
+        loss_sum, weight, _ = loss_fn(params, batch, keys)
+        return loss_sum.astype(of_loss), weight.astype(of_weight)
+
+    batch = jb.collate_rows(make_examples([3]), jb.Bucket(1, 4))
+    keys = jax.random.split(jax.random.key(0), 1)
+    with pytest.warns(UserWarning, match=f"{names} in half .*Sum in float32: `jnp.s"):
+        checked_loss(loss, make_params(), jax.tree.map(jnp.asarray, batch), keys)
+
+
+def test_a_parameter_without_a_gradient_is_named():
+    params = make_params() | {"step": np.int32(3)}
+    batch = jb.collate_rows(make_examples([3]), jb.Bucket(1, 4))
+    with pytest.raises(ValueError, match=r"parameter \['step'\] is of int32, which"):
+        run_batch(batch, jb.data_mesh(jax.devices()[:1]), params=params)
+
+
+def test_training_in_float16_reaches_the_loss_of_single_precision():
+    """8,160 tokens a step: the gradient of their sum is beyond 65,504."""
+    rng = np.random.default_rng(0)
+    starts = rng.integers(0, VOCABULARY, (32, 1))
+    tokens = (starts + np.arange(255)) % VOCABULARY
+    examples = [{"tokens": row.astype(np.int32)} for row in tokens]
+    mesh, tx = four_devices(), optax.sgd(3e-3, momentum=0.9)
+    (batch,) = jb.prefetch_to_mesh(
+        [jb.collate_rows(examples, jb.Bucket(32, 256))], mesh
+    )
+    losses = {}
+    for dtype in (jnp.float32, jnp.float16):
+
+        def loss(params, batch, keys, dtype=dtype):
+            params = jax.tree.map(lambda x: x.astype(dtype) * dtype(8), params)
+            nats = token_losses(params, batch.features["tokens"])
+            nats = jnp.where(batch.mask, nats, 0).astype(jnp.float32)
+            return jnp.sum(nats), batch.num_tokens
+
+        step = jb.data_parallel(loss, tx, mesh, skip_nonfinite=True)
+        small = jax.tree.map(lambda x: x / 8, make_params())
+        state = jb.replicate(jb.create_state(small, tx), mesh)
+        losses[dtype] = []
+        for _ in range(12):
+            state, metrics = step(state, batch)
+            losses[dtype].append(float(metrics["loss"]))
+            assert metrics["skipped"] == 0
+    first, *_, last = losses[jnp.float32]
+    assert last < first / 2
+    np.testing.assert_allclose(losses[jnp.float16][-1], last, atol=0.02 * first)
 
 
 # From sort to loss
