@@ -21,12 +21,6 @@ Remainder: TypeAlias = Literal["cheapest", "promote", "pad", "drop"]
 
 # What becomes of a remainder.
 _PROMOTE, _PAD, _DROP = "promote", "pad", "drop"
-_CHOICES: dict[Remainder, tuple[str, ...]] = {
-    "cheapest": (_PAD, _PROMOTE),
-    "promote": (_PROMOTE,),
-    "pad": (_PAD,),
-    "drop": (_DROP,),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +58,7 @@ def flow_remainders(
     "cheapest" is exact: it compares the costs of every sequence of promote-or-pad
     decisions. Of all sequences that carry the same number of rows out of a bucket only
     the cheapest can be the best, and there are at most k + 1 such numbers after bucket
-    k.
+    k: K buckets take K**2 steps, all those of a bucket at once.
 
     Example: of 5 examples in B = 4 the fifth goes up and fills B = 2.
       >>> flow_remainders([5, 1], batch_sizes=[4, 2], costs=[32, 32]).batches
@@ -78,28 +72,123 @@ def flow_remainders(
         stay always; "drop" to leave them out.
     """
     check_choice("remainder", policy, get_args(Remainder))
-    # rows carried out of the last bucket seen -> (cost so far, what was chosen)
-    nothing: tuple[float, tuple[str, ...]] = (0, ())
-    best = {0: nothing}
-    # As Python's own numbers: a sum of integers has no bound.
-    columns = (np.asarray(x).tolist() for x in (counts, batch_sizes, costs))
-    shapes = list(zip(*columns, strict=True))
-    for bucket, (count, batch_size, batch_cost) in enumerate(shapes):
-        choices = _CHOICES[policy]
-        if bucket == len(shapes) - 1 and _PROMOTE in choices:
-            choices = (_PAD,)
-        reached: dict[int, tuple[int, tuple[str, ...]]] = {}
-        for carry, (cost, chosen) in best.items():
+    counts, batch_sizes = (np.asarray(x, np.int64) for x in (counts, batch_sizes))
+    if policy == "cheapest":
+        choices = _cheapest(counts, batch_sizes, np.asarray(costs))
+    else:
+        choices = [policy] * len(counts)
+        if policy == _PROMOTE:
+            choices[-1] = _PAD
+    return _flow(counts, batch_sizes, choices)
+
+
+def _cheapest(
+    counts: np.ndarray, batch_sizes: np.ndarray, costs: np.ndarray
+) -> list[str]:
+    """What is chosen for each bucket.
+
+    Rows that are carried into a bucket have been gathered by a chain of buckets that
+    promote, one after the other: where it began says what was chosen.
+    """
+    # What any sum is below. Where 64 bits may not hold it, Python's own numbers do.
+    most = (sum(counts.tolist()) + len(counts)) * max(costs.tolist())
+    if costs.dtype.kind != "f":
+        costs = costs.astype(np.int64 if most < 2**63 else object)
+    # After each bucket, of every number of rows that may be carried: the rows, the
+    # cost so far and the beginning of the chain. The first has none.
+    carry, cost = np.zeros(1, np.int64), np.zeros(1, costs.dtype)
+    begin = np.zeros(1, np.int64)
+    begins = []
+    columns = zip(counts.tolist(), batch_sizes.tolist(), costs.tolist(), strict=True)
+    for bucket, (count, batch_size, batch_cost) in enumerate(columns):
+        full, rest = np.divmod(count + carry, batch_size)
+        padded = cost + (full + (rest > 0)).astype(costs.dtype) * batch_cost
+        promoted = cost + full.astype(costs.dtype) * batch_cost
+        begin[0] = bucket
+        best = int(np.argmin(padded))
+        begins.append(int(begin[best]))
+        up = np.flatnonzero(rest)
+        if np.any(carry >= batch_size):
+            up = _cheapest_of_each(rest[up], promoted[up], up)
+        carry = np.append(0, rest[up])
+        cost = np.append(padded[best], promoted[up])
+        begin = np.append(0, begin[up])
+    choices = [_PROMOTE] * len(begins)
+    bucket = len(begins) - 1
+    while bucket >= 0:
+        choices[bucket] = _PAD
+        bucket = begins[bucket] - 1
+    return choices
+
+
+def _cheapest_of_each(
+    rest: np.ndarray, cost: np.ndarray, states: np.ndarray
+) -> np.ndarray:
+    """Of states that carry the same rest the cheapest, in the place of their first.
+
+    Where costs are equal, the first one of these.
+    """
+    order = np.argsort(cost, kind="stable")
+    order = order[np.argsort(rest[order], kind="stable")]
+    starts = np.flatnonzero(np.diff(rest[order], prepend=-1))
+    if not len(starts):
+        return states
+    places = np.minimum.reduceat(order, starts)
+    return states[order[starts][np.argsort(places)]]
+
+
+def least_cost(
+    counts: Sequence[int],
+    batch_sizes: Sequence[int],
+    costs: Sequence[int],
+    beyond: Sequence[int],
+    limit: int,
+) -> tuple[int | None, int]:
+    """Returns what the flow with the cheapest remainders costs, and the work of it.
+
+    Fewer carried rows at no more cost are never worse: of the numbers of rows that a
+    bucket may hand on few are left, and the cost alone is found in little time.
+
+    Example:
+      >>> least_cost([5, 1], [4, 2], [32, 32], beyond=[0, 0], limit=100)
+      (64, 3)
+      >>> least_cost([5, 1], [4, 2], [32, 32], beyond=[16, 0], limit=40)
+      (None, 2)
+
+    Args:
+      counts: `[K]` examples of every bucket, and so the others, as Python's integers.
+      batch_sizes: B.
+      costs: of a batch.
+      beyond: what the examples of all buckets behind each cost at least.
+      limit: no cost above it is looked for.
+
+    Returns:
+      The cost, or None if it is above the limit; the states that were looked at.
+    """
+    # Rows that are carried, increasing, and what they cost so far, decreasing.
+    states, work, cost = [(0, 0)], 0, 0
+    for count, batch_size, batch_cost, rest_cost in zip(
+        counts, batch_sizes, costs, beyond, strict=True
+    ):
+        cost, promoted = None, []
+        for carry, before in states:
             full, rest = divmod(count + carry, batch_size)
-            # Where nothing is left over, there is nothing to choose.
-            for choice in choices if rest else choices[:1]:
-                carry_out = rest if choice == _PROMOTE else 0
-                padded = rest > 0 and choice == _PAD
-                total = cost + (full + padded) * batch_cost
-                if carry_out not in reached or total < reached[carry_out][0]:
-                    reached[carry_out] = (total, (*chosen, choice))
-        best = reached
-    return _flow(shapes, min(best.values())[1])
+            before += full * batch_cost
+            if rest:
+                promoted.append((rest, before))
+                before += batch_cost
+            if cost is None or before < cost:
+                cost = before
+        promoted.sort()
+        work += len(states)
+        states, least = [(0, cost)], cost
+        for state in promoted:
+            if state[1] < least:
+                states.append(state)
+                least = state[1]
+        if least + rest_cost > limit:
+            return None, work
+    return (cost if cost <= limit else None), work
 
 
 def filler_bucket(plan: BucketPlan) -> Bucket:
@@ -108,9 +197,11 @@ def filler_bucket(plan: BucketPlan) -> Bucket:
     return min(plan.buckets, key=lambda bucket: (costs[bucket], bucket.seq_len))
 
 
-def _flow(shapes: list[tuple[int, int, float]], chosen: tuple[str, ...]) -> RowFlow:
+def _flow(counts: np.ndarray, batch_sizes: np.ndarray, choices: list[str]) -> RowFlow:
     carried, batches, rows, dropped, carry = [], [], [], [], 0
-    for (count, batch_size, _), choice in zip(shapes, chosen, strict=True):
+    for count, batch_size, choice in zip(
+        counts.tolist(), batch_sizes.tolist(), choices, strict=True
+    ):
         total = count + carry
         full, rest = divmod(total, batch_size)
         carried.append(carry)
@@ -118,6 +209,5 @@ def _flow(shapes: list[tuple[int, int, float]], chosen: tuple[str, ...]) -> RowF
         dropped.append(rest if choice == _DROP else 0)
         batches.append(full + (rest > 0 and choice == _PAD))
         rows.append(total - carry - dropped[-1])
-    counts = [count for count, _, _ in shapes]
-    columns = (counts, carried, batches, rows, dropped)
-    return RowFlow(*(np.array(x, np.int64) for x in columns))
+    columns = (carried, batches, rows, dropped)
+    return RowFlow(counts, *(np.array(x, np.int64) for x in columns))
