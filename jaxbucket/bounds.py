@@ -13,6 +13,7 @@ import math
 import numpy as np
 
 from jaxbucket.boundaries import Candidates
+from jaxbucket.remainder import least_cost
 
 # Costs are counted in integers, so that a plan does not depend on how a machine rounds.
 # What an epoch costs has this many bits; sums of a few of them stay below 2**63.
@@ -64,11 +65,36 @@ class Problem:
         """`[G]`: how many examples a candidate and all shorter ones hold."""
         return self.below[1:]
 
+    def take(self, index: np.ndarray) -> Problem:
+        """Returns the problem of some of the candidates, the last among them."""
+        return dataclasses.replace(
+            self,
+            below=np.append(0, self.examples[index]),
+            batch_sizes=self.batch_sizes[index],
+            costs=self.costs[index],
+            rates=self.rates[index],
+        )
+
+    def relaxed(self, index: np.ndarray) -> Problem:
+        """Returns a problem of some of the candidates whose bounds hold for all.
+
+        A row costs what it does in the shortest bucket that ends beyond the candidate
+        before. So whatever choice there is, the next of these ends cost no more.
+        """
+        before = np.append(-1, index[:-1])
+        return dataclasses.replace(self.take(index), rates=self.rates[before + 1])
+
+    def shapes(self, chosen: np.ndarray) -> tuple[list[int], list[int], list[int]]:
+        """`[K]` each: examples, batch sizes and costs of the buckets that end there."""
+        counts = np.diff(self.examples[chosen], prepend=0)
+        sizes, costs = self.batch_sizes[chosen], self.costs[chosen]
+        return counts.tolist(), sizes.tolist(), costs.tolist()
+
     def epoch_cost(self, chosen: np.ndarray) -> int:
         """As `Candidates.epoch_cost`, in units."""
-        examples, sizes = self.examples, self.batch_sizes
-        whole = Candidates(examples, examples, examples, sizes, self.costs)
-        return int(whole.epoch_cost(chosen))
+        cost, _ = least_cost(*self.shapes(chosen), [0] * len(chosen), 2**63)
+        assert cost is not None
+        return cost
 
 
 def lower_bounds(

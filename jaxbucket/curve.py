@@ -16,6 +16,8 @@ from jaxbucket.costs import SECONDS, unit_of
 from jaxbucket.limits import Limits
 from jaxbucket.optimal import Optimum
 
+# Up to twice so many every number is looked at, and of more these parts of a doubling.
+_STEPS = 32
 # How many more than the chosen are shown, so that one sees the curve turn.
 _SHOWN_BEYOND = 4
 
@@ -154,6 +156,7 @@ def plan_curve(
 ) -> PlanCurve:
     """Returns the best plans of 1, 2, ... buckets, and what each takes in all.
 
+    Of more than 64 it looks at some: each number is about 3% above the last.
     It goes on for a little beyond the best number, and to where no number up to
     `max_buckets` can be better: each plan's time is at least that of full batches.
 
@@ -201,7 +204,7 @@ def plan_curve(
     points: list[CurvePoint] = []
     chosen: np.ndarray | None = None
     exact = True
-    for size in range(1, max_buckets + 1):
+    for size in _sizes(max_buckets):
         chosen = optimum.choice(size, chosen)
         exact &= optimum.exact
         if len(chosen) < size:
@@ -218,6 +221,14 @@ def plan_curve(
     rises = len(least) > 1 and least[-1] >= max(least[-2], best)
     turned = max_buckets == len(candidates) or rises
     return PlanCurve(tuple(points), num_epochs, max_buckets, turned, exact)
+
+
+def _sizes(max_buckets: int) -> list[int]:
+    """The numbers of buckets that are looked at: of many one more makes no difference."""
+    sizes = [1]
+    while sizes[-1] < max_buckets:
+        sizes.append(min(sizes[-1] + max(1, sizes[-1] // _STEPS), max_buckets))
+    return sizes
 
 
 def _point(

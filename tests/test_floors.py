@@ -28,7 +28,11 @@ ROOMS = {
     "boundaries": ({"remainder"}, {"numpy"}),
     "bounds": ({"boundaries"}, {"numpy"}),
     "search": ({"bounds"}, {"numpy"}),
-    "optimal": ({"boundaries", "bounds", "search"}, {"numpy"}),
+    "dense": ({"bounds"}, {"numpy"}),
+    "optimal": (
+        {"boundaries", "bounds", "dense", "remainder", "search"},
+        {"numpy"},
+    ),
     "histogram": ({"base", "chunks"}, {"numpy"}),
     "pattern": (set(), set()),
     "best_fit": ({"pattern"}, {"numpy"}),
