@@ -23,6 +23,9 @@ from jaxbucket.pattern import Pattern
 # are longer than this count for more.
 _MOST_LOOKED_AT = 3_000_000
 _ROOM_OF_ONE = 8192
+# After so much of them it ends where they are not going to be enough: where they have
+# packed a fourth of this share of all tokens, and no more.
+_EARLY = 1 / 8
 # Sums of one row, 256 MB.
 _MOST_BITS = 1 << 31
 
@@ -41,7 +44,8 @@ def fullest_rows(
     lengths = values.tolist()
     left = dict(zip(lengths, counts.tolist(), strict=True))
     patterns = []
-    looked_at = 0
+    looked_at = packed = 0
+    tokens = int(values @ counts)
     while lengths:
         longest = lengths[-1]
         seq_len = seq_lens[bisect.bisect_left(seq_lens, longest)]
@@ -50,6 +54,8 @@ def fullest_rows(
         shorter = lengths[: bisect.bisect_right(lengths, room)] if cap > 1 else []
         looked_at += len(shorter) * (1 + room // _ROOM_OF_ONE)
         if looked_at > _MOST_LOOKED_AT or len(shorter) * room > _MOST_BITS:
+            return None
+        if looked_at > _EARLY * _MOST_LOOKED_AT and packed < _EARLY / 4 * tokens:
             return None
         slots = (longest, *_subset(shorter, left, room)[: cap - 1])
         left[longest] += 1
@@ -60,6 +66,7 @@ def fullest_rows(
             if not left[length]:
                 del lengths[bisect.bisect_left(lengths, length)]
         patterns.append(Pattern(slots, rows, seq_len))
+        packed += rows * sum(slots)
     return patterns
 
 
@@ -70,10 +77,13 @@ def _subset(lengths: list[int], left: dict[int, int], room: int) -> list[int]:
     sums = [1]
     for length in lengths:
         reached = sums[-1]
-        times, together = min(left[length], room // length), 1
+        times, together = left[length], 1
+        if times > 1:
+            times = min(times, room // length)
         while times > 0:
             # Any number of copies is a sum of 1, 2, 4, ... and a rest.
-            together = min(together, times)
+            if together > times:
+                together = times
             reached |= (reached << (together * length)) & within
             times -= together
             together *= 2

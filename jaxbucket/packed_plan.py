@@ -15,13 +15,14 @@ from numpy.typing import ArrayLike
 from jaxbucket.base import BucketPlan
 from jaxbucket.checks import check_choice, check_lengths, check_number, check_positive
 from jaxbucket.costs import CostFn, TokenCost, unit_of
-from jaxbucket.histogram import value_counts
+from jaxbucket.histogram import grouped, value_counts
 from jaxbucket.limits import Budget, Limits
 from jaxbucket.packing import (
     Packing,
     check_cap,
     check_longest,
     from_patterns,
+    fuller_patterns,
     row_patterns,
 )
 from jaxbucket.pattern import Pattern
@@ -35,6 +36,9 @@ PACK: tuple[str, ...] = get_args(Pack)
 # T that are tried lie apart by this factor at first, and then by steps between them.
 _RATIO = math.sqrt(2)
 _REFINEMENTS = 3
+# With more different lengths T are searched for by groups of these. So many are then
+# packed as they are, in one T after the other: about two seconds.
+_MOST_LENGTHS, _MOST_PACKED = 1024, 100_000
 # Of a step without any pairs, of what its cost function says.
 _LEAST = 1e-3
 
@@ -202,7 +206,8 @@ def plan_packing(
         packed_limits = dataclasses.replace(padded_limits, cost_fn=packed_cost_fn)
     cap = check_cap(max_segments_per_row)
     limits = (padded_limits, packed_limits)
-    rows = _RowSearch(lengths, limits, cap, block_sparse, max_padding)
+    histogram = value_counts(lengths)
+    rows = _RowSearch(histogram, limits, cap, block_sparse, max_padding)
     single = rows.fuller(rows.packed((rows.last,)))
     packed = rows.fuller(rows.search(check_positive("num_buckets", num_buckets)))
     is_possible = packed.padding <= max_padding
@@ -301,23 +306,40 @@ class _RowSearch:
 
     def __init__(
         self,
-        lengths: np.ndarray,
+        histogram: tuple[np.ndarray, np.ndarray],
         limits: tuple[Limits, Limits],
         cap: int,
         block_sparse: bool,
         max_padding: float,
+        longest: int | None = None,
     ):
+        self._options = limits, cap, block_sparse, max_padding
         self._padded_limits, self._limits = limits
-        self.last = self._limits.longest(lengths)
         self._cap = cap
         self._block_sparse = block_sparse
         self._max_padding = max_padding
-        self._values, self._counts = value_counts(lengths)
+        self._values, self._counts = histogram
+        self._longest = longest or int(self._values[-1])
+        self.last = self._limits.longest(np.array([self._longest]))
         self._held: dict[int, bool] = {}
         self._seen: dict[tuple[tuple[int, ...], int], _Packed] = {}
 
     def search(self, num_buckets: int) -> _Packed:
-        """Returns the cheapest that is found, of at most so many T."""
+        """Returns the cheapest that is found, of at most so many T.
+
+        Where there are very many lengths, neighbours are taken as equal first, and the
+        most promising T are packed as they are.
+        """
+        size = len(self._values)
+        if size > _MOST_LENGTHS:
+            histogram = grouped(self._values, self._counts, _MOST_LENGTHS)
+            coarse = _RowSearch(histogram, *self._options, longest=self._longest)
+            coarse.search(num_buckets)
+            promising = sorted(coarse._seen.items(), key=lambda x: self._rank(x[1]))
+            number = max(1, _MOST_PACKED // size)
+            found = [self.packed(*x) for x, _ in promising[:number]]
+            best = min([self.packed((self.last,)), *found], key=self._rank)
+            return self._cheapest([self._needed(best)], best)
         # The shortest T, which few fit into, may lead away from what is better.
         ways = [self._search(num_buckets, self._grid(more)) for more in (0, 1)]
         return min(ways, key=self._rank)
@@ -356,7 +378,7 @@ class _RowSearch:
     def _cheapest(self, tried: Iterable[Iterable[int]], best: _Packed) -> _Packed:
         """Of those that hold the longest, and the best so far."""
         every = [tuple(sorted(set(x))) for x in tried]
-        longest = self._values[-1]
+        longest = self._longest
         held = [
             x for x in every if x and x[-1] >= longest and all(map(self._has_rows, x))
         ]
@@ -391,21 +413,30 @@ class _RowSearch:
           alone: for how many of them, the shortest, examples have a row each.
         """
         if (seq_lens, alone) not in self._seen:
-            self._seen[seq_lens, alone] = self._pack(seq_lens, alone, thorough=False)
+            patterns = row_patterns(
+                *(self._values, self._counts, seq_lens, self._cap),
+                padded_up_to=(0, *seq_lens)[alone],
+            )
+            self._seen[seq_lens, alone] = self._of(seq_lens, alone, patterns)
         return self._seen[seq_lens, alone]
 
     def fuller(self, packed: _Packed) -> _Packed:
         """Returns rows of the same T, of another way to pack if these are cheaper."""
         alone = (0, *packed.seq_lens).index(packed.padded_up_to)
-        other = self._pack(packed.seq_lens, alone, thorough=True)
+        patterns = fuller_patterns(
+            packed.patterns,
+            *(self._values, self._counts, packed.seq_lens, self._cap),
+            packed.padded_up_to,
+        )
+        other = self._of(packed.seq_lens, alone, patterns)
         return min([packed, other], key=self._rank)
 
-    def _pack(self, seq_lens: tuple[int, ...], alone: int, thorough: bool) -> _Packed:
+    def _of(
+        self, seq_lens: tuple[int, ...], alone: int, patterns: list[Pattern]
+    ) -> _Packed:
+        """What an epoch of these rows costs."""
         size = len(seq_lens)
         up_to = (0, *seq_lens)[alone]
-        patterns = row_patterns(
-            self._values, self._counts, seq_lens, self._cap, up_to, thorough
-        )
         bucket = np.searchsorted(seq_lens, [x.seq_len for x in patterns])
         number = np.array([x.rows for x in patterns])
         rows, segments, squares = (

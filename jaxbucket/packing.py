@@ -182,7 +182,8 @@ def pack(
     seq_lens = check_seq_lens(max_seq_len)
     values, counts = value_counts(lengths)
     check_longest(lengths, seq_lens[-1])
-    patterns = row_patterns(values, counts, seq_lens, cap, up_to, thorough=True)
+    patterns = row_patterns(values, counts, seq_lens, cap, up_to)
+    patterns = fuller_patterns(patterns, values, counts, seq_lens, cap, up_to)
     return from_patterns(patterns, seq_lens, max_segments_per_row)
 
 
@@ -261,9 +262,8 @@ def row_patterns(
     seq_lens: Sequence[int],
     cap: int,
     padded_up_to: int,
-    thorough: bool,
 ) -> list[Pattern]:
-    """Returns the rows of examples that are alone, and of all others.
+    """Returns the rows of examples that are alone, and of all others by best fit.
 
     Args:
       values: `[V]` lengths, increasing, the last at most the last of `seq_lens`.
@@ -271,19 +271,28 @@ def row_patterns(
       seq_lens: T of rows, increasing.
       cap: the most slots of a row.
       padded_up_to: an example is alone if its length is at most this.
-      thorough: `fullest_rows` as well as `best_fit`, and of these the fuller ones.
     """
     first = int(np.searchsorted(values, padded_up_to, side="right"))
     places = np.searchsorted(seq_lens, values[:first]).tolist()
     pairs = zip(values.tolist(), counts.tolist(), places, strict=False)
     alone = [Pattern((n,), count, seq_lens[place]) for n, count, place in pairs]
+    return alone + best_fit(values[first:], counts[first:], seq_lens, cap)
+
+
+def fuller_patterns(
+    patterns: list[Pattern],
+    values: np.ndarray,
+    counts: np.ndarray,
+    seq_lens: Sequence[int],
+    cap: int,
+    padded_up_to: int,
+) -> list[Pattern]:
+    """Returns rows that `row_patterns` made, or those of `fullest_rows` if fuller."""
+    first = int(np.searchsorted(values, padded_up_to, side="right"))
     values, counts = values[first:], counts[first:]
-    found = best_fit(values, counts, seq_lens, cap)
-    if thorough:
-        fewest = fewest_positions(values, counts, seq_lens)
-        other = functools.partial(fullest_rows, values, counts, seq_lens, cap)
-        found = _fuller(found, other, positions, fewest)
-    return alone + found
+    fewest = fewest_positions(values, counts, seq_lens)
+    other = functools.partial(fullest_rows, values, counts, seq_lens, cap)
+    return patterns[:first] + _fuller(patterns[first:], other, positions, fewest)
 
 
 _Found = TypeVar("_Found")
