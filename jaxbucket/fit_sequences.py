@@ -58,11 +58,13 @@ def fit_sequences(
         need, left = needs[kind], int(counts[kind])
         while left:
             rows = rooms.take_tightest(need) or _Rows(None, -1, 0, whole, 0, left)
-            fits = min(room // n for room, n in zip(rows.rooms, need, strict=True))
-            times = min(fits, cap - rows.segments, left)
+            times = min(cap - rows.segments, left)
+            if times > 1:
+                fits = map(operator.floordiv, rows.rooms, need)
+                times = min(times, *fits)
             number = min(rows.number, left // times)
             after = tuple(
-                room - times * n for room, n in zip(rows.rooms, need, strict=True)
+                [room - times * n for room, n in zip(rows.rooms, need, strict=True)]
             )
             every.append(_Rows(rows, kind, times, after, rows.segments + times, number))
             rows.number -= number
@@ -141,30 +143,37 @@ class _Rooms:
 
     def _tight(self, need: list[int]) -> Iterator[tuple[int, int]]:
         """Rows that may fit, from those with the least room: their leaf and place."""
-        for leaf in self._leaves_for(need):
+        leaf = self._next_leaf(need[0], need)
+        while leaf is not None:
             own = self._rows[leaf]
             first = bisect.bisect_left(own, (leaf, *need[1:]), key=_rooms_of)
             # A leaf without any counts as well: looking there has taken its time.
             yield from (
                 (leaf, place) for place in range(first, max(len(own), first + 1))
             )
+            leaf = self._next_leaf(leaf + 1, need)
 
-    def _leaves_for(self, need: list[int]) -> Iterator[int]:
-        """Rooms for the first sequence, from the least, where rows may fit."""
-        waiting = [(1, 0, self._leaves)]
-        while waiting:
-            node, low, size = waiting.pop()
-            if low + size <= need[0] or not self._has_room(node, need):
+    def _next_leaf(self, leaf: int, need: list[int]) -> int | None:
+        """The least room for the first sequence, from one on, where rows may fit."""
+        # A leaf says itself what room there is for the first.
+        most = self._most[-1 if len(need) < 3 else 1]
+        least, others = need[-1 if len(need) < 3 else 1], range(2, len(need))
+        node = leaf + self._leaves
+        while node < 2 * self._leaves:
+            if most[node] >= least and (
+                not others or all(self._most[i][node] >= need[i] for i in others)
+            ):
+                if node >= self._leaves:
+                    return node - self._leaves
+                node *= 2
                 continue
-            if size == 1:
-                yield low
-                continue
-            half = size // 2
-            waiting.append((2 * node + 1, low + half, half))
-            waiting.append((2 * node, low, half))
-
-    def _has_room(self, node: int, need: list[int]) -> bool:
-        return all(own[node] >= n for own, n in zip(self._most, need, strict=True))
+            # On to what lies right of it: up while it is a right one, then beside it.
+            while node & 1:
+                node >>= 1
+            if not node:
+                break
+            node += 1
+        return None
 
     def _update(self, leaf: int) -> None:
         """Renews what the nodes above a leaf know of it.
@@ -175,13 +184,16 @@ class _Rooms:
         """
         rows = self._rows[leaf]
         for index, own in enumerate(self._most):
-            node = leaf + self._leaves
-            own[node] = -1
+            most = -1
             if rows:
-                own[node] = self._whole[index] if index > 1 else rows[-1].rooms[index]
+                most = self._whole[index] if index > 1 else rows[-1].rooms[index]
+            node = leaf + self._leaves
+            own[node] = most
             while node > 1:
-                node //= 2
-                most = max(own[2 * node], own[2 * node + 1])
+                beside = own[node ^ 1]
+                if beside > most:
+                    most = beside
+                node >>= 1
                 if own[node] == most:
                     break
                 own[node] = most

@@ -27,10 +27,13 @@ from jaxbucket.checks import (
 from jaxbucket.fit_sequences import fit_sequences
 from jaxbucket.fullest_rows import fullest_rows
 from jaxbucket.histogram import value_counts
+from jaxbucket.kinds import grouped_kinds, kinds_of
 from jaxbucket.pattern import Pattern, positions
 from jaxbucket.pooled_rows import pooled_rows
 from jaxbucket.sequences import MAX_ROW, check_capacities, check_parts
 
+# Of more examples that differ neighbours are taken as equal: about three seconds.
+_MOST_KINDS = 300_000
 # A second way is tried if it may save this share of the rows.
 _WORTH_MORE = 1e-4
 
@@ -209,24 +212,30 @@ def _pack_sequences(
     """Rows with a room for each sequence."""
     parts = check_parts(lengths)
     capacities = check_capacities(max_seq_len, parts)
-    every = np.stack(list(parts.values()), axis=1).astype(np.int32)
-    kinds, counts = np.unique(every, axis=0, return_counts=True)
     rooms = list(capacities.values())
     cap = check_cap(max_segments_per_row)
+    kinds, counts = kinds_of(np.stack(list(parts.values()), axis=1), rooms)
+    groups, number, members = grouped_kinds(kinds, counts, rooms, _MOST_KINDS)
+    fitted = fit_sequences(groups, number, rooms, cap)
+    rows = sum(x.rows for x in fitted)
     found = _fuller(
-        fit_sequences(kinds, counts, rooms, cap),
-        functools.partial(pooled_rows, kinds, counts, rooms, cap),
+        fitted,
+        functools.partial(pooled_rows, groups, number, rooms, cap, fewer_than=rows),
         lambda patterns: sum(x.rows for x in patterns),
-        int(max(-(-(counts @ kinds) // rooms))),
+        int(max(-(-(counts @ kinds.astype(np.int64)) // rooms))),
     )
-    slots = np.concatenate([np.tile(np.array(x.kinds), x.rows) for x in found])
+    pattern_rows = np.array([x.rows for x in found])
+    slots = np.array([n for x in found for n in x.kinds * x.rows])
+    # Each slot of a group takes the next of its members.
+    order = np.argsort(slots, kind="stable")
+    slots[order] = np.repeat(members, counts[members])
     segments = np.array([len(x.kinds) for x in found])
     most = int(segments.max())
     if max_segments_per_row is not None:
         # So many could be in a row of other data as well.
         fits = (np.array(rooms) // kinds.min(axis=0)).min()
         most = min(max_segments_per_row, int(fits))
-    sizes = np.repeat(segments, [x.rows for x in found])
+    sizes = np.repeat(segments, pattern_rows)
     slot_parts = kinds[slots]
     return Packing(
         (sum(rooms),),

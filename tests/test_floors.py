@@ -26,7 +26,7 @@ ROOMS = {
     "remainder": ({"checks", "base"}, {"numpy"}),
     "costs": ({"checks", "base"}, {"numpy", "scipy"}),
     "boundaries": ({"remainder"}, {"numpy"}),
-    "bounds": ({"boundaries"}, {"numpy"}),
+    "bounds": ({"boundaries", "remainder"}, {"numpy"}),
     "search": ({"bounds"}, {"numpy"}),
     "dense": ({"bounds"}, {"numpy"}),
     "optimal": (
@@ -39,11 +39,12 @@ ROOMS = {
     "fullest_rows": ({"pattern"}, {"numpy"}),
     "sequences": ({"checks"}, {"numpy"}),
     "fit_sequences": (set(), {"numpy"}),
-    "pooled_rows": ({"fit_sequences", "permutation"}, {"numpy"}),
+    "kinds": (set(), {"numpy"}),
+    "pooled_rows": ({"checks", "fit_sequences", "permutation"}, {"numpy"}),
     "packing": (
         {
             *("checks", "base", "best_fit", "fit_sequences", "fullest_rows"),
-            *("histogram", "pattern", "pooled_rows", "sequences"),
+            *("histogram", "kinds", "pattern", "pooled_rows", "sequences"),
         },
         {"numpy"},
     ),
