@@ -23,6 +23,7 @@ from jaxbucket.checks import (
     MAX_LENGTH,
     check_choice,
     check_costs,
+    check_countable,
     check_integer,
     check_lengths,
     check_positive,
@@ -58,6 +59,12 @@ class Bucket:
     def __post_init__(self):
         for name in ("batch_size", "seq_len"):
             object.__setattr__(self, name, check_positive(name, getattr(self, name)))
+        check_countable(
+            self.num_tokens,
+            f"The tokens of `batch_size={self.batch_size}` rows of "
+            f"`seq_len={self.seq_len}`",
+            "Lower one of these.",
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -262,7 +269,22 @@ class BucketPlan:
           ValueError: for lengths that `check` refuses.
         """
         lengths = self.check(lengths)
-        return np.minimum(lengths[self.assign(lengths) >= 0], self.max_seq_len)
+        longest = min(self.max_seq_len, MAX_LENGTH)
+        return np.minimum(lengths[self.assign(lengths) >= 0], longest)
+
+    def rows_together(self, accumulate: int) -> np.ndarray:
+        """Returns `[K]` int64, the rows of so many batches of each bucket.
+
+        Raises:
+          ValueError: if 64 bits do not count their tokens.
+        """
+        most = max(bucket.num_tokens for bucket in self.buckets) * accumulate
+        check_countable(
+            most,
+            f"The tokens of a step of `accumulate={accumulate}` batches",
+            "Lower it, or plan with a smaller `max_tokens`.",
+        )
+        return self.batch_sizes * accumulate
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -7,6 +7,7 @@ Cross-contamination", 2021, arXiv:2107.02027, pack a histogram as well).
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -83,22 +84,24 @@ class _Rooms:
     def __init__(self, cap: int):
         self._cap = cap
         self._by_room: dict[int, list[_Rows]] = {}
-        # Bit r is set where rows have room r: the next larger one is a shift away.
-        self._bits = 0
+        # Increasing, those that rows have. However long rows are, they are few.
+        self._rooms: list[int] = []
 
     def take_tightest(self, length: int) -> _Rows | None:
         """Takes out rows with the least room for a length, the last come first."""
-        bits = self._bits >> length
-        if not bits:
+        place = bisect.bisect_left(self._rooms, length)
+        if place == len(self._rooms):
             return None
-        room = length + (bits & -bits).bit_length() - 1
+        room = self._rooms[place]
         rows = self._by_room[room]
         found = rows.pop()
         if not rows:
-            self._bits &= ~(1 << room)
+            del self._by_room[room], self._rooms[place]
         return found
 
     def put(self, rows: _Rows) -> None:
         if rows.room and rows.segments < self._cap:
-            self._by_room.setdefault(rows.room, []).append(rows)
-            self._bits |= 1 << rows.room
+            if rows.room not in self._by_room:
+                self._by_room[rows.room] = []
+                bisect.insort(self._rooms, rows.room)
+            self._by_room[rows.room].append(rows)

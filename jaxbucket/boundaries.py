@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxbucket.remainder import RowFlow, flow_remainders
+from jaxbucket.remainder import RowFlow, epoch_cost, flow_remainders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Candidates:
 
     def epoch_cost(self, chosen: np.ndarray) -> float:
         """The costs of the batches of one epoch, summed, remainders included."""
-        return (self.flow(chosen).batches * self.costs[chosen]).sum().item()
+        return epoch_cost(self.flow(chosen).batches, self.costs[chosen])
 
 
 Chooser: TypeAlias = Callable[[Candidates, int], np.ndarray]

@@ -12,6 +12,8 @@ from numpy.typing import ArrayLike
 
 MAX_LENGTH = 2**31 - 1
 MAX_ACCUMULATE = 2**16
+# Twice as many are still counted in 64 bits: two of them may be added.
+MAX_COUNT = 2**62
 
 
 def check_lengths(lengths: ArrayLike) -> np.ndarray:
@@ -43,7 +45,8 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
         raise ValueError(
             "`lengths` is empty: there is no example to batch. Check the source."
         )
-    if not np.issubdtype(array.dtype, np.integer):
+    # By kind, because numpy counts timedelta64 as an integer as well.
+    if array.dtype.kind not in "iu":
         raise ValueError(_not_integers(array))
     low, high = int(array.min()), int(array.max())
     if low < 1 or high > MAX_LENGTH:
@@ -65,6 +68,11 @@ def _not_integers(array: np.ndarray) -> str:
                 f"`lengths[{bad}]={array[bad]}` is not an integer. Lengths count "
                 "positions: measure the example again, or round it yourself."
             )
+    if array.dtype.kind in "mM":
+        return (
+            f"`lengths` has dtype {array.dtype}, which is time. Pass positions, such "
+            "as `lengths.astype(np.int64)` of a unit that counts them."
+        )
     return (
         f"`lengths` has dtype {array.dtype}, not an integer dtype. "
         "Pass `lengths.astype(np.int32)`."
@@ -111,9 +119,23 @@ def check_positive(name: str, value: Any) -> int:
     number = check_integer(name, value)
     if number < 1 or isinstance(value, bool):
         raise ValueError(f"`{name}={value!r}` must be a positive integer.")
-    if number >= 2**62:
+    if number >= MAX_COUNT:
         raise ValueError(f"`{name}={value!r}` must be below 2**62.")
     return number
+
+
+def check_countable(number: int, what: str, remedy: str) -> None:
+    """Raises a ValueError if 64 bits do not count so many.
+
+    Args:
+      number: of Python, which has no end.
+      what: is counted, with the arguments that it is made of.
+      remedy: what to lower.
+    """
+    if number >= MAX_COUNT:
+        raise ValueError(
+            f"{what} would be {number}, and must be below 2**62 to be counted. {remedy}"
+        )
 
 
 def check_costs(name: str, costs: Any, size: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from jaxbucket.checks import check_lengths, check_number, check_positive
 from jaxbucket.costs import SECONDS, unit_of
 from jaxbucket.limits import Limits
 from jaxbucket.optimal import Optimum
+from jaxbucket.remainder import epoch_cost
 
 # Up to twice so many every number is looked at, and of more these parts of a doubling.
 _STEPS = 32
@@ -224,7 +225,7 @@ def plan_curve(
 
 
 def _sizes(max_buckets: int) -> list[int]:
-    """The numbers of buckets that are looked at: of many one more makes no difference."""
+    """The numbers of buckets that are looked at: some, where one more is little."""
     sizes = [1]
     while sizes[-1] < max_buckets:
         sizes.append(min(sizes[-1] + max(1, sizes[-1] // _STEPS), max_buckets))
@@ -240,10 +241,11 @@ def _point(
 ) -> CurvePoint:
     flow = candidates.flow(chosen)
     tokens = candidates.batch_sizes[chosen] * candidates.seq_lens[chosen]
+    padded = epoch_cost(flow.batches, tokens)
     epoch = candidates.epoch_cost(chosen)
     return CurvePoint(
         plan=limits.plan(candidates.seq_lens[chosen]),
-        padding=1 - int(candidates.tokens[-1]) / int((flow.batches * tokens).sum()),
+        padding=1 - int(candidates.tokens[-1]) / padded,
         steps_per_epoch=flow.num_batches,
         epoch_seconds=epoch,
         compile_seconds=compile_seconds * len(chosen),

@@ -14,6 +14,7 @@ from jaxbucket.checks import (
     check_accumulate,
     check_choice,
     check_cost,
+    check_countable,
     check_positive,
     overlong_message,
 )
@@ -142,6 +143,7 @@ class Limits:
         batch_sizes = self.batch_sizes(ends)
         # A budget that grows with T may hold long rows and no short ones.
         fit = np.flatnonzero(batch_sizes)
+        self._check_step(batch_sizes[fit], ends[fit])
         return Candidates(
             ends[fit],
             examples[fit],
@@ -149,6 +151,15 @@ class Limits:
             batch_sizes[fit] * self.accumulate,
             self.costs(batch_sizes[fit], ends[fit]) * self.accumulate,
             complete,
+        )
+
+    def _check_step(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> None:
+        """Raises a ValueError if 64 bits do not count the tokens of a step."""
+        check_countable(
+            int((batch_sizes * seq_lens).max()) * self.accumulate,
+            "The tokens of a step, by `max_tokens` and "
+            f"`accumulate={self.accumulate}`,",
+            "Lower one of these.",
         )
 
     def batch_sizes(self, seq_lens: Sequence[int] | np.ndarray) -> np.ndarray:

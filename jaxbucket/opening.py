@@ -56,13 +56,14 @@ class OpeningSteps:
             index = _index(plan, bucket)
             start = first_batch[index] + taken[index]
             count = check_positive("steps", steps) * batches_per_step
-            taken[index] += count
-            if taken[index] > batches[index]:
+            if count > int(batches[index] - taken[index]):
+                steps = (int(taken[index]) + count) // batches_per_step
                 raise ValueError(
-                    f"`opening` takes {taken[index] // batches_per_step} steps of "
+                    f"`opening` takes {steps} steps of "
                     f"bucket {bucket}, which has {batches[index] // batches_per_step} "
                     "in an epoch. Take fewer."
                 )
+            taken[index] += count
             numbers.append(np.arange(start, start + count))
         self.pairs = [
             [b.batch_size, b.seq_len, int(steps) * batches_per_step]

@@ -81,7 +81,7 @@ class Optimum:
         if max_buckets > _FEW_BUCKETS:
             max_buckets = min(max_buckets, _used(few, most))
         # The last is kept in any case; whether it costs more, or never, is the same.
-        few = dataclasses.replace(few, costs=np.minimum(few.costs, 2 * most))
+        few = dataclasses.replace(few, costs=few.costs.clip(max=_twice(few, most)))
         self._problem = self._whole = Problem.of(few, max_buckets)
         self._good: np.ndarray | None = None
         if max_buckets * _pairs(len(few)) > _MOST_BOUND_PAIRS:
@@ -257,8 +257,15 @@ def _used(candidates: Candidates, most: float) -> int:
 
     And one that is empty, where the last has to be there.
     """
-    cheapest = np.cumsum(np.sort(candidates.costs))
+    cheapest = np.cumsum(np.sort(candidates.costs.astype(np.float64)))
+    # Not fewer by a rounding error.
+    most *= 1 + 1e-9
     return 1 + max(1, int(np.searchsorted(cheapest, most, side="right")))
+
+
+def _twice(candidates: Candidates, cost: float) -> float:
+    """Twice a cost, or the highest of a batch, which 64 bits hold."""
+    return min(2 * cost, candidates.costs.max().item())
 
 
 def _known_cost(candidates: Candidates, max_buckets: int) -> float:
@@ -270,7 +277,11 @@ def _known_cost(candidates: Candidates, max_buckets: int) -> float:
     holds_all = candidates.examples == total
     holds_all[:-1] &= max_buckets > 1
     batches = -(-total // candidates.batch_sizes[holds_all])
-    return min(known, (batches * candidates.costs[holds_all]).min().item())
+    costs = candidates.costs[holds_all]
+    if int(batches.max()) * costs.max().item() >= 2**63:
+        # More than 64 bits hold, so in Python's own numbers.
+        batches = batches.astype(object)
+    return min(known, (batches * costs).min())
 
 
 def _worth_a_batch(candidates: Candidates, kept: np.ndarray, most: float) -> np.ndarray:

@@ -21,6 +21,7 @@ from jaxbucket.packing import (
     Packing,
     check_cap,
     check_longest,
+    check_seq_lens,
     from_patterns,
     fuller_patterns,
     row_patterns,
@@ -201,6 +202,7 @@ def plan_packing(
     )
     if max_seq_len is not None:
         check_longest(lengths, max_seq_len)
+    check_seq_lens(padded_limits.longest(lengths))
     packed_limits = padded_limits
     if packed_cost_fn is not None:
         packed_limits = dataclasses.replace(padded_limits, cost_fn=packed_cost_fn)

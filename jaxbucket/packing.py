@@ -173,7 +173,7 @@ def pack(
         sequences and capacities are not of the same names and examples.
     """
     cap = check_cap(max_segments_per_row)
-    up_to = check_integer("padded_up_to", padded_up_to)
+    up_to = min(check_integer("padded_up_to", padded_up_to), MAX_LENGTH)
     if up_to < 0:
         raise ValueError(f"`padded_up_to={up_to}` must not be negative.")
     if isinstance(lengths, Mapping) or isinstance(max_seq_len, Mapping):

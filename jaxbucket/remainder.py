@@ -191,6 +191,14 @@ def least_cost(
     return (cost if cost <= limit else None), work
 
 
+def epoch_cost(batches: np.ndarray, costs: np.ndarray) -> float:
+    """Returns what `[K]` batches cost by `[K]` costs of one; integers have no end."""
+    if costs.dtype.kind == "f":
+        return (batches * costs).sum().item()
+    pairs = zip(batches.tolist(), costs.tolist(), strict=True)
+    return sum(number * cost for number, cost in pairs)
+
+
 def filler_bucket(plan: BucketPlan) -> Bucket:
     """Returns the bucket of an empty batch that makes a step full: the cheapest."""
     costs = dict(zip(plan.buckets, plan.costs.tolist(), strict=True))

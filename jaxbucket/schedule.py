@@ -27,7 +27,13 @@ from jaxbucket.base import (
     Group,
     digest,
 )
-from jaxbucket.checks import check_accumulate, check_choice, check_positive, check_seed
+from jaxbucket.checks import (
+    MAX_LENGTH,
+    check_accumulate,
+    check_choice,
+    check_positive,
+    check_seed,
+)
 from jaxbucket.curriculum import Curriculum, EasyDraws, PacedOrder
 from jaxbucket.epoch_rows import EpochRows
 from jaxbucket.even_work import imbalance
@@ -465,7 +471,8 @@ class BatchSchedule(Schedule):
                 packed = int(self.packing.row_segments[self._kept_rows()].sum())
             epoch = dataclasses.replace(epoch, packed_examples=packed)
         if self._drops_the_same():
-            kept = np.minimum(self._row_lengths, self.plan.max_seq_len)
+            longest = min(self.plan.max_seq_len, MAX_LENGTH)
+            kept = np.minimum(self._row_lengths, longest)
             return epoch.with_real_tokens(int(kept[self._kept_rows()].sum()))
         return epoch
 

@@ -18,7 +18,13 @@ from jaxbucket.checks import (
     check_lengths,
 )
 from jaxbucket.chunks import chunk_lengths, last_chunks
-from jaxbucket.remainder import Remainder, RowFlow, filler_bucket, flow_remainders
+from jaxbucket.remainder import (
+    Remainder,
+    RowFlow,
+    epoch_cost,
+    filler_bucket,
+    flow_remainders,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +254,7 @@ def report(
     own_tokens[-1] += full * plan.max_seq_len
     # Batches of the same bucket in a step are filled together.
     together = accumulate if group == "same" else 1
-    flow = flow_remainders(counts, plan.batch_sizes * together, plan.costs, remainder)
+    flow = flow_remainders(counts, plan.rows_together(together), plan.costs, remainder)
     steps = -(-flow.num_batches * together // accumulate)
     batches = flow.batches * together
     # Those that make the last step full.
@@ -256,8 +262,8 @@ def report(
     batches[filler] += steps * accumulate - batches.sum()
     shares = 1 - flow.dropped / np.maximum(counts, 1)
     real = round(float((own_tokens * shares).sum()))
-    padded = int((batches * plan.batch_sizes * plan.boundaries).sum())
-    in_rows = int((flow.rows * plan.boundaries).sum())
+    padded = int(epoch_cost(batches, plan.batch_sizes * plan.boundaries))
+    in_rows = int(epoch_cost(flow.rows, plan.boundaries))
     over = lengths[lengths > _longest(plan)]
     truncated = over if plan.overlong == "truncate" else over[:0]
     split = np.count_nonzero(given > _longest(plan)) if full else 0
@@ -274,7 +280,7 @@ def report(
         dropped_examples=len(over) - len(truncated),
         truncated_examples=len(truncated),
         truncated_tokens=int((truncated - _longest(plan)).sum()),
-        epoch_cost=(batches * plan.costs).sum().item(),
+        epoch_cost=epoch_cost(batches, plan.costs),
         cost_unit=plan.cost_unit,
         split_examples=int(split),
         chunks=int(split) + full,
@@ -306,25 +312,35 @@ def _longest(plan: BucketPlan) -> int:
 def _bucket_reports(
     plan: BucketPlan, flow: RowFlow, batches: np.ndarray, own_tokens: np.ndarray
 ) -> tuple[BucketReport, ...]:
-    num_rows = batches * plan.batch_sizes
-    tokens = num_rows * plan.boundaries
-    costs = batches * plan.costs
-    places = flow.counts * plan.boundaries
+    # As Python's own numbers, because they may be more than 64 bits hold.
+    columns = (batches, flow.counts, flow.carried, flow.rows, flow.dropped)
+    rows = zip(
+        plan.buckets,
+        *(column.tolist() for column in (*columns, own_tokens, plan.costs)),
+        strict=True,
+    )
+    all_tokens = max(epoch_cost(batches, plan.batch_sizes * plan.boundaries), 1)
+    all_costs = epoch_cost(batches, plan.costs) or 1
     return tuple(
         BucketReport(
             batch_size=bucket.batch_size,
             seq_len=bucket.seq_len,
-            examples=int(flow.counts[k]),
-            carried=int(flow.carried[k]),
-            batches=int(batches[k]),
-            empty_rows=int(num_rows[k] - flow.rows[k]),
-            left_over=int(flow.dropped[k]),
-            padding=float((places[k] - own_tokens[k]) / max(places[k], 1)),
-            token_share=float(tokens[k] / max(tokens.sum(), 1)),
-            cost_share=float(costs[k] / (costs.sum() or 1)),
+            examples=examples,
+            carried=carried,
+            batches=number,
+            empty_rows=number * bucket.batch_size - in_rows,
+            left_over=left_over,
+            padding=_share(examples * bucket.seq_len, tokens),
+            token_share=number * bucket.num_tokens / all_tokens,
+            cost_share=number * cost / all_costs,
         )
-        for k, bucket in enumerate(plan.buckets)
+        for bucket, number, examples, carried, in_rows, left_over, tokens, cost in rows
     )
+
+
+def _share(places: int, tokens: float) -> float:
+    """Of some places, the share that holds no token."""
+    return float(places - tokens) / max(places, 1)
 
 
 def lag1_autocorrelation(values: np.ndarray) -> float | None:

@@ -53,7 +53,7 @@ ROOMS = {
     "segments": (set(), {"numpy"}),
     "limits": ({"checks", "base", "boundaries", "costs", "histogram"}, {"numpy"}),
     "curve": (
-        {"checks", "base", "boundaries", "costs", "limits", "optimal"},
+        {"checks", "base", "boundaries", "costs", "limits", "optimal", "remainder"},
         {"numpy", "rich"},
     ),
     "plan": (
