@@ -59,8 +59,8 @@ def fullest_rows(
             return None
         slots = (longest, *_subset(shorter, left, room)[: cap - 1])
         left[longest] += 1
-        needed = collections.Counter(slots)
-        rows = min(left[length] // times for length, times in needed.items())
+        needed = collections.Counter(slots) if len(slots) > 1 else {longest: 1}
+        rows = min([left[length] // times for length, times in needed.items()])
         for length, times in needed.items():
             left[length] -= rows * times
             if not left[length]:
@@ -72,6 +72,8 @@ def fullest_rows(
 
 def _subset(lengths: list[int], left: dict[int, int], room: int) -> list[int]:
     """The lengths, the longest first, that leave the least of a room."""
+    if not lengths:
+        return []
     within = (1 << (room + 1)) - 1
     # Bit s of entry i: the first i lengths have a subset with the sum s.
     sums = [1]

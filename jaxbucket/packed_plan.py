@@ -37,9 +37,9 @@ PACK: tuple[str, ...] = get_args(Pack)
 # T that are tried lie apart by this factor at first, and then by steps between them.
 _RATIO = math.sqrt(2)
 _REFINEMENTS = 3
-# With more different lengths T are searched for by groups of these. So many are then
-# packed as they are, in one T after the other: about two seconds.
-_MOST_LENGTHS, _MOST_PACKED = 1024, 100_000
+# With more different lengths T are searched for by so many groups of these. Then so
+# many are packed as they are, in one choice of T after the other: about a second.
+_MOST_LENGTHS, _GROUPS, _MOST_PACKED = 1024, 512, 100_000
 # Of a step without any pairs, of what its cost function says.
 _LEAST = 1e-3
 
@@ -334,7 +334,7 @@ class _RowSearch:
         """
         size = len(self._values)
         if size > _MOST_LENGTHS:
-            histogram = grouped(self._values, self._counts, _MOST_LENGTHS)
+            histogram = grouped(self._values, self._counts, _GROUPS)
             coarse = _RowSearch(histogram, *self._options, longest=self._longest)
             coarse.search(num_buckets)
             promising = sorted(coarse._seen.items(), key=lambda x: self._rank(x[1]))

@@ -32,6 +32,8 @@ from jaxbucket.pattern import Pattern, positions
 from jaxbucket.pooled_rows import pooled_rows
 from jaxbucket.sequences import MAX_ROW, check_capacities, check_parts
 
+# Of a pattern with so many rows the slots are made together.
+_FEW_ROWS = 16
 # Of more examples that differ neighbours are taken as equal: about three seconds.
 _MOST_KINDS = 300_000
 # A second way is tried if it may save this share of the rows.
@@ -225,7 +227,7 @@ def _pack_sequences(
         int(max(-(-(counts @ kinds.astype(np.int64)) // rooms))),
     )
     pattern_rows = np.array([x.rows for x in found])
-    slots = np.array([n for x in found for n in x.kinds * x.rows])
+    slots = _slots((x.kinds, x.rows) for x in found)
     # Each slot of a group takes the next of its members.
     order = np.argsort(slots, kind="stable")
     slots[order] = np.repeat(members, counts[members])
@@ -253,7 +255,7 @@ def from_patterns(
     max_segments_per_row: int | None,
 ) -> Packing:
     """Returns the rows of patterns, one after the other."""
-    slot_lengths = [np.tile(np.array(x.slots, np.int32), x.rows) for x in patterns]
+    slot_lengths = _slots((x.slots, x.rows) for x in patterns)
     segments = np.array([len(pattern.slots) for pattern in patterns])
     sizes = np.repeat(segments, [pattern.rows for pattern in patterns])
     most = int(segments.max())
@@ -262,7 +264,22 @@ def from_patterns(
         shortest = min(pattern.slots[-1] for pattern in patterns)
         most = min(max_segments_per_row, seq_lens[-1] // shortest)
     splits = np.concatenate([[0], np.cumsum(sizes)])
-    return Packing(seq_lens, np.concatenate(slot_lengths), splits, most)
+    return Packing(seq_lens, slot_lengths, splits, most)
+
+
+def _slots(patterns: Iterable[tuple[tuple[int, ...], int]]) -> np.ndarray:
+    """`[S]` int32: the slots of each pattern, as often as there are rows of it."""
+    pieces: list[np.ndarray] = []
+    few: list[int] = []
+    for slots, rows in patterns:
+        # Arrays of a few numbers each would take longer than the numbers.
+        if rows < _FEW_ROWS:
+            few += slots * rows
+            continue
+        pieces.append(np.array(few, np.int32))
+        pieces.append(np.tile(np.array(slots, np.int32), rows))
+        few = []
+    return np.concatenate([*pieces, np.array(few, np.int32)])
 
 
 def row_patterns(
