@@ -14,6 +14,7 @@ from jaxbucket.checks import check_lengths, check_positive
 from jaxbucket.limits import Limits, costed
 from jaxbucket.optimal import Optimum
 from jaxbucket.plan import RULES
+from jaxbucket.progress import bar_if_slow
 from jaxbucket.remainder import Remainder
 from jaxbucket.stats import Report, in_unit, number_in_unit, report
 
@@ -156,6 +157,7 @@ class Comparison:
         return table
 
 
+@bar_if_slow("Comparing plans")
 def compare_plans(
     lengths: ArrayLike,
     limits: Limits,

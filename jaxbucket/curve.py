@@ -15,6 +15,7 @@ from jaxbucket.checks import check_lengths, check_number, check_positive
 from jaxbucket.costs import SECONDS, unit_of
 from jaxbucket.limits import Limits
 from jaxbucket.optimal import Optimum
+from jaxbucket.progress import bar_if_slow
 from jaxbucket.remainder import epoch_cost
 
 # Up to twice so many every number is looked at, and of more these parts of a doubling.
@@ -147,6 +148,7 @@ class PlanCurve:
         return table
 
 
+@bar_if_slow("Planning buckets")
 def plan_curve(
     lengths: ArrayLike,
     limits: Limits,

@@ -28,6 +28,7 @@ from jaxbucket.packing import (
 )
 from jaxbucket.pattern import Pattern
 from jaxbucket.plan import plan_within
+from jaxbucket.progress import bar_if_slow
 from jaxbucket.remainder import flow_remainders
 from jaxbucket.stats import Report, in_unit, report
 
@@ -126,6 +127,7 @@ class PackedPlan:
         return table
 
 
+@bar_if_slow("Planning rows")
 def plan_packing(
     lengths: ArrayLike,
     *,

@@ -30,6 +30,7 @@ from jaxbucket.histogram import value_counts
 from jaxbucket.kinds import grouped_kinds, kinds_of
 from jaxbucket.pattern import Pattern, positions
 from jaxbucket.pooled_rows import pooled_rows
+from jaxbucket.progress import bar_if_slow
 from jaxbucket.sequences import MAX_ROW, check_capacities, check_parts
 
 # Of a pattern with so many rows the slots are made together.
@@ -133,6 +134,7 @@ class Packing:
         )
 
 
+@bar_if_slow("Packing")
 def pack(
     lengths: ArrayLike | Mapping[str, ArrayLike],
     max_seq_len: int | Sequence[int] | Mapping[str, int],

@@ -16,6 +16,7 @@ from jaxbucket.costs import CostFn
 from jaxbucket.curve import plan_curve
 from jaxbucket.limits import Budget, Limits
 from jaxbucket.optimal import optimal
+from jaxbucket.progress import bar_if_slow
 
 Rule: TypeAlias = Literal[
     "optimal",
@@ -31,6 +32,7 @@ Boundaries: TypeAlias = Rule | Sequence[int] | Chooser
 RULES: dict[str, Chooser] = {"optimal": optimal, **rules.RULES}
 
 
+@bar_if_slow("Planning buckets")
 def plan_buckets(
     lengths: ArrayLike,
     *,

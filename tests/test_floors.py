@@ -17,6 +17,7 @@ PACKAGE = pathlib.Path(jaxbucket.__file__).parent
 # entered here; it finds its floor by what it needs.
 ROOMS = {
     "checks": (set(), {"numpy"}),
+    "progress": (set(), {"rich"}),
     "base": ({"checks"}, {"numpy"}),
     "chunks": ({"checks"}, {"numpy"}),
     "permutation": (set(), {"numpy"}),
@@ -45,6 +46,7 @@ ROOMS = {
         {
             *("checks", "base", "best_fit", "fit_sequences", "fullest_rows"),
             *("histogram", "kinds", "pattern", "pooled_rows", "sequences"),
+            "progress",
         },
         {"numpy"},
     ),
@@ -53,11 +55,29 @@ ROOMS = {
     "segments": (set(), {"numpy"}),
     "limits": ({"checks", "base", "boundaries", "costs", "histogram"}, {"numpy"}),
     "curve": (
-        {"checks", "base", "boundaries", "costs", "limits", "optimal", "remainder"},
+        {
+            "checks",
+            "base",
+            "boundaries",
+            "costs",
+            "limits",
+            "optimal",
+            "remainder",
+            "progress",
+        },
         {"numpy", "rich"},
     ),
     "plan": (
-        {"checks", "base", "boundaries", "costs", "curve", "limits", "optimal"},
+        {
+            "checks",
+            "base",
+            "boundaries",
+            "costs",
+            "curve",
+            "limits",
+            "optimal",
+            "progress",
+        },
         {"numpy"},
     ),
     "stats": ({"checks", "base", "chunks", "remainder"}, {"numpy", "rich"}),
@@ -66,11 +86,21 @@ ROOMS = {
             *("checks", "base", "costs", "histogram", "limits", "packing", "pattern"),
             "plan",
             *("remainder", "stats"),
+            "progress",
         },
         {"numpy", "rich"},
     ),
     "comparison": (
-        {"checks", "base", "limits", "optimal", "plan", "remainder", "stats"},
+        {
+            "checks",
+            "base",
+            "limits",
+            "optimal",
+            "plan",
+            "remainder",
+            "stats",
+            "progress",
+        },
         {"numpy", "rich"},
     ),
     "pacing": (set(), set()),
@@ -108,7 +138,6 @@ ROOMS = {
     ),
     "function_name": ({"base"}, set()),
     "orphans": (set(), set()),
-    "progress": (set(), {"rich"}),
     "token_index": ({"base"}, {"numpy"}),
     "token_file": (
         {"checks", "base", "collate", "example", "segments", "token_index"},
