@@ -1,5 +1,6 @@
 """The number of buckets: what each more takes to compile, and saves an epoch."""
 
+import itertools
 import json
 import re
 
@@ -15,6 +16,7 @@ from jaxbucket import (
     plan_curve,
     report,
 )
+from jaxbucket.optimal import Optimum
 
 LENGTHS = np.random.default_rng(0).lognormal(5, 1, 3000).clip(1, 1500).astype(int)
 LIMITS = Limits(max_tokens=16_384, cost_fn=StepTime(0.01, 1e-5, 1e-9))
@@ -160,3 +162,18 @@ def test_auto_needs_no_rule():
         plan_buckets(
             LENGTHS, max_tokens=16_384, num_buckets="auto", boundaries="quantile"
         )
+
+
+def test_of_very_many_numbers_of_buckets_some_are_looked_at(monkeypatch):
+    sizes = []
+    original = Optimum.choice
+
+    def counted(self, num_buckets, known=None):
+        sizes.append(num_buckets)
+        return original(self, num_buckets, known)
+
+    monkeypatch.setattr(Optimum, "choice", counted)
+    plan_curve(LENGTHS[:500], LIMITS, compile_seconds=1e-9, max_buckets=300)
+    assert sizes[:64] == list(range(1, 65))
+    assert len(sizes) < 130 and sizes[-1] > 200
+    assert max(b / a for a, b in itertools.pairwise(sizes[32:])) < 1.04

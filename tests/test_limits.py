@@ -1,12 +1,28 @@
 """Budgets of every kind, limits of rows, and given shapes."""
 
+import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxbucket import Bucket, BucketPlan, StepTime, plan_buckets, report
+from jaxbucket import (
+    BatchSchedule,
+    Bucket,
+    BucketPlan,
+    Limits,
+    StepTime,
+    compare_plans,
+    pack,
+    plan_buckets,
+    plan_curve,
+    plan_packing,
+    report,
+)
+from jaxbucket.chunks import chunk_lengths
 from jaxbucket.histogram import cumulative
+from jaxbucket.stats import Report
 
 LENGTHS = np.random.default_rng(0).integers(1, 500, 1000)
 
@@ -217,3 +233,198 @@ def test_the_fingerprint_names_what_steps_cost():
     assert len({plan.fingerprint for plan in plans}) == 4
     with pytest.raises(ValueError, match="`cost_unit='s'` is of no `step_costs`"):
         BucketPlan(buckets, max_tokens=32, cost_unit="s")
+
+
+# Numbers at the edge of what can be counted
+
+EDGES = [0, 1, 2, 2**16, 2**26 + 1, 2**31 - 1, 2**31, 2**31 + 1, 2**53 - 1, 2**53 + 1]
+EDGES += [2**61, 2**62 - 1, 2**62, 2**63 - 1, 2**64 - 1, 2**64, -1]
+INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint32, np.uint64]
+
+
+class Edges:
+    """Draws integers, many at an edge, of Python and of numpy."""
+
+    def __init__(self, seed: int):
+        self.rng = np.random.default_rng(seed)
+
+    def one(self, ordinary: float = 0.6) -> Any:
+        value = EDGES[self.rng.integers(len(EDGES))]
+        if self.rng.random() < ordinary:
+            value = int(self.rng.integers(1, 100))
+        dtype = INTEGERS[self.rng.integers(len(INTEGERS))]
+        info = np.iinfo(dtype)
+        if self.rng.random() < 0.4 and info.min <= value <= info.max:
+            return dtype(value)
+        return value
+
+    def some(self, *names: str) -> dict[str, Any]:
+        return {name: self.one() for name in names if self.rng.random() < 0.5}
+
+    def lengths(self) -> Any:
+        size = int(self.rng.integers(1, 20))
+        if self.rng.random() < 0.15:
+            return [self.one() for _ in range(size)]
+        values = [[1, 5, 60], [1, 5, 2**26, 2**30, 2**31 - 1]][self.rng.integers(2)]
+        return self.rng.choice(values, size)
+
+    def limits(self) -> dict[str, Any]:
+        names = "batch_size_multiple", "seq_len_multiple", "max_seq_len"
+        names += "min_batch_size", "max_batch_size", "accumulate"
+        return {"max_tokens": self.one(0.3), **self.some(*names)}
+
+
+def check_epoch(plan: BucketPlan, epoch: Report, accumulate: int = 1) -> None:
+    """Its numbers are those of Python's integers, which have no end."""
+    padded = sum(b.batches * b.batch_size * b.seq_len for b in epoch.buckets)
+    assert padded == epoch.padded_tokens
+    assert epoch.epoch_cost == pytest.approx(padded, rel=1e-12)
+    assert sum(b.batches for b in epoch.buckets) == epoch.steps_per_epoch * accumulate
+    for b in epoch.buckets:
+        assert min(b.examples, b.carried, b.batches, b.empty_rows, b.left_over) >= 0
+
+
+def try_plan(edges: Edges) -> None:
+    lengths, options = edges.lengths(), edges.limits()
+    plan = plan_buckets(lengths, **options, **edges.some("num_buckets"))
+    for bucket in plan.buckets:
+        rows = int(options["max_tokens"]) // bucket.seq_len
+        rows = min(rows, int(options.get("max_batch_size", rows)))
+        multiple = int(options.get("batch_size_multiple", 1))
+        assert bucket.batch_size == rows // multiple * multiple
+        assert bucket.seq_len % int(options.get("seq_len_multiple", 1)) == 0
+    check_epoch(plan, report(plan, lengths))
+    assert plan.kept(lengths).sum(dtype=np.int64) == sum(map(int, lengths))
+    try_schedule(edges, plan, lengths)
+
+
+def try_shapes(edges: Edges) -> None:
+    shapes = [(edges.one(0.5), edges.one(0.5)) for _ in range(2)]
+    plan = BucketPlan.from_shapes(shapes, **edges.some("max_tokens"))
+    assert BucketPlan.from_json(plan.to_json()) == plan
+    try_schedule(edges, plan, edges.lengths())
+
+
+def try_schedule(edges: Edges, plan: BucketPlan, lengths: Any) -> None:
+    accumulate, group = edges.one(), ["same", "mixed"][edges.rng.integers(2)]
+    opening = [(plan.buckets[0], edges.one())] if edges.rng.random() < 0.2 else None
+    schedule = BatchSchedule(
+        plan,
+        lengths,
+        accumulate=accumulate,
+        group=group,
+        opening=opening,
+        **edges.some("seed"),
+    )
+    assert len(schedule) > 0
+    check_epoch(plan, schedule.cost(), int(accumulate))
+
+
+def try_json(edges: Edges) -> None:
+    fields = json.loads(BucketPlan((Bucket(1, 1),), max_tokens=1).to_json())
+    names = edges.some("max_tokens", "batch_size_multiple", "seq_len_multiple")
+    fields |= {name: int(value) for name, value in names.items()}
+    fields["buckets"] = [[int(edges.one()), int(edges.one())]]
+    assert BucketPlan.from_json(json.dumps(fields)).max_seq_len > 0
+
+
+def try_pack(edges: Edges) -> None:
+    lengths = edges.lengths()
+    options = edges.some("max_segments_per_row", "padded_up_to")
+    packing = pack(lengths, edges.one(0.3), **options)
+    assert packing.row_lengths.sum() == sum(map(int, lengths))
+
+
+def try_packing(edges: Edges) -> None:
+    names = "num_buckets", "max_seq_len", "max_segments_per_row", "seq_len_multiple"
+    lengths = np.minimum(edges.lengths(), 60)
+    found = plan_packing(lengths, max_tokens=edges.one(0.3), **edges.some(*names))
+    check_epoch(found.plan, found.report)
+
+
+def try_curve(edges: Edges) -> None:
+    limits = Limits(**edges.limits(), cost_fn=lambda rows, length: float(rows) * length)
+    options = edges.some("max_buckets", "num_epochs")
+    curve = plan_curve(edges.lengths(), limits, compile_seconds=1.0, **options)
+    assert all(0 <= point.padding <= 1 for point in curve.points)
+
+
+def try_comparison(edges: Edges) -> None:
+    limits = Limits(**edges.limits())
+    found = compare_plans(edges.lengths(), limits, **edges.some("num_buckets"))
+    for compared in found.plans:
+        check_epoch(compared.plan, compared.report, int(limits.accumulate))
+
+
+def try_chunks(edges: Edges) -> None:
+    lengths, longest = np.minimum(edges.lengths(), 1000), edges.one(0.4)
+    chunks = chunk_lengths(lengths, longest)
+    assert chunks.max() <= longest and chunks.sum() == lengths.sum()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        *(try_plan, try_shapes, try_json, try_pack, try_packing),
+        *(try_curve, try_comparison, try_chunks),
+    ],
+)
+def test_any_integer_is_counted_right_or_refused_by_name(attempt):
+    edges, taken = Edges(0), 0
+    for _ in range(400):
+        try:
+            attempt(edges)
+            taken += 1
+        except ValueError as error:
+            # It names an argument, and does not come from within.
+            assert "`" in str(error) or "Bucket [" in str(error), error
+            assert not re.search("raised (Zero|Overflow)", str(error)), error
+    assert taken
+
+
+def test_a_step_beyond_what_64_bits_count_is_refused():
+    with pytest.raises(ValueError, match=r"`max_tokens` and `accumulate=65536`"):
+        plan_buckets([1, 2, 3, 4], max_tokens=2**61, accumulate=65536)
+    plan = plan_buckets([1, 2, 3, 4], max_tokens=2**62 - 1, num_buckets=2)
+    with pytest.raises(ValueError, match=r"a step of `accumulate=65536` batches would"):
+        BatchSchedule(plan, [1, 2, 3, 4], accumulate=65536)
+    with pytest.raises(ValueError, match=r"`accumulate=65536`"):
+        report(plan, [1, 2, 3, 4], accumulate=65536)
+    # One of few rows is counted, whatever the budget would hold.
+    few = plan_buckets([4], max_tokens=2**61, accumulate=65536, max_batch_size=8)
+    assert len(BatchSchedule(few, [4], accumulate=65536)) == 1
+
+
+def test_epochs_beyond_64_bits_are_counted():
+    plan = plan_buckets([1], max_tokens=2**61, seq_len_multiple=2**61)
+    epoch = report(plan, [1] * 100)
+    assert epoch.padded_tokens == epoch.epoch_cost == 100 * 2**61
+    assert epoch.buckets[0].token_share == 1
+
+
+def test_a_row_beyond_32_bits_keeps_whole_examples():
+    lengths = np.full(4, 2**31 - 1, np.int32)
+    plan = plan_buckets(lengths, max_tokens=2**33, seq_len_multiple=64)
+    assert plan.max_seq_len == 2**31
+    np.testing.assert_array_equal(plan.kept(lengths), lengths)
+    schedule = BatchSchedule(plan, lengths, order="source", remainder="drop")
+    assert schedule.report().real_tokens == 4 * (2**31 - 1)
+
+
+def test_a_bucket_beyond_what_can_be_counted_is_refused():
+    with pytest.raises(ValueError, match=r"`batch_size=\d+` rows of `seq_len=2`"):
+        Bucket(2**61, 2)
+
+
+@pytest.mark.parametrize("dtype", ["m8[s]", "M8[D]"])
+def test_lengths_that_are_time_are_refused(dtype):
+    with pytest.raises(ValueError, match=r"`lengths` has dtype .*which is time"):
+        plan_buckets(np.array([3, 4], dtype), max_tokens=8)
+
+
+def test_rows_that_no_packer_holds_are_refused():
+    with pytest.raises(ValueError, match=r"`max_seq_len=67108928` is beyond 67108864"):
+        plan_packing([2**26 + 1], max_tokens=2**40, seq_len_multiple=64)
+    with pytest.raises(ValueError, match=r"`max_seq_len=1` cuts .* into 8589934588 ch"):
+        chunk_lengths([2**31 - 1] * 4, 1)

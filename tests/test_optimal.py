@@ -6,11 +6,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from jaxbucket import BucketPlan, plan_buckets, report
+from jaxbucket import BucketPlan, bounds, plan_buckets, report
+from jaxbucket.bounds import Problem, lower_bounds
 from jaxbucket.costs import StepTime, TokenCost, TransformerCost
+from jaxbucket.dense import evenly_dense, improved
 from jaxbucket.limits import Limits
 from jaxbucket.optimal import Optimum, optimal
 from jaxbucket.plan import RULES
+from jaxbucket.remainder import flow_remainders
 from jaxbucket.search import Search
 
 Cost = Callable[[int, int], float]
@@ -423,3 +426,108 @@ def test_time_is_bounded_where_batches_hold_a_whole_epoch(monkeypatch):
     for name, rule in RULES.items():
         if name != "optimal":
             assert cost <= candidates.epoch_cost(rule(candidates, 8))
+
+
+# Very many buckets
+
+
+def test_flows_are_worked_out_for_few_of_many_numbers_of_buckets(monkeypatch):
+    flows = []
+
+    def counted(*columns):
+        flows.append(columns)
+        return flow_remainders(*columns)
+
+    monkeypatch.setattr("jaxbucket.boundaries.flow_remainders", counted)
+    lengths = np.random.default_rng(0).integers(1, 801, 4000)
+    plan = plan_buckets(lengths, max_tokens=10_000, num_buckets=150)
+    assert 100 < len(plan) <= 150
+    assert len(flows) < 40
+
+
+def test_no_more_buckets_are_looked_at_than_an_epoch_has_batches(monkeypatch):
+    levels = []
+    original = bounds._best_ends
+    monkeypatch.setattr(
+        "jaxbucket.bounds._best_ends",
+        lambda *arguments: levels.append(1) or original(*arguments),
+    )
+    lengths = np.random.default_rng(0).integers(1, 1001, 2000)
+    plan = plan_buckets(lengths, max_tokens=20_000, num_buckets=1000)
+    batches = report(plan, lengths).steps_per_epoch
+    assert len(plan) <= batches
+    assert len(levels) < 2 * batches < 200
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_too_many_candidates_some_are_searched(seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(6, 1, 12_000), 1, 2000).astype(int)
+    cost_fn = [None, TransformerCost(width=64, depth=2)][seed % 2]
+    limits = Limits(max_tokens=12_000, cost_fn=cost_fn)
+    candidates = limits.candidates(lengths)
+    num_buckets = int(rng.integers(65, 150))
+    whole = candidates.epoch_cost(optimal(candidates, num_buckets))
+    pairs = []
+    original = bounds._best_ends
+    monkeypatch.setattr(
+        "jaxbucket.bounds._best_ends",
+        lambda problem, beyond: (
+            pairs.append(len(problem) * len(problem).bit_length())
+            or original(problem, beyond)
+        ),
+    )
+    monkeypatch.setattr("jaxbucket.optimal._MOST_BOUND_PAIRS", 500_000)
+    monkeypatch.setattr("jaxbucket.optimal._DENSE_PAIRS", 300_000)
+    optimum = Optimum(candidates, num_buckets)
+    chosen = optimum.choice(num_buckets)
+    assert sum(pairs) < 3_000_000
+    assert len(chosen) <= num_buckets and not optimum.exact
+    cost = candidates.epoch_cost(chosen)
+    assert optimum.steady_cost(num_buckets) <= cost <= 1.01 * whole
+    for name, rule in RULES.items():
+        if name != "optimal":
+            assert cost <= candidates.epoch_cost(rule(candidates, num_buckets))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_dense_boundaries_are_improved_towards_the_best(seed):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(5, 1, 5000), 1, 1500).astype(int)
+    problem = Problem.of(Limits(max_tokens=3000).candidates(lengths), 40)
+    num_buckets = int(rng.integers(8, 40))
+
+    def full_batches(chosen: np.ndarray) -> int:
+        return int(np.diff(problem.examples[chosen], prepend=0) @ problem.rates[chosen])
+
+    chosen = evenly_dense(problem, num_buckets)
+    better = improved(problem, chosen, most_pairs=200_000)
+    assert len(better) <= len(chosen) <= num_buckets
+    assert np.all(np.diff(better) > 0) and better[-1] == len(problem) - 1
+    least = int(lower_bounds(problem, len(chosen))[0][-1][0])
+    assert least <= full_batches(better) <= full_batches(chosen) < 1.2 * least
+
+
+def test_many_numbers_of_buckets_share_one_budget(monkeypatch):
+    searched = []
+
+    class Counted(Search):
+        def better_than(self, known):
+            found = super().better_than(known)
+            searched.append(self.pairs)
+            return found
+
+    monkeypatch.setattr("jaxbucket.optimal.Search", Counted)
+    monkeypatch.setattr("jaxbucket.optimal._ENOUGH_PAIRS_IN_ALL", 100_000)
+    monkeypatch.setattr("jaxbucket.optimal._MOST_PAIRS_IN_ALL", 1_000_000)
+    lengths = np.random.default_rng(0).integers(1, 600, 3000)
+    candidates = Limits(max_tokens=4000).candidates(lengths)
+    optimum, chosen, before = Optimum(candidates, 40), None, np.inf
+    for num_buckets in range(1, 41):
+        chosen = optimum.choice(num_buckets, chosen)
+        cost = candidates.epoch_cost(chosen)
+        assert cost <= before
+        before = cost
+    # None begins once so many were looked at.
+    assert sum(searched[:-1]) < 1_000_000
+    assert not optimum.exact

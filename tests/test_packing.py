@@ -18,9 +18,9 @@ from jaxbucket.base import EMPTY_ROW
 from jaxbucket.best_fit import best_fit
 from jaxbucket.even_work import imbalance, spread_evenly
 from jaxbucket.fullest_rows import fullest_rows
-from jaxbucket.histogram import value_counts
+from jaxbucket.histogram import grouped, value_counts
 from jaxbucket.packing import fewest_positions
-from jaxbucket.pattern import positions
+from jaxbucket.pattern import Pattern, positions
 from jaxbucket.permutation import fold, mix, mix_each, permute, permute_each
 from jaxbucket.segments import row_segments
 from jaxbucket.testing import check_batches
@@ -1070,3 +1070,48 @@ def test_weights_are_those_of_a_loop(seed):
     )
     with pytest.raises(ValueError, match="`per='row'`"):
         jb.token_weights(batch, "row")  # pyright: ignore
+
+
+@pytest.mark.parametrize("cost_fn", [None, jb.TransformerCost(64, 2)])
+def test_of_many_lengths_few_choices_are_packed_as_they_are(cost_fn, monkeypatch):
+    looked_at = []
+
+    def counted(values, *options):
+        looked_at.append(len(values))
+        return best_fit(values, *options)
+
+    monkeypatch.setattr("jaxbucket.packing.best_fit", counted)
+    lengths = np.random.default_rng(0).permutation(np.arange(1, 8001))
+    found = jb.plan_packing(lengths, max_tokens=80_000, cost_fn=cost_fn)
+    # 70 to 200 choices of T are tried.
+    assert sum(looked_at) < 40 * 8000
+    assert found.others["packed"] <= found.others["packed in one T"]
+    assert found.packing is not None
+    assert found.packing.row_lengths.sum() == lengths.sum()
+
+
+def test_groups_of_lengths_keep_examples_and_about_their_tokens():
+    rng = np.random.default_rng(0)
+    values, counts = value_counts(rng.integers(1, 5000, 20_000))
+    means, together = grouped(values, counts, 300)
+    assert len(means) <= 300 and np.all(np.diff(means) > 0)
+    assert together.sum() == 20_000
+    assert means @ together == pytest.approx(values @ counts, rel=1e-3)
+
+
+def test_rows_that_will_not_be_found_in_time_are_given_up_early(monkeypatch):
+    begun = []
+
+    def counted(*pattern):
+        begun.append(pattern)
+        return Pattern(*pattern)
+
+    monkeypatch.setattr("jaxbucket.fullest_rows.Pattern", counted)
+    monkeypatch.setattr("jaxbucket.fullest_rows._MOST_LOOKED_AT", 4000)
+    values = np.arange(1, 600)
+    assert fullest_rows(values, np.full(599, 2), [5000], 10**9) is None
+    early = len(begun)
+    begun.clear()
+    monkeypatch.setattr("jaxbucket.fullest_rows._EARLY", 1, raising=False)
+    assert fullest_rows(values, np.full(599, 2), [5000], 10**9) is None
+    assert early < len(begun) / 4

@@ -3,7 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxbucket.remainder import flow_remainders
+from jaxbucket import remainder
+from jaxbucket.remainder import epoch_cost, flow_remainders, least_cost
 
 
 def cost_of(decisions, counts, batch_sizes, seq_lens) -> int:
@@ -96,3 +97,44 @@ def test_what_is_cheapest_goes_by_what_a_batch_costs():
     flow = flow_remainders([5, 2], batch_sizes=[4, 2], costs=[1.5, 4.0])
     assert flow.carried.tolist() == [0, 0]
     assert flow_remainders([5, 2], [4, 2], costs=[1.5, 0.1]).carried.tolist() == [0, 1]
+
+
+def random_buckets(rng: np.random.Generator, size: int) -> tuple[np.ndarray, ...]:
+    counts = rng.integers(0, rng.choice([2, 30, 1000]), size)
+    batch_sizes = rng.integers(1, int(rng.choice([3, 50, 500])), size)
+    seq_lens = np.cumsum(rng.integers(1, 20, size))
+    return counts, batch_sizes, batch_sizes * seq_lens
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_least_cost_is_that_of_the_flow(seed):
+    rng = np.random.default_rng(seed)
+    counts, sizes, costs = random_buckets(rng, int(rng.integers(1, 60)))
+    flow = flow_remainders(counts, sizes, costs)
+    expected = int((flow.batches * costs).sum())
+    columns = counts.tolist(), sizes.tolist(), costs.tolist(), [0] * len(counts)
+    assert least_cost(*columns, limit=expected)[0] == expected
+    assert least_cost(*columns, limit=expected - 1)[0] is None
+
+
+def test_thousands_of_buckets_are_not_looked_at_one_carry_at_a_time(monkeypatch):
+    calls = []
+
+    def counted(*numbers):
+        calls.append(numbers)
+        return divmod(*numbers)
+
+    monkeypatch.setattr(remainder, "divmod", counted, raising=False)
+    size = 400
+    ends = np.arange(1, size + 1)
+    counts = np.random.default_rng(0).integers(0, 80, size)
+    flow = flow_remainders(counts, 64 * size // ends, 64 * size // ends * ends)
+    assert flow.rows.sum() == counts.sum()
+    # Of each bucket once; of each number of carried rows it would be some 20,000.
+    assert len(calls) <= size
+
+
+def test_costs_beyond_64_bits_flow_as_well():
+    flow = flow_remainders([5, 7], [4, 2], costs=[2**61, 2**62])
+    assert flow.carried.tolist() == [0, 1]
+    assert epoch_cost(flow.batches, np.array([2**61, 2**62])) == 2**61 + 4 * 2**62

@@ -14,8 +14,9 @@ from flax import nnx
 import jaxbucket as jb
 from jaxbucket import Bucket
 from jaxbucket.best_fit import best_fit
-from jaxbucket.fit_sequences import fit_sequences
+from jaxbucket.fit_sequences import KindPattern, fit_sequences
 from jaxbucket.histogram import value_counts
+from jaxbucket.kinds import kinds_of
 from jaxbucket.pooled_rows import pooled_rows
 from jaxbucket.testing import check_batches
 
@@ -494,3 +495,55 @@ def test_masks_and_weights_of_several_sequences_want_a_name():
             batch.positions["a"],
             key_segment_ids=batch.segment_ids["b"],
         )
+
+
+def test_a_pool_that_cannot_win_is_given_up(monkeypatch):
+    rows = []
+
+    def counted(*pattern):
+        rows.append(pattern)
+        return KindPattern(*pattern)
+
+    monkeypatch.setattr("jaxbucket.pooled_rows.KindPattern", counted)
+    # From so small a pool rows are not filled well.
+    monkeypatch.setattr("jaxbucket.pooled_rows._POOL", 4)
+    rng = np.random.default_rng(0)
+    lengths = {name: rng.integers(1, 1000, 2000) for name in ("a", "b")}
+    packing = jb.pack(lengths, {"a": 1000, "b": 1000})
+    assert 0 < len(rows) < packing.num_rows
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_many_kinds_are_packed_by_groups_of_them(seed, monkeypatch):
+    monkeypatch.setattr("jaxbucket.packing._MOST_KINDS", 150)
+    rng = np.random.default_rng(seed)
+    names = "abcd"[: int(rng.integers(1, 5))]
+    capacities = {name: int(rng.choice([300, 1000, 1 << 20])) for name in names}
+    lengths = {x: rng.integers(1, capacities[x] + 1, 2000) for x in names}
+    kinds, packed_kinds = np.stack(list(lengths.values()), axis=1), []
+
+    def counted(kinds, *options):
+        packed_kinds.append(len(kinds))
+        return fit_sequences(kinds, *options)
+
+    monkeypatch.setattr("jaxbucket.packing.fit_sequences", counted)
+    packing = jb.pack(lengths, capacities)
+    assert packed_kinds[0] <= 150
+    assert packing.slot_parts is not None
+    # Every example as it is, and no row beyond what it holds.
+    np.testing.assert_array_equal(
+        kinds[np.lexsort(kinds.T)],
+        packing.slot_parts[np.lexsort(packing.slot_parts.T)],
+    )
+    sums = np.add.reduceat(packing.slot_parts, packing.row_splits[:-1], axis=0)
+    assert np.all(sums <= list(capacities.values()))
+
+
+@pytest.mark.parametrize("size", [100, 1 << 20])
+def test_kinds_are_those_of_numpy(size):
+    # Of lengths that one number of 64 bits holds together, and of others.
+    lengths = np.random.default_rng(0).integers(1, min(size, 6), (500, 4))
+    kinds, counts = kinds_of(lengths, [size] * 4)
+    expected = np.unique(lengths, axis=0, return_counts=True)
+    np.testing.assert_array_equal(kinds, expected[0])
+    np.testing.assert_array_equal(counts, expected[1])
