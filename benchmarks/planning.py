@@ -10,6 +10,9 @@ rule, our remainders" is the best of them with remainders that flow as they do h
 Beside them stands the padding of full batches only, below which no choice of as many
 shapes can be. B is a multiple of 8, where 8 rows fit.
 
+Last come plans of 64 to 4,096 buckets and of 1,000 to 100,000 different lengths, padded
+and packed, each in CPU seconds of its only run: `--many` is that part alone.
+
 Uniform lengths are always there; the others are `.npz` files in a folder, and are left
 out where that is absent.
 """
@@ -51,8 +54,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare plans on real lengths.")
     parser.add_argument("--data", type=pathlib.Path, default=DATA)
     parser.add_argument("--sets", nargs="+", help="those whose names begin so")
+    parser.add_argument("--many", action="store_true", help="this part alone")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.many:
+        found = many()
+        print(json.dumps(found)) if args.json else show_many(Console(width=132), found)
+        return
     sets = [
         lengths
         for lengths in all_sets(args.data)
@@ -65,6 +73,7 @@ def main() -> None:
         "violations": violations(rows),
         "token_batching": token_batching(),
         "seconds": planning_seconds(),
+        "many": many(),
     }
     print(json.dumps(result)) if args.json else show(result)
 
@@ -222,6 +231,90 @@ def planning_seconds() -> list[dict[str, Any]]:
     return [{"case": name, "seconds": best_of_three(f)} for name, f in cases.items()]
 
 
+def many() -> dict[str, Any]:
+    """Of very many buckets and lengths: what each call takes, and what its plan costs.
+
+    Costs are of an epoch, by the tokens of full batches without any padding.
+    """
+    rows = [*many_buckets(), *given_buckets(), *many_lengths(), *many_pairs()]
+    return {"calls": rows, "longest": max(row["seconds"] for row in rows)}
+
+
+def many_buckets() -> Iterator[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    short = rng.integers(1, 4097, 20_000)
+    long = np.clip(rng.lognormal(9, 1.3, 1_000_000), 1, 131_072).astype(np.int32)
+    cases = [
+        ("20,000 to 4,096", short, 1 << 16),
+        ("1,000,000 to 131,072", long, 1 << 20),
+    ]
+    for name, lengths, max_tokens in cases:
+        for num_buckets in (64, 128, 256, 512, 1024, 2048, 4096):
+            plan, seconds = timed(
+                jb.plan_buckets, lengths, max_tokens=max_tokens, num_buckets=num_buckets
+            )
+            cost = jb.report(plan, lengths).epoch_cost / lengths.sum()
+            call = f"plan_buckets, {name}, K={num_buckets:,}"
+            yield {"call": call, "seconds": seconds, "cost": cost}
+
+
+def given_buckets() -> Iterator[dict[str, Any]]:
+    for size in (1000, 10_000):
+        lengths = np.random.default_rng(0).integers(1, size + 1, 40 * size)
+        ends = list(range(1, size + 1))
+        plan = jb.plan_buckets(lengths, max_tokens=64 * size, boundaries=ends)
+        schedule, seconds = timed(jb.BatchSchedule, plan, lengths)
+        call = f"BatchSchedule, {size:,} given buckets"
+        yield {"call": call, "seconds": seconds, "cost": None}
+        epoch, seconds = timed(schedule.report)
+        cost = epoch.epoch_cost / lengths.sum()
+        yield {"call": "its report", "seconds": seconds, "cost": cost}
+
+
+def many_lengths() -> Iterator[dict[str, Any]]:
+    by_flops = jb.TransformerCost(width=64, depth=2)
+    for size in (1000, 10_000, 30_000, 100_000):
+        rng = np.random.default_rng(0)
+        values = np.sort(rng.permutation(size + size // 4)[:size] + 1)
+        lengths = rng.permutation(np.append(values, rng.choice(values, size)))
+        last, name = int(values[-1]), f"{size:,} lengths"
+        for seq_lens in (last, (last // 2, last)):
+            packing, seconds = timed(jb.pack, lengths, seq_lens)
+            number = 1 if isinstance(seq_lens, int) else len(seq_lens)
+            call = f"pack, {name}, {number} T"
+            yield {"call": call, "seconds": seconds, "cost": 1 / packing.fill}
+        for cost, cost_fn in (("tokens", None), ("operations", by_flops)):
+            found, seconds = timed(
+                jb.plan_packing, lengths, max_tokens=10 * last, cost_fn=cost_fn
+            )
+            padded = found.others["packed"] / found.others["padded"]
+            call = f"plan_packing, {name}, by {cost}"
+            yield {"call": call, "seconds": seconds, "cost": padded}
+        plan, seconds = timed(
+            jb.plan_buckets, lengths, max_tokens=10 * last, num_buckets=8
+        )
+        cost = jb.report(plan, lengths).epoch_cost / lengths.sum()
+        call = f"plan_buckets, {name}, K=8"
+        yield {"call": call, "seconds": seconds, "cost": cost}
+
+
+def many_pairs() -> Iterator[dict[str, Any]]:
+    for size in (10_000, 100_000, 100_001, 300_000, 1_000_000):
+        for last in (500, 20_000):
+            rng = np.random.default_rng(0)
+            lengths = {name: rng.integers(1, last, size) for name in ("a", "b")}
+            packing, seconds = timed(jb.pack, lengths, {"a": last, "b": last})
+            call = f"pack, {size:,} pairs to {last:,}"
+            yield {"call": call, "seconds": seconds, "cost": 1 / packing.fill}
+
+
+def timed(task: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, float]:
+    """What a call returns, and the seconds of a processor that it takes."""
+    start = time.process_time()
+    result = task(*args, **kwargs)
+    return result, time.process_time() - start
+
+
 def best_of_three(task: Callable[[], Any]) -> float:
     seconds = []
     for _ in range(3):
@@ -282,6 +375,22 @@ def show(result: dict[str, Any]) -> None:
                 )
             )
         console.print(table)
+    show_many(console, result["many"])
+
+
+def show_many(console: Console, found: dict[str, Any]) -> None:
+    table = Table(
+        title="many buckets, many lengths; cost of an epoch by what no padding would, "
+        "of plan_packing by the padded plan"
+    )
+    table.add_column("call")
+    for name in ("CPU s", "cost"):
+        table.add_column(name, justify="right")
+    for r in found["calls"]:
+        cost = "" if r["cost"] is None else f"{r['cost']:.5f}"
+        table.add_row(r["call"], f"{r['seconds']:.2f}", cost)
+    console.print(table)
+    console.print(f"the longest: {found['longest']:.2f} CPU s")
 
 
 if __name__ == "__main__":
