@@ -153,7 +153,7 @@ def least_cost(
       >>> least_cost([5, 1], [4, 2], [32, 32], beyond=[0, 0], limit=100)
       (64, 3)
       >>> least_cost([5, 1], [4, 2], [32, 32], beyond=[16, 0], limit=40)
-      (None, 2)
+      (None, 1)
 
     Args:
       counts: `[K]` examples of every bucket, and so the others, as Python's integers.
@@ -170,15 +170,15 @@ def least_cost(
     for count, batch_size, batch_cost, rest_cost in zip(
         counts, batch_sizes, costs, beyond, strict=True
     ):
-        cost, promoted = None, []
+        padded, promoted = [], []
         for carry, before in states:
             full, rest = divmod(count + carry, batch_size)
             before += full * batch_cost
             if rest:
                 promoted.append((rest, before))
                 before += batch_cost
-            if cost is None or before < cost:
-                cost = before
+            padded.append(before)
+        cost = min(padded)
         promoted.sort()
         work += len(states)
         states, least = [(0, cost)], cost
