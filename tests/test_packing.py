@@ -1083,8 +1083,8 @@ def test_of_many_lengths_few_choices_are_packed_as_they_are(cost_fn, monkeypatch
     monkeypatch.setattr("jaxbucket.packing.best_fit", counted)
     lengths = np.random.default_rng(0).permutation(np.arange(1, 8001))
     found = jb.plan_packing(lengths, max_tokens=80_000, cost_fn=cost_fn)
-    # 70 to 200 choices of T are tried.
-    assert sum(looked_at) < 40 * 8000
+    # Of all that are tried it would be 28 and 92 times as many as there are.
+    assert sum(looked_at) < 20 * 8000
     assert found.others["packed"] <= found.others["packed in one T"]
     assert found.packing is not None
     assert found.packing.row_lengths.sum() == lengths.sum()
