@@ -207,8 +207,7 @@ class _GatheredChunks(ChunkSource):
         truncate: bool = False,
     ) -> Batch:
         """Returns the batch of some chunks, as `TokenFile.collate` does of examples."""
-        rows = np.asarray(rows)
-        check_rows(rows, len(self), bucket)
+        rows = check_rows(rows, len(self), bucket)
         lengths = fit_lengths(self._lengths_of(rows), bucket, truncate)
         return self._gathered(rows, np.zeros_like(rows), lengths, bucket, pad_value)
 
@@ -222,8 +221,7 @@ class _GatheredChunks(ChunkSource):
         pad_value: PadValue = 0,
     ) -> Batch:
         """Returns the batch of parts of chunks, which may be cut again."""
-        rows = np.asarray(rows)
-        check_rows(rows, len(self), bucket)
+        rows = check_rows(rows, len(self), bucket)
         lengths = span_lengths(rows, begins, lengths, self._lengths_of(rows))
         return self._gathered(rows, begins, lengths, bucket, pad_value)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 import numpy as np
 
 from jaxbucket.base import EMPTY_ROW, Batch, Bucket, digest
+from jaxbucket.collate import check_rows
 from jaxbucket.example import (
     Example,
     PadValue,
@@ -248,13 +249,12 @@ class _RowConcatenation(_Concatenation):
         def gather(source: RowSource, own: np.ndarray) -> Batch:
             return source.collate(own, bucket, pad_value=pad_value, truncate=truncate)
 
-        return self._merged(rows, gather)
+        return self._merged(check_rows(rows, len(self), bucket), gather)
 
     def _merged(
         self, rows: np.ndarray, gather: Callable[[Any, np.ndarray], Batch]
     ) -> Batch:
         """One batch of what each source gathers, with all rows empty but its own."""
-        rows = np.asarray(rows)
         which = np.searchsorted(self._ends, rows, side="right")
         which[rows == EMPTY_ROW] = EMPTY_ROW
         present = [int(k) for k in np.unique(which) if k != EMPTY_ROW] or [0]
@@ -285,4 +285,4 @@ class _SpanConcatenation(_RowConcatenation):
                 own, begins, lengths, bucket, pad_value=pad_value
             )
 
-        return self._merged(rows, gather)
+        return self._merged(check_rows(rows, len(self), bucket), gather)

@@ -141,8 +141,7 @@ class TokenFile:
           ValueError: if an example is longer than T, or those of a row are together, or
             a row is no example.
         """
-        rows = np.asarray(rows)
-        check_rows(rows, len(self), bucket)
+        rows = check_rows(rows, len(self), bucket)
         starts, lengths = self._bounds(rows)
         if rows.ndim == 2:
             if truncate:
@@ -179,8 +178,7 @@ class TokenFile:
           ValueError: if a part is no part of its example or longer than T, or a row is
             no example.
         """
-        rows = np.asarray(rows)
-        check_rows(rows, len(self), bucket)
+        rows = check_rows(rows, len(self), bucket)
         starts, whole = self._bounds(rows)
         lengths = span_lengths(rows, begins, lengths, whole)
         lengths = fit_lengths(lengths, bucket, truncate=False)

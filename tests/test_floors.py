@@ -92,7 +92,7 @@ ROOMS = {
     "example": (set(), {"numpy"}),
     "transform": ({"example", "example_draws"}, {"numpy"}),
     "collate": ({"checks", "base", "example", "segments", "sequences"}, {"numpy"}),
-    "source": ({"base", "example"}, {"numpy"}),
+    "source": ({"base", "collate", "example"}, {"numpy"}),
     "chunk_source": (
         {"checks", "base", "chunks", "collate", "example", "source"},
         {"numpy"},

@@ -16,8 +16,10 @@ from jaxbucket import (
     TokenFile,
     batch_dataset,
     collate_rows,
+    concatenate,
     measure_lengths,
     plan_buckets,
+    split_source,
     token_index,
     write_token_file,
 )
@@ -218,11 +220,38 @@ def test_a_foreign_folder_is_refused(path, index, message):
         ([0, 1, 2], r"`rows` has 3 entries, but bucket \[2, 40\] has 2 rows. Give"),
         ([0, 60], "`rows` has 0 to 60: they must be from 0 to 59, or -1"),
         ([0, -2], "`rows` has -2 to 0: they must be from 0 to 59, or -1"),
+        ([0.0, 1.0], "`rows` has dtype float64: give integers"),
+        ([True, False], "`rows` has dtype bool: give integers"),
+        (["0", "1"], "`rows` has dtype <U1: give integers"),
+        (7, r"`rows` has 0 dimensions: give \[B\]"),
     ],
 )
-def test_rows_that_are_not_there_are_refused(path, rows, message):
+@pytest.mark.parametrize("kind", ["file", "chunks", "concatenation"])
+def test_rows_that_are_not_there_are_refused(path, kind, rows, message):
+    source = {
+        "file": TokenFile,
+        "chunks": lambda path: split_source(TokenFile(path), 40),
+        "concatenation": lambda path: concatenate([TokenFile(path)]),
+    }[kind](path)
     with pytest.raises(ValueError, match=message):
-        TokenFile(path).collate(rows, Bucket(2, 40))
+        source.collate(rows, Bucket(2, 40))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint16, np.uint64])
+def test_rows_may_have_any_dtype_of_integers(tmp_path, dtype):
+    last = min(int(np.iinfo(dtype).max), 65_535)
+    # Beyond it there are more, as the largest row of the dtype is not the last.
+    examples = [{"tokens": np.full(3, index)} for index in range(last + 5)]
+    file = write_token_file(tmp_path / "file", examples)
+    for source in (file, split_source(file, 2), concatenate([file, file])):
+        rows = np.array([last, 0, last - 1])
+        assert_equal(
+            source.collate(rows.astype(dtype), Bucket(3, 3)),
+            source.collate(rows, Bucket(3, 3)),
+        )
+    begins, lengths = (np.array([x], dtype) for x in (2, last if last < 256 else 255))
+    with pytest.raises(ValueError, match="are no part of example"):
+        file.collate_spans(np.array([0], dtype), begins, lengths, Bucket(1, 300))
 
 
 def test_an_example_beyond_the_bucket_is_refused(path):
