@@ -67,7 +67,7 @@ class TokenFile:
       path: what `write_token_file` wrote.
 
     Attributes:
-      path: the folder.
+      path: the folder, absolute.
       lengths: `[N]` int32, of every example.
       sequences: the features that have a position for each token.
       fingerprint: 32 hex digits that name all contents, as they were written.
@@ -81,7 +81,7 @@ class TokenFile:
     gathers_packed_rows: Literal[True] = True
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = pathlib.Path(path)
+        self.path = pathlib.Path(path).absolute()
         self._index = read_index(self.path)
         self._arrays = map_arrays(self.path, self._index)
         self._offsets = self._arrays.pop(OFFSETS)
@@ -90,7 +90,7 @@ class TokenFile:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Worker processes map the files anew: a pickled map would be all its contents.
-        return TokenFile, (self.path,)
+        return _reopened, (self.path, self.fingerprint)
 
     def __repr__(self) -> str:
         return f"TokenFile({str(self.path)!r}, {len(self)} examples)"
@@ -257,6 +257,17 @@ class TokenFile:
                     f"{path} is not what was written: its digest is {found}, not "
                     f"{entry['digest']}. Write the token file again."
                 )
+
+
+def _reopened(path: pathlib.Path, fingerprint: str) -> TokenFile:
+    """The file that had this fingerprint when it was pickled."""
+    file = TokenFile(path)
+    if file.fingerprint != fingerprint:
+        raise ValueError(
+            f"{path} was changed since it was opened: its fingerprint is "
+            f"{file.fingerprint}, not {fingerprint}. Open it again, and measure it."
+        )
+    return file
 
 
 def _of_examples(values: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -138,6 +138,19 @@ def test_another_process_maps_it_anew(path, examples):
     assert_equal(pickle.loads(text)[3]["tokens"], examples[3]["tokens"])
 
 
+def test_another_process_does_not_map_another_file(path, examples, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    text = pickle.dumps(TokenFile(path.name))
+    monkeypatch.chdir("/")
+    assert_equal(pickle.loads(text)[3]["tokens"], examples[3]["tokens"])
+    shutil.rmtree(path)
+    with pytest.raises(ValueError, match="is not a token file"):
+        pickle.loads(text)
+    write_token_file(path, examples[::-1], sequences=SEQUENCES)
+    with pytest.raises(ValueError, match="was changed since it was opened"):
+        pickle.loads(text)
+
+
 def test_its_fingerprint_is_of_all_it_holds(tmp_path, examples):
     def written(name, examples):
         file = write_token_file(tmp_path / name, examples, sequences=SEQUENCES)
