@@ -6,6 +6,7 @@ else is one for the whole example.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, cast
@@ -50,7 +51,11 @@ def _as_array(name: str, value: ArrayLike, row: int | None) -> np.ndarray:
             "mask. Fill it by `.filled(0)`, and make the mask a feature of its own."
         )
     try:
-        return np.asarray(value)
+        array = np.asarray(value)
+        if array.dtype.kind == "S" and not isinstance(value, np.ndarray):
+            # Arrays of bytes forget zeros at the end.
+            array = np.asarray(value, object)
+        return array
     except ValueError:
         raise ValueError(
             f"{feature} {name!r} is ragged, so that it is not an array. Give "
@@ -62,12 +67,26 @@ def _as_array(name: str, value: ArrayLike, row: int | None) -> np.ndarray:
 def copied(example: Example) -> dict[str, np.ndarray]:
     """Returns the features as arrays in memory of their own.
 
-    Whoever gave them may use the old ones again, and whoever gets these may write.
+    Whoever gave them may use the old ones again, and whoever gets these may write, also
+    into the objects that they hold.
 
     Raises:
-      ValueError: if the example is no dict.
+      ValueError: if the example is not a dict, or an object cannot be copied.
     """
-    return {name: np.array(value) for name, value in as_arrays(example).items()}
+    return {name: _copied(name, x) for name, x in as_arrays(example).items()}
+
+
+def _copied(name: str, array: np.ndarray) -> np.ndarray:
+    if not array.dtype.hasobject:
+        return np.array(array)
+    try:
+        return copy.deepcopy(array)
+    except Exception as error:
+        raise ValueError(
+            f"Feature {name!r} holds an object that cannot be copied: "
+            f"{type(error).__name__}: {error}. Leave it out, or give what it is made "
+            "of, such as a path or bytes."
+        ) from error
 
 
 def features_of(example: Example | None) -> Features:

@@ -5,6 +5,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import threading
 
 import grain
 import jax
@@ -289,6 +290,45 @@ def test_features_are_those_of_the_transform_also_of_empty_rows():
     assert {n: x.dtype for n, x in last.features.items()} == {
         n: x.dtype for n, x in batch.features.items()
     }
+
+
+@pytest.mark.parametrize("read", ["by index", "as a stream"])
+def test_a_transform_gets_bytes_whole_and_objects_of_its_own(read):
+    pcm = np.array([5, 7, 0, 0], np.int16).tobytes()
+    source = [
+        {
+            "tokens": np.ones(n, np.int32),
+            "pcm": pcm,
+            "parts": [pcm, b""],
+            "meta": {"a": [n]},
+        }
+        for n in (2, 3)
+    ]
+    seen = []
+
+    def decode(example, rng):
+        example["meta"].item()["a"].append(rng)
+        seen.append((example["pcm"].item(), example["parts"].tolist()))
+        return {"tokens": example["tokens"]}
+
+    plan = jb.plan_buckets([3], max_tokens=6)
+    if read == "by index":
+        jb.batch_dataset(source, jb.BatchSchedule(plan, [2, 3]), transform=decode)[0]
+    else:
+        stream = grain.MapDataset.source(source).to_iter_dataset()
+        list(jb.stream_batches(stream, plan, pool_size=2, transform=decode))
+    assert len(seen) >= 2
+    assert all(x == (pcm, [pcm, b""]) for x in seen)
+    assert [example["meta"] for example in source] == [{"a": [2]}, {"a": [3]}]
+
+
+def test_objects_that_cannot_be_copied_are_named():
+    source = [{"tokens": np.ones(2, np.int32), "lock": threading.Lock()}]
+    plan = jb.plan_buckets([2], max_tokens=2)
+    dataset = jb.batch_dataset(source, jb.BatchSchedule(plan, [2]), transform=noisy)
+    message = r"`source\[0\]`.*'lock' holds an object that cannot be copied: TypeError"
+    with pytest.raises(ValueError, match=message):
+        dataset[0]
 
 
 def raises(error):
