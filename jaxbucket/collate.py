@@ -17,6 +17,7 @@ from jaxbucket.example import (
     as_arrays,
     check_numbers,
     common_length,
+    listed_names,
     matching_arrays,
     pad_arrays,
     sequence_groups,
@@ -354,7 +355,7 @@ def unbatch(
         named = [name for name, x in features.items() if x.shape[:2] == ids.shape]
         groups = dict.fromkeys(every, named)
     else:
-        named = [sequences] if isinstance(sequences, str) else list(sequences)
+        named = listed_names(sequences)
         groups = dict.fromkeys(every, named)
     _check_padded(features, groups, every)
     if max_segments is not None:

@@ -119,17 +119,11 @@ def sequence_names(
     Raises:
       ValueError: if there are none, or one that is named has no leading axis.
     """
-    if isinstance(sequences, Mapping):
-        raise ValueError(
-            f"`sequences={dict(sequences)}` is of several sequences, which only packed "
-            "rows hold, by `pack(lengths, max_seq_len)` with a capacity for each. Name "
-            "those of one by a list."
-        )
     if sequences is None:
         names = [name for name, value in arrays.items() if value.ndim]
         remedy = "Give it an array with a leading axis of positions."
     else:
-        names = [sequences] if isinstance(sequences, str) else list(sequences)
+        names = listed_names(sequences)
         missing = [n for n in names if n not in arrays or not arrays[n].ndim]
         if missing:
             raise ValueError(
@@ -139,6 +133,28 @@ def sequence_names(
         remedy = "Name at least one in `sequences`."
     if not names:
         raise ValueError(f"The example {sorted(arrays)} has no sequence. {remedy}")
+    return names
+
+
+def listed_names(sequences: Sequence[str]) -> list[str]:
+    """Returns the names of sequences, of which one may be given alone.
+
+    Example:
+      >>> listed_names("tokens")
+      ['tokens']
+
+    Raises:
+      ValueError: if one is there twice, or they are of several sequences.
+    """
+    if isinstance(sequences, Mapping):
+        raise ValueError(
+            f"`sequences={dict(sequences)}` is of several sequences, which only packed "
+            "rows hold, by `pack(lengths, max_seq_len)` with a capacity for each. Name "
+            "those of one by a list."
+        )
+    names = [sequences] if isinstance(sequences, str) else list(sequences)
+    if len(set(names)) < len(names):
+        raise ValueError(f"`sequences={names}` has a feature twice. Name each once.")
     return names
 
 
@@ -170,7 +186,9 @@ def sequence_groups(
             f"{sorted(capacities)}."
         )
     groups = {
-        name: sequence_names(arrays, [name, *(x for x in sequences[name] if x != name)])
+        name: sequence_names(
+            arrays, [name, *(x for x in listed_names(sequences[name]) if x != name)]
+        )
         for name in capacities
     }
     every = [name for names in groups.values() for name in names]

@@ -15,6 +15,7 @@ from jaxbucket.example import (
     PadValue,
     as_arrays,
     common_length,
+    listed_names,
     matching_arrays,
     sequence_names,
 )
@@ -77,10 +78,13 @@ class SpanSource(RowSource, Protocol):
 
 def check_sequences(source: RowSource, sequences: Sequence[str] | None) -> None:
     """Raises a ValueError if a source that gathers rows itself has other sequences."""
-    if sequences is not None and list(sequences) != list(source.sequences):
+    if sequences is None:
+        return
+    names = listed_names(sequences)
+    if names != list(source.sequences):
         raise ValueError(
-            f"`sequences={list(sequences)}`: the source has {list(source.sequences)}, "
-            "by itself. Leave them out, or write it with these."
+            f"`sequences={names}`: the source has {list(source.sequences)}, by itself. "
+            "Leave them out, or write it with these."
         )
 
 

@@ -19,7 +19,13 @@ import numpy as np
 from jaxbucket.base import BucketPlan, Group, RowShard, digest
 from jaxbucket.checks import MAX_LENGTH, check_accumulate, check_positive, check_seed
 from jaxbucket.drift import OnDrift, warn_of_drift
-from jaxbucket.example import Example, PadValue, check_pad_value, copied
+from jaxbucket.example import (
+    Example,
+    PadValue,
+    check_pad_value,
+    copied,
+    listed_names,
+)
 from jaxbucket.meeting import Meeting
 from jaxbucket.permutation import fold
 from jaxbucket.position import DataPosition
@@ -154,7 +160,7 @@ def stream_batches(
         max_wait=_WAITS * pool_size
         if max_wait is None
         else check_positive("max_wait", max_wait),
-        sequences=None if sequences is None else tuple(_named(sequences)),
+        sequences=None if sequences is None else tuple(listed_names(sequences)),
         pad_value=check_pad_value(pad_value),
         seed=check_seed(seed),
         transform=check_transform(transform),
@@ -263,10 +269,6 @@ def _check_processes(
             "hear when the streams of others are over. Give the `Processes` of the "
             "run, or a `num_steps`: `math.inf` where `StreamEnd` ends the loop."
         )
-
-
-def _named(sequences: Sequence[str]) -> Sequence[str]:
-    return [sequences] if isinstance(sequences, str) else sequences
 
 
 class StreamDataset(grain.IterDataset[Any]):

@@ -132,6 +132,23 @@ def test_what_it_was_measured_by_must_be_it(path):
             measure_lengths(file, sequences=sequences)
 
 
+def test_one_sequence_is_named_alone_and_none_twice(tmp_path):
+    examples = tokens(3, 2, 4)
+    file = write_token_file(tmp_path / "file", examples, sequences="tokens")
+    assert file.sequences == ("tokens",)
+    assert measure_lengths(file, sequences="tokens").tolist() == [3, 2, 4]
+    assert len(split_source(file, 2, sequences="tokens")) == 5
+    schedule = BatchSchedule(plan_buckets(file.lengths, max_tokens=12), file.lengths)
+    assert len(batch_dataset(file, schedule, sequences="tokens")) == 1
+    message = r"`sequences=\['tokens', 'tokens'\]` has a feature twice"
+    for source in (file, examples):
+        with pytest.raises(ValueError, match=message):
+            measure_lengths(source, sequences=["tokens"] * 2, progress=False)
+    with pytest.raises(ValueError, match=message):
+        write_token_file(tmp_path / "twice", examples, sequences=["tokens"] * 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_another_process_maps_it_anew(path, examples):
     text = pickle.dumps(TokenFile(path))
     assert len(text) < 500
