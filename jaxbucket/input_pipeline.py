@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -14,7 +15,9 @@ import numpy as np
 
 from jaxbucket.base import EMPTY_ROW, Batch, BatchIndices, Bucket, RowShard, digest
 from jaxbucket.checks import check_integer, check_positive, split_line
+from jaxbucket.chunk_source import ChunkSource
 from jaxbucket.collate import collate_rows
+from jaxbucket.concat_source import ConcatSource
 from jaxbucket.example import (
     Example,
     PadValue,
@@ -22,6 +25,7 @@ from jaxbucket.example import (
     check_pad_value,
     copied,
     example_lengths,
+    listed_names,
 )
 from jaxbucket.example_draws import BatchDraws
 from jaxbucket.position import DataPosition, check_position
@@ -78,8 +82,9 @@ def batch_dataset(
       num_steps: where the run ends, counted from step 0 and over epochs; `math.inf`
         for a run without end. By default the end of the epoch that `start_step` is in.
       num_epochs: the same in epochs of the schedule, instead.
-      sequences: the features that are padded, by default all with a leading axis. Of
-        several sequences with lengths of their own, as in `collate_rows`.
+      sequences: the features that are padded, by default those of the source, if it
+        has its own as a token file has, or else all with a leading axis. Of several
+        sequences with lengths of their own, as in `collate_rows`.
       pad_value: what fills them behind their end: name -> number, 0 for those without
         one. A number alone is of the only one there is.
       transform: `(example, rng) -> example`, random augmentation. It gets a copy of
@@ -167,6 +172,13 @@ class BatchDataset(grain.MapDataset[Any]):
         transform: Transform | None = None,
     ):
         super().__init__()
+        if (
+            sequences is None
+            and schedule.capacities is None
+            and isinstance(source, RowSource | ChunkSource | ConcatSource)
+        ):
+            # Also where its examples are read one by one.
+            sequences = source.sequences
         if len(source) != len(schedule.lengths):
             raise ValueError(_other_size_message(source, schedule))
         gathers = source if isinstance(source, RowSource) else None
@@ -333,10 +345,19 @@ class BatchDataset(grain.MapDataset[Any]):
                 **schedule.traits(),
                 "first_step": schedule.first_step,
                 "continues": schedule.continues,
+                **self._padding_traits(),
                 **self._transform_trait(),
                 "fingerprint": schedule.fingerprint,
             },
         )
+
+    def _padding_traits(self) -> dict[str, Any]:
+        sequences = self._sequences
+        if isinstance(sequences, Mapping):
+            sequences = {name: listed_names(x) for name, x in sequences.items()}
+        elif sequences is not None:
+            sequences = listed_names(sequences)
+        return {"sequences": sequences, "pad_value": self._pad_value}
 
     def _transform_trait(self) -> dict[str, str]:
         if self._transform is None:
@@ -347,9 +368,10 @@ class BatchDataset(grain.MapDataset[Any]):
         """Returns the batches that follow a position, bit for bit those of its run.
 
         Raises:
-          ValueError: if the plan, the data, the seed, the order or the name of the
-            transform is not what it was; it names what has changed. Or if the run ends
-            before the position, or `position` is not a `DataPosition`.
+          ValueError: if the plan, the data, the seed, the order, `sequences`,
+            `pad_value` or the name of the transform is not what it was; it names what
+            has changed. Or if the run ends before the position, or `position` is not a
+            `DataPosition`.
         """
         check_position(position)
         schedule = self._schedule
@@ -369,7 +391,11 @@ class BatchDataset(grain.MapDataset[Any]):
                 )
             schedule = schedule.beginning_at(first_step, continues)
         # Before its end: that of another run says nothing.
-        position.check_same(self._position(schedule, position.step))
+        now = self._position(schedule, position.step)
+        # Positions of earlier versions do not say how rows are padded.
+        unsaid = self._padding_traits().keys() - position.schedule.keys()
+        said = {name: x for name, x in now.schedule.items() if name not in unsaid}
+        position.check_same(dataclasses.replace(now, schedule=said))
         run_end = self._run_end
         if self._ends_by_itself and schedule is not self._schedule:
             # With the epoch that the position is in, or has just been through.

@@ -76,16 +76,24 @@ class SpanSource(RowSource, Protocol):
     ) -> Batch: ...
 
 
-def check_sequences(source: RowSource, sequences: Sequence[str] | None) -> None:
-    """Raises a ValueError if a source that gathers rows itself has other sequences."""
-    if sequences is None:
-        return
-    names = listed_names(sequences)
-    if names != list(source.sequences):
+def check_sequences(
+    source: Source | RowSource, sequences: Sequence[str] | None
+) -> Sequence[str] | None:
+    """Returns the sequences of a source; None for all features with a leading axis.
+
+    Raises:
+      ValueError: if they are not those of a source that gathers rows, which has its
+        own.
+    """
+    names = None if sequences is None else listed_names(sequences)
+    if not isinstance(source, RowSource):
+        return names
+    if names not in (None, list(source.sequences)):
         raise ValueError(
             f"`sequences={names}`: the source has {list(source.sequences)}, by itself. "
             "Leave them out, or write it with these."
         )
+    return source.sequences
 
 
 def contents(source: Source) -> str:

@@ -121,7 +121,7 @@ ROOMS = {
     "input_pipeline": (
         {
             *("checks", "base", "example_draws", "position", "schedule", "collate"),
-            *("example", "source", "transform"),
+            *("chunk_source", "concat_source", "example", "source", "transform"),
         },
         {"numpy", "grain"},
     ),
@@ -150,7 +150,10 @@ ROOMS = {
         },
         {"numpy"},
     ),
-    "stream_state": ({"example", "stream_arrivals", "stream_rounds"}, {"numpy"}),
+    "stream_state": (
+        {"example", "position", "stream_arrivals", "stream_rounds"},
+        {"numpy"},
+    ),
     "stream_iterator": (
         {
             *("base", "collate", "drift", "example", "remainder", "stream_arrivals"),

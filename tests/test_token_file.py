@@ -16,8 +16,10 @@ from jaxbucket import (
     TokenFile,
     batch_dataset,
     collate_rows,
+    concat_then_split,
     concatenate,
     measure_lengths,
+    pack,
     plan_buckets,
     split_source,
     token_index,
@@ -117,6 +119,44 @@ def test_a_schedule_has_the_same_batches_from_it(path, examples):
         listed = batch_dataset(examples, schedule, shard=shard, sequences=SEQUENCES)
         for step in range(2 * len(schedule)):
             assert_equal(ours[step], listed[step])
+
+
+@pytest.mark.parametrize("lengths", [[2, 5, 7, 4], [3, 3, 3, 3]])
+def test_what_is_padded_is_known_also_where_examples_are_read_one_by_one(
+    tmp_path, lengths
+):
+    examples = [
+        {"tokens": np.arange(n), "meta": np.full(3, index)}
+        for index, n in enumerate(lengths)
+    ]
+    file = write_token_file(tmp_path / "file", examples, sequences=["tokens"])
+    plan = plan_buckets(lengths, max_tokens=16)
+    schedule = BatchSchedule(plan, lengths, order="source")
+    want = batch_dataset(file, schedule)[0]
+    changed = batch_dataset(file, schedule, transform=lambda example, rng: example)
+    assert_equal(changed[0], want)
+
+    packing = pack(lengths, 16)
+    plan = plan_buckets(packing.row_lengths, max_tokens=32, boundaries=[16])
+    schedule = BatchSchedule(plan, lengths, packing=packing)
+    want = batch_dataset(file, schedule)[0]
+    for source in (
+        concatenate([file]),
+        split_source(file, 16),
+        split_source(examples, 16, lengths=lengths, sequences=["tokens"]),
+    ):
+        assert_equal(batch_dataset(source, schedule)[0], want)
+
+    for parts in (
+        concat_then_split(file, 4, lengths=lengths),
+        concat_then_split(examples, 4, lengths=lengths, sequences="tokens"),
+    ):
+        plan = plan_buckets(parts.packing.row_lengths, max_tokens=8, boundaries=[4])
+        schedule = BatchSchedule(plan, parts.lengths, packing=parts.packing)
+        batch = batch_dataset(parts, schedule)[0]
+        assert batch.features["tokens"].shape == (2, 4)
+        most = parts.packing.max_segments
+        assert batch.features["meta"].shape == (2, most, 3)
 
 
 def test_what_it_was_measured_by_must_be_it(path):
