@@ -198,12 +198,17 @@ def sequence_groups(
 
 
 def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises a ValueError if a feature is text or an object."""
+    """Raises a ValueError if a feature is text, an object or a time."""
     for name, value in arrays.items():
         if value.dtype.kind in "USO":
             raise ValueError(
                 f"Feature {name!r} is text or an object, {value.dtype}: a batch is "
                 "made of numbers, so leave it out."
+            )
+        if value.dtype.kind in "mM":
+            raise ValueError(
+                f"Feature {name!r} is a time, {value.dtype}, which jax does not have: "
+                'give the number, `x.astype("int64")`, or leave it out.'
             )
 
 
@@ -310,6 +315,12 @@ def check_pad_value(pad_value: PadValue) -> float | dict[str, float]:
     """
     if not isinstance(pad_value, Mapping):
         return _number("pad_value", pad_value)
+    other = [name for name in pad_value if not isinstance(name, str)]
+    if other:
+        raise ValueError(
+            f"`pad_value` names {other}, which are not strings: features are named by "
+            "these."
+        )
     names = sorted(pad_value)
     return {name: _number(f"pad_value[{name!r}]", pad_value[name]) for name in names}
 
@@ -369,8 +380,10 @@ def pad_arrays(
 def _pad_array(value: float, name: str, dtype: np.dtype) -> np.ndarray:
     try:
         with np.errstate(all="ignore"):
-            pad = np.asarray(value).astype(dtype)
-    except OverflowError:
+            # Integers beyond 64 bits are objects, which are not cast to every float.
+            exact = value if _is_integral(dtype) else float(value)
+            pad = np.asarray(exact).astype(dtype)
+    except (OverflowError, TypeError):
         pad = None
     if pad is None or not _is_held(value, pad):
         raise ValueError(
@@ -382,11 +395,26 @@ def _pad_array(value: float, name: str, dtype: np.dtype) -> np.ndarray:
 
 def _is_held(value: float, pad: np.ndarray) -> bool:
     """Integers exactly; of floats, what is finite stays so."""
-    # Those of ml_dtypes, such as int4 and bfloat16, are known by their names alone.
-    if pad.dtype.kind in "biu" or pad.dtype.name.startswith(("int", "uint")):
+    if _is_integral(pad.dtype):
         return int(pad) == value
-    if pad.dtype.kind in "mM" or issubclass(pad.dtype.type, np.void):
+    if issubclass(pad.dtype.type, np.void):
         return True
-    if math.isfinite(value):
-        return bool(np.isfinite(pad))
-    return bool(np.isnan(pad)) == math.isnan(value)
+    if math.isnan(value):
+        return bool(np.isnan(pad))
+    if math.isinf(value):
+        return bool(np.isinf(pad))
+    return bool(np.isfinite(pad)) and abs(value) <= _largest(pad.dtype)
+
+
+def _is_integral(dtype: np.dtype) -> bool:
+    # Those of ml_dtypes, such as int4, are known by their names alone.
+    return dtype.kind in "biu" or dtype.name.startswith(("int", "uint"))
+
+
+def _largest(dtype: np.dtype) -> float:
+    if dtype.type.__module__ == "numpy":
+        # What is beyond it becomes infinite, in the narrow ones of ml_dtypes 6.0.
+        return math.inf
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).max)

@@ -307,7 +307,8 @@ class BatchDataset(grain.MapDataset[Any]):
             numbers = rows[rows != EMPTY_ROW] if packed else rows
             for index, example in zip(numbers, every, strict=True):
                 try:
-                    collate([example], bucket)
+                    # A `pad_value` that does not fit is not the fault of an example.
+                    collate([example], bucket, pad_value=0)
                 except ValueError as error:
                     raise ValueError(
                         f"`source[{index}]`, for step {step}: {error}"
@@ -495,19 +496,21 @@ class BatchDataset(grain.MapDataset[Any]):
             purpose = f", whose features all batches have{purpose}"
             draws, *_ = self._schedule.draws(self._schedule.first_step)
             example = self._read(0, 0, draws, purpose)
+            collate = functools.partial(
+                collate_rows,
+                [],
+                Bucket(1, self._schedule.plan.max_seq_len),
+                like=example,
+                sequences=self._sequences,
+                capacities=self._schedule.capacities,
+            )
             try:
-                collate_rows(
-                    [],
-                    Bucket(1, self._schedule.plan.max_seq_len),
-                    like=example,
-                    sequences=self._sequences,
-                    pad_value=self._pad_value,
-                    capacities=self._schedule.capacities,
-                )
+                collate()
             except ValueError as error:
                 raise ValueError(
                     f"`source[0]`, whose features all batches have: {error}"
                 ) from None
+            collate(pad_value=self._pad_value)
             self._first_example = example
         return example
 

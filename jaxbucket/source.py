@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
@@ -168,8 +169,22 @@ def _to_bytes(example: Any) -> bytes:
     for name in sorted(example):
         value = np.asarray(example[name])
         parts += [name, value.dtype.str, str(value.shape)]
-        parts.append(str(value.tolist() if value.dtype.hasobject else value.tobytes()))
+        parts.append(
+            _object_text(value) if value.dtype.hasobject else str(value.tobytes())
+        )
     return "\n".join(parts).encode()
+
+
+def _object_text(values: np.ndarray) -> str:
+    """What objects hold, the same in every process."""
+    text = str(values.tolist())
+    if " at 0x" not in text:
+        return text
+    # Some of them are shown by their addresses.
+    try:
+        return str(pickle.dumps(values.tolist(), protocol=4))
+    except Exception:
+        return str([type(value).__qualname__ for value in values.ravel().tolist()])
 
 
 def concatenate(sources: Sequence[Source]) -> Source:

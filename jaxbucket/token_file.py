@@ -68,7 +68,7 @@ class TokenFile:
 
     Attributes:
       path: the folder, absolute.
-      lengths: `[N]` int32, of every example.
+      lengths: `[N]` int32, of every example; not to be written to.
       sequences: the features that have a position for each token.
       fingerprint: 32 hex digits that name all contents, as they were written.
 
@@ -117,7 +117,9 @@ class TokenFile:
                 f"{array_path(self.path, OFFSETS)} has examples of {lengths.min()} to "
                 f"{lengths.max()} tokens: it was changed. Write the token file again."
             )
-        return lengths.astype(np.int32)
+        lengths = lengths.astype(np.int32)
+        lengths.setflags(write=False)
+        return lengths
 
     def collate(
         self,

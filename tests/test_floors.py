@@ -89,7 +89,7 @@ ROOMS = {
         {"numpy"},
     ),
     "mixture": ({"checks", "base", "example_draws", "schedule"}, {"numpy"}),
-    "example": (set(), {"numpy"}),
+    "example": (set(), {"numpy", "ml_dtypes"}),
     "transform": ({"example", "example_draws"}, {"numpy"}),
     "collate": ({"checks", "base", "example", "segments", "sequences"}, {"numpy"}),
     "source": ({"base", "collate", "example"}, {"numpy"}),

@@ -1828,7 +1828,7 @@ def test_each_feature_of_a_stream_has_a_pad_value_of_its_own():
         jax.tree.map(np.testing.assert_array_equal, a, b)
     with pytest.raises(ValueError, match="pad value {'labels': nan, 'tokens': -7} -> "):
         batches({"tokens": -7}, state)
-    with pytest.raises(ValueError, match="`pad_value=-7` would fill 2 features"):
+    with pytest.raises(ValueError, match="^`pad_value=-7` would fill 2 features"):
         next(batches(-7)[1])
 
 

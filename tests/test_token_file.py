@@ -66,6 +66,7 @@ def test_every_example_comes_back(path, examples):
     file = TokenFile(path)
     assert len(file) == len(examples)
     assert file.lengths.tolist() == [len(x["tokens"]) for x in examples]
+    assert not measure_lengths(file).flags.writeable
     for index, example in enumerate(examples):
         got = file[index]
         assert got.keys() == example.keys()
