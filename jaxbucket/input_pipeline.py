@@ -22,6 +22,7 @@ from jaxbucket.example import (
     Example,
     PadValue,
     Sequences,
+    as_arrays,
     check_pad_value,
     copied,
     example_lengths,
@@ -500,17 +501,16 @@ class BatchDataset(grain.MapDataset[Any]):
                 collate_rows,
                 [],
                 Bucket(1, self._schedule.plan.max_seq_len),
-                like=example,
                 sequences=self._sequences,
                 capacities=self._schedule.capacities,
             )
             try:
-                collate()
+                collate(like=as_arrays(example))
             except ValueError as error:
                 raise ValueError(
                     f"`source[0]`, whose features all batches have: {error}"
                 ) from None
-            collate(pad_value=self._pad_value)
+            collate(like=example, pad_value=self._pad_value)
             self._first_example = example
         return example
 

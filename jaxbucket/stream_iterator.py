@@ -255,6 +255,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         """Reads the first example of the stream once more, as it is put into rows.
 
         Raises:
+          RuntimeError: if it cannot be read.
           ValueError: if it cannot be transformed.
         """
         return self._arrivals.first_example()

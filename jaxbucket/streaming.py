@@ -345,7 +345,9 @@ class StreamDataset(grain.IterDataset[Any]):
         It is `like`, or else the first of the stream, which is read once more for this.
 
         Raises:
-          ValueError: if the stream has none, and there is no `like`.
+          ValueError: if the stream has none and there is no `like`, or `transform`
+            fails for it.
+          RuntimeError: where the stream raises.
         """
         if self._like is not None:
             return copied(self._like)

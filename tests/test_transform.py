@@ -378,6 +378,11 @@ def test_a_transform_that_fails_is_named_with_its_example(transform, message):
     ) as info:
         list(jb.stream_batches(stream, plan, pool_size=2, transform=transform))
     assert "`transform`" in str(info.value) or "sequence" in str(info.value)
+    if "raised" in message or "returned" in message:
+        batches = jb.stream_batches(stream, plan, pool_size=2, transform=transform)
+        with pytest.raises(ValueError) as of_example:
+            _ = batches.example
+        assert str(of_example.value) == str(info.value)
 
 
 def test_features_that_come_and_go_are_refused():
