@@ -89,8 +89,11 @@ def batch_dataset(
       pad_value: what fills them behind their end: name -> number, 0 for those without
         one. A number alone is of the only one there is.
       transform: `(example, rng) -> example`, random augmentation. It gets a copy of
-        the example, and a `np.random.Generator` that depends on the schedule's seed,
-        the epoch and the index of the example alone. It keeps the length.
+        the example, arrays, bytes as `[]` of objects: `example["audio"].item()`. And a
+        `np.random.Generator` that depends on the schedule's seed and first step, the
+        epoch and the index of the example alone; where an epoch may have an example
+        several times, on its place, too. Other generators are seeded by what it draws,
+        `rng.integers(2**63)`, or spawned by it. The length has to stay.
 
     Raises:
       ValueError: if the source has not one example for each length, the shard's parts

@@ -132,9 +132,11 @@ def stream_batches(
       on_drift: called with a `Drift` when lengths are no longer what the plan was made
         for; by default it warns. None for nobody.
       transform: `(example, rng) -> example`, random augmentation; it may change the
-        length. It gets a copy of the example, and a `np.random.Generator` that depends
-        on `seed`, the epoch and the place of the example in the stream alone, and on
-        which stream it is where there are several.
+        length. It gets a copy of the example, arrays, bytes as `[]` of objects:
+        `example["audio"].item()`. And a `np.random.Generator` that depends on `seed`,
+        the epoch, the place of the example in its stream, and which stream that is:
+        the first part of `shard`, and the worker. Other generators are seeded by what
+        it draws, `rng.integers(2**63)`, or spawned by it.
 
     Raises:
       ValueError: for a pool smaller than the rows of a batch, plans that do not go

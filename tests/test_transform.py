@@ -104,6 +104,53 @@ def test_an_example_has_philox_words_of_its_own():
     assert golden == [14464789325577297237, 12305318547082009378]
 
 
+def test_what_an_example_spawns_is_seeded_by_its_words():
+    def spawned(*numbers):
+        rng = example_rng(*numbers)
+        by_sequence = np.random.default_rng(rng.bit_generator.seed_seq)
+        return [x.integers(2**62) for x in (rng, *rng.spawn(2), by_sequence)]
+
+    assert spawned(7, 0, 3, 12) == spawned(7, 0, 3, 12)
+    drawn = [x for n in np.ndindex(2, 2, 2, 2, 2) for x in spawned(*n)]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_micro_batches_have_numbers_of_their_own_where_examples_come_again():
+    lengths = np.array([3, 2, 4] * 10)
+    plan = jb.plan_buckets(lengths, max_tokens=16, num_buckets=2)
+    order = jb.Curriculum(lengths.astype(float), replacement=True)
+    schedule = jb.BatchSchedule(plan, lengths, order=order, accumulate=3)
+    for epoch in range(2):
+        steps = range(epoch * len(schedule), (epoch + 1) * len(schedule))
+        numbers = [x.number for step in steps for x in schedule.draws(step)]
+        assert numbers == list(range(3 * len(schedule)))
+
+
+def test_workers_of_a_stream_draw_apart():
+    source = make_source(np.full(8, 3))
+    plan = jb.BucketPlan.from_shapes([(4, 3)])
+    drawn = {}
+    for worker in range(2):
+        # As Grain does where workers have the iterators.
+        dataset = jb.stream_batches(
+            lambda epoch, seed: grain.MapDataset.source(source).to_iter_dataset(),
+            plan,
+            pool_size=4,
+            seed=5,
+            transform=noisy,
+        )
+        dataset.set_slice(slice(worker, None, 2))
+        for batch in dataset:
+            both = (batch.features["index"], batch.features["drawn"])
+            drawn |= dict(zip(*(x.tolist() for x in both), strict=True))
+    want = {}
+    for index in range(8):
+        number, worker = divmod(index, 2)
+        rng = example_rng(5, 0, 0, number, worker)
+        want[index] = noisy(source[index] | {"tokens": np.arange(3)}, rng)["drawn"]
+    assert drawn == want
+
+
 @pytest.mark.parametrize("job", JOBS)
 def test_every_example_has_the_numbers_of_its_epoch_and_index(job):
     lengths, schedule = JOBS[job]()
