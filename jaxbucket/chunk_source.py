@@ -78,6 +78,7 @@ class ChunkSource:
     Attributes:
       max_seq_len: what a chunk has at most.
       lengths: `[M]` int32, those of the chunks; not to be written to.
+      sequences: the features that are cut; None for all with a leading axis.
     """
 
     def __init__(
@@ -89,10 +90,7 @@ class ChunkSource:
     ):
         self.max_seq_len = check_positive("max_seq_len", max_seq_len)
         self._source = source
-        self._sequences = sequences
-        if isinstance(source, RowSource):
-            check_sequences(source, sequences)
-            self._sequences = source.sequences
+        self._sequences = check_sequences(source, sequences)
         # A copy: what is derived from it later must not change.
         self._example_lengths = _known_lengths(source, lengths).astype(np.int32)
         self.lengths = chunk_lengths(self._example_lengths, self.max_seq_len)
@@ -123,6 +121,10 @@ class ChunkSource:
             name: value[start : start + self.max_seq_len] if name in names else value
             for name, value in arrays.items()
         }
+
+    @property
+    def sequences(self) -> Sequence[str] | None:
+        return self._sequences
 
     def _checked(self, index: int) -> int:
         index = operator.index(index)
@@ -207,8 +209,7 @@ class _GatheredChunks(ChunkSource):
         truncate: bool = False,
     ) -> Batch:
         """Returns the batch of some chunks, as `TokenFile.collate` does of examples."""
-        rows = np.asarray(rows)
-        check_rows(rows, len(self), bucket)
+        rows = check_rows(rows, len(self), bucket)
         lengths = fit_lengths(self._lengths_of(rows), bucket, truncate)
         return self._gathered(rows, np.zeros_like(rows), lengths, bucket, pad_value)
 
@@ -222,8 +223,7 @@ class _GatheredChunks(ChunkSource):
         pad_value: PadValue = 0,
     ) -> Batch:
         """Returns the batch of parts of chunks, which may be cut again."""
-        rows = np.asarray(rows)
-        check_rows(rows, len(self), bucket)
+        rows = check_rows(rows, len(self), bucket)
         lengths = span_lengths(rows, begins, lengths, self._lengths_of(rows))
         return self._gathered(rows, begins, lengths, bucket, pad_value)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxbucket.base import EMPTY_ROW, Batch, Bucket
 from jaxbucket.checks import check_positive
@@ -16,6 +17,7 @@ from jaxbucket.example import (
     as_arrays,
     check_numbers,
     common_length,
+    listed_names,
     matching_arrays,
     pad_arrays,
     sequence_groups,
@@ -214,16 +216,28 @@ def _segments(
     return entry
 
 
-def check_rows(rows: np.ndarray, num_examples: int, bucket: Bucket) -> None:
-    """Raises a ValueError if `rows` are not those of a batch of so many examples."""
+def check_rows(rows: ArrayLike, num_examples: int, bucket: Bucket) -> np.ndarray:
+    """Returns the rows of a batch as int64, so that one can be added to them.
+
+    Args:
+      rows: `[B]` or `[B, max_segments]` integers, -1 where there is no example.
+      num_examples: how many there are.
+      bucket: the shape (B, T).
+
+    Raises:
+      ValueError: if they are not integers, or not those of such a batch.
+    """
+    rows = np.asarray(rows)
+    if rows.dtype.kind not in "iu":
+        raise ValueError(f"`rows` has dtype {rows.dtype}: give integers.")
+    if rows.ndim not in (1, 2):
+        raise ValueError(
+            f"`rows` has {rows.ndim} dimensions: give [B], or [B, max_segments]."
+        )
     if len(rows) != bucket.batch_size:
         raise ValueError(
             f"`rows` has {len(rows)} entries, but bucket {bucket} has "
             f"{bucket.batch_size} rows. Give one for each, -1 for an empty one."
-        )
-    if rows.ndim not in (1, 2):
-        raise ValueError(
-            f"`rows` has {rows.ndim} dimensions: give [B], or [B, max_segments]."
         )
     if rows.ndim == 2 and np.any((rows[:, :-1] < 0) & (rows[:, 1:] >= 0)):
         raise ValueError(
@@ -235,6 +249,7 @@ def check_rows(rows: np.ndarray, num_examples: int, bucket: Bucket) -> None:
             f"`rows` has {rows.min()} to {rows.max()}: they must be from 0 to "
             f"{num_examples - 1}, or -1 for an empty one."
         )
+    return rows.astype(np.int64, copy=False)
 
 
 def fit_lengths(lengths: np.ndarray, bucket: Bucket, truncate: bool) -> np.ndarray:
@@ -264,7 +279,7 @@ def span_lengths(
       ValueError: if a part has no token, or one that its example has not.
     """
     filled = rows != EMPTY_ROW
-    inside = (begins >= 0) & (lengths >= 1) & (begins + lengths <= whole)
+    inside = (begins >= 0) & (lengths >= 1) & (lengths <= whole - begins)
     if not inside[filled].all():
         row = int(np.argmin(inside | ~filled))
         raise ValueError(
@@ -340,7 +355,7 @@ def unbatch(
         named = [name for name, x in features.items() if x.shape[:2] == ids.shape]
         groups = dict.fromkeys(every, named)
     else:
-        named = [sequences] if isinstance(sequences, str) else list(sequences)
+        named = listed_names(sequences)
         groups = dict.fromkeys(every, named)
     _check_padded(features, groups, every)
     if max_segments is not None:

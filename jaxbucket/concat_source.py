@@ -74,6 +74,7 @@ class ConcatSource:
     Attributes:
       lengths: `[M]` int32, those of the parts; not to be written to.
       packing: the rows that they fill.
+      sequences: the features that are cut; None for all with a leading axis.
     """
 
     def __init__(
@@ -91,15 +92,13 @@ class ConcatSource:
                 f"`lengths` has {len(lengths)} entries, but `source` has {len(source)} "
                 "examples. Pass the lengths measured of it."
             )
-        if isinstance(source, RowSource):
-            check_sequences(source, sequences)
-            if np.any(source.lengths != lengths):
-                raise ValueError(
-                    "`lengths` are not those of `source`, which knows its own: pass "
-                    "`source.lengths`."
-                )
+        self.sequences = check_sequences(source, sequences)
+        if isinstance(source, RowSource) and np.any(source.lengths != lengths):
+            raise ValueError(
+                "`lengths` are not those of `source`, which knows its own: pass "
+                "`source.lengths`."
+            )
         self._source = source
-        self._sequences = sequences
         self._measured = lengths
         size = len(lengths)
         order = permute(np.arange(size), size, fold(check_seed(seed), _CONCAT))
@@ -131,7 +130,7 @@ class ConcatSource:
             return self._gathered(example, begin, int(self.lengths[index]))
         measured = int(self._measured[example])
         arrays, names = read_to_cut(
-            self._source, example, measured, self._sequences, ", before it was cut,"
+            self._source, example, measured, self.sequences, ", before it was cut,"
         )
         end = begin + int(self.lengths[index])
         return {

@@ -6,6 +6,7 @@ else is one for the whole example.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, cast
@@ -50,7 +51,11 @@ def _as_array(name: str, value: ArrayLike, row: int | None) -> np.ndarray:
             "mask. Fill it by `.filled(0)`, and make the mask a feature of its own."
         )
     try:
-        return np.asarray(value)
+        array = np.asarray(value)
+        if array.dtype.kind == "S" and not isinstance(value, np.ndarray):
+            # Arrays of bytes forget zeros at the end.
+            array = np.asarray(value, object)
+        return array
     except ValueError:
         raise ValueError(
             f"{feature} {name!r} is ragged, so that it is not an array. Give "
@@ -62,12 +67,26 @@ def _as_array(name: str, value: ArrayLike, row: int | None) -> np.ndarray:
 def copied(example: Example) -> dict[str, np.ndarray]:
     """Returns the features as arrays in memory of their own.
 
-    Whoever gave them may use the old ones again, and whoever gets these may write.
+    Whoever gave them may use the old ones again, and whoever gets these may write, also
+    into the objects that they hold.
 
     Raises:
-      ValueError: if the example is no dict.
+      ValueError: if the example is not a dict, or an object cannot be copied.
     """
-    return {name: np.array(value) for name, value in as_arrays(example).items()}
+    return {name: _copied(name, x) for name, x in as_arrays(example).items()}
+
+
+def _copied(name: str, array: np.ndarray) -> np.ndarray:
+    if not array.dtype.hasobject:
+        return np.array(array)
+    try:
+        return copy.deepcopy(array)
+    except Exception as error:
+        raise ValueError(
+            f"Feature {name!r} holds an object that cannot be copied: "
+            f"{type(error).__name__}: {error}. Leave it out, or give what it is made "
+            "of, such as a path or bytes."
+        ) from error
 
 
 def features_of(example: Example | None) -> Features:
@@ -100,17 +119,11 @@ def sequence_names(
     Raises:
       ValueError: if there are none, or one that is named has no leading axis.
     """
-    if isinstance(sequences, Mapping):
-        raise ValueError(
-            f"`sequences={dict(sequences)}` is of several sequences, which only packed "
-            "rows hold, by `pack(lengths, max_seq_len)` with a capacity for each. Name "
-            "those of one by a list."
-        )
     if sequences is None:
         names = [name for name, value in arrays.items() if value.ndim]
         remedy = "Give it an array with a leading axis of positions."
     else:
-        names = [sequences] if isinstance(sequences, str) else list(sequences)
+        names = listed_names(sequences)
         missing = [n for n in names if n not in arrays or not arrays[n].ndim]
         if missing:
             raise ValueError(
@@ -120,6 +133,28 @@ def sequence_names(
         remedy = "Name at least one in `sequences`."
     if not names:
         raise ValueError(f"The example {sorted(arrays)} has no sequence. {remedy}")
+    return names
+
+
+def listed_names(sequences: Sequence[str]) -> list[str]:
+    """Returns the names of sequences, of which one may be given alone.
+
+    Example:
+      >>> listed_names("tokens")
+      ['tokens']
+
+    Raises:
+      ValueError: if one is there twice, or they are of several sequences.
+    """
+    if isinstance(sequences, Mapping):
+        raise ValueError(
+            f"`sequences={dict(sequences)}` is of several sequences, which only packed "
+            "rows hold, by `pack(lengths, max_seq_len)` with a capacity for each. Name "
+            "those of one by a list."
+        )
+    names = [sequences] if isinstance(sequences, str) else list(sequences)
+    if len(set(names)) < len(names):
+        raise ValueError(f"`sequences={names}` has a feature twice. Name each once.")
     return names
 
 
@@ -151,7 +186,9 @@ def sequence_groups(
             f"{sorted(capacities)}."
         )
     groups = {
-        name: sequence_names(arrays, [name, *(x for x in sequences[name] if x != name)])
+        name: sequence_names(
+            arrays, [name, *(x for x in listed_names(sequences[name]) if x != name)]
+        )
         for name in capacities
     }
     every = [name for names in groups.values() for name in names]
@@ -161,12 +198,17 @@ def sequence_groups(
 
 
 def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises a ValueError if a feature is text or an object."""
+    """Raises a ValueError if a feature is text, an object or a time."""
     for name, value in arrays.items():
         if value.dtype.kind in "USO":
             raise ValueError(
                 f"Feature {name!r} is text or an object, {value.dtype}: a batch is "
                 "made of numbers, so leave it out."
+            )
+        if value.dtype.kind in "mM":
+            raise ValueError(
+                f"Feature {name!r} is a time, {value.dtype}, which jax does not have: "
+                'give the number, `x.astype("int64")`, or leave it out.'
             )
 
 
@@ -273,6 +315,12 @@ def check_pad_value(pad_value: PadValue) -> float | dict[str, float]:
     """
     if not isinstance(pad_value, Mapping):
         return _number("pad_value", pad_value)
+    other = [name for name in pad_value if not isinstance(name, str)]
+    if other:
+        raise ValueError(
+            f"`pad_value` names {other}, which are not strings: features are named by "
+            "these."
+        )
     names = sorted(pad_value)
     return {name: _number(f"pad_value[{name!r}]", pad_value[name]) for name in names}
 
@@ -332,8 +380,10 @@ def pad_arrays(
 def _pad_array(value: float, name: str, dtype: np.dtype) -> np.ndarray:
     try:
         with np.errstate(all="ignore"):
-            pad = np.asarray(value).astype(dtype)
-    except OverflowError:
+            # Integers beyond 64 bits are objects, which are not cast to every float.
+            exact = value if _is_integral(dtype) else float(value)
+            pad = np.asarray(exact).astype(dtype)
+    except (OverflowError, TypeError):
         pad = None
     if pad is None or not _is_held(value, pad):
         raise ValueError(
@@ -345,11 +395,26 @@ def _pad_array(value: float, name: str, dtype: np.dtype) -> np.ndarray:
 
 def _is_held(value: float, pad: np.ndarray) -> bool:
     """Integers exactly; of floats, what is finite stays so."""
-    # Those of ml_dtypes, such as int4 and bfloat16, are known by their names alone.
-    if pad.dtype.kind in "biu" or pad.dtype.name.startswith(("int", "uint")):
+    if _is_integral(pad.dtype):
         return int(pad) == value
-    if pad.dtype.kind in "mM" or issubclass(pad.dtype.type, np.void):
+    if issubclass(pad.dtype.type, np.void):
         return True
-    if math.isfinite(value):
-        return bool(np.isfinite(pad))
-    return bool(np.isnan(pad)) == math.isnan(value)
+    if math.isnan(value):
+        return bool(np.isnan(pad))
+    if math.isinf(value):
+        return bool(np.isinf(pad))
+    return bool(np.isfinite(pad)) and abs(value) <= _largest(pad.dtype)
+
+
+def _is_integral(dtype: np.dtype) -> bool:
+    # Those of ml_dtypes, such as int4, are known by their names alone.
+    return dtype.kind in "biu" or dtype.name.startswith(("int", "uint"))
+
+
+def _largest(dtype: np.dtype) -> float:
+    if dtype.type.__module__ == "numpy":
+        # What is beyond it becomes infinite, in the narrow ones of ml_dtypes 6.0.
+        return math.inf
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).max)

@@ -2,7 +2,8 @@
 
 `example_rng` is a Philox generator (Salmon et al., "Parallel Random Numbers: As Easy as
 1, 2, 3", SC 2011), which is a function of a key and a counter. All of its numbers are
-given in words of 64 bits: no hash, so no two examples share a draw by chance.
+given in words of 64 bits: no hash, so no two examples share a draw by chance. Only the
+generators that it spawns are seeded by a hash of these words, numpy's `SeedSequence`.
 
     key      seed, run
     counter  0, index, draw, epoch       (the first word counts what has been drawn)
@@ -37,9 +38,14 @@ def example_rng(
       index: of the example.
       draw: what tells apart several readings of it in one epoch.
     """
-    key = np.array([seed, run], np.uint64)
-    counter = np.array([0, index, draw, epoch], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+    words = np.array([seed, run, 0, index, draw, epoch], np.uint64)
+    # Without a seed of its own it would have none to give: `default_rng(None)` is
+    # seeded by the operating system.
+    philox = np.random.Philox(np.random.SeedSequence(words.view(np.uint32)))
+    state = philox.state
+    state["state"] = {"key": words[:2], "counter": words[2:]}
+    philox.state = state
+    return np.random.Generator(philox)
 
 
 class BatchDraws(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -14,14 +15,18 @@ import numpy as np
 
 from jaxbucket.base import EMPTY_ROW, Batch, BatchIndices, Bucket, RowShard, digest
 from jaxbucket.checks import check_integer, check_positive, split_line
+from jaxbucket.chunk_source import ChunkSource
 from jaxbucket.collate import collate_rows
+from jaxbucket.concat_source import ConcatSource
 from jaxbucket.example import (
     Example,
     PadValue,
     Sequences,
+    as_arrays,
     check_pad_value,
     copied,
     example_lengths,
+    listed_names,
 )
 from jaxbucket.example_draws import BatchDraws
 from jaxbucket.position import DataPosition, check_position
@@ -78,13 +83,17 @@ def batch_dataset(
       num_steps: where the run ends, counted from step 0 and over epochs; `math.inf`
         for a run without end. By default the end of the epoch that `start_step` is in.
       num_epochs: the same in epochs of the schedule, instead.
-      sequences: the features that are padded, by default all with a leading axis. Of
-        several sequences with lengths of their own, as in `collate_rows`.
+      sequences: the features that are padded, by default those of the source, if it
+        has its own as a token file has, or else all with a leading axis. Of several
+        sequences with lengths of their own, as in `collate_rows`.
       pad_value: what fills them behind their end: name -> number, 0 for those without
         one. A number alone is of the only one there is.
       transform: `(example, rng) -> example`, random augmentation. It gets a copy of
-        the example, and a `np.random.Generator` that depends on the schedule's seed,
-        the epoch and the index of the example alone. It keeps the length.
+        the example, arrays, bytes as `[]` of objects: `example["audio"].item()`. And a
+        `np.random.Generator` that depends on the schedule's seed and first step, the
+        epoch and the index of the example alone; where an epoch may have an example
+        several times, on its place, too. Other generators are seeded by what it draws,
+        `rng.integers(2**63)`, or spawned by it. The length has to stay.
 
     Raises:
       ValueError: if the source has not one example for each length, the shard's parts
@@ -167,6 +176,13 @@ class BatchDataset(grain.MapDataset[Any]):
         transform: Transform | None = None,
     ):
         super().__init__()
+        if (
+            sequences is None
+            and schedule.capacities is None
+            and isinstance(source, RowSource | ChunkSource | ConcatSource)
+        ):
+            # Also where its examples are read one by one.
+            sequences = source.sequences
         if len(source) != len(schedule.lengths):
             raise ValueError(_other_size_message(source, schedule))
         gathers = source if isinstance(source, RowSource) else None
@@ -295,7 +311,8 @@ class BatchDataset(grain.MapDataset[Any]):
             numbers = rows[rows != EMPTY_ROW] if packed else rows
             for index, example in zip(numbers, every, strict=True):
                 try:
-                    collate([example], bucket)
+                    # A `pad_value` that does not fit is not the fault of an example.
+                    collate([example], bucket, pad_value=0)
                 except ValueError as error:
                     raise ValueError(
                         f"`source[{index}]`, for step {step}: {error}"
@@ -333,10 +350,19 @@ class BatchDataset(grain.MapDataset[Any]):
                 **schedule.traits(),
                 "first_step": schedule.first_step,
                 "continues": schedule.continues,
+                **self._padding_traits(),
                 **self._transform_trait(),
                 "fingerprint": schedule.fingerprint,
             },
         )
+
+    def _padding_traits(self) -> dict[str, Any]:
+        sequences = self._sequences
+        if isinstance(sequences, Mapping):
+            sequences = {name: listed_names(x) for name, x in sequences.items()}
+        elif sequences is not None:
+            sequences = listed_names(sequences)
+        return {"sequences": sequences, "pad_value": self._pad_value}
 
     def _transform_trait(self) -> dict[str, str]:
         if self._transform is None:
@@ -347,9 +373,10 @@ class BatchDataset(grain.MapDataset[Any]):
         """Returns the batches that follow a position, bit for bit those of its run.
 
         Raises:
-          ValueError: if the plan, the data, the seed, the order or the name of the
-            transform is not what it was; it names what has changed. Or if the run ends
-            before the position, or `position` is not a `DataPosition`.
+          ValueError: if the plan, the data, the seed, the order, `sequences`,
+            `pad_value` or the name of the transform is not what it was; it names what
+            has changed. Or if the run ends before the position, or `position` is not a
+            `DataPosition`.
         """
         check_position(position)
         schedule = self._schedule
@@ -369,7 +396,11 @@ class BatchDataset(grain.MapDataset[Any]):
                 )
             schedule = schedule.beginning_at(first_step, continues)
         # Before its end: that of another run says nothing.
-        position.check_same(self._position(schedule, position.step))
+        now = self._position(schedule, position.step)
+        # Positions of earlier versions do not say how rows are padded.
+        unsaid = self._padding_traits().keys() - position.schedule.keys()
+        said = {name: x for name, x in now.schedule.items() if name not in unsaid}
+        position.check_same(dataclasses.replace(now, schedule=said))
         run_end = self._run_end
         if self._ends_by_itself and schedule is not self._schedule:
             # With the epoch that the position is in, or has just been through.
@@ -469,19 +500,20 @@ class BatchDataset(grain.MapDataset[Any]):
             purpose = f", whose features all batches have{purpose}"
             draws, *_ = self._schedule.draws(self._schedule.first_step)
             example = self._read(0, 0, draws, purpose)
+            collate = functools.partial(
+                collate_rows,
+                [],
+                Bucket(1, self._schedule.plan.max_seq_len),
+                sequences=self._sequences,
+                capacities=self._schedule.capacities,
+            )
             try:
-                collate_rows(
-                    [],
-                    Bucket(1, self._schedule.plan.max_seq_len),
-                    like=example,
-                    sequences=self._sequences,
-                    pad_value=self._pad_value,
-                    capacities=self._schedule.capacities,
-                )
+                collate(like=as_arrays(example))
             except ValueError as error:
                 raise ValueError(
                     f"`source[0]`, whose features all batches have: {error}"
                 ) from None
+            collate(like=example, pad_value=self._pad_value)
             self._first_example = example
         return example
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,7 +84,7 @@ def _changes(part: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         f"{part} {name.replace('_', ' ')} "
         f"{was.get(name, 'absent')} -> {now.get(name, 'absent')}"
         for name in {**was, **now}
-        if name != _FINGERPRINT and was.get(name) != now.get(name)
+        if name != _FINGERPRINT and not is_same(was.get(name), now.get(name))
     ]
     # That of the schedule is made of the two others and of what is named here.
     if part != "schedule" and not changes:
@@ -91,6 +92,15 @@ def _changes(part: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         if before != after:
             changes = [f"{part} fingerprint {before[:8]} -> {after[:8]}"]
     return changes
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two traits are equal, also as text: NaN differs from itself."""
+    return a == b or _as_json(a) == _as_json(b)
+
+
+def _as_json(trait: Any) -> str:
+    return json.dumps(trait, sort_keys=True, default=str)
 
 
 def check_position(position: Any) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import bisect
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxbucket.base import EMPTY_ROW, Batch, Bucket, digest
+from jaxbucket.collate import check_rows
 from jaxbucket.example import (
     Example,
     PadValue,
     as_arrays,
     common_length,
+    listed_names,
     matching_arrays,
     sequence_names,
 )
@@ -74,13 +77,24 @@ class SpanSource(RowSource, Protocol):
     ) -> Batch: ...
 
 
-def check_sequences(source: RowSource, sequences: Sequence[str] | None) -> None:
-    """Raises a ValueError if a source that gathers rows itself has other sequences."""
-    if sequences is not None and list(sequences) != list(source.sequences):
+def check_sequences(
+    source: Source | RowSource, sequences: Sequence[str] | None
+) -> Sequence[str] | None:
+    """Returns the sequences of a source; None for all features with a leading axis.
+
+    Raises:
+      ValueError: if they are not those of a source that gathers rows, which has its
+        own.
+    """
+    names = None if sequences is None else listed_names(sequences)
+    if not isinstance(source, RowSource):
+        return names
+    if names not in (None, list(source.sequences)):
         raise ValueError(
-            f"`sequences={list(sequences)}`: the source has {list(source.sequences)}, "
-            "by itself. Leave them out, or write it with these."
+            f"`sequences={names}`: the source has {list(source.sequences)}, by itself. "
+            "Leave them out, or write it with these."
         )
+    return source.sequences
 
 
 def contents(source: Source) -> str:
@@ -155,8 +169,22 @@ def _to_bytes(example: Any) -> bytes:
     for name in sorted(example):
         value = np.asarray(example[name])
         parts += [name, value.dtype.str, str(value.shape)]
-        parts.append(str(value.tolist() if value.dtype.hasobject else value.tobytes()))
+        parts.append(
+            _object_text(value) if value.dtype.hasobject else str(value.tobytes())
+        )
     return "\n".join(parts).encode()
+
+
+def _object_text(values: np.ndarray) -> str:
+    """What objects hold, the same in every process."""
+    text = str(values.tolist())
+    if " at 0x" not in text:
+        return text
+    # Some of them are shown by their addresses.
+    try:
+        return str(pickle.dumps(values.tolist(), protocol=4))
+    except Exception:
+        return str([type(value).__qualname__ for value in values.ravel().tolist()])
 
 
 def concatenate(sources: Sequence[Source]) -> Source:
@@ -248,13 +276,12 @@ class _RowConcatenation(_Concatenation):
         def gather(source: RowSource, own: np.ndarray) -> Batch:
             return source.collate(own, bucket, pad_value=pad_value, truncate=truncate)
 
-        return self._merged(rows, gather)
+        return self._merged(check_rows(rows, len(self), bucket), gather)
 
     def _merged(
         self, rows: np.ndarray, gather: Callable[[Any, np.ndarray], Batch]
     ) -> Batch:
         """One batch of what each source gathers, with all rows empty but its own."""
-        rows = np.asarray(rows)
         which = np.searchsorted(self._ends, rows, side="right")
         which[rows == EMPTY_ROW] = EMPTY_ROW
         present = [int(k) for k in np.unique(which) if k != EMPTY_ROW] or [0]
@@ -285,4 +312,4 @@ class _SpanConcatenation(_RowConcatenation):
                 own, begins, lengths, bucket, pad_value=pad_value
             )
 
-        return self._merged(rows, gather)
+        return self._merged(check_rows(rows, len(self), bucket), gather)

@@ -57,7 +57,7 @@ class Arrival(NamedTuple):
     @property
     def origin(self) -> str:
         """Where it came from, in words."""
-        return f"Example {self.number} of epoch {self.epoch} of the stream"
+        return _where(self.epoch, self.number)
 
 
 @dataclasses.dataclass
@@ -180,17 +180,8 @@ class Arrivals:
         if self._number == 0 or mark != self._mark:
             self._take_snapshot()
             self._mark = mark
-        try:
-            return self._advance()
-        except StopIteration as end:
-            # One of a function of the user's looks like the end.
-            if not _is_of_function(end):
-                return _END
-        raise RuntimeError(
-            f"{self._where()} cannot be read: a function of the stream raised "
-            "StopIteration, which would be taken for its end. Where it calls `next`, "
-            "let it catch that, or give a default."
-        )
+        assert self._iterator is not None
+        return _next_of(self._iterator, self._where())
 
     def _open(self) -> None:
         if self._iterator is None:
@@ -213,17 +204,6 @@ class Arrivals:
                 "`grain.MapDataset.source(...).to_iter_dataset()`."
             )
         return iter(dataset)
-
-    def _advance(self) -> Example:
-        assert self._iterator is not None
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            raise
-        except Exception as error:
-            raise RuntimeError(
-                f"{self._where()} cannot be read: {type(error).__name__}: {error}"
-            ) from error
 
     def _take_snapshot(self) -> None:
         assert self._iterator is not None
@@ -280,7 +260,7 @@ class Arrivals:
         )
 
     def _where(self) -> str:
-        return f"Example {self._number} of epoch {self._epoch} of the stream"
+        return _where(self._epoch, self._number)
 
     def snapshot(self, place: int, read: int) -> Snapshot:
         """Returns the latest from which a place, and all behind it, come again.
@@ -328,12 +308,16 @@ class Arrivals:
         """Reads the first example of all once more; None if there is none.
 
         Raises:
+          RuntimeError: if it cannot be read.
           ValueError: if it cannot be transformed.
         """
         iterator = self._begin(0)
+        where = _where(0, 0)
         try:
-            example = next(iterator, None)
-            return None if example is None else self._transform.apply(example, 0, 0)
+            example = _next_of(iterator, where)
+            return None if example is _END else self._transform.apply(example, 0, 0)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error.__cause__
         finally:
             iterator.close()
 
@@ -341,6 +325,33 @@ class Arrivals:
         """Ends what the user's iterator has begun."""
         if self._iterator is not None:
             self._iterator.close()
+
+
+def _where(epoch: int, number: int) -> str:
+    return f"Example {number} of epoch {epoch} of the stream"
+
+
+def _next_of(iterator: grain.DatasetIterator[Example], where: str) -> Any:
+    """The next example; `_END` behind the last one.
+
+    Raises:
+      RuntimeError: if it cannot be read; it says where it is.
+    """
+    try:
+        return next(iterator)
+    except StopIteration as end:
+        # One of a function of the user's looks like the end.
+        if not _is_of_function(end):
+            return _END
+        raise RuntimeError(
+            f"{where} cannot be read: a function of the stream raised StopIteration, "
+            "which would be taken for its end. Where it calls `next`, let it catch "
+            "that, or give a default."
+        ) from None
+    except Exception as error:
+        raise RuntimeError(
+            f"{where} cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _cut(

@@ -231,7 +231,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
             # One by one, to find which of them it is.
             for arrival in (x for row in rows for x in row):
                 try:
-                    collate([arrival.example])
+                    # A `pad_value` that does not fit is not the fault of an example.
+                    collate([arrival.example], pad_value=0)
                 except ValueError as error:
                     raise ValueError(f"{arrival.origin}: {error}") from None
             raise
@@ -254,6 +255,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         """Reads the first example of the stream once more, as it is put into rows.
 
         Raises:
+          RuntimeError: if it cannot be read.
           ValueError: if it cannot be transformed.
         """
         return self._arrivals.first_example()

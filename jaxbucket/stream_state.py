@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.example import Features
+from jaxbucket.position import is_same
 from jaxbucket.stream_arrivals import Snapshot, StreamCounts
 from jaxbucket.stream_rounds import Round
 
@@ -123,7 +124,7 @@ class StreamState:
             f"{name.replace('_', ' ')} {_shown(self.traits, name)} -> "
             f"{_shown(traits, name)}"
             for name in {**self.traits, **traits}
-            if not _is_same(self.traits.get(name), traits.get(name))
+            if not is_same(self.traits.get(name), traits.get(name))
         ]
         if changes:
             raise ValueError(
@@ -157,15 +158,6 @@ def checksum_of(lengths: Iterable[int], checksums: Iterable[int]) -> int:
     """Returns one number for all, in their order."""
     array = np.array([*lengths, *checksums], "<u4")
     return zlib.crc32(array.data)
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    # As text: what fills rows behind their end may be NaN, which differs from itself.
-    return a == b or _as_json(a) == _as_json(b)
-
-
-def _as_json(trait: Any) -> str:
-    return json.dumps(trait, sort_keys=True, default=str)
 
 
 def _shown(traits: Mapping[str, Any], name: str) -> Any:

@@ -19,7 +19,13 @@ import numpy as np
 from jaxbucket.base import BucketPlan, Group, RowShard, digest
 from jaxbucket.checks import MAX_LENGTH, check_accumulate, check_positive, check_seed
 from jaxbucket.drift import OnDrift, warn_of_drift
-from jaxbucket.example import Example, PadValue, check_pad_value, copied
+from jaxbucket.example import (
+    Example,
+    PadValue,
+    check_pad_value,
+    copied,
+    listed_names,
+)
 from jaxbucket.meeting import Meeting
 from jaxbucket.permutation import fold
 from jaxbucket.position import DataPosition
@@ -126,9 +132,11 @@ def stream_batches(
       on_drift: called with a `Drift` when lengths are no longer what the plan was made
         for; by default it warns. None for nobody.
       transform: `(example, rng) -> example`, random augmentation; it may change the
-        length. It gets a copy of the example, and a `np.random.Generator` that depends
-        on `seed`, the epoch and the place of the example in the stream alone, and on
-        which stream it is where there are several.
+        length. It gets a copy of the example, arrays, bytes as `[]` of objects:
+        `example["audio"].item()`. And a `np.random.Generator` that depends on `seed`,
+        the epoch, the place of the example in its stream, and which stream that is:
+        the first part of `shard`, and the worker. Other generators are seeded by what
+        it draws, `rng.integers(2**63)`, or spawned by it.
 
     Raises:
       ValueError: for a pool smaller than the rows of a batch, plans that do not go
@@ -154,7 +162,7 @@ def stream_batches(
         max_wait=_WAITS * pool_size
         if max_wait is None
         else check_positive("max_wait", max_wait),
-        sequences=None if sequences is None else tuple(_named(sequences)),
+        sequences=None if sequences is None else tuple(listed_names(sequences)),
         pad_value=check_pad_value(pad_value),
         seed=check_seed(seed),
         transform=check_transform(transform),
@@ -265,10 +273,6 @@ def _check_processes(
         )
 
 
-def _named(sequences: Sequence[str]) -> Sequence[str]:
-    return [sequences] if isinstance(sequences, str) else sequences
-
-
 class StreamDataset(grain.IterDataset[Any]):
     """What `stream_batches` returns."""
 
@@ -343,7 +347,9 @@ class StreamDataset(grain.IterDataset[Any]):
         It is `like`, or else the first of the stream, which is read once more for this.
 
         Raises:
-          ValueError: if the stream has none, and there is no `like`.
+          ValueError: if the stream has none and there is no `like`, or `transform`
+            fails for it.
+          RuntimeError: where the stream raises.
         """
         if self._like is not None:
             return copied(self._like)

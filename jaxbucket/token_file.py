@@ -67,8 +67,8 @@ class TokenFile:
       path: what `write_token_file` wrote.
 
     Attributes:
-      path: the folder.
-      lengths: `[N]` int32, of every example.
+      path: the folder, absolute.
+      lengths: `[N]` int32, of every example; not to be written to.
       sequences: the features that have a position for each token.
       fingerprint: 32 hex digits that name all contents, as they were written.
 
@@ -81,7 +81,7 @@ class TokenFile:
     gathers_packed_rows: Literal[True] = True
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = pathlib.Path(path)
+        self.path = pathlib.Path(path).absolute()
         self._index = read_index(self.path)
         self._arrays = map_arrays(self.path, self._index)
         self._offsets = self._arrays.pop(OFFSETS)
@@ -90,7 +90,7 @@ class TokenFile:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Worker processes map the files anew: a pickled map would be all its contents.
-        return TokenFile, (self.path,)
+        return _reopened, (self.path, self.fingerprint)
 
     def __repr__(self) -> str:
         return f"TokenFile({str(self.path)!r}, {len(self)} examples)"
@@ -117,7 +117,9 @@ class TokenFile:
                 f"{array_path(self.path, OFFSETS)} has examples of {lengths.min()} to "
                 f"{lengths.max()} tokens: it was changed. Write the token file again."
             )
-        return lengths.astype(np.int32)
+        lengths = lengths.astype(np.int32)
+        lengths.setflags(write=False)
+        return lengths
 
     def collate(
         self,
@@ -141,8 +143,7 @@ class TokenFile:
           ValueError: if an example is longer than T, or those of a row are together, or
             a row is no example.
         """
-        rows = np.asarray(rows)
-        check_rows(rows, len(self), bucket)
+        rows = check_rows(rows, len(self), bucket)
         starts, lengths = self._bounds(rows)
         if rows.ndim == 2:
             if truncate:
@@ -179,8 +180,7 @@ class TokenFile:
           ValueError: if a part is no part of its example or longer than T, or a row is
             no example.
         """
-        rows = np.asarray(rows)
-        check_rows(rows, len(self), bucket)
+        rows = check_rows(rows, len(self), bucket)
         starts, whole = self._bounds(rows)
         lengths = span_lengths(rows, begins, lengths, whole)
         lengths = fit_lengths(lengths, bucket, truncate=False)
@@ -259,6 +259,17 @@ class TokenFile:
                     f"{path} is not what was written: its digest is {found}, not "
                     f"{entry['digest']}. Write the token file again."
                 )
+
+
+def _reopened(path: pathlib.Path, fingerprint: str) -> TokenFile:
+    """The file that had this fingerprint when it was pickled."""
+    file = TokenFile(path)
+    if file.fingerprint != fingerprint:
+        raise ValueError(
+            f"{path} was changed since it was opened: its fingerprint is "
+            f"{file.fingerprint}, not {fingerprint}. Open it again, and measure it."
+        )
+    return file
 
 
 def _of_examples(values: np.ndarray, rows: np.ndarray) -> np.ndarray:

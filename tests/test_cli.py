@@ -864,6 +864,12 @@ def test_no_file_ends_in_a_stack(files, name):
         assert "pickle" not in output
 
 
+def test_a_link_to_itself_is_not_a_file(files):
+    pathlib.Path("loop").symlink_to("loop")
+    assert "`loop` is not there. Name a file" in refused("measure", "loop")
+    refused("measure", "lengths.npy", "-o", "loop/x.npy")
+
+
 @pytest.mark.parametrize("name", ["x.npy", "x.npz"])
 def test_python_objects_are_named_as_what_they_are(files, name):
     objects = np.array([[1], [2, 3]], dtype=object)

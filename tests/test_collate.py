@@ -1,6 +1,7 @@
 import re
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -170,7 +171,11 @@ def test_the_length_of_an_example_is_that_of_its_sequences():
         *(("i4", 0.5), ("i4", float("nan")), ("i4", float("inf")), ("i4", 2**40)),
         *(("f2", 1e300), ("f2", -70_000), ("f4", 1e39), ("f8", 10**400)),
         *(("c8", 1e39), (jnp.bfloat16, 1e39), (jnp.int4, 8)),
-        (jnp.float8_e4m3fn, float("inf")),
+        *((jnp.float8_e4m3fn, float("inf")), (jnp.float8_e4m3fn, 2**64)),
+        *((jnp.bfloat16, 10**400), (jnp.int4, 2**64), (jnp.int4, 10**400)),
+        # Those that have no infinity are cut off at their largest number.
+        *((jnp.float4_e2m1fn, 1e300), (jnp.float4_e2m1fn, 7), ("f2", 65520)),
+        *((ml_dtypes.float6_e2m3fn, -8), (ml_dtypes.float6_e2m3fn, float("inf"))),
     ],
 )
 def test_a_pad_value_that_its_dtype_cannot_hold_is_refused(dtype, pad_value):
@@ -186,6 +191,8 @@ def test_a_pad_value_that_its_dtype_holds_is_taken():
         *(("u1", 255), ("i4", -100), ("?", True), ("i8", 2**63 - 1), ("u8", 2**63)),
         *(("f2", 0.1), ("f4", nan), ("f2", -inf), ("f8", 1e300), ("f4", 2**40)),
         *((jnp.bfloat16, 1e38), (jnp.bfloat16, nan), (jnp.int4, -8)),
+        *((jnp.float4_e2m1fn, -6), (ml_dtypes.float6_e2m3fn, 7.5), ("f2", 65519)),
+        *((jnp.bfloat16, -inf), (jnp.bfloat16, 2.0**64)),
     ]
     for dtype, pad_value in held:
         batch = collate_rows(
@@ -223,6 +230,7 @@ def test_one_number_does_not_fill_several_features():
         ({"labels": "x"}, "`pad_value['labels']='x'` is not a number"),
         (None, "`pad_value=None` is not a number"),
         ([1, 2], "`pad_value=[1, 2]` is not a number"),
+        ({1: 2, "labels": 3}, "`pad_value` names [1], which are not strings"),
     ],
 )
 def test_a_pad_value_of_no_padded_feature_is_refused(pad_value, message):
@@ -259,7 +267,7 @@ def test_a_mask_is_not_lost():
 
 
 def test_features_of_bytes_are_padded_with_zeros():
-    for dtype in ("V2", "i4,f4", "M8[s]"):
+    for dtype in ("V2", "i4,f4"):
         batch = collate_rows([{"x": np.zeros(2, dtype)}], Bucket(1, 3))
         assert batch.features["x"].tobytes() == bytes(3 * np.dtype(dtype).itemsize)
 
@@ -272,6 +280,12 @@ def test_unbatch_refuses_sequences_that_were_not_padded(sequences):
         unbatch(batch, sequences=sequences)
     (found,) = unbatch(batch, sequences="tokens")
     assert found["tokens"].tolist() == [1, 2] and len(found["frames"]) == 9
+
+
+@pytest.mark.parametrize("dtype", ["M8[s]", "m8[ns]"])
+def test_times_are_refused(dtype):
+    with pytest.raises(ValueError, match=r"Feature 'x' is a time, .*x.astype\("):
+        collate_rows([{"x": np.zeros(2, dtype)}], Bucket(1, 3))
 
 
 @pytest.mark.parametrize("value", ["ab", None, b"ab"])

@@ -124,10 +124,10 @@ ROOMS = {
         {"numpy"},
     ),
     "mixture": ({"checks", "base", "example_draws", "schedule"}, {"numpy"}),
-    "example": (set(), {"numpy"}),
+    "example": (set(), {"numpy", "ml_dtypes"}),
     "transform": ({"example", "example_draws"}, {"numpy"}),
     "collate": ({"checks", "base", "example", "segments", "sequences"}, {"numpy"}),
-    "source": ({"base", "example"}, {"numpy"}),
+    "source": ({"base", "collate", "example"}, {"numpy"}),
     "chunk_source": (
         {"checks", "base", "chunks", "collate", "example", "source"},
         {"numpy"},
@@ -155,7 +155,7 @@ ROOMS = {
     "input_pipeline": (
         {
             *("checks", "base", "example_draws", "position", "schedule", "collate"),
-            *("example", "source", "transform"),
+            *("chunk_source", "concat_source", "example", "source", "transform"),
         },
         {"numpy", "grain"},
     ),
@@ -184,7 +184,10 @@ ROOMS = {
         },
         {"numpy"},
     ),
-    "stream_state": ({"example", "stream_arrivals", "stream_rounds"}, {"numpy"}),
+    "stream_state": (
+        {"example", "position", "stream_arrivals", "stream_rounds"},
+        {"numpy"},
+    ),
     "stream_iterator": (
         {
             *("base", "collate", "drift", "example", "remainder", "stream_arrivals"),

@@ -207,7 +207,7 @@ def test_each_feature_has_a_pad_value_of_its_own():
     (batch,) = batch_dataset(source, schedule, pad_value={"labels": -100})
     assert batch.features["ids"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.features["labels"].tolist() == [[1, 1, -100], [1, 1, 1]]
-    with pytest.raises(ValueError, match="`pad_value=-100` would fill 2 features"):
+    with pytest.raises(ValueError, match="^`pad_value=-100` would fill 2 features"):
         batch_dataset(source, schedule, pad_value=-100)[0]
     with pytest.raises(ValueError, match="`pad_value='x'` is not a number"):
         batch_dataset(source, schedule, pad_value="x")  # pyright: ignore

@@ -396,6 +396,28 @@ def test_files_without_lengths_are_refused(
     assert f"`{name}`" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_columns_of_one_name_are_refused_in_parquet_too(tmp_path):
+    table = pyarrow.table([pyarrow.array([1]), pyarrow.array([2])], names=["x", "x"])
+    parquet.write_table(table, tmp_path / "x.parquet")
+    for column, measure in (("x", None), (None, Measure(length_fn=len))):
+        with pytest.raises(ValueError, match=r"has several columns \['x'\]. Rename"):
+            read_lengths(tmp_path / "x.parquet", column, measure)
+
+
+def test_records_of_many_fields_are_not_taken_for_objects(tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros(2, [(f"f{i}", "i4") for i in range(999)]))
+    with pytest.raises(ValueError, match="holds records of many fields, and not"):
+        read_lengths(tmp_path / "x.npy")
+
+
+def test_a_function_that_ends_the_program_is_named(tmp_path):
+    (tmp_path / "x.txt").write_text("ab\n")
+    with pytest.raises(ValueError, match="`--length-fn` raises SystemExit: 3. Mend it"):
+        read_lengths(
+            tmp_path / "x.txt", measure=Measure(length_fn=lambda text: sys.exit(3))
+        )
+
+
 @pytest.mark.parametrize("name", [*WRITERS, "x.npz"])
 def test_a_column_that_is_not_there_is_refused(tmp_path, name):
     if name == "x.npz":

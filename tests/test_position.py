@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import re
 
 import pytest
@@ -96,6 +97,34 @@ def test_contents_are_read_from_a_few_examples():
     source.reads = 0
     made.position(3)
     assert 2 <= source.reads <= 16
+
+
+PADDINGS = {
+    "default": {},
+    "named": {"sequences": "x"},
+    "pad": {"pad_value": -100},
+    "nan": {"pad_value": {"x": math.nan}},
+}
+
+
+@pytest.mark.parametrize("now", PADDINGS)
+@pytest.mark.parametrize("was", PADDINGS)
+def test_it_goes_on_with_the_padding_that_it_had(was, now):
+    source = [{"x": [float(x) for x in example["x"]]} for example in SOURCE]
+    schedule = BatchSchedule(plan_buckets(LENGTHS, max_tokens=12), LENGTHS)
+    position = batch_dataset(source, schedule, **PADDINGS[was]).position(1)
+    position = DataPosition.from_dict(json.loads(json.dumps(position.to_dict())))
+    dataset = batch_dataset(source, schedule, **PADDINGS[now])
+    if was == now:
+        dataset.resume(position)
+    else:
+        message = "schedule (sequences|pad value) .* -> "
+        with pytest.raises(ValueError, match=message):
+            dataset.resume(position)
+    # Positions of earlier versions do not say.
+    said = position.schedule.items()
+    old = {name: x for name, x in said if name not in ("sequences", "pad_value")}
+    dataset.resume(dataclasses.replace(position, schedule=old))
 
 
 FIELDS = dataset().position(3).to_dict()

@@ -202,3 +202,33 @@ def test_text_that_has_other_lengths_is_said_to_be_text():
     rows = [{"x": [1, 2], "text": "ab"}, {"x": [3], "text": "abc"}]
     with pytest.raises(ValueError, match="'text' is text .*leave it out"):
         batches(rows)
+
+
+class Image:
+    """Something with a text of its own as little as a picture has."""
+
+    def __init__(self, pixels):
+        self.pixels = pixels
+
+
+def test_objects_of_examples_are_known_by_what_they_hold():
+    # All at once, for each to have an address of its own.
+    pixels = ([1, 2, 3], [1, 2, 3], [1, 2, 4])
+    sources = [[{"x": [1, 2], "image": Image(own)}] for own in pixels]
+    one, same, other = map(contents, sources)
+    assert one == same != other
+    # Not every object can be pickled.
+    readers = [[{"x": [1, 2], "image": lambda: None}] for _ in range(2)]
+    one, same = map(contents, readers)
+    assert one == same != other
+
+
+def test_contents_of_arrays_text_and_plain_objects_stay_what_they_were():
+    texts = np.array(["ab", "c"], object)
+    example = {
+        "x": np.arange(3, dtype="i4"),
+        "name": "é",
+        "texts": texts,
+        "of": {"a": [1, None]},
+    }
+    assert contents([example]) == "ded8d569b6e5549d8a5af50b49113d21"

@@ -1714,6 +1714,23 @@ def failing_epoch(error):
     return epoch
 
 
+@pytest.mark.parametrize("error", [StopIteration(), KeyError("k")], ids=repr)
+def test_the_example_of_a_stream_is_read_with_the_care_of_its_batches(error):
+    def fails(example):
+        raise error
+
+    dataset = grain.MapDataset.source([{"tokens": [1, 2]}]).map(fails)
+    plan = jb.BucketPlan.from_shapes([(1, 2)])
+    stream = jb.stream_batches(dataset.to_iter_dataset(), plan, pool_size=1)
+    with pytest.raises(
+        RuntimeError, match="^Example 0 of epoch 0 .*cannot be read"
+    ) as a:
+        _ = stream.example
+    with pytest.raises(RuntimeError) as b:
+        next(iter(stream))
+    assert str(a.value) == str(b.value)
+
+
 @pytest.mark.parametrize("error", [StopIteration(), OSError("no file")], ids=str)
 def test_an_epoch_that_cannot_be_opened_is_named(error):
     plan = jb.BucketPlan.from_shapes([(4, 3)])
@@ -1828,7 +1845,7 @@ def test_each_feature_of_a_stream_has_a_pad_value_of_its_own():
         jax.tree.map(np.testing.assert_array_equal, a, b)
     with pytest.raises(ValueError, match="pad value {'labels': nan, 'tokens': -7} -> "):
         batches({"tokens": -7}, state)
-    with pytest.raises(ValueError, match="`pad_value=-7` would fill 2 features"):
+    with pytest.raises(ValueError, match="^`pad_value=-7` would fill 2 features"):
         next(batches(-7)[1])
 
 

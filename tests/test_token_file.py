@@ -16,8 +16,12 @@ from jaxbucket import (
     TokenFile,
     batch_dataset,
     collate_rows,
+    concat_then_split,
+    concatenate,
     measure_lengths,
+    pack,
     plan_buckets,
+    split_source,
     token_index,
     write_token_file,
 )
@@ -62,6 +66,7 @@ def test_every_example_comes_back(path, examples):
     file = TokenFile(path)
     assert len(file) == len(examples)
     assert file.lengths.tolist() == [len(x["tokens"]) for x in examples]
+    assert not measure_lengths(file).flags.writeable
     for index, example in enumerate(examples):
         got = file[index]
         assert got.keys() == example.keys()
@@ -117,6 +122,44 @@ def test_a_schedule_has_the_same_batches_from_it(path, examples):
             assert_equal(ours[step], listed[step])
 
 
+@pytest.mark.parametrize("lengths", [[2, 5, 7, 4], [3, 3, 3, 3]])
+def test_what_is_padded_is_known_also_where_examples_are_read_one_by_one(
+    tmp_path, lengths
+):
+    examples = [
+        {"tokens": np.arange(n), "meta": np.full(3, index)}
+        for index, n in enumerate(lengths)
+    ]
+    file = write_token_file(tmp_path / "file", examples, sequences=["tokens"])
+    plan = plan_buckets(lengths, max_tokens=16)
+    schedule = BatchSchedule(plan, lengths, order="source")
+    want = batch_dataset(file, schedule)[0]
+    changed = batch_dataset(file, schedule, transform=lambda example, rng: example)
+    assert_equal(changed[0], want)
+
+    packing = pack(lengths, 16)
+    plan = plan_buckets(packing.row_lengths, max_tokens=32, boundaries=[16])
+    schedule = BatchSchedule(plan, lengths, packing=packing)
+    want = batch_dataset(file, schedule)[0]
+    for source in (
+        concatenate([file]),
+        split_source(file, 16),
+        split_source(examples, 16, lengths=lengths, sequences=["tokens"]),
+    ):
+        assert_equal(batch_dataset(source, schedule)[0], want)
+
+    for parts in (
+        concat_then_split(file, 4, lengths=lengths),
+        concat_then_split(examples, 4, lengths=lengths, sequences="tokens"),
+    ):
+        plan = plan_buckets(parts.packing.row_lengths, max_tokens=8, boundaries=[4])
+        schedule = BatchSchedule(plan, parts.lengths, packing=parts.packing)
+        batch = batch_dataset(parts, schedule)[0]
+        assert batch.features["tokens"].shape == (2, 4)
+        most = parts.packing.max_segments
+        assert batch.features["meta"].shape == (2, most, 3)
+
+
 def test_what_it_was_measured_by_must_be_it(path):
     file = TokenFile(path)
     lengths = file.lengths.copy()
@@ -130,10 +173,40 @@ def test_what_it_was_measured_by_must_be_it(path):
             measure_lengths(file, sequences=sequences)
 
 
+def test_one_sequence_is_named_alone_and_none_twice(tmp_path):
+    examples = tokens(3, 2, 4)
+    file = write_token_file(tmp_path / "file", examples, sequences="tokens")
+    assert file.sequences == ("tokens",)
+    assert measure_lengths(file, sequences="tokens").tolist() == [3, 2, 4]
+    assert len(split_source(file, 2, sequences="tokens")) == 5
+    schedule = BatchSchedule(plan_buckets(file.lengths, max_tokens=12), file.lengths)
+    assert len(batch_dataset(file, schedule, sequences="tokens")) == 1
+    message = r"`sequences=\['tokens', 'tokens'\]` has a feature twice"
+    for source in (file, examples):
+        with pytest.raises(ValueError, match=message):
+            measure_lengths(source, sequences=["tokens"] * 2, progress=False)
+    with pytest.raises(ValueError, match=message):
+        write_token_file(tmp_path / "twice", examples, sequences=["tokens"] * 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_another_process_maps_it_anew(path, examples):
     text = pickle.dumps(TokenFile(path))
     assert len(text) < 500
     assert_equal(pickle.loads(text)[3]["tokens"], examples[3]["tokens"])
+
+
+def test_another_process_does_not_map_another_file(path, examples, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    text = pickle.dumps(TokenFile(path.name))
+    monkeypatch.chdir("/")
+    assert_equal(pickle.loads(text)[3]["tokens"], examples[3]["tokens"])
+    shutil.rmtree(path)
+    with pytest.raises(ValueError, match="is not a token file"):
+        pickle.loads(text)
+    write_token_file(path, examples[::-1], sequences=SEQUENCES)
+    with pytest.raises(ValueError, match="was changed since it was opened"):
+        pickle.loads(text)
 
 
 def test_its_fingerprint_is_of_all_it_holds(tmp_path, examples):
@@ -218,11 +291,38 @@ def test_a_foreign_folder_is_refused(path, index, message):
         ([0, 1, 2], r"`rows` has 3 entries, but bucket \[2, 40\] has 2 rows. Give"),
         ([0, 60], "`rows` has 0 to 60: they must be from 0 to 59, or -1"),
         ([0, -2], "`rows` has -2 to 0: they must be from 0 to 59, or -1"),
+        ([0.0, 1.0], "`rows` has dtype float64: give integers"),
+        ([True, False], "`rows` has dtype bool: give integers"),
+        (["0", "1"], "`rows` has dtype <U1: give integers"),
+        (7, r"`rows` has 0 dimensions: give \[B\]"),
     ],
 )
-def test_rows_that_are_not_there_are_refused(path, rows, message):
+@pytest.mark.parametrize("kind", ["file", "chunks", "concatenation"])
+def test_rows_that_are_not_there_are_refused(path, kind, rows, message):
+    source = {
+        "file": TokenFile,
+        "chunks": lambda path: split_source(TokenFile(path), 40),
+        "concatenation": lambda path: concatenate([TokenFile(path)]),
+    }[kind](path)
     with pytest.raises(ValueError, match=message):
-        TokenFile(path).collate(rows, Bucket(2, 40))
+        source.collate(rows, Bucket(2, 40))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint16, np.uint64])
+def test_rows_may_have_any_dtype_of_integers(tmp_path, dtype):
+    last = min(int(np.iinfo(dtype).max), 65_535)
+    # Beyond it there are more, as the largest row of the dtype is not the last.
+    examples = [{"tokens": np.full(3, index)} for index in range(last + 5)]
+    file = write_token_file(tmp_path / "file", examples)
+    for source in (file, split_source(file, 2), concatenate([file, file])):
+        rows = np.array([last, 0, last - 1])
+        assert_equal(
+            source.collate(rows.astype(dtype), Bucket(3, 3)),
+            source.collate(rows, Bucket(3, 3)),
+        )
+    begins, lengths = (np.array([x], dtype) for x in (2, last if last < 256 else 255))
+    with pytest.raises(ValueError, match="are no part of example"):
+        file.collate_spans(np.array([0], dtype), begins, lengths, Bucket(1, 300))
 
 
 def test_an_example_beyond_the_bucket_is_refused(path):

@@ -5,6 +5,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import threading
 
 import grain
 import jax
@@ -101,6 +102,53 @@ def test_an_example_has_philox_words_of_its_own():
     assert 0 <= largest.random() < 1
     golden = example_rng(7, 0, 3, 12).bit_generator.random_raw(2).tolist()
     assert golden == [14464789325577297237, 12305318547082009378]
+
+
+def test_what_an_example_spawns_is_seeded_by_its_words():
+    def spawned(*numbers):
+        rng = example_rng(*numbers)
+        by_sequence = np.random.default_rng(rng.bit_generator.seed_seq)
+        return [x.integers(2**62) for x in (rng, *rng.spawn(2), by_sequence)]
+
+    assert spawned(7, 0, 3, 12) == spawned(7, 0, 3, 12)
+    drawn = [x for n in np.ndindex(2, 2, 2, 2, 2) for x in spawned(*n)]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_micro_batches_have_numbers_of_their_own_where_examples_come_again():
+    lengths = np.array([3, 2, 4] * 10)
+    plan = jb.plan_buckets(lengths, max_tokens=16, num_buckets=2)
+    order = jb.Curriculum(lengths.astype(float), replacement=True)
+    schedule = jb.BatchSchedule(plan, lengths, order=order, accumulate=3)
+    for epoch in range(2):
+        steps = range(epoch * len(schedule), (epoch + 1) * len(schedule))
+        numbers = [x.number for step in steps for x in schedule.draws(step)]
+        assert numbers == list(range(3 * len(schedule)))
+
+
+def test_workers_of_a_stream_draw_apart():
+    source = make_source(np.full(8, 3))
+    plan = jb.BucketPlan.from_shapes([(4, 3)])
+    drawn = {}
+    for worker in range(2):
+        # As Grain does where workers have the iterators.
+        dataset = jb.stream_batches(
+            lambda epoch, seed: grain.MapDataset.source(source).to_iter_dataset(),
+            plan,
+            pool_size=4,
+            seed=5,
+            transform=noisy,
+        )
+        dataset.set_slice(slice(worker, None, 2))
+        for batch in dataset:
+            both = (batch.features["index"], batch.features["drawn"])
+            drawn |= dict(zip(*(x.tolist() for x in both), strict=True))
+    want = {}
+    for index in range(8):
+        number, worker = divmod(index, 2)
+        rng = example_rng(5, 0, 0, number, worker)
+        want[index] = noisy(source[index] | {"tokens": np.arange(3)}, rng)["drawn"]
+    assert drawn == want
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -291,6 +339,45 @@ def test_features_are_those_of_the_transform_also_of_empty_rows():
     }
 
 
+@pytest.mark.parametrize("read", ["by index", "as a stream"])
+def test_a_transform_gets_bytes_whole_and_objects_of_its_own(read):
+    pcm = np.array([5, 7, 0, 0], np.int16).tobytes()
+    source = [
+        {
+            "tokens": np.ones(n, np.int32),
+            "pcm": pcm,
+            "parts": [pcm, b""],
+            "meta": {"a": [n]},
+        }
+        for n in (2, 3)
+    ]
+    seen = []
+
+    def decode(example, rng):
+        example["meta"].item()["a"].append(rng)
+        seen.append((example["pcm"].item(), example["parts"].tolist()))
+        return {"tokens": example["tokens"]}
+
+    plan = jb.plan_buckets([3], max_tokens=6)
+    if read == "by index":
+        jb.batch_dataset(source, jb.BatchSchedule(plan, [2, 3]), transform=decode)[0]
+    else:
+        stream = grain.MapDataset.source(source).to_iter_dataset()
+        list(jb.stream_batches(stream, plan, pool_size=2, transform=decode))
+    assert len(seen) >= 2
+    assert all(x == (pcm, [pcm, b""]) for x in seen)
+    assert [example["meta"] for example in source] == [{"a": [2]}, {"a": [3]}]
+
+
+def test_objects_that_cannot_be_copied_are_named():
+    source = [{"tokens": np.ones(2, np.int32), "lock": threading.Lock()}]
+    plan = jb.plan_buckets([2], max_tokens=2)
+    dataset = jb.batch_dataset(source, jb.BatchSchedule(plan, [2]), transform=noisy)
+    message = r"`source\[0\]`.*'lock' holds an object that cannot be copied: TypeError"
+    with pytest.raises(ValueError, match=message):
+        dataset[0]
+
+
 def raises(error):
     def transform(example, rng):
         raise error
@@ -338,6 +425,11 @@ def test_a_transform_that_fails_is_named_with_its_example(transform, message):
     ) as info:
         list(jb.stream_batches(stream, plan, pool_size=2, transform=transform))
     assert "`transform`" in str(info.value) or "sequence" in str(info.value)
+    if "raised" in message or "returned" in message:
+        batches = jb.stream_batches(stream, plan, pool_size=2, transform=transform)
+        with pytest.raises(ValueError) as of_example:
+            _ = batches.example
+        assert str(of_example.value) == str(info.value)
 
 
 def test_features_that_come_and_go_are_refused():

@@ -22,21 +22,26 @@ def check_outputs(
       inputs: files that are read.
       outputs: files that are written, by the option that names each, if any does.
     """
-    taken = {path.resolve() for path in inputs}
+    taken = {_resolved(path) for path in inputs}
     for name, path in outputs.items():
         if path is None:
             continue
-        if path.resolve() in taken:
+        if _resolved(path) in taken:
             raise ValueError(
                 f"`{name} {path}` would overwrite what this command reads or writes. "
                 "Name another file."
             )
-        taken.add(path.resolve())
+        taken.add(_resolved(path))
         _check_writable(name, path)
 
 
+def _resolved(path: pathlib.Path) -> pathlib.Path:
+    # `Path.resolve` raises a RuntimeError where a link leads to itself.
+    return pathlib.Path(os.path.realpath(path))
+
+
 def _check_writable(name: str, path: pathlib.Path) -> None:
-    folder = path.resolve().parent
+    folder = _resolved(path).parent
     if not folder.is_dir():
         raise ValueError(
             f"`{name} {path}`: there is no folder {path.parent}. Make it, or name "
@@ -55,7 +60,7 @@ def written_whole(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
     Raises:
       ValueError: if it cannot be written.
     """
-    path = path.resolve()
+    path = _resolved(path)
     # A pipe or a device is no file that another could take the place of.
     whole = path.exists() and not path.is_file()
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")

@@ -138,10 +138,16 @@ def _loaded(path: pathlib.Path, column: str | None) -> np.ndarray:
 
 def _no_numpy(path: pathlib.Path, error: Exception) -> ValueError:
     said = " ".join(str(error).split())
-    if "allow_pickle" in said:
+    other = None
+    if "Object arrays" in said:
+        other = "Python objects"
+    elif "Header info" in said:
+        # As long as those of lengths never are.
+        other = "records of many fields"
+    if other is not None:
         return ValueError(
-            f"`{path}` holds Python objects, and not numbers. Save the lengths as "
-            "integers: `numpy.save(path, numpy.array(lengths, numpy.int32))`."
+            f"`{path}` holds {other}, and not numbers. Save the lengths as integers: "
+            "`numpy.save(path, numpy.array(lengths, numpy.int32))`."
         )
     return ValueError(f"`{path}` is no whole numpy file: {said}. Write it again.")
 

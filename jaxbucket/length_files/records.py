@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.length_files.text import Tell, chosen_column, empty
+from jaxbucket.length_files.text import Tell, check_columns, chosen_column, empty
 from jaxbucket.length_files.values import Measure, Unit, checked_length, measured
 
 # Rows of Parquet, or bytes of ArrayRecord, that are in memory together.
@@ -28,6 +28,7 @@ def read_parquet(
     """
     file = _opened(path)
     names = file.schema_arrow.names
+    check_columns(path, names)
     if column is not None or measure.length_fn is None:
         column = chosen_column(path, names, column)
     first = 0

@@ -98,6 +98,13 @@ def chosen_column(path: pathlib.Path, columns: list[str], column: str | None) ->
     return column
 
 
+def check_columns(path: pathlib.Path, columns: list[str]) -> None:
+    """Raises a ValueError if several columns have one name."""
+    twice = sorted({name for name in columns if columns.count(name) > 1})
+    if twice:
+        raise ValueError(f"`{path}` has several columns {twice}. Rename all but one.")
+
+
 def unpacked_suffix(path: pathlib.Path) -> str:
     """Returns the suffix that says what is in a file: `.csv` of `data.CSV.gz`."""
     suffix = path.suffix.lower()
@@ -185,9 +192,7 @@ def _csv_rows(path: pathlib.Path, tell: Tell) -> Iterator[tuple[int, list[str]]]
 
 
 def _check_header(path: pathlib.Path, header: list[str]) -> None:
-    twice = sorted({name for name in header if header.count(name) > 1})
-    if twice:
-        raise ValueError(f"`{path}` has several columns {twice}. Rename all but one.")
+    check_columns(path, header)
     if all(name.strip().isdecimal() for name in header):
         raise ValueError(
             f"`{path}` begins with {header}, and not with names of columns. Put them "

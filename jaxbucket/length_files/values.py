@@ -155,7 +155,7 @@ def _of_text(value: str, unit: Unit | None) -> int:
 def _by_function(length_fn: Callable[[Any], int], value: Any) -> int:
     try:
         length = length_fn(value)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"`--length-fn` raises {type(error).__name__}: {error}. Mend it."
         ) from error
