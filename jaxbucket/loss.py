@@ -10,7 +10,10 @@ sum of these weights, and `loss_sum` that of the losses times them.
 
 `keys` are `[B]` random keys, one for each row, or None in evaluation. They depend on
 the seed, the step, the micro-batch and the row's place in it alone: use them row by row
-(`jax.vmap`), and dropout is the same on every mesh and after every resume.
+(`jax.vmap`), and dropout is the same on every mesh and after every resume. They are of
+"threefry2x32", whatever jax's default, because what "rbg" draws for a row depends on
+the rows beside it. Where its speed counts more, make such keys of them:
+`jax.random.wrap_key_data(jnp.tile(jax.random.key_data(keys), 2), impl="rbg")`.
 
 A loss is given all rows or those of one device, as `mode` is. One that looks at other
 rows, such as in-batch negatives, gets them by `gather_rows`, and the places of its own
@@ -124,7 +127,8 @@ def row_keys(
     """
     # jax takes 32 bits of a seed, or all of them, as it is configured: take them here.
     low, high = seed & 0xFFFFFFFF, seed >> 32
-    key = jax.random.key(np.uint32(low))
+    # And not the default: "rbg" gives a row other bits where others are beside it.
+    key = jax.random.key(np.uint32(low), impl="threefry2x32")
     for number in (np.uint32(high), step, micro_batch):
         key = jax.random.fold_in(key, number)
     rows = first_row + jnp.arange(num_rows, dtype=jnp.int32)
@@ -228,4 +232,6 @@ def mean_metrics(sums: Metrics) -> Metrics:
     loss = jnp.where(jnp.isfinite(weight), loss, jnp.nan)
     positions = sums["num_positions"].astype(jnp.float32)
     padding = 1 - sums["num_tokens"].astype(jnp.float32) / positions
-    return {"loss": jnp.where(weight == 0, 0, loss), **sums, "padding": padding}
+    # Nothing has a mean of zero; what is not a number has none.
+    empty = (weight == 0) & ~jnp.isnan(loss)
+    return {"loss": jnp.where(empty, 0, loss), **sums, "padding": padding}

@@ -106,19 +106,21 @@ def token_weights(
       per: "token" for the mean over all tokens; "sequence" for the mean over sequences
         of the mean over the tokens of each.
       sequence: whose tokens they are, where several have lengths of their own.
-      where: `[B, T]` bool, the tokens that count, such as those that are predicted; by
-        default all that are real. A sequence without any counts for nothing.
+      where: `[B, T]` bool, the tokens that count, or numbers, which are 0 for others,
+        such as `next_tokens(batch).weights`; by default all that are real. A sequence
+        without any counts for nothing.
 
     Returns:
       `[B, T]` float32.
 
     Raises:
       ValueError: if several sequences have lengths of their own and none of them is
-        named, or for an unknown `per`.
+        named, for an unknown `per`, or if `batch` is none.
     """
     check_choice("per", per, get_args(Per))
+    _check_is_batch(batch)
     ids = _segment_ids(batch, sequence)
-    mask = ids > 0 if where is None else (ids > 0) & where
+    mask = ids > 0 if where is None else (ids > 0) & (where != 0)
     if per == "token":
         return mask.astype(jnp.float32)
 
@@ -187,8 +189,9 @@ def next_tokens(
 
     Raises:
       ValueError: if a feature is missing or not `[B, T]`, the tokens are not integers,
-        or `name` or `sequence` is missing where there are several.
+        or `name` or `sequence` is missing where there are several; if `batch` is none.
     """
+    _check_is_batch(batch)
     if name is None:
         name = _token_feature(batch)
     if sequence is None and name in batch.segment_ids:
@@ -222,6 +225,14 @@ def next_tokens(
         weights = _where(is_target, counts, np.float32(0))
     targets = _where(weights != 0, targets, tokens.dtype.type(0))
     return NextTokens(inputs, targets, weights)
+
+
+def _check_is_batch(batch: Any) -> None:
+    if not isinstance(batch, Batch):
+        raise ValueError(
+            f"`batch` is a {type(batch).__name__}: give a `jaxbucket.Batch`, as "
+            "`collate_rows` makes one of examples. Segment ids say where they end."
+        )
 
 
 def _segment_ids(batch: Batch, sequence: str | None) -> Any:

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxbucket.base import Batch
 from jaxbucket.compile import compiling_as, note_arguments
+from jaxbucket.rows import in_single
 
 _DEVICES = "devices"
 
@@ -199,11 +200,11 @@ class Rows:
     def gather(self, tree: Any) -> Any:
         """The rows of all devices `[B, ...]`, every row once, in order."""
         # Within a replica, so that its gradients stay there: `add_up` takes one.
-        return jax.tree.map(
-            lambda x: jax.lax.all_gather(
-                x, _DEVICES, axis_index_groups=self.replicas, tiled=True
-            ),
-            tree,
+        return jax.tree.map(in_single(self._gather), tree)
+
+    def _gather(self, x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(
+            x, _DEVICES, axis_index_groups=self.replicas, tiled=True
         )
 
 

@@ -7,6 +7,7 @@ one device. `gather_rows` and `row_numbers` mean the same in all of them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -67,9 +68,25 @@ class MappedRows:
         return jax.lax.psum(sums, self.axes)
 
     def gather(self, tree: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.lax.all_gather(x, self.axes, tiled=True), tree
-        )
+        return jax.tree.map(in_single(self._gather), tree)
+
+    def _gather(self, x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, self.axes, tiled=True)
+
+
+def in_single(collective: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    """Returns the collective such that half precision goes through it in float32.
+
+    Its transpose adds up over devices, in which half precision loses bits; and XLA on
+    CPUs aborts where it adds up bfloat16 on a mesh with an axis for the model.
+    """
+
+    def wide(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
+            return collective(x.astype(jnp.float32)).astype(x.dtype)
+        return collective(x)
+
+    return wide
 
 
 # The rows that the loss being traced is given. A context of jax and not of Python: a
@@ -138,8 +155,9 @@ def row_numbers(batch: Batch) -> jax.Array:
 def rows() -> Rows:
     """Those that the loss being traced is given; all, where no step says otherwise."""
     at_hand = rows_at_hand.value
-    if at_hand is not None:
+    if not (at_hand is None or isinstance(at_hand, WholeBatch)):
         return at_hand
+    # What cuts them is the user's own, in a step of ours, too.
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
         raise ValueError(

@@ -98,6 +98,17 @@ _REMEDIES = {
         "Padding counts: multiply what is summed by `batch.mask`, and let no position "
         "attend to where `batch.segment_ids` is 0, nor to rows that are empty."
     ),
+    "with as many columns again, all of padding": (
+        "T counts: take no mean over an axis of T, nor T for a weight, but sums and "
+        "counts of `batch.mask`. A model with a table of T places needs a batch that "
+        "is at most half as long."
+    ),
+    "with every packed example in a row of its own": (
+        "Examples that share a row see each other: take targets from "
+        "`jaxbucket.next_tokens`, places from `batch.positions`, a mean over each "
+        'example from `token_weights(batch, "sequence")`, and attention within '
+        "`batch.segment_ids`, as `segment_attention` has it."
+    ),
 }
 
 
@@ -112,10 +123,13 @@ def check_loss(
 ) -> None:
     """Checks that a loss is a sum over rows, however they are spread over devices.
 
-    Loss, weight, all further sums and the gradients of a batch must be the same with
-    its rows in another order, in two halves as on two devices, beside a device that
-    has only empty rows, and with other values where it is padding. The halves are
-    mapped over one device, with an axis for `gather_rows`.
+    Loss, weight, all further sums and the gradients of a batch must be finite, and the
+    same with its rows in another order, in two halves as on two devices, beside a
+    device that has only empty rows, with other values where it is padding, with as many
+    columns again, all of padding, and with every packed example in a row of its own.
+    The halves are mapped over one device, with an axis for `gather_rows`. The last two
+    are compared with keys None, because what is drawn for a row depends on its T, and
+    left out for a loss that fails without keys.
 
     Example:
       >>> import jax.numpy as jnp
@@ -131,16 +145,17 @@ def check_loss(
       loss_fn: the loss, see the top of `jaxbucket.loss`.
       model: an NNX module, or parameters.
       batch: a real one of at least two rows that hold examples, padded or packed, of
-        numpy or jax.
+        numpy or jax. A small one will do.
       seed: what the keys of the rows are derived from, as in `data_parallel`; None to
         call the loss with keys None, as evaluation does.
       sequences: the features that are padded, by default all of shape `[B, T, ...]`.
         Name them where others may have that shape by chance.
-      tolerance: by how much results may differ, relative to themselves. Models that
-        compute in half precision need 1e-2.
+      tolerance: by how much results may differ, relative to what the halves of the
+        batch have, which may cancel. Models that compute in half precision need 1e-2.
 
     Raises:
-      AssertionError: if results differ, with what differs and how to mend it.
+      AssertionError: if results differ, with what differs and how to mend it; if they
+        are not finite.
       ValueError: if the batch has fewer than two rows with examples, or the loss
         breaks the contract.
     """
@@ -174,13 +189,15 @@ def check_loss(
     def in_halves(state: Any, batch: Batch, keys: Any) -> Any:
         def of_half(batch: Batch, keys: Any) -> Any:
             with rows_at_hand(halves):
-                return halves.add_up(gradients(state, batch, keys))
+                return gradients(state, batch, keys)
 
         cut, keys = jax.tree.map(
             lambda x: x.reshape(2, -1, *x.shape[1:]), (batch, keys)
         )
-        mapped = jax.vmap(of_half, axis_name=halves.axes[0], out_axes=None)
-        return mapped(cut, keys)
+        return jax.vmap(of_half, axis_name=halves.axes[0])(cut, keys)
+
+    def added(of_halves: Any) -> Any:
+        return jax.tree.map(lambda x: x[0] + x[1], of_halves)
 
     def keys_of(rows: np.ndarray) -> Any:
         return None if seed is None else row_keys(seed, 0, 0, 2 * num_rows)[rows]
@@ -192,57 +209,103 @@ def check_loss(
     all_rows = np.arange(2 * num_rows)
     beside_empty = _with_empty_rows(batch, num_rows)
     expected = whole(state, batch, keys_of(rows))
-    variants = (
-        whole(state, _take_rows(batch, order), keys_of(order)),
-        in_halves(state, batch, keys_of(rows)),
-        in_halves(state, beside_empty, keys_of(all_rows)),
-        in_halves(
-            state, _with_other_padding(beside_empty, sequences), keys_of(all_rows)
-        ),
-    )
-    for (how, remedy), results in zip(_REMEDIES.items(), variants, strict=True):
+    _check_finite(expected)
+    of_halves = in_halves(state, batch, keys_of(rows))
+    scale = jax.tree.map(_scale, of_halves)
+
+    def check(how: str, results: Any, expected: Any = expected) -> None:
         differences = [
-            *_differing_sums(results[1], expected[1], tolerance),
-            *_differing_gradients(results[0], expected[0], tolerance),
+            *_differing_sums(results[1], expected[1], scale[1], tolerance),
+            *_differing_gradients(results[0], expected[0], scale[0], tolerance),
         ]
         if differences:
             raise AssertionError(
                 f"`loss_fn` gives something else for the batch {how}: "
-                f"{_listed(differences)}. {remedy}"
+                f"{_listed(differences)}. {_REMEDIES[how]}"
             )
 
+    shuffled = _take_rows(batch, order)
+    check("with its rows in another order", whole(state, shuffled, keys_of(order)))
+    check("in two halves, as on two devices", added(of_halves))
+    of_halves = in_halves(state, beside_empty, keys_of(all_rows))
+    check("beside a device that has only empty rows", added(of_halves))
+    refilled = _with_other_padding(beside_empty, sequences)
+    of_halves = in_halves(state, refilled, keys_of(all_rows))
+    check("with other values in its padding", added(of_halves))
+    if seed is not None:
+        try:
+            expected = whole(state, batch, None)
+        except Exception:
+            return
+    longer = _with_more_columns(batch, sequences)
+    how = "with as many columns again, all of padding"
+    check(how, whole(state, longer, None), expected)
+    if _is_packed(batch):
+        alone = _without_neighbours(batch, sequences)
+        how = "with every packed example in a row of its own"
+        check(how, whole(state, alone, None), expected)
 
-def _differing_sums(results: Any, expected: Any, tolerance: float) -> Iterator[str]:
+
+def _check_finite(results: Any) -> None:
+    import jax
+
+    gradients, sums = results
+    infinite = [f"{name!r} is {x}" for name, x in sums.items() if not np.isfinite(x)]
+    infinite += [
+        f"the gradient of {jax.tree_util.keystr(path)}"
+        for path, x in jax.tree.leaves_with_path(gradients)
+        if not np.isfinite(x).all()
+    ]
+    if infinite:
+        raise AssertionError(
+            f"`loss_fn` is not finite for the batch as it is: {_listed(infinite)}. "
+            "Look for a division by 0, or a logarithm of it, where a row is padding, "
+            "and choose by `jnp.where` what goes in as well as what comes out."
+        )
+
+
+def _scale(of_halves: Any) -> float:
+    """What rounding is relative to, also where the halves cancel."""
+    halves = np.asarray(of_halves, np.float64).reshape(2, -1)
+    scale = np.linalg.norm(halves, axis=1).sum()
+    return float(scale) if np.isfinite(scale) else 0.0
+
+
+def _differing_sums(
+    results: Any, expected: Any, scale: Any, tolerance: float
+) -> Iterator[str]:
     for name, x in expected.items():
         if name in ("num_rows", "num_positions"):
             continue
         want, got = np.asarray(x), np.asarray(results[name])
         # Sums of integers wrap around, and are exact all the same.
         exact = want.dtype.kind in "iu"
-        if got != want if exact else not _close(got, want, tolerance):
+        if got != want if exact else not _close(got, want, tolerance, scale[name]):
             yield f"{name!r} is {got:.7g}, not {want:.7g}"
 
 
 def _differing_gradients(
-    results: Any, expected: Any, tolerance: float
+    results: Any, expected: Any, scale: Any, tolerance: float
 ) -> Iterator[str]:
     import jax
 
-    leaves = [
-        (jax.tree_util.keystr(path), np.asarray(want, np.float64))
-        for path, want in jax.tree.leaves_with_path(expected)
-    ]
+    scales = jax.tree.leaves(scale)
     # One that is 0 but for rounding is that only beside the others.
-    floor = 1e-2 * max((np.linalg.norm(want) for _, want in leaves), default=0.0)
-    for (name, want), got in zip(leaves, jax.tree.leaves(results), strict=True):
-        if not _close(np.asarray(got, np.float64), want, tolerance, floor):
+    floor = 1e-2 * max(scales, default=0.0)
+    for (path, x), y, of_halves in zip(
+        jax.tree.leaves_with_path(expected),
+        jax.tree.leaves(results),
+        scales,
+        strict=True,
+    ):
+        want, got = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        if not _close(got, want, tolerance, max(floor, of_halves)):
             apart = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
-            yield f"the gradient of {name} is off by {apart:.1%}"
+            off = f"off by {apart:.1%}" if np.isfinite(apart) else "not finite"
+            yield f"the gradient of {jax.tree_util.keystr(path)} is {off}"
 
 
-def _close(
-    got: np.ndarray, want: np.ndarray, tolerance: float, floor: float = 0.0
-) -> bool:
+def _close(got: np.ndarray, want: np.ndarray, tolerance: float, floor: float) -> bool:
     """Whether they are, and are finite."""
     return bool(
         np.linalg.norm(got - want) <= tolerance * max(np.linalg.norm(want), floor)
@@ -277,23 +340,90 @@ def _with_other_padding(batch: Batch, sequences: Collection[str] | None) -> Batc
     """Real values of other places wherever none is real."""
     features = {}
     for name, x in batch.features.items():
-        padded = sequences is None or name in sequences
-        features[name] = _refilled(x, _real_places(batch, name, x, padded))
+        features[name] = _refilled(x, _real_places(batch, name, sequences))
     return batch._replace(features=features)
 
 
-def _real_places(batch: Batch, name: str, x: np.ndarray, padded: bool) -> np.ndarray:
+def _with_more_columns(batch: Batch, sequences: Collection[str] | None) -> Batch:
+    """As many again, of zeros."""
+
+    def longer(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([x, np.zeros_like(x)], axis=1)
+
+    features = {
+        name: longer(x) if _sequence_of(batch, name, sequences) else x
+        for name, x in batch.features.items()
+    }
+    segment_ids = {name: longer(x) for name, x in batch.segment_ids.items()}
+    positions = {name: longer(x) for name, x in batch.positions.items()}
+    return Batch(features, segment_ids, positions)
+
+
+def _without_neighbours(batch: Batch, sequences: Collection[str] | None) -> Batch:
+    """Every example in a row of its own, in the first place."""
+    counts = next(iter(batch.segment_ids.values())).max(axis=1)
+    rows, segments = np.nonzero(np.arange(counts.max()) < counts[:, None])
+    columns, real = {}, {}
+    for name, ids in batch.segment_ids.items():
+        is_own = ids[rows] == segments[:, None] + 1
+        columns[name] = np.argsort(~is_own, axis=1, kind="stable")
+        real[name] = np.take_along_axis(is_own, columns[name], axis=1)
+
+    def alone(x: np.ndarray, sequence: str) -> np.ndarray:
+        moved = x[rows[:, None], columns[sequence]]
+        moved[~real[sequence]] = 0
+        return moved
+
+    def of_example(x: np.ndarray) -> np.ndarray:
+        if not _is_stacked(batch, x):
+            return x[rows]
+        first = np.zeros_like(x[rows])
+        first[:, 0] = x[rows, segments]
+        return first
+
+    features = {}
+    for name, x in batch.features.items():
+        sequence = _sequence_of(batch, name, sequences)
+        features[name] = alone(x, sequence) if sequence else of_example(x)
+    segment_ids = {name: x.astype(np.int32) for name, x in real.items()}
+    positions = {name: alone(x, name) for name, x in batch.positions.items()}
+    return Batch(features, segment_ids, positions)
+
+
+def _real_places(
+    batch: Batch, name: str, sequences: Collection[str] | None
+) -> np.ndarray:
     """`[B]`, or `[B, T]` of sequences, or `[B, S]` of packed examples: where one is."""
-    ids = batch.segment_ids.get(name)
-    if ids is None and padded:
-        same = (i for i in batch.segment_ids.values() if i.shape == x.shape[:2])
-        ids = next(same, None)
-    if ids is not None:
-        return ids > 0
+    sequence = _sequence_of(batch, name, sequences)
+    if sequence is not None:
+        return batch.segment_ids[sequence] > 0
     segments = next(iter(batch.segment_ids.values())).max(axis=1)
-    if segments.max() > 1 and x.ndim > 1:
+    x = batch.features[name]
+    if _is_stacked(batch, x):
         return np.arange(x.shape[1]) < segments[:, None]
     return segments > 0
+
+
+def _sequence_of(
+    batch: Batch, name: str, sequences: Collection[str] | None
+) -> str | None:
+    """The entry in `segment_ids` of a feature `[B, T, ...]`; None of others."""
+    if name in batch.segment_ids:
+        return name
+    if sequences is not None and name not in sequences:
+        return None
+    shape = batch.features[name].shape[:2]
+    same = (key for key, ids in batch.segment_ids.items() if ids.shape == shape)
+    return next(same, None)
+
+
+def _is_stacked(batch: Batch, x: np.ndarray) -> bool:
+    """Whether what is no sequence is `[B, S, ...]`, of packed examples."""
+    return x.ndim > 1 and _is_packed(batch)
+
+
+def _is_packed(batch: Batch) -> bool:
+    return bool(next(iter(batch.segment_ids.values())).max() > 1)
 
 
 def _refilled(x: np.ndarray, real: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from jaxbucket.checks import check_seed
 from jaxbucket.compile import noting_arguments
 from jaxbucket.loss import LossFn, Metrics, Mode, checked_loss, mean_metrics, over_batch
 from jaxbucket.optim import in_force, skip_where
+from jaxbucket.optim.precision import computes_in, single_at_least
 from jaxbucket.pmap import PmapStep
 from jaxbucket.rows import rows
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
@@ -173,7 +174,8 @@ def check_state_sharding(mode: Mode, state_sharding: Any) -> None:
 def gradient_sums(loss_fn: LossFn) -> Callable[..., tuple[Any, Metrics]]:
     """Returns `(state, batch, keys) -> (gradients of the loss sum, sums)`.
 
-    float16 gradients come in float32, which holds the sum of many.
+    Gradients in half precision come in float32, which holds the sum of many, and in
+    which devices can add them up.
     """
 
     def sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
@@ -185,10 +187,23 @@ def gradient_sums(loss_fn: LossFn) -> Callable[..., tuple[Any, Metrics]]:
         loss_sum, pull_back, sums = jax.vjp(loss, state.params, has_aux=True)
         # Of all devices, because a gradient may come from another one's loss.
         weight = rows().add_up(sums["weight"])
-        exponent = _cotangent_exponent(weight, loss_sum.dtype)
-        (grads,) = pull_back(_power_of_two(exponent).astype(loss_sum.dtype))
-        undo = _power_of_two(-exponent)
-        return jax.tree.map(functools.partial(_times, undo), grads), sums
+
+        def gradients(least: int, most: int) -> Any:
+            exponent = _cotangent_exponent(weight, loss_sum.dtype, least, most)
+            (grads,) = pull_back(_power_of_two(exponent).astype(loss_sum.dtype))
+            undo = _power_of_two(-exponent)
+            return jax.tree.map(functools.partial(_times, undo), grads)
+
+        grads = gradients(*_MEAN_EXPONENTS)
+        if computes_in(jnp.float16, pull_back, loss_sum):
+            overflows = (~_all_finite(grads, (), ())).astype(jnp.int32)
+            grads = jax.lax.cond(
+                # The same on all devices, which may gather rows of each other.
+                rows().add_up(overflows) > 0,
+                functools.partial(gradients, -1, -1),
+                lambda: grads,
+            )
+        return grads, sums
 
     return sums
 
@@ -204,28 +219,32 @@ def _check_differentiable(params: Any) -> None:
             )
 
 
-# What is differentiated is at most this many times (2**7) the mean. float16 ends at
-# 65,504 and loses bits below 2**-14: gradients of a sum over a batch are beyond the
-# one, a token's share of the mean (1 / weight) below the other. So gradients of the
-# mean may be up to 2**9, and a token's share keeps all its bits down to 2**-21.
-_MEAN_EXPONENT = 7
+# What is differentiated is the sum if it is from 2**0 to 2**7 times the mean, and else
+# that many times the mean, up to a factor of two. float16 ends at 65,504 and loses bits
+# below 2**-14: gradients of a sum over a batch are beyond the one, a token's share of
+# the mean (1 / weight) below the other. So a token's share keeps all its bits down to
+# 2**-21. Means beyond 2**8 overflow; they are differentiated again, as less than the
+# mean itself.
+_MEAN_EXPONENTS = (0, 7)
 
 
-def _cotangent_exponent(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _cotangent_exponent(
+    weight: jax.Array, dtype: jnp.dtype, least: int, most: int
+) -> jax.Array:
     """The power of two by which `loss_sum` of this dtype is differentiated.
 
     A cotangent of 1 gives the gradient of the sum, 1 / weight that of the mean: this is
-    the sum's as far as it is not too many times the mean's. So nothing overflows that
-    overflows neither in the sum's nor in the mean's; and a power of two is exact.
+    the sum's where it is 2**least to 2**most times the mean's, up to a factor of two,
+    and else what is nearest. A power of two is exact.
     """
     # From the bits of float32: there and back through logarithms may be inexact.
     bits = jax.lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.int32)
     floor_log2 = ((bits >> 23) & 0xFF) - 127
-    exponent = jnp.clip(floor_log2, 0, _MEAN_EXPONENT) - floor_log2
+    exponent = jnp.clip(floor_log2, least, most) - floor_log2
     usable = (weight > 0) & jnp.isfinite(weight)
     # No subnormals, which devices flush to zero, in either direction.
-    most = min(126, -jnp.finfo(dtype).minexp)
-    return jnp.clip(jnp.where(usable, exponent, 0), -most, most)
+    normal = min(126, -jnp.finfo(dtype).minexp)
+    return jnp.clip(jnp.where(usable, exponent, 0), -normal, normal)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
@@ -234,9 +253,8 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def _times(factor: jax.Array, grad: jax.Array) -> jax.Array:
-    """The product, in a dtype with the range of float32 at least."""
-    if jnp.finfo(grad.dtype).maxexp < jnp.finfo(jnp.float32).maxexp:
-        grad = grad.astype(jnp.float32)
+    """The product, in float32 at least."""
+    grad = single_at_least(grad)
     return grad * factor.astype(grad.dtype)
 
 

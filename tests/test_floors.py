@@ -226,8 +226,8 @@ ROOMS = {
         {"checks", "difficulty_index", "meeting", "sort"},
         {"numpy", "jax"},
     ),
-    "pmap": ({"base", "compile"}, {"numpy", "jax"}),
     "rows": ({"base"}, {"jax"}),
+    "pmap": ({"base", "compile", "rows"}, {"numpy", "jax"}),
     "loss": (
         {"checks", "base", "sharding", "pmap", "rows"},
         {"numpy", "jax", "flax"},

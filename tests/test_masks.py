@@ -135,9 +135,16 @@ def test_each_sequence_has_next_tokens_of_its_own():
 def test_a_mean_over_sequences_takes_its_tokens_from_them():
     rows = [[{"x": [7, 3, 9]}, {"x": [5]}, {"x": [2, 4]}]]
     batch = jb.collate_rows(rows, jb.Bucket(1, 7), max_segments=3)
-    where = jb.next_tokens(batch).weights > 0
-    weights = jb.token_weights(batch, "sequence", where=where)
-    assert weights.tolist() == [[0.5, 0.5, 0, 0, 1, 0, 0]]
+    found = jb.next_tokens(batch).weights
+    for where in (found > 0, found, jnp.asarray(found), found.astype(int)):
+        weights = jb.token_weights(batch, "sequence", where=where)
+        assert weights.tolist() == [[0.5, 0.5, 0, 0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("fn", [jb.next_tokens, jb.token_weights])
+def test_what_is_no_batch_is_told_what_to_give(fn):
+    with pytest.raises(ValueError, match="`batch` is a dict: give a `jaxbucket.Batch`"):
+        fn({"tokens": np.ones((1, 2), np.int32)})
 
 
 @pytest.mark.parametrize(

@@ -79,12 +79,21 @@ def recorder():
     )
 
 
-def run(layout, mode, batches, *, loss=contrastive, make=jb.data_parallel, **options):
+def run(
+    layout,
+    mode,
+    batches,
+    *,
+    loss=contrastive,
+    make=jb.data_parallel,
+    params=None,
+):
+    params = make_params() if params is None else params
     shape, names, axes = LAYOUTS[layout]
     mesh = Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), names)
     tx = recorder()
     step = make(loss, tx, mesh, mode=mode, batch_axes=axes)
-    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    state = jb.replicate(jb.create_state(params, tx), mesh)
     batches = tuple(jb.prefetch_to_mesh(batches, mesh, batch_axes=axes))
     state, metrics = step(
         state, batches if make is jb.data_parallel_accumulate else batches[0]
@@ -164,3 +173,44 @@ def test_a_mapped_step_of_your_own_is_told_what_to_use(mapped):
         fn = jax.shard_map(jb.gather_rows, mesh=mesh, in_specs=spec, out_specs=spec)
     with pytest.raises(ValueError, match="of your own `shard_map` or `pmap` cut the"):
         fn(x)
+
+
+@pytest.mark.parametrize(
+    "fn", [jb.gather_rows, lambda x: x + jb.row_numbers(make_batch(1, 2))]
+)
+def test_so_is_one_inside_of_a_loss_that_is_given_all_rows(fn):
+    spec = PartitionSpec("data")
+
+    def loss(params, batch, keys):
+        mesh = jb.data_mesh(jax.devices()[:2])
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
+        return jnp.sum(mapped(batch.features["query"][:, 0])), batch.num_tokens
+
+    with pytest.raises(ValueError, match="of your own `shard_map` or `pmap` cut the"):
+        run("2", "jit", [make_batch(4)], loss=loss)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rows_in_half_precision_are_gathered_on_a_mesh_for_the_model(dtype, mode):
+    """Of parameters in half precision, too, which have such gradients."""
+    gathered = []
+
+    def gather(tree):
+        documents, real = tree
+        gathered.append(jb.gather_rows(documents.astype(dtype)).dtype)
+        documents, real = jb.gather_rows((documents.astype(dtype), real))
+        return documents.astype(jnp.float32), real
+
+    def loss(params, batch, keys):
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        return contrastive(params, batch, keys, gather)
+
+    params = jax.tree.map(lambda x: x.astype(dtype), make_params())
+    got, metrics = run("4x2-model", mode, [make_batch(5)], loss=loss, params=params)
+    want, want_metrics = run("1", "jit", [make_batch(5)], loss=loss, params=params)
+    assert set(gathered) == {jnp.dtype(dtype)}
+    np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == dtype
+        np.testing.assert_allclose(a.astype("f4"), b.astype("f4"), rtol=0.03, atol=0.02)

@@ -16,6 +16,7 @@ from jaxbucket import (
     batch_dataset,
     collate_rows,
     gather_rows,
+    next_tokens,
     plan_buckets,
     row_numbers,
     segment_attention,
@@ -445,6 +446,23 @@ def divided_by_its_own_tokens(params, batch, keys):
     return loss_sum, weight, {"share": loss_sum * 0 / weight}
 
 
+def a_mean_over_columns(params, batch, keys):
+    losses = jnp.square(logits_of(params, batch)).sum(axis=-1)
+    means = jnp.mean(jnp.where(batch.mask, losses, 0), axis=1)
+    return jnp.sum(means), batch.num_examples
+
+
+def weight_of_all_columns(params, batch, keys):
+    loss_sum, _, _ = squares(params, batch, keys)
+    return loss_sum, batch.num_examples * batch.bucket.seq_len
+
+
+def norms_of_padding(params, batch, keys):
+    """Finite sums, and gradients that are not."""
+    norms = jnp.linalg.norm(logits_of(params, batch), axis=-1)
+    return jnp.sum(jnp.where(batch.mask, norms, 0)), batch.num_tokens
+
+
 def gradient_that_looks(params, batch, keys):
     """The loss itself is right."""
     loss_sum, weight, _ = squares(params, batch, keys)
@@ -464,6 +482,9 @@ def gradient_that_looks(params, batch, keys):
         (all_positions, r"other values in its padding: 'loss_sum'.*by `batch.mask`"),
         (attention_to_padding, r"other values in its padding.*attend to"),
         (all_labels, r"other values in its padding: 'labels' is \d+, not \d+\. P"),
+        (a_mean_over_columns, r"columns again, all of padding: 'loss_sum'.*no mean"),
+        (weight_of_all_columns, r"columns again, all of padding: 'weight' is 84, not"),
+        (norms_of_padding, r"not finite for the batch as it is: the gradient of \['w"),
         (divided_by_its_own_tokens, r"only empty rows: 'share' is nan, not 0\. Empty"),
         (gradient_that_looks, r"halves, .*: the gradient of \['w'\] is off by [\d.]+%"),
     ],
@@ -472,6 +493,98 @@ def test_a_loss_that_is_no_sum_over_rows_is_named(loss, message):
     with pytest.raises(AssertionError) as error:
         check_loss(loss, PARAMS, batch_of_floats())
     assert re.search(message, str(error.value)), error.value
+
+
+TABLES = {
+    "embedding": np.random.default_rng(2).normal(size=(20, 6)).astype("f4"),
+    "places": np.random.default_rng(3).normal(size=(8, 6)).astype("f4"),
+    "out": np.random.default_rng(4).normal(size=(6, 20)).astype("f4"),
+}
+
+
+def packed_tokens():
+    rng = np.random.default_rng(0)
+    lengths = [[3, 2], [5], [1, 1, 4]]
+    rows = [
+        [{"tokens": rng.integers(1, 20, n), "label": np.int32(n)} for n in row]
+        for row in lengths
+    ]
+    return collate_rows(rows, Bucket(3, 8), max_segments=4)
+
+
+def nats_of(hidden, targets, weights):
+    picked = jnp.take_along_axis(
+        jax.nn.log_softmax(hidden), targets[..., None], axis=-1
+    )[..., 0]
+    return -jnp.sum(picked * weights), jnp.sum(weights)
+
+
+def language_model(params, batch, keys):
+    inputs, targets, weights = next_tokens(batch)
+    (ids,), (positions,) = batch.segment_ids.values(), batch.positions.values()
+    x = params["embedding"][inputs] + params["places"][positions]
+    heads = x[:, :, None]
+    x = segment_attention(heads, heads, heads, ids)[:, :, 0]
+    weights = token_weights(batch, "sequence", where=weights)
+    return nats_of(x @ params["out"], targets, weights)
+
+
+def labels_of_examples(params, batch, keys):
+    (ids,) = batch.segment_ids.values()
+    real = jnp.arange(batch.features["label"].shape[1]) < ids.max(axis=1)[:, None]
+    losses = params["embedding"][batch.features["label"]].sum(axis=-1)
+    return jnp.sum(jnp.where(real, losses, 0)), batch.num_examples
+
+
+@pytest.mark.parametrize("loss", [language_model, labels_of_examples])
+def test_a_loss_that_keeps_packed_examples_apart_is_accepted(loss):
+    check_loss(loss, TABLES, packed_tokens(), seed=None)
+
+
+def shifted_over_rows(params, batch, keys):
+    tokens = batch.features["tokens"]
+    x = params["embedding"][tokens[:, :-1]]
+    weights = batch.mask[:, 1:].astype(jnp.float32)
+    return nats_of(x @ params["out"], tokens[:, 1:], weights)
+
+
+def attention_to_neighbours(params, batch, keys):
+    inputs, targets, weights = next_tokens(batch)
+    x = params["embedding"][inputs]
+    heads, mask = x[:, :, None], batch.mask[:, None, None, :]
+    x = jax.nn.dot_product_attention(heads, heads, heads, mask=mask)[:, :, 0]
+    return nats_of(x @ params["out"], targets, weights)
+
+
+@pytest.mark.parametrize("loss", [shifted_over_rows, attention_to_neighbours])
+def test_a_loss_that_mixes_packed_examples_is_named(loss):
+    message = r"packed example in a row of its own: .*`jaxbucket.next_tokens`"
+    with pytest.raises(AssertionError, match=message):
+        check_loss(loss, TABLES, packed_tokens())
+
+
+def test_a_sum_whose_rows_cancel_is_accepted():
+    def signed(params, batch, keys):
+        x = jnp.where(batch.mask, batch.features["x"], 0)
+        return jnp.sum(x * params["w"]), batch.num_tokens
+
+    x = np.random.default_rng(0).normal(size=(4, 5)).astype("f4")
+    x[2:] = -x[:2]
+    batch = collate_rows([{"x": row} for row in x], Bucket(4, 6))
+    check_loss(signed, {"w": jnp.float32(1.7)}, batch)
+
+
+def test_a_loss_that_needs_keys_is_compared_with_them_alone():
+    """What it draws depends on T, as for attention."""
+
+    def loss(params, batch, keys):
+        shape = (batch.bucket.seq_len,) * 2
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, shape))(keys)
+        x = logits_of(params, batch).sum(axis=-1)
+        x = x * kept.sum(axis=1).astype(jnp.float32)
+        return jnp.sum(jnp.where(batch.mask, x, 0)), batch.num_tokens
+
+    check_loss(loss, PARAMS, batch_of_floats())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxbucket as jb
 from jaxbucket.loss import checked_loss, row_keys
-from jaxbucket.train import _cotangent_exponent, _power_of_two
+from jaxbucket.optim.precision import computes_in
+from jaxbucket.train import _cotangent_exponent, _power_of_two, gradient_sums
 
 MODES = ["jit", "shard_map", "pmap"]
 VOCABULARY, WIDTH = 12, 6
@@ -288,6 +289,16 @@ def test_row_keys_are_those_of_the_rows_wherever_they_are():
             np.testing.assert_array_equal(
                 jax.random.key_data(keys), whole[first : first + 2]
             )
+
+
+def test_row_keys_are_the_same_whatever_the_default_implementation():
+    """What rbg draws for a row depends on the rows beside it."""
+    want = jax.random.key_data(row_keys(5, 7, 0, 4))
+    with jax.default_prng_impl("rbg"):
+        keys = row_keys(5, 7, 0, 4)
+    np.testing.assert_array_equal(jax.random.key_data(keys), want)
+    doubled = jnp.tile(jax.random.key_data(keys), 2)
+    assert jax.random.wrap_key_data(doubled, impl="rbg").shape == (4,)
 
 
 def test_row_keys_differ_by_seed_step_and_micro_batch():
@@ -741,6 +752,103 @@ def test_a_model_that_computes_in_float16_has_the_gradient_of_the_mean(mode, lay
         np.testing.assert_allclose(grad, np.full(grad.shape, want), rtol=2e-2)
 
 
+def rows_in_float16(params, batch, keys):
+    """Whose gradient is `scale`, and on its way back in float16 whatever `w` is."""
+    x = batch.features["x"].astype(jnp.float16)
+    y = x[:, :1] * params["w"].astype(jnp.float16)
+    losses = jnp.where(batch.mask, y, 0).astype(jnp.float32) * batch.features["scale"]
+    return jnp.sum(losses), batch.num_tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_mean_that_float16_holds_is_finite(accumulate, mode):
+    mesh, tx = make_mesh("4x2-model")[0], optax.sgd(1.0)
+    make = jb.data_parallel_accumulate if accumulate else jb.data_parallel
+    step = make(rows_in_float16, tx, mesh, mode=mode, skip_nonfinite=True)
+    for scale in (300, 1000, 30_000):
+        (batch,) = jb.prefetch_to_mesh([scaled_batch(scale)], mesh)
+        for dtype in (jnp.float16, jnp.float32):
+            params = {"w": jnp.asarray(1.0, dtype)}
+
+            def mean(params):
+                loss_sum, weight = rows_in_float16(params, scaled_batch(scale), None)  # noqa: B023
+                return loss_sum / weight.astype(jnp.float32)
+
+            want = jax.grad(mean)(params)["w"]
+            assert np.isfinite(want)
+            state = jb.replicate(jb.create_state(params, tx), mesh)
+            _, metrics = step(state, (batch, batch) if accumulate else batch)
+            assert metrics["skipped"] == 0
+            np.testing.assert_allclose(metrics["grad_norm"], want, rtol=1e-2)
+
+
+def scaled_batch(scale):
+    """2,047 ones: nearly twice a power of two."""
+    examples = [{"x": np.ones(n, np.float32)} for n in [256] * 7 + [255]]
+    batch = jb.collate_rows(examples, jb.Bucket(8, 256))
+    scales = np.full((8, 1), scale, np.float32)
+    return batch._replace(features=batch.features | {"scale": scales})
+
+
+def test_what_is_infinite_in_the_mean_too_is_skipped():
+    state, metrics = run_batch(
+        scaled_batch(1e5),
+        four_devices(),
+        loss=rows_in_float16,
+        params={"w": np.float32(1)},
+        skip_nonfinite=True,
+    )
+    assert metrics["skipped"] == 1
+
+
+def test_only_float16_is_differentiated_again():
+    def loss(params, batch, keys, dtype):
+        # Nothing in its residuals tells of the dtype.
+        inside = jax.checkpoint(lambda w: jnp.sin(w.astype(dtype)).astype(jnp.float32))
+        return inside(params["w"]), batch.num_tokens
+
+    batch = jax.tree.map(jnp.asarray, scaled_batch(1))
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        state = jb.create_state({"w": jnp.float32(1)}, optax.sgd(0.1))
+        sums = gradient_sums(functools.partial(loss, dtype=dtype))
+        program = str(jax.make_jaxpr(lambda s, b: sums(s, b, None))(state, batch))  # noqa: B023
+        assert ("cond[" in program) == (dtype == jnp.float16)
+
+
+def test_a_dtype_on_the_way_back_is_found_without_jaxs_own_program():
+    def loss(w):
+        return jax.lax.scan(
+            lambda c, _: (c.astype(jnp.float16).astype(jnp.float32), None), w, None, 2
+        )[0]
+
+    loss_sum, pull_back = jax.vjp(loss, jnp.float32(1))
+    for way in (pull_back, lambda cotangent: pull_back(cotangent)):
+        assert computes_in(jnp.float16, way, loss_sum)
+        assert not computes_in(jnp.bfloat16, way, loss_sum)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_gradients_in_half_precision_are_added_up_in_single(mode, dtype):
+    """Beside an axis for the model, where XLA on CPUs cannot add up bfloat16."""
+
+    # Ones, which half precision does not count beside 2,048.
+    weights = np.array([2048, 0, *[1] * 6], np.float32)
+
+    def loss(params, batch, keys):
+        own = jnp.asarray(weights)[jb.row_numbers(batch)]
+        y = jnp.broadcast_to(params["w"], own.shape).astype(jnp.float32)
+        return jnp.sum(y * own), batch.num_tokens
+
+    mesh, _ = make_mesh("4x2-model")
+    batch = jb.collate_rows(make_examples([1] * 8), jb.Bucket(8, 1))
+    params = {"w": jnp.asarray(1.0, dtype)}
+    _, metrics = run_batch(batch, mesh, loss=loss, params=params, mode=mode)
+    want = jnp.asarray(2054 / 8, dtype).astype(jnp.float32)
+    assert metrics["grad_norm"] == want
+
+
 def test_a_tokens_share_of_the_mean_does_not_underflow():
     """As 1 / weight does, times the error of a prediction that is nearly right.
 
@@ -786,7 +894,7 @@ def test_the_cotangent_is_the_power_of_two_that_its_comment_says():
     random = np.exp2(rng.uniform(-120, 120, 500)) * rng.uniform(1, 2, 500)
     powers = np.exp2(np.arange(-126.0, 128))
     for dtype, most in ((jnp.float32, 126), (jnp.bfloat16, 126), (jnp.float16, 14)):
-        exponents = jax.vmap(lambda w, dtype=dtype: _cotangent_exponent(w, dtype))
+        exponents = jax.vmap(lambda w, d=dtype: _cotangent_exponent(w, d, 0, 7))
         weights = np.concatenate([random, powers]).astype(np.float32)
         floors = np.frexp(weights)[1] - 1
         want = np.clip(np.clip(floors, 0, 7) - floors, -most, most)
@@ -808,6 +916,23 @@ def test_a_gradient_is_the_mean_whatever_its_weight(weight):
     mesh, params = jb.data_mesh(jax.devices()[:1]), {"w": np.float32(1)}
     state, _ = run_batch(batch, mesh, loss=loss, params=params)
     np.testing.assert_allclose(state.opt_state["w"], 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_that_is_no_number_is_told_of_no_tokens_too(mode):
+    def loss(params, batch, keys):
+        return jnp.sum(params["w"]) * jnp.nan, batch.num_tokens * 0
+
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    _, metrics = run_batch(
+        batch,
+        four_devices(),
+        loss=loss,
+        params={"w": np.ones(2, np.float32)},
+        mode=mode,
+        skip_nonfinite=True,
+    )
+    assert np.isnan(metrics["loss"]) and metrics["skipped"] == 1
 
 
 @pytest.mark.parametrize("mode", MODES)

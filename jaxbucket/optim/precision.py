@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -17,3 +18,36 @@ def single_at_least(value: jax.Array) -> jax.Array:
     """In float32, or what is wider: half precision cannot add up 1,000 gradients."""
     single = jnp.dtype(jnp.float32)
     return value.astype(max(single, value.dtype, key=lambda dtype: dtype.itemsize))
+
+
+def computes_in(dtype: Any, pull_back: Any, cotangent: jax.Array) -> bool:
+    """Whether what `jax.vjp` returned has something of a dtype on its way back.
+
+    Args:
+      dtype: which one.
+      pull_back: the function.
+      cotangent: what it may be called with.
+    """
+    # jax has the linear program at hand; where it does not, it is traced.
+    program = getattr(pull_back, "jaxpr", None)
+    return _has(dtype, program or jax.make_jaxpr(pull_back)(cotangent))
+
+
+def _has(dtype: Any, program: Any) -> bool:
+    # What is closed holds the program itself.
+    program = getattr(program, "jaxpr", program)
+    outputs = (x for equation in program.eqns for x in equation.outvars)
+    return any(
+        getattr(x.aval, "dtype", None) == dtype
+        for x in (*program.constvars, *program.invars, *outputs)
+    ) or any(_any_has(dtype, equation.params.values()) for equation in program.eqns)
+
+
+def _any_has(dtype: Any, values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, tuple | list):
+            if _any_has(dtype, value):
+                return True
+        elif (hasattr(value, "eqns") or hasattr(value, "jaxpr")) and _has(dtype, value):
+            return True
+    return False
