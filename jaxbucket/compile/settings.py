@@ -47,8 +47,11 @@ _OF_THE_COMPILER = {
 }
 # What jax calls everything that `jax.make_user_context` returns.
 _USER_CONTEXT = "user_context"
-# The PRNG implementation, for jax's caches of what it has traced and lowered.
+# The PRNG implementation, for jax's caches of what it has traced and lowered. The first
+# one is None there: most processes have no other, and what is compiled ahead for it is
+# shared with direct calls.
 _prng: Any = jax.make_user_context(None)
+_first_prng: dict[str, str] = {}
 
 
 def following_prng() -> AbstractContextManager[None]:
@@ -57,7 +60,9 @@ def following_prng() -> AbstractContextManager[None]:
     jax's caches, those of jitted functions inside of others too, take any other setting
     into account, but not this one.
     """
-    return _prng(jax.config.jax_default_prng_impl)
+    prng = jax.config.jax_default_prng_impl
+    is_first = _first_prng.setdefault("of this process", prng) == prng
+    return _prng(None if is_first else prng)
 
 
 def trace_key() -> tuple[Any, ...]:
