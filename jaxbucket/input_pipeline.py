@@ -15,15 +15,9 @@ import numpy as np
 from jaxbucket.base import EMPTY_ROW, Batch, BatchIndices, Bucket, RowShard, digest
 from jaxbucket.checks import check_integer, check_positive, split_line
 from jaxbucket.collate import collate_rows
-from jaxbucket.example import (
-    Example,
-    PadValue,
-    Sequences,
-    check_pad_value,
-    copied,
-    example_lengths,
-)
+from jaxbucket.example import Example, Sequences, copied, example_lengths
 from jaxbucket.example_draws import BatchDraws
+from jaxbucket.padding import PadValue, check_pad_value
 from jaxbucket.position import DataPosition, check_position
 from jaxbucket.schedule import Schedule
 from jaxbucket.source import (

@@ -11,12 +11,12 @@ import numpy as np
 from jaxbucket.base import EMPTY_ROW, Batch, Bucket, digest
 from jaxbucket.example import (
     Example,
-    PadValue,
     as_arrays,
     common_length,
     matching_arrays,
     sequence_names,
 )
+from jaxbucket.padding import PadValue
 
 # How many examples stand for the contents of all.
 _SAMPLES = 16

@@ -850,6 +850,48 @@ def test_a_batch_of_another_shape_goes_into_a_longer_bucket():
         steps(small_state(), vector)
 
 
+LABELS = {
+    "x": np.ones(3, np.float32),
+    "labels": np.full(3, 5, np.int32),
+    "score": np.float32(1),
+}
+
+
+def test_a_longer_bucket_is_filled_as_batches_are():
+    steps = jb.compile_steps(
+        slow_to_trace()[0],
+        small_state(),
+        small_specs(LABELS),
+        unplanned="longer",
+        pad_value={"labels": -100},
+    )
+    odd, want = (
+        jb.collate_rows([LABELS] * 2, bucket, pad_value={"labels": -100})
+        for bucket in (jb.Bucket(3, 5), jb.Bucket(4, 8))
+    )
+    (odd,) = jb.prefetch_to_mesh([odd], ONE)
+    with pytest.warns(RuntimeWarning, match=r"padded to \[4, 8\]"):
+        got = steps.fit(odd)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize(
+    ("pad_value", "message"),
+    [
+        (-100, "would fill 2 features"),
+        ({"score": 1}, "names ['score'], and the padded features are ['labels', 'x']"),
+        ({"labels": 0.5}, "'labels' is int32, which cannot hold it"),
+        ("0", "is not a number"),
+    ],
+)
+def test_what_cannot_fill_the_sequences_is_refused(pad_value, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jb.compile_steps(
+            *(slow_to_trace()[0], small_state(), small_specs(LABELS)),
+            pad_value=pad_value,
+        )
+
+
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
 def test_padding_to_a_longer_bucket_changes_no_gradient(mode):
     source, plan, mesh = small_setup()

@@ -89,12 +89,16 @@ ROOMS = {
         {"numpy"},
     ),
     "mixture": ({"checks", "base", "example_draws", "schedule"}, {"numpy"}),
+    "padding": (set(), {"numpy"}),
     "example": (set(), {"numpy"}),
     "transform": ({"example", "example_draws"}, {"numpy"}),
-    "collate": ({"checks", "base", "example", "segments", "sequences"}, {"numpy"}),
-    "source": ({"base", "example"}, {"numpy"}),
+    "collate": (
+        {"checks", "base", "example", "padding", "segments", "sequences"},
+        {"numpy"},
+    ),
+    "source": ({"base", "example", "padding"}, {"numpy"}),
     "chunk_source": (
-        {"checks", "base", "chunks", "collate", "example", "source"},
+        {"checks", "base", "chunks", "collate", "padding", "source"},
         {"numpy"},
     ),
     "concat_source": (
@@ -106,7 +110,10 @@ ROOMS = {
     "progress": (set(), {"rich"}),
     "token_index": ({"base"}, {"numpy"}),
     "token_file": (
-        {"checks", "base", "collate", "example", "segments", "token_index"},
+        {
+            *("checks", "base", "collate", "example", "padding", "segments"),
+            "token_index",
+        },
         {"numpy"},
     ),
     "length_cache": (set(), {"numpy"}),
@@ -121,7 +128,7 @@ ROOMS = {
     "input_pipeline": (
         {
             *("checks", "base", "example_draws", "position", "schedule", "collate"),
-            *("example", "source", "transform"),
+            *("example", "padding", "source", "transform"),
         },
         {"numpy", "grain"},
     ),
@@ -137,8 +144,8 @@ ROOMS = {
     "stream_run": (
         {
             *("checks", "base", "bucket_sequence", "drift", "example", "packing"),
-            *("meeting", "permutation", "stats", "stream_packing", "stream_pool"),
-            "transform",
+            *("meeting", "padding", "permutation", "stats", "stream_packing"),
+            *("stream_pool", "transform"),
         },
         {"numpy", "grain"},
     ),
@@ -161,15 +168,15 @@ ROOMS = {
     "streaming": (
         {
             *("checks", "base", "drift", "example", "meeting", "permutation"),
-            *("position", "stream_arrivals", "stream_iterator", "stream_run"),
-            "transform",
+            *("padding", "position", "stream_arrivals", "stream_iterator"),
+            *("stream_run", "transform"),
         },
         {"numpy", "grain"},
     ),
     "workers": ({"checks", "orphans"}, {"absl", "grain", "numpy"}),
     "sharding": ({"checks", "base", "collate", "example"}, {"numpy", "jax"}),
     "compile": (
-        {"checks", "base", "coordination", "progress"},
+        {"checks", "base", "padding", "coordination", "progress"},
         {"numpy", "jax", "jaxlib", "rich"},
     ),
     "calibration": (
