@@ -14,7 +14,7 @@ from jaxbucket.base import EMPTY_ROW, Batch, Bucket, digest
 from jaxbucket.checks import MAX_LENGTH, check_lengths, check_positive
 from jaxbucket.chunks import chunk_counts, chunk_lengths
 from jaxbucket.collate import check_rows, fit_lengths, span_lengths
-from jaxbucket.example import PadValue
+from jaxbucket.padding import PadValue
 from jaxbucket.source import (
     RowSource,
     Source,

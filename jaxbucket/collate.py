@@ -12,16 +12,15 @@ from jaxbucket.base import EMPTY_ROW, Batch, Bucket
 from jaxbucket.checks import check_positive
 from jaxbucket.example import (
     Example,
-    PadValue,
     Sequences,
     as_arrays,
     check_numbers,
     common_length,
     listed_names,
     matching_arrays,
-    pad_arrays,
     sequence_groups,
 )
+from jaxbucket.padding import PadValue, pad_arrays
 from jaxbucket.segments import row_segments
 from jaxbucket.sequences import check_capacities
 

@@ -20,15 +20,14 @@ from jaxbucket.collate import collate_rows
 from jaxbucket.concat_source import ConcatSource
 from jaxbucket.example import (
     Example,
-    PadValue,
     Sequences,
     as_arrays,
-    check_pad_value,
     copied,
     example_lengths,
     listed_names,
 )
 from jaxbucket.example_draws import BatchDraws
+from jaxbucket.padding import PadValue, check_pad_value
 from jaxbucket.position import DataPosition, check_position
 from jaxbucket.schedule import Schedule
 from jaxbucket.source import (

@@ -21,7 +21,12 @@ from jax.core import ShapedArray
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxbucket.base import Batch
-from jaxbucket.compile import compiling_as, note_arguments
+from jaxbucket.compile import (
+    compiling_as,
+    following_prng,
+    note_arguments,
+    trace_key,
+)
 from jaxbucket.rows import in_single
 
 _DEVICES = "devices"
@@ -85,20 +90,22 @@ class PmapStep:
         """Traces the step for these shapes."""
         *whole, batch = args
         with_axis = jax.eval_shape(self._put_axis, batch)
-        lowered = PmapLowered(
-            self._name,
-            self._put_axis.lower(batch),
-            # Of a `ShapeDtypeStruct` pmap would make an array, where processes are
-            # several; this it leaves alone.
-            self._mapped.lower(*jax.tree.map(_abstract, (*whole, with_axis))),
-        )
+        with following_prng():
+            lowered = PmapLowered(
+                self._name,
+                self._put_axis.lower(batch),
+                # Of a `ShapeDtypeStruct` pmap would make an array, where processes are
+                # several; this it leaves alone.
+                self._mapped.lower(*jax.tree.map(_abstract, (*whole, with_axis))),
+            )
         # Not what one device is given of them.
         note_arguments(self._fn, args)
         return lowered
 
     def __call__(self, *args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        key = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = structure, shapes, trace_key()
         if key not in self._compiled:
             self._compiled[key] = self.lower(*args).compile()
         return self._compiled[key](*args)

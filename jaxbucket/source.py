@@ -13,13 +13,13 @@ from jaxbucket.base import EMPTY_ROW, Batch, Bucket, digest
 from jaxbucket.collate import check_rows
 from jaxbucket.example import (
     Example,
-    PadValue,
     as_arrays,
     common_length,
     listed_names,
     matching_arrays,
     sequence_names,
 )
+from jaxbucket.padding import PadValue
 
 # How many examples stand for the contents of all.
 _SAMPLES = 16

@@ -21,9 +21,10 @@ from jaxbucket.checks import (
     check_positive,
 )
 from jaxbucket.drift import OnDrift
-from jaxbucket.example import Example, PadValue
+from jaxbucket.example import Example
 from jaxbucket.meeting import Meeting
 from jaxbucket.packing import pack as pack_rows
+from jaxbucket.padding import PadValue
 from jaxbucket.permutation import fold
 from jaxbucket.stats import row_lengths
 from jaxbucket.stream_packing import PackedPool

@@ -19,14 +19,9 @@ import numpy as np
 from jaxbucket.base import BucketPlan, Group, RowShard, digest
 from jaxbucket.checks import MAX_LENGTH, check_accumulate, check_positive, check_seed
 from jaxbucket.drift import OnDrift, warn_of_drift
-from jaxbucket.example import (
-    Example,
-    PadValue,
-    check_pad_value,
-    copied,
-    listed_names,
-)
+from jaxbucket.example import Example, copied, listed_names
 from jaxbucket.meeting import Meeting
+from jaxbucket.padding import PadValue, check_pad_value
 from jaxbucket.permutation import fold
 from jaxbucket.position import DataPosition
 from jaxbucket.stream_arrivals import Arrivals

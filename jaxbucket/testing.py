@@ -138,7 +138,7 @@ def check_loss(
       >>> batch = jb.collate_rows(rows, jb.Bucket(2, 4))
       >>> def loss_fn(params, batch, keys):
       ...     losses = (params["w"] - batch.features["x"]) ** 2
-      ...     return jnp.sum(losses * batch.mask), batch.num_tokens
+      ...     return jnp.sum(losses, where=batch.mask), batch.num_tokens
       >>> check_loss(loss_fn, {"w": jnp.float32(0)}, batch)
 
     Args:

@@ -29,13 +29,12 @@ from jaxbucket.collate import (
 )
 from jaxbucket.example import (
     Example,
-    PadValue,
     as_arrays,
     common_length,
     matching_arrays,
-    pad_arrays,
     sequence_names,
 )
+from jaxbucket.padding import PadValue, pad_arrays
 from jaxbucket.segments import row_segments
 from jaxbucket.token_index import (
     OFFSETS,

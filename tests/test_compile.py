@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -509,6 +510,7 @@ SHAPES = [(8, 4), (4, 8), (2, 16)]
 ONE = jb.data_mesh(jax.devices()[:1])
 SMALL = jb.BucketPlan.from_shapes(SHAPES)
 UNIT = ContextVar("unit", default="")
+SCALE = jax.make_user_context(1)
 X = {"x": np.ones(3, np.float32)}
 
 
@@ -617,6 +619,37 @@ def test_threads_have_the_configuration_of_the_caller(opening):
     assert tokens == 6
     assert found == [(jnp.float64, "float32", False, "bits")] * 3
     UNIT.set("")
+
+
+def test_buckets_behind_an_opening_have_the_contexts_of_the_caller():
+    """Those which a thread cannot be given, too."""
+    threads = []
+
+    def step(state, batch):
+        threads.append(threading.current_thread())
+        return state, SCALE.value * batch.num_tokens
+
+    opening = SMALL.buckets[0]
+    with SCALE(2):
+        steps = jb.compile_steps(step, small_state(), small_specs(), opening=opening)
+    for bucket in SMALL.buckets:
+        assert steps(small_state(), small_batch(bucket))[1] == 6
+    assert set(threads) == {threading.main_thread()}
+
+
+def test_buckets_behind_an_opening_are_traced_in_the_background():
+    threads = []
+
+    def step(state, batch):
+        threads.append(threading.current_thread())
+        return state, batch.num_tokens
+
+    opening = SMALL.buckets[0]
+    with jax.set_mesh(ONE), jax.default_prng_impl("rbg"):
+        steps = jb.compile_steps(step, small_state(), small_specs(), opening=opening)
+        steps.wait()
+    assert threads[0] is threading.main_thread()
+    assert threading.main_thread() not in threads[1:] and len(threads) == 3
 
 
 def test_what_fails_is_raised_and_not_what_it_has_cancelled():
@@ -817,6 +850,48 @@ def test_a_batch_of_another_shape_goes_into_a_longer_bucket():
         steps(small_state(), vector)
 
 
+LABELS = {
+    "x": np.ones(3, np.float32),
+    "labels": np.full(3, 5, np.int32),
+    "score": np.float32(1),
+}
+
+
+def test_a_longer_bucket_is_filled_as_batches_are():
+    steps = jb.compile_steps(
+        slow_to_trace()[0],
+        small_state(),
+        small_specs(LABELS),
+        unplanned="longer",
+        pad_value={"labels": -100},
+    )
+    odd, want = (
+        jb.collate_rows([LABELS] * 2, bucket, pad_value={"labels": -100})
+        for bucket in (jb.Bucket(3, 5), jb.Bucket(4, 8))
+    )
+    (odd,) = jb.prefetch_to_mesh([odd], ONE)
+    with pytest.warns(RuntimeWarning, match=r"padded to \[4, 8\]"):
+        got = steps.fit(odd)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize(
+    ("pad_value", "message"),
+    [
+        (-100, "would fill 2 features"),
+        ({"score": 1}, "names ['score'], and the padded features are ['labels', 'x']"),
+        ({"labels": 0.5}, "'labels' is int32, which cannot hold it"),
+        ("0", "is not a number"),
+    ],
+)
+def test_what_cannot_fill_the_sequences_is_refused(pad_value, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jb.compile_steps(
+            *(slow_to_trace()[0], small_state(), small_specs(LABELS)),
+            pad_value=pad_value,
+        )
+
+
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
 def test_padding_to_a_longer_bucket_changes_no_gradient(mode):
     source, plan, mesh = small_setup()
@@ -850,6 +925,29 @@ def test_a_batch_of_another_shape_may_be_compiled_for():
         steps(small_state(), small_batch(jb.Bucket(3, 5)))
         steps(small_state(), small_batch(SMALL.buckets[0]))
     assert compiles["slow"] == 2
+
+
+def test_a_pmap_step_that_is_called_directly_follows_the_settings_of_jax():
+    def loss_fn(params, batch, keys):
+        noise = jax.vmap(jax.random.uniform)(keys).sum()
+        return noise * params["w"] * SCALE.value, batch.num_tokens
+
+    def loss_of(step):
+        state = jb.replicate(jb.create_state({"w": 1.0}, TX), ONE)
+        return float(step(state, small_batch(SMALL.buckets[0]))[1]["loss"])
+
+    def new_step():
+        return jb.data_parallel(loss_fn, TX, ONE, mode="pmap")
+
+    step = new_step()
+    first = loss_of(step)
+    for entered in (SCALE(2), jax.default_prng_impl("rbg")):
+        with entered:
+            assert loss_of(step) == loss_of(new_step()) != first
+    # What was compiled is still there.
+    with jb.count_compiles() as compiles:
+        assert loss_of(step) == first
+    assert not compiles["train_step"]
 
 
 # The guard

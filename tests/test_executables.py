@@ -267,10 +267,10 @@ def noisy_step(name="my_step"):
     return jax.jit(my_step)
 
 
-def noisy_loss(steps):
+def noisy_loss(steps, state=STATE):
     batch = jb.collate_rows([EXAMPLE], NOISY_PLAN.buckets[0])
     (batch,) = jb.prefetch_to_mesh([batch], MESH)
-    return float(steps(jb.replicate(STATE, MESH), batch)[1]["loss"])
+    return float(steps(jb.replicate(state, MESH), batch)[1]["loss"])
 
 
 @pytest.fixture(name="noisy", scope="module")
@@ -306,6 +306,8 @@ TRACE_SETTINGS = {
     "with metadata": lambda: set_xla_metadata(note="a"),
 }
 USER_CONTEXT = jax.make_user_context()
+OTHER_CONTEXT = jax.make_user_context()
+TIMES = jax.make_user_context(1)
 
 
 @pytest.mark.parametrize("verify", ["one", "none"])
@@ -322,7 +324,9 @@ def test_other_settings_of_jax_are_another_start(noisy, tmp_path, name, verify):
         again, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
         assert again.report.num_compiled == 0 and noisy_loss(again) == want
         traced = sum(p.trace_seconds > 0 for p in again.report.programs)
-        assert traced == (verify == "one")
+        # Which user context it is has no words that another start would know.
+        is_known = name != "with user context"
+        assert traced == ((verify == "one") if is_known else 2)
     steps, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
     assert steps.report.num_compiled == 0 and noisy_loss(steps) == before
 
@@ -413,6 +417,79 @@ def test_a_function_is_traced_anew_for_another_prng(tmp_path):
         assert noisy_loss(steps) == noisy_loss(noisy_step("direct"))
 
 
+@pytest.mark.parametrize("verify", ["one", "none"])
+def test_pmap_steps_are_traced_anew_for_another_prng(tmp_path, verify):
+    """Also where one step is compiled for both."""
+
+    def by_noise(params, batch, keys):
+        noise = jax.vmap(jax.random.uniform)(keys).sum()
+        return noise * params["w"], batch.num_tokens
+
+    tx = optax.sgd(0.0)
+    state = jb.create_state({"w": jnp.float32(1)}, tx)
+    cache = jb.ExecutableCache(tmp_path, verify=verify, key="a")
+
+    def new_step():
+        return jb.data_parallel(by_noise, tx, MESH, mode="pmap")
+
+    def compiled_loss(step, executables=cache):
+        specs = {NOISY_PLAN.buckets[0]: NOISY_SPECS[NOISY_PLAN.buckets[0]]}
+        steps = jb.compile_steps(
+            step, jb.replicate(state, MESH), specs, executables=executables
+        )
+        return noisy_loss(steps, state), steps.report.num_compiled
+
+    step = new_step()
+    first, _ = compiled_loss(step)
+    with jax.default_prng_impl("rbg"):
+        want, _ = compiled_loss(new_step(), None)
+        assert compiled_loss(step) == (want, 1)
+        # As another process would find it.
+        assert compiled_loss(new_step()) == (want, 0)
+    assert compiled_loss(step) == (first, 0) and first != want
+
+
+def test_functions_inside_are_traced_anew_for_another_prng(tmp_path):
+    noise = jax.jit(lambda: jax.random.uniform(jax.random.key(3)))
+
+    def new_step():
+        def my_step(state, batch):
+            return state, {"loss": noise() * state["w"]}
+
+        return jax.jit(my_step)
+
+    want = {}
+    for prng in ("threefry2x32", "rbg"):
+        with jax.default_prng_impl(prng):
+            options = {"verify": "none", "key": "a"}
+            steps, _ = start(tmp_path, new_step(), NOISY_SPECS, **options)
+            want[prng] = float(jax.random.uniform(jax.random.key(3)) * 2)
+            assert noisy_loss(steps) == pytest.approx(want[prng])
+    assert want["rbg"] != want["threefry2x32"]
+
+
+def test_user_contexts_are_not_taken_for_one_another(tmp_path):
+    def my_step(state, batch):
+        unit = batch.num_tokens.astype(jnp.float32)
+        entered = 10 * (USER_CONTEXT.value or 0) + 100 * (OTHER_CONTEXT.value or 0)
+        return state, {"loss": unit * TIMES.value + entered}
+
+    def traced_and_loss(entered):
+        with entered:
+            options = {"verify": "none", "key": "a"}
+            steps, _ = start(tmp_path, jax.jit(my_step), NOISY_SPECS, **options)
+            return {p.trace_seconds > 0 for p in steps.report.programs}, noisy_loss(
+                steps
+            )
+
+    # One has a value where nobody has entered it, which is no reason to trace.
+    assert traced_and_loss(contextlib.nullcontext()) == ({True}, 3)
+    assert traced_and_loss(contextlib.nullcontext()) == ({False}, 3)
+    assert traced_and_loss(TIMES(2)) == ({True}, 6)
+    assert traced_and_loss(USER_CONTEXT(2)) == ({True}, 23)
+    assert traced_and_loss(OTHER_CONTEXT(2)) == ({True}, 203)
+
+
 def test_a_jax_that_does_not_name_its_settings_is_safe(tmp_path, monkeypatch):
     def sources(verify):
         steps, _ = start(tmp_path, noisy_step(), NOISY_SPECS, verify=verify, key="a")
@@ -439,7 +516,7 @@ def test_a_number_of_weak_type_is_another_start(tmp_path):
     with jax.numpy_dtype_promotion("standard"):
         for weight in (jnp.float32(2), jnp.asarray(2.0)):
             state = jax.tree.map(lambda x: jax.device_put(x, REPLICATED), {"w": weight})
-            want = jax.jit(lambda *args: my_step(*args))(state, batch)[1]["loss"].dtype
+            want = jax.eval_shape(my_step, state, batch)[1]["loss"].dtype
             steps = jb.compile_steps(jax.jit(my_step), state, specs, executables=cache)
             assert steps(state, batch)[1]["loss"].dtype == want
 

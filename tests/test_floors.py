@@ -124,12 +124,16 @@ ROOMS = {
         {"numpy"},
     ),
     "mixture": ({"checks", "base", "example_draws", "schedule"}, {"numpy"}),
-    "example": (set(), {"numpy", "ml_dtypes"}),
+    "example": (set(), {"numpy"}),
     "transform": ({"example", "example_draws"}, {"numpy"}),
-    "collate": ({"checks", "base", "example", "segments", "sequences"}, {"numpy"}),
-    "source": ({"base", "collate", "example"}, {"numpy"}),
+    "collate": (
+        {"checks", "base", "example", "padding", "segments", "sequences"},
+        {"numpy"},
+    ),
+    "source": ({"base", "collate", "example", "padding"}, {"numpy"}),
+    "padding": (set(), {"numpy", "ml_dtypes"}),
     "chunk_source": (
-        {"checks", "base", "chunks", "collate", "example", "source"},
+        {"checks", "base", "chunks", "collate", "padding", "source"},
         {"numpy"},
     ),
     "concat_source": (
@@ -140,7 +144,10 @@ ROOMS = {
     "orphans": (set(), set()),
     "token_index": ({"base"}, {"numpy"}),
     "token_file": (
-        {"checks", "base", "collate", "example", "segments", "token_index"},
+        {
+            *("checks", "base", "collate", "example", "padding", "segments"),
+            "token_index",
+        },
         {"numpy"},
     ),
     "length_cache": (set(), {"numpy"}),
@@ -155,7 +162,8 @@ ROOMS = {
     "input_pipeline": (
         {
             *("checks", "base", "example_draws", "position", "schedule", "collate"),
-            *("chunk_source", "concat_source", "example", "source", "transform"),
+            *("chunk_source", "concat_source", "example", "padding", "source"),
+            "transform",
         },
         {"numpy", "grain"},
     ),
@@ -171,8 +179,8 @@ ROOMS = {
     "stream_run": (
         {
             *("checks", "base", "bucket_sequence", "drift", "example", "packing"),
-            *("meeting", "permutation", "stats", "stream_packing", "stream_pool"),
-            "transform",
+            *("meeting", "padding", "permutation", "stats", "stream_packing"),
+            *("stream_pool", "transform"),
         },
         {"numpy", "grain"},
     ),
@@ -198,15 +206,15 @@ ROOMS = {
     "streaming": (
         {
             *("checks", "base", "drift", "example", "meeting", "permutation"),
-            *("position", "stream_arrivals", "stream_iterator", "stream_run"),
-            "transform",
+            *("padding", "position", "stream_arrivals", "stream_iterator"),
+            *("stream_run", "transform"),
         },
         {"numpy", "grain"},
     ),
     "workers": ({"checks", "orphans"}, {"absl", "grain", "numpy"}),
     "sharding": ({"checks", "base", "collate", "example"}, {"numpy", "jax"}),
     "compile": (
-        {"checks", "base", "coordination", "progress"},
+        {"checks", "base", "padding", "coordination", "progress"},
         {"numpy", "jax", "jaxlib", "rich"},
     ),
     "calibration": (

@@ -11,6 +11,7 @@ from jaxbucket.compile.events import (
 )
 from jaxbucket.compile.executables import ExecutableCache
 from jaxbucket.compile.programs import CompileReport, Program, ProgramReport
+from jaxbucket.compile.settings import following_prng, trace_key
 from jaxbucket.compile.steps import (
     CompiledSteps,
     CompileOptions,
@@ -35,9 +36,11 @@ __all__ = [
     "compile_steps",
     "compiling_as",
     "count_compiles",
+    "following_prng",
     "leave_all",
     "note_arguments",
     "noting_arguments",
     "shown",
+    "trace_key",
     "use_xla_cache",
 ]

@@ -28,6 +28,7 @@ from jaxbucket.compile.programs import (
     ProgramReport,
     memory_of,
 )
+from jaxbucket.compile.settings import is_traced_alike
 from jaxbucket.compile.xla_cache import without_xla_cache
 from jaxbucket.progress import progress_bar
 
@@ -128,11 +129,16 @@ class Building(Mapping[Label, Any]):
                 # What does not compile is told before anything else is.
                 self._futures[program.label].result()
         rest = self._programs[alone:]
+        stages = self._stages(rest)
         call = as_the_caller()
+        if not is_traced_alike(call):
+            # In a context that a thread cannot be given: only XLA's work is left to it.
+            with self._waiting():
+                next(stages)
 
         def build() -> None:
             try:
-                call(self._build, rest)
+                call(_run, stages)
             except BaseException as error:
                 # Of no use to this thread: whoever waits is told.
                 self._fail(error)
@@ -162,6 +168,13 @@ class Building(Mapping[Label, Any]):
             self._agreement.leave(error)
 
     def _build(self, programs: Sequence[Program]) -> None:
+        _run(self._stages(programs))
+
+    def _stages(self, programs: Sequence[Program]) -> Iterator[None]:
+        """Traces programs up to a `yield`, and then waits until all are compiled.
+
+        Each part may be run by another thread.
+        """
         call = as_the_caller()
 
         def trace(program: Program) -> None:
@@ -175,6 +188,7 @@ class Building(Mapping[Label, Any]):
         try:
             for program in programs:
                 self._settling(program, trace)
+            yield
             pool.shutdown()
         except BaseException as error:
             # Whoever waits is told, also of what ends a thread without a word.
@@ -277,6 +291,11 @@ class Building(Mapping[Label, Any]):
     def _settle(self, program: Program, executable: Any, report: ProgramReport) -> None:
         self._reports[program.label] = report
         self._futures[program.label].set_result(executable)
+
+
+def _run(stages: Iterator[None]) -> None:
+    for _ in stages:
+        pass
 
 
 def _default_workers() -> int:

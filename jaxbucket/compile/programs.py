@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import weakref
 from typing import Any, Literal, TypeAlias
 
 import jax
 
 from jaxbucket.base import Bucket
 from jaxbucket.compile.flops import count_flops
+from jaxbucket.compile.settings import following_prng
 
 # Of a file's name, enough to find it by.
 _DIGITS = 8
 _WIDEST = 1000
-# Jitted function -> the PRNG implementation that it was traced with.
-_prngs: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 # A bucket, or the name of a phase that all have in common.
 Label: TypeAlias = Bucket | str
 
@@ -42,23 +40,12 @@ class Program:
 
     def lower(self) -> tuple[Any, int | None]:
         """Traces it; returns that, and how many operations it has."""
-        if not hasattr(self.fn, "trace"):
-            return self.fn.lower(*self.args), None
-        _forget_other_prng(self.fn)
-        traced = self.fn.trace(*self.args)
-        return traced.lower(), count_flops(traced.jaxpr)
-
-
-def _forget_other_prng(fn: Any) -> None:
-    """Has jax trace a function anew that was traced with another PRNG implementation.
-
-    It takes any other flag into account by itself, but not this one; and what a file
-    keeps of this process is run by others.
-    """
-    prng = jax.config.values["jax_default_prng_impl"]
-    if _prngs.setdefault(fn, prng) != prng:
-        fn.clear_cache()
-        _prngs[fn] = prng
+        # What a file keeps of this process is run by others.
+        with following_prng():
+            if not hasattr(self.fn, "trace"):
+                return self.fn.lower(*self.args), None
+            traced = self.fn.trace(*self.args)
+            return traced.lower(), count_flops(traced.jaxpr)
 
 
 @dataclasses.dataclass(frozen=True)

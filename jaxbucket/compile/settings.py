@@ -11,7 +11,9 @@ import hashlib
 import pickle
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -43,6 +45,38 @@ _OF_THE_COMPILER = {
     "jax_xla_profile_version",
     "jax_use_shardy_partitioner",
 }
+# What jax calls everything that `jax.make_user_context` returns.
+_USER_CONTEXT = "user_context"
+# The PRNG implementation, for jax's caches of what it has traced and lowered. The first
+# one is None there: most processes have no other, and what is compiled ahead for it is
+# shared with direct calls.
+_prng: Any = jax.make_user_context(None)
+_first_prng: dict[str, str] = {}
+
+
+def following_prng() -> AbstractContextManager[None]:
+    """Inside, jax traces anew what it has traced with another PRNG implementation.
+
+    jax's caches, those of jitted functions inside of others too, take any other setting
+    into account, but not this one.
+    """
+    prng = jax.config.jax_default_prng_impl
+    is_first = _first_prng.setdefault("of this process", prng) == prng
+    return _prng(None if is_first else prng)
+
+
+def trace_key() -> tuple[Any, ...]:
+    """What tracing in this thread depends on: hashable, and quick enough for a step."""
+    return (jax.config.jax_default_prng_impl, *jax_config.trace_context())
+
+
+def is_traced_alike(call: Callable[..., Any]) -> bool:
+    """Whether jax traces in another thread, by `call`, as it does in this one."""
+    try:
+        return _in_new_thread(call, trace_key) == trace_key()
+    except (AttributeError, TypeError):
+        # A jax that does not say.
+        return False
 
 
 def trace_settings() -> dict[str, Any]:
@@ -75,16 +109,32 @@ def _contexts() -> list[Any]:
     """Meshes, metadata and whatever else was entered, as `with` does."""
     try:
         values = tuple(jax_config.trace_context())
+        # Those of a thread in which nothing was entered.
+        defaults = tuple(_in_new_thread(jax_config.trace_context))
     except (AttributeError, TypeError):
         return [_different()]
     names = _trace_names()
     # Packages add contexts when they are imported, which nobody may have entered.
     entered = [
-        [name, _in_words(value)]
-        for name, value in zip(names or range(len(values)), values, strict=True)
-        if value is not None and value is not False
+        # Which user context it is has no words.
+        [name, _different() if name == _USER_CONTEXT else _in_words(value)]
+        for name, value, default in zip(
+            names or range(len(values)), values, defaults, strict=True
+        )
+        if not _is_unset(name, value, default)
     ]
     return [_in_words(jax.sharding.get_mesh()), *entered]
+
+
+def _is_unset(name: str | int, value: Any, default: Any) -> bool:
+    if name == _USER_CONTEXT:
+        return value is default
+    return value is None or value is False
+
+
+def _in_new_thread(fn: Callable[..., Any], *args: Any) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(fn, *args).result()
 
 
 def _trace_names() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxbucket.base import Batch, Bucket
 from jaxbucket.checks import check_choice
@@ -26,6 +27,7 @@ from jaxbucket.compile.executables import ExecutableCache
 from jaxbucket.compile.guard import CompileGuard, OnCompile
 from jaxbucket.compile.programs import CompileReport, Label, Program
 from jaxbucket.compile.xla_cache import use_xla_cache
+from jaxbucket.padding import PadValue, pad_arrays
 
 Unplanned: TypeAlias = Literal["raise", "longer", "jit"]
 # Enough to keep a device busy, however short a step is.
@@ -42,6 +44,7 @@ def compile_steps(
     executables: ExecutableCache | str | os.PathLike[str] | None = None,
     xla_cache: str | os.PathLike[str] | None = None,
     unplanned: Unplanned = "raise",
+    pad_value: PadValue = 0,
     on_compile: OnCompile = "warn",
     progress: bool = True,
 ) -> CompiledSteps:
@@ -70,8 +73,11 @@ def compile_steps(
         compiled in this process from here on, and spares XLA's work, not tracing. On a
         CPU, what is kept in `executables` is not kept there, too.
       unplanned: what becomes of a batch that is not as planned: "raise" refuses it;
-        "longer" pads one of another shape with empty rows and zeros to the cheapest
-        bucket that it fits in; "jit" compiles for it. Each is warned about once.
+        "longer" pads one of another shape, with empty rows and `pad_value`, to the
+        cheapest bucket that it fits in; "jit" compiles for it. Each is warned about
+        once.
+      pad_value: what "longer" fills sequences with, as the batches were: name ->
+        number, 0 for those without one. A number alone is of the only one there is.
       on_compile: what happens where XLA compiles a function of this name after all is
         ready: "warn", "raise" or "ignore".
       progress: show a progress bar on a terminal.
@@ -81,7 +87,9 @@ def compile_steps(
 
     Raises:
       ValueError: if `specs` is empty, or `opening` names a bucket that is not in it;
-        for an unknown choice; if jax's compilation cache is another folder.
+        for an unknown choice; if `pad_value` is one number other than 0 for several
+        sequences, names none of them, or is beyond a dtype; if jax's compilation cache
+        is another folder.
       Exception: what tracing or XLA raised for a bucket, with a note of which.
     """
     options = CompileOptions(
@@ -93,6 +101,7 @@ def compile_steps(
         unplanned,
         on_compile,
         progress,
+        pad_value=pad_value,
     )
     if xla_cache is not None:
         use_xla_cache(xla_cache)
@@ -171,6 +180,7 @@ class CompileOptions:
 
     Attributes:
       keep_going: compile the other buckets where one fails, and raise nothing.
+      pad_value: what fills batches that are padded to a longer bucket.
     """
 
     workers: int | None
@@ -180,6 +190,7 @@ class CompileOptions:
     on_compile: OnCompile
     progress: bool
     keep_going: bool = False
+    pad_value: PadValue = 0
 
     def __post_init__(self):
         check_choice("unplanned", self.unplanned, get_args(Unplanned))
@@ -244,6 +255,7 @@ class CompiledSteps(Mapping[Bucket, Any]):
         self._specs = dict(specs)
         self._state = jax.tree.map(_shape, whole[0])
         self._unplanned = options.unplanned
+        self._fills = pad_arrays(options.pad_value, _dtypes_of_sequences(specs))
         self._in_flight: collections.deque[jax.Array] = collections.deque()
         self._pads: dict[Any, Callable[[Batch], Batch]] = {}
         self._building = options.build([*phases, *programs[:1]], programs[1:])
@@ -389,7 +401,7 @@ class CompiledSteps(Mapping[Bucket, Any]):
         leaves, structure = jax.tree.flatten(batch)
         key = target, structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in self._pads:
-            self._pads[key] = _padder(batch, self._specs[target])
+            self._pads[key] = _padder(batch, self._specs[target], self._fills)
             warnings.warn(
                 f"{difference} It was padded to {target}, as all of this shape are.",
                 RuntimeWarning,
@@ -398,8 +410,25 @@ class CompiledSteps(Mapping[Bucket, Any]):
         return self._pads[key](batch)
 
 
-def _padder(batch: Batch, spec: Batch) -> Callable[[Batch], Batch]:
-    """Returns a function that pads batches to a shape, with zeros.
+def _dtypes_of_sequences(specs: Mapping[Bucket, Batch]) -> dict[str, Any]:
+    """Name -> dtype of the features that are as long as a sequence in every bucket."""
+
+    def are_sequences(batch: Batch) -> set[str]:
+        seq_lens = {ids.shape[1] for ids in batch.segment_ids.values()}
+        features = batch.features.items()
+        return {name for name, x in features if {*x.shape[1:2]} & seq_lens}
+
+    first = next(iter(specs.values())).features
+    names = set.intersection(*map(are_sequences, specs.values()))
+    return {name: first[name].dtype for name in first if name in names}
+
+
+def _padder(
+    batch: Batch, spec: Batch, fills: Mapping[str, np.ndarray]
+) -> Callable[[Batch], Batch]:
+    """Returns a function that pads batches to a shape.
+
+    Features are filled with `fills`, and with zeros where it has none.
 
     Raises:
       ValueError: if they differ in more than that.
@@ -425,9 +454,15 @@ def _padder(batch: Batch, spec: Batch) -> Callable[[Batch], Batch]:
         cut = jax.tree.map(lambda x: _cut(x, now, then), spec)
         raise ValueError(batch_difference(batch, {now: cut}))
 
+    zeros = jax.tree.map(lambda _: 0, spec)
+    values = zeros._replace(features=zeros.features | dict(fills))
+
     def pad_batch(batch: Batch) -> Batch:
         return jax.tree.map(
-            lambda leaf, want: jnp.pad(leaf, widths(leaf, want)), batch, spec
+            lambda leaf, want, value: jnp.pad(
+                leaf, widths(leaf, want), constant_values=value
+            ),
+            *(batch, spec, values),
         )
 
     return jax.jit(pad_batch, out_shardings=jax.tree.map(lambda x: x.sharding, spec))
