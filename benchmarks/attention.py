@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxbucket as jb
-from jaxbucket.segments import row_segments
+from jaxbucket.data.segments import row_segments
 
 _DATA = pathlib.Path(__file__).parents[2] / "shared" / "data" / "pyfuncs.npz"
 

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxbucket as jb
-from jaxbucket.comparison import BY_TOKENS, ONE_SHAPE, OPTIMAL
+from jaxbucket.plan.reports.comparison import BY_TOKENS, ONE_SHAPE, OPTIMAL
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 import documents

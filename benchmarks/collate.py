@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxbucket as jb
-from jaxbucket.source import RowSource
+from jaxbucket.data.source import RowSource
 
 LENGTHS = (32, 128, 512, 2048)
 COPIED = 200_000_000

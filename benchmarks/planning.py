@@ -30,7 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 import jaxbucket as jb
-from jaxbucket.comparison import ONE_SHAPE, OPTIMAL
+from jaxbucket.plan.reports.comparison import ONE_SHAPE, OPTIMAL
 
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 BUDGETS = {"seed2": 500_000, "multi30k": 16_384}

@@ -163,7 +163,7 @@ def with_jax(own: np.ndarray, index: int, count: int) -> Way:
     import jax
 
     import jaxbucket as jb
-    from jaxbucket.coordination import Store
+    from jaxbucket.distributed.store import Store
     from jaxbucket.sort import collectives
 
     address = os.environ["JAX_COORDINATOR_ADDRESS"]

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import documents
 import policies
 
-from jaxbucket.packed_plan import PACK
-from jaxbucket.plan import RULES
+from jaxbucket.packing.packed_plan import PACK
+from jaxbucket.plan.buckets import RULES
 
 SEQ_LEN_MULTIPLE = 32
 # What may be another when a run goes on, and is then said.

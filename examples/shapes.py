@@ -19,9 +19,9 @@ from options import SEQ_LEN_MULTIPLE
 from transformer import VOCABULARY
 
 import jaxbucket as jb
-from jaxbucket.costs import CostFn
-from jaxbucket.curve import CurvePoint
-from jaxbucket.stats import StepRecord
+from jaxbucket.plan.costs import CostFn
+from jaxbucket.plan.curve import CurvePoint
+from jaxbucket.plan.reports.epoch import StepRecord
 
 FILE = "plan.json"
 # What is trained in one shape has others for what is held out.

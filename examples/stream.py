@@ -28,7 +28,7 @@ from flax import nnx
 from transformer import Transformer
 
 import jaxbucket as jb
-from jaxbucket.streaming import StreamDataset
+from jaxbucket.stream.dataset import StreamDataset
 
 EXAMPLE = {"tokens": np.zeros(1, np.uint8)}
 STEPS_BETWEEN_LINES = 25

@@ -44,8 +44,8 @@ from live import BatchDigest, Clock, TrainingLog, console
 from options import OF_ONE_PROCESS, SEQ_LEN_MULTIPLE, TRAINING, parse_arguments
 
 import jaxbucket as jb
-from jaxbucket.input_pipeline import BatchDataset
-from jaxbucket.stats import bucket_uses
+from jaxbucket.data.pipeline import BatchDataset
+from jaxbucket.plan.reports.epoch import bucket_uses
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,35 +7,40 @@ grain or flax is imported on first use.
 import importlib
 from typing import TYPE_CHECKING
 
-from jaxbucket.base import Batch, BatchIndices, Bucket, BucketPlan, RowShard
-from jaxbucket.chunk_source import split_source
-from jaxbucket.chunks import chunk_lengths
-from jaxbucket.collate import collate_rows, unbatch
-from jaxbucket.comparison import Comparison, compare_plans
-from jaxbucket.concat_source import ConcatSource, concat_then_split
-from jaxbucket.costs import StepTime, TokenCost, TransformerCost
-from jaxbucket.curriculum import Curriculum
-from jaxbucket.curve import PlanCurve, plan_curve
-from jaxbucket.difficulty_index import DifficultyIndex
-from jaxbucket.drift import Drift, DriftWarning
-from jaxbucket.limits import Limits
-from jaxbucket.mixture import Mixture
-from jaxbucket.pacing import CyclicPacing, LinearPacing, RootPacing, StepPacing
-from jaxbucket.packed_plan import PackedPlan, plan_packing
-from jaxbucket.packing import Packing, pack
-from jaxbucket.plan import plan_buckets
-from jaxbucket.position import DataPosition
-from jaxbucket.schedule import BatchSchedule
-from jaxbucket.source import concatenate
-from jaxbucket.stats import Report, report
-from jaxbucket.stream_end import StreamEnd
-from jaxbucket.token_file import TokenFile, write_token_file
+from jaxbucket.base.position import DataPosition
+from jaxbucket.base.types import Batch, BatchIndices, Bucket, BucketPlan, RowShard
+from jaxbucket.base.version import __version__ as __version__
+from jaxbucket.data.chunk_source import split_source
+from jaxbucket.data.collate import collate_rows, unbatch
+from jaxbucket.data.concat_source import ConcatSource, concat_then_split
+from jaxbucket.data.source import concatenate
+from jaxbucket.data.token_file import TokenFile, write_token_file
+from jaxbucket.packing.packed_plan import PackedPlan, plan_packing
+from jaxbucket.packing.rows import Packing, pack
+from jaxbucket.plan.buckets import plan_buckets
+from jaxbucket.plan.chunks import chunk_lengths
+from jaxbucket.plan.costs import StepTime, TokenCost, TransformerCost
+from jaxbucket.plan.curve import PlanCurve, plan_curve
+from jaxbucket.plan.limits import Limits
+from jaxbucket.plan.reports.comparison import Comparison, compare_plans
+from jaxbucket.plan.reports.epoch import Report, report
+from jaxbucket.schedule.curriculum import Curriculum
+from jaxbucket.schedule.difficulty_index import DifficultyIndex
+from jaxbucket.schedule.mixture import Mixture
+from jaxbucket.schedule.pacing import CyclicPacing, LinearPacing, RootPacing, StepPacing
+from jaxbucket.schedule.schedule import BatchSchedule
+from jaxbucket.stream.drift import Drift, DriftWarning
+from jaxbucket.stream.end import StreamEnd
 
 if TYPE_CHECKING:
-    from jaxbucket.accumulation import data_parallel_accumulate
-    from jaxbucket.attention import segment_attention
-    from jaxbucket.calibration import Calibration, calibrate, calibration_shapes
-    from jaxbucket.checkpoint import Checkpoints, Restored
+    from jaxbucket.attention.masks import (
+        NextTokens,
+        attention_mask,
+        next_tokens,
+        sequence_lengths,
+        token_weights,
+    )
+    from jaxbucket.attention.segment import segment_attention
     from jaxbucket.compile import (
         CompiledSteps,
         CompileReport,
@@ -43,16 +48,11 @@ if TYPE_CHECKING:
         compile_steps,
         count_compiles,
     )
-    from jaxbucket.difficulty import write_difficulty_index
-    from jaxbucket.input_pipeline import batch_dataset
-    from jaxbucket.masks import (
-        NextTokens,
-        attention_mask,
-        next_tokens,
-        sequence_lengths,
-        token_weights,
-    )
-    from jaxbucket.measuring import measure_difficulty, measure_lengths
+    from jaxbucket.data.lengths.measure import measure_difficulty, measure_lengths
+    from jaxbucket.data.pipeline import batch_dataset
+    from jaxbucket.data.workers import load_in_workers
+    from jaxbucket.distributed.processes import Processes
+    from jaxbucket.distributed.stop import StopRequest
     from jaxbucket.optim import (
         is_linear_in_lr,
         scale_by_adam_sde,
@@ -61,10 +61,6 @@ if TYPE_CHECKING:
         schedule_by_work,
         warmup_inverse_sqrt_schedule,
     )
-    from jaxbucket.prediction import data_parallel_predict, predict
-    from jaxbucket.preemption import StopRequest
-    from jaxbucket.processes import Processes
-    from jaxbucket.rows import gather_rows, row_numbers
     from jaxbucket.sharding import (
         batch_specs,
         data_mesh,
@@ -73,40 +69,44 @@ if TYPE_CHECKING:
         replicate,
     )
     from jaxbucket.sort import SortedKeys, SortedShare, sample_sort
-    from jaxbucket.streaming import sample_lengths, stream_batches
-    from jaxbucket.train import (
+    from jaxbucket.sort.difficulty import write_difficulty_index
+    from jaxbucket.stream.dataset import sample_lengths, stream_batches
+    from jaxbucket.train.accumulation import data_parallel_accumulate
+    from jaxbucket.train.calibration import Calibration, calibrate, calibration_shapes
+    from jaxbucket.train.checkpoint import Checkpoints, Restored
+    from jaxbucket.train.prediction import data_parallel_predict, predict
+    from jaxbucket.train.rows import gather_rows, row_numbers
+    from jaxbucket.train.step import (
         TrainState,
         create_state,
         data_parallel,
         data_parallel_eval,
     )
-    from jaxbucket.workers import load_in_workers
 
-__version__ = "0.1.0"
 
 _ON_FIRST_USE = {
-    "data_parallel_accumulate": "accumulation",
-    "segment_attention": "attention",
-    "batch_dataset": "input_pipeline",
-    "NextTokens": "masks",
-    "attention_mask": "masks",
-    "next_tokens": "masks",
-    "sequence_lengths": "masks",
-    "token_weights": "masks",
-    "measure_difficulty": "measuring",
-    "measure_lengths": "measuring",
-    "write_difficulty_index": "difficulty",
-    "load_in_workers": "workers",
+    "data_parallel_accumulate": "train.accumulation",
+    "segment_attention": "attention.segment",
+    "batch_dataset": "data.pipeline",
+    "NextTokens": "attention.masks",
+    "attention_mask": "attention.masks",
+    "next_tokens": "attention.masks",
+    "sequence_lengths": "attention.masks",
+    "token_weights": "attention.masks",
+    "measure_difficulty": "data.lengths.measure",
+    "measure_lengths": "data.lengths.measure",
+    "write_difficulty_index": "sort.difficulty",
+    "load_in_workers": "data.workers",
     "batch_specs": "sharding",
     "data_mesh": "sharding",
     "local_rows": "sharding",
     "prefetch_to_mesh": "sharding",
     "replicate": "sharding",
-    "Calibration": "calibration",
-    "calibrate": "calibration",
-    "calibration_shapes": "calibration",
-    "Checkpoints": "checkpoint",
-    "Restored": "checkpoint",
+    "Calibration": "train.calibration",
+    "calibrate": "train.calibration",
+    "calibration_shapes": "train.calibration",
+    "Checkpoints": "train.checkpoint",
+    "Restored": "train.checkpoint",
     "CompileReport": "compile",
     "CompiledSteps": "compile",
     "ExecutableCache": "compile",
@@ -118,21 +118,21 @@ _ON_FIRST_USE = {
     "scale_schedule": "optim",
     "schedule_by_work": "optim",
     "warmup_inverse_sqrt_schedule": "optim",
-    "data_parallel_predict": "prediction",
-    "predict": "prediction",
-    "StopRequest": "preemption",
-    "Processes": "processes",
-    "gather_rows": "rows",
-    "row_numbers": "rows",
+    "data_parallel_predict": "train.prediction",
+    "predict": "train.prediction",
+    "StopRequest": "distributed.stop",
+    "Processes": "distributed.processes",
+    "gather_rows": "train.rows",
+    "row_numbers": "train.rows",
     "SortedKeys": "sort",
     "SortedShare": "sort",
     "sample_sort": "sort",
-    "sample_lengths": "streaming",
-    "stream_batches": "streaming",
-    "TrainState": "train",
-    "create_state": "train",
-    "data_parallel": "train",
-    "data_parallel_eval": "train",
+    "sample_lengths": "stream.dataset",
+    "stream_batches": "stream.dataset",
+    "TrainState": "train.step",
+    "create_state": "train.step",
+    "data_parallel": "train.step",
+    "data_parallel_eval": "train.step",
 }
 
 __all__ = [

@@ -16,10 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket.base import Batch, Bucket, BucketPlan, RowShard
-from jaxbucket.checks import check_integer
-from jaxbucket.collate import collate_rows
-from jaxbucket.example import Example, Sequences
+from jaxbucket.base.checks import check_integer
+from jaxbucket.base.types import Batch, Bucket, BucketPlan, RowShard
+from jaxbucket.data.collate import collate_rows
+from jaxbucket.data.example import Example, Sequences
 
 Axes: TypeAlias = str | Sequence[str]
 Device: TypeAlias = jax.Device  # pyright: ignore

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxbucket.base import Batch, Bucket
-from jaxbucket.checks import check_positive
+from jaxbucket.base.checks import check_positive
+from jaxbucket.base.types import Batch, Bucket
 
 Step: TypeAlias = tuple[Batch, ...]
 Loader: TypeAlias = Callable[[int, int], Iterable[Batch | Step]]
@@ -142,7 +142,7 @@ def check_loss(
       >>> check_loss(loss_fn, {"w": jnp.float32(0)}, batch)
 
     Args:
-      loss_fn: the loss, see the top of `jaxbucket.loss`.
+      loss_fn: the loss, see the top of `jaxbucket.train.loss`.
       model: an NNX module, or parameters.
       batch: a real one of at least two rows that hold examples, padded or packed, of
         numpy or jax. A small one will do.
@@ -162,9 +162,9 @@ def check_loss(
     import jax
     import optax
 
-    from jaxbucket.loss import row_keys
-    from jaxbucket.rows import MappedRows, rows_at_hand
-    from jaxbucket.train import create_state, gradient_sums
+    from jaxbucket.train.loss import row_keys
+    from jaxbucket.train.rows import MappedRows, rows_at_hand
+    from jaxbucket.train.step import create_state, gradient_sums
 
     if not isinstance(batch, Batch):
         raise ValueError(

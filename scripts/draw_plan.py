@@ -10,7 +10,7 @@ import sys
 import matplotlib
 
 import jaxbucket as jb
-from jaxbucket.plots import plot_plan
+from jaxbucket.plan.reports.plots import plot_plan
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 import documents

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxbucket import BucketPlan, plan_buckets
-from jaxbucket.costs import StepTime
+from jaxbucket.plan.costs import StepTime
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -21,8 +21,8 @@ from jaxbucket import (
     plan_buckets,
     write_token_file,
 )
-from jaxbucket.base import digest
-from jaxbucket.schedule import Schedule
+from jaxbucket.base.types import digest
+from jaxbucket.schedule.schedule import Schedule
 from jaxbucket.testing import check_batches
 
 ORDERS = ("shuffled", "source", "ascending", "descending", "curriculum", "mixture")

@@ -7,7 +7,7 @@ import pathlib
 import click
 import numpy as np
 
-from jaxbucket.base import BucketPlan
+from jaxbucket.base.types import BucketPlan
 from jaxbucket.cli.options import (
     EXISTING,
     NEW,
@@ -21,10 +21,10 @@ from jaxbucket.cli.options import (
 from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure
 from jaxbucket.cli.report import read_plan, remainder_option
 from jaxbucket.cli.show import show_json, show_tables
-from jaxbucket.comparison import compare_plans
-from jaxbucket.length_files import read_lengths
-from jaxbucket.plan import plan_within
-from jaxbucket.remainder import Remainder
+from jaxbucket.data.lengths.files import read_lengths
+from jaxbucket.plan.buckets import plan_within
+from jaxbucket.plan.remainder import Remainder
+from jaxbucket.plan.reports.comparison import compare_plans
 
 
 @click.command()
@@ -73,7 +73,7 @@ def compare(
         remainder=remainder,
     )
     if plot:
-        from jaxbucket.comparison_plots import plot_comparison
+        from jaxbucket.plan.reports.comparison_plots import plot_comparison
 
         plot_comparison(comparison, measured, figure)
         save_figure(figure, "--plot", plot)

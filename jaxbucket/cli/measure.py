@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure, written_whole
 from jaxbucket.cli.show import show_json, show_tables
-from jaxbucket.length_files import read_lengths
-from jaxbucket.length_files.summary import summarize_lengths
-from jaxbucket.length_files.values import UNITS, Measure, Unit
+from jaxbucket.data.lengths.files import read_lengths
+from jaxbucket.data.lengths.summary import summarize_lengths
+from jaxbucket.data.lengths.values import UNITS, Measure, Unit
 
 _FILE = click.Path(path_type=pathlib.Path)
 
@@ -63,7 +63,7 @@ def measure(
             np.save(file, lengths.astype(np.int32))
     counted = unit or "tokens"
     if plot:
-        from jaxbucket.plots import plot_histogram
+        from jaxbucket.plan.reports.plots import plot_histogram
 
         plot_histogram(lengths, figure, unit=counted)
         save_figure(figure, "--plot", plot)
@@ -86,7 +86,7 @@ def _check_suffix(output: pathlib.Path | None) -> None:
 def _measure(unit: Unit | None, length_fn: str | None) -> Measure:
     if length_fn is None:
         return Measure(unit)
-    from jaxbucket.length_files.functions import load_function
+    from jaxbucket.data.lengths.functions import load_function
 
     return Measure(unit, load_function(length_fn))
 
@@ -97,7 +97,7 @@ def _measured(
     path = pathlib.Path(source)
     # A file may have a colon in its name.
     if not path.exists():
-        from jaxbucket.length_files.functions import is_function_name, measure_function
+        from jaxbucket.data.lengths.functions import is_function_name, measure_function
 
         if is_function_name(source):
             return measure_function(source, column, measure, num_workers)

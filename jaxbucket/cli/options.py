@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from jaxbucket.base import OVERLONG, Bucket, BucketPlan
-from jaxbucket.costs import CostFn, StepTime, TokenCost, TransformerCost
-from jaxbucket.limits import Budget, Limits, costed
+from jaxbucket.base.types import OVERLONG, Bucket, BucketPlan
+from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost
+from jaxbucket.plan.limits import Budget, Limits, costed
 
 POSITIVE = click.IntRange(min=1)
 EXISTING = click.Path(exists=True, dir_okay=False, path_type=pathlib.Path)
@@ -240,7 +240,7 @@ def read_step_times(path: pathlib.Path) -> StepTime:
 
 
 def _function(option: str, text: str) -> Callable[..., Any]:
-    from jaxbucket.length_files.functions import is_function_name, load_function
+    from jaxbucket.data.lengths.functions import is_function_name, load_function
 
     if not is_function_name(text):
         raise ValueError(

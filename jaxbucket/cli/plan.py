@@ -8,7 +8,7 @@ from typing import Any
 import click
 import numpy as np
 
-from jaxbucket.base import BucketPlan
+from jaxbucket.base.types import BucketPlan
 from jaxbucket.cli.options import (
     EXISTING,
     NEW,
@@ -21,10 +21,10 @@ from jaxbucket.cli.options import (
 )
 from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure, written_whole
 from jaxbucket.cli.show import as_dict, draw_plan, show_json, show_tables
-from jaxbucket.curve import PlanCurve, plan_curve
-from jaxbucket.length_files import read_lengths
-from jaxbucket.plan import RULES, plan_within
-from jaxbucket.stats import report
+from jaxbucket.data.lengths.files import read_lengths
+from jaxbucket.plan.buckets import RULES, plan_within
+from jaxbucket.plan.curve import PlanCurve, plan_curve
+from jaxbucket.plan.reports.epoch import report
 
 _AUTO = "auto"
 
@@ -140,7 +140,7 @@ def _number(text: str) -> int:
 def _chooser(text: str) -> Any:
     found = integers(text)
     if found is None and ":" in text:
-        from jaxbucket.length_files.functions import load_function
+        from jaxbucket.data.lengths.functions import load_function
 
         return load_function(text)
     return text if found is None else found
@@ -152,7 +152,7 @@ def _draw(
     if curve is None:
         draw_plan(figure, plan, lengths)
         return
-    from jaxbucket.comparison_plots import plot_curve
+    from jaxbucket.plan.reports.comparison_plots import plot_curve
 
     above, below = figure.subfigures(2, 1, height_ratios=[4, 7])
     plot_curve(curve, above)

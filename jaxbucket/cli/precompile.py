@@ -78,8 +78,8 @@ def precompile(
         raise click.BadParameter("nan is no limit.", param_hint="--memory-gb")
     shapes = read_plan(plan)
     from jaxbucket.compile import ExecutableCache, use_xla_cache
-    from jaxbucket.length_files.functions import load_function
-    from jaxbucket.precompile import precompile
+    from jaxbucket.compile.recipes import precompile
+    from jaxbucket.data.lengths.functions import load_function
 
     function = load_function(recipe)
     if xla_cache is not None:

@@ -7,13 +7,13 @@ from typing import Any, get_args
 
 import click
 
-from jaxbucket.base import GROUPS, BucketPlan
+from jaxbucket.base.types import GROUPS, BucketPlan
 from jaxbucket.cli.options import EXISTING, NEW, POSITIVE, column_option, json_option
 from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure
 from jaxbucket.cli.show import as_dict, draw_plan, show_json, show_tables
-from jaxbucket.length_files import read_lengths
-from jaxbucket.remainder import Remainder
-from jaxbucket.stats import report as report_of
+from jaxbucket.data.lengths.files import read_lengths
+from jaxbucket.plan.remainder import Remainder
+from jaxbucket.plan.reports.epoch import report as report_of
 
 remainder_option = click.option(
     "--remainder",

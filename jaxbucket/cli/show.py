@@ -9,8 +9,8 @@ from typing import Any
 import click
 import numpy as np
 
-from jaxbucket.base import BucketPlan
-from jaxbucket.stats import Report
+from jaxbucket.base.types import BucketPlan
+from jaxbucket.plan.reports.epoch import Report
 
 _PAGE = 100
 _WIDEST = 1000
@@ -46,7 +46,7 @@ def show_json(numbers: dict[str, Any]) -> None:
 
 def draw_plan(figure: Any, plan: BucketPlan, lengths: np.ndarray) -> None:
     """The plan from both sides: by tokens of each length, and example by example."""
-    from jaxbucket.plots import plot_lengths, plot_plan
+    from jaxbucket.plan.reports.plots import plot_lengths, plot_plan
 
     above, below = figure.subplots(2, 1)
     plot_lengths(plan, lengths, above)

@@ -1,16 +1,16 @@
 """One executable per bucket: compiled ahead, kept in files, guarded."""
 
 from jaxbucket.compile.agreement import leave_all
-from jaxbucket.compile.building import Building
-from jaxbucket.compile.differences import check_is_batch
+from jaxbucket.compile.build import Building
 from jaxbucket.compile.events import (
     compiling_as,
     count_compiles,
     note_arguments,
     noting_arguments,
 )
-from jaxbucket.compile.executables import ExecutableCache
-from jaxbucket.compile.programs import CompileReport, Program, ProgramReport
+from jaxbucket.compile.executable_cache import ExecutableCache
+from jaxbucket.compile.mismatch import check_is_batch
+from jaxbucket.compile.program import CompileReport, Program, ProgramReport
 from jaxbucket.compile.settings import following_prng, trace_key
 from jaxbucket.compile.steps import (
     CompiledSteps,

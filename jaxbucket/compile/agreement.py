@@ -15,9 +15,9 @@ from typing import Literal, TypeAlias
 
 import jax
 
-from jaxbucket.compile.keys import Devices
-from jaxbucket.compile.programs import Label
-from jaxbucket.coordination import Store
+from jaxbucket.compile.cache_key import Devices
+from jaxbucket.compile.program import Label
+from jaxbucket.distributed.store import Store
 
 # Before a program is traced, and after.
 Stage: TypeAlias = Literal["known", "traced"]

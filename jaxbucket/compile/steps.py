@@ -14,20 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbucket.base import Batch, Bucket
-from jaxbucket.checks import check_choice
-from jaxbucket.compile.building import Building
-from jaxbucket.compile.differences import (
+from jaxbucket.base.checks import check_choice
+from jaxbucket.base.padding import PadValue, pad_arrays
+from jaxbucket.base.types import Batch, Bucket
+from jaxbucket.compile.build import Building
+from jaxbucket.compile.events import Trace, noting_arguments
+from jaxbucket.compile.executable_cache import ExecutableCache
+from jaxbucket.compile.guard import CompileGuard, OnCompile
+from jaxbucket.compile.mismatch import (
     batch_difference,
     check_is_batch,
     state_difference,
 )
-from jaxbucket.compile.events import Trace, noting_arguments
-from jaxbucket.compile.executables import ExecutableCache
-from jaxbucket.compile.guard import CompileGuard, OnCompile
-from jaxbucket.compile.programs import CompileReport, Label, Program
+from jaxbucket.compile.program import CompileReport, Label, Program
 from jaxbucket.compile.xla_cache import use_xla_cache
-from jaxbucket.padding import PadValue, pad_arrays
 
 Unplanned: TypeAlias = Literal["raise", "longer", "jit"]
 # Enough to keep a device busy, however short a step is.

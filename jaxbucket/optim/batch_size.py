@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxbucket.checks import check_number
+from jaxbucket.base.checks import check_number
 from jaxbucket.optim.precision import single_at_least
 from jaxbucket.optim.rules import BatchScaling, Rule
 from jaxbucket.optim.schedules import ScaledSchedule, WorkSchedule

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxbucket.checks import check_number
+from jaxbucket.base.checks import check_number
 
 _STEPS = 6
 # More than rounding in single precision, less than any state leaves of old rates.

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxbucket.checks import check_choice, check_number
+from jaxbucket.base.checks import check_choice, check_number
 from jaxbucket.optim.precision import wide_float
 from jaxbucket.optim.rules import BatchScaling, Rule, check_size
 

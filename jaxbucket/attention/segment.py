@@ -1,0 +1,128 @@
+"""Attention within the segments of packed rows, without a mask of `[B, 1, T, T]`."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxbucket.attention import blockwise, splash
+from jaxbucket.base.checks import check_choice
+
+Implementation: TypeAlias = Literal["blockwise", "splash"]
+
+
+def segment_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    is_causal: bool = False,
+    scale: float | jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Returns what `jax.nn.dot_product_attention` does with an `attention_mask`.
+
+    What it holds grows with T, and not with its square, forward and backward. Keys that
+    no query of a block sees are not even looked at, but for what the rows of a batch
+    have to agree on: they go through the same blocks.
+
+    Example:
+      >>> ids = jnp.array([[1, 1, 2, 0]])
+      >>> x = jnp.arange(4.0).reshape(1, 4, 1, 1)
+      >>> segment_attention(x * 0, x, x, ids)[0, :, 0, 0].tolist()
+      [0.5, 0.5, 2.0, 0.0]
+
+    Args:
+      query: `[B, T, N, H]` floating point: batch, tokens, heads, width.
+      key: `[B, T, K, H]` of that dtype; K divides N, and each serves N / K heads.
+      value: `[B, T, K, H]`.
+      segment_ids: `[B, T]` int, 0 for padding; each segment is in one piece.
+      is_causal: whether a query sees no key behind its own.
+      scale: of the logits, 1 / sqrt(H) by default.
+      implementation: "blockwise" is plain jax and runs anywhere, on any mesh, but in a
+        `jax.shard_map` only with `check_vma=False`; "splash" is jax's kernel for TPUs,
+        which cannot be partitioned by the compiler. None for the kernel on TPUs where a
+        device has rows of its own, for there is one alone or it is inside of such a
+        `jax.shard_map`, and "blockwise" elsewhere.
+
+    Returns:
+      `[B, T, N, H]` of the same dtype, 0 in padding.
+
+    Raises:
+      ValueError: if shapes or dtypes do not go together, or for an unknown
+        `implementation`.
+    """
+    _check(query, key, value, segment_ids)
+    if implementation is not None:
+        check_choice("implementation", implementation, get_args(Implementation))
+    if implementation is None:
+        implementation = "splash" if _is_tpu_with_own_rows() else "blockwise"
+    attend = splash.attend if implementation == "splash" else blockwise.attend
+    if isinstance(scale, jax.Array):
+        # What is learned, or otherwise known to the program alone.
+        query, scale = query * scale.astype(query.dtype), 1.0
+    found = attend(
+        *(query, key, value, segment_ids),
+        is_causal=is_causal,
+        # A scalar of NumPy would make all of it float64.
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+    )
+    return jnp.where(segment_ids[..., None, None] > 0, found, 0)
+
+
+def _is_tpu_with_own_rows() -> bool:
+    """Whether what is traced is for one TPU, as far as is known; it may be absent."""
+    if jax.config.read("jax_enable_x64"):
+        # The kernel divides integers of 32 bits by those of 64.
+        return False
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.default_backend() == "tpu" and jax.device_count() == 1
+    device = mesh.abstract_device
+    is_tpu = device is not None and device.platform == "tpu"
+    alone = mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
+    return is_tpu and alone
+
+
+def _check(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array
+) -> None:
+    if query.ndim != 4:
+        raise ValueError(
+            f"`query` has shape {query.shape}: pass [B, T, N, H], batch, tokens, heads "
+            "and width."
+        )
+    if 0 in query.shape:
+        raise ValueError(
+            f"`query` has shape {query.shape}: leave out what has no row or token."
+        )
+    size, seq_len, heads, width = query.shape
+    for name, x in (("key", key), ("value", value)):
+        if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != (size, seq_len, width):
+            raise ValueError(
+                f"`{name}` has shape {x.shape}: with `query` of {query.shape} it is "
+                f"[{size}, {seq_len}, heads, {width}], for rows attend to themselves."
+            )
+        if x.dtype != query.dtype:
+            raise ValueError(
+                f"`{name}` is {x.dtype} and `query` {query.dtype}: cast one of them."
+            )
+    if key.shape != value.shape or heads % key.shape[2]:
+        raise ValueError(
+            f"`key` has {key.shape[2]} heads and `value` {value.shape[2]}: pass as "
+            f"many of both, a divisor of the {heads} of `query`."
+        )
+    if not jnp.issubdtype(query.dtype, jnp.floating):
+        raise ValueError(f"`query` is {query.dtype}: pass floating point numbers.")
+    if segment_ids.shape != (size, seq_len):
+        raise ValueError(
+            f"`segment_ids` has shape {segment_ids.shape}: pass one for each token, "
+            f"[{size}, {seq_len}]."
+        )
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(
+            f"`segment_ids` is {segment_ids.dtype}: pass integers, 0 for padding."
+        )

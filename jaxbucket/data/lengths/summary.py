@@ -1,0 +1,105 @@
+"""What a set of lengths is like, in a few numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxbucket.base.checks import check_lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthSummary:
+    """Lengths in a few numbers; those of a share are lengths that occur.
+
+    Attributes:
+      examples: how many there are.
+      unit: what they count.
+      total: their sum.
+      min: the shortest.
+      median: half of them are no longer.
+      mean: the total for each example.
+      p90: nine of ten are no longer.
+      p99: 99 of 100 are no longer.
+      max: the longest.
+      distinct: how many different ones there are.
+    """
+
+    examples: int
+    unit: str
+    total: int
+    min: int
+    median: int
+    mean: float
+    p90: int
+    p99: int
+    max: int
+    distinct: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, as plain Python."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """Every number, as one JSON object."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __rich__(self) -> Any:
+        """The summary as a `rich` table, for a terminal."""
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD)
+        table.add_column("lengths", justify="left")
+        table.add_column(f"in {self.unit}", justify="right")
+        for name, value in self.to_dict().items():
+            if name != "unit":
+                table.add_row(_ROW_NAMES.get(name, name), _shown(value))
+        return table
+
+
+_ROW_NAMES = {"total": "in all", "distinct": "distinct lengths"}
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
+
+
+def summarize_lengths(lengths: ArrayLike, unit: str = "tokens") -> LengthSummary:
+    """Returns what lengths are like.
+
+    Example:
+      >>> summary = summarize_lengths([1, 2, 2, 15])
+      >>> summary.median, summary.mean, summary.p90, summary.distinct
+      (2, 5.0, 15, 3)
+
+    Args:
+      lengths: `[N]` integers.
+      unit: what they count.
+
+    Raises:
+      ValueError: if there are none, or one is none.
+    """
+    ordered = np.sort(check_lengths(lengths))
+    size = len(ordered)
+    total = int(ordered.sum(dtype=np.int64))
+
+    def shortest_of(percent: int) -> int:
+        return int(ordered[-(-size * percent // 100) - 1])
+
+    return LengthSummary(
+        examples=size,
+        unit=unit,
+        total=total,
+        min=int(ordered[0]),
+        median=shortest_of(50),
+        mean=total / size,
+        p90=shortest_of(90),
+        p99=shortest_of(99),
+        max=int(ordered[-1]),
+        distinct=1 + int(np.count_nonzero(np.diff(ordered))),
+    )

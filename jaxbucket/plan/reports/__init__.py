@@ -1,0 +1,1 @@
+"""What a plan costs in an epoch: numbers, comparisons of plans, and pictures."""

@@ -1,0 +1,230 @@
+"""The same lengths under every way to choose shapes, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from jaxbucket.base.checks import check_lengths, check_positive
+from jaxbucket.base.progress import bar_if_slow
+from jaxbucket.base.types import BucketPlan
+from jaxbucket.plan.buckets import RULES
+from jaxbucket.plan.limits import Limits, costed
+from jaxbucket.plan.optimal import Optimum
+from jaxbucket.plan.remainder import Remainder
+from jaxbucket.plan.reports.epoch import Report, in_unit, number_in_unit, report
+
+OPTIMAL = "optimal"
+BY_TOKENS = "optimal by tokens"
+ONE_SHAPE = "one shape"
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedPlan:
+    """What one way to choose shapes costs.
+
+    Attributes:
+      name: of the rule, or of the plan that was given.
+      plan: its shapes.
+      report: one epoch of it.
+    """
+
+    name: str
+    plan: BucketPlan
+    report: Report
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest B * T."""
+        return max(bucket.num_tokens for bucket in self.plan.buckets)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, as plain Python."""
+        return {
+            "name": self.name,
+            "shapes": len(self.plan),
+            "largest_batch": self.largest_batch,
+            "largest_batch_size": int(self.plan.batch_sizes.max()),
+            "plan": json.loads(self.plan.to_json()),
+            "report": self.report.to_dict(),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Plans of the same lengths, the cheapest epoch first.
+
+    Those that keep other tokens than the rules' plans, for they drop or cut other
+    examples, come last: what they cost is of other data.
+
+    Attributes:
+      plans: what each costs.
+      least_cost: an epoch of full batches, were there such: no choice of so many
+        shapes costs less under these limits.
+      num_buckets: how many they may have.
+      exact: whether no choice of so many at all is cheaper than the optimal, remainders
+        included; else that was not proven within the search's time.
+    """
+
+    plans: tuple[ComparedPlan, ...]
+    least_cost: float
+    num_buckets: int
+    exact: bool
+
+    def __getitem__(self, name: str) -> ComparedPlan:
+        found = [compared for compared in self.plans if compared.name == name]
+        if not found:
+            raise KeyError(name)
+        return found[0]
+
+    def is_of_other_data(self, compared: ComparedPlan) -> bool:
+        """Whether a plan keeps other tokens than those of the rules."""
+        return compared.report.real_tokens != self[OPTIMAL].report.real_tokens
+
+    @property
+    def summary(self) -> str:
+        """How near the best is to what no plan can be below."""
+        kept = self[OPTIMAL].report.real_tokens
+        return self._of_optimal + "".join(
+            f" {one.name} keeps {one.report.real_tokens:,} tokens, not {kept:,}: its "
+            "cost is of other data."
+            for one in self.plans
+            if self.is_of_other_data(one)
+        )
+
+    @property
+    def _of_optimal(self) -> str:
+        best = self[OPTIMAL].report
+        above = best.epoch_cost / self.least_cost - 1
+        text = (
+            f"Full batches of {self.num_buckets} shapes would cost "
+            f"{in_unit(self.least_cost, best.cost_unit)} at least; optimal is "
+            f"{above:.2%} above that."
+        )
+        if not self.exact:
+            return text
+        return f"{text} Proven: so many shapes within these limits cost no less."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, as plain Python."""
+        return {
+            "num_buckets": self.num_buckets,
+            "exact": self.exact,
+            "least_cost": self.least_cost,
+            "cost_unit": self.plans[0].report.cost_unit,
+            "plans": [compared.to_dict() for compared in self.plans],
+        }
+
+    def to_json(self) -> str:
+        """Every number, as one JSON object."""
+        return json.dumps(self.to_dict())
+
+    def __rich__(self) -> Any:
+        """The plans as a `rich` table, for a terminal."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        # As text: a name or a unit may look like markup.
+        table = Table(
+            box=box.SIMPLE_HEAD, caption=Text(self.summary), caption_justify="left"
+        )
+        best = self.plans[0].report
+        table.add_column("boundaries", no_wrap=True, max_width=18)
+        for name in (
+            *("shapes", "padding", "in rows", "empty\nrows", "steps"),
+            *("largest\nbatch", f"epoch\n{best.cost_unit}", "over\nbest"),
+        ):
+            table.add_column(Text(name), justify="right", no_wrap=True)
+        for compared in self.plans:
+            epoch = compared.report
+            over = f"{epoch.epoch_cost / best.epoch_cost:.2f}x"
+            table.add_row(
+                Text(compared.name),
+                str(len(compared.plan)),
+                f"{epoch.padding:.1%}",
+                f"{epoch.padding_in_rows:.1%}",
+                f"{epoch.padding_in_empty_rows:.1%}",
+                f"{epoch.steps_per_epoch:,}",
+                f"{compared.largest_batch:,}",
+                number_in_unit(epoch.epoch_cost, epoch.cost_unit),
+                "-" if self.is_of_other_data(compared) else over,
+            )
+        return table
+
+
+@bar_if_slow("Comparing plans")
+def compare_plans(
+    lengths: ArrayLike,
+    limits: Limits,
+    *,
+    num_buckets: int = 8,
+    others: Mapping[str, BucketPlan] | None = None,
+    remainder: Remainder = "cheapest",
+) -> Comparison:
+    """Returns what every rule's plan costs, and those of your own, the cheapest first.
+
+    Example:
+      >>> import numpy as np
+      >>> lengths = np.random.default_rng(0).integers(1, 500, size=1000)
+      >>> comparison = compare_plans(lengths, Limits(max_tokens=4096), num_buckets=4)
+      >>> comparison.plans[0].name, comparison.plans[-1].name
+      ('optimal', 'one shape')
+
+    Args:
+      lengths: `[N]` integers, one per example.
+      limits: what every shape keeps to. Where it has a `cost_fn`, the plan that is
+        optimal by tokens is there, too.
+      num_buckets: shapes at most.
+      others: name -> a plan to compare with, such as one of given shapes.
+      remainder: what becomes of examples that fill no batch, as in `BatchSchedule`.
+
+    Raises:
+      ValueError: for what `plan_buckets` refuses, or lengths that one of the others
+        does.
+    """
+    lengths = check_lengths(lengths)
+    if remainder == "drop":
+        raise ValueError(
+            "`remainder='drop'` leaves out other examples in every plan, so that their "
+            "epochs cannot be compared. Choose another, or ask `report` of each plan."
+        )
+    candidates = limits.candidates(lengths)
+    num_buckets = min(check_positive("num_buckets", num_buckets), len(candidates))
+    optimum = Optimum(candidates, num_buckets)
+    chosen = {OPTIMAL: optimum.choice(num_buckets)}
+    if limits.cost_fn is not None:
+        by_tokens = dataclasses.replace(limits, cost_fn=None).candidates(lengths)
+        chosen[BY_TOKENS] = RULES[OPTIMAL](by_tokens, num_buckets)
+    for name, rule in RULES.items():
+        if name != OPTIMAL:
+            chosen[name.replace("_", " ")] = rule(candidates, num_buckets)
+    chosen[ONE_SHAPE] = RULES["quantile"](candidates, 1)
+    plans = {
+        name: limits.plan(candidates.seq_lens[ends]) for name, ends in chosen.items()
+    }
+    for name, plan in (others or {}).items():
+        if name in plans:
+            raise ValueError(f"`others` has {name!r}, which is a rule's: rename it.")
+        plans[name] = costed(plan, limits.cost_fn)
+    cheapest = candidates.epoch_cost(chosen[OPTIMAL])
+    how: Any = {"remainder": remainder, "accumulate": limits.accumulate}
+    compared = [
+        ComparedPlan(name, plan, report(plan, lengths, **how))
+        for name, plan in plans.items()
+    ]
+    kept = compared[0].report.real_tokens
+    # Stable: where two cost the same, the one that is named first.
+    compared.sort(key=lambda one: one.report.epoch_cost)
+    compared.sort(key=lambda one: one.report.real_tokens != kept)
+    return Comparison(
+        tuple(compared),
+        # Not by a rounding error above what there is.
+        min(optimum.steady_cost(num_buckets), cheapest),
+        num_buckets,
+        optimum.exact and remainder == "cheapest",
+    )

@@ -1,0 +1,6 @@
+"""From a stream of unknown lengths to batches, `grain.IterDataset[Batch]`.
+
+`reader` reads examples into a `pool` (or a `packed_pool`), the `iterator` takes batches
+out of it, `rounds` agrees with the other processes of a run, and `state` saves and
+restores all of that. This package does not import jax.
+"""

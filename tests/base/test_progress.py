@@ -1,0 +1,67 @@
+"""Bars, on a terminal alone, and of calls that take long alone."""
+
+import io
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxbucket.base import progress
+from jaxbucket.base.progress import bar_if_slow
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(
+    monkeypatch, stream: io.StringIO, seconds: float | None, patience: float
+) -> str:
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "_PATIENCE", patience)
+
+    @bar_if_slow("Inner")
+    def inner() -> int:
+        # Until it is there, however busy the machine.
+        end = time.monotonic() + (60 if seconds is None else seconds)
+        while time.monotonic() < end and "Waiting" not in stream.getvalue():
+            time.sleep(0.01)
+        return threading.active_count()
+
+    @bar_if_slow("Waiting")
+    def wait() -> int:
+        return inner()
+
+    before = threading.active_count()
+    during = wait()
+    assert threading.active_count() == before
+    assert stream.isatty() or during == before
+    return stream.getvalue()
+
+
+def test_a_slow_call_has_one_bar_on_a_terminal(monkeypatch):
+    text = shown(monkeypatch, Terminal(), seconds=None, patience=0.01)
+    assert "Waiting" in text and "Inner" not in text
+
+
+def test_a_quick_call_has_none(monkeypatch):
+    assert shown(monkeypatch, Terminal(), seconds=0.0, patience=60) == ""
+
+
+def test_nor_has_one_without_a_terminal(monkeypatch):
+    assert shown(monkeypatch, io.StringIO(), seconds=0.05, patience=0.001) == ""
+
+
+def test_what_is_raised_takes_the_bar_away(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+
+    @bar_if_slow("Failing")
+    def fail() -> None:
+        raise KeyError("x")
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            fail()
+    assert not progress._shown.locked()

@@ -1,0 +1,1018 @@
+"""The command, as a user types it."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import click
+import matplotlib.image
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from jaxbucket import (
+    Bucket,
+    BucketPlan,
+    Limits,
+    StepTime,
+    TokenCost,
+    TransformerCost,
+    compare_plans,
+    plan_buckets,
+    plan_curve,
+    report,
+)
+from jaxbucket.cli import main
+from jaxbucket.plan.buckets import RULES
+
+LENGTHS = np.random.default_rng(0).integers(1, 500, 1000).astype(np.int32)
+
+
+@pytest.fixture
+def files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """The current folder, with the same lengths in files of every kind."""
+    monkeypatch.chdir(tmp_path)
+    np.save("lengths.npy", LENGTHS)
+    np.savez("one.npz", lengths=LENGTHS)
+    np.savez("two.npz", lengths=LENGTHS, others=LENGTHS[:10])
+    pathlib.Path("lengths.txt").write_text("\n".join(map(str, LENGTHS)) + "\n")
+    return tmp_path
+
+
+def run(*args: object, code: int = 0) -> str:
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def refused(*args: object) -> str:
+    """The one line that says why, with an exit status that is not 0."""
+    output = run(*args, code=1)
+    assert output.startswith("Error: ")
+    assert output.count("\n") == 1
+    return output
+
+
+PLAN = plan_buckets(LENGTHS, max_tokens=4096, num_buckets=4, seq_len_multiple=32)
+BUDGET = ("--max-tokens", 4096)
+OPTIONS = ("--max-tokens", 4096, "--num-buckets", 4, "--seq-len-multiple", 32)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["lengths.npy"],
+        ["one.npz"],
+        ["two.npz", "--column", "lengths"],
+        ["lengths.txt"],
+    ],
+)
+def test_a_plan_is_made_of_lengths_of_every_kind(files, arguments):
+    run("plan", *arguments, *OPTIONS, "-o", "plan.json")
+    assert BucketPlan.from_json((files / "plan.json").read_text()) == PLAN
+
+
+def test_every_number_of_the_table_is_in_the_json(files):
+    table = run("plan", "lengths.npy", *OPTIONS)
+    found = json.loads(run("plan", "lengths.npy", *OPTIONS, "--json"))
+    epoch = report(PLAN, LENGTHS)
+    assert found["report"] == json.loads(epoch.to_json())
+    assert BucketPlan.from_json(json.dumps(found["plan"])) == PLAN
+    assert found["fingerprint"] == PLAN.fingerprint
+    assert f"{epoch.steps_per_epoch} steps per epoch" in table
+    for bucket in PLAN.buckets:
+        assert str(bucket.batch_size) in table and str(bucket.seq_len) in table
+
+
+def test_every_option_reaches_the_planner(files):
+    options = {
+        "max_tokens": 2048,
+        "num_buckets": 3,
+        "batch_size_multiple": 4,
+        "seq_len_multiple": 16,
+        "max_seq_len": 256,
+        "boundaries": "geometric",
+        "overlong": "truncate",
+    }
+    words = [
+        word
+        for name, value in options.items()
+        for word in ("--" + name.replace("_", "-"), value)
+    ]
+    run("plan", "lengths.npy", *words, "-o", "plan.json")
+    made = BucketPlan.from_json((files / "plan.json").read_text())
+    assert made == plan_buckets(LENGTHS, **options)
+    run(
+        *("plan", "lengths.npy", "--max-tokens", 1024),
+        *("--boundaries", "128,512", "-o", "plan.json"),
+    )
+    made = BucketPlan.from_json((files / "plan.json").read_text())
+    assert made.boundaries.tolist() == [128, 512]
+
+
+def test_a_plan_is_reported_on_other_lengths(files):
+    run("plan", "lengths.npy", *OPTIONS, "-o", "plan.json")
+    others = run("report", "plan.json", "two.npz", "--column", "others", "--json")
+    epoch = report(PLAN, LENGTHS[:10])
+    assert json.loads(others)["report"] == json.loads(epoch.to_json())
+
+
+def test_a_report_knows_remainders_and_micro_batches(files):
+    run("plan", "lengths.npy", *OPTIONS, "-o", "plan.json")
+    options = {"remainder": "drop", "accumulate": 2, "group": "mixed"}
+    words = [word for name in options for word in (f"--{name}", str(options[name]))]
+    found = run("report", "plan.json", "lengths.npy", *words, "--json")
+    epoch = report(PLAN, LENGTHS, **options)
+    assert epoch != report(PLAN, LENGTHS)
+    assert json.loads(found)["report"] == json.loads(epoch.to_json())
+
+
+def test_pictures_are_drawn(files):
+    run("plan", "lengths.npy", *OPTIONS, "--plot", "plan.png", "-o", "plan.json")
+    run("report", "plan.json", "lengths.npy", "--plot", "report.png")
+    for name in ("plan.png", "report.png"):
+        image = matplotlib.image.imread(files / name)
+        assert image.shape[0] > 400 and image.std() > 0.1
+
+
+def test_it_is_a_command_and_a_module(files):
+    for command in ([sys.executable, "-m", "jaxbucket"], ["jaxbucket"]):
+        if command == ["jaxbucket"]:
+            command = [str(pathlib.Path(sys.executable).parent / "jaxbucket")]
+        done = subprocess.run(
+            [*command, "plan", "lengths.npy", "--max-tokens", "500"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "steps per epoch" in done.stdout
+
+
+def test_planning_by_command_needs_no_jax(files):
+    code = (
+        "import sys; from jaxbucket.cli import main; "
+        "main(['plan', 'lengths.npy', '--max-tokens', '500'], standalone_mode=False); "
+        "print(sorted({'jax', 'grain', 'flax', 'matplotlib', 'pyarrow'} & "
+        "sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        (b"", "x.npy", "`x.npy` is empty: there is no example"),
+        (b"", "x.npz", "`x.npz` is empty: there is no example"),
+        (b"\x93NUMPY", "x.npy", "is no whole numpy file"),
+        (b"3\n4.5\n", "x.txt", "`x.txt`, line 2: '4.5' is no integer"),
+        (b"three\n", "x.txt", "`x.txt`, line 1: 'three' is no integer"),
+        (b"\xff\xfe", "x.txt", "`x.txt`, line 1 is no UTF-8 text"),
+        (b"", "x.txt", "`x.txt` is empty: there is no example"),
+        (b"3\n0\n", "x.txt", "`x.txt`, line 2: the length is 0, and not from 1"),
+        (b"9\n500\n", "x.txt", "`max_tokens=64` holds 0 rows of `seq_len=500`"),
+    ],
+)
+def test_lengths_that_are_none_are_refused(files, content, name, message):
+    (files / name).write_bytes(content)
+    assert message in refused("plan", name, "--max-tokens", 64)
+
+
+def test_every_cut_numpy_file_is_refused(files):
+    whole = {name: (files / name).read_bytes() for name in ("lengths.npy", "one.npz")}
+    for name, data in whole.items():
+        for size in range(1, len(data), 97):
+            (files / name).write_bytes(data[:size])
+            assert "is no whole numpy file" in refused(
+                "plan", name, "--max-tokens", 4096
+            )
+
+
+def test_an_array_that_is_not_there_is_named(files):
+    message = "has ['lengths', 'others']: name one of them by `--column`"
+    assert message in refused("plan", "two.npz", "--max-tokens", 500)
+    assert message in refused("plan", "two.npz", "--max-tokens", 500, "--column", "x")
+
+
+def test_text_has_no_column(files):
+    output = refused("plan", "lengths.txt", "--max-tokens", 500, "--column", "x")
+    assert "has no columns: leave out `--column x`" in output
+
+
+def test_an_array_without_a_name_has_no_column(files):
+    output = refused("plan", "lengths.npy", "--max-tokens", 500, "--column", "x")
+    assert "has one array, without a name" in output
+
+
+def test_a_numpy_file_may_have_the_other_name(files):
+    (files / "swapped.npy").write_bytes((files / "one.npz").read_bytes())
+    (files / "swapped.npz").write_bytes((files / "lengths.npy").read_bytes())
+    for name in ("swapped.npy", "swapped.npz"):
+        run("plan", name, *OPTIONS, "-o", "plan.json")
+        assert BucketPlan.from_json((files / "plan.json").read_text()) == PLAN
+
+
+def test_a_folder_that_is_not_there_is_refused(files):
+    for option in ("-o", "--plot"):
+        output = refused("plan", "lengths.npy", *OPTIONS, option, "nowhere/x.png")
+        assert "nowhere/x.png`: there is no folder nowhere. Make it, or" in output
+
+
+def test_what_is_read_is_not_overwritten(files):
+    before = (files / "lengths.npy").read_bytes()
+    for options in (
+        ("-o", "lengths.npy"),
+        ("-o", files / "lengths.npy"),
+        ("--plot", "lengths.npy"),
+        ("-o", "same.png", "--plot", "same.png"),
+    ):
+        output = refused("plan", "lengths.npy", *OPTIONS, *options)
+        assert "would overwrite what this command reads or writes" in output
+    assert (files / "lengths.npy").read_bytes() == before
+
+
+def test_a_plan_that_is_none_is_refused(files):
+    (files / "cut.json").write_text(PLAN.to_json()[:-5])
+    assert "The plan is not valid JSON" in refused("report", "cut.json", "lengths.npy")
+    (files / "other.json").write_text("{}")
+    assert "jaxbucket.BucketPlan" in refused("report", "other.json", "lengths.npy")
+
+
+def test_a_picture_of_an_unknown_kind_is_refused(files):
+    output = refused("plan", "lengths.npy", *OPTIONS, "--plot", "plan.docx")
+    assert "`--plot plan.docx`" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.npy", "--max-tokens", 8], "'nowhere.npy' does not exist"),
+        (
+            ["lengths.npy", "--max-tokens", 8, "--overlong", "cut"],
+            "'cut' is not one of",
+        ),
+    ],
+)
+def test_options_that_are_none_are_refused(files, arguments, message):
+    assert message in run("plan", *arguments, code=2)
+
+
+def budget(seq_len: int) -> int:
+    return 2048 if seq_len <= 256 else 4096
+
+
+def steps(batch_size: int, seq_len: int) -> float:
+    return 1.0
+
+
+def zero(batch_size: int, seq_len: int) -> float:
+    return 0.0
+
+
+def planned(*options: object) -> BucketPlan:
+    run("plan", "lengths.npy", *options, "-o", "made.json")
+    return BucketPlan.from_json(pathlib.Path("made.json").read_text())
+
+
+@pytest.fixture
+def functions(files, monkeypatch) -> str:
+    """The name of a module that has the functions above."""
+    (files / "mine.py").write_text(
+        f"from {__name__} import budget, steps, zero\n"
+        "def three(candidates, num_buckets):\n"
+        "    return [9, 99, len(candidates) - 1]\n"
+    )
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return "mine"
+
+
+def test_every_way_to_say_shapes_is_that_of_python(files, functions):
+    common = ("--max-tokens", 4096, "--num-buckets", 4)
+    options = {"max_tokens": 4096, "num_buckets": 4}
+    for rule in RULES:
+        made = planned(*common, "--boundaries", rule)
+        assert made == plan_buckets(LENGTHS, boundaries=rule, **options)
+    limits = {"min_batch_size": 2, "max_batch_size": 64, "batch_size_multiple": 2}
+    arguments = [x for k, v in limits.items() for x in (f"--{k.replace('_', '-')}", v)]
+    assert planned(*common, *arguments) == plan_buckets(LENGTHS, **options, **limits)
+    made = planned("--max-tokens", f"{functions}:budget", "--num-buckets", 4)
+    assert made == plan_buckets(LENGTHS, max_tokens=budget, num_buckets=4)
+    made = planned("--max-tokens", "2048,4096", "--boundaries", "100,512")
+    ends = [100, 512]
+    assert made == plan_buckets(LENGTHS, max_tokens=[2048, 4096], boundaries=ends)
+    made = planned("--shapes", "8x512, 40X100")
+    assert made == BucketPlan.from_shapes([(40, 100), (8, 512)])
+    made = planned(*common, "--boundaries", f"{functions}:three")
+    assert made.boundaries.tolist() == [10, 100, 499]
+
+
+def test_every_way_to_say_costs_is_that_of_python(files, functions):
+    common = ("--max-tokens", 4096, "--num-buckets", 3)
+    measured = {"[8, 512]": 0.5, "[32, 128]": 0.2, "[4, 128]": 0.03}
+    pathlib.Path("times.json").write_text(json.dumps(measured))
+    shapes = {Bucket(8, 512): 0.5, Bucket(32, 128): 0.2, Bucket(4, 128): 0.03}
+    for arguments, cost in (
+        (("--per-second", 1e5), TokenCost(1e5)),
+        (("--width", 64, "--depth", 2), TransformerCost(64, 2)),
+        (
+            ("--width", 64, "--depth", 2, "--vocab-size", 9, "--per-second", 1e9),
+            TransformerCost(64, 2, 9, 1e9),
+        ),
+        (("--step-times", "times.json"), StepTime.fit(shapes)),
+        (("--cost-fn", f"{functions}:steps"), steps),
+    ):
+        made = planned(*common, *arguments)
+        expected = plan_buckets(LENGTHS, max_tokens=4096, num_buckets=3, cost_fn=cost)
+        assert made == expected
+        output = run("plan", "lengths.npy", *common, *arguments)
+        assert ("Predicted epoch: " in output) == (made.cost_unit != "tokens")
+
+
+AUTO = ("--max-tokens", 4096, "--num-buckets", "auto", "--per-second", 1e5)
+
+
+def test_auto_shows_the_curve_and_the_reason(files):
+    options = (*AUTO, "--compile-seconds", 0.2, "--num-epochs", 3)
+    output = run("plan", "lengths.npy", *options, "-o", "made.json", "--plot", "a.png")
+    made = BucketPlan.from_json(pathlib.Path("made.json").read_text())
+    limits = Limits(max_tokens=4096, cost_fn=TokenCost(1e5))
+    curve = plan_curve(LENGTHS, limits, compile_seconds=0.2, num_epochs=3)
+    assert made == curve.chosen.plan
+    assert made == plan_buckets(
+        LENGTHS,
+        max_tokens=4096,
+        num_buckets="auto",
+        cost_fn=TokenCost(1e5),
+        compile_seconds=0.2,
+        num_epochs=3,
+    )
+    assert f"{len(made)} shapes: " in output
+    assert curve.reason in " ".join(output.split())
+    numbers = json.loads(run("plan", "lengths.npy", *options, "--json"))
+    assert numbers["curve"] == json.loads(curve.to_json())
+    assert matplotlib.image.imread("a.png").shape[2] == 4
+
+
+def test_plans_are_compared_as_in_python(files):
+    run("plan", "lengths.npy", *OPTIONS, "-o", "mine.json")
+    options = ("--max-tokens", 4096, "--num-buckets", 4, "--per-second", 1e5)
+    others = ("--plan", "mine.json", "--boundaries", "100,499", "--shapes", "8x499")
+    output = run("compare", "lengths.npy", *options, *others, "--plot", "c.png")
+    assert max(map(len, output.splitlines())) <= 100
+    found = json.loads(run("compare", "lengths.npy", *options, *others, "--json"))
+    limits = Limits(max_tokens=4096, cost_fn=TokenCost(1e5))
+    mine = {
+        "mine.json": PLAN,
+        "given boundaries": limits.plan([100, 499]),
+        "given shapes": BucketPlan.from_shapes([(8, 499)], max_tokens=4096),
+    }
+    expected = compare_plans(LENGTHS, limits, num_buckets=4, others=mine)
+    assert found == json.loads(expected.to_json())
+    for name in ("optimal", "optimal by tokens", "equal tokens", "one shape", *mine):
+        assert name in output
+    assert expected.summary in " ".join(output.split())
+    assert matplotlib.image.imread("c.png").shape[2] == 4
+    padded = run("compare", "lengths.npy", *options, "--remainder", "pad", "--json")
+    policies = compare_plans(LENGTHS, limits, num_buckets=4, remainder="pad")
+    assert json.loads(padded) == json.loads(policies.to_json())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "`--max-tokens` is missing"),
+        (("--max-tokens", 0), "`max_tokens=0` must be a positive integer"),
+        (("--max-tokens", "many"), "`--max-tokens many`: give integers, or a function"),
+        (("--max-tokens", "9,8"), "`max_tokens` has 2 budgets, one for each bucket"),
+        (
+            ("--max-tokens", "8192,8192", "--boundaries", "512"),
+            "`max_tokens` has 2 budgets for 1 boundaries. Give one for each.",
+        ),
+        (("--max-tokens", "m:f"), "`m:f`: "),
+        ((*OPTIONS, "--boundaries", "even"), "`boundaries='even'`: choose one of"),
+        ((*BUDGET, "--boundaries", "512,64"), "`boundaries`: 64 after 512."),
+        ((*BUDGET, "--boundaries", "64,64,512"), "`boundaries`: 64 after 64."),
+        (("--shapes", "8*512"), "`--shapes 8*512`: give B x T for each, as 32x128"),
+        (("--shapes", "8x512x2"), "`--shapes 8x512x2`: give B x T"),
+        (("--shapes", "8x512,16x512"), "strictly increasing order"),
+        (("--shapes", "8x100"), "is beyond the last bucket, `seq_len=100`"),
+        (
+            ("--shapes", "8x512", "--max-tokens", 1024),
+            "Bucket [8, 512] holds 4096 tokens, more than `max_tokens=1024`",
+        ),
+        ((*OPTIONS, "--num-buckets", "few"), "`--num-buckets few`: give a positive"),
+        ((*OPTIONS, "--num-buckets", "0"), "`--num-buckets 0`: give a positive"),
+        (AUTO, "`compile_seconds` is missing: say what compiling one shape takes"),
+        (
+            (*OPTIONS, "--num-buckets", "auto", "--compile-seconds", 3),
+            "counts tokens, and compiling is weighed in seconds",
+        ),
+        ((*AUTO, "--compile-seconds", -1), "`compile_seconds=-1.0` must be a positive"),
+        (
+            (*AUTO, "--compile-seconds", 1, "--num-epochs", "nan"),
+            "`num_epochs=nan` must be a positive, finite number",
+        ),
+        (
+            (*AUTO, "--boundaries", "quantile"),
+            "--boundaries and --num-buckets are two ways: leave out one.",
+        ),
+        (
+            ("--shapes", "8x512", "--boundaries", "512"),
+            "--shapes and --boundaries are two ways: leave out one.",
+        ),
+        (
+            (*OPTIONS, "--boundaries", "100,512"),
+            "--boundaries and --num-buckets are two ways: leave out one.",
+        ),
+        (
+            ("--shapes", "8x512", "--max-batch-size", 4),
+            "`--max-batch-size` says nothing beside `--shapes`: leave it out.",
+        ),
+        ((*OPTIONS, "--step-times", "twice.json"), "a shape is there twice"),
+        (
+            (*OPTIONS, "--compile-seconds", 3),
+            "`--compile-seconds` says nothing without `--num-buckets auto`.",
+        ),
+        (
+            ("--shapes", "8x512", "--max-tokens", "4096,4096"),
+            "`--shapes` say their own B: give one `--max-tokens` beside them",
+        ),
+        ((*OPTIONS, "--cost-fn", "math:sqrt"), "raised TypeError: "),
+        ((*OPTIONS, "--boundaries", "math:sqrt"), "raised TypeError: "),
+        (
+            (*OPTIONS, "--step-times", "no.json", "-o", "no.json"),
+            "`--output no.json` would overwrite what this command reads",
+        ),
+        ((*OPTIONS, "--plot", "plan.xyz"), "`--plot plan.xyz`: a picture is one of"),
+        ((*OPTIONS, "--width", 8), "cost takes `--width` and `--depth`"),
+        (
+            (*OPTIONS, "--width", 8, "--depth", 8, "--cost-fn", "mine:steps"),
+            "--width and --cost-fn are two costs: give one of them.",
+        ),
+        (
+            (*OPTIONS, "--cost-fn", "mine:steps", "--per-second", 3),
+            "`--per-second` says nothing beside --cost-fn: leave it out.",
+        ),
+        ((*OPTIONS, "--cost-fn", "mine:zero"), "=0.0` must be a positive"),
+        ((*OPTIONS, "--cost-fn", "steps"), "`--cost-fn steps`: name a function as"),
+        ((*OPTIONS, "--step-times", "lengths.txt"), "is no JSON object of shapes and"),
+        ((*OPTIONS, "--step-times", "no.json"), "`seconds[[8, 512]]=-1` must be a pos"),
+        ((*OPTIONS, "--step-times", "none.json"), "`seconds` is empty"),
+        (
+            ("--max-tokens", 4096, "--min-batch-size", 9),
+            "`max_tokens=4096` holds 8 rows of `seq_len=499`, fewer than "
+            "`min_batch_size=9`. Raise `max_tokens` to 4491",
+        ),
+        (
+            (*OPTIONS, "--batch-size-multiple", 4, "--max-batch-size", 3),
+            "`max_batch_size=3` is less than `batch_size_multiple=4`",
+        ),
+    ],
+)
+def test_options_that_no_plan_keeps_are_refused(files, functions, options, message):
+    pathlib.Path("no.json").write_text('{"[8, 512]": -1}')
+    pathlib.Path("none.json").write_text("{}")
+    pathlib.Path("twice.json").write_text('{"[8, 512]": 1, "[8,512]": 2}')
+    assert message in refused("plan", "lengths.npy", *options)
+
+
+def test_a_comparison_with_what_is_no_plan_is_refused(files):
+    (files / "other.json").write_text("[]")
+    options = ("lengths.npy", *OPTIONS[:4])
+    assert "jaxbucket.BucketPlan" in refused(
+        "compare", *options, "--plan", "other.json"
+    )
+    output = refused("compare", *options, "--boundaries", "quantile")
+    assert "`--boundaries quantile`: give lengths such as 128,256,512." in output
+    assert "`--max-tokens` is missing" in refused("compare", "lengths.npy")
+    output = refused("compare", *options, "--remainder", "drop")
+    assert "`remainder='drop'` leaves out other examples" in output
+    (files / "optimal").write_text(PLAN.to_json())
+    output = refused("compare", *options, "--plan", "optimal")
+    assert "`others` has 'optimal', which is a rule's: rename it." in output
+    output = refused("compare", "two.npz", *OPTIONS[:4], "--column", "words")
+    assert "lengths" in output and "others" in output
+
+
+TEXTS = [f"{'é' * n} and more" for n in range(1, 300)]
+BYTES = [len(text.encode()) for text in TEXTS]
+
+
+@pytest.fixture
+def corpus(files: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """The current folder, with texts in a file, and a module of one function."""
+    rows = [json.dumps({"text": text, "id": 1}) for text in TEXTS]
+    pathlib.Path("corpus.jsonl").write_text("\n".join(rows))
+    pathlib.Path("texts.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    code = (
+        f"TEXTS = {TEXTS}\ndef texts(): return TEXTS\ndef size(row): return row['id']\n"
+    )
+    pathlib.Path(f"own_{files.name}.py").write_text(code)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return files
+
+
+def test_what_is_measured_is_written_for_the_planner(corpus):
+    column = ("--column", "text", "--unit", "bytes")
+    own = f"own_{corpus.name}"
+    np.save("wide.npy", LENGTHS.astype(np.int64))
+    for arguments, lengths in (
+        (("corpus.jsonl", *column), BYTES),
+        (("texts.txt", "--unit", "bytes"), BYTES),
+        (("texts.txt", "--unit", "characters"), [len(text) for text in TEXTS]),
+        (("texts.txt", "--unit", "words"), [3] * len(TEXTS)),
+        (("texts.txt", "--length-fn", "builtins:len"), [len(text) for text in TEXTS]),
+        (("corpus.jsonl", "--length-fn", f"{own}:size"), [1] * len(TEXTS)),
+        ((f"{own}:texts", "--unit", "bytes"), BYTES),
+        ((f"{own}:texts", "--unit", "bytes", "--num-workers", 2), BYTES),
+        (("lengths.npy",), LENGTHS),
+        (("wide.npy",), LENGTHS),
+        (("two.npz", "--column", "others"), LENGTHS[:10]),
+    ):
+        run("measure", *arguments, "-o", "measured.npy")
+        written = np.load("measured.npy")
+        assert written.dtype == np.int32
+        assert written.tolist() == list(lengths)
+    run("measure", "texts.txt", "--unit", "bytes", "-o", "measured.npy")
+    run("plan", "measured.npy", *OPTIONS, "-o", "plan.json")
+    made = BucketPlan.from_json(pathlib.Path("plan.json").read_text())
+    assert made == plan_buckets(
+        BYTES, max_tokens=4096, num_buckets=4, seq_len_multiple=32
+    )
+
+
+def test_other_commands_read_the_same_files(corpus):
+    run("plan", "corpus.jsonl", "--column", "id", "--max-tokens", 8, "-o", "plan.json")
+    found = run("report", "plan.json", "corpus.jsonl", "--column", "id", "--json")
+    assert json.loads(found)["report"]["examples"] == len(TEXTS)
+    output = refused("plan", "texts.txt", "--max-tokens", 500)
+    assert "measure them by `jaxbucket measure --unit`" in output
+
+
+def test_the_summary_has_every_number(corpus):
+    arguments = ("measure", "texts.txt", "--unit", "bytes")
+    found = json.loads(run(*arguments, "--json"))
+    assert found == {
+        "examples": len(BYTES),
+        "unit": "bytes",
+        "total": sum(BYTES),
+        "min": 11,
+        "median": 309,
+        "mean": sum(BYTES) / len(BYTES),
+        "p90": 549,
+        "p99": 603,
+        "max": 607,
+        "distinct": 299,
+    }
+    table = run(*arguments)
+    assert "in bytes" in table
+    assert all(f"{n:,}" in table for n in (299, sum(BYTES), 11, 309, 549, 603, 607))
+    assert max(map(len, table.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name", ["h.png", "h.pdf", "h.svg"])
+def test_a_histogram_is_drawn(corpus, name):
+    run("measure", "texts.txt", "--unit", "bytes", "--plot", name)
+    assert (corpus / name).stat().st_size > 2000
+    if name == "h.png":
+        image = matplotlib.image.imread(corpus / name)
+        assert image.shape[0] > 400 and image.std() > 0.1
+    assert not list(corpus.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.txt"], "`nowhere.txt` is not there. Name a file, or a function as"),
+        (["."], "`.` is a folder. Name a file in it"),
+        (["nowhere:f"], "`nowhere:f`: nowhere cannot be imported: ModuleNotFoundError"),
+        (["json:nothing"], "`json:nothing`: json has no 'nothing', but ['detect_enc"),
+        (["texts.txt"], "is no integer. Mend it; where these are texts, measure them"),
+        (["corpus.jsonl"], "`corpus.jsonl` has ['text', 'id']: name one of them by"),
+        (["corpus.jsonl", "--column", "x"], "has ['text', 'id']: name one of them by"),
+        (["texts.txt", "--length-fn", "len"], "`len` must be `module:function`"),
+        (
+            ["texts.txt", "--unit", "bytes", "--length-fn", "builtins:len"],
+            "`--unit bytes` and `--length-fn` both say",
+        ),
+        (["texts.txt", "--num-workers", 2], "`--num-workers 2`: a file is read by one"),
+        (["lengths.npy", "-o", "lengths.npy"], "would overwrite what this command"),
+        (["lengths.npy", "-o", "./x/../lengths.npy"], "would overwrite what this"),
+        (["lengths.npy", "-o", "x.txt"], "lengths are written as .npy. Name it x.npy"),
+        (["lengths.npy", "-o", "nowhere/x.npy"], "there is no folder nowhere. Make it"),
+        (["lengths.npy", "-o", "lengths.txt/x.npy"], "there is no folder lengths.txt"),
+        (["lengths.npy", "-o", "."], "`--output .` is a folder. Name a file in it"),
+        (["lengths.npy", "--plot", "x.docx"], "`--plot x.docx`: a picture is one of"),
+        (["lengths.npy", "--plot", "x"], "`--plot x`: a picture is one of"),
+        (["lengths.npy", "-o", "/proc/x.npy"], "`--output /proc/x.npy` cannot be writ"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(corpus, arguments, message):
+    before = (corpus / "lengths.npy").read_bytes()
+    assert message in refused("measure", *arguments)
+    assert (corpus / "lengths.npy").read_bytes() == before
+
+
+@pytest.mark.parametrize("option", [["--unit", "tokens"], ["--num-workers", "-1"]])
+def test_measuring_knows_its_options(corpus, option):
+    run("measure", "texts.txt", *option, code=2)
+
+
+def test_outputs_are_refused_before_anything_is_measured(corpus):
+    slow = "raise AssertionError('measured')"
+    (corpus / f"slow_{corpus.name}.py").write_text(slow)
+    for option in (("-o", "nowhere/x.npy"), ("-o", "x.txt"), ("--plot", "x.docx")):
+        output = refused("measure", f"slow_{corpus.name}:f", *option)
+        assert "AssertionError" not in output and option[1] in output
+
+
+KILLED = """
+import os, signal, pathlib
+from jaxbucket.cli.outputs import written_whole
+with written_whole("--output", pathlib.Path("lengths.npy")) as file:
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_command_leaves_no_half_file(files):
+    before = (files / "lengths.npy").read_bytes()
+    done = subprocess.run([sys.executable, "-c", KILLED], check=False)
+    assert done.returncode == -9
+    assert (files / "lengths.npy").read_bytes() == before
+
+
+def test_a_command_that_fails_to_write_leaves_nothing(files, monkeypatch):
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numpy.save", full)
+    output = refused("measure", "lengths.npy", "-o", "new.npy")
+    assert "new.npy` cannot be written: No space left on device. Name another" in output
+    assert not list(files.glob("*new*")) + list(files.glob(".*"))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_pipe_is_written_to_and_stays_one(files):
+    os.mkfifo("pipe.json")
+    with subprocess.Popen(["cat", "pipe.json"], stdout=subprocess.PIPE) as reader:
+        run("plan", "lengths.npy", *OPTIONS, "-o", "pipe.json")
+        read, _ = reader.communicate(timeout=20)
+    assert BucketPlan.from_json(read.decode()) == PLAN
+    assert (files / "pipe.json").is_fifo()
+
+
+def test_nobody_elses_file_is_taken_for_a_part_of_the_output(files):
+    # The names under which a command may well keep what is not whole yet.
+    for name in ("plan.json.partial", ".plan.json.partial"):
+        (files / name).write_text("1\n2\n")
+    run("plan", "plan.json.partial", "--max-tokens", 100, "-o", "plan.json")
+    for name in ("plan.json.partial", ".plan.json.partial"):
+        assert (files / name).read_text() == "1\n2\n"
+
+
+def test_an_output_keeps_the_permissions_it_has(files):
+    (files / "plan.json").write_text("")
+    (files / "plan.json").chmod(0o600)
+    run("plan", "lengths.npy", *OPTIONS, "-o", "plan.json")
+    assert (files / "plan.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_plan_that_leaves_examples_out_is_not_the_best(files):
+    options = ("--max-seq-len", 64, "--overlong", "drop")
+    run("plan", "lengths.npy", *BUDGET, *options, "-o", "[red]short.json")
+    compared = ("compare", "lengths.npy", *BUDGET, "--plan", "[red]short.json")
+    table = run(*compared)
+    # Its name is no markup.
+    last = [line for line in table.splitlines() if "[red]short.json" in line][0]
+    assert last.split()[-1] == "-"
+    plans = json.loads(run(*compared, "--json"))["plans"]
+    assert plans[0]["name"] == "optimal" and plans[-1]["name"] == "[red]short.json"
+    kept = int(LENGTHS[LENGTHS <= 64].sum())
+    said = (
+        f"[red]short.json keeps {kept:,} tokens, not {int(LENGTHS.sum()):,}: its cost"
+    )
+    assert said in " ".join(table.split())
+
+
+def test_long_names_leave_room_for_the_numbers(files):
+    name = "a_plan_of_a_very_long_name_that_nobody_wants_to_read.json"
+    run("plan", "lengths.npy", *OPTIONS, "-o", name)
+    table = run("compare", "lengths.npy", *BUDGET, "--plan", name)
+    assert max(map(len, table.splitlines())) <= 100
+    (line,) = [line for line in table.splitlines() if line.strip().startswith("a_plan")]
+    assert re.fullmatch(r"\d\.\d\dx", line.split()[-1])
+
+
+@pytest.mark.parametrize("option", ["--boundaries", "--num-buckets"])
+def test_an_empty_option_is_not_its_default(files, option):
+    result = CliRunner().invoke(
+        main, ["plan", "lengths.npy", *map(str, BUDGET), option, ""]
+    )
+    assert result.exit_code
+    assert option[2:5] in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "is no JSON object of shapes and seconds"),
+        ('{"[8]": 1}', "a shape is two integers."),
+        ('{"[8, true]": 1}', "a shape is two integers."),
+        ('{"[8, 512]": 0.1, "[8, 512]": 5}', "a shape is there twice."),
+        ('{"[8, 512]": 0.1, "[8,512]": 5}', "a shape is there twice."),
+        ('{"[8, 512]": 1e-310}', "next to nothing for B * T^2"),
+        ('{"[8, 512]": "x"}', "`seconds[[8, 512]]='x'` must be a positive"),
+    ],
+)
+def test_step_times_that_are_none_are_refused(files, text, message):
+    (files / "times.json").write_text(text)
+    said = refused("plan", "lengths.npy", *BUDGET, "--step-times", "times.json")
+    assert message in said
+
+
+def test_colours_that_are_forced_draw_no_bar_into_a_file(files, monkeypatch):
+    environment = os.environ | {"FORCE_COLOR": "1", "COLUMNS": "60"}
+    command = [sys.executable, "-m", "jaxbucket", "compare", "lengths.npy"]
+    done = subprocess.run(
+        [*command, *map(str, BUDGET)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not done.stderr
+    assert "equal tokens" in done.stdout and "…" not in done.stdout
+
+
+def measured_with_errors_to(stderr: int) -> str:
+    command = [sys.executable, "-m", "jaxbucket", "measure", "lengths.txt", "--json"]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_a_bar_is_shown_on_a_terminal_alone(files):
+    ours, theirs = pty.openpty()
+    on_terminal = measured_with_errors_to(theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # What Linux says where all is read.
+        while read := os.read(ours, 4096):
+            shown += read
+    os.close(ours)
+    assert b"Measuring lengths" in shown and b"%" in shown
+    with open("errors", "wb") as file:
+        assert measured_with_errors_to(file.fileno()) == on_terminal
+    assert (files / "errors").read_bytes() == b""
+    assert json.loads(on_terminal)["examples"] == len(LENGTHS)
+
+
+def test_without_matplotlib_the_command_to_install_it_is_named(files, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    output = refused("measure", "lengths.npy", "--plot", "x.png")
+    assert "`--plot` needs matplotlib: pip install 'jaxbucket[plots]'" in output
+
+
+# Nonsense of every kind: one sentence, and never a stack
+
+
+def ends_well(*args: object) -> str:
+    """What is printed where a command does what it was asked for, or says why not."""
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert isinstance(result.exception, SystemExit | None), (args, result.exception)
+    assert "Traceback" not in result.output
+    if result.exit_code:
+        *usage, sentence = result.stderr.splitlines()
+        assert sentence.startswith("Error: "), (args, result.output)
+        assert result.exit_code == (2 if usage else 1)
+    return result.output
+
+
+NONSENSE = ("", "0", "-1", "nan", "9" * 30, "1,²", "nowhere:f")
+READS = {
+    "measure": ["few.npy"],
+    "plan": ["few.npy", *BUDGET],
+    "compare": ["few.npy", *BUDGET, "--num-buckets", 2],
+    "report": ["plan.json", "few.npy"],
+    "precompile": ["--plan", "plan.json", "--recipe", "nowhere:f"],
+}
+
+
+@pytest.mark.parametrize("command", READS)
+def test_no_value_of_an_option_ends_in_a_stack(files, command):
+    np.save("few.npy", LENGTHS[:5])
+    pathlib.Path("plan.json").write_text(PLAN.to_json())
+    for option in main.commands[command].params:
+        if isinstance(option, click.Option) and not option.is_flag:
+            for value in NONSENSE:
+                ends_well(command, *READS[command], max(option.opts, key=len), value)
+
+
+FOREIGN = {
+    "folder.npy": None,
+    "binary.npy": bytes(range(256)),
+    "binary.npz": bytes(range(256)),
+    "binary.jsonl": bytes(range(256)),
+    "binary.parquet": bytes(range(256)),
+    "binary.array_record": bytes(range(256)) * 300,
+    "empty.jsonl.gz": b"",
+    "empty.npz": b"PK\x05\x06" + bytes(18),
+    "ragged.csv": b"a,b\n1,2\n3\n",
+    "null.csv": b"b\n1\0\n",
+    "huge.jsonl": b"1" * 5000,
+    "nan.jsonl": b"NaN",
+    "deep.jsonl": b"[" * 100_000,
+    "surrogate.jsonl": b'"\\ud800"',
+    "mixed.jsonl": b'{"a": 1}\n[1]\n',
+    "huge.json": b'{"[8, 512]": ' + b"1" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_no_file_ends_in_a_stack(files, name):
+    content = FOREIGN[name]
+    if content is None:
+        pathlib.Path(name).mkdir()
+    else:
+        pathlib.Path(name).write_bytes(content)
+    pathlib.Path("plan.json").write_text(PLAN.to_json())
+    for output in (
+        ends_well("measure", name),
+        ends_well("measure", name, "--unit", "bytes", "--column", "a"),
+        ends_well("plan", name, *BUDGET),
+        ends_well("report", "plan.json", name),
+        ends_well("report", name, "lengths.npy"),
+        ends_well("compare", "lengths.npy", *OPTIONS[:4], "--plan", name),
+        ends_well("plan", "lengths.npy", *BUDGET, "--step-times", name),
+        ends_well("precompile", "--plan", name, "--recipe", "nowhere:f"),
+    ):
+        assert output.startswith(("Error: ", "Usage: "))
+        assert "pickle" not in output
+
+
+def test_a_link_to_itself_is_not_a_file(files):
+    pathlib.Path("loop").symlink_to("loop")
+    assert "`loop` is not there. Name a file" in refused("measure", "loop")
+    refused("measure", "lengths.npy", "-o", "loop/x.npy")
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.npz"])
+def test_python_objects_are_named_as_what_they_are(files, name):
+    objects = np.array([[1], [2, 3]], dtype=object)
+    (np.save if name == "x.npy" else np.savez)(name, objects)
+    output = refused("measure", name)
+    assert f"`{name}` holds Python objects, and not numbers. Save the" in output
+    assert "pickle" not in output
+
+
+def test_boundaries_that_are_none_are_not_compared(files):
+    output = refused("compare", "lengths.npy", *OPTIONS[:4], "--boundaries", "0,512")
+    assert "`boundaries`: 0 after 0. Pass increasing multiples" in output
+
+
+def test_a_chunk_of_memory_that_is_not_there_is_no_stack(files):
+    np.save("long.npy", np.full(10_000, 2**31 - 1, np.int32))
+    split = ("--max-tokens", 64, "--max-seq-len", 1, "--overlong", "split")
+    assert f"{10_000 * (2**31 - 1)} chunks" in run("plan", "long.npy", *split)
+    output = refused("plan", "long.npy", *split, "--plot", "x.png")
+    assert "whose lengths take 80000.0 GiB: more memory than there is" in output
+
+
+SIZES = """
+class Source:
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        if isinstance(self.size, Exception):
+            raise self.size
+        return self.size
+
+    def __getitem__(self, index):
+        return {"x": [1, 2]}
+
+class Odd:
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+class Ending(Source):
+    def __getitem__(self, index):
+        raise SystemExit(4)
+
+def huge(): return Source(10**19)
+def much(): return Source(10**18)
+def negative(): return Source(-1)
+def broken(): return Source(2.5)
+def none(): return Source(None)
+def lost(): return Source(KeyError("size"))
+def empty(): return Source(0)
+def kind(): return Source
+def odd(): return Odd()
+def ending(): return Ending(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("huge", "`len(source)` raises OverflowError: cannot fit 'int' into an index"),
+        ("much", "MemoryError: Unable to allocate"),
+        ("negative", "`len(source)` raises ValueError: __len__() should return >= 0"),
+        ("broken", "`len(source)` raises TypeError: 'float' object cannot be inter"),
+        ("none", "`len(source)` raises TypeError: 'NoneType' object cannot be inter"),
+        (
+            "lost",
+            "`len(source)` raises KeyError: 'size'. Give a source whose `__len__`",
+        ),
+        ("empty", "`source` is empty: there is no example to measure"),
+        ("kind", "returns <class 'sizes.Source'>. Return a source with `len` and"),
+        ("odd", "Return a source with `len` and indices"),
+        ("ending", "SystemExit: 4"),
+    ],
+)
+def test_sources_without_a_size_are_refused(files, monkeypatch, function, message):
+    (files / "sizes.py").write_text(SIZES)
+    monkeypatch.setattr(sys, "path", [str(files), *sys.path])
+    monkeypatch.delitem(sys.modules, "sizes", raising=False)
+    output = refused("measure", f"sizes:{function}")
+    assert f"`sizes:{function}`: " in output and message in output
+
+
+def in_terminal(columns: int, *args: str) -> str:
+    """What a terminal of so many columns is given."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {**os.environ, "TERM": "xterm"}
+    environment.pop("COLUMNS", None)
+    with subprocess.Popen(
+        [sys.executable, "-m", "jaxbucket", *args],
+        **{"stdin": follower, "stdout": follower, "stderr": follower},
+        env=environment,
+    ) as command:
+        os.close(follower)
+        printed = b""
+        # Linux raises where nobody writes any more.
+        with contextlib.suppress(OSError):
+            while part := os.read(leader, 2**16):
+                printed += part
+    os.close(leader)
+    assert command.returncode == 0
+    return printed.decode()
+
+
+def test_no_number_is_cut_in_a_narrow_terminal(files):
+    command = ("compare", "lengths.npy", *map(str, OPTIONS[:4]))
+    plans = json.loads(run(*command, "--json"))["plans"]
+    printed = in_terminal(20, *command)
+    assert "…" not in printed
+    for plan in plans:
+        assert f"{plan['report']['padded_tokens']:,}" in printed
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(files, form):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = ("plan", "lengths.npy", *map(str, BUDGET), *form)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxbucket", *command],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    "ascii_only",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+)
+def test_a_locale_without_accents_shows_what_it_can(files, ascii_only):
+    pathlib.Path("é.txt").write_text("é €\n", encoding="utf-8")
+    for command, code in ((("measure", "lengths.npy"), 0), (("measure", "é.txt"), 1)):
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxbucket", *command],
+            env={**os.environ, **ascii_only},
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == code
+        assert len(done.stderr.splitlines()) == code

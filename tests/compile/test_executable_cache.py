@@ -1,0 +1,1262 @@
+"""Executables kept in a folder: found again, and refused where something is wrong."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
+
+import jaxbucket as jb
+from jaxbucket.compile import Program, ProgramReport, settings
+from jaxbucket.compile import cache_file as files
+from jaxbucket.compile.events import own_compile
+from jaxbucket.compile.recipes import precompile
+
+MESH = jb.data_mesh(jax.devices()[:2])
+EXAMPLE = {"x": np.ones(3, np.float32)}
+PLAN = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (2, 16)])
+SPECS = jb.batch_specs(PLAN, EXAMPLE, MESH)
+STATE = {"w": np.float32(2)}
+REPLICATED = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
+
+
+def make_step(factor=3.0, table=None):
+    def my_step(state, batch):
+        x = jnp.where(batch.mask, batch.features["x"], 0)
+        if table is not None:
+            x = x + jnp.sum(table)
+        loss = (state["w"] * x).sum() * factor
+        return {"w": state["w"] + loss * 1e-3}, {"loss": loss}
+
+    return jax.jit(my_step, donate_argnums=0)
+
+
+def start(folder, step=None, specs=SPECS, state=STATE, **options):
+    """Compiles; returns the steps, and how many XLA has compiled."""
+    cache = jb.ExecutableCache(folder, **options)
+    with jb.count_compiles() as compiles:
+        steps = jb.compile_steps(
+            step or make_step(), jb.replicate(state, MESH), specs, executables=cache
+        )
+    return steps, compiles["my_step"]
+
+
+def losses(steps):
+    state, found = jb.replicate(STATE, MESH), []
+    for bucket in PLAN.buckets:
+        rows = [{"x": np.full(n, n, np.float32)} for n in range(1, 3)]
+        batch = jb.collate_rows(rows, bucket)
+        (batch,) = jb.prefetch_to_mesh([batch], MESH)
+        before = state
+        state, metrics = steps(state, batch)
+        assert before["w"].is_deleted()
+        found.append(float(metrics["loss"]))
+    return found
+
+
+@pytest.fixture(name="kept", scope="module")
+def kept_fixture(tmp_path_factory):
+    """A folder that one start has left, and what its steps gave."""
+    folder = tmp_path_factory.mktemp("executables")
+    steps, compiled = start(folder, key="a")
+    assert compiled == len(PLAN)
+    return folder, losses(steps)
+
+
+@pytest.fixture(name="folder")
+def folder_fixture(kept, tmp_path):
+    """A copy of it."""
+    for path in kept[0].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def executables(folder):
+    return sorted(pathlib.Path(folder).glob("*.executable"))
+
+
+@pytest.mark.parametrize("verify", ["all", "one", "none"])
+def test_a_second_start_compiles_nothing_and_gives_the_same(kept, verify):
+    folder, want = kept
+    steps, compiled = start(folder, verify=verify, key="a")
+    assert compiled == 0
+    assert losses(steps) == want
+    programs = steps.report.programs
+    assert [p.source for p in programs] == ["loaded"] * len(PLAN)
+    traced = sum(p.trace_seconds > 0 for p in programs)
+    assert traced == {"all": len(PLAN), "one": 1, "none": 0}[verify]
+    assert {p.file for p in programs} == {path.name for path in executables(folder)}
+    assert all(p.argument_bytes > 0 and p.compile_seconds > 0 for p in programs)
+
+
+JAX_CACHE = """
+import sys, warnings
+import jax, numpy as np
+sys.path.insert(0, {folder!r})
+import test_executable_cache as t
+import jaxbucket as jb
+
+warnings.simplefilter("error", RuntimeWarning)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+if sys.argv[2] == "fill":
+    jb.compile_steps(t.make_step(), jb.replicate(t.STATE, t.MESH), t.SPECS)
+    sys.exit()
+steps, compiled = t.start(sys.argv[2])
+print(compiled, t.losses(steps))
+# What is compiled beside it is kept in jax's own cache as before.
+assert jax.config.jax_enable_compilation_cache
+"""
+
+
+def test_what_the_cache_of_jax_has_is_not_kept_without_its_code(tmp_path, kept):
+    code = JAX_CACHE.format(folder=str(pathlib.Path(__file__).parent))
+    said = []
+    for words in ("fill", tmp_path / "own", tmp_path / "own", tmp_path / "other"):
+        command = [sys.executable, "-c", code, tmp_path / "xla", words]
+        run = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        said.append(run.stdout)
+    assert said == ["", f"3 {kept[1]}\n", f"0 {kept[1]}\n", f"3 {kept[1]}\n"]
+
+
+def test_code_that_is_lost_within_a_process_is_not_kept(tmp_path):
+    step, compiled = make_step(), jb.ExecutableCache(tmp_path / "first")
+    bucket = PLAN.buckets[0]
+    program = Program(bucket, step, (jb.replicate(STATE, MESH), SPECS[bucket]))
+    start = compiled.begin([program])
+    lowered, _ = program.lower()
+    start.note(program, lowered)
+    with own_compile():
+        executable = lowered.compile()
+    report = ProgramReport("my_step", "", "compiled", *(0.0,) * 3, *(0,) * 5)
+    assert start.save(program, executable, report).file is not None
+    again, _ = start.load(program)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
+    try:
+        with pytest.warns(RuntimeWarning, match="it has no code any more"):
+            assert start.save(program, again, report).file is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+
+
+def test_a_folder_is_enough(tmp_path):
+    for times in (len(PLAN), 0):
+        with jb.count_compiles() as compiles:
+            state = jb.replicate(STATE, MESH)
+            jb.compile_steps(make_step(), state, SPECS, executables=tmp_path / "new")
+        assert compiles["my_step"] == times
+
+
+TABLE = np.arange(3000, dtype=np.float32)
+OTHER_PROGRAMS = {
+    "a constant": lambda: make_step(3.0000002),
+    "a closed-over array": lambda: make_step(table=TABLE),
+    "another array": lambda: make_step(table=np.where(TABLE == 1500, 1600, TABLE)),
+    "no donation": lambda: jax.jit(make_step().__wrapped__),
+    "another name": lambda: jax.jit(lambda *args: make_step().__wrapped__(*args)),
+    "other options": lambda: jax.jit(
+        make_step().__wrapped__,
+        donate_argnums=0,
+        compiler_options={"xla_cpu_enable_fast_math": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("verify", ["all", "one"])
+@pytest.mark.parametrize("name", OTHER_PROGRAMS)
+def test_what_is_another_program_is_not_found(folder, name, verify):
+    if name == "another array":
+        start(folder, OTHER_PROGRAMS["a closed-over array"](), key="a")
+    before = len(executables(folder))
+    steps, _ = start(folder, OTHER_PROGRAMS[name](), verify=verify, key="a")
+    assert {p.source for p in steps.report.programs} == {"compiled"}
+    # And kept beside the others.
+    assert len(executables(folder)) == before + len(PLAN)
+    assert start(folder, verify=verify, key="a")[1] == 0
+
+
+def test_the_rate_of_an_optimizer_is_in_the_program(tmp_path):
+    def loss(params, batch, keys):
+        errors = params["w"] * batch.features["x"]
+        return jnp.where(batch.mask, errors, 0).sum(), batch.num_tokens
+
+    found = []
+    for rate in (1e-3, 1e-3, 2e-3):
+        tx = optax.sgd(rate)
+        state = jb.replicate(jb.create_state({"w": jnp.ones(())}, tx), MESH)
+        step = jb.data_parallel(loss, tx, MESH)
+        with jb.count_compiles() as compiles:
+            jb.compile_steps(step, state, SPECS, executables=tmp_path)
+        found.append(compiles["train_step"])
+    assert found == [len(PLAN), 0, len(PLAN)]
+
+
+@pytest.mark.parametrize("verify", ["all", "one", "none"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"state": {"w": np.float16(2)}},
+        {"state": {"w": np.float32(2), "v": np.float32(1)}},
+        {"specs": jb.batch_specs(PLAN, {"x": np.ones(3, np.float16)}, MESH)},
+        {"specs": jb.batch_specs(PLAN, EXAMPLE, jb.data_mesh(jax.devices()[2:4]))},
+    ],
+)
+def test_other_arguments_are_another_program(folder, other, verify):
+    def my_step(state, batch):
+        return state, {"loss": batch.features["x"].astype(jnp.float32).sum()}
+
+    step = jax.jit(my_step)
+    start(folder, step, key="a")
+    options = {"verify": verify, "key": "a"}
+    if other.keys() == {"specs"} and "x" in str(other):
+        mesh = next(iter(jax.tree.leaves(other["specs"]))).sharding.mesh
+        state = jb.replicate(STATE, mesh)
+        cache = jb.ExecutableCache(folder, **options)
+        steps = jb.compile_steps(step, state, other["specs"], executables=cache)
+    else:
+        steps, _ = start(folder, step, **other, **options)
+    assert {p.source for p in steps.report.programs} == {"compiled"}
+
+
+def test_other_versions_devices_and_flags_are_another_program(folder, monkeypatch):
+    monkeypatch.setattr(jax, "__version__", "0.0.1")
+    assert start(folder, key="a")[1] == len(PLAN)
+    monkeypatch.undo()
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_dump_to=")
+    assert start(folder, key="a")[1] == len(PLAN)
+    monkeypatch.undo()
+    assert start(folder, key="b")[1] == len(PLAN)
+    assert start(folder, key="a")[1] == 0
+
+
+NOISY_PLAN = jb.BucketPlan.from_shapes([(4, 8), (2, 16)])
+NOISY_SPECS = jb.batch_specs(NOISY_PLAN, EXAMPLE, MESH)
+
+
+def noisy_step(name="my_step"):
+    """Depends on jax's flags, but in its longest bucket, which is traced first."""
+
+    def my_step(state, batch):
+        loss = state["w"] * batch.num_tokens.astype(jnp.float32)
+        if batch.bucket.seq_len == 8:
+            noise = jax.random.normal(jax.random.key(3), (8, 8))
+            loss += (noise @ noise.T).sum().astype(jnp.float32)
+            loss += jnp.arange(3).dtype.itemsize
+            loss += 100 * jax.sharding.get_abstract_mesh().size
+        return state, {"loss": loss}
+
+    # Of a function of the same name the guard would warn.
+    my_step.__name__ = name
+    return jax.jit(my_step)
+
+
+def noisy_loss(steps, state=STATE):
+    batch = jb.collate_rows([EXAMPLE], NOISY_PLAN.buckets[0])
+    (batch,) = jb.prefetch_to_mesh([batch], MESH)
+    return float(steps(jb.replicate(state, MESH), batch)[1]["loss"])
+
+
+@pytest.fixture(name="noisy", scope="module")
+def noisy_fixture(tmp_path_factory):
+    """A folder that a start without any flags has left, and its loss."""
+    folder = tmp_path_factory.mktemp("noisy")
+    steps, _ = start(folder, noisy_step(), NOISY_SPECS, key="a")
+    return folder, noisy_loss(steps)
+
+
+@contextlib.contextmanager
+def updated(name, value):
+    before = jax.config.values[name]
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+TRACE_SETTINGS = {
+    "prng": lambda: updated("jax_default_prng_impl", "rbg"),
+    "partitionable": lambda: updated("jax_threefry_partitionable", False),
+    "x64": lambda: updated("jax_enable_x64", True),
+    "precision": lambda: updated("jax_default_matmul_precision", "highest"),
+    "seed offset": lambda: updated("jax_random_seed_offset", 7),
+    "with prng": lambda: jax.default_prng_impl("rbg"),
+    "with partitionable": lambda: jax.threefry_partitionable(False),
+    "with x64": lambda: jax.enable_x64(True),
+    "with precision": lambda: jax.default_matmul_precision("highest"),
+    "with mesh": lambda: jax.set_mesh(MESH),
+    "with user context": lambda: USER_CONTEXT(("a", 1)),
+    "with metadata": lambda: set_xla_metadata(note="a"),
+}
+USER_CONTEXT = jax.make_user_context()
+OTHER_CONTEXT = jax.make_user_context()
+TIMES = jax.make_user_context(1)
+
+
+@pytest.mark.parametrize("verify", ["one", "none"])
+@pytest.mark.parametrize("name", TRACE_SETTINGS)
+def test_other_settings_of_jax_are_another_start(noisy, tmp_path, name, verify):
+    folder, before = shutil.copytree(noisy[0], tmp_path / "kept"), noisy[1]
+    with TRACE_SETTINGS[name]():
+        want = noisy_loss(noisy_step("direct"))
+        steps, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
+        # What has changed is compiled, and nothing taken for granted.
+        assert all(p.trace_seconds > 0 for p in steps.report.programs)
+        assert noisy_loss(steps) == want
+        # The list of this start is there now, and not taken for another one's.
+        again, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
+        assert again.report.num_compiled == 0 and noisy_loss(again) == want
+        traced = sum(p.trace_seconds > 0 for p in again.report.programs)
+        # Which user context it is has no words that another start would know.
+        is_known = name != "with user context"
+        assert traced == ((verify == "one") if is_known else 2)
+    steps, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
+    assert steps.report.num_compiled == 0 and noisy_loss(steps) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("jax_disable_most_optimizations", True),
+        ("jax_optimization_level", "O1"),
+        ("jax_use_shardy_partitioner", False),
+        ("jax_debug_nans", True),
+    ],
+)
+def test_other_flags_of_the_compiler_are_another_program(noisy, name, value):
+    with updated(name, value):
+        for num_compiled in (2, 0):
+            steps, _ = start(noisy[0], noisy_step(), NOISY_SPECS, key="a")
+            assert steps.report.num_compiled == num_compiled
+
+
+def test_flags_that_change_no_program_find_it(noisy, tmp_path):
+    with contextlib.ExitStack() as stack:
+        for name, value in (
+            ("jax_log_compiles", True),
+            ("jax_logging_level", "ERROR"),
+            ("jax_traceback_filtering", "off"),
+            ("jax_compilation_cache_dir", str(tmp_path)),
+            ("jax_enable_compilation_cache", False),
+            ("jax_persistent_cache_min_compile_time_secs", 3.0),
+            ("jax_explain_cache_misses", True),
+            ("jax_transfer_guard", "allow"),
+            ("jax_captured_constants_warn_bytes", 10**6),
+        ):
+            stack.enter_context(updated(name, value))
+        for verify in ("all", "one", "none"):
+            steps, _ = start(
+                noisy[0], noisy_step(), NOISY_SPECS, verify=verify, key="a"
+            )
+            assert steps.report.num_compiled == 0
+            traced = sum(p.trace_seconds > 0 for p in steps.report.programs)
+            assert traced == {"all": 2, "one": 1, "none": 0}[verify]
+
+
+FLAGS = """
+import sys
+sys.path.insert(0, {folder!r})
+import test_executable_cache as t
+
+want = t.noisy_loss(t.noisy_step("direct"))
+steps, compiled = t.start(
+    sys.argv[1], t.noisy_step(), t.NOISY_SPECS, verify="none", key="a"
+)
+assert t.noisy_loss(steps) == want
+print(compiled, want)
+"""
+
+
+def test_settings_of_the_environment_are_known_to_other_processes(tmp_path):
+    code = FLAGS.format(folder=str(pathlib.Path(__file__).parent))
+    settings = {
+        "JAX_DEFAULT_PRNG_IMPL": "rbg",
+        "JAX_ENABLE_X64": "1",
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+    }
+    found = []
+    for seed, environment in enumerate(
+        ({}, settings, settings, {"JAX_LOGGING_LEVEL": "ERROR"})
+    ):
+        run = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env=os.environ | environment | {"PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        found.append(run.stdout.split())
+    assert [int(compiled) for compiled, _ in found[1:]] == [2, 0, 0]
+    assert found[1][1] == found[2][1] != found[0][1] == found[3][1]
+
+
+def test_a_function_is_traced_anew_for_another_prng(tmp_path):
+    """jax itself does not, and other processes would run what is kept of it."""
+    step = noisy_step()
+    start(tmp_path, step, NOISY_SPECS, key="a")
+    with jax.default_prng_impl("rbg"):
+        steps, _ = start(tmp_path, step, NOISY_SPECS, key="a")
+        assert noisy_loss(steps) == noisy_loss(noisy_step("direct"))
+
+
+@pytest.mark.parametrize("verify", ["one", "none"])
+def test_pmap_steps_are_traced_anew_for_another_prng(tmp_path, verify):
+    """Also where one step is compiled for both."""
+
+    def by_noise(params, batch, keys):
+        noise = jax.vmap(jax.random.uniform)(keys).sum()
+        return noise * params["w"], batch.num_tokens
+
+    tx = optax.sgd(0.0)
+    state = jb.create_state({"w": jnp.float32(1)}, tx)
+    cache = jb.ExecutableCache(tmp_path, verify=verify, key="a")
+
+    def new_step():
+        return jb.data_parallel(by_noise, tx, MESH, mode="pmap")
+
+    def compiled_loss(step, executables=cache):
+        specs = {NOISY_PLAN.buckets[0]: NOISY_SPECS[NOISY_PLAN.buckets[0]]}
+        steps = jb.compile_steps(
+            step, jb.replicate(state, MESH), specs, executables=executables
+        )
+        return noisy_loss(steps, state), steps.report.num_compiled
+
+    step = new_step()
+    first, _ = compiled_loss(step)
+    with jax.default_prng_impl("rbg"):
+        want, _ = compiled_loss(new_step(), None)
+        assert compiled_loss(step) == (want, 1)
+        # As another process would find it.
+        assert compiled_loss(new_step()) == (want, 0)
+    assert compiled_loss(step) == (first, 0) and first != want
+
+
+def test_functions_inside_are_traced_anew_for_another_prng(tmp_path):
+    noise = jax.jit(lambda: jax.random.uniform(jax.random.key(3)))
+
+    def new_step():
+        def my_step(state, batch):
+            return state, {"loss": noise() * state["w"]}
+
+        return jax.jit(my_step)
+
+    want = {}
+    for prng in ("threefry2x32", "rbg"):
+        with jax.default_prng_impl(prng):
+            options = {"verify": "none", "key": "a"}
+            steps, _ = start(tmp_path, new_step(), NOISY_SPECS, **options)
+            want[prng] = float(jax.random.uniform(jax.random.key(3)) * 2)
+            assert noisy_loss(steps) == pytest.approx(want[prng])
+    assert want["rbg"] != want["threefry2x32"]
+
+
+def test_user_contexts_are_not_taken_for_one_another(tmp_path):
+    def my_step(state, batch):
+        unit = batch.num_tokens.astype(jnp.float32)
+        entered = 10 * (USER_CONTEXT.value or 0) + 100 * (OTHER_CONTEXT.value or 0)
+        return state, {"loss": unit * TIMES.value + entered}
+
+    def traced_and_loss(entered):
+        with entered:
+            options = {"verify": "none", "key": "a"}
+            steps, _ = start(tmp_path, jax.jit(my_step), NOISY_SPECS, **options)
+            return {p.trace_seconds > 0 for p in steps.report.programs}, noisy_loss(
+                steps
+            )
+
+    # One has a value where nobody has entered it, which is no reason to trace.
+    assert traced_and_loss(contextlib.nullcontext()) == ({True}, 3)
+    assert traced_and_loss(contextlib.nullcontext()) == ({False}, 3)
+    assert traced_and_loss(TIMES(2)) == ({True}, 6)
+    assert traced_and_loss(USER_CONTEXT(2)) == ({True}, 23)
+    assert traced_and_loss(OTHER_CONTEXT(2)) == ({True}, 203)
+
+
+def test_a_jax_that_does_not_name_its_settings_is_safe(tmp_path, monkeypatch):
+    def sources(verify):
+        steps, _ = start(tmp_path, noisy_step(), NOISY_SPECS, verify=verify, key="a")
+        return [(p.source, p.trace_seconds > 0) for p in steps.report.programs]
+
+    monkeypatch.delattr(settings.jax_config, "trace_context_names")
+    assert sources("none") == [("compiled", True)] * 2
+    assert sources("none") == [("loaded", False)] * 2
+    with updated("jax_default_matmul_precision", "highest"):
+        assert sources("none") == [("compiled", True)] * 2
+    monkeypatch.delattr(settings.jax_config, "trace_context")
+    assert sources("none") == [("loaded", True)] * 2
+    assert sources("none") == [("loaded", True)] * 2
+
+
+def test_a_number_of_weak_type_is_another_start(tmp_path):
+    def my_step(state, batch):
+        return state, {"loss": state["w"] * batch.features["x"].sum()}
+
+    specs = jb.batch_specs(NOISY_PLAN, {"x": np.ones(3, np.float16)}, MESH)
+    batch = jb.collate_rows([{"x": np.ones(3, np.float16)}], NOISY_PLAN.buckets[0])
+    (batch,) = jb.prefetch_to_mesh([batch], MESH)
+    cache = jb.ExecutableCache(tmp_path, verify="none", key="a")
+    with jax.numpy_dtype_promotion("standard"):
+        for weight in (jnp.float32(2), jnp.asarray(2.0)):
+            state = jax.tree.map(lambda x: jax.device_put(x, REPLICATED), {"w": weight})
+            want = jax.eval_shape(my_step, state, batch)[1]["loss"].dtype
+            steps = jb.compile_steps(jax.jit(my_step), state, specs, executables=cache)
+            assert steps(state, batch)[1]["loss"].dtype == want
+
+
+def test_without_verifying_the_key_is_what_counts(folder):
+    other = make_step(4.0)
+    steps, compiled = start(folder, other, verify="none", key="a")
+    assert compiled == 0
+    # That is what was asked for: the key says that nothing has changed.
+    assert losses(steps) == losses(start(folder, key="a")[0])
+    assert start(folder, other, verify="none", key="b")[1] == len(PLAN)
+
+
+def test_a_bucket_that_is_new_is_the_only_one_compiled(folder):
+    plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (2, 16), (2, 20)])
+    specs = jb.batch_specs(plan, EXAMPLE, MESH)
+    steps, compiled = start(folder, specs=specs, key="a")
+    assert compiled == 1
+    found = {p.label: p.source for p in steps.report.programs}
+    assert found["[2, 20]"] == "compiled" and list(found.values()).count("loaded") == 3
+
+
+def damage(path, rng):
+    """Cuts a file, flips some of its bits, or makes it somebody else's."""
+    content = bytearray(path.read_bytes())
+    kind = rng.integers(4)
+    if kind == 0:
+        content = content[: rng.integers(len(content))]
+    elif kind == 1:
+        for place in rng.integers(len(content), size=rng.integers(1, 4)):
+            content[place] ^= 1 << rng.integers(8)
+    elif kind == 2:
+        # Where the header is, and the checksum.
+        content[rng.integers(min(900, len(content)))] ^= 1 << rng.integers(8)
+    else:
+        content = bytearray(rng.bytes(int(rng.integers(200))))
+    changed = bytes(content) != path.read_bytes()
+    path.write_bytes(content)
+    return changed
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_damaged_file_is_named_and_none_is_loaded(folder, kept, seed):
+    rng = np.random.default_rng(seed)
+    verify = ["all", "one", "none"][seed % 3]
+    for _ in range(20):
+        paths = sorted(folder.iterdir())
+        chosen = [path for path in paths if rng.random() < 0.5] or paths[:1]
+        damaged = {path.name for path in chosen if damage(path, rng)}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            steps, compiled = start(folder, verify=verify, key="a")
+        named = " ".join(str(w.message) for w in caught)
+        lists = {name for name in damaged if name.endswith(".programs")}
+        if verify == "all" or not lists:
+            assert all(name in named for name in damaged - lists)
+            assert compiled == len(damaged - lists)
+        if verify != "all":
+            assert all(name in named for name in lists)
+        assert losses(steps) == kept[1]
+    assert start(folder, verify=verify, key="a")[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is cut"),
+        (b"jaxbuck", "is cut"),
+        (b"\x80\x04\x95", "is not one of jaxbucket's"),
+        (b"jaxbucket 1 " + b"0" * 64 + b"{}\n", "is cut or damaged"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(folder, content, said):
+    path = executables(folder)[0]
+    path.write_bytes(content)
+    with pytest.warns(RuntimeWarning, match=re.escape(f"{path} {said}")):
+        assert start(folder, key="a")[1] == 1
+
+
+def sealed(path, rest):
+    """Writes a file whose checksum is right."""
+    digest = hashlib.sha256(rest).hexdigest().encode()
+    path.write_bytes(b"jaxbucket 1 " + digest + rest)
+
+
+def anything(rng, depth=3):
+    """Any value of JSON."""
+    kind = rng.integers(9 if depth else 7)
+    if kind < 7:
+        values = (None, True, -1, 10**400, float("nan"), "", "\ud800 \0 \n")
+        return values[kind]
+    values = [anything(rng, depth - 1) for _ in range(rng.integers(4))]
+    if kind == 7:
+        return values
+    names = ("key", "report", "programs", "list")
+    return {names[rng.integers(4)]: value for value in values}
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+NOT_HEADERS = [
+    *(b"", b"[]", b"null", b"{bad", b'{"a": ', b'"\xff"', b"\xff\xfe", b"9" * 9999),
+    *(DEEP, b'{"key": ' + DEEP + b"}", b'{"report": ' + DEEP + b"}"),
+]
+
+
+def changed_header(rng, header):
+    """A header with one value, at any depth, that is something else, as JSON."""
+    if rng.random() < 0.2:
+        return json.dumps(anything(rng)).encode()
+    header = json.loads(json.dumps(header))
+    at = header
+    while True:
+        name = list(at)[rng.integers(len(at))]
+        if not (isinstance(at[name], dict) and at[name] and rng.random() < 0.9):
+            break
+        at = at[name]
+    before = at[name]
+    kind = rng.integers(3)
+    if kind == 0:
+        del at[name]
+    else:
+        at[name] = anything(rng)
+        if kind == 1:
+            at["other"] = before
+    return json.dumps(header).encode()
+
+
+def described(path, header):
+    """Whether a header still says what it said, other numbers perhaps."""
+    before = files.read(path).header
+    try:
+        now = json.loads(header)
+        if now.keys() != before.keys() or now["key"] != before["key"]:
+            return False
+        return bool(ProgramReport.from_dict(now["report"]))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_foreign_header_is_named_whatever_it_is(folder, seed):
+    rng = np.random.default_rng(seed)
+    state, bucket = jb.replicate(STATE, MESH), PLAN.buckets[0]
+    programs = [Program(b, make_step(), (state, SPECS[b])) for b in PLAN.buckets]
+    lowered, _ = programs[0].lower()
+    started = jb.ExecutableCache(folder, key="a").begin(programs)
+    started.note(programs[0], lowered)
+    _, report = started.load(programs[0])
+    assert report.label == str(bucket)
+    path = folder / report.file
+    content, kept = path.read_bytes(), files.read(path)
+    headers = [changed_header(rng, kept.header) for _ in range(100)] + NOT_HEADERS
+    for header in headers:
+        path.write_bytes(content)
+        if described(path, header):
+            continue
+        sealed(path, header + b"\n" + kept.body)
+        with pytest.warns(RuntimeWarning, match=re.escape(f"{path} ")):
+            assert started.load(programs[0]) is None
+
+
+@pytest.mark.parametrize("verify", ["one", "none"])
+def test_a_foreign_list_is_named_whatever_it_is(folder, verify):
+    rng = np.random.default_rng(0)
+    state = jb.replicate(STATE, MESH)
+    programs = [Program(b, make_step(), (state, SPECS[b])) for b in PLAN.buckets]
+    lowered = [program.lower()[0] for program in programs]
+    (path,) = folder.glob("*.programs")
+    kept = files.read(path)
+    cache = jb.ExecutableCache(folder, verify=verify, key="a")
+
+    def known():
+        started = cache.begin(programs)
+        for program, traced in zip(programs, lowered, strict=True):
+            started.note(program, traced)
+        return started
+
+    for header in [changed_header(rng, kept.header) for _ in range(100)] + NOT_HEADERS:
+        sealed(path, header + b"\n")
+        try:
+            now = json.loads(header)["programs"]
+            if all(isinstance(now[name], str) for name in kept.header["programs"]):
+                # A hash is a string like any other, and of no program.
+                continue
+        except (ValueError, TypeError, KeyError, RecursionError):
+            pass
+        with pytest.warns(RuntimeWarning, match=re.escape(f"{path} ")):
+            assert known().load(programs[0]) is not None
+
+
+class Raises:
+    """Its pickle raises what it was given, when it is read."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __reduce__(self):
+        return _raise, (self.kind,)
+
+
+def _raise(kind):
+    raise kind("not today")
+
+
+def bodies(kept, other):
+    yield from (b"", kept.body[: len(kept.body) // 2], kept.body[:-1], b"\xff" * 100)
+    yield from map(pickle.dumps, (None, 5, [], ("name", 5), ("name", None)))
+    for kind in (ValueError, AttributeError, RecursionError, MemoryError, SystemExit):
+        yield pickle.dumps(Raises(kind))
+    # Of another program, under this one's header.
+    yield other.body
+
+
+def test_a_foreign_body_is_named_whatever_it_is(folder):
+    state = jb.replicate(STATE, MESH)
+    programs = [Program(b, make_step(), (state, SPECS[b])) for b in PLAN.buckets]
+    started = jb.ExecutableCache(folder, key="a").begin(programs)
+    for program in programs[:2]:
+        started.note(program, program.lower()[0])
+    paths = [folder / started.load(program)[1].file for program in programs[:2]]
+    kept, other = map(files.read, paths)
+    for body in bodies(kept, other):
+        files.write(paths[0], files.Kept(kept.header, body))
+        with pytest.warns(RuntimeWarning, match=re.escape(f"{paths[0]} ")):
+            assert started.load(programs[0]) is None
+
+
+@pytest.mark.parametrize("kind", ["folder", "loop", "pipe", "device", "nobody's"])
+def test_what_is_no_file_is_named_and_left(folder, kept, kind):
+    paths = [*executables(folder)[:1], *folder.glob("*.programs")]
+    for path in paths:
+        if kind == "nobody's":
+            path.chmod(0)
+            continue
+        path.unlink()
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "loop":
+            path.symlink_to(path.name)
+        elif kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to("/dev/zero")
+    if kind == "nobody's" and os.access(paths[0], os.R_OK):
+        pytest.skip("this user may read every file")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps, compiled = start(folder, verify="one", key="a")
+    named = " ".join(str(w.message) for w in caught)
+    assert all(f"{path} " in named for path in paths), named
+    assert compiled == len(PLAN) or (compiled == 1 and losses(steps) == kept[1])
+    assert losses(steps) == kept[1]
+
+
+def test_a_folder_called_like_an_executable_does_not_keep_others_from_room(folder):
+    odd = [folder / "x.executable", folder / "y.executable.ab.partial"]
+    for path in odd:
+        path.mkdir()
+        os.utime(path, (1, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        size = sum(path.stat().st_size for path in folder.glob("*.*") if path.is_file())
+        start(folder, make_step(5.0), key="a", max_gb=1.1 * size / 1e9)
+    assert all(path.exists() for path in odd)
+    assert len(executables(folder)) < 2 * len(PLAN) + 1
+
+
+def test_a_file_under_another_name_is_not_loaded(folder):
+    first, second, *_ = executables(folder)
+    first.write_bytes(second.read_bytes())
+    with pytest.warns(RuntimeWarning, match="of another program than its name says"):
+        steps, compiled = start(folder, key="a")
+    assert compiled == 1
+
+
+@pytest.mark.parametrize("verify", ["one", "none"])
+@pytest.mark.parametrize("first", PLAN.buckets)
+def test_what_was_built_in_one_order_is_found_in_another(folder, first, verify):
+    cache = jb.ExecutableCache(folder, verify=verify, key="a")
+    state = jb.replicate(STATE, MESH)
+    steps = jb.compile_steps(
+        make_step(), state, SPECS, executables=cache, opening=first
+    )
+    steps.wait()
+    programs = steps.report.programs
+    assert {p.source for p in programs} == {"loaded"}
+    assert sum(p.trace_seconds > 0 for p in programs) == (verify == "one")
+
+
+def test_a_list_under_another_name_is_not_taken(folder):
+    (path,) = folder.glob("*.programs")
+    content = executables(folder)[0].read_bytes()
+    for verify in ("one", "none"):
+        path.write_bytes(content)
+        with pytest.warns(RuntimeWarning, match="is of other programs than its name"):
+            steps, _ = start(folder, verify=verify, key="a")
+        assert losses(steps)
+
+
+@pytest.mark.parametrize("mode", ["jit", "pmap"])
+@pytest.mark.parametrize("changed", ["rate", "loss"])
+def test_one_of_each_function_is_verified(tmp_path, mode, changed):
+    def run(rate, factor, verify):
+        def loss(params, batch, rng):
+            kept = jnp.where(batch.mask, batch.features["x"], 0)
+            return factor * (params["w"] * kept).sum(), batch.num_tokens
+
+        tx = optax.sgd(rate)
+        step = jb.data_parallel_accumulate(loss, tx, MESH, mode=mode)
+        state = jb.replicate(jb.create_state({"w": np.float32(2)}, tx), MESH)
+        cache = jb.ExecutableCache(tmp_path, verify=verify)
+        steps = jb.compile_steps(step, state, SPECS, executables=cache)
+        rows = [{"x": np.ones(3, np.float32)}] * 2
+        batch = jb.collate_rows(rows, PLAN.buckets[0])
+        state, metrics = steps(state, tuple(jb.prefetch_to_mesh([batch] * 2, MESH)))
+        return steps, [float(state.params["w"]), float(metrics["loss"])]
+
+    _, before = run(0.1, 1.0, "all")
+    again, same = run(0.1, 1.0, "one")
+    assert same == before and again.report.num_compiled == 0
+    other = (0.5, 1.0) if changed == "rate" else (0.1, 3.0)
+    _, found = run(*other, "one")
+    _, want = run(*other, "all")
+    assert found == want != before
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Loss:
+    value: jax.Array
+    unit: str = dataclasses.field(metadata={"static": True})
+
+
+class Plain:
+    """Printed by its address, and like no other."""
+
+
+@pytest.mark.parametrize("verify", ["all", "one"])
+def test_a_constant_of_what_is_returned_is_seen(tmp_path, verify):
+    def run(unit):
+        def my_step(state, batch):
+            return state, Loss(batch.features["x"].sum(), unit)
+
+        steps, _ = start(tmp_path, jax.jit(my_step), verify=verify)
+        batch = jb.collate_rows([{"x": np.ones(3, np.float32)}], PLAN.buckets[0])
+        (batch,) = jb.prefetch_to_mesh([batch], MESH)
+        return steps(jb.replicate(STATE, MESH), batch)[1].unit
+
+    assert run("nats") == "nats"
+    assert run("bits") == "bits"
+    assert run("nats") == "nats"
+    if verify == "all":
+        assert isinstance(run(Plain()), Plain)
+        other = Plain()
+        with pytest.warns(RuntimeWarning, match="has other constants in what it retur"):
+            assert run(other) is other
+
+
+def test_the_last_start_is_the_one_before_an_interrupted_one(tmp_path):
+    for factor in (1.0, 2.0, 3.0):
+        start(tmp_path, make_step(factor), key="a")
+    *_, last = sorted(tmp_path.glob("*.programs"), key=lambda x: x.stat().st_mtime_ns)
+    # One that reads all lists, and does not come to its end.
+    cache = jb.ExecutableCache(tmp_path, verify="one", key="a")
+    state = jb.replicate(STATE, MESH)
+    bucket = PLAN.buckets[0]
+    programs = [Program(b, make_step(9.0), (state, SPECS[b])) for b in PLAN.buckets]
+    cache.begin(programs).note(programs[0], programs[0].lower()[0])
+    found, _ = start(tmp_path, make_step(1.0), verify="none", key="a")
+    assert losses(found) == losses(start(tmp_path, make_step(3.0))[0])
+    assert bucket in found and last.exists()
+
+
+def test_files_that_had_to_make_room_are_not_kept(tmp_path):
+    def recipe(plan):
+        def other_step(state, batch):
+            return state, (state["w"] * batch.features["x"]).max()
+
+        state = jb.replicate(STATE, MESH)
+        return {
+            "train": (make_step(), state, SPECS),
+            "other": (jax.jit(other_step), state, SPECS),
+        }
+
+    done = precompile(recipe, PLAN, executables=jb.ExecutableCache(tmp_path / "all"))
+    assert done.not_kept() == []
+    size = sum(path.stat().st_size for path in (tmp_path / "all").iterdir())
+    cache = jb.ExecutableCache(tmp_path / "some", max_gb=0.7 * size / 1e9)
+    done = precompile(recipe, PLAN, executables=cache)
+    assert done.not_kept() and all(x.startswith("my_step") for x in done.not_kept())
+
+
+SEEDED = """
+import sys
+import jax, numpy as np
+sys.path.insert(0, "tests/compile")
+import test_executable_cache as t
+
+import dataclasses, functools
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["names"]
+)
+@dataclasses.dataclass(frozen=True)
+class State:
+    w: object
+    names: frozenset[str]
+
+def my_step(state, batch):
+    return dataclasses.replace(state, w=2 * state.w), batch.num_tokens
+
+state = State(np.float32(2), frozenset({"embed", "head", "bias", "norm"}))
+print(t.start(sys.argv[1], jax.jit(my_step), state=state)[1])
+"""
+
+
+def test_another_hash_seed_finds_the_same(tmp_path):
+    found = []
+    for seed in "123":
+        run = subprocess.run(
+            [sys.executable, "-W", "error", "-c", SEEDED, str(tmp_path)],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": "tests/compile"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        found.append(run.stdout.strip())
+    assert found == ["3", "0", "0"]
+
+
+def test_a_folder_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = jb.replicate(STATE, MESH)
+    steps = jb.compile_steps(
+        make_step(), state, SPECS, executables="kept", opening=PLAN.buckets[0]
+    )
+    monkeypatch.chdir("/")
+    steps.wait()
+    assert len(executables(tmp_path / "kept")) == len(PLAN)
+
+
+def test_a_file_of_another_version_is_compiled_anew(folder):
+    path = executables(folder)[0]
+    kept = files.read(path)
+    report = kept.header["report"] | {"of_the_future": 1}
+    files.write(path, files.Kept(kept.header | {"report": report}, kept.body))
+    with pytest.warns(RuntimeWarning, match="is of another version: it is compiled a"):
+        assert start(folder, key="a")[1] == 1
+
+
+def test_a_file_that_xla_does_not_take_is_compiled_anew(folder):
+    path = executables(folder)[0]
+    kept = files.read(path)
+    files.write(path, files.Kept(kept.header, b"not a pickle"))
+    with pytest.warns(RuntimeWarning, match="cannot be loaded"):
+        assert start(folder, key="a")[1] == 1
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, kept):
+    place = tmp_path / "file"
+    place.write_text("")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps, compiled = start(place / "folder", key="a")
+    assert compiled == len(PLAN) and losses(steps) == kept[1]
+    said = [str(w.message) for w in caught if "not kept" in str(w.message)]
+    assert len(said) == 1 and "Make room, or name another folder" in said[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_disk_that_is_really_full(tmp_path, kept):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("there is no tmpfs to mount here")
+    try:
+        with pytest.warns(RuntimeWarning, match="No space left on device"):
+            steps, compiled = start(tmp_path, key="a")
+        assert compiled == len(PLAN) and losses(steps) == kept[1]
+        left = [path.name for path in tmp_path.iterdir()]
+        assert not [name for name in left if name.endswith(".partial")]
+        with pytest.warns(RuntimeWarning, match="No space left on device"):
+            steps, _ = start(tmp_path, key="a")
+        assert losses(steps) == kept[1]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_what_was_not_used_for_longest_goes_first(tmp_path):
+    for number, factor in enumerate((1.0, 2.0, 3.0)):
+        start(tmp_path, make_step(factor))
+        for path in tmp_path.iterdir():
+            if path.stat().st_mtime > 1e9:
+                os.utime(path, (number, number))
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    os.utime(other, (0, 0))
+    # As many as now, and none more: a fourth start takes the place of the first.
+    assert start(tmp_path, make_step(1.0), max_gb=size / 1e9)[1] == 0
+    assert start(tmp_path, make_step(4.0), max_gb=size * 1.01 / 1e9)[1] == len(PLAN)
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= size * 1.01
+    assert other.exists()
+    assert start(tmp_path, make_step(1.0))[1] == 0
+    assert start(tmp_path, make_step(2.0))[1] > 0
+
+
+def test_a_bound_that_is_less_than_one_start_is_said(tmp_path):
+    with pytest.warns(RuntimeWarning, match="`max_gb=1e-06` is less than the"):
+        _, compiled = start(tmp_path, max_gb=1e-6)
+    # What is in use stays.
+    assert compiled == len(PLAN) == len(executables(tmp_path))
+
+
+def test_what_a_writer_has_left_is_cleaned_up(folder):
+    old, new = folder / "x.executable.ab.partial", folder / "y.executable.cd.partial"
+    for path in (old, new):
+        path.write_text("")
+    os.utime(old, (1, 1))
+    start(folder, make_step(5.0), key="a")
+    assert not old.exists() and new.exists()
+
+
+def test_what_calls_back_to_python_is_compiled_each_time(tmp_path):
+    def my_step(state, batch):
+        jax.debug.callback(lambda x: None, state["w"])
+        return state, {"loss": state["w"]}
+
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            steps, _ = start(tmp_path, jax.jit(my_step))
+        assert {p.source for p in steps.report.programs} == {"compiled"}
+        assert any("for it calls back to Python" in str(w.message) for w in caught)
+    assert not list(tmp_path.iterdir())
+
+
+SEVERAL = """
+import sys
+import jax, numpy as np
+sys.path.insert(0, {folder!r})
+import test_executable_cache as t
+
+steps, compiled = t.start({cache!r}, key="a")
+print(compiled, t.losses(steps))
+"""
+
+
+def test_several_processes_may_write_one_folder_at_once(tmp_path, kept):
+    code = SEVERAL.format(
+        folder=str(pathlib.Path(__file__).parent), cache=str(tmp_path / "cache")
+    )
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("JAX_COMPILATION_CACHE")
+    }
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for _ in range(4)
+    ]
+    for run in runs:
+        output, errors = run.communicate(timeout=200)
+        assert run.returncode == 0, errors
+        assert output.split(maxsplit=1)[1].strip() == str(kept[1])
+    assert len(list((tmp_path / "cache").iterdir())) == len(PLAN) + 1
+    assert start(tmp_path / "cache", key="a")[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"verify": "some"}, "`verify='some'`: choose 'all', 'one' or 'none'."),
+        ({"verify": "none"}, "`verify='none'` takes what is in the folder for what"),
+        ({"max_gb": "8"}, "`max_gb='8'`: give a positive number."),
+        ({"folder": 3}, "`folder=3`: executables are kept on a file system"),
+        ({"folder": "gs://bucket/x"}, "`folder='gs://bucket/x'`: executables are"),
+        ({"max_gb": 0}, "`max_gb=0`: give a positive number."),
+        ({"max_gb": float("nan")}, "`max_gb=nan`: give a positive number."),
+    ],
+)
+def test_what_is_no_cache_is_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jb.ExecutableCache(**{"folder": "folder", **options})
+
+
+TWO = """
+import jax, jax.numpy as jnp, numpy as np
+import jaxbucket as jb
+
+with jb.Processes() as processes:
+    mesh = jb.data_mesh()
+    plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (4, 16)])
+    specs = jb.batch_specs(plan, {{"x": np.ones(3, np.float32)}}, mesh)
+
+    def my_step(state, batch):
+        loss = jnp.where(batch.mask, state * batch.features["x"], 0).sum()
+        return state + loss, {{"loss": loss}}
+
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    step = jax.jit(my_step, out_shardings=replicated, donate_argnums=0)
+    state = jb.replicate(np.float32(2), mesh)
+    with jb.count_compiles() as compiles:
+        steps = jb.compile_steps(
+            step,
+            state,
+            specs,
+            executables=jb.ExecutableCache({folder!r}, verify={verify!r}, key="a"),
+            opening={opening},
+        )
+        steps.wait()
+    shard = jb.local_rows(mesh)
+    found = []
+    for bucket in plan.buckets:
+        rows = [{{"x": np.full(n, n, np.float32)}} for n in range(1, 4)]
+        batch = jb.collate_rows(rows, bucket)
+        batch = jax.tree.map(lambda x: x[shard.rows(len(x))], batch)
+        (batch,) = jb.prefetch_to_mesh([batch], mesh)
+        state, metrics = steps(state, batch)
+        found.append(float(metrics["loss"]))
+    say(compiles["my_step"], found)
+"""
+
+
+@pytest.mark.parametrize("opening", ["()", "plan.buckets[0]"])
+def test_processes_take_from_files_what_all_of_them_have(launch, tmp_path, opening):
+    folder = tmp_path / "executables"
+
+    def told(verify):
+        code = TWO.format(folder=str(folder), verify=verify, opening=opening)
+        done = launch(code, devices=2)
+        assert done.status == 0, done.output
+        (one,), (other,) = done.said(0), done.said(1)
+        # Compiled by all of them, or by none.
+        assert one == other
+        count, losses = one.split(maxsplit=1)
+        return int(count), losses
+
+    compiled, losses = told("all")
+    assert compiled == 3 and len(executables(folder)) == 2 * 3
+    for verify in ("all", "none"):
+        assert told(verify) == (0, losses)
+    executables(folder)[0].unlink()
+    assert told("one") == (1, losses)
+    assert told("one") == (0, losses)
+
+
+FAILING = """
+import os, time
+import jax, jax.numpy as jnp, numpy as np
+import jaxbucket as jb
+
+# Without `Processes`, which would end them all.
+address, count, index = (
+    os.environ["JAX_" + name]
+    for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
+)
+jax.distributed.initialize(address, int(count), int(index))
+plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (4, 16)])
+example = {{"x": np.ones(3, np.float32)}}
+
+def my_step(state, batch):
+    if {fails} and index == "1" and batch.bucket.seq_len == 8:
+        raise ArithmeticError("only here")
+    return state, jnp.where(batch.mask, state * batch.features["x"], 0).sum()
+
+if index == "1":
+    # Of its own devices alone: nobody else takes part.
+    own = jb.data_mesh(jax.local_devices())
+    jb.compile_steps(
+        lambda state, batch: state,
+        jb.replicate(np.float32(2), own),
+        jb.batch_specs(plan, example, own),
+        executables={folder!r} + "-own",
+    )
+mesh = jb.data_mesh()
+try:
+    # A number that each process has for itself is no reason to part.
+    steps = jb.compile_steps(
+        jax.jit(lambda state, batch: (*my_step(state[0], batch), state[1] + 1)),
+        (jb.replicate(np.float32(2), mesh), jnp.zeros(())),
+        jb.batch_specs(plan, example, mesh),
+        executables={folder!r},
+        opening={opening},
+    )
+    steps.wait()
+    say(steps.report.num_compiled)
+except (ArithmeticError, RuntimeError) as error:
+    say(type(error).__name__, error)
+    raise SystemExit from None
+
+# Whoever compiles something else is told so.
+for fn in (jnp.sum, jnp.max) if not {opening} else ():
+    try:
+        jb.compile_steps(
+            jax.jit(lambda state, batch: fn(state) * batch.num_tokens),
+            jb.replicate(
+                jax.ShapeDtypeStruct((3 + int(index) * (fn is jnp.max),), "f4"), mesh
+            ),
+            jb.batch_specs(plan, example, mesh),
+            executables={folder!r},
+        )
+        say("agreed")
+    except RuntimeError as error:
+        say(error)
+# The program is over, and another one's thread still at it.
+jb.compile_steps(
+    jax.jit(lambda state, batch: (time.sleep(1), state)[1]),
+    jb.replicate(np.float32(2), mesh),
+    jb.batch_specs(plan, example, mesh),
+    executables={folder!r},
+    opening=plan.buckets[0],
+)
+say("end")
+"""
+
+
+@pytest.mark.parametrize("opening", ["()", "plan.buckets[0]"])
+@pytest.mark.parametrize("fails", [True, False])
+def test_all_processes_hear_of_one_that_fails(launch, tmp_path, fails, opening):
+    code = FAILING.format(folder=str(tmp_path / "kept"), fails=fails, opening=opening)
+    done = launch(code)
+    if not fails:
+        assert done.status == 0, done.output
+        for index in range(2):
+            compiled, *agreed, end = done.said(index)
+            assert (compiled, end) == ("3", "end")
+            if agreed:
+                assert agreed[0] == "agreed"
+                assert "compiles other programs than process" in agreed[1]
+        return
+    assert done.said(1) == ["ArithmeticError only here"], done.output
+    (heard,) = done.said(0)
+    assert heard == (
+        "AgreementError Process 1 does not compile any more: ArithmeticError: only here"
+    )

@@ -1,0 +1,360 @@
+"""Every shape of a plan, compiled before its job: the function and the command."""
+
+import dataclasses
+import io
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+import jaxbucket as jb
+from jaxbucket.cli import main
+from jaxbucket.compile import ProgramReport
+from jaxbucket.compile.recipes import precompile
+
+ROOT = pathlib.Path(__file__).parents[2]
+PLAN = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (2, 16)])
+MESH = jb.data_mesh(jax.devices()[:1])
+
+
+def my_step(state, batch):
+    if batch.bucket.seq_len == 16 and state["w"].dtype == jnp.float16:
+        raise ArithmeticError("no such bucket\nin half precision")
+    return state, (state["w"] * batch.features["x"]).sum()
+
+
+def recipe(plan, dtype="float32"):
+    """For the command, too: `test_recipes:recipe`."""
+    state = jb.replicate({"w": jax.ShapeDtypeStruct((), np.dtype(dtype))}, MESH)
+    example = {"x": np.ones(3, np.dtype(dtype))}
+    return jax.jit(my_step), state, jb.batch_specs(plan, example, MESH)
+
+
+def both(plan):
+    return {"train": recipe(plan), "eval": recipe(plan)}
+
+
+def none(plan):
+    return {}
+
+
+def nothing(plan):
+    return recipe(plan)[0]
+
+
+def raising(plan, kind="KeyError"):
+    errors = {"SystemExit": SystemExit(7), "KeyboardInterrupt": KeyboardInterrupt()}
+    raise errors.get(kind) or KeyError("no such model" + "\nmore" * 300)
+
+
+def deep(plan):
+    return int("three")
+
+
+def of_another_plan(plan):
+    return recipe(jb.BucketPlan.from_shapes([(8, 4), (4, 9)]))
+
+
+def start(folder, dtype=np.float32):
+    """What the job does; how many programs XLA has compiled for it."""
+    step, _, specs = recipe(PLAN, np.dtype(dtype).name)
+    state = jb.replicate({"w": dtype(2)}, MESH)
+    jax.clear_caches()
+    with jb.count_compiles() as compiles:
+        steps = jb.compile_steps(step, state, specs, executables=folder)
+        batch = jb.collate_rows([{"x": np.ones(3, dtype)}], PLAN.buckets[0])
+        (batch,) = jb.prefetch_to_mesh([batch], MESH)
+        assert steps(state, batch)[1] == 6
+    return compiles["my_step"]
+
+
+def test_what_is_precompiled_is_found_by_the_job(tmp_path):
+    jax.clear_caches()
+    done = precompile(recipe, PLAN, executables=jb.ExecutableCache(tmp_path))
+    assert [p.label for p in done.report.programs] == ["[2, 16]", "[4, 8]", "[8, 4]"]
+    assert {p.source for p in done.report.programs} == {"compiled"}
+    assert not done.failures and done.seconds > 0
+    assert start(tmp_path) == 0
+    again = precompile(recipe, PLAN, executables=jb.ExecutableCache(tmp_path))
+    assert {p.source for p in again.report.programs} == {"loaded"}
+    # Arguments are handed on, and make another program.
+    precompile(recipe, PLAN, "float64", executables=jb.ExecutableCache(tmp_path))
+    assert start(tmp_path) == 0
+
+
+def test_a_bucket_that_fails_does_not_keep_the_others(tmp_path):
+    cache = jb.ExecutableCache(tmp_path)
+    done = precompile(recipe, PLAN, "float16", executables=cache)
+    assert [p.label for p in done.report.programs] == ["[4, 8]", "[8, 4]"]
+    (failure,) = done.failures
+    assert (failure.step, failure.label) == ("step", "[2, 16]")
+    assert failure.error == "ArithmeticError: no such bucket"
+    numbers = json.loads(done.to_json())
+    assert len(numbers["programs"]) == 2 and len(numbers["failures"]) == 1
+
+
+def test_a_recipe_may_have_several_steps():
+    done = precompile(both, PLAN)
+    assert len(done.report.programs) == 6
+
+
+def test_what_is_too_large_is_named():
+    done = precompile(recipe, PLAN)
+    largest = max(p.peak_bytes for p in done.report.programs)
+    assert done.above(largest / 1e9) == []
+    assert len(done.above(1e-9)) == 3
+    unknown = dataclasses.replace(done.report.programs[0], temporary_bytes=None)
+    done = dataclasses.replace(done, report=jb.CompileReport((unknown,)))
+    assert done.above(1e9) == ["my_step [2, 16]"]
+
+
+@pytest.mark.parametrize("made", [nothing, lambda plan: None, lambda plan: (1, 2)])
+def test_what_is_no_recipe_is_refused(made):
+    with pytest.raises(ValueError, match="The recipe returned .* return .step_fn, st"):
+        precompile(made, PLAN)
+
+
+def specs_of(plan):
+    return jb.batch_specs(plan, {"x": np.ones(3, np.float32)}, MESH)
+
+
+def swapped(plan):
+    step, state, specs = recipe(plan)
+    first, *rest = plan.buckets
+    return step, state, {b: specs[first] for b in (first, *rest)}
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda plan: None, "The recipe returned None (NoneType) for 'step'"),
+        (lambda plan: (1, 2), "The recipe returned (1, 2) (tuple) for 'step'"),
+        (lambda plan: (x for x in recipe(plan)), "(generator) for 'step'"),
+        (lambda plan: list(recipe(plan)), "(list) for 'step'"),
+        (
+            lambda plan: {"train": recipe(plan), "eval": 3},
+            "returned 3 (int) for 'eval'",
+        ),
+        (lambda plan: (1, 2, 3), "`step_fn` is 1 (int), which cannot be called"),
+        (lambda plan: ("f", *recipe(plan)[1:]), "`step_fn` is 'f' (str)"),
+        (
+            lambda plan: (my_step, {"w": "a"}, specs_of(plan)),
+            "`state['w']` is 'a' (str)",
+        ),
+        (lambda plan: (my_step, object(), specs_of(plan)), "(object), not an array"),
+        (lambda plan: (my_step, {}, 3), "`specs` is 3 (int)"),
+        (lambda plan: (my_step, {}, {}), "`specs` is empty"),
+        (lambda plan: (my_step, {}, {"a": 3}), "`specs` has 3 (int) for 'a' (str)"),
+        (swapped, "`specs[[4, 8]]` is a batch of shape [8, 4]"),
+        (of_another_plan, "returned `specs` without [4, 8], [2, 16], which the plan"),
+    ],
+)
+def test_what_a_recipe_returns_beside_steps_is_named(made, said):
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        precompile(made, PLAN)
+    assert "The recipe returned" in str(caught.value)
+    assert made.__name__ in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_an_evaluation_may_have_a_plan_of_its_own():
+    def two(plan):
+        return {"train": recipe(plan), "eval": of_another_plan(plan)}
+
+    assert len(precompile(two, PLAN).report.programs) == 5
+
+
+def test_a_recipe_that_raises_is_named_with_its_line():
+    with pytest.raises(
+        ValueError, match="test_recipes:raising`: The recipe raised"
+    ) as (caught):
+        precompile(raising, PLAN)
+    assert isinstance(caught.value.__cause__, KeyError)
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    number = lines.index(next(x for x in lines if "raise errors.get(kind)" in x)) + 1
+    assert f"({__file__}:{number}, in raising)" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_recipe_may_end_the_program(error):
+    with pytest.raises(error):
+        precompile(raising, PLAN, error.__name__)
+
+
+@pytest.fixture(name="plan")
+def plan_fixture(tmp_path, monkeypatch):
+    """The plan's file; and the folder of this module, which has the recipes."""
+    monkeypatch.chdir(pathlib.Path(__file__).parent)
+    path = tmp_path / "plan.json"
+    path.write_text(PLAN.to_json())
+    return path
+
+
+def command(*args):
+    return CliRunner().invoke(main, ["precompile", *map(str, args)])
+
+
+def test_the_command_fills_the_folder_and_prints_a_table(plan, tmp_path):
+    jax.clear_caches()
+    cache = tmp_path / "cache"
+    run = command("--recipe", "test_recipes:recipe", "--plan", plan, "--cache", cache)
+    assert run.exit_code == 0, run.output
+    assert "my_step [2, 16]" in run.output and "peak" in run.output
+    assert len(list(cache.glob("*.executable"))) == 3
+    options = ("--recipe", "test_recipes:recipe", "--plan", plan, "--cache", cache)
+    run = command(*options, "--json")
+    numbers = json.loads(run.output)
+    assert [p["source"] for p in numbers["programs"]] == ["loaded"] * 3
+    assert numbers["above"] == [] and numbers["cache"] == str(cache)
+    assert numbers["not_kept"] == []
+
+
+def test_the_command_fails_where_nothing_is_kept(plan):
+    options = ("--recipe", "test_recipes:recipe", "--plan", plan, "--json")
+    with pytest.warns(RuntimeWarning, match="Executables are not kept"):
+        run = command(*options, "--cache", "/proc/cache")
+    assert run.exit_code == 1
+    assert "my_step [2, 16] is not kept in /proc/cache: the job" in run.stderr
+    assert len(json.loads(run.stdout)["not_kept"]) == 3
+
+
+def test_the_command_fails_where_a_bucket_does(plan):
+    options = ("--recipe", "test_recipes:recipe", "--plan", plan)
+    run = command(*options, "--", "float16")
+    assert run.exit_code == 1
+    assert "step [2, 16]: ArithmeticError: no such bucket" in run.stderr
+    assert "[4, 8]" in run.stdout
+    run = command(*options, "--memory-gb", 1e-9, "--json")
+    assert run.exit_code == 1
+    assert "my_step [2, 16] takes more than --memory-gb 1e-09, or nobody" in run.stderr
+    assert len(json.loads(run.stdout)["above"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--recipe", "test_recipes:other"), "has no 'other'"),
+        (("--recipe", "recipe"), "must be `module:function`"),
+        (("--recipe", "test_recipes:nothing"), "return (step_fn, state, specs)"),
+        (("--recipe", "test_recipes:recipe", "--memory-gb", 0), "--memory-gb"),
+        (("--recipe", "test_recipes:recipe", "--memory-gb", "nan"), "no limit"),
+        (("--recipe", "test_recipes:raising"), "raised KeyError: 'no such model"),
+        (("--recipe", "test_recipes:deep"), "in deep). It was called with the plan"),
+        (("--recipe", "test_recipes:of_another_plan"), "without [4, 8], [2, 16]"),
+        (("--recipe", "test_recipes:none"), "The recipe returned no steps"),
+        (("--recipe", "test_recipes:recipe", "a", "b"), "too many positional"),
+        (("--recipe", "test_recipes:recipe", "--workers", 0), "--workers"),
+        (("--recipe", "test_recipes:recipe", "--max-gb", 0), "`max_gb=0.0`"),
+    ],
+)
+def test_what_the_command_does_not_take_is_said(plan, tmp_path, options, message):
+    run = command("--plan", plan, "--cache", tmp_path / "cache", *options)
+    assert run.exit_code != 0
+    assert len(run.output.splitlines()) < 10
+    assert message in " ".join(run.output.split()), run.output
+
+
+def test_a_recipe_that_ends_the_program_ends_the_command(plan):
+    options = ("--recipe", "test_recipes:raising", "--plan", plan, "--")
+    assert command(*options, "SystemExit").exit_code == 7
+    interrupted = command(*options, "KeyboardInterrupt")
+    assert interrupted.exit_code == 1 and "Aborted!" in interrupted.output
+
+
+def test_the_script_says_one_sentence_of_a_recipe_that_raises(plan):
+    command = [sys.executable, ROOT / "scripts" / "precompile_shapes.py"]
+    command += ["--recipe", "test_recipes:raising", "--plan", plan]
+    run = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 1 and run.stdout == ""
+    assert run.stderr.startswith("Error: `test_recipes:raising`: The recipe raised ")
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_a_file_that_is_no_plan_is_refused(plan):
+    plan.write_text(plan.read_text()[:20])
+    run = command("--recipe", "test_recipes:recipe", "--plan", plan)
+    assert run.exit_code == 1 and "plan.json" in run.output
+
+
+def test_the_example_finds_what_the_script_has_compiled(tmp_path):
+    """From a file of lengths to a training job that compiles nothing."""
+    lines = "".join(
+        json.dumps({"text": f"document {n} " + "x" * (n % 90)}) + "\n"
+        for n in range(200)
+    )
+    (tmp_path / "data.jsonl").write_text(lines)
+    plan = jb.BucketPlan.from_shapes([(8, 32), (4, 64), (4, 128)])
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    words = (
+        *("--data", tmp_path / "data.jsonl", "--plan", tmp_path / "plan.json"),
+        *("--steps", 6, "--width", 16, "--layers", 1, "--max-len", 128),
+        *("--max-tokens", 512, "--devices", 2),
+    )
+    words = tuple(map(str, words))
+    script = [
+        *(sys.executable, ROOT / "scripts" / "precompile_shapes.py"),
+        *("--recipe", "recipe:steps", "--plan", tmp_path / "plan.json"),
+        *("--cache", tmp_path / "cache", "--json", "--", *words),
+    ]
+    run = subprocess.run(
+        script, cwd=ROOT / "examples", capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    programs = json.loads(run.stdout)["programs"]
+    assert sorted(p["name"] for p in programs) == ["eval_step"] * 3 + ["train_step"] * 3
+    assert all(p["flops"] > 0 and p["temporary_bytes"] > 0 for p in programs)
+    for options in ((), ("--opening", "2"), ("--verify", "one")):
+        out = tmp_path / "out.json"
+        run = subprocess.run(
+            [
+                *(sys.executable, ROOT / "examples" / "train_lm.py", *words, *options),
+                *("--executables", tmp_path / "cache", "--json", out),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        for name in ("train_step", "eval_step"):
+            compiled = json.loads(out.read_text())["compile"][name]
+            assert (compiled["ahead"], compiled["later"]) == (0, 0)
+
+
+def test_a_printed_report_is_a_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    report = precompile(recipe, PLAN).report
+    text = str(report)
+    header, *_ = text.splitlines()
+    assert header.split()[:3] == ["program", "trace", "s"]
+    for program in report.programs:
+        (row,) = (x for x in text.splitlines() if f"my_step {program.label}" in x)
+        assert f"{program.compile_seconds:.2f}" in row
+    assert "\u2026" not in text and "\x1b" not in text
+    assert repr(report) == "<3 programs, 3 of them compiled>"
+    assert "program" in str(jb.CompileReport(()))
+
+
+def test_no_number_of_the_table_is_cut():
+    """On a page, with names and numbers as long as they come."""
+    program = ProgramReport(
+        *("train_step", "[65536, 131072]", "compiled", 123.45, 1234.56, 0.0),
+        *(81_234_567_890, 79_234_567_890, 0, 81_234_567_890, 123_456_789_012_345),
+        file="0123456789abcdef.executable",
+    )
+    loaded = dataclasses.replace(program, source="loaded", load_seconds=12.34)
+    text = io.StringIO()
+    console = Console(file=text, width=100)
+    console.print(jb.CompileReport((program, loaded)))
+    assert "\u2026" not in text.getvalue()
+    for number in ("123.45", "1234.56", "loaded", "81235", "241704", "1.23e+05"):
+        assert number in text.getvalue()
+    assert "01234567" in text.getvalue()

@@ -1,0 +1,691 @@
+"""What is written in a file of any kind is what is read; all else is refused."""
+
+import csv
+import gzip
+import json
+import pathlib
+import re
+import sys
+import tracemalloc
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+from pyarrow import parquet
+
+from jaxbucket import TokenFile, write_token_file
+from jaxbucket.data.lengths.files import read_lengths
+from jaxbucket.data.lengths.functions import load_function, measure_function
+from jaxbucket.data.lengths.summary import summarize_lengths
+from jaxbucket.data.lengths.values import Measure
+
+ALPHABET = np.array(list("ab é漢😀\t,\"'\u2028"))
+
+
+def texts_of(seed: int) -> list[str]:
+    """Texts with every character that a format may trip over, but for ends of lines."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 40, 300)
+    return ["x" + "".join(rng.choice(ALPHABET, size)) for size in sizes]
+
+
+def lengths_of(seed: int) -> list[int]:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 2 ** rng.integers(1, 31, 5000)).tolist()
+    return [*lengths, 1, 2**31 - 1]
+
+
+def write_csv(path: pathlib.Path, values: list, separator: str = ",") -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, delimiter=separator)
+        writer.writerow(["id", "x"])
+        writer.writerows(enumerate(values))
+
+
+def write_text(path: pathlib.Path, values: list) -> None:
+    path.write_bytes("".join(f"{value}\n" for value in values).encode())
+
+
+def write_jsonl(path: pathlib.Path, values: list) -> None:
+    write_text(path, [json.dumps({"id": "", "x": value}) for value in values])
+
+
+def write_parquet(path: pathlib.Path, values: list) -> None:
+    table = pyarrow.table({"id": range(len(values)), "x": values})
+    parquet.write_table(table, path, row_group_size=1000)
+
+
+def write_records(path: pathlib.Path, values: list[bytes]) -> None:
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for value in values:
+        writer.write(value)
+    writer.close()
+
+
+def packed(write: Callable[..., None]) -> Callable[..., None]:
+    def write_packed(path: pathlib.Path, values: list) -> None:
+        plain = path.with_suffix("")
+        write(plain, values)
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+
+    return write_packed
+
+
+WRITERS = {
+    "x.txt": (write_text, None),
+    "x": (write_text, None),
+    "x.txt.gz": (packed(write_text), None),
+    "x.csv": (write_csv, "x"),
+    "X.CSV": (write_csv, "x"),
+    "x.csv.gz": (packed(write_csv), "x"),
+    "x.tsv": (lambda path, values: write_csv(path, values, "\t"), "x"),
+    "x.jsonl": (write_jsonl, "x"),
+    "x.ndjson": (write_jsonl, "x"),
+    "x.jsonl.gz": (packed(write_jsonl), "x"),
+    "x.parquet": (write_parquet, "x"),
+}
+UNITS = {
+    "bytes": lambda text: len(text.encode()),
+    "characters": len,
+    "words": lambda text: len(text.split()),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", WRITERS)
+def test_lengths_come_back_from_every_kind(tmp_path, name, seed):
+    write, column = WRITERS[name]
+    write(tmp_path / name, lengths_of(seed))
+    assert read_lengths(tmp_path / name, column).tolist() == lengths_of(seed)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("name", WRITERS)
+def test_texts_are_measured_in_every_kind_and_unit(tmp_path, name, unit):
+    write, column = WRITERS[name]
+    for seed in range(3):
+        texts = texts_of(seed)
+        write(tmp_path / name, texts)
+        found = read_lengths(tmp_path / name, column, Measure(unit))
+        assert found.tolist() == [UNITS[unit](text) for text in texts]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_function_is_given_the_column(tmp_path, name):
+    write, column = WRITERS[name]
+    write(tmp_path / name, texts_of(0))
+    given = []
+    measure = Measure(length_fn=lambda text: given.append(text) or 1 + text.count("a"))
+    found = read_lengths(tmp_path / name, column, measure)
+    assert given == texts_of(0)
+    assert found.tolist() == [1 + text.count("a") for text in texts_of(0)]
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if WRITERS[name][1]])
+def test_without_a_column_a_function_is_given_the_row(tmp_path, name):
+    WRITERS[name][0](tmp_path / name, texts_of(0))
+    found = read_lengths(
+        tmp_path / name, measure=Measure(length_fn=lambda row: len(row["x"]))
+    )
+    assert found.tolist() == [len(text) for text in texts_of(0)]
+
+
+def test_arrays_of_numpy_come_back(tmp_path):
+    for dtype in (np.int8, np.uint16, np.int32, np.int64, np.uint64):
+        lengths = np.arange(1, 100).astype(dtype)
+        np.save(tmp_path / "x.npy", lengths)
+        np.savez_compressed(tmp_path / "x.npz", x=lengths, other=lengths[:3])
+        for name, column in (("x.npy", None), ("x.npz", "x")):
+            found = read_lengths(tmp_path / name, column)
+            assert found.tolist() == lengths.tolist()
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+def test_lists_are_as_long_as_they_are(tmp_path, name):
+    lists = [list(range(n)) for n in np.random.default_rng(0).integers(1, 50, 200)]
+    WRITERS[name][0](tmp_path / name, lists)
+    found = read_lengths(tmp_path / name, "x")
+    assert found.tolist() == [len(each) for each in lists]
+
+
+ARROW_TYPES = {
+    "large_string": (pyarrow.large_string(), texts_of(0)),
+    "dictionary": (pyarrow.dictionary(pyarrow.int32(), pyarrow.string()), texts_of(0)),
+    "binary": (pyarrow.binary(), [text.encode() for text in texts_of(0)]),
+    "large_list": (pyarrow.large_list(pyarrow.int8()), [[1] * n for n in (1, 5, 9)]),
+    "fixed_list": (pyarrow.list_(pyarrow.int8(), 2), [[1, 2], [3, 4]]),
+    "uint8": (pyarrow.uint8(), [1, 255]),
+    "uint64": (pyarrow.uint64(), [1, 2**31 - 1]),
+}
+
+
+@pytest.mark.parametrize("kind", ARROW_TYPES)
+def test_columns_of_every_arrow_type(tmp_path, kind):
+    arrow, values = ARROW_TYPES[kind]
+    array = pyarrow.array(values, pyarrow.string() if kind == "dictionary" else arrow)
+    parquet.write_table(pyarrow.table({"x": array.cast(arrow)}), tmp_path / "x.parquet")
+    found = read_lengths(tmp_path / "x.parquet", measure=Measure("bytes"))
+    expected = [
+        value
+        if isinstance(value, int)
+        else len(value.encode())
+        if isinstance(value, str)
+        else len(value)
+        for value in values
+    ]
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["x.array_record", "x.arrayrecord"])
+def test_records_are_as_long_as_their_bytes(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("jaxbucket.data.lengths.records._ROWS", 64)
+    records = [text.encode() for text in texts_of(0)]
+    write_records(tmp_path / name, records)
+    found = read_lengths(tmp_path / name)
+    assert found.tolist() == [len(record) for record in records]
+    found = read_lengths(tmp_path / name, measure=Measure("characters"))
+    assert found.tolist() == [len(text) for text in texts_of(0)]
+    found = read_lengths(tmp_path / name, measure=Measure(length_fn=lambda b: b[0]))
+    assert found.tolist() == [ord("x")] * len(records)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "lengths"),
+    [
+        ("x.txt", "\ufeff3\r\n+4\r\n 5", [3, 4, 5]),
+        ("x.txt", "007\n8", [7, 8]),
+        ("x.csv", "\ufeffx\r\n3\r\n4\r\n", [3, 4]),
+        ("x.csv", 'x\n"3"\n', [3]),
+        ("x.jsonl", '3\n"ab"\n[1, 2, 3, 4]\n', [3, 2, 4]),
+        ("x.jsonl", '{"x": 3}\n{"y": 1, "x": 5}\n', [3, 5]),
+    ],
+)
+def test_ways_to_write_a_file_that_are_the_same(tmp_path, name, content, lengths):
+    (tmp_path / name).write_text(content, newline="", encoding="utf-8")
+    measure = Measure("bytes") if name == "x.jsonl" else None
+    assert read_lengths(tmp_path / name, measure=measure).tolist() == lengths
+
+
+def test_the_end_of_a_line_is_not_measured(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"a\r\nbc\r\ndef\n")
+    found = read_lengths(tmp_path / "x.txt", measure=Measure("bytes"))
+    assert found.tolist() == [1, 2, 3]
+
+
+def test_a_text_may_have_an_end_of_line_in_quotes(tmp_path):
+    long = "y" * 200_000
+    write_csv(tmp_path / "x.csv", ["a\nb", long])
+    found = read_lengths(tmp_path / "x.csv", "x", Measure("characters"))
+    assert found.tolist() == [3, len(long)]
+
+
+def test_lines_are_numbered_through_all_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxbucket.data.lengths.text._BLOCK_BYTES", 64)
+    lines = [str(n) for n in range(1, 1000)]
+    write_text(tmp_path / "x.txt", lines)
+    assert read_lengths(tmp_path / "x.txt").tolist() == list(range(1, 1000))
+    for wrong, message in (("0", "line 701: the length"), ("\udcff", "line 701 is no")):
+        lines[700] = wrong
+        text = "\n".join(lines).encode(errors="surrogateescape")
+        (tmp_path / "x.txt").write_bytes(text)
+        with pytest.raises(ValueError, match=message):
+            read_lengths(tmp_path / "x.txt")
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.csv", "x.jsonl"])
+def test_a_file_is_never_in_memory_as_a_whole(tmp_path, name):
+    write, column = WRITERS[name]
+    write(tmp_path / name, ["word " * 2000] * 2000)
+    tracemalloc.start()
+    try:
+        read_lengths(tmp_path / name, column, Measure("characters"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4e6  # of 20e6
+
+
+def test_a_table_is_never_in_memory_as_a_whole(tmp_path):
+    table = pyarrow.table({"x": [str(n) + "word " * 400 for n in range(50_000)]})
+    parquet.write_table(table, tmp_path / "x.parquet", compression="none")
+    size = table.nbytes
+    del table
+    before = pyarrow.total_allocated_bytes()
+    highest = 0
+
+    def look(text: str) -> int:
+        nonlocal highest
+        highest = max(highest, pyarrow.total_allocated_bytes() - before)
+        return len(text)
+
+    read_lengths(tmp_path / "x.parquet", measure=Measure(length_fn=look))
+    assert highest < size / 3
+
+
+PARQUET = {
+    "null": [1, None],
+    "nan": [1.0, float("nan")],
+    "float": [1.0, 2.5],
+    "negative": [1, -2],
+    "huge": [1, 2**31],
+    "text": ["", "a"],
+    "struct": [{"a": 1}],
+    "bool": [True],
+    "empty list": [[1], []],
+}
+LATE = 6000  # Beyond the first batch.
+
+
+@pytest.mark.parametrize(
+    ("values", "unit", "message"),
+    [
+        ("null", None, "'x' row 1: None is neither an integer nor a text nor a list"),
+        ("nan", None, "'x' row 0: 1.0 is neither an integer"),
+        ("float", None, "'x' row 0: 1.0 is neither an integer"),
+        ("negative", None, "'x' row 1: the length is -2, and not from 1 to 2147483647"),
+        ("huge", None, "'x' row 1: the length is 2147483648, and not from 1"),
+        ("text", None, "'x' row 0: '' is a text. Measure it by `jaxbucket measure"),
+        ("text", "bytes", "'x' row 0: the length is 0"),
+        ("text", "characters", "'x' row 0: the length is 0"),
+        ("text", "words", "'x' row 0: the length is 0"),
+        ("struct", None, "'x' row 0: {'a': 1} is neither"),
+        ("bool", None, "'x' row 0: True is neither"),
+        ("empty list", None, "'x' row 1: the length is 0"),
+    ],
+)
+def test_rows_of_parquet_without_a_length_are_named(tmp_path, values, unit, message):
+    write_parquet(tmp_path / "x.parquet", PARQUET[values])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_lengths(tmp_path / "x.parquet", "x", Measure(unit))
+
+
+def test_rows_of_parquet_are_numbered_through_all_batches(tmp_path):
+    write_parquet(tmp_path / "x.parquet", [1] * LATE + [0])
+    with pytest.raises(ValueError, match=f"'x' row {LATE}: the length is 0"):
+        read_lengths(tmp_path / "x.parquet", "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "unit", "message"),
+    [
+        ("x.txt", b"", None, "`x.txt` is empty: there is no example"),
+        ("x.csv", b"", None, "`x.csv` is empty"),
+        ("x.csv", b"x\n", None, "`x.csv` is empty"),
+        ("x.jsonl", b"", None, "`x.jsonl` is empty"),
+        ("x.npy", b"", None, "`x.npy` is empty"),
+        ("x.txt.gz", b"", None, "`x.txt.gz` is empty"),
+        ("x.txt", b"3\nthree\n", None, "`x.txt`, line 2: 'three' is no integer. Mend"),
+        ("x.txt", b"3\n4.5\n", None, "line 2: '4.5' is no integer"),
+        ("x.txt", b"3 4\n", None, "line 1: '3 4' is no integer"),
+        ("x.txt", b"1_000\n", None, "line 1: '1_000' is no integer"),
+        ("x.txt", "٣\n".encode(), None, "line 1: '٣' is no integer"),
+        ("x.txt", b"3\n\n4\n", None, "line 2: '' is no integer"),
+        ("x.txt", b"3\nnan\n", None, "line 2: 'nan' is no integer"),
+        (
+            "x.txt",
+            b"3\n0\n",
+            None,
+            "line 2: the length is 0, and not from 1 to 21474836",
+        ),
+        ("x.txt", b"-3\n", None, "line 1: the length is -3"),
+        ("x.txt", b"3\n2147483648\n", None, "line 2: the length is 2147483648"),
+        ("x.txt", b"9" * 9999, None, "line 1: the length is 2147483648"),
+        ("x.txt", b"a\n\nb\n", "bytes", "line 2: the length is 0, and not from 1"),
+        ("x.txt", b"a\n \n", "words", "line 2: the length is 0"),
+        ("x.txt", b"a\n\xff\n", "bytes", "line 2 is no UTF-8 text: invalid start byte"),
+        ("x.txt.gz", b"plain", None, "`x.txt.gz` is no whole .gz file: Not a gzipped"),
+        ("x.csv", b"x\n3\n4,5\n", None, "line 3 has 2 cells, and the header 1"),
+        ("x.csv", b"x\n3\n\n", None, "line 3 has 0 cells, and the header 1"),
+        ("x.csv", b'x\n"3\n4\n', None, "is no CSV: unexpected end of data. Mend"),
+        ("x.csv", b"x,x\n3,4\n", None, "`x.csv` has several columns ['x']. Rename"),
+        ("x.csv", b"3\n4\n", None, "begins with ['3'], and not with names of columns"),
+        ("x.csv", b"x\n3\n\xff\n", None, "line 3 is no UTF-8 text"),
+        (
+            "x.csv",
+            b"x\n3\nNone\n",
+            None,
+            "line 3: 'None' is no integer. Mend it; where",
+        ),
+        ("x.csv", b"x,y\n3,4\n", None, "`x.csv` has ['x', 'y']: name one of them by"),
+        ("x.jsonl", b'{"x": 3}\n{"x": \n', None, "line 2 is no JSON: Expecting value"),
+        ("x.jsonl", b"3\n\n4\n", None, "line 2 is no JSON"),
+        ("x.jsonl", b"[" * 10**6, None, "line 1 is no JSON"),
+        ("x.jsonl", b'{"x": 3}\n{"y": 3}\n', None, "line 2 is ['y'], and has no 'x'"),
+        ("x.jsonl", b'{"x": 3}\n4\n', None, "line 2 is 4, and has no 'x'"),
+        (
+            "x.jsonl",
+            b'{"x": 3, "y": 4}',
+            None,
+            "has ['x', 'y']: name one of them by `--",
+        ),
+        ("x.jsonl", b"3\nnull\n", None, "line 2: None is neither an integer nor"),
+        ("x.jsonl", b"3\nNaN\n", None, "line 2: nan is neither an integer nor a text"),
+        ("x.jsonl", b"3.0\n", None, "line 1: 3.0 is neither an integer nor a text"),
+        ("x.jsonl", b"true\n", None, "line 1: True is neither an integer nor a text"),
+        (
+            "x.jsonl",
+            b'"abc"\n',
+            None,
+            "line 1: 'abc' is a text. Measure it by `jaxbuck",
+        ),
+        ("x.jsonl", b'"\\ud800"\n', "bytes", "line 1: 'utf-8' codec can't encode"),
+        ("x.npy", b"hello", None, "`x.npy` is no whole numpy file"),
+        ("x.npz", b"hello", None, "`x.npz` is no whole numpy file"),
+        ("x.parquet", b"", None, "`x.parquet` is no whole .parquet file"),
+        ("x.parquet", b"hello" * 99, None, "`x.parquet` is no whole .parquet file"),
+        (
+            "x.array_record",
+            b"",
+            None,
+            "`x.array_record` is no whole .array_record file",
+        ),
+        ("x.array_record", b"x" * 2**17, None, "is no whole .array_record file"),
+        ("x.npy", b"x", "bytes", "has lengths, and no examples: leave out `--unit`"),
+        ("x.parquet.gz", b"x", None, "is compressed twice: unpack it by `gunzip`"),
+    ],
+)
+def test_files_without_lengths_are_refused(
+    tmp_path, monkeypatch, name, content, unit, message
+):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path(name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        read_lengths(pathlib.Path(name), measure=Measure(unit))
+    assert f"`{name}`" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_columns_of_one_name_are_refused_in_parquet_too(tmp_path):
+    table = pyarrow.table([pyarrow.array([1]), pyarrow.array([2])], names=["x", "x"])
+    parquet.write_table(table, tmp_path / "x.parquet")
+    for column, measure in (("x", None), (None, Measure(length_fn=len))):
+        with pytest.raises(ValueError, match=r"has several columns \['x'\]. Rename"):
+            read_lengths(tmp_path / "x.parquet", column, measure)
+
+
+def test_records_of_many_fields_are_not_taken_for_objects(tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros(2, [(f"f{i}", "i4") for i in range(999)]))
+    with pytest.raises(ValueError, match="holds records of many fields, and not"):
+        read_lengths(tmp_path / "x.npy")
+
+
+def test_a_function_that_ends_the_program_is_named(tmp_path):
+    (tmp_path / "x.txt").write_text("ab\n")
+    with pytest.raises(ValueError, match="`--length-fn` raises SystemExit: 3. Mend it"):
+        read_lengths(
+            tmp_path / "x.txt", measure=Measure(length_fn=lambda text: sys.exit(3))
+        )
+
+
+@pytest.mark.parametrize("name", [*WRITERS, "x.npz"])
+def test_a_column_that_is_not_there_is_refused(tmp_path, name):
+    if name == "x.npz":
+        np.savez(tmp_path / name, id=[1], x=[2])
+    else:
+        WRITERS[name][0](tmp_path / name, [1, 2])
+    has_columns = name == "x.npz" or WRITERS[name][1]
+    message = (
+        "['id', 'x']: name one of them by `--column`"
+        if has_columns
+        else ("has no columns: leave out `--column y`")
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_lengths(tmp_path / name, "y")
+    if has_columns:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read_lengths(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.array([3, 0]), "`lengths[1]=0`: a length must be between 1"),
+        (np.array([3, 2**31]), "`lengths[1]=2147483648`: a length must"),
+        (np.array([3, np.nan]), "`lengths[1]=nan` is not an integer"),
+        (np.array([3.0]), "has dtype float64, not an integer dtype"),
+        (np.array([[3]]), "has shape (1, 1)"),
+        (np.array(["a"]), "has dtype <U1"),
+        (
+            np.array([None]),
+            "holds Python objects, and not numbers. Save the",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["x.npy", "x.npz"])
+def test_arrays_that_are_no_lengths_are_refused(tmp_path, name, array, message):
+    (np.save if name == "x.npy" else np.savez)(tmp_path / name, array)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_lengths(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "name", ["x.npz", "x.txt.gz", "x.csv.gz", "x.parquet", "x.array_record"]
+)
+def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, name):
+    path = tmp_path / name
+    if name == "x.npz":
+        np.savez(path, x=lengths_of(0))
+    elif name == "x.array_record":
+        write_records(path, [text.encode() for text in texts_of(0)])
+    else:
+        WRITERS[name][0](path, lengths_of(0))
+    whole = path.read_bytes()
+    column = None if name.startswith(("x.txt", "x.array")) else "x"
+    for size in np.linspace(1, len(whole) - 1, 40).astype(int):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="is no whole") as caught:
+            read_lengths(path, column)
+        assert "\n" not in str(caught.value)
+
+
+def test_an_empty_table_is_refused(tmp_path):
+    write_parquet(tmp_path / "x.parquet", [])
+    write_records(tmp_path / "x.array_record", [])
+    for name, column in (("x.parquet", "x"), ("x.array_record", None)):
+        with pytest.raises(ValueError, match="is empty: there is no example"):
+            read_lengths(tmp_path / name, column)
+
+
+def test_an_empty_record_is_named(tmp_path):
+    write_records(tmp_path / "x.array_record", [b"a", b""])
+    with pytest.raises(ValueError, match="record 1: the length is 0"):
+        read_lengths(tmp_path / "x.array_record")
+    with pytest.raises(ValueError, match="has no columns: leave out `--column x`"):
+        read_lengths(tmp_path / "x.array_record", "x")
+
+
+def test_a_record_that_is_no_text_is_named(tmp_path):
+    write_records(tmp_path / "x.array_record", [b"a", b"\xff"])
+    with pytest.raises(ValueError, match="record 1: 'utf-8' codec can't decode"):
+        read_lengths(tmp_path / "x.array_record", measure=Measure("words"))
+
+
+def test_without_pyarrow_the_command_to_install_it_is_named(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "x.parquet", [1])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"pip install 'jaxbucket\[parquet\]'"):
+        read_lengths(tmp_path / "x.parquet", "x")
+
+
+def test_a_path_that_is_no_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is a folder. Name a file in it"):
+        read_lengths(tmp_path)
+    for name in ("x.txt", "x.npy", "x.csv", "x.parquet", "x.array_record"):
+        message = "cannot be read: No such file or directory. Name another file"
+        with pytest.raises(ValueError, match=message):
+            read_lengths(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("length_fn", "message"),
+    [
+        (lambda row: row["nowhere"], "`--length-fn` raises KeyError: 'nowhere'. Mend"),
+        (lambda row: None, "`--length-fn` returns None, and no integer. Mend it"),
+        (lambda row: 1.5, "`--length-fn` returns 1.5, and no integer. Mend it"),
+        (lambda row: 0, "the length is 0, and not from 1"),
+    ],
+)
+def test_a_function_that_gives_no_length_is_refused(tmp_path, length_fn, message):
+    for name in ("x.jsonl", "x.csv", "x.parquet"):
+        WRITERS[name][0](tmp_path / name, [1, 2])
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read_lengths(tmp_path / name, measure=Measure(length_fn=length_fn))
+
+
+def test_a_unit_is_known_and_the_only_rule():
+    with pytest.raises(ValueError, match="`unit='tokens'`: choose 'bytes'"):
+        Measure("tokens")
+    with pytest.raises(ValueError, match="`--unit bytes` and `--length-fn` both say"):
+        Measure("bytes", len)
+
+
+MODULE = """
+import numpy as np
+import jaxbucket
+
+LENGTHS = [3, 1, 4, 1, 5]
+EXAMPLES = [{"x": [0] * n, "text": "é" * n, "id": n} for n in LENGTHS]
+ROWS = []
+
+def array(): return np.array(LENGTHS)
+def numbers(): return LENGTHS
+def source(): return [{"x": example["x"], "id": 0} for example in EXAMPLES]
+def texts(): return [example["text"] for example in EXAMPLES]
+def both(): return EXAMPLES
+def stream(): return iter(EXAMPLES)
+def file(): return jaxbucket.TokenFile("tokens")
+def nothing(): return None
+def dictionary(): return {"x": 1}
+def text(): return "abc"
+def fails(): raise RuntimeError("two\\nlines")
+def leaves(): raise SystemExit(3)
+def asks(path): return []
+def empty(): return []
+def dry(): return iter([])
+def floats(): return np.array([1.5])
+def breaks():
+    yield EXAMPLES[0]
+    raise KeyError("gone")
+
+class Held:
+    @staticmethod
+    def source(): return source()
+
+def length(example): return example["id"]
+"""
+
+
+@pytest.fixture
+def module(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module in the current folder, another one in every test."""
+    name = f"given_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return name
+
+
+EXPECTED = [3, 1, 4, 1, 5]
+
+
+@pytest.mark.parametrize(
+    ("function", "column", "unit"),
+    [
+        ("array", None, None),
+        ("numbers", None, None),
+        ("source", None, None),
+        ("source", "x", None),
+        ("Held.source", None, None),
+        ("texts", None, "characters"),
+        ("both", "x", None),
+        ("both", "text", "characters"),
+        ("both", "id", None),
+        ("stream", "x", None),
+        ("stream", "text", "characters"),
+    ],
+)
+def test_functions_return_sources_lengths_and_iterables(module, function, column, unit):
+    found = measure_function(f"{module}:{function}", column, Measure(unit))
+    assert found.tolist() == EXPECTED
+
+
+def test_a_function_of_the_module_measures(module):
+    measure = Measure(length_fn=load_function(f"{module}:length"))
+    for function in ("both", "stream"):
+        found = measure_function(f"{module}:{function}", measure=measure)
+        assert found.tolist() == EXPECTED
+
+
+def test_a_source_is_measured_in_workers(module):
+    found = measure_function(f"{module}:both", "text", Measure("bytes"), num_workers=2)
+    assert found.tolist() == [2 * n for n in EXPECTED]
+
+
+def test_a_source_that_knows_its_lengths_is_not_read(module, tmp_path):
+    write_token_file(tmp_path / "tokens", [{"x": np.arange(n)} for n in EXPECTED])
+    assert measure_function(f"{module}:file").tolist() == EXPECTED
+    assert TokenFile(tmp_path / "tokens").lengths.tolist() == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("function", "column", "message"),
+    [
+        ("nothing", None, "returns None. Return a source with `len` and indices"),
+        ("dictionary", None, "returns {'x': 1}. Return a source"),
+        ("text", None, "returns 'abc'. Return a source"),
+        ("fails", None, "raises RuntimeError: two lines. Mend it; it is called"),
+        ("leaves", None, "raises SystemExit: 3. Mend it"),
+        ("asks", None, "raises TypeError: asks() missing 1 required"),
+        ("empty", None, "`source` is empty: there is no example to measure"),
+        ("dry", None, "it gives no example. Return some"),
+        ("floats", None, "`lengths[0]=1.5` is not an integer"),
+        ("breaks", "x", "its iterable raises KeyError: 'gone'. Mend it"),
+        ("texts", None, "`source[0]`: 'ééé' is a text. Measure it by `jaxbucket"),
+        ("texts", "x", "'ééé' is no dict: leave out `--column x`"),
+        ("both", "y", "it has ['x', 'text', 'id'], and no 'y': name one of them"),
+        ("LENGTHS", None, "is [3, 1, 4, 1, 5]. Name a function"),
+        ("sources", None, "has no 'sources', but ['array', 'asks', 'both', 'breaks'"),
+    ],
+)
+def test_functions_that_give_no_lengths_are_refused(module, function, column, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        measure_function(f"{module}:{function}", column)
+    assert f"{module}:{function}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_modules_that_cannot_be_imported_are_refused(module, tmp_path):
+    (tmp_path / f"{module}_bad.py").write_text("import nothing_of_this_name")
+    (tmp_path / f"{module}_left.py").write_text("raise SystemExit(2)")
+    for name, message in (
+        (
+            f"{module}_none:f",
+            "cannot be imported: ModuleNotFoundError: No module named",
+        ),
+        (f"{module}_bad:f", "No module named 'nothing_of_this_name'. Run this in the"),
+        (f"{module}_left:f", "cannot be imported: SystemExit: 2"),
+        ("len", "`len` must be `module:function`, such as"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            load_function(name)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 99, 100, 101, 1000])
+def test_a_summary_counts(size):
+    lengths = np.random.default_rng(size).integers(1, 3 * size + 1, size)
+    found = summarize_lengths(lengths, "words")
+    ordered = sorted(lengths.tolist())
+    for share, length in ((0.5, found.median), (0.9, found.p90), (0.99, found.p99)):
+        # The shortest one that does it.
+        assert np.mean(lengths <= length) >= share - 1e-9
+        assert np.mean(lengths < length) < share
+    assert (found.min, found.max) == (ordered[0], ordered[-1])
+    assert (found.examples, found.total) == (size, sum(ordered))
+    assert found.mean == pytest.approx(np.mean(lengths))
+    assert found.distinct == len(set(ordered))
+    assert json.loads(found.to_json())["unit"] == "words"
+
+
+def test_a_total_is_beyond_32_bits():
+    assert summarize_lengths([2**31 - 1] * 3).total == 3 * (2**31 - 1)

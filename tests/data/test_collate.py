@@ -1,0 +1,297 @@
+import re
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxbucket import Bucket, collate_rows, unbatch
+from jaxbucket.data.example import example_length
+
+
+def random_rows(seed: int, bucket: Bucket) -> list[dict | None]:
+    """Examples of every length up to T, with empty rows between and behind."""
+    rng = np.random.default_rng(seed)
+    rows: list[dict | None] = []
+    for _ in range(int(rng.integers(1, bucket.batch_size + 1))):
+        length = int(rng.integers(1, bucket.seq_len + 1))
+        example = {
+            "tokens": rng.integers(0, 250, length).astype(np.uint8),
+            "frames": rng.normal(size=(length, 3)).astype(np.float32),
+            "label": np.int16(rng.integers(10)),
+            "speaker": rng.normal(size=()).astype(np.float64),
+        }
+        rows.append(None if rng.random() < 0.2 else example)
+    rows[0] = example
+    return rows
+
+
+def padded(rows, name: str, bucket: Bucket, pad_value: float) -> np.ndarray:
+    """The oracle: one row at a time."""
+    like = next(row[name] for row in rows if row is not None)
+    shape = (bucket.batch_size, bucket.seq_len, *like.shape[1:])
+    out = np.full(shape, pad_value, like.dtype)
+    for number, row in enumerate(rows):
+        if row is not None:
+            out[number, : len(row[name])] = row[name]
+    return out
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sequences_are_padded_and_the_rest_is_stacked(seed):
+    bucket = Bucket(6, 9)
+    rows = random_rows(seed, bucket)
+    pads = [{"tokens": 5}, {"frames": -0.5}, {"tokens": 9, "frames": 1.5}, {}][seed % 4]
+    sequences = ["tokens", "frames"]
+    batch = collate_rows(rows, bucket, sequences=sequences, pad_value=pads)
+    assert batch.bucket == bucket
+    for name in sequences:
+        want = padded(rows, name, bucket, pads.get(name, 0))
+        np.testing.assert_array_equal(batch.features[name], want)
+        assert batch.features[name].dtype == want.dtype
+    for name in ("label", "speaker"):
+        stacked = batch.features[name]
+        assert (stacked.shape, stacked.dtype) == ((6,), rows[0][name].dtype)
+        for number, row in enumerate(rows):
+            assert stacked[number] == (0 if row is None else row[name])
+    lengths = [0 if row is None else len(row["tokens"]) for row in rows]
+    lengths += [0] * (6 - len(rows))
+    # Everything about validity, from the lengths.
+    real = np.arange(9) < np.array(lengths)[:, None]
+    (ids,), (positions,) = batch.segment_ids.values(), batch.positions.values()
+    np.testing.assert_array_equal(ids, real)
+    np.testing.assert_array_equal(positions, np.where(real, np.arange(9), 0))
+    assert ids.dtype == positions.dtype == np.int32
+    assert batch.num_tokens == sum(lengths)
+    assert batch.num_examples == np.count_nonzero(lengths)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_unbatch_is_the_inverse(seed):
+    bucket = Bucket(5, 7)
+    rows = random_rows(seed, bucket)
+    examples = [row for row in rows if row is not None]
+    back = unbatch(collate_rows(rows, bucket))
+    assert len(back) == len(examples)
+    for got, want in zip(back, examples, strict=True):
+        assert got.keys() == want.keys()
+        for name in want:
+            np.testing.assert_array_equal(got[name], want[name])
+            assert got[name].dtype == want[name].dtype
+
+
+def test_unbatch_tells_a_vector_as_long_as_the_bucket_by_its_name():
+    # A feature [3] of each example, in a bucket with T = 3.
+    rows = [{"x": np.arange(2), "v": np.arange(3.0)}]
+    batch = collate_rows(rows, Bucket(1, 3), sequences=["x"])
+    (back,) = unbatch(batch, sequences=["x"])
+    assert back["v"].tolist() == [0, 1, 2]
+
+
+def test_a_vector_of_each_example_is_stacked_where_sequences_are_named():
+    rows = [
+        {"x": np.arange(2), "v": np.arange(3)},
+        {"x": np.arange(4), "v": np.ones(3, int)},
+    ]
+    batch = collate_rows(rows, Bucket(3, 4), sequences=["x"])
+    assert batch.features["v"].tolist() == [[0, 1, 2], [1, 1, 1], [0, 0, 0]]
+    assert set(batch.segment_ids) == {"x"}
+
+
+def test_one_name_alone_is_taken():
+    batch = collate_rows([{"x": [1], "v": [1, 2]}], Bucket(1, 2), sequences="x")
+    assert batch.features["v"].tolist() == [[1, 2]]
+
+
+def test_long_examples_are_cut_where_asked():
+    rows = [{"x": np.arange(5)}, {"x": np.arange(2)}]
+    batch = collate_rows(rows, Bucket(2, 3), truncate=True)
+    assert batch.features["x"].tolist() == [[0, 1, 2], [0, 1, 0]]
+    assert batch.num_tokens == 5
+
+
+def test_empty_rows_alone_take_their_features_from_an_example():
+    batch = collate_rows([], Bucket(2, 3), like={"x": np.zeros((1, 4), np.float16)})
+    assert batch.features["x"].shape == (2, 3, 4)
+    assert batch.features["x"].dtype == np.float16
+    assert batch.num_examples == 0
+    assert unbatch(batch) == []
+
+
+def test_batches_do_not_share_memory_with_examples():
+    example = {"x": np.arange(3)}
+    batch = collate_rows([example], Bucket(1, 3))
+    example["x"][:] = 9
+    assert batch.features["x"].tolist() == [[0, 1, 2]]
+
+
+X = {"x": np.arange(3)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([X] * 3, {}, "`rows` has 3 entries, more than the 2 of bucket [2, 4]"),
+        ([None], {}, "All rows are empty: pass `like=`"),
+        ([], {}, "All rows are empty: pass `like=`"),
+        ([X, {"x": np.arange(5)}], {}, "Row 1 has length 5, beyond `seq_len=4`. Put"),
+        ([X, {"x": np.arange(0)}], {}, "Row 1 has length 0. Leave empty examples out"),
+        ([X, {"y": np.arange(3)}], {}, "Row 1 has features ['y'], others have ['x']"),
+        (
+            [X, {"x": np.ones(3)}],
+            {},
+            "Row 1: feature 'x' is float64[3], in the first exa",
+        ),
+        ([X, {"x": np.ones((3, 2), int)}], {}, "Row 1: feature 'x' is int64[3, 2], in"),
+        ([X, {"x": 5}], {}, "Row 1: feature 'x' is int64[]"),
+        ([{"x": [1], "y": [1, 2]}], {}, "different lengths, {'x': 1, 'y': 2}. Name"),
+        ([{"label": 5}], {}, "The example ['label'] has no sequence. Give it an array"),
+        ([X], {"sequences": []}, "has no sequence. Name at least one in `sequences`"),
+        ([X], {"sequences": ["z"]}, "`sequences=['z']`: ['z'] are no arrays with a le"),
+        ([{"x": [1], "n": 3}], {"sequences": ["n"]}, "['n'] are no arrays with a lead"),
+        ([X], {"like": {"y": [1]}}, "Row 0 has features ['x'], others have ['y']"),
+    ],
+)
+def test_rows_that_make_no_batch_are_refused(rows, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        collate_rows(rows, Bucket(2, 4), **options)
+
+
+def test_the_length_of_an_example_is_that_of_its_sequences():
+    assert example_length({"x": [1, 2, 3], "y": np.ones((3, 4)), "label": 1}) == 3
+    assert example_length({"x": [1, 2], "y": [1]}, ["y"]) == 1
+    with pytest.raises(ValueError, match="The example has length 0"):
+        example_length({"x": []})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad_value"),
+    [
+        *(("u1", 300), ("u1", -1), ("?", 2), ("i8", 2.0**63), ("u8", 2**64)),
+        *(("i4", 0.5), ("i4", float("nan")), ("i4", float("inf")), ("i4", 2**40)),
+        *(("f2", 1e300), ("f2", -70_000), ("f4", 1e39), ("f8", 10**400)),
+        *(("c8", 1e39), (jnp.bfloat16, 1e39), (jnp.int4, 8)),
+        *((jnp.float8_e4m3fn, float("inf")), (jnp.float8_e4m3fn, 2**64)),
+        *((jnp.bfloat16, 10**400), (jnp.int4, 2**64), (jnp.int4, 10**400)),
+        # Those that have no infinity are cut off at their largest number.
+        *((jnp.float4_e2m1fn, 1e300), (jnp.float4_e2m1fn, 7), ("f2", 65520)),
+        *((ml_dtypes.float6_e2m3fn, -8), (ml_dtypes.float6_e2m3fn, float("inf"))),
+    ],
+)
+def test_a_pad_value_that_its_dtype_cannot_hold_is_refused(dtype, pad_value):
+    rows = [{"x": np.ones(2, dtype)}]
+    message = f"`pad_value={pad_value}`: feature 'x' is {np.dtype(dtype)}, which cannot"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        collate_rows(rows, Bucket(2, 4), pad_value=pad_value)
+
+
+def test_a_pad_value_that_its_dtype_holds_is_taken():
+    nan, inf = float("nan"), float("inf")
+    held = [
+        *(("u1", 255), ("i4", -100), ("?", True), ("i8", 2**63 - 1), ("u8", 2**63)),
+        *(("f2", 0.1), ("f4", nan), ("f2", -inf), ("f8", 1e300), ("f4", 2**40)),
+        *((jnp.bfloat16, 1e38), (jnp.bfloat16, nan), (jnp.int4, -8)),
+        *((jnp.float4_e2m1fn, -6), (ml_dtypes.float6_e2m3fn, 7.5), ("f2", 65519)),
+        *((jnp.bfloat16, -inf), (jnp.bfloat16, 2.0**64)),
+    ]
+    for dtype, pad_value in held:
+        batch = collate_rows(
+            [{"x": np.ones(2, dtype)}], Bucket(1, 3), pad_value=pad_value
+        )
+        want = np.array([1, 1, 0], dtype)
+        want[2] = pad_value
+        assert batch.features["x"].dtype == want.dtype
+        assert batch.features["x"].tobytes() == want.tobytes()
+
+
+def test_one_number_does_not_fill_several_features():
+    rows = [{"tokens": np.ones(2, "i4"), "labels": np.ones(2, "i4"), "index": 1}]
+    bucket = Bucket(1, 3)
+    message = (
+        "`pad_value=-100` would fill 2 features. Say which of them: "
+        "`pad_value={'tokens': -100, 'labels': -100}`"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        collate_rows(rows, bucket, pad_value=-100)
+    with pytest.raises(ValueError, match="`pad_value=nan` would fill 2 features"):
+        collate_rows(rows, bucket, pad_value=float("nan"))
+    # 0 is what all have that are not named.
+    for pad_value in ({"labels": -100}, {"labels": np.int64(-100), "tokens": 0}):
+        batch = collate_rows(rows, bucket, pad_value=pad_value)
+        assert batch.features["tokens"].tolist() == [[1, 1, 0]]
+        assert batch.features["labels"].tolist() == [[1, 1, -100]]
+
+
+@pytest.mark.parametrize(
+    ("pad_value", "message"),
+    [
+        ({"label": 1}, "`pad_value` names ['label'], and the padded features are "),
+        ({"index": 1}, "`pad_value` names ['index'], and the padded features are "),
+        ({"labels": "x"}, "`pad_value['labels']='x'` is not a number"),
+        (None, "`pad_value=None` is not a number"),
+        ([1, 2], "`pad_value=[1, 2]` is not a number"),
+        ({1: 2, "labels": 3}, "`pad_value` names [1], which are not strings"),
+    ],
+)
+def test_a_pad_value_of_no_padded_feature_is_refused(pad_value, message):
+    rows = [{"tokens": [1], "labels": [1], "index": 1}]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        collate_rows(rows, Bucket(1, 3), pad_value=pad_value)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_ragged_feature_is_named_with_its_row(row):
+    rows = [{"x": [[1, 2]], "label": 1}] * 3
+    rows[row] = {"x": [[1, 2], [3]], "label": 1}
+    message = f"Row {row}: feature 'x' is ragged, so that it is not an array. Give all"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        collate_rows(rows, Bucket(3, 4))
+    with pytest.raises(ValueError, match="Feature 'x' is ragged"):
+        example_length(rows[row])
+
+
+def test_an_example_that_is_no_dict_is_refused():
+    for row, examples in enumerate(([[1, 2]], [{"x": [1]}, [1, 2]])):
+        with pytest.raises(ValueError, match=f"Row {row} is a list, not a dict of arr"):
+            collate_rows(examples, Bucket(2, 4))
+    with pytest.raises(ValueError, match="The example is a ndarray, not a dict"):
+        example_length(np.ones(3))
+
+
+def test_a_mask_is_not_lost():
+    rows = [{"x": np.ma.array([1, 2], mask=[0, 0])}, {"x": [3, 4]}]
+    assert collate_rows(rows, Bucket(2, 2)).features["x"].tolist() == [[1, 2], [3, 4]]
+    rows[1] = {"x": np.ma.array([1, 2], mask=[0, 1])}
+    with pytest.raises(ValueError, match="Row 1: feature 'x' is a masked array, and"):
+        collate_rows(rows, Bucket(2, 2))
+
+
+def test_features_of_bytes_are_padded_with_zeros():
+    for dtype in ("V2", "i4,f4"):
+        batch = collate_rows([{"x": np.zeros(2, dtype)}], Bucket(1, 3))
+        assert batch.features["x"].tobytes() == bytes(3 * np.dtype(dtype).itemsize)
+
+
+@pytest.mark.parametrize("sequences", [["token"], "frames", ["tokens", "label"]])
+def test_unbatch_refuses_sequences_that_were_not_padded(sequences):
+    example = {"tokens": [1, 2], "frames": np.ones(9), "label": 1}
+    batch = collate_rows([example], Bucket(2, 3), sequences=["tokens"])
+    with pytest.raises(ValueError, match="`sequences` names '.*', which must be a fea"):
+        unbatch(batch, sequences=sequences)
+    (found,) = unbatch(batch, sequences="tokens")
+    assert found["tokens"].tolist() == [1, 2] and len(found["frames"]) == 9
+
+
+@pytest.mark.parametrize("dtype", ["M8[s]", "m8[ns]"])
+def test_times_are_refused(dtype):
+    with pytest.raises(ValueError, match=r"Feature 'x' is a time, .*x.astype\("):
+        collate_rows([{"x": np.zeros(2, dtype)}], Bucket(1, 3))
+
+
+@pytest.mark.parametrize("value", ["ab", None, b"ab"])
+def test_text_and_objects_are_refused(value):
+    rows = [{"x": [1], "name": value}] * 2
+    with pytest.raises(
+        ValueError, match="Feature 'name' is text or an object, .*leave"
+    ):
+        collate_rows(rows, Bucket(2, 4))

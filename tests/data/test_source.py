@@ -1,0 +1,234 @@
+"""Batches from the sources that people have."""
+
+import io
+
+import grain
+import numpy as np
+import pytest
+
+from jaxbucket import (
+    BatchSchedule,
+    batch_dataset,
+    concatenate,
+    measure_lengths,
+    plan_buckets,
+    write_token_file,
+)
+from jaxbucket.data.source import contents
+
+RNG = np.random.default_rng(0)
+EXAMPLES = [
+    {
+        "tokens": RNG.integers(0, 999, n).astype(np.int32),
+        "frames": RNG.normal(size=(n, 3)).astype(np.float32),
+        "label": np.float32(n / 7),
+        "index": np.int64(i),
+    }
+    for i, n in enumerate(RNG.integers(1, 30, 60))
+]
+
+
+def batches(source) -> list:
+    lengths = measure_lengths(source, progress=False)
+    plan = plan_buckets(lengths, max_tokens=120, num_buckets=3)
+    return list(batch_dataset(source, BatchSchedule(plan, lengths)))
+
+
+def assert_same(found: list, expected: list) -> None:
+    for a, b in zip(found, expected, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert x.keys() == y.keys()
+            for name in x:
+                assert x[name].dtype == y[name].dtype
+                np.testing.assert_array_equal(x[name], y[name])
+
+
+def to_bytes(example: dict) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **example)
+    return file.getvalue()
+
+
+def from_bytes(record: bytes) -> dict:
+    with np.load(io.BytesIO(record)) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def test_a_grain_source():
+    class Own(grain.sources.RandomAccessDataSource):
+        def __len__(self):
+            return len(EXAMPLES)
+
+        def __getitem__(self, index):
+            return EXAMPLES[index]
+
+    assert_same(batches(Own()), batches(EXAMPLES))
+
+
+def test_a_map_dataset():
+    dataset = grain.MapDataset.source(list(map(to_bytes, EXAMPLES))).map(from_bytes)
+    assert_same(batches(dataset), batches(EXAMPLES))
+
+
+def test_an_array_record_file(tmp_path):
+    writer = pytest.importorskip("array_record.python.array_record_module")
+    path = str(tmp_path / "examples.array_record")
+    file = writer.ArrayRecordWriter(path, "group_size:1")
+    for example in EXAMPLES:
+        file.write(to_bytes(example))
+    file.close()
+    source = grain.sources.ArrayRecordDataSource(path)
+    dataset = grain.MapDataset.source(source).map(from_bytes)
+    assert_same(batches(dataset), batches(EXAMPLES))
+
+
+class Rows:
+    """As a Hugging Face dataset gives rows: dicts of lists, of Python's own types."""
+
+    def __init__(self, examples):
+        self._examples = examples
+
+    def __len__(self):
+        return len(self._examples)
+
+    def __getitem__(self, index):
+        if not isinstance(index, int):
+            raise TypeError(f"{index!r} is no int")
+        return {
+            name: np.asarray(x).tolist() for name, x in self._examples[index].items()
+        }
+
+
+def as_python(example: dict) -> dict:
+    return {name: np.asarray(np.asarray(x).tolist()) for name, x in example.items()}
+
+
+def test_rows_of_lists():
+    assert_same(batches(Rows(EXAMPLES)), batches(list(map(as_python, EXAMPLES))))
+
+
+def test_a_hugging_face_dataset():
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([Rows(EXAMPLES)[i] for i in range(len(EXAMPLES))])
+    assert_same(batches(rows), batches(list(map(as_python, EXAMPLES))))
+    # With its own way to give arrays.
+    arrays = batches(rows.with_format("numpy"))
+    for a, b in zip(arrays, batches(EXAMPLES), strict=True):
+        np.testing.assert_array_equal(a.features["tokens"], b.features["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (
+            [{"x": np.array([70000], np.int32)}],
+            "'x' is int32.* in the first example uint16",
+        ),
+        ([{"x": np.zeros((1, 3), np.uint16)}], r"'x' is uint16\[1, 3\]"),
+        (
+            [{"x": np.ones(1, np.uint16), "v": np.array(1)}],
+            r"has features \['v', 'x'\]",
+        ),
+    ],
+)
+def test_token_files_that_differ_are_not_one_source(tmp_path, others, message):
+    first = write_token_file(tmp_path / "a", [{"x": np.array([1, 2], np.uint16)}])
+    second = write_token_file(tmp_path / "b", others, sequences=["x"])
+    with pytest.raises(ValueError, match=r"`sources\[1\]` is not as .*" + message):
+        concatenate([first, second])
+
+
+class Broken(list):
+    """One example cannot be read, or is not as the others."""
+
+    def __init__(self, index, instead):
+        super().__init__({"x": np.arange(1 + i % 3)} for i in range(12))
+        self._index, self._instead = index, instead
+
+    def __getitem__(self, index):
+        if index == self._index:
+            return self._instead()
+        return super().__getitem__(index)
+
+
+def fail():
+    raise OSError("disk gone")
+
+
+@pytest.mark.parametrize("index", [0, 7])
+def test_an_example_that_cannot_be_read_is_named_with_its_step(index):
+    lengths = [1 + i % 3 for i in range(12)]
+    plan = plan_buckets(lengths, max_tokens=6)
+    dataset = batch_dataset(Broken(index, fail), BatchSchedule(plan, lengths))
+    words = rf"`source\[{index}\]`.*, for step \d+, cannot be read: OSError: disk gone"
+    with pytest.raises(ValueError, match=words):
+        list(dataset)
+
+
+@pytest.mark.parametrize(
+    ("instead", "message"),
+    [
+        (lambda: {"x": np.zeros(2)}, "feature 'x' is float64"),
+        (lambda: {"y": np.arange(2)}, r"has features \['y'\], others have \['x'\]"),
+    ],
+)
+def test_an_example_that_is_not_as_others_is_named_with_its_step(instead, message):
+    lengths = [1 + i % 3 for i in range(12)]
+    plan = plan_buckets(lengths, max_tokens=6)
+    dataset = batch_dataset(Broken(7, instead), BatchSchedule(plan, lengths))
+    words = rf"`source\[7\]`, for step \d+: .*{message}"
+    with pytest.raises(ValueError, match=words):
+        list(dataset)
+
+
+def test_the_first_example_is_named_if_it_is_the_one():
+    lengths = [1 + i % 3 for i in range(12)]
+    plan = plan_buckets(lengths, max_tokens=6)
+    source = [{"x": np.arange(n), "name": 1} for n in lengths]
+    source[0]["name"] = "ab"
+    dataset = batch_dataset(source, BatchSchedule(plan, lengths))
+    words = r"`source\[0\]`, whose features all batches have: Feature 'name' is text"
+    with pytest.raises(ValueError, match=words):
+        list(dataset)
+
+
+def test_an_example_that_stands_for_others_is_named():
+    source = Broken(0, fail)
+    with pytest.raises(ValueError, match=r"`source\[0\]` cannot be read: OSError"):
+        contents(source)
+
+
+def test_text_that_has_other_lengths_is_said_to_be_text():
+    rows = [{"x": [1, 2], "text": "ab"}, {"x": [3], "text": "abc"}]
+    with pytest.raises(ValueError, match="'text' is text .*leave it out"):
+        batches(rows)
+
+
+class Image:
+    """Something with a text of its own as little as a picture has."""
+
+    def __init__(self, pixels):
+        self.pixels = pixels
+
+
+def test_objects_of_examples_are_known_by_what_they_hold():
+    # All at once, for each to have an address of its own.
+    pixels = ([1, 2, 3], [1, 2, 3], [1, 2, 4])
+    sources = [[{"x": [1, 2], "image": Image(own)}] for own in pixels]
+    one, same, other = map(contents, sources)
+    assert one == same != other
+    # Not every object can be pickled.
+    readers = [[{"x": [1, 2], "image": lambda: None}] for _ in range(2)]
+    one, same = map(contents, readers)
+    assert one == same != other
+
+
+def test_contents_of_arrays_text_and_plain_objects_stay_what_they_were():
+    texts = np.array(["ab", "c"], object)
+    example = {
+        "x": np.arange(3, dtype="i4"),
+        "name": "é",
+        "texts": texts,
+        "of": {"a": [1, None]},
+    }
+    assert contents([example]) == "ded8d569b6e5549d8a5af50b49113d21"

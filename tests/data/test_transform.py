@@ -1,0 +1,686 @@
+"""Random augmentation: a pure function of seed, epoch and example, whoever reads it."""
+
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+import threading
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+from jaxbucket.schedule.example_draws import example_rng
+
+SEQUENCES = ["tokens", "noise"]
+
+
+def make_source(lengths: np.ndarray, first: int = 0) -> list[dict[str, np.ndarray]]:
+    return [
+        {"tokens": np.arange(n, dtype=np.int32), "index": np.int32(first + i)}
+        for i, n in enumerate(lengths)
+    ]
+
+
+def noisy(example, rng):
+    """Changes the arrays in place, adds a feature, and gives another dtype."""
+    example["tokens"] += 1000
+    example["noise"] = rng.random(len(example["tokens"]), np.float32)
+    example["drawn"] = rng.integers(2**62)
+    return example
+
+
+def expected(length: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    tokens = np.arange(length, dtype=np.int32)
+    return noisy({"tokens": tokens}, rng)
+
+
+def check_example(example, length, rng) -> None:
+    want = expected(length, rng)
+    for name, value in want.items():
+        np.testing.assert_array_equal(example[name], value)
+
+
+def assert_equal(a, b) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        np.testing.assert_array_equal(x, y)
+
+
+def micro_of(step) -> tuple[jb.Batch, ...]:
+    return (step,) if isinstance(step, jb.Batch) else step
+
+
+def examples_of(batch: jb.Batch, max_segments: int | None) -> list[dict]:
+    return jb.unbatch(batch, sequences=SEQUENCES, max_segments=max_segments)
+
+
+def a_job(seed: int = 0, size: int = 90, **options):
+    lengths = np.random.default_rng(seed).integers(1, 30, size)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=240, num_buckets=3, batch_size_multiple=4
+    )
+    return lengths, jb.BatchSchedule(plan, lengths, seed=seed, **options)
+
+
+def a_packed_job():
+    lengths = np.random.default_rng(5).integers(1, 30, 90)
+    packing = jb.pack(lengths, 40)
+    plan = jb.plan_buckets(
+        packing.row_lengths, max_tokens=160, boundaries=[40], batch_size_multiple=4
+    )
+    return lengths, jb.BatchSchedule(plan, lengths, packing=packing, seed=5)
+
+
+JOBS = {
+    "shuffled": lambda: a_job(1),
+    "source": lambda: a_job(2, order="source"),
+    "micro-batches": lambda: a_job(3, accumulate=3),
+    "mixed": lambda: a_job(4, accumulate=2, group="mixed"),
+    "packed": a_packed_job,
+}
+
+
+def test_an_example_has_philox_words_of_its_own():
+    seen = {}
+    for numbers in np.ndindex(2, 2, 3, 3, 2):
+        seed, run, epoch, index, draw = numbers
+        rng = example_rng(seed, run, epoch, index, draw)
+        philox = np.random.Philox(
+            key=seed + (run << 64),
+            counter=(index << 64) + (draw << 128) + (epoch << 192),
+        )
+        words = rng.bit_generator.random_raw(8)
+        assert words.tolist() == philox.random_raw(8).tolist()
+        for word in words.tolist():
+            assert seen.setdefault(word, numbers) == numbers
+    largest = example_rng(2**63 - 1, 2**63 - 1, 2**62, 2**62, 2**63)
+    assert 0 <= largest.random() < 1
+    golden = example_rng(7, 0, 3, 12).bit_generator.random_raw(2).tolist()
+    assert golden == [14464789325577297237, 12305318547082009378]
+
+
+def test_what_an_example_spawns_is_seeded_by_its_words():
+    def spawned(*numbers):
+        rng = example_rng(*numbers)
+        by_sequence = np.random.default_rng(rng.bit_generator.seed_seq)
+        return [x.integers(2**62) for x in (rng, *rng.spawn(2), by_sequence)]
+
+    assert spawned(7, 0, 3, 12) == spawned(7, 0, 3, 12)
+    drawn = [x for n in np.ndindex(2, 2, 2, 2, 2) for x in spawned(*n)]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_micro_batches_have_numbers_of_their_own_where_examples_come_again():
+    lengths = np.array([3, 2, 4] * 10)
+    plan = jb.plan_buckets(lengths, max_tokens=16, num_buckets=2)
+    order = jb.Curriculum(lengths.astype(float), replacement=True)
+    schedule = jb.BatchSchedule(plan, lengths, order=order, accumulate=3)
+    for epoch in range(2):
+        steps = range(epoch * len(schedule), (epoch + 1) * len(schedule))
+        numbers = [x.number for step in steps for x in schedule.draws(step)]
+        assert numbers == list(range(3 * len(schedule)))
+
+
+def test_workers_of_a_stream_draw_apart():
+    source = make_source(np.full(8, 3))
+    plan = jb.BucketPlan.from_shapes([(4, 3)])
+    drawn = {}
+    for worker in range(2):
+        # As Grain does where workers have the iterators.
+        dataset = jb.stream_batches(
+            lambda epoch, seed: grain.MapDataset.source(source).to_iter_dataset(),
+            plan,
+            pool_size=4,
+            seed=5,
+            transform=noisy,
+        )
+        dataset.set_slice(slice(worker, None, 2))
+        for batch in dataset:
+            both = (batch.features["index"], batch.features["drawn"])
+            drawn |= dict(zip(*(x.tolist() for x in both), strict=True))
+    want = {}
+    for index in range(8):
+        number, worker = divmod(index, 2)
+        rng = example_rng(5, 0, 0, number, worker)
+        want[index] = noisy(source[index] | {"tokens": np.arange(3)}, rng)["drawn"]
+    assert drawn == want
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_example_has_the_numbers_of_its_epoch_and_index(job):
+    lengths, schedule = JOBS[job]()
+    source = make_source(lengths)
+    dataset = jb.batch_dataset(
+        source, schedule, num_epochs=2, transform=noisy, sequences=SEQUENCES
+    )
+    drawn = [{}, {}]
+    for step, batches in enumerate(dataset):
+        epoch = schedule.epoch_at(step)
+        for batch in micro_of(batches):
+            for example in examples_of(batch, schedule.max_segments):
+                index = int(example["index"])
+                rng = example_rng(schedule.seed, 0, epoch, index)
+                length = int(lengths[index])
+                want = expected(length, rng)
+                assert example["tokens"].tolist() == want["tokens"].tolist()
+                assert example["noise"].tolist() == want["noise"].tolist()
+                drawn[epoch][index] = int(example["drawn"])
+    assert drawn[0].keys() == drawn[1].keys() == set(range(len(lengths)))
+    # Another epoch has other numbers, of every example.
+    assert len({*drawn[0].values(), *drawn[1].values()}) == 2 * len(lengths)
+    # And the next epoch reads what the first has read.
+    assert_equal(source, make_source(lengths))
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_shards_and_resumed_runs_have_the_rows_of_the_whole_run(job):
+    lengths, schedule = JOBS[job]()
+    options = {"num_epochs": 2, "transform": noisy, "sequences": SEQUENCES}
+    source = make_source(lengths)
+    whole = jb.batch_dataset(source, schedule, **options)
+    batches = list(whole)
+    for count in (1, 2, 4):
+        shards = [jb.RowShard((part,), count) for part in range(count)]
+        parts = [
+            jb.batch_dataset(source, schedule, shard=shard, **options)
+            for shard in shards
+        ]
+        for step in range(0, len(whole), 3):
+            every = [micro_of(part[step]) for part in parts]
+            for want, *found in zip(micro_of(batches[step]), *every, strict=True):
+                for shard, batch in zip(shards, found, strict=True):
+                    own = shard.rows(len(want.mask))
+                    assert_equal(batch, jax.tree.map(lambda x, own=own: x[own], want))
+    for step in range(len(whole)):
+        resumed = jb.batch_dataset(source, schedule, **options).resume(
+            whole.position(step)
+        )
+        for later in {step, len(whole) - 1}:
+            assert_equal(resumed[later - step], batches[later])
+
+
+def test_token_files_chunks_and_several_sources_are_read_example_by_example(tmp_path):
+    lengths, schedule = a_job(8, order="source")
+    source = make_source(lengths)
+    options = {"transform": noisy, "sequences": ["tokens", "noise"]}
+    want = list(jb.batch_dataset(source, schedule, **options))
+    file = jb.write_token_file(tmp_path / "a", source)
+    halves = [
+        jb.write_token_file(tmp_path / name, part)
+        for name, part in (("b", source[:40]), ("c", source[40:]))
+    ]
+    for same in (file, jb.concatenate([source[:40], source[40:]])):
+        for found, batch in zip(
+            jb.batch_dataset(same, schedule, **options), want, strict=True
+        ):
+            assert_equal(found, batch)
+    both = jb.concatenate(halves)
+    assert_equal(jb.batch_dataset(both, schedule, **options)[0], want[0])
+    # The index is that of a chunk.
+    chunks = jb.split_source(file, 7)
+    plan = jb.plan_buckets(chunks.lengths, max_tokens=56, boundaries=[7])
+    cut = jb.BatchSchedule(plan, chunks.lengths, order="source")
+    batch = jb.batch_dataset(chunks, cut, **options)[1]
+    for row, index in enumerate(cut[1].rows):
+        noise = example_rng(0, 0, 0, int(index)).random(
+            int(chunks.lengths[index]), np.float32
+        )
+        found = batch.features["noise"][row][batch.mask[row]]
+        assert found.tolist() == noise.tolist()
+
+
+def test_components_of_a_mixture_have_epochs_and_numbers_of_their_own():
+    lengths = np.random.default_rng(0).integers(1, 30, 40)
+    plan = jb.plan_buckets(lengths, max_tokens=120, num_buckets=2)
+    # Two parts of one source, with one seed.
+    parts = [
+        jb.BatchSchedule(plan, lengths, seed=3),
+        jb.BatchSchedule(plan, lengths[:25], seed=3),
+    ]
+    mixture = jb.Mixture(parts, weights=[1, 2], accumulate=2)
+    source = make_source(lengths)
+    whole = jb.concatenate([source, source[:25]])
+    dataset = jb.batch_dataset(
+        whole, mixture, num_epochs=2, transform=noisy, sequences=SEQUENCES
+    )
+    comes: dict[int, int] = {}
+    drawn = set()
+    for step, (batches, indices) in enumerate(
+        zip(dataset, (mixture[step] for step in range(len(dataset))), strict=True)
+    ):
+        assert_equal(dataset[step], batches)
+        for batch, one in zip(batches, indices, strict=True):
+            rows = [int(row) for row in one.rows if row >= 0]
+            for index, example in zip(rows, examples_of(batch, None), strict=True):
+                # In its component's so many-th epoch.
+                epoch = comes.get(index, 0)
+                comes[index] = epoch + 1
+                length = len(example["tokens"])
+                check_example(example, length, example_rng(3, 0, epoch, index))
+                drawn.add(int(example["drawn"]))
+    assert max(comes.values()) > 2 and len(drawn) == sum(comes.values())
+
+
+def test_what_comes_several_times_in_an_epoch_is_drawn_each_time_anew():
+    lengths = np.random.default_rng(0).integers(1, 30, 12)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=240, num_buckets=2, batch_size_multiple=2
+    )
+    order = jb.Curriculum(lengths, jb.RootPacing(start=0.1, epochs=2), replacement=True)
+    schedule = jb.BatchSchedule(plan, lengths, order=order, accumulate=2)
+    make = functools.partial(
+        *(jb.batch_dataset, make_source(lengths), schedule),
+        num_epochs=6,
+        transform=noisy,
+        sequences=SEQUENCES,
+    )
+    whole = make()
+    drawn, comes = set(), []
+    for step, batches in enumerate(whole):
+        assert_equal(make(start_step=step)[0], batches)
+        for batch in batches:
+            for example in examples_of(batch, None):
+                drawn.add(int(example["drawn"]))
+                comes.append((step, int(example["index"])))
+    assert len(set(comes)) < len(comes) == len(drawn)
+    shard = jb.RowShard((1,), 2)
+    for found, want in zip(make(shard=shard)[3], whole[3], strict=True):
+        own = shard.rows(len(want.mask))
+        assert_equal(found, jax.tree.map(lambda x, own=own: x[own], want))
+
+
+def test_a_run_that_goes_on_deliberately_draws_anew():
+    lengths, schedule = a_job(1)
+    source = make_source(lengths)
+    options = {"transform": noisy, "sequences": SEQUENCES}
+    first = jb.batch_dataset(source, schedule, num_steps=40, **options)
+    grown = schedule.continue_with(first.position(7))
+    second = jb.batch_dataset(source, grown, **options)
+    # The same batches in the same order, by other numbers.
+    for before, after in zip(first, second, strict=False):
+        for name in ("tokens", "index"):
+            assert before.features[name].tolist() == after.features[name].tolist()
+        assert not set(np.ravel(before.features["drawn"])) & set(
+            np.ravel(after.features["drawn"])
+        ) - {0}
+    again = jb.batch_dataset(source, schedule, num_steps=40, **options)
+    for step in (7, 9, 20):
+        assert_equal(again.resume(second.position(step))[0], second[step - 7])
+
+
+def test_features_are_those_of_the_transform_also_of_empty_rows():
+    source = make_source(np.array([3, 5, 2]))
+    plan = jb.plan_buckets([5], max_tokens=40)
+    schedule = jb.BatchSchedule(plan, [3, 5, 2])
+    dataset = jb.batch_dataset(source, schedule, transform=noisy, sequences=SEQUENCES)
+    batch = dataset[0]
+    assert batch.features["noise"].dtype == np.float32
+    assert set(batch.features) == set(dataset.example)
+    mesh = jb.data_mesh()
+    (spec,) = jb.batch_specs(plan, dataset.example, mesh, sequences=SEQUENCES).values()
+    assert spec.features.keys() == batch.features.keys()
+    assert all(spec.features[x].shape == batch.features[x].shape for x in spec.features)
+    # Whatever part of the rows: this one has no example.
+    last = jb.batch_dataset(
+        source,
+        schedule,
+        shard=jb.RowShard((7,), 8),
+        transform=noisy,
+        sequences=SEQUENCES,
+    )[0]
+    assert last.num_examples == 0
+    assert {n: x.dtype for n, x in last.features.items()} == {
+        n: x.dtype for n, x in batch.features.items()
+    }
+
+
+@pytest.mark.parametrize("read", ["by index", "as a stream"])
+def test_a_transform_gets_bytes_whole_and_objects_of_its_own(read):
+    pcm = np.array([5, 7, 0, 0], np.int16).tobytes()
+    source = [
+        {
+            "tokens": np.ones(n, np.int32),
+            "pcm": pcm,
+            "parts": [pcm, b""],
+            "meta": {"a": [n]},
+        }
+        for n in (2, 3)
+    ]
+    seen = []
+
+    def decode(example, rng):
+        example["meta"].item()["a"].append(rng)
+        seen.append((example["pcm"].item(), example["parts"].tolist()))
+        return {"tokens": example["tokens"]}
+
+    plan = jb.plan_buckets([3], max_tokens=6)
+    if read == "by index":
+        jb.batch_dataset(source, jb.BatchSchedule(plan, [2, 3]), transform=decode)[0]
+    else:
+        stream = grain.MapDataset.source(source).to_iter_dataset()
+        list(jb.stream_batches(stream, plan, pool_size=2, transform=decode))
+    assert len(seen) >= 2
+    assert all(x == (pcm, [pcm, b""]) for x in seen)
+    assert [example["meta"] for example in source] == [{"a": [2]}, {"a": [3]}]
+
+
+def test_objects_that_cannot_be_copied_are_named():
+    source = [{"tokens": np.ones(2, np.int32), "lock": threading.Lock()}]
+    plan = jb.plan_buckets([2], max_tokens=2)
+    dataset = jb.batch_dataset(source, jb.BatchSchedule(plan, [2]), transform=noisy)
+    message = r"`source\[0\]`.*'lock' holds an object that cannot be copied: TypeError"
+    with pytest.raises(ValueError, match=message):
+        dataset[0]
+
+
+def raises(error):
+    def transform(example, rng):
+        raise error
+
+    return transform
+
+
+class RandomMap(grain.transforms.RandomMap):
+    def random_map(self, element, rng):
+        return element
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (lambda x, rng: None, "cannot be transformed: `transform` returned None, not"),
+        (lambda x, rng: [1], "`transform` returned a list, not a dict of arrays"),
+        (lambda x, rng: {}, r"cannot be transformed: .*has no sequence"),
+        (lambda x: x, r"`transform` raised TypeError: .*takes 1 positional"),
+        (raises(KeyError("x")), "`transform` raised KeyError: 'x'"),
+        (raises(StopIteration()), "`transform` raised StopIteration"),
+        (
+            lambda x, rng: {"tokens": x["tokens"][:2]},
+            r"`transform` gave `source\[0\]`, for step 0, the length 2 in place of 3, "
+            r".*Keep the length, or let `stream_batches",
+        ),
+        (
+            lambda x, rng: {"tokens": x["tokens"], "other": np.ones(1)},
+            "sequences of different lengths",
+        ),
+    ],
+)
+def test_a_transform_that_fails_is_named_with_its_example(transform, message):
+    source = make_source(np.array([3, 3]))
+    plan = jb.plan_buckets([3], max_tokens=3)
+    schedule = jb.BatchSchedule(plan, [3, 3], order="source")
+    dataset = jb.batch_dataset(source, schedule, transform=transform)
+    with pytest.raises(ValueError, match=rf"`source\[0\]`.*{message}|{message}"):
+        dataset[0]
+    stream = grain.MapDataset.source(source).to_iter_dataset()
+    if "gave" in message:
+        return
+    with pytest.raises(
+        ValueError, match="Example 0 of epoch 0 of the stream: "
+    ) as info:
+        list(jb.stream_batches(stream, plan, pool_size=2, transform=transform))
+    assert "`transform`" in str(info.value) or "sequence" in str(info.value)
+    if "raised" in message or "returned" in message:
+        batches = jb.stream_batches(stream, plan, pool_size=2, transform=transform)
+        with pytest.raises(ValueError) as of_example:
+            _ = batches.example
+        assert str(of_example.value) == str(info.value)
+
+
+def test_features_that_come_and_go_are_refused():
+    def sometimes(example, rng):
+        return example | ({"extra": np.int32(1)} if rng.random() < 0.5 else {})
+
+    source = make_source(np.full(20, 3))
+    schedule = jb.BatchSchedule(jb.plan_buckets([3], max_tokens=60), [3] * 20)
+    with pytest.raises(ValueError, match=r"`source\[.*features .* others have"):
+        jb.batch_dataset(source, schedule, transform=sometimes)[0]
+
+
+def test_an_example_that_changed_is_not_laid_upon_the_transform():
+    source = make_source(np.array([4, 3]))
+    schedule = jb.BatchSchedule(
+        jb.plan_buckets([3], max_tokens=3), [3, 3], order="source"
+    )
+    dataset = jb.batch_dataset(source, schedule, transform=noisy, sequences=["tokens"])
+    message = r"`source\[0\]`, before `transform`, has length 4, but `lengths\[0\]=3`"
+    with pytest.raises(ValueError, match=message):
+        dataset[0]
+
+
+def test_what_cannot_be_called_is_refused():
+    source = make_source(np.array([3]))
+    plan = jb.plan_buckets([3], max_tokens=3)
+    schedule = jb.BatchSchedule(plan, [3])
+    stream = grain.MapDataset.source(source).to_iter_dataset()
+    for transform, message in (
+        (3, r"`transform` is a int, which cannot be called. Give a function"),
+        (RandomMap(), "`transform` is a RandomMap.*Give its method, `transform.random"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jb.batch_dataset(source, schedule, transform=transform)  # pyright: ignore
+        with pytest.raises(ValueError, match=message):
+            jb.stream_batches(  # pyright: ignore
+                stream, plan, pool_size=1, transform=transform
+            )
+        with pytest.raises(ValueError, match=message):
+            jb.sample_lengths(stream, 1, transform=transform)  # pyright: ignore
+    method = RandomMap().random_map
+    batch = jb.batch_dataset(source, schedule, transform=method)[0]
+    assert batch.features["tokens"].tolist() == [[0, 1, 2]]
+
+
+def test_a_position_says_whether_there_is_a_transform_and_its_name():
+    lengths, schedule = a_job(1)
+    source = make_source(lengths)
+    make = functools.partial(jb.batch_dataset, source, schedule, sequences=["tokens"])
+    plain, changed = make(), make(transform=noisy)
+    position = jb.DataPosition.from_dict(
+        json.loads(json.dumps(changed.position(3).to_dict()))
+    )
+    assert "transform" not in plain.position(3).schedule
+    with pytest.raises(ValueError, match="schedule transform noisy -> absent"):
+        plain.resume(position)
+    with pytest.raises(ValueError, match="schedule transform absent -> noisy"):
+        changed.resume(plain.position(3))
+    partial = functools.partial(noisy)
+    make(transform=partial).resume(position)
+    with pytest.raises(ValueError, match="transform noisy -> RandomMap.random_map"):
+        make(transform=RandomMap().random_map).resume(position)
+
+
+WORKERS = """
+import numpy as np
+import jaxbucket as jb
+
+def job():
+    lengths = np.random.default_rng(0).integers(1, 30, 90)
+    source = [{"tokens": np.arange(n), "index": np.int32(i)} for i, n in
+              enumerate(lengths)]
+    plan = jb.plan_buckets(lengths, max_tokens=240, num_buckets=3)
+    offset = 5
+    return jb.batch_dataset(
+        source, jb.BatchSchedule(plan, lengths), num_epochs=2,
+        transform=lambda x, rng: x | {"noise": offset + rng.random(len(x["tokens"]))},
+    )
+
+if __name__ == "__main__":
+    dataset = job()
+    for workers in (0, 2):
+        loaded = list(jb.load_in_workers(dataset, workers, num_threads=3))
+        assert len(loaded) == len(dataset)
+        for step, batch in enumerate(loaded):
+            for name, value in dataset[step].features.items():
+                assert np.array_equal(value, batch.features[name]), (step, name)
+    print("all is well")
+"""
+
+
+def test_workers_and_threads_draw_the_same(tmp_path: pathlib.Path):
+    script = tmp_path / "script.py"
+    script.write_text(WORKERS)
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.stdout.endswith("all is well\n"), run.stdout + run.stderr
+
+
+# Streams
+
+
+def passage(example, rng):
+    """A part of the tokens, of another length every time; in place, too."""
+    example["tokens"] += 1000
+    begin, end = np.sort(rng.integers(len(example["tokens"]), size=2)) + [0, 1]
+    drawn = rng.integers(2**62)
+    return {
+        "tokens": example["tokens"][begin:end],
+        "index": example["index"],
+        "drawn": drawn,
+    }
+
+
+def stream_of(source) -> grain.IterDataset:
+    dataset = grain.MapDataset.source(source)
+    return dataset.to_iter_dataset(grain.ReadOptions(num_threads=0))
+
+
+STREAMS = [
+    {},
+    {"accumulate": 2, "group": "mixed", "policy": "first"},
+    {"pack": True, "max_segments_per_row": 4},
+]
+
+
+@pytest.mark.parametrize("overlong", ["error", "truncate", "split"])
+@pytest.mark.parametrize("options", STREAMS, ids=str)
+def test_streams_draw_by_epoch_and_place_and_resume_at_every_step(options, overlong):
+    lengths = np.random.default_rng(2).integers(1, 30, 60)
+    source = make_source(lengths)
+    plan = jb.plan_buckets(
+        [10, 20, 30],
+        max_tokens=60,
+        boundaries=[5, 12, 30] if overlong == "error" else [5, 12],
+        max_seq_len=30 if overlong == "error" else 12,
+        overlong=overlong,
+    )
+    dataset = jb.stream_batches(
+        stream_of(source),
+        plan,
+        pool_size=50,
+        num_epochs=2,
+        seed=9,
+        sequences=["tokens"],
+        transform=passage,
+        on_drift=None,
+        **options,
+    )
+    drawn = []
+    for batches in dataset:
+        for batch in micro_of(batches):
+            found = jb.unbatch(
+                batch, sequences=["tokens"], max_segments=dataset.max_segments
+            )
+            drawn += [(int(x["index"]), int(x["drawn"])) for x in found]
+    want = [
+        (index, int(passage(example, example_rng(9, 0, epoch, index))["drawn"]))
+        for epoch in range(2)
+        for index, example in enumerate(make_source(lengths))
+    ]
+    assert sorted(set(drawn)) == sorted(want)
+    assert len(drawn) == len(want) or overlong == "split"
+    assert_equal(source, make_source(lengths))
+    grain.experimental.assert_equal_output_after_checkpoint(dataset)
+
+
+def test_a_sample_has_the_lengths_that_the_stream_will_have():
+    lengths = np.random.default_rng(2).integers(1, 30, 60)
+    stream = stream_of(make_source(lengths))
+    options = {"transform": passage, "seed": 4, "sequences": ["tokens"]}
+    sample = jb.sample_lengths(stream, 100, **options)
+    assert len(sample) == 60 and not np.array_equal(sample, lengths)
+    plan = jb.plan_buckets(sample, max_tokens=60, num_buckets=2)
+    dataset = jb.stream_batches(stream, plan, pool_size=40, **options)
+    found = [n for batch in dataset for n in batch.mask.sum(axis=1) if n]
+    assert sorted(found) == sorted(sample)
+    example = dataset.example
+    assert set(example) == {"tokens", "index", "drawn"}
+    assert len(example["tokens"]) == sample[0]
+
+
+def test_streams_of_several_processes_draw_apart():
+    lengths = np.full(20, 9)
+    source = make_source(lengths)
+    plan = jb.plan_buckets(lengths, max_tokens=36, batch_size_multiple=2)
+
+    def drawn(part: int, seed: int) -> list[int]:
+        dataset = jb.stream_batches(
+            *(stream_of(source), plan),
+            pool_size=8,
+            lengths=lengths,
+            shard=jb.RowShard((part,), 2),
+            num_steps=10,
+            seed=seed,
+            sequences=["tokens"],
+            transform=lambda x, rng: x | {"drawn": 1 + rng.integers(2**60)},
+        )
+        every = np.concatenate([batch.features["drawn"] for batch in dataset])
+        return every[every > 0].tolist()
+
+    every = [*drawn(0, 1), *drawn(1, 1), *drawn(0, 2)]
+    assert len(set(every)) == len(every) == 60
+    assert drawn(1, 1) == drawn(1, 1)
+
+
+def test_a_state_of_a_stream_says_whether_there_is_a_transform():
+    lengths = np.full(20, 9)
+    plan = jb.plan_buckets(lengths, max_tokens=36)
+    make = functools.partial(
+        jb.stream_batches,
+        *(stream_of(make_source(lengths)), plan),
+        pool_size=8,
+        sequences=["tokens"],
+    )
+    plain, changed = make(), make(transform=noisy)
+    assert "transform" not in iter(plain).get_state()["traits"]
+    assert plain.fingerprint != changed.fingerprint
+    iterator = iter(changed)
+    next(iterator)
+    state = json.loads(json.dumps(iterator.get_state()))
+    with pytest.raises(ValueError, match="transform noisy -> absent"):
+        iter(plain).set_state(state)
+    with pytest.raises(ValueError, match="transform noisy -> passage"):
+        iter(make(transform=passage)).set_state(state)
+    with pytest.raises(ValueError, match="schedule transform noisy -> absent"):
+        changed.position(1).check_same(plain.position(1))
+    iter(make(transform=noisy)).set_state(state)
+
+
+def test_a_transform_with_numbers_of_its_own_is_found_out_at_a_resume():
+    lengths = np.full(100, 9)
+    plan = jb.plan_buckets(lengths, max_tokens=36)
+    own = np.random.default_rng(0)
+
+    def careless(example, rng):
+        return example | {"noise": own.random(3)}
+
+    dataset = jb.stream_batches(
+        stream_of(make_source(lengths)),
+        plan,
+        pool_size=40,
+        sequences=["tokens"],
+        transform=careless,
+    )
+    iterator = iter(dataset)
+    next(iterator)
+    with pytest.raises(ValueError, match="seed what is drawn in it"):
+        iter(dataset).set_state(iterator.get_state())

@@ -1,0 +1,157 @@
+"""The main job in several processes, against the same in one."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+TRAIN_LM = ROOT / "examples" / "train_lm.py"
+LAUNCH = ROOT / "scripts" / "launch_local.py"
+STEPS = 30
+# More ways take minutes: JAXBUCKET_MANY=1 python -m pytest -k many
+MANY = bool(os.environ.get("JAXBUCKET_MANY"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """With data, and the summary of one process with one device."""
+    folder = tmp_path_factory.mktemp("many")
+    lines = [json.dumps({"text": f"{n} " + "xyz " * (n % 20)}) for n in range(300)]
+    (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
+    run = start(folder, 1, 1, "--json", "one.json")
+    out, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, out
+    return folder
+
+
+def start(
+    folder: pathlib.Path, count: int, devices: int, *options: object
+) -> subprocess.Popen[str]:
+    command = [
+        *(sys.executable, LAUNCH, "-n", count, "-d", devices, "--", sys.executable),
+        *("-W", "error", TRAIN_LM, "--data", "data.jsonl", "--steps", STEPS),
+        *("--width", 16, "--layers", 1, "--max-len", 64, "--max-tokens", 1024),
+        *("--num-buckets", 2, "--batch-size-multiple", 8, "--dropout", 0.1),
+        *("--lr", 2e-3, *options),
+    ]
+    return subprocess.Popen(
+        list(map(str, command)),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def assert_same(folder: pathlib.Path, name: str, first: int = 0) -> None:
+    one, found = (json.loads((folder / x).read_text()) for x in ("one.json", name))
+    assert found["plan"] == one["plan"]
+    for step in ("train_step", "eval_step"):
+        assert found["compile"][step]["ahead"] == len(one["plan"]["buckets"])
+        assert found["compile"][step]["later"] == 0
+    assert found["train"]["first_step"] == first
+    assert found["train"]["batches_digest"] == one["train"]["batches_digest"]
+    losses, want = found["train"]["losses"], one["train"]["losses"][first:]
+    np.testing.assert_allclose(losses, want, rtol=0, atol=1e-5)
+    got, want = (x["held_out"]["bits_per_byte"] for x in (found, one))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--mode", "shard_map", "--fully-sharded"),
+        *(() if not MANY else (("--mode", "pmap"), ("--model-devices", 4))),
+    ],
+)
+def test_two_processes_train_as_one(folder, options):
+    run = start(folder, 2, 2, *options, "--json", "two.json")
+    out, _ = run.communicate(timeout=180)
+    assert run.returncode == 0, out
+    # Of what all say, it is said once.
+    assert out.count("Held out: ") == 1
+    assert_same(folder, "two.json")
+
+
+def test_asked_to_stop_they_go_on_in_another_number(folder):
+    checkpoints = folder / "runs"
+    # A slow end of all saves, and of a state that no process has the whole of.
+    options = ("--checkpoint", checkpoints, "--save-every", 5, "--fully-sharded")
+    run = start(folder, 2, 1, *options)
+    deadline = time.monotonic() + 120
+    while not (checkpoints / "10").exists():
+        assert time.monotonic() < deadline and run.poll() is None
+        time.sleep(0.01)
+    run.send_signal(signal.SIGTERM)
+    out, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM, out
+    step = max(int(path.name) for path in checkpoints.glob("[0-9]*"))
+    assert f"Stopped by SIGTERM after step {step}" in out
+    for count in (1, 4) if MANY else (1,):
+        name = f"{count}.json"
+        run = start(folder, count, 1, *options, "--resume", "--json", name)
+        out, _ = run.communicate(timeout=180)
+        assert run.returncode == 0, out
+        assert_same(folder, name, first=step)
+        for path in checkpoints.glob("[0-9]*"):
+            if int(path.name) > step:
+                # For the next to begin there, too.
+                subprocess.run(["rm", "-r", path], check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--seconds", 5), "`--seconds` is of one clock"),
+        (("--policy", "dynamic"), "gives every process batches of its own shapes"),
+        (("--model-devices", 3), "`--model-devices 3` does not divide the 2 devices"),
+    ],
+)
+def test_what_several_cannot_do_is_refused_by_each(folder, options, message):
+    run = start(folder, 2, 1, *options)
+    out, _ = run.communicate(timeout=60)
+    assert run.returncode in (1, 75)
+    assert out.count(message) >= 2
+    assert "Traceback" not in out
+
+
+# What each does before it begins -> what both say.
+DIFFERENCES = {
+    "sys.argv += ['--seed', index]": (
+        "The processes do not agree: --seed is 0 in process 0, 1 in process 1; "
+    ),
+    # Relative to where it is, as one on its own disk.
+    "sys.argv += ['--checkpoint', 'own']; os.mkdir(index); os.chdir(index)": (
+        "is not the same everywhere: what process 0 writes there, process 1 cannot see"
+    ),
+}
+
+
+@pytest.mark.parametrize("differ", DIFFERENCES)
+def test_what_differs_is_named_by_all(folder, tmp_path, differ):
+    code = (
+        "import os, runpy, sys\n"
+        "index = os.environ['JAX_PROCESS_ID']\n"
+        f"sys.path.insert(0, {str(TRAIN_LM.parent)!r})\n"
+        f"{differ}\n"
+        f"runpy.run_path({str(TRAIN_LM)!r}, run_name='__main__')\n"
+    )
+    script = tmp_path / "differ.py"
+    script.write_text(code)
+    command = [sys.executable, LAUNCH, "-n", "2", "--", sys.executable, script]
+    run = subprocess.run(
+        [*map(str, command), "--data", str(folder / "data.jsonl")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert run.stdout.count(DIFFERENCES[differ]) == 2

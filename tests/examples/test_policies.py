@@ -1,0 +1,145 @@
+"""The other ways to make batches that the main job is compared with."""
+
+import importlib
+import itertools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxbucket as jb
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def policies(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("policies")
+
+
+@pytest.fixture
+def documents():
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(1 + rng.geometric(0.03, 300), 100)
+    # Every document begins with two bytes that are its own.
+    return [
+        {"tokens": np.append([n // 256, n % 256], rng.integers(0, 256, k)).astype("u1")}
+        for n, k in enumerate(lengths)
+    ]
+
+
+def names(batch: jb.Batch) -> list[int]:
+    """The documents in a batch, by their first two bytes."""
+    tokens = batch.features["tokens"].astype(int)
+    starts = (batch.positions["tokens"] == 0) & (batch.segment_ids["tokens"] > 0)
+    rows, columns = np.nonzero(starts)
+    return (256 * tokens[rows, columns] + tokens[rows, columns + 1]).tolist()
+
+
+@pytest.mark.parametrize(("max_tokens", "multiple"), [(300, 1), (512, 4), (1000, 3)])
+def test_dynamic_batches_keep_the_budget_and_hold_every_document(
+    policies, documents, max_tokens, multiple
+):
+    limits = policies.Limits(max_tokens, 64, multiple)
+    seen = []
+    batches = policies.dynamic(documents, limits, seed=0)
+    while len(seen) < len(documents):
+        batch = next(batches)
+        assert batch.bucket.num_tokens <= max_tokens
+        assert batch.bucket.batch_size % multiple == 0
+        lengths = batch.mask.sum(axis=1)
+        assert lengths.max() == batch.bucket.seq_len <= 64
+        # No row for nothing: they are filled up to the multiple only.
+        assert np.count_nonzero(lengths == 0) < multiple
+        seen += names(batch)
+    assert sorted(seen) == list(range(len(documents)))
+
+
+def test_dynamic_batches_are_drawn_anew_by_epoch_and_seed(policies, documents):
+    limits = policies.Limits(512, 64, 1)
+
+    def first(seed, size=400):
+        seen = []
+        for batch in policies.dynamic(documents, limits, seed):
+            seen += names(batch)
+            if len(seen) >= size:
+                return seen
+
+    assert first(0) == first(0)
+    assert first(0)[:300] != first(1)[:300]
+    assert first(0)[:100] != first(0)[300:400]
+
+
+def test_grain_packs_whole_documents(policies, documents):
+    limits = policies.Limits(512, 128, 4)
+    bucket = jb.Bucket(4, 128)
+    packed = policies.grain_pack(documents, bucket, limits, seed=0)
+    seen = []
+    for batch in itertools.islice(packed, 20):
+        assert batch.bucket == bucket
+        seen += names(batch)
+        ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
+        tokens = batch.features["tokens"]
+        for row in range(4):
+            for segment in range(1, ids[row].max() + 1):
+                own = ids[row] == segment
+                np.testing.assert_array_equal(positions[row][own], np.arange(own.sum()))
+                (name,) = names(
+                    jb.Batch(
+                        {"tokens": tokens[row][own][None]},
+                        {"tokens": ids[row][own][None]},
+                        {"tokens": positions[row][own][None]},
+                    )
+                )
+                np.testing.assert_array_equal(
+                    tokens[row][own], documents[name]["tokens"]
+                )
+    assert len(seen) > 100
+
+
+def test_packed_documents_do_not_see_one_another(policies, documents):
+    """Nats of every byte are those that the document has in a row of its own."""
+    transformer = importlib.import_module("transformer")
+    with jax.numpy_dtype_promotion("standard"):
+        model = transformer.Transformer(32, 2, 0.0, nnx.Rngs(0))
+        limits = policies.Limits(512, 128, 4)
+        packed = policies.grain_pack(documents, jb.Bucket(4, 128), limits, seed=0)
+        batch = next(iter(packed))
+        ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
+        # Whoever is the first of a document sees its begin, and not its neighbour.
+        tokens = jb.next_tokens(batch, "tokens", begin=transformer.BEGIN).inputs
+        assert (tokens[positions == 0] == transformer.BEGIN).all()
+        logits = model(jnp.asarray(tokens), jnp.asarray(positions), None, ids)
+        compared = 0
+        for row in range(4):
+            for segment in range(1, ids[row].max() + 1):
+                own = ids[row] == segment
+                # What follows is not seen; and so all of them are of one shape.
+                alone = np.zeros((1, 128), np.int32)
+                alone[0, : own.sum()] = tokens[row][own]
+                alone = model(jnp.asarray(alone), jnp.arange(128)[None], None)
+                np.testing.assert_allclose(
+                    logits[row][own], alone[0, : own.sum()], atol=2e-5
+                )
+                compared += segment > 1
+        assert compared > 4
+
+
+def test_what_compiling_takes_is_noted_once_for_each_shape(policies):
+    calls = []
+
+    def step(state, batch):
+        calls.append(batch.bucket)
+        return state, batch.num_tokens
+
+    jitted = policies.Jitted(jax.jit(step))
+    for length in (3, 5, 3, 5, 5):
+        batch = jb.collate_rows([{"x": np.ones(length)}], jb.Bucket(1, length))
+        state, tokens = jitted(jnp.zeros(()), batch)
+        assert tokens == length
+    assert calls == [jb.Bucket(1, 3), jb.Bucket(1, 5)] == list(jitted.seconds)
+    assert all(seconds > 0 for seconds in jitted.seconds.values())

@@ -1,0 +1,306 @@
+"""The main job, stopped in every way, goes on as if it had never been stopped."""
+
+import importlib
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+TRAIN_LM = pathlib.Path(__file__).parents[2] / "examples" / "train_lm.py"
+STEPS = 240
+# More of them take half a minute each: JAXBUCKET_KILLS=10 python -m pytest -k kill
+KILLS = int(os.environ.get("JAXBUCKET_KILLS", "2"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """With data of two kinds, and the summary of a run that was never stopped."""
+    folder = tmp_path_factory.mktemp("resume")
+    lines = [json.dumps({"text": f"{n} " + "xyz " * (n % 20)}) for n in range(300)]
+    (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "less.jsonl").write_text("\n".join(lines[:200]) + "\n")
+    # Whoever reads that file trains on the same documents.
+    held_out = held_out_texts(folder / "data.jsonl")
+    changed = [
+        line.replace("xyz", "zyx") if json.loads(line)["text"] in held_out else line
+        for line in lines
+    ]
+    (folder / "held.jsonl").write_text("\n".join(changed) + "\n")
+    run = start(folder, "--json", "whole.json")
+    _, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+    return folder
+
+
+def held_out_texts(path: pathlib.Path) -> set[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(TRAIN_LM.parent)
+        documents = importlib.import_module("documents")
+    split = documents.load(str(path))
+    return {bytes(example["tokens"]).decode() for example in split.held_out}
+
+
+def start(
+    folder: pathlib.Path, *args: object, data="data.jsonl", script=TRAIN_LM
+) -> subprocess.Popen:
+    command = [
+        *(sys.executable, "-W", "error", script, "--data", data),
+        *("--steps", STEPS, "--width", 16, "--layers", 1, "--max-len", 64),
+        *("--max-tokens", 512, "--num-buckets", 2, "--dropout", 0.1),
+        # All of them compile the same programs, which is done once.
+        *("--save-every", 10, "--executables", "executables", *args),
+    ]
+    return subprocess.Popen(
+        list(map(str, command)),
+        cwd=folder,
+        env=os.environ | {"XLA_FLAGS": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def latest(checkpoints: pathlib.Path) -> int:
+    """The newest step that is there, -1 if none."""
+    names = [p.name for p in checkpoints.glob("*") if p.name.isdecimal()]
+    return max(map(int, names), default=-1)
+
+
+def stop_after(
+    run: subprocess.Popen, checkpoints: pathlib.Path, step: int, number: int
+) -> None:
+    """Sends a signal some random moment after a step was saved."""
+    deadline = time.monotonic() + 120
+    while latest(checkpoints) < step and run.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(random.uniform(0, 0.15))
+    run.send_signal(number)
+
+
+def check_same_end(folder: pathlib.Path, name: str) -> None:
+    whole, resumed = (
+        json.loads((folder / x).read_text()) for x in ("whole.json", name)
+    )
+    assert resumed["train"]["steps"] == STEPS
+    for digest in ("params_digest", "held_out"):
+        found, want = resumed[digest], whole[digest]
+        if digest == "held_out":
+            found, want = found["bits_per_byte"], want["bits_per_byte"]
+        assert found == want
+    assert resumed["train"]["batches_digest"] == whole["train"]["batches_digest"]
+
+
+def test_killed_at_random_moments_it_ends_as_if_it_never_was(folder):
+    checkpoints = folder / "killed"
+    stops = [STEPS * kill // (KILLS + 1) for kill in range(KILLS)]
+    for step in stops:
+        run = start(folder, "--checkpoint", checkpoints, "--resume")
+        stop_after(run, checkpoints, step, signal.SIGKILL)
+        run.communicate(timeout=60)
+        assert run.returncode == -signal.SIGKILL
+    run = start(
+        folder, "--checkpoint", checkpoints, "--resume", "--json", "killed.json"
+    )
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+    assert re.search(r"Going on at step \d+", out)
+    check_same_end(folder, "killed.json")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_saves_the_step_in_hand_and_says_how_to_go_on(folder, number):
+    checkpoints = folder / number.name
+    run = start(folder, "--checkpoint", checkpoints)
+    stop_after(run, checkpoints, 50, number)
+    out, error = run.communicate(timeout=60)
+    assert run.returncode == 128 + number, error
+    said = re.search(rf"Stopped by {number.name} after step (\d+)", out)
+    assert said and int(said[1]) == latest(checkpoints)
+    (command,) = [line for line in out.splitlines() if line.startswith("python ")]
+    assert command.endswith(f"--checkpoint {checkpoints} --resume")
+    name = f"{number.name}.json"
+    run = start(folder, "--checkpoint", checkpoints, "--resume", "--json", name)
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+    assert f"Going on at step {said[1]}." in out
+    check_same_end(folder, name)
+    # Nothing is left to do: it is evaluated, and ends as it did.
+    run = start(folder, "--checkpoint", checkpoints, "--resume", "--json", name)
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+    check_same_end(folder, name)
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_the_words_to_go_on_with_changes_are_those_that_do(folder, stopped, at):
+    checkpoints = folder / f"words {at}"
+    shutil.copytree(stopped, checkpoints)
+    # The signal comes with so many batches of the new data, the first one included.
+    script = folder / "early.py"
+    script.write_text(
+        f"""
+import signal, sys
+sys.path.insert(0, {str(TRAIN_LM.parent)!r})
+import train_lm
+prefetch = train_lm.jb.prefetch_to_mesh
+def early(*args):
+    for number, batch in enumerate(prefetch(*args)):
+        if number == {at}:
+            signal.raise_signal(signal.SIGINT)
+        yield batch
+train_lm.jb.prefetch_to_mesh = early
+train_lm.main()
+"""
+    )
+    changed = ("--checkpoint", checkpoints, "--seed", 3)
+    run = start(folder, *changed, "--resume-changed", script=script)
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 128 + signal.SIGINT, error
+    (command,) = [line for line in out.splitlines() if line.startswith("python ")]
+    how = command.split()[-1]
+    # Once it is saved, a later change is to be refused again.
+    assert how == ("--resume" if at else "--resume-changed")
+    run = start(folder, *changed, how)
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+
+
+def test_a_signal_while_it_evaluates_loses_nothing(folder):
+    # The last part of every save is slow, as it is for a large state.
+    code = (
+        f"import sys, time; sys.path.insert(0, {str(TRAIN_LM.parent)!r})\n"
+        "from jaxbucket import Checkpoints\n"
+        "import train_lm\n"
+        "def slow(self, seal=Checkpoints._seal):\n"
+        "    time.sleep(2)\n"
+        "    seal(self)\n"
+        "def note(self, state, log):\n"
+        "    print('EVALUATING', flush=True)\n"
+        "    time.sleep(60)\n"
+        "Checkpoints._seal, train_lm.HeldOut.note = slow, note\n"
+        "train_lm.main()\n"
+    )
+    script = folder / "slow.py"
+    script.write_text(code)
+    checkpoints = folder / "evaluating"
+    run = start(
+        *(folder, "--checkpoint", checkpoints, "--save-every", 1000), script=script
+    )
+    for line in run.stdout:
+        if "EVALUATING" in line:
+            break
+    run.send_signal(signal.SIGTERM)
+    run.communicate(timeout=60)
+    assert latest(checkpoints) == STEPS
+
+
+def test_other_options_are_said_when_a_run_goes_on(folder, stopped):
+    checkpoints = folder / "options"
+    shutil.copytree(stopped, checkpoints)
+    run = start(folder, "--checkpoint", checkpoints, "--resume", "--lr", 0.001)
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+    assert "Other than before: --lr 0.008 -> 0.001" in out
+
+
+@pytest.fixture(scope="module")
+def stopped(folder):
+    """Checkpoints of a run that was stopped on its way."""
+    checkpoints = folder / "stopped"
+    run = start(folder, "--checkpoint", checkpoints)
+    stop_after(run, checkpoints, 30, signal.SIGTERM)
+    run.communicate(timeout=60)
+    return checkpoints
+
+
+REFUSED = {
+    "seed": (["--resume", "--seed", 3], {}, "schedule seed 0 -> 3"),
+    "plan": (["--resume", "--max-tokens", 640], {}, "plan max tokens 512 -> 640"),
+    "data": (["--resume"], {"data": "less.jsonl"}, r"data examples \d+ -> \d+"),
+    "held-out data": (["--resume"], {"data": "held.jsonl"}, "held-out documents have"),
+    "model": (["--resume", "--width", 32], {}, "is of another model or optimizer"),
+    "no --resume": ([], {}, "has a run at step .*: go on with it by `--resume`"),
+    "steps": (["--resume", "--steps", 9], {}, "`--steps 9` ends before step"),
+    "policy": (["--resume", "--policy", "dynamic"], {}, "cannot be resumed"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_resumed_is_refused_in_one_sentence(folder, stopped, case):
+    args, options, message = REFUSED[case]
+    before = {path: path.stat().st_mtime_ns for path in stopped.rglob("*")}
+    run = start(folder, "--checkpoint", stopped, *args, **options)
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert re.fullmatch(rf"train_lm.py: .*{message}.*\n", error)
+    assert {path: path.stat().st_mtime_ns for path in stopped.rglob("*")} == before
+
+
+@pytest.mark.parametrize("spoil", ["delete", "truncate"])
+def test_a_damaged_checkpoint_is_refused_in_one_sentence(folder, stopped, spoil):
+    checkpoints = folder / spoil
+    shutil.copytree(stopped, checkpoints)
+    newest = checkpoints / str(latest(checkpoints))
+    path = max(newest.rglob("*"), key=lambda path: path.stat().st_size)
+    if spoil == "delete":
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size // 2)
+    run = start(folder, "--checkpoint", checkpoints, "--resume")
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert re.fullmatch(
+        r"train_lm.py: The checkpoint .* is damaged, for .*: delete that folder to go "
+        r"on from step \d+\.\n",
+        error,
+    )
+
+
+def go_on(folder: pathlib.Path, checkpoints: pathlib.Path, *args: object) -> dict:
+    run = start(
+        *(folder, "--checkpoint", checkpoints, *args, "--json", "changed.json"),
+        data="less.jsonl",
+    )
+    _, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+    return json.loads((folder / "changed.json").read_text())["train"]
+
+
+def test_it_goes_on_with_other_data_where_that_is_said(folder, stopped):
+    changed = ("--resume-changed", "--seed", 3)
+    ends = []
+    # At once; in two parts, by the same words; and in two parts, by the usual ones.
+    for again in (None, changed, ("--resume", "--seed", 3)):
+        checkpoints = folder / f"changed {len(ends)}"
+        shutil.copytree(stopped, checkpoints)
+        if again:
+            half = (latest(stopped) + STEPS) // 2
+            assert (
+                go_on(folder, checkpoints, *changed, "--steps", half)["steps"] == half
+            )
+        ends.append(go_on(folder, checkpoints, *(again or changed)))
+        assert ends[-1]["steps"] == STEPS
+    # The same batches: nothing is trained on twice because it was stopped.
+    assert len({end["batches_digest"] for end in ends}) == 1
+    whole = json.loads((folder / "whole.json").read_text())["train"]
+    assert ends[0]["batches_digest"] != whole["batches_digest"]
+
+
+def test_where_nothing_is_to_be_resumed_it_begins(folder):
+    checkpoints = folder / "nothing"
+    run = start(
+        *(folder, "--checkpoint", checkpoints, "--resume", "--json", "begun.json")
+    )
+    out, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+    assert "beginning at step 0" in " ".join(out.split())
+    check_same_end(folder, "begun.json")

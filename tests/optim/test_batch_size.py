@@ -1,0 +1,1299 @@
+"""The learning rate follows the batch: factors, and equality with a scaled rate."""
+
+import functools
+import inspect
+import math
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxbucket as jb
+from jaxbucket.optim import in_force, skip_where
+
+RULES = {
+    "linear": lambda ratio: ratio,
+    "sqrt": np.sqrt,
+    "own": lambda ratio: 1 / (1 + ratio),
+}
+SIZES = [8, 3, 64, 1, 16]
+
+
+@pytest.fixture
+def standard_promotion():
+    """Parts of optax mix int32 counts with floats, which strict promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def scaling(rule: str, **base: float) -> optax.GradientTransformationExtraArgs:
+    own = rule if rule in ("linear", "sqrt") else RULES[rule]
+    return jb.scale_by_batch_size(**base, rule=own)
+
+
+def random_params(seed: int) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    values = {"w": rng.normal(size=(3, 2)), "b": rng.normal(size=2)}
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), values)
+
+
+# Factors
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rule", RULES)
+def test_updates_are_multiplied_by_the_rule_of_the_ratio(rule, size):
+    tx = scaling(rule, base_examples=4)
+    grads = random_params(0)
+    updates, _ = tx.update(grads, tx.init(grads), num_examples=size)
+    for name in grads:
+        want = np.asarray(grads[name]) * RULES[rule](size / 4)
+        np.testing.assert_allclose(updates[name], want, rtol=1e-6)
+
+
+def test_sqrt_is_the_rule_where_none_is_given():
+    tx = jb.scale_by_batch_size(base_examples=4)
+    update, _ = tx.update(jnp.ones(()), tx.init(jnp.ones(())), num_examples=36)
+    assert update == 3
+
+
+@pytest.mark.parametrize(
+    ("base", "factor"), [({"base_examples": 2}, 3), ({"base_tokens": 200}, 0.5)]
+)
+def test_only_the_size_the_base_names_counts(base, factor):
+    tx = jb.scale_by_batch_size(**base, rule="linear")
+    grads = jnp.ones(())
+    sizes = {"num_examples": 6, "num_tokens": 100}
+    update, _ = tx.update(grads, tx.init(grads), **sizes)
+    assert update == factor
+
+
+@pytest.mark.parametrize(
+    "size", [8, 8.0, np.int64(8), np.float32(8), jnp.int32(8), jnp.float32(8)]
+)
+def test_a_size_may_be_any_number(size):
+    tx = jb.scale_by_batch_size(base_examples=2, rule="linear")
+    grads = jnp.ones(3)
+    updates, state = tx.update(grads, tx.init(grads), num_examples=size)
+    np.testing.assert_array_equal(updates, [4, 4, 4])
+    assert state.factor == 4
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_traced_size_gives_the_factor_of_a_static_one(rule):
+    tx = scaling(rule, base_tokens=100)
+    grads = random_params(1)
+    traces = []
+
+    @jax.jit
+    def update(grads, state, size):
+        traces.append(size)
+        return tx.update(grads, state, num_tokens=size)
+
+    for size in SIZES:
+        got, got_state = update(grads, tx.init(grads), size)
+        want, want_state = tx.update(grads, tx.init(grads), num_tokens=size)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), got, want)
+        np.testing.assert_allclose(got_state.factor, want_state.factor, 1e-6)
+    assert len(traces) == 1
+
+
+def test_an_empty_batch_is_an_update_of_zero():
+    tx = jb.scale_by_batch_size(base_examples=4)
+    update, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), num_examples=0)
+    np.testing.assert_array_equal(update, [0, 0])
+    assert state.factor == 0
+
+
+def test_the_state_is_the_last_factor():
+    tx = jb.scale_by_batch_size(base_examples=4, rule="linear")
+    grads = jnp.ones(2)
+    state = tx.init(grads)
+    assert (state.factor, state.factor.dtype) == (1, jnp.float32)
+    for size in SIZES:
+        _, state = tx.update(grads, state, num_examples=size)
+        assert state.factor == size / 4
+        assert (state.factor.shape, state.factor.dtype) == ((), jnp.float32)
+
+
+def test_the_factor_does_not_depend_on_what_came_before():
+    tx = jb.scale_by_batch_size(base_examples=4)
+    grads = jnp.ones(2)
+    _, late = tx.update(grads, tx.init(grads), num_examples=99)
+    after, _ = tx.update(grads, late, num_examples=7)
+    fresh, _ = tx.update(grads, tx.init(grads), num_examples=7)
+    np.testing.assert_array_equal(after, fresh)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_updates_keep_their_dtype(dtype):
+    tx = jb.scale_by_batch_size(base_examples=1, rule="linear")
+    grads = {"w": jnp.ones(2, dtype), "b": jnp.ones((), jnp.float32)}
+    updates, state = tx.update(grads, tx.init(grads), num_examples=jnp.int32(3))
+    assert (updates["w"].dtype, updates["b"].dtype) == (dtype, jnp.float32)
+    np.testing.assert_array_equal(updates["w"].astype(jnp.float32), [3, 3])
+    assert state.factor.dtype == jnp.float32
+
+
+def test_double_precision_updates_keep_their_dtype():
+    with jax.enable_x64(True):
+        tx = jb.scale_by_batch_size(base_examples=4)
+        grads = jnp.ones(2, jnp.float64)
+        updates, state = tx.update(grads, tx.init(grads), num_examples=jnp.asarray(3))
+        assert (updates.dtype, state.factor.dtype) == (jnp.float64, jnp.float32)
+        np.testing.assert_allclose(updates, np.sqrt([0.75, 0.75]), rtol=1e-15)
+
+
+# Equal to scaling the learning rate
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd,
+    "momentum": lambda lr: optax.sgd(lr, momentum=0.9, nesterov=True),
+    "adam": optax.adam,
+    "adamw": lambda lr: optax.adamw(lr, weight_decay=0.1),
+    "lion": lambda lr: optax.lion(lr, weight_decay=0.1),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_equals_scaling_the_learning_rate(name, rule):
+    make, lr = OPTIMIZERS[name], 0.01
+    tx = optax.chain(make(lr), scaling(rule, base_examples=4))
+    params = expected = random_params(0)
+    state, expected_state = tx.init(params), make(lr).init(params)
+    for step, size in enumerate(SIZES):
+        grads = random_params(step + 1)
+        updates, state = tx.update(grads, state, params, num_examples=size)
+        params = optax.apply_updates(params, updates)
+        # The state of these optimizers has no learning rate in it.
+        scaled = make(lr * RULES[rule](size / 4))
+        updates, expected_state = scaled.update(grads, expected_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    for name in params:
+        np.testing.assert_allclose(params[name], expected[name], rtol=2e-6)
+
+
+# The seed that started it: a learning rate for batches of 2, and 30 tokens in a batch.
+
+
+@pytest.mark.parametrize(
+    ("rule", "rates"),
+    [("linear", [5e-3, 2e-3]), ("sqrt", [1e-3 * 5**0.5, 1e-3 * 2**0.5])],
+)
+def test_batches_of_10_and_4_have_the_rates_of_the_seed(rule, rates):
+    rate = jb.scale_schedule(1e-3, base_examples=2, rule=rule)
+    inside = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    outside = optax.chain(
+        optax.sgd(1e-3),
+        jb.scale_by_batch_size(base_examples=2, rule=rule, learning_rate=1e-3),
+    )
+    for tx in (inside, outside):
+        state = tx.init(jnp.ones(()))
+        for size, want in zip((10, 4), rates, strict=True):
+            update, state = tx.update(jnp.ones(()), state, num_examples=size)
+            np.testing.assert_allclose(update, -want, rtol=1e-6)
+            np.testing.assert_allclose(in_force(state)["learning_rate"], want, 1e-6)
+            np.testing.assert_allclose(in_force(state)["lr_factor"], want / 1e-3, 1e-6)
+
+
+# (B, T) of one budget; the examples of a step fill its rows.
+BUCKETS = [jb.Bucket(64, 32), jb.Bucket(16, 128), jb.Bucket(8, 256), jb.Bucket(2, 1024)]
+EQUAL = {**OPTIMIZERS, "rmsprop": optax.rmsprop}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(("wide", "tolerance"), [(False, 5e-7), (True, 1e-12)])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", EQUAL)
+def test_it_equals_a_scaled_rate_for_50_steps_of_changing_buckets(
+    name, rule, wide, tolerance
+):
+    make, lr, base = EQUAL[name], 1e-3, 16
+    dtype = jnp.float64 if wide else jnp.float32
+    with jax.enable_x64(wide):
+        tx = optax.chain(make(lr), scaling(rule, base_examples=base))
+        traces = []
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def step(bucket, size, grads, params, state):
+            traces.append(bucket)
+            updates, state = tx.update(grads, state, params, num_examples=size)
+            return optax.apply_updates(params, updates), state
+
+        @jax.jit
+        def expected_step(rate, grads, params, state):
+            updates, state = make(rate).update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        rng = np.random.default_rng(0)
+        grads = jax.tree.map(lambda x: x.astype(dtype), random_params(0))
+        params = expected = grads
+        state, expected_state = tx.init(params), make(lr).init(params)
+        for _ in range(50):
+            bucket = BUCKETS[rng.integers(len(BUCKETS))]
+            size = int(rng.integers(1, bucket.batch_size + 1))
+            grads = jax.tree.map(
+                lambda x: jnp.asarray(rng.normal(size=x.shape), dtype), grads
+            )
+            rate = jnp.asarray(lr * RULES[rule](size / base), dtype)
+            params, state = step(bucket, jnp.int32(size), grads, params, state)
+            expected, expected_state = expected_step(
+                rate, grads, expected, expected_state
+            )
+        assert sorted(traces) == sorted(BUCKETS)
+        for key in params:
+            np.testing.assert_allclose(
+                params[key], expected[key], rtol=0, atol=tolerance
+            )
+
+
+# Which optimizers are linear in their learning rate: all that optax exports.
+
+NOT_LINEAR = {
+    *("fromage", "lars", "polyak_sgd", "rprop", "lbfgs"),
+    # Parts of these.
+    *("scale_by_polyak", "scale_by_rprop"),
+    *("scale_by_backtracking_linesearch", "scale_by_zoom_linesearch"),
+}
+NOT_LINEAR_IN_CONTRIB = {
+    *("cocob", "dadapt_adamw", "madgrad", "scale_by_madgrad"),
+    *("schedule_free_adamw", "schedule_free_sgd"),
+    *("momo", "momo_adam", "prodigy"),
+}
+# Large enough to meet the bound that such a step has.
+RATES = dict.fromkeys(
+    ("polyak_sgd", "scale_by_polyak", "momo", "momo_adam", "prodigy"), 1.0
+)
+# They take more than a learning rate, or gradients of their own.
+NOT_TRIED = {"dpsgd", "schedule_free", "sophia"}
+
+
+def with_a_rate(module) -> dict:
+    """What takes a learning rate, or a bound of one."""
+    rates = {"learning_rate", "max_learning_rate"}
+    return {
+        name: make
+        for name, make in vars(module).items()
+        if (inspect.isfunction(make) or isinstance(make, functools.partial))
+        and not name.startswith("_")
+        and rates & inspect.signature(make).parameters.keys()
+    }
+
+
+# Some of them are about to change, and say so.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(with_a_rate(optax)))
+def test_every_optimizer_is_known_to_be_linear_or_not(name):
+    make = with_a_rate(optax)[name]
+    rate = RATES.get(name, 1e-2)
+    assert jb.is_linear_in_lr(make, learning_rate=rate) == (name not in NOT_LINEAR)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(with_a_rate(optax.contrib).keys() - NOT_TRIED))
+def test_every_contributed_optimizer_is_known_to_be_linear_or_not(name):
+    make = with_a_rate(optax.contrib)[name]
+    found = jb.is_linear_in_lr(make, learning_rate=RATES.get(name, 1e-2))
+    assert found == (name not in NOT_LINEAR_IN_CONTRIB)
+
+
+def _after(steps, lr):
+    """Nothing for some steps, and then the rate once more."""
+
+    def update(updates, count, params=None):
+        factor = jnp.where(count >= steps, lr, 1)
+        return jax.tree.map(lambda u: u * factor, updates), count + 1
+
+    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
+
+
+NOT_LINEAR_WITH_OPTIONS = {
+    # By one part in a thousand, and only after some steps.
+    "a little": lambda lr: optax.stateless(
+        lambda updates, params: jax.tree.map(
+            lambda g: -lr * (1 + 0.05 * lr) * g, updates
+        )
+    ),
+    "late": lambda lr: optax.chain(optax.sgd(lr), _after(4, lr)),
+    "adafactor with momentum": lambda lr: optax.adafactor(lr, momentum=0.9),
+    "adafactor with decay": lambda lr: optax.adafactor(lr, weight_decay_rate=0.1),
+    "rmsprop with momentum": lambda lr: optax.rmsprop(lr, momentum=0.9),
+    "trace behind the rate": lambda lr: optax.chain(optax.sgd(lr), optax.trace(0.9)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR_WITH_OPTIONS)
+def test_what_comes_behind_the_rate_makes_an_optimizer_not_linear(name):
+    assert not jb.is_linear_in_lr(NOT_LINEAR_WITH_OPTIONS[name])
+
+
+def test_the_page_on_learning_rates_says_which_is_which():
+    page = pathlib.Path(__file__).parents[2] / "docs" / "learning_rates.md"
+    linear, not_linear, none, *_ = re.findall(
+        r"^\* \*\*(.*?)(?=^\* |^An optimizer)", page.read_text(), re.M | re.S
+    )
+    words = [set(re.findall(r"\w+", text)) for text in (linear, not_linear, none)]
+    for name in with_a_rate(optax):
+        assert (name in words[0]) == (name not in NOT_LINEAR), name
+        assert name in words[0] | words[1] | words[2]
+    for name in with_a_rate(optax.contrib).keys() - NOT_TRIED:
+        assert (name in words[0]) == (name not in NOT_LINEAR_IN_CONTRIB), name
+        assert name in words[0] | words[1] | words[2]
+    assert NOT_TRIED < set(re.findall(r"\w+", page.read_text()))
+
+
+def test_what_does_nothing_is_not_linear():
+    assert not jb.is_linear_in_lr(lambda lr: optax.set_to_zero())
+
+
+def test_momentum_and_decay_before_the_rate_are_linear():
+    assert jb.is_linear_in_lr(lambda lr: optax.sgd(lr, momentum=0.9, nesterov=True))
+    assert jb.is_linear_in_lr(lambda lr: optax.adamw(lr, weight_decay=0.5))
+
+
+ROUTED = {
+    name: make
+    for name, make in with_a_rate(optax).items()
+    # A guess, a bound or a part, and not a rate.
+    if "learning_rate" in inspect.signature(make).parameters
+    and not name.startswith("scale_by") | (name in ("rprop", "lbfgs"))
+}
+ROUTED |= {
+    "adafactor with momentum": functools.partial(optax.adafactor, momentum=0.9),
+    "adafactor with decay": functools.partial(optax.adafactor, weight_decay_rate=0.1),
+    "rmsprop with momentum": functools.partial(optax.rmsprop, momentum=0.9),
+    "lars with momentum": functools.partial(optax.lars, momentum=0.9),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", ROUTED)
+def test_a_scaled_schedule_is_the_rate_inside_of_any(name):
+    make, lr = ROUTED[name], 0.01
+    # The table of a plan by rows: every bucket has one factor.
+    rate = jb.scale_schedule(lr, base_rows=16, rule="linear")
+    # A dtype can be called, and would be taken for a schedule.
+    static = {"dtype_momentum"} & inspect.signature(make).parameters.keys()
+    tx = optax.inject_hyperparams(make, static_args=static)(learning_rate=rate)
+    params = expected = random_params(0)
+    state, expected_state = tx.init(params), make(learning_rate=lr).init(params)
+    for step, size in enumerate(SIZES):
+        grads = random_params(step + 1)
+        updates, state = tx.update(grads, state, params, num_rows=size)
+        params = optax.apply_updates(params, updates)
+        scaled = make(learning_rate=lr * size / 16)
+        updates, expected_state = scaled.update(grads, expected_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        assert float(in_force(state)["learning_rate"]) == pytest.approx(lr * size / 16)
+        assert float(in_force(state)["lr_factor"]) == pytest.approx(size / 16)
+    for key in params:
+        np.testing.assert_allclose(params[key], expected[key], rtol=2e-5)
+
+
+# Momentum and weight decay
+
+
+def steps_of(tx, sizes=SIZES, **extra):
+    """Parameters after every step."""
+    params = random_params(0)
+    state, seen = tx.init(params), []
+    for step, size in enumerate(sizes):
+        updates, state = tx.update(
+            random_params(step + 1), state, params, num_examples=size, **extra
+        )
+        params = optax.apply_updates(params, updates)
+        seen.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)]))
+    return np.array(seen)
+
+
+def flat(seed):
+    leaves = jax.tree.leaves(random_params(seed))
+    return np.concatenate([np.ravel(x) for x in leaves]).astype(np.float64)
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_momentum_is_corrected_behind_the_rate_and_not_before(corrected):
+    """Goyal et al. (2017), section 3: with the rate r in the momentum v,
+
+    v' = m (r' / r) v + r' g is the corrected one, and v' = m v + r' g is not.
+    """
+    lr, m, base = 0.1, 0.9, 4
+    scale = jb.scale_by_batch_size(base_examples=base, rule="linear")
+    sgd = optax.sgd(lr, momentum=m)
+    tx = optax.chain(sgd, scale) if corrected else optax.chain(scale, sgd)
+    weights, velocity, before, expected = flat(0), 0.0, None, []
+    for step, size in enumerate(SIZES):
+        rate = lr * size / base
+        correction = rate / before if corrected and before else 1
+        velocity = m * correction * velocity + rate * flat(step + 1)
+        weights = weights - velocity
+        before = rate
+        expected.append(weights)
+    np.testing.assert_allclose(steps_of(tx), expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("scaled", [True, False])
+def test_weight_decay_is_scaled_where_it_is_before_the_scaling(scaled):
+    lr, decay, base, b1, b2 = 0.01, 0.1, 4, 0.9, 0.999
+    scale = jb.scale_by_batch_size(base_examples=base)
+    adam, decays = optax.scale_by_adam(b1, b2), optax.add_decayed_weights(decay)
+    parts = (adam, decays, scale) if scaled else (adam, scale, decays)
+    tx = optax.chain(*parts, optax.scale_by_learning_rate(lr))
+    weights, mu, nu, expected = flat(0), 0.0, 0.0, []
+    for step, size in enumerate(SIZES):
+        grads, factor = flat(step + 1), (size / base) ** 0.5
+        mu, nu = b1 * mu + (1 - b1) * grads, b2 * nu + (1 - b2) * grads**2
+        mean, squares = mu / (1 - b1 ** (step + 1)), nu / (1 - b2 ** (step + 1))
+        update = factor * mean / (squares**0.5 + 1e-8)
+        weights = weights - lr * (update + decay * weights * (factor if scaled else 1))
+        expected.append(weights)
+    np.testing.assert_allclose(steps_of(tx), expected, rtol=2e-5, atol=1e-6)
+
+
+# Adam by its stochastic differential equation
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("ratio", [0.25, 1, 3, 8])
+def test_for_one_size_the_sde_rule_is_adam_with_other_constants(ratio):
+    """Malladi et al. (2022): rate * sqrt(k), 1 - b times k, eps / sqrt(k)."""
+    tx = optax.chain(
+        jb.scale_by_adam_sde(base_examples=4, b1=0.9, b2=0.99, eps=1e-3),
+        optax.scale_by_learning_rate(0.01),
+    )
+    b1, b2 = 1 - ratio * (1 - 0.9), 1 - ratio * (1 - 0.99)
+    adam = optax.adam(0.01 * ratio**0.5, b1, b2, eps=1e-3 / ratio**0.5)
+    sizes = [4 * ratio] * 8
+    np.testing.assert_allclose(
+        steps_of(tx, sizes), steps_of(optax.with_extra_args_support(adam), sizes), 2e-5
+    )
+
+
+def test_the_sde_rule_for_changing_sizes_is_that_of_the_paper_step_by_step():
+    b1, b2, eps, lr, base = 0.9, 0.99, 1e-4, 0.01, 16
+    tx = optax.chain(
+        jb.scale_by_adam_sde(base_examples=base, b1=b1, b2=b2, eps=eps),
+        optax.scale_by_learning_rate(lr),
+    )
+    weights, mu, nu, left1, left2, expected = flat(0), 0.0, 0.0, 1.0, 1.0, []
+    for step, size in enumerate(SIZES):
+        k, grads = size / base, flat(step + 1)
+        c1, c2 = 1 - k * (1 - b1), 1 - k * (1 - b2)
+        mu, nu = c1 * mu + (1 - c1) * grads, c2 * nu + (1 - c2) * grads**2
+        left1, left2 = left1 * c1, left2 * c2
+        step_size = lr * k**0.5
+        root = (nu / (1 - left2)) ** 0.5
+        weights = weights - step_size * (mu / (1 - left1)) / (root + eps / k**0.5)
+        expected.append(weights)
+    np.testing.assert_allclose(steps_of(tx), expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_a_batch_without_examples_leaves_adams_averages_as_they_are(eps):
+    tx = jb.scale_by_adam_sde(base_examples=4, eps=eps)
+    zeros = jax.tree.map(jnp.zeros_like, random_params(0))
+    state = tx.init(zeros)
+    updates, state = tx.update(zeros, state, num_examples=0)
+    jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
+    _, before = tx.update(random_params(1), state, num_examples=8)
+    updates, after = tx.update(zeros, before, num_examples=0)
+    jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
+    jax.tree.map(np.testing.assert_array_equal, before[:4], after[:4])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_precision_parameters_have_averages_that_remember(dtype):
+    tx = jb.scale_by_adam_sde(base_examples=4)
+    params = jnp.ones(2, dtype)
+    state = tx.init(params)
+    for _ in range(20):
+        grads = jnp.full(2, 0.1, dtype)
+        updates, state = tx.update(grads, state, params, num_examples=4)
+        assert updates.dtype == dtype
+        np.testing.assert_allclose(updates.astype(jnp.float32), 1, rtol=1e-2)
+        assert state.mu.dtype == state.nu.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("ratio", [1e-9, 2e-5, 1e-2])
+def test_a_small_batch_is_not_lost_to_rounding(ratio):
+    tx = jb.scale_by_adam_sde(base_tokens=1e9, eps=0.0)
+    state = tx.init(jnp.ones(()))
+    for _ in range(3):
+        update, state = tx.update(jnp.full((), 0.1), state, num_tokens=1e9 * ratio)
+        # A gradient that never changes moves by the root of the ratio.
+        np.testing.assert_allclose(update, ratio**0.5, rtol=1e-3)
+
+
+def test_a_batch_beyond_the_rule_is_all_that_is_remembered():
+    tx = jb.scale_by_adam_sde(base_examples=1, b1=0.9, b2=0.9)
+    state = tx.init(random_params(0))
+    for seed in (1, 2):
+        grads = random_params(seed)
+        _, state = tx.update(grads, state, num_examples=100)
+        for name in grads:
+            np.testing.assert_allclose(state.mu[name], grads[name], rtol=1e-5)
+
+
+# Schedules of steps, and of work
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_step_of_the_data_is_the_step_of_a_schedule():
+    schedule = optax.piecewise_constant_schedule(1.0, {3: 0.5})
+    rate = jb.scale_schedule(schedule, base_examples=2, rule="linear")
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    grads = jnp.ones(())
+    state, given = tx.init(grads), []
+    # Begun anew at step 2 by another optimizer, or with steps that were skipped.
+    for step in (2, 3, 7):
+        update, state = tx.update(grads, state, num_examples=4, step=jnp.int32(step))
+        given.append(float(update))
+    assert given == [-2, -1, -1]
+    state, given = tx.init(grads), []
+    for _ in range(5):
+        update, state = tx.update(grads, state, num_examples=4)
+        given.append(float(update))
+    assert given == [-2, -2, -2, -1, -1]
+
+
+@pytest.mark.parametrize("work", ["tokens", "examples"])
+def test_the_same_data_gives_the_same_curve_however_it_is_cut(work):
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 300, 1000)
+    tx = optax.inject_hyperparams(optax.sgd)(jb.schedule_by_work(schedule, work))
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        done, state = 0, tx.init(jnp.zeros(()))
+        while done < 1000:
+            size = int(rng.integers(1, 90))
+            other = "examples" if work == "tokens" else "tokens"
+            sizes = {f"num_{work}": size, f"num_{other}": 7}
+            _, state = tx.update(jnp.ones(()), state, **sizes)
+            # That of all that was seen before.
+            rate = state.hyperparams["learning_rate"]
+            np.testing.assert_allclose(rate, schedule(done), rtol=1e-6)
+            done += size
+
+
+def test_work_is_counted_exactly_beyond_what_an_int32_holds():
+    seen = []
+
+    def schedule(done):
+        seen.append(float(done))
+        return 1 / (1 + done)
+
+    by_tokens = jb.schedule_by_work(schedule)
+    state, done = by_tokens.init(), 0
+    for size in (2**31 - 1, 2**30, 5, 2**31 - 9, 2**31 - 1):
+        state = by_tokens.update(state, num_tokens=jnp.int32(size))
+        done += size
+        assert int(state.high) * 2**30 + int(state.low) == done
+        by_tokens(state)
+        assert seen[-1] == pytest.approx(done)
+
+
+def test_a_schedule_by_work_is_scaled_by_the_batch():
+    work = jb.schedule_by_work(optax.linear_schedule(0.0, 1.0, 100))
+    rate = jb.scale_schedule(work, base_tokens=10, rule="linear")
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    state, given = tx.init(jnp.zeros(())), []
+    for size in (50, 20, 40):
+        update, state = tx.update(jnp.ones(()), state, num_tokens=size)
+        given.append(-float(update))
+    np.testing.assert_allclose(given, [0, 0.5 * 2, 0.7 * 4], rtol=1e-6)
+
+
+def test_inverse_sqrt_is_that_of_the_paper():
+    schedule = jb.warmup_inverse_sqrt_schedule(0.5, 4000)
+    for step in (0, 1, 3999, 4000, 4001, 10**9):
+        want = 0.5 * min(step / 4000, (4000 / max(step, 1)) ** 0.5)
+        np.testing.assert_allclose(schedule(step), want, rtol=1e-6)
+        np.testing.assert_allclose(schedule(jnp.int32(step)), want, rtol=1e-6)
+
+
+# What is in force, and what a skipped update leaves
+
+
+def test_bounds_hold_the_factor():
+    options = {"base_examples": 4, "rule": "linear"}
+    tx = jb.scale_by_batch_size(**options, min_factor=0.5, max_factor=2)
+    state = tx.init(jnp.ones(()))
+    for size, want in ((1, 0.5), (4, 1), (6, 1.5), (400, 2)):
+        update, state = tx.update(jnp.ones(()), state, num_examples=size)
+        assert update == state.factor == want
+
+
+def test_no_rule_leaves_the_rate_as_it_is():
+    tx = jb.scale_by_batch_size(base_tokens=9, rule="none", learning_rate=0.5)
+    update, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), num_tokens=77)
+    np.testing.assert_array_equal(update, [1, 1])
+    assert in_force(state) == {"lr_factor": 1, "learning_rate": 0.5}
+
+
+@pytest.mark.parametrize("rate", [0.5, optax.linear_schedule(1.0, 0.0, 4)])
+def test_the_rate_in_force_is_in_the_state(rate):
+    tx = optax.chain(
+        optax.sgd(rate),
+        jb.scale_by_batch_size(base_examples=2, rule="linear", learning_rate=rate),
+    )
+    state = tx.init(jnp.ones(()))
+    for size in (2, 8, 3, 5):
+        update, state = tx.update(jnp.ones(()), state, num_examples=size)
+        assert in_force(state)["learning_rate"] == -update
+
+
+def in_force_after(tx, params=None, **sizes):
+    params = jnp.ones(()) if params is None else params
+    _, state = tx.update(params, tx.init(params), params, **sizes)
+    return {name: float(value) for name, value in in_force(state).items()}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_what_is_in_force_is_what_multiplies_the_update():
+    by_size = {"base_examples": 2, "rule": "linear"}
+    inject = optax.inject_hyperparams
+
+    @inject
+    def sde(learning_rate):
+        return optax.chain(
+            jb.scale_by_adam_sde(base_examples=2),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    assert in_force_after(sde(learning_rate=0.5), num_examples=8) == {
+        "lr_factor": 2,
+        "learning_rate": 1,
+    }
+    both = optax.chain(
+        inject(optax.sgd)(jb.scale_schedule(1.0, **by_size)),
+        jb.scale_by_batch_size(**by_size),
+    )
+    assert in_force_after(both, num_examples=8) == {
+        "lr_factor": 16,
+        "learning_rate": 16,
+    }
+    in_front = optax.chain(
+        jb.scale_by_batch_size(**by_size), inject(optax.sgd)(learning_rate=1.0)
+    )
+    assert in_force_after(in_front, num_examples=8) == {
+        "lr_factor": 4,
+        "learning_rate": 1,
+    }
+    behind_adam = optax.chain(
+        jb.scale_by_adam_sde(base_examples=2),
+        inject(optax.scale_by_learning_rate)(learning_rate=0.5),
+    )
+    assert in_force_after(behind_adam, num_examples=8) == {
+        "lr_factor": 2,
+        "learning_rate": 1,
+    }
+    twice = optax.chain(
+        optax.sgd(0.5),
+        jb.scale_by_batch_size(**by_size, learning_rate=0.5),
+        jb.scale_by_batch_size(base_examples=4, rule="linear", learning_rate=0.5),
+    )
+    assert in_force_after(twice, num_examples=8) == {
+        "lr_factor": 8,
+        "learning_rate": 4,
+    }
+    decay = inject(optax.adamw)(
+        learning_rate=0.5, weight_decay=jb.scale_schedule(0.1, **by_size)
+    )
+    assert in_force_after(decay, num_examples=8) == {"learning_rate": 0.5}
+    branches = optax.partition(
+        {
+            "a": inject(optax.sgd)(0.5),
+            "b": optax.chain(optax.sgd(0.1), jb.scale_by_batch_size(**by_size)),
+        },
+        {"x": "a", "y": "b"},
+    )
+    params = {"x": jnp.ones(()), "y": jnp.ones(())}
+    assert in_force_after(branches, params, num_examples=8) == {}
+
+
+def plateau(count):
+    return optax.piecewise_constant_schedule(1e-3, {3: 0.5})(count)
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "schedule",
+    [1e-3, optax.constant_schedule(1e-3), plateau, jb.schedule_by_work(plateau)],
+)
+@pytest.mark.parametrize("make", [optax.sgd, optax.lars, optax.rmsprop])
+def test_the_first_state_is_of_the_dtypes_of_all_others(make, schedule, dtype, is_wide):
+    # Strict promotion is for what is ours: optax's own numbers are weak.
+    with jax.enable_x64(is_wide), jax.numpy_dtype_promotion("standard"):
+        rate = jb.scale_schedule(schedule, base_tokens=2)
+        tx = optax.inject_hyperparams(make)(learning_rate=rate, momentum=0.9)
+        params = jnp.ones(2, dtype)
+        state = tx.init(params)
+        avals = jax.tree.map(jax.typeof, state)
+        for _ in range(2):
+            _, state = tx.update(params, state, params, num_tokens=jnp.int32(8))
+            assert jax.tree.map(jax.typeof, state) == avals
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_a_scaled_schedule_mixes_no_dtypes(is_wide):
+    with jax.enable_x64(is_wide), jax.numpy_dtype_promotion("strict"):
+        rate = jb.scale_schedule(jb.schedule_by_work(plateau), base_tokens=2)
+        tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+        params = jnp.ones(2, jnp.float32)
+        updates, _ = tx.update(params, tx.init(params), params, num_tokens=8)
+        np.testing.assert_allclose(updates, -2e-3, rtol=1e-6)
+
+
+def test_a_schedule_too_long_for_an_integer_says_what_to_write():
+    with pytest.raises(ValueError, match="2147483647|as floats, such as 1e10"):
+        work = jb.schedule_by_work(optax.linear_schedule(0.0, 1e-3, 10**10))
+        work(work.init())
+    work = jb.schedule_by_work(optax.linear_schedule(0.0, 1e-3, 1e10))
+    state = work.init()
+    for _ in range(5):
+        state = work.update(state, num_tokens=10**9)
+    np.testing.assert_allclose(work(state), 0.5e-3, rtol=1e-6)
+
+
+def test_what_an_optimizer_does_not_say_is_not_in_force():
+    assert in_force(optax.adam(1e-3).init(jnp.ones(2))) == {}
+    tx = optax.chain(optax.adam(1e-3), jb.scale_by_batch_size(base_examples=2))
+    assert in_force(tx.init(jnp.ones(2))) == {"lr_factor": 1}
+    sde = jb.scale_by_adam_sde(base_examples=2)
+    _, state = sde.update(jnp.ones(2), sde.init(jnp.ones(2)), num_examples=8)
+    assert in_force(state) == {"lr_factor": 2}
+
+
+def clocks():
+    """Optimizers with a rate of 1 / (1 + step), known in every way there is."""
+
+    def schedule(count):
+        return 1 / (1 + jnp.asarray(count, jnp.float32))
+
+    base = {"base_examples": 1, "rule": "none"}
+    return {
+        "optax": optax.adam(schedule),
+        "injected": optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
+        "told": optax.chain(
+            optax.scale_by_adam(),
+            optax.scale_by_schedule(lambda count: -schedule(count)),
+            jb.scale_by_batch_size(**base, learning_rate=schedule),
+        ),
+        "inside": optax.inject_hyperparams(optax.adam)(
+            learning_rate=jb.scale_schedule(schedule, **base)
+        ),
+        "by work": optax.inject_hyperparams(optax.adam)(
+            learning_rate=jb.scale_schedule(
+                jb.schedule_by_work(schedule, "examples"), **base
+            )
+        ),
+    }
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", clocks())
+def test_a_skipped_update_leaves_averages_and_moves_schedules(name):
+    tx = optax.with_extra_args_support(clocks()[name])
+    params = random_params(0)
+    state, adam = tx.init(params), optax.scale_by_adam()
+    expected_state = adam.init(params)
+    for step, is_bad in enumerate([False, True, True, False, True, False]):
+        grads = random_params(step + 1)
+        if is_bad:
+            grads = jax.tree.map(lambda g: g * jnp.nan, grads)
+        updates, new = tx.update(grads, state, params, num_examples=1)
+        state = skip_where(jnp.asarray(is_bad), new, state)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+        if not is_bad:
+            want, expected_state = adam.update(grads, expected_state)
+            for key in params:
+                np.testing.assert_allclose(
+                    updates[key], -want[key] / (1 + step), rtol=2e-5
+                )
+    if name != "optax":
+        rate = in_force(state)["learning_rate"]
+        np.testing.assert_allclose(rate, 1 / 6, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_it_works_behind_a_learning_rate_schedule():
+    rates = optax.piecewise_constant_schedule(1.0, {2: 0.5})
+    tx = optax.chain(optax.sgd(rates), jb.scale_by_batch_size(base_examples=4))
+    grads = jnp.ones(())
+    state, given = tx.init(grads), []
+    for size in (4, 16, 4, 16):
+        update, state = tx.update(grads, state, num_examples=size)
+        given.append(float(update))
+    assert given == [-1, -2, -0.5, -1]
+
+
+# Among other transformations
+
+
+def test_it_works_with_injected_hyperparameters():
+    tx = optax.chain(
+        optax.inject_hyperparams(optax.sgd)(learning_rate=0.5),
+        jb.scale_by_batch_size(base_examples=4),
+    )
+    grads = jnp.ones(())
+    state = tx.init(grads)
+    update, state = tx.update(grads, state, num_examples=16)
+    assert update == -1
+    state[0].hyperparams["learning_rate"] = jnp.float32(3)
+    update, _ = tx.update(grads, state, num_examples=16)
+    assert update == -6
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_it_works_under_multi_steps():
+    inner = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(base_examples=4))
+    multi = optax.MultiSteps(inner, every_k_schedule=2)
+    grads = jnp.ones(())
+    state, given = multi.init(grads), []
+    for size in (16, 16, 64, 64):
+        update, state = multi.update(grads, state, grads, num_examples=size)
+        given.append(float(update))
+    assert given == [0, -2, 0, -4]
+
+
+def test_it_may_scale_some_of_the_parameters():
+    tx = optax.masked(
+        jb.scale_by_batch_size(base_examples=1, rule="linear"), {"a": True, "b": False}
+    )
+    grads = {"a": jnp.ones(()), "b": jnp.ones(())}
+    updates, _ = tx.update(grads, tx.init(grads), num_examples=5)
+    assert updates == {"a": 5, "b": 1}
+
+
+def test_nnx_optimizer_passes_the_size_on():
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    before = np.asarray(model.bias.get_value())
+    tx = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(base_examples=4))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    optimizer.update(model, grads, num_examples=16)
+    np.testing.assert_array_equal(model.bias.get_value(), before - 2)
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+@pytest.mark.parametrize(
+    ("base", "factor"), [({"base_examples": 12}, 0.5), ({"base_tokens": 2}, 5)]
+)
+def test_data_parallel_gives_the_sizes_of_the_global_batch(base, factor, mode):
+    mesh = jb.data_mesh(jax.devices()[:4])
+    tx = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(**base, rule="linear"))
+    rows = [{"x": np.zeros(n, np.int32)} for n in (1, 2, 1, 3, 1, 2)]
+    batch = jb.collate_rows(rows, jb.Bucket(8, 4))
+    step = jb.data_parallel(
+        lambda w, batch, keys: (w * batch.num_tokens.astype(w.dtype), batch.num_tokens),
+        *(tx, mesh),
+        mode=mode,
+    )
+    state = jb.replicate(jb.create_state(np.float32(0), tx), mesh)
+    state, _ = step(state, next(jb.prefetch_to_mesh([batch], mesh)))
+    # 6 examples, 10 tokens, a mean gradient of 1.
+    assert state.params == -factor
+    assert state.opt_state[1].factor == factor
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("bases", [{}, {"base_examples": 4, "base_tokens": 9}])
+def test_not_exactly_one_base_is_refused(bases):
+    examples, tokens = bases.get("base_examples"), bases.get("base_tokens")
+    message = (
+        f"`base_examples={examples}`, `base_tokens={tokens}`, `base_rows=None`: give"
+    )
+    with pytest.raises(ValueError, match=message):
+        jb.scale_by_batch_size(**bases)
+
+
+@pytest.mark.parametrize("name", ["base_examples", "base_tokens"])
+@pytest.mark.parametrize("value", [0, -2, float("nan"), float("inf"), "3"])
+def test_a_base_that_is_not_positive_is_refused(name, value):
+    message = f"`{name}={value!r}` must be a positive number"
+    with pytest.raises(ValueError, match=message):
+        jb.scale_by_batch_size(**{name: value})
+
+
+def test_an_unknown_rule_is_refused():
+    message = r"`rule='cubic'`: choose one of \['linear', 'none', 'sqrt'\], or pass"
+    with pytest.raises(ValueError, match=message):
+        jb.scale_by_batch_size(base_examples=4, rule="cubic")
+
+
+@pytest.mark.parametrize(
+    ("base", "size", "given"),
+    [
+        ("base_examples", "num_examples", {}),
+        ("base_tokens", "num_tokens", {}),
+        ("base_examples", "num_examples", {"num_tokens": 9}),
+        ("base_tokens", "num_tokens", {"num_examples": 9}),
+        ("base_tokens", "num_tokens", {"num_tokens": None}),
+    ],
+)
+def test_an_update_without_its_size_says_what_to_pass(base, size, given):
+    tx = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(**{base: 4}))
+    grads = jnp.ones(())
+    message = rf"needs the batch size: call `tx.update\(.*, {size}=batch\.{size}\)`"
+    with pytest.raises(ValueError, match=message):
+        tx.update(grads, tx.init(grads), grads, **given)
+
+
+@pytest.mark.parametrize("rule", [lambda r: 0.5, lambda r: 2, lambda r: np.float32(3)])
+def test_a_rule_may_give_a_plain_number(rule):
+    tx = jb.scale_by_batch_size(base_examples=4, rule=rule)
+    u, s = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), num_examples=8)
+    assert s.factor == rule(2)
+
+
+def test_a_rule_that_gives_several_factors_is_refused():
+    tx = jb.scale_by_batch_size(base_examples=4, rule=lambda r: jnp.ones(3) * r)
+    with pytest.raises(ValueError, match=r"`rule` returned a factor of shape \[3\]"):
+        tx.update(jnp.ones(3), tx.init(jnp.ones(3)), num_examples=8)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2, min_factor=3, max_factor=2),
+            "`min_factor=3`, `max_factor=2`: give numbers that are not negative, the",
+        ),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2, min_factor=-1),
+            "`min_factor=-1`, `max_factor=inf`: give",
+        ),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2, max_factor=np.nan),
+            "`max_factor=nan`: give numbers",
+        ),
+        (
+            lambda: jb.scale_by_batch_size(
+                base_rows=2, learning_rate=jb.schedule_by_work(lambda n: n)
+            ),
+            "`learning_rate` is a schedule that is told what was seen inside an",
+        ),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2, learning_rate="fast"),
+            "`learning_rate='fast'` must be a positive, finite number",
+        ),
+        (
+            lambda: jb.is_linear_in_lr(optax.sgd(1e-3)),
+            "`make_tx` is a GradientTransformationExtraArgs: give a function",
+        ),
+        (
+            lambda: jb.is_linear_in_lr(optax.sgd, learning_rate=0.0),
+            "`learning_rate=0.0` must be a positive",
+        ),
+        (lambda: jb.scale_schedule(0, base_rows=2), "`schedule=0` must be a positive"),
+        (lambda: jb.scale_schedule("fast", base_rows=2), "`schedule='fast'` must be"),
+        (lambda: jb.scale_schedule(1e-3), "`base_rows=None`: give one of them."),
+        (lambda: jb.scale_by_adam_sde(), "`base_rows=None`: give one of them."),
+        (
+            lambda: jb.scale_by_adam_sde(base_rows=2, b1=1),
+            "`b1=1` must be from 0 to below 1.",
+        ),
+        (
+            lambda: jb.scale_by_adam_sde(base_rows=2, b2=-0.1),
+            "`b2=-0.1` must be from 0 to below 1.",
+        ),
+        (
+            lambda: jb.scale_by_adam_sde(base_rows=2, eps=-1.0),
+            "`eps=-1.0` must be a number that is not negative.",
+        ),
+        (
+            lambda: jb.schedule_by_work(1e-3),
+            "`schedule=0.001` does not change: give a schedule of optax",
+        ),
+        (
+            lambda: jb.schedule_by_work(lambda n: n, "steps"),
+            "`work='steps'`: choose 'examples' or 'tokens'.",
+        ),
+        (
+            lambda: jb.warmup_inverse_sqrt_schedule(1e-3, 0),
+            "`warmup_steps=0` must be a positive",
+        ),
+        (
+            lambda: jb.warmup_inverse_sqrt_schedule(-1, 9),
+            "`peak_value=-1` must be a positive",
+        ),
+        (
+            lambda: jb.schedule_by_work(lambda n: n).update(
+                jb.schedule_by_work(lambda n: n).init(), num_examples=3
+            ),
+            "needs their number: call `tx.update(grads, state, params, num_tokens=bat",
+        ),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2).update(
+                jnp.ones(()), jb.scale_by_batch_size(base_rows=2).init(0.0)
+            ),
+            "num_rows=batch.bucket.batch_size)`, of all micro-batches.",
+        ),
+    ],
+)
+def test_what_says_nothing_is_refused(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def test_a_scaled_schedule_without_its_size_says_what_to_pass():
+    rate = jb.scale_schedule(1e-3, base_tokens=4)
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    state = tx.init(jnp.ones(()))
+    for extra in ({}, {"num_examples": 3}):
+        with pytest.raises(ValueError, match="num_tokens=batch.num_tokens"):
+            tx.update(jnp.ones(()), state, **extra)
+
+
+BY_WORK = jb.schedule_by_work(optax.constant_schedule(1e-3))
+SCALED = jb.scale_schedule(1e-3, base_examples=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: jb.scale_schedule(SCALED, base_rows=2),
+            "`schedule` is scaled already",
+        ),
+        (
+            lambda: jb.schedule_by_work(SCALED),
+            "`schedule` is told what was seen already",
+        ),
+        (lambda: jb.schedule_by_work(BY_WORK), "`schedule` is told what was seen alr"),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2, learning_rate=SCALED),
+            "`learning_rate` is a schedule that is told what was seen inside an",
+        ),
+        *(
+            (
+                lambda rate=rate: optax.sgd(rate).update(
+                    jnp.ones(2), optax.sgd(rate).init(jnp.ones(2))
+                ),
+                "only `optax.inject_hyperparams` tells it: write",
+            )
+            for rate in (SCALED, BY_WORK)
+        ),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=True),
+            "`base_rows=True` must be a positive number",
+        ),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2, min_factor=math.inf),
+            "`min_factor=inf`, `max_factor=inf`: give numbers",
+        ),
+        (
+            lambda: jb.scale_by_adam_sde(base_rows=2, b1="x"),
+            "`b1='x'` must be from 0 to below 1.",
+        ),
+        (
+            lambda: jb.scale_by_adam_sde(base_rows=2, eps=None),
+            "`eps=None` must be a number that is not negative.",
+        ),
+        (
+            lambda: jb.scale_by_batch_size(base_rows=2, rule=lambda ratio: None).update(
+                jnp.ones(2), jb.scale_by_batch_size(base_rows=2).init(0), num_rows=2
+            ),
+            "`rule` returned a NoneType: return one number.",
+        ),
+    ],
+)
+def test_what_does_not_belong_there_says_where_it_does(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize("base", [np.asarray(4), np.int64(4), 4.0])
+def test_a_base_may_be_any_number(base):
+    tx = jb.scale_by_batch_size(base_rows=base, rule="linear", min_factor=np.int64(0))
+    updates, _ = tx.update(jnp.ones(2), tx.init(0), num_rows=8)
+    np.testing.assert_array_equal(updates, 2)
+
+
+@pytest.mark.parametrize(
+    "size", [-4, math.nan, math.inf, "8", None, np.float32("nan"), True, np.True_]
+)
+def test_what_is_no_size_is_refused(size):
+    tx = jb.scale_by_batch_size(base_examples=2)
+    with pytest.raises(ValueError, match="num_examples"):
+        tx.update(jnp.ones(2), tx.init(0), num_examples=size)
+    with pytest.raises(ValueError, match="num_tokens"):
+        BY_WORK.update(BY_WORK.init(), num_tokens=size)
+
+
+def test_several_sizes_are_refused():
+    tx = jb.scale_by_batch_size(base_examples=2)
+    with pytest.raises(ValueError, match=r"`num_examples` has shape \[2\]: give one"):
+        tx.update(jnp.ones(2), tx.init(0), num_examples=jnp.ones(2))
+
+
+@pytest.mark.parametrize("size", [2**31, 2**33 + 5, np.int64(2**40), 2**20])
+def test_work_of_any_size_is_counted_exactly(size):
+    state = BY_WORK.init()
+    for _ in range(3):
+        state = BY_WORK.update(state, num_tokens=size)
+    assert int(state.high) * 2**30 + int(state.low) == 3 * int(size)
+
+
+def test_the_least_factor_holds_without_a_largest():
+    tx = jb.scale_by_batch_size(base_examples=8, rule="linear", min_factor=0.5)
+    for size, factor in ((1, 0.5), (80, 10)):
+        updates, _ = tx.update(jnp.ones(2), tx.init(0), num_examples=size)
+        np.testing.assert_array_equal(updates, factor)
+
+
+def test_the_first_state_has_the_rate_of_the_base():
+    tx = jb.scale_by_batch_size(base_examples=8, learning_rate=0.5)
+    assert in_force(tx.init(0)) == {"lr_factor": 1, "learning_rate": 0.5}
+
+
+def test_a_factor_may_be_more_than_half_precision_has():
+    tx = jb.scale_by_batch_size(base_examples=1, rule="linear")
+    updates, _ = tx.update(
+        jnp.full(2, 1e-3, jnp.float16), tx.init(0), num_examples=2**17
+    )
+    np.testing.assert_allclose(updates, 2**17 * 1e-3, rtol=1e-3)
+
+
+def test_the_sde_state_has_arrays_of_its_own():
+    """A step that donates its state would be refused otherwise."""
+    tx = jb.scale_by_adam_sde(base_examples=4)
+    params = {"w": jnp.ones(3)}
+    step = jax.jit(
+        lambda state, grads: tx.update(grads, state, num_examples=4), donate_argnums=0
+    )
+    state = tx.init(params)
+    for _ in range(2):
+        _, state = step(state, params)
+
+
+def test_the_sde_rule_is_exact_in_double_precision():
+    with jax.enable_x64(True):
+        tx = jb.scale_by_adam_sde(base_examples=3, b1=0.9, b2=0.99)
+        rng, params = np.random.default_rng(0), jnp.ones(4, jnp.float64)
+        state, mu, nu, seen = tx.init(params), 0.0, 0.0, np.zeros(2)
+        for size in (1, 5, 2, 7, 3):
+            grads, ratio = rng.normal(size=4), size / 3
+            gains = ratio * np.array([0.1, 0.01])
+            mu, nu = mu + gains[0] * (grads - mu), nu + gains[1] * (grads**2 - nu)
+            seen = seen + gains * (1 - seen)
+            want = mu / seen[0] / (np.sqrt(nu / seen[1]) + 1e-8 / np.sqrt(ratio))
+            got, state = tx.update(jnp.asarray(grads), state, num_examples=size)
+            np.testing.assert_allclose(got, np.sqrt(ratio) * want, rtol=1e-13)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_sde_rule_keeps_the_direction_of_complex_gradients():
+    grads = jnp.asarray([1 + 1j, 2 - 1j], jnp.complex64)
+    tx, adam = jb.scale_by_adam_sde(base_examples=4), optax.scale_by_adam()
+    got, state = tx.update(grads, tx.init(grads), num_examples=4)
+    want, _ = adam.update(grads, adam.init(grads))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert state.nu.dtype == jnp.float32
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_step_that_is_told_counts_and_not_the_updates():
+    rate = jb.scale_schedule(lambda step: 1.0 * step, base_examples=1, rule="none")
+    state = rate.init()
+    for step in (7, 3, 5):
+        assert rate(state, step=step, num_examples=1) == step
+        state = rate.update(state, step=step, num_examples=1)
+        assert state.inner == step + 1
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_schedule_of_the_weight_decay_goes_on_where_an_update_is_skipped():
+    def schedule(count):
+        return 1 / (1 + jnp.asarray(count, jnp.float32))
+
+    tx = optax.adamw(schedule, weight_decay=schedule)
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    for is_bad in (False, True, True, False):
+        _, new = tx.update(params, state, params)
+        state = skip_where(jnp.asarray(is_bad), new, state)
+    counts = {
+        jax.tree_util.keystr(path): int(leaf)
+        for path, leaf in jax.tree.leaves_with_path(state)
+        if jax.tree_util.keystr(path).endswith("count")
+    }
+    assert sorted(counts.values()) == [2, 4, 4], counts
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_what_counts_for_itself_is_held_with_all_inside():
+    tx = optax.MultiSteps(optax.sgd(optax.constant_schedule(0.1)), 2)
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    _, state = tx.update(params, state, params)
+    _, new = tx.update(params, state, params)
+    held = skip_where(jnp.asarray(True), new, state)
+    jax.tree.map(np.testing.assert_array_equal, held, state)
+
+
+def test_a_bool_on_a_device_is_no_size():
+    tx = jb.scale_by_batch_size(base_examples=2)
+    with pytest.raises(ValueError, match="num_examples"):
+        tx.update(jnp.ones(2), tx.init(0), num_examples=jnp.asarray(True))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9}, {"weight_decay_rate": 1e-3}], ids=str
+)
+def test_adafactor_takes_a_scaled_rate_inside_of_jit(options):
+    adafactor = optax.inject_hyperparams(
+        optax.adafactor, static_args=("dtype_momentum", "min_dim_size_to_factor")
+    )
+    rate = jb.scale_schedule(1e-2, base_tokens=30)
+    tx, params = adafactor(learning_rate=rate, **options), random_params(0)
+
+    @jax.jit
+    def step(grads, state):
+        return tx.update(grads, state, params, num_tokens=120)
+
+    want = optax.adafactor(2e-2, **options)
+    state, want_state = tx.init(params), want.init(params)
+    for seed in range(3):
+        grads = random_params(seed + 1)
+        updates, state = step(grads, state)
+        expected, want_state = want.update(grads, want_state, params)
+        for key in params:
+            np.testing.assert_allclose(updates[key], expected[key], rtol=1e-4)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_parameters_in_half_precision_have_hyperparameters_in_single():
+    adamw = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)
+    tx = adamw(learning_rate=jb.scale_schedule(1e-2, base_examples=4))
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update(params, state, params, num_examples=5)
+        assert np.isfinite(updates["w"].astype(np.float32)).all()
+    rate = in_force(state)["learning_rate"]
+    np.testing.assert_allclose(rate, 1e-2 * np.sqrt(1.25), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_schedule_free_is_held_with_the_schedule_inside():
+    schedule = optax.linear_schedule(1.0, 0.0, 10)
+    tx = optax.contrib.schedule_free(optax.sgd(schedule), learning_rate=1.0)
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    _, new = tx.update(params, state, params)
+    held = skip_where(jnp.asarray(True), new, state)
+    jax.tree.map(np.testing.assert_array_equal, held, state)

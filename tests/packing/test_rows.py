@@ -1,0 +1,1117 @@
+"""Packed rows against a plain best fit, and against the same examples unpacked."""
+
+import bisect
+import io
+import json
+import operator
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxbucket as jb
+from jaxbucket import Bucket
+from jaxbucket.base.permutation import fold, mix, mix_each, permute, permute_each
+from jaxbucket.base.types import EMPTY_ROW
+from jaxbucket.data.segments import row_segments
+from jaxbucket.packing.best_fit import best_fit
+from jaxbucket.packing.pattern import Pattern, positions
+from jaxbucket.packing.rows import fewest_positions
+from jaxbucket.packing.subset_sum import fullest_rows
+from jaxbucket.plan.histogram import grouped, value_counts
+from jaxbucket.schedule.balance import imbalance, spread_evenly
+from jaxbucket.testing import check_batches
+
+
+def plain_best_fit(lengths, seq_lens, cap):
+    """Each example into the fullest row that holds it, the longest first; rooms."""
+    open_rows: list[tuple[int, int]] = []
+    closed = []
+    for length in sorted(lengths, reverse=True):
+        place = bisect.bisect_left(open_rows, (length, 0))
+        if place < len(open_rows):
+            room, segments = open_rows.pop(place)
+        else:
+            room, segments = seq_lens[bisect.bisect_left(seq_lens, length)], 0
+        row = (room - length, segments + 1)
+        if row[0] and row[1] < cap:
+            bisect.insort(open_rows, row)
+        else:
+            closed.append(row)
+    return sorted(closed + open_rows)
+
+
+def packing_problem(seed):
+    """Lengths, several T, and a cap."""
+    rng = np.random.default_rng(seed)
+    last = int(rng.choice([1, 5, 30, 300, 4000]))
+    size = int(rng.choice([1, 7, 100, 3000]))
+    lengths = np.minimum(1 + rng.geometric(min(1, 4 / last), size), last)
+    seq_lens = np.unique(rng.integers(1, last + 1, int(rng.integers(0, 4))))
+    seq_lens = [*seq_lens[seq_lens < lengths.max()].tolist(), int(lengths.max())]
+    if rng.random() < 0.5:
+        seq_lens[-1] += int(rng.integers(0, 3 * last))
+    cap = int(rng.choice([1, 2, 5, 10**6]))
+    return lengths.astype(np.int32), seq_lens, cap
+
+
+def rows_of(packing):
+    return [packing.slots(row) for row in range(packing.num_rows)]
+
+
+# Packing
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_rows_hold_every_example_and_are_as_few_as_those_of_best_fit(seed):
+    lengths, seq_lens, cap = packing_problem(seed)
+    packing = jb.pack(lengths, seq_lens, max_segments_per_row=cap)
+    assert sorted(packing.slot_lengths) == sorted(lengths)
+    positions = 0
+    for slots in rows_of(packing):
+        assert 1 <= len(slots) <= cap
+        # A row is begun with the shortest T that holds its longest.
+        seq_len = seq_lens[bisect.bisect_left(seq_lens, int(slots.max()))]
+        assert slots.sum() <= seq_len
+        positions += seq_len
+    if cap == 10**6:
+        # With a cap, which of the rows with equal room is taken makes a difference.
+        plain = plain_best_fit(lengths, seq_lens, cap)
+        rooms = sum(room for room, _ in plain)
+        assert positions <= lengths.sum() + rooms
+    assert packing.row_lengths.tolist() == [int(x.sum()) for x in rows_of(packing)]
+    assert packing.row_segments.tolist() == [len(x) for x in rows_of(packing)]
+
+
+def patterns_problem(seed):
+    lengths, seq_lens, cap = packing_problem(seed)
+    return (*value_counts(lengths), seq_lens, cap), lengths
+
+
+def rooms_of(patterns):
+    rooms = [x.seq_len - sum(x.slots) for x in patterns for _ in range(x.rows)]
+    return sorted(rooms)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_best_fit_is_best_fit_decreasing(seed):
+    problem, lengths = patterns_problem(seed)
+    *_, seq_lens, cap = problem
+    patterns = best_fit(*problem)
+    slots = [n for x in patterns for n in x.slots * x.rows]
+    assert sorted(slots) == sorted(lengths.tolist())
+    assert max(len(x.slots) for x in patterns) <= cap
+    if cap == 10**6:
+        # Where rows have equal room, another one of them may have been taken.
+        plain = plain_best_fit(lengths.tolist(), seq_lens, cap)
+        assert rooms_of(patterns) == [room for room, _ in plain]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_each_of_the_fullest_rows_is_as_full_as_can_be(seed):
+    problem, lengths = patterns_problem(seed)
+    *_, seq_lens, cap = problem
+    left = sorted(lengths.tolist())
+    for pattern in fullest_rows(*problem):
+        longest = left[-1]
+        seq_len = seq_lens[bisect.bisect_left(seq_lens, longest)]
+        assert pattern.slots[0] == longest and pattern.seq_len == seq_len
+        assert 0 <= seq_len - sum(pattern.slots) and len(pattern.slots) <= cap
+        if cap == 10**6 and len(left) < 200:
+            sums = {longest}
+            for length in left[:-1]:
+                sums |= {s + length for s in sums if s + length <= seq_len}
+            assert sum(pattern.slots) == max(sums)
+        for length in pattern.slots * pattern.rows:
+            left.remove(length)
+    assert not left
+
+
+def plain_fewest_rows(lengths, seq_len):
+    """The bound L2 of Martello and Toth, one k after the other."""
+    found = []
+    for k in {0, *lengths[lengths <= seq_len // 2].tolist()}:
+        alone = lengths > seq_len - k
+        large = ~alone & (lengths > seq_len // 2)
+        small = (lengths >= k) & (lengths <= seq_len // 2)
+        room = (seq_len - lengths[large]).sum()
+        rest = -(-int(lengths[small].sum() - room) // seq_len)
+        found.append(alone.sum() + large.sum() + max(0, rest))
+    return max(found)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_rows_are_fewer_than_the_bound(seed):
+    rng = np.random.default_rng(seed)
+    seq_len = int(rng.integers(1, 60))
+    lengths = rng.integers(1, seq_len + 1, int(rng.integers(1, 80)))
+    values, counts = value_counts(lengths)
+    fewest = fewest_positions(values, counts, [seq_len])
+    assert fewest == seq_len * plain_fewest_rows(lengths, seq_len)
+    for packer in (best_fit, fullest_rows):
+        assert positions(packer(values, counts, [seq_len], 10**6)) >= fewest
+
+
+@pytest.mark.parametrize(
+    ("lengths", "seq_len", "of_best_fit", "of_fullest"),
+    [
+        ([7, 7, 8, 11, 12, 16], 32, 3, 2),
+        ([5, 8, 9, 10, 12, 12, 12, 17], 30, 3, 4),
+    ],
+)
+def test_the_fuller_rows_win(lengths, seq_len, of_best_fit, of_fullest):
+    problem = *value_counts(np.array(lengths)), [seq_len], 10
+    assert positions(best_fit(*problem)) == of_best_fit * seq_len
+    assert positions(fullest_rows(*problem)) == of_fullest * seq_len
+    assert jb.pack(lengths, seq_len).num_rows == min(of_best_fit, of_fullest)
+
+
+def test_what_would_take_long_is_left_out(monkeypatch):
+    monkeypatch.setattr("jaxbucket.packing.subset_sum._MOST_LOOKED_AT", 1)
+    lengths = [7, 7, 8, 11, 12, 16]
+    assert fullest_rows(*value_counts(np.array(lengths)), [32], 10) is None
+    assert jb.pack(lengths, 32).num_rows == 3
+
+
+def test_real_lengths_fill_rows_at_least_as_best_fit_does(real_lengths):
+    for seq_len in (2048, 4096):
+        # Tails apart: what is longer has rows of its own.
+        lengths = real_lengths[real_lengths <= seq_len][:6000]
+        packing = jb.pack(lengths, seq_len)
+        rooms = plain_best_fit(lengths.tolist(), [seq_len], 10**9)
+        assert packing.num_rows <= len(rooms)
+        assert packing.fill == lengths.sum() / (seq_len * packing.num_rows)
+
+
+def test_a_packing_names_itself():
+    packing = jb.pack([3, 5, 2], 8)
+    assert packing.fingerprint == jb.pack(np.array([2, 3, 5]), [8]).fingerprint
+    assert packing.fingerprint != jb.pack([3, 5, 2], 9).fingerprint
+    assert packing.fingerprint != jb.pack([3, 5, 3], 8).fingerprint
+    assert repr(packing) == "Packing(3 examples in 2 rows of 8, fill 62.5%)"
+    assert packing.num_examples == 3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ([3, 9], {"max_seq_len": 8}, r"`lengths\[1\]=9` is beyond the longest row"),
+        ([3, 9], {"max_seq_len": [4, 8]}, "`max_seq_len=8`. Give longer rows, or spl"),
+        ([], {"max_seq_len": 8}, "`lengths` is empty"),
+        ([3, 0], {"max_seq_len": 8}, r"`lengths\[1\]=0`"),
+        ([3, -1], {"max_seq_len": 8}, r"`lengths\[1\]=-1`"),
+        ([3.5], {"max_seq_len": 8}, "is not an integer"),
+        ([float("nan")], {"max_seq_len": 8}, "is not an integer"),
+        ([3], {"max_seq_len": 0}, "`max_seq_len=0` must be a positive integer"),
+        (
+            [3],
+            {"max_seq_len": [8, 4]},
+            "must be one T, or a list of several",
+        ),
+        ([3], {"max_seq_len": []}, "must be one T, or a list of several"),
+        ([3], {"max_seq_len": 2.5}, "`max_seq_len=2.5` is not an integer"),
+        ([3], {"max_seq_len": 2**40}, "`max_seq_len=1099511627776` is beyond"),
+        ([3], {"max_seq_len": np.array(2)}, "beyond the longest row, `max_seq_len=2`"),
+        ([3], {"max_seq_len": {4, 8}}, "must be one T, or a list of several"),
+        ([3], {"max_seq_len": 8, "padded_up_to": -1}, "`padded_up_to=-1` must not"),
+        (
+            [3],
+            {"max_seq_len": 8, "max_segments_per_row": 0},
+            "`max_segments_per_row=0` must be a positive integer",
+        ),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(lengths, options, message):
+    with pytest.raises(ValueError, match=message):
+        jb.pack(lengths, **options)
+
+
+# Schedules
+
+
+def packed_schedule(lengths, seq_lens, *, cap=None, rows=3, **options):
+    packing = jb.pack(lengths, seq_lens, max_segments_per_row=cap)
+    plan = jb.plan_buckets(
+        packing.row_lengths,
+        max_tokens=rows * packing.seq_lens[-1],
+        boundaries=packing.seq_lens,
+    )
+    return jb.BatchSchedule(plan, lengths, packing=packing, **options)
+
+
+def epoch_rows(schedule, epoch):
+    first = epoch * len(schedule)
+    steps = range(first, first + len(schedule))
+    return [x for step in steps for x in schedule.micro_batches(step)]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_example_is_in_one_row_of_an_epoch(seed):
+    lengths, seq_lens, cap = packing_problem(seed)
+    schedule = packed_schedule(
+        lengths,
+        seq_lens,
+        cap=cap,
+        seed=seed,
+        order=["shuffled", "shuffled", "source", "descending"][seed % 4],
+        accumulate=[1, 1, 2][seed % 3],
+        group=["same", "mixed"][seed % 2],
+    )
+    for epoch in (0, 3):
+        found = []
+        for indices in epoch_rows(schedule, epoch):
+            rows = indices.rows
+            assert rows.shape == (indices.bucket.batch_size, schedule.max_segments)
+            filled = rows != EMPTY_ROW
+            # Behind the last example of a row there is none.
+            assert not (filled[:, 1:] & ~filled[:, :-1]).any()
+            tokens = np.where(filled, lengths[rows], 0).sum(axis=1)
+            assert tokens.max() <= indices.bucket.seq_len
+            found.append(rows[filled])
+        assert sorted(np.concatenate(found)) == list(range(len(lengths)))
+
+
+def test_real_lengths_are_in_one_row_each(real_lengths):
+    last = int(real_lengths.max())
+    schedule = packed_schedule(real_lengths, [(last + 1) // 2, last], seed=1)
+    rows = [x.rows[x.rows >= 0] for x in epoch_rows(schedule, 1)]
+    assert sorted(np.concatenate(rows)) == list(range(len(real_lengths)))
+
+
+def test_another_epoch_has_other_neighbours():
+    lengths = np.repeat([5, 7, 20], 400)
+    schedule = packed_schedule(lengths, 32)
+
+    def neighbours(epoch):
+        found = set()
+        for indices in epoch_rows(schedule, epoch):
+            for row in indices.rows:
+                own = row[row >= 0]
+                found |= {(int(a), int(b)) for a in own for b in own if a < b}
+        return found
+
+    first, second = neighbours(0), neighbours(1)
+    assert len(first & second) < 0.05 * len(first)
+    assert neighbours(0) == first
+    again = packed_schedule(lengths, 32, order="source")
+    assert np.array_equal(again[0].rows, again[len(again)].rows)
+
+
+def test_a_slot_takes_any_example_of_its_length():
+    # One of eight for each slot, evenly.
+    lengths = np.full(8, 4)
+    schedule = packed_schedule(lengths, 4, rows=8, seed=5)
+    counts = np.zeros((8, 8))
+    for epoch in range(800):
+        counts[np.arange(8), schedule[epoch].rows[:, 0]] += 1
+    assert np.abs(counts - 100).max() < 45
+
+
+def test_the_choice_of_a_seed_is_kept():
+    lengths = np.random.default_rng(0).integers(1, 60, 500)
+    rows = packed_schedule(lengths, 64, rows=2, seed=7)[11].rows
+    assert rows.tolist() == [[191, 425, 96, -1], [57, 70, -1, -1]]
+
+
+def test_its_report_counts_rows_and_examples():
+    lengths = [4, 4, 3, 5, 8, 2]
+    schedule = packed_schedule(lengths, 8, rows=2)
+    report = schedule.report()
+    assert (report.examples, report.packed_examples) == (4, 6)
+    assert report.real_tokens == sum(lengths)
+    assert report.mask_bytes == 2 * 8 * 8
+    assert "6 examples are packed in 4 rows" in report.summary
+    assert json.loads(report.to_json())["mask_bytes"] == 128
+    assert "packed" not in jb.BatchSchedule(schedule.plan, lengths).report().summary
+
+
+def test_what_a_packing_does_not_go_with_is_refused():
+    lengths = np.array([3, 5, 2, 4])
+    packing = jb.pack(lengths, 8)
+    plan = jb.plan_buckets([8], max_tokens=16)
+    with pytest.raises(ValueError, match="`packing` is of 4 examples with 14 tokens"):
+        jb.BatchSchedule(plan, lengths[:3], packing=packing)
+    with pytest.raises(ValueError, match="or of others: the data changed"):
+        jb.BatchSchedule(plan, [3, 5, 3, 3], packing=packing)
+    with pytest.raises(ValueError, match="`packing` is a list: make it by `pack"):
+        jb.BatchSchedule(plan, lengths, packing=[[0, 1]])  # pyright: ignore
+    short = jb.plan_buckets([5], max_tokens=16)
+    with pytest.raises(ValueError, match="rows of 8 tokens, beyond the last bucket"):
+        jb.BatchSchedule(short, lengths, packing=packing)
+    with pytest.raises(ValueError, match="`order` is a `Curriculum`"):
+        order = jb.Curriculum(lengths, jb.LinearPacing(0.5, 2))
+        jb.BatchSchedule(plan, lengths, packing=packing, order=order)
+    packed = jb.BatchSchedule(plan, lengths, packing=packing)
+    with pytest.raises(ValueError, match="have packed rows, and rows of one"):
+        jb.Mixture([packed, jb.BatchSchedule(plan, lengths)], [1, 1])
+
+
+def test_a_mixture_of_packed_rows_counts_through():
+    lengths = np.array([3, 5, 2, 4])
+    plan = jb.plan_buckets([8], max_tokens=8)
+    # One has two in a row, the other has one.
+    packings = [jb.pack(lengths, 8, max_segments_per_row=n) for n in (2, 1)]
+    own = [jb.BatchSchedule(plan, lengths, packing=x) for x in packings]
+    mixture = jb.Mixture(own, [1, 1])
+    assert mixture.max_segments == 2
+    rows = np.concatenate([mixture[step].rows for step in range(len(mixture))])
+    assert set(rows[rows >= 0]) == set(range(8))
+
+
+# Even work
+
+
+def longest_first(work, num_parts):
+    """For so many devices and no others: the largest to the one with least so far."""
+    parts = [[] for _ in range(num_parts)]
+    for x in sorted(work.tolist(), reverse=True):
+        free = [part for part in parts if len(part) < len(work) // num_parts]
+        min(free, key=sum).append(x)
+    return np.array(sum(parts, []))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_rows_are_spread_evenly(seed):
+    rng = np.random.default_rng(seed)
+    size = int(rng.choice([1, 2, 8, 12, 24, 64, 96]))
+    work = rng.integers(0, 1000, size) ** 2
+    order = spread_evenly(work)
+    assert sorted(order) == list(range(size))
+    for num_parts in (2, 4, 8):
+        if size % num_parts == 0:
+            found = imbalance(work[order], num_parts)
+            assert found <= 1.25 * imbalance(longest_first(work, num_parts), num_parts)
+    assert imbalance(np.zeros(size), 1) == 1
+
+
+@pytest.mark.parametrize(("size", "num_parts"), [(9, 3), (15, 5), (18, 6), (36, 12)])
+def test_other_numbers_of_devices_are_no_worse_off(size, num_parts):
+    rng = np.random.default_rng(0)
+    draws = [rng.integers(1, 100, size) ** 2 for _ in range(200)]
+    found = np.mean([imbalance(x[spread_evenly(x)], num_parts) for x in draws])
+    assert found < 1.1 * np.mean([imbalance(x, num_parts) for x in draws])
+
+
+def test_devices_have_even_work_however_many_they_are():
+    lengths = np.minimum(np.random.default_rng(0).geometric(1 / 80, 5000), 512)
+    schedule = packed_schedule(lengths, 512, rows=32)
+    packing = schedule.packing
+    rows = np.random.default_rng(0).permutation(packing.num_rows)
+    batches = rows[: len(rows) // 32 * 32].reshape(-1, 32)
+    for num_devices in (2, 4, 8):
+        as_they_come = [imbalance(packing.row_work[x], num_devices) for x in batches]
+        found = schedule.imbalance(num_devices)
+        # Of what is too much, at least four fifths are gone.
+        assert found - 1 < 0.2 * (np.mean(as_they_come) - 1)
+    with pytest.raises(ValueError, match="`num_devices=5` do not divide"):
+        schedule.imbalance(5)
+    with pytest.raises(ValueError, match="`num_devices=0`"):
+        schedule.imbalance(0)
+    assert jb.BatchSchedule(schedule.plan, lengths).imbalance(2) > 1
+
+
+# Permutations of many sizes
+
+
+@pytest.mark.parametrize("largest", [3, 1024, 1025, 10**6, 2**40])
+def test_each_is_permuted_as_if_alone(largest):
+    rng = np.random.default_rng(largest)
+    which = rng.integers(0, 9, 300)
+    sizes = rng.integers(1, largest, 9, endpoint=True)[which]
+    keys = np.array([fold(i) for i in range(9)], np.uint64)[which]
+    index = rng.integers(0, sizes)
+    found = permute_each(index, sizes, keys)
+    for i, size, key, got in zip(index, sizes, keys, found, strict=True):
+        assert permute(np.array([i]), int(size), int(key))[0] == got
+    numbers = np.array([0, 5, 2**40])
+    assert mix_each(numbers, 77).tolist() == [mix(int(x) ^ 77) for x in numbers]
+
+
+# Plans
+
+QUADRATIC = jb.TransformerCost(width=64, depth=2)
+
+
+def epoch_cost(lengths, seq_lens, max_tokens, cost_fn=QUADRATIC):
+    packing = jb.pack(lengths, seq_lens)
+    plan = jb.plan_buckets(
+        packing.row_lengths,
+        max_tokens=max_tokens,
+        boundaries=seq_lens,
+        cost_fn=cost_fn,
+    )
+    return jb.report(plan, packing.row_lengths).epoch_cost
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_packed_plan_is_no_worse_than_any_two_lengths_of_a_grid(seed):
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(rng.geometric(1 / 40, 400), 256)
+    last = int(lengths.max())
+    found = jb.plan_packing(
+        lengths, max_tokens=2048, cost_fn=QUADRATIC, num_buckets=3, pack="always"
+    )
+    assert found.packing is not None
+    seq_lens = found.plan.boundaries.tolist()
+    assert tuple(seq_lens) == found.packing.seq_lens and len(seq_lens) <= 3
+    # What it promises is what its rows cost, and its schedule has.
+    assert found.others["packed"] == epoch_cost(lengths, seq_lens, 2048)
+    schedule = jb.BatchSchedule(found.plan, lengths, packing=found.packing)
+    assert found.others["packed"] == schedule.report().epoch_cost
+    assert found.report == schedule.cost()
+    assert found.others["packed in one T"] == epoch_cost(lengths, [last], 2048)
+    rows = np.bincount(found.plan.assign(found.packing.row_lengths), minlength=3)
+    assert tuple(rows[: len(seq_lens)]) == found.rows
+    assert np.dot(found.rows, found.segments) == pytest.approx(len(lengths))
+    assert found.others["packed"] <= found.others["packed in one T"]
+    # A few of the grid's pairs may be better than where steps led to.
+    grid = [last // 4, last // 2, last * 3 // 4]
+    pairs = [epoch_cost(lengths, [x, last], 2048) for x in grid]
+    assert found.others["packed"] <= 1.03 * min(pairs)
+
+
+def test_real_lengths_cost_less_in_several_lengths_than_in_one(real_lengths):
+    lengths = real_lengths[real_lengths <= 4096]
+    is_short = real_lengths.max() < 4096
+    found = jb.plan_packing(
+        lengths,
+        max_tokens=65_536,
+        max_seq_len=4096,
+        cost_fn=QUADRATIC,
+        pack="always",
+        max_padding=0.015 if is_short else 1.0,
+    )
+    assert len(found.plan) <= 4
+    assert found.others["packed"] < found.others["packed in one T"]
+    assert found.packing is not None
+    if is_short:
+        assert 1 - found.packing.fill <= 0.015
+
+
+def test_lengths_of_a_short_range_get_rows_that_they_fill():
+    lengths = np.random.default_rng(0).integers(300, 311, 2000)
+    found = jb.plan_packing(lengths, max_tokens=2048, max_seq_len=512, pack="always")
+    assert found.plan.boundaries.tolist() == [310]
+    # Two of these fill a row well, and one does not.
+    found = jb.plan_packing(
+        [19] * 61,
+        max_tokens=4096,
+        max_seq_len=64,
+        num_buckets=1,
+        seq_len_multiple=8,
+        max_segments_per_row=2,
+        pack="always",
+        max_padding=0.1,
+    )
+    assert found.plan.boundaries.tolist() == [40]
+
+
+def test_auto_takes_what_costs_less():
+    lengths = np.repeat([30, 31, 32], 200)
+    options = {"max_tokens": 1024, "max_seq_len": 512, "cost_fn": QUADRATIC}
+    # Rows of one fit as they are; a longer row would only cost more.
+    padded = jb.plan_packing(lengths, **options)
+    assert not padded.is_packed and padded.packing is None
+    assert padded.why.startswith("Rows are padded, attention counted over whole rows")
+    assert padded.report == jb.report(padded.plan, lengths)
+    assert padded.segments == (1.0,) * len(padded.plan)
+    assert jb.plan_packing(lengths, **options, pack="always").is_packed
+    uneven = np.random.default_rng(0).integers(1, 65, 600)
+    packed = jb.plan_packing(uneven, **options)
+    assert packed.is_packed and "Rows are packed" in packed.why
+    never = jb.plan_packing(uneven, **options, pack="never")
+    assert not never.is_packed and never.others == packed.others
+    # A mask that makes steps slower can be too much.
+    slow = jb.plan_packing(
+        uneven, **options, packed_cost_fn=lambda b, t: 1.5 * QUADRATIC(b, t)
+    )
+    assert not slow.is_packed
+    told = json.loads(packed.to_json())
+    assert told["epoch_costs"] == packed.others and told["packed"]
+    assert told["report"]["packed_examples"] == 600
+
+
+def test_where_a_mask_costs_short_rows_stay_padded():
+    rng = np.random.default_rng(0)
+    # Those of 64 fit as they are; the others leave much of their rows empty.
+    lengths = np.concatenate([np.full(3000, 64), rng.integers(300, 600, 2000)])
+    options = {"max_tokens": 8192, "max_seq_len": 1024, "cost_fn": QUADRATIC}
+    free = jb.plan_packing(lengths, **options, pack="always")
+    assert free.padded_up_to == 0
+    slow = jb.plan_packing(
+        lengths,
+        **options,
+        pack="always",
+        packed_cost_fn=lambda b, t: 1.15 * QUADRATIC(b, t),
+    )
+    assert slow.padded_up_to >= 64 and "padded up to there" in slow.why
+    assert slow.packing is not None
+    again = jb.pack(
+        lengths, slow.plan.boundaries.tolist(), padded_up_to=slow.padded_up_to
+    )
+    assert again.fingerprint == slow.packing.fingerprint
+    # Not one of its batches has several examples in a row, remainders included.
+    schedule = jb.BatchSchedule(slow.plan, lengths, packing=slow.packing)
+    assert slow.others["packed"] == schedule.report().epoch_cost
+    for indices in epoch_rows(schedule, 0):
+        if indices.bucket.seq_len <= slow.padded_up_to:
+            assert (indices.rows[:, 1:] == EMPTY_ROW).all()
+    for bucket, cost in zip(slow.plan.buckets, slow.plan.costs, strict=True):
+        factor = 1 if bucket.seq_len <= slow.padded_up_to else 1.15
+        own = QUADRATIC(bucket.batch_size, bucket.seq_len)
+        assert cost == pytest.approx(factor * own)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_examples_up_to_a_length_are_alone(seed):
+    lengths, seq_lens, cap = packing_problem(seed)
+    up_to = int(np.random.default_rng(seed).integers(0, lengths.max() + 2))
+    packing = jb.pack(lengths, seq_lens, max_segments_per_row=cap, padded_up_to=up_to)
+    assert sorted(packing.slot_lengths) == sorted(lengths)
+    alone = [x for x in rows_of(packing) if x.min() <= up_to]
+    assert all(len(x) == 1 for x in alone)
+    assert len(alone) == (lengths <= up_to).sum()
+    if (lengths > up_to).any():
+        rest = jb.pack(lengths[lengths > up_to], seq_lens, max_segments_per_row=cap)
+        assert packing.num_rows == len(alone) + rest.num_rows
+
+
+def test_what_the_review_broke_holds():
+    rng = np.random.default_rng(0)
+    mixed = np.concatenate([np.full(3000, 60), rng.integers(300, 500, 300)])
+    slow = {"max_tokens": 4096, "packed_cost_fn": lambda b, t: 3 * QUADRATIC(b, t)}
+    costs = [
+        jb.plan_packing(
+            mixed,
+            **slow,
+            cost_fn=QUADRATIC,
+            block_sparse=is_sparse,
+            pack="always",
+            num_buckets=3,
+        ).others["packed"]
+        for is_sparse in (False, True)
+    ]
+    assert costs[1] <= costs[0]
+    # Padded rows are as long as they must be, whatever may be.
+    short = rng.integers(20, 100, 2000)
+    own = {"max_tokens": 8192, "cost_fn": QUADRATIC, "num_buckets": 1}
+    own["packed_cost_fn"] = lambda b, t: 1.9 * QUADRATIC(b, t)
+    some, more = (jb.plan_packing(short, **own, max_seq_len=n) for n in (None, 512))
+    assert not more.is_packed and more.others["padded"] == some.others["padded"]
+    # Too much padding is no reason to fail where rows may stay padded.
+    pairs = np.array([51] * 500 + [100] * 500)
+    few = {"max_tokens": 1024, "num_buckets": 1, "max_padding": 0.001}
+    assert not jb.plan_packing(pairs, **few).is_packed
+    # A budget that no batch of short rows keeps to, and a cost of pairs alone.
+    lengths = rng.integers(1, 1000, 2000)
+    budget = {"batch_size_multiple": 8, "cost_fn": QUADRATIC}
+    found = jb.plan_packing(
+        lengths, max_tokens=lambda t: 16 * t if t > 64 else 4 * t, **budget
+    )
+    assert found.plan.boundaries.min() > 64
+    jb.plan_packing(
+        lengths,
+        max_tokens=8192,
+        cost_fn=lambda b, t: float(b * t * t),
+        block_sparse=True,
+    )
+    with pytest.raises(ValueError, match="give both, in one unit"):
+        jb.plan_packing(lengths, max_tokens=8192, packed_cost_fn=QUADRATIC)
+
+
+def test_block_sparse_attention_makes_long_rows_cheap():
+    lengths = np.random.default_rng(0).integers(1, 65, 3000)
+    options = {"max_tokens": 8192, "max_seq_len": 1024, "cost_fn": QUADRATIC}
+    dense = jb.plan_packing(lengths, **options, pack="always")
+    sparse = jb.plan_packing(lengths, **options, pack="always", block_sparse=True)
+    assert sparse.plan.max_seq_len > 2 * dense.plan.max_seq_len
+    assert sparse.packing is not None and dense.packing is not None
+    assert sparse.packing.fill > dense.packing.fill
+    assert sparse.others["packed in one T"] < dense.others["packed in one T"]
+    # Pairs within examples alone, and no others.
+    (bucket,) = jb.plan_packing(
+        lengths, **options, pack="always", block_sparse=True, num_buckets=1
+    ).plan.buckets
+    found = jb.plan_packing(
+        lengths, **options, pack="always", block_sparse=True, num_buckets=1
+    )
+    assert found.packing is not None
+    size, seq_len = bucket.batch_size, bucket.seq_len
+    per_token, per_pair = 72 * 2 * 64**2, 12 * 2 * 64
+    pairs = size * found.packing.row_work.mean()
+    want = size * seq_len * per_token + per_pair * pairs
+    assert found.plan.costs[0] == pytest.approx(want, rel=1e-6)
+
+
+def test_a_packed_plan_is_a_table():
+    import rich.console
+
+    found = jb.plan_packing([5, 3, 8, 1], max_tokens=32)
+    console = rich.console.Console(width=120, record=True, file=io.StringIO())
+    console.print(found)
+    text = " ".join(console.export_text().split())
+    assert "examples a row" in text and "an epoch costs" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pack": "maybe"}, "`pack='maybe'`: choose"),
+        ({"max_padding": 0}, "`max_padding=0` must be"),
+        ({"max_padding": 1.5}, "`max_padding=1.5` must be a share"),
+        ({"max_padding": 1e-9, "max_seq_len": 9}, "2.08% at least is padding"),
+        ({"max_segments_per_row": 0}, "`max_segments_per_row=0`"),
+        ({"num_buckets": 0}, "`num_buckets=0`"),
+        ({"max_seq_len": 5}, "is beyond the longest row, `max_seq_len=5`"),
+        ({"max_tokens": 5}, "`max_tokens=5`"),
+        ({"max_tokens": [64, 32]}, "pass an integer, or a function of T"),
+    ],
+)
+def test_a_packed_plan_that_cannot_be_is_refused(options, message):
+    given = {"max_tokens": 64, "pack": "always", **options}
+    with pytest.raises(ValueError, match=message):
+        jb.plan_packing([8, 7, 8, 8, 8, 8], **given)
+
+
+# Batches
+
+
+def examples_of(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            "tokens": rng.integers(1, 100, n).astype(np.int32),
+            "vectors": rng.normal(size=(n, 2)),
+            "index": i,
+            "label": np.float32([i, -i]),
+        }
+        for i, n in enumerate(lengths)
+    ]
+
+
+def assert_same_examples(found, source):
+    assert [int(x["index"]) for x in found] == list(range(len(source)))
+    for example, want in zip(found, source, strict=True):
+        assert example.keys() == want.keys()
+        for name, value in want.items():
+            np.testing.assert_array_equal(example[name], value)
+
+
+SEQUENCES = ["tokens", "vectors"]
+
+
+def loaded(source, schedule, *, sequences=SEQUENCES, **options):
+    return list(jb.batch_dataset(source, schedule, sequences=sequences, **options))
+
+
+def unpacked(batches, schedule):
+    found = [
+        example
+        for batch in batches
+        for example in jb.unbatch(
+            batch, sequences=SEQUENCES, max_segments=schedule.max_segments
+        )
+    ]
+    return sorted(found, key=lambda example: example["index"])
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_batches_come_back_as_examples(seed):
+    lengths, seq_lens, cap = packing_problem(seed)
+    lengths = lengths[:60]
+    source = examples_of(lengths, seed)
+    schedule = packed_schedule(lengths, [*seq_lens[:-1], 4000], cap=cap, seed=seed)
+    batches = loaded(source, schedule)
+    assert_same_examples(unpacked(batches, schedule), source)
+    for batch in batches:
+        ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
+        assert ids.dtype == positions.dtype == np.int32
+        starts = (ids > 0) & (np.diff(ids, axis=1, prepend=0) > 0)
+        assert (positions[starts] == 0).all() and not positions[ids == 0].any()
+        inside = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0)
+        assert (np.diff(positions, axis=1)[inside] == 1).all()
+    assert sum(int(batch.num_examples) for batch in batches) == len(source)
+
+
+def test_a_loader_of_packed_rows_keeps_the_promises():
+    lengths = np.random.default_rng(1).integers(1, 30, 90)
+    source = examples_of(lengths)
+    schedule = packed_schedule(lengths, [16, 64], rows=4)
+
+    def loader(host, start_step):
+        shard = jb.RowShard((host,), 2)
+        return jb.batch_dataset(
+            source, schedule, shard=shard, start_step=start_step, sequences=SEQUENCES
+        )
+
+    promises = {"buckets": schedule.plan.buckets, "max_tokens": 256, "num_hosts": 2}
+    check_batches(loader, num_examples=90, **promises)
+    with pytest.raises(AssertionError, match=r"1 examples \(90\) are in no row"):
+        check_batches(loader, num_examples=91, **promises)
+
+
+def test_row_shards_are_rows_of_the_whole():
+    lengths = np.random.default_rng(1).integers(1, 30, 200)
+    source = examples_of(lengths)
+    schedule = packed_schedule(lengths, 64, rows=6)
+    whole = loaded(source, schedule)
+    for parts, count in (((0,), 2), ((1,), 2), ((0, 2), 3)):
+        shard = jb.RowShard(parts, count)
+        for batch, own in zip(
+            whole, loaded(source, schedule, shard=shard), strict=True
+        ):
+            cut = jax.tree.map(operator.itemgetter(shard.rows(6)), batch)
+            jax.tree.map(np.testing.assert_array_equal, cut, own)
+
+
+def test_it_resumes_at_every_step_and_refuses_another_packing():
+    lengths = np.random.default_rng(2).integers(1, 30, 100)
+    source = examples_of(lengths)
+    schedule = packed_schedule(lengths, 64, rows=4)
+    options = {"sequences": SEQUENCES, "num_epochs": 2}
+    dataset = jb.batch_dataset(source, schedule, **options)
+    whole = list(dataset)
+    for step in range(len(whole)):
+        resumed = list(dataset.resume(dataset.position(step)))
+        for a, b in zip(whole[step:], resumed, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, a, b)
+    other = packed_schedule(lengths, 64, cap=3, rows=4)
+    with pytest.raises(ValueError, match="packing"):
+        jb.batch_dataset(source, other, **options).resume(dataset.position(1))
+    without = jb.BatchSchedule(schedule.plan, lengths)
+    with pytest.raises(ValueError, match="packing"):
+        jb.batch_dataset(source, without, **options).resume(dataset.position(1))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_token_file_gathers_the_same(seed, tmp_path: pathlib.Path):
+    lengths, seq_lens, cap = packing_problem(seed)
+    source = examples_of(lengths[:80], seed)
+    schedule = packed_schedule(lengths[:80], [*seq_lens[:-1], 4000], cap=cap)
+    file = jb.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
+    pad = {"vectors": 0.5, "tokens": 7}
+    want = loaded(source, schedule, pad_value=pad)
+    for a, b in zip(loaded(file, schedule, pad_value=pad), want, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+    both = jb.concatenate([file, file])
+    twice = packed_schedule(np.tile(lengths[:80], 2), [*seq_lens[:-1], 4000], cap=cap)
+    found = sum(int(batch.num_examples) for batch in loaded(both, twice))
+    assert found == 2 * len(source)
+
+
+def test_a_plan_that_truncates_has_nothing_to_cut_in_packed_rows(tmp_path):
+    lengths = [5, 3, 8, 2]
+    source = examples_of(lengths)
+    file = jb.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
+    plan = jb.plan_buckets([8], max_tokens=16, overlong="truncate")
+    packing = jb.pack(lengths, 8)
+    schedule = jb.BatchSchedule(plan, lengths, packing=packing)
+    for given, sequences in ((source, SEQUENCES), (file, None)):
+        batches = loaded(given, schedule, sequences=sequences)
+        assert sum(int(batch.num_tokens) for batch in batches) == 18
+
+
+def test_a_source_that_was_split_is_packed():
+    source = examples_of([30, 3, 17, 8])
+    chunks = jb.split_source(source, 10, lengths=[30, 3, 17, 8], sequences=SEQUENCES)
+    schedule = packed_schedule(chunks.lengths, 10)
+    batches = loaded(chunks, schedule)
+    assert sum(int(batch.num_tokens) for batch in batches) == 58
+    assert all(batch.mask.sum() == batch.num_tokens for batch in batches)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_examples_that_run_on_fill_every_row(seed):
+    rng = np.random.default_rng(seed)
+    size, seq_len = int(rng.choice([1, 3, 50, 2000])), int(rng.choice([1, 7, 64]))
+    lengths = rng.integers(1, 3 * seq_len, size, endpoint=True)
+    source = examples_of(lengths, seed)
+    parts = jb.concat_then_split(
+        source, seq_len, lengths=lengths, seed=seed, sequences=SEQUENCES
+    )
+    packing = parts.packing
+    assert packing.num_rows == -(-lengths.sum() // seq_len)
+    assert (packing.row_lengths[:-1] == seq_len).all()
+    assert packing.num_examples == len(parts) <= size + packing.num_rows - 1
+    # Every token once, and in order.
+    found = {}
+    for part in range(len(parts)):
+        example = parts[part]
+        found.setdefault(int(example["index"]), []).append(part)
+    for index, own in found.items():
+        own.sort(key=lambda part: parts._begins[part])
+        tokens = np.concatenate([parts[part]["tokens"] for part in own])
+        np.testing.assert_array_equal(tokens, source[index]["tokens"])
+    assert sorted(found) == list(range(size))
+    # In a row they stand as they run on, with the seed's own choice of parts.
+    again = jb.concat_then_split(
+        source, seq_len, lengths=lengths, seed=seed, sequences=SEQUENCES
+    )
+    assert parts.fingerprint == again.fingerprint
+    if size == 2000:
+        other = jb.concat_then_split(
+            source, seq_len, lengths=lengths, seed=seed + 1, sequences=SEQUENCES
+        )
+        assert other.fingerprint != parts.fingerprint
+
+
+def test_parts_that_run_on_train_as_any_packed_rows():
+    lengths = np.random.default_rng(0).integers(1, 90, 80)
+    source = examples_of(lengths)
+    parts = jb.concat_then_split(source, 64, lengths=lengths, sequences=SEQUENCES)
+    plan = jb.plan_buckets(
+        parts.packing.row_lengths, max_tokens=4 * 64, boundaries=[64]
+    )
+    schedule = jb.BatchSchedule(plan, parts.lengths, packing=parts.packing, seed=3)
+    batches = loaded(parts, schedule)
+    assert sum(int(batch.num_tokens) for batch in batches) == lengths.sum()
+    assert schedule.report().padding_in_rows < 64 / lengths.sum()
+    with pytest.raises(
+        ValueError, match="`lengths` has 3 entries, but `source` has 80"
+    ):
+        jb.concat_then_split(source, 64, lengths=[1, 2, 3])
+    with pytest.raises(IndexError, match="must be from 0"):
+        parts[len(parts)]
+    with pytest.raises(ValueError, match=r"`source\[0\]`, before it was cut, has len"):
+        wrong = lengths + 1
+        own = jb.concat_then_split(source, 64, lengths=wrong, sequences=SEQUENCES)
+        own[int(np.flatnonzero(own._examples == 0)[0])]
+
+
+def test_of_a_token_file_parts_are_read_and_no_more(tmp_path, monkeypatch):
+    lengths = np.random.default_rng(0).integers(1, 90, 40)
+    source = examples_of(lengths)
+    file = jb.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
+    want = jb.concat_then_split(source, 16, lengths=lengths, sequences=SEQUENCES)
+    parts = jb.concat_then_split(file, 16, lengths=lengths)
+    monkeypatch.setattr(jb.TokenFile, "__getitem__", lambda *_: pytest.fail("read"))
+    for part in range(len(want)):
+        for name, value in want[part].items():
+            np.testing.assert_array_equal(parts[part][name], value)
+    with pytest.raises(ValueError, match="`lengths` are not those of `source`"):
+        jb.concat_then_split(file, 16, lengths=lengths + 1)
+
+
+def test_segments_of_real_shapes():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        lengths = np.zeros((5, 6), np.int64)
+        for row in lengths:
+            own = rng.integers(1, 9, rng.integers(0, 7))
+            row[: len(own)] = own
+        seq_len = max(1, int(lengths.sum(axis=1).max()))
+        ids, positions = row_segments(lengths, seq_len)
+        for row, own in enumerate(lengths):
+            want = [i + 1 for i, n in enumerate(own) for _ in range(n)]
+            assert ids[row].tolist() == want + [0] * (seq_len - len(want))
+            places = [j for n in own for j in range(n)]
+            assert positions[row].tolist() == places + [0] * (seq_len - len(want))
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([[0, 1, 2]], {"max_segments": 2}, "Row 0 has 3 examples, more than `max_segm"),
+        ([[0, 1]], {"max_segments": 2}, "Row 0 has length 9, beyond `seq_len=8`"),
+        ([0], {"max_segments": 2}, "Row 0 is a dict: with `max_segments` give a list"),
+        ([[2]], {"max_segments": 0}, "`max_segments=0` must be a positive integer"),
+        ([], {"max_segments": 0}, "`max_segments=0` must be a positive integer"),
+        ([[2]], {"max_segments": 1, "truncate": True}, "Leave out either"),
+        ([[]], {"max_segments": 1}, "All rows are empty: pass `like=`"),
+    ],
+)
+def test_rows_that_cannot_be_packed_are_refused(rows, options, message):
+    source = examples_of([5, 4, 1])
+    given = [[source[i] for i in x] if isinstance(x, list) else source[x] for x in rows]
+    with pytest.raises(ValueError, match=message):
+        jb.collate_rows(given, Bucket(1, 8), sequences=SEQUENCES, **options)
+
+
+def test_holes_in_rows_and_wrong_segments_are_refused(tmp_path):
+    source = examples_of([5, 4, 1])
+    file = jb.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
+    with pytest.raises(ValueError, match="behind an empty place"):
+        file.collate(np.array([[-1, 2]]), Bucket(1, 8))
+    with pytest.raises(ValueError, match="Row 0 has length 9, beyond `seq_len=8`"):
+        file.collate(np.array([[0, 1]]), Bucket(1, 8))
+    with pytest.raises(ValueError, match="packed rows are not truncated"):
+        file.collate(np.array([[0, 1]]), Bucket(1, 8), truncate=True)
+    with pytest.raises(ValueError, match="has 3 dimensions"):
+        file.collate(np.array([[[0]]]), Bucket(1, 8))
+    batch = file.collate(np.array([[1, 2]]), Bucket(1, 8))
+    with pytest.raises(ValueError, match="`max_segments=None`, but a row has 2 exam"):
+        jb.unbatch(batch)
+
+
+def test_an_example_that_changed_is_named():
+    lengths = np.array([3, 5, 2])
+    source = examples_of(lengths)
+    schedule = packed_schedule(lengths, 8)
+    source[2]["tokens"] = np.zeros(4, np.int32)
+    with pytest.raises(ValueError, match=r"`source\[2\]`"):
+        loaded(source, schedule)
+    source = examples_of(lengths)
+    source[1]["label"] = "text"
+    with pytest.raises(ValueError, match=r"`source\[1\]`, for step"):
+        loaded(source, schedule)
+
+
+# Attention and losses
+
+
+def attend(params, tokens, positions, mask):
+    """One layer of attention over embeddings, `[B, T]` -> `[B, T, V]`."""
+    x = params["embed"][tokens] + params["places"][positions]
+    query, key, value = (x @ params[name] for name in ("query", "key", "value"))
+    heads = [y.reshape(*y.shape[:2], 2, -1) for y in (query, key, value)]
+    found = jax.nn.dot_product_attention(*heads, mask=mask)
+    return (x + found.reshape(x.shape)) @ params["embed"].T
+
+
+def make_params(seed=0, width=8):
+    shapes = {"embed": (100, width), "places": (64, width)}
+    shapes |= {name: (width, width) for name in ("query", "key", "value")}
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {
+        name: jax.random.normal(key, shape) / 3
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def loss_sums(params, batch, causal, per):
+    ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
+    mask = jb.attention_mask(ids, positions if causal else None)
+    tokens = jnp.asarray(batch.features["tokens"])
+    logits = attend(params, tokens, positions, mask)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+    weights = jb.token_weights(batch, per)
+    return jnp.sum(nats * weights), jnp.sum(weights)
+
+
+def mean_loss(params, batches, causal, per):
+    sums = [loss_sums(params, batch, causal, per) for batch in batches]
+    return sum(x for x, _ in sums) / sum(weight for _, weight in sums)
+
+
+def norm(tree):
+    return np.sqrt(sum(float(jnp.sum(x**2)) for x in jax.tree.leaves(tree)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("per", ["token", "sequence"])
+def test_packed_losses_and_gradients_are_those_of_padded_rows(causal, per):
+    lengths = np.random.default_rng(3).integers(1, 40, 60)
+    source = [{"tokens": x["tokens"]} for x in examples_of(lengths)]
+    packed = loaded(source, packed_schedule(lengths, 64), sequences=None)
+    plan = jb.plan_buckets(lengths, max_tokens=256, num_buckets=3)
+    padded = loaded(source, jb.BatchSchedule(plan, lengths), sequences=None)
+    params = make_params()
+    found, want = (
+        jax.value_and_grad(mean_loss)(params, batches, causal, per)
+        for batches in (packed, padded)
+    )
+    assert abs(found[0] / want[0] - 1) < 1e-5
+    assert norm(jax.tree.map(jnp.subtract, found[1], want[1])) < 1e-5 * norm(want[1])
+    assert jnp.isfinite(found[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_neighbour_changes_nothing(causal):
+    rows = [[{"tokens": np.arange(1, 5)}, {"tokens": np.arange(5, 8)}]]
+    other = [[rows[0][0], {"tokens": np.array([90, 91, 92])}]]
+    logits = []
+    for given in (rows, other):
+        batch = jb.collate_rows(given, Bucket(1, 8), max_segments=2)
+        ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
+        mask = jb.attention_mask(ids, positions if causal else None)
+        tokens = jnp.asarray(batch.features["tokens"])
+        logits.append(attend(make_params(), tokens, positions, mask)[0, :4])
+    np.testing.assert_array_equal(*logits)
+
+
+def test_rows_of_one_example_need_no_mask():
+    rows = [{"tokens": np.arange(1, 5)}, {"tokens": np.arange(5, 8)}]
+    batch = jb.collate_rows(rows, Bucket(2, 6))
+    ids = batch.segment_ids["tokens"]
+    heads = jax.random.normal(jax.random.key(0), (2, 6, 2, 4))
+    lengths = jb.sequence_lengths(jnp.asarray(ids))
+    by_lengths = jax.nn.dot_product_attention(
+        *(heads, heads, heads),
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+    )
+    by_mask = jax.nn.dot_product_attention(
+        heads, heads, heads, mask=jb.attention_mask(jnp.asarray(ids))
+    )
+    np.testing.assert_allclose(by_lengths[ids > 0], by_mask[ids > 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_weights_are_those_of_a_loop(seed):
+    rng = np.random.default_rng(seed)
+    lengths = np.zeros((4, 5), np.int64)
+    for row in lengths:
+        own = rng.integers(1, 6, rng.integers(0, 6))
+        row[: len(own)] = own
+    ids, positions = row_segments(lengths, 26)
+    batch = jb.Batch({}, {"x": jnp.asarray(ids)}, {"x": jnp.asarray(positions)})
+    where = rng.random(ids.shape) < 0.7
+    found = jax.jit(lambda b, w: jb.token_weights(b, "sequence", where=w))(batch, where)
+    want = np.zeros(ids.shape)
+    for row, segment in zip(*np.nonzero(lengths), strict=True):
+        own = (ids[row] == segment + 1) & where[row]
+        want[row, own] = 1 / max(own.sum(), 1)
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+    np.testing.assert_array_equal(
+        jb.token_weights(batch, where=where), (ids > 0) & where
+    )
+    with pytest.raises(ValueError, match="`per='row'`"):
+        jb.token_weights(batch, "row")  # pyright: ignore
+
+
+@pytest.mark.parametrize("cost_fn", [None, jb.TransformerCost(64, 2)])
+def test_of_many_lengths_few_choices_are_packed_as_they_are(cost_fn, monkeypatch):
+    looked_at = []
+
+    def counted(values, *options):
+        looked_at.append(len(values))
+        return best_fit(values, *options)
+
+    monkeypatch.setattr("jaxbucket.packing.rows.best_fit", counted)
+    lengths = np.random.default_rng(0).permutation(np.arange(1, 8001))
+    found = jb.plan_packing(lengths, max_tokens=80_000, cost_fn=cost_fn)
+    # Of all that are tried it would be 28 and 92 times as many as there are.
+    assert sum(looked_at) < 20 * 8000
+    assert found.others["packed"] <= found.others["packed in one T"]
+    assert found.packing is not None
+    assert found.packing.row_lengths.sum() == lengths.sum()
+
+
+def test_groups_of_lengths_keep_examples_and_about_their_tokens():
+    rng = np.random.default_rng(0)
+    values, counts = value_counts(rng.integers(1, 5000, 20_000))
+    means, together = grouped(values, counts, 300)
+    assert len(means) <= 300 and np.all(np.diff(means) > 0)
+    assert together.sum() == 20_000
+    assert means @ together == pytest.approx(values @ counts, rel=1e-3)
+
+
+def test_rows_that_will_not_be_found_in_time_are_given_up_early(monkeypatch):
+    begun = []
+
+    def counted(*pattern):
+        begun.append(pattern)
+        return Pattern(*pattern)
+
+    monkeypatch.setattr("jaxbucket.packing.subset_sum.Pattern", counted)
+    monkeypatch.setattr("jaxbucket.packing.subset_sum._MOST_LOOKED_AT", 4000)
+    values = np.arange(1, 600)
+    assert fullest_rows(values, np.full(599, 2), [5000], 10**9) is None
+    early = len(begun)
+    begun.clear()
+    monkeypatch.setattr("jaxbucket.packing.subset_sum._EARLY", 1, raising=False)
+    assert fullest_rows(values, np.full(599, 2), [5000], 10**9) is None
+    assert early < len(begun) / 4

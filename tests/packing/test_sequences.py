@@ -1,0 +1,549 @@
+"""Examples of several sequences: packed in all of them at once, and unpacked again."""
+
+import itertools
+import pathlib
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxbucket as jb
+from jaxbucket import Bucket
+from jaxbucket.packing.best_fit import best_fit
+from jaxbucket.packing.kinds import kinds_of
+from jaxbucket.packing.vector_best_fit import KindPattern, fit_sequences
+from jaxbucket.packing.vector_pool import pooled_rows
+from jaxbucket.plan.histogram import value_counts
+from jaxbucket.testing import check_batches
+
+NAMES = ("inputs", "notes", "targets")
+
+
+def pairs_problem(seed):
+    """Lengths and capacities of several sequences, and a cap."""
+    rng = np.random.default_rng(seed)
+    names = NAMES[: int(rng.integers(1, 4))]
+    capacities = {name: int(rng.choice([1, 7, 30, 200])) for name in names}
+    size = int(rng.choice([1, 9, 200]))
+    lengths = {
+        name: np.minimum(rng.geometric(min(1, 3 / capacity), size), capacity)
+        for name, capacity in capacities.items()
+    }
+    return lengths, capacities, rng.choice([None, 1, 3])
+
+
+def source_of(lengths):
+    """Tokens say whose they are; a label is one number, weights go with the last."""
+    rng = np.random.default_rng(len(lengths))
+    names = list(lengths)
+    return [
+        {
+            **{
+                name: rng.integers(1, 9, int(n)).astype(np.int32)
+                for name, n in zip(names, own, strict=True)
+            },
+            "weights": rng.random(int(own[-1])).astype(np.float32),
+            "index": np.int32(index),
+        }
+        for index, own in enumerate(zip(*lengths.values(), strict=True))
+    ]
+
+
+def groups_of(lengths):
+    groups = {name: [name] for name in lengths}
+    groups[list(lengths)[-1]].append("weights")
+    return groups
+
+
+def schedule_of(lengths, capacities, batch_size=4, **options):
+    cap = options.pop("max_segments_per_row", None)
+    packing = jb.pack(lengths, capacities, max_segments_per_row=cap)
+    (seq_len,) = packing.seq_lens
+    plan = jb.plan_buckets(
+        packing.row_lengths,
+        max_tokens=batch_size * seq_len,
+        boundaries=packing.seq_lens,
+    )
+    return jb.BatchSchedule(plan, lengths, packing=packing, **options)
+
+
+def plain_fit(lengths, capacities):
+    """One example after the other into the tightest of all rows; rows."""
+    whole = np.array(list(capacities.values()))
+    every = np.stack(list(lengths.values()), axis=1)
+    shares = every / whole
+    distinct = [len(np.unique(own)) for own in every.T]
+    order = np.argsort(-np.array(distinct), kind="stable")
+    _, kinds = np.unique(every, axis=0, return_inverse=True)
+    largest = np.lexsort((kinds.reshape(-1), -shares.sum(axis=1), -shares.max(axis=1)))
+    rooms: list[np.ndarray] = []
+    for example in every[largest]:
+        fitting = [i for i, room in enumerate(rooms) if (room >= example).all()]
+        if fitting:
+            tightest = min(fitting, key=lambda i: tuple(rooms[i][order]))
+            rooms[tightest] = rooms[tightest] - example
+        else:
+            rooms.append(whole - example)
+    return len(rooms)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_rows_hold_all_sequences_of_every_example(seed):
+    lengths, capacities, cap = pairs_problem(seed)
+    packing = jb.pack(lengths, capacities, max_segments_per_row=cap)
+    assert packing.capacities == capacities
+    assert packing.seq_lens == (sum(capacities.values()),)
+    parts = packing.slot_parts
+    given = np.stack(list(lengths.values()), axis=1)
+    assert sorted(parts.tolist()) == sorted(given.tolist())
+    assert packing.slot_lengths.tolist() == parts.sum(axis=1).tolist()
+    for begin, end in itertools.pairwise(packing.row_splits):
+        assert 1 <= end - begin <= packing.max_segments <= (cap or len(given))
+        assert (parts[begin:end].sum(axis=0) <= list(capacities.values())).all()
+    squares = np.square(parts.astype(np.int64)).sum(axis=1)
+    assert packing.row_work.sum() == squares.sum()
+    if cap is None:
+        # Which of the rows with equal room takes one may make a difference of few.
+        plain = plain_fit(lengths, capacities)
+        assert packing.num_rows <= plain + max(1, plain // 50)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_both_ways_hold_every_kind_within_capacities(seed):
+    lengths, capacities, cap = pairs_problem(seed)
+    every = np.stack(list(lengths.values()), axis=1)
+    kinds, counts = np.unique(every, axis=0, return_counts=True)
+    rooms = list(capacities.values())
+    rows = []
+    for packer in (fit_sequences, pooled_rows):
+        found = packer(kinds, counts, rooms, cap or 10**6)
+        slots = np.concatenate([np.tile(np.array(x.kinds), x.rows) for x in found])
+        assert np.bincount(slots, minlength=len(kinds)).tolist() == counts.tolist()
+        for pattern in found:
+            assert (kinds[list(pattern.kinds)].sum(axis=0) <= rooms).all()
+            assert 1 <= len(pattern.kinds) <= (cap or 10**6)
+        rows.append(sum(x.rows for x in found))
+    packing = jb.pack(lengths, capacities, max_segments_per_row=cap)
+    assert packing.num_rows == min(rows)
+
+
+def test_a_row_gets_what_it_lacks():
+    # Long inputs with short targets go beside short inputs with long targets.
+    lengths = {"inputs": [8, 8, 8, 2, 2, 2], "targets": [1, 1, 1, 9, 9, 9]}
+    packing = jb.pack(lengths, {"inputs": 10, "targets": 10})
+    assert (packing.num_rows, packing.fill) == (3, 1.0)
+
+
+def test_many_examples_are_not_packed_from_a_pool(monkeypatch):
+    lengths, capacities, _ = pairs_problem(5)
+    monkeypatch.setattr("jaxbucket.packing.vector_pool._MOST_EXAMPLES", 1)
+    every = np.stack(list(lengths.values()), axis=1)
+    kinds, counts = np.unique(every, axis=0, return_counts=True)
+    assert pooled_rows(kinds, counts, list(capacities.values()), 9) is None
+    assert jb.pack(lengths, capacities).num_examples == len(every)
+
+
+def test_real_pairs_fill_rows_at_least_as_grain_does():
+    path = pathlib.Path(__file__).parents[3] / "shared" / "data" / "gsm8k.npz"
+    if not path.exists():
+        pytest.skip("shared/data is not there.")
+    with np.load(path) as columns:
+        lengths = {x: columns[x][:2000] for x in ("question_bytes", "answer_bytes")}
+    capacities = {"question_bytes": 2048, "answer_bytes": 2560}
+    packing = jb.pack(lengths, capacities)
+    examples = [
+        {name: np.zeros(n, np.uint8) for name, n in zip(lengths, own, strict=True)}
+        for own in zip(*(x.tolist() for x in lengths.values()), strict=True)
+    ]
+    dataset = grain.MapDataset.source(examples).to_iter_dataset()
+    packed = grain.experimental.BestFitPackIterDataset(
+        dataset, length_struct=capacities, num_packing_bins=512
+    )
+    assert packing.num_rows <= sum(1 for _ in packed)
+
+
+def test_of_one_sequence_rows_are_those_of_best_fit():
+    lengths = np.random.default_rng(0).integers(1, 60, 500)
+    values, counts = value_counts(lengths)
+    plain = sum(x.rows for x in best_fit(values, counts, [100], 10**6))
+    found = fit_sequences(values[:, None], counts, [100], 10**6)
+    assert sum(x.rows for x in found) == plain
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_example_comes_back_once_per_epoch(seed):
+    lengths, capacities, cap = pairs_problem(seed)
+    schedule = schedule_of(lengths, capacities, seed=seed, max_segments_per_row=cap)
+    source = source_of(lengths)
+    groups = groups_of(lengths)
+    first = {}
+    for epoch in range(2):
+        begin = epoch * len(schedule)
+        dataset = jb.batch_dataset(
+            source,
+            schedule,
+            start_step=begin,
+            num_steps=begin + len(schedule),
+            sequences=groups,
+        )
+        found = []
+        for batch in dataset:
+            assert batch.bucket in schedule.plan.buckets
+            for name, capacity in capacities.items():
+                assert batch.features[name].shape[1] == capacity
+                assert batch.features["index"].shape[1] == schedule.max_segments
+            segments = schedule.max_segments
+            found += jb.unbatch(batch, sequences=groups, max_segments=segments)
+        found.sort(key=lambda example: int(example["index"]))
+        assert len(found) == len(source)
+        for a, b in zip(found, source, strict=True):
+            assert a.keys() == b.keys()
+            for name in a:
+                np.testing.assert_array_equal(a[name], b[name])
+        first[epoch] = [schedule[begin + i].rows for i in range(len(schedule))]
+    if len(source) == 200 and len(schedule) > 3:
+        assert any(
+            not np.array_equal(a, b) for a, b in zip(first[0], first[1], strict=True)
+        )
+
+
+def test_hosts_resume_and_agree():
+    lengths, capacities, _ = pairs_problem(5)
+    assert len(capacities) > 1
+    schedule = schedule_of(lengths, capacities, seed=3)
+    source = source_of(lengths)
+
+    def loader(host, start):
+        return jb.batch_dataset(
+            source,
+            schedule,
+            shard=jb.RowShard((host,), 2),
+            start_step=start,
+            sequences=groups_of(lengths),
+        )
+
+    check_batches(
+        loader,
+        num_examples=len(source),
+        buckets=schedule.plan.buckets,
+        max_tokens=schedule.plan.max_tokens,
+        num_hosts=2,
+        resume_at=(1, len(schedule) - 1),
+    )
+
+
+def test_segments_of_sequences_belong_together():
+    rows = [
+        [{"a": [1, 2], "b": [3], "c": 7}, {"a": [4], "b": [5, 6], "c": 8}],
+        [{"a": [9], "b": [9], "c": 9}],
+    ]
+    batch = jb.collate_rows(
+        rows, Bucket(2, 8), capacities={"a": 4, "b": 4}, max_segments=2
+    )
+    assert batch.features["a"].tolist() == [[1, 2, 4, 0], [9, 0, 0, 0]]
+    assert batch.features["b"].tolist() == [[3, 5, 6, 0], [9, 0, 0, 0]]
+    assert batch.segment_ids["a"].tolist() == [[1, 1, 2, 0], [1, 0, 0, 0]]
+    assert batch.segment_ids["b"].tolist() == [[1, 2, 2, 0], [1, 0, 0, 0]]
+    assert batch.positions["b"].tolist() == [[0, 0, 1, 0], [0, 0, 0, 0]]
+    assert batch.features["c"].tolist() == [[7, 8], [9, 0]]
+    assert (batch.num_tokens, batch.num_examples) == (8, 3)
+    assert batch.bucket == Bucket(2, 8)
+    mask = jb.attention_mask(
+        batch.segment_ids["a"], key_segment_ids=batch.segment_ids["b"]
+    )
+    assert mask[0, 0].astype(int).tolist() == [
+        [1, 0, 0, 0],
+        [1, 0, 0, 0],
+        [0, 1, 1, 0],
+        [0, 0, 0, 0],
+    ]
+    weights = jb.token_weights(batch, "sequence", sequence="b")
+    assert weights.tolist() == [[1, 0.5, 0.5, 0], [1, 0, 0, 0]]
+
+
+class Translator(nnx.Module):
+    """Attention of targets to themselves and to inputs: each once."""
+
+    def __init__(self, rngs):
+        self.inputs = nnx.Embed(16, 8, rngs=rngs)
+        self.targets = nnx.Embed(16, 8, rngs=rngs)
+        self.places = nnx.Embed(256, 8, rngs=rngs)
+        self.out = nnx.Linear(8, 16, rngs=rngs)
+
+    def __call__(self, batch):
+        def embedded(name, embed):
+            x = embed(batch.features[name]) + self.places(batch.positions[name])
+            return x[:, :, None]
+
+        x, y = embedded("inputs", self.inputs), embedded("targets", self.targets)
+        ids = batch.segment_ids
+        mask = jb.attention_mask(ids["inputs"])
+        x = x + jax.nn.dot_product_attention(x, x, x, mask=mask)
+        mask = jb.attention_mask(ids["targets"], batch.positions["targets"])
+        y = y + jax.nn.dot_product_attention(y, y, y, mask=mask)
+        mask = jb.attention_mask(ids["targets"], key_segment_ids=ids["inputs"])
+        y = y + jax.nn.dot_product_attention(y, x, x, mask=mask)
+        return self.out(y[:, :, 0])
+
+
+def norm(tree):
+    return np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
+
+
+@pytest.mark.parametrize("per", ["token", "sequence"])
+def test_losses_and_gradients_are_those_of_padded_examples(per):
+    rng = np.random.default_rng(0)
+    lengths = {"inputs": rng.integers(1, 30, 40), "targets": rng.integers(1, 9, 40)}
+    source = [{name: x[name] for name in lengths} for x in source_of(lengths)]
+    capacities = {"inputs": 64, "targets": 32}
+    schedule = schedule_of(lengths, capacities)
+    graph, params = nnx.split(Translator(nnx.Rngs(0)))
+
+    def loss(params, batch):
+        logits = nnx.merge(graph, params)(batch)
+        labels = batch.features["targets"]
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        weights = jb.token_weights(batch, per, sequence="targets")
+        return jnp.sum(nats * weights), jnp.sum(weights)
+
+    def total(batches):
+        def summed(params):
+            parts = [loss(params, batch) for batch in batches]
+            return sum(x for x, _ in parts) / sum(n for _, n in parts)
+
+        return jax.value_and_grad(summed)(params)
+
+    packed = list(jb.batch_dataset(source, schedule))
+    assert max(int(x.segment_ids["inputs"].max()) for x in packed) > 2
+    alone = [jb.collate_rows(source, Bucket(40, 96), capacities=capacities)]
+    (a, grads_a), (b, grads_b) = total(packed), total(alone)
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+    difference = norm(jax.tree.map(jnp.subtract, grads_a, grads_b))
+    assert difference < 1e-5 * norm(grads_b)
+
+
+def test_specs_are_those_of_the_batches():
+    lengths, capacities, _ = pairs_problem(5)
+    schedule = schedule_of(lengths, capacities, batch_size=8)
+    source = source_of(lengths)
+    specs = jb.batch_specs(
+        schedule.plan,
+        source[0],
+        jb.data_mesh(),
+        sequences=groups_of(lengths),
+        max_segments=schedule.max_segments,
+        capacities=schedule.capacities,
+    )
+    dataset = jb.batch_dataset(source, schedule, sequences=groups_of(lengths))
+    batch = next(iter(dataset))
+    spec = specs[batch.bucket]
+    assert jax.tree.map(np.shape, batch) == jax.tree.map(lambda x: x.shape, spec)
+
+
+def test_a_packing_of_sequences_names_itself():
+    lengths = {"a": [3, 5, 2], "b": [1, 1, 2]}
+    packing = jb.pack(lengths, {"a": 8, "b": 4})
+    names = {
+        packing.fingerprint,
+        jb.pack({"a": [3, 5, 2], "b": [1, 2, 1]}, {"a": 8, "b": 4}).fingerprint,
+        jb.pack(lengths, {"a": 8, "b": 5}).fingerprint,
+        jb.pack([4, 6, 4], 12).fingerprint,
+    }
+    assert len(names) == 4
+    again = jb.pack({"a": [2, 3, 5], "b": [2, 1, 1]}, {"a": 8, "b": 4})
+    assert packing.fingerprint == again.fingerprint
+
+
+def test_the_order_of_names_makes_no_difference():
+    lengths = {"a": [3, 5, 2], "b": [1, 1, 2]}
+    capacities = {"a": 8, "b": 4}
+    turned = [dict(reversed(x.items())) for x in (lengths, capacities)]
+    assert jb.pack(*turned).fingerprint == jb.pack(lengths, capacities).fingerprint
+
+
+def test_many_rows_with_the_same_room_are_packed_in_time():
+    size = 20_000
+    long = np.arange(100_001, 100_001 + size // 2)
+    lengths = {
+        "image": np.ones(size, int),
+        "text": np.concatenate([long, np.arange(1, 1 + size // 2)]),
+    }
+    packing = jb.pack(lengths, {"image": 2, "text": 200_000})
+    assert packing.num_rows == size // 2
+
+
+def test_schedules_tell_sequences_apart():
+    lengths = {"a": np.array([3, 5, 2]), "b": np.array([1, 1, 2])}
+    other = {"a": np.array([3, 4, 2]), "b": np.array([1, 2, 2])}
+    a, b = (schedule_of(x, {"a": 8, "b": 4}) for x in (lengths, other))
+    assert a.lengths.tolist() == b.lengths.tolist()
+    assert a.data_fingerprint != b.data_fingerprint
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacities", "message"),
+    [
+        ({"a": [1, 2], "b": [1]}, {"a": 4, "b": 4}, "different numbers of examples"),
+        ({"a": [1], "b": [0]}, {"a": 4, "b": 4}, r"sequence 'b'.*between 1 and"),
+        ({"a": [1], "b": [1.5]}, {"a": 4, "b": 4}, r"sequence 'b'.*not an integer"),
+        ({"a": [1], "b": [9]}, {"a": 4, "b": 4}, r"lengths\['b'\]\[0\]=9` is beyond"),
+        ({"a": [1], "b": [1]}, {"a": 4}, "name the same sequences"),
+        ({"a": [1], "b": [1]}, {"a": 4, "b": 0}, r"max_seq_len\['b'\]=0"),
+        ({"a": [1], "b": [1]}, 4, "`max_seq_len=4` is no mapping, and the other"),
+        ([1, 2], {"a": 4}, r"`lengths=\[1, 2\]` is no mapping, and the other one is"),
+        ({"a": [1], "b": [1]}, {"a": 1, "b": 10**9}, r"\['b'\]=1000000000` is beyond"),
+        ({}, {}, "has no sequence"),
+        ({1: [1], "a": [1]}, {1: 4, "a": 4}, r"sequences \[1\]: name them by strings"),
+    ],
+)
+def test_lengths_and_capacities_that_do_not_go_together(lengths, capacities, message):
+    with pytest.raises(ValueError, match=message):
+        jb.pack(lengths, capacities)
+
+
+@pytest.mark.parametrize("plan", [jb.plan_buckets, jb.plan_packing])
+def test_plans_of_one_length_say_what_several_are_for(plan):
+    with pytest.raises(ValueError, match=r"mapping of \['a', 'b'\].* are for `pack"):
+        plan({"a": [1], "b": [2]}, max_tokens=64)
+
+
+def test_schedules_want_the_sequences_of_their_packing():
+    lengths = {"a": [3, 5], "b": [1, 1]}
+    packing = jb.pack(lengths, {"a": 8, "b": 4})
+    plan = jb.plan_buckets(packing.row_lengths, max_tokens=12, boundaries=[12])
+    with pytest.raises(ValueError, match="bucketed where they are packed"):
+        jb.BatchSchedule(plan, lengths)
+    with pytest.raises(ValueError, match=r"sequences \['a', 'b'\], and `lengths` of"):
+        jb.BatchSchedule(plan, [4, 6], packing=packing)
+    with pytest.raises(ValueError, match="changed since it was packed"):
+        jb.BatchSchedule(plan, {"a": [3, 4], "b": [1, 2]}, packing=packing)
+    with pytest.raises(ValueError, match="padded_up_to=3"):
+        jb.pack(lengths, {"a": 8, "b": 4}, padded_up_to=3)
+    schedule = jb.BatchSchedule(plan, lengths, packing=packing)
+    with pytest.raises(ValueError, match="several sequences, which are not mixed"):
+        jb.Mixture([schedule, schedule], [1, 1])
+
+
+def test_plans_have_the_one_shape_of_such_rows():
+    lengths, capacities, _ = pairs_problem(5)
+    packing = jb.pack(lengths, capacities)
+    plan = jb.plan_buckets(packing.row_lengths, max_tokens=1000, num_buckets=3)
+    with pytest.raises(ValueError, match=r"`boundaries=packing.seq_lens`"):
+        jb.BatchSchedule(plan, lengths, packing=packing)
+
+
+def test_more_sequences_take_no_longer_than_they_must():
+    rng = np.random.default_rng(0)
+    lengths = {name: rng.integers(1, 1000, 5000) for name in "abcd"}
+    packing = jb.pack(lengths, dict.fromkeys("abcd", 4096))
+    fewest = max(own.sum() for own in lengths.values()) / 4096
+    assert packing.num_rows < 1.05 * fewest
+
+
+def test_what_is_no_sequence_is_one_for_each_segment():
+    rows = [[{"a": [1, 2], "w": [0.5, 1.0]}, {"a": [3], "w": [2.0]}]]
+    batch = jb.collate_rows(rows, Bucket(1, 4), max_segments=2)
+    with pytest.raises(ValueError, match=r"Feature 'w' is \[1, 4\], and of packed"):
+        jb.unbatch(batch, sequences=["a"], max_segments=2)
+    assert len(jb.unbatch(batch, max_segments=2)) == 2
+
+
+def test_batches_of_other_capacities_are_refused():
+    pair = {"a": [1, 2, 3], "b": [4]}
+    with pytest.raises(ValueError, match=r"are 5 together, and bucket \[1, 6\]"):
+        jb.collate_rows([pair], Bucket(1, 6), capacities={"a": 3, "b": 2})
+    with pytest.raises(ValueError, match="length 3 of 'a', beyond `seq_len=2`"):
+        jb.collate_rows([pair], Bucket(1, 4), capacities={"a": 2, "b": 2})
+    with pytest.raises(ValueError, match="must name the features of each"):
+        jb.collate_rows(
+            [pair], Bucket(1, 4), capacities={"a": 2, "b": 2}, sequences=["a"]
+        )
+    with pytest.raises(ValueError, match="has a feature twice"):
+        jb.collate_rows(
+            [pair],
+            Bucket(1, 4),
+            capacities={"a": 2, "b": 2},
+            sequences={"a": ["b"], "b": []},
+        )
+    with pytest.raises(ValueError, match="is of several sequences"):
+        jb.collate_rows([pair], Bucket(1, 4), sequences={"a": [], "b": []})
+
+
+def test_data_that_changed_is_named():
+    lengths = {"a": np.array([3, 5]), "b": np.array([1, 1])}
+    schedule = schedule_of(lengths, {"a": 8, "b": 4})
+    source = [{"a": [1] * 3, "b": [1]}, {"a": [1] * 5, "b": [1, 2]}]
+    with pytest.raises(ValueError, match="changed since it was measured"):
+        list(jb.batch_dataset(source, schedule))
+
+
+def test_masks_and_weights_of_several_sequences_want_a_name():
+    pair = {"a": [1, 2], "b": [4]}
+    batch = jb.collate_rows([pair], Bucket(1, 4), capacities={"a": 2, "b": 2})
+    with pytest.raises(ValueError, match=r"choose one of \['a', 'b'\]"):
+        jb.token_weights(batch)
+    with pytest.raises(ValueError, match="come neither before a query nor after it"):
+        jb.attention_mask(
+            batch.segment_ids["a"],
+            batch.positions["a"],
+            key_segment_ids=batch.segment_ids["b"],
+        )
+
+
+def test_a_pool_that_cannot_win_is_given_up(monkeypatch):
+    rows = []
+
+    def counted(*pattern):
+        rows.append(pattern)
+        return KindPattern(*pattern)
+
+    monkeypatch.setattr("jaxbucket.packing.vector_pool.KindPattern", counted)
+    # From so small a pool rows are not filled well.
+    monkeypatch.setattr("jaxbucket.packing.vector_pool._POOL", 4)
+    rng = np.random.default_rng(0)
+    lengths = {name: rng.integers(1, 1000, 2000) for name in ("a", "b")}
+    packing = jb.pack(lengths, {"a": 1000, "b": 1000})
+    assert 0 < len(rows) < packing.num_rows
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_many_kinds_are_packed_by_groups_of_them(seed, monkeypatch):
+    monkeypatch.setattr("jaxbucket.packing.rows._MOST_KINDS", 150)
+    rng = np.random.default_rng(seed)
+    names = "abcd"[: int(rng.integers(1, 5))]
+    capacities = {name: int(rng.choice([300, 1000, 1 << 20])) for name in names}
+    lengths = {x: rng.integers(1, capacities[x] + 1, 2000) for x in names}
+    kinds, packed_kinds = np.stack(list(lengths.values()), axis=1), []
+
+    def counted(kinds, *options):
+        packed_kinds.append(len(kinds))
+        return fit_sequences(kinds, *options)
+
+    monkeypatch.setattr("jaxbucket.packing.rows.fit_sequences", counted)
+    packing = jb.pack(lengths, capacities)
+    assert packed_kinds[0] <= 150
+    assert packing.slot_parts is not None
+    # Every example as it is, and no row beyond what it holds.
+    np.testing.assert_array_equal(
+        kinds[np.lexsort(kinds.T)],
+        packing.slot_parts[np.lexsort(packing.slot_parts.T)],
+    )
+    sums = np.add.reduceat(packing.slot_parts, packing.row_splits[:-1], axis=0)
+    assert np.all(sums <= list(capacities.values()))
+
+
+@pytest.mark.parametrize("size", [100, 1 << 20])
+def test_kinds_are_those_of_numpy(size):
+    # Of lengths that one number of 64 bits holds together, and of others.
+    lengths = np.random.default_rng(0).integers(1, min(size, 6), (500, 4))
+    kinds, counts = kinds_of(lengths, [size] * 4)
+    expected = np.unique(lengths, axis=0, return_counts=True)
+    np.testing.assert_array_equal(kinds, expected[0])
+    np.testing.assert_array_equal(counts, expected[1])

@@ -1,0 +1,163 @@
+"""The same lengths under every rule, and under plans of the user's own."""
+
+import json
+
+import matplotlib
+import numpy as np
+import pytest
+
+from jaxbucket import (
+    BucketPlan,
+    Limits,
+    TokenCost,
+    TransformerCost,
+    compare_plans,
+    plan_buckets,
+    plan_curve,
+    report,
+)
+from jaxbucket.plan.buckets import RULES
+from jaxbucket.plan.reports.comparison_plots import plot_comparison, plot_curve
+
+matplotlib.use("agg")
+
+LENGTHS = np.random.default_rng(0).lognormal(5, 1, 3000).clip(1, 1500).astype(int)
+LIMITS = Limits(max_tokens=16_384, batch_size_multiple=2, seq_len_multiple=8)
+OPTIONS = {"max_tokens": 16_384, "batch_size_multiple": 2, "seq_len_multiple": 8}
+
+
+def test_every_rule_is_there_with_its_own_plan():
+    comparison = compare_plans(LENGTHS, LIMITS, num_buckets=6)
+    for rule in RULES:
+        plan = plan_buckets(LENGTHS, num_buckets=6, boundaries=rule, **OPTIONS)
+        compared = comparison[rule.replace("_", " ")]
+        assert compared.plan == plan
+        assert compared.report == report(plan, LENGTHS)
+    assert len(comparison["one shape"].plan) == 1
+    assert len(comparison.plans) == len(RULES) + 1
+    with pytest.raises(KeyError):
+        comparison["of all"]
+
+
+def test_the_cheapest_comes_first_and_none_is_below_the_bound():
+    for cost in (None, TransformerCost(64, 2)):
+        limits = Limits(**OPTIONS, cost_fn=cost)
+        comparison = compare_plans(LENGTHS, limits, num_buckets=6)
+        costs = [compared.report.epoch_cost for compared in comparison.plans]
+        assert costs == sorted(costs)
+        assert comparison.plans[0].name == "optimal"
+        assert comparison.least_cost <= costs[0] <= 1.05 * comparison.least_cost
+        above = costs[0] / comparison.least_cost - 1
+        assert f"optimal is {above:.2%} above that" in comparison.summary
+        assert comparison.exact
+        assert "Proven: so many shapes within these limits" in comparison.summary
+
+
+def test_by_another_cost_the_plan_by_tokens_is_there_too():
+    limits = Limits(**OPTIONS, cost_fn=TransformerCost(8, 2))
+    comparison = compare_plans(LENGTHS, limits, num_buckets=4)
+    by_tokens = plan_buckets(LENGTHS, num_buckets=4, **OPTIONS)
+    assert comparison["optimal by tokens"].plan.buckets == by_tokens.buckets
+    assert {c.report.cost_unit for c in comparison.plans} == {"FLOP"}
+    ours, theirs = comparison["optimal"], comparison["optimal by tokens"]
+    assert ours.report.epoch_cost <= theirs.report.epoch_cost
+    assert ours.report.padded_tokens >= theirs.report.padded_tokens
+
+
+def test_plans_of_ones_own_are_costed_alike():
+    mine = BucketPlan.from_shapes([(64, 256), (8, 1504)])
+    for cost in (None, TokenCost(100.0)):
+        limits = Limits(**OPTIONS, cost_fn=cost)
+        other = plan_buckets(LENGTHS, cost_fn=TransformerCost(8, 2), **OPTIONS)
+        comparison = compare_plans(
+            LENGTHS, limits, others={"mine": mine, "other": other}
+        )
+        for name in ("mine", "other"):
+            epoch = comparison[name].report
+            tokens = epoch.padded_tokens
+            assert epoch.epoch_cost == pytest.approx(tokens / (100 if cost else 1))
+        assert comparison["mine"].largest_batch == 64 * 256
+
+
+def test_remainders_go_the_way_that_is_said():
+    padded = compare_plans(LENGTHS, LIMITS, remainder="pad")
+    for compared in padded.plans:
+        expected = report(compared.plan, LENGTHS, remainder="pad")
+        assert compared.report == expected
+
+
+def test_steps_of_several_batches_are_filled_together():
+    limits = Limits(**OPTIONS, accumulate=4)
+    comparison = compare_plans(LENGTHS, limits, num_buckets=6)
+    for compared in comparison.plans:
+        assert compared.report == report(compared.plan, LENGTHS, accumulate=4)
+    assert comparison.plans[0].name == "optimal"
+    plan = plan_buckets(LENGTHS, num_buckets=6, accumulate=4, **OPTIONS)
+    assert comparison["optimal"].plan == plan
+
+
+def test_every_number_is_in_the_json():
+    comparison = compare_plans(LENGTHS, LIMITS)
+    found = json.loads(comparison.to_json())
+    assert found["least_cost"] == comparison.least_cost
+    for compared, numbers in zip(comparison.plans, found["plans"], strict=True):
+        assert numbers["report"]["padding"] == compared.report.padding
+        assert BucketPlan.from_json(json.dumps(numbers["plan"])) == compared.plan
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(ValueError, match="`remainder='drop'` leaves out other exampl"):
+        compare_plans(LENGTHS, LIMITS, remainder="drop")
+    mine = BucketPlan.from_shapes([(4, 1504)])
+    for name in ("optimal", "equal tokens", "one shape"):
+        with pytest.raises(ValueError, match=f"`others` has '{name}', which is a rule"):
+            compare_plans(LENGTHS, LIMITS, others={name: mine})
+
+
+def test_a_proof_is_told():
+    assert compare_plans(LENGTHS, LIMITS, num_buckets=3).exact
+    comparison = compare_plans(LENGTHS, LIMITS, num_buckets=3, remainder="pad")
+    assert not comparison.exact
+    assert "Proven" not in comparison.summary
+
+
+def test_lengths_that_another_plan_refuses_are_refused():
+    mine = BucketPlan.from_shapes([(64, 256)])
+    with pytest.raises(ValueError, match="beyond the last bucket, `seq_len=256`"):
+        compare_plans(LENGTHS, LIMITS, others={"mine": mine})
+
+
+# Pictures
+
+
+@pytest.mark.parametrize("cost", [None, TokenCost(1e4)])
+def test_bars_are_the_padding_and_the_cost_of_every_plan(cost):
+    limits = Limits(**OPTIONS, cost_fn=cost)
+    comparison = compare_plans(LENGTHS, limits)
+    figure = plot_comparison(comparison, LENGTHS)
+    ends, padding, costs, *_ = figure.axes
+    number = len(comparison.plans)
+    for place, compared in enumerate(comparison.plans):
+        drawn = ends.lines[place].get_xdata()
+        assert list(drawn) == compared.plan.boundaries.tolist()
+        bars = [padding.patches[place], padding.patches[number + place]]
+        total = sum(bar.get_width() for bar in bars)
+        assert total == pytest.approx(100 * compared.report.padding)
+        over = compared.report.epoch_cost / comparison.plans[0].report.epoch_cost
+        assert costs.patches[place].get_width() == pytest.approx(min(over, 2.5))
+    assert ends.get_ylim()[0] > ends.get_ylim()[1]
+    figure.canvas.draw()
+
+
+def test_a_curve_marks_the_one_that_is_chosen():
+    limits = Limits(**OPTIONS, cost_fn=TokenCost(1e5))
+    curve = plan_curve(LENGTHS, limits, compile_seconds=0.4, num_epochs=3)
+    figure = plot_curve(curve)
+    left, right = figure.axes
+    assert list(left.lines[0].get_xdata()) == [p.num_buckets for p in curve.points]
+    mark = right.lines[0]
+    assert mark.get_xdata()[0] == curve.chosen.num_buckets
+    assert mark.get_ydata()[0] == curve.chosen.total_seconds
+    tops = [bar.get_y() + bar.get_height() for bar in right.patches[len(curve) :]]
+    assert tops == pytest.approx([p.total_seconds for p in curve.points])
+    figure.canvas.draw()

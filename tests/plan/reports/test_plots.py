@@ -1,0 +1,187 @@
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib import pyplot
+
+from jaxbucket import Bucket, BucketPlan, plan_buckets
+from jaxbucket.data.lengths.summary import summarize_lengths
+from jaxbucket.plan.reports.epoch import StepRecord
+from jaxbucket.plan.reports.plots import (
+    plot_buckets,
+    plot_histogram,
+    plot_lengths,
+    plot_plan,
+    plot_run,
+)
+
+matplotlib.use("agg")
+
+
+def area(ax, label: str) -> float:
+    """What a filled area covers, in examples times positions per 100."""
+    (filled,) = [c for c in ax.collections if c.get_label().startswith(label)]
+    x, y = filled.get_paths()[0].vertices.T
+    return abs(np.sum(x * np.roll(y, 1) - y * np.roll(x, 1))) / 2
+
+
+def test_areas_are_tokens():
+    lengths = np.random.default_rng(0).integers(1, 500, 3000)
+    plan = plan_buckets(lengths, max_tokens=2**16, num_buckets=5)
+    ax = plot_plan(plan, lengths)
+    real = area(ax, "real")
+    whole = 100 * plan.max_seq_len
+    assert real / whole == pytest.approx(lengths.sum() / 3000 / plan.max_seq_len, 1e-2)
+    padding = np.mean(plan.boundaries[plan.assign(lengths)] - lengths)
+    assert area(ax, "padding of") / 100 == pytest.approx(padding, 1e-2)
+    rest = area(ax, "padding of") + area(ax, "padding in one shape")
+    assert real + rest == pytest.approx(whole)
+
+
+def test_examples_left_out_are_not_drawn():
+    plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
+    ax = plot_plan(plan, [8, 8, 100])
+    assert area(ax, "real") == pytest.approx(800)
+
+
+def test_lengths_the_plan_refuses_are_refused():
+    plan = BucketPlan((Bucket(1, 8),), max_tokens=8)
+    with pytest.raises(ValueError, match=r"`lengths\[0\]=9`"):
+        plot_plan(plan, [9])
+
+
+@pytest.mark.parametrize("plot", [plot_plan, plot_lengths])
+def test_a_plan_that_drops_every_example_cannot_be_drawn(plot):
+    plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
+    with pytest.raises(ValueError, match="leaves out every example: there is nothing"):
+        plot(plan, [9, 10])
+
+
+def bar_area(ax, label: str) -> float:
+    (bars,) = [c for c in ax.containers if c.get_label().startswith(label)]
+    return sum(bar.get_height() for bar in bars)
+
+
+@pytest.mark.parametrize("bins", [1, 7, 64, 1000])
+def test_a_histogram_holds_every_token(bins):
+    lengths = np.random.default_rng(0).integers(1, 500, 3000)
+    plan = plan_buckets(lengths, max_tokens=2**16, num_buckets=5)
+    ax = plot_lengths(plan, lengths, bins=bins)
+    assert bar_area(ax, "real") == pytest.approx(lengths.sum())
+    padding = plan.boundaries[plan.assign(lengths)] - lengths
+    assert bar_area(ax, "padding") == pytest.approx(padding.sum())
+    ends = sorted(line.get_xdata()[0] for line in ax.lines)
+    assert ends == plan.boundaries.tolist()
+
+
+def test_a_histogram_puts_each_length_into_its_bar():
+    plan = BucketPlan((Bucket(4, 4), Bucket(2, 8)), max_tokens=16, overlong="truncate")
+    ax = plot_lengths(plan, [1, 2, 4, 4, 5, 8, 50], bins=4)
+    real, padding = ([bar.get_height() for bar in bars] for bars in ax.containers)
+    assert real == [3, 8, 5, 16]
+    assert padding == [5, 0, 3, 0]
+
+
+BUCKETS = [Bucket(8, 4), Bucket(4, 8), Bucket(2, 16)]
+RECORDS = [
+    StepRecord(step, BUCKETS[step % 3], 0.1 + step, 3.0 - step, 8, 1e-3 * step)
+    for step in range(9)
+]
+
+
+def test_every_step_is_a_point_of_its_buckets_colour():
+    figure = plot_run(RECORDS)
+    loss, rate, speed = figure.axes
+    for ax, values in (
+        (loss, [r.loss for r in RECORDS]),
+        (rate, [r.learning_rate for r in RECORDS]),
+        (speed, [r.real_tokens / r.seconds for r in RECORDS]),
+    ):
+        drawn = {}
+        for number, points in enumerate(ax.collections):
+            for x, y in points.get_offsets():
+                drawn[x] = (y, number)
+        assert len(drawn) == len(RECORDS)
+        for record, value in zip(RECORDS, values, strict=True):
+            y, number = drawn[record.step]
+            assert y == pytest.approx(value)
+            assert BUCKETS[number] == record.bucket
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(map(str, BUCKETS))
+
+
+def test_buckets_differ_in_grey():
+    figure = plot_run(RECORDS)
+    colors = [points.get_facecolor()[0] for points in figure.axes[0].collections]
+    grey = [0.3 * red + 0.59 * green + 0.11 * blue for red, green, blue, _ in colors]
+    assert np.all(np.diff(grey) > 0.15)
+
+
+def test_bars_are_what_each_bucket_had_of_the_run():
+    figure = plot_buckets(RECORDS)
+    padding, time, cost = (
+        [bar.get_width() for bar in ax.patches] for ax in figure.axes
+    )
+    assert padding == pytest.approx([75, 75, 75])
+    seconds = [sum(r.seconds for r in RECORDS if r.bucket == b) for b in BUCKETS]
+    assert time == pytest.approx([100 * s / sum(seconds) for s in seconds])
+    assert cost == pytest.approx([1e6 * (s / 3) / 32 for s in seconds])
+    names = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert names == list(map(str, BUCKETS))
+
+
+def test_hundreds_of_shapes_stay_legible():
+    many = [StepRecord(n, Bucket(4, n + 1), 1.0, 2.0, 1, 1e-3) for n in range(300)]
+    (legend,) = plot_run(many).legends
+    assert len(legend.get_texts()) <= 16
+    assert len(plot_buckets(many).axes[0].get_yticks()) <= 16
+
+
+@pytest.mark.parametrize("plot", [plot_run, plot_buckets])
+def test_no_step_cannot_be_drawn(plot):
+    with pytest.raises(ValueError, match="`records` is empty: there is no step"):
+        plot([])
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    pyplot.close("all")
+
+
+@pytest.mark.parametrize("bins", [1, 7, 48, 1000])
+@pytest.mark.parametrize("spread", [1, 2, 500, 100_000])
+def test_a_histogram_of_lengths_holds_every_example_and_token(spread, bins):
+    rng = np.random.default_rng(spread)
+    lengths = np.ceil(spread ** rng.random(3000) * rng.integers(1, 3, 3000)).astype(int)
+    above, below = plot_histogram(lengths, unit="bytes", bins=bins).axes
+    examples, tokens = (stairs.get_data() for stairs in above.patches)
+    for drawn, weights in ((examples, np.ones(3000)), (tokens, lengths)):
+        expected, _ = np.histogram(lengths, drawn.edges, weights=weights)
+        assert drawn.values == pytest.approx(100 * expected / weights.sum())
+        assert drawn.values.sum() == pytest.approx(100)
+        assert len(drawn.values) <= bins
+        assert np.all(drawn.edges == drawn.edges.astype(int))
+    sums = [line for line in below.lines if len(line.get_xdata()) > 2]
+    for line, weights in zip(sums, (np.ones(3000), lengths), strict=True):
+        for length, share in zip(*line.get_data(), strict=True):
+            if share > 0:
+                up_to = weights[lengths <= length].sum() / weights.sum()
+                assert share == pytest.approx(100 * up_to)
+    assert below.get_xlabel() == "length (bytes)"
+    assert (below.get_xscale() == "log") == (spread > 100)
+
+
+def test_a_histogram_marks_the_lengths_of_the_summary():
+    lengths = np.random.default_rng(0).integers(1, 500, 1000)
+    _, below = plot_histogram(lengths).axes
+    found = summarize_lengths(lengths)
+    assert [text.get_text() for text in below.texts] == [
+        f"50%: {found.median}",
+        f"90%: {found.p90}",
+        f"99%: {found.p99}",
+    ]
+
+
+def test_a_histogram_of_no_lengths_is_refused():
+    with pytest.raises(ValueError, match="`lengths` is empty"):
+        plot_histogram([])

@@ -1,0 +1,285 @@
+import re
+
+import numpy as np
+import pytest
+
+from jaxbucket import Bucket, plan_buckets, report
+from jaxbucket.base.permutation import permute
+from jaxbucket.plan import branch_and_bound as search
+
+
+def uniform(size: int = 1000, longest: int = 500) -> np.ndarray:
+    return np.random.default_rng(0).integers(1, longest + 1, size)
+
+
+def check_plan(plan, max_tokens: int, multiples: tuple[int, int]) -> None:
+    """Invariant 2, and no row left unused that the budget would hold."""
+    for bucket in plan.buckets:
+        assert bucket.batch_size * bucket.seq_len <= max_tokens
+        assert bucket.batch_size % multiples[0] == bucket.seq_len % multiples[1] == 0
+        assert (bucket.batch_size + multiples[0]) * bucket.seq_len > max_tokens
+
+
+@pytest.mark.parametrize("boundaries", ["optimal", "quantile", "geometric"])
+@pytest.mark.parametrize("multiples", [(1, 1), (8, 128), (3, 7)])
+def test_every_bucket_keeps_the_budget(boundaries, multiples):
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(1, rng.integers(2, 3000), rng.integers(1, 500))
+        max_tokens = int(multiples[0] * (lengths.max() + 127) * rng.integers(1, 20))
+        plan = plan_buckets(
+            lengths,
+            max_tokens=max_tokens,
+            num_buckets=int(rng.integers(1, 12)),
+            batch_size_multiple=multiples[0],
+            seq_len_multiple=multiples[1],
+            boundaries=boundaries,
+        )
+        check_plan(plan, max_tokens, multiples)
+        assert plan.max_seq_len - multiples[1] < lengths.max() <= plan.max_seq_len
+
+
+def test_real_plans_keep_the_budget(real_lengths):
+    max_tokens = 8 * (int(real_lengths.max()) + 127)
+    plan = plan_buckets(
+        real_lengths,
+        max_tokens=max_tokens,
+        batch_size_multiple=8,
+        seq_len_multiple=128,
+    )
+    check_plan(plan, max_tokens, (8, 128))
+    assert len(plan) <= 8
+
+
+def test_equal_lengths_need_one_bucket():
+    plan = plan_buckets([100] * 50, max_tokens=1000, num_buckets=8)
+    assert plan.buckets == (Bucket(10, 100),)
+
+
+def test_a_plan_does_not_depend_on_the_order_or_dtype_of_lengths():
+    lengths = uniform()
+    shuffled = np.random.default_rng(1).permutation(lengths).astype(np.int16)
+    plans = [plan_buckets(x, max_tokens=8000) for x in (lengths, shuffled)]
+    assert plans[0].fingerprint == plans[1].fingerprint
+
+
+def test_the_last_bucket_is_the_one_asked_for():
+    plan = plan_buckets(uniform(), max_tokens=8192, max_seq_len=1024)
+    assert plan.buckets[-1] == Bucket(8, 1024)
+
+
+def test_far_apart_lengths_need_no_table_of_all_between():
+    lengths = np.append(uniform(), 2**30)
+    plan = plan_buckets(lengths, max_tokens=2**31, num_buckets=3, seq_len_multiple=8)
+    assert plan.max_seq_len == 2**30
+    assert plan.buckets[-2].seq_len <= 504
+    assert report(plan, lengths).examples == 1001
+
+
+@pytest.mark.parametrize("last", [96, 2**25])
+def test_overlong_examples_are_dropped_or_cut_as_said(last):
+    # Below and above the size up to which lengths are counted in a table.
+    lengths = np.array([5, 10, 96, last, last + 1, last + 900])
+    for overlong in ("drop", "truncate"):
+        plan = plan_buckets(
+            lengths,
+            max_tokens=2**26,
+            num_buckets=3,
+            max_seq_len=last,
+            overlong=overlong,
+        )
+        epoch = report(plan, lengths)
+        dropped = 2 if overlong == "drop" else 0
+        assert epoch.examples == 6 - dropped
+        assert epoch.dropped_examples == dropped
+        assert epoch.truncated_examples == 2 - dropped
+        assert epoch.truncated_tokens == (901 if overlong == "truncate" else 0)
+
+
+# Given boundaries, and functions
+
+
+def hashed_lengths(size: int, seed: int) -> np.ndarray:
+    """Skewed lengths of up to 4096, by integer arithmetic: alike on every machine."""
+    drawn = permute(np.arange(size), size, seed) + 1
+    return np.minimum(drawn % 797 * (drawn % 7) // (1 + drawn % 5) + 1, 4096)
+
+
+GOLDEN = [
+    (3_000, 300_000, 12, "2e4957cafafcab75048b75b2d9b7928d"),
+    (20_000, 65_536, 16, "49c6e504a516bbc1590b522622991780"),
+    (20_000, 262_144, 8, "98f68fbb8fb755622acb390301f56f67"),
+]
+
+
+@pytest.mark.parametrize(("size", "max_tokens", "num_buckets", "fingerprint"), GOLDEN)
+def test_plans_never_change(size, max_tokens, num_buckets, fingerprint, monkeypatch):
+    searched = []
+
+    def cutoff(self, least, limit, original=search.Search._cutoff):
+        searched.append(least.size > search._SURPLUS * self.width)
+        return original(self, least, limit)
+
+    monkeypatch.setattr(search.Search, "_cutoff", cutoff)
+    plan = plan_buckets(
+        hashed_lengths(size, 0), max_tokens=max_tokens, num_buckets=num_buckets
+    )
+    # Only a search that had to be cut short could depend on how numpy sorts.
+    assert any(searched)
+    assert plan.fingerprint == fingerprint
+
+
+def test_given_boundaries_are_taken_as_they_are():
+    plan = plan_buckets(uniform(), max_tokens=4096, boundaries=[64, 128, 512])
+    assert plan.boundaries.tolist() == [64, 128, 512]
+    assert plan.batch_sizes.tolist() == [64, 32, 8]
+    array = plan_buckets(uniform(), max_tokens=4096, boundaries=np.array([64, 512]))
+    assert array.boundaries.tolist() == [64, 512]
+
+
+def test_a_function_chooses_boundaries():
+    def every_third(candidates, num_buckets):
+        last = len(candidates) - 1
+        return np.unique([last // 3, 2 * last // 3, last])[:num_buckets]
+
+    plan = plan_buckets(
+        np.arange(1, 301), max_tokens=3000, num_buckets=3, boundaries=every_third
+    )
+    assert plan.boundaries.tolist() == [100, 200, 300]
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "message"),
+    [
+        ("best", "`boundaries='best'`: choose one of ['equal_tokens', 'equal_width',"),
+        ([], "`boundaries` is empty. Pass increasing multiples of `seq_len_multiple=8"),
+        ([512, 64], "`boundaries`: 64 after 512. Pass increasing multiples"),
+        ([64, 64, 512], "`boundaries`: 64 after 64"),
+        ([0, 512], "`boundaries`: 0 after 0"),
+        ([100, 512], "`boundaries`: 100 after 0. Pass increasing multiples of `seq_l"),
+        ([64.5, 512], "`boundaries`: 64.5"),
+        ([64.0, 512.0], "`boundaries`: 64.0"),
+        (["64"], "`boundaries`: '64'"),
+        ([True], "`boundaries`: True"),
+    ],
+)
+def test_boundaries_that_are_no_boundaries_are_refused(boundaries, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_buckets(
+            uniform(), max_tokens=4096, seq_len_multiple=8, boundaries=boundaries
+        )
+
+
+def test_given_boundaries_must_hold_every_example():
+    with pytest.raises(ValueError, match="beyond the last bucket, `seq_len=64`"):
+        plan_buckets(uniform(), max_tokens=4096, boundaries=[64])
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [[], [0, 0, 499], [3, 1, 499], [0, 1], [0.5, 499], [-1, 499], [0, 500]],
+)
+def test_a_function_that_chooses_nonsense_is_refused(chosen):
+    with pytest.raises(ValueError, match="`boundaries`"):
+        plan_buckets(
+            np.arange(1, 501),
+            max_tokens=4096,
+            boundaries=lambda candidates, num_buckets: np.array(chosen),
+        )
+
+
+def test_a_function_that_chooses_too_many_or_raises_is_refused():
+    with pytest.raises(ValueError, match="chose 500 ends for `num_buckets=2`"):
+        plan_buckets(
+            np.arange(1, 501),
+            max_tokens=4096,
+            num_buckets=2,
+            boundaries=lambda candidates, num_buckets: np.arange(500),
+        )
+    with pytest.raises(ValueError, match="raised KeyError: 'x'. Give a function of"):
+        plan_buckets([5], max_tokens=8, boundaries=lambda c, n: {}["x"])
+
+
+# What cannot be planned
+
+
+def test_a_budget_that_holds_too_few_rows_is_refused_with_one_that_holds_them():
+    message = (
+        "`max_tokens=1024` holds 2 rows of `seq_len=512`, fewer than "
+        "`batch_size_multiple=8`. Raise `max_tokens` to 4096"
+    )
+    options = {"batch_size_multiple": 8, "seq_len_multiple": 64}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_buckets([500], max_tokens=1024, **options)
+    plan = plan_buckets([500], max_tokens=4096, **options)
+    assert plan.buckets == (Bucket(8, 512),)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["max_tokens", "num_buckets", "batch_size_multiple", "seq_len_multiple"],
+)
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "8", None])
+def test_options_must_be_positive_integers(name, value):
+    options = {"max_tokens": 4096, name: value}
+    with pytest.raises(ValueError, match=re.escape(f"`{name}={value!r}`")):
+        plan_buckets([5], **options)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, "8"])
+def test_max_seq_len_must_be_a_positive_integer(value):
+    with pytest.raises(ValueError, match=re.escape(f"`max_seq_len={value!r}`")):
+        plan_buckets([5], max_tokens=4096, max_seq_len=value)
+
+
+def test_max_seq_len_must_be_a_multiple():
+    message = "`max_seq_len=500` is not a multiple of `seq_len_multiple=64`. Use 512."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_buckets([5], max_tokens=4096, max_seq_len=500, seq_len_multiple=64)
+
+
+def test_a_length_beyond_max_seq_len_is_refused_unless_told_otherwise():
+    message = "`lengths[1]=600` is beyond the last bucket, `seq_len=512`"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_buckets([5, 600], max_tokens=4096, max_seq_len=512)
+
+
+@pytest.mark.parametrize("last", [512, 2**25])
+def test_dropping_every_example_is_refused(last):
+    with pytest.raises(
+        ValueError, match=r"Every example is longer.*Raise `max_seq_len"
+    ):
+        plan_buckets([last + 1], max_tokens=2**26, max_seq_len=last, overlong="drop")
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="`overlong='cut'`: choose 'error', 'drop'"):
+        plan_buckets([5], max_tokens=4096, overlong="cut")
+    with pytest.raises(ValueError, match="`overlong='Drop'`: choose 'error', 'drop'"):
+        plan_buckets([600], max_tokens=4096, max_seq_len=512, overlong="Drop")
+
+
+def test_options_may_be_integers_of_numpy():
+    narrow = plan_buckets(
+        [500],
+        max_tokens=np.int16(4096),
+        batch_size_multiple=np.int8(4),
+        seq_len_multiple=np.uint8(16),
+        max_seq_len=np.uint16(512),
+    )
+    assert narrow.buckets == (Bucket(8, 512),)
+
+
+def test_a_budget_beyond_what_can_be_counted_is_refused():
+    with pytest.raises(ValueError, match="must be below 2\\*\\*62"):
+        plan_buckets([5], max_tokens=2**63)
+
+
+def test_boundaries_of_no_kind_are_refused():
+    with pytest.raises(ValueError, match="`boundaries=8`: choose one of"):
+        plan_buckets([5], max_tokens=4096, boundaries=8)
+
+
+def test_boundaries_may_come_one_by_one():
+    plan = plan_buckets([5], max_tokens=16, boundaries=(t for t in (8, 16)))
+    assert plan.buckets == (Bucket(2, 8), Bucket(1, 16))

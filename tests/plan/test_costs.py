@@ -1,0 +1,305 @@
+"""What a step of a shape costs, in tokens, operations and seconds."""
+
+import dataclasses
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbucket import Bucket, StepTime, TokenCost, TransformerCost
+from jaxbucket.plan.costs import unit_of
+
+# As `calibration_shapes` proposes them: six of one budget, and a smaller one.
+SHAPES = [Bucket(128, 32), Bucket(64, 64), Bucket(32, 128), Bucket(16, 256)]
+SHAPES += [Bucket(8, 512), Bucket(4, 1024), Bucket(32, 32)]
+
+
+def times_of(cost, shapes=SHAPES):
+    return {shape: cost(shape.batch_size, shape.seq_len) for shape in shapes}
+
+
+def terms_of(cost: StepTime) -> tuple[float, float, float]:
+    return cost.per_step, cost.per_token, cost.per_pair
+
+
+def test_tokens_are_counted_with_padding_and_turned_into_seconds():
+    assert TokenCost()(3, 50) == 150
+    assert TokenCost(tokens_per_second=100)(3, 50) == pytest.approx(1.5)
+    assert TokenCost().unit == "tokens"
+    assert TokenCost(tokens_per_second=100).unit == "s"
+
+
+def matmuls(batch_size, seq_len, width, depth, vocab_size):
+    """(rows, inner, columns) of every product of a forward pass."""
+    rows = batch_size * seq_len
+    for _ in range(depth):
+        for columns in (width, width, width, width):
+            yield rows, width, columns  # q, k, v and the output
+        for _ in range(batch_size):
+            yield seq_len, width, seq_len  # scores
+            yield seq_len, seq_len, width  # what they weigh
+        yield rows, width, 4 * width
+        yield rows, 4 * width, width
+    yield rows, width, vocab_size
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 7), (5, 64), (1, 300)])
+@pytest.mark.parametrize("model", [(8, 1, 0), (16, 3, 257), (4, 2, 11)])
+def test_operations_are_those_of_every_product_forward_and_back(shape, model):
+    width, depth, vocab_size = model
+    forward = sum(2 * m * k * n for m, k, n in matmuls(*shape, *model))
+    cost = TransformerCost(width, depth, vocab_size)
+    # Backwards there are two products for each: by its inputs and by its weights.
+    assert cost(*shape) == 3 * forward
+    assert cost.unit == "FLOP"
+    timed = TransformerCost(width, depth, vocab_size, flops_per_second=1e6)
+    assert timed(*shape) == pytest.approx(3e-6 * forward)
+    assert timed.unit == "s"
+
+
+def test_operations_are_about_those_that_the_compiler_counts():
+    batch_size, seq_len, width, depth, vocab_size = 2, 96, 64, 2, 128
+
+    def loss(weights, x):
+        for qkv, out, up, down in weights["layers"]:
+            q, k, v = jnp.split(x @ qkv, 3, axis=-1)
+            x = x + jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v @ out
+            x = x + jax.nn.relu(x @ up) @ down
+        return (x @ weights["head"]).sum()
+
+    def weight(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    sizes = ((3 * width,), (width,), (4 * width,))
+    layer = [weight(width, *size) for size in sizes] + [weight(4 * width, width)]
+    weights = {"layers": [layer] * depth, "head": weight(width, vocab_size)}
+    x = weight(batch_size, seq_len, width)
+    step = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(weights, x).compile()
+    analysis = step.cost_analysis()
+    assert analysis is not None
+    cost = TransformerCost(width, depth, vocab_size)(batch_size, seq_len)
+    # It counts what is done for each element, too; of a sum of logits some is saved.
+    assert analysis["flops"] == pytest.approx(cost, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        StepTime(0.02, 6e-5, 8e-8),
+        StepTime(0.0, 6e-5, 8e-8),
+        StepTime(0.5, 0.0, 8e-8),
+        StepTime(0.02, 6e-5, 0.0),
+        StepTime(0.0, 0.0, 1e-7),
+        StepTime(0.0, 1e-12, 1e-12),
+        StepTime(3e5, 0.0, 0.0),
+    ],
+)
+def test_known_terms_are_found(cost):
+    fitted = StepTime.fit(times_of(cost))
+    np.testing.assert_allclose(terms_of(fitted), terms_of(cost), rtol=1e-6)
+    assert fitted.error < 1e-9
+    assert fitted(20, 200) == pytest.approx(cost(20, 200))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_told_and_between_the_shapes_predictions_are_near(seed):
+    rng = np.random.default_rng(seed)
+    true = StepTime(*rng.uniform(0, [0.05, 1e-4, 1e-7]))
+    noise = 0.03
+    measured = {
+        shape: seconds * (1 + noise * rng.uniform(-1, 1))
+        for shape, seconds in times_of(true).items()
+    }
+    fitted = StepTime.fit(measured)
+    assert min(terms_of(fitted)) >= 0
+    assert 0 < fitted.error < 6 * noise
+    for shape in ((60, 64), (20, 192), (7, 512), (4, 768), (4, 96)):
+        assert fitted(*shape) == pytest.approx(true(*shape), rel=4 * noise)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_terms_are_closer_to_what_was_measured(seed):
+    rng = np.random.default_rng(seed)
+    measured = {shape: float(rng.uniform(0.1, 1)) for shape in SHAPES}
+
+    def distance(terms):
+        cost = times_of(lambda *shape: StepTime(*terms)(*shape))
+        return sum(abs(cost[shape] / t - 1) for shape, t in measured.items())
+
+    fitted = np.array(terms_of(StepTime.fit(measured)))
+    least = distance(fitted)
+    sizes = np.array([0.1, 1e-4, 1e-7])
+    for _ in range(200):
+        others = np.maximum(
+            0, fitted + rng.normal(size=3) * sizes * 10 ** -rng.uniform(0, 4)
+        )
+        if others.any():
+            assert distance(others) >= least * (1 - 1e-5)
+
+
+def test_times_that_fall_with_the_tokens_have_no_negative_term():
+    fitted = StepTime.fit({Bucket(8, 8): 1.0, Bucket(8, 16): 0.5, Bucket(8, 32): 0.1})
+    assert min(terms_of(fitted)) >= 0
+    assert terms_of(fitted) == pytest.approx((0.1, 0, 0))
+
+
+def test_shapes_of_one_budget_are_told_by_their_tokens():
+    same = [Bucket(64, 16), Bucket(32, 32), Bucket(16, 64), Bucket(8, 128)]
+    flat = StepTime.fit(dict.fromkeys(same, 0.5))
+    assert terms_of(flat) == pytest.approx((0, 0.5 / 1024, 0))
+    fitted = StepTime.fit(times_of(StepTime(0.3, 2e-4, 1e-6), same))
+    # What the constant was is in the tokens, whose number is the same.
+    assert terms_of(fitted) == pytest.approx((0, 2e-4 + 0.3 / 1024, 1e-6))
+    assert fitted.error < 1e-6
+
+
+def test_shapes_of_one_length_are_told_without_pairs():
+    same = [Bucket(4, 32), Bucket(8, 32), Bucket(32, 32)]
+    fitted = StepTime.fit(times_of(StepTime(0.3, 2e-4, 1e-6), same))
+    assert terms_of(fitted) == pytest.approx((0.3, 2e-4 + 32e-6, 0))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_or_two_shapes_are_fitted_with_as_many_terms(count):
+    measured = {Bucket(4, 32): 0.2, Bucket(8, 64): 0.9}
+    fitted = StepTime.fit(dict(list(measured.items())[:count]))
+    assert np.count_nonzero(terms_of(fitted)) <= count
+    assert StepTime(*terms_of(fitted))(4, 32) == pytest.approx(0.2)
+
+
+def test_the_error_is_of_shapes_that_were_left_out_between_others():
+    measured = times_of(StepTime(0.0, 6e-5, 8e-8))
+    measured[SHAPES[2]] *= 1.2
+    fitted = StepTime.fit(measured)
+    others = {shape: t for shape, t in measured.items() if shape != SHAPES[2]}
+    without = StepTime.fit(others)
+    shape = SHAPES[2]
+    missed = without(shape.batch_size, shape.seq_len) / measured[shape] - 1
+    assert fitted.error >= abs(missed) == pytest.approx(1 - 1 / 1.2)
+    terms = StepTime(*terms_of(fitted))
+    misses = [abs(time / measured[s] - 1) for s, time in times_of(terms).items()]
+    assert fitted.error >= max(misses)
+
+
+# The smallest one alone says what the constant is.
+@pytest.mark.parametrize("slow", range(len(SHAPES) - 1))
+def test_one_slow_shape_does_not_bend_the_others(slow):
+    cost = StepTime(0.004, 2.2e-5, 5.5e-8)
+    measured = times_of(cost)
+    measured[SHAPES[slow]] *= 1.5
+    fitted = StepTime.fit(measured)
+    others = [(4, 608), (4, 992), (12, 320), (24, 160)]
+    for shape in others:
+        assert fitted(*shape) == pytest.approx(cost(*shape), rel=0.02)
+    assert fitted.error > 0.3
+
+
+def test_a_shape_that_was_measured_takes_what_was_measured():
+    rng = np.random.default_rng(0)
+    measured = {shape: float(rng.uniform(0.1, 1)) for shape in SHAPES}
+    fitted = StepTime.fit(measured)
+    assert times_of(fitted) == measured
+    names = ("per_step", "per_token", "per_pair", "error")
+    values = (*terms_of(fitted), fitted.error)
+    assert fitted.to_dict() == dict(zip(names, values, strict=True))
+    assert fitted == pickle.loads(pickle.dumps(fitted))
+    assert hash(fitted) == hash(dataclasses.replace(fitted, measured={}))
+
+
+def test_many_shapes_are_fitted_in_no_time():
+    cost = StepTime(0.004, 2.2e-5, 5.5e-8)
+    shapes = [Bucket(b, 32 * t) for b in range(1, 11) for t in range(1, 31)]
+    np.testing.assert_allclose(
+        terms_of(StepTime.fit(times_of(cost, shapes))), terms_of(cost), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_as_many_shapes_as_terms_say_nothing_of_the_error(count):
+    fitted = StepTime.fit(dict(list(times_of(StepTime(1, 1, 1)).items())[:count]))
+    assert np.isnan(fitted.error)
+    assert fitted.to_dict()["error"] is None
+
+
+@pytest.mark.parametrize(("order", "scale"), [(1, 1), (-1, 1), (-1, 1e-9), (1, 1e9)])
+def test_the_order_and_the_unit_of_times_change_nothing(order, scale):
+    rng = np.random.default_rng(0)
+    measured = {shape: float(rng.uniform(0.1, 1)) for shape in SHAPES}
+    others = {shape: scale * time for shape, time in [*measured.items()][::order]}
+    np.testing.assert_allclose(
+        terms_of(StepTime.fit(others)),
+        scale * np.array(terms_of(StepTime.fit(measured))),
+        rtol=1e-6,
+    )
+
+
+def test_a_shape_that_alone_says_something_is_not_held_against_the_fit():
+    # Without the smallest the constant would be guessed, and be far off.
+    cost = StepTime(0.2, 6e-5, 8e-8)
+    shapes = [*SHAPES[:4], Bucket(4, 32)]
+    noisy = {
+        shape: seconds * factor
+        for (shape, seconds), factor in zip(
+            times_of(cost, shapes).items(), (1.01, 0.99, 1.02, 0.99, 1.0), strict=True
+        )
+    }
+    assert StepTime.fit(noisy).error < 0.1
+
+
+def test_a_cost_says_what_it_counts():
+    assert unit_of(StepTime(1, 0, 0)) == "s"
+    assert unit_of(lambda batch_size, seq_len: 1) == "cost"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TokenCost(tokens_per_second=0), "`tokens_per_second=0` must be a pos"),
+        (lambda: TokenCost(tokens_per_second=np.nan), "`tokens_per_second=nan` must"),
+        (lambda: TransformerCost(0, 1), "`width=0` must be a positive integer"),
+        (lambda: TransformerCost(8, 1.5), "`depth=1.5` is not an integer"),
+        (lambda: TransformerCost(8, 1, -2), "`vocab_size=-2` must be a positive"),
+        (
+            lambda: TransformerCost(8, 1, flops_per_second=-1.0),
+            "`flops_per_second=-1.0` must be a positive, finite number",
+        ),
+        (
+            lambda: StepTime(-1, 1, 1),
+            "`StepTime(-1, 1, 1)`: give numbers, none negative and one positive.",
+        ),
+        (lambda: StepTime(0, 0, 0), "`StepTime(0, 0, 0)`: give numbers"),
+        (lambda: StepTime(np.nan, 1, 1), "`StepTime(nan, 1, 1)`: give numbers"),
+        (lambda: StepTime("1", 1, 1), "`StepTime('1', 1, 1)`: give numbers"),
+        (
+            lambda: StepTime(1, 1, 1, measured={(8, 8): -1}),
+            "`measured[(8, 8)]=-1` must be a positive, finite number",
+        ),
+        (
+            lambda: StepTime.fit([(Bucket(8, 8), 1)]),
+            "`seconds` is a list: make it a dict of `Bucket` -> seconds.",
+        ),
+        (
+            lambda: StepTime.fit({Bucket(2**40, 2**30): 1e-300}),
+            "`seconds` has 1e-300 s, which is next to nothing for B * T^2 of",
+        ),
+        (lambda: StepTime.fit({}), "`seconds` is empty: measure a step of one shape"),
+        (
+            lambda: StepTime.fit({Bucket(1, 8): 0}),
+            "`seconds[[1, 8]]=0` must be a positive, finite number",
+        ),
+        (
+            lambda: StepTime.fit({Bucket(1, 8): "fast"}),
+            "`seconds[[1, 8]]='fast'` must be a positive, finite number",
+        ),
+        (
+            lambda: StepTime.fit({(1, 8): 0.3}),
+            "`seconds` is of (1, 8): make it a `Bucket(batch_size, seq_len)`.",
+        ),
+    ],
+)
+def test_what_is_no_cost_is_refused(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()

@@ -1,0 +1,179 @@
+"""The number of buckets: what each more takes to compile, and saves an epoch."""
+
+import itertools
+import json
+import re
+
+import numpy as np
+import pytest
+
+from jaxbucket import (
+    Limits,
+    StepTime,
+    TokenCost,
+    TransformerCost,
+    plan_buckets,
+    plan_curve,
+    report,
+)
+from jaxbucket.plan.optimal import Optimum
+
+LENGTHS = np.random.default_rng(0).lognormal(5, 1, 3000).clip(1, 1500).astype(int)
+LIMITS = Limits(max_tokens=16_384, cost_fn=StepTime(0.01, 1e-5, 1e-9))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_number_of_buckets_takes_less_time(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.lognormal(4, 1, int(rng.integers(20, 2000))).clip(1, 400).astype(int)
+    limits = Limits(max_tokens=4096, seq_len_multiple=8, cost_fn=LIMITS.cost_fn)
+    compile_seconds, num_epochs = (
+        float(rng.choice([0.02, 0.5, 5])),
+        int(rng.integers(1, 50)),
+    )
+    curve = plan_curve(
+        lengths,
+        limits,
+        compile_seconds=compile_seconds,
+        num_epochs=num_epochs,
+        max_buckets=24,
+    )
+    totals = []
+    for size in range(1, 25):
+        plan = plan_buckets(
+            lengths,
+            max_tokens=4096,
+            seq_len_multiple=8,
+            num_buckets=size,
+            cost_fn=limits.cost_fn,
+        )
+        epoch = report(plan, lengths).epoch_cost
+        totals.append(len(plan) * compile_seconds + num_epochs * epoch)
+    assert curve.chosen.total_seconds == pytest.approx(min(totals), rel=1e-4)
+
+
+def test_a_point_is_what_its_plan_costs():
+    curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.5, num_epochs=4)
+    for point in curve.points:
+        epoch = report(point.plan, LENGTHS)
+        assert point.num_buckets == len(point.plan)
+        assert point.padding == pytest.approx(epoch.padding)
+        assert point.steps_per_epoch == epoch.steps_per_epoch
+        assert point.epoch_seconds == pytest.approx(epoch.epoch_cost)
+        assert point.compile_seconds == 0.5 * len(point.plan)
+        total = point.compile_seconds + 4 * point.epoch_seconds
+        assert point.total_seconds == pytest.approx(total)
+    seconds = [point.epoch_seconds for point in curve.points]
+    assert seconds == sorted(seconds, reverse=True)
+    assert len(curve) > curve.chosen.num_buckets
+
+
+def test_the_dearer_compiling_the_fewer_shapes():
+    sizes = [
+        plan_curve(LENGTHS, LIMITS, compile_seconds=s, num_epochs=3).chosen.num_buckets
+        for s in (0.01, 0.3, 3, 1e4)
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1] == 1
+    more = plan_curve(LENGTHS, LIMITS, compile_seconds=3, num_epochs=300)
+    assert more.chosen.num_buckets > sizes[2]
+
+
+def test_the_reason_names_what_one_more_and_one_fewer_would_take():
+    curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.3, num_epochs=2)
+    k = curve.chosen.num_buckets
+    assert curve.reason.startswith(f"{k} shapes: {0.3 * k:,.1f} s to compile and 2 ep")
+    for point in curve.points:
+        if point.num_buckets in (k - 1, k + 1):
+            text = f"{point.num_buckets} would take {point.total_seconds:,.1f} s"
+            assert text in curve.reason
+
+
+def test_a_curve_that_ends_before_it_turns_says_so():
+    curve = plan_curve(LENGTHS, LIMITS, compile_seconds=1e-6, max_buckets=5)
+    assert curve.chosen.num_buckets == 5
+    assert not curve.turned
+    assert curve.reason.endswith("More than 5 shapes were not looked at.")
+    # With sizes in between that do not pay, too.
+    lengths = [11, 3, 1, 11, 8, 1, 9, 10, 2, 12, 8, 7, 2, 2, 4, 6, 5, 12, 9, 8, 2, 4, 3]
+    lengths += [13, 11, 6, 10, 8, 6, 10, 4, 8, 9, 12, 7, 13, 5, 11, 12, 10, 3, 7, 11]
+    limits = Limits(max_tokens=49, cost_fn=TokenCost(tokens_per_second=1.0))
+    curve = plan_curve(lengths, limits, compile_seconds=0.01, max_buckets=6)
+    assert "More than 6 shapes were not looked at." in curve.reason
+    # All three that there are.
+    curve = plan_curve(
+        [7, 8, 9] * 5,
+        Limits(max_tokens=9, cost_fn=LIMITS.cost_fn),
+        compile_seconds=1e-9,
+    )
+    assert curve.chosen.num_buckets == 3 and curve.turned
+
+
+def test_equal_lengths_have_one_point():
+    curve = plan_curve([7] * 30, LIMITS, compile_seconds=1.0)
+    assert [point.num_buckets for point in curve.points] == [1]
+    assert curve.reason.startswith("1 shape: 1.0 s to compile and 1 epoch of")
+
+
+def test_every_number_is_in_the_json():
+    curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.5, num_epochs=4)
+    found = json.loads(curve.to_json())
+    assert found["points"][found["chosen"]]["num_buckets"] == curve.chosen.num_buckets
+    assert found["reason"] == curve.reason
+    assert len(found["points"]) == len(curve)
+
+
+@pytest.mark.parametrize(
+    ("cost_fn", "unit"),
+    [(None, "tokens"), (TokenCost(), "tokens"), (TransformerCost(8, 2), "FLOP")],
+)
+def test_costs_that_are_no_seconds_are_refused(cost_fn, unit):
+    limits = Limits(max_tokens=16_384, cost_fn=cost_fn)
+    with pytest.raises(ValueError, match=f"counts {unit}, and compiling is weighed in"):
+        plan_curve(LENGTHS, limits, compile_seconds=1.0)
+
+
+def test_a_function_without_a_unit_counts_seconds():
+    limits = Limits(max_tokens=16_384, cost_fn=lambda b, t: b * t / 1e6)
+    of_function = plan_curve(LENGTHS, limits, compile_seconds=0.1).chosen
+    limits = Limits(max_tokens=16_384, cost_fn=TokenCost(1e6))
+    of_tokens = plan_curve(LENGTHS, limits, compile_seconds=0.1).chosen
+    assert of_function.plan.buckets == of_tokens.plan.buckets
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile_seconds": None}, "`compile_seconds` is missing: say what compiling"),
+        ({"compile_seconds": 0}, "`compile_seconds=0` must be a positive, finite"),
+        ({"compile_seconds": "3"}, "`compile_seconds='3'` must be a positive, finite"),
+        ({"num_epochs": -1}, "`num_epochs=-1` must be a positive, finite"),
+        ({"num_epochs": np.nan}, "`num_epochs=nan` must be a positive, finite"),
+        ({"max_buckets": 0}, "`max_buckets=0` must be a positive integer"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_curve(LENGTHS, LIMITS, **{"compile_seconds": 1.0, **options})
+
+
+def test_auto_needs_no_rule():
+    with pytest.raises(ValueError, match="leave out `boundaries='quantile'`"):
+        plan_buckets(
+            LENGTHS, max_tokens=16_384, num_buckets="auto", boundaries="quantile"
+        )
+
+
+def test_of_very_many_numbers_of_buckets_some_are_looked_at(monkeypatch):
+    sizes = []
+    original = Optimum.choice
+
+    def counted(self, num_buckets, known=None):
+        sizes.append(num_buckets)
+        return original(self, num_buckets, known)
+
+    monkeypatch.setattr(Optimum, "choice", counted)
+    plan_curve(LENGTHS[:500], LIMITS, compile_seconds=1e-9, max_buckets=300)
+    assert sizes[:64] == list(range(1, 65))
+    assert len(sizes) < 130 and sizes[-1] > 200
+    assert max(b / a for a, b in itertools.pairwise(sizes[32:])) < 1.04

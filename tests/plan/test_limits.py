@@ -1,0 +1,428 @@
+"""Budgets of every kind, limits of rows, and given shapes."""
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxbucket import (
+    BatchSchedule,
+    Bucket,
+    BucketPlan,
+    Limits,
+    StepTime,
+    compare_plans,
+    pack,
+    plan_buckets,
+    plan_curve,
+    plan_packing,
+    report,
+)
+from jaxbucket.plan.chunks import chunk_lengths
+from jaxbucket.plan.histogram import cumulative
+from jaxbucket.plan.reports.epoch import Report
+
+LENGTHS = np.random.default_rng(0).integers(1, 500, 1000)
+
+
+@pytest.mark.parametrize("overlong", ["error", "drop", "truncate", "split"])
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_histogram_counts_every_example_and_token(seed, far, overlong, monkeypatch):
+    # By a table of all lengths, and by sorting them.
+    monkeypatch.setattr("jaxbucket.plan.histogram._DENSE", 0 if far else 1 << 24)
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 100, 300).astype(rng.choice([np.int32, np.int64]))
+    multiple = int(rng.choice([1, 4]))
+    last = 100 if overlong == "error" else int(rng.choice([8, 40, 100]))
+    rows = []
+    for length in lengths.tolist():
+        if overlong == "split":
+            rows += [min(last, length - at) for at in range(0, length, last)]
+        elif length <= last or overlong == "truncate":
+            rows.append(min(length, last))
+    ends, examples, tokens = cumulative(lengths, last, multiple, overlong)
+    assert np.all(ends % multiple == 0) and np.all(np.diff(ends) > 0)
+    assert ends[-1] == last
+    for end, count, total in zip(ends, examples, tokens, strict=True):
+        assert count == sum(row <= end for row in rows)
+        assert total == sum(row for row in rows if row <= end)
+
+
+def test_a_budget_may_be_a_function_of_the_length():
+    def budget(seq_len):
+        return 8192 if seq_len <= 128 else 4096
+
+    plan = plan_buckets(LENGTHS, max_tokens=budget, num_buckets=6, seq_len_multiple=64)
+    for bucket in plan.buckets:
+        assert bucket.batch_size == budget(bucket.seq_len) // bucket.seq_len
+    assert plan.max_tokens == max(budget(b.seq_len) for b in plan.buckets)
+
+
+def test_a_length_that_no_row_fits_is_no_boundary():
+    # What is at most 300 long has no batch of its own.
+    def budget(seq_len):
+        return 8 * 512 if seq_len > 300 else 1
+
+    plan = plan_buckets(LENGTHS, max_tokens=budget, num_buckets=4)
+    assert plan.boundaries[0] > 300
+    assert report(plan, LENGTHS).examples == 1000
+
+
+def test_a_budget_may_be_one_for_each_boundary():
+    plan = plan_buckets(LENGTHS, max_tokens=[1000, 4096], boundaries=[100, 512])
+    assert plan.buckets == (Bucket(10, 100), Bucket(8, 512))
+    assert plan.max_tokens == 4096
+
+
+def test_batches_have_no_fewer_and_no_more_rows_than_is_said():
+    options = {"num_buckets": 6, "batch_size_multiple": 4}
+    free = plan_buckets(LENGTHS, max_tokens=8192, **options)
+    held = plan_buckets(LENGTHS, max_tokens=8192, max_batch_size=30, **options)
+    assert free.batch_sizes.max() > 30 and held.batch_sizes.max() == 28
+    many = plan_buckets(
+        LENGTHS, max_tokens=8192, min_batch_size=16, max_batch_size=30, **options
+    )
+    assert many.batch_sizes.min() >= 16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": []}, "`max_tokens` has 0 budgets"),
+        ({"max_tokens": [4096, 0]}, "`max_tokens=0` must be a positive integer"),
+        ({"max_tokens": [4096] * 3}, "`max_tokens` has 3 budgets, one for each bucket"),
+        ({"max_tokens": lambda t: -t}, "`max_tokens(500)=-500` must be a positive"),
+        ({"max_tokens": lambda t: t / 2}, "`max_tokens(500)=250.0` is not an integer"),
+        ({"min_batch_size": 0}, "`min_batch_size=0` must be a positive"),
+        ({"max_batch_size": 2.5}, "`max_batch_size=2.5` is not an integer"),
+        (
+            {"min_batch_size": 9},
+            "`max_tokens=4096` holds 8 rows of `seq_len=500`, fewer than "
+            "`min_batch_size=9`. Raise `max_tokens` to 4500",
+        ),
+        (
+            {"min_batch_size": 5, "batch_size_multiple": 8, "max_tokens": 2048},
+            "`max_tokens=2048` holds 4 rows of `seq_len=500`, fewer than "
+            "`batch_size_multiple=8`. Raise `max_tokens` to 4000",
+        ),
+        (
+            {"batch_size_multiple": 4, "max_batch_size": 3},
+            "`max_batch_size=3` is less than `batch_size_multiple=4`: no B fits. Raise",
+        ),
+        (
+            {"batch_size_multiple": 4, "max_batch_size": 7, "min_batch_size": 5},
+            "leave B no room above `min_batch_size=5`. Lower that to 4.",
+        ),
+        ({"cost_fn": 3}, "`cost_fn=3` is no function of (batch_size, seq_len)."),
+        ({"cost_fn": lambda b, t: 0}, "`cost_fn("),
+        ({"cost_fn": lambda b, t: None}, "=None` must be a positive, finite number"),
+        ({"cost_fn": lambda b, t: np.inf}, "=inf` must be a positive, finite number"),
+        (
+            {"cost_fn": lambda b, t: {}["x"]},
+            "raised KeyError: 'x'. Mend the function.",
+        ),
+        ({"cost_fn": lambda b: 1.0}, "raised TypeError: "),
+        ({"max_tokens": lambda t: 1 // 0}, "`max_tokens(500)` raised ZeroDivisionErr"),
+        ({"cost_fn": lambda b, t: 1e-310}, "a cost must be between 1e-100 and 1e100."),
+        ({"cost_fn": lambda b, t: 1e300}, "a cost must be between 1e-100 and 1e100."),
+        ({"num_buckets": "many"}, "`num_buckets='many'` is not an integer"),
+    ],
+)
+def test_limits_that_are_none_are_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_buckets(np.append(LENGTHS, 500), **{"max_tokens": 4096, **options})
+
+
+def test_a_multiple_beyond_the_longest_is_the_only_bucket():
+    plan = plan_buckets([3, 5, 9], max_tokens=1024, seq_len_multiple=128)
+    assert plan.buckets == (Bucket(8, 128),)
+
+
+def test_fewer_lengths_than_buckets_pad_nothing():
+    lengths = [3, 3, 3, 5, 5, 9]
+    plan = plan_buckets(lengths, max_tokens=9, num_buckets=8)
+    assert plan.boundaries.tolist() == [3, 5, 9]
+    assert report(plan, lengths).padding == 0
+
+
+# Given shapes
+
+
+def test_given_shapes_are_taken_in_any_order():
+    plan = BucketPlan.from_shapes([(16, 256), (32, 128), (8, 512)], overlong="drop")
+    assert plan.buckets == (Bucket(32, 128), Bucket(16, 256), Bucket(8, 512))
+    assert (plan.max_tokens, plan.overlong) == (4096, "drop")
+    wide = BucketPlan.from_shapes([[4, 8]], max_tokens=100, seq_len_multiple=4)
+    assert (wide.max_tokens, wide.seq_len_multiple) == (100, 4)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([], "`buckets` is empty"),
+        ([(1, 2, 3)], "`shapes` holds (1, 2, 3): give (B, T) for each."),
+        ([(4, 8), (2, 8)], "strictly increasing order"),
+        ([(0, 8)], "`batch_size=0` must be a positive integer"),
+        ([(1, 8.5)], "`seq_len=8.5` is not an integer"),
+        ([7], "`shapes` holds 7: give (B, T) for each."),
+    ],
+)
+def test_given_shapes_that_are_none_are_refused(shapes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BucketPlan.from_shapes(shapes)
+
+
+# Plans that know what a step costs
+
+
+def test_a_plan_keeps_what_its_steps_cost():
+    cost = StepTime(0.1, 1e-4, 1e-6)
+    plan = plan_buckets(LENGTHS, max_tokens=4096, num_buckets=3, cost_fn=cost)
+    assert plan.cost_unit == "s"
+    assert plan.costs.tolist() == [cost(b.batch_size, b.seq_len) for b in plan.buckets]
+    read = BucketPlan.from_json(plan.to_json())
+    assert read == plan and read.fingerprint == plan.fingerprint
+    epoch = report(plan, LENGTHS)
+    assert epoch.epoch_cost == pytest.approx(
+        sum(b.batches * c for b, c in zip(epoch.buckets, plan.costs, strict=True))
+    )
+    assert sum(b.cost_share for b in epoch.buckets) == pytest.approx(1)
+    assert f"Predicted epoch: {epoch.epoch_cost:,.1f} s." in epoch.summary
+
+
+def test_a_plan_without_costs_counts_tokens():
+    plan = plan_buckets(LENGTHS, max_tokens=4096, num_buckets=3)
+    assert plan.costs.tolist() == [b.num_tokens for b in plan.buckets]
+    epoch = report(plan, LENGTHS)
+    assert (epoch.epoch_cost, epoch.cost_unit) == (epoch.padded_tokens, "tokens")
+    assert "Predicted" not in epoch.summary
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ((1.0,), "`step_costs=(1.0,)` must be 2 positive numbers"),
+        (np.array(3.0), "must be 2 positive numbers, one for each bucket"),
+        (3.0, "`step_costs=3.0` must be 2 positive numbers"),
+        ((1.0, 0.0), "`step_costs[1]=0.0` must be a positive, finite number"),
+        ((1.0, np.nan), "`step_costs[1]=nan` must be"),
+        ((-1.0, 1.0), "`step_costs[0]=-1.0` must be"),
+        (("1", 1.0), "`step_costs[0]='1'` must be"),
+        ((True, 1.0), "`step_costs[0]=True` must be"),
+        ((1e-200, 1.0), "`step_costs[0]=1e-200`: a cost must be between"),
+    ],
+)
+def test_costs_that_are_none_are_refused(costs, message):
+    buckets = (Bucket(4, 8), Bucket(2, 16))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BucketPlan(buckets, max_tokens=32, step_costs=costs)
+
+
+def test_the_fingerprint_names_what_steps_cost():
+    buckets = (Bucket(4, 8), Bucket(2, 16))
+    plans = [
+        BucketPlan(buckets, max_tokens=32, step_costs=costs, cost_unit=unit)
+        for costs, unit in (
+            *((None, "tokens"), ((1.0, 2.0), "s")),
+            *(((1.0, 2.0), "FLOP"), ((1.0, 2.5), "s")),
+        )
+    ]
+    assert len({plan.fingerprint for plan in plans}) == 4
+    with pytest.raises(ValueError, match="`cost_unit='s'` is of no `step_costs`"):
+        BucketPlan(buckets, max_tokens=32, cost_unit="s")
+
+
+# Numbers at the edge of what can be counted
+
+EDGES = [0, 1, 2, 2**16, 2**26 + 1, 2**31 - 1, 2**31, 2**31 + 1, 2**53 - 1, 2**53 + 1]
+EDGES += [2**61, 2**62 - 1, 2**62, 2**63 - 1, 2**64 - 1, 2**64, -1]
+INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint32, np.uint64]
+
+
+class Edges:
+    """Draws integers, many at an edge, of Python and of numpy."""
+
+    def __init__(self, seed: int):
+        self.rng = np.random.default_rng(seed)
+
+    def one(self, ordinary: float = 0.6) -> Any:
+        value = EDGES[self.rng.integers(len(EDGES))]
+        if self.rng.random() < ordinary:
+            value = int(self.rng.integers(1, 100))
+        dtype = INTEGERS[self.rng.integers(len(INTEGERS))]
+        info = np.iinfo(dtype)
+        if self.rng.random() < 0.4 and info.min <= value <= info.max:
+            return dtype(value)
+        return value
+
+    def some(self, *names: str) -> dict[str, Any]:
+        return {name: self.one() for name in names if self.rng.random() < 0.5}
+
+    def lengths(self) -> Any:
+        size = int(self.rng.integers(1, 20))
+        if self.rng.random() < 0.15:
+            return [self.one() for _ in range(size)]
+        values = [[1, 5, 60], [1, 5, 2**26, 2**30, 2**31 - 1]][self.rng.integers(2)]
+        return self.rng.choice(values, size)
+
+    def limits(self) -> dict[str, Any]:
+        names = "batch_size_multiple", "seq_len_multiple", "max_seq_len"
+        names += "min_batch_size", "max_batch_size", "accumulate"
+        return {"max_tokens": self.one(0.3), **self.some(*names)}
+
+
+def check_epoch(plan: BucketPlan, epoch: Report, accumulate: int = 1) -> None:
+    """Its numbers are those of Python's integers, which have no end."""
+    padded = sum(b.batches * b.batch_size * b.seq_len for b in epoch.buckets)
+    assert padded == epoch.padded_tokens
+    assert epoch.epoch_cost == pytest.approx(padded, rel=1e-12)
+    assert sum(b.batches for b in epoch.buckets) == epoch.steps_per_epoch * accumulate
+    for b in epoch.buckets:
+        assert min(b.examples, b.carried, b.batches, b.empty_rows, b.left_over) >= 0
+
+
+def try_plan(edges: Edges) -> None:
+    lengths, options = edges.lengths(), edges.limits()
+    plan = plan_buckets(lengths, **options, **edges.some("num_buckets"))
+    for bucket in plan.buckets:
+        rows = int(options["max_tokens"]) // bucket.seq_len
+        rows = min(rows, int(options.get("max_batch_size", rows)))
+        multiple = int(options.get("batch_size_multiple", 1))
+        assert bucket.batch_size == rows // multiple * multiple
+        assert bucket.seq_len % int(options.get("seq_len_multiple", 1)) == 0
+    check_epoch(plan, report(plan, lengths))
+    assert plan.kept(lengths).sum(dtype=np.int64) == sum(map(int, lengths))
+    try_schedule(edges, plan, lengths)
+
+
+def try_shapes(edges: Edges) -> None:
+    shapes = [(edges.one(0.5), edges.one(0.5)) for _ in range(2)]
+    plan = BucketPlan.from_shapes(shapes, **edges.some("max_tokens"))
+    assert BucketPlan.from_json(plan.to_json()) == plan
+    try_schedule(edges, plan, edges.lengths())
+
+
+def try_schedule(edges: Edges, plan: BucketPlan, lengths: Any) -> None:
+    accumulate, group = edges.one(), ["same", "mixed"][edges.rng.integers(2)]
+    opening = [(plan.buckets[0], edges.one())] if edges.rng.random() < 0.2 else None
+    schedule = BatchSchedule(
+        plan,
+        lengths,
+        accumulate=accumulate,
+        group=group,
+        opening=opening,
+        **edges.some("seed"),
+    )
+    assert len(schedule) > 0
+    check_epoch(plan, schedule.cost(), int(accumulate))
+
+
+def try_json(edges: Edges) -> None:
+    fields = json.loads(BucketPlan((Bucket(1, 1),), max_tokens=1).to_json())
+    names = edges.some("max_tokens", "batch_size_multiple", "seq_len_multiple")
+    fields |= {name: int(value) for name, value in names.items()}
+    fields["buckets"] = [[int(edges.one()), int(edges.one())]]
+    assert BucketPlan.from_json(json.dumps(fields)).max_seq_len > 0
+
+
+def try_pack(edges: Edges) -> None:
+    lengths = edges.lengths()
+    options = edges.some("max_segments_per_row", "padded_up_to")
+    packing = pack(lengths, edges.one(0.3), **options)
+    assert packing.row_lengths.sum() == sum(map(int, lengths))
+
+
+def try_packing(edges: Edges) -> None:
+    names = "num_buckets", "max_seq_len", "max_segments_per_row", "seq_len_multiple"
+    lengths = np.minimum(edges.lengths(), 60)
+    found = plan_packing(lengths, max_tokens=edges.one(0.3), **edges.some(*names))
+    check_epoch(found.plan, found.report)
+
+
+def try_curve(edges: Edges) -> None:
+    limits = Limits(**edges.limits(), cost_fn=lambda rows, length: float(rows) * length)
+    options = edges.some("max_buckets", "num_epochs")
+    curve = plan_curve(edges.lengths(), limits, compile_seconds=1.0, **options)
+    assert all(0 <= point.padding <= 1 for point in curve.points)
+
+
+def try_comparison(edges: Edges) -> None:
+    limits = Limits(**edges.limits())
+    found = compare_plans(edges.lengths(), limits, **edges.some("num_buckets"))
+    for compared in found.plans:
+        check_epoch(compared.plan, compared.report, int(limits.accumulate))
+
+
+def try_chunks(edges: Edges) -> None:
+    lengths, longest = np.minimum(edges.lengths(), 1000), edges.one(0.4)
+    chunks = chunk_lengths(lengths, longest)
+    assert chunks.max() <= longest and chunks.sum() == lengths.sum()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        *(try_plan, try_shapes, try_json, try_pack, try_packing),
+        *(try_curve, try_comparison, try_chunks),
+    ],
+)
+def test_any_integer_is_counted_right_or_refused_by_name(attempt):
+    edges, taken = Edges(0), 0
+    for _ in range(400):
+        try:
+            attempt(edges)
+            taken += 1
+        except ValueError as error:
+            # It names an argument, and does not come from within.
+            assert "`" in str(error) or "Bucket [" in str(error), error
+            assert not re.search("raised (Zero|Overflow)", str(error)), error
+    assert taken
+
+
+def test_a_step_beyond_what_64_bits_count_is_refused():
+    with pytest.raises(ValueError, match=r"`max_tokens` and `accumulate=65536`"):
+        plan_buckets([1, 2, 3, 4], max_tokens=2**61, accumulate=65536)
+    plan = plan_buckets([1, 2, 3, 4], max_tokens=2**62 - 1, num_buckets=2)
+    with pytest.raises(ValueError, match=r"a step of `accumulate=65536` batches would"):
+        BatchSchedule(plan, [1, 2, 3, 4], accumulate=65536)
+    with pytest.raises(ValueError, match=r"`accumulate=65536`"):
+        report(plan, [1, 2, 3, 4], accumulate=65536)
+    # One of few rows is counted, whatever the budget would hold.
+    few = plan_buckets([4], max_tokens=2**61, accumulate=65536, max_batch_size=8)
+    assert len(BatchSchedule(few, [4], accumulate=65536)) == 1
+
+
+def test_epochs_beyond_64_bits_are_counted():
+    plan = plan_buckets([1], max_tokens=2**61, seq_len_multiple=2**61)
+    epoch = report(plan, [1] * 100)
+    assert epoch.padded_tokens == epoch.epoch_cost == 100 * 2**61
+    assert epoch.buckets[0].token_share == 1
+
+
+def test_a_row_beyond_32_bits_keeps_whole_examples():
+    lengths = np.full(4, 2**31 - 1, np.int32)
+    plan = plan_buckets(lengths, max_tokens=2**33, seq_len_multiple=64)
+    assert plan.max_seq_len == 2**31
+    np.testing.assert_array_equal(plan.kept(lengths), lengths)
+    schedule = BatchSchedule(plan, lengths, order="source", remainder="drop")
+    assert schedule.report().real_tokens == 4 * (2**31 - 1)
+
+
+def test_a_bucket_beyond_what_can_be_counted_is_refused():
+    with pytest.raises(ValueError, match=r"`batch_size=\d+` rows of `seq_len=2`"):
+        Bucket(2**61, 2)
+
+
+@pytest.mark.parametrize("dtype", ["m8[s]", "M8[D]"])
+def test_lengths_that_are_time_are_refused(dtype):
+    with pytest.raises(ValueError, match=r"`lengths` has dtype .*which is time"):
+        plan_buckets(np.array([3, 4], dtype), max_tokens=8)
+
+
+def test_rows_that_no_packer_holds_are_refused():
+    with pytest.raises(ValueError, match=r"`max_seq_len=67108928` is beyond 67108864"):
+        plan_packing([2**26 + 1], max_tokens=2**40, seq_len_multiple=64)

@@ -1,0 +1,534 @@
+"""The planner against every choice there is, by every cost, and against its bound."""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from jaxbucket import BucketPlan, plan_buckets, report
+from jaxbucket.plan import bounds
+from jaxbucket.plan.bounds import Problem, lower_bounds
+from jaxbucket.plan.branch_and_bound import Search
+from jaxbucket.plan.buckets import RULES
+from jaxbucket.plan.costs import StepTime, TokenCost, TransformerCost
+from jaxbucket.plan.dense import evenly_dense, improved
+from jaxbucket.plan.limits import Limits
+from jaxbucket.plan.optimal import Optimum, optimal
+from jaxbucket.plan.remainder import flow_remainders
+
+Cost = Callable[[int, int], float]
+
+
+def cheapest_epoch(counts: list[int], sizes: list[int], costs: list[float]) -> float:
+    """The least over every sequence of promote-or-pad decisions, one by one."""
+    least = np.inf
+    for promotes in itertools.product([False, True], repeat=len(counts) - 1):
+        carry = total = 0
+        for count, size, cost, up in zip(
+            counts, sizes, costs, [*promotes, False], strict=True
+        ):
+            full, rest = divmod(count + carry, size)
+            total += (full + (rest > 0 and not up)) * cost
+            carry = rest if up else 0
+        least = min(least, total)
+    return least
+
+
+def brute_force(
+    lengths: np.ndarray, num_buckets: int, step: int, rows: Callable, cost: Cost
+) -> float:
+    """The least cost of an epoch, over all sets of boundaries at which rows fit."""
+    last = -(-int(lengths.max()) // step) * step
+    grid = [end for end in range(step, last, step) if rows(end)]
+    at_most = {end: int((lengths <= end).sum()) for end in [0, *grid, last]}
+    least = np.inf
+    for size in range(min(num_buckets, len(grid) + 1)):
+        for chosen in itertools.combinations(grid, size):
+            lens = [*chosen, last]
+            counts = [
+                at_most[b] - at_most[a] for a, b in itertools.pairwise([0, *lens])
+            ]
+            sizes = [rows(end) for end in lens]
+            costs = [cost(b, t) for b, t in zip(sizes, lens, strict=True)]
+            least = min(least, cheapest_epoch(counts, sizes, costs))
+    return least
+
+
+def odd_cost(batch_size: int, seq_len: int) -> float:
+    """Neither rises with T nor falls: what comes out of a hash."""
+    return 1 + (batch_size * 7919 + seq_len * 104729) % 97 / 7
+
+
+COSTS: dict[str, Cost | None] = {
+    "none": None,
+    "tokens": TokenCost(),
+    "transformer": TransformerCost(width=4, depth=2, vocab_size=32),
+    "measured": StepTime(per_step=0.02, per_token=1e-3, per_pair=2e-4),
+    "odd": odd_cost,
+}
+
+
+# 20 blocks of 50 small problems, every kind of tie and tail among them.
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        (name, block)
+        for name in COSTS
+        for block in range(5 if name in ("none", "odd") else 20)
+    ],
+)
+def test_no_choice_of_boundaries_is_cheaper(block, name):
+    rng = np.random.default_rng(block)
+    for _ in range(50):
+        multiple, step = int(rng.choice([1, 1, 2])), int(rng.choice([1, 1, 2, 3]))
+        longest, size = int(rng.integers(1, 13)), int(rng.integers(1, 40))
+        lengths = rng.integers(1, longest + 1, size)
+        if rng.random() < 0.3:
+            lengths = rng.choice(np.unique(lengths)[:3], size)
+        last = -(-int(lengths.max()) // step) * step
+        max_tokens = int(last * multiple + rng.integers(0, 80))
+        num_buckets = int(rng.integers(1, 5))
+        plan = plan_buckets(
+            lengths,
+            max_tokens=max_tokens,
+            num_buckets=num_buckets,
+            batch_size_multiple=multiple,
+            seq_len_multiple=step,
+            cost_fn=COSTS[name],
+        )
+        assert len(plan) <= num_buckets
+        best = brute_force(
+            lengths,
+            num_buckets,
+            step,
+            lambda end, m=multiple, total=max_tokens: total // end // m * m,
+            COSTS[name] or TokenCost(),
+        )
+        assert report(plan, lengths).epoch_cost == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("seed", range(40))
+def test_nor_with_a_budget_for_every_length_and_limits_of_rows(seed, name):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 13, int(rng.integers(1, 40)))
+    budgets = rng.integers(1, 90, 13)
+    fewest, most = int(rng.integers(1, 4)), int(rng.integers(4, 12))
+    last = int(lengths.max())
+    budgets[last] += last * fewest
+
+    def rows(end: int) -> int:
+        found = min(int(budgets[end]) // end, most)
+        return found if found >= fewest else 0
+
+    plan = plan_buckets(
+        lengths,
+        max_tokens=lambda seq_len: int(budgets[seq_len]),
+        num_buckets=3,
+        min_batch_size=fewest,
+        max_batch_size=most,
+        cost_fn=COSTS[name],
+    )
+    for bucket in plan.buckets:
+        assert bucket.batch_size == rows(bucket.seq_len)
+    best = brute_force(lengths, 3, 1, rows, COSTS[name] or TokenCost())
+    assert report(plan, lengths).epoch_cost == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nor_with_steps_of_several_batches(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 13, int(rng.integers(1, 60)))
+    together, num_buckets = int(rng.integers(2, 5)), int(rng.integers(1, 4))
+    max_tokens = int(lengths.max() + rng.integers(0, 20))
+    cost = COSTS["measured"] or TokenCost()
+    plan = plan_buckets(
+        lengths,
+        max_tokens=max_tokens,
+        num_buckets=num_buckets,
+        cost_fn=cost,
+        accumulate=together,
+    )
+    best = brute_force(
+        lengths,
+        num_buckets,
+        1,
+        lambda end: max_tokens // end * together,
+        lambda rows, end: together * cost(rows // together, end),
+    )
+    epoch = report(plan, lengths, accumulate=together)
+    assert epoch.epoch_cost == pytest.approx(best, rel=1e-9)
+
+
+def cost_of(lengths: np.ndarray, boundaries: str, num_buckets: int, cost: Cost):
+    plan = plan_buckets(
+        lengths,
+        max_tokens=16 * (int(lengths.max()) + 8),
+        num_buckets=num_buckets,
+        batch_size_multiple=4,
+        seq_len_multiple=8,
+        boundaries=boundaries,
+        cost_fn=cost,
+    )
+    return report(plan, lengths).epoch_cost
+
+
+@pytest.mark.parametrize("name", ["tokens", "measured"])
+@pytest.mark.parametrize("num_buckets", [4, 16])
+def test_no_rule_is_cheaper_on_real_lengths(real_lengths, num_buckets, name):
+    cost = COSTS[name]
+    best = cost_of(real_lengths, "optimal", num_buckets, cost)
+    for rule in RULES:
+        assert best <= cost_of(real_lengths, rule, num_buckets, cost) * (1 + 1e-12)
+    fewer = cost_of(real_lengths, "optimal", max(1, num_buckets // 2), cost)
+    assert best <= fewer * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_rule_is_cheaper_on_random_lengths(seed):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(4, 1, int(rng.integers(1, 3000))), 1, 2000)
+    for num_buckets in (2, 5, 9):
+        best = cost_of(lengths.astype(int), "optimal", num_buckets, TokenCost())
+        for rule in RULES:
+            other = cost_of(lengths.astype(int), rule, num_buckets, TokenCost())
+            assert best <= other
+
+
+def steady(lengths: np.ndarray, num_buckets: int, max_tokens: int, cost: Cost) -> float:
+    """The least cost of full batches, by dynamic programming over every length."""
+    ends = range(1, int(lengths.max()) + 1)
+    at_most = [0, *(int((lengths <= end).sum()) for end in ends)]
+    rates = [0, *(cost(max_tokens // t, t) / (max_tokens // t) for t in ends)]
+    best = [0.0] + [np.inf] * len(ends)
+    for _ in range(num_buckets):
+        best = [
+            min(
+                [best[j]]
+                + [best[i] + (at_most[j] - at_most[i]) * rates[j] for i in range(j)]
+            )
+            for j in range(len(best))
+        ]
+    return best[-1]
+
+
+@pytest.mark.parametrize("name", ["tokens", "transformer", "measured", "odd"])
+@pytest.mark.parametrize("seed", range(10))
+def test_the_steady_cost_is_that_of_full_batches(seed, name):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(3, 0.7, 400), 1, 60).astype(int)
+    cost, num_buckets = COSTS[name] or TokenCost(), int(rng.integers(1, 6))
+    limits = Limits(max_tokens=300, cost_fn=cost)
+    optimum = Optimum(limits.candidates(lengths), 6)
+    expected = steady(lengths, num_buckets, 300, cost)
+    assert optimum.steady_cost(num_buckets) == pytest.approx(expected, rel=1e-9)
+    plan = plan_buckets(lengths, max_tokens=300, num_buckets=num_buckets, cost_fn=cost)
+    found = report(plan, lengths).epoch_cost
+    # Tails cost at most one batch for each bucket more than full batches would.
+    assert expected * (1 - 1e-9) <= found <= expected + plan.costs.sum()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_buckets_are_never_worse_and_each_number_is_the_best(seed):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(4, 1, 2000), 1, 500).astype(int)
+    limits = Limits(max_tokens=2000, cost_fn=COSTS["measured"])
+    candidates = limits.candidates(lengths)
+    optimum, chosen, before = Optimum(candidates, 8), None, np.inf
+    for num_buckets in range(1, 9):
+        chosen = optimum.choice(num_buckets, chosen)
+        cost = candidates.epoch_cost(chosen)
+        assert cost <= before
+        alone = candidates.epoch_cost(optimal(candidates, num_buckets))
+        assert cost == pytest.approx(alone, rel=1e-9)
+        before = cost
+
+
+def test_costs_of_any_size_give_the_same_plan():
+    lengths = np.random.default_rng(0).integers(1, 300, 3000)
+    plans: list[BucketPlan] = [
+        plan_buckets(
+            lengths,
+            max_tokens=4000,
+            num_buckets=5,
+            cost_fn=lambda b, t, unit=unit: unit * (3 + b * t),
+        )
+        for unit in (1e-30, 1.0, 1e30)
+    ]
+    assert plans[0].buckets == plans[1].buckets == plans[2].buckets
+
+
+def test_a_plan_by_time_takes_less_time_though_more_tokens():
+    # Where only starting a step costs, the fewest steps win.
+    rng, differ = np.random.default_rng(0), 0
+    for _ in range(20):
+        lengths = rng.integers(20, 100, 500)
+        plans = [
+            plan_buckets(lengths, max_tokens=200, num_buckets=3, cost_fn=cost)
+            for cost in (None, StepTime(1.0, 0.0, 0.0))
+        ]
+        by_tokens, by_steps = (report(plan, lengths) for plan in plans)
+        assert by_steps.steps_per_epoch == by_steps.epoch_cost
+        assert by_steps.steps_per_epoch <= by_tokens.steps_per_epoch
+        assert by_steps.padded_tokens >= by_tokens.padded_tokens
+        differ += by_steps.steps_per_epoch < by_tokens.steps_per_epoch
+        assert plans[1].cost_unit == by_steps.cost_unit == "s"
+    assert differ
+
+
+# Epochs of few batches, where remainders are most of the cost
+
+
+@pytest.mark.parametrize("name", ["tokens", "transformer", "measured"])
+@pytest.mark.parametrize("seed", range(6))
+def test_few_batches_are_planned_exactly(seed, name):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(5, 1, 1500), 1, 3000).astype(int)
+    max_tokens = int(lengths.sum() // rng.integers(3, 30) + 3000)
+    limits = Limits(max_tokens=max_tokens, cost_fn=COSTS[name])
+    candidates = limits.candidates(lengths)
+    before = np.inf
+    for num_buckets in (2, 4, 8, 20, 32):
+        optimum = Optimum(candidates, num_buckets)
+        cost = candidates.epoch_cost(optimum.choice(num_buckets))
+        assert optimum.exact
+        # More of them never cost more, though none was told of the fewer.
+        assert cost <= before * (1 + 1e-12)
+        for rule in RULES.values():
+            assert cost <= candidates.epoch_cost(rule(candidates, num_buckets))
+        before = cost
+
+
+def test_a_search_that_is_cut_is_no_worse_than_any_rule(monkeypatch):
+    monkeypatch.setattr("jaxbucket.plan.optimal._ENOUGH_PAIRS", 0)
+    monkeypatch.setattr("jaxbucket.plan.optimal._FIRST_WIDTH", 1)
+    rng, cut = np.random.default_rng(0), 0
+    for _ in range(20):
+        lengths = np.clip(rng.lognormal(4, 1, 500), 1, 900).astype(int)
+        limits = Limits(max_tokens=int(rng.integers(1000, 30_000)))
+        candidates = limits.candidates(lengths)
+        optimum = Optimum(candidates, 12)
+        cost = candidates.epoch_cost(optimum.choice(12))
+        for name, rule in RULES.items():
+            if name != "optimal":
+                assert cost <= candidates.epoch_cost(rule(candidates, 12))
+        cut += not optimum.exact
+    assert cut
+
+
+@pytest.mark.parametrize("never", [1e9, 1e17, 1e30, 1e60])
+def test_a_cost_that_says_never_leaves_all_others_what_they_are(never):
+    lengths = np.random.default_rng(0).integers(1, 200, 2000)
+
+    def cost(batch_size: int, seq_len: int) -> float:
+        allowed = seq_len % 8 == 0 or seq_len == 199
+        return float(batch_size * seq_len) if allowed else never
+
+    plan = plan_buckets(lengths, max_tokens=4096, num_buckets=5, cost_fn=cost)
+    assert all(b.seq_len % 8 == 0 or b.seq_len == 199 for b in plan.buckets)
+    limits = Limits(max_tokens=4096, cost_fn=cost)
+    optimum = Optimum(limits.candidates(lengths), 5)
+    least = min(
+        report(
+            plan_buckets(lengths, max_tokens=4096, boundaries=[*ends, 199]), lengths
+        ).padded_tokens
+        for ends in itertools.combinations(range(8, 199, 8), 4)
+        if ends[0] in (32, 40, 48) and ends[-1] in (152, 160, 168)
+    )
+    assert optimum.steady_cost(5) <= report(plan, lengths).epoch_cost <= least
+
+
+def test_a_budget_beyond_all_lengths_has_a_bound_that_means_something():
+    lengths = np.random.default_rng(0).integers(1, 200, 2000)
+    limits = Limits(max_tokens=2**50)
+    candidates = limits.candidates(lengths)
+    optimum = Optimum(candidates, 8)
+    cost = candidates.epoch_cost(optimum.choice(8))
+    assert optimum.exact
+    assert 0.99 * cost <= optimum.steady_cost(8) <= cost
+
+
+def test_few_examples_of_far_apart_lengths_take_no_grid():
+    lengths = [5, 77, 16_000_000]
+    calls = []
+
+    def cost(batch_size: int, seq_len: int) -> float:
+        calls.append(seq_len)
+        return float(batch_size * seq_len)
+
+    plan = plan_buckets(lengths, max_tokens=2**25, cost_fn=cost)
+    assert plan.max_seq_len == 16_000_000
+    assert len(calls) < 10
+
+
+def test_a_last_bucket_that_no_example_reaches_may_cost_what_it_will():
+    lengths = np.random.default_rng(0).integers(1, 11, 300)
+
+    def cost(batch_size: int, seq_len: int) -> float:
+        return 1e30 if seq_len > 10 else 0.1 + 0.001 * seq_len**2 * batch_size
+
+    def cost_of(last: int, num_buckets: int) -> float:
+        limits = Limits(
+            max_tokens=lambda seq_len: 8 * seq_len**2, max_seq_len=last, cost_fn=cost
+        )
+        candidates = limits.candidates(lengths)
+        optimum = Optimum(candidates, num_buckets)
+        found = candidates.epoch_cost(optimum.choice(num_buckets))
+        assert optimum.exact
+        assert optimum.steady_cost(num_buckets) <= found
+        return found
+
+    # The bucket that has to be there is one more, and empty.
+    assert cost_of(12, 3) == pytest.approx(cost_of(10, 2), rel=1e-12)
+
+
+def test_what_was_not_looked_at_is_not_proven():
+    lengths = [100_000] * 10 + [300_000] * 10
+    candidates = Limits(max_tokens=600_000).candidates(np.array(lengths))
+    assert not candidates.complete and len(candidates) == 2
+    optimum = Optimum(candidates, 2)
+    assert candidates.seq_lens[optimum.choice(2)].tolist() == [100_000, 300_000]
+    assert not optimum.exact
+
+
+def many_lengths(seed: int) -> np.ndarray:
+    return np.clip(np.random.default_rng(seed).lognormal(5, 1.2, 3000), 1, 4000)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_that_is_bounded_changes_no_choice(monkeypatch, seed):
+    limits = Limits(max_tokens=8192 * (1 + 40 * seed), cost_fn=StepTime(0.1, 1e-4, 0))
+    candidates = limits.candidates(many_lengths(seed).astype(int))
+    want = Optimum(candidates, 6).choice(6)
+    # Far fewer than are looked at; each search has to let go of some.
+    monkeypatch.setattr("jaxbucket.plan.branch_and_bound._MOST_STATES", 100)
+    monkeypatch.setattr("jaxbucket.plan.branch_and_bound._CHUNK", 1000)
+    np.testing.assert_array_equal(Optimum(candidates, 6).choice(6), want)
+
+
+def test_time_is_bounded_where_batches_hold_a_whole_epoch(monkeypatch):
+    monkeypatch.setattr("jaxbucket.plan.optimal._ENOUGH_PAIRS", 1_000_000)
+    monkeypatch.setattr("jaxbucket.plan.optimal._MOST_PAIRS", 2_000_000)
+    limits = Limits(max_tokens=2**40, cost_fn=StepTime(0.1, 1e-4, 1e-7))
+    candidates = limits.candidates(many_lengths(0).astype(int))
+    searches = []
+
+    def better_than(self, known, original=Search.better_than):
+        searches.append(self)
+        return original(self, known)
+
+    monkeypatch.setattr(Search, "better_than", better_than)
+    optimum = Optimum(candidates, 8)
+    cost = candidates.epoch_cost(optimum.choice(8))
+    assert not optimum.exact
+    # A chunk more than asked for, at most.
+    assert sum(search.pairs for search in searches) < 2_000_000 + 20 * 2**20
+    for name, rule in RULES.items():
+        if name != "optimal":
+            assert cost <= candidates.epoch_cost(rule(candidates, 8))
+
+
+# Very many buckets
+
+
+def test_flows_are_worked_out_for_few_of_many_numbers_of_buckets(monkeypatch):
+    flows = []
+
+    def counted(*columns):
+        flows.append(columns)
+        return flow_remainders(*columns)
+
+    monkeypatch.setattr("jaxbucket.plan.rules.flow_remainders", counted)
+    lengths = np.random.default_rng(0).integers(1, 801, 4000)
+    plan = plan_buckets(lengths, max_tokens=10_000, num_buckets=150)
+    assert 100 < len(plan) <= 150
+    assert len(flows) < 40
+
+
+def test_no_more_buckets_are_looked_at_than_an_epoch_has_batches(monkeypatch):
+    levels = []
+    original = bounds._best_ends
+    monkeypatch.setattr(
+        "jaxbucket.plan.bounds._best_ends",
+        lambda *arguments: levels.append(1) or original(*arguments),
+    )
+    lengths = np.random.default_rng(0).integers(1, 1001, 2000)
+    plan = plan_buckets(lengths, max_tokens=20_000, num_buckets=1000)
+    batches = report(plan, lengths).steps_per_epoch
+    assert len(plan) <= batches
+    assert len(levels) < 2 * batches < 200
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_too_many_candidates_some_are_searched(seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(6, 1, 12_000), 1, 2000).astype(int)
+    cost_fn = [None, TransformerCost(width=64, depth=2)][seed % 2]
+    limits = Limits(max_tokens=12_000, cost_fn=cost_fn)
+    candidates = limits.candidates(lengths)
+    num_buckets = int(rng.integers(65, 150))
+    whole = candidates.epoch_cost(optimal(candidates, num_buckets))
+    pairs = []
+    original = bounds._best_ends
+    monkeypatch.setattr(
+        "jaxbucket.plan.bounds._best_ends",
+        lambda problem, beyond: (
+            pairs.append(len(problem) * len(problem).bit_length())
+            or original(problem, beyond)
+        ),
+    )
+    monkeypatch.setattr("jaxbucket.plan.optimal._MOST_BOUND_PAIRS", 500_000)
+    monkeypatch.setattr("jaxbucket.plan.optimal._DENSE_PAIRS", 300_000)
+    optimum = Optimum(candidates, num_buckets)
+    chosen = optimum.choice(num_buckets)
+    assert sum(pairs) < 3_000_000
+    assert len(chosen) <= num_buckets and not optimum.exact
+    cost = candidates.epoch_cost(chosen)
+    assert optimum.steady_cost(num_buckets) <= cost <= 1.01 * whole
+    for name, rule in RULES.items():
+        if name != "optimal":
+            assert cost <= candidates.epoch_cost(rule(candidates, num_buckets))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_dense_boundaries_are_improved_towards_the_best(seed):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(5, 1, 5000), 1, 1500).astype(int)
+    problem = Problem.of(Limits(max_tokens=3000).candidates(lengths), 40)
+    num_buckets = int(rng.integers(8, 40))
+
+    def full_batches(chosen: np.ndarray) -> int:
+        return int(np.diff(problem.examples[chosen], prepend=0) @ problem.rates[chosen])
+
+    chosen = evenly_dense(problem, num_buckets)
+    better = improved(problem, chosen, most_pairs=200_000)
+    assert len(better) <= len(chosen) <= num_buckets
+    assert np.all(np.diff(better) > 0) and better[-1] == len(problem) - 1
+    least = int(lower_bounds(problem, len(chosen))[0][-1][0])
+    assert least <= full_batches(better) <= full_batches(chosen) < 1.2 * least
+
+
+def test_many_numbers_of_buckets_share_one_budget(monkeypatch):
+    searched = []
+
+    class Counted(Search):
+        def better_than(self, known):
+            found = super().better_than(known)
+            searched.append(self.pairs)
+            return found
+
+    monkeypatch.setattr("jaxbucket.plan.optimal.Search", Counted)
+    monkeypatch.setattr("jaxbucket.plan.optimal._ENOUGH_PAIRS_IN_ALL", 100_000)
+    monkeypatch.setattr("jaxbucket.plan.optimal._MOST_PAIRS_IN_ALL", 1_000_000)
+    lengths = np.random.default_rng(0).integers(1, 600, 3000)
+    candidates = Limits(max_tokens=4000).candidates(lengths)
+    optimum, chosen, before = Optimum(candidates, 40), None, np.inf
+    for num_buckets in range(1, 41):
+        chosen = optimum.choice(num_buckets, chosen)
+        cost = candidates.epoch_cost(chosen)
+        assert cost <= before
+        before = cost
+    # None begins once so many were looked at.
+    assert sum(searched[:-1]) < 1_000_000
+    assert not optimum.exact

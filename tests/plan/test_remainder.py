@@ -1,0 +1,140 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxbucket.plan import remainder
+from jaxbucket.plan.remainder import epoch_cost, flow_remainders, least_cost
+
+
+def cost_of(decisions, counts, batch_sizes, seq_lens) -> int:
+    """Padded tokens when each bucket but the last promotes its remainder or pads."""
+    carry = cost = 0
+    for count, size, length, promote in zip(
+        counts, batch_sizes, seq_lens, [*decisions, False], strict=True
+    ):
+        full, rest = divmod(count + carry, size)
+        cost += (full + (rest > 0 and not promote)) * size * length
+        carry = rest if promote else 0
+    return cost
+
+
+def cheapest(counts, batch_sizes, seq_lens) -> int:
+    choices = itertools.product([False, True], repeat=len(counts) - 1)
+    return min(cost_of(choice, counts, batch_sizes, seq_lens) for choice in choices)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_no_sequence_of_decisions_is_cheaper(seed):
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 8))
+    counts = rng.integers(0, rng.choice([4, 30, 1000]), size)
+    seq_lens = np.cumsum(rng.integers(1, 20, size))
+    batch_sizes = np.maximum(1, int(seq_lens[-1] * rng.integers(1, 9)) // seq_lens)
+    flow = flow_remainders(counts, batch_sizes, batch_sizes * seq_lens)
+    tokens = (flow.batches * batch_sizes * seq_lens).sum()
+    assert tokens == cheapest(counts.tolist(), batch_sizes.tolist(), seq_lens.tolist())
+    # No example is lost on the way, none is in two buckets, and all have a row.
+    assert flow.rows.sum() == counts.sum()
+    left_over = flow.counts + flow.carried - flow.rows
+    np.testing.assert_array_equal(flow.carried, [0, *left_over[:-1]])
+    np.testing.assert_array_equal(flow.batches, -(-flow.rows // batch_sizes))
+    assert left_over[-1] == 0
+    assert flow.num_batches == flow.batches.sum()
+
+
+@pytest.mark.parametrize("policy", ["promote", "pad", "drop"])
+@pytest.mark.parametrize("seed", range(50))
+def test_every_remainder_goes_the_way_that_was_given(seed, policy):
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 8))
+    counts = rng.integers(0, rng.choice([4, 30, 1000]), size)
+    seq_lens = np.cumsum(rng.integers(1, 20, size))
+    batch_sizes = rng.integers(1, 9, size)
+    flow = flow_remainders(counts, batch_sizes, seq_lens, policy)
+    carry = 0
+    for k in range(size):
+        full, rest = divmod(int(counts[k]) + carry, int(batch_sizes[k]))
+        assert flow.carried[k] == carry
+        goes_up = policy == "promote" and k < size - 1
+        is_dropped = policy == "drop"
+        assert flow.batches[k] == full + (rest > 0 and not goes_up and not is_dropped)
+        assert flow.dropped[k] == (rest if is_dropped else 0)
+        assert flow.rows[k] == counts[k] + carry - rest * (goes_up or is_dropped)
+        carry = rest if goes_up else 0
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="`remainder='keep'`: choose 'cheapest',"):
+        flow_remainders([1], [1], [1], "keep")
+
+
+def test_a_remainder_that_fills_a_longer_batch_goes_up():
+    flow = flow_remainders([5, 1], batch_sizes=[4, 2], costs=[32, 32])
+    assert (flow.carried.tolist(), flow.rows.tolist()) == ([0, 1], [4, 2])
+
+
+def test_a_remainder_that_would_open_a_longer_batch_stays():
+    flow = flow_remainders([5, 2], batch_sizes=[4, 2], costs=[32, 34])
+    assert flow.carried.tolist() == [0, 0]
+    assert flow.batches.tolist() == [2, 1]
+
+
+def test_a_remainder_may_go_up_twice():
+    flow = flow_remainders([1, 1, 1], batch_sizes=[8, 4, 3], costs=[80, 80, 90])
+    assert flow.carried.tolist() == [0, 1, 2]
+    assert flow.batches.tolist() == [0, 0, 1]
+
+
+def test_nothing_costs_nothing():
+    assert flow_remainders([0, 0], [4, 2], [32, 32]).num_batches == 0
+
+
+def test_what_is_cheapest_goes_by_what_a_batch_costs():
+    # By tokens one goes up; by these costs an empty row is cheaper than a long batch.
+    flow = flow_remainders([5, 1], batch_sizes=[4, 2], costs=[1.5, 4.0])
+    assert flow.carried.tolist() == [0, 1]
+    flow = flow_remainders([5, 2], batch_sizes=[4, 2], costs=[1.5, 4.0])
+    assert flow.carried.tolist() == [0, 0]
+    assert flow_remainders([5, 2], [4, 2], costs=[1.5, 0.1]).carried.tolist() == [0, 1]
+
+
+def random_buckets(rng: np.random.Generator, size: int) -> tuple[np.ndarray, ...]:
+    counts = rng.integers(0, rng.choice([2, 30, 1000]), size)
+    batch_sizes = rng.integers(1, int(rng.choice([3, 50, 500])), size)
+    seq_lens = np.cumsum(rng.integers(1, 20, size))
+    return counts, batch_sizes, batch_sizes * seq_lens
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_least_cost_is_that_of_the_flow(seed):
+    rng = np.random.default_rng(seed)
+    counts, sizes, costs = random_buckets(rng, int(rng.integers(1, 60)))
+    flow = flow_remainders(counts, sizes, costs)
+    expected = int((flow.batches * costs).sum())
+    columns = counts.tolist(), sizes.tolist(), costs.tolist(), [0] * len(counts)
+    assert least_cost(*columns, limit=expected)[0] == expected
+    assert least_cost(*columns, limit=expected - 1)[0] is None
+
+
+def test_thousands_of_buckets_are_not_looked_at_one_carry_at_a_time(monkeypatch):
+    calls = []
+
+    def counted(*numbers):
+        calls.append(numbers)
+        return divmod(*numbers)
+
+    monkeypatch.setattr(remainder, "divmod", counted, raising=False)
+    size = 400
+    ends = np.arange(1, size + 1)
+    counts = np.random.default_rng(0).integers(0, 80, size)
+    flow = flow_remainders(counts, 64 * size // ends, 64 * size // ends * ends)
+    assert flow.rows.sum() == counts.sum()
+    # Of each bucket once; of each number of carried rows it would be some 20,000.
+    assert len(calls) <= size
+
+
+def test_costs_beyond_64_bits_flow_as_well():
+    flow = flow_remainders([5, 7], [4, 2], costs=[2**61, 2**62])
+    assert flow.carried.tolist() == [0, 1]
+    assert epoch_cost(flow.batches, np.array([2**61, 2**62])) == 2**61 + 4 * 2**62

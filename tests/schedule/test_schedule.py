@@ -1,0 +1,694 @@
+import hashlib
+
+import numpy as np
+import pytest
+
+from jaxbucket import (
+    BatchIndices,
+    BatchSchedule,
+    Bucket,
+    BucketPlan,
+    Curriculum,
+    DataPosition,
+    plan_buckets,
+    report,
+)
+from jaxbucket.base.types import RowShard
+
+EPOCHS = (0, 1, 10**6)
+
+
+def epoch(schedule: BatchSchedule, number: int) -> list[BatchIndices]:
+    first = number * len(schedule)
+    return [schedule[first + position] for position in range(len(schedule))]
+
+
+def real(batch: BatchIndices) -> np.ndarray:
+    return batch.rows[batch.rows >= 0]
+
+
+ORDERS = ["shuffled", "source", "ascending", "descending"]
+
+
+def kept(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
+    """The examples that an epoch must hold."""
+    if plan.overlong == "drop":
+        return np.flatnonzero(lengths <= plan.max_seq_len)
+    return np.arange(len(lengths))
+
+
+def compositions(batches: list[BatchIndices]) -> set[frozenset[int]]:
+    return {frozenset(real(batch).tolist()) for batch in batches}
+
+
+def check_epoch(
+    plan: BucketPlan, lengths: np.ndarray, batches: list[BatchIndices]
+) -> None:
+    """Invariants 1, 2 and 3 on all batches of one epoch."""
+    for batch in batches:
+        bucket = batch.bucket
+        assert bucket in plan.buckets
+        assert bucket.batch_size * bucket.seq_len <= plan.max_tokens
+        assert bucket.batch_size % plan.batch_size_multiple == 0
+        assert bucket.seq_len % plan.seq_len_multiple == 0
+        assert (batch.rows.dtype, batch.rows.shape) == (np.int64, (bucket.batch_size,))
+        longest = np.minimum(lengths[real(batch)], plan.max_seq_len).max(initial=0)
+        # Not all rows are empty, and every example fits its row.
+        assert 0 < longest <= bucket.seq_len
+    rows = np.concatenate([real(batch) for batch in batches])
+    np.testing.assert_array_equal(np.sort(rows), kept(plan, lengths))
+
+
+@pytest.mark.parametrize("remainder", ["cheapest", "promote", "pad"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_example_is_in_one_row_of_every_epoch(problem, order, remainder):
+    schedule = BatchSchedule(*problem, seed=3, order=order, remainder=remainder)
+    for number in EPOCHS:
+        check_epoch(*problem, epoch(schedule, number))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_dropped_remainders_leave_full_batches_only(problem, order):
+    plan, lengths = problem
+    try:
+        schedule = BatchSchedule(plan, lengths, order=order, remainder="drop")
+    except ValueError as error:
+        assert "`remainder='drop'` leaves out every example" in str(error)
+        counts = np.bincount(plan.assign(lengths) + 1, minlength=len(plan) + 1)[1:]
+        assert np.all(counts < plan.batch_sizes)
+        return
+    for number in EPOCHS:
+        batches = epoch(schedule, number)
+        rows = np.concatenate([batch.rows for batch in batches])
+        assert rows.min() >= 0 and len(np.unique(rows)) == len(rows)
+        assert len(rows) == len(kept(plan, lengths)) - schedule.flow.dropped.sum()
+
+
+def test_dropped_remainders_are_others_in_other_epochs():
+    plan = BucketPlan((Bucket(4, 8),), max_tokens=32)
+    schedule = BatchSchedule(plan, [8] * 7, remainder="drop")
+    seen = {int(row) for step in range(30) for row in schedule[step].rows}
+    assert len(schedule) == 1 and seen == set(range(7))
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending"])
+def test_batches_come_by_length(problem, order):
+    plan, lengths = problem
+    schedule = BatchSchedule(plan, lengths, order=order, remainder="pad")
+    batches = epoch(schedule, 3)
+    sign = 1 if order == "ascending" else -1
+    longest = [lengths[real(batch)].max() for batch in batches]
+    assert np.all(np.diff(longest) * sign >= 0)
+    for bucket in plan.buckets:
+        own = [lengths[real(batch)] for batch in batches if batch.bucket == bucket]
+        if own:
+            assert np.all(np.diff(np.concatenate(own)) * sign >= 0)
+
+
+# Openings
+
+
+def opened(problem, order, seed):
+    """An opening that the plan has, drawn at random; empty now and then."""
+    plan, lengths = problem
+    flow = BatchSchedule(plan, lengths).flow
+    rng = np.random.default_rng(seed)
+    pairs, left = [], flow.batches.copy()
+    for _ in range(rng.integers(0, 5)):
+        k = int(rng.integers(len(plan)))
+        if left[k]:
+            steps = int(rng.integers(1, left[k], endpoint=True))
+            left[k] -= steps
+            pairs.append((plan.buckets[k], steps))
+    return pairs, BatchSchedule(plan, lengths, seed=4, order=order, opening=pairs)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_an_opening_is_a_beginning_of_the_same_epoch(problem, order, seed):
+    pairs, schedule = opened(problem, order, seed)
+    plain = BatchSchedule(*problem, seed=4, order=order)
+    planned = [bucket for bucket, steps in pairs for _ in range(steps)]
+    batches = epoch(schedule, 0)
+    assert [batch.bucket for batch in batches[: len(planned)]] == planned
+    check_epoch(*problem, batches)
+    # The very batches of that epoch, and of others in their own order.
+    assert compositions(batches) == compositions(epoch(plain, 0))
+    for a, b in zip(epoch(schedule, 1), epoch(plain, 1), strict=True):
+        np.testing.assert_array_equal(a.rows, b.rows)
+    assert schedule.opening_pairs == [[b.batch_size, b.seq_len, n] for b, n in pairs]
+    assert (schedule.fingerprint == plain.fingerprint) == (not pairs)
+
+
+def test_what_follows_an_opening_is_shuffled():
+    plan, lengths = many()
+    opening = [(plan.buckets[3], 5), (plan.buckets[0], 2), (plan.buckets[3], 1)]
+    schedule = BatchSchedule(plan, lengths, opening=opening)
+    rest = [plan.buckets.index(b.bucket) for b in epoch(schedule, 0)[8:]]
+    assert abs(np.corrcoef(rest[:-1], rest[1:])[0, 1]) < 5 / np.sqrt(len(rest))
+
+
+def test_the_largest_comes_first():
+    plan = BucketPlan((Bucket(4, 8), Bucket(3, 10), Bucket(2, 16)), max_tokens=32)
+    for lengths, first in [
+        ([8] * 9 + [10] * 4 + [16] * 5, Bucket(2, 16)),
+        # Of those that have a batch.
+        ([8] * 9 + [10] * 4, Bucket(4, 8)),
+    ]:
+        schedule = BatchSchedule(plan, lengths, opening="largest_first", seed=7)
+        assert schedule[0].bucket == first
+        check_epoch(plan, np.array(lengths), epoch(schedule, 0))
+
+
+@pytest.mark.parametrize(
+    ("opening", "message"),
+    [
+        ("smallest", "`opening='smallest'`: choose 'largest_first', or give pairs"),
+        ([(Bucket(4, 9), 1)], r"`opening` names \[4, 9\], which is no bucket of the"),
+        ([(Bucket(4, 8), 3)], r"takes 3 steps of bucket \[4, 8\], which has 2 in an"),
+        ([(Bucket(4, 8), 1)] * 3, r"takes 3 steps of bucket \[4, 8\], which has 2"),
+        ([Bucket(4, 8)], "`opening` holds Bucket.*: make it a pair of a bucket and a"),
+        ([(Bucket(4, 8), 0)], "`steps=0` must be a positive integer"),
+    ],
+)
+def test_an_opening_that_the_epoch_has_not_is_refused(opening, message):
+    plan = BucketPlan((Bucket(4, 8),), max_tokens=32)
+    with pytest.raises(ValueError, match=message):
+        BatchSchedule(plan, [8] * 8, opening=opening)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "source"])
+def test_every_real_example_is_in_one_row_of_every_epoch(real_lengths, order):
+    plan = plan_buckets(
+        real_lengths,
+        max_tokens=16 * int(real_lengths.max()),
+        num_buckets=8,
+        batch_size_multiple=2,
+    )
+    schedule = BatchSchedule(plan, real_lengths, seed=1, order=order)
+    for number in EPOCHS:
+        check_epoch(plan, real_lengths, epoch(schedule, number))
+
+
+def test_empty_rows_stand_last_and_in_the_last_batch_of_a_bucket(problem):
+    schedule = BatchSchedule(*problem)
+    for bucket in problem.plan.buckets:
+        own = [batch for batch in epoch(schedule, 2) if batch.bucket == bucket]
+        empty = [bucket.batch_size - batch.num_examples for batch in own]
+        assert np.count_nonzero(empty) <= 1
+        for batch in own:
+            assert np.all(batch.rows[: batch.num_examples] >= 0)
+
+
+# Micro-batches
+
+
+@pytest.mark.parametrize("remainder", ["cheapest", "promote", "pad", "drop"])
+@pytest.mark.parametrize("accumulate", [2, 5])
+@pytest.mark.parametrize("order", ORDERS)
+def test_micro_batches_of_a_step_have_the_same_bucket(order, accumulate, remainder):
+    plan, lengths = many()
+    options = {"order": order, "remainder": remainder, "seed": 2}
+    schedule = BatchSchedule(plan, lengths, accumulate=accumulate, **options)
+    # They are cut from batches so many times as high.
+    high = BucketPlan(
+        tuple(Bucket(accumulate * b.batch_size, b.seq_len) for b in plan.buckets),
+        max_tokens=accumulate * plan.max_tokens,
+    )
+    whole = BatchSchedule(high, lengths, **options)
+    assert len(schedule) == len(whole)
+    for step in (*range(len(whole)), 10**6):
+        micro = schedule[step]
+        assert len(micro) == accumulate
+        assert {batch.bucket.seq_len for batch in micro} == {whole[step].bucket.seq_len}
+        assert all(batch.bucket in plan.buckets for batch in micro)
+        rows = np.concatenate([batch.rows for batch in micro])
+        np.testing.assert_array_equal(rows, whole[step].rows)
+
+
+@pytest.mark.parametrize("accumulate", [2, 5])
+@pytest.mark.parametrize("order", ORDERS)
+def test_mixed_micro_batches_follow_one_another(problem, order, accumulate):
+    options = {"order": order, "seed": 2, "opening": "largest_first"}
+    single = BatchSchedule(*problem, **options)
+    schedule = BatchSchedule(*problem, accumulate=accumulate, group="mixed", **options)
+    assert len(schedule) == -(-len(single) // accumulate)
+    for number in EPOCHS:
+        micro = [batch for step in epoch(schedule, number) for batch in step]
+        assert len(micro) == accumulate * len(schedule)
+        for found, expected in zip(micro, epoch(single, number), strict=False):
+            assert found.bucket == expected.bucket
+            np.testing.assert_array_equal(found.rows, expected.rows)
+        plan = problem.plan
+        costs = dict(zip(plan.buckets, plan.costs.tolist(), strict=True))
+        for filler in micro[len(single) :]:
+            assert not filler.num_examples
+            assert costs[filler.bucket] == min(costs.values())
+
+
+@pytest.mark.parametrize("group", ["same", "mixed"])
+def test_an_opening_of_micro_batches_has_its_buckets(group):
+    plan, lengths = many()
+    opening = [(plan.buckets[1], 2), (plan.buckets[3], 1)]
+    schedule = BatchSchedule(plan, lengths, accumulate=3, group=group, opening=opening)
+    found = [{batch.bucket for batch in schedule[step]} for step in range(3)]
+    assert found == [{plan.buckets[1]}, {plan.buckets[1]}, {plan.buckets[3]}]
+    micro = [batch for step in epoch(schedule, 0) for batch in step]
+    rows = np.concatenate([real(batch) for batch in micro])
+    np.testing.assert_array_equal(np.sort(rows), np.arange(len(lengths)))
+    batches = 3 if group == "mixed" else 1
+    assert schedule.opening_pairs == [
+        [b.batch_size, b.seq_len, n * batches] for b, n in opening
+    ]
+    with pytest.raises(ValueError, match="`opening` takes 1000 steps of bucket"):
+        BatchSchedule(
+            plan, lengths, accumulate=3, group=group, opening=[(plan.buckets[1], 1000)]
+        )
+
+
+def test_one_micro_batch_is_a_batch_by_itself():
+    plan, lengths = many()
+    schedules = [
+        BatchSchedule(plan, lengths, group=group) for group in ("same", "mixed")
+    ]
+    assert schedules[0].fingerprint == schedules[1].fingerprint
+    assert isinstance(schedules[0][0], BatchIndices)
+    (micro,) = schedules[1].micro_batches(0)
+    np.testing.assert_array_equal(micro.rows, schedules[0][0].rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate": 0}, "`accumulate=0` must be a positive integer"),
+        ({"accumulate": 1.5}, "`accumulate=1.5` is not an integer"),
+        ({"group": "both"}, "`group='both'`: choose 'same' or 'mixed'"),
+    ],
+)
+def test_groups_that_are_none_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        BatchSchedule(*many(), **options)
+
+
+def test_the_epoch_is_derived_from_the_step():
+    schedule = BatchSchedule(*many())
+    size = len(schedule)
+    assert [schedule.epoch_at(s) for s in (0, size - 1, size, 7 * size)] == [0, 0, 1, 7]
+    moved = schedule.beginning_at(5, "other")
+    assert [moved.epoch_at(s) for s in (5, size + 4, size + 5)] == [0, 0, 1]
+    with pytest.raises(IndexError, match="`step=4` is one of the schedule that this"):
+        moved.epoch_at(4)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 4}])
+def test_shuffled_batches_say_nothing_about_the_next(options):
+    plan, lengths = many()
+    near = 4 / np.sqrt(len(BatchSchedule(plan, lengths)))
+    found = BatchSchedule(plan, lengths, **options).report()
+    assert abs(found.autocorrelation) < near
+    assert "Autocorrelation of T from batch to batch: " in found.summary
+    ascending = BatchSchedule(plan, lengths, order="ascending").report()
+    assert ascending.autocorrelation > 0.9
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("group", ["same", "mixed"])
+@pytest.mark.parametrize("remainder", ["cheapest", "drop"])
+def test_the_report_is_what_an_epoch_costs(accumulate, group, remainder):
+    plan, lengths = many()
+    schedule = BatchSchedule(
+        plan, lengths, accumulate=accumulate, group=group, remainder=remainder
+    )
+    found = schedule.report()
+    micro = [batch for s in range(len(schedule)) for batch in schedule.micro_batches(s)]
+    assert found.steps_per_epoch == len(schedule)
+    assert found.padded_tokens == sum(batch.bucket.num_tokens for batch in micro)
+    assert found.examples == sum(batch.num_examples for batch in micro)
+    for own in found.buckets:
+        bucket = Bucket(own.batch_size, own.seq_len)
+        mine = [batch for batch in micro if batch.bucket == bucket]
+        assert own.batches == len(mine)
+        rows = len(mine) * bucket.batch_size
+        assert own.empty_rows == rows - sum(batch.num_examples for batch in mine)
+
+
+def test_any_step_is_the_same_on_a_schedule_made_anew(problem):
+    first = BatchSchedule(*problem, seed=9)
+    ahead = list(range(2 * len(first)))
+    batches = [first[step] for step in ahead]
+    for step in np.random.default_rng(0).permutation(ahead)[:50]:
+        # Resumed: nothing was run before it.
+        again = BatchSchedule(*problem, seed=9)[int(step)]
+        assert again.bucket == batches[step].bucket
+        np.testing.assert_array_equal(again.rows, batches[step].rows)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8])
+def test_shards_divide_a_batch_whatever_parts_they_hold(shards):
+    lengths = np.random.default_rng(shards).integers(1, 100, 500)
+    plan = plan_buckets(lengths, max_tokens=3200, batch_size_multiple=8)
+    parts = np.random.default_rng(1).permutation(8).reshape(shards, -1)
+    for batch in BatchSchedule(plan, lengths):
+        size = batch.bucket.batch_size
+        rows = [RowShard(sorted(own), 8).rows(size) for own in parts]
+        np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(size))
+
+
+def many() -> tuple[BucketPlan, np.ndarray]:
+    lengths = np.random.default_rng(0).integers(1, 200, 4000)
+    return plan_buckets(lengths, max_tokens=3000, num_buckets=5), lengths
+
+
+def test_another_epoch_has_other_batches():
+    schedule = BatchSchedule(*many())
+    seen = [compositions(epoch(schedule, number)) for number in (0, 1, 2, 10**6)]
+    for i, a in enumerate(seen):
+        for b in seen[:i]:
+            assert not a & b
+
+
+def test_real_epochs_have_other_batches(real_lengths):
+    plan = plan_buckets(
+        real_lengths, max_tokens=32 * int(real_lengths.max()), num_buckets=4
+    )
+    schedule = BatchSchedule(plan, real_lengths)
+    common = compositions(epoch(schedule, 0)) & compositions(epoch(schedule, 1))
+    # Only a bucket with a single batch can repeat it.
+    assert len(common) <= np.count_nonzero(schedule.flow.batches == 1)
+
+
+@pytest.mark.parametrize("order", ["source", "ascending", "descending"])
+@pytest.mark.parametrize("remainder", ["cheapest", "drop"])
+def test_fixed_orders_have_the_same_batches_in_every_epoch(order, remainder):
+    plan, lengths = many()
+    schedule = BatchSchedule(plan, lengths, order=order, remainder=remainder)
+    assert compositions(epoch(schedule, 0)) == compositions(epoch(schedule, 7))
+
+
+def test_what_a_remainder_leaves_out_is_drawn_anew_and_counted():
+    plan, lengths = many()
+    schedule = BatchSchedule(plan, lengths, remainder="drop")
+    number = int(schedule.flow.dropped.sum())
+    assert number == schedule.report().left_over_examples > 0
+    left_out = []
+    for index in (0, 1):
+        rows = np.concatenate([batch.rows for batch in epoch(schedule, index)])
+        rows = rows[rows >= 0]
+        assert len(np.unique(rows)) == len(rows) == len(lengths) - number
+        left_out.append({*range(len(lengths))} - {*rows.tolist()})
+    assert left_out[0] != left_out[1]
+
+
+def test_another_seed_has_other_batches():
+    a, b = (compositions(epoch(BatchSchedule(*many(), seed=s), 0)) for s in (0, 1))
+    assert not a & b
+
+
+def test_another_epoch_has_another_order_of_buckets():
+    schedule = BatchSchedule(*many())
+    orders = [[b.bucket for b in epoch(schedule, number)] for number in (0, 1)]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+def test_examples_carried_up_are_drawn_anew():
+    # 7 short examples for rows of 4: three go up, other ones in other epochs.
+    plan = BucketPlan((Bucket(4, 8), Bucket(2, 10)), max_tokens=32)
+    schedule = BatchSchedule(plan, [8] * 7 + [10] * 5)
+    assert schedule.flow.carried.tolist() == [0, 3]
+    seen = set()
+    for number in range(30):
+        long = [b for b in epoch(schedule, number) if b.bucket == Bucket(2, 10)]
+        seen |= {int(row) for b in long for row in b.rows if 0 <= row < 7}
+    assert seen == set(range(7))
+
+
+def test_batches_of_one_bucket_do_not_follow_one_another():
+    schedule = BatchSchedule(*many())
+    lengths = np.array([b.bucket.seq_len for n in range(5) for b in epoch(schedule, n)])
+    lag1 = np.corrcoef(lengths[:-1], lengths[1:])[0, 1]
+    assert abs(lag1) < 5 / np.sqrt(len(lengths))
+
+
+def test_source_order_is_the_same_in_every_epoch(problem):
+    schedule = BatchSchedule(*problem, order="source", seed=1)
+    for a, b in zip(epoch(schedule, 0), epoch(schedule, 7), strict=True):
+        assert a.bucket == b.bucket
+        np.testing.assert_array_equal(a.rows, b.rows)
+
+
+def test_source_order_fills_buckets_as_examples_come(problem):
+    plan, lengths = problem
+    batches = list(BatchSchedule(plan, lengths, order="source"))
+    for bucket in plan.buckets:
+        rows = [real(batch) for batch in batches if batch.bucket == bucket]
+        if rows:
+            own = np.concatenate(rows)
+            own = own[plan.assign(lengths)[own] == plan.buckets.index(bucket)]
+            assert np.all(np.diff(own) > 0)
+    ends = [real(batch).max() for batch in batches]
+    assert ends == sorted(ends)
+
+
+def test_rows_do_not_depend_on_the_dtype_of_lengths():
+    plan, lengths = many()
+    schedules = [BatchSchedule(plan, lengths.astype(t)) for t in ("u1", "i4", "i8")]
+    assert len({s.fingerprint for s in schedules}) == 1
+    for step in (0, 100):
+        rows = [s[step].rows.tolist() for s in schedules]
+        assert rows[0] == rows[1] == rows[2]
+
+
+def test_the_fingerprint_names_plan_lengths_seed_and_order():
+    plan, lengths = many()
+    other = lengths.copy()
+    other[[0, 1]] = other[[1, 0]] + [0, 1]
+    wider = BucketPlan(plan.buckets, plan.max_tokens + 1)
+    schedules = [
+        BatchSchedule(plan, lengths),
+        BatchSchedule(plan, lengths, seed=1),
+        *(BatchSchedule(plan, lengths, order=order) for order in ORDERS[1:]),
+        *(BatchSchedule(plan, lengths, remainder=x) for x in ("promote", "drop")),
+        BatchSchedule(plan, lengths, opening="largest_first"),
+        BatchSchedule(plan, lengths, accumulate=2),
+        BatchSchedule(plan, lengths, accumulate=2, group="mixed"),
+        BatchSchedule(plan, np.minimum(other, 199)),
+        BatchSchedule(wider, lengths),
+    ]
+    assert len({s.fingerprint for s in schedules}) == len(schedules)
+    assert schedules[0].fingerprint == BatchSchedule(plan, lengths).fingerprint
+    assert len({s.data_fingerprint for s in schedules}) == 2
+
+
+def test_steps_per_epoch_is_the_length():
+    schedule = BatchSchedule(*many())
+    assert len(schedule) == schedule.steps_per_epoch == len(list(schedule))
+    assert f"{len(schedule)} steps per epoch" in repr(schedule)
+
+
+def test_lengths_are_not_copied():
+    plan, lengths = many()
+    assert BatchSchedule(plan, lengths).lengths is lengths
+
+
+def golden_schedule(order: str) -> BatchSchedule:
+    lengths = np.arange(1, 3001) * 7919 % 300 + 1
+    plan = BucketPlan(
+        (Bucket(40, 50), Bucket(20, 100), Bucket(12, 160), Bucket(6, 301)),
+        max_tokens=2000,
+    )
+    return BatchSchedule(plan, lengths, seed=2024, order=order)
+
+
+GOLDEN_ROWS = {"shuffled": "cb1704d3605e4333", "source": "ca511f0527d1b772"}
+GOLDEN_FINGERPRINTS = {
+    "plan": "1b4f1252dabb0a42c80503e112c6004e",
+    "data": "5bd7bba591c4c60eba26af50ac315699",
+    "shuffled": "79319d49388a6d52dbcc3e3737e90a18",
+    "source": "1aff75bf63c258268b40def9946afff0",
+}
+
+
+@pytest.mark.parametrize("order", ["shuffled", "source"])
+def test_schedules_never_change(order):
+    # A run is resumed with these: a new digest means that old runs cannot be.
+    schedule = golden_schedule(order)
+    state = hashlib.blake2b(digest_size=8)
+    for number in (0, 1, 77):
+        for batch in epoch(schedule, number):
+            state.update(f"{batch.bucket} {batch.rows.tolist()}\n".encode())
+    assert state.hexdigest() == GOLDEN_ROWS[order]
+
+
+def test_fingerprints_never_change():
+    shuffled, source = golden_schedule("shuffled"), golden_schedule("source")
+    assert shuffled.plan.fingerprint == GOLDEN_FINGERPRINTS["plan"]
+    assert shuffled.data_fingerprint == GOLDEN_FINGERPRINTS["data"]
+    assert shuffled.fingerprint == GOLDEN_FINGERPRINTS["shuffled"]
+    assert source.fingerprint == GOLDEN_FINGERPRINTS["source"]
+
+
+def test_a_negative_step_is_refused():
+    schedule = BatchSchedule(*many())
+    with pytest.raises(IndexError, match="`step=-1` must not be negative"):
+        schedule[-1]
+
+
+@pytest.mark.parametrize("step", [1.5, "3", slice(0, 2)])
+def test_a_step_that_is_no_integer_is_refused(step):
+    with pytest.raises(TypeError):
+        BatchSchedule(*many())[step]
+
+
+def test_an_unknown_order_is_refused():
+    with pytest.raises(ValueError, match="`order='random'`: choose 'shuffled', "):
+        BatchSchedule(*many(), order="random")
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_out_of_range_is_refused(seed):
+    with pytest.raises(ValueError, match=f"`seed={seed}` must be between 0 and"):
+        BatchSchedule(*many(), seed=seed)
+
+
+@pytest.mark.parametrize("seed", [1.5, "3", None])
+def test_a_seed_that_is_no_integer_is_refused(seed):
+    with pytest.raises(ValueError, match=f"`seed={seed!r}` is not an integer"):
+        BatchSchedule(*many(), seed=seed)
+
+
+def test_lengths_that_are_all_dropped_are_refused():
+    plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
+    with pytest.raises(ValueError, match="leaves out every example.*larger `max_seq"):
+        BatchSchedule(plan, [9, 10])
+
+
+def test_a_length_beyond_the_last_bucket_is_refused():
+    plan = BucketPlan((Bucket(1, 8),), max_tokens=8)
+    with pytest.raises(ValueError, match=r"`lengths\[1\]=9` is beyond the last bucket"):
+        BatchSchedule(plan, [8, 9])
+
+
+@pytest.mark.parametrize("order", ["shuffled", "source"])
+def test_an_example_may_be_carried_through_thousands_of_buckets(order):
+    size = 3000
+    buckets = tuple(Bucket(2, t) for t in range(1, size + 1))
+    plan = BucketPlan(buckets, max_tokens=2 * size)
+    # Two examples of length 1 after the first: each bucket hands one on to the next.
+    lengths = np.append(np.arange(1, size + 1), [1, 1])
+    schedule = BatchSchedule(plan, lengths, order=order)
+    rows = np.concatenate([batch.rows for batch in schedule])
+    assert sorted(rows[rows >= 0]) == list(range(size + 2))
+
+
+# Going on from another schedule
+
+
+@pytest.mark.parametrize("order", ["shuffled", "source"])
+def test_an_epoch_begins_where_a_schedule_takes_over(problem, order):
+    schedule = BatchSchedule(problem.plan, problem.lengths, seed=5, order=order)
+    position = DataPosition(17, {}, {}, {"fingerprint": "other"})
+    moved = schedule.continue_with(position)
+    assert (moved.first_step, schedule.first_step) == (17, 0)
+    for step in range(len(schedule) + 3):
+        assert moved[17 + step].bucket == schedule[step].bucket
+        np.testing.assert_array_equal(moved[17 + step].rows, schedule[step].rows)
+    for got, want in zip(moved, schedule, strict=True):
+        np.testing.assert_array_equal(got.rows, want.rows)
+
+
+def test_steps_before_a_schedule_takes_over_are_refused():
+    plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
+    position = DataPosition(7, {}, {}, {"fingerprint": "other"})
+    moved = BatchSchedule(plan, [3, 8, 5]).continue_with(position)
+    with pytest.raises(IndexError, match="`step=6` is one of the schedule that this"):
+        moved[6]
+    with pytest.raises(IndexError, match="`step=-1` must not be negative"):
+        moved[-1]
+
+
+def test_the_fingerprint_names_what_a_schedule_continues():
+    plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
+    schedule = BatchSchedule(plan, [3, 8, 5])
+    moved = {
+        schedule.continue_with(
+            DataPosition(step, {}, {}, {"fingerprint": before})
+        ).fingerprint
+        for step in (0, 7)
+        for before in ("a", "b")
+    }
+    assert len(moved | {schedule.fingerprint}) == 5
+
+
+def test_the_fingerprint_counts_the_batches_of_an_opening():
+    plan = BucketPlan((Bucket(2, 4), Bucket(2, 8)), max_tokens=16)
+    lengths = [4] * 12 + [8] * 12
+    options = {"accumulate": 3, "group": "mixed"}
+    a, b, c = (
+        BatchSchedule(plan, lengths, opening=opening, **options)
+        for opening in ("largest_first", [(plan.buckets[1], 1)], None)
+    )
+    # One batch of the largest bucket, and a step of three of them.
+    assert [batch.bucket.seq_len for batch in b[0]] == [8, 8, 8]
+    assert [batch.bucket.seq_len for batch in a[0]] != [8, 8, 8]
+    assert a[0][0].bucket.seq_len == 8
+    assert len({x.fingerprint for x in (a, b, c)}) == 3
+
+
+@pytest.mark.parametrize("order", ["source", "ascending", "descending"])
+@pytest.mark.parametrize("group", [(1, "same"), (2, "same"), (3, "mixed")])
+def test_what_is_dropped_always_is_counted_exactly(order, group):
+    rng = np.random.default_rng(group[0])
+    lengths = rng.integers(1, 60, 400)
+    plan = plan_buckets(
+        lengths, max_tokens=700, num_buckets=4, max_seq_len=50, overlong="truncate"
+    )
+    schedule = BatchSchedule(
+        plan,
+        lengths,
+        order=order,
+        remainder="drop",
+        accumulate=group[0],
+        group=group[1],
+    )
+    batches = [x for step in range(len(schedule)) for x in schedule.micro_batches(step)]
+    real = sum(
+        int(np.minimum(lengths[x.rows[x.rows >= 0]], x.bucket.seq_len).sum())
+        for x in batches
+    )
+    padded = sum(x.bucket.num_tokens for x in batches)
+    found = schedule.report()
+    assert (found.real_tokens, found.padded_tokens) == (real, padded)
+    assert found.padding == pytest.approx(1 - real / padded)
+    parts = found.padding_in_rows + found.padding_in_empty_rows
+    assert parts == pytest.approx(found.padding)
+
+
+def test_draws_with_replacement_have_no_report():
+    plan = plan_buckets([1, 2], max_tokens=2)
+    order = Curriculum([1, 2], replacement=True)
+    schedule = BatchSchedule(plan, [1, 2], order=order)
+    with pytest.raises(ValueError, match="`replacement=True` has not. Count its"):
+        schedule.report()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"order": np.arange(2)},
+            "`order` is a ndarray: choose one of .* `Curriculum`",
+        ),
+        ({"order": None}, "`order` is a NoneType: choose one of shuffled, source"),
+        ({"accumulate": 2**61}, "`accumulate=2305843009213693952`: .* at most 65536"),
+        ({"accumulate": 0}, "`accumulate=0` must be a positive integer"),
+        ({"group": "foo"}, "`group='foo'`: choose 'same' or 'mixed'"),
+    ],
+)
+def test_orders_and_groups_that_are_none_are_refused(options, message):
+    plan = plan_buckets([1, 2], max_tokens=2)
+    with pytest.raises(ValueError, match=message):
+        BatchSchedule(plan, [1, 2], **options)
+    if "order" not in options:
+        with pytest.raises(ValueError, match=message):
+            report(plan, [1, 2], **options)

@@ -1,0 +1,576 @@
+"""Indices of difficulty: against numpy, damaged, and written by real processes."""
+
+import errno
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+from jaxbucket.schedule.difficulty_index import share_sum
+
+ROOT = pathlib.Path(__file__).parents[2]
+MESH = jb.data_mesh()
+SIZE = 1003
+
+
+def difficulties(dtype=np.float32):
+    return (10 * np.random.default_rng(0).random(SIZE)).astype(dtype)
+
+
+@pytest.fixture(name="folder")
+def folder_fixture(tmp_path):
+    jb.write_difficulty_index(tmp_path / "index", difficulties(), MESH)
+    return tmp_path / "index"
+
+
+@pytest.mark.parametrize("dtype", ["?", "i1", "i4", "u4", "i8", "f2", "f4", "f8"])
+def test_it_is_numpys_stable_argsort(tmp_path, dtype):
+    values = difficulties(dtype)
+    index = jb.write_difficulty_index(tmp_path / "index", values, MESH)
+    index.check()
+    assert len(index) == SIZE and index.examples.dtype == np.int32
+    np.testing.assert_array_equal(index.examples, np.argsort(values, kind="stable"))
+    np.testing.assert_array_equal(index.difficulty, values)
+    np.testing.assert_array_equal(index.ranks()[index.examples], np.arange(SIZE))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index"]
+    assert len(list((tmp_path / "index").iterdir())) == 3
+
+
+def test_views_are_slices_of_the_order(folder):
+    index, values = jb.DifficultyIndex(folder), difficulties()
+    quarters = [index.percentiles(x, x + 25) for x in (0, 25, 50, 75)]
+    np.testing.assert_array_equal(np.concatenate(quarters), index.examples)
+    assert values[quarters[0]].max() <= values[quarters[1]].min()
+    assert index.percentiles(30, 30).size == 0
+    found = index.between(2, 5)
+    assert set(found) == set(np.flatnonzero((2 <= values) & (values < 5)))
+    assert np.shares_memory(found, index.examples)
+    assert index.between(5, 2).size == index.between(99, 100).size == 0
+    assert index.between(-1, 11).size == SIZE
+    # Of any type, they are compared as numbers.
+    assert index.between(np.float32(2), np.int64(5)).size == found.size
+    for low, high in ((-1, 5), (5, 101), (60, 40), (0, float("nan"))):
+        with pytest.raises(ValueError, match="percentiles are from 0 to 100"):
+            index.percentiles(low, high)
+
+
+def test_a_curriculum_takes_it(folder, tmp_path):
+    values, lengths = difficulties(), np.full(SIZE, 8)
+    plan = jb.BucketPlan.from_shapes([(10, 8)])
+    index = jb.DifficultyIndex(folder)
+    orders = [jb.Curriculum(x, jb.LinearPacing(0.1)) for x in (values, index)]
+    assert str(orders[0]) == str(orders[1])
+    one, other = (jb.BatchSchedule(plan, lengths, order=x, seed=1) for x in orders)
+    for step in (0, 50, 100):
+        np.testing.assert_array_equal(one[step].rows, other[step].rows)
+    # What it opens comes in the order of the files, and is not sorted once more.
+    kept = np.arange(SIZE) % 3 > 0
+    np.testing.assert_array_equal(orders[1].in_order(None), values[index.examples])
+    for order in orders:
+        np.testing.assert_array_equal(order.in_order(kept), np.sort(values[kept]))
+    # By place, where that is not the order of all.
+    alone = jb.write_difficulty_index(
+        tmp_path / "alone", values, MESH, sorted_by="process"
+    )
+    order = jb.Curriculum(alone, jb.LinearPacing(0.1))
+    np.testing.assert_array_equal(order.difficulty, alone.ranks())
+
+
+def test_alone_both_ways_to_sort_are_one(tmp_path):
+    values = difficulties()
+    index = jb.write_difficulty_index(
+        tmp_path / "index", values, MESH, sorted_by="process"
+    )
+    np.testing.assert_array_equal(index.examples, np.argsort(values, kind="stable"))
+    with pytest.raises(ValueError, match="`sorted_by='process'` has no order of all"):
+        index.between(0, 1)
+
+
+def test_what_is_there_is_returned_or_refused(folder, monkeypatch):
+    values = difficulties()
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", None)
+    again = jb.write_difficulty_index(folder, values, MESH)
+    assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    np.testing.assert_array_equal(again.difficulty, values)
+    for other, options in (
+        (values + 1, {}),
+        (values[:-1], {}),
+        (values, {"sorted_by": "process"}),
+    ):
+        with pytest.raises(ValueError, match="has an index of other difficulties"):
+            jb.write_difficulty_index(folder, other, MESH, **options)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("all of it")
+    with pytest.raises(ValueError, match="is there, and is no index: name another"):
+        jb.write_difficulty_index(tmp_path, difficulties(), MESH)
+    assert (tmp_path / "thesis.tex").read_text() == "all of it"
+
+
+def test_what_an_earlier_call_has_left_is_written_anew(tmp_path):
+    partial = tmp_path / f"index.{'01' * 16}.partial"
+    partial.mkdir()
+    others = [tmp_path / f"other.{'01' * 16}.partial", tmp_path / "index.my.partial"]
+    for other in others:
+        other.mkdir()
+    for name in ("difficulty.npy", "examples.npy", "index.json", "old-3.written"):
+        (partial / name).write_bytes(os.urandom(10**5))
+    with pytest.raises(ValueError, match="is no index"):
+        jb.DifficultyIndex(tmp_path / "index")
+    index = jb.write_difficulty_index(tmp_path / "index", difficulties(), MESH)
+    index.check()
+    assert not partial.exists() and all(other.exists() for other in others)
+    assert len(list((tmp_path / "index").iterdir())) == 3
+
+
+def test_an_empty_folder_is_as_good_as_none(tmp_path):
+    jb.write_difficulty_index(tmp_path, difficulties(), MESH).check()
+    with pytest.raises(ValueError, match="is no index: index.json is not there"):
+        jb.DifficultyIndex(tmp_path / "other")
+
+
+def test_a_run_that_is_late_takes_what_another_one_has_named(tmp_path, monkeypatch):
+    """Between looking at the folder and naming it, another run names its own."""
+    values, folder = difficulties(), tmp_path / "index"
+
+    def slowly(other):
+        def sort(*args):
+            monkeypatch.undo()
+            jb.write_difficulty_index(folder, other, MESH)
+            return jb.sample_sort(*args)
+
+        return sort
+
+    monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", slowly(values))
+    jb.write_difficulty_index(folder, values, MESH).check()
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+    shutil.rmtree(folder)
+    monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", slowly(values + 1))
+    with pytest.raises(ValueError, match="has an index of other difficulties"):
+        jb.write_difficulty_index(folder, values, MESH)
+    jb.DifficultyIndex(folder).check()
+
+
+def test_integers_that_are_no_floats_are_told_apart(tmp_path):
+    values = np.array([2**60 + 1, 2**60])
+    jb.write_difficulty_index(tmp_path / "index", values, MESH)
+    with pytest.raises(ValueError, match="has an index of other difficulties"):
+        jb.write_difficulty_index(tmp_path / "index", values[::-1], MESH)
+    index = jb.DifficultyIndex(tmp_path / "index")
+    assert index.between(2**60, 2**60 + 1).tolist() == [1]
+    assert index.between(-(10**400), 10**400).tolist() == [1, 0]
+    with pytest.raises(ValueError, match="NaN is no bound"):
+        index.between(float("nan"), 1)
+
+
+def test_half_precision_is_taken(tmp_path):
+    for name, values in (
+        ("bfloat16", jnp.asarray([2, 1], jnp.bfloat16)),
+        (">f8", np.array([2, 1], ">f8")),
+    ):
+        index = jb.write_difficulty_index(tmp_path / name, values, MESH)
+        assert index.examples.tolist() == [1, 0]
+
+
+def test_ties_out_of_order_are_seen(tmp_path):
+    jb.write_difficulty_index(tmp_path / "index", np.zeros(4), MESH)
+    np.save(tmp_path / "index" / "examples.npy", np.array([0, 2, 1, 3], np.int32))
+    with pytest.raises(ValueError, match="is not in order"):
+        jb.DifficultyIndex(tmp_path / "index").check()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([], "`difficulty` is empty"),
+        ([[1.0]], r"`difficulty` is float64\[1, 1\]"),
+        (["hard"], r"`difficulty` is <U4\[1\]"),
+        ([1.0, float("nan")], r"`difficulty\[1\]=nan` is not finite"),
+        ([-float("inf")], r"`difficulty\[0\]=-inf` is not finite"),
+        (np.array([2**63], np.uint64), "beyond 2"),
+        (np.ma.array([1.0, 2.0], mask=[0, 1]), "`difficulty` is a masked array"),
+    ],
+)
+def test_what_is_no_difficulty_is_refused(tmp_path, values, message):
+    with pytest.raises(ValueError, match=message):
+        jb.write_difficulty_index(tmp_path / "index", values, MESH)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="`sorted_by='size'`: choose"):
+        jb.write_difficulty_index(tmp_path / "x", [1.0], MESH, sorted_by="size")
+
+
+def change(path, offset, content):
+    with path.open("r+b") as file:
+        file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
+        file.write(content)
+
+
+def say(folder, **other):
+    words = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps({**words, **other}))
+
+
+def several(path):
+    with path.open("wb") as file:
+        np.savez(file, a=np.arange(3))
+
+
+DAMAGES = {
+    "no words": lambda folder: (folder / "index.json").unlink(),
+    "cut words": lambda folder: os.truncate(folder / "index.json", 9),
+    "other words": lambda folder: (folder / "index.json").write_text("[1]"),
+    "a dtype": lambda folder: say(folder, dtype="junk"),
+    "an order": lambda folder: say(folder, sorted_by="junk"),
+    "other fields": lambda folder: say(folder, color="red"),
+    "several": lambda folder: several(folder / "examples.npy"),
+    "a version": lambda folder: (folder / "index.json").write_text('{"version": 9}'),
+    "no examples": lambda folder: (folder / "examples.npy").unlink(),
+    "cut examples": lambda folder: os.truncate(folder / "examples.npy", 999),
+    "a header": lambda folder: change(folder / "examples.npy", 20, b"'('"),
+    "cut header": lambda folder: os.truncate(folder / "difficulty.npy", 20),
+    "other numbers": lambda folder: np.save(folder / "examples.npy", np.arange(SIZE)),
+    "fewer": lambda folder: np.save(folder / "difficulty.npy", np.zeros(9, np.float32)),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_files_that_are_cut_or_foreign_are_refused(folder, name):
+    DAMAGES[name](folder)
+    with pytest.raises(ValueError, match="again|Write one by") as raised:
+        jb.DifficultyIndex(folder)
+    assert str(folder) in str(raised.value)
+
+
+@pytest.mark.parametrize("file", ["difficulty.npy", "examples.npy"])
+@pytest.mark.parametrize("seed", range(10))
+def test_other_bytes_are_seen_where_it_is_asked_for(folder, file, seed):
+    rng = np.random.default_rng(seed)
+    change(folder / file, -int(rng.integers(8, 4 * SIZE)), rng.bytes(4))
+    with pytest.raises(ValueError, match="Delete the folder"):
+        jb.DifficultyIndex(folder).check()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_sum_of_shares_is_that_of_all(seed):
+    rng = np.random.default_rng(seed)
+    values = difficulties()
+    ends = np.sort([0, *rng.integers(0, SIZE, 3), SIZE])
+    parts = [share_sum(values[a:b], int(a)) for a, b in zip(ends, ends[1:])]  # noqa: B905
+    assert sum(parts) % 2**64 == share_sum(values, 0)
+    assert share_sum(values[::-1], 0) != share_sum(values, 0)
+    assert share_sum(values, 1) != share_sum(values, 0)
+
+
+class Words:
+    """A source that counts how often it is asked."""
+
+    fingerprint = "words"
+
+    def __init__(self, size):
+        self._size = size
+        self.asked = 0
+
+    def __len__(self):
+        return self._size
+
+    def __getitem__(self, index):
+        self.asked += 1
+        if index >= self._size:
+            raise IndexError(index)
+        return {"text": "a " * (index % 7)}
+
+
+def num_words(example):
+    return len(example["text"].split()) / 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_difficulty_is_measured_once_and_kept(tmp_path, workers):
+    source, want = Words(3000), np.arange(3000) % 7 / 2
+    for _ in range(2):
+        found = jb.measure_difficulty(
+            source, num_words, cache=tmp_path, num_workers=workers, progress=False
+        )
+        np.testing.assert_array_equal(found, want)
+        assert found.dtype == np.float32
+        asked, source.asked = source.asked, 0
+    # Some are read for what the source is.
+    assert asked < 100
+
+
+def test_a_pass_that_was_cut_off_goes_on(tmp_path):
+    class Failing(Words):
+        def __getitem__(self, index):
+            if self.asked == 3000:
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    with pytest.raises(KeyboardInterrupt):
+        jb.measure_difficulty(Failing(5000), num_words, cache=tmp_path, progress=False)
+    source = Words(5000)
+    found = jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+    np.testing.assert_array_equal(found, np.arange(5000) % 7 / 2)
+    # Whole chunks of 1,024, and what is read for what the source is.
+    assert 5000 - 2 * 1024 <= source.asked < 5000 - 2 * 1024 + 100
+
+
+def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = Words(3000)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="No space left on device"):
+                jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+        assert not list(tmp_path.iterdir())
+    found = jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+    np.testing.assert_array_equal(found, np.arange(3000) % 7 / 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            jb.write_difficulty_index(tmp_path / "index", found, MESH)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".npy"]
+    jb.write_difficulty_index(tmp_path / "index", found, MESH).check()
+
+
+def test_a_partial_file_that_is_damaged_is_begun_anew(tmp_path):
+    source = Words(3000)
+    jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    path.unlink()
+    damaged = content[:20] + b"'('" + content[23:]
+    path.with_suffix(".partial").write_bytes(damaged)
+    found = jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+    np.testing.assert_array_equal(found, np.arange(3000) % 7 / 2)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(np.nan, "nan"), (np.inf, "inf"), ("x", "'x'"), ("3", "'3'"), (1e39, "1e")],
+)
+def test_what_is_no_finite_number_is_named(value, said):
+    with pytest.raises(ValueError, match=rf"`source\[0\]` has difficulty {said}"):
+        jb.measure_difficulty(Words(3), lambda example: value, progress=False)
+
+
+def test_what_cannot_be_measured_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"`source\[0\]` cannot be measured: KeyErr"):
+        jb.measure_difficulty(Words(3), lambda example: example["x"], progress=False)
+    with pytest.raises(ValueError, match="`source` is empty"):
+        jb.measure_difficulty(Words(0), num_words, progress=False)
+    jb.measure_difficulty(Words(3), num_words, cache=tmp_path, progress=False)
+    (path,) = tmp_path.glob("difficulty-*.npy")
+    os.truncate(path, 130)
+    with pytest.raises(ValueError, match="Delete the file, to measure again"):
+        jb.measure_difficulty(Words(3), num_words, cache=tmp_path, progress=False)
+
+
+TOGETHER = """
+import os, pathlib, signal
+import jax
+import numpy as np
+import jaxbucket as jb
+import jaxbucket.sort.difficulty as difficulty
+
+SIZE = 10_007
+folder = pathlib.Path(sys.argv[0]).parent
+values = np.random.default_rng(0).integers(0, 50, SIZE)
+calls = [0]
+
+class Source:
+    fingerprint = "source"
+    def __len__(self):
+        return SIZE
+    def __getitem__(self, index):
+        if not 0 <= index < SIZE:
+            raise IndexError(index)
+        return index
+
+def measure(index):
+    calls[0] += 1
+    return float(values[index])
+
+with jb.Processes(timeout=4) as processes:
+    here, count = processes.index, processes.count
+    if (folder / "fault").exists() and here == 1:
+        written = difficulty._write_part
+        def fatal(path, *args):
+            written(path, *args)
+            if path.name == "examples.npy":
+                (folder / "fault").unlink()
+                open(sys.argv[0] + ".fault", "w").write(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGKILL)
+        difficulty._write_part = fatal
+    share = jb.measure_difficulty(
+        Source(), measure, cache=folder / "cache", processes=processes, progress=False
+    )
+    for by in ("all", "process"):
+        index = jb.write_difficulty_index(
+            folder / by, share, jb.data_mesh(), processes=processes, sorted_by=by
+        )
+        index.check()
+    ends = [SIZE * i // count for i in range(count + 1)]
+    parts = [np.argsort(values[a:b], kind="stable") for a, b in zip(ends, ends[1:])]
+    local = np.concatenate([np.arange(len(part)) for part in parts])
+    order = np.concatenate([a + part for a, part in zip(ends, parts)])
+    by_process = order[np.argsort(local, kind="stable")]
+    every = jb.DifficultyIndex(folder / "all")
+    np.testing.assert_array_equal(every.examples, np.argsort(values, kind="stable"))
+    np.testing.assert_array_equal(index.examples, by_process)
+    say(calls[0])
+    # Of other shares it is another index.
+    if count > 1:
+        whole = share if here else np.concatenate([share, share])
+        try:
+            jb.write_difficulty_index(
+                folder / "process", whole, jb.data_mesh(), processes=processes,
+                sorted_by="process",
+            )
+        except ValueError as error:
+            say(error)
+    # A folder of each, and a mesh of each.
+    for where, mesh in (
+        (folder / str(here) / "own", jb.data_mesh()),
+        (folder / "local", jb.data_mesh(jax.local_devices())),
+    ):
+        where.parent.mkdir(exist_ok=True)
+        try:
+            jb.write_difficulty_index(where, share, mesh, processes=processes)
+        except ValueError as error:
+            say(error)
+        assert not where.exists() and not list(where.parent.glob("*.partial"))
+    # Devices in another order, and another source or function.
+    mesh = jb.data_mesh(jax.devices()[:: 1 if here else -1])
+    for fail in (
+        lambda: jb.write_difficulty_index(
+            folder / "mesh", share, mesh, processes=processes
+        ),
+        lambda: jb.measure_difficulty(
+            [5] * (9 + here), float, processes=processes, progress=False
+        ),
+        lambda: jb.measure_difficulty(
+            [5] * 9, float if here else abs, processes=processes, progress=False
+        ),
+    ):
+        try:
+            fail()
+        except ValueError as error:
+            say(error)
+    # What one of them gives wrong, all hear of.
+    wrong = share if here else share[:, None]
+    other = share.astype(np.float64) if here else share
+    for given in (wrong, other):
+        try:
+            jb.write_difficulty_index(
+                folder / "wrong", given, jb.data_mesh(), processes=processes
+            )
+        except ValueError as error:
+            say(error)
+"""
+
+
+@pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
+def test_processes_write_one_index(launch, tmp_path, count, devices):
+    run = launch(TOGETHER, count=count, devices=devices)
+    assert run.status == 0, run.output
+    for index in range(count):
+        _, others, unshared, local, *words, shape, dtype = run.said(index)
+        order, source, function = words
+        assert "and over one mesh" in order
+        assert all("measure different sources" in x for x in (source, function))
+        assert "name a folder that all processes share" in unshared
+        assert "`mesh` has no device of processes [" in local
+        assert "has an index of other difficulties" in others
+        assert "`difficulty` is float32[" in shape
+        assert shape.startswith("Process 0 has failed: ") == (index > 0)
+        assert "give all of one dtype" in dtype
+    assert not (tmp_path / "wrong").exists()
+    assert json.loads((tmp_path / "all" / "index.json").read_text())["size"] == 10_007
+
+
+def test_a_process_that_is_killed_is_named_and_the_next_run_goes_on(launch, tmp_path):
+    (tmp_path / "fault").touch()
+    run = launch(TOGETHER, count=3)
+    assert run.status != 0
+    pid = pathlib.Path(f"{run.script}.fault").read_text()
+    for index in (0, 2):
+        assert any(
+            "process 1 (" in line and f"pid {pid})" in line for line in run.lines(index)
+        ), run.output
+    # Written in part, and no index for anybody.
+    assert list(tmp_path.glob("all.*.partial")) and not (tmp_path / "all").exists()
+    run = launch(TOGETHER, count=3)
+    assert run.status == 0, run.output
+    assert [int(run.said(index)[0]) for index in range(3)] == [0] * 3
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_bounds_are_compared_exactly(tmp_path):
+    large = jb.write_difficulty_index(tmp_path / "i", [2**24 + 3, 1], MESH)
+    small = jb.write_difficulty_index(tmp_path / "f", [0.1, 0.5], MESH)
+    for kind in (float, np.float32, np.float64):
+        assert large.between(kind(0), kind(2**24 + 4)).tolist() == [1, 0]
+    bound = np.float32(0.1)
+    for value in (bound, float(bound)):
+        assert small.between(0, value).tolist() == [0]
+
+
+def test_a_number_of_examples_that_is_another_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="2 examples over .* `num_examples=4`"):
+        jb.write_difficulty_index(tmp_path / "x", [1.0, 2.0], MESH, num_examples=4)
+    jb.write_difficulty_index(tmp_path / "x", [1.0, 2.0], MESH, num_examples=2)
+
+
+def test_all_processes_are_needed(tmp_path):
+    class Two:
+        index, count = 0, 2
+
+    assert jax.process_count() == 1
+    with pytest.raises(ValueError, match="`processes` has 2 of 1"):
+        jb.write_difficulty_index(tmp_path / "x", [1.0], MESH, processes=Two())
+
+
+def test_the_example_trains_alike_in_one_process_and_in_two(tmp_path):
+    lines = [json.dumps({"text": f"{n} " + "xyz " * (n % 20)}) for n in range(300)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
+    found = {}
+    for count in (1, 2):
+        run = subprocess.run(
+            [
+                *(sys.executable, ROOT / "scripts" / "launch_local.py"),
+                *("-n", str(count), "--", sys.executable, "-W", "error"),
+                *(ROOT / "examples" / "curriculum.py", "--data", "data.jsonl"),
+                *("--steps", "12", "--width", "16", "--layers", "1", "--max-len", "64"),
+                *("--max-tokens", "1024", "--num-buckets", "2", "--seed", "1"),
+                *("--index", f"index-{count}", "--json", f"{count}.json"),
+                *("--plot", f"{count}.png"),
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert (tmp_path / f"{count}.png").stat().st_size > 10_000
+        steps = json.loads((tmp_path / f"{count}.json").read_text())["steps"]
+        assert len(steps) == 12
+        found[count] = steps
+    for one, two in zip(found[1], found[2], strict=True):
+        assert two.pop("loss") == pytest.approx(one.pop("loss"), rel=1e-5)
+        assert two == pytest.approx(one)
+    # From the easy to the hard, by documents and so by shapes.
+    assert found[1][0]["difficulty"] < found[1][-1]["difficulty"]
+    assert found[1][0]["seq_len"] < found[1][-1]["seq_len"]

@@ -1,0 +1,1949 @@
+"""Streams: the promises of batches, exact resume, several hosts and their end."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import pickle
+import re
+import subprocess
+import sys
+import threading
+from fractions import Fraction
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+from jaxbucket.stream.bucket_sequence import (
+    LEAST_OF_LONGEST,
+    BucketSequence,
+    bucket_shares,
+)
+from jaxbucket.stream.dataset import epoch_seed
+from jaxbucket.testing import check_batches
+
+OPTIONS = [
+    {},
+    {"policy": "first"},
+    {"accumulate": 3},
+    {"accumulate": 2, "group": "mixed"},
+    {"pack": True},
+    {"pack": True, "policy": "first"},
+    {"pack": True, "accumulate": 2, "group": "mixed", "max_segments_per_row": 3},
+]
+
+
+class Numbers:
+    """Examples of given lengths by index, each of which says who it is."""
+
+    def __init__(self, lengths: np.ndarray, first: int = 0):
+        self.lengths = lengths
+        self.first = first
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        name = self.first + int(index)
+        tokens = (name * 31 + np.arange(self.lengths[index])) % 1000
+        return {"tokens": tokens.astype(np.int32), "index": np.int32(name)}
+
+
+def stream(lengths: np.ndarray, first: int = 0) -> grain.IterDataset:
+    source = grain.MapDataset.source(Numbers(lengths, first))
+    return source.to_iter_dataset(grain.ReadOptions(num_threads=0))
+
+
+def steps_of(batches) -> list[tuple[jb.Batch, ...]]:
+    return [(x,) if isinstance(x, jb.Batch) else x for x in batches]
+
+
+def names_in(batch: jb.Batch) -> list[int]:
+    """Who is in the rows of a batch, with its tokens checked."""
+    packed = batch.features["index"].ndim == 2
+    most = batch.features["index"].shape[1] if packed else None
+    found = jb.unbatch(batch, sequences=["tokens"], max_segments=most)
+    for example in found:
+        name = int(example["index"])
+        want = (name * 31 + np.arange(len(example["tokens"]))) % 1000
+        assert example["tokens"].tolist() == want.tolist()
+    return [int(example["index"]) for example in found]
+
+
+def job(seed: int, size: int | None = None, multiple: int = 1, longest: int = 60):
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 400)) if size is None else size
+    lengths = np.minimum(1 + rng.geometric(3 / longest, size), longest)
+    plan = jb.plan_buckets(
+        np.append(lengths, longest),
+        max_tokens=longest * multiple * int(rng.integers(2, 7)),
+        num_buckets=int(rng.integers(1, 6)),
+        batch_size_multiple=multiple,
+    )
+    return lengths, plan, rng
+
+
+def smallest_pool(plan: jb.BucketPlan, options: dict) -> int:
+    together = options.get("accumulate", 1)
+    if options.get("group") == "mixed":
+        together = 1
+    return int(plan.batch_sizes.max()) * together
+
+
+# One host
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_every_example_is_in_one_row_of_a_planned_shape(seed, options):
+    lengths, plan, rng = job(seed)
+    pool = smallest_pool(plan, options) * int(rng.integers(1, 5))
+    epochs = int(rng.integers(1, 4))
+    dataset = jb.stream_batches(
+        stream(lengths),
+        plan,
+        pool_size=pool,
+        lengths=lengths,
+        num_epochs=epochs,
+        on_drift=None,
+        **options,
+    )
+    found = []
+    for micro in steps_of(dataset):
+        assert len(micro) == options.get("accumulate", 1)
+        for batch in micro:
+            assert batch.bucket in plan.buckets
+            assert batch.bucket.num_tokens <= plan.max_tokens
+            found += names_in(batch)
+        if options.get("group", "same") == "same":
+            assert len({batch.bucket for batch in micro}) == 1
+        assert sum(batch.num_examples for batch in micro) > 0
+    assert sorted(found) == sorted([*range(len(lengths))] * epochs)
+
+
+def oracle(lengths, plan, pool_size, policy, max_wait):
+    """Buckets and examples of every batch, by plain lists."""
+    pool, come, rest = [], 0, list(enumerate(lengths.tolist()))
+    sizes = plan.batch_sizes.tolist()
+    while True:
+        while len(pool) < pool_size and rest:
+            pool.append(rest.pop(0))
+            come += 1
+        if not pool:
+            return
+        own = [
+            [i for i, n in pool if plan.assign([n])[0] == k] for k in range(len(plan))
+        ]
+        full = [len(x) // b for x, b in zip(own, sizes, strict=True)]
+        oldest = next(k for k, x in enumerate(own) if pool[0][0] in x)
+        if policy == "first" or come - pool[0][0] > max_wait:
+            bucket = oldest
+        elif max(full):
+            most = [k for k, number in enumerate(full) if number == max(full)]
+            bucket = min(most, key=lambda k: own[k][0])
+        else:
+            return
+        row = [i for k in range(bucket, -1, -1) for i in own[k]][: sizes[bucket]]
+        pool = [pair for pair in pool if pair[0] not in row]
+        yield bucket, row
+
+
+@pytest.mark.parametrize("policy", ["closest", "first"])
+@pytest.mark.parametrize("seed", range(6))
+def test_batches_are_those_of_plain_lists(seed, policy):
+    lengths, plan, rng = job(seed, size=500)
+    pool = int((plan.batch_sizes - 1).sum()) + 1 + int(rng.integers(0, 50))
+    pool = max(pool, int(plan.batch_sizes.max()))
+    dataset = jb.stream_batches(
+        stream(lengths), plan, pool_size=pool, policy=policy, max_wait=2 * pool
+    )
+    want = list(oracle(lengths, plan, pool, policy, 2 * pool))
+    assert len(want) > 3
+    for batch, (bucket, row) in zip(dataset, want, strict=policy == "first"):
+        assert batch.bucket == plan.buckets[bucket]
+        assert names_in(batch) == row
+
+
+def test_a_pool_that_always_fills_a_bucket_leaves_no_row_empty_before_the_end():
+    lengths, plan, _ = job(1, size=3000)
+    pool = int((plan.batch_sizes - 1).sum()) + 1
+    dataset = jb.stream_batches(
+        stream(lengths), plan, pool_size=pool, max_wait=10**6, on_drift=None
+    )
+    batches = list(dataset)
+    rows = sum(batch.bucket.batch_size for batch in batches[: -len(plan)])
+    assert rows == sum(batch.num_examples for batch in batches[: -len(plan)])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_left_at_the_end_costs_what_a_schedule_would(seed):
+    lengths, plan, _ = job(seed, size=200)
+    # All of it in the pool: the same batches as a schedule's, by number and shape.
+    dataset = jb.stream_batches(stream(lengths), plan, pool_size=1000)
+    found = sorted(batch.bucket for batch in dataset)
+    schedule = jb.BatchSchedule(plan, lengths)
+    want = sorted(schedule[step].bucket for step in range(len(schedule)))
+    assert found == want
+
+
+def test_nothing_waits_longer_than_it_may():
+    rng = np.random.default_rng(0)
+    # One in two hundred is long, and eight of these make a batch.
+    lengths = np.where(rng.random(6000) < 0.005, 16, rng.integers(1, 5, 6000))
+    plan = jb.BucketPlan((jb.Bucket(32, 4), jb.Bucket(8, 16)), max_tokens=128)
+    iterator = iter(
+        jb.stream_batches(
+            stream(lengths), plan, pool_size=64, max_wait=150, on_drift=None
+        )
+    )
+    waited = []
+    for batch in iterator:
+        come = iterator.counts.arrived
+        waited.append(come - min(names_in(batch)))
+    assert 150 < max(waited) <= 150 + 64 + 32 * 2
+
+
+@pytest.mark.parametrize("best_fit", [True, False])
+def test_packed_rows_are_those_of_plain_lists(best_fit):
+    lengths, _, rng = job(3, size=600)
+    plan = jb.BucketPlan((jb.Bucket(4, 64),), max_tokens=256)
+    pool_size, most = 50, 5
+    dataset = jb.stream_batches(
+        stream(lengths),
+        plan,
+        pool_size=pool_size,
+        pack=True,
+        policy="closest" if best_fit else "first",
+        max_segments_per_row=most,
+    )
+    pool, rest = [], list(enumerate(lengths.tolist()))
+    for batch in dataset:
+        while len(pool) < pool_size and rest:
+            pool.append(rest.pop(0))
+        want = []
+        for row in range(4):
+            room = 64
+            for segment in range(most):
+                fitting = [pair for pair in pool if pair[1] <= room]
+                if not fitting:
+                    break
+                chosen = fitting[0]
+                if best_fit and (row or segment):
+                    longest = max(n for _, n in fitting)
+                    chosen = next(pair for pair in fitting if pair[1] == longest)
+                pool.remove(chosen)
+                want.append(chosen[0])
+                room -= chosen[1]
+        assert names_in(batch) == want
+    assert not pool and not rest
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_padding_never_counts(options):
+    lengths, plan, _ = job(6, size=150, multiple=2)
+    hosts = hosts_of(lengths, plan, [1, 2], 80, pad_value=-7, **options)
+    loss = tokens = 0
+    for _ in range(200):
+        for host in hosts:
+            for batch in steps_of([next(host)])[0]:
+                features, mask = batch.features["tokens"], batch.mask
+                assert (features[~mask] == -7).all()
+                loss += int((features * mask).sum())
+                tokens += int(mask.sum())
+    # Of all rows, also of those without an example.
+    source = Numbers(lengths)
+    assert loss == sum(int(source[i]["tokens"].sum()) for i in range(150))
+    assert tokens == lengths.sum()
+
+
+def test_the_histogram_is_of_the_last_lengths():
+    lengths, plan, _ = job(7, size=300)
+    iterator = iter(jb.stream_batches(stream(lengths), plan, pool_size=90))
+    assert [x.tolist() for x in iterator.histogram()] == [[], []]
+    for _ in iterator:
+        pass
+    values, counts = iterator.histogram()
+    want = np.unique(lengths, return_counts=True)
+    assert (values.tolist(), counts.tolist()) == tuple(x.tolist() for x in want)
+
+
+def test_what_waits_keeps_nothing_else_in_memory():
+    def part(example):
+        whole = np.zeros(10**6, np.int32)
+        return {**example, "tokens": whole[: len(example["tokens"])]}
+
+    lengths, plan, _ = job(8, size=100)
+    dataset = jb.stream_batches(stream(lengths).map(part), plan, pool_size=80)
+    iterator = iter(dataset)
+    next(iterator)
+    waiting = iterator._pool.waiting()
+    assert waiting and all(x.example["tokens"].base is None for x in waiting)
+
+
+# Longer examples
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
+def test_longer_examples_are_counted(overlong, pack):
+    lengths = np.random.default_rng(2).integers(1, 60, 300)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=160, num_buckets=3, max_seq_len=20, overlong=overlong
+    )
+    iterator = iter(
+        jb.stream_batches(
+            stream(lengths), plan, pool_size=40, pack=pack, max_segments_per_row=4
+        )
+    )
+    parts: dict[int, list[int]] = {}
+    for batch in iterator:
+        most = 4 if pack else None
+        for part in jb.unbatch(batch, sequences=["tokens"], max_segments=most):
+            parts.setdefault(int(part["index"]), []).extend(part["tokens"].tolist())
+    counts, over = iterator.counts, lengths[lengths > 20]
+    assert (counts.read, counts.dropped + counts.truncated + counts.split) == (
+        300,
+        len(over),
+    )
+    for name, length in enumerate(lengths):
+        want = ((name * 31 + np.arange(length)) % 1000).tolist()
+        if length > 20:
+            want = {"drop": [], "truncate": want[:20], "split": want}[overlong]
+        assert sorted(parts.get(name, [])) == sorted(want)
+    if overlong == "truncate":
+        assert counts.truncated_tokens == (over - 20).sum()
+    if overlong == "split":
+        assert counts.arrived == len(jb.chunk_lengths(lengths, 20))
+
+
+def test_a_longer_example_is_refused_with_its_place():
+    plan = jb.plan_buckets([4], max_tokens=16)
+    dataset = jb.stream_batches(stream(np.array([3, 4, 9])), plan, pool_size=4)
+    message = "Example 2 of epoch 0 of the stream: length 9 is beyond the last bucket, "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        list(dataset)
+
+
+# Epochs
+
+
+def test_epochs_are_seeded_anew_and_flow_into_one_another():
+    lengths, plan, _ = job(5, size=90)
+    seeds = []
+
+    def epoch(number: int, seed: int) -> grain.IterDataset:
+        seeds.append((number, seed))
+        source = grain.MapDataset.source(Numbers(lengths)).shuffle(seed)
+        return source.to_iter_dataset(grain.ReadOptions(num_threads=0))
+
+    dataset = jb.stream_batches(epoch, plan, pool_size=40, num_epochs=3, seed=7)
+    found = [name for batch in dataset for name in names_in(batch)]
+    assert sorted(found) == sorted([*range(90)] * 3)
+    assert sorted(set(seeds)) == [(n, epoch_seed(7, n)) for n in range(3)]
+    # Golden: part of what a checkpoint goes on with.
+    assert [epoch_seed(7, n) for n in range(2)] == [523953235, 2805459032]
+    assert found[:90] != found[90:180]
+
+
+def test_a_stream_without_end_goes_on():
+    lengths, plan, _ = job(4, size=20)
+    dataset = jb.stream_batches(
+        stream(lengths), plan, pool_size=30, num_epochs=None, num_steps=200
+    )
+    assert len(list(dataset)) == 200
+    again = jb.stream_batches(stream(lengths), plan, pool_size=30, num_epochs=None)
+    endless = list(itertools.islice(iter(again), 250))
+    assert all(batch.num_examples == batch.bucket.batch_size for batch in endless)
+
+
+# Resume
+
+
+def grain_checks(dataset) -> None:
+    grain.experimental.assert_equal_output_after_checkpoint(dataset)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("overlong", ["truncate", "drop", "split"])
+def test_resumed_at_every_step_it_is_the_run_that_never_stopped(overlong, options):
+    lengths, _, rng = job(11, size=130)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=150, num_buckets=3, max_seq_len=30, overlong=overlong
+    )
+    dataset = jb.stream_batches(
+        stream(lengths),
+        plan,
+        pool_size=smallest_pool(plan, options) + 9,
+        lengths=lengths,
+        num_epochs=2,
+        on_drift=None,
+        **options,
+    )
+    grain_checks(dataset)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_part_of_the_rows_resumes_at_every_step(options):
+    lengths, plan, _ = job(12, size=90, multiple=2)
+    dataset = jb.stream_batches(
+        stream(lengths),
+        plan,
+        pool_size=smallest_pool(plan, options) + 9,
+        lengths=lengths,
+        shard=jb.RowShard((1,), 2),
+        num_steps=20,
+        on_drift=None,
+        **options,
+    )
+    grain_checks(dataset)
+
+
+def test_a_stream_of_several_threads_below_and_above_resumes():
+    lengths, plan, _ = job(13, size=120)
+    source = grain.MapDataset.source(Numbers(lengths)).shuffle(3)
+    below = source.to_iter_dataset(grain.ReadOptions(2, 4)).filter(
+        lambda x: x["index"] % 3 > 0
+    )
+    grain_checks(jb.stream_batches(below, plan, pool_size=60))
+
+
+def test_a_state_goes_through_json_and_is_small():
+    lengths, plan, _ = job(14, size=2000)
+    dataset = jb.stream_batches(stream(lengths), plan, pool_size=100)
+    iterator = iter(dataset)
+    for _ in range(30):
+        next(iterator)
+    state = iterator.get_state()
+    assert len(state["waiting"].split()) <= 100
+    assert len(json.dumps(state)) < 100 * 4 + 1000
+    rest = list(iterator)
+    again = iter(dataset)
+    again.set_state(json.loads(json.dumps(state)))
+    assert_same(list(again), rest)
+
+
+def assert_same(found, want) -> None:
+    assert len(found) == len(want)
+    for a, b in zip(found, want, strict=True):
+        assert jax.tree.structure(a) == jax.tree.structure(b)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+
+
+def test_the_state_of_an_earlier_step_is_what_it_was():
+    lengths, plan, _ = job(15, size=800)
+    dataset = jb.stream_batches(stream(lengths), plan, pool_size=80, num_epochs=2)
+    iterator, states = iter(dataset), []
+    for step in range(100):
+        states.append(iterator.get_state())
+        next(iterator)
+        for late in range(min(step + 1, 20)):
+            assert iterator.state_before(step - late) == states[step - late]
+    with pytest.raises(ValueError, match="`step=35`: states are kept of steps 36 to"):
+        iterator.state_before(35)
+    with pytest.raises(ValueError, match="`step=101`: states are kept of steps"):
+        iterator.state_before(101)
+
+
+# Several hosts
+
+
+def hosts_of(lengths, plan, shares, pool_size, threads=None, sample=None, **options):
+    """One iterator for each host, over a part of the examples as large as its share."""
+    ends = np.cumsum(shares) * len(lengths) // sum(shares)
+    starts = [0, *ends[:-1].tolist()]
+    options = {"num_steps": None if threads else math.inf, **options}
+    return [
+        iter(
+            jb.stream_batches(
+                stream(lengths[start:end], first=start),
+                plan,
+                pool_size=pool_size,
+                lengths=lengths if sample is None else sample,
+                shard=jb.RowShard((host,), len(shares)),
+                processes=threads and threads.of(host),
+                on_drift=None,
+                like={"tokens": np.zeros(1, np.int32), "index": np.int32(0)},
+                **options,
+            )
+        )
+        for host, (start, end) in enumerate(zip(starts, ends, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_hosts_are_in_lockstep_until_all_have_given_all(seed, options):
+    lengths, plan, rng = job(seed, multiple=4)
+    shares = [[1, 1, 1, 1], [1, 2, 3, 4], [5, 0, 0, 1]][seed % 3]
+    pool = smallest_pool(plan, options) * int(rng.integers(1, 3))
+    hosts = hosts_of(lengths, plan, shares, pool, **options)
+    end, found, steps = jb.StreamEnd(plan, late=0), [], []
+    while True:
+        at_hosts = [steps_of([next(host)])[0] for host in hosts]
+        buckets = []
+        for parts in zip(*at_hosts, strict=True):
+            assert len({part.bucket for part in parts}) == 1
+            size, seq_len = parts[0].bucket.batch_size, parts[0].bucket.seq_len
+            buckets.append(jb.Bucket(4 * size, seq_len))
+            found += [name for part in parts for name in names_in(part)]
+        assert set(buckets) <= set(plan.buckets)
+        tokens = sum(part.num_tokens for parts in at_hosts for part in parts)
+        steps.append(tokens)
+        if end.reached(buckets, tokens):
+            break
+    assert sorted(found) == list(range(len(lengths)))
+    assert all(host.ended for host in hosts)
+    # Of steps behind the last example, so many at most.
+    empty = len(steps) - 1 - max(i for i, tokens in enumerate(steps) if tokens)
+    assert empty <= hosts[0]._run.phases[0].sequence.longest_gap(len(plan) - 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_bucket_comes_as_often_as_its_share_and_in_time(seed):
+    rng = np.random.default_rng(seed)
+    weights = [int(x) for x in rng.integers(1, 1 + 10 ** int(rng.integers(1, 4)), 6)]
+    shares = [Fraction(x, sum(weights)) for x in weights]
+    sequence = BucketSequence(shares, seed)
+    size = 20_000
+    picked = np.array([sequence[seed * 10**6 + index] for index in range(size)])
+    for bucket, share in enumerate(shares):
+        places = np.flatnonzero(picked == bucket)
+        assert abs(len(places) - size * share) < 6
+        if size > 3 * sequence.longest_gap(bucket):
+            assert np.diff(places).max() <= sequence.longest_gap(bucket)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5, 8, 13, 21, 34, 64])
+def test_every_worker_has_every_bucket(workers):
+    sequence = BucketSequence([Fraction(31, 32), Fraction(1, 32)])
+    for worker in (0, workers - 1):
+        steps = range(worker, 10_000 * workers, workers)
+        places = np.flatnonzero([sequence[step] for step in steps])
+        assert np.diff(places, prepend=-1).max() <= 64 * workers
+
+
+def test_shares_are_those_of_batches_with_enough_of_the_longest():
+    plan = jb.BucketPlan((jb.Bucket(8, 4), jb.Bucket(2, 16)), max_tokens=32)
+    lengths = np.array([4] * 800 + [16] * 100)
+    assert bucket_shares(plan, lengths, None, False) == [Fraction(2, 3), Fraction(1, 3)]
+    rare = np.array([4] * 8000 + [16])
+    assert bucket_shares(plan, rare, None, False)[1] == LEAST_OF_LONGEST
+
+
+class Threads:
+    """What several processes tell one another, for hosts that are threads of a test."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.values = [""] * count
+        self.barrier = threading.Barrier(count, timeout=60)
+        self.meetings = 0
+
+    def of(self, index: int) -> "Thread":
+        return Thread(self, index)
+
+
+@dataclasses.dataclass
+class Thread:
+    """One of them."""
+
+    all: Threads
+    index: int
+
+    @property
+    def count(self) -> int:
+        return self.all.count
+
+    def gather(self, name: str, value: str) -> list[str]:
+        assert re.fullmatch(r"stream \d+, reading \d+", name)
+        self.all.values[self.index] = value
+        if self.all.barrier.wait() == 0:
+            self.all.meetings += 1
+        values = list(self.all.values)
+        self.all.barrier.wait()
+        return values
+
+
+def in_threads(functions):
+    with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
+        return [x.result() for x in [pool.submit(f) for f in functions]]
+
+
+def drive(hosts, steps: int | None = None):
+    """Steps of each host, until all of them end."""
+    return in_threads(
+        [lambda host=host: steps_of(itertools.islice(host, steps)) for host in hosts]
+    )
+
+
+def meeting_hosts(lengths, plan, shares, pool_size, **options):
+    threads = Threads(len(shares))
+    hosts = hosts_of(lengths, plan, shares, pool_size, threads=threads, **options)
+    return threads, hosts
+
+
+def names_of(steps) -> list[int]:
+    return [name for micro in steps for batch in micro for name in names_in(batch)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_hosts_that_meet_end_together_with_nothing_left_out(seed, options):
+    lengths, plan, rng = job(seed + 60, multiple=4)
+    shares = [[1, 1, 1, 1], [1, 2, 3, 4], [5, 0, 0, 1]][seed % 3]
+    pool = smallest_pool(plan, options) * int(rng.integers(1, 4))
+    threads, hosts = meeting_hosts(lengths, plan, shares, pool, **options)
+    at_hosts = drive(hosts)
+    for parts in zip(*at_hosts, strict=True):
+        for micro in zip(*parts, strict=True):
+            assert len({part.bucket for part in micro}) == 1
+    tokens = [
+        sum(int(part.num_tokens) for micro in parts for part in micro)
+        for parts in zip(*at_hosts, strict=True)
+    ]
+    # Behind the last example there is no step.
+    assert tokens[-1] > 0
+    found = [name for steps in at_hosts for name in names_of(steps)]
+    assert sorted(found) == list(range(len(lengths)))
+    assert all(host.ended for host in hosts)
+    # Nobody is asked again at the end.
+    asked = threads.meetings
+    assert drive(hosts) == [[]] * 4
+    assert threads.meetings == asked
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_hosts_that_meet_resume_at_every_step(seed, options):
+    lengths, plan, _ = job(seed + 20, size=200, multiple=3)
+    pool = smallest_pool(plan, options)
+    make = functools.partial(meeting_hosts, lengths, plan, [1, 2, 3], pool, **options)
+    whole = drive(make()[1])
+    for start in range(0, len(whole[0]) + 1, 5):
+        _, before = make()
+        # Some steps ahead of the one that is saved.
+        drive(before, start + 3)
+        states = [json.dumps(host.state_before(start)) for host in before]
+        _, after = make()
+        for host, state in zip(after, states, strict=True):
+            host.set_state(json.loads(state))
+        for rest, steps in zip(drive(after), whole, strict=True):
+            assert_same(rest, steps[start:])
+
+
+def padded(steps) -> int:
+    return sum(batch.mask.size for micro in steps for batch in micro)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_left_at_the_end_is_given_at_little_cost(seed):
+    """All is in the pools at once: then the whole run is the end of it."""
+    lengths, plan, _ = job(seed + 90, size=60, multiple=2, longest=20)
+    _, hosts = meeting_hosts(lengths, plan, [1, 2], 100)
+    at_hosts = drive(hosts)
+    counts = [
+        np.bincount(plan.assign(part), minlength=len(plan))
+        for part in (lengths[:20], lengths[20:])
+    ]
+    # A remainder goes up or stays; more than that might go up for a little less.
+    assert padded(at_hosts[0]) * 2 <= 1.02 * least_cost(plan, counts)
+
+
+def least_cost(plan, counts) -> int:
+    """Of all numbers of batches, one after the other, that hold all of every host."""
+    needs = np.max([np.cumsum(x[::-1])[::-1] for x in counts], axis=0)
+    rows, costs = plan.batch_sizes // 2, plan.costs
+    best = {0: 0}
+    for k in reversed(range(len(plan))):
+        found: dict[int, int] = {}
+        for held, cost in best.items():
+            fewest = max(0, -(-int(needs[k] - held) // int(rows[k])))
+            for batches in range(fewest, -(-int(needs[0]) // int(rows[k])) + 1):
+                total = held + batches * int(rows[k])
+                price = cost + batches * int(costs[k])
+                if price < found.get(total, price + 1):
+                    found[total] = price
+        best = found
+    return min(best.values())
+
+
+def test_what_nobody_has_is_not_waited_for():
+    """Where only long ones come, buckets of short ones are left out."""
+    lengths = np.full(400, 15)
+    plan = jb.BucketPlan.from_shapes([(12, 3), (6, 7), (2, 15)])
+    sample = np.repeat([3, 7, 15], [900, 50, 1])
+    _, hosts = meeting_hosts(lengths, plan, [1, 1], 32, sample=sample)
+    (steps, _) = drive(hosts)
+    assert [batch.bucket.seq_len for (batch,) in steps] == [15] * 200
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("sample", ["short", "long"])
+def test_hosts_with_other_lengths_than_the_sample_lose_nothing(sample, options):
+    lengths, plan, _ = job(33, size=300, multiple=2)
+    given = np.full(100, 1 if sample == "short" else plan.max_seq_len)
+    pool = smallest_pool(plan, options)
+    options = {"max_segments_per_row": 4, **options} if "pack" in options else options
+    _, hosts = meeting_hosts(lengths, plan, [1, 1], pool, sample=given, **options)
+    found = [name for steps in drive(hosts) for name in names_of(steps)]
+    assert sorted(found) == list(range(300))
+
+
+def test_meeting_brings_the_end_nearer():
+    # Long ones are with one host: there are as many steps of the longest bucket.
+    lengths = np.repeat([3, 7, 15], [600, 200, 40])
+    shares, pool = [1, 1, 1], 64
+    plan = jb.BucketPlan.from_shapes([(18, 3), (9, 7), (3, 15)])
+    _, meeting = meeting_hosts(lengths, plan, shares, pool)
+    met = len(drive(meeting)[0])
+    hosts, end, steps = hosts_of(lengths, plan, shares, pool), jb.StreamEnd(plan), 0
+    while True:
+        parts = [next(host) for host in hosts]
+        steps += 1
+        if end.reached(parts[0].bucket, sum(part.num_tokens for part in parts)):
+            break
+    assert met < 0.8 * steps
+
+
+def test_new_plans_and_steps_that_are_counted_out_go_with_meeting():
+    lengths, plan, _ = job(34, size=300, multiple=2)
+    other = jb.BucketPlan.from_shapes([(4, plan.max_seq_len)])
+    pool = int(plan.batch_sizes.max())
+    for options in ({}, {"num_steps": 7}, {"accumulate": 2, "group": "mixed"}):
+        _, hosts = meeting_hosts(
+            *(lengths, {0: plan, 5: other, 9: plan}, [1, 2], 2 * pool), **options
+        )
+        one, two = drive(hosts)
+        assert [[x.bucket for x in micro] for micro in one] == [
+            [x.bucket for x in micro] for micro in two
+        ]
+        if "num_steps" in options:
+            assert len(one) == 7
+        else:
+            assert sorted(names_of(one) + names_of(two)) == list(range(300))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pool_size": 101}, "pool size is 100 in process 0, 101 in 1"),
+        ({"seed": 5}, "seed is 0 in process 0, 5 in 1"),
+        ({"num_steps": 9}, "num steps is None in process 0, 9 in 1"),
+        ({"lengths": [3] * 60}, "plans is .* from step 0 in process 0, .* in 1"),
+        ({"pad_value": np.nan}, "pad value is 0 in process 0, nan in 1"),
+        (
+            {"pad_value": {"tokens": 7}},
+            "pad value is 0 in process 0, {'tokens': 7} in 1",
+        ),
+    ],
+)
+def test_hosts_that_batch_otherwise_are_told_so(changes, message):
+    lengths, plan, _ = job(35, size=60, multiple=2)
+    threads = Threads(2)
+    hosts = [
+        iter(
+            jb.stream_batches(
+                stream(lengths),
+                plan,
+                **{
+                    **{"pool_size": 100, "lengths": lengths},
+                    **{"shard": jb.RowShard((host,), 2), "on_drift": None},
+                    **(changes if host else {}),
+                },
+                processes=threads.of(host),
+            )
+        )
+        for host in range(2)
+    ]
+
+    def refused(host):
+        with pytest.raises(
+            ValueError, match=f"not batch their streams alike: {message}"
+        ):
+            next(host)
+
+    in_threads([lambda host=host: refused(host) for host in hosts])
+
+
+def test_hosts_with_other_features_or_steps_are_told_so():
+    lengths, plan, _ = job(36, size=60, multiple=2)
+
+    def host(threads, index, source, step=0, parts=None, sequences=None):
+        iterator = iter(
+            jb.stream_batches(
+                source,
+                plan,
+                pool_size=100,
+                lengths=lengths,
+                shard=jb.RowShard((index,) if parts is None else parts, 2),
+                sequences=sequences,
+                processes=threads.of(index),
+            )
+        )
+        for _ in range(step):
+            iterator.set_state({**iterator.get_state(), "step": step})
+        return iterator
+
+    def refused(iterator, message):
+        with pytest.raises(ValueError, match=message):
+            next(iterator)
+
+    def check(make, message):
+        threads = Threads(2)
+        hosts = [make(threads, index) for index in range(2)]
+        in_threads([lambda x=x: refused(x, message) for x in hosts])
+
+    longer = stream(lengths).map(lambda x: {**x, "index": np.int64(x["index"])})
+    check(
+        lambda threads, index: host(
+            threads, index, longer if index else stream(lengths)
+        ),
+        "features are {'index': 'int32.*} in process 0, {'index': 'int64.*} in 1",
+    )
+
+    def with_vector(size):
+        return stream(lengths).map(lambda x: {**x, "v": np.zeros(size)})
+
+    check(
+        lambda threads, index: host(
+            *(threads, index, with_vector(3 + index)), sequences=["tokens"]
+        ),
+        r"'v': 'float64\[3\]'} in process 0, .*'v': 'float64\[4\]'} in 1",
+    )
+    check(
+        lambda threads, index: host(threads, index, stream(lengths), step=index),
+        "step is 0 in process 0, 1 in 1",
+    )
+    check(
+        lambda threads, index: host(threads, index, stream(lengths[index:]), 0, (0,)),
+        r"processes 0 and 1 have the same rows, \[0\], but not the same stream",
+    )
+    check(
+        lambda threads, index: host(threads, index, stream(lengths[index:]), 0, (0, 1)),
+        r"processes 0 and 1 have the same rows, \[0, 1\], but not the same stream",
+    )
+
+
+def test_a_host_without_an_example_hears_of_features():
+    lengths, plan, _ = job(37, size=50, multiple=2)
+    threads = Threads(2)
+    hosts = [
+        iter(
+            jb.stream_batches(
+                stream(np.zeros(0, int) if host else lengths),
+                plan,
+                pool_size=50,
+                lengths=lengths,
+                shard=jb.RowShard((host,), 2),
+                processes=threads.of(host),
+            )
+        )
+        for host in range(2)
+    ]
+    one, two = drive(hosts)
+    assert len(names_of(one)) == 50 and not names_of(two)
+    assert two[0][0].features["tokens"].dtype == np.int32
+    # Of a state, too, which is where they go on.
+    for host in hosts:
+        host.set_state(json.loads(json.dumps(host.state_before(1))))
+    assert_same(drive(hosts)[1], two[1:])
+
+
+def test_hosts_that_go_on_from_other_states_are_told_so():
+    """Inside of a round nobody would meet anyone, but for this."""
+    lengths, plan, _ = job(39, size=300, multiple=2)
+    pool = 20 * int(plan.batch_sizes.max())
+    lengths = np.tile(lengths, 20)
+    states = []
+    for _ in range(2):
+        _, hosts = meeting_hosts(lengths, plan, [1, 1], pool)
+        drive(hosts, 25)
+        states.append([hosts[0].state_before(20), hosts[1].state_before(22)])
+    assert json.loads(states[0][0]["round"])[0] == 16
+    _, hosts = meeting_hosts(lengths, plan, [1, 1], pool)
+    for host, state in zip(hosts, states[0], strict=True):
+        host.set_state(state)
+
+    def refused(host):
+        with pytest.raises(ValueError, match="step is 20 in process 0, 22 in 1"):
+            next(host)
+
+    in_threads([lambda host=host: refused(host) for host in hosts])
+
+
+# A small pool is in a round of the sequence then, a large one in that of the rest.
+@pytest.mark.parametrize("pool", [40, 200])
+@pytest.mark.parametrize("start", [5, 9, 13, 14])
+def test_a_plan_that_is_adopted_inside_of_a_round_begins_another(start, pool):
+    lengths = np.random.default_rng(5).integers(1, 33, 200)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=256, num_buckets=3, batch_size_multiple=2
+    )
+    for other in ([(8, 17), (4, 32)], [(8, 32)], [(20, 5), (8, 11), (6, 20), (4, 32)]):
+        plans = {0: plan, 14: jb.BucketPlan.from_shapes(other)}
+        make = functools.partial(meeting_hosts, lengths, shares=[1, 1], pool_size=pool)
+        _, whole = make(plan=plans)
+        want = drive(whole)
+        _, before = make(plan=plan)
+        drive(before, 15)
+        states = [json.loads(json.dumps(x.state_before(start))) for x in before]
+        assert json.loads(states[0]["round"])
+        _, after = make(plan=plans)
+        for host, state in zip(after, states, strict=True):
+            host.set_state(state)
+        for found, steps in zip(drive(after), want, strict=True):
+            assert_same(found, steps[start:])
+
+
+def test_a_round_of_other_buckets_is_refused():
+    lengths, plan, _ = job(42, size=300, multiple=2)
+    _, hosts = meeting_hosts(lengths, plan, [1, 1], 4 * int(plan.batch_sizes.max()))
+    drive(hosts, 3)
+    state = hosts[0].get_state()
+    for wrong in ("[0, 16, 90, null]", "[0, 16, -1, [[90, 1]]]"):
+        with pytest.raises(ValueError, match="its round has bucket 90 of"):
+            hosts[0].set_state({**state, "round": wrong})
+
+
+@pytest.mark.parametrize("first", ["8x6", "packed"])
+@pytest.mark.parametrize("size", [9, 42, 300])
+def test_few_steps_at_the_end_are_empty(first, size):
+    plan = jb.BucketPlan.from_shapes([(8, 6)])
+    options = {"pack": True, "max_segments_per_row": 4} if first == "packed" else {}
+    lengths = np.full(size, 2 if options else 6)
+    _, hosts = meeting_hosts(lengths, plan, [1, 1], 16, **options)
+    tokens = [
+        sum(x[0].num_tokens for x in step) for step in zip(*drive(hosts), strict=True)
+    ]
+    assert sum(n == 0 for n in tokens) <= 3
+    assert tokens.index(min(tokens)) > len(tokens) - 5
+
+
+def test_one_process_meets_nobody():
+    lengths, plan, _ = job(38, size=50)
+    options = {"pool_size": 50, "processes": jb.Processes()}
+    dataset = jb.stream_batches(stream(lengths), plan, **options)
+    dataset.set_slice(slice(0, None, 2))
+    assert len(names_of(steps_of(dataset))) == 25
+
+
+def test_workers_do_not_meet():
+    lengths, plan, _ = job(38, size=50)
+    dataset = jb.stream_batches(
+        stream(lengths), plan, pool_size=50, processes=Threads(2).of(0)
+    )
+    for use in (
+        lambda: dataset.set_slice(slice(0, None, 2)),
+        lambda: pickle.dumps(dataset),
+    ):
+        with pytest.raises(ValueError, match="a worker cannot meet those of others"):
+            use()
+
+
+def test_a_host_without_an_example_needs_to_be_told_its_features():
+    lengths, plan, _ = job(32, size=50, multiple=2)
+    options = {"shard": jb.RowShard((1,), 2), "lengths": lengths, "pool_size": 50}
+    options["num_steps"] = math.inf
+    empty = stream(np.zeros(0, int))
+    with pytest.raises(ValueError, match="no example, so that the features of its"):
+        next(iter(jb.stream_batches(empty, plan, **options)))
+    like = Numbers(lengths)[3]
+    batch = next(iter(jb.stream_batches(empty, plan, like=like, **options)))
+    assert batch.num_tokens == 0
+    assert batch.features["tokens"].dtype == np.int32
+
+
+def test_the_end_is_seen_late_and_by_the_longest_bucket_alone():
+    plan = jb.BucketPlan((jb.Bucket(4, 8), jb.Bucket(2, 16)), max_tokens=32)
+    end = jb.StreamEnd(plan, late=2)
+    short, long = plan.buckets
+    steps = [(short, 0), (long, 3), ((short, long), np.int32(0)), (short, 0), (long, 9)]
+    assert [end.reached(*step) for step in steps] == [False] * 4 + [True]
+    with pytest.raises(ValueError, match="`late=-1` must not be negative"):
+        jb.StreamEnd(plan, late=-1)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_streams_keep_the_promises_that_any_loader_has_to(num_hosts, options):
+    lengths, plan, _ = job(34, size=120, multiple=2)
+    make = functools.partial(
+        hosts_of,
+        lengths,
+        plan,
+        [1] * num_hosts,
+        smallest_pool(plan, options) + 10,
+        num_steps=None if num_hosts == 1 else 90,
+        **options,
+    )
+
+    def loader(host: int, start_step: int):
+        iterator = make()[host]
+        for _ in range(start_step):
+            next(iterator)
+        again = make()[host]
+        again.set_state(json.loads(json.dumps(iterator.get_state())))
+        return again
+
+    check_batches(
+        loader,
+        num_examples=120,
+        buckets=plan.buckets,
+        max_tokens=plan.max_tokens,
+        num_hosts=num_hosts,
+        resume_at=range(0, 12, 3) if num_hosts == 2 else range(0, 4),
+    )
+
+
+# Workers
+
+
+# In a process of its own: workers import what started them.
+WORKERS = """
+import json
+import grain
+import numpy as np
+import jaxbucket as jb
+from absl import flags
+
+
+class Numbers:
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return {"tokens": np.full(self.lengths[index], index), "index": np.int32(index)}
+
+
+def stream(lengths):
+    source = grain.MapDataset.source(Numbers(lengths))
+    return source.to_iter_dataset(grain.ReadOptions(num_threads=0))
+
+
+def loaded(dataset, state=None, number=10**6):
+    # What workers give is in memory of theirs.
+    iterator, found = iter(dataset), []
+    if state is not None:
+        iterator.set_state(json.loads(state))
+    while len(found) < number and (batch := next(iterator, None)) is not None:
+        parts = ({name: np.array(x) for name, x in y.items()} for y in batch)
+        found.append(jb.Batch(*parts))
+    state = json.dumps(iterator.get_state())
+    iterator.close()
+    return found, state
+
+
+def same(found, want):
+    assert len(found) == len(want), (len(found), len(want))
+    for a, b in zip(found, want):
+        for x, y in zip(a, b):
+            assert all(np.array_equal(x[name], y[name]) for name in x | y)
+
+
+def names(found):
+    every = [x.features["index"][x.mask.any(axis=1)] for x in found]
+    return np.concatenate(every).tolist()
+
+
+def main():
+    flags.FLAGS.mark_as_parsed()
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 40, 300)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=320, num_buckets=3, batch_size_multiple=2
+    )
+    part = jb.stream_batches(
+        stream(lengths), plan, pool_size=64, lengths=lengths, num_steps=40,
+        shard=jb.RowShard((0,), 2),
+    )
+    whole, _ = loaded(part)
+    for workers in (1, 3):
+        dataset = part.mp_prefetch(grain.MultiprocessingOptions(workers))
+        found, _ = loaded(dataset)
+        # The bucket is the step's, whoever loads it.
+        assert [x.bucket for x in found] == [x.bucket for x in whole]
+        assert len(set(names(found))) == len(names(found))
+        for step in (2,) if workers > 1 else ():
+            before, state = loaded(dataset, None, step)
+            after, _ = loaded(dataset, state)
+            same([*before, *after], found)
+    for given in (lambda epoch, seed: stream(lengths),):
+        alone = jb.stream_batches(given, plan, pool_size=60, num_epochs=2)
+        found, _ = loaded(alone.mp_prefetch(grain.MultiprocessingOptions(2)))
+        assert sorted(names(found)) == sorted([*range(300)] * 2)
+    below = stream(lengths).mp_prefetch(grain.MultiprocessingOptions(2))
+    dataset = jb.stream_batches(below, plan, pool_size=60)
+    want, _ = loaded(jb.stream_batches(stream(lengths), plan, pool_size=60))
+    before, state = loaded(dataset, None, 5)
+    after, _ = loaded(dataset, state)
+    same([*before, *after], want)
+    print("all is well")
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_workers_below_and_above_change_nothing_that_they_should_not(tmp_path):
+    script = tmp_path / "workers.py"
+    script.write_text(WORKERS)
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.stdout.endswith("all is well\n"), run.stdout + run.stderr
+
+
+def test_threads_above_change_nothing():
+    lengths, plan, _ = job(42, size=60)
+    few = jb.stream_batches(stream(lengths), plan, pool_size=60)
+    above = grain.experimental.ThreadPrefetchIterDataset(few, prefetch_buffer_size=3)
+    grain_checks(above)
+
+
+# Plans that change, and lengths that drift
+
+
+@pytest.mark.parametrize("options", [{}, {"pack": True}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_new_plan_takes_over_at_its_step(parts, options):
+    lengths, plan, _ = job(50, size=200, multiple=2)
+    longest = plan.max_seq_len
+    new = jb.BucketPlan.from_shapes([(8, 9), (4, longest)])
+    dataset = jb.stream_batches(
+        stream(lengths),
+        {0: plan, 6: new},
+        pool_size=smallest_pool(plan, options) + 60,
+        lengths=lengths,
+        shard=jb.RowShard((0,), parts),
+        num_steps=40 if parts > 1 else None,
+        on_drift=None,
+        **options,
+    )
+    grain_checks(dataset)
+    found = []
+    for step, micro in enumerate(steps_of(dataset)):
+        for batch in micro:
+            size, seq_len = batch.bucket.batch_size, batch.bucket.seq_len
+            assert (
+                jb.Bucket(size * parts, seq_len) in (new if step >= 6 else plan).buckets
+            )
+            found += names_in(batch)
+    assert len(set(found)) == len(found)
+    if parts == 1:
+        assert sorted(found) == list(range(len(lengths)))
+
+
+def test_a_new_plan_packs_as_many_as_the_first():
+    plan = jb.BucketPlan.from_shapes([(2, 16)])
+    dataset = jb.stream_batches(
+        stream(np.full(64, 2)),
+        {0: plan, 1: jb.BucketPlan.from_shapes([(4, 16)])},
+        pool_size=20,
+        pack=True,
+        lengths={0: [4, 4, 4], 1: [2] * 8},
+    )
+    found = [batch.features["index"].shape for batch in dataset]
+    assert found[:2] == [(2, 3), (4, 3)] and dataset.max_segments == 3
+
+
+def test_a_state_goes_on_with_a_new_plan_at_a_later_step():
+    lengths, plan, _ = job(51, size=300)
+    new = jb.BucketPlan.from_shapes([(6, plan.max_seq_len)])
+    iterator = iter(jb.stream_batches(stream(lengths), plan, pool_size=90))
+    before = [next(iterator) for _ in range(5)]
+    state = iterator.get_state()
+    changed = jb.stream_batches(stream(lengths), {0: plan, 5: new}, pool_size=90)
+    again = iter(changed)
+    again.set_state(state)
+    after = list(again)
+    assert {batch.bucket for batch in after} == set(new.buckets)
+    names = [name for batch in [*before, *after] for name in names_in(batch)]
+    assert sorted(names) == list(range(300))
+    early = jb.stream_batches(stream(lengths), {0: plan, 4: new}, pool_size=90)
+    with pytest.raises(ValueError, match="plans .* from step 0 -> .* from step 4"):
+        iter(early).set_state(state)
+
+
+def drifting(found, plan, **options):
+    dataset = jb.stream_batches(stream(found), plan, pool_size=600, **options)
+    return list(dataset)
+
+
+def test_drift_is_told_once_with_figures_and_a_plan():
+    rng = np.random.default_rng(0)
+    sample = rng.integers(1, 9, 2000)
+    lengths = np.concatenate([rng.integers(1, 9, 20_000), rng.integers(17, 24, 60_000)])
+    plan = jb.plan_buckets(np.append(sample, 32), max_tokens=2048, num_buckets=3)
+    told: list[jb.Drift] = []
+    drifting(lengths, plan, lengths=sample, on_drift=told.append)
+    (drift,) = told
+    assert drift.padding > drift.renewed + 0.05
+    assert drift.padding == pytest.approx(jb.report(plan, drift.lengths).padding)
+    assert drift.promised == pytest.approx(jb.report(plan, sample).padding)
+    assert drift.plan.max_seq_len == plan.max_seq_len
+    assert drift.plan.max_tokens == plan.max_tokens
+    with pytest.warns(jb.DriftWarning, match=r"Lengths have drifted .* the last 16384"):
+        drifting(lengths, plan)
+    assert drift.renewed == pytest.approx(jb.report(drift.plan, drift.lengths).padding)
+
+
+def test_a_stream_as_planned_warns_of_nothing():
+    rng = np.random.default_rng(1)
+    sample, lengths = rng.integers(1, 33, 2000), rng.integers(1, 33, 40_000)
+    plan = jb.plan_buckets(sample, max_tokens=2048, num_buckets=4)
+    drifting(lengths, plan, lengths=sample)
+
+
+def test_hosts_whose_sequence_is_of_other_lengths_are_told():
+    rng = np.random.default_rng(2)
+    sample = np.where(rng.random(4000) < 0.5, 4, 32)
+    lengths = np.full(60_000, 32)
+    plan = jb.plan_buckets(
+        sample, max_tokens=1024, num_buckets=2, batch_size_multiple=2
+    )
+    told: list[jb.Drift] = []
+    iterator = iter(
+        jb.stream_batches(
+            stream(lengths),
+            plan,
+            pool_size=512,
+            lengths=sample,
+            shard=jb.RowShard((0,), 2),
+            num_steps=math.inf,
+            on_drift=told.append,
+        )
+    )
+    while not told:
+        next(iterator)
+    assert told[0].empty_rows > 0.3
+
+
+# Errors
+
+
+class BrokenError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_exception_in_the_stream_is_raised_with_its_place(seed):
+    lengths, plan, rng = job(seed + 60, size=200)
+    place = int(rng.integers(200))
+
+    def broken(example):
+        if example["index"] == place:
+            raise BrokenError("row is bad")
+        return example
+
+    dataset = jb.stream_batches(
+        stream(lengths).map(broken), plan, pool_size=smallest_pool(plan, {}) + 20
+    )
+    message = (
+        f"Example {place} of epoch 0 of the stream cannot be read: BrokenError: row"
+    )
+    names = []
+    with pytest.raises(RuntimeError, match=re.escape(message)) as raised:
+        for batch in dataset:
+            names += names_in(batch)
+    assert isinstance(raised.value.__cause__, BrokenError)
+    assert len(set(names)) == len(names) and (not names or max(names) < place)
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("below", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_stop_iteration_in_the_stream_is_not_its_end(seed, below, threads):
+    lengths, plan, rng = job(seed + 70, size=100)
+    place = int(rng.integers(100))
+
+    def broken(example):
+        return next(iter([])) if example["index"] == place else example
+
+    source, options = grain.MapDataset.source(Numbers(lengths)), grain.ReadOptions
+    if below:
+        dataset = source.map(broken).to_iter_dataset(options(threads, 4))
+    else:
+        dataset = source.to_iter_dataset(options(threads, 4)).map(broken)
+    dataset = jb.stream_batches(dataset, plan, pool_size=70)
+    message = f"Example {place} of epoch 0 of the stream cannot be read: a function of"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        list(dataset)
+
+
+class Counting(grain.DatasetIterator):
+    """An iterator of one's own, which ends in a function of its own."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self._places = iter(range(number))
+
+    def __next__(self):
+        return {"tokens": np.full(3, self._following())}
+
+    def _following(self):
+        return next(self._places)
+
+    def get_state(self):
+        return {}
+
+    def set_state(self, state):
+        pass
+
+
+class CountingDataset(grain.IterDataset):
+    def __iter__(self):
+        return Counting(20)
+
+
+def test_an_iterator_of_ones_own_ends_as_it_likes():
+    plan = jb.plan_buckets([4], max_tokens=16)
+    batches = list(jb.stream_batches(CountingDataset(), plan, pool_size=4))
+    assert sum(batch.num_examples for batch in batches) == 20
+
+
+def test_an_example_without_a_length_is_refused_with_its_place():
+    plan = jb.plan_buckets([4], max_tokens=16)
+    examples = [{"x": [1]}, {"x": [2, 3]}, {"y": 3}]
+    source = grain.MapDataset.source(examples).to_iter_dataset()
+    for options, message in [
+        ({}, "Example 2 of epoch 0 of the stream: The example ['y'] has no sequence."),
+        (
+            {"sequences": ["x"]},
+            "Example 2 of epoch 0 of the stream: `sequences=['x']`: ['x'] are no ",
+        ),
+    ]:
+        dataset = jb.stream_batches(source, plan, pool_size=4, **options)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            list(dataset)
+    with pytest.raises(ValueError, match="Example 2 of epoch 0 of the stream:"):
+        jb.sample_lengths(source, 10)
+
+
+@pytest.mark.parametrize("epochs", [1, 3, None])
+def test_a_function_that_returns_nothing_is_not_the_end(epochs):
+    plan = jb.plan_buckets([4], max_tokens=16)
+    source = stream(np.array([3, 4, 2, 1])).map(lambda x: x if x["index"] < 2 else None)
+    dataset = jb.stream_batches(source, plan, pool_size=4, num_epochs=epochs)
+    with pytest.raises(ValueError, match="Example 2 of epoch 0 .* is a NoneType, not"):
+        list(dataset)
+
+
+def test_an_example_of_another_dtype_is_refused_with_its_place():
+    plan = jb.plan_buckets([4], max_tokens=16)
+    examples = [{"x": np.zeros(n, np.int32)} for n in (1, 2, 3)]
+    examples[2] = {"x": np.zeros(3, np.int64)}
+    source = grain.MapDataset.source(examples).to_iter_dataset()
+    with pytest.raises(
+        ValueError, match="Example 2 of epoch 0 of the stream: Row 0: fe"
+    ):
+        list(jb.stream_batches(source, plan, pool_size=4))
+
+
+def test_a_stream_without_an_example_is_refused():
+    plan = jb.plan_buckets([4], max_tokens=16)
+    empty = stream(np.zeros(0, int))
+    for epochs in (1, None):
+        dataset = jb.stream_batches(empty, plan, pool_size=4, num_epochs=epochs)
+        with pytest.raises(
+            ValueError, match="Epoch 0 of the stream has no example, or"
+        ):
+            next(iter(dataset))
+    with pytest.raises(ValueError, match="Epoch 0 of the stream has no example"):
+        jb.sample_lengths(empty, 10)
+
+    def later(epoch: int, seed: int) -> grain.IterDataset:
+        return stream(np.array([3, 4])) if epoch == 0 else empty
+
+    dataset = jb.stream_batches(later, plan, pool_size=4, num_epochs=None)
+    with pytest.raises(ValueError, match="Epoch 1 of the stream has no example"):
+        list(dataset)
+    none_kept = jb.plan_buckets([4, 9], max_tokens=16, max_seq_len=4, overlong="drop")
+    dataset = jb.stream_batches(
+        stream(np.array([9, 9])), none_kept, pool_size=4, num_epochs=None
+    )
+    with pytest.raises(ValueError, match="or none that is kept.*`overlong='drop'`"):
+        list(dataset)
+
+
+PLAN = jb.BucketPlan((jb.Bucket(8, 4), jb.Bucket(2, 16)), max_tokens=32)
+LONGER = jb.BucketPlan((jb.Bucket(1, 32),), max_tokens=32)
+HALF = {"shard": jb.RowShard((0,), 2)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pool_size": 7}, "`pool_size=7` is smaller than the 8 rows of bucket [8, 4]"),
+        (
+            {"accumulate": 3, "pool_size": 23},
+            "`pool_size=23` is smaller than the 24 rows of 3 batches of bucket [8, 4]",
+        ),
+        ({"pool_size": 0}, "`pool_size=0` must be a positive integer."),
+        ({"policy": "best"}, "`policy='best'`: choose 'closest' or 'first'."),
+        ({"group": "odd"}, "`group='odd'`: choose 'same' or 'mixed'."),
+        ({"accumulate": 0}, "`accumulate=0` must be a positive integer."),
+        ({"num_epochs": 0}, "`num_epochs=0` must be a positive integer."),
+        ({"num_steps": 1.5}, "`num_steps=1.5` is not an integer."),
+        ({"max_wait": 0}, "`max_wait=0` must be a positive integer."),
+        ({"seed": -1}, "`seed=-1` must be between 0 and"),
+        ({"pack": True}, "`max_segments_per_row` is missing: a feature of one number"),
+        (HALF, "`lengths` are missing: several processes have one sequence"),
+        ({"shard": jb.RowShard((0,), 3)}, "cannot be cut into 3 equal parts"),
+        ({**HALF, "lengths": [3]}, "`processes` are missing: this one has a part of"),
+        (
+            {"processes": 4},
+            "`processes=4` do not meet: give the `Processes` of the run",
+        ),
+        ({"plan": {1: PLAN}}, "`plan` has first steps [1]: the first plan is that of"),
+        ({"plan": {}}, "`plan` has first steps []"),
+        ({"plan": {0: PLAN, 5: "new"}}, "`plan[5]` is a str, not a `BucketPlan`"),
+        (
+            {"plan": {0: PLAN, 5: LONGER}},
+            "`plan[5]` has `max_seq_len=32`, the first 16: what waits in the pool",
+        ),
+        (
+            {"lengths": {0: [3], 2: [3]}},
+            "`lengths` are of steps [0, 2], `plan` of [0].",
+        ),
+        ({"lengths": [17]}, "`lengths[0]=17` is beyond the last bucket"),
+        ({"dataset": [1, 2]}, "`dataset` is a list, not a `grain.IterDataset`: give"),
+        ({"dataset": grain.MapDataset.range(3)}, "not a `grain.IterDataset`: give `da"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    given = {"dataset": stream(np.array([3, 9])), "plan": PLAN, "pool_size": 8}
+    given |= options
+    dataset, plan = given.pop("dataset"), given.pop("plan")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jb.stream_batches(dataset, plan, **given)
+
+
+class Shorter(grain.transforms.Map):
+    def map(self, element):
+        return {"x": element["x"][1:]}
+
+
+def test_what_a_loader_of_grain_is_told_to_give_is_a_stream():
+    data_source = [{"x": np.ones(n, np.int32)} for n in (3, 9, 5, 4)]
+    names = {"grain": grain, "data_source": data_source, "seed": 0}
+    names["operations"] = [Shorter()]
+    loader = grain.DataLoader(
+        data_source=data_source,
+        sampler=grain.samplers.SequentialSampler(4, grain.sharding.NoSharding()),
+    )
+    for call in (
+        lambda given: jb.stream_batches(given, PLAN, pool_size=8),
+        lambda given: jb.sample_lengths(given, 4),
+    ):
+        with pytest.raises(ValueError, match="is a DataLoader, not a `grain") as error:
+            call(loader)
+        (advised,) = re.findall(r"`(grain\.Map[^`]*)`", str(error.value))
+        call(eval(advised, names))
+    lengths = jb.sample_lengths(eval(advised, names), 4)
+    assert sorted(lengths.tolist()) == [2, 3, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pool_size": 20}, "pool size 16 -> 20"),
+        ({"policy": "first"}, "policy closest -> first"),
+        ({"seed": 3}, "seed 0 -> 3"),
+        ({"accumulate": 2, "group": "mixed"}, "accumulate 1 -> 2; group same -> mixed"),
+        ({"pack": True, "max_segments_per_row": 2}, "pack False -> True; plans "),
+        ({"plan": jb.BucketPlan.from_shapes([(8, 4), (1, 16)])}, "plans "),
+    ],
+)
+def test_a_state_of_another_way_is_refused_by_name(options, message):
+    lengths = np.full(60, 3)
+    given = {"pool_size": 16, "plan": PLAN}
+    iterator = iter(jb.stream_batches(stream(lengths), **given))
+    next(iterator)
+    state = iterator.get_state()
+    other = iter(jb.stream_batches(stream(lengths), **{**given, **options}))
+    with pytest.raises(ValueError, match=f"Cannot go on at step 1.*{message}"):
+        other.set_state(state)
+
+
+def test_states_that_are_none_or_cut_are_refused():
+    lengths = np.full(60, 3)
+    iterator = iter(jb.stream_batches(stream(lengths), PLAN, pool_size=16))
+    next(iterator)
+    state = iterator.get_state()
+    for wrong in ({}, {"next_index": 3}, None, []):
+        with pytest.raises(ValueError, match="`state` is none of a stream of batches"):
+            iterator.set_state(wrong)
+    with pytest.raises(ValueError, match="`state` has version 7, and this"):
+        iterator.set_state({**state, "version": 7})
+    for name in set(state) - {"format", "version"}:
+        less = {key: value for key, value in state.items() if key != name}
+        with pytest.raises(ValueError, match="`state` is cut or changed"):
+            iterator.set_state(less)
+    wrong = {
+        "waiting": ["1 x", "3 -5", 7],
+        "step": [-1, 1.5, True, "2"],
+        "epoch": [-1, None],
+        "counts": [{}, {"read": -1}],
+        "features": ["[1]", "{", '{"a": ["int99", []]}'],
+        "round": ["a:b:c", "[1]", "[0, 5, -2, null]", '[0, 5, -1, [["x", 1]]]']
+        + ["[0, 16, -1, []]", "[3, 2, 0, null]", "[0, NaN, 0, null]"],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match="`state` is cut or changed"):
+                iterator.set_state({**state, name: value})
+    # It was not touched by any of them.
+    assert len(list(iterator)) > 0
+    with pytest.raises(
+        ValueError, match="refuses the state .* at example 8 of epoch 0"
+    ):
+        iterator.set_state({**state, "parent": {}})
+    iterator.set_state(state)
+    assert len(list(iterator)) > 0
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_step_that_fails_is_saved_as_it_was_before(options):
+    lengths, plan, rng = job(41, size=120)
+    pool = 2 * smallest_pool(plan, options)
+    options = {"lengths": lengths, "pool_size": pool, "on_drift": None, **options}
+    whole = steps_of(jb.stream_batches(stream(lengths), plan, **options))
+    broken = {"at": -1, "error": OSError}
+
+    def read(example):
+        if example["index"] == broken["at"]:
+            raise broken["error"]("no network")
+        return example
+
+    dataset = jb.stream_batches(stream(lengths).map(read), plan, **options)
+    for at in rng.choice(120, 6, replace=False).tolist():
+        for error in (OSError, KeyboardInterrupt):
+            broken.update(at=at, error=error)
+            iterator = iter(dataset)
+            steps = []
+            with pytest.raises((RuntimeError, KeyboardInterrupt)):
+                for batches in iterator:
+                    steps += steps_of([batches])
+            with pytest.raises(RuntimeError, match="cannot be read|was interrupted"):
+                next(iterator)
+            state = json.loads(json.dumps(iterator.get_state()))
+            broken["at"] = -1
+            iterator.set_state(state)
+            assert_same(steps + steps_of(iterator), whole)
+
+
+def test_a_stop_iteration_of_what_is_called_is_not_the_end():
+    def stop(drift: jb.Drift) -> None:
+        raise StopIteration
+
+    sample, lengths = np.full(100, 2), np.full(40_000, 9)
+    plan = jb.BucketPlan.from_shapes([(8, 2), (8, 32)])
+    dataset = jb.stream_batches(
+        stream(lengths), plan, pool_size=64, lengths=sample, on_drift=stop
+    )
+    with pytest.raises(RuntimeError, match="calls raised StopIteration"):
+        list(dataset)
+
+
+class Interrupt:
+    """A signal that comes after so many lines of a file have been run."""
+
+    def __init__(self, lines: int):
+        self.lines = lines
+
+    def __enter__(self):
+        sys.settrace(self.call)
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def call(self, frame, event, argument):
+        name = frame.f_globals.get("__name__", "")
+        return self.line if name.startswith("jaxbucket.stream") else None
+
+    def line(self, frame, event, argument):
+        self.lines -= event == "line"
+        if self.lines == 0:
+            raise KeyboardInterrupt
+        return self.line
+
+
+@pytest.mark.parametrize("options", OPTIONS[::2], ids=str)
+def test_an_interrupt_at_any_line_loses_nothing_or_says_so(options):
+    lengths, plan, _ = job(43, size=150)
+    plans = {0: plan, 2: plan}
+    options = {"lengths": lengths, "on_drift": None, **options}
+    options["pool_size"] = 2 * smallest_pool(plan, options)
+    dataset = jb.stream_batches(stream(lengths), plans, **options)
+    whole = steps_of(dataset)
+    told = 0
+    for lines in range(1, 2000, 23):
+        iterator = iter(dataset)
+        before = steps_of(itertools.islice(iterator, 2))
+        try:
+            with Interrupt(lines):
+                before += steps_of([next(iterator)])
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        try:
+            state = iterator.get_state()
+        except RuntimeError as error:
+            assert "was interrupted while examples went from the pool" in str(error)
+            told += 1
+            continue
+        after = iter(dataset)
+        after.set_state(state)
+        # Or the step was done, but for giving it.
+        start = 2 if state["step"] == 2 else 3
+        assert_same(steps_of(after), whole[start:])
+    assert lines > 23 and told < lines // 23
+
+
+def test_examples_that_hold_something_else_are_refused():
+    lengths = np.random.default_rng(0).integers(1, 16, 90)
+    states = []
+    for first in (0, 500):
+        source = stream(lengths, first=first)
+        iterator = iter(jb.stream_batches(source, PLAN, pool_size=40))
+        if states:
+            with pytest.raises(ValueError, match="as they had, but not the same ones"):
+                iterator.set_state(states[0])
+            # And nothing follows, as if it had been.
+            for use in (iterator.__next__, iterator.get_state):
+                with pytest.raises(ValueError, match="The state that was set last was"):
+                    use()
+        else:
+            steps_of(itertools.islice(iterator, 5))
+            states.append(iterator.state_before(2))
+
+
+@pytest.mark.parametrize("change", [0, 1])
+def test_a_stream_that_is_not_what_it_was_is_refused(change):
+    lengths = np.random.default_rng(0).integers(1, 16, 90)
+    iterator = iter(jb.stream_batches(stream(lengths), PLAN, pool_size=40))
+    next(iterator)
+    state = iterator.get_state()
+    other = lengths[:20] if change else np.maximum(lengths - 1, 1)
+    again = iter(jb.stream_batches(stream(other), PLAN, pool_size=40))
+    with pytest.raises(ValueError, match="The stream is not what it was: "):
+        again.set_state(state)
+
+
+def test_a_closed_iterator_gives_nothing():
+    iterator = iter(jb.stream_batches(stream(np.array([3])), PLAN, pool_size=8))
+    iterator.close()
+    with pytest.raises(ValueError, match="closed iterator"):
+        next(iterator)
+
+
+def test_processes_with_other_streams_have_other_positions():
+    given = {"pool_size": 16, "lengths": [3, 9, 9]}
+    one = jb.stream_batches(stream(np.array([3])), PLAN, **given)
+    same_one = jb.stream_batches(stream(np.array([4])), PLAN, **given)
+    assert one.position(3) == same_one.position(3)
+    assert one.fingerprint == same_one.fingerprint
+    other = jb.stream_batches(stream(np.array([3])), PLAN, **given, seed=1)
+    assert one.fingerprint != other.fingerprint
+    with pytest.raises(ValueError, match="schedule seed 0 -> 1"):
+        one.position(3).check_same(other.position(3))
+    again = jb.DataPosition.from_dict(json.loads(json.dumps(one.position(3).to_dict())))
+    one.position(3).check_same(again)
+
+
+# What a review broke
+
+
+class Lent(grain.DatasetIterator):
+    """Numbers of three tokens each, all in one array that is written anew."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self._size = size
+        self._next = 0
+        self._tokens = np.zeros(3, np.int32)
+
+    def __next__(self):
+        if self._next == self._size:
+            raise StopIteration
+        self._tokens[:] = self._next
+        self._next += 1
+        return {"tokens": self._tokens}
+
+    def get_state(self):
+        return {"next": self._next}
+
+    def set_state(self, state):
+        self._next = state["next"]
+
+
+class LentDataset(grain.IterDataset):
+    def __init__(self, size: int):
+        super().__init__()
+        self._size = size
+
+    def __iter__(self):
+        return Lent(self._size)
+
+
+def test_a_stream_may_use_its_arrays_again():
+    plan = jb.BucketPlan.from_shapes([(4, 3)])
+    dataset = jb.stream_batches(LentDataset(8), plan, pool_size=8)
+    found = np.concatenate([batch.features["tokens"][:, 0] for batch in dataset])
+    assert sorted(found.tolist()) == list(range(8))
+
+
+def failing_epoch(error):
+    def epoch(number, seed):
+        del seed
+        if number:
+            raise error
+        return stream(np.full(8, 3))
+
+    return epoch
+
+
+@pytest.mark.parametrize("error", [StopIteration(), KeyError("k")], ids=repr)
+def test_the_example_of_a_stream_is_read_with_the_care_of_its_batches(error):
+    def fails(example):
+        raise error
+
+    dataset = grain.MapDataset.source([{"tokens": [1, 2]}]).map(fails)
+    plan = jb.BucketPlan.from_shapes([(1, 2)])
+    stream = jb.stream_batches(dataset.to_iter_dataset(), plan, pool_size=1)
+    with pytest.raises(
+        RuntimeError, match="^Example 0 of epoch 0 .*cannot be read"
+    ) as a:
+        _ = stream.example
+    with pytest.raises(RuntimeError) as b:
+        next(iter(stream))
+    assert str(a.value) == str(b.value)
+
+
+@pytest.mark.parametrize("error", [StopIteration(), OSError("no file")], ids=str)
+def test_an_epoch_that_cannot_be_opened_is_named(error):
+    plan = jb.BucketPlan.from_shapes([(4, 3)])
+    dataset = jb.stream_batches(
+        failing_epoch(error), plan, pool_size=4, num_epochs=None
+    )
+    with pytest.raises(RuntimeError, match="Epoch 1 of the stream cannot be opened"):
+        list(dataset)
+    other = jb.stream_batches(lambda epoch, seed: [1, 2], plan, pool_size=4)
+    with pytest.raises(ValueError, match="is a list, not a `grain.IterDataset`"):
+        list(other)
+
+
+def test_a_sample_ends_where_the_stream_does_and_not_before():
+    def broken(example):
+        if example["index"] == 5:
+            raise StopIteration
+        return example
+
+    with pytest.raises(RuntimeError, match="Example 5 of epoch 0 .* StopIteration"):
+        jb.sample_lengths(stream(np.full(9, 3)).map(broken), 9)
+    assert jb.sample_lengths(stream(np.full(9, 3)), 5).tolist() == [3] * 5
+
+
+def test_what_is_dropped_takes_no_memory():
+    lengths = np.full(30_000, 9)
+    lengths[[0, -1]] = 3
+    plan = jb.BucketPlan.from_shapes([(1, 3)], overlong="drop")
+    iterator = iter(jb.stream_batches(stream(lengths), plan, pool_size=8))
+    assert len(list(iterator)) == 2
+    assert len(iterator._arrivals._snapshots) < 5
+
+
+def test_a_rare_length_waits_no_longer_than_it_may():
+    """In several processes its bucket may be thousands of steps away."""
+    lengths = np.full(20_000, 2)
+    lengths[5] = 7
+    sample = np.repeat([2, 7, 15], [200_000, 1, 10])
+    plan = jb.BucketPlan.from_shapes([(16, 2), (8, 7), (4, 15)])
+    host = iter(
+        jb.stream_batches(
+            stream(lengths),
+            plan,
+            pool_size=32,
+            max_wait=200,
+            lengths=sample,
+            shard=jb.RowShard((0,), 2),
+            num_steps=math.inf,
+            on_drift=None,
+        )
+    )
+    steps = next(step for step in range(400) if 5 in names_in(next(host)))
+    assert steps < 150
+    states = []
+    for _ in range(500):
+        next(host)
+        states.append(host.get_state())
+    assert all(x["read"] - x["counts"]["read"] < 500 for x in states)
+    assert len(host._arrivals._snapshots) < 200
+
+
+def test_numbers_of_numpy_are_numbers():
+    lengths, plan, _ = job(3, size=50)
+    dataset = jb.stream_batches(
+        stream(lengths),
+        plan,
+        pool_size=4 * plan.batch_sizes.max(),
+        pad_value=np.float32(0),
+    )
+    iterator = iter(dataset)
+    next(iterator)
+    assert json.loads(json.dumps(iterator.get_state()))
+    assert len(dataset.fingerprint) == 32
+
+
+def test_what_is_no_number_may_fill_rows():
+    source = [{"x": np.full(3, float(i))} for i in range(9)]
+    dataset = grain.MapDataset.source(source).to_iter_dataset()
+    plan = jb.BucketPlan.from_shapes([(2, 4)])
+    iterator = iter(jb.stream_batches(dataset, plan, pool_size=4, pad_value=np.nan))
+    next(iterator)
+    state = iterator.get_state()
+    rest = list(iterator)
+    iterator.set_state(state)
+    assert len(list(iterator)) == len(rest)
+
+
+def test_each_feature_of_a_stream_has_a_pad_value_of_its_own():
+    def labelled(example):
+        return {**example, "labels": example["tokens"].astype(np.float32)}
+
+    lengths, plan, _ = job(3, size=50)
+
+    def batches(pad_value, state=None):
+        pool = 4 * plan.batch_sizes.max()
+        dataset = stream(lengths).map(labelled)
+        dataset = jb.stream_batches(dataset, plan, pool_size=pool, pad_value=pad_value)
+        iterator = iter(dataset)
+        if state is not None:
+            iterator.set_state(json.loads(state))
+        return dataset, iterator
+
+    dataset, iterator = batches({"tokens": -7, "labels": np.nan})
+    batch = next(iterator)
+    assert (batch.features["tokens"][~batch.mask] == -7).all()
+    assert np.isnan(batch.features["labels"][~batch.mask]).all()
+    # Names come in any order, and states go through JSON.
+    state = json.dumps(iterator.get_state(), sort_keys=True)
+    same, resumed = batches({"labels": float("nan"), "tokens": -7}, state)
+    assert same.fingerprint == dataset.fingerprint
+    for a, b in zip(resumed, iterator, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+    with pytest.raises(ValueError, match="pad value {'labels': nan, 'tokens': -7} -> "):
+        batches({"tokens": -7}, state)
+    with pytest.raises(ValueError, match="^`pad_value=-7` would fill 2 features"):
+        next(batches(-7)[1])
+
+
+def test_a_resumed_run_has_the_features_that_it_began_with():
+    def wider(example):
+        dtype = np.int32 if example["index"] < 8 else np.int64
+        return {**example, "tokens": example["tokens"].astype(dtype)}
+
+    plan = jb.BucketPlan.from_shapes([(2, 3)])
+    dataset = jb.stream_batches(stream(np.full(30, 3)).map(wider), plan, pool_size=2)
+    iterator = iter(dataset)
+    for _ in range(4):
+        state = iterator.get_state()
+        next(iterator)
+    with pytest.raises(ValueError, match="Example 8 of epoch 0 of the stream"):
+        next(iterator)
+    # Nothing follows as if nothing had been lost.
+    with pytest.raises(ValueError, match="Example 8 of epoch 0 of the stream"):
+        next(iterator)
+    resumed = iter(dataset)
+    resumed.set_state(state)
+    next(resumed)
+    with pytest.raises(ValueError, match="Example 8 of epoch 0 of the stream"):
+        next(resumed)
+
+
+def test_a_run_may_be_resumed_with_fewer_epochs():
+    plan = jb.BucketPlan.from_shapes([(2, 3)])
+
+    def iterator(epochs):
+        dataset = stream(np.full(10, 3))
+        return iter(jb.stream_batches(dataset, plan, pool_size=2, num_epochs=epochs))
+
+    before = iterator(5)
+    for _ in range(17):
+        next(before)
+    after = iterator(2)
+    after.set_state(before.get_state())
+    assert len(list(after)) == 3
+
+
+def test_a_plan_that_is_proposed_can_be_adopted():
+    rng = np.random.default_rng(0)
+    lengths = np.concatenate([rng.integers(200, 513, 500), rng.integers(1, 41, 30_000)])
+    plan = jb.plan_buckets(
+        lengths[:500], max_tokens=8192, num_buckets=3, max_seq_len=512
+    )
+    told: list[jb.Drift] = []
+    options = {"pool_size": 60, "on_drift": told.append}
+    list(jb.stream_batches(stream(lengths), plan, **options))
+    assert told[0].plan.batch_sizes.max() <= 60
+    jb.stream_batches(stream(lengths), {0: plan, told[0].step: told[0].plan}, **options)
+
+
+def packed_drift(sample, lengths, plan, **options):
+    told: list[jb.Drift] = []
+    given = {"pool_size": 256, "lengths": sample, "pack": True, **options}
+    dataset = jb.stream_batches(stream(lengths), plan, on_drift=told.append, **given)
+    padding = [1 - batch.num_tokens / batch.bucket.num_tokens for batch in dataset]
+    return told, padding
+
+
+def test_packed_rows_that_no_longer_fill_are_told_with_a_plan_that_fills():
+    rng = np.random.default_rng(0)
+    # Of the short ones many fill a row; of the long ones one fits, and leaves much.
+    sample, lengths = rng.integers(1, 65, 4000), rng.integers(300, 311, 40_000)
+    plan = jb.BucketPlan.from_shapes([(4, 512)])
+    (drift,), padding = packed_drift(sample, lengths, plan, max_segments_per_row=64)
+    assert drift.promised < 0.02
+    assert drift.padding == pytest.approx(np.mean(padding[:-1]), abs=0.01)
+    assert drift.padding > 0.4
+    assert drift.renewed < 0.1 and drift.plan.max_seq_len == 512
+    # It can be adopted, and has what it says.
+    plans = {0: plan, 10: drift.plan}
+    lengths = np.concatenate([sample, lengths])
+    told, padding = packed_drift(sample, lengths, plans, max_segments_per_row=64)
+    assert np.mean(padding[1000:-10]) < drift.renewed + 0.03
+
+
+@pytest.mark.parametrize("policy", ["first", "closest"])
+def test_a_pool_too_small_for_packed_rows_is_no_drift(policy):
+    lengths = np.random.default_rng(0).integers(1, 9, 40_000)
+    plan = jb.BucketPlan.from_shapes([(4, 512)])
+    told, padding = packed_drift(
+        lengths[:2000], lengths, plan, pool_size=32, policy=policy
+    )
+    assert not told and np.mean(padding) > 0.5
+
+
+def test_a_plan_made_by_hand_has_not_drifted():
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(1 + rng.geometric(0.01, 40_000), 512)
+    plan = jb.BucketPlan.from_shapes([(8, 256), (4, 512)])
+    told: list[jb.Drift] = []
+    options = {"lengths": lengths, "on_drift": told.append}
+    list(jb.stream_batches(stream(lengths), plan, pool_size=64, **options))
+    assert not told

@@ -1,0 +1,205 @@
+"""Imports only go down the table of packages, which is the README's."""
+
+import ast
+import importlib
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import jaxbucket
+
+ROOT = pathlib.Path(jaxbucket.__file__).parent
+
+# Package or module, from top to bottom -> packages and libraries that it may import.
+PACKAGES = {
+    "__main__": ({"cli"}, set()),
+    "cli": (
+        {"data", "compile", "plan", "base"},
+        {"numpy", "click", "rich", "matplotlib"},
+    ),
+    "testing": ({"train", "base"}, {"numpy", "jax", "optax"}),
+    "train": (
+        {
+            *("sharding", "data", "schedule", "compile", "plan", "distributed"),
+            *("optim", "base"),
+        },
+        {"numpy", "jax", "flax", "optax", "orbax", "etils"},
+    ),
+    "stream": ({"data", "packing", "plan", "base"}, {"numpy", "grain"}),
+    "sharding": ({"data", "base"}, {"numpy", "jax"}),
+    "sort": ({"schedule", "base"}, {"numpy", "jax"}),
+    "data": (
+        {"schedule", "packing", "plan", "base"},
+        {"numpy", "grain", "absl", "cloudpickle", "pyarrow", "rich"},
+    ),
+    "schedule": ({"packing", "plan", "base"}, {"numpy"}),
+    "packing": ({"plan", "base"}, {"numpy", "rich"}),
+    "compile": ({"distributed", "base"}, {"numpy", "jax", "jaxlib", "rich"}),
+    "plan": ({"base"}, {"numpy", "scipy", "rich", "matplotlib"}),
+    "distributed": ({"base"}, {"jax"}),
+    "optim": ({"base"}, {"numpy", "jax", "optax"}),
+    "attention": ({"base"}, {"numpy", "jax"}),
+    "base": (set(), {"numpy", "ml_dtypes", "rich"}),
+}
+# Too heavy for planning on a laptop: never imported before they are used.
+LATE = {"rich", "matplotlib", "pyarrow"}
+
+
+def files(package: str) -> list[pathlib.Path]:
+    """The file of a module, or all files of a package."""
+    return sorted({*ROOT.glob(f"{package}.py"), *ROOT.glob(f"{package}/**/*.py")})
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Every module imported below a node, except those that only types need."""
+    names = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= parts if node.module == "jaxbucket" else {str(node.module)}
+        names |= imports(node)
+    return names
+
+
+def parse(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def test_every_package_is_in_the_table():
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    names = folders | {path.stem for path in ROOT.glob("*.py")}
+    assert names == PACKAGES.keys() | {"__init__"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_what_its_row_allows(package):
+    packages, libraries = PACKAGES[package]
+    for path in files(package):
+        for name in imports(parse(path)):
+            top, *below = name.split(".")
+            if top == "jaxbucket":
+                assert below[0] in {package, *packages}, f"{path} imports {name}"
+            elif top not in sys.stdlib_module_names:
+                assert top in libraries, f"{path} imports {name}"
+
+
+def test_imports_only_go_down():
+    order = list(PACKAGES)
+    for package, (below, _) in PACKAGES.items():
+        assert all(order.index(package) < order.index(name) for name in below), package
+
+
+def test_the_readme_has_the_table():
+    readme = (ROOT.parent / "README.md").read_text()
+    table = readme.partition("## What is where")[2]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [
+        name for name in PACKAGES if name != "__main__"
+    ]
+
+
+def test_folders_inside_of_a_package_have_no_cycle():
+    arrows = set()
+    for path in ROOT.glob("*/*/*.py"):
+        package, folder = path.relative_to(ROOT).parts[:2]
+        for inner in ROOT.glob(f"{package}/*.py"):
+            if any(f"jaxbucket.{package}.{folder}" in x for x in imports(parse(inner))):
+                arrows.add((package, folder, "down"))
+        for name in imports(parse(path)):
+            parts = name.split(".")
+            if parts[:2] == ["jaxbucket", package] and parts[2] != folder:
+                arrows.add((package, folder, "up"))
+    both = {(x, y) for x, y, way in arrows if (x, y, "up") in arrows and way == "down"}
+    assert not both
+
+
+def module_name(path: pathlib.Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def test_grain_and_jax_are_not_imported_together():
+    direct = {module_name(path): imports(parse(path)) for path in ROOT.glob("**/*.py")}
+    # What the door imports is imported on first use.
+    direct["jaxbucket"] = set()
+    reached: dict[str, set[str]] = {}
+
+    def libraries(module: str) -> set[str]:
+        if module not in reached:
+            reached[module] = set()
+            for name in direct[module]:
+                known = name if name in direct else name.rpartition(".")[0]
+                below = libraries(known) if known in direct else {name.split(".")[0]}
+                reached[module] |= below
+        return reached[module]
+
+    for module in direct:
+        if not module.startswith(("jaxbucket.cli", "jaxbucket.__main__")):
+            assert not {"grain", "jax"} <= libraries(module), module
+    for package in ("cli", "data.pipeline", "data.workers", "stream.dataset"):
+        assert "grain" in libraries(f"jaxbucket.{package}")
+    for package in ("cli", "train.step", "sharding", "sort.sorting"):
+        assert "jax" in libraries(f"jaxbucket.{package}")
+
+
+def test_heavy_libraries_are_imported_where_they_are_used():
+    for path in ROOT.glob("**/*.py"):
+        tree = parse(path)
+        inner = ast.FunctionDef | ast.ClassDef
+        tree.body = [node for node in tree.body if not isinstance(node, inner)]
+        assert not {name.split(".")[0] for name in imports(tree)} & LATE, path
+
+
+PLANNING = """
+import sys
+import jaxbucket as jb
+plan = jb.plan_buckets([3, 5, 8], max_tokens=16)
+schedule = jb.BatchSchedule(plan, [3, 5, 8])
+jb.collate_rows([{"x": [1, 2]}], schedule[0].bucket)
+print(jb.report(plan, [3, 5, 8]).summary)
+heavy = {"jax", "jaxlib", "grain", "flax", "optax", "orbax"}
+heavy |= {"click", "rich", "matplotlib", "pyarrow"}
+print("loaded:", sorted(heavy & sys.modules.keys()))
+"""
+
+
+def test_planning_loads_numpy_alone():
+    run = subprocess.run(
+        [sys.executable, "-c", PLANNING], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.splitlines()[-1] == "loaded: []"
+
+
+def test_every_public_name_is_there():
+    for name in jaxbucket.__all__:
+        assert getattr(jaxbucket, name) is not None
+    assert set(jaxbucket.__all__) <= set(dir(jaxbucket))
+    assert sorted(jaxbucket.__all__) == jaxbucket.__all__
+
+
+def test_names_for_first_use_are_those_for_type_checkers():
+    tree = parse(ROOT / "__init__.py")
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    typed = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    late = jaxbucket._ON_FIRST_USE
+    assert typed == {name: f"jaxbucket.{module}" for name, module in late.items()}
+    assert late.keys() <= set(jaxbucket.__all__)
+    for name, module in late.items():
+        found = importlib.import_module(f"jaxbucket.{module}")
+        assert getattr(jaxbucket, name) is getattr(found, name)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'plan_bucket'"):
+        _ = jaxbucket.plan_bucket

@@ -1,0 +1,1665 @@
+"""Train and evaluation steps against gradients of plainly written, unpadded losses."""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jaxbucket as jb
+from jaxbucket.optim.precision import computes_in
+from jaxbucket.train.loss import checked_loss, row_keys
+from jaxbucket.train.step import _cotangent_exponent, _power_of_two, gradient_sums
+
+MODES = ["jit", "shard_map", "pmap"]
+VOCABULARY, WIDTH = 12, 6
+
+# (shape of the mesh, its axes, which of them cut the rows, permuted devices)
+LAYOUTS = {
+    "1": ((1,), ("data",), "data", False),
+    "2": ((2,), ("data",), "data", False),
+    "8": ((8,), ("data",), "data", False),
+    "8-permuted": ((8,), ("data",), "data", True),
+    "4x2-model": ((4, 2), ("data", "model"), "data", True),
+    "2x2x2": ((2, 2, 2), ("model", "a", "b"), ("b", "a"), True),
+}
+
+
+def make_mesh(layout: str):
+    shape, names, batch_axes, permuted = LAYOUTS[layout]
+    devices = np.array(jax.devices()[: np.prod(shape)])
+    if permuted:
+        devices = np.random.default_rng(0).permutation(devices)
+    return Mesh(devices.reshape(shape), names), batch_axes
+
+
+@pytest.fixture
+def standard_promotion():
+    """Parts of optax mix int32 counts with floats, which strict promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+# A model, its loss, and the same without batches
+
+
+def make_params(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    shapes = {
+        "embedding": (VOCABULARY, WIDTH),
+        "kernel": (WIDTH, WIDTH),
+        "bias": (WIDTH,),
+        "out": (WIDTH, VOCABULARY),
+    }
+    return {name: rng.normal(size=s).astype(dtype) for name, s in shapes.items()}
+
+
+def token_losses(params, tokens, kept=None):
+    """Cross entropy of predicting the next of 12 symbols, at every position."""
+    hidden = params["embedding"][tokens]
+    if kept is not None:
+        hidden = hidden * kept.astype(hidden.dtype)
+    hidden = jnp.tanh(hidden @ params["kernel"] + params["bias"])
+    logits = hidden @ params["out"]
+    targets = (tokens + 1) % VOCABULARY
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def loss_fn(params, batch, keys):
+    losses = token_losses(params, batch.features["tokens"])
+    symbols = jnp.where(batch.mask, batch.features["tokens"], 0).sum()
+    loss_sum = jnp.where(batch.mask, losses, 0).sum()
+    return loss_sum, batch.num_tokens, {"symbols": symbols}
+
+
+def dropout_loss_fn(params, batch, keys):
+    tokens, labels = batch.features["tokens"], batch.features["label"]
+    bits = draw(keys, tokens.shape[1])
+    losses = token_losses(params, tokens, kept=bits % 2 == 0)
+    sums = {"digest": digest(bits, labels)}
+    return jnp.where(batch.mask, losses, 0).sum(), batch.num_tokens, sums
+
+
+def draw(keys, seq_len):
+    """`[B, T, width]` uint32."""
+    shape = (seq_len, WIDTH)
+    return jax.vmap(lambda key: jax.random.bits(key, shape))(keys)
+
+
+def digest(bits, labels):
+    """Names all bits and in which row they are; in uint32 it adds up exactly."""
+    of_row = bits.sum(axis=(1, 2), dtype=jnp.uint32)
+    return (of_row * (2 * labels + 1).astype(jnp.uint32)).sum(dtype=jnp.uint32)
+
+
+def real_tokens(examples):
+    return np.concatenate([example["tokens"] for example in examples])
+
+
+def mean_loss(params, examples):
+    """The oracle: the real tokens end to end, without batch, padding or mesh."""
+    return _loss_and_grads(params, real_tokens(examples))[0]
+
+
+def mean_grads(params, examples):
+    return _loss_and_grads(params, real_tokens(examples))[1]
+
+
+_loss_and_grads = jax.jit(
+    jax.value_and_grad(lambda params, tokens: token_losses(params, tokens).mean())
+)
+
+
+def make_examples(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        {"tokens": rng.integers(0, VOCABULARY, n, np.int32), "label": np.int32(label)}
+        for label, n in enumerate(lengths)
+    ]
+
+
+def recorder():
+    """An optimizer that changes nothing and keeps the last gradient as its state."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(jnp.zeros_like, updates), updates
+
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), update
+    )
+
+
+def run_batch(batch, mesh, *, loss=loss_fn, params=None, tx=None, **options):
+    """One train step on one batch: the new state and the metrics."""
+    tx = recorder() if tx is None else tx
+    axes = options.get("batch_axes", "data")
+    step = jb.data_parallel(loss, tx, mesh, **options)
+    params = make_params() if params is None else params
+    state = jb.replicate(jb.create_state(params, tx), mesh)
+    (batch,) = jb.prefetch_to_mesh([batch], mesh, batch_axes=axes)
+    return step(state, batch)
+
+
+def assert_close(got, want, limit):
+    """Relative distance of each tensor, by norms."""
+    jax.tree.map(
+        lambda a, b: assert_near(np.asarray(a), np.asarray(b), limit), got, want
+    )
+
+
+def assert_near(got, want, limit):
+    assert got.dtype == want.dtype
+    assert np.linalg.norm(want) > 0
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < limit
+
+
+def assert_same_bits(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def setup_run(num_buckets=1, size=60):
+    lengths = np.random.default_rng(1).integers(1, 9, size)
+    source = make_examples(lengths)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=64, num_buckets=num_buckets, batch_size_multiple=8
+    )
+    return source, jb.BatchSchedule(plan, lengths, seed=3)
+
+
+def four_devices():
+    return jb.data_mesh(jax.devices()[:4])
+
+
+# Gradients
+
+# Rows 6 and 7 are empty, so that the last of four devices has nothing but padding.
+UNEQUAL = [7, 1, 4, 2, 8, 5]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(np.float32, 1e-5), (np.float64, 1e-12)], ids=["f32", "f64"]
+)
+def test_four_devices_give_the_gradient_of_the_unpadded_mean(mode, dtype, limit):
+    examples = make_examples(UNEQUAL)
+    batch = jb.collate_rows(examples, jb.Bucket(8, 9))
+    with contextlib.ExitStack() as stack:
+        if dtype == np.float64:
+            stack.enter_context(jax.enable_x64(True))
+        params = make_params(dtype)
+        one, _ = run_batch(
+            batch, jb.data_mesh(jax.devices()[:1]), params=params, mode=mode
+        )
+        four, metrics = run_batch(batch, four_devices(), params=params, mode=mode)
+        assert_close(four.opt_state, one.opt_state, limit)
+        assert_close(four.opt_state, mean_grads(params, examples), limit)
+        want = mean_loss(params, examples)
+        np.testing.assert_allclose(metrics["loss"], want, rtol=limit)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", ["8-permuted", "4x2-model", "2x2x2"])
+def test_every_mesh_gives_the_gradient_of_the_unpadded_mean(layout, mode):
+    mesh, axes = make_mesh(layout)
+    examples = make_examples(UNEQUAL)
+    batch = jb.collate_rows(examples, jb.Bucket(8, 8))
+    state, _ = run_batch(batch, mesh, mode=mode, batch_axes=axes)
+    assert_close(state.opt_state, mean_grads(make_params(), examples), 1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_devices_of_unequal_weight_are_not_averaged(mode):
+    # One token against 8: a mean of the devices' means would be far off.
+    examples = make_examples([8, 1])
+    batch = jb.collate_rows(examples, jb.Bucket(2, 8))
+    mesh = jb.data_mesh(jax.devices()[:2])
+    state, metrics = run_batch(batch, mesh, mode=mode)
+    want = mean_grads(make_params(), examples)
+    assert_close(state.opt_state, want, 1e-5)
+    of_means = jax.tree.map(
+        lambda *grads: sum(grads) / 2,
+        *(mean_grads(make_params(), [example]) for example in examples),
+    )
+    with pytest.raises(AssertionError):
+        assert_close(of_means, want, 1e-1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_equal_plain_training_on_unpadded_examples(mode):
+    # Parameters as Flax Linen's `init` gives them.
+    source, schedule = setup_run(num_buckets=2)
+    flat, tx = make_params(), optax.sgd(0.1, momentum=0.9)
+    linen = {
+        "params": {
+            "Embed_0": {"embedding": flat["embedding"]},
+            "Dense_0": {"kernel": flat["kernel"], "bias": flat["bias"]},
+            "Dense_1": {"kernel": flat["out"]},
+        }
+    }
+
+    def flatten(variables):
+        params = variables["params"]
+        return {
+            **params["Embed_0"],
+            **params["Dense_0"],
+            "out": params["Dense_1"]["kernel"],
+        }
+
+    mesh = four_devices()
+    step = jb.data_parallel(
+        lambda variables, batch, keys: loss_fn(flatten(variables), batch, keys),
+        *(tx, mesh),
+        mode=mode,
+    )
+    state = jb.replicate(jb.create_state(linen, tx), mesh)
+    dataset = jb.batch_dataset(source, schedule, num_steps=4)
+    for batch in jb.prefetch_to_mesh(dataset, mesh):
+        state, _ = step(state, batch)
+
+    opt_state = tx.init(flat)
+    for s in range(4):
+        rows = schedule[s].rows
+        grads = mean_grads(flat, [source[row] for row in rows[rows >= 0]])
+        updates, opt_state = tx.update(grads, opt_state, flat)
+        flat = optax.apply_updates(flat, updates)
+    assert state.step == 4
+    assert jax.tree.structure(state.params) == jax.tree.structure(linen)
+    assert_close(flatten(state.params), flat, 1e-5)
+
+
+# Dropout keys: a function of seed, step, micro-batch and row
+
+
+def test_row_keys_are_those_of_the_rows_wherever_they_are():
+    whole = jax.random.key_data(row_keys(5, 7, 0, 8))
+    assert len(np.unique(whole, axis=0)) == 8
+    traced = jax.jit(lambda step, first: row_keys(5, step, first, 2))
+    for first in range(0, 8, 2):
+        for keys in (row_keys(5, 7, first, 2), traced(jnp.int32(7), jnp.int32(first))):
+            np.testing.assert_array_equal(
+                jax.random.key_data(keys), whole[first : first + 2]
+            )
+
+
+def test_row_keys_are_the_same_whatever_the_default_implementation():
+    """What rbg draws for a row depends on the rows beside it."""
+    want = jax.random.key_data(row_keys(5, 7, 0, 4))
+    with jax.default_prng_impl("rbg"):
+        keys = row_keys(5, 7, 0, 4)
+    np.testing.assert_array_equal(jax.random.key_data(keys), want)
+    doubled = jnp.tile(jax.random.key_data(keys), 2)
+    assert jax.random.wrap_key_data(doubled, impl="rbg").shape == (4,)
+
+
+def test_row_keys_differ_by_seed_step_and_micro_batch():
+    calls = [
+        row_keys(0, 0, 0, 4),
+        row_keys(1, 0, 0, 4),
+        row_keys(0, 1, 0, 4),
+        row_keys(0, 0, 0, 4, micro_batch=1),
+        row_keys(0, 0, 4, 4),
+    ]
+    data = np.concatenate([jax.random.key_data(keys) for keys in calls])
+    assert len(np.unique(data, axis=0)) == 20
+
+
+@functools.cache
+def dropout_run(layout, mode, seed=0, num_steps=5):
+    """Parameters and digests after some steps with dropout."""
+    source, schedule = setup_run()
+    mesh, axes = make_mesh(layout)
+    tx = optax.sgd(0.1, momentum=0.9)
+    step = jb.data_parallel(
+        dropout_loss_fn, tx, mesh, mode=mode, batch_axes=axes, seed=seed
+    )
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    shard = jb.local_rows(mesh, batch_axes=axes)
+    dataset = jb.batch_dataset(source, schedule, shard=shard, num_steps=num_steps)
+    digests = []
+    for batch in jb.prefetch_to_mesh(dataset, mesh, batch_axes=axes):
+        state, metrics = step(state, batch)
+        digests.append(int(metrics["digest"]))
+    return jax.tree.map(np.asarray, state.params), digests
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dropout_is_the_same_on_every_mesh(layout, mode):
+    params, digests = dropout_run(layout, mode)
+    source, schedule = setup_run()
+    dataset = jb.batch_dataset(source, schedule, num_steps=5)
+    for step, batch in enumerate(dataset):
+        keys = row_keys(0, step, 0, batch.bucket.batch_size)
+        bits = draw(keys, batch.bucket.seq_len)
+        assert digests[step] == int(digest(bits, batch.features["label"]))
+    # Floating point sums differ by their order alone.
+    assert_close(params, dropout_run("1", "jit")[0], 1e-5)
+
+
+def test_another_seed_drops_others():
+    params, digests = dropout_run("1", "jit")
+    others, other_digests = dropout_run("1", "jit", seed=1)
+    assert not set(digests) & set(other_digests)
+    assert not np.array_equal(params["kernel"], others["kernel"])
+
+
+def test_another_step_drops_others_from_the_same_batch():
+    mesh, tx = four_devices(), optax.sgd(0.0)
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    step = jb.data_parallel(dropout_loss_fn, tx, mesh)
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    digests = []
+    for again in jb.prefetch_to_mesh([batch] * 4, mesh):
+        state, metrics = step(state, again)
+        digests.append(int(metrics["digest"]))
+    assert len(set(digests)) == 4
+
+
+@pytest.mark.parametrize(("mode", "num_keys"), [("jit", 8), ("shard_map", 2)])
+def test_the_loss_gets_one_key_for_each_of_its_rows(mode, num_keys):
+    shapes = set()
+
+    def loss(params, batch, keys):
+        shapes.add((keys.shape, batch.bucket.batch_size))
+        return loss_fn(params, batch, keys)
+
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    run_batch(batch, four_devices(), loss=loss, mode=mode)
+    assert shapes == {((num_keys,), num_keys)}
+
+
+# Resume (invariant 6)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("mode", MODES)
+def test_resuming_at_any_step_is_bit_for_bit_the_uninterrupted_run(mode):
+    source, schedule = setup_run(num_buckets=2)
+    mesh, num_steps = four_devices(), len(schedule) + 2
+    tx = optax.chain(optax.adamw(1e-2), jb.scale_by_batch_size(base_examples=8))
+    step = jb.data_parallel(dropout_loss_fn, tx, mesh, mode=mode, seed=9)
+    template = jb.create_state(make_params(), tx)
+
+    def run_from(state, start):
+        """The saved states before each step from `start` on, and after the last."""
+        saved = [jax.tree.map(np.array, state)]
+        state = jb.replicate(state, mesh)
+        dataset = jb.batch_dataset(
+            source, schedule, start_step=start, num_steps=num_steps
+        )
+        for batch in jb.prefetch_to_mesh(dataset, mesh):
+            state, _ = step(state, batch)
+            saved.append(jax.tree.map(np.array, state))
+        return saved
+
+    saved = run_from(jax.tree.map(np.asarray, template), 0)
+    assert len(saved) == num_steps + 1 > len(schedule) + 1
+    assert not np.array_equal(saved[-2].params["out"], saved[-1].params["out"])
+    for start in range(num_steps):
+        # As from a checkpoint: nothing but the arrays is kept.
+        leaves = jax.tree.leaves(saved[start])
+        state = jax.tree.unflatten(jax.tree.structure(template), leaves)
+        assert int(state.step) == start
+        resumed = run_from(state, start)
+        assert len(resumed) == num_steps - start + 1
+        for got, want in zip(resumed, saved[start:], strict=True):
+            assert_same_bits(got, want)
+
+
+# Padding never counts (invariant 8)
+
+
+@functools.cache
+def unpadded_run(mode):
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    return run_batch(batch, four_devices(), mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("bucket", "pad_value"), [((8, 8), 5), ((8, 21), 0), ((32, 13), 11)]
+)
+def test_more_padding_changes_nothing(bucket, pad_value, mode):
+    examples = make_examples(UNEQUAL)
+    batch = jb.collate_rows(examples, jb.Bucket(*bucket), pad_value=pad_value)
+    want, want_metrics = unpadded_run(mode)
+    got, metrics = run_batch(batch, four_devices(), mode=mode)
+    assert_close(got.opt_state, want.opt_state, 1e-6)
+    assert metrics.keys() == want_metrics.keys()
+    for name in ("weight", "num_tokens", "num_examples", "symbols"):
+        assert metrics[name] == want_metrics[name]
+    for name in ("loss", "loss_sum"):
+        np.testing.assert_allclose(metrics[name], want_metrics[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_does_not_matter_in_which_rows_the_examples_are(mode):
+    examples = make_examples(UNEQUAL)
+    scattered = [None, examples[3], None, *examples[4:], *examples[:3]]
+    batch = jb.collate_rows(scattered, jb.Bucket(8, 8))
+    want, want_metrics = unpadded_run(mode)
+    got, metrics = run_batch(batch, four_devices(), mode=mode)
+    assert_close(got.opt_state, want.opt_state, 1e-6)
+    np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("empty", [True, False], ids=["no-rows", "no-weight"])
+def test_a_batch_of_zero_weight_is_a_gradient_of_zero(empty, mode):
+    examples, tx = make_examples(UNEQUAL), optax.sgd(0.1, momentum=0.9)
+    rows = [] if empty else examples
+    batch = jb.collate_rows(rows, jb.Bucket(8, 8), like=examples[0])
+
+    def unweighted(params, batch, keys):
+        loss_sum, weight, sums = loss_fn(params, batch, keys)
+        return loss_sum * 0, weight * 0, sums
+
+    state, metrics = run_batch(
+        *(batch, four_devices()),
+        loss=loss_fn if empty else unweighted,
+        tx=tx,
+        mode=mode,
+    )
+    assert_same_bits(state.params, make_params())
+    trace = jax.tree.leaves(state.opt_state)
+    assert len(trace) == 4
+    assert not any(np.any(leaf) for leaf in trace)
+    assert (state.step, metrics["loss"], metrics["weight"]) == (1, 0, 0)
+    assert metrics["num_tokens"] == (0 if empty else sum(UNEQUAL))
+
+
+# Metrics and evaluation
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_metrics_are_those_of_the_global_batch(mode):
+    examples = make_examples(UNEQUAL)
+    batch = jb.collate_rows(examples, jb.Bucket(8, 8))
+
+    def weighted(params, batch, keys):
+        # Only even symbols count: the weight is not the number of tokens.
+        counts = batch.mask & (batch.features["tokens"] % 2 == 0)
+        losses = token_losses(params, batch.features["tokens"])
+        labels = jnp.where(batch.mask[:, 0], batch.features["label"], 0)
+        sums = {"labels": labels.sum()}
+        return jnp.where(counts, losses, 0).sum(), counts.sum(), sums
+
+    _, metrics = run_batch(batch, four_devices(), loss=weighted, mode=mode)
+    tokens = np.concatenate([x["tokens"] for x in examples])
+    losses = np.asarray(token_losses(make_params(), tokens))
+    loss_sum, weight = losses[tokens % 2 == 0].sum(), (tokens % 2 == 0).sum()
+    assert 0 < weight < sum(UNEQUAL)
+    np.testing.assert_allclose(metrics["loss_sum"], loss_sum, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], loss_sum / weight, rtol=1e-5)
+    exact = {name: int(metrics[name]) for name in ("weight", "num_tokens", "labels")}
+    assert exact == {"weight": weight, "num_tokens": sum(UNEQUAL), "labels": 15}
+    assert (metrics["num_examples"], metrics["num_rows"]) == (6, 8)
+    np.testing.assert_allclose(metrics["padding"], 1 - sum(UNEQUAL) / 64, rtol=1e-6)
+    assert metrics["num_positions"] == 64
+    counts = {"num_examples", "num_rows", "num_positions"}
+    assert metrics.keys() == {"loss", "loss_sum", "padding", "grad_norm"} | counts | (
+        exact.keys()
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.* in half precision")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_the_norm_is_of_the_mean_gradient(mode, dtype):
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    params = make_params(dtype)
+    state, metrics = run_batch(batch, four_devices(), params=params, mode=mode)
+    squares = [
+        np.square(np.asarray(x, np.float64)).sum()
+        for x in jax.tree.leaves(state.opt_state)
+    ]
+    np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(sum(squares)), rtol=1e-5)
+
+
+def test_an_optimizer_is_told_the_loss_the_step_and_all_sizes():
+    told = []
+
+    def update(updates, state, params=None, **extra):
+        told.append(extra)
+        return jax.tree.map(jnp.zeros_like, updates), {**extra}
+
+    tx = optax.GradientTransformationExtraArgs(
+        lambda params: (
+            dict.fromkeys(
+                ("num_examples", "num_tokens", "num_rows", "step"),
+                jnp.zeros((), jnp.int32),
+            )
+            | {"value": jnp.zeros((), jnp.float32)}
+        ),
+        update,
+    )
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    state, metrics = run_batch(batch, four_devices(), tx=tx)
+    sizes = {name: int(state.opt_state[name]) for name in state.opt_state}
+    assert sizes.pop("value") == int(metrics["loss"])
+    assert sizes == {
+        "num_examples": 6,
+        "num_tokens": sum(UNEQUAL),
+        "num_rows": 8,
+        "step": 0,
+    }
+
+
+# Updates that are skipped
+
+
+def rate(step):
+    """A schedule in which every step has its own value."""
+    return 0.05 / (1 + jnp.asarray(step, jnp.float32))
+
+
+def skipping(rate_of_tx):
+    """Adam whose rate is that schedule, in three ways."""
+    base = {"base_examples": 6, "rule": "linear"}
+    if rate_of_tx == "outside":
+        return optax.chain(
+            optax.adam(rate),
+            jb.scale_by_batch_size(**base, learning_rate=rate),
+        )
+    if rate_of_tx == "inside":
+        return optax.inject_hyperparams(optax.adam)(jb.scale_schedule(rate, **base))
+    by_work = jb.schedule_by_work(lambda n: rate(n / 6), "examples")
+    return optax.inject_hyperparams(optax.adam)(jb.scale_schedule(by_work, **base))
+
+
+def poisoned(params, batch, keys):
+    """The loss, which is not a number where a label says so."""
+    loss_sum, weight, sums = loss_fn(params, batch, keys)
+    bad = jnp.any(batch.features["label"] == 99)
+    return jnp.where(bad, jnp.nan, 1) * loss_sum, weight, sums
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("rate_of_tx", ["outside", "inside", "by work"])
+@pytest.mark.parametrize("mode", MODES)
+def test_skipped_updates_leave_rate_data_and_counters_together(
+    mode, rate_of_tx, tmp_path
+):
+    """And a run that is resumed in between is the one that was not interrupted."""
+    rng = np.random.default_rng(0)
+    source = make_examples([5] * 72)
+    bad_steps = sorted(rng.choice(12, 5, replace=False).tolist())
+    lengths = jb.measure_lengths(source, progress=False)
+    plan = jb.plan_buckets(lengths, max_tokens=40, num_buckets=1, max_batch_size=6)
+    schedule = jb.BatchSchedule(plan, lengths, order="source")
+    for step in bad_steps:
+        source[int(schedule[step].rows[2])]["label"] = np.int32(99)
+    mesh, tx = jb.data_mesh(jax.devices()[:2]), skipping(rate_of_tx)
+    step_fn = jb.data_parallel(poisoned, tx, mesh, mode=mode, skip_nonfinite=True)
+    adam = optax.scale_by_adam()
+    expected, adam_state = make_params(), adam.init(make_params())
+
+    def run(state, dataset, check=False):
+        nonlocal expected, adam_state
+        for batch in jb.prefetch_to_mesh(dataset, mesh):
+            step = int(state.step)
+            state, metrics = step_fn(state, batch)
+            assert int(state.step) == step + 1
+            assert bool(metrics["skipped"]) == (step in bad_steps)
+            # That of the step of the data, whatever was skipped before.
+            np.testing.assert_allclose(metrics["learning_rate"], rate(step), rtol=1e-6)
+            assert metrics["lr_factor"] == 1
+            if check and step not in bad_steps:
+                grads = mean_grads(expected, [source[i] for i in schedule[step].rows])
+                updates, adam_state = adam.update(grads, adam_state)
+                expected = jax.tree.map(
+                    lambda p, u: p - u * rate(step),  # noqa: B023
+                    expected,
+                    updates,
+                )
+            if check:
+                assert_close(state.params, jax.tree.map(jnp.asarray, expected), 1e-4)
+        return state
+
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    dataset = jb.batch_dataset(source, schedule)
+    whole = run(state, dataset, check=True)
+    # Saved just behind a skipped step.
+    stop = bad_steps[2] + 1
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    state = run(state, jb.batch_dataset(source, schedule, num_steps=stop))
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, dataset.position(stop))
+        checkpoints.wait()
+        state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+        state, position, _ = checkpoints.restore(state)
+    resumed = run(state, dataset.resume(position))
+    assert_same_bits(resumed, whole)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda loss, weight: (loss * jnp.nan, weight),
+        lambda loss, weight: (loss, weight.astype(jnp.float32) * jnp.nan),
+        lambda loss, weight: (loss, weight.astype(jnp.float32) * jnp.inf * 0),
+        lambda loss, weight: (loss + jax.lax.stop_gradient(loss) * jnp.inf, weight),
+        lambda loss, weight: (loss * 1e25, weight),
+    ],
+    ids=["gradient", "weight", "zero times inf", "loss", "norm"],
+)
+def test_whatever_is_not_finite_is_skipped(mode, make):
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+
+    def loss(params, batch, keys):
+        return make(*loss_fn(params, batch, keys)[:2])
+
+    tx, params = optax.adam(0.1), make_params()
+    with jax.numpy_dtype_promotion("standard"):
+        state, metrics = run_batch(
+            batch, four_devices(), loss=loss, tx=tx, mode=mode, skip_nonfinite=True
+        )
+    assert metrics["skipped"] == 1 and state.step == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    assert_same_bits(
+        jax.tree.map(np.asarray, state.opt_state),
+        jax.tree.map(np.asarray, tx.init(params)),
+    )
+
+
+def test_an_update_that_is_not_finite_is_skipped():
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    endless = jb.scale_by_batch_size(base_examples=2, rule=lambda r: 1 / (r - r))
+    state, metrics = run_batch(
+        batch,
+        four_devices(),
+        tx=optax.chain(optax.sgd(0.1), endless),
+        skip_nonfinite=True,
+    )
+    assert metrics["skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, make_params())
+
+
+@pytest.mark.filterwarnings("ignore:.* in half precision")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_precision_sums_are_added_in_single(dtype):
+    batch = jb.collate_rows(make_examples([8] * 8), jb.Bucket(8, 8))
+
+    def loss(params, batch, keys):
+        loss_sum, weight, _ = loss_fn(params, batch, keys)
+        return loss_sum.astype(dtype), weight, {"own": loss_sum.astype(dtype)}
+
+    _, metrics = run_batch(batch, four_devices(), loss=loss, mode="shard_map")
+    assert metrics["own"].dtype == metrics["loss_sum"].dtype == jnp.float32
+
+
+# float16: neither the sum over a batch nor a token's share of the mean is lost
+
+
+def wide_batch(num_tokens=2**17):
+    """Ones, more than float16 counts, cut into rows for eight devices."""
+    x = np.ones((16, num_tokens // 16), np.float32)
+    ids = np.ones(x.shape, np.int32)
+    return jb.Batch({"x": x}, {"x": ids}, {"x": np.zeros_like(ids)})
+
+
+def weighted_sum(params, batch, keys):
+    y = batch.features["x"] * params["w"].astype(jnp.float32)
+    return jnp.sum(y), batch.num_tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_gradient_of_many_tokens_does_not_overflow(accumulate, dtype, mode):
+    params, tx = {"w": jnp.asarray(1.0, dtype)}, optax.sgd(0.25)
+    mesh, batch = four_devices(), wide_batch()
+    make = jb.data_parallel_accumulate if accumulate else jb.data_parallel
+    step = make(weighted_sum, tx, mesh, mode=mode, skip_nonfinite=True)
+    state = jb.replicate(jb.create_state(params, tx), mesh)
+    batches = tuple(jb.prefetch_to_mesh([batch, batch], mesh))
+    state, metrics = step(state, batches if accumulate else batches[0])
+    assert metrics["skipped"] == 0
+    assert metrics["grad_norm"] == 1
+    assert state.params["w"] == 0.75 and state.params["w"].dtype == dtype
+
+
+@pytest.mark.parametrize("layout", ["1", "4x2-model"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_computes_in_float16_has_the_gradient_of_the_mean(mode, layout):
+    model = nnx.Linear(1, 1, dtype=jnp.float16, rngs=nnx.Rngs(0))
+
+    def loss(model, batch, keys):
+        y = model(batch.features["x"][..., None])[..., 0].astype(jnp.float32)
+        return jnp.sum(jnp.square(y - 7)), batch.num_tokens.astype(jnp.float32)
+
+    mesh, axes = make_mesh(layout)
+    batch = wide_batch(2**14)
+    (batch,) = jb.prefetch_to_mesh([batch], mesh, batch_axes=axes)
+    tx = recorder()
+    step = jb.data_parallel(loss, tx, mesh, mode=mode, batch_axes=axes)
+    # Of every x, which is 1, and of a kernel and a bias that are both inside of y.
+    want = 2 * (float(model.kernel[0, 0]) - 7)
+    state, _ = step(jb.replicate(jb.create_state(model, tx), mesh), batch)
+    for grad in jax.tree.leaves(state.opt_state):
+        assert grad.dtype == jnp.float32
+        np.testing.assert_allclose(grad, np.full(grad.shape, want), rtol=2e-2)
+
+
+def rows_in_float16(params, batch, keys):
+    """Whose gradient is `scale`, and on its way back in float16 whatever `w` is."""
+    x = batch.features["x"].astype(jnp.float16)
+    y = x[:, :1] * params["w"].astype(jnp.float16)
+    losses = jnp.where(batch.mask, y, 0).astype(jnp.float32) * batch.features["scale"]
+    return jnp.sum(losses), batch.num_tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_mean_that_float16_holds_is_finite(accumulate, mode):
+    mesh, tx = make_mesh("4x2-model")[0], optax.sgd(1.0)
+    make = jb.data_parallel_accumulate if accumulate else jb.data_parallel
+    step = make(rows_in_float16, tx, mesh, mode=mode, skip_nonfinite=True)
+    for scale in (300, 1000, 30_000):
+        (batch,) = jb.prefetch_to_mesh([scaled_batch(scale)], mesh)
+        for dtype in (jnp.float16, jnp.float32):
+            params = {"w": jnp.asarray(1.0, dtype)}
+
+            def mean(params):
+                loss_sum, weight = rows_in_float16(params, scaled_batch(scale), None)  # noqa: B023
+                return loss_sum / weight.astype(jnp.float32)
+
+            want = jax.grad(mean)(params)["w"]
+            assert np.isfinite(want)
+            state = jb.replicate(jb.create_state(params, tx), mesh)
+            _, metrics = step(state, (batch, batch) if accumulate else batch)
+            assert metrics["skipped"] == 0
+            np.testing.assert_allclose(metrics["grad_norm"], want, rtol=1e-2)
+
+
+def scaled_batch(scale):
+    """2,047 ones: nearly twice a power of two."""
+    examples = [{"x": np.ones(n, np.float32)} for n in [256] * 7 + [255]]
+    batch = jb.collate_rows(examples, jb.Bucket(8, 256))
+    scales = np.full((8, 1), scale, np.float32)
+    return batch._replace(features=batch.features | {"scale": scales})
+
+
+def test_what_is_infinite_in_the_mean_too_is_skipped():
+    state, metrics = run_batch(
+        scaled_batch(1e5),
+        four_devices(),
+        loss=rows_in_float16,
+        params={"w": np.float32(1)},
+        skip_nonfinite=True,
+    )
+    assert metrics["skipped"] == 1
+
+
+def test_only_float16_is_differentiated_again():
+    def loss(params, batch, keys, dtype):
+        # Nothing in its residuals tells of the dtype.
+        inside = jax.checkpoint(lambda w: jnp.sin(w.astype(dtype)).astype(jnp.float32))
+        return inside(params["w"]), batch.num_tokens
+
+    batch = jax.tree.map(jnp.asarray, scaled_batch(1))
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        state = jb.create_state({"w": jnp.float32(1)}, optax.sgd(0.1))
+        sums = gradient_sums(functools.partial(loss, dtype=dtype))
+        program = str(jax.make_jaxpr(lambda s, b: sums(s, b, None))(state, batch))  # noqa: B023
+        assert ("cond[" in program) == (dtype == jnp.float16)
+
+
+def test_a_dtype_on_the_way_back_is_found_without_jaxs_own_program():
+    def loss(w):
+        return jax.lax.scan(
+            lambda c, _: (c.astype(jnp.float16).astype(jnp.float32), None), w, None, 2
+        )[0]
+
+    loss_sum, pull_back = jax.vjp(loss, jnp.float32(1))
+    for way in (pull_back, lambda cotangent: pull_back(cotangent)):
+        assert computes_in(jnp.float16, way, loss_sum)
+        assert not computes_in(jnp.bfloat16, way, loss_sum)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_gradients_in_half_precision_are_added_up_in_single(mode, dtype):
+    """Beside an axis for the model, where XLA on CPUs cannot add up bfloat16."""
+
+    # Ones, which half precision does not count beside 2,048.
+    weights = np.array([2048, 0, *[1] * 6], np.float32)
+
+    def loss(params, batch, keys):
+        own = jnp.asarray(weights)[jb.row_numbers(batch)]
+        y = jnp.broadcast_to(params["w"], own.shape).astype(jnp.float32)
+        return jnp.sum(y * own), batch.num_tokens
+
+    mesh, _ = make_mesh("4x2-model")
+    batch = jb.collate_rows(make_examples([1] * 8), jb.Bucket(8, 1))
+    params = {"w": jnp.asarray(1.0, dtype)}
+    _, metrics = run_batch(batch, mesh, loss=loss, params=params, mode=mode)
+    want = jnp.asarray(2054 / 8, dtype).astype(jnp.float32)
+    assert metrics["grad_norm"] == want
+
+
+def test_a_tokens_share_of_the_mean_does_not_underflow():
+    """As 1 / weight does, times the error of a prediction that is nearly right.
+
+    1e-3 / 131,072 is no float16, of which the least is 6e-8.
+    """
+
+    def loss(params, batch, keys):
+        errors = params.astype(jnp.float16) * jnp.asarray(batch.features["x"], "f2")
+        return jnp.sum(errors.astype(jnp.float32) * 1e-3), batch.num_tokens
+
+    state, _ = run_batch(wide_batch(), four_devices(), loss=loss, params=np.float32(1))
+    np.testing.assert_allclose(state.opt_state, 1e-3, rtol=3e-2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_in_single_precision_are_what_they_were_bit_for_bit(
+    mode, monkeypatch
+):
+    def of_the_sum(loss_fn):
+        def sums(state, batch, keys):
+            def loss(params):
+                return checked_loss(loss_fn, params, batch, keys)
+
+            grads, own = jax.grad(loss, has_aux=True)(state.params)
+            return grads, own
+
+        return sums
+
+    def odd_weight(params, batch, keys):
+        loss_sum, weight, sums = dropout_loss_fn(params, batch, keys)
+        return loss_sum, weight * 17, sums
+
+    batch = jb.collate_rows(make_examples([60, 3, 97, 11, 24]), jb.Bucket(8, 100))
+    got, metrics = run_batch(batch, four_devices(), loss=odd_weight, mode=mode)
+    monkeypatch.setattr("jaxbucket.train.step.gradient_sums", of_the_sum)
+    want, _ = run_batch(batch, four_devices(), loss=odd_weight, mode=mode)
+    assert metrics["weight"] == 195 * 17
+    assert_same_bits(got.opt_state, want.opt_state)
+
+
+def test_the_cotangent_is_the_power_of_two_that_its_comment_says():
+    rng = np.random.default_rng(0)
+    random = np.exp2(rng.uniform(-120, 120, 500)) * rng.uniform(1, 2, 500)
+    powers = np.exp2(np.arange(-126.0, 128))
+    for dtype, most in ((jnp.float32, 126), (jnp.bfloat16, 126), (jnp.float16, 14)):
+        exponents = jax.vmap(lambda w, d=dtype: _cotangent_exponent(w, d, 0, 7))
+        weights = np.concatenate([random, powers]).astype(np.float32)
+        floors = np.frexp(weights)[1] - 1
+        want = np.clip(np.clip(floors, 0, 7) - floors, -most, most)
+        np.testing.assert_array_equal(exponents(weights), want)
+        np.testing.assert_array_equal(
+            jax.vmap(_power_of_two)(exponents(weights)), np.exp2(want)
+        )
+        odd = np.array([0, -0.0, -3, np.inf, -np.inf, np.nan, -1e-30], np.float32)
+        np.testing.assert_array_equal(exponents(odd), np.zeros(7))
+
+
+@pytest.mark.parametrize("weight", [2.0**-100, 1e-3, 1.0, 2.0**100])
+def test_a_gradient_is_the_mean_whatever_its_weight(weight):
+    def loss(params, batch, keys):
+        loss_sum = weight * params["w"] * batch.num_tokens.astype(jnp.float32)
+        return loss_sum, jnp.asarray(weight, jnp.float32)
+
+    batch = jb.collate_rows(make_examples([3]), jb.Bucket(1, 4))
+    mesh, params = jb.data_mesh(jax.devices()[:1]), {"w": np.float32(1)}
+    state, _ = run_batch(batch, mesh, loss=loss, params=params)
+    np.testing.assert_allclose(state.opt_state["w"], 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_that_is_no_number_is_told_of_no_tokens_too(mode):
+    def loss(params, batch, keys):
+        return jnp.sum(params["w"]) * jnp.nan, batch.num_tokens * 0
+
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    _, metrics = run_batch(
+        batch,
+        four_devices(),
+        loss=loss,
+        params={"w": np.ones(2, np.float32)},
+        mode=mode,
+        skip_nonfinite=True,
+    )
+    assert np.isnan(metrics["loss"]) and metrics["skipped"] == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_infinite_weight_is_no_loss_of_zero(mode):
+    def loss(params, batch, keys):
+        loss_sum, _, _ = loss_fn(params, batch, keys)
+        return loss_sum, jnp.asarray(np.inf, jnp.float32)
+
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    state, metrics = run_batch(
+        batch, four_devices(), loss=loss, mode=mode, skip_nonfinite=True
+    )
+    assert np.isnan(metrics["loss"])
+    assert metrics["skipped"] == 1
+
+
+@pytest.mark.parametrize(
+    ("of_loss", "of_weight", "names"),
+    [
+        (jnp.float16, jnp.float32, r"\['loss_sum'\]"),
+        (jnp.float32, jnp.float16, r"\['weight'\]"),
+        (jnp.bfloat16, jnp.bfloat16, r"\['weight'\]"),
+        (jnp.float16, jnp.float16, r"\['loss_sum', 'weight'\]"),
+    ],
+)
+def test_sums_that_half_precision_may_not_hold_are_warned_of(of_loss, of_weight, names):
+    def loss(params, batch, keys):
+        loss_sum, weight, _ = loss_fn(params, batch, keys)
+        return loss_sum.astype(of_loss), weight.astype(of_weight)
+
+    batch = jb.collate_rows(make_examples([3]), jb.Bucket(1, 4))
+    keys = jax.random.split(jax.random.key(0), 1)
+    with pytest.warns(UserWarning, match=f"{names} in half .*Sum in float32: `jnp.s"):
+        checked_loss(loss, make_params(), jax.tree.map(jnp.asarray, batch), keys)
+
+
+def test_a_parameter_without_a_gradient_is_named():
+    params = make_params() | {"step": np.int32(3)}
+    batch = jb.collate_rows(make_examples([3]), jb.Bucket(1, 4))
+    with pytest.raises(ValueError, match=r"parameter \['step'\] is of int32, which"):
+        run_batch(batch, jb.data_mesh(jax.devices()[:1]), params=params)
+
+
+def test_training_in_float16_reaches_the_loss_of_single_precision():
+    """32,736 tokens a step: the gradient of their sum is beyond 65,504."""
+    rng = np.random.default_rng(0)
+    starts = rng.integers(0, VOCABULARY, (32, 1))
+    tokens = (starts + np.arange(1023)) % VOCABULARY
+    examples = [{"tokens": row.astype(np.int32)} for row in tokens]
+    mesh, tx = four_devices(), optax.sgd(3e-3, momentum=0.9)
+    (batch,) = jb.prefetch_to_mesh(
+        [jb.collate_rows(examples, jb.Bucket(32, 1024))], mesh
+    )
+    losses = {}
+    for dtype in (jnp.float32, jnp.float16):
+
+        def loss(params, batch, keys, dtype=dtype):
+            params = jax.tree.map(lambda x: x.astype(dtype) * dtype(8), params)
+            nats = token_losses(params, batch.features["tokens"])
+            nats = jnp.where(batch.mask, nats, 0).astype(jnp.float32)
+            return jnp.sum(nats), batch.num_tokens
+
+        step = jb.data_parallel(loss, tx, mesh, skip_nonfinite=True)
+        small = jax.tree.map(lambda x: x / 8, make_params())
+        state = jb.replicate(jb.create_state(small, tx), mesh)
+        losses[dtype] = []
+        for _ in range(12):
+            state, metrics = step(state, batch)
+            losses[dtype].append(float(metrics["loss"]))
+            assert metrics["skipped"] == 0
+    first, *_, last = losses[jnp.float32]
+    assert last < first / 2
+    np.testing.assert_allclose(losses[jnp.float16][-1], last, atol=0.02 * first)
+
+
+# From sort to loss
+
+
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
+def test_a_curriculum_by_length_under_a_budget_scales_every_rate(rule):
+    """Early steps have many short rows, late ones few long ones, each with its rate."""
+    rng = np.random.default_rng(0)
+    source = make_examples(rng.permutation(np.repeat(np.arange(1, 16), 12)))
+    lengths = jb.measure_lengths(source, progress=False)
+    # The budget of the seed, and its base.
+    plan = jb.plan_buckets(lengths, max_tokens=30, num_buckets=6)
+    schedule = jb.BatchSchedule(plan, lengths, order="ascending")
+    mesh, lr = jb.data_mesh(jax.devices()[:1]), 0.05
+    scale = jb.scale_by_batch_size(base_examples=2, rule=rule, learning_rate=lr)
+    tx = optax.chain(optax.sgd(lr), scale)
+    step = jb.data_parallel(loss_fn, tx, mesh)
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    steps = jb.compile_steps(step, state, jb.batch_specs(plan, source[0], mesh))
+    expected, shapes, losses = make_params(), [], []
+    dataset = jb.batch_dataset(source, schedule, num_epochs=1)
+    for index, batch in enumerate(jb.prefetch_to_mesh(dataset, mesh)):
+        examples = [source[i] for i in schedule[index].rows if i >= 0]
+        ratio = len(examples) / 2
+        want = lr * (ratio if rule == "linear" else ratio**0.5)
+        grads = mean_grads(expected, examples)
+        expected = jax.tree.map(lambda p, g: p - want * g, expected, grads)  # noqa: B023
+        state, metrics = steps(state, batch)
+        np.testing.assert_allclose(metrics["learning_rate"], want, rtol=1e-6)
+        assert batch.bucket.num_tokens <= 30
+        shapes.append(batch.bucket)
+        losses.append(float(metrics["loss"]))
+    assert_close(state.params, jax.tree.map(jnp.asarray, expected), 1e-4)
+    sizes = [shape.batch_size for shape in shapes]
+    assert sizes == sorted(sizes, reverse=True)
+    assert [s.seq_len for s in shapes] == sorted(s.seq_len for s in shapes)
+    assert sizes[0] >= 10 and sizes[-1] == 2
+    assert np.mean(losses[-10:]) < 0.6 * np.mean(losses[:10])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_may_be_small(mode):
+    def scaled(params, batch, keys):
+        loss_sum, weight, _ = loss_fn(params, batch, keys)
+        return loss_sum / 4096, weight.astype(jnp.float32) / 4096
+
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    want, want_metrics = unpadded_run(mode)
+    got, metrics = run_batch(batch, four_devices(), loss=scaled, mode=mode)
+    assert metrics["weight"] == sum(UNEQUAL) / 4096
+    # A power of two, so that nothing is rounded.
+    assert metrics["loss"] == want_metrics["loss"]
+    assert_close(got.opt_state, want.opt_state, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.* in half precision")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_in_half_precision_is_divided_by_the_exact_weight(mode):
+    # 4,099 is no float16, and the whole weight beyond its largest.
+    def half(params, batch, keys):
+        loss_sum = params["a"] * batch.num_examples.astype(jnp.float16)
+        return loss_sum, batch.num_examples * 4099
+
+    batch = jb.collate_rows(make_examples([1] * 64), jb.Bucket(64, 1))
+    params = {"a": np.ones((), np.float16)}
+    state, metrics = run_batch(
+        batch, four_devices(), loss=half, params=params, mode=mode
+    )
+    assert metrics["weight"] == 64 * 4099
+    np.testing.assert_allclose(metrics["loss"], 1 / 4099, rtol=1e-6)
+    # The gradient itself is a subnormal float16.
+    np.testing.assert_allclose(state.opt_state["a"], 1 / 4099, rtol=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["2", "4x2-model"])
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluation_over_an_epoch_is_the_sum_over_examples(mode, layout):
+    lengths = np.random.default_rng(2).integers(1, 17, 77)
+    source = make_examples(lengths)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=128, num_buckets=2, batch_size_multiple=8
+    )
+    schedule = jb.BatchSchedule(plan, lengths, order="source")
+    mesh, axes = make_mesh(layout)
+    evaluate = jb.data_parallel_eval(loss_fn, mesh, mode=mode, batch_axes=axes)
+    state = jb.replicate(jb.create_state(make_params(), optax.sgd(0.1)), mesh)
+    dataset = jb.batch_dataset(source, schedule)
+    totals = dict.fromkeys(("loss_sum", "weight", "num_examples", "symbols"), 0.0)
+    for batch in jb.prefetch_to_mesh(dataset, mesh, batch_axes=axes):
+        metrics = evaluate(state, batch)
+        mean = metrics["loss_sum"] / metrics["weight"]
+        np.testing.assert_allclose(metrics["loss"], mean, rtol=1e-6)
+        for name in totals:
+            totals[name] += float(metrics[name])
+    mean = float(mean_loss(make_params(), source))
+    assert totals.pop("loss_sum") == pytest.approx(mean * lengths.sum(), rel=1e-5)
+    assert totals == {
+        "weight": lengths.sum(),
+        "num_examples": 77,
+        "symbols": sum(x["tokens"].sum() for x in source),
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluation_calls_the_loss_without_keys_and_keeps_the_state(mode):
+    given = []
+
+    def loss(params, batch, keys):
+        given.append(keys)
+        return loss_fn(params, batch, keys)
+
+    mesh = four_devices()
+    state = jb.replicate(jb.create_state(make_params(), optax.sgd(0.1)), mesh)
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    (batch,) = jb.prefetch_to_mesh([batch], mesh)
+    jb.data_parallel_eval(loss, mesh, mode=mode)(state, batch)
+    assert given
+    assert set(given) == {None}
+    assert_same_bits(state.params, make_params())
+
+
+# States
+
+
+class Scale(nnx.Variable):
+    """A variable that is no parameter."""
+
+
+class Net(nnx.Module):
+    """`token_losses` as an NNX module, with a fixed scale beside its parameters."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, rngs=rngs)
+        self.scale = Scale(jnp.full((), 2.0))
+
+    def as_params(self):
+        params = {
+            "embedding": self.embed.embedding,
+            "kernel": self.dense.kernel,
+            "bias": self.dense.bias,
+            "out": self.out.kernel,
+        }
+        arrays = {name: x.get_value() for name, x in params.items()}
+        return arrays | {"out": arrays["out"] * self.scale.get_value()}
+
+
+def net_loss_fn(model, batch, keys):
+    return loss_fn(model.as_params(), batch, keys)
+
+
+def make_net():
+    # Off the devices: a state made of it is then nobody else's.
+    graphdef, state = nnx.split(Net(nnx.Rngs(0)))
+    return nnx.merge(graphdef, jax.tree.map(np.asarray, state))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_nnx_model_trains_like_its_plain_parameters(mode):
+    examples, mesh = make_examples(UNEQUAL), four_devices()
+    batch = jb.collate_rows(examples, jb.Bucket(8, 8))
+    tx = optax.sgd(0.1)
+    net, _ = run_batch(
+        batch, mesh, loss=net_loss_fn, params=make_net(), tx=tx, mode=mode
+    )
+    before = make_net().as_params()
+    grads = mean_grads(before, examples)
+    # The module differentiates `out` behind a scale of 2: twice the gradient, twice.
+    rates = {"embedding": 0.1, "kernel": 0.1, "bias": 0.1, "out": 0.4}
+    want = {name: before[name] - rates[name] * grads[name] for name in before}
+    assert_close(net.model.as_params(), want, 1e-5)
+
+
+def test_other_variables_of_an_nnx_model_are_held_fixed():
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    tx = optax.sgd(0.1)
+    state, _ = run_batch(
+        batch, four_devices(), loss=net_loss_fn, params=make_net(), tx=tx
+    )
+    (scale,) = jax.tree.leaves(state.variables)
+    assert scale == 2
+    assert len(jax.tree.leaves(state.params)) == 4
+    assert isinstance(state.model.scale, Scale)
+
+
+def test_the_state_gives_back_its_model():
+    net = make_net()
+    model = jb.create_state(net, optax.sgd(0.1)).model
+    assert isinstance(model, Net)
+    assert_same_bits(model.as_params(), net.as_params())
+    params = {"a": [np.ones(2, np.float32)], "b": (np.zeros((), np.int32),)}
+    assert_same_bits(jb.create_state(params, optax.sgd(0.1)).model, params)
+
+
+def test_a_new_state_is_at_step_zero_with_a_new_optimizer():
+    tx, params = optax.sgd(0.1, momentum=0.9), make_params()
+    state = jb.create_state(params, tx)
+    assert (state.step, state.step.dtype) == (0, jnp.int32)
+    assert_same_bits(state.opt_state, tx.init(params))
+    # One leaf for the step, and four each of parameters and momentum.
+    assert len(jax.tree.leaves(state)) == 9
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.step = 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_donates_its_state_and_nothing_else(mode):
+    mesh, tx = four_devices(), optax.sgd(0.1, momentum=0.9)
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    (batch,) = jb.prefetch_to_mesh([batch], mesh)
+    new, metrics = jb.data_parallel(loss_fn, tx, mesh, mode=mode)(state, batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    kept = jax.tree.leaves((new, metrics, batch))
+    assert not any(leaf.is_deleted() for leaf in kept)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_half_precision_parameters_keep_their_dtype(mode):
+    params = make_params() | {
+        "kernel": jnp.asarray(make_params()["kernel"], "bfloat16")
+    }
+
+    def loss(params, batch, keys):
+        kernel = params["kernel"].astype(jnp.float32)
+        return loss_fn({**params, "kernel": kernel}, batch, keys)
+
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    state, _ = run_batch(
+        *(batch, jb.data_mesh(jax.devices()[:1])),
+        loss=loss,
+        params=params,
+        tx=optax.sgd(0.5),
+        mode=mode,
+    )
+    dtypes = {name: leaf.dtype for name, leaf in state.params.items()}
+    assert dtypes == dict.fromkeys(dtypes, jnp.float32) | {"kernel": jnp.bfloat16}
+    assert np.any(np.asarray(state.params["kernel"]) != np.asarray(params["kernel"]))
+
+
+@functools.cache
+def replicated_run():
+    """Parameters after three steps, whole on every device."""
+    source, schedule = setup_run()
+    mesh, tx = four_devices(), optax.sgd(0.1, momentum=0.9)
+    step = jb.data_parallel(loss_fn, tx, mesh)
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    dataset = jb.batch_dataset(source, schedule, num_steps=3)
+    for batch in jb.prefetch_to_mesh(dataset, mesh):
+        state, _ = step(state, batch)
+    return state.params
+
+
+def test_pmap_refuses_a_sharded_state():
+    mesh = jb.data_mesh()
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    with pytest.raises(ValueError, match="under `mode='pmap'` every device holds the"):
+        jb.data_parallel(
+            loss_fn, optax.sgd(0.1), mesh, mode="pmap", state_sharding=sharding
+        )
+
+
+def test_pmap_gives_back_the_memory_of_its_state():
+    source, schedule = setup_run()
+    mesh, tx = four_devices(), optax.sgd(0.1)
+    first = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    step = jb.data_parallel(loss_fn, tx, mesh, mode="pmap")
+    specs = jb.batch_specs(schedule.plan, source[0], mesh)
+    steps = jb.compile_steps(step, first, specs, progress=False)
+    for batch in jb.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh):
+        second, _ = steps(first, batch)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.params))
+        first = second
+    for bucket in schedule.plan.buckets:
+        assert steps[bucket].memory_analysis().argument_size_in_bytes > 0
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_fully_sharded_state_trains_as_a_whole_one(ahead, mode):
+    """Every parameter and moment cut over the axis of the rows (ZeRO, FSDP)."""
+    source, schedule = setup_run()
+    mesh, tx = four_devices(), optax.adam(0.1)
+    params = {
+        "embedding": np.ones((VOCABULARY, WIDTH), np.float32),
+        "kernel": np.eye(8, dtype=np.float32),
+    }
+
+    def loss(params, batch, keys):
+        hidden = (
+            params["embedding"][batch.features["tokens"]]
+            @ (params["kernel"][:WIDTH, :WIDTH])
+        )
+        weights = jnp.arange(WIDTH, dtype=jnp.float32)
+        losses = ((hidden * weights).sum(-1) - 1) ** 2
+        return jnp.where(batch.mask, losses, 0).sum(), batch.num_tokens
+
+    def sharding_of(leaf):
+        spec = PartitionSpec("data") if leaf.ndim else PartitionSpec()
+        return NamedSharding(mesh, spec)
+
+    def train(sharding):
+        state = jb.create_state(params, tx)
+        state = (
+            jax.device_put(state, sharding) if sharding else (jb.replicate(state, mesh))
+        )
+        step = jb.data_parallel(loss, tx, mesh, mode=mode, state_sharding=sharding)
+        if ahead:
+            specs = jb.batch_specs(schedule.plan, source[0], mesh)
+            step = jb.compile_steps(step, state, specs, progress=False)
+        dataset = jb.batch_dataset(source, schedule, num_steps=5)
+        for batch in jb.prefetch_to_mesh(dataset, mesh):
+            state, metrics = step(state, batch)
+        return state, metrics
+
+    with jax.numpy_dtype_promotion("standard"):
+        shardings = jax.tree.map(sharding_of, jb.create_state(params, tx))
+        whole, of_whole = train(None)
+        cut, of_cut = train(shardings)
+    assert cut.params["kernel"].addressable_data(0).shape == (2, 8)
+    moments = cut.opt_state[0].mu["embedding"]
+    assert moments.addressable_data(0).shape == (VOCABULARY // 4, WIDTH)
+    np.testing.assert_allclose(of_cut["loss"], of_whole["loss"], rtol=1e-5)
+    for got, want in zip(
+        jax.tree.leaves(cut.params), jax.tree.leaves(whole.params), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_sharded_state_stays_as_it_is_sharded(ahead, mode):
+    source, schedule = setup_run()
+    mesh, _ = make_mesh("4x2-model")
+    tx = optax.sgd(0.1, momentum=0.9)
+    specs = {
+        "embedding": PartitionSpec("model"),
+        "kernel": PartitionSpec(None, "model"),
+        "out": PartitionSpec("model"),
+    }
+
+    def sharding_of(path, leaf):
+        name = getattr(path[-1], "key", None)
+        return NamedSharding(mesh, specs.get(name, PartitionSpec()))
+
+    first = jb.create_state(make_params(), tx)
+    shardings = jax.tree_util.tree_map_with_path(sharding_of, first)
+    state = jax.device_put(first, shardings)
+    step = jb.data_parallel(loss_fn, tx, mesh, mode=mode, state_sharding=shardings)
+    if ahead:
+        batches = jb.batch_specs(schedule.plan, source[0], mesh)
+        step = jb.compile_steps(step, state, batches, progress=False)
+    dataset = jb.batch_dataset(source, schedule, num_steps=3)
+    for batch in jb.prefetch_to_mesh(dataset, mesh):
+        state, metrics = step(state, batch)
+    assert metrics["loss"].sharding.is_fully_replicated
+    got = jax.tree.map(lambda leaf: leaf.sharding, state)
+    assert jax.tree.leaves(got) == jax.tree.leaves(shardings)
+    halves = {
+        name: leaf.addressable_data(0).shape for name, leaf in state.params.items()
+    }
+    assert halves == {
+        "embedding": (VOCABULARY // 2, WIDTH),
+        "kernel": (WIDTH, WIDTH // 2),
+        "bias": (WIDTH,),
+        "out": (WIDTH // 2, VOCABULARY),
+    }
+    assert_close(state.params, replicated_run(), 1e-5)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mesh_with_explicit_axes_is_named_where_the_loss_cannot_take_it(mode):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    tx = optax.sgd(0.1)
+    state = jb.replicate(jb.create_state(make_net(), tx), mesh)
+    step = jb.data_parallel(net_loss_fn, tx, mesh, mode=mode)
+    batch = jb.collate_rows(make_examples([3] * 8), jb.Bucket(8, 4))
+    (batch,) = jb.prefetch_to_mesh([batch], mesh)
+    if mode != "jit":
+        step(state, batch)
+        return
+    with pytest.raises(ValueError, match=r"`mesh` has axis types.*\(AxisType.Auto,\)"):
+        step(state, batch)
+
+
+def test_what_is_no_model_is_refused():
+    message = "`model` is a Dense: pass an NNX module, or parameters"
+    with pytest.raises(ValueError, match=message):
+        jb.create_state(linen.Dense(3), optax.sgd(0.1))
+
+
+def test_batch_statistics_are_refused():
+    class Normed(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    with pytest.raises(ValueError, match=r"batch statistics .*Use LayerNorm"):
+        jb.create_state(Normed(nnx.Rngs(0)), optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_from_the_random_state_of_a_model_is_refused(mode):
+    # It would drop the same units at every step, and differ between meshes.
+    class Dropped(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.scale = nnx.Param(jnp.ones(()))
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def loss(model, batch, keys):
+        ones = jnp.ones(batch.mask.shape)
+        kept = jnp.where(batch.mask, model.dropout(ones), 0)
+        return model.scale.get_value() * kept.sum(), batch.num_tokens
+
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    message = r"changes the model's own variables.* Draw dropout from `keys`"
+    with pytest.raises(ValueError, match=message):
+        run_batch(
+            *(batch, four_devices()),
+            loss=loss,
+            params=Dropped(nnx.Rngs(0)),
+            tx=optax.sgd(0.1),
+            mode=mode,
+        )
+
+
+def test_an_unknown_mode_is_refused():
+    message = "`mode='pjit'`: choose 'jit', 'shard_map' or 'pmap'"
+    with pytest.raises(ValueError, match=message):
+        jb.data_parallel(loss_fn, optax.sgd(0.1), jb.data_mesh(), mode="pjit")
+    with pytest.raises(ValueError, match=message):
+        jb.data_parallel_eval(loss_fn, jb.data_mesh(), mode="pjit")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_axis_the_mesh_lacks_is_refused(mode):
+    message = r"`batch_axes='rows'`: the mesh has axes \('data',\). Name one"
+    options = {"mode": mode, "batch_axes": "rows"}
+    with pytest.raises(ValueError, match=message):
+        jb.data_parallel(loss_fn, optax.sgd(0.1), jb.data_mesh(), **options)
+    with pytest.raises(ValueError, match=message):
+        jb.data_parallel_eval(loss_fn, jb.data_mesh(), **options)
+
+
+BROKEN = {
+    "no-tuple": (
+        lambda total, weight: total,
+        r"returned one array: return \(loss_sum, weight\) or .* not means",
+    ),
+    "list": (
+        lambda total, weight: [total, weight],
+        r"returned list: return \(loss_sum, weight\)",
+    ),
+    "nothing": (
+        lambda total, weight: None,
+        r"returned NoneType: return \(loss_sum, weight\)",
+    ),
+    "too-short": (
+        lambda total, weight: (total,),
+        r"returned a tuple of 1: return \(loss_sum, weight\)",
+    ),
+    "too-long": (
+        lambda total, weight: (total, weight, {}, 1),
+        r"returned a tuple of 4: return \(loss_sum, weight\)",
+    ),
+    "integer-loss": (
+        lambda total, weight: (weight, weight),
+        r"returned 'loss_sum' as int32: make it a float",
+    ),
+    "loss-by-row": (
+        lambda total, weight: (total * jnp.ones(3), weight),
+        r"returned 'loss_sum' of shape \[3\]: sum it to a scalar",
+    ),
+    "weight-by-row": (
+        lambda total, weight: (total, jnp.ones((2, 1))),
+        r"returned 'weight' of shape \[2, 1\]: sum it to a scalar",
+    ),
+    "sum-by-row": (
+        lambda total, weight: (total, weight, {"correct": jnp.ones(4)}),
+        r"returned 'correct' of shape \[4\]: sum it to a scalar",
+    ),
+    "constant-loss": (
+        lambda total, weight: (1.5, weight),
+        r"returned 'loss_sum' as float: return a scalar jax.Array",
+    ),
+    "constant-weight": (
+        lambda total, weight: (total, 8),
+        r"returned 'weight' as int: return a scalar jax.Array, a sum over the batch",
+    ),
+    "no-weight": (
+        lambda total, weight: (total, None),
+        r"returned 'weight' as NoneType: return a scalar jax.Array",
+    ),
+    "constant-sum": (
+        lambda total, weight: (total, weight, {"rows": np.float32(2)}),
+        r"returned 'rows' as float32: return a scalar jax.Array",
+    ),
+    "nested-sum": (
+        lambda total, weight: (total, weight, {"tasks": {"a": weight}}),
+        r"returned 'tasks' as dict: return a scalar jax.Array",
+    ),
+    "sums-list": (
+        lambda total, weight: (total, weight, [weight]),
+        r"returned `sums` as list: make it a dict",
+    ),
+    "mean-twice": (
+        lambda total, weight: (total, weight, {"loss": total}),
+        r"\['loss'\] in `sums` are names of the step's own metrics. Rename",
+    ),
+    "name-twice": (
+        lambda total, weight: (total, weight, {"weight": weight, "mine": weight}),
+        r"\['weight'\] in `sums` are names of the step's own metrics. Rename",
+    ),
+    "names-twice": (
+        lambda total, weight: (
+            *(total, weight),
+            dict.fromkeys(("num_tokens", "num_examples", "loss_sum"), weight),
+        ),
+        r"\['loss_sum', 'num_examples', 'num_tokens'\] in `sums` .* Rename",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_loss_that_breaks_the_contract_is_refused(case, mode):
+    to_result, message = BROKEN[case]
+
+    def broken(params, batch, keys):
+        return to_result(*loss_fn(params, batch, keys)[:2])
+
+    mesh, tx = jb.data_mesh(jax.devices()[:2]), optax.sgd(0.1)
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    (batch,) = jb.prefetch_to_mesh([batch], mesh)
+    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    with pytest.raises(ValueError, match=f"`loss_fn`.*{message}"):
+        jb.data_parallel(broken, tx, mesh, mode=mode)(state, batch)
+    with pytest.raises(ValueError, match=f"`loss_fn`.*{message}"):
+        jb.data_parallel_eval(broken, mesh, mode=mode)(state, batch)
+
+
+def test_a_users_model_survives_training():
+    from flax import nnx
+
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    mesh, tx = jb.data_mesh(), optax.sgd(0.1)
+    state = jb.replicate(jb.create_state(model, tx), mesh)
+    step = jb.data_parallel(
+        lambda m, b, k: ((m(jnp.ones((b.bucket.batch_size, 2)))).sum(), b.num_tokens),
+        tx,
+        mesh,
+    )
+    (b,) = jb.prefetch_to_mesh(
+        [jb.collate_rows([{"x": np.ones(3, np.int32)}], jb.Bucket(8, 4))], mesh
+    )
+    step(state, b)
+    np.asarray(model.kernel.get_value())
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+def test_x64_with_strict_promotion(mode):
+    with jax.enable_x64(True):
+        mesh, tx = jb.data_mesh(), optax.sgd(0.1)
+        state = jb.replicate(jb.create_state({"w": np.ones(())}, tx), mesh)
+        step = jb.data_parallel(
+            lambda p, b, k: (p["w"] * b.num_tokens.astype(jnp.float64), b.num_tokens),
+            tx,
+            mesh,
+            mode=mode,
+        )
+        (b,) = jb.prefetch_to_mesh(
+            [jb.collate_rows([{"x": np.ones(3, np.int32)}], jb.Bucket(8, 4))], mesh
+        )
+        step(state, b)
+
+
+def test_seeds_beyond_32_bits_differ():
+    from jaxbucket.train.loss import row_keys
+
+    a, b = (jax.random.key_data(row_keys(s, 0, 0, 2)) for s in (5, 2**40 + 5))
+    assert not np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, None])
+def test_a_seed_out_of_range_is_refused(seed):
+    with pytest.raises(ValueError, match=f"`seed={seed}`"):
+        jb.data_parallel(loss_fn, optax.sgd(0.1), jb.data_mesh(), seed=seed)
+
+
+def test_an_optimizer_that_hands_nothing_on_is_named():
+    tx = optax.chain(optax.sgd(0.1), jb.scale_by_batch_size(base_examples=4))
+    tx = optax.MultiSteps(tx, 2).gradient_transformation()
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        pytest.raises(
+            ValueError, match="needs the batch size.*hand extra arguments on"
+        ),
+    ):
+        run_batch(batch, four_devices(), tx=tx)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_average_that_overflows_is_skipped(mode):
+    """It would give updates of zero, which are finite, from then on."""
+
+    def loss(params, batch, keys):
+        return 400 * jnp.sum(params.astype(jnp.float32)) * 8, jnp.asarray(8)
+
+    tx = optax.scale_by_adam()
+    mesh = jb.data_mesh(jax.devices()[:2])
+    step = jb.data_parallel(loss, tx, mesh, mode=mode, skip_nonfinite=True)
+    state = jb.replicate(jb.create_state(jnp.ones(3, jnp.float16), tx), mesh)
+    (batch,) = jb.prefetch_to_mesh(
+        [jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))], mesh
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        state, metrics = step(state, batch)
+    assert metrics["skipped"] == 1
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
+def test_statistics_of_batches_are_no_parameters():
+    variables = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(2)}}
+    with pytest.raises(
+        ValueError, match="`model` has batch statistics, which would be"
+    ):
+        jb.create_state(variables, optax.sgd(0.1))
+
+
+def test_the_norm_of_complex_gradients_is_a_number():
+    from jaxbucket.train.step import _norm
+
+    assert _norm({"w": jnp.asarray([3 + 4j, 0])}) == 5
+
+
+def test_a_batch_without_weight_has_a_loss_of_zero():
+    def loss(params, batch, keys):
+        return jnp.sum(params["embedding"]) * 0, jnp.asarray(0)
+
+    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    state, metrics = run_batch(batch, four_devices(), loss=loss)
+    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
+
+
+def test_examples_that_are_packed_are_counted_and_not_their_rows():
+    ids = np.zeros((4, 8), np.int32)
+    ids[0, :6], ids[1, :3] = [1, 1, 2, 2, 3, 3], 1
+    batch = jb.Batch(
+        {"tokens": np.ones((4, 8), np.int32)}, {"tokens": ids}, {"tokens": ids}
+    )
+    _, metrics = run_batch(batch, four_devices())
+    assert metrics["num_examples"] == 4 and metrics["num_tokens"] == 9
