@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.tree_util import keystr
 
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.position import DataPosition
@@ -214,10 +215,12 @@ class Checkpoints:
           extra: what else to keep, for JSON.
 
         Raises:
-          ValueError: if the directory has the checkpoints of another run, or another
-            process saves there, the step is before the last one, or `extra` is no
-            JSON.
+          ValueError: if the state has something other than arrays and numbers, or two
+            leaves of one name; if the directory has the checkpoints of another run, or
+            another process saves there, the step is before the last one, or `extra` is
+            no JSON.
         """
+        _check_can_be_saved(state)
         self.claim()
         newest = self.latest_step
         if newest != self._last:
@@ -286,6 +289,7 @@ class Checkpoints:
         if position.step != step:
             is_ = f"is of step {position.step}"
             raise ValueError(self._damaged(folder, "position", is_))
+        self._check_keys(folder, state, saved.state)
         self._last = step
         restored = jax.tree.map(_like, state, saved.state)
         return Restored(restored, position, saved.extra)
@@ -371,18 +375,76 @@ class Checkpoints:
         return f"The checkpoint {folder} is damaged, for {name} {is_}: {remedy}."
 
     def _check_state(self, folder: epath.Path, step: int, abstract: Any) -> None:
-        saved = _leaves(self._manager.item_metadata(step).state)
-        given = _leaves(abstract)
+        metadata = self._manager.item_metadata(step).state
+        saved, given = _leaves(metadata), _leaves(abstract)
         # What was chosen is named before what follows from it.
         names = saved.keys() | given.keys()
         for name in sorted(names, key=lambda name: ("params" not in name, name)):
             was, now = saved.get(name), given.get(name)
             if not _same_type(was, now):
-                raise ValueError(
-                    f"The checkpoint {folder} is of another model or optimizer, "
-                    f"because {name} is {_type_name(now)}, but was {_type_name(was)}: "
-                    "build what was saved."
+                raise _another_state(folder, name, _type_name(now), _type_name(was))
+        # Lists and dicts of the same names.
+        was, now = _paths(metadata.tree), _paths(ocp.tree.serialize_tree(abstract))
+        for name, path in now.items():
+            if path != was[name]:
+                raise _another_state(
+                    folder, name, f"`state{path}`", f"`state{was[name]}`"
                 )
+
+    def _check_keys(self, folder: epath.Path, state: Any, restored: Any) -> None:
+        """What Orbax takes for the same: keys of any kind, and their words."""
+        leaves = zip(
+            jax.tree.leaves_with_path(state), jax.tree.leaves(restored), strict=True
+        )
+        for (path, leaf), read in leaves:
+            if hasattr(leaf, "dtype") and leaf.dtype != read.dtype:
+                raise _another_state(folder, _name(path), leaf.dtype, read.dtype)
+
+
+def _another_state(folder: epath.Path, name: str, now: Any, was: Any) -> ValueError:
+    return ValueError(
+        f"The checkpoint {folder} is of another model or optimizer, because {name} is "
+        f"{now}, but was {was}: build what was saved."
+    )
+
+
+def _check_can_be_saved(state: Any) -> None:
+    """Raises a ValueError that names the leaf that is not an array or a number."""
+    names: dict[str, str] = {}
+    for path, leaf in jax.tree.leaves_with_path(state):
+        where = f"`state{keystr(path)}`"
+        _check_leaf(where, leaf)
+        name = _name(path)
+        if name in names:
+            raise ValueError(
+                f"{where} and {names[name]} are both called {name!r} in a checkpoint: "
+                "rename one of them."
+            )
+        names[name] = where
+
+
+def _check_leaf(where: str, leaf: Any) -> None:
+    # Words, objects and times of numpy are not numbers.
+    is_array = isinstance(leaf, jax.Array) or (
+        isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "USOmM"
+    )
+    if is_array or isinstance(leaf, bool | float):
+        if np.size(leaf) == 0:
+            raise ValueError(
+                f"{where} has shape {np.shape(leaf)}, and Orbax saves no empty arrays: "
+                "leave it out, or put None in its place."
+            )
+    elif isinstance(leaf, int):
+        if not -(2**63) <= leaf < 2**63:
+            raise ValueError(
+                f"{where} is {leaf}, and an integer must fit into 64 bits: make it "
+                "an array of several."
+            )
+    else:
+        raise ValueError(
+            f"{where} is a {type(leaf).__name__}, and a checkpoint holds arrays, "
+            "numbers and keys of jax: put it into `extra`, or make it static."
+        )
 
 
 def _abstract(leaf: Any) -> Any:
@@ -414,6 +476,17 @@ def _leaves(tree: Any) -> dict[str, Any]:
     """The arrays and numbers of a tree by name."""
     leaves = ocp.tree.to_flat_dict(tree, sep=".").items()
     return {name: leaf for name, leaf in leaves if leaf is not None}
+
+
+def _paths(tree: Any) -> dict[str, str]:
+    """Name -> where it is, as Python writes it: `['a'][0]`."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {_name(path): keystr(path) for path, _ in leaves}
+
+
+def _name(path: Any) -> str:
+    """What Orbax calls a leaf."""
+    return keystr(path, simple=True, separator=".")
 
 
 _KINDS = {bool: np.bool_, int: np.integer, float: np.floating}

@@ -212,6 +212,58 @@ def test_a_number_comes_back_as_what_is_asked_for(dataset, tmp_path, saved, aske
     assert restored == 3 and np.asarray(restored).dtype == np.asarray(asked).dtype
 
 
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"s": "hi"}, "`state['s']` is a str, and a checkpoint holds arrays"),
+        ({"s": [1j]}, "`state['s'][0]` is a complex, and a checkpoint holds arrays"),
+        ({"s": np.array("hi")}, "`state['s']` is a ndarray, and a checkpoint holds"),
+        ({"s": 10**25}, f"`state['s']` is {10**25}, and an integer must fit into 64"),
+        ({"s": jnp.ones((0, 3))}, "`state['s']` has shape (0, 3), and Orbax saves no"),
+        (
+            {"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}},
+            "`state['a.b']` and `state['a']['b']` are both called 'a.b'",
+        ),
+    ],
+)
+def test_what_cannot_be_saved_is_named(dataset, tmp_path, state, message):
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            checkpoints.save(state, dataset.position(1))
+        # Nothing is left of it.
+        checkpoints.save(
+            {"w": jnp.ones(2), "z": jnp.ones(2, "complex64")}, dataset.position(1)
+        )
+        assert checkpoints.latest_step == 1
+
+
+KEY = jax.random.key(3, impl="rbg")
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "message"),
+    [
+        (KEY, jax.random.key(0, impl="unsafe_rbg"), "is key<urbg>, but was key<rbg>"),
+        (KEY, jax.random.key_data(KEY), "is uint32, but was key<rbg>"),
+        (jax.random.key_data(KEY), KEY, "is key<rbg>, but was uint32"),
+        (
+            [jnp.ones(1)],
+            {"0": jnp.ones(1)},
+            ".0 is `state['s']['0']`, but was `state['s'][0]`",
+        ),
+    ],
+)
+def test_what_orbax_takes_for_the_same_is_refused(
+    dataset, tmp_path, saved, asked, message
+):
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save({"s": saved}, dataset.position(1))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            checkpoints.restore({"s": asked})
+        restored = checkpoints.restore({"s": saved}).state
+    assert bits(restored) == bits({"s": saved})
+
+
 def test_only_the_newest_stay(dataset, tmp_path):
     with jb.Checkpoints(tmp_path, keep=2) as checkpoints:
         for step in (1, 2, 3, 5):
