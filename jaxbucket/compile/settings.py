@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import os
 import pickle
 import re
 import uuid
@@ -47,11 +48,11 @@ _OF_THE_COMPILER = {
 }
 # What jax calls everything that `jax.make_user_context` returns.
 _USER_CONTEXT = "user_context"
-# The PRNG implementation, for jax's caches of what it has traced and lowered. The first
-# one is None there: most processes have no other, and what is compiled ahead for it is
-# shared with direct calls.
+# The PRNG implementation, for jax's caches of what it has traced and lowered. The one
+# that jax starts with is None there: most processes have no other, and what is compiled
+# ahead for it is shared with direct calls, those before the first compilation included.
 _prng: Any = jax.make_user_context(None)
-_first_prng: dict[str, str] = {}
+_PRNG_AT_START = os.environ.get("JAX_DEFAULT_PRNG_IMPL", "threefry2x32")
 
 
 def following_prng() -> AbstractContextManager[None]:
@@ -61,8 +62,7 @@ def following_prng() -> AbstractContextManager[None]:
     into account, but not this one.
     """
     prng = jax.config.jax_default_prng_impl
-    is_first = _first_prng.setdefault("of this process", prng) == prng
-    return _prng(None if is_first else prng)
+    return _prng(None if prng == _PRNG_AT_START else prng)
 
 
 def trace_key() -> tuple[Any, ...]:

@@ -423,7 +423,8 @@ def test_pmap_steps_are_traced_anew_for_another_prng(tmp_path, verify):
     """Also where one step is compiled for both."""
 
     def by_noise(params, batch, keys):
-        noise = jax.vmap(jax.random.uniform)(keys).sum()
+        # Keys of rows are always of threefry.
+        noise = jax.random.uniform(jax.random.key(3))
         return noise * params["w"], batch.num_tokens
 
     tx = optax.sgd(0.0)
@@ -467,6 +468,41 @@ def test_functions_inside_are_traced_anew_for_another_prng(tmp_path):
             want[prng] = float(jax.random.uniform(jax.random.key(3)) * 2)
             assert noisy_loss(steps) == pytest.approx(want[prng])
     assert want["rbg"] != want["threefry2x32"]
+
+
+CALLED_BEFORE = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jaxbucket import Batch, ExecutableCache, compile_steps
+
+def step(state, batch):
+    return state, noise(batch.features["seed"][0]).sum()
+
+noise = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), (4,)))
+ids = np.ones((2, 4), np.int32)
+batch = Batch({"seed": np.zeros(2, np.int32)}, {"x": ids}, {"x": ids})
+device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+state, batch = jax.device_put((jnp.float32(1), batch), device)
+spec = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
+)
+noise(batch.features["seed"][0])
+jax.config.update("jax_default_prng_impl", "rbg")
+cache = ExecutableCache(sys.argv[1], verify="none", key="a")
+steps = compile_steps(step, state, {batch.bucket: spec}, executables=cache)
+want = jax.random.normal(jax.random.key(0), (4,)).sum()
+assert np.isclose(steps(state, batch)[1], want), (steps(state, batch)[1], want)
+"""
+
+
+def test_functions_called_before_the_first_compilation_are_traced_anew(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", CALLED_BEFORE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
 
 
 def test_user_contexts_are_not_taken_for_one_another(tmp_path):
