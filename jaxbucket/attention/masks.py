@@ -120,7 +120,7 @@ def token_weights(
     check_choice("per", per, get_args(Per))
     _check_is_batch(batch)
     ids = _segment_ids(batch, sequence)
-    mask = ids > 0 if where is None else (ids > 0) & (where != 0)
+    mask = ids > 0 if where is None else (ids > 0) & where.astype(bool)
     if per == "token":
         return mask.astype(jnp.float32)
 
