@@ -61,13 +61,17 @@ def following_prng() -> AbstractContextManager[None]:
     jax's caches, those of jitted functions inside of others too, take any other setting
     into account, but not this one.
     """
-    prng = jax.config.jax_default_prng_impl
+    prng = _prng_name()
     return _prng(None if prng == _PRNG_AT_START else prng)
 
 
 def trace_key() -> tuple[Any, ...]:
     """What tracing in this thread depends on: hashable, and quick enough for a step."""
-    return (jax.config.jax_default_prng_impl, *jax_config.trace_context())
+    return (_prng_name(), *jax_config.trace_context())
+
+
+def _prng_name() -> str:
+    return jax.config.jax_default_prng_impl  # pyright: ignore
 
 
 def is_traced_alike(call: Callable[..., Any]) -> bool:
