@@ -30,7 +30,7 @@ import jaxbucket as jb
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 import documents
-from transformer import Transformer
+from transformer import BEGIN, Transformer
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -116,11 +116,11 @@ def loss(
     model: Transformer, batch: jb.Batch, keys: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """The example's, with the logits in float32 before they are exponentiated."""
-    tokens = batch.features["tokens"].astype(jnp.int32)
+    inputs, targets, weights = jb.next_tokens(batch, "tokens", begin=BEGIN)
     ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
-    logits = model(tokens, positions, keys, ids).astype(jnp.float32)
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
-    return jnp.sum(nats * batch.mask), batch.num_tokens
+    logits = model(inputs, positions, keys, ids).astype(jnp.float32)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return jnp.sum(nats * weights), jnp.sum(weights)
 
 
 def main() -> None:
