@@ -384,7 +384,9 @@ class Checkpoints:
             if not _same_type(was, now):
                 raise _another_state(folder, name, _type_name(now), _type_name(was))
         # Lists and dicts of the same names.
-        was, now = _paths(metadata.tree), _paths(ocp.tree.serialize_tree(abstract))
+        # The states of optax without numbers keep their places in a chain.
+        serialized = ocp.tree.serialize_tree(abstract, keep_empty_nodes=True)
+        was, now = _paths(metadata.tree), _paths(serialized)
         for name, path in now.items():
             if path != was[name]:
                 raise _another_state(

@@ -476,6 +476,16 @@ def test_the_remedy_works(saved, tmp_path):
     assert sentence.endswith("there is no older one to go on from.")
 
 
+def test_a_chain_of_optax_whose_first_state_is_empty_comes_back(dataset, tmp_path):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    params = {"w": jnp.ones(3), "none": None, "empty": {}, "layers": [{}, jnp.ones(2)]}
+    state = {"params": params, "opt_state": tx.init(params)}
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, dataset.position(1))
+        restored = checkpoints.restore(state).state
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+
+
 def test_another_model_or_optimizer_is_refused(saved):
     mesh = jb.data_mesh()
     wider = refusal(saved, make_state(mesh, width=32))
