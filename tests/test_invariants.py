@@ -21,7 +21,7 @@ from jaxbucket import (
     plan_buckets,
     write_token_file,
 )
-from jaxbucket.base.types import digest
+from jaxbucket.base.digest import digest
 from jaxbucket.schedule.schedule import Schedule
 from jaxbucket.testing import check_batches
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
     check_choice,
     check_lengths,
@@ -19,7 +20,6 @@ from jaxbucket.base.checks import (
     check_positive,
 )
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.base.types import BucketPlan
 from jaxbucket.packing.pattern import Pattern
 from jaxbucket.packing.rows import (
     Packing,

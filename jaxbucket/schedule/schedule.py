@@ -18,6 +18,8 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
+from jaxbucket.base.buckets import GROUPS, Bucket, BucketPlan, Group
 from jaxbucket.base.checks import (
     MAX_LENGTH,
     check_accumulate,
@@ -25,16 +27,8 @@ from jaxbucket.base.checks import (
     check_positive,
     check_seed,
 )
+from jaxbucket.base.digest import digest
 from jaxbucket.base.position import DataPosition, check_position
-from jaxbucket.base.types import (
-    EMPTY_ROW,
-    GROUPS,
-    BatchIndices,
-    Bucket,
-    BucketPlan,
-    Group,
-    digest,
-)
 from jaxbucket.packing.rows import Packing
 from jaxbucket.packing.sequences import check_parts, total_lengths
 from jaxbucket.plan.remainder import Remainder, RowFlow, filler_bucket

@@ -16,17 +16,19 @@ from typing import Any, TypeAlias
 import grain
 import numpy as np
 
+from jaxbucket.base.batch import RowShard
+from jaxbucket.base.buckets import BucketPlan, Group
 from jaxbucket.base.checks import (
     MAX_LENGTH,
     check_accumulate,
     check_positive,
     check_seed,
 )
+from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.peers import Meeting
 from jaxbucket.base.permutation import fold
 from jaxbucket.base.position import DataPosition
-from jaxbucket.base.types import BucketPlan, Group, RowShard, digest
 from jaxbucket.data.example import Example, copied, listed_names
 from jaxbucket.data.transform import StreamTransform, Transform, check_transform
 from jaxbucket.stream.drift import OnDrift, warn_of_drift

@@ -10,9 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_choice
+from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.base.types import EMPTY_ROW, Batch, BatchIndices, Bucket, digest
 from jaxbucket.compile import noting_arguments
 from jaxbucket.data.collate import unbatch
 from jaxbucket.schedule.schedule import Schedule

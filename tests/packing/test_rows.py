@@ -14,8 +14,8 @@ import pytest
 
 import jaxbucket as jb
 from jaxbucket import Bucket
+from jaxbucket.base.batch import EMPTY_ROW
 from jaxbucket.base.permutation import fold, mix, mix_each, permute, permute_each
-from jaxbucket.base.types import EMPTY_ROW
 from jaxbucket.data.segments import row_segments
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import Pattern, positions

@@ -13,7 +13,7 @@ from jaxbucket import (
     plan_buckets,
     report,
 )
-from jaxbucket.base.types import RowShard
+from jaxbucket.base.batch import RowShard
 
 EPOCHS = (0, 1, 10**6)
 
