@@ -4,3 +4,17 @@
 `pipeline` those of every step of a schedule, and `workers` loads them ahead. `lengths`
 measures how long examples are. This package does not import jax.
 """
+
+from etils import epy as _epy
+
+with _epy.lazy_api_imports(globals()):
+    from jaxbucket.base.batch import Batch, RowShard
+    from jaxbucket.base.position import DataPosition
+    from jaxbucket.data.chunk_source import split_source
+    from jaxbucket.data.collate import collate_rows, unbatch
+    from jaxbucket.data.concat_source import ConcatSource, concat_then_split
+    from jaxbucket.data.lengths.measure import measure_difficulty, measure_lengths
+    from jaxbucket.data.pipeline import batch_dataset
+    from jaxbucket.data.source import concatenate
+    from jaxbucket.data.token_file import TokenFile, write_token_file
+    from jaxbucket.data.workers import load_in_workers

@@ -4,3 +4,9 @@
 `processes` checks that they agree, `watchdog` ends all where one is lost, and `stop`
 ends them behind the same step.
 """
+
+from etils import epy as _epy
+
+with _epy.lazy_api_imports(globals()):
+    from jaxbucket.distributed.processes import Processes
+    from jaxbucket.distributed.stop import StopRequest

@@ -158,7 +158,7 @@ def plan_packing(
 
     Example:
       >>> lengths = np.random.default_rng(0).integers(1, 500, size=1000)
-      >>> from jaxbucket import TransformerCost
+      >>> from jaxbucket.plan import TransformerCost
       >>> found = plan_packing(
       ...     lengths, max_tokens=4096, cost_fn=TransformerCost(width=64, depth=2)
       ... )

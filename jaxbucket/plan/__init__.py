@@ -4,3 +4,14 @@
 a step of each shape, `optimal` and `rules` choose where buckets end, and `remainder`
 says what becomes of examples that fill no batch. `reports` shows what a plan costs.
 """
+
+from etils import epy as _epy
+
+with _epy.lazy_api_imports(globals()):
+    from jaxbucket.plan.buckets import plan_buckets
+    from jaxbucket.plan.chunks import chunk_lengths
+    from jaxbucket.plan.costs import StepTime, TokenCost, TransformerCost
+    from jaxbucket.plan.curve import PlanCurve, plan_curve
+    from jaxbucket.plan.limits import Limits
+    from jaxbucket.plan.reports.comparison import Comparison, compare_plans
+    from jaxbucket.plan.reports.epoch import Report, report

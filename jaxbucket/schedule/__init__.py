@@ -4,3 +4,18 @@
 `curriculum`); `Mixture` takes steps from several schedules. Nothing advances, so that a
 run resumes from one integer.
 """
+
+from etils import epy as _epy
+
+with _epy.lazy_api_imports(globals()):
+    from jaxbucket.base.batch import BatchIndices
+    from jaxbucket.schedule.curriculum import Curriculum
+    from jaxbucket.schedule.difficulty_index import DifficultyIndex
+    from jaxbucket.schedule.mixture import Mixture
+    from jaxbucket.schedule.pacing import (
+        CyclicPacing,
+        LinearPacing,
+        RootPacing,
+        StepPacing,
+    )
+    from jaxbucket.schedule.schedule import BatchSchedule

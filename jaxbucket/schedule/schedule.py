@@ -477,7 +477,8 @@ class BatchSchedule(Schedule):
         the mean over the batches of an epoch, of 4,096 at most.
 
         Example:
-          >>> from jaxbucket import pack, plan_buckets
+          >>> from jaxbucket import plan_buckets
+          >>> from jaxbucket.packing import pack
           >>> lengths = np.random.default_rng(0).integers(1, 100, 1000)
           >>> packing = pack(lengths, 128)
           >>> plan = plan_buckets([128], max_tokens=32 * 128)

@@ -4,3 +4,10 @@
 out of it, `rounds` agrees with the other processes of a run, and `state` saves and
 restores all of that. This package does not import jax.
 """
+
+from etils import epy as _epy
+
+with _epy.lazy_api_imports(globals()):
+    from jaxbucket.stream.dataset import sample_lengths, stream_batches
+    from jaxbucket.stream.drift import Drift, DriftWarning
+    from jaxbucket.stream.end import StreamEnd

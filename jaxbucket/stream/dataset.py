@@ -89,7 +89,7 @@ def stream_batches(
       >>> import grain, jaxbucket as jb
       >>> source = [{"tokens": [7] * n} for n in (3, 1, 4, 2)]
       >>> dataset = grain.MapDataset.source(source).to_iter_dataset()
-      >>> lengths = jb.sample_lengths(dataset, 100)
+      >>> lengths = jb.stream.sample_lengths(dataset, 100)
       >>> plan = jb.plan_buckets(lengths, max_tokens=8, num_buckets=2)
       >>> batches = stream_batches(dataset, plan, pool_size=4)
       >>> [batch.bucket for batch in batches]

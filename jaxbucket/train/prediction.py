@@ -114,7 +114,7 @@ def predict(
       >>> plan = jb.plan_buckets(lengths, max_tokens=8)
       >>> mesh = jb.data_mesh(jax.devices()[:1])
       >>> state = jb.create_state({"w": np.float32(2)}, optax.sgd(0.0))
-      >>> state = jb.replicate(state, mesh)
+      >>> state = jb.sharding.replicate(state, mesh)
       >>> steps = jb.data_parallel_predict(
       ...     lambda model, batch: {"y": model["w"] * batch.features["x"]}, mesh
       ... )
