@@ -71,21 +71,16 @@ if TYPE_CHECKING:
     from jaxbucket.sort import SortedKeys, SortedShare, sample_sort
     from jaxbucket.sort.difficulty import write_difficulty_index
     from jaxbucket.stream.dataset import sample_lengths, stream_batches
-    from jaxbucket.train.accumulation import data_parallel_accumulate
     from jaxbucket.train.calibration import Calibration, calibrate, calibration_shapes
     from jaxbucket.train.checkpoint import Checkpoints, Restored
-    from jaxbucket.train.prediction import data_parallel_predict, predict
+    from jaxbucket.train.loader import MeshLoader
+    from jaxbucket.train.prediction import make_predict_step, predict
     from jaxbucket.train.rows import gather_rows, row_numbers
-    from jaxbucket.train.step import (
-        TrainState,
-        create_state,
-        data_parallel,
-        data_parallel_eval,
-    )
+    from jaxbucket.train.state import TrainState, create_state
+    from jaxbucket.train.step import make_eval_step, make_train_step
 
 
 _ON_FIRST_USE = {
-    "data_parallel_accumulate": "train.accumulation",
     "segment_attention": "attention.segment",
     "batch_dataset": "data.pipeline",
     "NextTokens": "attention.masks",
@@ -118,7 +113,8 @@ _ON_FIRST_USE = {
     "scale_schedule": "optim",
     "schedule_by_work": "optim",
     "warmup_inverse_sqrt_schedule": "optim",
-    "data_parallel_predict": "train.prediction",
+    "MeshLoader": "train.loader",
+    "make_predict_step": "train.prediction",
     "predict": "train.prediction",
     "StopRequest": "distributed.stop",
     "Processes": "distributed.processes",
@@ -129,10 +125,10 @@ _ON_FIRST_USE = {
     "sample_sort": "sort",
     "sample_lengths": "stream.dataset",
     "stream_batches": "stream.dataset",
-    "TrainState": "train.step",
-    "create_state": "train.step",
-    "data_parallel": "train.step",
-    "data_parallel_eval": "train.step",
+    "TrainState": "train.state",
+    "create_state": "train.state",
+    "make_eval_step": "train.step",
+    "make_train_step": "train.step",
 }
 
 __all__ = [
@@ -156,6 +152,7 @@ __all__ = [
     "ExecutableCache",
     "Limits",
     "LinearPacing",
+    "MeshLoader",
     "Mixture",
     "NextTokens",
     "PackedPlan",
@@ -190,14 +187,13 @@ __all__ = [
     "count_compiles",
     "create_state",
     "data_mesh",
-    "data_parallel",
-    "data_parallel_accumulate",
-    "data_parallel_eval",
-    "data_parallel_predict",
     "gather_rows",
     "is_linear_in_lr",
     "load_in_workers",
     "local_rows",
+    "make_eval_step",
+    "make_predict_step",
+    "make_train_step",
     "measure_difficulty",
     "measure_lengths",
     "next_tokens",
