@@ -47,8 +47,8 @@ plan = jb.BucketPlan.from_shapes([tuple(shape) for shape in shapes])
 mesh = jb.data_mesh()
 tx = optax.chain(optax.adamw(1e-3), jb.scale_by_batch_size(base_examples=32))
 model = Transformer(width, layers, 0.0, nnx.Rngs(0))
-state = jb.sharding.replicate(jb.create_state(model, tx), mesh)
-step = jb.data_parallel(recipe.loss, tx, mesh)
+state = jb.create_state(model, tx, mesh)
+step = jb.make_train_step(recipe.loss, tx, mesh)
 specs = jb.sharding.batch_specs(plan, {"tokens": np.zeros(1, np.uint8)}, mesh)
 first = plan.buckets[0]
 if way == "one bucket":

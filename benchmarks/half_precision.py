@@ -70,12 +70,10 @@ class Training:
     def runs(self, dtype: Any) -> list[dict[str, Any]]:
         """One run for each seed, by steps that are compiled once."""
         specs = jb.sharding.batch_specs(self.plan, self.source[0], self.mesh)
-        step = jb.data_parallel(loss, self.tx, self.mesh, skip_nonfinite=True)
+        step = jb.make_train_step(loss, self.tx, self.mesh, skip_nonfinite=True)
         state = self._state(0, dtype)
         steps = jb.compile_steps(step, state, specs)
-        evaluate = jb.compile_steps(
-            jb.data_parallel_eval(loss, self.mesh), state, specs
-        )
+        evaluate = jb.compile_steps(jb.make_eval_step(loss, self.mesh), state, specs)
         return [
             self._run(seed, dtype, steps, evaluate) for seed in range(self.args.seeds)
         ]
@@ -83,7 +81,7 @@ class Training:
     def _state(self, seed: int, dtype: Any) -> jb.train.TrainState:
         args = self.args
         model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(seed), dtype)
-        return jb.sharding.replicate(jb.create_state(model, self.tx), self.mesh)
+        return jb.create_state(model, self.tx, self.mesh)
 
     def _run(self, seed: int, dtype: Any, steps: Any, evaluate: Any) -> dict[str, Any]:
         state = self._state(seed, dtype)

@@ -69,7 +69,7 @@ class Training:
         self._to_evaluate = jb.batch_dataset(
             self.held_out, jb.BatchSchedule(self.plan, held_out, order="source")
         )
-        evaluate = jb.data_parallel_eval(recipe.loss, self.mesh)
+        evaluate = jb.make_eval_step(recipe.loss, self.mesh)
         specs = jb.sharding.batch_specs(self.plan, self.source[0], self.mesh)
         state = _without_optimizer(self._state(0, optax.sgd(0.0)))
         self._evaluate = jb.compile_steps(evaluate, state, specs)
@@ -89,7 +89,7 @@ class Training:
         self, seed: int, tx: optax.GradientTransformation
     ) -> jb.train.TrainState:
         model = Transformer(self.args.width, self.args.layers, 0.0, nnx.Rngs(seed))
-        return jb.sharding.replicate(jb.create_state(model, tx), self.mesh)
+        return jb.create_state(model, tx, self.mesh)
 
     def ways(self) -> dict[str, Way]:
         args, base = self.args, self.base_examples
@@ -138,12 +138,11 @@ class Training:
     def runs(self, way: Way) -> list[dict[str, Any]]:
         """One run for each seed, by steps that are compiled once."""
         schedule = way.schedule(0)
-        accumulates = schedule.accumulate > 1
-        make: Any = jb.data_parallel_accumulate if accumulates else jb.data_parallel
-        specs = jb.sharding.batch_specs(schedule.plan, self.source[0], self.mesh)
-        steps = jb.compile_steps(
-            make(recipe.loss, way.tx, self.mesh), self._state(0, way.tx), specs
+        step_fn = jb.make_train_step(
+            recipe.loss, way.tx, self.mesh, accumulate=schedule.accumulate > 1
         )
+        specs = jb.sharding.batch_specs(schedule.plan, self.source[0], self.mesh)
+        steps = jb.compile_steps(step_fn, self._state(0, way.tx), specs)
         return [self._run(way, seed, steps) for seed in range(self.args.seeds)]
 
     def _run(self, way: Way, seed: int, steps: Any) -> dict[str, Any]:

@@ -154,9 +154,9 @@ def train(
         ),
     )
     model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(args.seed))
-    state = jb.sharding.replicate(jb.create_state(model, tx), mesh)
+    state = jb.create_state(model, tx, mesh)
     steps = jb.compile_steps(
-        jb.data_parallel(recipe.loss, tx, mesh),
+        jb.make_train_step(recipe.loss, tx, mesh),
         state,
         jb.sharding.batch_specs(schedule.plan, source[0], mesh),
         opening=schedule.bucket_order(),

@@ -91,7 +91,7 @@ def make_step(
     state: jb.train.TrainState,
 ) -> Any:
     """The train step, for states like that one."""
-    return jb.data_parallel(
+    return jb.make_train_step(
         loss,
         tx,
         mesh,
@@ -114,7 +114,7 @@ def steps(plan: jb.BucketPlan, *words: str) -> dict[str, Any]:
     tx = make_optimizer(args)
     state = abstract_state(args, tx, mesh)
     specs = jb.sharding.batch_specs(plan, {"tokens": np.zeros(1, np.uint8)}, mesh)
-    evaluate = jb.data_parallel_eval(loss, mesh, mode=args.mode)
+    evaluate = jb.make_eval_step(loss, mesh, mode=args.mode)
     return {
         "train": (make_step(args, tx, mesh, state), state, specs),
         "eval": (evaluate, state, specs),

@@ -123,12 +123,12 @@ def train(
         jb.scale_by_batch_size(base_examples=recipe.BASE_EXAMPLES, learning_rate=rate),
     )
     model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(args.seed))
-    state = jb.sharding.replicate(jb.create_state(model, tx), mesh)
+    state = jb.create_state(model, tx, mesh)
     specs = jb.sharding.batch_specs(
         dataset.plan, EXAMPLE, mesh, max_segments=dataset.max_segments
     )
     steps = jb.compile_steps(
-        jb.data_parallel(recipe.loss, tx, mesh), state, specs, progress=False
+        jb.make_train_step(recipe.loss, tx, mesh), state, specs, progress=False
     )
     batches, found = iter(dataset), []
     with contextlib.ExitStack() as stack:

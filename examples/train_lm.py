@@ -121,7 +121,7 @@ class HeldOut:
         state: jb.train.TrainState,
         args: argparse.Namespace,
     ):
-        eval_step = jb.data_parallel_eval(recipe.loss, mesh, mode=args.mode)
+        eval_step = jb.make_eval_step(recipe.loss, mesh, mode=args.mode)
         self.steps = jb.compile_steps(
             eval_step,
             state,

@@ -46,7 +46,8 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.schedule.schedule import BatchSchedule
     from jaxbucket.sharding import data_mesh
     from jaxbucket.stream.dataset import stream_batches
-    from jaxbucket.train.accumulation import data_parallel_accumulate
     from jaxbucket.train.checkpoint import Checkpoints
-    from jaxbucket.train.prediction import data_parallel_predict, predict
-    from jaxbucket.train.step import create_state, data_parallel, data_parallel_eval
+    from jaxbucket.train.loader import MeshLoader
+    from jaxbucket.train.prediction import make_predict_step, predict
+    from jaxbucket.train.state import create_state
+    from jaxbucket.train.step import make_eval_step, make_train_step

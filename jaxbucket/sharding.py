@@ -55,7 +55,12 @@ def batch_sharding(mesh: Mesh, batch_axes: Axes = DATA_AXIS) -> NamedSharding:
 
 
 def axis_names(mesh: Mesh, batch_axes: Axes) -> tuple[str, ...]:
-    """Returns the batch axes as a tuple, or raises a ValueError for an unknown one."""
+    """Returns the batch axes as a tuple, or raises a ValueError if it cannot."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            f"`mesh` is a {type(mesh).__name__}: make one by `data_mesh()`, or by "
+            "`jax.make_mesh`."
+        )
     names = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     known = [name for name in names if name in mesh.axis_names]
     if not names or len(set(known)) < len(names):
@@ -75,7 +80,8 @@ def local_rows(mesh: Mesh, *, batch_axes: Axes = DATA_AXIS) -> RowShard:
     Raises:
       ValueError: if the mesh lacks one of the axes, or has no device here.
     """
-    return rows_of_devices(mesh, mesh.local_devices, batch_axes)
+    axes = axis_names(mesh, batch_axes)
+    return rows_of_devices(mesh, mesh.local_devices, axes)
 
 
 def rows_of_devices(

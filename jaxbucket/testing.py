@@ -147,7 +147,7 @@ def check_loss(
       model: an NNX module, or parameters.
       batch: a real one of at least two rows that hold examples, padded or packed, of
         numpy or jax. A small one will do.
-      seed: what the keys of the rows are derived from, as in `data_parallel`; None to
+      seed: what the keys of the rows are derived from, as in `make_train_step`; None to
         call the loss with keys None, as evaluation does.
       sequences: the features that are padded, by default all of shape `[B, T, ...]`.
         Name them where others may have that shape by chance.
@@ -163,9 +163,10 @@ def check_loss(
     import jax
     import optax
 
+    from jaxbucket.train.gradients import gradient_sums
     from jaxbucket.train.loss import row_keys
     from jaxbucket.train.rows import MappedRows, rows_at_hand
-    from jaxbucket.train.step import create_state, gradient_sums
+    from jaxbucket.train.state import create_state
 
     if not isinstance(batch, Batch):
         raise ValueError(

@@ -238,7 +238,7 @@ def test_orders_and_mixtures_are_made_as_printed(tmp_path):
 def test_the_lines_that_compile_ahead_run_as_printed(tmp_path):
     (code,), (*_, ahead, _) = blocks("python"), blocks("py")
     code = code[: code.index("# One executable for each bucket")]
-    code += "step_fn = jb.data_parallel(loss_fn, tx, mesh)\n"
+    code += "step_fn = jb.make_train_step(loss_fn, tx, mesh)\n"
     ahead = ahead.replace('"executables"', repr(str(tmp_path / "executables")))
     for source in ("compiled", "loaded"):
         *table, numbers = output_of(code + ahead, tmp_path).splitlines()

@@ -56,10 +56,10 @@ def compile_steps(
     in the same order.
 
     Args:
-      step_fn: `(state, batch) -> anything`, jitted or not, or what
-        `data_parallel_accumulate` returns. What it donates is its own
-        choice: `jax.jit(step_fn, donate_argnums=0)`. A step that returns a new state
-        must return it in the sharding it came in, as `data_parallel`'s does.
+      step_fn: `(state, batch) -> anything`, jitted or not, such as what
+        `make_train_step` returns. What it donates is its own choice:
+        `jax.jit(step_fn, donate_argnums=0)`. A step that returns a new state must
+        return it in the sharding it came in, as `make_train_step`'s does.
       state: the first state, or the shapes, dtypes and shardings of one.
       specs: a batch's shapes for every bucket, from `batch_specs`.
       workers: how many are compiled at a time, beside the next one's tracing; by

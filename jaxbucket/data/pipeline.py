@@ -249,6 +249,11 @@ class BatchDataset(grain.MapDataset[Any]):
         return self._shard
 
     @property
+    def sequences(self) -> Sequences:
+        """The features that are padded: those asked for, or the source's own."""
+        return self._sequences
+
+    @property
     def start_step(self) -> int:
         """The step that element 0 is of."""
         return self._start_step

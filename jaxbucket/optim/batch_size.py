@@ -76,7 +76,7 @@ def scale_by_batch_size(
 
     Returns:
       A transformation whose `update` takes `num_examples`, `num_tokens` or `num_rows`,
-      of the whole global batch, static or traced; `data_parallel` passes all of them.
+      of the whole global batch, static or traced; `make_train_step` passes all of them.
 
     Raises:
       ValueError: if not exactly one base is given, it is not positive, the rule is

@@ -95,7 +95,7 @@ def scale_schedule(
     static_args=("dtype_momentum", "min_dim_size_to_factor"))`. For parameters in half
     precision give it `hyperparam_dtype=jnp.float32`, or optax rounds b2 to 1.) Where
     the extra arguments of `update` have the `step` of the data, as those of
-    `data_parallel` do, the schedule is that step's; else it counts updates. By
+    `make_train_step` do, the schedule is that step's; else it counts updates. By
     `base_rows` it multiplies updates as `scale_by_batch_size(base_rows=...)` does,
     bucket by bucket.
 

@@ -47,7 +47,7 @@ class StreamEnd:
         Args:
           bucket: of the global batch; of a step of micro-batches, theirs.
           num_tokens: `[]` int, real tokens of the step over all processes: the
-            `metrics["num_tokens"]` of `data_parallel`.
+            `metrics["num_tokens"]` of `make_train_step`.
         """
         buckets = [bucket] if isinstance(bucket, Bucket) else bucket
         longest = any(each.seq_len == self._max_seq_len for each in buckets)

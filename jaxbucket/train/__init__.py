@@ -9,14 +9,10 @@ state with its position in the data.
 from etils import epy as _epy
 
 with _epy.lazy_api_imports(globals()):
-    from jaxbucket.train.accumulation import data_parallel_accumulate
     from jaxbucket.train.calibration import Calibration, calibrate, calibration_shapes
     from jaxbucket.train.checkpoint import Checkpoints, Restored
-    from jaxbucket.train.prediction import data_parallel_predict, predict
+    from jaxbucket.train.loader import MeshLoader
+    from jaxbucket.train.prediction import make_predict_step, predict
     from jaxbucket.train.rows import gather_rows, row_numbers
-    from jaxbucket.train.step import (
-        TrainState,
-        create_state,
-        data_parallel,
-        data_parallel_eval,
-    )
+    from jaxbucket.train.state import TrainState, create_state
+    from jaxbucket.train.step import make_eval_step, make_train_step

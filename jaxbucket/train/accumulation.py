@@ -16,12 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.buckets import Bucket
-from jaxbucket.base.checks import check_seed
 from jaxbucket.compile import (
     CompiledSteps,
     CompileOptions,
@@ -30,15 +28,9 @@ from jaxbucket.compile import (
     noting_arguments,
 )
 from jaxbucket.optim.precision import single_at_least
-from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
-from jaxbucket.train.loss import LossFn, Metrics, Mode, over_batch, row_keys
+from jaxbucket.train.loss import Metrics, row_keys
 from jaxbucket.train.pmap import PmapStep
-from jaxbucket.train.step import (
-    TrainState,
-    check_state_sharding,
-    gradient_sums,
-    updater,
-)
+from jaxbucket.train.state import TrainState
 
 
 @functools.partial(
@@ -61,39 +53,32 @@ class Accumulated:
     micro_batches: Any
 
 
-def data_parallel_accumulate(
-    loss_fn: LossFn,
-    tx: optax.GradientTransformation,
+def accumulating_step(
+    local_sums: Callable[..., Any],
+    global_sums: Callable[..., Any],
+    update: Callable[..., tuple[TrainState, Metrics]],
     mesh: Mesh,
     *,
-    mode: Mode = "jit",
-    batch_axes: Axes = DATA_AXIS,
-    seed: int = 0,
-    state_sharding: Any = None,
-    skip_nonfinite: bool = False,
+    state_sharding: Any,
+    pmap_axes: tuple[str, ...] | None,
 ) -> AccumulatingStep:
     """Returns a train step over several micro-batches, `(state, micro_batches)`.
 
-    As `data_parallel`, whose arguments, metrics and errors it has, with sums over all
-    micro-batches in place of those over one: `BatchSchedule(..., accumulate=G)` gives
-    such groups, `batch_dataset` and `prefetch_to_mesh` load them, and `compile_steps`
-    compiles all phases. One extra trace of the loss finds out which sums it has.
-
-    The state is donated with the last phase: where a micro-batch is refused, or its
-    loss cannot be traced, it is what it was; what fails on the devices is known only
-    later. Gradients in half precision are added in float32.
+    Args:
+      local_sums: `(state, batch, keys) -> (gradients, sums)` over the rows given.
+      global_sums: `(state, batch, micro_batch) -> (gradients, sums)` over all rows.
+      update: `(state, gradients, sums) -> (state, metrics)`.
+      mesh: where batches are sharded.
+      state_sharding: sharding of the state, or a tree of them.
+      pmap_axes: the mesh axes that cut the rows under `pmap`; None for `jit`.
     """
-    check_state_sharding(mode, state_sharding)
-    sums_of = gradient_sums(loss_fn)
-    over_devices = over_batch(sums_of, mesh, mode, batch_axes, check_seed(seed))
-    update = updater(tx, skip_nonfinite)
 
     @noting_arguments
     def add_micro_batch(
         state: TrainState, accumulated: Accumulated, batch: Batch
     ) -> Accumulated:
         number = accumulated.micro_batches
-        grads, sums = over_devices(state, batch, number)
+        grads, sums = global_sums(state, batch, number)
         new = jax.tree.map(single_at_least, grads), sums
         grads, sums = jax.tree.map(jnp.add, (accumulated.grads, accumulated.sums), new)
         return Accumulated(grads, sums, number + 1)
@@ -104,22 +89,22 @@ def data_parallel_accumulate(
         return update(state, accumulated.grads, accumulated.sums)
 
     replicated = NamedSharding(mesh, PartitionSpec())
-    of_state = replicated if state_sharding is None else state_sharding
-    of_grads = of_state.params if isinstance(of_state, TrainState) else of_state
-    of_sums = Accumulated(of_grads, replicated, replicated)
-    if mode == "pmap":
-        axes = axis_names(mesh, batch_axes)
-        add = PmapStep(add_micro_batch, mesh, axes, donate=(1,), num_whole=2)
+    of_grads = state_sharding
+    if isinstance(state_sharding, TrainState):
+        of_grads = state_sharding.params
+    shardings = Accumulated(of_grads, replicated, replicated)
+    if pmap_axes is not None:
+        add = PmapStep(add_micro_batch, mesh, pmap_axes, donate=(1,), num_whole=2)
     else:
-        add = jax.jit(add_micro_batch, donate_argnums=1, out_shardings=of_sums)
+        add = jax.jit(add_micro_batch, donate_argnums=1, out_shardings=shardings)
     return AccumulatingStep(
         add=add,
         # Gradients are not donated: nothing that comes out could take their place.
         update=jax.jit(
-            update_state, donate_argnums=0, out_shardings=(of_state, replicated)
+            update_state, donate_argnums=0, out_shardings=(state_sharding, replicated)
         ),
-        sums_of=sums_of,
-        shardings=of_sums,
+        local_sums=local_sums,
+        shardings=shardings,
     )
 
 
@@ -135,12 +120,12 @@ class AccumulatingStep:
         self,
         add: Callable[[TrainState, Accumulated, Batch], Accumulated],
         update: Callable[[TrainState, Accumulated], tuple[TrainState, Metrics]],
-        sums_of: Callable[..., Any],
+        local_sums: Callable[..., Any],
         shardings: Accumulated,
     ):
         self.add = add
         self.update = update
-        self._sums_of = sums_of
+        self._local_sums = local_sums
         self._shardings = shardings
         self._begins: dict[Any, Any] = {}
 
@@ -195,7 +180,7 @@ class AccumulatingStep:
 
         def sums(state: TrainState, batch: Batch) -> Any:
             keys = row_keys(0, state.step, 0, batch.bucket.batch_size)
-            grads, sums = self._sums_of(state, batch, keys)
+            grads, sums = self._local_sums(state, batch, keys)
             return jax.tree.map(single_at_least, grads), sums
 
         return jax.eval_shape(sums, state, batch)

@@ -163,7 +163,7 @@ def calibrate(
     if hasattr(step_fn, "compile_steps"):
         raise ValueError(
             "`step_fn` takes several micro-batches: calibrate a step of one, such as "
-            "that of `data_parallel`."
+            "that of `make_train_step`."
         )
     repeats = check_positive("repeats", repeats)
     shapes = _checked_shapes(shapes)

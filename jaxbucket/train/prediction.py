@@ -18,26 +18,19 @@ from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile import noting_arguments
 from jaxbucket.data.collate import unbatch
 from jaxbucket.schedule.schedule import Schedule
-from jaxbucket.sharding import (
-    DATA_AXIS,
-    Axes,
-    ahead,
-    axis_names,
-    local_rows,
-    prefetch_to_mesh,
-)
+from jaxbucket.sharding import DATA_AXIS, Axes, ahead, axis_names
 from jaxbucket.train.loss import Mode
 from jaxbucket.train.pmap import PmapStep, Rows
-from jaxbucket.train.step import TrainState
+from jaxbucket.train.state import TrainState
 
 if TYPE_CHECKING:
-    from jaxbucket.data.pipeline import BatchDataset
+    from jaxbucket.train.loader import MeshLoader
 
 Outputs: TypeAlias = Mapping[str, jax.Array]
 PredictFn: TypeAlias = Callable[[Any, Batch], Outputs]
 
 
-def data_parallel_predict(
+def make_predict_step(
     predict_fn: PredictFn,
     mesh: Mesh,
     *,
@@ -46,11 +39,23 @@ def data_parallel_predict(
 ) -> Callable[[TrainState, Batch], Batch]:
     """Returns a jitted step that gives every process the outputs of all rows.
 
+    Example:
+      >>> import jaxbucket as jb, optax
+      >>> mesh = jb.data_mesh(jax.devices()[:1])
+      >>> def predict_fn(params, batch):
+      ...     return {"y": params["w"] * batch.features["x"]}
+      >>> predict_step = make_predict_step(predict_fn, mesh)
+      >>> state = jb.create_state({"w": np.float32(2)}, optax.sgd(0.0), mesh)
+      >>> rows = [{"x": [1.0, 3.0]}, {"x": [2.0]}]
+      >>> batch = jb.data.collate_rows(rows, jb.Bucket(2, 2))
+      >>> predict_step(state, batch).features["y"].tolist()
+      [[2.0, 6.0], [4.0, 0.0]]
+
     Args:
       predict_fn: `(model, batch) -> outputs`, a dict of `[B, ...]` arrays. What it
         does with a row may not depend on others.
       mesh: where batches are sharded.
-      mode: as in `data_parallel`.
+      mode: how devices come together, "jit", "shard_map" or "pmap". Equal results.
       batch_axes: the mesh axes that cut the rows.
 
     Returns:
@@ -95,17 +100,14 @@ def data_parallel_predict(
 def predict(
     steps: Callable[[Any, Batch], Batch],
     state: Any,
-    dataset: BatchDataset,
-    mesh: Mesh,
+    batches: MeshLoader,
     *,
-    batch_axes: Axes = DATA_AXIS,
     sequences: Sequence[str] | None = None,
     progress: bool = True,
 ) -> list[dict[str, np.ndarray] | None]:
     """Returns the outputs for every example of the source, in its order.
 
-    All processes have to call it, each with the rows of its own devices; each has all
-    outputs then.
+    All processes of the mesh have to call it, and each has all outputs then.
 
     Example:
       >>> import jaxbucket as jb, optax
@@ -113,24 +115,19 @@ def predict(
       >>> lengths = jb.measure_lengths(source, progress=False)
       >>> plan = jb.plan_buckets(lengths, max_tokens=8)
       >>> mesh = jb.data_mesh(jax.devices()[:1])
-      >>> state = jb.create_state({"w": np.float32(2)}, optax.sgd(0.0))
-      >>> state = jb.sharding.replicate(state, mesh)
-      >>> steps = jb.data_parallel_predict(
+      >>> state = jb.create_state({"w": np.float32(2)}, optax.sgd(0.0), mesh)
+      >>> step = make_predict_step(
       ...     lambda model, batch: {"y": model["w"] * batch.features["x"]}, mesh
       ... )
-      >>> dataset = jb.batch_dataset(source, jb.BatchSchedule(plan, lengths))
-      >>> [y["y"].tolist() for y in predict(steps, state, dataset, mesh)]
+      >>> batches = jb.MeshLoader(source, jb.BatchSchedule(plan, lengths), mesh)
+      >>> [y["y"].tolist() for y in predict(step, state, batches)]
       [[0.0, 2.0, 4.0], [0.0], [0.0, 2.0, 4.0, 6.0]]
 
     Args:
-      steps: from `data_parallel_predict`, compiled by `compile_steps` or not.
+      steps: from `make_predict_step`, compiled by `compile_steps` or not.
       state: whose model predicts.
-      dataset: one epoch of `batch_dataset(source, schedule, shard=local_rows(mesh))`,
-        any epoch. It is read and put on the mesh here, so that its schedule says which
-        example is in which row. Threads of this process read it, and not the workers
-        of `load_in_workers`, whose batches know of no schedule.
-      mesh: where the rows go.
-      batch_axes: the mesh axes that cut the rows.
+      batches: exactly one epoch, any, whose schedule has every example once, in a row
+        of its own.
       sequences: outputs that have padding to be cut off, by default all that are of
         shape `[B, T, ...]` in every batch. Name them where an epoch has one bucket
         only, and another output's second axis may be as long.
@@ -141,20 +138,18 @@ def predict(
       where `overlong="drop"` leaves the example out.
 
     Raises:
-      ValueError: if the dataset is something else, or not exactly one epoch, or has
-        packed rows, or its epoch leaves out or repeats an example; if its shard is not
-        that of the mesh, or another process has another dataset; or if `sequences`
-        names an output that is not one.
+      ValueError: if `batches` is something else, or not exactly one epoch, or has
+        packed rows, or its epoch leaves out or repeats an example; if another process
+        has other batches; or if `sequences` names an output that is not one.
     """
-    epoch = _epoch(dataset, mesh, batch_axes)
-    schedule = dataset.schedule
+    epoch = _epoch(batches)
+    schedule = batches.schedule
     if isinstance(sequences, str):
         sequences = [sequences]
     padded: set[str] | None = None if sequences is None else set(sequences)
-    found: list[dict[str, np.ndarray] | None] = [None] * len(schedule.lengths)
-    batches = prefetch_to_mesh(_micro_batches(dataset), mesh, batch_axes=batch_axes)
+    examples: list[dict[str, np.ndarray] | None] = [None] * len(schedule.lengths)
     # The next step runs while the host reads the last one's.
-    outputs = ahead((steps(state, batch) for batch in batches), 1)
+    outputs = ahead((steps(state, batch) for batch in _micro_batches(batches)), 1)
     with progress_bar(progress) as bar:
         tracked = bar.track(epoch, description="Predicting")
         for indices, output in zip(tracked, outputs, strict=True):
@@ -171,46 +166,39 @@ def predict(
             rows = indices.rows[indices.rows != EMPTY_ROW]
             # Uncut, because a later batch may show that an output is not a sequence.
             for index, example in zip(rows, unbatch(output, sequences=()), strict=True):
-                found[index] = example
+                examples[index] = example
     last = schedule.plan.max_seq_len
-    for example, length in zip(found, schedule.lengths, strict=True):
+    for example, length in zip(examples, schedule.lengths, strict=True):
         if example is not None:
             for name in padded or ():
                 example[name] = example[name][: min(int(length), last)]
-    return found
+    return examples
 
 
-def _epoch(dataset: BatchDataset, mesh: Mesh, batch_axes: Axes) -> list[BatchIndices]:
-    """The batches of the dataset, which has every example that is kept once."""
-    schedule = getattr(dataset, "schedule", None)
-    if not isinstance(schedule, Schedule):
+def _epoch(batches: MeshLoader) -> list[BatchIndices]:
+    """The indices of an epoch that has every example of the plan once."""
+    schedule = getattr(batches, "schedule", None)
+    if not isinstance(schedule, Schedule) or not hasattr(batches, "mesh"):
         raise ValueError(
-            f"`dataset` is a {type(dataset).__name__}, not what `batch_dataset` "
-            "returned, which knows the rows of its examples. Give that, neither "
-            "transformed nor loaded, and the mesh behind it."
+            f"`batches` is a {type(batches).__name__}: give a "
+            "`MeshLoader(source, schedule, mesh)`, which knows the examples of its "
+            "rows."
         )
-    start, stop = dataset.start_step, dataset.start_step + len(dataset)
-    if len(dataset) != len(schedule) or (start - schedule.first_step) % len(schedule):
+    start, stop = batches.start_step, batches.start_step + len(batches)
+    if len(batches) != len(schedule) or (start - schedule.first_step) % len(schedule):
         raise ValueError(
-            f"`dataset` has steps {start} to {stop - 1}, which are not exactly one "
-            f"epoch of {len(schedule)} steps. Make another one for predictions, "
-            "`batch_dataset(source, schedule, shard=local_rows(mesh))`."
+            f"`batches` has steps {start} to {stop - 1}, which are not exactly one "
+            f"epoch of {len(schedule)} steps. Make another loader for predictions, "
+            "`MeshLoader(source, schedule, mesh)`."
         )
     if schedule.max_segments is not None:
         raise ValueError(
-            "The schedule of `dataset` has packed rows: predict with one of a single "
+            "The schedule of `batches` has packed rows: predict with one of a single "
             "example in every row."
         )
-    shard = local_rows(mesh, batch_axes=batch_axes)
-    for batch_size in schedule.plan.batch_sizes.tolist():
-        if not np.array_equal(shard.rows(batch_size), dataset.shard.rows(batch_size)):
-            raise ValueError(
-                f"`dataset` has {dataset.shard}, and the devices of this process hold "
-                f"{shard}. Pass `shard=local_rows(mesh)` to `batch_dataset`."
-            )
     epoch = [x for step in range(start, stop) for x in schedule.micro_batches(step)]
     _check_once(schedule, epoch)
-    _check_same(dataset, mesh)
+    _check_same(batches)
     return epoch
 
 
@@ -222,7 +210,7 @@ def _check_once(schedule: Schedule, epoch: Sequence[BatchIndices]) -> None:
     if not np.array_equal(times, expected):
         index = int(np.argmax(times != expected))
         raise ValueError(
-            f"The schedule of `dataset` has example {index} in {times[index]} rows of "
+            f"The schedule of `batches` has example {index} in {times[index]} rows of "
             "this epoch, and one output is needed of each. Predict with a "
             "`BatchSchedule` of the same plan and lengths in its usual order, which "
             'leaves out no remainder: not with `replacement=True`, `remainder="drop"` '
@@ -230,24 +218,25 @@ def _check_once(schedule: Schedule, epoch: Sequence[BatchIndices]) -> None:
         )
 
 
-def _check_same(dataset: BatchDataset, mesh: Mesh) -> None:
+def _check_same(batches: MeshLoader) -> None:
     """Raises a ValueError if the processes of the mesh have other batches each."""
+    mesh = batches.mesh
     if len({device.process_index for device in mesh.devices.flat}) == 1:
         return
-    position = json.dumps(dataset.position(dataset.start_step).to_dict())
-    own = np.frombuffer(bytes.fromhex(digest(position.encode())), np.uint32)
-    # Each device has its process's, and then all have those of all.
-    each = jax.make_array_from_callback(
-        (mesh.size, len(own)),
+    position = json.dumps(batches.position(batches.start_step).to_dict())
+    local = np.frombuffer(bytes.fromhex(digest(position.encode())), np.uint32)
+    # One row for each device, from its process; then all processes have all rows.
+    digests = jax.make_array_from_callback(
+        (mesh.size, len(local)),
         NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
-        lambda index: own[None],
+        lambda index: local[None],
     )
     replicated = NamedSharding(mesh, PartitionSpec())
-    every = np.asarray(jax.jit(lambda x: x, out_shardings=replicated)(each))
-    if np.any(every != own):
+    digests = jax.jit(lambda x: x, out_shardings=replicated)(digests)
+    if np.any(np.asarray(digests) != local):
         raise ValueError(
-            "The processes have different datasets, so that their rows are not of the "
-            "same batches. Give all of them the same source, plan, lengths, seed and "
+            "The processes have different batches, so that their rows are not of the "
+            "same ones. Give all of them the same source, plan, lengths, seed and "
             "epoch."
         )
 
@@ -265,12 +254,12 @@ def _check_output(output: Any, bucket: Bucket) -> None:
     if not isinstance(output, Batch):
         raise ValueError(
             f"`steps` returned a {type(output).__name__}, not a `Batch` of outputs: "
-            "make them by `data_parallel_predict`."
+            "make them by `make_predict_step`."
         )
     if output.bucket != bucket:
         raise ValueError(
             f"`steps` returned outputs of bucket {output.bucket} for a batch of "
-            f"{bucket}: compile them for the buckets of the dataset's own plan."
+            f"{bucket}: compile them for the buckets of the plan of `batches`."
         )
 
 

@@ -204,8 +204,8 @@ def test_the_rate_of_an_optimizer_is_in_the_program(tmp_path):
     found = []
     for rate in (1e-3, 1e-3, 2e-3):
         tx = optax.sgd(rate)
-        state = jb.sharding.replicate(jb.create_state({"w": jnp.ones(())}, tx), MESH)
-        step = jb.data_parallel(loss, tx, MESH)
+        state = jb.create_state({"w": jnp.ones(())}, tx, MESH)
+        step = jb.make_train_step(loss, tx, MESH)
         with jb.compile.count_compiles() as compiles:
             jb.compile_steps(step, state, SPECS, executables=tmp_path)
         found.append(compiles["train_step"])
@@ -439,7 +439,7 @@ def test_pmap_steps_are_traced_anew_for_another_prng(tmp_path, verify):
     cache = jb.ExecutableCache(tmp_path, verify=verify, key="a")
 
     def new_step():
-        return jb.data_parallel(by_noise, tx, MESH, mode="pmap")
+        return jb.make_train_step(by_noise, tx, MESH, mode="pmap")
 
     def compiled_loss(step, executables=cache):
         specs = {NOISY_PLAN.buckets[0]: NOISY_SPECS[NOISY_PLAN.buckets[0]]}
@@ -869,8 +869,8 @@ def test_one_of_each_function_is_verified(tmp_path, mode, changed):
             return factor * (params["w"] * kept).sum(), batch.num_tokens
 
         tx = optax.sgd(rate)
-        step = jb.data_parallel_accumulate(loss, tx, MESH, mode=mode)
-        state = jb.sharding.replicate(jb.create_state({"w": np.float32(2)}, tx), MESH)
+        step = jb.make_train_step(loss, tx, MESH, accumulate=True, mode=mode)
+        state = jb.create_state({"w": np.float32(2)}, tx, MESH)
         cache = jb.ExecutableCache(tmp_path, verify=verify)
         steps = jb.compile_steps(step, state, SPECS, executables=cache)
         rows = [{"x": np.ones(3, np.float32)}] * 2

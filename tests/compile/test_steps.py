@@ -56,7 +56,7 @@ TX = optax.sgd(1e-3, momentum=0.9)
 
 
 def new_state(mesh):
-    return jb.sharding.replicate(jb.create_state({"w": np.float32(0.5)}, TX), mesh)
+    return jb.create_state({"w": np.float32(0.5)}, TX, mesh)
 
 
 def small_setup(num_buckets=3, num_devices=2):
@@ -116,7 +116,7 @@ def test_a_train_step_is_compiled_once_per_bucket_over_two_epochs(ahead, mode):
     schedule = jb.BatchSchedule(plan, source.lengths)
     loss = TracedLoss()
     with jb.compile.count_compiles() as compiles:
-        step = jb.data_parallel(loss, TX, mesh, mode=mode)
+        step = jb.make_train_step(loss, TX, mesh, mode=mode)
         state = new_state(mesh)
         if ahead:
             specs = jb.sharding.batch_specs(plan, source[0], mesh)
@@ -137,7 +137,7 @@ def test_an_evaluation_step_is_compiled_once_per_bucket(ahead, mode):
     schedule = jb.BatchSchedule(plan, source.lengths, order="source")
     loss = TracedLoss()
     with jb.compile.count_compiles() as compiles:
-        step = jb.data_parallel_eval(loss, mesh, mode=mode)
+        step = jb.make_eval_step(loss, mesh, mode=mode)
         state = new_state(mesh)
         if ahead:
             specs = jb.sharding.batch_specs(plan, source[0], mesh)
@@ -183,9 +183,9 @@ def check_counts(lengths, plan, seed):
     with jb.compile.count_compiles() as compiles:
         state = new_state(mesh)
         specs = jb.sharding.batch_specs(plan, source[0], mesh)
-        train = jb.data_parallel(train_loss, TX, mesh)
+        train = jb.make_train_step(train_loss, TX, mesh)
         train = jb.compile_steps(train, state, specs, progress=False)
-        evaluate = jb.data_parallel_eval(eval_loss, mesh)
+        evaluate = jb.make_eval_step(eval_loss, mesh)
         evaluate = jb.compile_steps(evaluate, state, specs, progress=False)
         dataset = jb.batch_dataset(source, schedule, num_steps=2 * len(schedule))
         order = some_steps_of_every_bucket(schedule)
@@ -209,9 +209,9 @@ def test_nothing_is_compiled_after_the_first_step_of_each_bucket():
     schedule = jb.BatchSchedule(plan, source.lengths)
     state = new_state(mesh)
     specs = jb.sharding.batch_specs(plan, source[0], mesh)
-    steps = jb.data_parallel(TracedLoss(), TX, mesh)
+    steps = jb.make_train_step(TracedLoss(), TX, mesh)
     steps = jb.compile_steps(steps, state, specs, progress=False)
-    evaluate = jb.data_parallel_eval(TracedLoss(), mesh)
+    evaluate = jb.make_eval_step(TracedLoss(), mesh)
     evaluate = jb.compile_steps(evaluate, state, specs, progress=False)
 
     def run(first, last):
@@ -233,9 +233,9 @@ def test_nothing_is_compiled_after_the_first_step_of_each_bucket():
 def test_parameters_given_as_python_numbers_do_not_compile_twice():
     source, plan, mesh = small_setup(num_buckets=1)
     (batch,) = first_batches(source, plan, mesh).values()
-    state = jb.sharding.replicate(jb.create_state({"w": 0.5}, TX), mesh)
+    state = jb.create_state({"w": 0.5}, TX, mesh)
     with jb.compile.count_compiles() as compiles:
-        step = jb.data_parallel(TracedLoss(), TX, mesh)
+        step = jb.make_train_step(TracedLoss(), TX, mesh)
         for _ in range(3):
             state, _ = step(state, batch)
     assert compiles["train_step"] == 1
@@ -248,7 +248,7 @@ def test_the_state_may_be_shapes_alone():
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
     specs = jb.sharding.batch_specs(plan, source[0], mesh)
-    step = jb.data_parallel(TracedLoss(), TX, mesh)
+    step = jb.make_train_step(TracedLoss(), TX, mesh)
     steps = jb.compile_steps(step, shapes, specs, progress=False)
     (batch,) = first_batches(source, plan, mesh).values()
     expected, _ = step(new_state(mesh), batch)
@@ -702,8 +702,8 @@ def test_a_batch_may_be_given_by_its_name():
 
     mesh = jb.data_mesh(jax.devices()[:1])
     tx = optax.sgd(0.1)
-    state = jb.sharding.replicate(jb.create_state({"w": jnp.ones(())}, tx), mesh)
-    step = jb.data_parallel(loss, tx, mesh)
+    state = jb.create_state({"w": jnp.ones(())}, tx, mesh)
+    step = jb.make_train_step(loss, tx, mesh)
     state, _ = step(state, batch=small_batch(SMALL.buckets[0]))
 
 
@@ -905,7 +905,7 @@ def test_padding_to_a_longer_bucket_changes_no_gradient(mode):
     rows = [source[index] for index in range(6)]
     longest = max(len(row["x"]) for row in rows)
     odd = jb.data.collate_rows(rows, jb.Bucket(6, longest))
-    step = jb.data_parallel(TracedLoss(), TX, mesh, mode=mode)
+    step = jb.make_train_step(TracedLoss(), TX, mesh, mode=mode)
     want, _ = step(
         new_state(mesh), next(iter(jb.sharding.prefetch_to_mesh([odd], mesh)))
     )
@@ -942,11 +942,11 @@ def test_a_pmap_step_that_is_called_directly_follows_the_settings_of_jax():
         return noise * params["w"] * SCALE.value, batch.num_tokens
 
     def loss_of(step):
-        state = jb.sharding.replicate(jb.create_state({"w": 1.0}, TX), ONE)
+        state = jb.create_state({"w": 1.0}, TX, ONE)
         return float(step(state, small_batch(SMALL.buckets[0]))[1]["loss"])
 
     def new_step():
-        return jb.data_parallel(loss_fn, TX, ONE, mode="pmap")
+        return jb.make_train_step(loss_fn, TX, ONE, mode="pmap")
 
     step = new_step()
     first = loss_of(step)
@@ -965,7 +965,7 @@ def test_a_pmap_step_that_is_called_directly_follows_the_settings_of_jax():
 def test_a_step_that_is_called_directly_is_told_what_has_changed():
     mesh = jb.data_mesh(jax.devices()[:1])
     source, plan, _ = small_setup(num_devices=1)
-    step = jb.data_parallel(TracedLoss(), TX, mesh)
+    step = jb.make_train_step(TracedLoss(), TX, mesh)
     specs = jb.sharding.batch_specs(plan, source[0], mesh)
     steps = jb.compile_steps(step, new_state(mesh), specs)
     batches = first_batches(source, plan, mesh)
@@ -1007,9 +1007,9 @@ def test_another_step_of_the_same_name_is_no_concern_of_the_guard():
     mesh = jb.data_mesh(jax.devices()[:1])
     source, plan, _ = small_setup(num_devices=1)
     specs = jb.sharding.batch_specs(plan, source[0], mesh)
-    guarded = jb.data_parallel(TracedLoss(), TX, mesh)
+    guarded = jb.make_train_step(TracedLoss(), TX, mesh)
     steps = jb.compile_steps(guarded, new_state(mesh), specs, on_compile="raise")
-    other = jb.data_parallel(TracedLoss(), TX, mesh)
+    other = jb.make_train_step(TracedLoss(), TX, mesh)
     for batch in first_batches(source, plan, mesh).values():
         other(new_state(mesh), batch)
     # Nor is what is compiled on purpose.
@@ -1074,10 +1074,8 @@ def test_operations_are_those_of_all_devices_in_all_modes():
     found = {}
     for mode in ("jit", "shard_map"):
         tx = optax.sgd(0.1)
-        state = jb.sharding.replicate(
-            jb.create_state({"w": jnp.ones((6, 3))}, tx), mesh
-        )
-        step = jb.data_parallel(loss, tx, mesh, mode=mode)
+        state = jb.create_state({"w": jnp.ones((6, 3))}, tx, mesh)
+        step = jb.make_train_step(loss, tx, mesh, mode=mode)
         (program,) = jb.compile_steps(step, state, specs).report.programs
         found[mode] = program.flops
     forward = 2 * 8 * 4 * 6 * 3

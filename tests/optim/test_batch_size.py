@@ -893,17 +893,17 @@ def test_nnx_optimizer_passes_the_size_on():
 @pytest.mark.parametrize(
     ("base", "factor"), [({"base_examples": 12}, 0.5), ({"base_tokens": 2}, 5)]
 )
-def test_data_parallel_gives_the_sizes_of_the_global_batch(base, factor, mode):
+def test_a_train_step_gives_the_sizes_of_the_global_batch(base, factor, mode):
     mesh = jb.data_mesh(jax.devices()[:4])
     tx = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(**base, rule="linear"))
     rows = [{"x": np.zeros(n, np.int32)} for n in (1, 2, 1, 3, 1, 2)]
     batch = jb.data.collate_rows(rows, jb.Bucket(8, 4))
-    step = jb.data_parallel(
+    step = jb.make_train_step(
         lambda w, batch, keys: (w * batch.num_tokens.astype(w.dtype), batch.num_tokens),
         *(tx, mesh),
         mode=mode,
     )
-    state = jb.sharding.replicate(jb.create_state(np.float32(0), tx), mesh)
+    state = jb.create_state(np.float32(0), tx, mesh)
     state, _ = step(state, next(jb.sharding.prefetch_to_mesh([batch], mesh)))
     # 6 examples, 10 tokens, a mean gradient of 1.
     assert state.params == -factor

@@ -66,9 +66,8 @@ with jb.Processes(timeout=4) as processes:
     )
     processes.check_agreement(dataset.position(0), mesh)
     tx = optax.adam(1e-2)
-    state = jb.create_state({{"w": jnp.zeros((50, 4))}}, tx)
-    state = jb.sharding.replicate(state, mesh)
-    step_fn = jb.data_parallel(loss_fn, tx, mesh)
+    state = jb.create_state({{"w": jnp.zeros((50, 4))}}, tx, mesh)
+    step_fn = jb.make_train_step(loss_fn, tx, mesh)
     like = {{"tokens": np.zeros(1, np.int32), "index": np.int32(0)}}
     steps = jb.compile_steps(step_fn, state, jb.sharding.batch_specs(plan, like, mesh))
     folder = pathlib.Path(sys.argv[0]).parent / "run"

@@ -96,9 +96,9 @@ def recorder():
 
 
 def begin(loss, tx, mesh, params=None, **options):
-    step = jb.data_parallel_accumulate(loss, tx, mesh, **options)
+    step = jb.make_train_step(loss, tx, mesh, accumulate=True, **options)
     params = make_params() if params is None else params
-    return step, jb.sharding.replicate(jb.create_state(params, tx), mesh)
+    return step, jb.create_state(params, tx, mesh)
 
 
 def on(mesh, batches):
@@ -203,7 +203,7 @@ def test_compiled_or_not_the_step_is_the_same_and_its_state_is_donated(mode):
     mesh = jb.data_mesh(jax.devices()[:2])
     tx = optax.sgd(0.1, momentum=0.9)
     step, state = begin(with_dropout, tx, mesh, mode=mode, seed=3)
-    twin = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
+    twin = jb.create_state(make_params(), tx, mesh)
     specs = jb.sharding.batch_specs(schedule.plan, examples[0], mesh)
     steps = jb.compile_steps(step, state, specs)
     groups = jb.batch_dataset(examples, schedule, num_steps=3)
@@ -237,11 +237,11 @@ def test_dropout_is_of_the_micro_batch_and_the_same_on_every_mesh():
     assert abs(found[1][0] / found[2][0] - 1) > 1e-3
 
 
-def test_one_micro_batch_is_a_step_of_data_parallel():
+def test_one_micro_batch_is_a_step_without_accumulation():
     batch = jb.data.collate_rows(make_examples(8), jb.Bucket(8, 24))
     mesh, tx = jb.data_mesh(jax.devices()[:4]), optax.sgd(0.1)
     step, state = begin(with_dropout, tx, mesh, seed=5)
-    plain = jb.data_parallel(with_dropout, tx, mesh, seed=5)
+    plain = jb.make_train_step(with_dropout, tx, mesh, seed=5)
     want, want_metrics = plain(jb.sharding.replicate(state, mesh), on(mesh, [batch])[0])
     got, metrics = step(state, on(mesh, [batch]))
     assert distance(got.params, want.params) < 1e-6
@@ -423,7 +423,7 @@ def test_a_step_is_good_for_more_than_one_model():
         "embedding": np.ones((SYMBOLS, 9), "f4"),
         "out": np.ones((9, SYMBOLS), "f4"),
     }
-    state = jb.sharding.replicate(jb.create_state(wide, optax.sgd(0.1)), MESH)
+    state = jb.create_state(wide, optax.sgd(0.1), MESH)
     state, _ = step(state, batches)
     assert state.params["out"].shape == (9, SYMBOLS)
 
@@ -437,10 +437,10 @@ def test_a_state_that_is_cut_stays_so_and_what_adds_up_is_donated(mode, ahead):
     rows = NamedSharding(mesh, PartitionSpec("data"))
     replicated = NamedSharding(mesh, PartitionSpec())
     cut_first = jax.tree.map(lambda x: rows if x.ndim == 2 else replicated, whole)
-    step = jb.data_parallel_accumulate(
-        with_dropout, tx, mesh, mode=mode, state_sharding=cut_first
+    step = jb.make_train_step(
+        with_dropout, tx, mesh, accumulate=True, mode=mode, state_sharding=cut_first
     )
-    plain = jb.data_parallel_accumulate(with_dropout, tx, mesh, mode=mode)
+    plain = jb.make_train_step(with_dropout, tx, mesh, accumulate=True, mode=mode)
     state, want = jax.device_put(whole, cut_first), jb.sharding.replicate(whole, mesh)
     given, add = [], step.add
 
@@ -484,10 +484,16 @@ def test_a_micro_batch_outside_the_plan_is_refused_before_the_state_is_gone():
     assert state.step == 1
 
 
-def test_a_sharded_state_under_pmap_is_refused():
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_sharded_state_under_pmap_is_refused(accumulate):
     with pytest.raises(ValueError, match="under `mode='pmap'` every device holds"):
-        jb.data_parallel_accumulate(
-            by_tokens, optax.sgd(1), MESH, mode="pmap", state_sharding="any"
+        jb.make_train_step(
+            by_tokens,
+            optax.sgd(1),
+            MESH,
+            accumulate=accumulate,
+            mode="pmap",
+            state_sharding="any",
         )
 
 
@@ -577,8 +583,8 @@ def test_many_gradients_in_half_precision_are_all_counted(dtype):
         return 1.1 * params.astype(jnp.float32) * count, batch.num_tokens
 
     tx = optax.sgd(1.0)
-    step = jb.data_parallel_accumulate(loss, tx, MESH)
-    state = jb.sharding.replicate(jb.create_state(jnp.zeros((), dtype), tx), MESH)
+    step = jb.make_train_step(loss, tx, MESH, accumulate=True)
+    state = jb.create_state(jnp.zeros((), dtype, tx), MESH)
     state, metrics = step(state, on(MESH, [BATCH] * 1500))
     np.testing.assert_allclose(state.params, -1.1, rtol=1e-2)
     np.testing.assert_allclose(metrics["grad_norm"], 1.1, rtol=1e-2)

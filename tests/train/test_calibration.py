@@ -31,8 +31,8 @@ def make_step(mesh, mode="jit"):
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(nnx.Embed(8, 4, rngs=rngs), nnx.Linear(4, 8, rngs=rngs))
     tx = optax.sgd(1e-2, momentum=0.9)
-    state = jb.sharding.replicate(jb.create_state(model, tx), mesh)
-    return jb.data_parallel(loss_fn, tx, mesh, mode=mode), state
+    state = jb.create_state(model, tx, mesh)
+    return jb.make_train_step(loss_fn, tx, mesh, mode=mode), state
 
 
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
@@ -273,6 +273,6 @@ def test_what_cannot_be_measured_is_refused(make, message):
 
 
 def test_a_step_of_several_micro_batches_is_refused():
-    step = jb.data_parallel_accumulate(None, optax.sgd(0.1), jb.data_mesh())
+    step = jb.make_train_step(None, optax.sgd(0.1), jb.data_mesh(), accumulate=True)
     with pytest.raises(ValueError, match="`step_fn` takes several micro-batches"):
         jb.train.calibrate(step, None, SHAPES, {}, jb.data_mesh())

@@ -36,7 +36,7 @@ class Net(nnx.Module):
 
 def make_state(mesh, width=16, seed=0, tx=None):
     tx = tx or optax.adam(1e-3)
-    return jb.sharding.replicate(jb.create_state(Net(width, nnx.Rngs(seed)), tx), mesh)
+    return jb.create_state(Net(width, nnx.Rngs(seed)), tx, mesh)
 
 
 def bits(tree) -> list[bytes]:

@@ -52,14 +52,17 @@ def make_mesh(layout):
     return Mesh(devices.reshape(shape), names), axes
 
 
-def run(source, schedule, mesh, axes="data", mode="jit", compiled=True, **options):
-    step = jb.data_parallel_predict(predict_fn, mesh, mode=mode, batch_axes=axes)
-    state = jb.sharding.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+def run(source, schedule, mesh, axes="data", mode="jit", compiled=True):
+    step = jb.make_predict_step(predict_fn, mesh, mode=mode, batch_axes=axes)
+    batches = jb.MeshLoader(source, schedule, mesh, batch_axes=axes)
+    state = make_state(mesh)
     if compiled:
-        specs = jb.sharding.batch_specs(schedule.plan, source[0], mesh, batch_axes=axes)
-        step = jb.compile_steps(step, state, specs, progress=False)
-    dataset = jb.batch_dataset(source, schedule, **options)
-    return jb.predict(step, state, dataset, mesh, batch_axes=axes)
+        step = jb.compile_steps(step, state, batches.specs, progress=False)
+    return jb.predict(step, state, batches)
+
+
+def make_state(mesh):
+    return jb.create_state(PARAMS, optax.sgd(0.1), mesh)
 
 
 def assert_same(found, examples):
@@ -71,8 +74,17 @@ def assert_same(found, examples):
         assert got["total"] == want["total"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        *(("2x2x2-swapped", mode) for mode in MODES),
+        *(
+            pytest.param(layout, mode, marks=pytest.mark.exhaustive)
+            for layout in ("1", "8", "4x2-model")
+            for mode in MODES
+        ),
+    ],
+)
 def test_every_example_has_its_own_outputs_in_the_order_of_the_source(layout, mode):
     source, schedule = make_job()
     mesh, axes = make_mesh(layout)
@@ -104,10 +116,9 @@ def test_dropped_examples_have_none_and_cut_ones_have_what_is_left():
 def test_named_sequences_alone_lose_their_padding():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
-    step = jb.data_parallel_predict(predict_fn, mesh)
-    state = jb.sharding.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
-    dataset = jb.batch_dataset(source, schedule)
-    found = jb.predict(step, state, dataset, mesh, sequences=[])
+    step = jb.make_predict_step(predict_fn, mesh)
+    batches = jb.MeshLoader(source, schedule, mesh)
+    found = jb.predict(step, make_state(mesh), batches, sequences=[])
     lengths = {len(output["running"]) for output in found}
     assert lengths <= {bucket.seq_len for bucket in schedule.plan.buckets}
 
@@ -121,21 +132,20 @@ def test_scores_as_many_as_a_bucket_has_positions_are_not_cut():
         per_row = batch.features["values"].sum(axis=1)
         return {"scores": jnp.repeat(per_row[:, None], width, axis=1)}
 
-    step = jb.data_parallel_predict(scores, mesh)
-    state = jb.sharding.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
-    found = jb.predict(step, state, jb.batch_dataset(source, schedule), mesh)
+    step = jb.make_predict_step(scores, mesh)
+    batches = jb.MeshLoader(source, schedule, mesh)
+    found = jb.predict(step, make_state(mesh), batches)
     assert {output["scores"].shape for output in found} == {(width,)}
 
 
 def test_sequences_that_are_no_outputs_are_refused():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
-    step = jb.data_parallel_predict(predict_fn, mesh)
-    state = jb.sharding.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    step, state = jb.make_predict_step(predict_fn, mesh), make_state(mesh)
+    batches = jb.MeshLoader(source, schedule, mesh)
     for names in (["logits"], "logits", ["running", "total"]):
-        dataset = jb.batch_dataset(source, schedule)
         with pytest.raises(ValueError, match=r"\[B, T, ...\] are \['running'\]"):
-            jb.predict(step, state, dataset, mesh, sequences=names)
+            jb.predict(step, state, batches, sequences=names)
 
 
 def index_of(params, batch):
@@ -146,15 +156,17 @@ def named_job(lengths, **options):
     """Examples that say who they are, all in one bucket."""
     source = [{"x": np.ones(n), "index": np.int32(i)} for i, n in enumerate(lengths)]
     plan = jb.plan_buckets(lengths, max_tokens=64, boundaries=[8], overlong="drop")
-    mesh = jb.data_mesh(jax.devices()[:1])
-    state = jb.sharding.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
-    step = jb.data_parallel_predict(index_of, mesh)
+    schedule = jb.BatchSchedule(plan, lengths, **options)
+    return source, plan, schedule
 
-    def predicted(dataset, mesh=mesh, **more):
-        found = jb.predict(step, state, dataset, mesh, **more)
-        return [None if x is None else int(x["index"]) for x in found]
 
-    return source, plan, predicted, jb.BatchSchedule(plan, lengths, **options)
+ONE = jb.data_mesh(jax.devices()[:1])
+
+
+def predicted(batches):
+    step = jb.make_predict_step(index_of, ONE)
+    outputs = jb.predict(step, make_state(ONE), batches)
+    return [None if x is None else int(x["index"]) for x in outputs]
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"order": "descending"}])
@@ -162,12 +174,11 @@ def test_every_schedule_predicts_its_own_batches(options):
     lengths = np.random.default_rng(0).integers(1, 10, 61)
     want = [i if length <= 8 else None for i, length in enumerate(lengths)]
     for seed in range(3):
-        job = named_job(lengths, seed=seed, **options)
-        source, _, predicted, schedule = job
-        assert predicted(jb.batch_dataset(source, schedule)) == want
-        # Of any epoch.
-        later = jb.batch_dataset(source, schedule, start_step=4 * len(schedule))
-        assert predicted(later) == want
+        source, _, schedule = named_job(lengths, seed=seed, **options)
+        for epoch in (0, 4):
+            start = epoch * len(schedule)
+            batches = jb.MeshLoader(source, schedule, ONE, start_step=start)
+            assert predicted(batches) == want
 
 
 def test_micro_batches_of_several_buckets_are_predicted():
@@ -187,16 +198,16 @@ def test_what_was_generated_is_not_cut():
         total = jnp.where(batch.mask, batch.features["values"], 0).sum(axis=1)
         return {"new": total[:, None] + jnp.arange(8, dtype=np.float32)}
 
-    step = jb.data_parallel_predict(generate, mesh)
-    state = jb.sharding.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
-    found = jb.predict(step, state, jb.batch_dataset(source, schedule), mesh)
+    step = jb.make_predict_step(generate, mesh)
+    batches = jb.MeshLoader(source, schedule, mesh)
+    found = jb.predict(step, make_state(mesh), batches)
     for output, example in zip(found, source, strict=True):
         want = example["values"].sum() + np.arange(8)
         np.testing.assert_array_equal(output["new"], want)
 
 
 def test_what_is_not_one_epoch_is_refused():
-    source, _, predicted, schedule = named_job([3] * 40)
+    source, _, schedule = named_job([3] * 40)
     epoch = len(schedule)
     for options in (
         {"start_step": 1},
@@ -204,32 +215,24 @@ def test_what_is_not_one_epoch_is_refused():
         {"num_epochs": 2},
         {"start_step": 1, "num_steps": epoch + 1},
     ):
-        dataset = jb.batch_dataset(source, schedule, **options)
-        message = f"`dataset` has steps .*, which are not exactly one epoch of {epoch}"
+        batches = jb.MeshLoader(source, schedule, ONE, **options)
+        message = f"`batches` has steps .*, which are not exactly one epoch of {epoch}"
         with pytest.raises(ValueError, match=message):
-            predicted(dataset)
+            predicted(batches)
 
 
 def test_what_knows_of_no_schedule_is_refused():
-    source, _, predicted, schedule = named_job([3] * 40)
-    dataset = jb.batch_dataset(source, schedule)
-    mesh = jb.data_mesh(jax.devices()[:1])
-    for other in (
-        list(dataset),
-        iter(dataset),
-        jb.sharding.prefetch_to_mesh(dataset, mesh),
-        jb.data.load_in_workers(dataset, num_workers=0),
-        dataset.shuffle(0),
-        dataset[1:],
-    ):
-        message = f"`dataset` is a {type(other).__name__}, not what `batch_dataset`"
+    source, _, schedule = named_job([3] * 40)
+    batches = jb.MeshLoader(source, schedule, ONE)
+    for other in (list(batches), iter(batches), batches.dataset, batches.dataset[1:]):
+        message = f"`batches` is a {type(other).__name__}: give a `MeshLoader"
         with pytest.raises(ValueError, match=message):
             predicted(other)
 
 
 def test_a_schedule_that_repeats_or_leaves_out_examples_is_refused():
     lengths = np.arange(60) % 7 + 1
-    source, plan, predicted, _ = named_job(lengths)
+    source, plan, _ = named_job(lengths)
     order = jb.Curriculum(lengths, jb.schedule.LinearPacing(0.5, 2), replacement=True)
     half = jb.BatchSchedule(plan, lengths[:30])
     schedules = [
@@ -240,40 +243,31 @@ def test_a_schedule_that_repeats_or_leaves_out_examples_is_refused():
     for schedule in schedules:
         message = r"has example \d+ in (0|[2-9]) rows of this epoch"
         with pytest.raises(ValueError, match=message):
-            predicted(jb.batch_dataset(source, schedule))
+            predicted(jb.MeshLoader(source, schedule, ONE))
 
 
 def test_packed_rows_are_refused():
     lengths = np.array([3, 5, 2, 4])
-    source, _, predicted, _ = named_job(lengths)
+    source, _, _ = named_job(lengths)
     packing = jb.packing.pack(lengths, 8)
     plan = jb.plan_buckets([8], max_tokens=16)
-    dataset = jb.batch_dataset(
-        source, jb.BatchSchedule(plan, lengths, packing=packing), sequences=["x"]
-    )
-    with pytest.raises(ValueError, match="The schedule of `dataset` has packed rows"):
-        predicted(dataset)
-
-
-def test_rows_that_are_not_those_of_the_mesh_are_refused():
-    source, _, predicted, schedule = named_job([3] * 40)
-    dataset = jb.batch_dataset(source, schedule, shard=jb.data.RowShard((1,), 2))
-    with pytest.raises(ValueError, match=r"`dataset` has RowShard\(parts=\(1,\).*Pass"):
-        predicted(dataset)
+    schedule = jb.BatchSchedule(plan, lengths, packing=packing)
+    batches = jb.MeshLoader(source, schedule, ONE, sequences=["x"])
+    with pytest.raises(ValueError, match="The schedule of `batches` has packed rows"):
+        predicted(batches)
 
 
 def test_steps_that_do_something_else_are_refused():
-    source, _, _, schedule = named_job([3] * 40)
-    dataset = jb.batch_dataset(source, schedule)
-    mesh = jb.data_mesh(jax.devices()[:1])
+    source, _, schedule = named_job([3] * 40)
+    batches = jb.MeshLoader(source, schedule, ONE)
     with pytest.raises(ValueError, match="`steps` returned a dict, not a `Batch`"):
-        jb.predict(lambda state, batch: {}, None, dataset, mesh)  # pyright: ignore
+        jb.predict(lambda state, batch: {}, None, batches)  # pyright: ignore
 
     def halved(state, batch):
         return jax.tree.map(lambda x: x[::2], batch)
 
     with pytest.raises(ValueError, match=r"of bucket \[4, 8\] for a batch of \[8, 8\]"):
-        jb.predict(halved, None, dataset, mesh)
+        jb.predict(halved, None, batches)
 
 
 @pytest.mark.parametrize(
@@ -287,16 +281,15 @@ def test_steps_that_do_something_else_are_refused():
 def test_outputs_that_have_no_rows_are_refused(outputs, message):
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
-    step = jb.data_parallel_predict(outputs, mesh)
-    state = jb.sharding.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
-    batches = jb.sharding.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh)
+    step = jb.make_predict_step(outputs, mesh)
+    batch = next(iter(jb.MeshLoader(source, schedule, mesh)))
     with pytest.raises(ValueError, match=message):
-        step(state, next(batches))
+        step(make_state(mesh), batch)
 
 
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="`mode='vmap'`: choose 'jit', 'shard_map' or"):
-        jb.data_parallel_predict(predict_fn, jb.data_mesh(), mode="vmap")
+        jb.make_predict_step(predict_fn, jb.data_mesh(), mode="vmap")
 
 
 IN_PROCESSES = """
@@ -323,17 +316,15 @@ with jb.Processes() as processes:
     for mesh in meshes:
         for mode in ("jit", "shard_map", "pmap"):
             try:
-                step = jb.data_parallel_predict(predict_fn, mesh, mode=mode)
+                step = jb.make_predict_step(predict_fn, mesh, mode=mode)
             except ValueError as error:
                 say(error)
                 continue
             params = {"scale": np.float32(3)}
-            state = jb.sharding.replicate(jb.create_state(params, optax.sgd(0.1)), mesh)
-            specs = jb.sharding.batch_specs(plan, source[0], mesh)
-            steps = jb.compile_steps(step, state, specs)
-            shard = jb.sharding.local_rows(mesh)
-            batches = jb.batch_dataset(source, schedule, shard=shard)
-            found = jb.predict(steps, state, batches, mesh)
+            state = jb.create_state(params, optax.sgd(0.1), mesh)
+            batches = jb.MeshLoader(source, schedule, mesh)
+            steps = jb.compile_steps(step, state, batches.specs)
+            found = jb.predict(steps, state, batches)
             for example, got in zip(source, found, strict=True):
                 want = np.cumsum(3 * example["values"])
                 np.testing.assert_array_equal(got["running"], want)
@@ -341,9 +332,9 @@ with jb.Processes() as processes:
             say(mesh.shape_tuple, mode)
         # Each process with batches of its own.
         other = jb.BatchSchedule(plan, lengths, seed=processes.index)
-        batches = jb.batch_dataset(source, other, shard=jb.sharding.local_rows(mesh))
+        batches = jb.MeshLoader(source, other, mesh)
         try:
-            jb.predict(lambda state, batch: batch, None, batches, mesh)
+            jb.predict(lambda state, batch: batch, None, batches)
         except ValueError as error:
             say(error)
 """

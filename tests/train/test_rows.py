@@ -85,19 +85,19 @@ def run(
     batches,
     *,
     loss=contrastive,
-    make=jb.data_parallel,
+    accumulate=False,
     params=None,
 ):
     params = make_params() if params is None else params
     shape, names, axes = LAYOUTS[layout]
     mesh = Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), names)
     tx = recorder()
-    step = make(loss, tx, mesh, mode=mode, batch_axes=axes)
-    state = jb.sharding.replicate(jb.create_state(params, tx), mesh)
-    batches = tuple(jb.sharding.prefetch_to_mesh(batches, mesh, batch_axes=axes))
-    state, metrics = step(
-        state, batches if make is jb.data_parallel_accumulate else batches[0]
+    step = jb.make_train_step(
+        loss, tx, mesh, accumulate=accumulate, mode=mode, batch_axes=axes
     )
+    state = jb.create_state(params, tx, mesh)
+    batches = tuple(jb.sharding.prefetch_to_mesh(batches, mesh, batch_axes=axes))
+    state, metrics = step(state, batches if accumulate else batches[0])
     return state.opt_state, metrics
 
 
@@ -122,18 +122,17 @@ def test_in_batch_negatives_are_the_same_on_every_mesh(layout, mode, num_example
 @pytest.mark.parametrize("mode", MODES)
 def test_of_several_micro_batches_rows_are_those_of_one(mode):
     batches = [make_batch(9, seed=0), make_batch(16, seed=1)]
-    make = jb.data_parallel_accumulate
-    got, metrics = run("4x2-model", mode, batches, make=make)
-    want, want_metrics = run("1", "jit", batches, make=make)
+    got, metrics = run("4x2-model", mode, batches, accumulate=True)
+    want, want_metrics = run("1", "jit", batches, accumulate=True)
     assert_equal_means(got, metrics, (want_metrics["loss"], want))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_sees_the_same_rows(mode):
     mesh = jb.data_mesh(jax.devices()[:4])
-    state = jb.sharding.replicate(jb.create_state(make_params(), optax.sgd(0.1)), mesh)
+    state = jb.create_state(make_params(), optax.sgd(0.1), mesh)
     (batch,) = jb.sharding.prefetch_to_mesh([make_batch(7)], mesh)
-    metrics = jb.data_parallel_eval(contrastive, mesh, mode=mode)(state, batch)
+    metrics = jb.make_eval_step(contrastive, mesh, mode=mode)(state, batch)
     want, _ = jax.jit(lambda p, b: contrastive(p, b, None))(
         make_params(), make_batch(7)
     )

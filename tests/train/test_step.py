@@ -14,8 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxbucket as jb
 from jaxbucket.optim.precision import computes_in
+from jaxbucket.train.gradients import _cotangent_exponent, _power_of_two, gradient_sums
 from jaxbucket.train.loss import checked_loss, row_keys
-from jaxbucket.train.step import _cotangent_exponent, _power_of_two, gradient_sums
 
 MODES = ["jit", "shard_map", "pmap"]
 VOCABULARY, WIDTH = 12, 6
@@ -140,9 +140,9 @@ def run_batch(batch, mesh, *, loss=loss_fn, params=None, tx=None, **options):
     """One train step on one batch: the new state and the metrics."""
     tx = recorder() if tx is None else tx
     axes = options.get("batch_axes", "data")
-    step = jb.data_parallel(loss, tx, mesh, **options)
+    step = jb.make_train_step(loss, tx, mesh, **options)
     params = make_params() if params is None else params
-    state = jb.sharding.replicate(jb.create_state(params, tx), mesh)
+    state = jb.create_state(params, tx, mesh)
     (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh, batch_axes=axes)
     return step(state, batch)
 
@@ -256,12 +256,12 @@ def test_steps_equal_plain_training_on_unpadded_examples(mode):
         }
 
     mesh = four_devices()
-    step = jb.data_parallel(
+    step = jb.make_train_step(
         lambda variables, batch, keys: loss_fn(flatten(variables), batch, keys),
         *(tx, mesh),
         mode=mode,
     )
-    state = jb.sharding.replicate(jb.create_state(linen, tx), mesh)
+    state = jb.create_state(linen, tx, mesh)
     dataset = jb.batch_dataset(source, schedule, num_steps=4)
     for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
         state, _ = step(state, batch)
@@ -319,10 +319,10 @@ def dropout_run(layout, mode, seed=0, num_steps=5):
     source, schedule = setup_run()
     mesh, axes = make_mesh(layout)
     tx = optax.sgd(0.1, momentum=0.9)
-    step = jb.data_parallel(
+    step = jb.make_train_step(
         dropout_loss_fn, tx, mesh, mode=mode, batch_axes=axes, seed=seed
     )
-    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
+    state = jb.create_state(make_params(), tx, mesh)
     shard = jb.sharding.local_rows(mesh, batch_axes=axes)
     dataset = jb.batch_dataset(source, schedule, shard=shard, num_steps=num_steps)
     digests = []
@@ -356,8 +356,8 @@ def test_another_seed_drops_others():
 def test_another_step_drops_others_from_the_same_batch():
     mesh, tx = four_devices(), optax.sgd(0.0)
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
-    step = jb.data_parallel(dropout_loss_fn, tx, mesh)
-    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
+    step = jb.make_train_step(dropout_loss_fn, tx, mesh)
+    state = jb.create_state(make_params(), tx, mesh)
     digests = []
     for again in jb.sharding.prefetch_to_mesh([batch] * 4, mesh):
         state, metrics = step(state, again)
@@ -387,7 +387,7 @@ def test_resuming_at_any_step_is_bit_for_bit_the_uninterrupted_run(mode):
     source, schedule = setup_run(num_buckets=2)
     mesh, num_steps = four_devices(), len(schedule) + 2
     tx = optax.chain(optax.adamw(1e-2), jb.scale_by_batch_size(base_examples=8))
-    step = jb.data_parallel(dropout_loss_fn, tx, mesh, mode=mode, seed=9)
+    step = jb.make_train_step(dropout_loss_fn, tx, mesh, mode=mode, seed=9)
     template = jb.create_state(make_params(), tx)
 
     def run_from(state, start):
@@ -600,7 +600,7 @@ def test_skipped_updates_leave_rate_data_and_counters_together(
     for step in bad_steps:
         source[int(schedule[step].rows[2])]["label"] = np.int32(99)
     mesh, tx = jb.data_mesh(jax.devices()[:2]), skipping(rate_of_tx)
-    step_fn = jb.data_parallel(poisoned, tx, mesh, mode=mode, skip_nonfinite=True)
+    step_fn = jb.make_train_step(poisoned, tx, mesh, mode=mode, skip_nonfinite=True)
     adam = optax.scale_by_adam()
     expected, adam_state = make_params(), adam.init(make_params())
 
@@ -626,17 +626,17 @@ def test_skipped_updates_leave_rate_data_and_counters_together(
                 assert_close(state.params, jax.tree.map(jnp.asarray, expected), 1e-4)
         return state
 
-    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
+    state = jb.create_state(make_params(), tx, mesh)
     dataset = jb.batch_dataset(source, schedule)
     whole = run(state, dataset, check=True)
     # Saved just behind a skipped step.
     stop = bad_steps[2] + 1
-    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
+    state = jb.create_state(make_params(), tx, mesh)
     state = run(state, jb.batch_dataset(source, schedule, num_steps=stop))
     with jb.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, dataset.position(stop))
         checkpoints.wait()
-        state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
+        state = jb.create_state(make_params(), tx, mesh)
         state, position, _ = checkpoints.restore(state)
     resumed = run(state, dataset.resume(position))
     assert_same_bits(resumed, whole)
@@ -720,9 +720,10 @@ def weighted_sum(params, batch, keys):
 def test_the_gradient_of_many_tokens_does_not_overflow(accumulate, dtype, mode):
     params, tx = {"w": jnp.asarray(1.0, dtype)}, optax.sgd(0.25)
     mesh, batch = four_devices(), wide_batch()
-    make = jb.data_parallel_accumulate if accumulate else jb.data_parallel
-    step = make(weighted_sum, tx, mesh, mode=mode, skip_nonfinite=True)
-    state = jb.sharding.replicate(jb.create_state(params, tx), mesh)
+    step = jb.make_train_step(
+        weighted_sum, tx, mesh, accumulate=accumulate, mode=mode, skip_nonfinite=True
+    )
+    state = jb.create_state(params, tx, mesh)
     batches = tuple(jb.sharding.prefetch_to_mesh([batch, batch], mesh))
     state, metrics = step(state, batches if accumulate else batches[0])
     assert metrics["skipped"] == 0
@@ -743,10 +744,10 @@ def test_a_model_that_computes_in_float16_has_the_gradient_of_the_mean(mode, lay
     batch = wide_batch(2**14)
     (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh, batch_axes=axes)
     tx = recorder()
-    step = jb.data_parallel(loss, tx, mesh, mode=mode, batch_axes=axes)
+    step = jb.make_train_step(loss, tx, mesh, mode=mode, batch_axes=axes)
     # Of every x, which is 1, and of a kernel and a bias that are both inside of y.
     want = 2 * (float(model.kernel[0, 0]) - 7)
-    state, _ = step(jb.sharding.replicate(jb.create_state(model, tx), mesh), batch)
+    state, _ = step(jb.create_state(model, tx, mesh), batch)
     for grad in jax.tree.leaves(state.opt_state):
         assert grad.dtype == jnp.float32
         np.testing.assert_allclose(grad, np.full(grad.shape, want), rtol=2e-2)
@@ -764,8 +765,9 @@ def rows_in_float16(params, batch, keys):
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_mean_that_float16_holds_is_finite(accumulate, mode):
     mesh, tx = make_mesh("4x2-model")[0], optax.sgd(1.0)
-    make = jb.data_parallel_accumulate if accumulate else jb.data_parallel
-    step = make(rows_in_float16, tx, mesh, mode=mode, skip_nonfinite=True)
+    step = jb.make_train_step(
+        rows_in_float16, tx, mesh, accumulate=accumulate, mode=mode, skip_nonfinite=True
+    )
     for scale in (300, 1000, 30_000):
         (batch,) = jb.sharding.prefetch_to_mesh([scaled_batch(scale)], mesh)
         for dtype in (jnp.float16, jnp.float32):
@@ -777,7 +779,7 @@ def test_a_mean_that_float16_holds_is_finite(accumulate, mode):
 
             want = jax.grad(mean)(params)["w"]
             assert np.isfinite(want)
-            state = jb.sharding.replicate(jb.create_state(params, tx), mesh)
+            state = jb.create_state(params, tx, mesh)
             _, metrics = step(state, (batch, batch) if accumulate else batch)
             assert metrics["skipped"] == 0
             np.testing.assert_allclose(metrics["grad_norm"], want, rtol=1e-2)
@@ -995,9 +997,9 @@ def test_training_in_float16_reaches_the_loss_of_single_precision():
             nats = jnp.where(batch.mask, nats, 0).astype(jnp.float32)
             return jnp.sum(nats), batch.num_tokens
 
-        step = jb.data_parallel(loss, tx, mesh, skip_nonfinite=True)
+        step = jb.make_train_step(loss, tx, mesh, skip_nonfinite=True)
         small = jax.tree.map(lambda x: x / 8, make_params())
-        state = jb.sharding.replicate(jb.create_state(small, tx), mesh)
+        state = jb.create_state(small, tx, mesh)
         losses[dtype] = []
         for _ in range(12):
             state, metrics = step(state, batch)
@@ -1023,8 +1025,8 @@ def test_a_curriculum_by_length_under_a_budget_scales_every_rate(rule):
     mesh, lr = jb.data_mesh(jax.devices()[:1]), 0.05
     scale = jb.scale_by_batch_size(base_examples=2, rule=rule, learning_rate=lr)
     tx = optax.chain(optax.sgd(lr), scale)
-    step = jb.data_parallel(loss_fn, tx, mesh)
-    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
+    step = jb.make_train_step(loss_fn, tx, mesh)
+    state = jb.create_state(make_params(), tx, mesh)
     steps = jb.compile_steps(
         step, state, jb.sharding.batch_specs(plan, source[0], mesh)
     )
@@ -1093,8 +1095,8 @@ def test_evaluation_over_an_epoch_is_the_sum_over_examples(mode, layout):
     )
     schedule = jb.BatchSchedule(plan, lengths, order="source")
     mesh, axes = make_mesh(layout)
-    evaluate = jb.data_parallel_eval(loss_fn, mesh, mode=mode, batch_axes=axes)
-    state = jb.sharding.replicate(jb.create_state(make_params(), optax.sgd(0.1)), mesh)
+    evaluate = jb.make_eval_step(loss_fn, mesh, mode=mode, batch_axes=axes)
+    state = jb.create_state(make_params(), optax.sgd(0.1), mesh)
     dataset = jb.batch_dataset(source, schedule)
     totals = dict.fromkeys(("loss_sum", "weight", "num_examples", "symbols"), 0.0)
     for batch in jb.sharding.prefetch_to_mesh(dataset, mesh, batch_axes=axes):
@@ -1121,10 +1123,10 @@ def test_evaluation_calls_the_loss_without_keys_and_keeps_the_state(mode):
         return loss_fn(params, batch, keys)
 
     mesh = four_devices()
-    state = jb.sharding.replicate(jb.create_state(make_params(), optax.sgd(0.1)), mesh)
+    state = jb.create_state(make_params(), optax.sgd(0.1), mesh)
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
-    jb.data_parallel_eval(loss, mesh, mode=mode)(state, batch)
+    jb.make_eval_step(loss, mesh, mode=mode)(state, batch)
     assert given
     assert set(given) == {None}
     assert_same_bits(state.params, make_params())
@@ -1218,10 +1220,10 @@ def test_a_new_state_is_at_step_zero_with_a_new_optimizer():
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_donates_its_state_and_nothing_else(mode):
     mesh, tx = four_devices(), optax.sgd(0.1, momentum=0.9)
-    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
+    state = jb.create_state(make_params(), tx, mesh)
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
-    new, metrics = jb.data_parallel(loss_fn, tx, mesh, mode=mode)(state, batch)
+    new, metrics = jb.make_train_step(loss_fn, tx, mesh, mode=mode)(state, batch)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     kept = jax.tree.leaves((new, metrics, batch))
     assert not any(leaf.is_deleted() for leaf in kept)
@@ -1255,8 +1257,8 @@ def replicated_run():
     """Parameters after three steps, whole on every device."""
     source, schedule = setup_run()
     mesh, tx = four_devices(), optax.sgd(0.1, momentum=0.9)
-    step = jb.data_parallel(loss_fn, tx, mesh)
-    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
+    step = jb.make_train_step(loss_fn, tx, mesh)
+    state = jb.create_state(make_params(), tx, mesh)
     dataset = jb.batch_dataset(source, schedule, num_steps=3)
     for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
         state, _ = step(state, batch)
@@ -1267,7 +1269,7 @@ def test_pmap_refuses_a_sharded_state():
     mesh = jb.data_mesh()
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     with pytest.raises(ValueError, match="under `mode='pmap'` every device holds the"):
-        jb.data_parallel(
+        jb.make_train_step(
             loss_fn, optax.sgd(0.1), mesh, mode="pmap", state_sharding=sharding
         )
 
@@ -1275,8 +1277,8 @@ def test_pmap_refuses_a_sharded_state():
 def test_pmap_gives_back_the_memory_of_its_state():
     source, schedule = setup_run()
     mesh, tx = four_devices(), optax.sgd(0.1)
-    first = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
-    step = jb.data_parallel(loss_fn, tx, mesh, mode="pmap")
+    first = jb.create_state(make_params(), tx, mesh)
+    step = jb.make_train_step(loss_fn, tx, mesh, mode="pmap")
     specs = jb.sharding.batch_specs(schedule.plan, source[0], mesh)
     steps = jb.compile_steps(step, first, specs, progress=False)
     for batch in jb.sharding.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh):
@@ -1318,7 +1320,7 @@ def test_a_fully_sharded_state_trains_as_a_whole_one(ahead, mode):
             if sharding
             else (jb.sharding.replicate(state, mesh))
         )
-        step = jb.data_parallel(loss, tx, mesh, mode=mode, state_sharding=sharding)
+        step = jb.make_train_step(loss, tx, mesh, mode=mode, state_sharding=sharding)
         if ahead:
             specs = jb.sharding.batch_specs(schedule.plan, source[0], mesh)
             step = jb.compile_steps(step, state, specs, progress=False)
@@ -1360,7 +1362,7 @@ def test_a_sharded_state_stays_as_it_is_sharded(ahead, mode):
     first = jb.create_state(make_params(), tx)
     shardings = jax.tree_util.tree_map_with_path(sharding_of, first)
     state = jax.device_put(first, shardings)
-    step = jb.data_parallel(loss_fn, tx, mesh, mode=mode, state_sharding=shardings)
+    step = jb.make_train_step(loss_fn, tx, mesh, mode=mode, state_sharding=shardings)
     if ahead:
         batches = jb.sharding.batch_specs(schedule.plan, source[0], mesh)
         step = jb.compile_steps(step, state, batches, progress=False)
@@ -1389,8 +1391,8 @@ def test_a_sharded_state_stays_as_it_is_sharded(ahead, mode):
 def test_a_mesh_with_explicit_axes_is_named_where_the_loss_cannot_take_it(mode):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     tx = optax.sgd(0.1)
-    state = jb.sharding.replicate(jb.create_state(make_net(), tx), mesh)
-    step = jb.data_parallel(net_loss_fn, tx, mesh, mode=mode)
+    state = jb.create_state(make_net(), tx, mesh)
+    step = jb.make_train_step(net_loss_fn, tx, mesh, mode=mode)
     batch = jb.data.collate_rows(make_examples([3] * 8), jb.Bucket(8, 4))
     (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
     if mode != "jit":
@@ -1443,9 +1445,9 @@ def test_dropout_from_the_random_state_of_a_model_is_refused(mode):
 def test_an_unknown_mode_is_refused():
     message = "`mode='pjit'`: choose 'jit', 'shard_map' or 'pmap'"
     with pytest.raises(ValueError, match=message):
-        jb.data_parallel(loss_fn, optax.sgd(0.1), jb.data_mesh(), mode="pjit")
+        jb.make_train_step(loss_fn, optax.sgd(0.1), jb.data_mesh(), mode="pjit")
     with pytest.raises(ValueError, match=message):
-        jb.data_parallel_eval(loss_fn, jb.data_mesh(), mode="pjit")
+        jb.make_eval_step(loss_fn, jb.data_mesh(), mode="pjit")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -1453,9 +1455,9 @@ def test_an_axis_the_mesh_lacks_is_refused(mode):
     message = r"`batch_axes='rows'`: the mesh has axes \('data',\). Name one"
     options = {"mode": mode, "batch_axes": "rows"}
     with pytest.raises(ValueError, match=message):
-        jb.data_parallel(loss_fn, optax.sgd(0.1), jb.data_mesh(), **options)
+        jb.make_train_step(loss_fn, optax.sgd(0.1), jb.data_mesh(), **options)
     with pytest.raises(ValueError, match=message):
-        jb.data_parallel_eval(loss_fn, jb.data_mesh(), **options)
+        jb.make_eval_step(loss_fn, jb.data_mesh(), **options)
 
 
 BROKEN = {
@@ -1548,11 +1550,11 @@ def test_a_loss_that_breaks_the_contract_is_refused(case, mode):
     mesh, tx = jb.data_mesh(jax.devices()[:2]), optax.sgd(0.1)
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
-    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
+    state = jb.create_state(make_params(), tx, mesh)
     with pytest.raises(ValueError, match=f"`loss_fn`.*{message}"):
-        jb.data_parallel(broken, tx, mesh, mode=mode)(state, batch)
+        jb.make_train_step(broken, tx, mesh, mode=mode)(state, batch)
     with pytest.raises(ValueError, match=f"`loss_fn`.*{message}"):
-        jb.data_parallel_eval(broken, mesh, mode=mode)(state, batch)
+        jb.make_eval_step(broken, mesh, mode=mode)(state, batch)
 
 
 def test_a_users_model_survives_training():
@@ -1560,8 +1562,8 @@ def test_a_users_model_survives_training():
 
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     mesh, tx = jb.data_mesh(), optax.sgd(0.1)
-    state = jb.sharding.replicate(jb.create_state(model, tx), mesh)
-    step = jb.data_parallel(
+    state = jb.create_state(model, tx, mesh)
+    step = jb.make_train_step(
         lambda m, b, k: ((m(jnp.ones((b.bucket.batch_size, 2)))).sum(), b.num_tokens),
         tx,
         mesh,
@@ -1577,8 +1579,8 @@ def test_a_users_model_survives_training():
 def test_x64_with_strict_promotion(mode):
     with jax.enable_x64(True):
         mesh, tx = jb.data_mesh(), optax.sgd(0.1)
-        state = jb.sharding.replicate(jb.create_state({"w": np.ones(())}, tx), mesh)
-        step = jb.data_parallel(
+        state = jb.create_state({"w": np.ones(())}, tx, mesh)
+        step = jb.make_train_step(
             lambda p, b, k: (p["w"] * b.num_tokens.astype(jnp.float64), b.num_tokens),
             tx,
             mesh,
@@ -1600,7 +1602,7 @@ def test_seeds_beyond_32_bits_differ():
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, None])
 def test_a_seed_out_of_range_is_refused(seed):
     with pytest.raises(ValueError, match=f"`seed={seed}`"):
-        jb.data_parallel(loss_fn, optax.sgd(0.1), jb.data_mesh(), seed=seed)
+        jb.make_train_step(loss_fn, optax.sgd(0.1), jb.data_mesh(), seed=seed)
 
 
 def test_an_optimizer_that_hands_nothing_on_is_named():
@@ -1625,8 +1627,8 @@ def test_an_average_that_overflows_is_skipped(mode):
 
     tx = optax.scale_by_adam()
     mesh = jb.data_mesh(jax.devices()[:2])
-    step = jb.data_parallel(loss, tx, mesh, mode=mode, skip_nonfinite=True)
-    state = jb.sharding.replicate(jb.create_state(jnp.ones(3, jnp.float16), tx), mesh)
+    step = jb.make_train_step(loss, tx, mesh, mode=mode, skip_nonfinite=True)
+    state = jb.create_state(jnp.ones(3, jnp.float16), tx, mesh)
     (batch,) = jb.sharding.prefetch_to_mesh(
         [jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))], mesh
     )
@@ -1645,7 +1647,7 @@ def test_statistics_of_batches_are_no_parameters():
 
 
 def test_the_norm_of_complex_gradients_is_a_number():
-    from jaxbucket.train.step import _norm
+    from jaxbucket.train.update import _norm
 
     assert _norm({"w": jnp.asarray([3 + 4j, 0])}) == 5
 

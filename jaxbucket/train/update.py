@@ -1,0 +1,77 @@
+"""The update of a state by the sums of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxbucket.optim import in_force, skip_where
+from jaxbucket.train.gradients import all_finite
+from jaxbucket.train.loss import Metrics, mean_metrics
+from jaxbucket.train.state import TrainState
+
+
+def updater(
+    tx: optax.GradientTransformation, skip_nonfinite: bool
+) -> Callable[[TrainState, Any, Metrics], tuple[TrainState, Metrics]]:
+    """Returns `(state, gradients, sums) -> (state, metrics)`: sums of a whole step."""
+    tx = optax.with_extra_args_support(tx)
+
+    def update(
+        state: TrainState, grads: Any, sums: Metrics
+    ) -> tuple[TrainState, Metrics]:
+        metrics = mean_metrics(sums)
+        # A batch of zero weight has zero gradients, and a mean of zero; one of infinite
+        # weight has none.
+        divisor = jnp.where(sums["weight"] == 0, jnp.inf, sums["weight"])
+        divisor = jnp.where(jnp.isinf(sums["weight"]), jnp.nan, divisor)
+        grads = jax.tree.map(
+            lambda grad, param: _divide(grad, divisor).astype(param.dtype),
+            grads,
+            state.params,
+        )
+        updates, opt_state = tx.update(
+            grads,
+            state.opt_state,
+            state.params,
+            value=metrics["loss"],
+            step=state.step,
+            num_examples=metrics["num_examples"],
+            num_tokens=metrics["num_tokens"],
+            num_rows=metrics["num_rows"],
+        )
+        params = optax.apply_updates(state.params, updates)
+        metrics |= {"grad_norm": _norm(grads), **in_force(opt_state)}
+        if skip_nonfinite:
+            told = (metrics["loss"], metrics["grad_norm"])
+            skipped = ~all_finite((updates, told), opt_state, state.opt_state)
+            params = jax.tree.map(
+                functools.partial(jnp.where, skipped), state.params, params
+            )
+            opt_state = skip_where(skipped, opt_state, state.opt_state)
+            metrics["skipped"] = skipped.astype(jnp.int32)
+        return dataclasses.replace(
+            state, step=state.step + 1, params=params, opt_state=opt_state
+        ), metrics
+
+    return update
+
+
+def _divide(value: jax.Array, divisor: jax.Array) -> jax.Array:
+    # Half precision is divided in the divisor's: 1 / 65,536 is not exact in float16.
+    wide = max(value.dtype, divisor.dtype, key=lambda dtype: dtype.itemsize)
+    return value.astype(wide) / divisor.astype(wide)
+
+
+def _norm(tree: Any) -> jax.Array:
+    """The square root of the sum of squares, in single precision at least."""
+    leaves = [jnp.abs(x) for x in jax.tree.leaves(tree)]
+    dtypes = [jnp.dtype(jnp.float32), *(x.dtype for x in leaves)]
+    wide = max(dtypes, key=lambda dtype: dtype.itemsize)
+    return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(wide))) for x in leaves))

@@ -1,0 +1,178 @@
+"""`MeshLoader` against the parts that it is made of."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import jaxbucket as jb
+
+MESH = jb.data_mesh(jax.devices()[:2])
+LENGTHS = np.random.default_rng(0).integers(1, 20, 90)
+SOURCE = [{"x": np.arange(n, dtype=np.float32)} for n in LENGTHS]
+PLAN = jb.plan_buckets(
+    LENGTHS, max_tokens=160, num_buckets=2, batch_size_multiple=4, seq_len_multiple=4
+)
+SCHEDULE = jb.BatchSchedule(PLAN, LENGTHS)
+
+
+def packed_schedule():
+    plan = jb.plan_buckets([24], max_tokens=96, batch_size_multiple=4)
+    return jb.BatchSchedule(plan, LENGTHS, packing=jb.packing.pack(LENGTHS, 24))
+
+
+def assert_same_batches(batches, expected):
+    for batch, want in zip(batches, expected, strict=True):
+        leaves, structure = jax.tree.flatten(batch)
+        wanted, want_structure = jax.tree.flatten(want)
+        assert structure == want_structure
+        for x, y in zip(leaves, wanted, strict=True):
+            np.testing.assert_array_equal(x, y)
+            assert x.sharding == y.sharding
+
+
+SCHEDULES = {
+    "plain": lambda: SCHEDULE,
+    "packed": packed_schedule,
+    "accumulated": lambda: jb.BatchSchedule(PLAN, LENGTHS, accumulate=2),
+    "mixture": lambda: jb.Mixture([SCHEDULE, SCHEDULE], weights=[2, 1]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_batches_are_those_of_its_parts_and_fit_the_specs(name):
+    schedule = SCHEDULES[name]()
+    source = jb.data.concatenate([SOURCE, SOURCE]) if name == "mixture" else SOURCE
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("model", "rows"))
+    batches = jb.MeshLoader(source, schedule, mesh, batch_axes="rows")
+    shard = jb.sharding.local_rows(mesh, batch_axes="rows")
+    dataset = jb.batch_dataset(source, schedule, shard=shard)
+    expected = list(jb.sharding.prefetch_to_mesh(dataset, mesh, batch_axes="rows"))
+    assert len(batches) == len(expected)
+    # Every loop begins anew.
+    for _ in range(2):
+        assert_same_batches(batches, expected)
+    for micro_batches in expected:
+        is_batch = isinstance(micro_batches, jb.Batch)
+        for batch in (micro_batches,) if is_batch else micro_batches:
+            spec = batches.specs[batch.bucket]
+            shapes = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+                batch,
+            )
+            assert shapes == spec
+
+
+def test_a_run_that_is_resumed_goes_on_with_the_same_batches():
+    batches = jb.MeshLoader(SOURCE, SCHEDULE, MESH, num_epochs=2)
+    expected = list(batches)
+    for step in range(0, len(batches) + 1, 3):
+        resumed = batches.resume(batches.position(step))
+        assert resumed.start_step == step
+        assert resumed.specs == batches.specs
+        assert_same_batches(resumed, expected[step:])
+        again = jb.MeshLoader(SOURCE, SCHEDULE, MESH, start_step=step, num_epochs=2)
+        assert_same_batches(again, expected[step:])
+    other = jb.BatchSchedule(PLAN, LENGTHS, seed=1)
+    with pytest.raises(ValueError, match="seed"):
+        jb.MeshLoader(SOURCE, other, MESH).resume(batches.position(3))
+
+
+def test_workers_give_the_same_batches():
+    batches = jb.MeshLoader(SOURCE, SCHEDULE, MESH)
+    in_workers = jb.MeshLoader(SOURCE, SCHEDULE, MESH, num_workers=1, num_threads=1)
+    assert_same_batches(in_workers, list(batches))
+
+
+def test_sequences_padding_and_the_transform_are_those_of_the_dataset():
+    def halve(example, rng):
+        return {"y": example["x"].astype(np.float16) / 2, "noise": rng.random()}
+
+    options = {"sequences": ["y"], "pad_value": {"y": -1.0}, "transform": halve}
+    batches = jb.MeshLoader(SOURCE, SCHEDULE, MESH, **options)
+    batch, spec = next(iter(batches)), next(iter(batches.specs.values()))
+    assert batch.features.keys() == spec.features.keys() == {"y", "noise"}
+    assert batch.features["y"].dtype == spec.features["y"].dtype == np.float16
+    assert (np.asarray(batch.features["y"])[~np.asarray(batch.mask)] == -1).all()
+    dataset = jb.batch_dataset(SOURCE, SCHEDULE, **options)
+    assert batches.position(2) == dataset.position(2)
+
+
+def test_a_token_file_has_specs_of_its_own_sequences(tmp_path):
+    jb.data.write_token_file(tmp_path / "tokens", SOURCE)
+    file = jb.data.TokenFile(tmp_path / "tokens")
+    batches = jb.MeshLoader(file, jb.BatchSchedule(PLAN, file.lengths), MESH)
+    batch = next(iter(batches))
+    assert jax.tree.structure(batch) == jax.tree.structure(batches.specs[batch.bucket])
+
+
+def test_a_short_loop_trains_evaluates_and_compiles_once():
+    def loss_fn(params, batch, keys):
+        losses = jnp.square(batch.features["x"] - params)
+        return jnp.sum(losses, where=batch.mask), batch.num_tokens
+
+    tx = optax.sgd(0.05)
+    batches = jb.MeshLoader(SOURCE, SCHEDULE, MESH)
+    state = jb.create_state(np.float32(0), tx, MESH)
+    options = {"progress": False, "on_compile": "raise"}
+    train_step = jb.compile_steps(
+        jb.make_train_step(loss_fn, tx, MESH), state, batches.specs, **options
+    )
+    eval_step = jb.compile_steps(
+        jb.make_eval_step(loss_fn, MESH), state, batches.specs, **options
+    )
+
+    def mean_loss(state):
+        sums = [eval_step(state, batch) for batch in batches]
+        return sum(x["loss_sum"] for x in sums) / sum(x["weight"] for x in sums)
+
+    before = mean_loss(state)
+    for batch in batches:
+        state, _ = train_step(state, batch)
+    assert state.step == len(SCHEDULE)
+    values = np.concatenate([example["x"] for example in SOURCE])
+    np.testing.assert_allclose(before, np.mean(values**2), rtol=1e-5)
+    assert mean_loss(state) < before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_axes": "rows"}, "`batch_axes='rows'`: the mesh has axes"),
+        ({"start_step": -1}, "`start_step=-1` must be between 0"),
+        ({"num_steps": 3, "num_epochs": 1}, "both say where the run ends"),
+        ({"num_workers": -1}, "`num_workers=-1` must not be negative"),
+        ({"buffer_size": -1}, "`buffer_size=-1` must not be negative"),
+        ({"prefetch": -1}, "`prefetch=-1` must not be negative"),
+        ({"transform": 3}, "`transform`"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_read(options, message):
+    with pytest.raises(ValueError, match=message):
+        jb.MeshLoader(SOURCE, SCHEDULE, MESH, **options)
+
+
+def test_other_things_than_a_source_a_schedule_and_a_mesh_are_refused():
+    with pytest.raises(ValueError, match="`source` is a generator"):
+        jb.MeshLoader((x for x in SOURCE), SCHEDULE, MESH)  # pyright: ignore
+    with pytest.raises(ValueError, match="`schedule` is a BucketPlan"):
+        jb.MeshLoader(SOURCE, PLAN, MESH)  # pyright: ignore
+    with pytest.raises(ValueError, match="`mesh` is a list"):
+        jb.MeshLoader(SOURCE, SCHEDULE, jax.devices())  # pyright: ignore
+    odd = jb.BatchSchedule(jb.BucketPlan.from_shapes([(3, 20)]), LENGTHS)
+    with pytest.raises(ValueError, match="`batch_size=3` cannot be cut into 2"):
+        jb.MeshLoader(SOURCE, odd, MESH)
+
+
+def test_an_endless_run_has_batches_of_every_epoch():
+    start = 7 * len(SCHEDULE)
+    batches = jb.MeshLoader(
+        SOURCE, SCHEDULE, MESH, start_step=start, num_steps=math.inf
+    )
+    first = next(iter(batches))
+    last = jb.MeshLoader(SOURCE, SCHEDULE, MESH, start_step=start)
+    assert_same_batches([first], [next(iter(last))])
