@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxbucket import measure_lengths
-from jaxbucket.data.lengths import measure as measuring
+from jaxbucket.data.lengths import parallel_pass
 
 SIZE = 5000
 
@@ -153,7 +153,7 @@ def test_a_pass_that_was_cut_off_is_gone_on_with(tmp_path):
     assert partial.suffix == ".partial"
     source.last, source.reads = -1, 0
     np.testing.assert_array_equal(measured(source, cache=tmp_path), LENGTHS)
-    assert source.reads < SIZE - 3001 + measuring._CHUNK + 20
+    assert source.reads < SIZE - 3001 + parallel_pass._CHUNK + 20
     assert [path.suffix for path in tmp_path.iterdir()] == [".npy"]
 
 
