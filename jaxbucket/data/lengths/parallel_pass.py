@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -13,6 +14,7 @@ import cloudpickle
 import numpy as np
 
 from jaxbucket.base.progress import progress_bar
+from jaxbucket.data.lengths.cache import is_measured
 from jaxbucket.data.worker_exit import (
     UNGUARDED,
     end_if_importing,
@@ -25,55 +27,62 @@ _CHUNK = 1024
 _AHEAD = 4
 
 
+_Span = tuple[int, int]
+_Measure = Callable[[int, int], np.ndarray]
+
+
 def fill(
-    found: np.ndarray,
+    values: np.ndarray,
     first: int,
-    measure: Callable[[int, int], np.ndarray],
+    measure: _Measure,
     num_workers: int,
     progress: bool,
     title: str,
 ) -> None:
-    """Measures what is missing in `found`, whose first entry is example `first`."""
-    starts = range(0, len(found), _CHUNK)
-    missing = [s for s in starts if _is_missing(found[s : s + _CHUNK]).any()]
-    spans = [(first + s, first + min(s + _CHUNK, len(found))) for s in missing]
-    run = _in_workers if num_workers else _here
+    """Measures what is missing in `values`.
+
+    Args:
+      values: `[n]` of some examples, 0 or NaN where one is missing; written to.
+      first: the example that `values[0]` is of.
+      measure: first example, the one behind the last -> their values.
+      num_workers: worker processes; 0 measures in this one.
+      progress: show a progress bar on a terminal.
+      title: of that bar.
+
+    Raises:
+      RuntimeError: if a worker is lost, or the script starts some in every worker.
+    """
+    chunks = [slice(s, s + _CHUNK) for s in range(0, len(values), _CHUNK)]
+    missing = [chunk for chunk in chunks if not is_measured(values[chunk]).all()]
+    spans = [(first + x.start, first + min(x.stop, len(values))) for x in missing]
     with progress_bar(progress) as bar:
-        task = bar.add_task(title, total=len(found))
-        bar.advance(task, len(found) - sum(stop - start for start, stop in spans))
-        for (start, stop), lengths in run(measure, spans, num_workers):
-            found[start - first : stop - first] = lengths
+        task = bar.add_task(title, total=len(values))
+        bar.advance(task, len(values) - sum(stop - start for start, stop in spans))
+        results = (
+            _in_workers(measure, spans, num_workers)
+            if num_workers
+            else ((span, measure(*span)) for span in spans)
+        )
+        for (start, stop), measured in results:
+            values[start - first : stop - first] = measured
             bar.advance(task, stop - start)
 
 
-def _is_missing(found: np.ndarray) -> np.ndarray:
-    return np.isnan(found) if found.dtype.kind == "f" else found == 0
-
-
-_Span = tuple[int, int]
-
-
-def _here(
-    measure: Callable[[int, int], np.ndarray], spans: list[_Span], num_workers: int
-) -> Iterator[tuple[_Span, np.ndarray]]:
-    return ((span, measure(*span)) for span in spans)
-
-
 def _in_workers(
-    measure: Callable[[int, int], np.ndarray], spans: list[_Span], num_workers: int
+    measure: _Measure, spans: list[_Span], num_workers: int
 ) -> Iterator[tuple[_Span, np.ndarray]]:
     """Yields each as soon as it is there; a few for each worker are under way."""
     end_if_importing()
     task = _dumped(measure)
-    # jax has threads, and a fork of these would hang.
+    # By spawn, because jax has threads, and a fork of these would hang.
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _begin, (task,))
-    left = iter(spans)
+    pending = iter(spans)
     running: dict[Future[np.ndarray], _Span] = {}
     workers: list[BaseProcess] = []
     try:
         while True:
-            while len(running) < _AHEAD * num_workers and (span := next(left, None)):
-                running[pool.submit(_span_of_worker, span)] = span
+            for span in itertools.islice(pending, _AHEAD * num_workers - len(running)):
+                running[pool.submit(_measure_span, span)] = span
             if not running:
                 return
             workers = workers or active_children()
@@ -93,8 +102,8 @@ def _in_workers(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _dumped(measure: Callable[[int, int], np.ndarray]) -> bytes:
-    # By cloudpickle, for then functions of a script or of another function can be, too.
+def _dumped(measure: _Measure) -> bytes:
+    # By cloudpickle, so that functions of a script or inside others can be sent, too.
     try:
         return cloudpickle.dumps(measure)
     except Exception as error:
@@ -113,7 +122,7 @@ def _begin(task: bytes) -> None:
     _task = task
 
 
-def _span_of_worker(span: _Span) -> np.ndarray:
+def _measure_span(span: _Span) -> np.ndarray:
     try:
         return _loaded(_task)(*span)
     except SystemExit as error:
@@ -124,7 +133,7 @@ def _span_of_worker(span: _Span) -> np.ndarray:
 
 
 @functools.cache
-def _loaded(task: bytes) -> Callable[[int, int], np.ndarray]:
+def _loaded(task: bytes) -> _Measure:
     try:
         return cloudpickle.loads(task)
     except Exception as error:

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxbucket import measure_lengths
+from jaxbucket import measure_difficulty, measure_lengths
 from jaxbucket.data.lengths import parallel_pass
 
 SIZE = 5000
@@ -117,17 +117,19 @@ def test_what_was_measured_is_read_again(tmp_path):
     assert file.suffix == ".npy"
 
 
-def test_another_source_or_function_has_another_file(tmp_path):
+def test_another_source_or_key_has_another_file(tmp_path):
     other = Source()
     other.fingerprint = "v2"
+    other_key = {"cache_key": "1 + a"}
     measured(Source(), cache=tmp_path)
     for number, options in enumerate(
         [
             {"source": other},
             {"source": Source(SIZE - 1)},
-            {"source": Source(), "length_fn": lambda example: len(example["x"])},
-            {"source": Source(), "length_fn": lambda example: 1 + len(example["x"])},
+            {"source": Source(), "length_fn": lambda x: len(x["x"]), "cache_key": "a"},
+            {"source": Source(), "length_fn": lambda x: 1 + len(x["x"]), **other_key},
             {"source": Source(), "sequences": ["x"]},
+            {"source": Source(), "cache_key": "b"},
         ],
         2,
     ):
@@ -361,7 +363,7 @@ def test_a_cache_that_is_no_folder_is_refused(tmp_path):
     path = tmp_path / "file"
     path.write_text("mine")
     with pytest.raises(
-        ValueError, match="`cache='.*file'` is no folder that can be wr"
+        ValueError, match="`cache='.*file'` is not a folder that can be"
     ):
         measure_lengths([{"x": [1]}], cache=path, progress=False)
     assert path.read_text() == "mine"
@@ -375,3 +377,19 @@ def test_a_cache_of_several_arrays_is_refused(tmp_path):
         np.savez(file, a=np.ones(1), b=np.ones(1))
     with pytest.raises(ValueError, match="cannot be read: the magic.* Delete the file"):
         measure_lengths(source, cache=tmp_path, progress=False)
+
+
+def test_a_function_whose_lengths_are_kept_needs_a_name(tmp_path):
+    words = '`length_fn` does: name it by `cache_key`, such as `cache_key="length_fn-'
+    with pytest.raises(ValueError, match=re.escape(words)):
+        measured(["ab"], length_fn=len, cache=tmp_path)
+    with pytest.raises(ValueError, match="`difficulty_fn` does: name it by `cache_k"):
+        measure_difficulty(["ab"], len, cache=tmp_path)
+    for cache_key in ("", 1, b"len"):
+        with pytest.raises(ValueError, match="must be a string that is not empty"):
+            measured(["ab"], length_fn=len, cache=tmp_path, cache_key=cache_key)
+    assert not list(tmp_path.iterdir())
+    # The key is the name: what the function does is not looked into.
+    for length_fn in (len, hash):
+        found = measured(["ab"], length_fn=length_fn, cache=tmp_path, cache_key="1")
+        assert found.tolist() == [2]
