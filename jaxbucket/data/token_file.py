@@ -30,7 +30,7 @@ from jaxbucket.data.token_index import (
     array_path,
     digest_of,
     fingerprint_of,
-    map_arrays,
+    map_array,
     read_index,
 )
 
@@ -70,7 +70,10 @@ class TokenFile:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path).absolute()
         self._index = read_index(self.path)
-        self._arrays = map_arrays(self.path, self._index)
+        self._arrays = {
+            name: map_array(array_path(self.path, name), entry)
+            for name, entry in self._index["files"].items()
+        }
         self._offsets = self._arrays.pop(OFFSETS)
         self.sequences: tuple[str, ...] = tuple(self._index["sequences"])
         self.fingerprint = fingerprint_of(self._index)

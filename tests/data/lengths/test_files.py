@@ -644,7 +644,7 @@ def test_a_source_that_knows_its_lengths_is_not_read(module, tmp_path):
         ("floats", None, "`lengths[0]=1.5` is not an integer"),
         ("breaks", "x", "its iterable raises KeyError: 'gone'. Mend it"),
         ("texts", None, "`source[0]`: 'ééé' is a text. Measure it by `jaxbucket"),
-        ("texts", "x", "'ééé' is no dict: leave out `--column x`"),
+        ("texts", "x", "'ééé' is not a dict: leave out `--column x`"),
         ("both", "y", "it has ['x', 'text', 'id'], and no 'y': name one of them"),
         ("LENGTHS", None, "is [3, 1, 4, 1, 5]. Name a function"),
         ("sources", None, "has no 'sources', but ['array', 'asks', 'both', 'breaks'"),
