@@ -12,9 +12,7 @@ import numpy as np
 from jaxbucket.base.checks import split_line
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.types import EMPTY_ROW, Batch, BatchIndices, Bucket, RowShard
-from jaxbucket.data.chunk_source import ChunkSource
 from jaxbucket.data.collate import collate_rows
-from jaxbucket.data.concat_source import ConcatSource
 from jaxbucket.data.example import (
     Example,
     Sequences,
@@ -22,10 +20,12 @@ from jaxbucket.data.example import (
     copied,
     example_lengths,
 )
+from jaxbucket.data.part_source import PartSource
 from jaxbucket.data.source import (
     PackedSource,
     RowSource,
     Source,
+    check_measured,
     check_sequences,
     contents,
     read_example,
@@ -43,7 +43,7 @@ def padded_features(
     if (
         sequences is None
         and schedule.capacities is None
-        and isinstance(source, RowSource | ChunkSource | ConcatSource)
+        and isinstance(source, RowSource | PartSource)
     ):
         # Also where its examples are read one by one.
         return source.sequences
@@ -88,7 +88,7 @@ class BatchReader:
             and self.transform is None
         ):
             check_sequences(self.source, self.sequences)
-            _check_lengths(self.source.lengths, self.schedule.lengths)
+            check_measured(self.source.lengths, self.schedule.lengths)
             packed = self.schedule.max_segments is not None
             if not packed or isinstance(self.source, PackedSource):
                 object.__setattr__(self, "_row_source", self.source)
@@ -244,13 +244,6 @@ def _check_each(
             collate([example])
         except ValueError as error:
             raise ValueError(f"`source[{index}]`, for step {step}: {error}") from None
-
-
-def _check_lengths(lengths: np.ndarray, measured: np.ndarray) -> None:
-    changed = np.flatnonzero(lengths != measured)
-    if len(changed):
-        index = int(changed[0])
-        refuse_changed(index, int(lengths[index]), int(measured[index]))
 
 
 def _other_size_message(source: Source, schedule: Schedule) -> str:

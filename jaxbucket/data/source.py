@@ -13,12 +13,9 @@ from jaxbucket.base.padding import PadValue
 from jaxbucket.base.types import EMPTY_ROW, Batch, Bucket, digest
 from jaxbucket.data.collate import check_rows
 from jaxbucket.data.example import (
-    Example,
     as_arrays,
-    common_length,
     listed_names,
     matching_arrays,
-    sequence_names,
 )
 
 # How many examples stand for the contents of all.
@@ -122,37 +119,6 @@ def read_example(source: Source, index: int, purpose: str = "") -> Any:
         ) from error
 
 
-def read_to_cut(
-    source: Source,
-    index: int,
-    measured: int,
-    sequences: Sequence[str] | None,
-    before: str,
-) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Returns a whole example as arrays, and which of its features are cut.
-
-    Args:
-      source: examples by index.
-      index: of the example.
-      measured: the length that it had.
-      sequences: the features that are cut, by default all with a leading axis.
-      before: what is done to it, for messages: there are two sources.
-
-    Raises:
-      ValueError: if it cannot be read or cut, or is not as long as it was measured.
-    """
-    example: Example = read_example(source, index, before)
-    try:
-        arrays = as_arrays(example)
-        names = sequence_names(arrays, sequences)
-        length = common_length(arrays, names)
-    except ValueError as error:
-        raise ValueError(f"`source[{index}]`{before} cannot be cut: {error}") from error
-    if length != measured:
-        refuse_changed(index, length, measured, before)
-    return arrays, names
-
-
 def refuse_changed(index: int, found: int, measured: int, which: str = "") -> NoReturn:
     """Raises a ValueError that says which length was another."""
     raise ValueError(
@@ -162,6 +128,19 @@ def refuse_changed(index: int, found: int, measured: int, which: str = "") -> No
         "words or seconds. Measure again, and leave out a `length_fn` that does not "
         "return the length of the arrays."
     )
+
+
+def check_measured(lengths: np.ndarray, measured: np.ndarray) -> None:
+    """Raises a ValueError if an example is not as long as it was measured.
+
+    Args:
+      lengths: `[N]` integers, as the source knows them.
+      measured: `[N]` integers.
+    """
+    changed = np.flatnonzero(lengths != measured)
+    if len(changed):
+        index = int(changed[0])
+        refuse_changed(index, int(lengths[index]), int(measured[index]))
 
 
 def _to_bytes(example: Any) -> bytes:

@@ -125,8 +125,9 @@ def _measured(
         return _of_iterable(returned, length_of)
     if isinstance(returned, RowSource) and by_default:
         return measure_lengths(returned, sequences=column and [column])
+    source: Any = returned
     return measure_lengths(
-        returned,
+        source,
         length_fn=length_of,
         num_workers=num_workers,
         progress=sys.stderr.isatty(),
