@@ -11,11 +11,12 @@ from jaxbucket.base.position import DataPosition
 from jaxbucket.base.types import Batch, BatchIndices, Bucket, BucketPlan, RowShard
 from jaxbucket.base.version import __version__ as __version__
 from jaxbucket.data.chunk_source import split_source
-from jaxbucket.data.collate import collate_rows, unbatch
+from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.concat_source import ConcatSource, concat_then_split
 from jaxbucket.data.source import concatenate
 from jaxbucket.data.token_file import TokenFile
 from jaxbucket.data.token_file_writer import write_token_file
+from jaxbucket.data.unbatch import unbatch
 from jaxbucket.packing.packed_plan import PackedPlan, plan_packing
 from jaxbucket.packing.rows import Packing, pack
 from jaxbucket.plan.buckets import plan_buckets

@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.checks import MAX_LENGTH, check_positive
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.types import EMPTY_ROW, Batch, Bucket, digest
-from jaxbucket.data.collate import check_rows, fit_lengths, span_lengths
 from jaxbucket.data.part_source import PartSource
+from jaxbucket.data.row_checks import check_rows, fit_lengths, span_lengths
 from jaxbucket.data.source import RowSource, Source, SpanSource, contents
 from jaxbucket.plan.chunks import chunk_counts, chunk_lengths
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxbucket.base.types import Batch, Bucket
+
 
 def row_segments(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the segment ids and the positions of rows of several examples.
@@ -37,3 +39,25 @@ def row_segments(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndar
     ids = np.cumsum(begins, axis=1, dtype=np.int32) * mask
     positions = (places - np.maximum.accumulate(first, axis=1)) * mask
     return ids, positions
+
+
+def row_mask(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:
+    """Returns `[B, T]` bool: where rows of these `[B]` lengths have a token."""
+    # Equal dtypes, of 32 bits: several times as fast.
+    positions = np.arange(bucket.seq_len, dtype=np.int32)
+    return positions < lengths.astype(np.int32)[:, None]
+
+
+def with_segments(
+    features: dict[str, np.ndarray], name: str, mask: np.ndarray
+) -> Batch:
+    """Returns the batch of one example in each row.
+
+    Args:
+      features: those of the batch.
+      name: the entry in `segment_ids` and `positions`.
+      mask: `[B, T]` bool, where a token is real.
+    """
+    ids = mask.astype(np.int32)
+    positions = np.arange(mask.shape[1], dtype=np.int32)
+    return Batch(features, {name: ids}, {name: ids * positions})

@@ -11,12 +11,12 @@ import numpy as np
 
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.types import EMPTY_ROW, Batch, Bucket, digest
-from jaxbucket.data.collate import check_rows
 from jaxbucket.data.example import (
     as_arrays,
     listed_names,
     matching_arrays,
 )
+from jaxbucket.data.row_checks import check_rows
 
 # How many examples stand for the contents of all.
 _SAMPLES = 16

@@ -17,14 +17,8 @@ import numpy as np
 from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.padding import PadValue, pad_arrays
 from jaxbucket.base.types import EMPTY_ROW, Batch, Bucket
-from jaxbucket.data.collate import (
-    check_rows,
-    fit_lengths,
-    row_mask,
-    span_lengths,
-    with_segments,
-)
-from jaxbucket.data.segments import row_segments
+from jaxbucket.data.row_checks import check_rows, fit_lengths, span_lengths
+from jaxbucket.data.segments import row_mask, row_segments, with_segments
 from jaxbucket.data.token_index import (
     OFFSETS,
     array_path,
