@@ -19,7 +19,7 @@ from jaxbucket.data.example import (
     matching_arrays,
     sequence_groups,
 )
-from jaxbucket.data.row_checks import beyond_message
+from jaxbucket.data.row_checks import beyond
 from jaxbucket.data.segments import row_mask, row_segments, with_segments
 from jaxbucket.packing.sequences import check_capacities
 
@@ -109,41 +109,29 @@ def collate_rows(
             f"`truncate=True` and `max_segments={max_segments}`: what does not fit is "
             "put into another row. Leave out either."
         )
-    first = None
-    if like is None:
-        filled = ((row, x[0]) for row, x in enumerate(segments) if len(x))
-        first, like = next(filled, (None, None))
-    if like is None:
-        raise ValueError("All rows are empty: pass `like=`, an example of the source.")
-    template = as_arrays(like, first)
-    check_numbers(template)
+    template = _template(segments, like)
     groups = sequence_groups(template, sequences, capacities)
-    names = [name for group in groups.values() for name in group]
     seq_lens = _seq_lens(bucket, groups, capacities)
-    places = (bucket.batch_size,)
-    if max_segments is not None:
-        places = (bucket.batch_size, max_segments)
-    widths = {n: seq_lens[key] for key, group in groups.items() for n in group}
-    features = _without_examples(template, widths, places, pad_value)
+    widths = {name: seq_lens[key] for key, names in groups.items() for name in names}
+    # Of examples, which all features that are not sequences begin with.
+    places = (bucket.batch_size, *(() if max_segments is None else (max_segments,)))
+    features = _padding(template, widths, places, pad_value)
     size = (bucket.batch_size, max_segments or 1)
     lengths = {key: np.zeros(size, np.int64) for key in groups}
     for row, examples in enumerate(segments):
         for segment, example in enumerate(examples):
-            arrays = matching_arrays(example, template, names, row)
-            for key, group in groups.items():
-                begin = int(lengths[key][row].sum())
-                length = common_length(arrays, group, row)
-                if begin + length > seq_lens[key] and not truncate:
+            arrays = matching_arrays(example, template, list(widths), row)
+            for key, names in groups.items():
+                begin, seq_len = int(lengths[key][row].sum()), seq_lens[key]
+                end = begin + common_length(arrays, names, row)
+                if end > seq_len and not truncate:
                     of = "" if capacities is None else f" of {key!r}"
-                    packed = max_segments is not None
-                    raise ValueError(
-                        beyond_message(row, begin + length, seq_lens[key], of, packed)
-                    )
-                end = min(begin + length, seq_lens[key])
-                for name in group:
+                    raise beyond(row, end, seq_len, of, max_segments is not None)
+                end = min(end, seq_len)
+                for name in names:
                     features[name][row, begin:end] = arrays[name][: end - begin]
                 lengths[key][row, segment] = end - begin
-            for name in arrays.keys() - set(names):
+            for name in arrays.keys() - widths.keys():
                 features[name][(row, segment)[: len(places)]] = arrays[name]
     if max_segments is None and capacities is None:
         (key,) = groups
@@ -154,6 +142,44 @@ def collate_rows(
         {key: ids for key, (ids, _) in made.items()},
         {key: positions for key, (_, positions) in made.items()},
     )
+
+
+def _segments(
+    row: int, entry: Example | Sequence[Example] | None, max_segments: int | None
+) -> Sequence[Example]:
+    """The examples of a row."""
+    if entry is None:
+        return ()
+    if max_segments is None:
+        return (cast(Example, entry),)
+    if isinstance(entry, Mapping) or not isinstance(entry, Sequence):
+        raise ValueError(
+            f"Row {row} is a {type(entry).__name__}: with `max_segments` give a list "
+            "of its examples."
+        )
+    if len(entry) > max_segments:
+        raise ValueError(
+            f"Row {row} has {len(entry)} examples, more than `max_segments="
+            f"{max_segments}`. Put them into another row, or raise it."
+        )
+    return entry
+
+
+def _template(
+    segments: Sequence[Sequence[Example]], like: Example | None
+) -> dict[str, np.ndarray]:
+    """An example that says which features all have, by default the first one."""
+    row = None
+    if like is None:
+        filled = (
+            (row, examples[0]) for row, examples in enumerate(segments) if examples
+        )
+        row, like = next(filled, (None, None))
+    if like is None:
+        raise ValueError("All rows are empty: pass `like=`, an example of the source.")
+    template = as_arrays(like, row)
+    check_numbers(template)
+    return template
 
 
 def _seq_lens(
@@ -171,7 +197,7 @@ def _seq_lens(
     return capacities
 
 
-def _without_examples(
+def _padding(
     template: dict[str, np.ndarray],
     widths: dict[str, int],
     places: tuple[int, ...],
@@ -192,24 +218,3 @@ def _without_examples(
         else np.zeros((*places, *value.shape), value.dtype)
         for name, value in template.items()
     }
-
-
-def _segments(
-    row: int, entry: Example | Sequence[Example] | None, max_segments: int | None
-) -> Sequence[Example]:
-    """The examples of a row."""
-    if max_segments is None:
-        return () if entry is None else (cast(Example, entry),)
-    if entry is None:
-        return ()
-    if isinstance(entry, Mapping) or not isinstance(entry, Sequence):
-        raise ValueError(
-            f"Row {row} is a {type(entry).__name__}: with `max_segments` give a list "
-            "of its examples."
-        )
-    if len(entry) > max_segments:
-        raise ValueError(
-            f"Row {row} has {len(entry)} examples, more than `max_segments="
-            f"{max_segments}`. Put them into another row, or raise it."
-        )
-    return entry

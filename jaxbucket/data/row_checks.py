@@ -52,7 +52,7 @@ def fit_lengths(lengths: np.ndarray, bucket: Bucket, truncate: bool) -> np.ndarr
     """
     if not truncate and lengths.max(initial=0) > bucket.seq_len:
         row = int(lengths.argmax())
-        raise ValueError(beyond_message(row, lengths[row], bucket.seq_len))
+        raise beyond(row, lengths[row], bucket.seq_len)
     return np.minimum(lengths, bucket.seq_len)
 
 
@@ -75,17 +75,28 @@ def span_lengths(
     if not inside[filled].all():
         row = int(np.argmin(inside | ~filled))
         raise ValueError(
-            f"Row {row}: {lengths[row]} tokens from {begins[row]} on are no part of "
+            f"Row {row}: {lengths[row]} tokens from {begins[row]} on are not a part of "
             f"example {rows[row]}, which has {whole[row]}. Give at least one token, "
             "and none beyond its end."
         )
     return np.where(filled, lengths, 0)
 
 
-def beyond_message(
+def beyond(
     row: int, length: int, seq_len: int, of: str = "", packed: bool = False
-) -> str:
+) -> ValueError:
+    """Returns the error of a row that is longer than T.
+
+    Args:
+      row: where it stands in the batch.
+      length: of the row.
+      seq_len: T.
+      of: which sequence it is of, for messages.
+      packed: whether a row has several examples.
+    """
     remedy = "Put it into a longer bucket, or pass `truncate=True`."
     if packed or of:
         remedy = "Give it fewer examples, or rows that hold more."
-    return f"Row {row} has length {length}{of}, beyond `seq_len={seq_len}`. {remedy}"
+    return ValueError(
+        f"Row {row} has length {length}{of}, beyond `seq_len={seq_len}`. {remedy}"
+    )

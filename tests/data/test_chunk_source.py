@@ -260,9 +260,9 @@ def test_rows_that_are_no_chunks_are_refused(split, kind):
 @pytest.mark.parametrize(
     ("row", "begin", "length", "message"),
     [
-        (0, 15, 6, "Row 1: 6 tokens from 15 on are no part of example 0, which has 20"),
-        (0, -1, 2, "Row 1: 2 tokens from -1 on are no part of example 0"),
-        (0, 2, 0, "Row 1: 0 tokens from 2 on are no part of example 0"),
+        (0, 15, 6, "Row 1: 6 tokens from 15 on are not a part of example 0, which has"),
+        (0, -1, 2, "Row 1: 2 tokens from -1 on are not a part of example 0"),
+        (0, 2, 0, "Row 1: 0 tokens from 2 on are not a part of example 0"),
         (0, 0, 9, "Row 1 has length 9, beyond `seq_len=8`"),
         (3, 0, 1, "`rows` has 0 to 3: they must be from 0 to 2"),
     ],
@@ -289,7 +289,7 @@ def test_parts_of_chunks_do_not_reach_into_the_next(split, kind):
     batch = source.collate_spans(rows, begins, lengths, Bucket(3, 6))
     found = batch.features["tokens"][batch.mask].tolist()
     assert found == [10, 11, 12, 13, 14, 15, 21, 22]
-    with pytest.raises(ValueError, match="Row 0: 6 tokens from 3 on are no part of ex"):
+    with pytest.raises(ValueError, match="Row 0: 6 tokens from 3 on are not a part of"):
         source.collate_spans(rows, begins + 1, lengths, Bucket(3, 6))
 
 

@@ -321,7 +321,7 @@ def test_rows_may_have_any_dtype_of_integers(tmp_path, dtype):
             source.collate(rows, Bucket(3, 3)),
         )
     begins, lengths = (np.array([x], dtype) for x in (2, last if last < 256 else 255))
-    with pytest.raises(ValueError, match="are no part of example"):
+    with pytest.raises(ValueError, match="are not a part of example"):
         file.collate_spans(np.array([0], dtype), begins, lengths, Bucket(1, 300))
 
 
