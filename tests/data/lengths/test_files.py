@@ -250,7 +250,7 @@ def test_a_file_is_never_in_memory_as_a_whole(tmp_path, name):
 
 
 def test_a_table_is_never_in_memory_as_a_whole(tmp_path):
-    table = pyarrow.table({"x": [str(n) + "word " * 400 for n in range(50_000)]})
+    table = pyarrow.table({"x": [str(n) + "word " * 400 for n in range(25_000)]})
     parquet.write_table(table, tmp_path / "x.parquet", compression="none")
     size = table.nbytes
     del table
