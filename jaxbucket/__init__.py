@@ -13,7 +13,7 @@ from jaxbucket.base.version import __version__ as __version__
 from jaxbucket.data.chunk_source import split_source
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.concat_source import ConcatSource, concat_then_split
-from jaxbucket.data.source import concatenate
+from jaxbucket.data.joined_source import concatenate
 from jaxbucket.data.token_file import TokenFile
 from jaxbucket.data.token_file_writer import write_token_file
 from jaxbucket.data.unbatch import unbatch

@@ -60,7 +60,8 @@ def batch_dataset(
       num_epochs: the same in epochs of the schedule, instead.
       sequences: the features that are padded, by default those of the source, if it
         has its own as a token file has, or else all with a leading axis. Of several
-        sequences with lengths of their own, as in `collate_rows`.
+        sequences with lengths of their own, name -> the features that are as long as
+        this sequence; by default none but itself.
       pad_value: what fills them behind their end: name -> number, 0 for those without
         one. A number alone is of the only one there is.
       transform: `(example, rng) -> example`, random augmentation. It gets a copy of
@@ -163,12 +164,29 @@ class BatchDataset(grain.MapDataset[Any]):
     def position(self, step: int) -> DataPosition:
         """Returns what to save beside a state that has done `step` updates.
 
-        Of a transform it has the name: what the function does is not looked into.
+        Args:
+          step: the updates that are done, and so the step to go on with.
+
+        Returns:
+          The step, and what names the plan, the data and the schedule: `resume`
+          compares them. Of a transform it has the name, not what it does.
         """
         return _position(self._reader, step)
 
     def resume(self, position: DataPosition) -> BatchDataset:
         """Returns the batches that follow a position, bit for bit those of its run.
+
+        Example:
+          >>> from jaxbucket import BatchSchedule, plan_buckets
+          >>> source = [{"tokens": [7] * n} for n in (3, 1, 4, 2)]
+          >>> plan = plan_buckets([3, 1, 4, 2], max_tokens=4)
+          >>> dataset = batch_dataset(source, BatchSchedule(plan, [3, 1, 4, 2]))
+          >>> rest = dataset.resume(dataset.position(3))
+          >>> len(dataset), len(rest), rest.start_step
+          (4, 1, 3)
+
+        Args:
+          position: what `position` gave in the run that goes on.
 
         Raises:
           ValueError: if the plan, the data, the seed, the order, `sequences`,

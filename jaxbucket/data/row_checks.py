@@ -57,7 +57,10 @@ def fit_lengths(lengths: np.ndarray, bucket: Bucket, truncate: bool) -> np.ndarr
 
 
 def span_lengths(
-    rows: np.ndarray, begins: np.ndarray, lengths: np.ndarray, whole: np.ndarray
+    rows: np.ndarray,
+    begins: np.ndarray,
+    lengths: np.ndarray,
+    example_lengths: np.ndarray,
 ) -> np.ndarray:
     """Returns the `[B]` lengths of parts of examples, 0 of an empty row.
 
@@ -65,19 +68,19 @@ def span_lengths(
       rows: `[B]` integers, the example in each row; -1 for an empty row.
       begins: `[B]` integers, the first token of each part.
       lengths: `[B]` integers, the tokens it has.
-      whole: `[B]` integers, the tokens that its example has.
+      example_lengths: `[B]` integers, the tokens that its example has.
 
     Raises:
-      ValueError: if a part has no token, or one that its example has not.
+      ValueError: if a part has no token, or one that its example does not have.
     """
     filled = rows != EMPTY_ROW
-    inside = (begins >= 0) & (lengths >= 1) & (lengths <= whole - begins)
+    inside = (begins >= 0) & (lengths >= 1) & (lengths <= example_lengths - begins)
     if not inside[filled].all():
         row = int(np.argmin(inside | ~filled))
         raise ValueError(
             f"Row {row}: {lengths[row]} tokens from {begins[row]} on are not a part of "
-            f"example {rows[row]}, which has {whole[row]}. Give at least one token, "
-            "and none beyond its end."
+            f"example {rows[row]}, which has {example_lengths[row]}. Give at "
+            "least one token, and none beyond its end."
         )
     return np.where(filled, lengths, 0)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -54,7 +55,7 @@ class TokenFile:
       fingerprint: 32 hex digits that name all contents, as they were written.
 
     Raises:
-      ValueError: if the folder is no token file, is of another version, or has a file
+      ValueError: if the folder is not a token file, is of another version, or has a file
         that is missing, cut or changed, as far as headers and some pages tell in a time
         that does not depend on its size; `verify` reads everything.
     """
@@ -119,13 +120,14 @@ class TokenFile:
           rows: `[B]` integers, the example in each row; -1 for an empty row. Of packed
             rows `[B, max_segments]`, and -1 behind the last of a row.
           bucket: the shape (B, T).
-          pad_value: what fills the sequences behind their end, and in empty rows; as
-            in `collate_rows`.
-          truncate: cut examples longer than T instead of refusing them; no packed ones.
+          pad_value: what fills the sequences behind their end, and in empty rows: name
+            -> number, 0 for those without one. A number alone is of the only one there
+            is.
+          truncate: cut examples longer than T instead of refusing them; not of packed rows.
 
         Raises:
           ValueError: if an example is longer than T, or those of a row are together, or
-            a row is no example.
+            a row is not an example.
         """
         rows = check_rows(rows, len(self), bucket)
         starts, lengths = self._bounds(rows)
@@ -149,24 +151,25 @@ class TokenFile:
         *,
         pad_value: PadValue = 0,
     ) -> Batch:
-        """Returns the same of a part of each example, such as one chunk of it.
+        """Returns a batch of a span of each example, such as one chunk of it.
 
         Args:
           rows: `[B]` integers, the example in each row; -1 for an empty row.
-          begins: `[B]` integers, the first token of the part, counted in its example.
+          begins: `[B]` integers, the first token of the span, counted in its example.
           lengths: `[B]` integers, how many tokens it has. What `begins` and `lengths`
             say of an empty row counts for nothing.
           bucket: the shape (B, T).
-          pad_value: what fills the sequences behind their end, and in empty rows; as
-            in `collate_rows`.
+          pad_value: what fills the sequences behind their end, and in empty rows: name
+            -> number, 0 for those without one. A number alone is of the only one there
+            is.
 
         Raises:
-          ValueError: if a part is no part of its example or longer than T, or a row is
-            no example.
+          ValueError: if a span is not within its example or is longer than T, or a row
+            is not an example.
         """
         rows = check_rows(rows, len(self), bucket)
-        starts, whole = self._bounds(rows)
-        lengths = span_lengths(rows, begins, lengths, whole)
+        starts, example_lengths = self._bounds(rows)
+        lengths = span_lengths(rows, begins, lengths, example_lengths)
         lengths = fit_lengths(lengths, bucket, truncate=False)
         return self._gathered(rows, starts + begins, lengths, bucket, pad_value)
 
@@ -185,18 +188,17 @@ class TokenFile:
         bucket: Bucket,
         pad_value: PadValue,
     ) -> Batch:
-        """The batch of `[B]` tokens from `[B]` on, beside what is the examples'."""
+        """The batch of `[B]` spans, one in each row: where they start, and lengths."""
         filled = np.flatnonzero(rows != EMPTY_ROW)
         starts = starts[filled]
         mask = row_mask(lengths, bucket)
-        pads = self._pads(pad_value)
-        features = {}
-        for name, values in self._arrays.items():
-            if name in self.sequences:
-                features[name] = _gather(values, starts, filled, lengths, bucket)
-                np.copyto(features[name], pads[name], where=_as_wide_as(values, ~mask))
-            else:
-                features[name] = _of_examples(values, rows)
+
+        def gather(values: np.ndarray, pad: np.ndarray) -> np.ndarray:
+            tokens = _gather(values, starts, filled, lengths, bucket)
+            np.copyto(tokens, pad, where=_as_wide_as(values, ~mask))
+            return tokens
+
+        features = self._features(rows, pad_value, gather)
         return with_segments(features, self.sequences[0], mask)
 
     def _gathered_packed(
@@ -210,24 +212,32 @@ class TokenFile:
         """The batch of `[B, S]` examples, one behind the other in each row."""
         ids, positions = row_segments(lengths, bucket.seq_len)
         mask = ids > 0
-        # The token of the file at every place that has one.
+        # The index in the file of each token of the batch.
         begins = np.take_along_axis(starts, np.maximum(ids - 1, 0), axis=1)
-        tokens = (begins + positions)[mask]
-        pads = self._pads(pad_value)
-        features = {}
-        for name, values in self._arrays.items():
-            if name in self.sequences:
-                shape = (*mask.shape, *values.shape[1:])
-                features[name] = np.full(shape, pads[name])
-                features[name][mask] = values[tokens]
-            else:
-                features[name] = _of_examples(values, rows)
+        indices = (begins + positions)[mask]
+
+        def gather(values: np.ndarray, pad: np.ndarray) -> np.ndarray:
+            tokens = np.full((*mask.shape, *values.shape[1:]), pad)
+            tokens[mask] = values[indices]
+            return tokens
+
+        features = self._features(rows, pad_value, gather)
         name = self.sequences[0]
         return Batch(features, {name: ids}, {name: positions})
 
-    def _pads(self, pad_value: PadValue) -> dict[str, np.ndarray]:
-        dtypes = {name: self._arrays[name].dtype for name in self.sequences}
-        return pad_arrays(pad_value, dtypes)
+    def _features(
+        self,
+        rows: np.ndarray,
+        pad_value: PadValue,
+        gather: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    ) -> dict[str, np.ndarray]:
+        """Sequences as they are gathered, and what is one for an example, by `rows`."""
+        arrays, sequences = self._arrays, self.sequences
+        pads = pad_arrays(pad_value, {name: arrays[name].dtype for name in sequences})
+        return {
+            name: gather(x, pads[name]) if name in sequences else _by_row(x, rows)
+            for name, x in arrays.items()
+        }
 
     def verify(self) -> None:
         """Reads everything, and compares it with the digests that were written.
@@ -237,10 +247,10 @@ class TokenFile:
         """
         for name, entry in self._index["files"].items():
             path = array_path(self.path, name)
-            found = digest_of(path)
-            if found != entry["digest"]:
+            now = digest_of(path)
+            if now != entry["digest"]:
                 raise ValueError(
-                    f"{path} is not what was written: its digest is {found}, not "
+                    f"{path} is not what was written: its digest is {now}, not "
                     f"{entry['digest']}. Write the token file again."
                 )
 
@@ -256,12 +266,12 @@ def _reopened(path: pathlib.Path, fingerprint: str) -> TokenFile:
     return file
 
 
-def _of_examples(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """What is one for an example, `[*rows, ...]`; zeros where there is none."""
-    found = np.zeros((*rows.shape, *values.shape[1:]), values.dtype)
+def _by_row(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The values of the examples in `rows`, `[*rows, ...]`; 0 where there is none."""
+    gathered = np.zeros((*rows.shape, *values.shape[1:]), values.dtype)
     filled = rows != EMPTY_ROW
-    found[filled] = values[rows[filled]]
-    return found
+    gathered[filled] = values[rows[filled]]
+    return gathered
 
 
 def _gather(

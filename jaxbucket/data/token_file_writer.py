@@ -32,12 +32,22 @@ def write_token_file(
 ) -> TokenFile:
     """Writes examples to a folder, which appears when all of them are there.
 
+    Example:
+      >>> import tempfile
+      >>> path = tempfile.mkdtemp() + "/corpus"
+      >>> file = write_token_file(path, ({"tokens": np.arange(n)} for n in (2, 3)))
+      >>> TokenFile(path).lengths
+      array([2, 3], dtype=int32)
+
     Args:
       path: where no file or folder is yet.
       examples: dicts of arrays, all with the same features, dtypes and trailing
         shapes; read once, one at a time.
       sequences: the features with a position for each token, `[n, ...]`, by default
         all with a leading axis. Everything else is stacked.
+
+    Returns:
+      The file, opened.
 
     Raises:
       ValueError: if there is something at `path`, there are no examples, one has no
