@@ -179,7 +179,7 @@ class BatchDataset(grain.MapDataset[Any]):
         Example:
           >>> from jaxbucket import BatchSchedule, plan_buckets
           >>> source = [{"tokens": [7] * n} for n in (3, 1, 4, 2)]
-          >>> plan = plan_buckets([3, 1, 4, 2], max_tokens=4)
+          >>> plan = plan_buckets([3, 1, 4, 2], max_tokens=4, num_buckets=1)
           >>> dataset = batch_dataset(source, BatchSchedule(plan, [3, 1, 4, 2]))
           >>> rest = dataset.resume(dataset.position(3))
           >>> len(dataset), len(rest), rest.start_step

@@ -55,9 +55,9 @@ class TokenFile:
       fingerprint: 32 hex digits that name all contents, as they were written.
 
     Raises:
-      ValueError: if the folder is not a token file, is of another version, or has a file
-        that is missing, cut or changed, as far as headers and some pages tell in a time
-        that does not depend on its size; `verify` reads everything.
+      ValueError: if the folder is not a token file, is of another version, or has a
+        file that is missing, cut or changed, as far as headers and some pages tell in a
+        time that does not depend on its size; `verify` reads everything.
     """
 
     gathers_packed_rows: Literal[True] = True
@@ -123,7 +123,8 @@ class TokenFile:
           pad_value: what fills the sequences behind their end, and in empty rows: name
             -> number, 0 for those without one. A number alone is of the only one there
             is.
-          truncate: cut examples longer than T instead of refusing them; not of packed rows.
+          truncate: cut examples longer than T instead of refusing them; not those of
+            packed rows.
 
         Raises:
           ValueError: if an example is longer than T, or those of a row are together, or

@@ -69,7 +69,7 @@ def measure_difficulty(
     size = _size_of(source)
     workers = _checked_workers(num_workers)
     group = processes or Alone()
-    measure = functools.partial(_difficulties, source, difficulty_fn)
+    measure = functools.partial(_values, source, difficulty_fn, _difficulty, np.float32)
     start, stop = share_of(size, group.index, group.count)
     key = _file_key(source, cache, cache_key, "difficulty_fn")
     name = getattr(difficulty_fn, "__qualname__", type(difficulty_fn).__qualname__)
@@ -135,7 +135,8 @@ def measure_lengths(
         check_sequences(source, sequences)
         return source.lengths
     workers = _checked_workers(num_workers)
-    measure = functools.partial(_lengths, source, length_fn, sequences)
+    length_of = length_fn or functools.partial(example_length, sequences=sequences)
+    measure = functools.partial(_values, source, length_of, _length, np.int32)
 
     def fill_share(lengths: np.ndarray, start: int) -> None:
         fill(lengths, start, measure, workers, progress, "Measuring lengths")
@@ -250,27 +251,17 @@ def _checked_workers(num_workers: int) -> int:
     return workers
 
 
-def _lengths(
+def _values(
     source: Source,
-    length_fn: Callable[[Any], int] | None,
-    sequences: Sequence[str] | None,
+    function: Callable[[Any], Any],
+    checked: Callable[[int, Any], float],
+    dtype: type[np.generic],
     start: int,
     stop: int,
 ) -> np.ndarray:
-    """The lengths of the examples from `start` to before `stop`, int32."""
-    length_of = length_fn or functools.partial(example_length, sequences=sequences)
-    indices = range(start, stop)
-    lengths = (_length(i, _measured(source, i, length_of)) for i in indices)
-    return np.fromiter(lengths, np.int32, len(indices))
-
-
-def _difficulties(
-    source: Source, difficulty_fn: Callable[[Any], float], start: int, stop: int
-) -> np.ndarray:
-    """The difficulties of the examples from `start` to before `stop`, float32."""
-    indices = range(start, stop)
-    values = (_difficulty(i, _measured(source, i, difficulty_fn)) for i in indices)
-    return np.fromiter(values, np.float32, len(indices))
+    """What the function says of the examples from `start` to before `stop`."""
+    values = (checked(i, _measured(source, i, function)) for i in range(start, stop))
+    return np.fromiter(values, dtype, stop - start)
 
 
 def _measured(source: Source, index: int, measure: Callable[[Any], Any]) -> Any:

@@ -50,8 +50,8 @@ def read_csv(
         the file is not CSV in UTF-8; it names the line.
     """
     rows = _csv_rows(path, progress)
-    _, header = next(rows, (0, None))
-    if header is None:
+    header = next(rows, (0, []))[1]
+    if not header:
         raise empty(path)
     check_columns(path, header)
     if all(name.strip().isdecimal() for name in header):
@@ -59,7 +59,6 @@ def read_csv(
             f"`{path}` begins with {header}, and not with names of columns. Put them "
             "on a line of their own before it."
         )
-    rows = _of_width(path, rows, len(header))
     where = f"`{path}`, line"
     if column is None and measure.length_fn is not None:
         dicts = ((line, dict(zip(header, row, strict=True))) for line, row in rows)
@@ -151,32 +150,24 @@ def _lines(path: pathlib.Path, progress: ShowProgress) -> Iterator[tuple[int, st
 def _csv_rows(
     path: pathlib.Path, progress: ShowProgress
 ) -> Iterator[tuple[int, list[str]]]:
-    """The cells of every row, and the line on which it ends."""
+    """The line on which each row ends, and its cells; as many as the header has."""
     # A text may be long.
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     separator = "\t" if unpacked_suffix(path) == ".tsv" else ","
     # Within quotes, a line goes on in the next one.
     lines = (f"{line}\n" for _, line in _lines(path, progress))
     reader = csv.reader(lines, delimiter=separator, strict=True)
+    width = None
     try:
         for row in reader:
+            width = len(row) if width is None else width
+            if len(row) != width:
+                raise csv.Error(f"it has {len(row)} cells, and the header {width}")
             yield reader.line_num, row
     except csv.Error as error:
         raise ValueError(
             f"`{path}`, line {reader.line_num} is not CSV: {error}. Mend the line."
         ) from None
-
-
-def _of_width(
-    path: pathlib.Path, rows: Iterator[tuple[int, list[str]]], width: int
-) -> Iterator[tuple[int, list[str]]]:
-    for line, row in rows:
-        if len(row) != width:
-            raise ValueError(
-                f"`{path}`, line {line} has {len(row)} cells, and the header {width}. "
-                "Mend the line."
-            )
-        yield line, row
 
 
 def _json_values(
