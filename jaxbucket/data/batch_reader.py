@@ -141,7 +141,7 @@ class BatchReader:
                 rows = rows[rows != EMPTY_ROW]
                 examples = [example for row in examples for example in row]
             _check_each(collate, rows, examples, step)
-            # Nor is a `pad_value` that does not fit the fault of an example.
+            # A `pad_value` that does not fit is not the fault of an example.
             raise
 
     def _row(self, row: Any, place: Any, draws: BatchDraws, step: int) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import IO
 
 import numpy as np
@@ -79,18 +80,19 @@ def _write(
     template = as_arrays(first)
     names = sequence_names(template, sequences)
     with contextlib.ExitStack() as stack:
+
+        def column(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> _Column:
+            opened = _Column(folder, name, dtype, shape)
+            return stack.enter_context(contextlib.closing(opened))
+
         columns = {
-            name: stack.enter_context(
-                _column(
-                    folder, name, x.dtype, x.shape[1:] if name in names else x.shape
-                )
-            )
+            name: column(name, x.dtype, x.shape[1:] if name in names else x.shape)
             for name, x in template.items()
         }
-        offsets = stack.enter_context(_column(folder, OFFSETS, np.dtype(np.int64), ()))
-        total = 0
+        offsets = column(OFFSETS, np.dtype(np.int64), ())
         offsets.append(np.zeros(1, np.int64))
-        for number, example in enumerate(_chain(first, examples)):
+        total = 0
+        for number, example in enumerate(itertools.chain([first], examples)):
             arrays = matching_arrays(example, template, names, number)
             length = common_length(arrays, names, number)
             if length > MAX_LENGTH:
@@ -104,15 +106,29 @@ def _write(
     return list(template), names
 
 
-def _chain(first: Example, rest: Iterator[Example]) -> Iterator[Example]:
-    yield first
-    yield from rest
-
-
 class _Column:
     """A `.npy` file that grows along its first axis."""
 
-    def __init__(self, path: pathlib.Path, dtype: np.dtype, shape: tuple[int, ...]):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        name: str,
+        dtype: np.dtype,
+        shape: tuple[int, ...],
+    ):
+        path = array_path(folder, name)
+        if not is_array_name(name) or path.exists():
+            raise ValueError(
+                f"Feature {name!r} cannot be a file of this name: call it otherwise, "
+                "by letters, digits, '_' and '-'."
+            )
+        if dtype.kind not in "biufc" or not _is_of_numpy(dtype):
+            raise ValueError(
+                f"Feature {name!r} is {dtype}, which is not numpy's own dtype of a "
+                "number, so that a `.npy` file would lose it: give it another, such as "
+                "float32 or int32, or write its bits, `x.view(np.uint16)`, and view "
+                "them back."
+            )
         self._dtype = dtype
         self._shape = shape
         self._length = 0
@@ -138,29 +154,6 @@ class _Column:
             "shape": (self._length, *self._shape),
         }
         np.lib.format.write_array_header_1_0(self._file, header)
-
-
-@contextlib.contextmanager
-def _column(
-    folder: pathlib.Path, name: str, dtype: np.dtype, shape: tuple[int, ...]
-) -> Iterator[_Column]:
-    path = array_path(folder, name)
-    if not is_array_name(name) or path.exists():
-        raise ValueError(
-            f"Feature {name!r} cannot be a file of this name: call it otherwise, by "
-            "letters, digits, '_' and '-'."
-        )
-    if dtype.kind not in "biufc" or not _is_of_numpy(dtype):
-        raise ValueError(
-            f"Feature {name!r} is {dtype}, which is not numpy's own of numbers, so a "
-            "`.npy` file would lose it: give it another, such as float32 or int32, or "
-            "write its bits, `x.view(np.uint16)`, and view them back."
-        )
-    column = _Column(path, dtype, shape)
-    try:
-        yield column
-    finally:
-        column.close()
 
 
 def _is_of_numpy(dtype: np.dtype) -> bool:
