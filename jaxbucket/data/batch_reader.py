@@ -59,7 +59,7 @@ class BatchReader:
       schedule: which examples fill which bucket at which step.
       shard: the rows that are read of each batch.
       sequences: the features that are padded.
-      pad_value: what fills them behind their end.
+      pad_value: what fills them after their end.
       transform: what is done to each example; None for nothing.
 
     Raises:

@@ -39,8 +39,8 @@ def collate_rows(
 
     An example is a dict of arrays. Its sequences, `[n, ...]` each with the same n, are
     padded to `[T, ...]`; everything else is stacked as it is. With `max_segments` a row
-    has several examples, one behind the other, and what is no sequence is stacked to
-    `[B, max_segments, ...]`, zeros behind the last example.
+    has several examples, one after another, and what is not a sequence is stacked to
+    `[B, max_segments, ...]`, zeros after the last example.
 
     Example:
       >>> from jaxbucket.data.unbatch import unbatch
@@ -81,7 +81,7 @@ def collate_rows(
         axis. The first of them names the entry in `segment_ids` and `positions`. With
         `capacities`, name -> the features that are as long as this sequence; by default
         none but itself.
-      pad_value: what fills the sequences behind their end, and in empty rows: name ->
+      pad_value: what fills the sequences after their end, and in empty rows: name ->
         number, 0 for those without one. A number alone is of the only one there is.
       truncate: cut examples longer than T instead of refusing them.
       max_segments: the most examples of a row, where rows are packed.

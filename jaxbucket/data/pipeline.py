@@ -62,7 +62,7 @@ def batch_dataset(
         has its own as a token file has, or else all with a leading axis. Of several
         sequences with lengths of their own, name -> the features that are as long as
         this sequence; by default none but itself.
-      pad_value: what fills them behind their end: name -> number, 0 for those without
+      pad_value: what fills them after their end: name -> number, 0 for those without
         one. A number alone is of the only one there is.
       transform: `(example, rng) -> example`, random augmentation. It gets a copy of
         the example, arrays, bytes as `[]` of objects: `example["audio"].item()`. And a

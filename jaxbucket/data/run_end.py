@@ -52,7 +52,7 @@ def check_steps(schedule: Schedule, start_step: int, end: RunEnd) -> int:
     """Returns the step that a run from `start_step` on ends at.
 
     Raises:
-      ValueError: if it begins before the schedule does, or behind its end, or ends
+      ValueError: if it begins before the schedule does, or after its end, or ends
         beyond the longest sequence that Python knows.
     """
     first_step, num_steps = schedule.first_step, end.step(schedule)

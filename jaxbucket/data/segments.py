@@ -19,7 +19,7 @@ def row_segments(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndar
        [0 1 2 0]]
 
     Args:
-      lengths: `[B, S]` integers, of the examples in each row; 0 behind the last. Those
+      lengths: `[B, S]` integers, of the examples in each row; 0 after the last. Those
         of a row are at most `seq_len` together.
       seq_len: T.
 

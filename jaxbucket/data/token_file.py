@@ -118,9 +118,9 @@ class TokenFile:
 
         Args:
           rows: `[B]` integers, the example in each row; -1 for an empty row. Of packed
-            rows `[B, max_segments]`, and -1 behind the last of a row.
+            rows `[B, max_segments]`, and -1 after the last of a row.
           bucket: the shape (B, T).
-          pad_value: what fills the sequences behind their end, and in empty rows: name
+          pad_value: what fills the sequences after their end, and in empty rows: name
             -> number, 0 for those without one. A number alone is of the only one there
             is.
           truncate: cut examples longer than T instead of refusing them; not those of
@@ -160,7 +160,7 @@ class TokenFile:
           lengths: `[B]` integers, how many tokens it has. What `begins` and `lengths`
             say of an empty row counts for nothing.
           bucket: the shape (B, T).
-          pad_value: what fills the sequences behind their end, and in empty rows: name
+          pad_value: what fills the sequences after their end, and in empty rows: name
             -> number, 0 for those without one. A number alone is of the only one there
             is.
 
@@ -210,7 +210,7 @@ class TokenFile:
         bucket: Bucket,
         pad_value: PadValue,
     ) -> Batch:
-        """The batch of `[B, S]` examples, one behind the other in each row."""
+        """The batch of `[B, S]` examples, one after another in each row."""
         ids, positions = row_segments(lengths, bucket.seq_len)
         mask = ids > 0
         # The index in the file of each token of the batch.
@@ -284,7 +284,7 @@ def _gather(
 ) -> np.ndarray:
     """`[B, T, ...]`: the tokens from each start on, in the rows that are filled.
 
-    What stands behind the `[B]` lengths is any token.
+    What stands after the `[B]` lengths is any token.
     """
     window = (bucket.seq_len, *values.shape[1:])
     # A window must not reach beyond the last token; those that would are few.

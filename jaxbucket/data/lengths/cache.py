@@ -20,7 +20,7 @@ class ArrayFile(NamedTuple):
     Attributes:
       path: of the file.
       start: the first example.
-      stop: the one behind the last.
+      stop: the one after the last.
       dtype: int32 for lengths, or float32.
     """
 

@@ -44,7 +44,7 @@ def fill(
     Args:
       values: `[n]` of some examples, 0 or NaN where one is missing; written to.
       first: the example that `values[0]` is of.
-      measure: first example, the one behind the last -> their values.
+      measure: first example, the one after the last -> their values.
       num_workers: worker processes; 0 measures in this one.
       progress: show a progress bar on a terminal.
       title: of that bar.
