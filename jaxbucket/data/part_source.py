@@ -94,12 +94,13 @@ def _read_span(
 def _known_lengths(source: Source, lengths: ArrayLike | None) -> np.ndarray:
     """`[N]`: those of the examples, as they were given or as the source has them."""
     known = source.lengths if isinstance(source, RowSource | PartSource) else None
-    if lengths is None and known is None:
+    lengths = known if lengths is None else lengths
+    if lengths is None:
         raise ValueError(
             "`lengths` are missing: the source cannot say how long its examples are. "
             "Pass `lengths=jb.measure_lengths(source)`."
         )
-    measured = check_lengths(known if lengths is None else lengths)
+    measured = check_lengths(lengths)
     if len(measured) != len(source):
         raise ValueError(
             f"`lengths` has {len(measured)} entries, but `source` has {len(source)} "

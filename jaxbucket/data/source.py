@@ -10,9 +10,7 @@ import numpy as np
 
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.types import Batch, Bucket, digest
-from jaxbucket.data.example import (
-    listed_names,
-)
+from jaxbucket.data.example import listed_names
 
 # How many examples stand for the contents of all.
 _SAMPLES = 16
