@@ -72,7 +72,7 @@ def test_workers_load_the_same_and_one_that_is_killed_is_told(tmp_path, victim):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=200,
     )
     lines = run.stdout.splitlines()
     if victim < 0:
@@ -152,7 +152,7 @@ def test_a_script_without_a_guard_is_told_once(tmp_path, name):
     output = tmp_path / "output"
     with output.open("w") as file:
         done = subprocess.run(
-            [sys.executable, script], stdout=file, stderr=file, timeout=60, check=False
+            [sys.executable, script], stdout=file, stderr=file, timeout=200, check=False
         )
     assert done.returncode == 1
     printed = output.read_text()
