@@ -20,7 +20,8 @@ def unbatch(
     """Returns the examples of a batch without their padding, in row order.
 
     Example:
-      >>> from jaxbucket import Bucket, collate_rows
+      >>> from jaxbucket import Bucket
+      >>> from jaxbucket.data.collate import collate_rows
       >>> batch = collate_rows([{"x": [7, 3], "label": 1}, None], Bucket(2, 4))
       >>> unbatch(batch)
       [{'x': array([7, 3]), 'label': array(1)}]
