@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices, RowShard
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import split_line
 from jaxbucket.base.padding import PadValue
-from jaxbucket.base.types import EMPTY_ROW, Batch, BatchIndices, Bucket, RowShard
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import (
     Example,

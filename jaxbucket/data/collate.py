@@ -7,9 +7,10 @@ from typing import cast
 
 import numpy as np
 
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.padding import PadValue, pad_arrays
-from jaxbucket.base.types import Batch, Bucket
 from jaxbucket.data.example import (
     Example,
     Sequences,

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.checks import check_positive, check_seed
+from jaxbucket.base.digest import digest
 from jaxbucket.base.permutation import fold, permute
-from jaxbucket.base.types import digest
 from jaxbucket.data.part_source import PartSource
 from jaxbucket.data.source import Source, contents
 from jaxbucket.packing.rows import Packing

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxbucket.base.batch import EMPTY_ROW, Batch
+from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
-from jaxbucket.base.types import EMPTY_ROW, Batch, Bucket, digest
 from jaxbucket.data.example import as_arrays, matching_arrays
 from jaxbucket.data.row_checks import check_rows
 from jaxbucket.data.source import RowSource, Source, SpanSource, fingerprints

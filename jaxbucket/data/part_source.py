@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_lengths
-from jaxbucket.base.types import Bucket
 from jaxbucket.data.example import as_arrays, common_length, sequence_names
 from jaxbucket.data.source import (
     RowSource,

@@ -11,10 +11,11 @@ from typing import Any, overload
 import grain
 import numpy as np
 
+from jaxbucket.base.batch import RowShard
 from jaxbucket.base.checks import check_integer
+from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.position import DataPosition, check_position
-from jaxbucket.base.types import RowShard, digest
 from jaxbucket.data.batch_reader import BatchReader, padded_features
 from jaxbucket.data.example import Sequences, copied, listed_names
 from jaxbucket.data.run_end import RunEnd, check_steps, epoch_end, run_end

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.types import EMPTY_ROW, Bucket
+from jaxbucket.base.batch import EMPTY_ROW
+from jaxbucket.base.buckets import Bucket
 
 
 def check_rows(rows: ArrayLike, num_examples: int, bucket: Bucket) -> np.ndarray:

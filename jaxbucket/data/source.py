@@ -8,8 +8,10 @@ from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
-from jaxbucket.base.types import Batch, Bucket, digest
 from jaxbucket.data.example import listed_names
 
 # How many examples stand for the contents of all.

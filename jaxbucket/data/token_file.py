@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxbucket.base.batch import EMPTY_ROW, Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.padding import PadValue, pad_arrays
-from jaxbucket.base.types import EMPTY_ROW, Batch, Bucket
 from jaxbucket.data.row_checks import check_rows, fit_lengths, span_lengths
 from jaxbucket.data.segments import row_mask, row_segments, with_segments
 from jaxbucket.data.token_index import (

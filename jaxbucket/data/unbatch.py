@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.types import Batch
+from jaxbucket.base.batch import Batch
 from jaxbucket.data.example import Sequences, listed_names, sequence_groups
 
 

@@ -10,7 +10,7 @@ import time
 import grain
 import pytest
 
-from jaxbucket import load_in_workers
+from jaxbucket.data import load_in_workers
 
 SCRIPT = """
 import os, signal, sys, time
@@ -43,7 +43,7 @@ def line(step, batch):
 if __name__ == "__main__":
     victim = int(sys.argv[1])
     try:
-        for step, batch in enumerate(jb.load_in_workers(job(0), 2, num_threads=3)):
+        for step, batch in enumerate(jb.data.load_in_workers(job(0), 2, num_threads=3)):
             print(line(step, batch), flush=True)
             if step == victim:
                 for worker in multiprocessing.active_children()[:1]:
@@ -98,7 +98,7 @@ def slowly(number):
 
 if __name__ == "__main__":
     numbers = grain.MapDataset.range(10**6).map(slowly)
-    for number in jb.load_in_workers(numbers, 2):
+    for number in jb.data.load_in_workers(numbers, 2):
         workers = [worker.pid for worker in multiprocessing.active_children()]
         print(*workers, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -134,7 +134,7 @@ UNGUARDED = {
 import grain
 import jaxbucket as jb
 print("begins")
-for number in jb.load_in_workers(grain.MapDataset.range(9), 2):
+for number in jb.data.load_in_workers(grain.MapDataset.range(9), 2):
     print(number)
 """,
     "measure": """

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.checks import MAX_LENGTH, check_integer
+from jaxbucket.base.digest import digest
 from jaxbucket.base.peers import Alone, Meeting
-from jaxbucket.base.types import digest
 from jaxbucket.data.example import example_length
 from jaxbucket.data.lengths.cache import ArrayFile, join, share_of
 from jaxbucket.data.lengths.parallel_pass import fill

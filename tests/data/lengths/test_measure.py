@@ -12,7 +12,8 @@ import time
 import numpy as np
 import pytest
 
-from jaxbucket import measure_difficulty, measure_lengths
+from jaxbucket import measure_lengths
+from jaxbucket.data import measure_difficulty
 from jaxbucket.data.lengths import parallel_pass
 
 SIZE = 5000
