@@ -85,6 +85,7 @@ def indexed(
         source,
         DIFFICULTIES[args.difficulty],
         cache=folder / "cache",
+        cache_key=args.difficulty,
         processes=processes,
         progress=processes.index == 0,
     )

@@ -11,10 +11,12 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.base.batch import Batch, RowShard
     from jaxbucket.base.position import DataPosition
     from jaxbucket.data.chunk_source import split_source
-    from jaxbucket.data.collate import collate_rows, unbatch
+    from jaxbucket.data.collate import collate_rows
     from jaxbucket.data.concat_source import ConcatSource, concat_then_split
+    from jaxbucket.data.joined_source import concatenate
     from jaxbucket.data.lengths.measure import measure_difficulty, measure_lengths
     from jaxbucket.data.pipeline import batch_dataset
-    from jaxbucket.data.source import concatenate
-    from jaxbucket.data.token_file import TokenFile, write_token_file
+    from jaxbucket.data.token_file import TokenFile
+    from jaxbucket.data.token_file_writer import write_token_file
+    from jaxbucket.data.unbatch import unbatch
     from jaxbucket.data.workers import load_in_workers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,23 +11,13 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import EMPTY_ROW, Batch
 from jaxbucket.base.buckets import Bucket
-from jaxbucket.base.checks import MAX_LENGTH, check_lengths, check_positive
+from jaxbucket.base.checks import MAX_LENGTH, check_positive
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
-from jaxbucket.data.collate import check_rows, fit_lengths, span_lengths
-from jaxbucket.data.source import (
-    RowSource,
-    Source,
-    SpanSource,
-    check_sequences,
-    contents,
-    read_to_cut,
-    refuse_changed,
-)
+from jaxbucket.data.part_source import PartSource
+from jaxbucket.data.row_checks import check_rows, fit_lengths, span_lengths
+from jaxbucket.data.source import RowSource, Source, SpanSource, contents
 from jaxbucket.plan.chunks import chunk_counts, chunk_lengths
-
-# Whose example it is that a message names: there are two sources.
-_BEFORE = ", before it was split,"
 
 
 def split_source(
@@ -74,7 +63,7 @@ def split_source(
     return ChunkSource(source, max_seq_len, lengths, sequences)
 
 
-class ChunkSource:
+class ChunkSource(PartSource):
     """What `split_source` returns.
 
     Attributes:
@@ -82,6 +71,8 @@ class ChunkSource:
       lengths: `[M]` int32, those of the chunks; not to be written to.
       sequences: the features that are cut; None for all with a leading axis.
     """
+
+    _before = ", before it was split,"
 
     def __init__(
         self,
@@ -91,48 +82,23 @@ class ChunkSource:
         sequences: Sequence[str] | None = None,
     ):
         self.max_seq_len = check_positive("max_seq_len", max_seq_len)
-        self._source = source
-        self._sequences = check_sequences(source, sequences)
-        # A copy: what is derived from it later must not change.
-        self._example_lengths = _known_lengths(source, lengths).astype(np.int32)
+        super().__init__(source, lengths, sequences)
         self.lengths = chunk_lengths(self._example_lengths, self.max_seq_len)
         self.lengths.setflags(write=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Chunks are found anew by a worker: they would be several times as much.
-        lengths = None if isinstance(self._source, RowSource) else self._example_lengths
-        return type(self), (self._source, self.max_seq_len, lengths, self._sequences)
+        source = self._source
+        known = isinstance(source, RowSource)
+        sequences = None if known else self.sequences
+        lengths = None if known else self._example_lengths
+        return type(self), (source, self.max_seq_len, lengths, sequences)
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({len(self)} chunks of at most {self.max_seq_len} "
             f"of {len(self._example_lengths)} examples)"
         )
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        example, chunk = (int(x) for x in self.example_of(self._checked(index)))
-        measured = int(self._example_lengths[example])
-        arrays, names = read_to_cut(
-            self._source, example, measured, self._sequences, _BEFORE
-        )
-        start = chunk * self.max_seq_len
-        return {
-            name: value[start : start + self.max_seq_len] if name in names else value
-            for name, value in arrays.items()
-        }
-
-    @property
-    def sequences(self) -> Sequence[str] | None:
-        return self._sequences
-
-    def _checked(self, index: int) -> int:
-        index = operator.index(index)
-        if not 0 <= index < len(self):
-            raise IndexError(f"`index={index}` must be from 0 to {len(self) - 1}.")
-        return index
 
     def example_of(self, indices: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         """Returns which example each chunk is of, and which of its chunks it is.
@@ -148,7 +114,7 @@ class ChunkSource:
           The examples, and the numbers of their chunks from 0 on, int64.
 
         Raises:
-          ValueError: if one of them is no chunk.
+          ValueError: if one of them is not a chunk.
         """
         indices = np.asarray(indices)
         if indices.dtype.kind not in "iu":
@@ -162,14 +128,14 @@ class ChunkSource:
                 f"{len(self) - 1}, and -1 is an empty row."
             )
         empty = indices == EMPTY_ROW
-        examples, chunks = self._origin_of(indices.astype(np.int64))
+        examples, begins = self._spans(indices.astype(np.int64))
+        chunks = begins // self.max_seq_len
         return np.where(empty, EMPTY_ROW, examples), np.where(empty, EMPTY_ROW, chunks)
 
-    def _origin_of(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Example and number of each chunk, int64."""
-        own, first_chunks = self._origin
-        examples = own[chunks].astype(np.int64)
-        return examples, chunks - first_chunks[examples]
+    def _spans(self, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        examples_of_chunks, first_chunks = self._origin
+        examples = examples_of_chunks[parts].astype(np.int64)
+        return examples, (parts - first_chunks[examples]) * self.max_seq_len
 
     @functools.cached_property
     def _origin(self) -> tuple[np.ndarray, np.ndarray]:
@@ -191,16 +157,7 @@ class _GatheredChunks(ChunkSource):
     """Chunks of a source that gathers spans, whose rows are spans of its own."""
 
     _source: SpanSource
-
-    @property
-    def sequences(self) -> tuple[str, ...]:
-        return self._source.sequences
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        index = self._checked(index)
-        # Without the rest of its example, which may be long.
-        batch = self.collate(np.array([index]), Bucket(1, int(self.lengths[index])))
-        return {name: value[0, ...] for name, value in batch.features.items()}
+    sequences: tuple[str, ...]
 
     def collate(
         self,
@@ -241,30 +198,8 @@ class _GatheredChunks(ChunkSource):
         bucket: Bucket,
         pad_value: PadValue,
     ) -> Batch:
-        examples, chunks = self._origin_of(rows)
-        begins = begins + chunks * self.max_seq_len
+        examples, first = self._spans(rows)
         examples = np.where(rows == EMPTY_ROW, EMPTY_ROW, examples)
         return self._source.collate_spans(
-            examples, begins, lengths, bucket, pad_value=pad_value
+            examples, first + begins, lengths, bucket, pad_value=pad_value
         )
-
-
-def _known_lengths(source: Source, lengths: ArrayLike | None) -> np.ndarray:
-    """`[N]`: those of the examples, as they were given or as the source has them."""
-    own = source.lengths if isinstance(source, RowSource | ChunkSource) else None
-    given = own if lengths is None else lengths
-    if given is None:
-        raise ValueError(
-            "`lengths` are missing: the source cannot say how long its examples are. "
-            "Pass `lengths=jb.measure_lengths(source)`."
-        )
-    found = check_lengths(given)
-    if len(found) != len(source):
-        raise ValueError(
-            f"`lengths` has {len(found)} entries, but `source` has {len(source)} "
-            "examples. Pass the lengths measured of it, before it was split."
-        )
-    if own is not None and np.any(found != own):
-        index = int(np.argmax(found != own))
-        refuse_changed(index, int(own[index]), int(found[index]))
-    return found

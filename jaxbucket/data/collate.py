@@ -1,14 +1,13 @@
-"""Rows of examples -> one numpy `Batch` of the bucket's shape, and back."""
+"""Rows of examples -> one numpy `Batch` of the bucket's shape."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from jaxbucket.base.batch import EMPTY_ROW, Batch
+from jaxbucket.base.batch import Batch
 from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.padding import PadValue, pad_arrays
@@ -18,11 +17,11 @@ from jaxbucket.data.example import (
     as_arrays,
     check_numbers,
     common_length,
-    listed_names,
     matching_arrays,
     sequence_groups,
 )
-from jaxbucket.data.segments import row_segments
+from jaxbucket.data.row_checks import beyond
+from jaxbucket.data.segments import row_mask, row_segments, with_segments
 from jaxbucket.packing.sequences import check_capacities
 
 
@@ -41,10 +40,11 @@ def collate_rows(
 
     An example is a dict of arrays. Its sequences, `[n, ...]` each with the same n, are
     padded to `[T, ...]`; everything else is stacked as it is. With `max_segments` a row
-    has several examples, one behind the other, and what is no sequence is stacked to
-    `[B, max_segments, ...]`, zeros behind the last example.
+    has several examples, one after another, and what is not a sequence is stacked to
+    `[B, max_segments, ...]`, zeros after the last example.
 
     Example:
+      >>> from jaxbucket.data.unbatch import unbatch
       >>> rows = [{"tokens": [7, 3], "label": 1}, {"tokens": [5], "label": 0}, None]
       >>> batch = collate_rows(rows, Bucket(batch_size=3, seq_len=4))
       >>> batch.features["tokens"]
@@ -82,7 +82,7 @@ def collate_rows(
         axis. The first of them names the entry in `segment_ids` and `positions`. With
         `capacities`, name -> the features that are as long as this sequence; by default
         none but itself.
-      pad_value: what fills the sequences behind their end, and in empty rows: name ->
+      pad_value: what fills the sequences after their end, and in empty rows: name ->
         number, 0 for those without one. A number alone is of the only one there is.
       truncate: cut examples longer than T instead of refusing them.
       max_segments: the most examples of a row, where rows are packed.
@@ -110,41 +110,29 @@ def collate_rows(
             f"`truncate=True` and `max_segments={max_segments}`: what does not fit is "
             "put into another row. Leave out either."
         )
-    first = None
-    if like is None:
-        filled = ((row, x[0]) for row, x in enumerate(segments) if len(x))
-        first, like = next(filled, (None, None))
-    if like is None:
-        raise ValueError("All rows are empty: pass `like=`, an example of the source.")
-    template = as_arrays(like, first)
-    check_numbers(template)
+    template = _template(segments, like)
     groups = sequence_groups(template, sequences, capacities)
-    names = [name for group in groups.values() for name in group]
     seq_lens = _seq_lens(bucket, groups, capacities)
-    places = (bucket.batch_size,)
-    if max_segments is not None:
-        places = (bucket.batch_size, max_segments)
-    widths = {n: seq_lens[key] for key, group in groups.items() for n in group}
-    features = _without_examples(template, widths, places, pad_value)
+    widths = {name: seq_lens[key] for key, names in groups.items() for name in names}
+    # Of examples, which all features that are not sequences begin with.
+    places = (bucket.batch_size, *(() if max_segments is None else (max_segments,)))
+    features = _padding(template, widths, places, pad_value)
     size = (bucket.batch_size, max_segments or 1)
     lengths = {key: np.zeros(size, np.int64) for key in groups}
     for row, examples in enumerate(segments):
         for segment, example in enumerate(examples):
-            arrays = matching_arrays(example, template, names, row)
-            for key, group in groups.items():
-                begin = int(lengths[key][row].sum())
-                length = common_length(arrays, group, row)
-                if begin + length > seq_lens[key] and not truncate:
+            arrays = matching_arrays(example, template, list(widths), row)
+            for key, names in groups.items():
+                begin, seq_len = int(lengths[key][row].sum()), seq_lens[key]
+                end = begin + common_length(arrays, names, row)
+                if end > seq_len and not truncate:
                     of = "" if capacities is None else f" of {key!r}"
-                    packed = max_segments is not None
-                    raise ValueError(
-                        _beyond_message(row, begin + length, seq_lens[key], of, packed)
-                    )
-                end = min(begin + length, seq_lens[key])
-                for name in group:
+                    raise beyond(row, end, seq_len, of, max_segments is not None)
+                end = min(end, seq_len)
+                for name in names:
                     features[name][row, begin:end] = arrays[name][: end - begin]
                 lengths[key][row, segment] = end - begin
-            for name in arrays.keys() - set(names):
+            for name in arrays.keys() - widths.keys():
                 features[name][(row, segment)[: len(places)]] = arrays[name]
     if max_segments is None and capacities is None:
         (key,) = groups
@@ -155,6 +143,44 @@ def collate_rows(
         {key: ids for key, (ids, _) in made.items()},
         {key: positions for key, (_, positions) in made.items()},
     )
+
+
+def _segments(
+    row: int, entry: Example | Sequence[Example] | None, max_segments: int | None
+) -> Sequence[Example]:
+    """The examples of a row."""
+    if entry is None:
+        return ()
+    if max_segments is None:
+        return (cast(Example, entry),)
+    if isinstance(entry, Mapping) or not isinstance(entry, Sequence):
+        raise ValueError(
+            f"Row {row} is a {type(entry).__name__}: with `max_segments` give a list "
+            "of its examples."
+        )
+    if len(entry) > max_segments:
+        raise ValueError(
+            f"Row {row} has {len(entry)} examples, more than `max_segments="
+            f"{max_segments}`. Put them into another row, or raise it."
+        )
+    return entry
+
+
+def _template(
+    segments: Sequence[Sequence[Example]], like: Example | None
+) -> dict[str, np.ndarray]:
+    """An example that says which features all have, by default the first one."""
+    row = None
+    if like is None:
+        filled = (
+            (row, examples[0]) for row, examples in enumerate(segments) if examples
+        )
+        row, like = next(filled, (None, None))
+    if like is None:
+        raise ValueError("All rows are empty: pass `like=`, an example of the source.")
+    template = as_arrays(like, row)
+    check_numbers(template)
+    return template
 
 
 def _seq_lens(
@@ -172,7 +198,7 @@ def _seq_lens(
     return capacities
 
 
-def _without_examples(
+def _padding(
     template: dict[str, np.ndarray],
     widths: dict[str, int],
     places: tuple[int, ...],
@@ -193,221 +219,3 @@ def _without_examples(
         else np.zeros((*places, *value.shape), value.dtype)
         for name, value in template.items()
     }
-
-
-def _segments(
-    row: int, entry: Example | Sequence[Example] | None, max_segments: int | None
-) -> Sequence[Example]:
-    """The examples of a row."""
-    if max_segments is None:
-        return () if entry is None else (cast(Example, entry),)
-    if entry is None:
-        return ()
-    if isinstance(entry, Mapping) or not isinstance(entry, Sequence):
-        raise ValueError(
-            f"Row {row} is a {type(entry).__name__}: with `max_segments` give a list "
-            "of its examples."
-        )
-    if len(entry) > max_segments:
-        raise ValueError(
-            f"Row {row} has {len(entry)} examples, more than `max_segments="
-            f"{max_segments}`. Put them into another row, or raise it."
-        )
-    return entry
-
-
-def check_rows(rows: ArrayLike, num_examples: int, bucket: Bucket) -> np.ndarray:
-    """Returns the rows of a batch as int64, so that one can be added to them.
-
-    Args:
-      rows: `[B]` or `[B, max_segments]` integers, -1 where there is no example.
-      num_examples: how many there are.
-      bucket: the shape (B, T).
-
-    Raises:
-      ValueError: if they are not integers, or not those of such a batch.
-    """
-    rows = np.asarray(rows)
-    if rows.dtype.kind not in "iu":
-        raise ValueError(f"`rows` has dtype {rows.dtype}: give integers.")
-    if rows.ndim not in (1, 2):
-        raise ValueError(
-            f"`rows` has {rows.ndim} dimensions: give [B], or [B, max_segments]."
-        )
-    if len(rows) != bucket.batch_size:
-        raise ValueError(
-            f"`rows` has {len(rows)} entries, but bucket {bucket} has "
-            f"{bucket.batch_size} rows. Give one for each, -1 for an empty one."
-        )
-    if rows.ndim == 2 and np.any((rows[:, :-1] < 0) & (rows[:, 1:] >= 0)):
-        raise ValueError(
-            "`rows` has examples of a row behind an empty place: put -1 behind the "
-            "last of them."
-        )
-    if rows.min(initial=0) < EMPTY_ROW or rows.max(initial=0) >= num_examples:
-        raise ValueError(
-            f"`rows` has {rows.min()} to {rows.max()}: they must be from 0 to "
-            f"{num_examples - 1}, or -1 for an empty one."
-        )
-    return rows.astype(np.int64, copy=False)
-
-
-def fit_lengths(lengths: np.ndarray, bucket: Bucket, truncate: bool) -> np.ndarray:
-    """Returns the `[B]` lengths that rows of these lengths have in a bucket.
-
-    Raises:
-      ValueError: if one is longer than T, unless it may be truncated.
-    """
-    if not truncate and lengths.max(initial=0) > bucket.seq_len:
-        row = int(lengths.argmax())
-        raise ValueError(_beyond_message(row, lengths[row], bucket.seq_len))
-    return np.minimum(lengths, bucket.seq_len)
-
-
-def span_lengths(
-    rows: np.ndarray, begins: np.ndarray, lengths: np.ndarray, whole: np.ndarray
-) -> np.ndarray:
-    """Returns the `[B]` lengths of parts of examples, 0 of an empty row.
-
-    Args:
-      rows: `[B]` integers, the example in each row; -1 for an empty row.
-      begins: `[B]` integers, the first token of each part.
-      lengths: `[B]` integers, the tokens it has.
-      whole: `[B]` integers, the tokens that its example has.
-
-    Raises:
-      ValueError: if a part has no token, or one that its example has not.
-    """
-    filled = rows != EMPTY_ROW
-    inside = (begins >= 0) & (lengths >= 1) & (lengths <= whole - begins)
-    if not inside[filled].all():
-        row = int(np.argmin(inside | ~filled))
-        raise ValueError(
-            f"Row {row}: {lengths[row]} tokens from {begins[row]} on are no part of "
-            f"example {rows[row]}, which has {whole[row]}. Give at least one token, "
-            "and none beyond its end."
-        )
-    return np.where(filled, lengths, 0)
-
-
-def _beyond_message(
-    row: int, length: int, seq_len: int, of: str = "", packed: bool = False
-) -> str:
-    remedy = "Put it into a longer bucket, or pass `truncate=True`."
-    if packed or of:
-        remedy = "Give it fewer examples, or rows that hold more."
-    return f"Row {row} has length {length}{of}, beyond `seq_len={seq_len}`. {remedy}"
-
-
-def row_mask(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:
-    """Returns `[B, T]` bool: where rows of these `[B]` lengths have a token."""
-    # Equal dtypes, of 32 bits: several times as fast.
-    positions = np.arange(bucket.seq_len, dtype=np.int32)
-    return positions < lengths.astype(np.int32)[:, None]
-
-
-def with_segments(
-    features: dict[str, np.ndarray], name: str, mask: np.ndarray
-) -> Batch:
-    """Returns the batch of one example in each row.
-
-    Args:
-      features: those of the batch.
-      name: the entry in `segment_ids` and `positions`.
-      mask: `[B, T]` bool, where a token is real.
-    """
-    ids = mask.astype(np.int32)
-    positions = np.arange(mask.shape[1], dtype=np.int32)
-    return Batch(features, {name: ids}, {name: ids * positions})
-
-
-def unbatch(
-    batch: Batch,
-    *,
-    sequences: Sequences = None,
-    max_segments: int | None = None,
-) -> list[dict[str, Any]]:
-    """Returns the examples of a batch without their padding, in row order.
-
-    Args:
-      batch: numpy or fully addressable `jax.Array`s.
-      sequences: the features that were padded, by default all of shape `[B, T, ...]`.
-        Name them where others may have that shape by chance. Of several sequences with
-        lengths of their own, as in `collate_rows`.
-      max_segments: as in `collate_rows`: None for one example in a row.
-
-    Raises:
-      ValueError: if rows have more examples than that, or `sequences` names a feature
-        that is missing or not `[B, T, ...]`.
-    """
-    every = {name: np.asarray(ids) for name, ids in batch.segment_ids.items()}
-    ids = next(iter(every.values()))
-    most = int(ids.max(initial=0))
-    if most > (max_segments or 1):
-        raise ValueError(
-            f"`max_segments={max_segments}`, but a row has {most} examples. Pass what "
-            "they were packed with."
-        )
-    features = {name: np.asarray(value) for name, value in batch.features.items()}
-    if len(every) > 1 or isinstance(sequences, Mapping):
-        groups = sequence_groups(features, sequences, dict.fromkeys(every, 0))
-    elif sequences is None:
-        named = [name for name, x in features.items() if x.shape[:2] == ids.shape]
-        groups = dict.fromkeys(every, named)
-    else:
-        named = listed_names(sequences)
-        groups = dict.fromkeys(every, named)
-    _check_padded(features, groups, every)
-    if max_segments is not None:
-        _check_stacked(features, groups, max_segments)
-    key_of = {name: key for key, names in groups.items() for name in names}
-    found = []
-    for row in np.flatnonzero(ids.any(axis=1)):
-        ends = {key: [0, *_ends(own[row])] for key, own in every.items()}
-        for segment in range(int(ids[row].max())):
-            place = (row, ...) if max_segments is None else (row, segment, ...)
-            example = {}
-            for name, value in features.items():
-                if name in key_of:
-                    begin, end = ends[key_of[name]][segment : segment + 2]
-                    example[name] = value[row, begin:end]
-                else:
-                    example[name] = value[place]
-            found.append(example)
-    return found
-
-
-def _check_padded(
-    features: Mapping[str, np.ndarray],
-    groups: Mapping[str, Sequence[str]],
-    segment_ids: Mapping[str, np.ndarray],
-) -> None:
-    for key, names in groups.items():
-        expected = segment_ids[key].shape
-        for name in names:
-            if name not in features or features[name].shape[:2] != expected:
-                shapes = {n: list(x.shape) for n, x in features.items()}
-                raise ValueError(
-                    f"`sequences` names {name!r}, which must be a feature of shape "
-                    f"{[*expected, '...']}. The batch has {shapes}."
-                )
-
-
-def _check_stacked(
-    features: Mapping[str, np.ndarray],
-    groups: Mapping[str, Sequence[str]],
-    max_segments: int,
-) -> None:
-    named = {name for names in groups.values() for name in names}
-    for name, value in features.items():
-        if name not in named and value.shape[1:2] != (max_segments,):
-            raise ValueError(
-                f"Feature {name!r} is {list(value.shape)}, and of packed rows what is "
-                f"no sequence is [B, {max_segments}, ...], by `max_segments`. Name it "
-                "in `sequences` if it is one."
-            )
-
-
-def _ends(ids: np.ndarray) -> list[int]:
-    """Where each segment of a row ends."""
-    return np.cumsum(np.bincount(ids)[1:]).tolist()

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
-from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.buckets import Bucket
-from jaxbucket.base.checks import check_lengths, check_positive, check_seed
+from jaxbucket.base.checks import check_positive, check_seed
 from jaxbucket.base.digest import digest
 from jaxbucket.base.permutation import fold, permute
-from jaxbucket.data.source import (
-    RowSource,
-    Source,
-    SpanSource,
-    check_sequences,
-    contents,
-    read_to_cut,
-)
+from jaxbucket.data.part_source import PartSource
+from jaxbucket.data.source import Source, contents
 from jaxbucket.packing.rows import Packing
 
 # Another key than those of schedules, which may have the same seed.
@@ -63,13 +54,14 @@ def concat_then_split(
       sequences: the features that are cut, by default all with a leading axis.
 
     Raises:
-      ValueError: for lengths that `check_lengths` refuses or that are not those of the
-        source, or `max_seq_len` that is not positive.
+      ValueError: if `max_seq_len` is not positive, or the lengths or the sequences are
+        not those of the source. And from a part, if its example cannot be read or is
+        not as long as it was measured.
     """
     return ConcatSource(source, max_seq_len, lengths, seed, sequences)
 
 
-class ConcatSource:
+class ConcatSource(PartSource):
     """What `concat_then_split` returns.
 
     Attributes:
@@ -77,6 +69,8 @@ class ConcatSource:
       packing: the rows that they fill.
       sequences: the features that are cut; None for all with a leading axis.
     """
+
+    _before = ", before it was cut,"
 
     def __init__(
         self,
@@ -87,21 +81,8 @@ class ConcatSource:
         sequences: Sequence[str] | None,
     ):
         seq_len = check_positive("max_seq_len", max_seq_len)
-        lengths = check_lengths(lengths)
-        if len(lengths) != len(source):
-            raise ValueError(
-                f"`lengths` has {len(lengths)} entries, but `source` has {len(source)} "
-                "examples. Pass the lengths measured of it."
-            )
-        self.sequences = check_sequences(source, sequences)
-        if isinstance(source, RowSource) and np.any(source.lengths != lengths):
-            raise ValueError(
-                "`lengths` are not those of `source`, which knows its own: pass "
-                "`source.lengths`."
-            )
-        self._source = source
-        self._measured = lengths
-        size = len(lengths)
+        super().__init__(source, lengths, sequences)
+        lengths, size = self._example_lengths, len(self._example_lengths)
         order = permute(np.arange(size), size, fold(check_seed(seed), _CONCAT))
         ends = np.cumsum(lengths[order], dtype=np.int64)
         total = int(ends[-1])
@@ -109,43 +90,20 @@ class ConcatSource:
         starts = np.unique(np.concatenate([rows, ends[:-1]]))
         self.lengths = np.diff(starts, append=total).astype(np.int32)
         self.lengths.setflags(write=False)
-        which = np.searchsorted(ends, starts, side="right")
-        self._examples = order[which]
-        self._begins = starts - (ends[which] - lengths[self._examples])
+        places = np.searchsorted(ends, starts, side="right")
+        self._examples = order[places]
+        self._begins = starts - (ends[places] - lengths[self._examples])
         splits = np.append(np.searchsorted(starts, rows), len(starts))
         most = int(np.diff(splits).max())
         self.packing = Packing((seq_len,), self.lengths, splits, most)
 
     def __repr__(self) -> str:
-        return f"ConcatSource({len(self)} parts of {len(self._measured)} examples)"
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        index = operator.index(index)
-        if not 0 <= index < len(self):
-            raise IndexError(f"`index={index}` must be from 0 to {len(self) - 1}.")
-        example, begin = int(self._examples[index]), int(self._begins[index])
-        if isinstance(self._source, SpanSource):
-            return self._gathered(example, begin, int(self.lengths[index]))
-        measured = int(self._measured[example])
-        arrays, names = read_to_cut(
-            self._source, example, measured, self.sequences, ", before it was cut,"
+        return (
+            f"ConcatSource({len(self)} parts of {len(self._example_lengths)} examples)"
         )
-        end = begin + int(self.lengths[index])
-        return {
-            name: value[begin:end] if name in names else value
-            for name, value in arrays.items()
-        }
 
-    def _gathered(self, example: int, begin: int, length: int) -> dict[str, Any]:
-        """What such a source has of a part, without the rest of the example."""
-        rows, begins, lengths = (np.array([x]) for x in (example, begin, length))
-        batch = cast(SpanSource, self._source).collate_spans(
-            rows, begins, lengths, Bucket(1, length), pad_value=0
-        )
-        return {name: value[0] for name, value in batch.features.items()}
+    def _spans(self, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._examples[parts], self._begins[parts]
 
     @functools.cached_property
     def fingerprint(self) -> str:

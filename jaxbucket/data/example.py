@@ -62,10 +62,7 @@ def _as_array(name: str, value: ArrayLike, row: int | None) -> np.ndarray:
 
 
 def copied(example: Example) -> dict[str, np.ndarray]:
-    """Returns the features as arrays in memory of their own.
-
-    Whoever gave them may use the old ones again, and whoever gets these may write, also
-    into the objects that they hold.
+    """Returns the features as new arrays, with copies of the objects that they hold.
 
     Raises:
       ValueError: if the example is not a dict, or an object cannot be copied.
@@ -87,7 +84,7 @@ def _copied(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def features_of(example: Example | None) -> Features:
-    """Returns the dtype and the shape of each feature; nothing of no example.
+    """Returns the dtype and the shape of each feature; nothing without an example.
 
     Example:
       >>> features_of({"x": [1.0, 2.0]})
@@ -124,8 +121,8 @@ def sequence_names(
         missing = [n for n in names if n not in arrays or not arrays[n].ndim]
         if missing:
             raise ValueError(
-                f"`sequences={names}`: {missing} are no arrays with a leading axis in "
-                f"an example with features {sorted(arrays)}."
+                f"`sequences={names}`: {missing} are not arrays with a leading axis "
+                f"in an example with features {sorted(arrays)}."
             )
         remedy = "Name at least one in `sequences`."
     if not names:
@@ -188,8 +185,8 @@ def sequence_groups(
         )
         for name in capacities
     }
-    every = [name for names in groups.values() for name in names]
-    if len(set(every)) < len(every):
+    features = [name for names in groups.values() for name in names]
+    if len(set(features)) < len(features):
         raise ValueError(f"`sequences={dict(sequences)}` has a feature twice.")
     return groups
 
@@ -252,7 +249,7 @@ def example_length(example: Example, sequences: Sequence[str] | None = None) -> 
     """Returns the common length of an example's sequences.
 
     Raises:
-      ValueError: if there is none, or they differ, or the example is no dict.
+      ValueError: if there is none, or they differ, or the example is not a dict.
     """
     arrays = as_arrays(example)
     return common_length(arrays, sequence_names(arrays, sequences))
@@ -265,11 +262,12 @@ def example_lengths(
 
     Args:
       example: a dict of arrays.
-      sequences: as in `sequence_groups`, and so is the other one.
+      sequences: the features that share the lengths of each sequence, name -> names.
       capacities: what a row holds of each sequence; None if an example has one.
 
     Raises:
-      ValueError: if there is none, or those of one differ, or the example is no dict.
+      ValueError: if there is none, or those of one differ, or the example is not a
+        dict.
     """
     arrays = as_arrays(example)
     groups = sequence_groups(arrays, sequences, capacities)

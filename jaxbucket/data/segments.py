@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
+
 
 def row_segments(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the segment ids and the positions of rows of several examples.
@@ -17,7 +20,7 @@ def row_segments(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndar
        [0 1 2 0]]
 
     Args:
-      lengths: `[B, S]` integers, of the examples in each row; 0 behind the last. Those
+      lengths: `[B, S]` integers, of the examples in each row; 0 after the last. Those
         of a row are at most `seq_len` together.
       seq_len: T.
 
@@ -37,3 +40,25 @@ def row_segments(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndar
     ids = np.cumsum(begins, axis=1, dtype=np.int32) * mask
     positions = (places - np.maximum.accumulate(first, axis=1)) * mask
     return ids, positions
+
+
+def row_mask(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:
+    """Returns `[B, T]` bool: where rows of these `[B]` lengths have a token."""
+    # Equal dtypes, of 32 bits: several times as fast.
+    positions = np.arange(bucket.seq_len, dtype=np.int32)
+    return positions < lengths.astype(np.int32)[:, None]
+
+
+def with_segments(
+    features: dict[str, np.ndarray], name: str, mask: np.ndarray
+) -> Batch:
+    """Returns the batch of one example in each row.
+
+    Args:
+      features: those of the batch.
+      name: the entry in `segment_ids` and `positions`.
+      mask: `[B, T]` bool, where a token is real.
+    """
+    ids = mask.astype(np.int32)
+    positions = np.arange(mask.shape[1], dtype=np.int32)
+    return Batch(features, {name: ids}, {name: ids * positions})

@@ -1,27 +1,18 @@
-"""Sources of examples: what they must have, and several as one."""
+"""Sources of examples: what they must have, and what names their contents."""
 
 from __future__ import annotations
 
-import bisect
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxbucket.base.batch import EMPTY_ROW, Batch
+from jaxbucket.base.batch import Batch
 from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
-from jaxbucket.data.collate import check_rows
-from jaxbucket.data.example import (
-    Example,
-    as_arrays,
-    common_length,
-    listed_names,
-    matching_arrays,
-    sequence_names,
-)
+from jaxbucket.data.example import listed_names
 
 # How many examples stand for the contents of all.
 _SAMPLES = 16
@@ -49,6 +40,8 @@ class RowSource(Protocol):
 
     @property
     def sequences(self) -> tuple[str, ...]: ...
+
+    def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
 
@@ -100,18 +93,26 @@ def check_sequences(
 
 
 def contents(source: Source) -> str:
-    """Returns 32 hex digits: of some fixed examples, and of the source's own name."""
-    some = np.unique(np.linspace(0, len(source) - 1, _SAMPLES).astype(int))
-    own = str(getattr(source, "fingerprint", ""))
-    examples = (read_example(source, int(index)) for index in some)
-    return digest(own.encode(), *map(_to_bytes, examples))
+    """Returns 32 hex digits: of some fixed examples, and the source's fingerprint."""
+    indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLES).astype(int))
+    examples = (read_example(source, int(index)) for index in indices)
+    return digest(_fingerprint(source).encode(), *map(_to_bytes, examples))
+
+
+def fingerprints(sources: Sequence[Source]) -> str:
+    """Returns the fingerprints that sources have of themselves, one on each line."""
+    return "\n".join(map(_fingerprint, sources))
+
+
+def _fingerprint(source: Source) -> str:
+    return str(getattr(source, "fingerprint", ""))
 
 
 def read_example(source: Source, index: int, purpose: str = "") -> Any:
     """Returns `source[index]`.
 
     Raises:
-      ValueError: if that fails, however it does; it names the index and the purpose.
+      ValueError: if that raises anything; it names the index and the purpose.
     """
     try:
         return source[index]
@@ -122,46 +123,28 @@ def read_example(source: Source, index: int, purpose: str = "") -> Any:
         ) from error
 
 
-def read_to_cut(
-    source: Source,
-    index: int,
-    measured: int,
-    sequences: Sequence[str] | None,
-    before: str,
-) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Returns a whole example as arrays, and which of its features are cut.
-
-    Args:
-      source: examples by index.
-      index: of the example.
-      measured: the length that it had.
-      sequences: the features that are cut, by default all with a leading axis.
-      before: what is done to it, for messages: there are two sources.
-
-    Raises:
-      ValueError: if it cannot be read or cut, or is not as long as it was measured.
-    """
-    example: Example = read_example(source, index, before)
-    try:
-        arrays = as_arrays(example)
-        names = sequence_names(arrays, sequences)
-        length = common_length(arrays, names)
-    except ValueError as error:
-        raise ValueError(f"`source[{index}]`{before} cannot be cut: {error}") from error
-    if length != measured:
-        refuse_changed(index, length, measured, before)
-    return arrays, names
-
-
-def refuse_changed(index: int, found: int, measured: int, which: str = "") -> NoReturn:
-    """Raises a ValueError that says which length was another."""
+def refuse_changed(index: int, length: int, measured: int, which: str = "") -> NoReturn:
+    """Raises a ValueError that says which example has another length than before."""
     raise ValueError(
-        f"`source[{index}]`{which} has length {found}, but `lengths[{index}]="
+        f"`source[{index}]`{which} has length {length}, but `lengths[{index}]="
         f"{measured}`: the data changed since it was measured, or these are the "
         "lengths of another source, or `length_fn` counts in another unit, such as "
         "words or seconds. Measure again, and leave out a `length_fn` that does not "
         "return the length of the arrays."
     )
+
+
+def check_measured(lengths: np.ndarray, measured: np.ndarray) -> None:
+    """Raises a ValueError if an example is not as long as it was measured.
+
+    Args:
+      lengths: `[N]` integers, as the source knows them.
+      measured: `[N]` integers.
+    """
+    changed = np.flatnonzero(lengths != measured)
+    if len(changed):
+        index = int(changed[0])
+        refuse_changed(index, int(lengths[index]), int(measured[index]))
 
 
 def _to_bytes(example: Any) -> bytes:
@@ -187,131 +170,3 @@ def _object_text(values: np.ndarray) -> str:
         return str(pickle.dumps(values.tolist(), protocol=4))
     except Exception:
         return str([type(value).__qualname__ for value in values.ravel().tolist()])
-
-
-def concatenate(sources: Sequence[Source]) -> Source:
-    """Returns several sources as one, for a `Mixture` or one schedule over all.
-
-    It gathers rows at once if all of them do.
-
-    Example:
-      >>> both = concatenate([["a", "b"], ["c"]])
-      >>> len(both), both[2]
-      (3, 'c')
-
-    Args:
-      sources: one or more, whose examples have the same features.
-
-    Raises:
-      ValueError: if there is none, or sources that gather rows have other features,
-        dtypes or trailing shapes.
-    """
-    sources = list(sources)
-    if not sources:
-        raise ValueError("`sources` is empty: give at least one.")
-    gathering = [source for source in sources if isinstance(source, RowSource)]
-    if len(gathering) < len(sources):
-        return _Concatenation(sources)
-    _check_alike(gathering)
-    if all(isinstance(source, SpanSource) for source in gathering):
-        return _SpanConcatenation(gathering)
-    return _RowConcatenation(gathering)
-
-
-def _check_alike(sources: Sequence[RowSource]) -> None:
-    names = {tuple(source.sequences) for source in sources}
-    if len(names) > 1:
-        raise ValueError(
-            f"`sources` have sequences {sorted(names)}. Give all the same ones."
-        )
-    template = as_arrays(sources[0][0])
-    for number, source in enumerate(sources):
-        try:
-            matching_arrays(source[0], template, list(source.sequences), 0)
-        except ValueError as error:
-            raise ValueError(
-                f"`sources[{number}]` is not as `sources[0]`: {error}"
-            ) from None
-
-
-class _Concatenation:
-    def __init__(self, sources: Sequence[Any]):
-        self._sources = sources
-        self._ends = np.cumsum([len(source) for source in sources]).tolist()
-
-    @property
-    def fingerprint(self) -> str:
-        """Names the sources that can name themselves."""
-        own = [str(getattr(source, "fingerprint", "")) for source in self._sources]
-        return digest("\n".join([*own, str(self._ends)]).encode())
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(f"`index={index}` must be from 0 to {len(self) - 1}.")
-        which = bisect.bisect_right(self._ends, index)
-        return self._sources[which][index - self._start(which)]
-
-    def _start(self, which: int) -> int:
-        return self._ends[which - 1] if which else 0
-
-
-class _RowConcatenation(_Concatenation):
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.concatenate([source.lengths for source in self._sources])
-
-    @property
-    def sequences(self) -> tuple[str, ...]:
-        return self._sources[0].sequences
-
-    def collate(
-        self,
-        rows: np.ndarray,
-        bucket: Bucket,
-        *,
-        pad_value: PadValue = 0,
-        truncate: bool = False,
-    ) -> Batch:
-        def gather(source: RowSource, own: np.ndarray) -> Batch:
-            return source.collate(own, bucket, pad_value=pad_value, truncate=truncate)
-
-        return self._merged(check_rows(rows, len(self), bucket), gather)
-
-    def _merged(
-        self, rows: np.ndarray, gather: Callable[[Any, np.ndarray], Batch]
-    ) -> Batch:
-        """One batch of what each source gathers, with all rows empty but its own."""
-        which = np.searchsorted(self._ends, rows, side="right")
-        which[rows == EMPTY_ROW] = EMPTY_ROW
-        present = [int(k) for k in np.unique(which) if k != EMPTY_ROW] or [0]
-        parts = []
-        for k in present:
-            own = np.where(which == k, rows - self._start(k), EMPTY_ROW)
-            parts.append(gather(self._sources[k], own))
-        merged, *others = parts
-        for k, part in zip(present[1:], others, strict=True):
-            for into, values in zip(merged, part, strict=True):
-                for name in into:
-                    into[name][which == k] = values[name][which == k]
-        return merged
-
-
-class _SpanConcatenation(_RowConcatenation):
-    def collate_spans(
-        self,
-        rows: np.ndarray,
-        begins: np.ndarray,
-        lengths: np.ndarray,
-        bucket: Bucket,
-        *,
-        pad_value: PadValue = 0,
-    ) -> Batch:
-        def gather(source: SpanSource, own: np.ndarray) -> Batch:
-            return source.collate_spans(
-                own, begins, lengths, bucket, pad_value=pad_value
-            )
-
-        return self._merged(check_rows(rows, len(self), bucket), gather)

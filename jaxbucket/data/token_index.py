@@ -1,15 +1,14 @@
-"""The index of a token file: what its arrays are, and a seal that knows others.
+"""The index of a token file: what its arrays are, under a seal.
 
 `index.json` names every array with its dtype, shape and size, a digest of all of it,
 and one of a few fixed pages, and is sealed by a digest of itself. So whatever is opened
-is compared with what was written, in a time that does not depend on how large it is.
+is compared with what was written, in a time that does not depend on its size.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import pathlib
 import re
 from collections.abc import Mapping
@@ -26,9 +25,6 @@ _VERSION = 1
 _INDEX = "index.json"
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 _PAGE_BYTES, _PAGES = 4096, 16
-# What an array's entry has had from the first, and what came with the seal.
-_ENTRY = {"bytes": int, "digest": str}
-_SEALED_ENTRY = {**_ENTRY, "dtype": str, "shape": list, "pages": str}
 _REMEDY = "Name the folder that `write_token_file` wrote, or write it again."
 _AGAIN = "Write the token file again."
 
@@ -63,7 +59,7 @@ def array_path(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 def _entry(path: pathlib.Path) -> dict[str, Any]:
     """What the index says of an array."""
-    dtype, shape, _ = _header(path)
+    dtype, shape, _ = _read_header(path)
     return {
         "bytes": path.stat().st_size,
         "digest": digest_of(path),
@@ -81,14 +77,14 @@ def digest_of(path: pathlib.Path) -> str:
 
 def _digest_of_pages(path: pathlib.Path) -> str:
     """32 hex digits of some pages of a file, its first and its last among them."""
-    found = _new_digest()
+    pages = _new_digest()
     last = max(0, path.stat().st_size - _PAGE_BYTES)
     with path.open("rb") as file:
         for page in range(_PAGES):
             # Of a small file these overlap, and leave out nothing.
             file.seek(last * page // (_PAGES - 1))
-            found.update(file.read(_PAGE_BYTES))
-    return found.hexdigest()
+            pages.update(file.read(_PAGE_BYTES))
+    return pages.hexdigest()
 
 
 def _new_digest() -> Any:
@@ -101,13 +97,12 @@ def _seal(index: Mapping[str, Any]) -> str:
 
 
 def fingerprint_of(index: Mapping[str, Any]) -> str:
-    """Returns 32 hex digits that name all contents, with a seal or without."""
-    named = ("format", "version", "sequences")
-    files = {
-        name: {key: entry[key] for key in _ENTRY}
+    """Returns 32 hex digits that name all contents."""
+    parts = {name: index[name] for name in ("format", "version", "sequences")}
+    parts["files"] = {
+        name: {"bytes": entry["bytes"], "digest": entry["digest"]}
         for name, entry in index["files"].items()
     }
-    parts = {**{name: index[name] for name in named}, "files": files}
     return digest(json.dumps(parts, sort_keys=True).encode())
 
 
@@ -128,73 +123,31 @@ def read_index(folder: pathlib.Path) -> dict[str, Any]:
             f"{folder} has version {index.get('version')!r}; this jaxbucket reads "
             f"version {_VERSION}. {_REMEDY}"
         )
-    fault = _fault_of(index)
-    if fault:
-        raise ValueError(f"{folder / _INDEX} {fault}. {_REMEDY}")
+    if index.get("seal") != _seal(index):
+        raise ValueError(
+            f"{folder / _INDEX} is not what was written: its seal is missing, or of "
+            f"another index. {_REMEDY}"
+        )
+    for name in index["files"]:
+        if not is_array_name(name):
+            raise ValueError(
+                f"{folder / _INDEX} names {name!r}, which is not a file in this "
+                f"folder. {_REMEDY}"
+            )
     return index
 
 
-def _fault_of(index: dict[str, Any]) -> str | None:
-    """What is wrong with an index, in words."""
-    for name, kind in (("files", dict), ("sequences", list)):
-        if not isinstance(index.get(name), kind):
-            return f"lacks {name!r}"
-    files, sequences = index["files"], index["sequences"]
-    is_sealed = "seal" in index
-    if is_sealed and index["seal"] != _seal(index):
-        return "is not what was written: its seal is of another index"
-    for name, entry in files.items():
-        if not is_array_name(name):
-            return f"names {name!r}, which is not a file in this folder"
-        if not isinstance(entry, dict):
-            return f"lacks what {name!r} is"
-        if not is_sealed and entry.keys() & _SEALED_ENTRY.keys() > _ENTRY.keys():
-            return "is not what was written: its seal is missing"
-        for key, kind in (_SEALED_ENTRY if is_sealed else _ENTRY).items():
-            if not isinstance(entry.get(key), kind):
-                return f"lacks {key!r} of {name!r}"
-    if not all(isinstance(name, str) for name in sequences) or not sequences:
-        return "lacks the names of sequences"
-    missing = [name for name in (OFFSETS, *sequences) if name not in files]
-    if missing or OFFSETS in sequences or len(set(sequences)) < len(sequences):
-        return f"lacks {OFFSETS!r} or a sequence: it has {sorted(files)}"
-    return None
+def map_array(path: pathlib.Path, entry: Mapping[str, Any]) -> np.ndarray:
+    """Returns an array, mapped.
 
-
-def map_arrays(folder: pathlib.Path, index: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Returns every array of the index, mapped, by its name.
+    Args:
+      path: of its file.
+      entry: what the index says of it.
 
     Raises:
-      ValueError: if one is missing, cut or changed, or is that of another feature, as
-        far as its header and a few pages tell; or if they do not go together.
+      ValueError: if the file is missing, cut or changed, or is that of another feature,
+        as far as its header and a few pages tell.
     """
-    arrays = {
-        name: _map(array_path(folder, name), entry)
-        for name, entry in index["files"].items()
-    }
-    offsets = arrays[OFFSETS]
-    path = array_path(folder, OFFSETS)
-    if offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) < 2:
-        raise ValueError(
-            f"{path} is {offsets.dtype}{list(offsets.shape)}, not int64 of one axis. "
-            f"{_AGAIN}"
-        )
-    if offsets[0] != 0:
-        raise ValueError(f"{path} begins with {offsets[0]}, not with 0. {_AGAIN}")
-    for name, values in arrays.items():
-        if name == OFFSETS:
-            continue
-        counted = "tokens" if name in index["sequences"] else "examples"
-        expected = offsets[-1] if counted == "tokens" else len(offsets) - 1
-        if values.shape[:1] != (expected,):
-            raise ValueError(
-                f"{array_path(folder, name)} has shape {list(values.shape)}, but "
-                f"{path} counts {expected} {counted}. {_AGAIN}"
-            )
-    return arrays
-
-
-def _map(path: pathlib.Path, entry: dict[str, Any]) -> np.ndarray:
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -205,25 +158,18 @@ def _map(path: pathlib.Path, entry: dict[str, Any]) -> np.ndarray:
             f"or changed. {_AGAIN}"
         )
     try:
-        dtype, shape, begin = _header(path)
+        dtype, shape, begin = _read_header(path)
     except Exception as error:
         # What numpy raises of bytes that are not a header is of many kinds.
         raise ValueError(
             f"{path} is not an array of numpy: {error}. {_AGAIN}"
         ) from None
-    if size != begin + math.prod(shape) * dtype.itemsize:
+    if (dtype.str, [*shape]) != (entry["dtype"], entry["shape"]):
         raise ValueError(
-            f"{path} has {size} bytes, but its header is that of "
-            f"{dtype}{list(shape)}. {_AGAIN}"
+            f"{path} is {dtype.str}{[*shape]}, but {entry['dtype']}{entry['shape']} "
+            f"was written: it was changed, or is another array. {_AGAIN}"
         )
-    # Files from before there was a seal have these in their headers alone.
-    written = (entry.get("dtype", dtype.str), entry.get("shape", [*shape]))
-    if (dtype.str, [*shape]) != written:
-        raise ValueError(
-            f"{path} is {dtype.str}{[*shape]}, but {written[0]}{written[1]} was "
-            f"written: it was changed, or is another array. {_AGAIN}"
-        )
-    if "pages" in entry and _digest_of_pages(path) != entry["pages"]:
+    if _digest_of_pages(path) != entry["pages"]:
         raise ValueError(
             f"{path} is not what was written: it was changed, or is the array of "
             f"another feature. {_AGAIN}"
@@ -232,21 +178,9 @@ def _map(path: pathlib.Path, entry: dict[str, Any]) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype, "r", begin, shape))
 
 
-def _header(path: pathlib.Path) -> tuple[np.dtype, tuple[int, ...], int]:
-    """The dtype and the shape of an array, and where in the file it begins.
-
-    Raises:
-      ValueError: if it is of another kind than those that are written.
-      Exception: whatever numpy raises, if it is not an array.
-    """
+def _read_header(path: pathlib.Path) -> tuple[np.dtype, tuple[int, ...], int]:
+    """The dtype and the shape of an array, and where in the file it begins."""
     with path.open("rb") as file:
-        version = np.lib.format.read_magic(file)
-        if version != (1, 0):
-            raise ValueError(f"its header has version {version}, not (1, 0)")
-        shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
-        begin = file.tell()
-    if dtype.kind not in "biufc":
-        raise ValueError(f"its dtype is {dtype}, which is not one of numbers")
-    if fortran_order or min(shape, default=0) < 0:
-        raise ValueError(f"its order or its shape, {shape}, is another")
-    return dtype, shape, begin
+        np.lib.format.read_magic(file)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        return dtype, shape, file.tell()

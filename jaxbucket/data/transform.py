@@ -53,18 +53,18 @@ def apply_transform(
         not a dict.
     """
     # The source may keep its arrays for the next epoch.
-    own = copied(example)
+    copy = copied(example)
     try:
-        changed = transform(own, rng)
+        changed = transform(copy, rng)
     except Exception as error:
         raise ValueError(
             f"`transform` raised {type(error).__name__}: {error}"
         ) from error
     if not isinstance(changed, Mapping):
-        found = "None" if changed is None else f"a {type(changed).__name__}"
+        kind = "None" if changed is None else f"a {type(changed).__name__}"
         raise ValueError(
-            f"`transform` returned {found}, not a dict of arrays. Return the example, "
-            "also where it was changed in place."
+            f"`transform` returned {kind}, not a dict of arrays. Return the example, "
+            "even if it was changed in place."
         )
     return changed
 

@@ -31,7 +31,8 @@ def load_in_workers(
     """Yields the elements of a dataset in order, loaded ahead.
 
     Workers are started with the first element, and ended with the iterator. A script
-    has to keep what it runs behind `if __name__ == "__main__":`, for they import it.
+    has to keep what it runs behind `if __name__ == "__main__":`, because they import
+    it.
 
     Example:
       >>> import grain
@@ -48,7 +49,7 @@ def load_in_workers(
 
     Raises:
       ValueError: if a number is negative, or `dataset` something else.
-      RuntimeError: if a worker is lost, or the script has no such guard.
+      RuntimeError: if a worker is lost, or the script does not have that line.
     """
     if not isinstance(dataset, grain.MapDataset):
         raise ValueError(

@@ -16,7 +16,7 @@ from jaxbucket.base.checks import check_choice
 from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile import noting_arguments
-from jaxbucket.data.collate import unbatch
+from jaxbucket.data.unbatch import unbatch
 from jaxbucket.schedule.schedule import Schedule
 from jaxbucket.sharding import DATA_AXIS, Axes, ahead, axis_names
 from jaxbucket.train.loss import Mode

@@ -122,10 +122,6 @@ def test_it_goes_on_with_the_padding_that_it_had(was, now):
         message = "schedule (sequences|pad value) .* -> "
         with pytest.raises(ValueError, match=message):
             dataset.resume(position)
-    # Positions of earlier versions do not say.
-    said = position.schedule.items()
-    old = {name: x for name, x in said if name not in ("sequences", "pad_value")}
-    dataset.resume(dataclasses.replace(position, schedule=old))
 
 
 FIELDS = dataset().position(3).to_dict()

@@ -170,10 +170,10 @@ def test_planning_by_command_needs_no_jax(files):
     [
         (b"", "x.npy", "`x.npy` is empty: there is no example"),
         (b"", "x.npz", "`x.npz` is empty: there is no example"),
-        (b"\x93NUMPY", "x.npy", "is no whole numpy file"),
-        (b"3\n4.5\n", "x.txt", "`x.txt`, line 2: '4.5' is no integer"),
-        (b"three\n", "x.txt", "`x.txt`, line 1: 'three' is no integer"),
-        (b"\xff\xfe", "x.txt", "`x.txt`, line 1 is no UTF-8 text"),
+        (b"\x93NUMPY", "x.npy", "is not a complete numpy file"),
+        (b"3\n4.5\n", "x.txt", "`x.txt`, line 2: '4.5' is not an integer"),
+        (b"three\n", "x.txt", "`x.txt`, line 1: 'three' is not an integer"),
+        (b"\xff\xfe", "x.txt", "`x.txt`, line 1 is not UTF-8 text"),
         (b"", "x.txt", "`x.txt` is empty: there is no example"),
         (b"3\n0\n", "x.txt", "`x.txt`, line 2: the length is 0, and not from 1"),
         (b"9\n500\n", "x.txt", "`max_tokens=64` holds 0 rows of `seq_len=500`"),
@@ -189,7 +189,7 @@ def test_every_cut_numpy_file_is_refused(files):
     for name, data in whole.items():
         for size in range(1, len(data), 97):
             (files / name).write_bytes(data[:size])
-            assert "is no whole numpy file" in refused(
+            assert "is not a complete numpy file" in refused(
                 "plan", name, "--max-tokens", 4096
             )
 
@@ -594,7 +594,7 @@ def test_a_histogram_is_drawn(corpus, name):
         (["."], "`.` is a folder. Name a file in it"),
         (["nowhere:f"], "`nowhere:f`: nowhere cannot be imported: ModuleNotFoundError"),
         (["json:nothing"], "`json:nothing`: json has no 'nothing', but ['detect_enc"),
-        (["texts.txt"], "is no integer. Mend it; where these are texts, measure them"),
+        (["texts.txt"], "is not an integer. Mend it; where these are texts, measure"),
         (["corpus.jsonl"], "`corpus.jsonl` has ['text', 'id']: name one of them by"),
         (["corpus.jsonl", "--column", "x"], "has ['text', 'id']: name one of them by"),
         (["texts.txt", "--length-fn", "len"], "`len` must be `module:function`"),

@@ -148,8 +148,8 @@ X = {"x": np.arange(3)}
         ([{"x": [1], "y": [1, 2]}], {}, "different lengths, {'x': 1, 'y': 2}. Name"),
         ([{"label": 5}], {}, "The example ['label'] has no sequence. Give it an array"),
         ([X], {"sequences": []}, "has no sequence. Name at least one in `sequences`"),
-        ([X], {"sequences": ["z"]}, "`sequences=['z']`: ['z'] are no arrays with a le"),
-        ([{"x": [1], "n": 3}], {"sequences": ["n"]}, "['n'] are no arrays with a lead"),
+        ([X], {"sequences": ["z"]}, "`sequences=['z']`: ['z'] are not arrays with a"),
+        ([{"x": [1], "n": 3}], {"sequences": ["n"]}, "['n'] are not arrays with a"),
         ([X], {"like": {"y": [1]}}, "Row 0 has features ['x'], others have ['y']"),
     ],
 )

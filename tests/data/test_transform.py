@@ -525,6 +525,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 def test_workers_and_threads_draw_the_same(tmp_path: pathlib.Path):
     script = tmp_path / "script.py"
     script.write_text(WORKERS)
@@ -565,7 +566,10 @@ STREAMS = [
 ]
 
 
-@pytest.mark.parametrize("overlong", ["error", "truncate", "split"])
+@pytest.mark.parametrize(
+    "overlong",
+    ["error", "split", pytest.param("truncate", marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.parametrize("options", STREAMS, ids=str)
 def test_streams_draw_by_epoch_and_place_and_resume_at_every_step(options, overlong):
     lengths = np.random.default_rng(2).integers(1, 30, 60)

@@ -899,7 +899,7 @@ def test_of_a_token_file_parts_are_read_and_no_more(tmp_path, monkeypatch):
     for part in range(len(want)):
         for name, value in want[part].items():
             np.testing.assert_array_equal(parts[part][name], value)
-    with pytest.raises(ValueError, match="`lengths` are not those of `source`"):
+    with pytest.raises(ValueError, match=r"`source\[0\]` has length .*, but `lengths"):
         jb.data.concat_then_split(file, 16, lengths=lengths + 1)
 
 

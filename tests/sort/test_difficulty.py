@@ -294,13 +294,17 @@ def num_words(example):
     return len(example["text"].split()) / 2
 
 
+def measured_words(source, cache: pathlib.Path, **options) -> np.ndarray:
+    return jb.data.measure_difficulty(
+        source, num_words, cache=cache, cache_key="words", progress=False, **options
+    )
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_difficulty_is_measured_once_and_kept(tmp_path, workers):
     source, want = Words(3000), np.arange(3000) % 7 / 2
     for _ in range(2):
-        found = jb.data.measure_difficulty(
-            source, num_words, cache=tmp_path, num_workers=workers, progress=False
-        )
+        found = measured_words(source, tmp_path, num_workers=workers)
         np.testing.assert_array_equal(found, want)
         assert found.dtype == np.float32
         asked, source.asked = source.asked, 0
@@ -316,13 +320,9 @@ def test_a_pass_that_was_cut_off_goes_on(tmp_path):
             return super().__getitem__(index)
 
     with pytest.raises(KeyboardInterrupt):
-        jb.data.measure_difficulty(
-            Failing(5000), num_words, cache=tmp_path, progress=False
-        )
+        measured_words(Failing(5000), tmp_path)
     source = Words(5000)
-    found = jb.data.measure_difficulty(
-        source, num_words, cache=tmp_path, progress=False
-    )
+    found = measured_words(source, tmp_path)
     np.testing.assert_array_equal(found, np.arange(5000) % 7 / 2)
     # Whole chunks of 1,024, and what is read for what the source is.
     assert 5000 - 2 * 1024 <= source.asked < 5000 - 2 * 1024 + 100
@@ -337,13 +337,9 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
         patch.setattr(os, "posix_fallocate", full)
         for _ in range(2):
             with pytest.raises(ValueError, match="No space left on device"):
-                jb.data.measure_difficulty(
-                    source, num_words, cache=tmp_path, progress=False
-                )
+                measured_words(source, tmp_path)
         assert not list(tmp_path.iterdir())
-    found = jb.data.measure_difficulty(
-        source, num_words, cache=tmp_path, progress=False
-    )
+    found = measured_words(source, tmp_path)
     np.testing.assert_array_equal(found, np.arange(3000) % 7 / 2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
@@ -355,15 +351,13 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
 
 def test_a_partial_file_that_is_damaged_is_begun_anew(tmp_path):
     source = Words(3000)
-    jb.data.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+    measured_words(source, tmp_path)
     (path,) = tmp_path.iterdir()
     content = path.read_bytes()
     path.unlink()
     damaged = content[:20] + b"'('" + content[23:]
     path.with_suffix(".partial").write_bytes(damaged)
-    found = jb.data.measure_difficulty(
-        source, num_words, cache=tmp_path, progress=False
-    )
+    found = measured_words(source, tmp_path)
     np.testing.assert_array_equal(found, np.arange(3000) % 7 / 2)
 
 
@@ -383,11 +377,11 @@ def test_what_cannot_be_measured_is_named(tmp_path):
         )
     with pytest.raises(ValueError, match="`source` is empty"):
         jb.data.measure_difficulty(Words(0), num_words, progress=False)
-    jb.data.measure_difficulty(Words(3), num_words, cache=tmp_path, progress=False)
+    measured_words(Words(3), tmp_path)
     (path,) = tmp_path.glob("difficulty-*.npy")
     os.truncate(path, 130)
     with pytest.raises(ValueError, match="Delete the file, to measure again"):
-        jb.data.measure_difficulty(Words(3), num_words, cache=tmp_path, progress=False)
+        measured_words(Words(3), tmp_path)
 
 
 TOGETHER = """
@@ -427,7 +421,8 @@ with jb.Processes(timeout=4) as processes:
                 os.kill(os.getpid(), signal.SIGKILL)
         difficulty._write_part = fatal
     share = jb.data.measure_difficulty(
-        Source(), measure, cache=folder / "cache", processes=processes, progress=False
+        Source(), measure, cache=folder / "cache", cache_key="values",
+        processes=processes, progress=False,
     )
     for by in ("all", "process"):
         index = jb.sort.write_difficulty_index(

@@ -1,1 +1,1 @@
-"""Lengths of examples: measured in a source or read from files, and kept."""
+"""Lengths of examples: measured in a source or read from files, and cached."""

@@ -1,4 +1,4 @@
-"""Lengths in files: written a part at a time, whole all at once, mapped when read."""
+"""Measured values in files: written in parts, named once whole, mapped when read."""
 
 from __future__ import annotations
 
@@ -6,31 +6,34 @@ import contextlib
 import os
 import pathlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+_REMEDY = "Delete the file, to measure again."
 
-class Part(NamedTuple):
-    """A file for the examples from `start` to before `stop`.
+
+class ArrayFile(NamedTuple):
+    """A file of one value for each example from `start` to before `stop`.
 
     Attributes:
       path: of the file.
       start: the first example.
-      stop: the one behind the last.
-      missing: what stands for an example that is not measured yet, in the dtype of all:
-        0 for lengths, which are positive.
+      stop: the one after the last.
+      dtype: int32 for lengths, or float32.
     """
 
     path: pathlib.Path
     start: int
     stop: int
-    missing: np.generic = np.int32(0)
+    dtype: np.dtype = np.dtype(np.int32)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[np.ndarray]:
-        """Gives an array in a file; it is this one once all is in it.
+        """Gives a mapped array to fill; the file has its name once that is done.
+
+        The array has what a run that was killed has left of it.
 
         Raises:
           ValueError: if the folder cannot be written to.
@@ -38,11 +41,11 @@ class Part(NamedTuple):
         partial = self.path.with_suffix(".partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            array = _begun(partial, (self.stop - self.start,), self.missing)
+            array = self._open_partial(partial)
         except OSError as error:
             raise ValueError(
-                f"`cache={str(self.path.parent)!r}` is no folder that can be written "
-                f"to: {error}. Name another one."
+                f"`cache={str(self.path.parent)!r}` is not a folder that can be "
+                f"written to: {error}. Name another one."
             ) from None
         yield array
         array.flush()
@@ -50,129 +53,76 @@ class Part(NamedTuple):
         with contextlib.suppress(FileNotFoundError):
             os.replace(partial, self.path)
 
-    def read(self) -> np.ndarray | None:
-        """Returns what was written, mapped into memory; None if it is not there.
-
-        Raises:
-          ValueError: if the file is cut or foreign.
-        """
-        if not self.path.exists():
-            return None
-        found = _mapped(self.path)
-        if (
-            found.shape != (self.stop - self.start,)
-            or found.dtype != self.missing.dtype
-        ):
-            raise ValueError(
-                f"{self.path} is {found.dtype}{list(found.shape)}, and not the "
-                f"{self.missing.dtype} of {self.stop - self.start} examples. {_REMEDY}"
-            )
-        return found
-
-
-def _begun(
-    path: pathlib.Path, shape: tuple[int, ...], missing: np.generic
-) -> np.memmap:
-    """What is there of a file, or an array of which all is missing."""
-    # A header that is damaged fails in many ways.
-    with contextlib.suppress(Exception):
-        found = np.lib.format.open_memmap(path, "r+")
-        if found.shape == shape and found.dtype == missing.dtype:
-            return found
-    # Whole at once: what is missing is known by its value.
-    begun = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    try:
-        found = np.lib.format.open_memmap(begun, "w+", missing.dtype, shape)
-        if hasattr(os, "posix_fallocate"):
-            # A disk that is full says so now, and not by a signal in the middle.
-            with begun.open("r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, begun.stat().st_size)
-        if missing:
-            found[:] = missing
-            # Else zeros might be there in place of it, once power was lost.
-            found.flush()
-        os.replace(begun, path)
-    finally:
-        begun.unlink(missing_ok=True)
-    return found
-
-
-def share_of(size: int, index: int, count: int) -> tuple[int, int]:
-    """Returns where the examples of one of so many processes begin and end."""
-    return size * index // count, size * (index + 1) // count
-
-
-class LengthCache:
-    """The files of one source in a folder.
-
-    Attributes:
-      key: names the source, and how it is measured.
-      whole: the file that is read.
-    """
-
-    def __init__(self, folder: pathlib.Path, key: str, size: int):
-        self.key = key
-        self._folder = folder
-        self._size = size
-        self.whole = folder / f"lengths-{key}.npy"
-
-    def part(self, index: int, count: int) -> Part:
-        """Returns the file of one of so many processes."""
-        if count == 1:
-            return Part(self.whole, 0, self._size)
-        name = f"lengths-{self.key}-{index}-of-{count}.npy"
-        return Part(self._folder / name, *share_of(self._size, index, count))
-
-    def join(self, count: int) -> None:
-        """Makes one file of all parts.
-
-        Raises:
-          ValueError: if one is missing, cut or foreign.
-        """
-        if count == 1:
-            return
-        parts = [self.part(index, count) for index in range(count)]
-        missing = [str(part.path) for part in parts if not part.path.exists()]
-        if missing:
-            raise ValueError(
-                f"{missing} are not there, though all have measured: `cache` must be a "
-                "folder that all processes share."
-            )
-        with Part(self.whole, 0, self._size).writing() as array:
-            for part in parts:
-                array[part.start : part.stop] = _read(part.path, part.stop - part.start)
-        for part in parts:
-            part.path.unlink()
+    def _open_partial(self, path: pathlib.Path) -> np.memmap:
+        shape = (self.stop - self.start,)
+        # A damaged header fails in many ways.
+        with contextlib.suppress(Exception):
+            array = np.lib.format.open_memmap(path, "r+")
+            if array.shape == shape and array.dtype == self.dtype:
+                return array
+        # Under another name until it is filled with what says that nothing is measured.
+        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        try:
+            array = np.lib.format.open_memmap(draft, "w+", self.dtype, shape)
+            if hasattr(os, "posix_fallocate"):
+                # A full disk is an error here, and would be a signal later.
+                with draft.open("r+b") as file:
+                    os.posix_fallocate(file.fileno(), 0, draft.stat().st_size)
+            if self.dtype.kind == "f":
+                array[:] = np.nan
+                # Else a loss of power could leave zeros, which are difficulties.
+                array.flush()
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+        return array
 
     def read(self) -> np.ndarray:
-        """Returns the lengths, `[N]` int32, mapped into memory.
+        """Returns the values, mapped into memory.
 
         Raises:
           ValueError: if the file is missing, cut or foreign.
         """
-        return _read(self.whole, self._size)
+        try:
+            values = np.asarray(np.lib.format.open_memmap(self.path, mode="r"))
+        except FileNotFoundError:
+            raise ValueError(
+                f"{self.path} is missing, though it was written: `cache` must be a "
+                "folder that all processes share."
+            ) from None
+        except Exception as error:
+            raise ValueError(
+                f"{self.path} cannot be read: {error}. {_REMEDY}"
+            ) from None
+        size = self.stop - self.start
+        if values.shape != (size,) or values.dtype != self.dtype:
+            raise ValueError(
+                f"{self.path} is {values.dtype}{list(values.shape)}, and not the "
+                f"{self.dtype} of {size} examples. {_REMEDY}"
+            )
+        if not is_measured(values).all():
+            raise ValueError(f"{self.path} is not complete. {_REMEDY}")
+        return values
 
 
-_REMEDY = "Delete the file, to measure again."
+def is_measured(values: np.ndarray) -> np.ndarray:
+    """Returns which lengths or difficulties are there, `[n]` bool."""
+    return np.isfinite(values) if values.dtype.kind == "f" else values > 0
 
 
-def _mapped(path: pathlib.Path) -> np.ndarray:
-    try:
-        return np.asarray(np.lib.format.open_memmap(path, mode="r"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"{path} is not there, though it was written: `cache` must be a folder "
-            "that all processes share."
-        ) from None
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read: {error}. {_REMEDY}") from None
+def share_of(size: int, index: int, count: int) -> tuple[int, int]:
+    """Returns where the examples of one of `count` processes begin and end."""
+    return size * index // count, size * (index + 1) // count
 
 
-def _read(path: pathlib.Path, size: int) -> np.ndarray:
-    found = _mapped(path)
-    if found.shape != (size,) or found.dtype != np.int32 or found.min() < 1:
-        raise ValueError(
-            f"{path} is {found.dtype}{list(found.shape)}, and not the lengths of "
-            f"{size} examples. {_REMEDY}"
-        )
-    return found
+def join(whole: ArrayFile, parts: Sequence[ArrayFile]) -> None:
+    """Makes one file of all parts, and deletes these.
+
+    Raises:
+      ValueError: if a part is missing, cut or foreign.
+    """
+    with whole.writing() as array:
+        for part in parts:
+            array[part.start : part.stop] = part.read()
+    for part in parts:
+        part.path.unlink()

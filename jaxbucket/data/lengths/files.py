@@ -12,9 +12,10 @@ from jaxbucket.base.checks import check_lengths
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.data.lengths.records import read_array_record, read_parquet
 from jaxbucket.data.lengths.text import (
-    Tell,
+    ShowProgress,
     chosen_column,
     empty,
+    incomplete,
     read_csv,
     read_jsonl,
     read_text,
@@ -27,7 +28,7 @@ _NUMPY = (".npy", ".npz")
 _MAGIC = (b"\x93NUMPY", b"PK\x03\x04", b"PK\x05\x06")
 _READERS: dict[
     str,
-    Callable[[pathlib.Path, str | None, Measure, Tell], Iterator[np.ndarray]],
+    Callable[[pathlib.Path, str | None, Measure, ShowProgress], Iterator[np.ndarray]],
 ] = {
     ".csv": read_csv,
     ".tsv": read_csv,
@@ -76,8 +77,8 @@ def read_lengths(
         if _kind(path) in _NUMPY:
             return _read_numpy(path, column, measure)
         read = _READERS.get(_kind(path), read_text)
-        with reading_bar(path.stat().st_size) as tell:
-            parts = list(read(path, column, measure, tell))
+        with reading_bar(path.stat().st_size) as progress:
+            parts = list(read(path, column, measure, progress))
     except OSError as error:
         raise ValueError(
             f"`{path}` cannot be read: {error.strerror or error}. Name another file."
@@ -100,12 +101,12 @@ def _kind(path: pathlib.Path) -> str:
 def _read_numpy(path: pathlib.Path, column: str | None, measure: Measure) -> np.ndarray:
     if measure != Measure():
         raise ValueError(
-            f"`{path}` has lengths, and no examples: leave out `--unit` and "
+            f"`{path}` has lengths instead of examples: leave out `--unit` and "
             "`--length-fn`."
         )
-    found = _loaded(path, column)
+    array = _loaded(path, column)
     try:
-        return check_lengths(found)
+        return check_lengths(array)
     except ValueError as error:
         raise ValueError(f"`{path}`: {error}") from None
 
@@ -117,50 +118,40 @@ def _loaded(path: pathlib.Path, column: str | None) -> np.ndarray:
     with path.open("rb") as file:
         # Else numpy takes the file for a pickle, and says how to load that.
         if not file.peek(8).startswith(_MAGIC):
-            raise ValueError(
-                f"`{path}` is no whole numpy file: it does not begin as one. Write it "
-                "again, by `numpy.save`."
-            )
-        try:
+            raise incomplete(path, "numpy", "it does not begin as one")
+        with _numpy_errors(path):
             loaded = np.load(file)
-        except Exception as error:
-            # Whatever comes to mind to a parser that is given other bytes.
-            raise _no_numpy(path, error) from None
-        if not isinstance(loaded, np.lib.npyio.NpzFile):
-            _refuse_column(path, column)
-            return loaded
-        name = chosen_column(path, loaded.files, column)
-        try:
-            return loaded[name]
-        except Exception as error:
-            raise _no_numpy(path, error) from None
-
-
-def _no_numpy(path: pathlib.Path, error: Exception) -> ValueError:
-    said = " ".join(str(error).split())
-    other = None
-    if "Object arrays" in said:
-        other = "Python objects"
-    elif "Header info" in said:
-        # As long as those of lengths never are.
-        other = "records of many fields"
-    if other is not None:
-        return ValueError(
-            f"`{path}` holds {other}, and not numbers. Save the lengths as integers: "
-            "`numpy.save(path, numpy.array(lengths, numpy.int32))`."
-        )
-    return ValueError(f"`{path}` is no whole numpy file: {said}. Write it again.")
-
-
-def _refuse_column(path: pathlib.Path, column: str | None) -> None:
+        if isinstance(loaded, np.lib.npyio.NpzFile):
+            name = chosen_column(path, loaded.files, column)
+            with _numpy_errors(path):
+                return loaded[name]
     if column is not None:
         raise ValueError(
             f"`{path}` has one array, without a name: leave out `--column {column}`."
         )
+    return loaded
 
 
 @contextlib.contextmanager
-def reading_bar(size: int | None) -> Iterator[Tell]:
+def _numpy_errors(path: pathlib.Path) -> Iterator[None]:
+    """Names the file in whatever a parser raises that is given other bytes."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        # The header of lengths is never long.
+        contents = {"Object arrays": "Python objects", "Header info": "large records"}
+        for start, content in contents.items():
+            if start in text:
+                raise ValueError(
+                    f"`{path}` holds {content}, and not numbers. Save the lengths as "
+                    "integers: `numpy.save(path, numpy.array(lengths, numpy.int32))`."
+                ) from None
+        raise incomplete(path, "numpy", error) from None
+
+
+@contextlib.contextmanager
+def reading_bar(size: int | None) -> Iterator[ShowProgress]:
     """Shows on a terminal, and nowhere else, how much of a file is read.
 
     Gives a function to be called with the share that is done.

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ def is_function_name(text: str) -> bool:
 def load_function(name: str) -> Callable[..., Any]:
     """Returns the function that `module:function` names.
 
-    The current folder is one that modules are looked for in.
+    Modules are looked for in the current folder, too.
 
     Example:
       >>> load_function("math:sqrt")(9)
@@ -43,36 +42,29 @@ def load_function(name: str) -> Callable[..., Any]:
     """
     if not is_function_name(name):
         raise ValueError(f"`{name}` must be `module:function`, such as `mydata:train`.")
+    # For good, because what it imports later, or a worker, may lie there, too.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     module_name, path = name.split(":")
-    module = _imported(name, module_name)
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"`{name}`: {module_name} cannot be imported: {_in_one_line(error)}. Run "
+            "this in the folder of the module, or mend it."
+        ) from error
     try:
         function = functools.reduce(getattr, path.split("."), module)
     except AttributeError:
+        routines = [name for name, _ in inspect.getmembers(module, inspect.isroutine)]
+        public = [name for name in routines if not name.startswith("_")]
         raise ValueError(
-            f"`{name}`: {module_name} has no {path!r}, but {_functions_of(module)}. "
-            "Name one of its functions."
+            f"`{name}`: {module_name} has no {path!r}, but {public}. Name one of its "
+            "functions."
         ) from None
     if not callable(function):
         raise ValueError(f"`{name}` is {shown(function)}. Name a function.")
     return function
-
-
-def _imported(name: str, module_name: str) -> ModuleType:
-    # For good: what it imports later may lie there, too, and so it may for workers.
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"`{name}`: {module_name} cannot be imported: {_said(error)}. Run this in "
-            "the folder of the module, or mend it."
-        ) from error
-
-
-def _functions_of(module: ModuleType) -> list[str]:
-    names = [name for name, _ in inspect.getmembers(module, inspect.isroutine)]
-    return [name for name in names if not name.startswith("_")]
 
 
 def measure_function(
@@ -97,74 +89,66 @@ def measure_function(
       ValueError: if there is no such function, it raises or returns something else, or
         an example has no length.
     """
-    returned: Any = _called(name, load_function(name))
-    measure = measure or Measure()
-    length_of = functools.partial(_example_length, column, measure)
+    function = load_function(name)
     try:
-        _check_measurable(returned)
-        if isinstance(returned, np.ndarray) and measure == Measure():
-            return check_lengths(returned)
-        if not _has(returned, "__getitem__") or not _has(returned, "__len__"):
-            return _of_iterable(returned, length_of)
-        if _knows_lengths(returned) and measure == Measure():
-            return measure_lengths(returned, sequences=column and [column])
-        return measure_lengths(
-            returned,
-            length_fn=length_of,
-            num_workers=num_workers,
-            progress=sys.stderr.isatty(),
-        )
+        returned = function()
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"`{name}` raises {_in_one_line(error)}. Mend it; it is called without "
+            "arguments."
+        ) from error
+    try:
+        return _measured(returned, column, measure or Measure(), num_workers)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"`{name}`: {error}") from error
     except (Exception, SystemExit) as error:
         # What a source of the user's own raises where nobody expects it.
-        raise ValueError(f"`{name}`: {_said(error)}") from error
+        raise ValueError(f"`{name}`: {_in_one_line(error)}") from error
 
 
-def _called(name: str, function: Callable[[], Any]) -> Any:
-    try:
-        return function()
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"`{name}` raises {_said(error)}. Mend it; it is called without arguments."
-        ) from error
-
-
-def _check_measurable(returned: Any) -> None:
-    several = isinstance(returned, Iterable) or _has(returned, "__getitem__")
+def _measured(
+    returned: Any, column: str | None, measure: Measure, num_workers: int
+) -> np.ndarray:
+    by_default = measure == Measure()
+    # Python looks methods up in the type: a class is not a source.
+    has_indices = hasattr(type(returned), "__getitem__")
+    several = has_indices or isinstance(returned, Iterable)
     if not several or isinstance(returned, (str, bytes, Mapping, type)):
         raise ValueError(
             f"it returns {shown(returned)}. Return a source with `len` and indices, an "
             "array of lengths, or an iterable of examples."
         )
-
-
-def _has(value: Any, method: str) -> bool:
-    # As Python looks for it: a class is no source, though its objects may be.
-    return hasattr(type(value), method)
-
-
-def _knows_lengths(source: Any) -> bool:
-    return isinstance(source, RowSource)
+    if isinstance(returned, np.ndarray) and by_default:
+        return check_lengths(returned)
+    length_of = functools.partial(_example_length, column, measure)
+    if not has_indices or not hasattr(type(returned), "__len__"):
+        return _of_iterable(returned, length_of)
+    if isinstance(returned, RowSource) and by_default:
+        return measure_lengths(returned, sequences=column and [column])
+    source: Any = returned
+    return measure_lengths(
+        source,
+        length_fn=length_of,
+        num_workers=num_workers,
+        progress=sys.stderr.isatty(),
+    )
 
 
 def _example_length(column: str | None, measure: Measure, example: Any) -> int:
-    if column is not None:
-        return measure.of_value(_field(example, column))
-    if isinstance(example, Mapping) and measure == Measure():
-        return example_length(example)
-    return measure.of_value(example)
-
-
-def _field(example: Any, column: str) -> Any:
+    if column is None:
+        if isinstance(example, Mapping) and measure == Measure():
+            return example_length(example)
+        return measure.of_value(example)
     if not isinstance(example, Mapping):
-        raise ValueError(f"{shown(example)} is no dict: leave out `--column {column}`.")
+        raise ValueError(
+            f"{shown(example)} is not a dict: leave out `--column {column}`."
+        )
     if column not in example:
         raise ValueError(
             f"it has {list(example)}, and no {column!r}: name one of them by "
             "`--column`."
         )
-    return example[column]
+    return measure.of_value(example[column])
 
 
 def _of_iterable(
@@ -182,9 +166,10 @@ def _drawn(examples: Iterable[Any]) -> Iterator[Any]:
     try:
         yield from examples
     except Exception as error:
-        raise ValueError(f"its iterable raises {_said(error)}. Mend it.") from error
+        raise ValueError(
+            f"its iterable raises {_in_one_line(error)}. Mend it."
+        ) from error
 
 
-def _said(error: BaseException) -> str:
-    """An error as a part of one line."""
+def _in_one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,4 +1,4 @@
-"""One pass over a source for the lengths of its examples, in parallel and kept."""
+"""Lengths and difficulties of all examples of a source, measured once."""
 
 from __future__ import annotations
 
@@ -7,35 +7,21 @@ import math
 import operator
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import active_children, get_context
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from jaxbucket.base.checks import MAX_LENGTH, check_integer
 from jaxbucket.base.digest import digest
 from jaxbucket.base.peers import Alone, Meeting
-from jaxbucket.base.progress import progress_bar
 from jaxbucket.data.example import example_length
-from jaxbucket.data.lengths.cache import LengthCache, Part, share_of
-from jaxbucket.data.lengths.function_digest import function_name
+from jaxbucket.data.lengths.cache import ArrayFile, join, share_of
+from jaxbucket.data.lengths.parallel_pass import fill
 from jaxbucket.data.source import RowSource, Source, check_sequences, contents
-from jaxbucket.data.worker_exit import (
-    UNGUARDED,
-    end_if_importing,
-    end_with_parent,
-    unguarded,
-)
 
-# Examples that are measured together; what a kill may lose.
-_CHUNK = 1024
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
-_AHEAD = 4
+_FLOAT32 = np.dtype(np.float32)
 
 
 def measure_difficulty(
@@ -44,14 +30,14 @@ def measure_difficulty(
     *,
     num_workers: int = 0,
     cache: str | os.PathLike[str] | None = None,
+    cache_key: str | None = None,
     processes: Meeting | None = None,
     progress: bool = True,
 ) -> np.ndarray:
-    """Returns the difficulty of every example that is this process's to measure.
+    """Returns the difficulty of every example in this process's share.
 
-    Of several processes each measures its share, those of process 0 first, as
-    `write_difficulty_index` takes them. A function is known by its code and what it
-    closes over, not by what is global: with `cache`, give one that has its model.
+    Several processes measure a share each, process 0 the first one, as
+    `write_difficulty_index` takes them.
 
     Example:
       >>> words = [{"text": "a b"}, {"text": "a b c"}]
@@ -61,45 +47,43 @@ def measure_difficulty(
     Args:
       source: examples by index.
       difficulty_fn: example -> any finite number.
-      num_workers: processes to start for it. The source is sent to each of them.
-      cache: a folder, as for `measure_lengths`: each process has a file of its own
-        there, which need not be shared.
-      processes: all that measure, each its part.
+      num_workers: worker processes to start; 0 measures in this one. The source and the
+        function are sent to each of them.
+      cache: a folder for what is measured. Each process has a file of its own there, so
+        that the folder need not be shared; the next run reads it, and one that was
+        killed goes on with it.
+      cache_key: the name of `difficulty_fn` in the cache, needed with `cache`. Change
+        it whenever the function, or a model that it calls, changes.
+      processes: all processes that measure, from `jb.Processes`; by default this alone.
       progress: show a progress bar on a terminal.
 
     Returns:
-      `[n]` float32, not to be written to if it comes from a file.
+      `[n]` float32, read-only if it comes from a file.
 
     Raises:
-      ValueError: if the source is empty, an example has no finite difficulty, or a file
-        in the folder is cut or foreign; in every process, if they measure different
-        sources or by different functions.
+      ValueError: if the source is empty, an example has no finite difficulty,
+        `cache_key` is missing, or a file in the folder is cut or foreign; in every
+        process, if they measure different sources or by different functions.
       RuntimeError: if a worker is lost.
     """
     size = _size_of(source)
     workers = _checked_workers(num_workers)
-    meeting = processes or Alone()
-    measure = functools.partial(_difficulties, source, difficulty_fn)
-    first, last = share_of(size, meeting.index, meeting.count)
-    key = digest(
-        f"{size} {function_name(difficulty_fn)}".encode(), contents(source).encode()
-    )
-    _check_same(meeting.gather("difficulty measured", key), meeting.index)
+    group = processes or Alone()
+    measure = functools.partial(_values, source, difficulty_fn, _difficulty, np.float32)
+    start, stop = share_of(size, group.index, group.count)
+    key = _file_key(source, cache, cache_key, "difficulty_fn")
+    name = getattr(difficulty_fn, "__qualname__", type(difficulty_fn).__qualname__)
+    _check_same(group.gather("difficulty measured", f"{key} {name}"), group.index)
     if cache is None:
-        found = np.full(last - first, np.nan, np.float32)
-        _fill(found, first, measure, workers, progress, "Measuring difficulty")
-        return found
-    name = f"difficulty-{key}-{meeting.index}-of-{meeting.count}.npy"
-    part = Part(pathlib.Path(cache) / name, first, last, np.float32(np.nan))
-    if (found := part.read()) is None:
-        with part.writing() as array:
-            _fill(array, first, measure, workers, progress, "Measuring difficulty")
-        found = part.read()
-    if found is None or not np.isfinite(found).all():
-        raise ValueError(
-            f"{part.path} is not whole. Delete the file, to measure again."
-        )
-    return found
+        values = np.full(stop - start, np.nan, np.float32)
+        fill(values, start, measure, workers, progress, "Measuring difficulty")
+        return values
+    path = f"difficulty-{key}-{group.index}-of-{group.count}.npy"
+    file = ArrayFile(pathlib.Path(cache) / path, start, stop, _FLOAT32)
+    if not file.path.exists():
+        with file.writing() as values:
+            fill(values, start, measure, workers, progress, "Measuring difficulty")
+    return file.read()
 
 
 def measure_lengths(
@@ -109,14 +93,14 @@ def measure_lengths(
     sequences: Sequence[str] | None = None,
     num_workers: int = 0,
     cache: str | os.PathLike[str] | None = None,
+    cache_key: str | None = None,
     processes: Meeting | None = None,
     progress: bool = True,
 ) -> np.ndarray:
     """Returns the length of every example, in one pass over the source.
 
-    With `cache` the pass is made once: its result is a file in that folder, named by
-    what was measured, and is mapped into memory from then on. A pass that was killed is
-    gone on with where it was.
+    With `cache` the pass is made once: the result is a file in that folder, which is
+    mapped into memory from then on. A pass that was killed goes on where it was.
 
     Example:
       >>> measure_lengths([{"tokens": [1, 2, 3]}, {"tokens": [4]}], progress=False)
@@ -126,21 +110,24 @@ def measure_lengths(
       source: examples by index.
       length_fn: example -> length; by default the common length of its `sequences`.
       sequences: the features that will be padded, by default all with a leading axis.
-      num_workers: processes to start for it. The source is sent to each of them.
-      cache: a folder. A file is taken for that of this source if the number of
-        examples, some of them, and the source's own `fingerprint`, if it has one, are
-        the same, and so are `length_fn` and `sequences`. Delete it where others of the
-        examples have changed, or what `length_fn` calls.
-      processes: all that measure together, each its part; `cache` must be a folder
-        that they share.
+      num_workers: worker processes to start; 0 measures in this one. The source and the
+        function are sent to each of them.
+      cache: a folder. A file in it is taken for that of this source if `sequences`,
+        `cache_key`, the number of examples, some of them, and the source's own
+        `fingerprint`, if it has one, are the same.
+      cache_key: the name of `length_fn` in the cache, needed where both are given.
+        Change it whenever the function changes; or, with a function or without, where
+        examples change behind the same fingerprint.
+      processes: all processes that measure, from `jb.Processes`, a share each; `cache`
+        must be a folder that they share. By default this alone.
       progress: show a progress bar on a terminal.
 
     Returns:
-      `[N]` int32, not to be written to if it comes from a file.
+      `[N]` int32, read-only if it comes from a file.
 
     Raises:
-      ValueError: if the source is empty, an example has no positive length, or a file
-        in the folder is cut or foreign.
+      ValueError: if the source is empty, an example has no positive length, `cache_key`
+        is missing, or a file in the folder is cut or foreign.
       RuntimeError: if a worker is lost.
     """
     size = _size_of(source)
@@ -148,50 +135,95 @@ def measure_lengths(
         check_sequences(source, sequences)
         return source.lengths
     workers = _checked_workers(num_workers)
-    measure = functools.partial(_lengths, source, length_fn, sequences)
+    length_of = length_fn or functools.partial(example_length, sequences=sequences)
+    measure = functools.partial(_values, source, length_of, _length, np.int32)
 
-    def fill(found: np.ndarray, first: int) -> None:
-        _fill(found, first, measure, workers, progress, "Measuring lengths")
+    def fill_share(lengths: np.ndarray, start: int) -> None:
+        fill(lengths, start, measure, workers, progress, "Measuring lengths")
 
     if cache is not None:
-        key = _key(source, length_fn, sequences)
-        return _cached(
-            LengthCache(pathlib.Path(cache), key, size), fill, processes or Alone()
-        )
+        key = _file_key(source, cache, cache_key, length_fn and "length_fn", sequences)
+        folder, group = pathlib.Path(cache), processes or Alone()
+        return _cached_lengths(folder, key, size, fill_share, group)
     if processes is not None and processes.count > 1:
         raise ValueError(
             "`processes` measure together by files: pass `cache`, a folder that all of "
             "them share."
         )
-    found = np.zeros(size, np.int32)
-    fill(found, 0)
-    return found
+    lengths = np.zeros(size, np.int32)
+    fill_share(lengths, 0)
+    return lengths
 
 
-def _cached(
-    cache: LengthCache, fill: Callable[[np.ndarray, int], None], processes: Meeting
+def _cached_lengths(
+    folder: pathlib.Path,
+    key: str,
+    size: int,
+    fill_share: Callable[[np.ndarray, int], None],
+    group: Meeting,
 ) -> np.ndarray:
-    # First of all, for a file that comes later is seen by some of them only.
-    seen = processes.gather("lengths", f"{cache.key} {cache.whole.exists()}")
-    if len({text.split()[0] for text in seen}) > 1:
+    whole = ArrayFile(folder / f"lengths-{key}.npy", 0, size)
+    # At first, because a file that appears later is seen by some of them only.
+    replies = group.gather("lengths", f"{key} {whole.path.exists()}")
+    if len({reply.split()[0] for reply in replies}) > 1:
         raise ValueError(
-            f"The processes measure different sources: {seen}. Give all of them the "
+            f"The processes measure different sources: {replies}. Give all of them the "
             "same one."
         )
-    if not all(text.endswith("True") for text in seen):
-        own = cache.part(processes.index, processes.count)
-        if not own.path.exists():
-            with own.writing() as found:
-                fill(found, own.start)
-        processes.gather("lengths measured", "")
-        if processes.index == 0:
-            cache.join(processes.count)
-        processes.gather("lengths joined", "")
-    return cache.read()
+    if not all(reply.endswith("True") for reply in replies):
+        shares = [whole]
+        if group.count > 1:
+            shares = [
+                ArrayFile(
+                    folder / f"lengths-{key}-{index}-of-{group.count}.npy",
+                    *share_of(size, index, group.count),
+                )
+                for index in range(group.count)
+            ]
+        local = shares[group.index]
+        if not local.path.exists():
+            with local.writing() as lengths:
+                fill_share(lengths, local.start)
+        group.gather("lengths measured", "")
+        if group.count > 1 and group.index == 0:
+            join(whole, shares)
+        group.gather("lengths joined", "")
+    return whole.read()
 
 
-def _check_same(keys: list[str], index: int) -> None:
-    others = [i for i, key in enumerate(keys) if key != keys[index]]
+def _file_key(
+    source: Source,
+    cache: str | os.PathLike[str] | None,
+    cache_key: str | None,
+    function: str | None,
+    sequences: Sequence[str] | None = None,
+) -> str:
+    """32 hex digits that name the source, and how it is measured.
+
+    Args:
+      source: examples by index.
+      cache: the folder, if there is one.
+      cache_key: as the user gave it.
+      function: the name of the argument that is a function of the user's, if one is.
+      sequences: the features that are measured.
+    """
+    if cache_key is not None and (not isinstance(cache_key, str) or not cache_key):
+        raise ValueError(
+            f"`cache_key={cache_key!r}` must be a string that is not empty, such as "
+            '"words-1".'
+        )
+    if cache is not None and function and cache_key is None:
+        raise ValueError(
+            f"`cache={str(cache)!r}` cannot see what `{function}` does: name it by "
+            f'`cache_key`, such as `cache_key="{function}-1"`, and change that '
+            "whenever the function changes."
+        )
+    how = f"{len(source)} {cache_key} {sequences and list(sequences)}"
+    return digest(how.encode(), contents(source).encode())
+
+
+def _check_same(replies: list[str], index: int) -> None:
+    others = [i for i, reply in enumerate(replies) if reply != replies[index]]
     if others:
         raise ValueError(
             f"The processes measure different sources, or by different functions: "
@@ -219,30 +251,17 @@ def _checked_workers(num_workers: int) -> int:
     return workers
 
 
-def _lengths(
+def _values(
     source: Source,
-    length_fn: Callable[[Any], int] | None,
-    sequences: Sequence[str] | None,
+    function: Callable[[Any], Any],
+    checked: Callable[[int, Any], float],
+    dtype: type[np.generic],
     start: int,
     stop: int,
 ) -> np.ndarray:
-    """The lengths of the examples from `start` to before `stop`, int32."""
-    length_of = length_fn or functools.partial(example_length, sequences=sequences)
-    lengths = np.empty(stop - start, np.int32)
-    for index in range(start, stop):
-        lengths[index - start] = _length(index, _measured(source, index, length_of))
-    return lengths
-
-
-def _difficulties(
-    source: Source, difficulty_fn: Callable[[Any], float], start: int, stop: int
-) -> np.ndarray:
-    """The difficulties of the examples from `start` to before `stop`, float32."""
-    found = np.empty(stop - start, np.float32)
-    for index in range(start, stop):
-        value = _measured(source, index, difficulty_fn)
-        found[index - start] = _difficulty(index, value)
-    return found
+    """What the function says of the examples from `start` to before `stop`."""
+    values = (checked(i, _measured(source, i, function)) for i in range(start, stop))
+    return np.fromiter(values, dtype, stop - start)
 
 
 def _measured(source: Source, index: int, measure: Callable[[Any], Any]) -> Any:
@@ -263,139 +282,20 @@ def _difficulty(index: int, value: Any) -> float:
         number = math.nan
     if not abs(number) <= _MAX_FLOAT32:
         raise ValueError(
-            f"`source[{index}]` has difficulty {value!r}, which is no finite number of "
-            "32 bits. Leave the example out, or mend `difficulty_fn`."
+            f"`source[{index}]` has difficulty {value!r}, which is not a finite number "
+            "of 32 bits. Leave the example out, or mend `difficulty_fn`."
         )
     return number
 
 
 def _length(index: int, length: Any) -> int:
     try:
-        whole = operator.index(length)
+        integer = operator.index(length)
     except TypeError:
-        whole = 0
-    if not 1 <= whole <= MAX_LENGTH:
+        integer = 0
+    if not 1 <= integer <= MAX_LENGTH:
         raise ValueError(
-            f"`source[{index}]` has length {length!r}, which is no integer from 1 to "
-            f"{MAX_LENGTH}. Leave the example out, or mend `length_fn`."
+            f"`source[{index}]` has length {length!r}, which is not an integer from 1 "
+            f"to {MAX_LENGTH}. Leave the example out, or mend `length_fn`."
         )
-    return whole
-
-
-def _fill(
-    found: np.ndarray,
-    first: int,
-    measure: Callable[[int, int], np.ndarray],
-    num_workers: int,
-    progress: bool,
-    title: str,
-) -> None:
-    """Measures what is missing in `found`, whose first entry is example `first`."""
-    starts = range(0, len(found), _CHUNK)
-    missing = [s for s in starts if _is_missing(found[s : s + _CHUNK]).any()]
-    spans = [(first + s, first + min(s + _CHUNK, len(found))) for s in missing]
-    run = _in_workers if num_workers else _here
-    with progress_bar(progress) as bar:
-        task = bar.add_task(title, total=len(found))
-        bar.advance(task, len(found) - sum(stop - start for start, stop in spans))
-        for (start, stop), lengths in run(measure, spans, num_workers):
-            found[start - first : stop - first] = lengths
-            bar.advance(task, stop - start)
-
-
-def _is_missing(found: np.ndarray) -> np.ndarray:
-    return np.isnan(found) if found.dtype.kind == "f" else found == 0
-
-
-_Span = tuple[int, int]
-
-
-def _here(
-    measure: Callable[[int, int], np.ndarray], spans: list[_Span], num_workers: int
-) -> Iterator[tuple[_Span, np.ndarray]]:
-    return ((span, measure(*span)) for span in spans)
-
-
-def _in_workers(
-    measure: Callable[[int, int], np.ndarray], spans: list[_Span], num_workers: int
-) -> Iterator[tuple[_Span, np.ndarray]]:
-    """Yields each as soon as it is there; a few for each worker are under way."""
-    end_if_importing()
-    task = _dumped(measure)
-    # jax has threads, and a fork of these would hang.
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _begin, (task,))
-    left = iter(spans)
-    running: dict[Future[np.ndarray], _Span] = {}
-    workers: list[BaseProcess] = []
-    try:
-        while True:
-            while len(running) < _AHEAD * num_workers and (span := next(left, None)):
-                running[pool.submit(_span_of_worker, span)] = span
-            if not running:
-                return
-            workers = workers or active_children()
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield running.pop(future), future.result()
-    except BrokenProcessPool:
-        # Until then, another thread may be about to read how they ended.
-        pool.shutdown()
-        if any(worker.exitcode == UNGUARDED for worker in workers):
-            raise RuntimeError(unguarded("measure_lengths(...)")) from None
-        raise RuntimeError(
-            "A worker that measured was lost: killed, perhaps for want of memory. With "
-            "`cache` what was measured is kept: run it again."
-        ) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _dumped(measure: Callable[[int, int], np.ndarray]) -> bytes:
-    # By cloudpickle, for then functions of a script or of another function can be, too.
-    try:
-        return cloudpickle.dumps(measure)
-    except Exception as error:
-        raise ValueError(
-            f"The source or the function cannot be sent to a worker: {error}. Give "
-            "some that can be pickled, or `num_workers=0`."
-        ) from error
-
-
-_task: bytes
-
-
-def _begin(task: bytes) -> None:
-    global _task
-    end_with_parent()
-    _task = task
-
-
-def _span_of_worker(span: _Span) -> np.ndarray:
-    try:
-        return _loaded(_task)(*span)
-    except SystemExit as error:
-        # It would end the caller.
-        raise RuntimeError(
-            f"The source or the function ended a worker: SystemExit({error.code!r})."
-        ) from None
-
-
-@functools.cache
-def _loaded(task: bytes) -> Callable[[int, int], np.ndarray]:
-    try:
-        return cloudpickle.loads(task)
-    except Exception as error:
-        raise ValueError(
-            f"`source` cannot be opened in a worker: {type(error).__name__}: {error}. "
-            "Give one that can, or `num_workers=0`."
-        ) from error
-
-
-def _key(
-    source: Source,
-    length_fn: Callable[[Any], int] | None,
-    sequences: Sequence[str] | None,
-) -> str:
-    name = "" if length_fn is None else function_name(length_fn)
-    how = f"{len(source)} {name} {sequences and list(sequences)}"
-    return digest(how.encode(), contents(source).encode())
+    return integer

@@ -8,8 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.data.lengths.text import Tell, check_columns, chosen_column, empty
-from jaxbucket.data.lengths.values import Measure, Unit, checked_length, measured
+from jaxbucket.base.checks import MAX_LENGTH
+from jaxbucket.data.lengths.text import (
+    ShowProgress,
+    check_columns,
+    chosen_column,
+    empty,
+    incomplete,
+)
+from jaxbucket.data.lengths.values import Measure, measured
 
 # Rows of Parquet, or bytes of ArrayRecord, that are in memory together.
 _ROWS = 4096
@@ -18,7 +25,7 @@ _READ_BYTES = 2**20
 
 
 def read_parquet(
-    path: pathlib.Path, column: str | None, measure: Measure, tell: Tell
+    path: pathlib.Path, column: str | None, measure: Measure, progress: ShowProgress
 ) -> Iterator[np.ndarray]:
     """Yields the lengths of the rows of a table: of one column, or of whole rows.
 
@@ -31,20 +38,18 @@ def read_parquet(
     check_columns(path, names)
     if column is not None or measure.length_fn is None:
         column = chosen_column(path, names, column)
+    where = f"`{path}`, row" if column is None else f"`{path}`, {column!r} row"
     first = 0
     for batch in _batches(path, file, column):
-        lengths = None if column is None else _at_once(batch.column(0), measure)
-        if lengths is not None and _all_good(lengths):
-            yield lengths.astype(np.int32)
+        rows = batch if column is None else batch.column(0)
+        lengths = None if column is None else _arrow_lengths(rows, measure)
+        if lengths is not None:
+            yield lengths
         else:
-            # One by one, which also finds the row that is wrong.
-            rows = batch if column is None else batch.column(0)
-            where = f"`{path}`, row" if column is None else f"`{path}`, {column!r} row"
-            yield from measured(
-                where, enumerate(rows.to_pylist(), first), measure.of_value
-            )
+            values = enumerate(rows.to_pylist(), first)
+            yield from measured(where, values, measure.of_value)
         first += len(batch)
-        tell(first / max(1, file.metadata.num_rows))
+        progress(first / max(1, file.metadata.num_rows))
 
 
 def _opened(path: pathlib.Path) -> Any:
@@ -58,7 +63,7 @@ def _opened(path: pathlib.Path) -> Any:
         # Else a column is read for a whole group of rows, which may be the whole file.
         return parquet.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False)
     except Exception as error:
-        raise _cut(path, ".parquet", error) from None
+        raise incomplete(path, ".parquet", error) from None
 
 
 def _batches(path: pathlib.Path, file: Any, column: str | None) -> Iterator[Any]:
@@ -66,54 +71,37 @@ def _batches(path: pathlib.Path, file: Any, column: str | None) -> Iterator[Any]
     try:
         yield from file.iter_batches(_ROWS, columns=columns)
     except Exception as error:
-        raise _cut(path, ".parquet", error) from None
+        raise incomplete(path, ".parquet", error) from None
 
 
-def _cut(path: pathlib.Path, kind: str, error: Exception) -> ValueError:
-    said = " ".join(str(error).split()) or type(error).__name__
-    return ValueError(f"`{path}` is no whole {kind} file: {said}. Write it again.")
-
-
-def _at_once(column: Any, measure: Measure) -> np.ndarray | None:
-    """The lengths of a batch, where Arrow knows them without Python's objects."""
+def _arrow_lengths(column: Any, measure: Measure) -> np.ndarray | None:
+    """The lengths of a batch, if all are good and Arrow can tell them by itself."""
     from pyarrow import compute, types
 
+    kind, unit = column.type, measure.unit
     if measure.length_fn is not None or column.null_count:
         return None
-    kind = column.type
-    if types.is_integer(kind):
-        return column.to_numpy(zero_copy_only=False)
     if types.is_list(kind) or types.is_large_list(kind):
-        function = "list_value_length"
+        column = compute.call_function("list_value_length", [column])
     elif types.is_string(kind) or types.is_large_string(kind):
-        function = _OF_TEXT.get(measure.unit)
+        if unit not in ("bytes", "characters"):
+            return None
+        function = "binary_length" if unit == "bytes" else "utf8_length"
+        column = compute.call_function(function, [column])
     elif types.is_binary(kind) or types.is_large_binary(kind):
-        function = _OF_BYTES.get(measure.unit)
-    else:
-        function = None
-    if function is None:
+        if unit not in (None, "bytes"):
+            return None
+        column = compute.call_function("binary_length", [column])
+    elif not types.is_integer(kind):
         return None
-    return compute.call_function(function, [column]).to_numpy(zero_copy_only=False)
-
-
-_OF_TEXT: dict[Unit | None, str] = {
-    "bytes": "binary_length",
-    "characters": "utf8_length",
-}
-_OF_BYTES: dict[Unit | None, str] = {None: "binary_length", "bytes": "binary_length"}
-
-
-def _all_good(lengths: np.ndarray) -> bool:
-    try:
-        checked_length(int(lengths.min(initial=1)))
-        checked_length(int(lengths.max(initial=1)))
-    except ValueError:
-        return False
-    return True
+    lengths = column.to_numpy(zero_copy_only=False)
+    if not 1 <= lengths.min(initial=1) <= lengths.max(initial=1) <= MAX_LENGTH:
+        return None
+    return lengths.astype(np.int32)
 
 
 def read_array_record(
-    path: pathlib.Path, column: str | None, measure: Measure, tell: Tell
+    path: pathlib.Path, column: str | None, measure: Measure, progress: ShowProgress
 ) -> Iterator[np.ndarray]:
     """Yields the lengths of records, in bytes unless `measure` says otherwise.
 
@@ -123,11 +111,11 @@ def read_array_record(
     """
     if column is not None:
         raise ValueError(f"`{path}` has no columns: leave out `--column {column}`.")
-    records = _records(path, tell)
+    records = _records(path, progress)
     return measured(f"`{path}`, record", records, measure.of_value)
 
 
-def _records(path: pathlib.Path, tell: Tell) -> Iterator[tuple[int, bytes]]:
+def _records(path: pathlib.Path, progress: ShowProgress) -> Iterator[tuple[int, bytes]]:
     from grain.sources import ArrayRecordDataSource
 
     try:
@@ -136,11 +124,11 @@ def _records(path: pathlib.Path, tell: Tell) -> Iterator[tuple[int, bytes]]:
         size = len(source)
         if not size:
             raise empty(path)
-        # By their mean, for they may be pictures.
+        # By their mean size, because they may be pictures.
         together = max(1, min(_ROWS, size * _BYTES // path.stat().st_size))
         for start in range(0, size, together):
             keys = range(start, min(start + together, size))
             yield from zip(keys, source.__getitems__(keys), strict=True)
-            tell(keys.stop / size)
+            progress(keys.stop / size)
     except RuntimeError as error:
-        raise _cut(path, ".array_record", error) from None
+        raise incomplete(path, ".array_record", error) from None

@@ -82,24 +82,20 @@ def summarize_lengths(lengths: ArrayLike, unit: str = "tokens") -> LengthSummary
       unit: what they count.
 
     Raises:
-      ValueError: if there are none, or one is none.
+      ValueError: if there are none, or one is not from 1 to 2**31 - 1.
     """
     ordered = np.sort(check_lengths(lengths))
-    size = len(ordered)
-    total = int(ordered.sum(dtype=np.int64))
-
-    def shortest_of(percent: int) -> int:
-        return int(ordered[-(-size * percent // 100) - 1])
-
+    size, total = len(ordered), int(ordered.sum(dtype=np.int64))
+    median, p90, p99 = (int(ordered[-(-size * x // 100) - 1]) for x in (50, 90, 99))
     return LengthSummary(
         examples=size,
         unit=unit,
         total=total,
         min=int(ordered[0]),
-        median=shortest_of(50),
+        median=median,
         mean=total / size,
-        p90=shortest_of(90),
-        p99=shortest_of(99),
+        p90=p90,
+        p99=p99,
         max=int(ordered[-1]),
         distinct=1 + int(np.count_nonzero(np.diff(ordered))),
     )

@@ -17,7 +17,7 @@ from jaxbucket.base.checks import MAX_LENGTH, check_choice
 Unit: TypeAlias = Literal["bytes", "characters", "words"]
 UNITS: tuple[str, ...] = get_args(Unit)
 
-# More than these, Python reads as integers, such as "1_000".
+# Python reads more than these as integers, such as "1_000".
 _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 _LEAVE_OUT = "Leave the example out, or mend it."
 _SAY_UNIT = "by `jaxbucket measure --unit` with bytes, characters or words"
@@ -38,7 +38,7 @@ class Measure:
     Attributes:
       unit: what a text is measured in; without one, a text of a file that has nothing
         but text is an integer.
-      length_fn: example -> length, in place of all this.
+      length_fn: example -> length, in place of the rules above.
     """
 
     unit: Unit | None = None
@@ -54,24 +54,27 @@ class Measure:
                 )
 
     def of_text(self, text: str) -> int:
-        """Returns the length of a cell or a line, of which nothing says what it is.
+        """Returns the length of a cell or a line, which may be an integer.
 
         Raises:
-          ValueError: if it has none; this goes for the others, too.
+          ValueError: if it has none.
         """
         if self.length_fn is None and self.unit is None:
-            return checked_length(_parsed(text))
+            return _checked(_parsed(text))
         return self.of_value(text)
 
     def of_value(self, value: Any) -> int:
-        """Returns the length of an example, or of a field of one, of a known type."""
+        """Returns the length of an example, or of a field of one, of a known type.
+
+        Raises:
+          ValueError: if it has none.
+        """
         if self.length_fn is not None:
             return _by_function(self.length_fn, value)
-        return checked_length(_length(value, self.unit))
+        return _checked(_length(value, self.unit))
 
 
-def checked_length(length: int) -> int:
-    """Returns `length`, or says that it is none."""
+def _checked(length: int) -> int:
     if 1 <= length <= MAX_LENGTH:
         return length
     raise ValueError(
@@ -92,30 +95,30 @@ def measured(
     Raises:
       ValueError: if a value has no length; it names the place.
     """
-    found = array.array("i")
+    lengths = array.array("i")
     for place, value in places:
         try:
-            found.append(measure(value))
+            lengths.append(measure(value))
         except ValueError as error:
             raise ValueError(f"{where} {place}: {error}") from error
-        if len(found) == _CHUNK:
-            yield np.array(found, np.int32)
-            found = array.array("i")
-    yield np.array(found, np.int32)
+        if len(lengths) == _CHUNK:
+            yield np.array(lengths, np.int32)
+            lengths = array.array("i")
+    yield np.array(lengths, np.int32)
 
 
 def shown(value: Any) -> str:
-    """Returns a value as it is shown in a sentence: in one short line."""
+    """Returns a value as one short line, for messages."""
     return reprlib.repr(value)
 
 
 def _parsed(text: str) -> int:
     if not _INTEGER.fullmatch(text):
         raise ValueError(
-            f"{shown(text)} is no integer. Mend it; where these are texts, measure "
+            f"{shown(text)} is not an integer. Mend it; where these are texts, measure "
             f"them {_SAY_UNIT}."
         )
-    # Python refuses thousands of digits, which are no length anyhow.
+    # Python refuses thousands of digits, which are not a length anyhow.
     return int(text) if len(text) < 1000 else MAX_LENGTH + 1
 
 
@@ -125,8 +128,8 @@ def _length(value: Any, unit: Unit | None) -> int:
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, bytes):
-        # What is kept as bytes needs no unit.
-        return _of_bytes(value, unit or "bytes")
+        # Bytes need no unit; a text that is not UTF-8 says so, as a ValueError.
+        return len(value) if unit in (None, "bytes") else _of_text(value.decode(), unit)
     if isinstance(value, (list, tuple)):
         return len(value)
     # Arrays of any library have a leading axis, or are one number.
@@ -135,11 +138,6 @@ def _length(value: Any, unit: Unit | None) -> int:
     raise ValueError(
         f"{shown(value)} is neither an integer nor a text nor a list. {_LEAVE_OUT}"
     )
-
-
-def _of_bytes(value: bytes, unit: Unit) -> int:
-    # A text that is none says so, as a ValueError.
-    return len(value) if unit == "bytes" else _of_text(value.decode(), unit)
 
 
 def _of_text(value: str, unit: Unit | None) -> int:
@@ -160,8 +158,8 @@ def _by_function(length_fn: Callable[[Any], int], value: Any) -> int:
             f"`--length-fn` raises {type(error).__name__}: {error}. Mend it."
         ) from error
     try:
-        return checked_length(operator.index(length))
+        return _checked(operator.index(length))
     except TypeError:
         raise ValueError(
-            f"`--length-fn` returns {shown(length)}, and no integer. Mend it."
+            f"`--length-fn` returns {shown(length)}, which is not an integer. Mend it."
         ) from None

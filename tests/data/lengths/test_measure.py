@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from jaxbucket import measure_lengths
-from jaxbucket.data.lengths import measure as measuring
+from jaxbucket.data import measure_difficulty
+from jaxbucket.data.lengths import parallel_pass
 
 SIZE = 5000
 
@@ -91,7 +92,14 @@ def test_a_function_that_measures_nonsense_is_refused(length):
 # What does not fit together
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize(
+    "num_workers",
+    [
+        *(0, 2),
+        pytest.param(1, marks=pytest.mark.exhaustive),
+        pytest.param(3, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_any_number_of_workers_finds_the_same(tmp_path, num_workers):
     for cache in (None, tmp_path / "cache"):
         found = measured(Source(), num_workers=num_workers, cache=cache)
@@ -117,17 +125,19 @@ def test_what_was_measured_is_read_again(tmp_path):
     assert file.suffix == ".npy"
 
 
-def test_another_source_or_function_has_another_file(tmp_path):
+def test_another_source_or_key_has_another_file(tmp_path):
     other = Source()
     other.fingerprint = "v2"
+    other_key = {"cache_key": "1 + a"}
     measured(Source(), cache=tmp_path)
     for number, options in enumerate(
         [
             {"source": other},
             {"source": Source(SIZE - 1)},
-            {"source": Source(), "length_fn": lambda example: len(example["x"])},
-            {"source": Source(), "length_fn": lambda example: 1 + len(example["x"])},
+            {"source": Source(), "length_fn": lambda x: len(x["x"]), "cache_key": "a"},
+            {"source": Source(), "length_fn": lambda x: 1 + len(x["x"]), **other_key},
             {"source": Source(), "sequences": ["x"]},
+            {"source": Source(), "cache_key": "b"},
         ],
         2,
     ):
@@ -153,7 +163,7 @@ def test_a_pass_that_was_cut_off_is_gone_on_with(tmp_path):
     assert partial.suffix == ".partial"
     source.last, source.reads = -1, 0
     np.testing.assert_array_equal(measured(source, cache=tmp_path), LENGTHS)
-    assert source.reads < SIZE - 3001 + measuring._CHUNK + 20
+    assert source.reads < SIZE - 3001 + parallel_pass._CHUNK + 20
     assert [path.suffix for path in tmp_path.iterdir()] == [".npy"]
 
 
@@ -186,18 +196,9 @@ def test_a_partial_file_that_is_spoiled_is_begun_again(tmp_path, spoil):
     np.testing.assert_array_equal(measured(Source(), cache=tmp_path), LENGTHS)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize(
-    ("example", "message"),
-    [
-        ({"x": []}, r"`source\[1\]`: The example has length 0"),
-        ({"x": 1}, r"`source\[1\]`: The example \['x'\] has no sequence"),
-        ([1], r"`source\[1\]`: The example is a list, not a dict"),
-    ],
-)
-def test_an_example_without_a_length_is_named(num_workers, example, message):
-    with pytest.raises(ValueError, match=message):
-        measured([{"x": [1]}, example], num_workers=num_workers)
+def test_an_example_without_a_length_is_named_by_workers_too():
+    with pytest.raises(ValueError, match=r"`source\[1\]`: The example has length 0"):
+        measured([{"x": [1]}, {"x": []}], num_workers=1)
 
 
 def test_an_example_that_cannot_be_read_is_named():
@@ -252,40 +253,25 @@ def start(tmp_path: pathlib.Path, *args: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_worker_that_is_lost_is_told_and_nothing_else_is(tmp_path):
+def test_a_pass_that_is_lost_or_killed_is_gone_on_with(tmp_path):
+    cache = tmp_path / "cache"
     with start(tmp_path, "lost") as run:
-        _, error = run.communicate(timeout=60)
+        _, error = run.communicate(timeout=200)
     assert run.returncode == 1
     assert "RuntimeError: A worker that measured was lost" in error
-    (partial,) = (tmp_path / "cache").iterdir()
-    found = np.load(partial)
-    assert np.all((found == LENGTHS) | (found == 0)) and found.any()
+    (partial,) = cache.iterdir()
+    before = np.load(partial)
+    assert np.all((before == LENGTHS) | (before == 0)) and before.any()
     with start(tmp_path) as run:
-        out, error = run.communicate(timeout=60)
-    assert out == f"{LENGTHS.sum()}\n", error
-
-
-def has_begun(path: pathlib.Path) -> bool:
-    """Whether there is a length in it."""
-    try:
-        return bool(np.load(path).any())
-    except (ValueError, EOFError, FileNotFoundError):
-        # It is about to be made.
-        return False
-
-
-def test_a_pass_that_is_killed_is_gone_on_with(tmp_path):
-    cache = tmp_path / "cache"
-    with start(tmp_path) as run:
-        deadline = time.monotonic() + 60
-        while not any(map(has_begun, cache.glob("*.partial"))):
+        deadline = time.monotonic() + 200
+        while np.count_nonzero(np.load(partial)) == np.count_nonzero(before):
             assert time.monotonic() < deadline and run.poll() is None
             time.sleep(0.02)
         run.send_signal(signal.SIGKILL)
         run.communicate()
     assert not list(cache.glob("*.npy"))
     with start(tmp_path) as run:
-        out, error = run.communicate(timeout=60)
+        out, error = run.communicate(timeout=200)
     assert out == f"{LENGTHS.sum()}\n", error
 
 
@@ -361,7 +347,7 @@ def test_a_cache_that_is_no_folder_is_refused(tmp_path):
     path = tmp_path / "file"
     path.write_text("mine")
     with pytest.raises(
-        ValueError, match="`cache='.*file'` is no folder that can be wr"
+        ValueError, match="`cache='.*file'` is not a folder that can be"
     ):
         measure_lengths([{"x": [1]}], cache=path, progress=False)
     assert path.read_text() == "mine"
@@ -375,3 +361,19 @@ def test_a_cache_of_several_arrays_is_refused(tmp_path):
         np.savez(file, a=np.ones(1), b=np.ones(1))
     with pytest.raises(ValueError, match="cannot be read: the magic.* Delete the file"):
         measure_lengths(source, cache=tmp_path, progress=False)
+
+
+def test_a_function_whose_lengths_are_kept_needs_a_name(tmp_path):
+    words = '`length_fn` does: name it by `cache_key`, such as `cache_key="length_fn-'
+    with pytest.raises(ValueError, match=re.escape(words)):
+        measured(["ab"], length_fn=len, cache=tmp_path)
+    with pytest.raises(ValueError, match="`difficulty_fn` does: name it by `cache_k"):
+        measure_difficulty(["ab"], len, cache=tmp_path)
+    for cache_key in ("", 1, b"len"):
+        with pytest.raises(ValueError, match="must be a string that is not empty"):
+            measured(["ab"], length_fn=len, cache=tmp_path, cache_key=cache_key)
+    assert not list(tmp_path.iterdir())
+    # The key is the name: what the function does is not looked into.
+    for length_fn in (len, hash):
+        found = measured(["ab"], length_fn=length_fn, cache=tmp_path, cache_key="1")
+        assert found.tolist() == [2]

@@ -1,0 +1,258 @@
+"""The batches of a schedule, read from a source: those rows that a process loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices, RowShard
+from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.checks import split_line
+from jaxbucket.base.padding import PadValue
+from jaxbucket.data.collate import collate_rows
+from jaxbucket.data.example import (
+    Example,
+    Sequences,
+    as_arrays,
+    copied,
+    example_lengths,
+)
+from jaxbucket.data.part_source import PartSource
+from jaxbucket.data.source import (
+    PackedSource,
+    RowSource,
+    Source,
+    check_measured,
+    check_sequences,
+    contents,
+    read_example,
+    refuse_changed,
+)
+from jaxbucket.data.transform import Transform, apply_transform
+from jaxbucket.schedule.example_draws import BatchDraws
+from jaxbucket.schedule.schedule import Schedule
+
+
+def padded_features(
+    source: Source, schedule: Schedule, sequences: Sequences
+) -> Sequences:
+    """Returns the features that are padded: by default those that a source has."""
+    if (
+        sequences is None
+        and schedule.capacities is None
+        and isinstance(source, RowSource | PartSource)
+    ):
+        # Also where its examples are read one by one.
+        return source.sequences
+    return sequences
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchReader:
+    """Reads the batches of a schedule from a source.
+
+    Attributes:
+      source: examples by index.
+      schedule: which examples fill which bucket at which step.
+      shard: the rows that are read of each batch.
+      sequences: the features that are padded.
+      pad_value: what fills them after their end.
+      transform: what is done to each example; None for nothing.
+
+    Raises:
+      ValueError: if the source has not one example for each length of the schedule, or
+        knows other lengths or sequences, or the shard does not divide a bucket.
+    """
+
+    source: Source
+    schedule: Schedule
+    shard: RowShard
+    sequences: Sequences
+    pad_value: PadValue
+    transform: Transform | None = None
+    _row_source: RowSource | None = dataclasses.field(default=None, init=False)
+
+    def __post_init__(self):
+        if len(self.source) != len(self.schedule.lengths):
+            raise ValueError(_other_size_message(self.source, self.schedule))
+        for bucket in self.schedule.plan.buckets:
+            self.shard.part_size(bucket.batch_size)
+        # Rows are gathered by one length for each example, and without a transform.
+        if (
+            isinstance(self.source, RowSource)
+            and self.schedule.capacities is None
+            and not isinstance(self.sequences, Mapping)
+            and self.transform is None
+        ):
+            check_sequences(self.source, self.sequences)
+            check_measured(self.source.lengths, self.schedule.lengths)
+            packed = self.schedule.max_segments is not None
+            if not packed or isinstance(self.source, PackedSource):
+                object.__setattr__(self, "_row_source", self.source)
+
+    @functools.cached_property
+    def contents(self) -> str:
+        """32 hex digits that name what is in the source."""
+        return contents(self.source)
+
+    def read(self, step: int) -> Batch | tuple[Batch, ...]:
+        """Returns the batch of a step, or its micro-batches, numpy arrays."""
+        micro = zip(
+            self.schedule.micro_batches(step), self.schedule.draws(step), strict=True
+        )
+        batches = tuple(self._batch(indices, draws, step) for indices, draws in micro)
+        return batches[0] if self.schedule.accumulate == 1 else batches
+
+    def _batch(self, indices: BatchIndices, draws: BatchDraws, step: int) -> Batch:
+        local = self.shard.rows(indices.bucket.batch_size)
+        rows = indices.rows[local]
+        bucket = Bucket(len(rows), indices.bucket.seq_len)
+        packed = self.schedule.max_segments is not None
+        truncate = self.schedule.plan.overlong == "truncate" and not packed
+        if self._row_source is not None:
+            return self._row_source.collate(
+                rows, bucket, pad_value=self.pad_value, truncate=truncate
+            )
+        # In the whole batch, whoever loads which of its rows.
+        places = np.arange(indices.rows.size).reshape(indices.rows.shape)[local]
+        examples = [
+            self._row(row, place, draws, step)
+            for row, place in zip(rows, places, strict=True)
+        ]
+        collate = functools.partial(
+            collate_rows,
+            bucket=bucket,
+            like=self.like,
+            sequences=self.sequences,
+            truncate=truncate,
+            capacities=self.schedule.capacities,
+        )
+        try:
+            return collate(
+                examples,
+                pad_value=self.pad_value,
+                max_segments=self.schedule.max_segments,
+            )
+        except ValueError:
+            if packed:
+                rows = rows[rows != EMPTY_ROW]
+                examples = [example for row in examples for example in row]
+            _check_each(collate, rows, examples, step)
+            # A `pad_value` that does not fit is not the fault of an example.
+            raise
+
+    def _row(self, row: Any, place: Any, draws: BatchDraws, step: int) -> Any:
+        """An example, or a list of those of a packed row; None for an empty one."""
+        if np.ndim(row):
+            both = zip(row.tolist(), place.tolist(), strict=True)
+            return [self._example(i, p, draws, step) for i, p in both if i != EMPTY_ROW]
+        if row == EMPTY_ROW:
+            return None
+        return self._example(int(row), int(place), draws, step)
+
+    def _example(self, index: int, place: int, draws: BatchDraws, step: int) -> Example:
+        purpose = f", for step {step},"
+        example = self._transformed(index, place, draws, purpose)
+        try:
+            # A source may lend its arrays until the next example is read.
+            example = copied(example)
+            lengths = self._lengths(example)
+        except Exception as error:
+            done = "read" if self.transform is None else "transformed"
+            raise ValueError(
+                f"`source[{index}]`{purpose} cannot be {done}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        parts = self.schedule.parts
+        for name, length in lengths.items():
+            measured = self.schedule.lengths if parts is None else parts[name]
+            if length != measured[index]:
+                self._refuse_length(index, name, length, int(measured[index]), step)
+        return example
+
+    def _transformed(
+        self, index: int, place: int, draws: BatchDraws, purpose: str
+    ) -> Example:
+        example = read_example(self.source, index, purpose)
+        if self.transform is None:
+            return example
+        try:
+            return apply_transform(self.transform, example, draws.rng(index, place))
+        except ValueError as error:
+            raise ValueError(
+                f"`source[{index}]`{purpose} cannot be transformed: {error}"
+            ) from error.__cause__
+
+    def _lengths(self, example: Example) -> dict[str, int]:
+        return example_lengths(example, self.sequences, self.schedule.capacities)
+
+    def _refuse_length(
+        self, index: int, name: str, length: int, measured: int, step: int
+    ) -> NoReturn:
+        if self.transform is None:
+            refuse_changed(index, length, measured)
+        try:
+            before = self._lengths(self.source[index])[name]
+        except Exception:
+            # Before it is transformed it may have other features.
+            before = measured
+        if before != measured:
+            refuse_changed(index, before, measured, ", before `transform`,")
+        raise ValueError(
+            f"`transform` gave `source[{index}]`, for step {step}, the length {length} "
+            f"in place of {measured}, by which its batch was planned. Keep the length, "
+            "or let `stream_batches(..., transform=)` batch what has another one."
+        )
+
+    @functools.cached_property
+    def like(self) -> Example:
+        """`source[0]`, transformed, whose features all batches have.
+
+        Raises:
+          ValueError: if it cannot be read, or cannot be an example of a batch.
+        """
+        purpose = ", whose features all batches have,"
+        draws, *_ = self.schedule.draws(self.schedule.first_step)
+        example = self._transformed(0, 0, draws, purpose)
+        collate = functools.partial(
+            collate_rows,
+            [],
+            Bucket(1, self.schedule.plan.max_seq_len),
+            sequences=self.sequences,
+            capacities=self.schedule.capacities,
+        )
+        try:
+            collate(like=as_arrays(example))
+        except ValueError as error:
+            raise ValueError(f"`source[0]`{purpose[:-1]}: {error}") from None
+        collate(like=example, pad_value=self.pad_value)
+        return example
+
+
+def _check_each(
+    collate: Callable[..., Batch],
+    indices: np.ndarray,
+    examples: Sequence[Example | None],
+    step: int,
+) -> None:
+    """Raises a ValueError that names the example which cannot be in a batch."""
+    for index, example in zip(indices, examples, strict=True):
+        try:
+            collate([example])
+        except ValueError as error:
+            raise ValueError(f"`source[{index}]`, for step {step}: {error}") from None
+
+
+def _other_size_message(source: Source, schedule: Schedule) -> str:
+    remedy = "Measure the source again."
+    if schedule.plan.overlong == "split":
+        line = split_line(schedule.plan.max_seq_len)
+        remedy = f"Those of chunks, perhaps: `{line}`. If not, measure it again."
+    return (
+        f"`source` has {len(source)} examples, but the schedule was made for "
+        f"{len(schedule.lengths)} lengths. {remedy}"
+    )

@@ -1,0 +1,149 @@
+"""Several sources as one, end to end."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxbucket.base.batch import EMPTY_ROW, Batch
+from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.digest import digest
+from jaxbucket.base.padding import PadValue
+from jaxbucket.data.example import as_arrays, matching_arrays
+from jaxbucket.data.row_checks import check_rows
+from jaxbucket.data.source import RowSource, Source, SpanSource, fingerprints
+
+
+def concatenate(sources: Sequence[Source]) -> Source:
+    """Returns several sources as one, for a `Mixture` or one schedule over all.
+
+    It gathers rows at once if all of them do.
+
+    Example:
+      >>> both = concatenate([["a", "b"], ["c"]])
+      >>> len(both), both[2]
+      (3, 'c')
+
+    Args:
+      sources: one or more, whose examples have the same features.
+
+    Returns:
+      A source of the examples of the first, then those of the next.
+
+    Raises:
+      ValueError: if there is none, or sources that gather rows have other features,
+        dtypes or trailing shapes.
+    """
+    sources = list(sources)
+    if not sources:
+        raise ValueError("`sources` is empty: give at least one.")
+    gathering = [source for source in sources if isinstance(source, RowSource)]
+    if len(gathering) < len(sources):
+        return _Concatenation(sources)
+    _check_alike(gathering)
+    if all(isinstance(source, SpanSource) for source in gathering):
+        return _SpanConcatenation(gathering)
+    return _RowConcatenation(gathering)
+
+
+def _check_alike(sources: Sequence[RowSource]) -> None:
+    names = {tuple(source.sequences) for source in sources}
+    if len(names) > 1:
+        raise ValueError(
+            f"`sources` have sequences {sorted(names)}. Give all the same ones."
+        )
+    template = as_arrays(sources[0][0])
+    for number, source in enumerate(sources):
+        try:
+            matching_arrays(source[0], template, list(source.sequences), 0)
+        except ValueError as error:
+            raise ValueError(
+                f"`sources[{number}]` is not as `sources[0]`: {error}"
+            ) from None
+
+
+class _Concatenation:
+    def __init__(self, sources: Sequence[Any]):
+        self._sources = sources
+        self._ends = np.cumsum([len(source) for source in sources]).tolist()
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the sources that can name themselves."""
+        return digest(f"{fingerprints(self._sources)}\n{self._ends}".encode())
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"`index={index}` must be from 0 to {len(self) - 1}.")
+        which = bisect.bisect_right(self._ends, index)
+        return self._sources[which][index - self._start(which)]
+
+    def _start(self, which: int) -> int:
+        return self._ends[which - 1] if which else 0
+
+
+class _RowConcatenation(_Concatenation):
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.concatenate([source.lengths for source in self._sources])
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        return self._sources[0].sequences
+
+    def collate(
+        self,
+        rows: np.ndarray,
+        bucket: Bucket,
+        *,
+        pad_value: PadValue = 0,
+        truncate: bool = False,
+    ) -> Batch:
+        return self._merged(
+            check_rows(rows, len(self), bucket),
+            lambda source, local: source.collate(
+                local, bucket, pad_value=pad_value, truncate=truncate
+            ),
+        )
+
+    def _merged(
+        self, rows: np.ndarray, gather: Callable[[Any, np.ndarray], Batch]
+    ) -> Batch:
+        """One batch of what each source gathers, of which the other rows are empty."""
+        which = np.searchsorted(self._ends, rows, side="right")
+        which[rows == EMPTY_ROW] = EMPTY_ROW
+        present = [int(k) for k in np.unique(which) if k != EMPTY_ROW] or [0]
+        parts = []
+        for k in present:
+            local = np.where(which == k, rows - self._start(k), EMPTY_ROW)
+            parts.append(gather(self._sources[k], local))
+        merged, *others = parts
+        for k, part in zip(present[1:], others, strict=True):
+            for into, values in zip(merged, part, strict=True):
+                for name in into:
+                    into[name][which == k] = values[name][which == k]
+        return merged
+
+
+class _SpanConcatenation(_RowConcatenation):
+    def collate_spans(
+        self,
+        rows: np.ndarray,
+        begins: np.ndarray,
+        lengths: np.ndarray,
+        bucket: Bucket,
+        *,
+        pad_value: PadValue = 0,
+    ) -> Batch:
+        return self._merged(
+            check_rows(rows, len(self), bucket),
+            lambda source, local: source.collate_spans(
+                local, begins, lengths, bucket, pad_value=pad_value
+            ),
+        )
