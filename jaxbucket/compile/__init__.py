@@ -1,29 +1,29 @@
 """One executable per bucket: compiled ahead, kept in files, guarded."""
 
 from jaxbucket.compile.agreement import leave_all
-from jaxbucket.compile.build import Building
+from jaxbucket.compile.build import CompileJob
+from jaxbucket.compile.check_step import check_step, shown
 from jaxbucket.compile.events import (
     compiling_as,
     count_compiles,
-    note_arguments,
-    noting_arguments,
+    record_arguments,
+    record_call,
 )
 from jaxbucket.compile.executable_cache import ExecutableCache
 from jaxbucket.compile.mismatch import check_is_batch
-from jaxbucket.compile.program import CompileReport, Program, ProgramReport
+from jaxbucket.compile.options import CompileOptions
+from jaxbucket.compile.program import Program
+from jaxbucket.compile.report import CompileReport, ProgramReport
 from jaxbucket.compile.settings import following_prng, trace_key
 from jaxbucket.compile.steps import (
     CompiledSteps,
-    CompileOptions,
-    check_step,
     compile_by,
     compile_steps,
-    shown,
 )
 from jaxbucket.compile.xla_cache import use_xla_cache
 
 __all__ = [
-    "Building",
+    "CompileJob",
     "CompileOptions",
     "CompileReport",
     "CompiledSteps",
@@ -38,8 +38,8 @@ __all__ = [
     "count_compiles",
     "following_prng",
     "leave_all",
-    "note_arguments",
-    "noting_arguments",
+    "record_call",
+    "record_arguments",
     "shown",
     "trace_key",
     "use_xla_cache",

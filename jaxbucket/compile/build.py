@@ -19,16 +19,11 @@ from typing import Any
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.agreement import Agreement, AgreementError, Stage
-from jaxbucket.compile.context import as_the_caller
+from jaxbucket.compile.cache_session import CacheSession
+from jaxbucket.compile.context import with_caller_config
 from jaxbucket.compile.events import own_compile, take_trace
-from jaxbucket.compile.executable_cache import Start
-from jaxbucket.compile.program import (
-    CompileReport,
-    Label,
-    Program,
-    ProgramReport,
-    memory_of,
-)
+from jaxbucket.compile.program import Label, Program
+from jaxbucket.compile.report import CompileReport, ProgramReport, memory_of
 from jaxbucket.compile.settings import is_traced_alike
 from jaxbucket.compile.xla_cache import without_xla_cache
 
@@ -38,7 +33,7 @@ _MOST_WORKERS = 16
 _stack_size = threading.Lock()
 
 
-class Building(Mapping[Label, Any]):
+class CompileJob(Mapping[Label, Any]):
     """Label -> executable, which is waited for where it is not ready.
 
     Args:
@@ -55,7 +50,7 @@ class Building(Mapping[Label, Any]):
     def __init__(
         self,
         programs: Sequence[Program],
-        start: Start | None = None,
+        start: CacheSession | None = None,
         workers: int | None = None,
         *,
         keep_going: bool = False,
@@ -130,7 +125,7 @@ class Building(Mapping[Label, Any]):
                 self._futures[program.label].result()
         rest = self._programs[alone:]
         stages = self._stages(rest)
-        call = as_the_caller()
+        call = with_caller_config()
         if not is_traced_alike(call):
             # In a context that a thread cannot be given: only XLA's work is left to it.
             with self._waiting():
@@ -175,7 +170,7 @@ class Building(Mapping[Label, Any]):
 
         Each part may be run by another thread.
         """
-        call = as_the_caller()
+        call = with_caller_config()
 
         def trace(program: Program) -> None:
             lowered = self._loaded_or_lowered(program)

@@ -15,7 +15,7 @@ from jax._src import mesh as jax_mesh
 _R = TypeVar("_R")
 
 
-def as_the_caller() -> Callable[..., Any]:
+def with_caller_config() -> Callable[..., Any]:
     """Returns `call(fn, *args)`, which runs in any thread as it would in this one.
 
     That is: with what `jax.enable_x64(...)` and all the others of its kind have set for

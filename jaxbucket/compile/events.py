@@ -96,7 +96,7 @@ class Trace(NamedTuple):
     args: tuple[Any, ...]
 
 
-def noting_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
+def record_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Has a function that is to be jitted note what it is traced with.
 
     It is compiled right after that, in the same thread.
@@ -104,7 +104,7 @@ def noting_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def noting(*args: Any, **named: Any) -> Any:
-        note_arguments(noting, (*args, *named.values()))
+        record_call(noting, (*args, *named.values()))
         return fn(*args, **named)
 
     # A partial has no name of its own.
@@ -113,7 +113,7 @@ def noting_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
     return noting
 
 
-def note_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def record_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Notes that a function is traced with these, and compiled next."""
     # Their shapes: tracers would keep all that was traced.
     _last_trace.set(Trace(fn, jax.tree.map(_abstract, args)))

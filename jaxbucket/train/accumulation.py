@@ -26,7 +26,7 @@ from jaxbucket.compile import (
     CompileOptions,
     Program,
     check_is_batch,
-    noting_arguments,
+    record_arguments,
 )
 from jaxbucket.optim.precision import single_at_least
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
@@ -87,7 +87,7 @@ def data_parallel_accumulate(
     over_devices = over_batch(sums_of, mesh, mode, batch_axes, check_seed(seed))
     update = updater(tx, skip_nonfinite)
 
-    @noting_arguments
+    @record_arguments
     def add_micro_batch(
         state: TrainState, accumulated: Accumulated, batch: Batch
     ) -> Accumulated:
@@ -249,7 +249,7 @@ class CompiledAccumulation(CompiledSteps):
 
     def _phase(self, label: str, *args: Any) -> Any:
         if label in self._jitted:
-            return self.waited_for(self._jitted[label](*args))
+            return self.throttle(self._jitted[label](*args))
         return self.run_program(label, *args)
 
 

@@ -24,7 +24,7 @@ from jaxbucket.base.types import Batch
 from jaxbucket.compile import (
     compiling_as,
     following_prng,
-    note_arguments,
+    record_call,
     trace_key,
 )
 from jaxbucket.train.rows import in_single
@@ -99,7 +99,7 @@ class PmapStep:
                 self._mapped.lower(*jax.tree.map(_abstract, (*whole, with_axis))),
             )
         # Not what one device is given of them.
-        note_arguments(self._fn, args)
+        record_call(self._fn, args)
         return lowered
 
     def __call__(self, *args: Any) -> Any:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxbucket.base.checks import check_choice
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.base.types import EMPTY_ROW, Batch, BatchIndices, Bucket, digest
-from jaxbucket.compile import noting_arguments
+from jaxbucket.compile import record_arguments
 from jaxbucket.data.collate import unbatch
 from jaxbucket.schedule.schedule import Schedule
 from jaxbucket.sharding import (
@@ -66,7 +66,7 @@ def data_parallel_predict(
         outputs = predict_fn(state.model, batch)
         return batch._replace(features=_checked(outputs, batch.bucket.batch_size))
 
-    @noting_arguments
+    @record_arguments
     def predict_step(state: TrainState, batch: Batch) -> Batch:
         return over_rows(state, batch)
 

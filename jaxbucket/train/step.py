@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.checks import check_seed
 from jaxbucket.base.types import Batch
-from jaxbucket.compile import noting_arguments
+from jaxbucket.compile import record_arguments
 from jaxbucket.optim import in_force, skip_where
 from jaxbucket.optim.precision import computes_in, single_at_least
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
@@ -155,7 +155,7 @@ def data_parallel(
     )
     update = updater(tx, skip_nonfinite)
 
-    @noting_arguments
+    @record_arguments
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return update(state, *over_devices(state, batch))
 
@@ -330,7 +330,7 @@ def data_parallel_eval(
 
     over_devices = over_batch(sums, mesh, mode, batch_axes, seed=None)
 
-    @noting_arguments
+    @record_arguments
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
         return mean_metrics(over_devices(state, batch))
 

@@ -23,6 +23,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 import jaxbucket as jb
 from jaxbucket.compile import Program, ProgramReport, settings
 from jaxbucket.compile import cache_file as files
+from jaxbucket.compile.cache_session import CacheSession
 from jaxbucket.compile.events import own_compile
 from jaxbucket.compile.recipes import precompile
 
@@ -141,7 +142,7 @@ def test_code_that_is_lost_within_a_process_is_not_kept(tmp_path):
     step, compiled = make_step(), jb.ExecutableCache(tmp_path / "first")
     bucket = PLAN.buckets[0]
     program = Program(bucket, step, (jb.replicate(STATE, MESH), SPECS[bucket]))
-    start = compiled.begin([program])
+    start = CacheSession(compiled, [program])
     lowered, _ = program.lower()
     start.note(program, lowered)
     with own_compile():
@@ -699,7 +700,7 @@ def test_a_foreign_header_is_named_whatever_it_is(folder, seed):
     state, bucket = jb.replicate(STATE, MESH), PLAN.buckets[0]
     programs = [Program(b, make_step(), (state, SPECS[b])) for b in PLAN.buckets]
     lowered, _ = programs[0].lower()
-    started = jb.ExecutableCache(folder, key="a").begin(programs)
+    started = CacheSession(jb.ExecutableCache(folder, key="a"), programs)
     started.note(programs[0], lowered)
     _, report = started.load(programs[0])
     assert report.label == str(bucket)
@@ -726,7 +727,7 @@ def test_a_foreign_list_is_named_whatever_it_is(folder, verify):
     cache = jb.ExecutableCache(folder, verify=verify, key="a")
 
     def known():
-        started = cache.begin(programs)
+        started = CacheSession(cache, programs)
         for program, traced in zip(programs, lowered, strict=True):
             started.note(program, traced)
         return started
@@ -770,7 +771,7 @@ def bodies(kept, other):
 def test_a_foreign_body_is_named_whatever_it_is(folder):
     state = jb.replicate(STATE, MESH)
     programs = [Program(b, make_step(), (state, SPECS[b])) for b in PLAN.buckets]
-    started = jb.ExecutableCache(folder, key="a").begin(programs)
+    started = CacheSession(jb.ExecutableCache(folder, key="a"), programs)
     for program in programs[:2]:
         started.note(program, program.lower()[0])
     paths = [folder / started.load(program)[1].file for program in programs[:2]]
@@ -921,7 +922,7 @@ def test_the_last_start_is_the_one_before_an_interrupted_one(tmp_path):
     state = jb.replicate(STATE, MESH)
     bucket = PLAN.buckets[0]
     programs = [Program(b, make_step(9.0), (state, SPECS[b])) for b in PLAN.buckets]
-    cache.begin(programs).note(programs[0], programs[0].lower()[0])
+    CacheSession(cache, programs).note(programs[0], programs[0].lower()[0])
     found, _ = start(tmp_path, make_step(1.0), verify="none", key="a")
     assert losses(found) == losses(start(tmp_path, make_step(3.0))[0])
     assert bucket in found and last.exists()
