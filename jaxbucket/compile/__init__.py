@@ -1,8 +1,6 @@
 """One executable per bucket: compiled ahead, kept in files, guarded."""
 
-from jaxbucket.compile.agreement import leave_all
 from jaxbucket.compile.build import CompileJob
-from jaxbucket.compile.check_step import check_step, shown
 from jaxbucket.compile.events import (
     compiling_as,
     count_compiles,
@@ -17,7 +15,6 @@ from jaxbucket.compile.report import CompileReport, ProgramReport
 from jaxbucket.compile.settings import following_prng, trace_key
 from jaxbucket.compile.steps import (
     CompiledSteps,
-    compile_by,
     compile_steps,
 )
 from jaxbucket.compile.xla_cache import use_xla_cache
@@ -31,16 +28,12 @@ __all__ = [
     "Program",
     "ProgramReport",
     "check_is_batch",
-    "check_step",
-    "compile_by",
     "compile_steps",
     "compiling_as",
     "count_compiles",
     "following_prng",
-    "leave_all",
     "record_call",
     "record_arguments",
-    "shown",
     "trace_key",
     "use_xla_cache",
 ]

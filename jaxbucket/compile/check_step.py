@@ -15,7 +15,7 @@ def check_step(step_fn: Any, state: Any, specs: Any) -> None:
     """Raises a ValueError if these are not what `compile_steps` takes."""
     if not callable(step_fn) and not hasattr(step_fn, "compile_steps"):
         raise ValueError(
-            f"`step_fn` is {shown(step_fn)}, which cannot be called: pass a function "
+            f"`step_fn` is {short(step_fn)}, which cannot be called: pass a function "
             "of (state, batch)."
         )
     _check_specs(specs)
@@ -25,13 +25,13 @@ def check_step(step_fn: Any, state: Any, specs: Any) -> None:
 
 def _check_specs(specs: Any) -> None:
     if not isinstance(specs, Mapping):
-        raise ValueError(f"`specs` is {shown(specs)}: pass what `batch_specs` returns.")
+        raise ValueError(f"`specs` is {short(specs)}: pass what `batch_specs` returns.")
     if not specs:
         raise ValueError("`specs` is empty: pass what `batch_specs` returns.")
     for bucket, batch in specs.items():
         if not isinstance(bucket, Bucket) or not isinstance(batch, Batch):
             raise ValueError(
-                f"`specs` has {shown(batch)} for {shown(bucket)}, not a `Batch` of "
+                f"`specs` has {short(batch)} for {short(bucket)}, not a `Batch` of "
                 "shapes for a `Bucket`: pass what `batch_specs` returns."
             )
         if batch.bucket != bucket:
@@ -45,7 +45,7 @@ def _check_leaf(name: str, leaf: Any) -> None:
     is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     if not is_array and not isinstance(leaf, bool | int | float | complex):
         raise ValueError(
-            f"{name} is {shown(leaf)}, not an array: a state is a pytree of arrays, or "
+            f"{name} is {short(leaf)}, not an array: a state is a pytree of arrays, or "
             "of their shapes, dtypes and shardings."
         )
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
@@ -56,6 +56,6 @@ def _check_leaf(name: str, leaf: Any) -> None:
         )
 
 
-def shown(value: Any) -> str:
+def short(value: Any) -> str:
     """A value of any kind in a few words, for a message."""
     return f"{reprlib.repr(value)} ({type(value).__name__})"

@@ -1,4 +1,4 @@
-"""The configuration of the thread that asks, for the threads that work for it."""
+"""The caller's configuration, for the threads that work for it."""
 
 from __future__ import annotations
 

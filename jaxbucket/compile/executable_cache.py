@@ -1,9 +1,8 @@
-"""Executables in a folder, found again by what they were compiled from.
+"""The folder that executables are kept in, and how it is used.
 
 An executable's file is named by all it depends on: the lowered program with its
-constants, the arguments, versions, devices and flags. Whatever of it has changed, there
-is no such file, and the program is compiled. A second kind of file, a list, says which
-programs were lowered for one start, so that the next one need not trace them all.
+constants, the arguments, versions, devices and flags. If any of it has changed, there
+is no such file, and the program is compiled.
 """
 
 from __future__ import annotations
@@ -25,6 +24,22 @@ class ExecutableCache:
     write to. A file that is cut, damaged or foreign is named in a warning, and compiled
     anew; so is one that cannot be written, on a full disk perhaps.
 
+    Example:
+      >>> import tempfile
+      >>> import jax, numpy as np
+      >>> import jaxbucket as jb
+      >>> plan, mesh = jb.BucketPlan.from_shapes([(8, 4)]), jb.data_mesh()
+      >>> specs = jb.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
+      >>> def sum_step(state, batch):
+      ...     return state, batch.features["x"].sum()
+      >>> state, folder = jb.replicate(np.int32(0), mesh), tempfile.TemporaryDirectory()
+      >>> cache = ExecutableCache(folder.name, key="version 1")
+      >>> jb.compile_steps(sum_step, state, specs, executables=cache).report
+      <1 programs, 1 of them compiled>
+      >>> jb.compile_steps(sum_step, state, specs, executables=cache).report
+      <1 programs, 0 of them compiled>
+      >>> folder.cleanup()
+
     Attributes:
       folder: made if it is not there.
       verify: how many programs are traced at the start, to compare what they are now
@@ -36,7 +51,7 @@ class ExecutableCache:
 
     Raises:
       ValueError: for an unknown `verify`, for "none" without a key, for a bound that
-        is not positive, and for what is no folder of a file system.
+        is not positive, and for a folder that is not on a file system.
     """
 
     folder: str | os.PathLike[str]

@@ -63,8 +63,8 @@ class CompileOptions:
     def build(self, first: list[Program], others: list[Program]) -> CompileJob:
         """Builds programs; if there is an opening, the others in the background."""
         programs = first + others
-        start = self.executables and CacheSession(self.executables, programs)
-        job = CompileJob(programs, start, self.workers, keep_going=self.keep_going)
+        session = self.executables and CacheSession(self.executables, programs)
+        job = CompileJob(programs, session, self.workers, keep_going=self.keep_going)
         if self.opening:
             job.build_ahead(len(first))
             return job

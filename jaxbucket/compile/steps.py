@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import collections
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jaxbucket.base.padding import PadValue, pad_arrays
+from jaxbucket.base.padding import PadValue
 from jaxbucket.base.types import Batch, Bucket
 from jaxbucket.compile.check_step import check_step
 from jaxbucket.compile.events import Trace, record_arguments
@@ -22,13 +21,13 @@ from jaxbucket.compile.mismatch import (
     state_difference,
 )
 from jaxbucket.compile.options import CompileOptions, Unplanned
-from jaxbucket.compile.pad import dtypes_of_sequences, padder
+from jaxbucket.compile.pad import BucketPadder
 from jaxbucket.compile.program import Label, Program
 from jaxbucket.compile.report import CompileReport
 from jaxbucket.compile.xla_cache import use_xla_cache
 
 # Enough to keep a device busy, however short a step is.
-_MOST_IN_FLIGHT = 8
+_MAX_IN_FLIGHT = 8
 
 
 def compile_steps(
@@ -48,18 +47,34 @@ def compile_steps(
     """Compiles a step for every bucket ahead of time.
 
     Programs are traced one after another and compiled several at a time, the longest
-    first: what does not fit says so at once. In several processes all must call this,
-    in the same order.
+    first, so that a bucket that does not fit is known at once. In several processes all
+    must call this, in the same order.
+
+    Example:
+      >>> import numpy as np
+      >>> import jaxbucket as jb
+      >>> plan = jb.BucketPlan.from_shapes([(8, 4), (2, 16)])
+      >>> mesh, example = jb.data_mesh(jax.devices()[:1]), {"x": np.ones(3, "f4")}
+      >>> def count_tokens(state, batch):
+      ...     return state + batch.num_tokens
+      >>> state = jb.replicate(np.int32(0), mesh)
+      >>> specs = jb.batch_specs(plan, example, mesh)
+      >>> steps = compile_steps(count_tokens, state, specs)
+      >>> local = jb.collate_rows([example] * 2, plan.buckets[0])
+      >>> (batch,) = jb.prefetch_to_mesh([local], mesh)
+      >>> steps(state, batch)
+      Array(6, dtype=int32)
 
     Args:
       step_fn: `(state, batch) -> anything`, jitted or not, or what
         `data_parallel_accumulate` returns. What it donates is its own
         choice: `jax.jit(step_fn, donate_argnums=0)`. A step that returns a new state
         must return it in the sharding it came in, as `data_parallel`'s does.
-      state: the first state, or the shapes, dtypes and shardings of one.
-      specs: a batch's shapes for every bucket, from `batch_specs`.
-      workers: how many are compiled at a time, beside the next one's tracing; by
-        default one for two cores, for XLA's compiler uses more than one itself.
+      state: the first state, a pytree of arrays, or the shapes, dtypes and shardings of
+        one.
+      specs: bucket -> a `Batch` of shapes, dtypes and shardings, from `batch_specs`.
+      workers: how many programs are compiled at a time, beside the next one's tracing;
+        by default one for two cores, because XLA's compiler uses more than one itself.
       opening: a bucket that is compiled first and alone, for training to begin on it
         (`BatchSchedule(..., opening=[(bucket, steps)])`): the others are compiled in
         threads meanwhile, and a step waits only where its bucket is not ready. Of
@@ -83,10 +98,13 @@ def compile_steps(
       `steps(state, batch)`, which runs the executable of the batch's bucket.
 
     Raises:
-      ValueError: if `specs` is empty, or `opening` names a bucket that is not in it;
-        for an unknown choice; if `pad_value` is one number other than 0 for several
-        sequences, names none of them, or is beyond a dtype; if jax's compilation cache
-        is another folder.
+      ValueError: if `step_fn` cannot be called; if `state` has something else than
+        arrays, or a shape without a sharding; if `specs` is empty or not from
+        `batch_specs`, or `opening` names a bucket that is not in it; for an unknown
+        choice; if `workers` is not positive; if `pad_value` is one number other than 0
+        for several sequences, names none of them, or is beyond a dtype; if jax's
+        compilation cache is another folder.
+      RuntimeError: if another process compiles something else, or has failed.
       Exception: what tracing or XLA raised for a bucket, with a note of which.
     """
     options = CompileOptions(
@@ -111,7 +129,7 @@ def compile_by(
     state: Any,
     specs: Mapping[Bucket, Batch],
 ) -> CompiledSteps:
-    """The same with options that are checked."""
+    """Does what `compile_steps` does, with options that are checked."""
     check_step(step_fn, state, specs)
     if hasattr(step_fn, "compile_steps"):
         # A step of several phases knows them.
@@ -124,12 +142,33 @@ def compile_by(
 class CompiledSteps(Mapping[Bucket, Any]):
     """`steps(state, batch)`; also a mapping from bucket to its executable.
 
+    `compile_steps` makes it.
+
+    Example:
+      >>> import numpy as np
+      >>> import jaxbucket as jb
+      >>> plan, mesh = jb.BucketPlan.from_shapes([(8, 4)]), jb.data_mesh()
+      >>> specs = jb.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
+      >>> def sum_step(state, batch):
+      ...     return state, batch.features["x"].sum()
+      >>> steps = jb.compile_steps(sum_step, jb.replicate(np.int32(0), mesh), specs)
+      >>> list(steps) == list(plan.buckets)
+      True
+      >>> steps[plan.buckets[0]].memory_analysis().output_size_in_bytes
+      8
+      >>> steps.report
+      <1 programs, 1 of them compiled>
+
     Args:
       step_fn: jitted.
       whole: shapes of the arguments before the batch, the state first.
-      specs: as for `compile_steps`.
-      options: likewise.
+      specs: bucket -> a `Batch` of shapes, dtypes and shardings.
+      options: how it is compiled.
       phases: programs beside those of the buckets, that every step needs.
+
+    Raises:
+      ValueError: if the options do not fit these specs.
+      Exception: what tracing or XLA raised for a bucket.
     """
 
     def __init__(
@@ -146,9 +185,8 @@ class CompiledSteps(Mapping[Bucket, Any]):
         self._specs = dict(specs)
         self._state = jax.tree.map(_shape, whole[0])
         self._unplanned = options.unplanned
-        self._fills = pad_arrays(options.pad_value, dtypes_of_sequences(specs))
+        self._pad = BucketPadder(self._specs, options.pad_value)
         self._in_flight: collections.deque[jax.Array] = collections.deque()
-        self._pads: dict[Any, Callable[[Batch], Batch]] = {}
         self._job = options.build([*phases, *programs[:1]], programs[1:])
         self._guard = CompileGuard(
             step_fn, programs[0].name, options.on_compile, self._explanation
@@ -198,6 +236,13 @@ class CompiledSteps(Mapping[Bucket, Any]):
     def __call__(self, state: Any, batch: Batch) -> Any:
         """Runs the executable of the batch's bucket.
 
+        Args:
+          state: of the shapes, dtypes and shardings that were compiled for.
+          batch: a global batch, from `prefetch_to_mesh`.
+
+        Returns:
+          What the step function returns.
+
         Raises:
           ValueError: if the batch has a shape, dtype or feature outside the plan, or
             the state is another than was compiled for.
@@ -205,10 +250,10 @@ class CompiledSteps(Mapping[Bucket, Any]):
         return self.run(state, self.fit(batch))
 
     def fit(self, batch: Batch) -> Batch:
-        """Returns a batch as it was planned, padded perhaps.
+        """Returns a batch as it was planned, padded if `unplanned` is "longer".
 
         Raises:
-          ValueError: if it is not, and may not be so.
+          ValueError: if it is not as planned, and `unplanned` is not "jit".
         """
         check_is_batch("batch", batch)
         difference = batch_difference(batch, self._specs)
@@ -242,7 +287,7 @@ class CompiledSteps(Mapping[Bucket, Any]):
         try:
             return self.throttle(executable(*args))
         except (TypeError, ValueError) as error:
-            # Looked for where it is refused, and not before every step.
+            # Compared after a refusal, because before every step it would cost time.
             difference = args and state_difference(args[0], self._state, label)
             raise ValueError(difference or str(error)) from error
 
@@ -257,7 +302,7 @@ class CompiledSteps(Mapping[Bucket, Any]):
         if leaves:
             # A state, which comes first, is soon donated; metrics are not.
             self._in_flight.append(leaves[-1])
-        if len(self._in_flight) > _MOST_IN_FLIGHT:
+        if len(self._in_flight) > _MAX_IN_FLIGHT:
             earlier = self._in_flight.popleft()
             if not earlier.is_deleted():
                 earlier.block_until_ready()
@@ -278,27 +323,6 @@ class CompiledSteps(Mapping[Bucket, Any]):
             "sharding perhaps."
         )
         return f"{what} It was called directly: call what `compile_steps` returned."
-
-    def _pad(self, batch: Batch, difference: str) -> Batch:
-        bucket = batch.bucket
-        wide_enough = [
-            b
-            for b in self._specs
-            if b.batch_size >= bucket.batch_size and b.seq_len >= bucket.seq_len
-        ]
-        if bucket in self._specs or not wide_enough:
-            raise ValueError(difference)
-        target = min(wide_enough, key=lambda b: (b.num_tokens, b.seq_len))
-        leaves, structure = jax.tree.flatten(batch)
-        key = target, structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
-        if key not in self._pads:
-            self._pads[key] = padder(batch, self._specs[target], self._fills)
-            warnings.warn(
-                f"{difference} It was padded to {target}, as all of this shape are.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        return self._pads[key](batch)
 
 
 def _shape(leaf: Any) -> Any:
