@@ -103,7 +103,7 @@ class CompileReport:
       >>> report.num_compiled, report.programs[0].peak_bytes
       (1, 5000000)
       >>> print(str(report).splitlines()[2])
-      train_step [8, 4]    0.25  1.50  3.0     0.0  2.0  5.0     4
+       train_step [8, 4]     0.25   1.50   3.0      0.0   2.0   5.0      4
 
     Attributes:
       programs: those that are ready, in the order they were given.
