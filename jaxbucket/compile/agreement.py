@@ -51,6 +51,7 @@ class Agreement:
         self._processes = [str(index) for index in group]
         name = "-".join(self._processes)
         self._store = Store(f"{_FOLDER}/{name}/{_num_agreements[group]}")
+        self._store.set(f"programs/{self._store.index}", programs)
 
     @classmethod
     def of(cls, devices: Devices, programs: str) -> Agreement | None:
@@ -96,7 +97,6 @@ class Agreement:
             self._store.set(f"failures/{self._store.index}", _summary(error))
 
     def _publish(self, label: Label, stage: Stage, is_loaded: bool) -> None:
-        self._store.set(f"programs/{self._store.index}", self._programs)
         self._store.set(f"{label}/{stage}/{self._store.index}", str(int(is_loaded)))
 
     def _check_failures(self) -> None:

@@ -60,10 +60,10 @@ class CompileJob(Mapping[Label, Any]):
         self._programs = list(programs)
         self._session = session
         self._workers = workers or _default_workers()
-        self._futures: dict[Label, Future[Any]] = {
-            p.label: Future() for p in self._programs
+        # Of an executable and its report.
+        self._futures: dict[Label, Future[tuple[Any, ProgramReport]]] = {
+            program.label: Future() for program in self._programs
         }
-        self._reports: dict[Label, ProgramReport] = {}
         self._keep_going = keep_going
         self._agreement = session and Agreement.of(
             session.devices, session.all_programs
@@ -79,7 +79,7 @@ class CompileJob(Mapping[Label, Any]):
             with self._waiting(), contextlib.suppress(Exception, CancelledError):
                 future.exception()
         self.check()
-        return future.result()
+        return future.result()[0]
 
     def __iter__(self) -> Iterator[Label]:
         return iter(self._futures)
@@ -90,8 +90,9 @@ class CompileJob(Mapping[Label, Any]):
     @property
     def report(self) -> CompileReport:
         """What those that are ready have cost, in the order they were given."""
+        done = [x for x in self._futures.values() if x.done() and not x.cancelled()]
         return CompileReport(
-            tuple(self._reports[x] for x in self._futures if x in self._reports)
+            tuple(x.result()[1] for x in done if x.exception() is None)
         )
 
     def failures(self) -> dict[Label, BaseException]:
@@ -239,15 +240,14 @@ class CompileJob(Mapping[Label, Any]):
         if self._session is None:
             return False
         loaded = self._session.load(program)
-        if self._agreement and not self._agreement.all_have(
-            program.label, stage, loaded is not None
-        ):
-            return False
-        if loaded is None:
+        is_loaded = loaded is not None
+        if self._agreement:
+            is_loaded = self._agreement.all_have(program.label, stage, is_loaded)
+        if loaded is None or not is_loaded:
             return False
         executable, report = loaded
         report = dataclasses.replace(report, trace_seconds=trace_seconds)
-        self._settle(program, executable, report)
+        self._futures[program.label].set_result((executable, report))
         return True
 
     def _compile(
@@ -268,16 +268,12 @@ class CompileJob(Mapping[Label, Any]):
         )
         if self._session is not None:
             report = self._session.save(program, executable, report)
-        self._settle(program, executable, report)
+        self._futures[program.label].set_result((executable, report))
 
     def _no_other_cache(self) -> contextlib.AbstractContextManager[None]:
         if self._session is not None and self._session.platform == "cpu":
             return without_xla_cache()
         return contextlib.nullcontext()
-
-    def _settle(self, program: Program, executable: Any, report: ProgramReport) -> None:
-        self._reports[program.label] = report
-        self._futures[program.label].set_result(executable)
 
 
 def _exhaust(stages: Iterator[None]) -> None:

@@ -15,6 +15,7 @@ import jaxlib
 import numpy as np
 
 from jaxbucket.compile.canonical import canonical, digest
+from jaxbucket.compile.mismatch import avals
 from jaxbucket.compile.program import Program
 from jaxbucket.compile.settings import compiler_flags, trace_settings
 
@@ -80,15 +81,9 @@ def tracing(programs: Sequence[Program]) -> dict[str, Any]:
     return {"settings": trace_settings(), "leaves": leaves}
 
 
-def shapes(program: Program) -> list[str]:
+def shapes(program: Program) -> list[Any]:
     """The part of its name and arguments that is the same in all processes."""
-    leaves, _ = jax.tree.flatten_with_path(program.args)
-    arrays = [
-        f"{jax.tree_util.keystr(path)}: {leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in leaves
-        if hasattr(leaf, "dtype")
-    ]
-    return [program.name, str(program.label), *arrays]
+    return [program.name, str(program.label), avals(program.args)]
 
 
 def program_text(lowered: Any) -> str:

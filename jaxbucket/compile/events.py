@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.core import ShapedArray
 
 _T = TypeVar("_T")
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -122,7 +121,7 @@ def record_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
 def record_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Records that a function is traced with these, and compiled next."""
     # Their shapes: tracers would keep all that was traced.
-    _last_trace.set(Trace(fn, jax.tree.map(_abstract, args)))
+    _last_trace.set(Trace(fn, shapes_of(args)))
 
 
 def take_trace(name: str) -> Trace | None:
@@ -134,5 +133,9 @@ def take_trace(name: str) -> Trace | None:
     return trace
 
 
-def _abstract(leaf: Any) -> Any:
-    return ShapedArray(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
+def shapes_of(tree: Any) -> Any:
+    """Returns a tree with the shapes and dtypes of its arrays in place of these."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x,
+        tree,
+    )

@@ -44,7 +44,7 @@ def state_difference(state: Any, spec: Any, label: Label) -> str | None:
 
 
 def _difference(kind: str, tree: Any, spec: Any, label: Label) -> str | None:
-    now, then = _avals(tree), _avals(spec)
+    now, then = avals(tree), avals(spec)
     if now != then:
         return f"{_changed_leaf(kind, now, then, label)} {_REMEDY[kind]}"
     constant = _changed_constant(jax.tree.structure(tree), jax.tree.structure(spec))
@@ -67,15 +67,16 @@ def _changed_leaf(
     return f"`{kind}{name}` is {aval}, but {label} was compiled for {then[name]}."
 
 
-def _avals(tree: Any) -> dict[str, str]:
-    """The path of each array -> its dtype and shape."""
+def avals(tree: Any) -> dict[str, str]:
+    """The path of each leaf -> its dtype and shape."""
     leaves, _ = jax.tree.flatten_with_path(tree)
-    return {
-        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
-        if hasattr(leaf, "dtype")
-        else f"a {type(leaf).__name__}"
-        for path, leaf in leaves
-    }
+    return {jax.tree_util.keystr(path): _aval(leaf) for path, leaf in leaves}
+
+
+def _aval(leaf: Any) -> str:
+    if not hasattr(leaf, "dtype"):
+        return f"a {type(leaf).__name__}"
+    return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def _changed_constant(tree: Any, spec: Any) -> tuple[str, Any, Any] | None:

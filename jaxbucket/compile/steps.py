@@ -12,7 +12,7 @@ import jax
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.types import Batch, Bucket
 from jaxbucket.compile.check_step import check_step
-from jaxbucket.compile.events import Trace, record_arguments
+from jaxbucket.compile.events import Trace, on_purpose, record_arguments, shapes_of
 from jaxbucket.compile.executable_cache import ExecutableCache
 from jaxbucket.compile.guard import CompileGuard, OnCompile
 from jaxbucket.compile.mismatch import (
@@ -183,9 +183,10 @@ class CompiledSteps(Mapping[Bucket, Any]):
         programs = [Program(b, step_fn, (*whole, specs[b])) for b in order]
         self._step_fn = step_fn
         self._specs = dict(specs)
-        self._state = jax.tree.map(_shape, whole[0])
+        self._state = shapes_of(whole[0])
         self._unplanned = options.unplanned
         self._pad = BucketPadder(self._specs, options.pad_value)
+        self._compiled_for: set[str] = set()
         self._in_flight: collections.deque[jax.Array] = collections.deque()
         self._job = options.build([*phases, *programs[:1]], programs[1:])
         self._guard = CompileGuard(
@@ -274,7 +275,10 @@ class CompiledSteps(Mapping[Bucket, Any]):
                 if not may_compile:
                     raise
                 difference = str(error)
-        with self._guard.expecting(difference):
+        if difference not in self._compiled_for:
+            self._compiled_for.add(difference)
+            self._guard.report(difference)
+        with on_purpose():
             return self.throttle(self._step_fn(state, *args))
 
     def run_program(self, label: Label, *args: Any) -> Any:
@@ -323,9 +327,3 @@ class CompiledSteps(Mapping[Bucket, Any]):
             "sharding perhaps."
         )
         return f"{what} It was called directly: call what `compile_steps` returned."
-
-
-def _shape(leaf: Any) -> Any:
-    if not hasattr(leaf, "dtype"):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
