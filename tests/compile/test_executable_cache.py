@@ -1132,7 +1132,7 @@ def test_what_is_no_cache_is_refused(options, message):
 
 
 TOGETHER = """
-import os, pathlib
+import os, pathlib, time
 import jax, jax.numpy as jnp, numpy as np
 import jaxbucket as jb
 
@@ -1146,7 +1146,7 @@ folder = pathlib.Path({folder!r})
 plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8)])
 example = {{"x": np.ones(3, np.float32)}}
 
-def start(folder, fails=False, shape=(), opening=(), **options):
+def start(folder, fails=False, shape=(), opening={opening}, **options):
     def my_step(state, batch):
         if fails and batch.bucket.seq_len == 4:
             raise ArithmeticError("only here")
@@ -1187,171 +1187,27 @@ for options in ({{"shape": (3 + int(index),)}}, {{"fails": index == "1"}}):
         start(folder / "none", **options)
     except (ArithmeticError, RuntimeError) as error:
         say(type(error).__name__, error)
+# The program is over, and another one's thread still at it.
+jb.compile_steps(
+    lambda state, batch: (time.sleep(1), state)[1],
+    jb.replicate(np.float32(2), mesh := jb.data_mesh()),
+    jb.batch_specs(plan, example, mesh),
+    executables=folder / "all",
+    opening=plan.buckets[0],
+)
 """
 
 
-def test_processes_agree_on_what_they_compile(launch, tmp_path):
-    done = launch(TOGETHER.format(folder=str(tmp_path)), devices=2)
+@pytest.mark.parametrize("opening", ["()", *also("plan.buckets[0]")])
+def test_processes_agree_on_what_they_compile(launch, tmp_path, opening):
+    code = TOGETHER.format(folder=str(tmp_path), opening=opening)
+    done = launch(code, devices=2)
     assert done.status == 0, done.output
     (*one, other_programs, heard), (*other, _, failed) = done.said(0), done.said(1)
     # Compiled by both of them, or by none.
     assert one == other == [f"{count} 9.0 9.0" for count in (2, 0, 0, 1)]
     assert "Process 1 compiles other programs than process 0" in other_programs
     assert failed == "ArithmeticError only here"
-    assert heard == (
-        "AgreementError Process 1 does not compile any more: ArithmeticError: only here"
-    )
-
-
-TWO = """
-import jax, jax.numpy as jnp, numpy as np
-import jaxbucket as jb
-
-with jb.Processes() as processes:
-    mesh = jb.data_mesh()
-    plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (4, 16)])
-    specs = jb.batch_specs(plan, {{"x": np.ones(3, np.float32)}}, mesh)
-
-    def my_step(state, batch):
-        loss = jnp.where(batch.mask, state * batch.features["x"], 0).sum()
-        return state + loss, {{"loss": loss}}
-
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    step = jax.jit(my_step, out_shardings=replicated, donate_argnums=0)
-    state = jb.replicate(np.float32(2), mesh)
-    with jb.count_compiles() as compiles:
-        steps = jb.compile_steps(
-            step,
-            state,
-            specs,
-            executables=jb.ExecutableCache({folder!r}, verify={verify!r}, key="a"),
-            opening={opening},
-        )
-        steps.wait()
-    shard = jb.local_rows(mesh)
-    found = []
-    for bucket in plan.buckets:
-        rows = [{{"x": np.full(n, n, np.float32)}} for n in range(1, 4)]
-        batch = jb.collate_rows(rows, bucket)
-        batch = jax.tree.map(lambda x: x[shard.rows(len(x))], batch)
-        (batch,) = jb.prefetch_to_mesh([batch], mesh)
-        state, metrics = steps(state, batch)
-        found.append(float(metrics["loss"]))
-    say(compiles["my_step"], found)
-"""
-
-
-@exhaustive
-@pytest.mark.parametrize("opening", ["()", "plan.buckets[0]"])
-def test_processes_take_from_files_what_all_of_them_have(launch, tmp_path, opening):
-    folder = tmp_path / "executables"
-
-    def told(verify):
-        code = TWO.format(folder=str(folder), verify=verify, opening=opening)
-        done = launch(code, devices=2)
-        assert done.status == 0, done.output
-        (one,), (other,) = done.said(0), done.said(1)
-        # Compiled by all of them, or by none.
-        assert one == other
-        count, losses = one.split(maxsplit=1)
-        return int(count), losses
-
-    compiled, losses = told("all")
-    assert compiled == 3 and len(executables(folder)) == 2 * 3
-    for verify in ("all", "none"):
-        assert told(verify) == (0, losses)
-    executables(folder)[0].unlink()
-    assert told("one") == (1, losses)
-    assert told("one") == (0, losses)
-
-
-FAILING = """
-import os, time
-import jax, jax.numpy as jnp, numpy as np
-import jaxbucket as jb
-
-# Without `Processes`, which would end them all.
-address, count, index = (
-    os.environ["JAX_" + name]
-    for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
-)
-jax.distributed.initialize(address, int(count), int(index))
-plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (4, 16)])
-example = {{"x": np.ones(3, np.float32)}}
-
-def my_step(state, batch):
-    if {fails} and index == "1" and batch.bucket.seq_len == 8:
-        raise ArithmeticError("only here")
-    return state, jnp.where(batch.mask, state * batch.features["x"], 0).sum()
-
-if index == "1":
-    # Of its own devices alone: nobody else takes part.
-    own = jb.data_mesh(jax.local_devices())
-    jb.compile_steps(
-        lambda state, batch: state,
-        jb.replicate(np.float32(2), own),
-        jb.batch_specs(plan, example, own),
-        executables={folder!r} + "-own",
-    )
-mesh = jb.data_mesh()
-try:
-    # A number that each process has for itself is no reason to part.
-    steps = jb.compile_steps(
-        jax.jit(lambda state, batch: (*my_step(state[0], batch), state[1] + 1)),
-        (jb.replicate(np.float32(2), mesh), jnp.zeros(())),
-        jb.batch_specs(plan, example, mesh),
-        executables={folder!r},
-        opening={opening},
-    )
-    steps.wait()
-    say(steps.report.num_compiled)
-except (ArithmeticError, RuntimeError) as error:
-    say(type(error).__name__, error)
-    raise SystemExit from None
-
-# Whoever compiles something else is told so.
-for fn in (jnp.sum, jnp.max) if not {opening} else ():
-    try:
-        jb.compile_steps(
-            jax.jit(lambda state, batch: fn(state) * batch.num_tokens),
-            jb.replicate(
-                jax.ShapeDtypeStruct((3 + int(index) * (fn is jnp.max),), "f4"), mesh
-            ),
-            jb.batch_specs(plan, example, mesh),
-            executables={folder!r},
-        )
-        say("agreed")
-    except RuntimeError as error:
-        say(error)
-# The program is over, and another one's thread still at it.
-jb.compile_steps(
-    jax.jit(lambda state, batch: (time.sleep(1), state)[1]),
-    jb.replicate(np.float32(2), mesh),
-    jb.batch_specs(plan, example, mesh),
-    executables={folder!r},
-    opening=plan.buckets[0],
-)
-say("end")
-"""
-
-
-@exhaustive
-@pytest.mark.parametrize("opening", ["()", "plan.buckets[0]"])
-@pytest.mark.parametrize("fails", [True, False])
-def test_all_processes_hear_of_one_that_fails(launch, tmp_path, fails, opening):
-    code = FAILING.format(folder=str(tmp_path / "kept"), fails=fails, opening=opening)
-    done = launch(code)
-    if not fails:
-        assert done.status == 0, done.output
-        for index in range(2):
-            compiled, *agreed, end = done.said(index)
-            assert (compiled, end) == ("3", "end")
-            if agreed:
-                assert agreed[0] == "agreed"
-                assert "compiles other programs than process" in agreed[1]
-        return
-    assert done.said(1) == ["ArithmeticError only here"], done.output
-    (heard,) = done.said(0)
     assert heard == (
         "AgreementError Process 1 does not compile any more: ArithmeticError: only here"
     )
