@@ -253,8 +253,10 @@ class CompileJob(Mapping[Label, Any]):
     def _compile(
         self, program: Program, lowered: Any, flops: int | None, trace_seconds: float
     ) -> None:
-        start = time.perf_counter()
-        with self._no_other_cache(), on_purpose():
+        session, start = self._session, time.perf_counter()
+        is_on_cpu = session is not None and session.platform == "cpu"
+        no_cache = without_xla_cache() if is_on_cpu else contextlib.nullcontext()
+        with no_cache, on_purpose():
             executable = lowered.compile()
         report = ProgramReport(
             program.name,
@@ -266,14 +268,9 @@ class CompileJob(Mapping[Label, Any]):
             flops=flops,
             **memory_of(executable),  # pyright: ignore
         )
-        if self._session is not None:
-            report = self._session.save(program, executable, report)
+        if session is not None:
+            report = session.save(program, executable, report)
         self._futures[program.label].set_result((executable, report))
-
-    def _no_other_cache(self) -> contextlib.AbstractContextManager[None]:
-        if self._session is not None and self._session.platform == "cpu":
-            return without_xla_cache()
-        return contextlib.nullcontext()
 
 
 def _exhaust(stages: Iterator[None]) -> None:

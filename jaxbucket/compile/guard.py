@@ -42,7 +42,7 @@ class CompileGuard:
         self._fn = getattr(step_fn, "__wrapped__", None)
         self._name = name
         self._action = action
-        self._explain = explain
+        self.explain = explain
         if action != "ignore":
             _listen()
             with _lock:
@@ -51,10 +51,6 @@ class CompileGuard:
     def is_of(self, name: str, trace: Trace | None) -> bool:
         """Whether what was compiled is this function."""
         return name == self._name and (trace is None or trace.fn is self._fn)
-
-    def explain(self, trace: Trace | None) -> None:
-        """Warns or raises, as far as the trace tells why."""
-        self.report(self._explain(trace))
 
     def report(self, why: str) -> None:
         """Warns or raises, or ignores it."""
@@ -84,4 +80,4 @@ def _on_compile(name: str) -> None:
         guards = [guard for guard in _guards if guard.is_of(name, trace)]
     # Steps that were compiled twice have two.
     for guard in guards[:1]:
-        guard.explain(trace)
+        guard.report(guard.explain(trace))

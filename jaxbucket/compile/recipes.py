@@ -138,19 +138,18 @@ def precompile(
         leave_all(error)
         raise
     if executables is not None:
-        programs = [_with_present_file(program, executables) for program in programs]
+        folder = pathlib.Path(executables.folder)
+        # Some had to make room for others.
+        programs = [
+            p if p.file and (folder / p.file).exists() else _without_file(p)
+            for p in programs
+        ]
     return Precompiled(
         CompileReport(tuple(programs)), tuple(failures), time.perf_counter() - start
     )
 
 
-def _with_present_file(
-    program: ProgramReport, executables: ExecutableCache
-) -> ProgramReport:
-    """Leaves out a file that had to make room for another one."""
-    folder = pathlib.Path(executables.folder)
-    if program.file is None or (folder / program.file).exists():
-        return program
+def _without_file(program: ProgramReport) -> ProgramReport:
     return dataclasses.replace(program, file=None)
 
 
