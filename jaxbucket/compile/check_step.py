@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from jaxbucket.base.types import Batch, Bucket
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
 
 
 def check_step(step_fn: Any, state: Any, specs: Any) -> None:

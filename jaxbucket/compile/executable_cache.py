@@ -29,10 +29,10 @@ class ExecutableCache:
       >>> import jax, numpy as np
       >>> import jaxbucket as jb
       >>> plan, mesh = jb.BucketPlan.from_shapes([(8, 4)]), jb.data_mesh()
-      >>> specs = jb.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
+      >>> specs = jb.sharding.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
       >>> def sum_step(state, batch):
       ...     return state, batch.features["x"].sum()
-      >>> state, folder = jb.replicate(np.int32(0), mesh), tempfile.TemporaryDirectory()
+      >>> state, folder = jb.sharding.replicate(np.int32(0), mesh), tempfile.TemporaryDirectory()
       >>> cache = ExecutableCache(folder.name, key="version 1")
       >>> jb.compile_steps(sum_step, state, specs, executables=cache).report
       <1 programs, 1 of them compiled>

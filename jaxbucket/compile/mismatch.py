@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxbucket.base.types import Batch, Bucket
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.compile.program import Label
 
 _REMEDY = {

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_choice
 from jaxbucket.base.padding import PadValue
-from jaxbucket.base.types import Bucket
 from jaxbucket.compile.build import CompileJob
 from jaxbucket.compile.cache_session import CacheSession
 from jaxbucket.compile.executable_cache import ExecutableCache

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.padding import PadValue, pad_arrays
-from jaxbucket.base.types import Batch, Bucket
 from jaxbucket.compile.mismatch import batch_difference
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeAlias
 
-from jaxbucket.base.types import Bucket
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.compile.flops import count_flops
 from jaxbucket.compile.settings import following_prng
 

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from jaxbucket.base.types import BucketPlan
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.compile.agreement import leave_all
 from jaxbucket.compile.check_step import check_step, short
 from jaxbucket.compile.executable_cache import ExecutableCache
@@ -99,8 +99,8 @@ def precompile(
       >>> import jaxbucket as jb
       >>> def recipe(plan):
       ...     mesh = jb.data_mesh()
-      ...     state = jb.replicate(jax.ShapeDtypeStruct((), np.int32), mesh)
-      ...     specs = jb.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
+      ...     state = jb.sharding.replicate(jax.ShapeDtypeStruct((), np.int32), mesh)
+      ...     specs = jb.sharding.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
       ...     return (lambda state, batch: state + batch.num_tokens), state, specs
       >>> done = precompile(recipe, jb.BucketPlan.from_shapes([(8, 4)]))
       >>> done.report, done.failures

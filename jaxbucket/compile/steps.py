@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.padding import PadValue
-from jaxbucket.base.types import Batch, Bucket
 from jaxbucket.compile.check_step import check_step
 from jaxbucket.compile.events import Trace, on_purpose, record_arguments, shapes_of
 from jaxbucket.compile.executable_cache import ExecutableCache
@@ -57,11 +58,11 @@ def compile_steps(
       >>> mesh, example = jb.data_mesh(jax.devices()[:1]), {"x": np.ones(3, "f4")}
       >>> def count_tokens(state, batch):
       ...     return state + batch.num_tokens
-      >>> state = jb.replicate(np.int32(0), mesh)
-      >>> specs = jb.batch_specs(plan, example, mesh)
+      >>> state = jb.sharding.replicate(np.int32(0), mesh)
+      >>> specs = jb.sharding.batch_specs(plan, example, mesh)
       >>> steps = compile_steps(count_tokens, state, specs)
-      >>> local = jb.collate_rows([example] * 2, plan.buckets[0])
-      >>> (batch,) = jb.prefetch_to_mesh([local], mesh)
+      >>> local = jb.data.collate_rows([example] * 2, plan.buckets[0])
+      >>> (batch,) = jb.sharding.prefetch_to_mesh([local], mesh)
       >>> steps(state, batch)
       Array(6, dtype=int32)
 
@@ -148,10 +149,10 @@ class CompiledSteps(Mapping[Bucket, Any]):
       >>> import numpy as np
       >>> import jaxbucket as jb
       >>> plan, mesh = jb.BucketPlan.from_shapes([(8, 4)]), jb.data_mesh()
-      >>> specs = jb.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
+      >>> specs = jb.sharding.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
       >>> def sum_step(state, batch):
       ...     return state, batch.features["x"].sum()
-      >>> steps = jb.compile_steps(sum_step, jb.replicate(np.int32(0), mesh), specs)
+      >>> steps = jb.compile_steps(sum_step, jb.sharding.replicate(np.int32(0), mesh), specs)
       >>> list(steps) == list(plan.buckets)
       True
       >>> isinstance(steps[plan.buckets[0]], jax.stages.Compiled)
