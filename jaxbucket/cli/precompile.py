@@ -77,8 +77,9 @@ def precompile(
     if memory_gb is not None and math.isnan(memory_gb):
         raise click.BadParameter("nan is no limit.", param_hint="--memory-gb")
     shapes = read_plan(plan)
-    from jaxbucket.compile import ExecutableCache, use_xla_cache
+    from jaxbucket.compile.executable_cache import ExecutableCache
     from jaxbucket.compile.recipes import precompile
+    from jaxbucket.compile.xla_cache import use_xla_cache
     from jaxbucket.data.lengths.functions import load_function
 
     function = load_function(recipe)

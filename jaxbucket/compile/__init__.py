@@ -1,46 +1,15 @@
-"""One executable per bucket: compiled ahead, kept in files, guarded."""
+"""One executable per bucket: compiled ahead, kept in files, guarded.
 
-from jaxbucket.compile.agreement import leave_all
-from jaxbucket.compile.build import Building
-from jaxbucket.compile.events import (
-    compiling_as,
-    count_compiles,
-    note_arguments,
-    noting_arguments,
-)
-from jaxbucket.compile.executable_cache import ExecutableCache
-from jaxbucket.compile.mismatch import check_is_batch
-from jaxbucket.compile.program import CompileReport, Program, ProgramReport
-from jaxbucket.compile.settings import following_prng, trace_key
-from jaxbucket.compile.steps import (
-    CompiledSteps,
-    CompileOptions,
-    check_step,
-    compile_by,
-    compile_steps,
-    shown,
-)
-from jaxbucket.compile.xla_cache import use_xla_cache
+`steps` compiles a step for every bucket, in the threads of a `build` job, and takes
+each batch to its executable; `executable_cache` keeps executables in files; `guard`
+says what made XLA compile once more, and `recipes` compiles before a job begins.
+"""
 
-__all__ = [
-    "Building",
-    "CompileOptions",
-    "CompileReport",
-    "CompiledSteps",
-    "ExecutableCache",
-    "Program",
-    "ProgramReport",
-    "check_is_batch",
-    "check_step",
-    "compile_by",
-    "compile_steps",
-    "compiling_as",
-    "count_compiles",
-    "following_prng",
-    "leave_all",
-    "note_arguments",
-    "noting_arguments",
-    "shown",
-    "trace_key",
-    "use_xla_cache",
-]
+from etils import epy as _epy
+
+with _epy.lazy_api_imports(globals()):
+    from jaxbucket.compile.events import count_compiles
+    from jaxbucket.compile.executable_cache import ExecutableCache
+    from jaxbucket.compile.report import CompileReport, ProgramReport
+    from jaxbucket.compile.steps import CompiledSteps, compile_steps
+    from jaxbucket.compile.xla_cache import use_xla_cache

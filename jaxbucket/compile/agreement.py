@@ -1,7 +1,7 @@
-"""What all processes must have, for any of them to take it from a file.
+"""A program comes from files in all processes, or in none.
 
-Compilers of several hosts share what they found out; one that had nothing to compile
-would keep the others waiting.
+Compilers of several hosts exchange results while they compile: a process with nothing
+to compile would keep the others waiting.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import jax
 
@@ -21,20 +21,19 @@ from jaxbucket.distributed.store import Store
 
 # Before a program is traced, and after.
 Stage: TypeAlias = Literal["known", "traced"]
-_STAGES: tuple[Stage, ...] = ("known", "traced")
 
 _FOLDER = "jaxbucket/compile"
 _LEFT = "left"
-_SECONDS_FOR_AN_ANSWER = 600
-# Signals are not heard while the store is waited for.
-_SECONDS_AT_A_TIME = 0.5
-_MAX_WORDS = 500
+_TIMEOUT = 600.0
+# Signals are not handled during a wait for the store.
+_POLL_SECONDS = 0.5
+_MAX_ERROR_LENGTH = 500
 # How often these processes have compiled together: the same in all of them.
-_times: collections.Counter[tuple[int, ...]] = collections.Counter()
+_num_agreements: collections.Counter[tuple[int, ...]] = collections.Counter()
 
 
 class AgreementError(RuntimeError):
-    """The processes cannot go on together: it is of no single program."""
+    """The processes cannot continue together, whatever the program."""
 
 
 class Agreement:
@@ -42,33 +41,34 @@ class Agreement:
 
     Args:
       processes: their indices, this one's among them.
-      programs: what they compile, in words that are the same in all.
+      programs: a digest of what they compile, the same in all.
     """
 
     def __init__(self, processes: Sequence[int], programs: str):
         group = tuple(processes)
-        _times[group] += 1
+        _num_agreements[group] += 1
         self._programs = programs
         self._processes = [str(index) for index in group]
         name = "-".join(self._processes)
-        self._store = Store(f"{_FOLDER}/{name}/{_times[group]}")
+        self._store = Store(f"{_FOLDER}/{name}/{_num_agreements[group]}")
+        self._store.set(f"programs/{self._store.index}", programs)
 
     @classmethod
     def of(cls, devices: Devices, programs: str) -> Agreement | None:
-        """Returns that of all who have the devices; none if this process has all."""
+        """Returns that of the devices' processes; None if this process has them all."""
         processes = sorted({device.process_index for device in devices})
         return cls(processes, programs) if len(processes) > 1 else None
 
-    def all_have(self, label: Label, stage: Stage, found: bool) -> bool:
-        """Asks the same of all processes; the answer is the same in all.
+    def all_have(self, label: Label, stage: Stage, is_loaded: bool) -> bool:
+        """Returns whether all processes have loaded a program, the same in all.
 
         Raises:
           AgreementError: if another process has failed, compiles something else or does
-            not come, or the program is over.
+            not answer, or the main thread has ended.
         """
         folder = f"{label}/{stage}"
-        self._say(label, stage, found)
-        deadline = time.monotonic() + _SECONDS_FOR_AN_ANSWER
+        self._publish(label, stage, is_loaded)
+        deadline = time.monotonic() + _TIMEOUT
         while missing := set(self._processes) - set(
             answers := self._store.below(folder)
         ):
@@ -78,34 +78,33 @@ class Agreement:
             if time.monotonic() > deadline:
                 raise AgreementError(
                     f"Process {', '.join(sorted(missing))} did not say within "
-                    f"{_SECONDS_FOR_AN_ANSWER} s which executables it has."
+                    f"{_TIMEOUT:.0f} s which executables it has."
                 )
             self._check_programs()
-            self._store.get(f"{folder}/{min(missing)}", _SECONDS_AT_A_TIME)
+            self._store.get(f"{folder}/{min(missing)}", _POLL_SECONDS)
         self._check_programs()
         return set(answers.values()) == {"1"}
 
     def has_nothing(self, label: Label) -> None:
-        """Says of a program that failed that no file of it will do."""
-        for stage in _STAGES:
-            self._say(label, stage, False)
+        """Answers for a program that failed: it is not in a file."""
+        for stage in get_args(Stage):
+            self._publish(label, stage, False)
 
     def leave(self, error: BaseException) -> None:
-        """Has all others end, for this process has failed."""
+        """Ends the others' wait, because this process has failed."""
         # Where the store is lost, so are they.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._store.set(f"failures/{self._store.index}", _said(error))
+            self._store.set(f"failures/{self._store.index}", _summary(error))
 
-    def _say(self, label: Label, stage: Stage, found: bool) -> None:
-        self._store.set(f"programs/{self._store.index}", self._programs)
-        self._store.set(f"{label}/{stage}/{self._store.index}", str(int(found)))
+    def _publish(self, label: Label, stage: Stage, is_loaded: bool) -> None:
+        self._store.set(f"{label}/{stage}/{self._store.index}", str(int(is_loaded)))
 
     def _check_failures(self) -> None:
         left = Store(_FOLDER).below(_LEFT)
-        for process, said in (left | self._store.below("failures")).items():
+        for process, error in (left | self._store.below("failures")).items():
             if process in self._processes and process != str(self._store.index):
                 raise AgreementError(
-                    f"Process {process} does not compile any more: {said}"
+                    f"Process {process} does not compile any more: {error}"
                 )
 
     def _check_programs(self) -> None:
@@ -119,12 +118,12 @@ class Agreement:
 
 
 def leave_all(error: BaseException) -> None:
-    """Has whoever waits for this process end, now and later: it compiles no more."""
+    """Ends the wait of all processes, now and later: this one compiles no more."""
     if jax.process_count() > 1:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             store = Store(_FOLDER)
-            store.set(f"{_LEFT}/{store.index}", _said(error))
+            store.set(f"{_LEFT}/{store.index}", _summary(error))
 
 
-def _said(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_WORDS]
+def _summary(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_ERROR_LENGTH]

@@ -1,8 +1,7 @@
-"""What an executable depends on, in words: two of equal words are interchangeable."""
+"""What an executable depends on, as JSON: equal keys are interchangeable programs."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pathlib
@@ -15,6 +14,8 @@ import jax
 import jaxlib
 import numpy as np
 
+from jaxbucket.compile.canonical import canonical, digest
+from jaxbucket.compile.mismatch import avals
 from jaxbucket.compile.program import Program
 from jaxbucket.compile.settings import compiler_flags, trace_settings
 
@@ -24,23 +25,18 @@ _CALLBACK = re.compile(r"python\w*callback|is_host_transfer = true")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
-def digest(words: Any) -> str:
-    """Returns 32 hexadecimal digits for anything that goes to JSON."""
-    text = json.dumps(words, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 def devices_of(args: Any) -> Devices:
     """The devices that a program for such arguments runs on, in their order."""
-    found: Devices = ()
+    devices: Devices = ()
     for leaf in jax.tree.leaves(args):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, jax.sharding.NamedSharding):
-            devices = tuple(np.ravel(cast(np.ndarray, sharding.mesh.devices)))
+            of_leaf = tuple(np.ravel(cast(np.ndarray, sharding.mesh.devices)))
         else:
-            devices = tuple(sorted(getattr(sharding, "device_set", ()), key=_id))
-        found = max(found, devices, key=len)
-    return found or (jax.devices()[0],)
+            device_set = getattr(sharding, "device_set", ())
+            of_leaf = tuple(sorted(device_set, key=lambda device: device.id))
+        devices = max(devices, of_leaf, key=len)
+    return devices or (jax.devices()[0],)
 
 
 def environment(devices: Devices) -> dict[str, Any]:
@@ -60,18 +56,6 @@ def environment(devices: Devices) -> dict[str, Any]:
     }
 
 
-def tracing(programs: Sequence[Program]) -> dict[str, Any]:
-    """What decides, beside the code and the arguments, which programs are traced.
-
-    A program that is traced shows all of it.
-    """
-    leaves = {
-        str(program.label): [_traced_as(leaf) for leaf in jax.tree.leaves(program.args)]
-        for program in programs
-    }
-    return {"settings": trace_settings(), "leaves": leaves}
-
-
 def arguments(program: Program) -> dict[str, Any]:
     """What is known of a program without tracing it."""
     leaves, structure = jax.tree.flatten_with_path(program.args)
@@ -85,43 +69,21 @@ def arguments(program: Program) -> dict[str, Any]:
     }
 
 
-def shapes(program: Program) -> list[str]:
-    """What is the same in all processes of its name and its arguments."""
-    leaves, _ = jax.tree.flatten_with_path(program.args)
-    return [
-        *(program.name, str(program.label)),
-        *(f"{jax.tree_util.keystr(p)}: {_shape(leaf)}" for p, leaf in leaves),
-    ]
+def tracing(programs: Sequence[Program]) -> dict[str, Any]:
+    """What decides, beside code and arguments, which programs are traced.
 
-
-def _shape(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else ""
-
-
-def _constants(structure: Any) -> list[Any]:
-    """The static data of a tree's nodes, in words that are the same in every process.
-
-    What has no such words is only of its type; it is compared when a file is loaded.
+    A program that is traced shows all of it.
     """
-    node = structure.node_data()
-    if node is None:
-        return []
-    kind, data = node
-    children = [_constants(child) for child in structure.children()]
-    return [kind.__name__, _in_words(data), [child for child in children if child]]
+    leaves = {
+        str(program.label): [_traced_as(leaf) for leaf in jax.tree.leaves(program.args)]
+        for program in programs
+    }
+    return {"settings": trace_settings(), "leaves": leaves}
 
 
-def _in_words(data: Any) -> Any:
-    if data is None or isinstance(data, bool | int | float | str | bytes):
-        return repr(data)
-    if isinstance(data, tuple | list):
-        return [_in_words(x) for x in data]
-    if isinstance(data, set | frozenset):
-        # In an order that does not depend on how strings are hashed.
-        return sorted(json.dumps(_in_words(x)) for x in data)
-    if isinstance(data, dict):
-        return [[_in_words(name), _in_words(data[name])] for name in data]
-    return type(data).__name__
+def shapes(program: Program) -> list[Any]:
+    """The part of its name and arguments that is the same in all processes."""
+    return [program.name, str(program.label), avals(program.args)]
 
 
 def program_text(lowered: Any) -> str:
@@ -139,22 +101,31 @@ def calls_python(text: str) -> bool:
     return bool(_CALLBACK.search(text))
 
 
-def _id(device: Any) -> int:
-    return device.id
+def _constants(structure: Any) -> list[Any]:
+    """The static data of a tree's nodes, the same in every process.
+
+    Of other objects it has the type alone; they are compared when a file is loaded.
+    """
+    node = structure.node_data()
+    if node is None:
+        return []
+    kind, data = node
+    children = [_constants(child) for child in structure.children()]
+    static = canonical(data, fallback=lambda value: type(value).__name__)
+    return [kind.__name__, static, [child for child in children if child]]
 
 
 def _aval(leaf: Any) -> str:
     if not hasattr(leaf, "dtype"):
         return type(leaf).__name__
-    sharding = getattr(leaf, "sharding", None)
-    where = sharding
-    if isinstance(sharding, jax.sharding.NamedSharding):
+    where = getattr(leaf, "sharding", None)
+    if isinstance(where, jax.sharding.NamedSharding):
         # A mesh is printed with its size alone.
-        parts = list(sharding.spec)
+        parts = list(where.spec)
         while parts and parts[-1] is None:
             # It says the same without.
             parts.pop()
-        where = f"{dict(sharding.mesh.shape)} {parts} {sharding.memory_kind}"
+        where = f"{dict(where.mesh.shape)} {parts} {where.memory_kind}"
     return f"{leaf.dtype}{list(leaf.shape)} {where}"
 
 

@@ -1,4 +1,4 @@
-"""The configuration of the thread that asks, for the threads that work for it."""
+"""The caller's configuration, for the threads that work for it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import jax
 from jax._src import mesh as jax_mesh
 
 _R = TypeVar("_R")
+# The type of settings that a thread may have of its own.
+_CONFIG = type(jax.enable_x64)
 
 
-def as_the_caller() -> Callable[..., Any]:
+def with_caller_config() -> Callable[..., Any]:
     """Returns `call(fn, *args)`, which runs in any thread as it would in this one.
 
     That is: with what `jax.enable_x64(...)` and all the others of its kind have set for
@@ -24,8 +26,8 @@ def as_the_caller() -> Callable[..., Any]:
     """
     settings = [
         (manager, manager.value)
-        for manager in _managers()
-        if manager.value != manager.get_global()
+        for manager in vars(jax).values()
+        if isinstance(manager, _CONFIG) and manager.value != manager.get_global()
     ]
     mesh = jax.sharding.get_mesh()
     entered = jax_mesh.thread_resources.env.physical_mesh
@@ -43,9 +45,3 @@ def as_the_caller() -> Callable[..., Any]:
             return context.copy().run(fn, *args)
 
     return call
-
-
-def _managers() -> list[Any]:
-    """jax's settings that a thread may have of its own."""
-    kind = type(jax.enable_x64)
-    return [x for x in vars(jax).values() if isinstance(x, kind)]

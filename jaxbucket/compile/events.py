@@ -7,25 +7,24 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.core import ShapedArray
 
-_own_name: ContextVar[str | None] = ContextVar("own name", default=None)
-_is_own: ContextVar[bool] = ContextVar("is own", default=False)
-_last_trace: ContextVar[Trace | None] = ContextVar("last trace", default=None)
+_T = TypeVar("_T")
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
-@contextlib.contextmanager
-def compiling_as(name: str) -> Iterator[None]:
-    """Has `count_compiles` count by this name what jax calls by one of its own."""
-    token = _own_name.set(name)
-    try:
-        yield
-    finally:
-        _own_name.reset(token)
+class Trace(NamedTuple):
+    """A function, and the shapes that it was traced with."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+_name: ContextVar[str | None] = ContextVar("name", default=None)
+_is_on_purpose: ContextVar[bool] = ContextVar("is on purpose", default=False)
+_last_trace: ContextVar[Trace | None] = ContextVar("last trace", default=None)
 
 
 @contextlib.contextmanager
@@ -43,8 +42,11 @@ def count_compiles() -> Iterator[collections.Counter[str]]:
       2
 
     It listens to jax's public monitoring events, so eager operations (`zeros` above)
-    are counted too, under their own names; and what jax's compilation cache had, for
-    the step waits for that as well.
+    are counted too, under their own names; and what jax's compilation cache had,
+    because the step waits for that as well.
+
+    Yields:
+      Name -> how often a function of that name was compiled so far, in any thread.
     """
     compiles: collections.Counter[str] = collections.Counter()
 
@@ -58,8 +60,8 @@ def count_compiles() -> Iterator[collections.Counter[str]]:
         stop()
 
 
-def listen_to_compiles(heard: Callable[[str], None]) -> Callable[[], None]:
-    """Has a function called with the name of each that XLA has compiled.
+def listen_to_compiles(listener: Callable[[str], None]) -> Callable[[], None]:
+    """Calls a function with the name of each function that XLA has compiled.
 
     It is called where the compiling is done, in that thread; what it raises is raised
     there. Returns a function that ends it.
@@ -67,66 +69,73 @@ def listen_to_compiles(heard: Callable[[str], None]) -> Callable[[], None]:
 
     def listen(event: str, duration_secs: float, **details: Any) -> None:
         if event == _COMPILE_EVENT:
-            name = _own_name.get() or str(details.get("fun_name", "?"))
-            heard(name.removeprefix("jit(").removesuffix(")"))
+            name = _name.get() or str(details.get("fun_name", "?"))
+            listener(name.removeprefix("jit(").removesuffix(")"))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return lambda: jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @contextlib.contextmanager
-def own_compile() -> Iterator[None]:
-    """What is compiled inside is on purpose, and no guard minds it."""
-    token = _is_own.set(True)
+def set_within(variable: ContextVar[_T], value: _T) -> Iterator[None]:
+    """Sets a context variable inside a `with` block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _is_own.reset(token)
+        variable.reset(token)
 
 
-def is_own_compile() -> bool:
+def compiling_as(name: str) -> contextlib.AbstractContextManager[None]:
+    """Inside, what is compiled has this name, and not one of jax's own."""
+    return set_within(_name, name)
+
+
+def on_purpose() -> contextlib.AbstractContextManager[None]:
+    """Inside, no guard minds what is compiled."""
+    return set_within(_is_on_purpose, True)
+
+
+def is_on_purpose() -> bool:
     """Whether what this thread compiles now is compiled on purpose."""
-    return _is_own.get()
+    return _is_on_purpose.get()
 
 
-class Trace(NamedTuple):
-    """What was traced, and with arguments of which shapes."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-def noting_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Has a function that is to be jitted note what it is traced with.
+def record_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function to be jitted, which records what it is traced with.
 
     It is compiled right after that, in the same thread.
     """
 
     @functools.wraps(fn)
-    def noting(*args: Any, **named: Any) -> Any:
-        note_arguments(noting, (*args, *named.values()))
+    def recording(*args: Any, **named: Any) -> Any:
+        record_call(recording, (*args, *named.values()))
         return fn(*args, **named)
 
     # A partial has no name of its own.
     inner = getattr(fn, "func", fn)
-    noting.__name__ = getattr(inner, "__name__", type(inner).__name__)
-    return noting
+    recording.__name__ = getattr(inner, "__name__", type(inner).__name__)
+    return recording
 
 
-def note_arguments(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Notes that a function is traced with these, and compiled next."""
+def record_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Records that a function is traced with these, and compiled next."""
     # Their shapes: tracers would keep all that was traced.
-    _last_trace.set(Trace(fn, jax.tree.map(_abstract, args)))
-
-
-def _abstract(leaf: Any) -> Any:
-    return ShapedArray(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
+    _last_trace.set(Trace(fn, shapes_of(args)))
 
 
 def take_trace(name: str) -> Trace | None:
-    """What this thread has traced of a function, if it noted that, and not compiled."""
+    """Returns what this thread has recorded of a function that it compiles, once."""
     trace = _last_trace.get()
     if trace is None or getattr(trace.fn, "__name__", None) != name:
         return None
     _last_trace.set(None)
     return trace
+
+
+def shapes_of(tree: Any) -> Any:
+    """Returns a tree with the shapes and dtypes of its arrays in place of these."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x,
+        tree,
+    )

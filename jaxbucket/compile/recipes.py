@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import pathlib
 import time
 import traceback
@@ -18,19 +17,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.compile import (
-    CompileOptions,
-    CompileReport,
-    ExecutableCache,
-    ProgramReport,
-    check_step,
-    compile_by,
-    leave_all,
-    shown,
-)
+from jaxbucket.compile.agreement import leave_all
+from jaxbucket.compile.check_step import check_step, short
+from jaxbucket.compile.executable_cache import ExecutableCache
+from jaxbucket.compile.options import CompileOptions
+from jaxbucket.compile.report import CompileReport, ProgramReport
+from jaxbucket.compile.steps import compile_by
 
 Recipe: TypeAlias = Callable[..., Any]
-_WANTED = (
+_REMEDY = (
     "Have it return (step_fn, state, specs), as `compile_steps` takes them, or a dict "
     "of such triples."
 )
@@ -43,7 +38,7 @@ class Failure:
     Attributes:
       step: which of the recipe's steps.
       label: the bucket's `[B, T]`, or the phase.
-      error: what was said.
+      error: its type, and the first line of its message.
     """
 
     step: str
@@ -53,7 +48,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Precompiled:
-    """What was compiled, or found, and what was not.
+    """What was compiled or loaded, and what was not.
 
     Attributes:
       report: seconds, bytes and operations of each program.
@@ -67,11 +62,7 @@ class Precompiled:
 
     def not_kept(self) -> list[str]:
         """The programs that are in no file, for the job to compile once more."""
-        return [
-            f"{program.name} {program.label}"
-            for program in self.report.programs
-            if program.file is None
-        ]
+        return [f"{p.name} {p.label}" for p in self.report.programs if p.file is None]
 
     def above(self, memory_gb: float) -> list[str]:
         """The programs whose peak is above so many 1e9 bytes of a device, or unknown.
@@ -79,9 +70,9 @@ class Precompiled:
         What a backend does not tell is not within a limit.
         """
         return [
-            f"{program.name} {program.label}"
-            for program in self.report.programs
-            if program.peak_bytes is None or program.peak_bytes > memory_gb * 1e9
+            f"{p.name} {p.label}"
+            for p in self.report.programs
+            if p.peak_bytes is None or p.peak_bytes > memory_gb * 1e9
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,10 +82,6 @@ class Precompiled:
             "failures": [dataclasses.asdict(failure) for failure in self.failures],
             "seconds": self.seconds,
         }
-
-    def to_json(self) -> str:
-        """Every number, as JSON."""
-        return json.dumps(self.to_dict())
 
 
 def precompile(
@@ -107,8 +94,21 @@ def precompile(
 ) -> Precompiled:
     """Compiles every shape of a plan; one that fails does not keep the others.
 
+    Example:
+      >>> import jax, numpy as np
+      >>> import jaxbucket as jb
+      >>> def recipe(plan):
+      ...     mesh = jb.data_mesh()
+      ...     state = jb.sharding.replicate(jax.ShapeDtypeStruct((), np.int32), mesh)
+      ...     specs = jb.sharding.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
+      ...     return (lambda state, batch: state + batch.num_tokens), state, specs
+      >>> done = precompile(recipe, jb.BucketPlan.from_shapes([(8, 4)]))
+      >>> done.report, done.failures
+      (<1 programs, 1 of them compiled>, ())
+
     Args:
-      recipe: called with the plan and the arguments.
+      recipe: called with the plan and the arguments; returns `(step_fn, state, specs)`,
+        or a dict of such triples by name.
       plan: the shapes.
       arguments: of the job, handed on to the recipe.
       executables: where they are kept, for the job to find.
@@ -126,11 +126,11 @@ def precompile(
     )
     programs, failures = [], []
     try:
-        for name, triple in _made(recipe, plan, arguments).items():
+        for name, triple in _call(recipe, plan, arguments).items():
             steps = compile_by(options, *triple)
             programs += steps.report.programs
             failures += [
-                Failure(name, str(label), _said(error))
+                Failure(name, str(label), _summary(error))
                 for label, error in steps.failures.items()
             ]
     except BaseException as error:
@@ -138,17 +138,18 @@ def precompile(
         leave_all(error)
         raise
     if executables is not None:
-        programs = [_as_it_is(program, executables) for program in programs]
+        folder = pathlib.Path(executables.folder)
+        # Some had to make room for others.
+        programs = [
+            p if p.file and (folder / p.file).exists() else _without_file(p)
+            for p in programs
+        ]
     return Precompiled(
         CompileReport(tuple(programs)), tuple(failures), time.perf_counter() - start
     )
 
 
-def _as_it_is(program: ProgramReport, executables: ExecutableCache) -> ProgramReport:
-    """Without its file, if that had to make room for another one."""
-    folder = pathlib.Path(executables.folder)
-    if program.file is None or (folder / program.file).exists():
-        return program
+def _without_file(program: ProgramReport) -> ProgramReport:
     return dataclasses.replace(program, file=None)
 
 
@@ -165,66 +166,61 @@ def _check_takes(recipe: Recipe, arguments: tuple[str, ...]) -> None:
         return
 
 
-def _made(
+def _call(
     recipe: Recipe, plan: BucketPlan, arguments: tuple[str, ...]
 ) -> Mapping[str, tuple[Any, Any, Any]]:
-    """What a recipe returns, as steps by name.
+    """Returns the steps of a recipe, by name.
 
     Raises:
       ValueError: if it raises an exception, or returns something else.
     """
     try:
-        made = recipe(plan, *arguments)
+        returned = recipe(plan, *arguments)
     except Exception as error:
         raise ValueError(
-            f"`{_name(recipe)}`: The recipe raised {_said(error)} "
+            f"`{_name(recipe)}`: The recipe raised {_summary(error)} "
             f"({_place(recipe, error)}). It was called with the plan and "
             f"{list(arguments)}."
         ) from error
+    steps = returned if isinstance(returned, Mapping) else {"step": returned}
     try:
-        return _steps(made, plan)
+        _check_steps(steps, plan)
     except ValueError as error:
-        raise ValueError(f"`{_name(recipe)}`: {error}") from None
+        raise ValueError(f"`{_name(recipe)}`: The recipe returned {error}") from None
+    return steps
 
 
 def _place(recipe: Recipe, error: Exception) -> str:
     """The last line of the recipe's own file that an exception came through."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     code = getattr(inspect.unwrap(recipe), "__code__", None)
-    own = [frame for frame in frames if code and frame.filename == code.co_filename]
+    in_file = [frame for frame in frames if code and frame.filename == code.co_filename]
     if not frames:
         return "when it was called"
-    frame = (own or frames)[-1]
+    frame = (in_file or frames)[-1]
     return f"{frame.filename}:{frame.lineno}, in {frame.name}"
 
 
-def _steps(made: Any, plan: BucketPlan) -> Mapping[str, tuple[Any, Any, Any]]:
-    steps = made if isinstance(made, Mapping) else {"step": made}
+def _check_steps(steps: Mapping[Any, Any], plan: BucketPlan) -> None:
     if not steps:
-        raise ValueError(
-            f"The recipe returned no steps: there is nothing to compile. {_WANTED}"
-        )
+        raise ValueError(f"no steps: there is nothing to compile. {_REMEDY}")
     for name, triple in steps.items():
         if not isinstance(triple, tuple) or len(triple) != 3:
-            raise ValueError(
-                f"The recipe returned {shown(triple)} for {name!r}. {_WANTED}"
-            )
+            raise ValueError(f"{short(triple)} for {name!r}. {_REMEDY}")
         try:
             check_step(*triple)
         except ValueError as error:
             raise ValueError(
-                f"The recipe returned something else for {name!r}: {error} {_WANTED}"
+                f"something else for {name!r}: {error} {_REMEDY}"
             ) from None
     # An evaluation may have a plan of its own beside it.
     specs = {bucket for _, _, specs in steps.values() for bucket in specs}
     missing = [str(bucket) for bucket in plan.buckets if bucket not in specs]
     if missing:
         raise ValueError(
-            f"The recipe returned `specs` without {', '.join(missing)}, which the plan "
-            "has. Make them from the plan that it is called with: "
-            "`batch_specs(plan, example, mesh)`."
+            f"`specs` without {', '.join(missing)}, which the plan has. Make them from "
+            "the plan that it is called with: `batch_specs(plan, example, mesh)`."
         )
-    return steps
 
 
 def _name(recipe: Recipe) -> str:
@@ -232,6 +228,6 @@ def _name(recipe: Recipe) -> str:
     return f"{getattr(recipe, '__module__', '?')}:{name}"
 
 
-def _said(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

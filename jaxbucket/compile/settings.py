@@ -1,4 +1,4 @@
-"""jax's flags and contexts, in words that are the same in every process.
+"""jax's flags and contexts, as JSON that is the same in every process.
 
 jax names what changes tracing, but not all of it: its PRNG implementation is missing.
 So every flag counts that is not known to be immaterial, a flag of a later jax, too.
@@ -6,7 +6,6 @@ So every flag counts that is not known to be immaterial, a flag of a later jax, 
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import os
 import pickle
@@ -22,6 +21,8 @@ import jax
 # There is no public way to the contexts that tracing depends on, such as a mesh, or to
 # the names of the flags that it depends on.
 from jax._src import config as jax_config
+
+from jaxbucket.compile.canonical import canonical
 
 # Caches, logs, dumps, error messages, guards, timeouts and connections. Which devices
 # there are is seen by the devices themselves.
@@ -79,7 +80,7 @@ def is_traced_alike(call: Callable[..., Any]) -> bool:
     try:
         return _in_new_thread(call, trace_key) == trace_key()
     except (AttributeError, TypeError):
-        # A jax that does not say.
+        # A later jax without these names.
         return False
 
 
@@ -101,9 +102,9 @@ def compiler_flags() -> dict[str, Any]:
 def _flags() -> dict[str, Any]:
     values = getattr(jax.config, "values", None)
     if not isinstance(values, Mapping):
-        return {"unknown": _different()}
+        return {"unknown": _unique()}
     return {
-        name: _in_words(value)
+        name: _canonical(value)
         for name, value in values.items()
         if not _IMMATERIAL.fullmatch(name)
     }
@@ -116,24 +117,26 @@ def _contexts() -> list[Any]:
         # Those of a thread in which nothing was entered.
         defaults = tuple(_in_new_thread(jax_config.trace_context))
     except (AttributeError, TypeError):
-        return [_different()]
-    names = _trace_names()
-    # Packages add contexts when they are imported, which nobody may have entered.
-    entered = [
-        # Which user context it is has no words.
-        [name, _different() if name == _USER_CONTEXT else _in_words(value)]
-        for name, value, default in zip(
-            names or range(len(values)), values, defaults, strict=True
-        )
-        if not _is_unset(name, value, default)
-    ]
-    return [_in_words(jax.sharding.get_mesh()), *entered]
+        return [_unique()]
+    names = _trace_names() or range(len(values))
+    entered: list[Any] = [_canonical(jax.sharding.get_mesh())]
+    for name, value, default in zip(names, values, defaults, strict=True):
+        if name == _USER_CONTEXT:
+            # Which user context it is cannot be told in another process.
+            if value is not default:
+                entered.append([name, _unique()])
+        # Packages add contexts when they are imported, which nobody may have entered.
+        elif value is not None and value is not False:
+            entered.append([name, _canonical(value)])
+    return entered
 
 
-def _is_unset(name: str | int, value: Any, default: Any) -> bool:
-    if name == _USER_CONTEXT:
-        return value is default
-    return value is None or value is False
+def _trace_names() -> tuple[str, ...]:
+    try:
+        return jax_config.trace_context_names()
+    except (AttributeError, NotImplementedError):
+        # A later jax: what changes tracing counts for the compiler, too.
+        return ()
 
 
 def _in_new_thread(fn: Callable[..., Any], *args: Any) -> Any:
@@ -141,51 +144,22 @@ def _in_new_thread(fn: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(fn, *args).result()
 
 
-def _trace_names() -> tuple[str, ...]:
-    try:
-        return jax_config.trace_context_names()
-    except (AttributeError, NotImplementedError):
-        # A jax that does not name them: what changes tracing counts for the compiler.
-        return ()
+def _canonical(value: Any) -> Any:
+    return canonical(value, fallback=_pickle_digest)
 
 
-def _in_words(value: Any) -> Any:
-    """A value as JSON, the same in every process for the same value.
-
-    What has no such words differs from everything else.
-    """
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return repr(value)
-    if isinstance(value, enum.Enum):
-        return str(value)
-    if isinstance(value, tuple | list):
-        return [type(value).__name__, *map(_in_words, value)]
-    if isinstance(value, set | frozenset):
-        return [type(value).__name__, *sorted(str(_in_words(x)) for x in value)]
-    if isinstance(value, Mapping):
-        return sorted(str([_in_words(key), _in_words(value[key])]) for key in value)
-    if isinstance(value, jax.Device):
-        return f"{value.platform} {value.id}"
-    if isinstance(value, jax.sharding.Mesh):
-        devices = [_in_words(device) for device in value.devices.flat]
-        return [f"{dict(value.shape)} {value.axis_types}", devices]
-    if isinstance(value, jax.sharding.AbstractMesh):
-        return str(value)
-    return _pickled(value)
-
-
-def _pickled(value: Any) -> str:
+def _pickle_digest(value: Any) -> Any:
     # What xla_metadata is kept in has a hash beside it, another one in every process.
     metadata = getattr(value, "val", None)
     if isinstance(metadata, dict):
-        return str(_in_words(metadata))
+        return _canonical(metadata)
     try:
         return hashlib.sha256(pickle.dumps(value)).hexdigest()
-    # What cannot be pickled says so in many ways.
+    # Pickling fails in many ways.
     except Exception:
-        return _different()
+        return _unique()
 
 
-def _different() -> str:
-    """For what is not known: no start is like another one, and all is traced."""
+def _unique() -> str:
+    """For what is unknown: no start is like another one, and all is traced."""
     return uuid.uuid4().hex

@@ -40,6 +40,11 @@ def _is_same(folder: str, other: str) -> bool:
     return os.path.abspath(folder) == os.path.abspath(other)
 
 
+_lock = threading.Lock()
+# How many threads have it off.
+_num_off = 0
+
+
 @contextlib.contextmanager
 def without_xla_cache() -> Iterator[None]:
     """Has jax compile what is compiled inside, even if its cache has it.
@@ -47,31 +52,23 @@ def without_xla_cache() -> Iterator[None]:
     An executable of a CPU that came from there has no code in it when it is serialised
     once more: it is loaded, and fails when it runs.
     """
-    with _Off.lock:
-        if not _Off.depth:
-            _Off.was_on = _config.jax_enable_compilation_cache
-            _switch(False)
-        _Off.depth += 1
+    global _num_off
+    with _lock:
+        # It may be off anyway.
+        is_used = _num_off > 0 or _config.jax_enable_compilation_cache
+        _num_off += is_used
+        _switch(False)
     try:
         yield
     finally:
-        with _Off.lock:
-            _Off.depth -= 1
-            if not _Off.depth:
-                _switch(_Off.was_on)
+        with _lock:
+            _num_off -= is_used
+            _switch(is_used and not _num_off)
 
 
 def may_lack_code(platform: str) -> bool:
     """Whether an executable may have come from jax's cache, and lost its code."""
     return platform == "cpu" and _config.jax_compilation_cache_dir is not None
-
-
-class _Off:
-    """Several threads may want it off."""
-
-    lock = threading.Lock()
-    depth = 0
-    was_on = True
 
 
 def _switch(on: bool) -> None:

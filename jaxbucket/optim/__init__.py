@@ -18,25 +18,15 @@ whatever takes it for a bound or a first guess only, as Polyak's step and Rprop 
 changes Adam's averages with the batch.
 """
 
-from jaxbucket.optim.adam_sde import scale_by_adam_sde
-from jaxbucket.optim.batch_size import scale_by_batch_size
-from jaxbucket.optim.linearity import is_linear_in_lr
-from jaxbucket.optim.rules import Rule
-from jaxbucket.optim.schedules import (
-    scale_schedule,
-    schedule_by_work,
-    warmup_inverse_sqrt_schedule,
-)
-from jaxbucket.optim.states import in_force, skip_where
+from etils import epy as _epy
 
-__all__ = [
-    "Rule",
-    "in_force",
-    "is_linear_in_lr",
-    "scale_by_adam_sde",
-    "scale_by_batch_size",
-    "scale_schedule",
-    "schedule_by_work",
-    "skip_where",
-    "warmup_inverse_sqrt_schedule",
-]
+with _epy.lazy_api_imports(globals()):
+    from jaxbucket.optim.adam_sde import scale_by_adam_sde
+    from jaxbucket.optim.batch_size import scale_by_batch_size
+    from jaxbucket.optim.linearity import is_linear_in_lr
+    from jaxbucket.optim.rules import Rule
+    from jaxbucket.optim.schedules import (
+        scale_schedule,
+        schedule_by_work,
+        warmup_inverse_sqrt_schedule,
+    )

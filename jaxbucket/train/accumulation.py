@@ -20,13 +20,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.buckets import Bucket
-from jaxbucket.compile import (
-    CompiledSteps,
-    CompileOptions,
-    Program,
-    check_is_batch,
-    noting_arguments,
-)
+from jaxbucket.compile.events import record_arguments
+from jaxbucket.compile.mismatch import check_is_batch
+from jaxbucket.compile.options import CompileOptions
+from jaxbucket.compile.program import Program
+from jaxbucket.compile.steps import CompiledSteps
 from jaxbucket.optim.precision import single_at_least
 from jaxbucket.train.loss import Metrics, row_keys
 from jaxbucket.train.pmap import PmapStep
@@ -73,7 +71,7 @@ def accumulating_step(
       pmap_axes: the mesh axes that cut the rows under `pmap`; None for `jit`.
     """
 
-    @noting_arguments
+    @record_arguments
     def add_micro_batch(
         state: TrainState, accumulated: Accumulated, batch: Batch
     ) -> Accumulated:
@@ -235,7 +233,7 @@ class CompiledAccumulation(CompiledSteps):
 
     def _phase(self, label: str, *args: Any) -> Any:
         if label in self._jitted:
-            return self.waited_for(self._jitted[label](*args))
+            return self.throttle(self._jitted[label](*args))
         return self.run_program(label, *args)
 
 

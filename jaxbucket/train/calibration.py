@@ -28,7 +28,7 @@ from jaxbucket.base.batch import Batch
 from jaxbucket.base.buckets import Bucket, BucketPlan
 from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.compile import compile_steps
+from jaxbucket.compile.steps import compile_steps
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, as_arrays, sequence_names
 from jaxbucket.plan.costs import StepTime

@@ -21,12 +21,8 @@ from jax.core import ShapedArray
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.compile import (
-    compiling_as,
-    following_prng,
-    note_arguments,
-    trace_key,
-)
+from jaxbucket.compile.events import compiling_as, record_call
+from jaxbucket.compile.settings import following_prng, trace_key
 from jaxbucket.train.rows import in_single
 
 _DEVICES = "devices"
@@ -99,7 +95,7 @@ class PmapStep:
                 self._mapped.lower(*jax.tree.map(_abstract, (*whole, with_axis))),
             )
         # Not what one device is given of them.
-        note_arguments(self._fn, args)
+        record_call(self._fn, args)
         return lowered
 
     def __call__(self, *args: Any) -> Any:

@@ -15,7 +15,7 @@ from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_choice
 from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.compile import noting_arguments
+from jaxbucket.compile.events import record_arguments
 from jaxbucket.data.unbatch import unbatch
 from jaxbucket.schedule.schedule import Schedule
 from jaxbucket.sharding import DATA_AXIS, Axes, ahead, axis_names
@@ -73,7 +73,7 @@ def make_predict_step(
         outputs = predict_fn(state.model, batch)
         return batch._replace(features=_checked(outputs, batch.bucket.batch_size))
 
-    @noting_arguments
+    @record_arguments
     def predict_step(state: TrainState, batch: Batch) -> Batch:
         return over_rows(state, batch)
 

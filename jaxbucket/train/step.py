@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_seed
-from jaxbucket.compile import noting_arguments
+from jaxbucket.compile.events import record_arguments
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
 from jaxbucket.train.accumulation import accumulating_step
 from jaxbucket.train.gradients import gradient_sums
@@ -119,7 +119,7 @@ def make_train_step(
             pmap_axes=axes if mode == "pmap" else None,
         )
 
-    @noting_arguments
+    @record_arguments
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return update(state, *global_sums(state, batch))
 
@@ -175,7 +175,7 @@ def make_eval_step(
 
     global_sums = over_batch(local_sums, mesh, mode, batch_axes, seed=None)
 
-    @noting_arguments
+    @record_arguments
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
         return mean_metrics(global_sums(state, batch))
 

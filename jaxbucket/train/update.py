@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxbucket.optim import in_force, skip_where
+from jaxbucket.optim.states import in_force, skip_where
 from jaxbucket.train.gradients import all_finite
 from jaxbucket.train.loss import Metrics, mean_metrics
 from jaxbucket.train.state import TrainState

@@ -17,8 +17,8 @@ from rich.console import Console
 
 import jaxbucket as jb
 from jaxbucket.cli import main
-from jaxbucket.compile import ProgramReport
 from jaxbucket.compile.recipes import precompile
+from jaxbucket.compile.report import ProgramReport
 
 ROOT = pathlib.Path(__file__).parents[2]
 PLAN = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (2, 16)])
@@ -99,7 +99,7 @@ def test_a_bucket_that_fails_does_not_keep_the_others(tmp_path):
     (failure,) = done.failures
     assert (failure.step, failure.label) == ("step", "[2, 16]")
     assert failure.error == "ArithmeticError: no such bucket"
-    numbers = json.loads(done.to_json())
+    numbers = done.to_dict()
     assert len(numbers["programs"]) == 2 and len(numbers["failures"]) == 1
 
 
@@ -270,6 +270,7 @@ def test_a_recipe_that_ends_the_program_ends_the_command(plan):
     assert interrupted.exit_code == 1 and "Aborted!" in interrupted.output
 
 
+@pytest.mark.exhaustive
 def test_the_script_says_one_sentence_of_a_recipe_that_raises(plan):
     command = [sys.executable, ROOT / "scripts" / "precompile_shapes.py"]
     command += ["--recipe", "test_recipes:raising", "--plan", plan]
@@ -287,6 +288,7 @@ def test_a_file_that_is_no_plan_is_refused(plan):
     assert run.exit_code == 1 and "plan.json" in run.output
 
 
+@pytest.mark.exhaustive
 def test_the_example_finds_what_the_script_has_compiled(tmp_path):
     """From a file of lengths to a training job that compiles nothing."""
     lines = "".join(

@@ -20,10 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 import jaxbucket as jb
+
+exhaustive = pytest.mark.exhaustive
 
 
 class Examples:
@@ -109,8 +112,14 @@ def compiled():
 # Once per bucket (invariant 1)
 
 
-@pytest.mark.parametrize("mode", ["jit", "shard_map"])
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(
+    ("ahead", "mode"),
+    [
+        *((True, "shard_map"), (False, "jit")),
+        pytest.param(True, "jit", marks=exhaustive),
+        pytest.param(False, "shard_map", marks=exhaustive),
+    ],
+)
 def test_a_train_step_is_compiled_once_per_bucket_over_two_epochs(ahead, mode):
     source, plan, mesh = small_setup()
     schedule = jb.BatchSchedule(plan, source.lengths)
@@ -130,8 +139,14 @@ def test_a_train_step_is_compiled_once_per_bucket_over_two_epochs(ahead, mode):
     assert set(loss.traces.values()) == {1}
 
 
-@pytest.mark.parametrize("mode", ["jit", "shard_map"])
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(
+    ("ahead", "mode"),
+    [
+        *((True, "jit"), (False, "shard_map")),
+        pytest.param(True, "shard_map", marks=exhaustive),
+        pytest.param(False, "jit", marks=exhaustive),
+    ],
+)
 def test_an_evaluation_step_is_compiled_once_per_bucket(ahead, mode):
     source, plan, mesh = small_setup()
     schedule = jb.BatchSchedule(plan, source.lengths, order="source")
@@ -151,7 +166,9 @@ def test_an_evaluation_step_is_compiled_once_per_bucket(ahead, mode):
     assert set(loss.traces.values()) == {1}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [3, *(pytest.param(seed, marks=exhaustive) for seed in range(3))]
+)
 def test_random_plans_compile_once_per_bucket(seed):
     rng = np.random.default_rng(seed)
     lengths = 1 + rng.geometric(0.02, 300).clip(max=200)
@@ -165,6 +182,7 @@ def test_random_plans_compile_once_per_bucket(seed):
     check_counts(lengths, plan, seed=seed)
 
 
+@exhaustive
 def test_real_lengths_compile_once_per_bucket(real_lengths):
     plan = jb.plan_buckets(
         real_lengths,
@@ -740,6 +758,7 @@ print("began", flush=True)
 """
 
 
+@exhaustive
 def test_a_program_that_is_over_does_not_compile_the_rest():
     start = time.perf_counter()
     run = run_alone(LEAVING)
@@ -898,7 +917,9 @@ def test_what_cannot_fill_the_sequences_is_refused(pad_value, message):
         )
 
 
-@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+@pytest.mark.parametrize(
+    "mode", ["jit", *(pytest.param(x, marks=exhaustive) for x in ("shard_map", "pmap"))]
+)
 def test_padding_to_a_longer_bucket_changes_no_gradient(mode):
     source, plan, mesh = small_setup()
     specs = jb.sharding.batch_specs(plan, source[0], mesh)
@@ -1174,6 +1195,29 @@ except ValueError as error:
 """
 
 
+def test_the_cache_of_jax_is_turned_on_and_not_replaced(tmp_path):
+    folder = tmp_path / "xla"
+    before = {
+        name: jax.config.values[name]
+        for name in jax.config.values
+        if "persistent_cache" in name or name == "jax_compilation_cache_dir"
+    }
+    step, _ = slow_to_trace()
+    try:
+        for _ in range(2):
+            jb.compile_steps(step, small_state(), small_specs(), xla_cache=folder)
+        assert any(folder.iterdir())
+        with pytest.raises(
+            ValueError, match="`xla_cache='another'`: jax's compilation"
+        ):
+            jb.compile_steps(step, small_state(), small_specs(), xla_cache="another")
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+@exhaustive
 def test_the_cache_of_jax_is_filled_and_found(tmp_path):
     for times in (0, 2):
         run = run_alone(XLA_CACHE, tmp_path / "xla")

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxbucket as jb
-from jaxbucket.optim import in_force, skip_where
+from jaxbucket.optim.states import in_force, skip_where
 
 RULES = {
     "linear": lambda ratio: ratio,

@@ -1,0 +1,262 @@
+"""One start's use of a folder of executables.
+
+A second kind of file, a list, says which programs were lowered for one start, so that
+the next one need not trace them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import pathlib
+import pickle
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from jaxbucket.compile import cache_file as files
+from jaxbucket.compile import cache_key as keys
+from jaxbucket.compile.cache_file import BadFileError
+from jaxbucket.compile.canonical import digest
+from jaxbucket.compile.executable_cache import ExecutableCache
+from jaxbucket.compile.program import Label, Program
+from jaxbucket.compile.report import ProgramReport
+from jaxbucket.compile.xla_cache import may_lack_code
+
+_EXECUTABLE, _LIST = ".executable", ".programs"
+# How the code for a processor begins, on Linux and on a Mac.
+_OBJECT_CODE = (b"\x7fELF", b"\xcf\xfa\xed\xfe")
+
+
+class CacheSession:
+    """Which files one start loads, and which it leaves.
+
+    Args:
+      cache: the folder, and how to use it.
+      programs: all that the start needs.
+
+    Attributes:
+      devices: what they run on.
+      platform: of these, such as "cpu".
+      all_programs: a digest of their names and shapes, the same in all processes.
+    """
+
+    def __init__(self, cache: ExecutableCache, programs: Sequence[Program]):
+        self._cache = cache
+        # The process may change its directory meanwhile.
+        self._folder = pathlib.Path(cache.folder).absolute()
+        self.devices = keys.devices_of([program.args for program in programs])
+        self.platform: str = self.devices[0].platform
+        self._environment = keys.environment(self.devices) | {"key": cache.key}
+        self._arguments = {p.label: keys.arguments(p) for p in programs}
+        # In whichever order they are built.
+        by_name = {str(label): args for label, args in self._arguments.items()}
+        self._list_name = digest([self._environment, by_name, keys.tracing(programs)])
+        self.all_programs = digest(list(map(keys.shapes, programs)))
+        self._untraced = {id(program.fn) for program in programs}
+        self._hashes: dict[str, str] = {}
+        self._outputs: dict[Label, Any] = {}
+        # Programs that call back to Python are of no use to another process.
+        self._with_callbacks: set[Label] = set()
+        self._used: set[str] = set()
+        self._has_complained = False
+        if cache.verify == "none":
+            self._adopt_last_list()
+
+    def note(self, program: Program, lowered: Any) -> None:
+        """Takes note of what a program is now."""
+        text = keys.program_text(lowered)
+        self._outputs[program.label] = lowered.out_tree
+        if keys.calls_python(text):
+            self._with_callbacks.add(program.label)
+            return
+        self._hashes[str(program.label)] = hashlib.sha256(text.encode()).hexdigest()
+        was_last = self._untraced == {id(program.fn)}
+        self._untraced.discard(id(program.fn))
+        # Only now is one program of each function known.
+        if was_last and self._cache.verify == "one":
+            self._adopt_last_list()
+
+    def load(self, program: Program) -> tuple[Any, ProgramReport] | None:
+        """Returns the executable of a program, if it is known and there."""
+        if str(program.label) not in self._hashes:
+            return None
+        path, start = self._path(program), time.perf_counter()
+        try:
+            body = files.read(path)
+            if body is None:
+                return None
+            report, executable = self._loaded(body, program)
+        except BadFileError as error:
+            _warn(f"{path} {error}: it is compiled anew.")
+            return None
+        self._use(path)
+        seconds = time.perf_counter() - start
+        return executable, dataclasses.replace(
+            report, source="loaded", trace_seconds=0.0, load_seconds=seconds
+        )
+
+    def save(
+        self, program: Program, executable: Any, report: ProgramReport
+    ) -> ProgramReport:
+        """Writes an executable to its file; returns the report with that, if it can."""
+        name = f"{report.name} {report.label}"
+        if program.label in self._with_callbacks:
+            _warn(
+                f"{name} is not kept in a file, because it calls back to Python, as "
+                "`jax.debug.print` does: it is compiled each time."
+            )
+            return report
+        path = self._path(program)
+        saved = dataclasses.replace(report, file=path.name)
+        try:
+            code = _dumped(executable)
+            if may_lack_code(self.platform) and not any(
+                x in code for x in _OBJECT_CODE
+            ):
+                raise ValueError("jax's own cache had it, and it has no code any more.")
+        # Pickling fails in many ways.
+        except Exception as error:
+            _warn(
+                f"{name} cannot be kept in a file, because it has something that "
+                f"cannot be serialised: {error}"
+            )
+            return report
+        is_saved = self._write(path, pickle.dumps(dataclasses.asdict(saved)) + code)
+        return saved if is_saved else report
+
+    def finish(self) -> None:
+        """Writes the list of all programs, once all are known."""
+        if self._hashes.keys() < set(map(str, self._arguments)):
+            return
+        body = json.dumps(self._hashes, sort_keys=True).encode()
+        path = self._list_path(body)
+        # The most recently used one is what "none" takes.
+        self._use(path)
+        try:
+            is_written = files.read(path) == body
+        except BadFileError:
+            is_written = False
+        if not is_written:
+            self._write(path, body)
+
+    def _use(self, path: pathlib.Path) -> None:
+        """Keeps a file in the folder, as the most recently used one."""
+        self._used.add(path.name)
+        files.touch(path)
+
+    def _adopt_last_list(self) -> None:
+        """Takes the programs of the last start that has those which are known."""
+        paths = self._folder.glob(f"{self._list_name}-*{_LIST}")
+        for path in sorted(paths, key=files.last_use, reverse=True):
+            try:
+                body = files.read(path)
+                if body is not None and path != self._list_path(body):
+                    raise BadFileError("is of other programs than its name says")
+            except BadFileError as error:
+                _warn(f"{path} {error}: all programs are traced.")
+                continue
+            hashes = json.loads(body or b"{}")
+            if hashes and self._hashes.items() <= hashes.items():
+                self._hashes = hashes
+                self._use(path)
+                return
+
+    def _list_path(self, body: bytes) -> pathlib.Path:
+        content = hashlib.sha256(body).hexdigest()[:32]
+        return self._folder / f"{self._list_name}-{content}{_LIST}"
+
+    def _path(self, program: Program) -> pathlib.Path:
+        label = program.label
+        of_program = self._arguments[label] | {"program": self._hashes[str(label)]}
+        return self._folder / f"{digest(self._environment | of_program)}{_EXECUTABLE}"
+
+    def _loaded(self, body: bytes, program: Program) -> tuple[ProgramReport, Any]:
+        file = io.BytesIO(body)
+        try:
+            report = ProgramReport(**pickle.load(file))
+            if report.file != self._path(program).name:
+                raise BadFileError("is of another program than its name says")
+            executable = _Unpickler(file, self.devices).load()
+            has_arguments = executable.in_tree == jax.tree.structure((program.args, {}))
+            # Of objects that are printed alike; without tracing nobody knows them.
+            outputs = self._outputs.get(program.label, executable.out_tree)
+            has_outputs = executable.out_tree == outputs
+        except BadFileError:
+            raise
+        # XLA and pickle refuse in many ways, and none is a reason to stop.
+        except (Exception, SystemExit) as error:
+            raise BadFileError(
+                f"cannot be loaded: {type(error).__name__}: {error}"
+            ) from None
+        if not has_arguments:
+            raise BadFileError("has other constants in its arguments")
+        if not has_outputs:
+            raise BadFileError("has other constants in what it returns")
+        return report, executable
+
+    def _write(self, path: pathlib.Path, body: bytes) -> bool:
+        max_bytes = int(self._cache.max_gb * 1e9)
+        try:
+            files.write(path, body)
+            self._used.add(path.name)
+            total = files.clean_up(
+                self._folder, (_EXECUTABLE, _LIST), max_bytes, self._used
+            )
+        except OSError as error:
+            self._complain(
+                f"Executables are not kept: {path} cannot be written: {error}. "
+                "Make room, or name another folder."
+            )
+            return False
+        if total > max_bytes:
+            self._complain(
+                f"`max_gb={self._cache.max_gb}` is less than the {total / 1e9:.3g} GB "
+                "of this start alone: give more."
+            )
+        return True
+
+    def _complain(self, message: str) -> None:
+        """Warns of the folder, once."""
+        if not self._has_complained:
+            _warn(message)
+        self._has_complained = True
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _dumped(executable: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(executable)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Of whatever holds executables, such as the two of a pmap step."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, jax.stages.Compiled):
+            return serialize_executable.serialize(obj)
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, devices: keys.Devices):
+        super().__init__(file)
+        self._load = functools.partial(
+            serialize_executable.deserialize_and_load,
+            backend=devices[0].client,
+            execution_devices=devices,
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._load(*pid)

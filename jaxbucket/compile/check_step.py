@@ -1,0 +1,62 @@
+"""What `compile_steps` takes, and the sentence for what it does not take."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
+
+
+def check_step(step_fn: Any, state: Any, specs: Any) -> None:
+    """Raises a ValueError if these are not what `compile_steps` takes."""
+    if not callable(step_fn) and not hasattr(step_fn, "compile_steps"):
+        raise ValueError(
+            f"`step_fn` is {short(step_fn)}, which cannot be called: pass a function "
+            "of (state, batch)."
+        )
+    _check_specs(specs)
+    for path, leaf in jax.tree.leaves_with_path(state):
+        _check_leaf(f"`state{jax.tree_util.keystr(path)}`", leaf)
+
+
+def _check_specs(specs: Any) -> None:
+    if not isinstance(specs, Mapping):
+        raise ValueError(f"`specs` is {short(specs)}: pass what `batch_specs` returns.")
+    if not specs:
+        raise ValueError("`specs` is empty: pass what `batch_specs` returns.")
+    for bucket, batch in specs.items():
+        if not isinstance(bucket, Bucket) or not isinstance(batch, Batch):
+            raise ValueError(
+                f"`specs` has {short(batch)} for {short(bucket)}, not a `Batch` of "
+                "shapes for a `Bucket`: pass what `batch_specs` returns."
+            )
+        if batch.bucket != bucket:
+            raise ValueError(
+                f"`specs[{bucket}]` is a batch of shape {batch.bucket}: pass what "
+                "`batch_specs` returns."
+            )
+
+
+def _check_leaf(name: str, leaf: Any) -> None:
+    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    if not is_array and not isinstance(leaf, bool | int | float | complex):
+        raise ValueError(
+            f"{name} is {short(leaf)}, not an array: a state is a pytree of arrays, or "
+            "of their shapes, dtypes and shardings."
+        )
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
+        raise ValueError(
+            f"{name} is a shape without a sharding, and executables depend on that: "
+            "give the shapes that `jax.eval_shape` returns to `replicate`, or "
+            "shardings of your own."
+        )
+
+
+def short(value: Any) -> str:
+    """A value of any kind in a few words, for a message."""
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
