@@ -24,11 +24,11 @@ from jaxbucket.plan.curve import PlanCurve, plan_curve
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.reports.comparison import Comparison, compare_plans
 from jaxbucket.plan.reports.epoch import Report, report
+from jaxbucket.schedule.batch_schedule import BatchSchedule
 from jaxbucket.schedule.curriculum import Curriculum
 from jaxbucket.schedule.difficulty_index import DifficultyIndex
 from jaxbucket.schedule.mixture import Mixture
 from jaxbucket.schedule.pacing import CyclicPacing, LinearPacing, RootPacing, StepPacing
-from jaxbucket.schedule.schedule import BatchSchedule
 from jaxbucket.stream.drift import Drift, DriftWarning
 from jaxbucket.stream.end import StreamEnd
 

@@ -22,7 +22,7 @@ from jaxbucket import (
     write_token_file,
 )
 from jaxbucket.base.types import digest
-from jaxbucket.schedule.schedule import Schedule
+from jaxbucket.schedule.base import Schedule
 from jaxbucket.testing import check_batches
 
 ORDERS = ("shuffled", "source", "ascending", "descending", "curriculum", "mixture")

@@ -50,8 +50,8 @@ from jaxbucket.data.transform import (
     check_transform,
     transform_name,
 )
+from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.example_draws import BatchDraws
-from jaxbucket.schedule.schedule import Schedule
 
 
 def batch_dataset(

@@ -12,8 +12,9 @@ import numpy as np
 
 from jaxbucket.base.checks import check_accumulate, check_choice
 from jaxbucket.base.types import EMPTY_ROW, BatchIndices
+from jaxbucket.schedule.base import Schedule
+from jaxbucket.schedule.batch_schedule import BatchSchedule
 from jaxbucket.schedule.example_draws import BatchDraws
-from jaxbucket.schedule.schedule import BatchSchedule, Schedule
 
 Unit: TypeAlias = Literal["steps", "tokens", "examples"]
 

@@ -15,7 +15,7 @@ from jaxbucket.base.progress import progress_bar
 from jaxbucket.base.types import EMPTY_ROW, Batch, BatchIndices, Bucket, digest
 from jaxbucket.compile import noting_arguments
 from jaxbucket.data.collate import unbatch
-from jaxbucket.schedule.schedule import Schedule
+from jaxbucket.schedule.base import Schedule
 from jaxbucket.sharding import (
     DATA_AXIS,
     Axes,
