@@ -353,7 +353,7 @@ class BatchDataset(grain.MapDataset[Any]):
                 ),
             },
             {
-                **schedule.traits(),
+                **schedule.config(),
                 "first_step": schedule.first_step,
                 "continues": schedule.continues,
                 **self._padding_traits(),

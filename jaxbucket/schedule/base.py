@@ -58,11 +58,11 @@ class Schedule(abc.ABC):
         """What is random in the examples of each of them."""
 
     @abc.abstractmethod
-    def traits(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         """What it does beside the plan and the lengths, as plain Python."""
 
     @abc.abstractmethod
-    def _named(self) -> list[str]:
+    def _fingerprint_parts(self) -> list[str]:
         """What its fingerprint is made of, beside the plan and the lengths."""
 
     def continue_with(self, position: DataPosition) -> Self:
@@ -183,8 +183,12 @@ class Schedule(abc.ABC):
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits that name every batch: plan, lengths, and all traits."""
-        parts = [self.plan.fingerprint, self.data_fingerprint, *self._named()]
+        """32 hex digits that name every batch: plan, lengths, and its configuration."""
+        parts = [
+            self.plan.fingerprint,
+            self.data_fingerprint,
+            *self._fingerprint_parts(),
+        ]
         if self.continues is not None:
             parts += [str(self.first_step), self.continues]
         return digest("\n".join(parts).encode())

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -33,22 +33,17 @@ from jaxbucket.packing.rows import Packing
 from jaxbucket.packing.sequences import check_parts, total_lengths
 from jaxbucket.plan.remainder import Remainder, RowFlow, filler_bucket
 from jaxbucket.plan.reports.epoch import Report, lag1_autocorrelation, report
-from jaxbucket.schedule.balance import imbalance
+from jaxbucket.schedule.balance import mean_imbalance
 from jaxbucket.schedule.base import Schedule
-from jaxbucket.schedule.curriculum import Curriculum
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.opening import Opening, OpeningSteps
-from jaxbucket.schedule.orders import EpochOrder, FixedOrder, ShuffledOrder
-from jaxbucket.schedule.paced_order import EasyDraws, PacedOrder
+from jaxbucket.schedule.order import Order
+from jaxbucket.schedule.orders import OrderName, check_order
 from jaxbucket.schedule.packed_rows import PackedRows
 
-FixedName: TypeAlias = Literal["source", "ascending", "descending"]
-Order: TypeAlias = Literal["shuffled"] | FixedName | Curriculum
-
-# Of the steps of an epoch.
-_MOST_LOOKED_AT = 4096
-ORDERS: tuple[str, ...] = ("shuffled", *get_args(FixedName))
+# Steps of an epoch whose balance is counted.
+_MOST_COUNTED = 4096
 
 
 class BatchSchedule(Schedule):
@@ -125,7 +120,7 @@ class BatchSchedule(Schedule):
         lengths: ArrayLike | Mapping[str, ArrayLike],
         *,
         seed: int = 0,
-        order: Order = "shuffled",
+        order: OrderName | Order = "shuffled",
         remainder: Remainder = "cheapest",
         opening: Opening | None = None,
         accumulate: int = 1,
@@ -135,59 +130,46 @@ class BatchSchedule(Schedule):
         check_choice("group", group, GROUPS)
         self.plan = plan
         if isinstance(lengths, Mapping):
-            self.parts = _packed_parts(lengths, packing)
+            self.parts = _check_packed_parts(lengths, packing)
             lengths = total_lengths(self.parts)
         self.lengths = plan.check(lengths)
-        _check_order(order, len(self.lengths))
+        is_packed = packing is not None
+        self._order = check_order(order, len(self.lengths), is_packed=is_packed)
+        self.order: OrderName | Order = order
         self.seed = check_seed(seed)
         self.packing = packing
         self._row_lengths, self._packed = self.lengths, None
         if packing is not None:
-            _check_packing(packing, plan, order)
+            _check_packing(packing, plan)
             self.max_segments = packing.max_segments
             self.capacities = packing.capacities
             self._row_lengths = packing.row_lengths
-            drawn = self.seed if order == "shuffled" else None
+            drawn = self.seed if self._order.is_redrawn else None
             self._packed = PackedRows(packing, self.lengths, self.parts, drawn)
-        self.order: Order = order
         self.remainder: Remainder = remainder
         if opening is not None and not isinstance(opening, str):
             opening = list(opening)
         self.opening: Opening | None = opening
         self.accumulate = check_accumulate(accumulate)
         self.group: Group = group
-        # Of one bucket, a step is one batch of the order; of several, so many.
-        together = self.accumulate if group == "same" else 1
-        self._batches_per_step = self.accumulate // together
+        # A step is one high batch of one bucket, or several batches of any.
+        batches_together = self.accumulate if group == "same" else 1
+        self._batches_per_step = self.accumulate // batches_together
         self._rows = EpochRows(
             plan,
             self._row_lengths,
             remainder=remainder,
-            within=_within(order),
-            group=together,
+            within=self._order.within,
+            group=batches_together,
         )
         self._opening = (
             OpeningSteps(plan, self.flow.batches, opening, self._batches_per_step)
             if opening
             else None
         )
-        self._order = self._make_order()
-
-    def _make_order(self) -> EpochOrder:
-        order, rows, opening = self.order, self._rows, self._opening
-        if order == "shuffled":
-            return ShuffledOrder(rows, self.seed, opening)
-        if not isinstance(order, Curriculum):
-            by_length = None if order == "source" else self._row_lengths
-            return FixedOrder(rows, by_length, order == "descending", opening)
-        if not order.replacement:
-            return PacedOrder(order, rows, self.lengths, self.seed, opening)
-        if opening is not None:
-            raise ValueError(
-                "`opening` plans the beginning of an epoch that has every example "
-                "once, which one with `replacement=True` has not. Leave out either."
-            )
-        return EasyDraws(order, rows, self.lengths, self.seed)
+        self._epochs = self._order.epoch_order(
+            self._rows, self._row_lengths, self.seed, self._opening
+        )
 
     @property
     def flow(self) -> RowFlow:
@@ -222,7 +204,7 @@ class BatchSchedule(Schedule):
         epoch, position = divmod(step, self.steps_per_epoch)
         first = position * self.accumulate
         numbers = range(first, first + self.accumulate)
-        repeats = isinstance(self.order, Curriculum) and self.order.replacement
+        repeats = self._order.replacement
         return tuple(
             BatchDraws(self.seed, epoch, number if repeats else None)
             for number in numbers
@@ -232,7 +214,7 @@ class BatchSchedule(Schedule):
         """A batch of the order, cut into the micro-batches that it counts for."""
         if number >= self._rows.num_batches:
             return [self._filler]
-        index, examples = self._order.batch(epoch, number)
+        index, examples = self._epochs.batch(epoch, number)
         bucket = self.plan.buckets[index]
         rows = np.full(int(self._rows.sizes[index]), EMPTY_ROW, np.int64)
         rows[: len(examples)] = examples
@@ -266,7 +248,7 @@ class BatchSchedule(Schedule):
         Raises:
           ValueError: if it draws with replacement.
         """
-        seq_lens = self.plan.boundaries[self._order.buckets(epoch)]
+        seq_lens = self.plan.boundaries[self._epochs.buckets(epoch)]
         return dataclasses.replace(
             self.cost(), autocorrelation=lag1_autocorrelation(seq_lens)
         )
@@ -277,7 +259,7 @@ class BatchSchedule(Schedule):
         Raises:
           ValueError: if it draws with replacement.
         """
-        if isinstance(self.order, Curriculum) and self.order.replacement:
+        if self._order.replacement:
             raise ValueError(
                 "A report counts an epoch that has every example once, which one with "
                 "`replacement=True` has not. Count its batches."
@@ -326,39 +308,38 @@ class BatchSchedule(Schedule):
                     f"`num_devices={num_devices}` do not divide the rows of bucket "
                     f"{bucket}. Plan with that `batch_size_multiple`."
                 )
-        every = [self.lengths] if self.parts is None else self.parts.values()
-        squares = np.sum([np.square(own, dtype=np.int64) for own in every], axis=0)
-        found = []
-        for step in range(min(len(self), _MOST_LOOKED_AT)):
-            for indices in self._micro_batches(epoch * len(self) + step):
-                rows = indices.rows.reshape(indices.bucket.batch_size, -1)
-                work = np.where(rows == EMPTY_ROW, 0, squares[rows]).sum(axis=1)
-                found.append(imbalance(work, num_devices))
-        return float(np.mean(found))
+        parts = [self.lengths] if self.parts is None else self.parts.values()
+        work = np.sum([np.square(x, dtype=np.int64) for x in parts], axis=0)
+        first = epoch * len(self)
+        steps = range(first, first + min(len(self), _MOST_COUNTED))
+        batches = (x for step in steps for x in self._micro_batches(step))
+        return mean_imbalance(batches, work, num_devices)
 
     def _drops_the_same(self) -> bool:
         """Whether every epoch leaves out the same rows."""
-        return self.remainder == "drop" and self.order in get_args(FixedName)
+        return self.remainder == "drop" and not self._order.is_redrawn
 
     def _kept_rows(self) -> np.ndarray:
         """Those of an epoch that drops the same ones as every other."""
         buckets = range(len(self.plan))
-        own = [self._rows.own(k)[: int(self.flow.rows[k])] for k in buckets]
-        return np.concatenate(own)
+        num_rows = self.flow.rows.tolist()
+        return np.concatenate(
+            [self._rows.bucket_examples(k)[: num_rows[k]] for k in buckets]
+        )
 
-    def traits(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         groups = {"accumulate": self.accumulate, "group": self.group}
         return {
             "seed": self.seed,
-            "order": str(self.order),
+            "order": str(self._order),
             "remainder": self.remainder,
             "opening": self.opening_pairs,
             **(groups if self.accumulate > 1 else {}),
             **({"packing": self.packing.fingerprint} if self.packing else {}),
         }
 
-    def _named(self) -> list[str]:
-        parts = [str(self.seed), str(self.order)]
+    def _fingerprint_parts(self) -> list[str]:
+        parts = [str(self.seed), str(self._order)]
         # What is as it always was leaves no trace: old runs have these fingerprints.
         if self.remainder != "cheapest":
             parts += ["remainder", self.remainder]
@@ -371,19 +352,7 @@ class BatchSchedule(Schedule):
         return parts
 
 
-def _check_order(order: Any, size: int) -> None:
-    if isinstance(order, Curriculum):
-        order.check_size(size)
-    elif isinstance(order, str):
-        check_choice("order", order, ORDERS)
-    else:
-        raise ValueError(
-            f"`order` is a {type(order).__name__}: choose one of {', '.join(ORDERS)}, "
-            "or give a `Curriculum` of difficulties."
-        )
-
-
-def _packed_parts(
+def _check_packed_parts(
     lengths: Mapping[str, ArrayLike], packing: Packing | None
 ) -> dict[str, np.ndarray]:
     if packing is None:
@@ -395,7 +364,7 @@ def _packed_parts(
     return check_parts(lengths)
 
 
-def _check_packing(packing: Any, plan: BucketPlan, order: Order) -> None:
+def _check_packing(packing: Any, plan: BucketPlan) -> None:
     if not isinstance(packing, Packing):
         raise ValueError(
             f"`packing` is a {type(packing).__name__}: make it by `pack(lengths, "
@@ -416,15 +385,3 @@ def _check_packing(packing: Any, plan: BucketPlan, order: Order) -> None:
             f"{packing.capacities}, {packing.seq_lens[0]} together: plan with "
             "`boundaries=packing.seq_lens`."
         )
-    if isinstance(order, Curriculum):
-        raise ValueError(
-            "`order` is a `Curriculum`, which ranks examples, and `packing` puts easy "
-            "ones and hard ones into one row. Leave out either."
-        )
-
-
-def _within(order: Order) -> Any:
-    """How the examples of a bucket are sorted."""
-    if isinstance(order, Curriculum):
-        return order.difficulty if order.replacement else "source"
-    return "source" if order == "shuffled" else order

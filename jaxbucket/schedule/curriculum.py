@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,21 +10,21 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.types import digest
 from jaxbucket.schedule.difficulty_index import DifficultyIndex
 from jaxbucket.schedule.epoch_rows import EpochRows
+from jaxbucket.schedule.opening import OpeningSteps
+from jaxbucket.schedule.order import EpochOrder, Order
+from jaxbucket.schedule.paced_order import EasyDraws, Pace, PacedOrder
 from jaxbucket.schedule.pacing import (
     LinearPacing,
     Pacing,
     check_pacing,
-    open_share,
     pacing_name,
 )
 
-# A share is rounded to so many parts: powers differ between machines in the last bit.
-_PARTS = 10**9
 # Below this, every integer is a float.
 _EXACT = 2.0**53
 
 
-class Curriculum:
+class Curriculum(Order):
     """An order: at every step, only what is easy enough.
 
     The pacing function opens a share of the examples, the easiest ones and all that are
@@ -73,6 +72,7 @@ class Curriculum:
         self.pacing = LinearPacing() if pacing is None else pacing
         check_pacing(self.pacing)
         self.replacement = bool(replacement)
+        self.within = self.difficulty if self.replacement else "source"
 
     def __repr__(self) -> str:
         return (
@@ -85,30 +85,45 @@ class Curriculum:
         kind = "curriculum with replacement" if self.replacement else "curriculum"
         return f"{kind} {self._fingerprint[:16]}"
 
-    def check_size(self, size: int) -> None:
-        """Raises a ValueError unless there is a difficulty for each of the examples."""
-        if len(self.difficulty) != size:
+    def check(self, num_examples: int, *, is_packed: bool) -> None:
+        if len(self.difficulty) != num_examples:
             raise ValueError(
-                f"`difficulty` has {len(self.difficulty)} entries for {size} lengths. "
-                "Give one for each example."
+                f"`difficulty` has {len(self.difficulty)} entries for {num_examples} "
+                "lengths. Give one for each example."
+            )
+        if is_packed:
+            raise ValueError(
+                "`order` is a `Curriculum`, which ranks examples, and `packing` puts "
+                "easy ones and hard ones into one row. Leave out either."
             )
 
-    def in_order(self, kept: np.ndarray | None) -> np.ndarray:
-        """Returns the difficulties of all examples, or of `[N]` kept ones, sorted."""
+    def epoch_order(
+        self,
+        rows: EpochRows,
+        lengths: np.ndarray,
+        seed: int,
+        opening: OpeningSteps | None,
+    ) -> EpochOrder:
+        drops = rows.plan.overlong == "drop"
+        is_kept = lengths <= rows.plan.max_seq_len if drops else None
+        pace = Pace(self.pacing, self._sorted(is_kept), rows.num_batches)
+        if not self.replacement:
+            return PacedOrder(self.difficulty, pace, rows, seed, opening)
+        if opening is not None:
+            raise ValueError(
+                "`opening` plans the beginning of an epoch that has every example "
+                "once, which one with `replacement=True` has not. Leave out either."
+            )
+        return EasyDraws(self.difficulty, pace, rows, seed)
+
+    def _sorted(self, is_kept: np.ndarray | None) -> np.ndarray:
+        """The difficulties of all examples, or of those that `[N]` bools keep."""
+        difficulty = self.difficulty
         if self._index is None or self._index.sorted_by != "all":
-            own = self.difficulty
-            return np.sort(own if kept is None else own[kept])
-        # That is what it was sorted for.
+            return np.sort(difficulty if is_kept is None else difficulty[is_kept])
+        # The index has sorted them already.
         examples = self._index.examples
-        return self.difficulty[examples if kept is None else examples[kept[examples]]]
-
-    def open_parts(self, epochs: float) -> int:
-        """Returns the share that is open, in parts of 10**9.
-
-        Raises:
-          ValueError: if the pacing function gives no number from 0 to 1.
-        """
-        return round(open_share(self.pacing, epochs) * _PARTS)
+        return difficulty[examples if is_kept is None else examples[is_kept[examples]]]
 
     @functools.cached_property
     def _fingerprint(self) -> str:
@@ -148,30 +163,3 @@ def _same_bytes(difficulty: np.ndarray) -> bytes | memoryview:
         # Not all of these are floats.
         return "\n".join(map(str, difficulty.tolist())).encode()
     return as_floats.data
-
-
-class Pace:
-    """The greatest difficulty that is open, by batch.
-
-    Args:
-      curriculum: difficulties and pacing.
-      rows: the rows of an epoch.
-      lengths: `[N]`, to leave out those that the plan drops.
-    """
-
-    def __init__(self, curriculum: Curriculum, rows: EpochRows, lengths: np.ndarray):
-        drops = rows.plan.overlong == "drop"
-        kept = lengths <= rows.plan.max_seq_len if drops else None
-        self._curriculum = curriculum
-        self._sorted = curriculum.in_order(kept)
-        self._num_batches = rows.num_batches
-
-    def at(self, epoch: int, position: int) -> Any:
-        """Returns what a batch may have at most, as a number of the array's dtype."""
-        parts = self._curriculum.open_parts(epoch + position / self._num_batches)
-        count = -(-parts * len(self._sorted) // _PARTS)
-        return self._sorted[max(count, 1) - 1]
-
-    def of_epoch(self, epoch: int) -> np.ndarray:
-        """Returns it for all batches of an epoch, `[num_batches]`."""
-        return np.array([self.at(epoch, p) for p in range(self._num_batches)])

@@ -196,16 +196,16 @@ class Mixture(Schedule):
         more = self.max_segments - rows.shape[1]
         return np.pad(rows, ((0, 0), (0, more)), constant_values=EMPTY_ROW)
 
-    def traits(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         return {
-            "mixture": [schedule.traits() for schedule in self.schedules],
+            "mixture": [schedule.config() for schedule in self.schedules],
             "sizes": [len(schedule.lengths) for schedule in self.schedules],
             "weights": self.weights,
             "by": self.by,
             "accumulate": self.accumulate,
         }
 
-    def _named(self) -> list[str]:
+    def _fingerprint_parts(self) -> list[str]:
         own = [schedule.fingerprint for schedule in self.schedules]
         weights = [weight.hex() for weight in self.weights]
         return ["mixture", *own, *weights, self.by, str(self.accumulate)]

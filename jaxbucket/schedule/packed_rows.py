@@ -13,7 +13,7 @@ import numpy as np
 from jaxbucket.base.permutation import fold, mix_each, permute_each
 from jaxbucket.base.types import EMPTY_ROW
 from jaxbucket.packing.rows import Packing
-from jaxbucket.schedule.balance import spread_evenly
+from jaxbucket.schedule.balance import balance_rows
 
 # Other keys than those of rows and batches.
 _SLOTS = 0x510
@@ -86,7 +86,7 @@ class PackedRows:
         """
         packing = self._packing
         work = np.where(rows == EMPTY_ROW, 0, packing.row_work[rows])
-        rows = rows[spread_evenly(work)]
+        rows = rows[balance_rows(work)]
         filled = np.flatnonzero(rows != EMPTY_ROW)
         first, last = (packing.row_splits[rows[filled] + i] for i in range(2))
         sizes = last - first

@@ -22,7 +22,7 @@ from jaxbucket.packing.pattern import Pattern, positions
 from jaxbucket.packing.rows import fewest_positions
 from jaxbucket.packing.subset_sum import fullest_rows
 from jaxbucket.plan.histogram import grouped, value_counts
-from jaxbucket.schedule.balance import imbalance, spread_evenly
+from jaxbucket.schedule.balance import balance_rows, imbalance
 from jaxbucket.testing import check_batches
 
 
@@ -378,7 +378,7 @@ def test_rows_are_spread_evenly(seed):
     rng = np.random.default_rng(seed)
     size = int(rng.choice([1, 2, 8, 12, 24, 64, 96]))
     work = rng.integers(0, 1000, size) ** 2
-    order = spread_evenly(work)
+    order = balance_rows(work)
     assert sorted(order) == list(range(size))
     for num_parts in (2, 4, 8):
         if size % num_parts == 0:
@@ -391,11 +391,11 @@ def test_rows_are_spread_evenly(seed):
 def test_other_numbers_of_devices_are_no_worse_off(size, num_parts):
     rng = np.random.default_rng(0)
     draws = [rng.integers(1, 100, size) ** 2 for _ in range(200)]
-    found = np.mean([imbalance(x[spread_evenly(x)], num_parts) for x in draws])
+    found = np.mean([imbalance(x[balance_rows(x)], num_parts) for x in draws])
     assert found < 1.1 * np.mean([imbalance(x, num_parts) for x in draws])
 
 
-def test_devices_have_even_work_however_many_they_are():
+def test_devices_have_balance_however_many_they_are():
     lengths = np.minimum(np.random.default_rng(0).geometric(1 / 80, 5000), 512)
     schedule = packed_schedule(lengths, 512, rows=32)
     packing = schedule.packing
