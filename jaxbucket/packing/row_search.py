@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxbucket.base.types import BucketPlan
 from jaxbucket.packing.pattern import Pattern
-from jaxbucket.packing.rows import fuller_patterns, row_patterns
+from jaxbucket.packing.row_patterns import fuller_patterns, row_patterns
 from jaxbucket.plan.histogram import grouped
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.remainder import flow_remainders

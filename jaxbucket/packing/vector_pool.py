@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.permutation import permute
-from jaxbucket.packing.vector_best_fit import KindPattern, shares_of
+from jaxbucket.packing.pattern import Pattern
+from jaxbucket.packing.vector_best_fit import shares_of
 
 # Examples that are chosen from. More fill rows better, and take as much longer.
 _POOL = 2048
@@ -29,7 +30,7 @@ def pooled_rows(
     capacities: Sequence[int],
     cap: int,
     fewer_than: int = MAX_LENGTH,
-) -> list[KindPattern] | None:
+) -> list[Pattern] | None:
     """Returns these rows, or None if it takes too long to find them, or for nothing.
 
     Args:
@@ -69,7 +70,7 @@ def pooled_rows(
             else:
                 pool[place] = kind
                 columns[:, place] = every[:, kind]
-        patterns.append(KindPattern(tuple(row), 1))
+        patterns.append(Pattern(tuple(row), 1, sum(capacities)))
         # What is left takes at least as many rows as the sequence that needs most.
         tokens = [n - (c - x) for n, c, x in zip(tokens, capacities, room, strict=True)]
         left_over = max(-(-n // c) for n, c in zip(tokens, capacities, strict=True))
