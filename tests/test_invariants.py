@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import grain
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from jaxbucket import (
     Mixture,
     RowShard,
     batch_dataset,
+    load_in_workers,
     plan_buckets,
     write_token_file,
 )
@@ -130,6 +132,15 @@ def own_digests() -> list[str]:
     return [digest(*map(leaves, three_epochs(case))) for case in CASES]
 
 
+@pytest.mark.parametrize("threads", [0, 8])
+def test_threads_change_nothing(own_digests, threads):
+    all_cases = grain.MapDataset.concatenate([*map(three_epochs, CASES)])
+    found = digests(load_in_workers(all_cases, 0, num_threads=threads))
+    assert dict(zip(map(ids, CASES), found, strict=True)) == dict(
+        zip(map(ids, CASES), own_digests, strict=True)
+    )
+
+
 SCRIPT = f"""
 import json, sys
 sys.path.insert(0, {str(TESTS)!r})
@@ -145,7 +156,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("workers", "threads"), [(0, 0), (0, 8), (2, 4), (3, 1)])
+@pytest.mark.parametrize(
+    ("workers", "threads"),
+    [(2, 4), pytest.param(3, 1, marks=pytest.mark.exhaustive)],
+)
 def test_workers_and_threads_change_nothing(tmp_path, own_digests, workers, threads):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
