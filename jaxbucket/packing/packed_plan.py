@@ -199,10 +199,15 @@ def plan_packing(
     packed_limits = padded_limits
     if packed_cost_fn is not None:
         packed_limits = dataclasses.replace(padded_limits, cost_fn=packed_cost_fn)
-    cap = check_cap(max_segments_per_row)
-    limits = (padded_limits, packed_limits)
-    histogram = value_counts(lengths)
-    rows = RowSearch(histogram, limits, cap, block_sparse, max_padding)
+    rows = RowSearch(
+        *value_counts(lengths),
+        int(lengths.max()),
+        padded_limits,
+        packed_limits,
+        check_cap(max_segments_per_row),
+        block_sparse,
+        max_padding,
+    )
     single = rows.fuller(rows.packed((rows.last,)))
     packed = rows.fuller(rows.search(check_positive("num_buckets", num_buckets)))
     is_possible = packed.padding <= max_padding

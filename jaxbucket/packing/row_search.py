@@ -51,176 +51,182 @@ class RowChoice:
     cost: float
 
 
+@dataclasses.dataclass(eq=False)
 class RowSearch:
     """Packs the same lengths into rows of any T, and says what an epoch of it costs.
 
     Attributes:
+      values: `[V]` lengths, increasing.
+      counts: `[V]` how many examples of each there are.
+      longest: the longest length.
+      padded_limits: of rows with one example each.
+      limits: of packed rows; the same object if these cost the same.
+      cap: the most slots of a row.
+      block_sparse: whether attention takes time within examples alone.
+      max_padding: the share of the rows that may be padding, whatever is cheaper.
       last: T of the longest row.
     """
 
-    def __init__(
-        self,
-        histogram: tuple[np.ndarray, np.ndarray],
-        limits: tuple[Limits, Limits],
-        cap: int,
-        block_sparse: bool,
-        max_padding: float,
-        longest: int | None = None,
-    ):
-        self._options = limits, cap, block_sparse, max_padding
-        self._padded_limits, self._limits = limits
-        self._cap = cap
-        self._block_sparse = block_sparse
-        self._max_padding = max_padding
-        self._values, self._counts = histogram
-        self._longest = longest or int(self._values[-1])
-        self.last = self._limits.longest(np.array([self._longest]))
-        self._held: dict[int, bool] = {}
-        self._seen: dict[tuple[tuple[int, ...], int], RowChoice] = {}
+    values: np.ndarray
+    counts: np.ndarray
+    longest: int
+    padded_limits: Limits
+    limits: Limits
+    cap: int
+    block_sparse: bool
+    max_padding: float
+
+    def __post_init__(self):
+        self.last = self.limits.longest(np.array([self.longest]))
+        self._has_batch: dict[int, bool] = {}
+        self._choices: dict[tuple[tuple[int, ...], int], RowChoice] = {}
 
     def search(self, num_buckets: int) -> RowChoice:
-        """Returns the cheapest that is found, of at most so many T.
+        """Returns the cheapest choice that is found, of at most so many T.
 
         Where there are very many lengths, neighbours are taken as equal first, and the
         most promising T are packed as they are.
         """
-        size = len(self._values)
-        if size > _MOST_LENGTHS:
-            histogram = grouped(self._values, self._counts, _GROUPS)
-            coarse = RowSearch(histogram, *self._options, longest=self._longest)
-            coarse.search(num_buckets)
-            promising = sorted(coarse._seen.items(), key=lambda x: self._rank(x[1]))
-            number = max(1, _MOST_PACKED // size)
-            found = [self.packed(*x) for x, _ in promising[:number]]
-            best = min([self.packed((self.last,)), *found], key=self._rank)
-            return self._cheapest([self._needed(best)], best)
-        # The shortest T, which few fit into, may lead away from what is better.
-        ways = [self._search(num_buckets, self._grid(more)) for more in (0, 1)]
-        return min(ways, key=self._rank)
+        size = len(self.values)
+        if size <= _MOST_LENGTHS:
+            # The shortest T, which few fit into, may lead away from what is better.
+            ways = [self._descend(num_buckets, self._grid(more)) for more in (0, 1)]
+            return min(ways, key=self._rank)
+        values, counts = grouped(self.values, self.counts, _GROUPS)
+        coarse = dataclasses.replace(self, values=values, counts=counts)
+        coarse.search(num_buckets)
+        promising = sorted(coarse._choices.values(), key=self._rank)
+        number = max(1, _MOST_PACKED // size)
+        choices = [self.packed(x.seq_lens, x.padded_up_to) for x in promising[:number]]
+        best = min([self.packed((self.last,)), *choices], key=self._rank)
+        return self._cheapest([self._needed(best)], best)
 
-    def _search(self, num_buckets: int, grid: list[int]) -> RowChoice:
+    def packed(self, seq_lens: tuple[int, ...], padded_up_to: int = 0) -> RowChoice:
+        """Returns the rows of some T, increasing; the last one holds every length.
+
+        Args:
+          seq_lens: these T.
+          padded_up_to: one of them, up to which examples have a row each; or 0.
+        """
+        key = seq_lens, padded_up_to
+        if key not in self._choices:
+            patterns = row_patterns(
+                self.values, self.counts, seq_lens, self.cap, padded_up_to
+            )
+            self._choices[key] = self._choice(*key, patterns)
+        return self._choices[key]
+
+    def fuller(self, choice: RowChoice) -> RowChoice:
+        """Returns rows of the same T, of another way to pack if these are cheaper."""
+        key = choice.seq_lens, choice.padded_up_to
+        patterns = fuller_patterns(
+            *(choice.patterns, self.values, self.counts, key[0], self.cap, key[1])
+        )
+        return min([choice, self._choice(*key, patterns)], key=self._rank)
+
+    def _descend(self, num_buckets: int, grid: list[int]) -> RowChoice:
+        """One T more at a time, and then each of them moved in ever smaller steps."""
         best = self._cheapest([(x,) for x in grid], self.packed((self.last,)))
         for _ in range(num_buckets - 1):
-            found = self._cheapest([(*best.seq_lens, x) for x in grid], best)
-            if found is best:
+            cheapest = self._cheapest([(*best.seq_lens, x) for x in grid], best)
+            if cheapest is best:
                 break
-            best = found
+            best = cheapest
         for turn in range(_REFINEMENTS):
             best = self._refined(best, _RATIO ** (0.5**turn))
         return self._cheapest([self._needed(best)], best)
 
     def _grid(self, more: int) -> list[int]:
-        steps = more + int(math.log(self.last / self._values[0], _RATIO))
+        steps = more + int(math.log(self.last / self.values[0], _RATIO))
         return sorted({self._rounded(self.last / _RATIO**i) for i in range(steps)})
 
     def _refined(self, best: RowChoice, ratio: float) -> RowChoice:
         """The cheapest with each T in turn moved by a factor, or left out."""
         for seq_len in best.seq_lens:
-            rest = [x for x in best.seq_lens if x != seq_len]
+            others = [x for x in best.seq_lens if x != seq_len]
             moved = [self._rounded(seq_len * x) for x in (ratio, 1 / ratio)]
-            best = self._cheapest([rest, *([*rest, x] for x in moved)], best)
+            best = self._cheapest([others, *([*others, x] for x in moved)], best)
         return best
 
-    def _needed(self, packed: RowChoice) -> list[int]:
+    def _needed(self, choice: RowChoice) -> list[int]:
         """T that its rows need, as long as the longest of them."""
         longest: dict[int, int] = {}
-        for row in packed.patterns:
+        for row in choice.patterns:
             longest[row.seq_len] = max(longest.get(row.seq_len, 0), sum(row.slots))
-        multiple = self._limits.seq_len_multiple
+        multiple = self.limits.seq_len_multiple
         return [-(-length // multiple) * multiple for length in longest.values()]
 
-    def _cheapest(self, tried: Iterable[Iterable[int]], best: RowChoice) -> RowChoice:
+    def _cheapest(
+        self, candidates: Iterable[Iterable[int]], best: RowChoice
+    ) -> RowChoice:
         """Of those that hold the longest, and the best so far."""
-        every = [tuple(sorted(set(x))) for x in tried]
-        longest = self._longest
-        held = [
-            x for x in every if x and x[-1] >= longest and all(map(self._has_rows, x))
-        ]
-        # Without a mask that costs something, rows are the better the fuller they are.
-        is_same = self._padded_limits is self._limits
-        found = [
-            self.packed(x, alone) for x in held for alone in range(is_same or len(x))
-        ]
-        return min([best, *found], key=self._rank)
+        choices = [best]
+        for seq_lens in [tuple(sorted(set(x))) for x in candidates]:
+            holds_all = seq_lens and seq_lens[-1] >= self.longest
+            if holds_all and all(map(self._holds_batch, seq_lens)):
+                # Without a mask that costs something, the fuller rows are the better.
+                is_same = self.padded_limits is self.limits
+                limits = (0,) if is_same else (0, *seq_lens[:-1])
+                choices += [self.packed(seq_lens, up_to) for up_to in limits]
+        return min(choices, key=self._rank)
 
-    def _rank(self, packed: RowChoice) -> tuple[float, float]:
+    def _rank(self, choice: RowChoice) -> tuple[float, float]:
         """What is too much padding, and then the cost."""
-        return max(packed.padding - self._max_padding, 0.0), packed.cost
+        return max(choice.padding - self.max_padding, 0.0), choice.cost
 
-    def _has_rows(self, seq_len: int) -> bool:
-        """Whether the budget holds a batch; one that is a function of T may not."""
-        if seq_len not in self._held:
-            self._held[seq_len] = False
+    def _holds_batch(self, seq_len: int) -> bool:
+        """Whether the budget has room for a batch; a function of T may have none."""
+        if seq_len not in self._has_batch:
+            self._has_batch[seq_len] = False
             with contextlib.suppress(ValueError):
-                self._held[seq_len] = len(self._limits.plan((seq_len,))) == 1
-        return self._held[seq_len]
+                self._has_batch[seq_len] = len(self.limits.plan((seq_len,))) == 1
+        return self._has_batch[seq_len]
 
     def _rounded(self, seq_len: float) -> int:
-        multiple = self._limits.seq_len_multiple
+        multiple = self.limits.seq_len_multiple
         return min(self.last, max(1, round(seq_len / multiple)) * multiple)
 
-    def packed(self, seq_lens: tuple[int, ...], alone: int = 0) -> RowChoice:
-        """Returns the rows of some T, increasing; the last one holds every length.
-
-        Args:
-          seq_lens: these T.
-          alone: for how many of them, the shortest, examples have a row each.
-        """
-        if (seq_lens, alone) not in self._seen:
-            patterns = row_patterns(
-                *(self._values, self._counts, seq_lens, self._cap),
-                padded_up_to=(0, *seq_lens)[alone],
-            )
-            self._seen[seq_lens, alone] = self._of(seq_lens, alone, patterns)
-        return self._seen[seq_lens, alone]
-
-    def fuller(self, packed: RowChoice) -> RowChoice:
-        """Returns rows of the same T, of another way to pack if these are cheaper."""
-        alone = (0, *packed.seq_lens).index(packed.padded_up_to)
-        patterns = fuller_patterns(
-            packed.patterns,
-            *(self._values, self._counts, packed.seq_lens, self._cap),
-            packed.padded_up_to,
-        )
-        other = self._of(packed.seq_lens, alone, patterns)
-        return min([packed, other], key=self._rank)
-
-    def _of(
-        self, seq_lens: tuple[int, ...], alone: int, patterns: list[Pattern]
+    def _choice(
+        self, seq_lens: tuple[int, ...], padded_up_to: int, patterns: list[Pattern]
     ) -> RowChoice:
         """What an epoch of these rows costs."""
         size = len(seq_lens)
-        up_to = (0, *seq_lens)[alone]
         bucket = np.searchsorted(seq_lens, [x.seq_len for x in patterns])
         number = np.array([x.rows for x in patterns])
+        slots = np.array([len(x.slots) for x in patterns])
+        pairs = np.array([sum(n * n for n in x.slots) for x in patterns])
         rows, segments, squares = (
-            np.bincount(bucket, number * np.array(x), size)
-            for x in (
-                [1] * len(patterns),
-                [len(x.slots) for x in patterns],
-                [sum(n * n for n in x.slots) for x in patterns],
-            )
+            np.bincount(bucket, x, size)
+            for x in (number, number * slots, number * pairs)
         )
-        plan = self._limits.plan(seq_lens)
-        if self._block_sparse:
+        plan = self.limits.plan(seq_lens)
+        costs = plan.costs
+        if self.block_sparse:
             share = squares / np.maximum(rows, 1) / np.square(plan.boundaries)
             share[rows == 0] = 1
-            plan = dataclasses.replace(
-                plan, step_costs=tuple(self._sparse_costs(plan, share))
-            )
-        if alone:
-            own = self._padded_limits.plan(seq_lens).costs[:alone]
-            costs = np.concatenate([own, plan.costs[alone:]])
+            costs = np.array(self._sparse_costs(plan, share))
+        if padded_up_to:
+            alone = seq_lens.index(padded_up_to) + 1
+            padded_costs = self.padded_limits.plan(seq_lens).costs
+            costs = np.concatenate([padded_costs[:alone], costs[alone:]])
+        if self.block_sparse or padded_up_to:
             plan = dataclasses.replace(plan, step_costs=tuple(costs.tolist()))
         rows = rows.astype(np.int64)
         flow = flow_remainders(rows, plan.batch_sizes, plan.costs)
-        cost = float((flow.batches * plan.costs).sum())
-        padding = 1 - float(self._values @ self._counts) / int(rows @ plan.boundaries)
-        return RowChoice(seq_lens, up_to, patterns, plan, rows, segments, padding, cost)
+        return RowChoice(
+            seq_lens,
+            padded_up_to,
+            patterns,
+            plan,
+            rows,
+            segments,
+            padding=1 - float(self.values @ self.counts) / int(rows @ plan.boundaries),
+            cost=float((flow.batches * plan.costs).sum()),
+        )
 
     def _sparse_costs(self, plan: BucketPlan, share: np.ndarray) -> list[float]:
         """What steps cost where of all pairs of a row only a share is attended."""
-        cost_fn = self._limits.cost_fn
+        cost_fn = self.limits.cost_fn
         assert cost_fn is not None
         costs = []
         for bucket, attended in zip(plan.buckets, share.tolist(), strict=True):

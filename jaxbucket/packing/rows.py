@@ -302,13 +302,13 @@ def check_seq_lens(max_seq_len: int | Sequence[int]) -> tuple[int, ...]:
     Raises:
       ValueError: if there are none, or they are not positive and increasing.
     """
-    given = max_seq_len if isinstance(max_seq_len, Sequence) else [max_seq_len]
+    values = max_seq_len if isinstance(max_seq_len, Sequence) else [max_seq_len]
     if isinstance(max_seq_len, np.ndarray):
-        given = np.atleast_1d(max_seq_len).tolist() if max_seq_len.ndim < 2 else []
-    elif isinstance(max_seq_len, Iterable) and given is not max_seq_len:
-        # Of a set or a generator there is no order, or no second time.
-        given = []
-    seq_lens = tuple(check_positive("max_seq_len", x) for x in given)
+        values = np.atleast_1d(max_seq_len).tolist() if max_seq_len.ndim < 2 else []
+    elif isinstance(max_seq_len, Iterable) and values is not max_seq_len:
+        # A set has no order, and a generator yields once.
+        values = []
+    seq_lens = tuple(check_positive("max_seq_len", x) for x in values)
     if not seq_lens or any(np.diff(seq_lens) <= 0):
         raise ValueError(
             f"`max_seq_len={max_seq_len}` must be one T, or a list of several that "

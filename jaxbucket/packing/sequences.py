@@ -40,7 +40,7 @@ def check_parts(lengths: Mapping[str, ArrayLike]) -> dict[str, np.ndarray]:
             parts[name] = check_lengths(lengths[name])
         except ValueError as error:
             raise ValueError(f"Of the sequence {name!r}: {error}") from None
-    sizes = {name: len(own) for name, own in parts.items()}
+    sizes = {name: len(column) for name, column in parts.items()}
     if not parts:
         raise ValueError("`lengths` has no sequence: give the lengths of one at least.")
     if len(set(sizes.values())) > 1:
@@ -77,20 +77,19 @@ def check_capacities(
             f"{sorted(parts)}: name the same sequences."
         )
     checked = {}
-    for name, own in parts.items():
-        checked[name] = check_positive(f"max_seq_len[{name!r}]", capacities[name])
-        if checked[name] > _MAX_CAPACITY:
+    for name, column in parts.items():
+        argument = f"max_seq_len[{name!r}]"
+        checked[name] = capacity = check_positive(argument, capacities[name])
+        if capacity > _MAX_CAPACITY:
             raise ValueError(
-                f"`max_seq_len[{name!r}]={checked[name]}` is beyond {_MAX_CAPACITY}: "
-                "give shorter rows."
+                f"`{argument}={capacity}` is beyond {_MAX_CAPACITY}: give shorter rows."
             )
-        beyond = own > checked[name]
-        if beyond.any():
-            example = int(np.argmax(beyond))
+        if np.any(column > capacity):
+            example = int(np.argmax(column > capacity))
             raise ValueError(
-                f"`lengths[{name!r}][{example}]={own[example]}` is beyond the capacity "
-                f"of a row, `max_seq_len[{name!r}]={checked[name]}`. Raise it, or "
-                "leave such examples out."
+                f"`lengths[{name!r}][{example}]={column[example]}` is beyond the "
+                f"capacity of a row, `{argument}={capacity}`. Raise it, or leave such "
+                "examples out."
             )
     return checked
 
@@ -102,5 +101,4 @@ def total_lengths(parts: Mapping[str, np.ndarray]) -> np.ndarray:
       >>> total_lengths({"inputs": np.array([3, 5]), "targets": np.array([1, 2])})
       array([4, 7])
     """
-    total = sum(own.astype(np.int64) for own in parts.values())
-    return check_lengths(total)
+    return check_lengths(sum(x.astype(np.int64) for x in parts.values()))

@@ -47,9 +47,9 @@ def pooled_rows(
     shares, whole = shares_of(kinds, capacities)
     weights = _weights(kinds, counts, capacities).tolist()
     # `[Q, V]` and `[Q, pool]`: what is looked at for every example is contiguous.
-    every = np.ascontiguousarray(np.concatenate([kinds, shares], axis=1).T)
+    table = np.ascontiguousarray(np.concatenate([kinds, shares], axis=1).T)
     pool, rest = waiting[:_POOL].copy(), iter(waiting[_POOL:].tolist())
-    columns = every[:, pool]
+    columns = table[:, pool]
     tokens = (counts @ kinds.astype(np.int64)).tolist()
     patterns = []
     while len(pool):
@@ -69,7 +69,7 @@ def pooled_rows(
                 columns = np.delete(columns, place, axis=1)
             else:
                 pool[place] = kind
-                columns[:, place] = every[:, kind]
+                columns[:, place] = table[:, kind]
         patterns.append(Pattern(tuple(row), 1, sum(capacities)))
         # What is left takes at least as many rows as the sequence that needs most.
         tokens = [n - (c - x) for n, c, x in zip(tokens, capacities, room, strict=True)]

@@ -148,13 +148,13 @@ class Schedule(abc.ABC):
         Raises:
           IndexError: if `start_step` is negative, or before `first_step`.
         """
-        found: dict[Bucket, None] = {}
+        # As the keys of a dict: each once, in the order in which they came.
+        order: dict[Bucket, None] = {}
         for step in range(start_step, start_step + min(len(self), _MOST_LOOKED_AT)):
-            found.update(dict.fromkeys(x.bucket for x in self.micro_batches(step)))
-            if len(found) == len(self.plan):
+            order.update(dict.fromkeys(x.bucket for x in self.micro_batches(step)))
+            if len(order) == len(self.plan):
                 break
-        rest = reversed(self.plan.buckets)
-        return list(dict.fromkeys([*found, *rest]))
+        return list(order | dict.fromkeys(reversed(self.plan.buckets)))
 
     def epoch_at(self, step: int) -> int:
         """Returns the epoch that a step is in, from 0 on: derived, never kept.
@@ -178,8 +178,8 @@ class Schedule(abc.ABC):
     @functools.cached_property
     def data_fingerprint(self) -> str:
         """32 hex digits that name the lengths, whatever their integer dtype."""
-        every = [self.lengths] if self.parts is None else self.parts.values()
-        return digest(*(np.ascontiguousarray(own, "<i4").data for own in every))
+        columns = [self.lengths] if self.parts is None else self.parts.values()
+        return digest(*(np.ascontiguousarray(x, "<i4").data for x in columns))
 
     @property
     def fingerprint(self) -> str:

@@ -64,6 +64,7 @@ class BatchSchedule(Schedule):
       by length, and batches come by the length of their longest example.
     * a `Curriculum`: every epoch draws new batches, at every step of what is easy
       enough.
+    * any other `Order`, such as a subclass of your own.
 
     Example:
       >>> from jaxbucket import Bucket
@@ -173,6 +174,7 @@ class BatchSchedule(Schedule):
 
     @property
     def flow(self) -> RowFlow:
+        """How many rows and batches every bucket has in one epoch."""
         return self._rows.flow
 
     @property
@@ -271,17 +273,18 @@ class BatchSchedule(Schedule):
             accumulate=self.accumulate,
             group=self.group,
         )
+        rows = self._fixed_rows()
         if self.packing is not None:
             share = epoch.examples / self.packing.num_rows
             packed = round(share * self.packing.num_examples)
-            if self._drops_the_same():
-                packed = int(self.packing.row_segments[self._kept_rows()].sum())
+            if rows is not None:
+                packed = int(self.packing.row_segments[rows].sum())
             epoch = dataclasses.replace(epoch, packed_examples=packed)
-        if self._drops_the_same():
-            longest = min(self.plan.max_seq_len, MAX_LENGTH)
-            kept = np.minimum(self._row_lengths, longest)
-            return epoch.with_real_tokens(int(kept[self._kept_rows()].sum()))
-        return epoch
+        if rows is None:
+            return epoch
+        longest = min(self.plan.max_seq_len, MAX_LENGTH)
+        lengths = np.minimum(self._row_lengths[rows], longest)
+        return epoch.with_real_tokens(int(lengths.sum()))
 
     def imbalance(self, num_devices: int, epoch: int = 0) -> float:
         """Returns what the busiest device does by what all do on average.
@@ -315,32 +318,30 @@ class BatchSchedule(Schedule):
         batches = (x for step in steps for x in self._micro_batches(step))
         return mean_imbalance(batches, work, num_devices)
 
-    def _drops_the_same(self) -> bool:
-        """Whether every epoch leaves out the same rows."""
-        return self.remainder == "drop" and not self._order.is_redrawn
-
-    def _kept_rows(self) -> np.ndarray:
-        """Those of an epoch that drops the same ones as every other."""
-        buckets = range(len(self.plan))
-        num_rows = self.flow.rows.tolist()
-        return np.concatenate(
-            [self._rows.bucket_examples(k)[: num_rows[k]] for k in buckets]
-        )
+    def _fixed_rows(self) -> np.ndarray | None:
+        """The rows of every epoch, where all leave out the same; None otherwise."""
+        if self.remainder != "drop" or self._order.is_redrawn:
+            return None
+        num_rows = enumerate(self.flow.rows.tolist())
+        rows = [self._rows.bucket_examples(k)[:number] for k, number in num_rows]
+        return np.concatenate(rows)
 
     def config(self) -> dict[str, Any]:
-        groups = {"accumulate": self.accumulate, "group": self.group}
-        return {
+        config: dict[str, Any] = {
             "seed": self.seed,
             "order": str(self._order),
             "remainder": self.remainder,
             "opening": self.opening_pairs,
-            **(groups if self.accumulate > 1 else {}),
-            **({"packing": self.packing.fingerprint} if self.packing else {}),
         }
+        if self.accumulate > 1:
+            config |= {"accumulate": self.accumulate, "group": self.group}
+        if self.packing is not None:
+            config["packing"] = self.packing.fingerprint
+        return config
 
     def _fingerprint_parts(self) -> list[str]:
         parts = [str(self.seed), str(self._order)]
-        # What is as it always was leaves no trace: old runs have these fingerprints.
+        # Defaults leave no trace, because runs that knew no options have none of them.
         if self.remainder != "cheapest":
             parts += ["remainder", self.remainder]
         if self.opening_pairs:
