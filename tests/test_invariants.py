@@ -132,7 +132,7 @@ def own_digests() -> list[str]:
     return [digest(*map(leaves, three_epochs(case))) for case in CASES]
 
 
-@pytest.mark.parametrize("threads", [0, 8])
+@pytest.mark.parametrize("threads", [8, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_threads_change_nothing(own_digests, threads):
     all_cases = grain.MapDataset.concatenate([*map(three_epochs, CASES)])
     found = digests(load_in_workers(all_cases, 0, num_threads=threads))
