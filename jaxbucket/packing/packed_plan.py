@@ -186,7 +186,7 @@ def plan_packing(
         )
     _check_units(cost_fn, packed_cost_fn)
     lengths = check_lengths(lengths)
-    padded_limits = Limits(
+    limits = Limits(
         max_tokens=max_tokens,
         max_seq_len=max_seq_len,
         batch_size_multiple=batch_size_multiple,
@@ -195,21 +195,21 @@ def plan_packing(
     )
     if max_seq_len is not None:
         check_longest(lengths, max_seq_len)
-    check_seq_lens(padded_limits.longest(lengths))
-    packed_limits = padded_limits
+    check_seq_lens(limits.longest(lengths))
+    packed_limits = limits
     if packed_cost_fn is not None:
-        packed_limits = dataclasses.replace(padded_limits, cost_fn=packed_cost_fn)
-    rows = RowSearch(
+        packed_limits = dataclasses.replace(limits, cost_fn=packed_cost_fn)
+    search = RowSearch(
         *value_counts(lengths),
         int(lengths.max()),
-        padded_limits,
+        limits,
         packed_limits,
         check_cap(max_segments_per_row),
         block_sparse,
         max_padding,
     )
-    single = rows.fuller(rows.packed((rows.last,)))
-    packed = rows.fuller(rows.search(check_positive("num_buckets", num_buckets)))
+    single = search.fuller(search.packed((search.last,)))
+    packed = search.fuller(search.search(check_positive("num_buckets", num_buckets)))
     is_possible = packed.padding <= max_padding
     if pack == "always" and not is_possible:
         raise ValueError(
@@ -218,29 +218,27 @@ def plan_packing(
             "`num_buckets`."
         )
     # No longer than it has to be, as packed rows are.
-    tight = dataclasses.replace(padded_limits, max_seq_len=None)
+    tight = dataclasses.replace(limits, max_seq_len=None)
     padded = plan_within(lengths, tight, num_buckets, "optimal")
-    padded_report = report(padded, lengths)
+    epoch = report(padded, lengths)
     others = {
-        "padded": padded_report.epoch_cost,
+        "padded": epoch.epoch_cost,
         "packed": packed.cost,
         "packed in one T": single.cost,
     }
-    is_packed = pack == "always" or (
-        pack == "auto" and is_possible and packed.cost < padded_report.epoch_cost
-    )
-    if is_packed:
+    is_cheaper = is_possible and packed.cost < epoch.epoch_cost
+    if pack == "always" or (pack == "auto" and is_cheaper):
         packing = from_patterns(packed.patterns, packed.seq_lens, max_segments_per_row)
-        return _planned(packed, packing, others, block_sparse)
+        return _packed_plan(packed, packing, others, block_sparse)
     return PackedPlan(
         padded,
         None,
-        padded_report,
+        epoch,
         others,
-        tuple(bucket.examples for bucket in padded_report.buckets),
-        (1.0,) * len(padded),
-        padded.max_seq_len,
-        block_sparse,
+        rows=tuple(bucket.examples for bucket in epoch.buckets),
+        segments=(1.0,) * len(padded),
+        padded_up_to=padded.max_seq_len,
+        block_sparse=block_sparse,
     )
 
 
@@ -255,7 +253,7 @@ def _check_units(cost_fn: CostFn | None, packed_cost_fn: CostFn | None) -> None:
         )
 
 
-def _planned(
+def _packed_plan(
     choice: RowChoice, packing: Packing, others: dict[str, float], block_sparse: bool
 ) -> PackedPlan:
     epoch = report(choice.plan, packing.row_lengths)
@@ -265,8 +263,8 @@ def _planned(
         packing,
         dataclasses.replace(epoch, packed_examples=packing.num_examples),
         others,
-        tuple(choice.rows.tolist()),
-        tuple(segments.tolist()),
-        choice.padded_up_to,
-        block_sparse,
+        rows=tuple(choice.rows.tolist()),
+        segments=tuple(segments.tolist()),
+        padded_up_to=choice.padded_up_to,
+        block_sparse=block_sparse,
     )
