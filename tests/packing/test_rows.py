@@ -586,7 +586,7 @@ def test_examples_up_to_a_length_are_alone(seed):
         assert packing.num_rows == len(alone) + rest.num_rows
 
 
-def test_what_the_review_broke_holds():
+def test_odd_costs_and_budgets_are_planned_for():
     rng = np.random.default_rng(0)
     mixed = np.concatenate([np.full(3000, 60), rng.integers(300, 500, 300)])
     slow = {"max_tokens": 4096, "packed_cost_fn": lambda b, t: 3 * QUADRATIC(b, t)}
