@@ -24,10 +24,15 @@ from jaxbucket.base.checks import (
 )
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.types import digest
-from jaxbucket.packing.kinds import grouped_kinds, kinds_of
 from jaxbucket.packing.pattern import Pattern
 from jaxbucket.packing.row_patterns import fuller_of, fuller_patterns, row_patterns
-from jaxbucket.packing.sequences import MAX_ROW, check_capacities, check_parts
+from jaxbucket.packing.sequences import (
+    MAX_ROW,
+    check_capacities,
+    check_parts,
+    grouped_kinds,
+    kinds_of,
+)
 from jaxbucket.packing.vector_best_fit import fit_sequences
 from jaxbucket.packing.vector_pool import pooled_rows
 from jaxbucket.plan.histogram import value_counts

@@ -38,8 +38,7 @@ from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.opening import Opening, OpeningSteps
-from jaxbucket.schedule.order import Order
-from jaxbucket.schedule.orders import OrderName, check_order
+from jaxbucket.schedule.orders import Order, OrderName, check_order
 from jaxbucket.schedule.packed_rows import PackedRows
 
 # Steps of an epoch whose balance is counted.

@@ -9,9 +9,7 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.types import digest
 from jaxbucket.schedule.difficulty_index import DifficultyIndex
-from jaxbucket.schedule.epoch_rows import EpochRows
-from jaxbucket.schedule.opening import OpeningSteps
-from jaxbucket.schedule.order import EpochOrder, Order
+from jaxbucket.schedule.orders import EpochOrder, Order
 from jaxbucket.schedule.paced_order import EasyDraws, Pace, PacedOrder
 from jaxbucket.schedule.pacing import (
     LinearPacing,
@@ -97,13 +95,7 @@ class Curriculum(Order):
                 "easy ones and hard ones into one row. Leave out either."
             )
 
-    def epoch_order(
-        self,
-        rows: EpochRows,
-        lengths: np.ndarray,
-        seed: int,
-        opening: OpeningSteps | None,
-    ) -> EpochOrder:
+    def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
         drops = rows.plan.overlong == "drop"
         is_kept = lengths <= rows.plan.max_seq_len if drops else None
         pace = Pace(self.pacing, self._sorted(is_kept), rows.num_batches)

@@ -1,12 +1,15 @@
-"""The orders that have names: shuffled, as in the source, by length.
+"""Orders of the batches of an epoch: what they are, and those that have names.
 
-None of them needs a pass over the examples of an epoch.
+A new order is one class: a subclass of `Order` that any `BatchSchedule` takes as its
+`order=`. A name for it is a line of `NAMED`.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
-from typing import Any, Literal, TypeAlias
+import threading
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -15,12 +18,84 @@ from jaxbucket.base.permutation import fold, permute
 from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
 from jaxbucket.schedule.grouping import Within
 from jaxbucket.schedule.opening import OpeningSteps
-from jaxbucket.schedule.order import LOCK, EpochOrder, Order
 
 OrderName: TypeAlias = Literal["shuffled", "source", "ascending", "descending"]
 
 # Rows looked at together.
 _CHUNK = 1 << 20
+# Of all orders, because a lock of their own could not be sent to worker processes.
+# Reentrant, because a pacing function may look into another order.
+LOCK = threading.RLock()
+
+
+class EpochOrder(Protocol):
+    """The batches of every epoch, in order; they are those of `EpochRows`."""
+
+    def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
+        """Returns a batch of an epoch.
+
+        Args:
+          epoch: from 0 on.
+          position: of the batch in the epoch.
+
+        Returns:
+          The bucket, as an index into the plan's, and the `[n]` int64 examples of the
+          rows that are filled.
+        """
+        ...
+
+    def buckets(self, epoch: int) -> np.ndarray:
+        """Returns the `[num_batches]` buckets of an epoch, in order."""
+        ...
+
+
+class Order(abc.ABC):
+    """Which examples share a batch, and how the batches of an epoch follow each other.
+
+    Its `str` is a part of the schedule's fingerprint: it must differ from that of any
+    order with other batches.
+
+    Attributes:
+      is_redrawn: whether another epoch has other batches.
+      replacement: whether an epoch may have an example several times.
+      within: how the examples of a bucket are sorted before they fill rows: as in the
+        "source", "ascending" or "descending" by length, or by `[N]` numbers.
+    """
+
+    is_redrawn: bool = True
+    replacement: bool = False
+    within: Within | np.ndarray = "source"
+
+    @abc.abstractmethod
+    def __str__(self) -> str: ...
+
+    @abc.abstractmethod
+    def epoch_order(
+        self,
+        rows: EpochRows,
+        lengths: np.ndarray,
+        seed: int,
+        opening: OpeningSteps | None,
+    ) -> EpochOrder:
+        """Returns the order of the batches of one schedule.
+
+        Args:
+          rows: the rows of an epoch, sorted by `within`.
+          lengths: `[N]` integers, of examples or of packed rows.
+          seed: of all that is drawn.
+          opening: how the first epoch begins, if that is planned.
+
+        Raises:
+          ValueError: for an opening that it cannot keep to.
+        """
+
+    def check(self, num_examples: int, *, is_packed: bool) -> None:  # noqa: B027
+        """Raises a ValueError if it is not one of these examples.
+
+        Args:
+          num_examples: how many there are.
+          is_packed: whether rows have several examples.
+        """
 
 
 class Shuffled(Order):
@@ -32,13 +107,7 @@ class Shuffled(Order):
     def __str__(self) -> str:
         return "shuffled"
 
-    def epoch_order(
-        self,
-        rows: EpochRows,
-        lengths: np.ndarray,
-        seed: int,
-        opening: OpeningSteps | None,
-    ) -> EpochOrder:
+    def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
         return _ShuffledEpochs(rows, seed, opening)
 
 
@@ -60,13 +129,7 @@ class Fixed(Order):
     def __str__(self) -> str:
         return str(self.within)
 
-    def epoch_order(
-        self,
-        rows: EpochRows,
-        lengths: np.ndarray,
-        seed: int,
-        opening: OpeningSteps | None,
-    ) -> EpochOrder:
+    def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
         by_length = None if self.within == "source" else lengths
         return _FixedEpochs(rows, by_length, self.within == "descending", opening)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxbucket.base.permutation import fold, permute
 from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
 from jaxbucket.schedule.opening import OpeningSteps
-from jaxbucket.schedule.order import LOCK
+from jaxbucket.schedule.orders import LOCK
 from jaxbucket.schedule.pacing import Pacing, open_share
 
 # A share is rounded to so many parts: powers differ between machines in the last bit.

@@ -14,8 +14,8 @@ from flax import nnx
 import jaxbucket as jb
 from jaxbucket import Bucket
 from jaxbucket.packing.best_fit import best_fit
-from jaxbucket.packing.kinds import kinds_of
 from jaxbucket.packing.pattern import Pattern
+from jaxbucket.packing.sequences import kinds_of
 from jaxbucket.packing.vector_best_fit import fit_sequences
 from jaxbucket.packing.vector_pool import pooled_rows
 from jaxbucket.plan.histogram import value_counts

@@ -15,8 +15,7 @@ from jaxbucket import (
     report,
 )
 from jaxbucket.base.types import RowShard
-from jaxbucket.schedule.order import Order
-from jaxbucket.schedule.orders import Fixed
+from jaxbucket.schedule.orders import Fixed, Order
 
 EPOCHS = (0, 1, 10**6)
 
