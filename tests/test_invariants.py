@@ -9,21 +9,18 @@ import sys
 import grain
 import numpy as np
 import pytest
+from jaxbucket.base.digest import digest
 
 from jaxbucket import (
     Batch,
     BatchSchedule,
     Curriculum,
-    CyclicPacing,
-    LinearPacing,
     Mixture,
-    RowShard,
     batch_dataset,
-    load_in_workers,
     plan_buckets,
-    write_token_file,
 )
-from jaxbucket.base.types import digest
+from jaxbucket.data import RowShard, load_in_workers, write_token_file
+from jaxbucket.schedule import CyclicPacing, LinearPacing
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.testing import check_batches
 
@@ -146,7 +143,7 @@ import json, sys
 sys.path.insert(0, {str(TESTS)!r})
 import grain
 import test_invariants as room
-from jaxbucket import load_in_workers
+from jaxbucket.data import load_in_workers
 
 if __name__ == "__main__":
     all_cases = grain.MapDataset.concatenate([*map(room.three_epochs, room.CASES)])

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxbucket.base.types import BucketPlan
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.packing.pattern import Pattern
 from jaxbucket.packing.row_patterns import fuller_patterns, row_patterns
 from jaxbucket.plan.histogram import grouped

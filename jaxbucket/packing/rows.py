@@ -22,8 +22,8 @@ from jaxbucket.base.checks import (
     check_positive,
     split_line,
 )
+from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.base.types import digest
 from jaxbucket.packing.pattern import Pattern
 from jaxbucket.packing.row_patterns import fuller_of, fuller_patterns, row_patterns
 from jaxbucket.packing.sequences import (

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxbucket.base.types import EMPTY_ROW, BatchIndices
+from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 
 
 def balance_rows(work: np.ndarray) -> np.ndarray:

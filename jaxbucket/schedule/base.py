@@ -11,8 +11,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from jaxbucket.base.batch import BatchIndices
+from jaxbucket.base.buckets import Bucket, BucketPlan
+from jaxbucket.base.digest import digest
 from jaxbucket.base.position import DataPosition, check_position
-from jaxbucket.base.types import BatchIndices, Bucket, BucketPlan, digest
 from jaxbucket.schedule.example_draws import BatchDraws
 
 # In search of the first step of every bucket.

@@ -15,19 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
+from jaxbucket.base.buckets import GROUPS, BucketPlan, Group
 from jaxbucket.base.checks import (
     MAX_LENGTH,
     check_accumulate,
     check_choice,
     check_positive,
     check_seed,
-)
-from jaxbucket.base.types import (
-    EMPTY_ROW,
-    GROUPS,
-    BatchIndices,
-    BucketPlan,
-    Group,
 )
 from jaxbucket.packing.rows import Packing
 from jaxbucket.packing.sequences import check_parts, total_lengths
@@ -292,7 +287,8 @@ class BatchSchedule(Schedule):
         the mean over the batches of an epoch, of 4,096 at most.
 
         Example:
-          >>> from jaxbucket import pack, plan_buckets
+          >>> from jaxbucket import plan_buckets
+          >>> from jaxbucket.packing import pack
           >>> lengths = np.random.default_rng(0).integers(1, 100, 1000)
           >>> packing = pack(lengths, 128)
           >>> plan = plan_buckets([128], max_tokens=32 * 128)

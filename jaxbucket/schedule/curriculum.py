@@ -7,7 +7,7 @@ import functools
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.types import digest
+from jaxbucket.base.digest import digest
 from jaxbucket.schedule.difficulty_index import DifficultyIndex
 from jaxbucket.schedule.orders import EpochOrder, Order
 from jaxbucket.schedule.paced_order import EasyDraws, Pace, PacedOrder

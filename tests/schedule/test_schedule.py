@@ -2,19 +2,19 @@ import hashlib
 
 import numpy as np
 import pytest
+from jaxbucket.base.batch import RowShard
 
 from jaxbucket import (
-    BatchIndices,
     BatchSchedule,
     Bucket,
     BucketPlan,
     Curriculum,
-    DataPosition,
-    pack,
     plan_buckets,
     report,
 )
-from jaxbucket.base.types import RowShard
+from jaxbucket.data import DataPosition
+from jaxbucket.packing import pack
+from jaxbucket.schedule import BatchIndices
 from jaxbucket.schedule.orders import Fixed, Order
 
 EPOCHS = (0, 1, 10**6)
