@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxbucket as jb
-from jaxbucket.schedule.schedule import Schedule
+from jaxbucket.schedule.base import Schedule
 
 ORDERS = (
     *("shuffled", "source", "ascending", "descending"),

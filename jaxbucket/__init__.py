@@ -41,9 +41,10 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.plan.buckets import plan_buckets
     from jaxbucket.plan.limits import Limits
     from jaxbucket.plan.reports.epoch import report
+    from jaxbucket.schedule.batch_schedule import BatchSchedule
     from jaxbucket.schedule.curriculum import Curriculum
     from jaxbucket.schedule.mixture import Mixture
-    from jaxbucket.schedule.schedule import BatchSchedule
+    from jaxbucket.schedule.orders import EpochOrder, Order
     from jaxbucket.sharding import data_mesh
     from jaxbucket.stream.dataset import stream_batches
     from jaxbucket.train.checkpoint import Checkpoints

@@ -95,6 +95,9 @@ def launch_fixture(tmp_path: pathlib.Path) -> Callable[..., Launched]:
 
 # Real lengths, beside the repository where they are present.
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
+# All others are for the exhaustive part.
+QUICK_SETS = ("gsm8k-answer_bytes", "multi30k-en_words")
+QUICK_PROBLEMS = 12
 
 
 def real_length_sets() -> list[tuple[str, np.ndarray]]:
@@ -115,7 +118,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc):
         missing = pytest.param(
             None, id="none", marks=pytest.mark.skip(f"no real lengths in {DATA.name}/")
         )
-        params = [pytest.param(x, id=name) for name, x in sets] or [missing]
+        params = [
+            pytest.param(
+                lengths,
+                id=name,
+                marks=() if name in QUICK_SETS else pytest.mark.exhaustive,
+            )
+            for name, lengths in sets
+        ]
+        params = params or [missing]
         metafunc.parametrize("real_lengths", params)
 
 
@@ -151,7 +162,15 @@ def random_problem(seed: int) -> Problem:
     return Problem(plan, lengths.astype(rng.choice(["i4", "i8"])))
 
 
-@pytest.fixture(params=range(40))
+@pytest.fixture(
+    params=[
+        *range(QUICK_PROBLEMS),
+        *(
+            pytest.param(i, marks=pytest.mark.exhaustive)
+            for i in range(QUICK_PROBLEMS, 40)
+        ),
+    ]
+)
 def problem(request: pytest.FixtureRequest) -> Problem:
-    """Runs a test on 40 random plans."""
+    """Runs a test on 40 random plans, 12 of them in the quick part."""
     return random_problem(request.param)

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import grain
 import numpy as np
 import pytest
 
@@ -18,9 +19,9 @@ from jaxbucket import (
     plan_buckets,
 )
 from jaxbucket.base.digest import digest
-from jaxbucket.data import RowShard, write_token_file
+from jaxbucket.data import RowShard, load_in_workers, write_token_file
 from jaxbucket.schedule import CyclicPacing, LinearPacing
-from jaxbucket.schedule.schedule import Schedule
+from jaxbucket.schedule.base import Schedule
 from jaxbucket.testing import check_batches
 
 ORDERS = ("shuffled", "source", "ascending", "descending", "curriculum", "mixture")
@@ -128,6 +129,15 @@ def own_digests() -> list[str]:
     return [digest(*map(leaves, three_epochs(case))) for case in CASES]
 
 
+@pytest.mark.parametrize("threads", [8, pytest.param(0, marks=pytest.mark.exhaustive)])
+def test_threads_change_nothing(own_digests, threads):
+    all_cases = grain.MapDataset.concatenate([*map(three_epochs, CASES)])
+    found = digests(load_in_workers(all_cases, 0, num_threads=threads))
+    assert dict(zip(map(ids, CASES), found, strict=True)) == dict(
+        zip(map(ids, CASES), own_digests, strict=True)
+    )
+
+
 SCRIPT = f"""
 import json, sys
 sys.path.insert(0, {str(TESTS)!r})
@@ -143,7 +153,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("workers", "threads"), [(0, 0), (0, 8), (2, 4), (3, 1)])
+@pytest.mark.parametrize(
+    ("workers", "threads"),
+    [(2, 4), pytest.param(3, 1, marks=pytest.mark.exhaustive)],
+)
 def test_workers_and_threads_change_nothing(tmp_path, own_digests, workers, threads):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

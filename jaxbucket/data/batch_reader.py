@@ -33,8 +33,8 @@ from jaxbucket.data.source import (
     refuse_changed,
 )
 from jaxbucket.data.transform import Transform, apply_transform
+from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.example_draws import BatchDraws
-from jaxbucket.schedule.schedule import Schedule
 
 
 def padded_features(

@@ -21,7 +21,7 @@ from jaxbucket.data.example import Sequences, copied, listed_names
 from jaxbucket.data.run_end import RunEnd, check_steps, epoch_end, run_end
 from jaxbucket.data.source import Source
 from jaxbucket.data.transform import Transform, check_transform, transform_name
-from jaxbucket.schedule.schedule import Schedule
+from jaxbucket.schedule.base import Schedule
 
 
 def batch_dataset(
@@ -259,7 +259,7 @@ def _position(reader: BatchReader, step: int) -> DataPosition:
             "fingerprint": fingerprint,
         },
         {
-            **schedule.traits(),
+            **schedule.config(),
             "first_step": schedule.first_step,
             "continues": schedule.continues,
             **padding,

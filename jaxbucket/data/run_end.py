@@ -7,7 +7,7 @@ import sys
 from typing import NamedTuple
 
 from jaxbucket.base.checks import check_integer, check_positive
-from jaxbucket.schedule.schedule import Schedule
+from jaxbucket.schedule.base import Schedule
 
 
 class RunEnd(NamedTuple):

@@ -24,7 +24,6 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.optim.adam_sde import scale_by_adam_sde
     from jaxbucket.optim.batch_size import scale_by_batch_size
     from jaxbucket.optim.linearity import is_linear_in_lr
-    from jaxbucket.optim.rules import Rule
     from jaxbucket.optim.schedules import (
         scale_schedule,
         schedule_by_work,

@@ -8,12 +8,11 @@ Cross-contamination", 2021, arXiv:2107.02027, pack a histogram as well).
 from __future__ import annotations
 
 import bisect
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxbucket.packing.pattern import Pattern
+from jaxbucket.packing.pattern import OpenRows, Pattern
 
 
 def best_fit(
@@ -27,55 +26,25 @@ def best_fit(
       seq_lens: T of rows, increasing.
       cap: the most slots of a row.
     """
-    every: list[_Rows] = []
+    packed: list[OpenRows[int]] = []
     rooms = _Rooms(cap)
-    starts = iter(np.searchsorted(seq_lens, values[::-1]).tolist())
-    pairs = zip(values[::-1].tolist(), counts[::-1].tolist(), starts, strict=True)
-    for length, left, start in pairs:
+    starts = np.searchsorted(seq_lens, values[::-1]).tolist()
+    columns = values[::-1].tolist(), counts[::-1].tolist(), starts
+    for length, left, start in zip(*columns, strict=True):
         while left:
             rows = rooms.take_tightest(length)
             if rows is None:
-                rows = _Rows(None, 0, 0, seq_lens[start], 0, left)
+                rows = OpenRows(seq_lens[start], seq_lens[start], left)
             # A row that took one is the tightest again until no more fit.
             times = min(rows.room // length, cap - rows.segments, left)
             number = min(rows.number, left // times)
-            room, segments = rows.room - times * length, rows.segments + times
-            every.append(_Rows(rows, length, times, room, segments, number))
-            rows.number -= number
+            fuller = rows.take(length, times, rows.room - times * length, number)
+            packed.append(fuller)
             if rows.number and rows.segments:
                 rooms.put(rows)
-            rooms.put(every[-1])
+            rooms.put(fuller)
             left -= number * times
-    return [
-        Pattern(rows.slots(), rows.number, rows.seq_len())
-        for rows in every
-        if rows.number
-    ]
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Rows:
-    """Rows that are alike so far: those before them, and `times` more of a length."""
-
-    before: _Rows | None
-    length: int
-    times: int
-    room: int
-    segments: int
-    number: int
-
-    def _history(self) -> Iterator[_Rows]:
-        rows: _Rows | None = self
-        while rows is not None and rows.segments:
-            yield rows
-            rows = rows.before
-
-    def slots(self) -> tuple[int, ...]:
-        parts = [(x.length,) * x.times for x in self._history()]
-        return tuple(length for part in reversed(parts) for length in part)
-
-    def seq_len(self) -> int:
-        return self.room + sum(x.length * x.times for x in self._history())
+    return [rows.pattern() for rows in packed if rows.number]
 
 
 class _Rooms:
@@ -83,23 +52,23 @@ class _Rooms:
 
     def __init__(self, cap: int):
         self._cap = cap
-        self._by_room: dict[int, list[_Rows]] = {}
-        # Increasing, those that rows have. However long rows are, they are few.
+        self._by_room: dict[int, list[OpenRows[int]]] = {}
+        # The keys, increasing. However long rows are, they are few.
         self._rooms: list[int] = []
 
-    def take_tightest(self, length: int) -> _Rows | None:
+    def take_tightest(self, length: int) -> OpenRows[int] | None:
         """Takes out rows with the least room for a length, the last come first."""
         place = bisect.bisect_left(self._rooms, length)
         if place == len(self._rooms):
             return None
         room = self._rooms[place]
         rows = self._by_room[room]
-        found = rows.pop()
+        tightest = rows.pop()
         if not rows:
             del self._by_room[room], self._rooms[place]
-        return found
+        return tightest
 
-    def put(self, rows: _Rows) -> None:
+    def put(self, rows: OpenRows[int]) -> None:
         if rows.room and rows.segments < self._cap:
             if rows.room not in self._by_room:
                 self._by_room[rows.room] = []

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,11 +24,15 @@ from jaxbucket.base.checks import (
 )
 from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.packing.best_fit import best_fit
-from jaxbucket.packing.kinds import grouped_kinds, kinds_of
-from jaxbucket.packing.pattern import Pattern, positions
-from jaxbucket.packing.sequences import MAX_ROW, check_capacities, check_parts
-from jaxbucket.packing.subset_sum import fullest_rows
+from jaxbucket.packing.pattern import Pattern
+from jaxbucket.packing.row_patterns import fuller_of, fuller_patterns, row_patterns
+from jaxbucket.packing.sequences import (
+    MAX_ROW,
+    check_capacities,
+    check_parts,
+    grouped_kinds,
+    kinds_of,
+)
 from jaxbucket.packing.vector_best_fit import fit_sequences
 from jaxbucket.packing.vector_pool import pooled_rows
 from jaxbucket.plan.histogram import value_counts
@@ -37,8 +41,6 @@ from jaxbucket.plan.histogram import value_counts
 _FEW_ROWS = 16
 # Of more examples that differ neighbours are taken as equal: about three seconds.
 _MOST_KINDS = 300_000
-# A second way is tried if it may save this share of the rows.
-_WORTH_MORE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -221,31 +223,23 @@ def _pack_sequences(
     kinds, counts = kinds_of(np.stack(list(parts.values()), axis=1), rooms)
     groups, number, members = grouped_kinds(kinds, counts, rooms, _MOST_KINDS)
     fitted = fit_sequences(groups, number, rooms, cap)
-    rows = sum(x.rows for x in fitted)
-    found = _fuller(
+    rows = _num_rows(fitted)
+    patterns = fuller_of(
         fitted,
         functools.partial(pooled_rows, groups, number, rooms, cap, fewer_than=rows),
-        lambda patterns: sum(x.rows for x in patterns),
+        _num_rows,
         int(max(-(-(counts @ kinds.astype(np.int64)) // rooms))),
     )
-    pattern_rows = np.array([x.rows for x in found])
-    slots = _slots((x.kinds, x.rows) for x in found)
+    slots = _slots(patterns)
     # Each slot of a group takes the next of its members.
     order = np.argsort(slots, kind="stable")
     slots[order] = np.repeat(members, counts[members])
-    segments = np.array([len(x.kinds) for x in found])
-    most = int(segments.max())
-    if max_segments_per_row is not None:
-        # So many could be in a row of other data as well.
-        fits = (np.array(rooms) // kinds.min(axis=0)).min()
-        most = min(max_segments_per_row, int(fits))
-    sizes = np.repeat(segments, pattern_rows)
     slot_parts = kinds[slots]
+    fits = int((np.array(rooms) // kinds.min(axis=0)).min())
     return Packing(
         (sum(rooms),),
         slot_parts.sum(axis=1, dtype=np.int32),
-        np.concatenate([[0], np.cumsum(sizes)]),
-        most,
+        *_segments(patterns, max_segments_per_row, fits),
         capacities,
         slot_parts,
     )
@@ -257,118 +251,43 @@ def from_patterns(
     max_segments_per_row: int | None,
 ) -> Packing:
     """Returns the rows of patterns, one after the other."""
-    slot_lengths = _slots((x.slots, x.rows) for x in patterns)
+    fits = seq_lens[-1] // min(pattern.slots[-1] for pattern in patterns)
+    segments = _segments(patterns, max_segments_per_row, fits)
+    return Packing(seq_lens, _slots(patterns), *segments)
+
+
+def _num_rows(patterns: Iterable[Pattern]) -> int:
+    return sum(pattern.rows for pattern in patterns)
+
+
+def _segments(
+    patterns: Sequence[Pattern], max_segments_per_row: int | None, fits: int
+) -> tuple[np.ndarray, int]:
+    """`[R + 1]` splits of the slots into rows, and the most slots of a row.
+
+    With a limit, rows of other data may have as many as `fits`, too.
+    """
     segments = np.array([len(pattern.slots) for pattern in patterns])
     sizes = np.repeat(segments, [pattern.rows for pattern in patterns])
     most = int(segments.max())
     if max_segments_per_row is not None:
-        # So many could be in a row of other data as well.
-        shortest = min(pattern.slots[-1] for pattern in patterns)
-        most = min(max_segments_per_row, seq_lens[-1] // shortest)
-    splits = np.concatenate([[0], np.cumsum(sizes)])
-    return Packing(seq_lens, slot_lengths, splits, most)
+        most = min(max_segments_per_row, fits)
+    return np.concatenate([[0], np.cumsum(sizes)]), most
 
 
-def _slots(patterns: Iterable[tuple[tuple[int, ...], int]]) -> np.ndarray:
+def _slots(patterns: Iterable[Pattern]) -> np.ndarray:
     """`[S]` int32: the slots of each pattern, as often as there are rows of it."""
     pieces: list[np.ndarray] = []
     few: list[int] = []
-    for slots, rows in patterns:
+    for pattern in patterns:
         # Arrays of a few numbers each would take longer than the numbers.
-        if rows < _FEW_ROWS:
-            few += slots * rows
+        if pattern.rows < _FEW_ROWS:
+            few += pattern.slots * pattern.rows
             continue
         pieces.append(np.array(few, np.int32))
-        pieces.append(np.tile(np.array(slots, np.int32), rows))
+        pieces.append(np.tile(np.array(pattern.slots, np.int32), pattern.rows))
         few = []
     return np.concatenate([*pieces, np.array(few, np.int32)])
-
-
-def row_patterns(
-    values: np.ndarray,
-    counts: np.ndarray,
-    seq_lens: Sequence[int],
-    cap: int,
-    padded_up_to: int,
-) -> list[Pattern]:
-    """Returns the rows of examples that are alone, and of all others by best fit.
-
-    Args:
-      values: `[V]` lengths, increasing, the last at most the last of `seq_lens`.
-      counts: `[V]` how many examples of each there are.
-      seq_lens: T of rows, increasing.
-      cap: the most slots of a row.
-      padded_up_to: an example is alone if its length is at most this.
-    """
-    first = int(np.searchsorted(values, padded_up_to, side="right"))
-    places = np.searchsorted(seq_lens, values[:first]).tolist()
-    pairs = zip(values.tolist(), counts.tolist(), places, strict=False)
-    alone = [Pattern((n,), count, seq_lens[place]) for n, count, place in pairs]
-    return alone + best_fit(values[first:], counts[first:], seq_lens, cap)
-
-
-def fuller_patterns(
-    patterns: list[Pattern],
-    values: np.ndarray,
-    counts: np.ndarray,
-    seq_lens: Sequence[int],
-    cap: int,
-    padded_up_to: int,
-) -> list[Pattern]:
-    """Returns rows that `row_patterns` made, or those of `fullest_rows` if fuller."""
-    first = int(np.searchsorted(values, padded_up_to, side="right"))
-    values, counts = values[first:], counts[first:]
-    fewest = fewest_positions(values, counts, seq_lens)
-    other = functools.partial(fullest_rows, values, counts, seq_lens, cap)
-    return patterns[:first] + _fuller(patterns[first:], other, positions, fewest)
-
-
-_Found = TypeVar("_Found")
-
-
-def _fuller(
-    found: _Found,
-    other: Callable[[], _Found | None],
-    size: Callable[[_Found], int],
-    fewest: int,
-) -> _Found:
-    """Returns rows, or those of another way where they are fewer.
-
-    Args:
-      found: the rows.
-      other: the other way, which may give up.
-      size: what there is less of in fuller rows.
-      fewest: a bound of it; where little can be saved the other way is not tried.
-    """
-    if size(found) <= fewest * (1 + _WORTH_MORE):
-        return found
-    others = other()
-    return found if others is None or size(others) >= size(found) else others
-
-
-def fewest_positions(
-    values: np.ndarray, counts: np.ndarray, seq_lens: Sequence[int]
-) -> int:
-    """A bound for rows of any packer, of one T (Martello and Toth, 1990, their L2).
-
-    Above half a row examples share none with each other, and beyond T - k none with
-    those that are k long.
-    """
-    tokens = int(values @ counts)
-    if len(seq_lens) > 1 or not len(values):
-        return tokens
-    (seq_len,) = seq_lens
-    examples = np.concatenate([[0], np.cumsum(counts)])
-    sums = np.concatenate([[0], np.cumsum(values * counts)])
-    half = np.searchsorted(values, seq_len // 2, side="right")
-    k = np.arange(half + 1)
-    # Between these, examples leave room for some that are at least k long.
-    beyond = np.searchsorted(values, seq_len - np.append(values[:half], 0), "right")
-    beyond = np.maximum(beyond, half)
-    alone = examples[-1] - examples[half]
-    room = (examples[beyond] - examples[half]) * seq_len - (sums[beyond] - sums[half])
-    rest = sums[half] - sums[k] - room
-    return seq_len * int(alone + np.maximum(-(-rest // seq_len), 0).max())
 
 
 def check_longest(lengths: np.ndarray, max_seq_len: int) -> None:
@@ -388,13 +307,13 @@ def check_seq_lens(max_seq_len: int | Sequence[int]) -> tuple[int, ...]:
     Raises:
       ValueError: if there are none, or they are not positive and increasing.
     """
-    given = max_seq_len if isinstance(max_seq_len, Sequence) else [max_seq_len]
+    values = max_seq_len if isinstance(max_seq_len, Sequence) else [max_seq_len]
     if isinstance(max_seq_len, np.ndarray):
-        given = np.atleast_1d(max_seq_len).tolist() if max_seq_len.ndim < 2 else []
-    elif isinstance(max_seq_len, Iterable) and given is not max_seq_len:
-        # Of a set or a generator there is no order, or no second time.
-        given = []
-    seq_lens = tuple(check_positive("max_seq_len", x) for x in given)
+        values = np.atleast_1d(max_seq_len).tolist() if max_seq_len.ndim < 2 else []
+    elif isinstance(max_seq_len, Iterable) and values is not max_seq_len:
+        # A set has no order, and a generator yields once.
+        values = []
+    seq_lens = tuple(check_positive("max_seq_len", x) for x in values)
     if not seq_lens or any(np.diff(seq_lens) <= 0):
         raise ValueError(
             f"`max_seq_len={max_seq_len}` must be one T, or a list of several that "

@@ -2,12 +2,14 @@
 
 Such as inputs and targets: a row has room for 512 tokens of the ones and for 128 of the
 others, beside each other. Its T is the sum, 640, so that budgets, padding and costs
-count what they always do.
+count what they always do. Examples whose sequences are all as long as another's are of
+one *kind*: packers count these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,7 @@ def check_parts(lengths: Mapping[str, ArrayLike]) -> dict[str, np.ndarray]:
             parts[name] = check_lengths(lengths[name])
         except ValueError as error:
             raise ValueError(f"Of the sequence {name!r}: {error}") from None
-    sizes = {name: len(own) for name, own in parts.items()}
+    sizes = {name: len(column) for name, column in parts.items()}
     if not parts:
         raise ValueError("`lengths` has no sequence: give the lengths of one at least.")
     if len(set(sizes.values())) > 1:
@@ -77,20 +79,19 @@ def check_capacities(
             f"{sorted(parts)}: name the same sequences."
         )
     checked = {}
-    for name, own in parts.items():
-        checked[name] = check_positive(f"max_seq_len[{name!r}]", capacities[name])
-        if checked[name] > _MAX_CAPACITY:
+    for name, column in parts.items():
+        argument = f"max_seq_len[{name!r}]"
+        checked[name] = capacity = check_positive(argument, capacities[name])
+        if capacity > _MAX_CAPACITY:
             raise ValueError(
-                f"`max_seq_len[{name!r}]={checked[name]}` is beyond {_MAX_CAPACITY}: "
-                "give shorter rows."
+                f"`{argument}={capacity}` is beyond {_MAX_CAPACITY}: give shorter rows."
             )
-        beyond = own > checked[name]
-        if beyond.any():
-            example = int(np.argmax(beyond))
+        if np.any(column > capacity):
+            example = int(np.argmax(column > capacity))
             raise ValueError(
-                f"`lengths[{name!r}][{example}]={own[example]}` is beyond the capacity "
-                f"of a row, `max_seq_len[{name!r}]={checked[name]}`. Raise it, or "
-                "leave such examples out."
+                f"`lengths[{name!r}][{example}]={column[example]}` is beyond the "
+                f"capacity of a row, `{argument}={capacity}`. Raise it, or leave such "
+                "examples out."
             )
     return checked
 
@@ -102,5 +103,69 @@ def total_lengths(parts: Mapping[str, np.ndarray]) -> np.ndarray:
       >>> total_lengths({"inputs": np.array([3, 5]), "targets": np.array([1, 2])})
       array([4, 7])
     """
-    total = sum(own.astype(np.int64) for own in parts.values())
-    return check_lengths(total)
+    return check_lengths(sum(x.astype(np.int64) for x in parts.values()))
+
+
+def kinds_of(
+    lengths: np.ndarray, capacities: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the kinds, `[V, Q]` int32 in order, and how many examples have each.
+
+    Example:
+      >>> kinds_of(np.array([[3, 1], [2, 5], [3, 1]]), capacities=[8, 8])
+      (array([[2, 5],
+             [3, 1]], dtype=int32), array([1, 2]))
+
+    Args:
+      lengths: `[N, Q]` positive integers, at most `capacities`.
+      capacities: `[Q]` what a row holds of each sequence.
+    """
+    _, first, counts = np.unique(
+        _numbers(lengths, capacities), return_index=True, return_counts=True
+    )
+    return lengths[first].astype(np.int32), counts
+
+
+def grouped_kinds(
+    kinds: np.ndarray, counts: np.ndarray, capacities: Sequence[int], most: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns groups of kinds, so many at most, as long as their longest may be.
+
+    Lengths are rounded up to a multiple, 1, 2, 4, ..., or to all that a row holds.
+
+    Example:
+      >>> kinds, counts = np.array([[1, 1], [2, 2], [5, 1]]), np.array([1, 2, 1])
+      >>> grouped_kinds(kinds, counts, capacities=[8, 8], most=2)
+      (array([[2, 2],
+             [6, 2]], dtype=int32), array([3, 1]), array([0, 1, 2]))
+
+    Args:
+      kinds: `[V, Q]`.
+      counts: `[V]` examples of each.
+      capacities: `[Q]` what a row holds of each sequence.
+      most: groups there may be.
+
+    Returns:
+      `[G, Q]` int32 lengths; `[G]` examples of each; `[V]` the kinds of the first
+      group, then those of the next.
+    """
+    step, rounded, group = 1, kinds, np.arange(len(kinds))
+    while len(rounded) > most:
+        step *= 2
+        up = np.minimum(-(-kinds // step) * step, capacities)
+        _, first, group = np.unique(
+            _numbers(up, capacities), return_index=True, return_inverse=True
+        )
+        rounded = up[first].astype(np.int32)
+    number = np.bincount(group, counts, len(rounded)).astype(np.int64)
+    return rounded, number, np.argsort(group, kind="stable")
+
+
+def _numbers(lengths: np.ndarray, capacities: Sequence[int]) -> np.ndarray:
+    """`[N]` numbers in the order of the lengths, the same where all lengths are."""
+    if math.prod(size + 1 for size in capacities) < 2**63:
+        numbers = np.zeros(len(lengths), np.int64)
+        for column, size in enumerate(capacities):
+            numbers = numbers * (size + 1) + lengths[:, column]
+        return numbers
+    return np.unique(lengths, axis=0, return_inverse=True)[1].reshape(-1)

@@ -90,7 +90,7 @@ def _subset(lengths: list[int], left: dict[int, int], room: int) -> list[int]:
             times -= together
             together *= 2
         sums.append(reached)
-    found: list[int] = []
+    subset: list[int] = []
     rest = sums[-1].bit_length() - 1
     for index in range(len(lengths) - 1, -1, -1):
         if not rest:
@@ -99,6 +99,6 @@ def _subset(lengths: list[int], left: dict[int, int], room: int) -> list[int]:
         times = min(left[length], rest // length)
         while not sums[index] >> (rest - times * length) & 1:
             times -= 1
-        found += [length] * times
+        subset += [length] * times
         rest -= times * length
-    return found
+    return subset

@@ -8,12 +8,14 @@ rows with the least room for one sequence, and then for the others.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
+
+from jaxbucket.packing.pattern import OpenRows, Pattern
 
 # Rows that are looked at for one example, of those with the least room. Two sequences
 # need one: the tree knows whether it is there.
@@ -22,23 +24,10 @@ _MOST_TRIED = 64
 _WHOLE = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class KindPattern:
-    """Rows that are alike.
-
-    Attributes:
-      kinds: those of their slots.
-      rows: how many there are.
-    """
-
-    kinds: tuple[int, ...]
-    rows: int
-
-
 def fit_sequences(
     kinds: np.ndarray, counts: np.ndarray, capacities: Sequence[int], cap: int
-) -> list[KindPattern]:
-    """Returns the rows.
+) -> list[Pattern]:
+    """Returns the rows, whose slots are kinds.
 
     Args:
       kinds: `[V, Q]` lengths of the sequences of each kind, at most `capacities`.
@@ -52,27 +41,25 @@ def fit_sequences(
     needs = kinds[:, order].tolist()
     whole = tuple(capacities[i] for i in order)
     rooms = _Rooms(whole, cap)
-    every: list[_Rows] = []
+    packed: list[_Rows] = []
     largest = np.lexsort((-shares.sum(axis=1), -shares.max(axis=1)))
     for kind in largest.tolist():
         need, left = needs[kind], int(counts[kind])
         while left:
-            rows = rooms.take_tightest(need) or _Rows(None, -1, 0, whole, 0, left)
+            rows = rooms.take_tightest(need) or OpenRows(sum(whole), whole, left)
             times = min(cap - rows.segments, left)
             if times > 1:
-                fits = map(operator.floordiv, rows.rooms, need)
-                times = min(times, *fits)
+                times = min(times, *map(operator.floordiv, rows.room, need))
             number = min(rows.number, left // times)
-            after = tuple(
-                [room - times * n for room, n in zip(rows.rooms, need, strict=True)]
-            )
-            every.append(_Rows(rows, kind, times, after, rows.segments + times, number))
-            rows.number -= number
+            pairs = zip(rows.room, need, strict=True)
+            room = tuple([size - times * n for size, n in pairs])
+            fuller = rows.take(kind, times, room, number)
+            packed.append(fuller)
             if rows.number and rows.segments:
                 rooms.put(rows)
-            rooms.put(every[-1])
+            rooms.put(fuller)
             left -= number * times
-    return [KindPattern(rows.kinds(), rows.number) for rows in every if rows.number]
+    return [rows.pattern() for rows in packed if rows.number]
 
 
 def shares_of(
@@ -86,83 +73,57 @@ def shares_of(
     return kinds.astype(np.int64) * _WHOLE // sizes, np.full(len(sizes), _WHOLE)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Rows:
-    """Rows that are alike so far: those before them, and `times` more of a kind."""
-
-    before: _Rows | None
-    kind: int
-    times: int
-    rooms: tuple[int, ...]
-    segments: int
-    number: int
-
-    def kinds(self) -> tuple[int, ...]:
-        parts = []
-        rows: _Rows | None = self
-        while rows is not None and rows.segments:
-            parts.append((rows.kind,) * rows.times)
-            rows = rows.before
-        return tuple(kind for part in reversed(parts) for kind in part)
-
-
-def _rooms_of(rows: _Rows) -> tuple[int, ...]:
-    return rows.rooms
+_Rows: TypeAlias = OpenRows[tuple[int, ...]]
+_room_of = operator.attrgetter("room")
 
 
 class _Rooms:
     """Rows that may take more: a tree over the room for the first sequence.
 
-    Each node knows the most room that rows below it have for every sequence, so that a
-    search turns back where there is not enough.
+    Each node knows the most room that rows below it have for the second one (for the
+    first, if there is no other), so that a search turns back where there is not enough.
     """
 
     def __init__(self, whole: tuple[int, ...], cap: int):
-        self._whole = whole
         self._cap = cap
+        self._second = min(1, len(whole) - 1)
         self._leaves = 1 << whole[0].bit_length()
         self._rows: dict[int, list[_Rows]] = {}
         # Node 1 is the root, and 2 n and 2 n + 1 are below n; none has any room yet.
-        self._most = [[-1] * (2 * self._leaves) for _ in whole]
+        self._most = [-1] * (2 * self._leaves)
 
     def put(self, rows: _Rows) -> None:
-        if all(rows.rooms) and rows.segments < self._cap:
-            own = self._rows.setdefault(rows.rooms[0], [])
-            bisect.insort(own, rows, key=_rooms_of)
-            self._update(rows.rooms[0])
+        if all(rows.room) and rows.segments < self._cap:
+            leaf = rows.room[0]
+            bisect.insort(self._rows.setdefault(leaf, []), rows, key=_room_of)
+            self._update(leaf)
 
     def take_tightest(self, need: list[int]) -> _Rows | None:
         """Takes out rows that have room for lengths, with the least for the first."""
         for leaf, place in itertools.islice(self._tight(need), _MOST_TRIED):
-            own = self._rows[leaf]
-            if place < len(own) and all(map(operator.ge, own[place].rooms, need)):
-                tightest = own.pop(place)
+            rows = self._rows[leaf]
+            if place < len(rows) and all(map(operator.ge, rows[place].room, need)):
+                tightest = rows.pop(place)
                 self._update(leaf)
                 return tightest
         return None
 
     def _tight(self, need: list[int]) -> Iterator[tuple[int, int]]:
         """Rows that may fit, from those with the least room: their leaf and place."""
-        leaf = self._next_leaf(need[0], need)
+        leaf = self._next_leaf(need[0], need[self._second])
         while leaf is not None:
-            own = self._rows[leaf]
-            first = bisect.bisect_left(own, (leaf, *need[1:]), key=_rooms_of)
+            rows = self._rows[leaf]
+            first = bisect.bisect_left(rows, (leaf, *need[1:]), key=_room_of)
             # A leaf without any counts as well: looking there has taken its time.
-            yield from (
-                (leaf, place) for place in range(first, max(len(own), first + 1))
-            )
-            leaf = self._next_leaf(leaf + 1, need)
+            for place in range(first, max(len(rows), first + 1)):
+                yield leaf, place
+            leaf = self._next_leaf(leaf + 1, need[self._second])
 
-    def _next_leaf(self, leaf: int, need: list[int]) -> int | None:
-        """The least room for the first sequence, from one on, where rows may fit."""
-        # A leaf says itself what room there is for the first.
-        most = self._most[-1 if len(need) < 3 else 1]
-        least, others = need[-1 if len(need) < 3 else 1], range(2, len(need))
+    def _next_leaf(self, leaf: int, least: int) -> int | None:
+        """The first leaf from one on where rows have the least room for the second."""
         node = leaf + self._leaves
         while node < 2 * self._leaves:
-            if most[node] >= least and (
-                not others or all(self._most[i][node] >= need[i] for i in others)
-            ):
+            if self._most[node] >= least:
                 if node >= self._leaves:
                     return node - self._leaves
                 node *= 2
@@ -178,22 +139,16 @@ class _Rooms:
     def _update(self, leaf: int) -> None:
         """Renews what the nodes above a leaf know of it.
 
-        Of rows that are sorted by their rooms, the first of which is the same for all,
-        the last has the most room for the first two sequences. For others the whole
-        room stands, which is no less.
+        Rows of a leaf are sorted by their rooms, of which the first is the same for
+        all: the last rows have the most room for the second sequence.
         """
         rows = self._rows[leaf]
-        for index, own in enumerate(self._most):
-            most = -1
-            if rows:
-                most = self._whole[index] if index > 1 else rows[-1].rooms[index]
-            node = leaf + self._leaves
-            own[node] = most
-            while node > 1:
-                beside = own[node ^ 1]
-                if beside > most:
-                    most = beside
-                node >>= 1
-                if own[node] == most:
-                    break
-                own[node] = most
+        most = rows[-1].room[self._second] if rows else -1
+        node = leaf + self._leaves
+        self._most[node] = most
+        while node > 1:
+            most = max(most, self._most[node ^ 1])
+            node >>= 1
+            if self._most[node] == most:
+                break
+            self._most[node] = most

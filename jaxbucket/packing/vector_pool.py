@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.permutation import permute
-from jaxbucket.packing.vector_best_fit import KindPattern, shares_of
+from jaxbucket.packing.pattern import Pattern
+from jaxbucket.packing.vector_best_fit import shares_of
 
 # Examples that are chosen from. More fill rows better, and take as much longer.
 _POOL = 2048
@@ -29,7 +30,7 @@ def pooled_rows(
     capacities: Sequence[int],
     cap: int,
     fewer_than: int = MAX_LENGTH,
-) -> list[KindPattern] | None:
+) -> list[Pattern] | None:
     """Returns these rows, or None if it takes too long to find them, or for nothing.
 
     Args:
@@ -46,9 +47,9 @@ def pooled_rows(
     shares, whole = shares_of(kinds, capacities)
     weights = _weights(kinds, counts, capacities).tolist()
     # `[Q, V]` and `[Q, pool]`: what is looked at for every example is contiguous.
-    every = np.ascontiguousarray(np.concatenate([kinds, shares], axis=1).T)
+    table = np.ascontiguousarray(np.concatenate([kinds, shares], axis=1).T)
     pool, rest = waiting[:_POOL].copy(), iter(waiting[_POOL:].tolist())
-    columns = every[:, pool]
+    columns = table[:, pool]
     tokens = (counts @ kinds.astype(np.int64)).tolist()
     patterns = []
     while len(pool):
@@ -68,8 +69,8 @@ def pooled_rows(
                 columns = np.delete(columns, place, axis=1)
             else:
                 pool[place] = kind
-                columns[:, place] = every[:, kind]
-        patterns.append(KindPattern(tuple(row), 1))
+                columns[:, place] = table[:, kind]
+        patterns.append(Pattern(tuple(row), 1, sum(capacities)))
         # What is left takes at least as many rows as the sequence that needs most.
         tokens = [n - (c - x) for n, c, x in zip(tokens, capacities, room, strict=True)]
         left_over = max(-(-n // c) for n, c in zip(tokens, capacities, strict=True))

@@ -9,13 +9,14 @@ from etils import epy as _epy
 
 with _epy.lazy_api_imports(globals()):
     from jaxbucket.base.batch import BatchIndices
+    from jaxbucket.schedule.batch_schedule import BatchSchedule
     from jaxbucket.schedule.curriculum import Curriculum
     from jaxbucket.schedule.difficulty_index import DifficultyIndex
     from jaxbucket.schedule.mixture import Mixture
+    from jaxbucket.schedule.orders import EpochOrder, Order
     from jaxbucket.schedule.pacing import (
         CyclicPacing,
         LinearPacing,
         RootPacing,
         StepPacing,
     )
-    from jaxbucket.schedule.schedule import BatchSchedule

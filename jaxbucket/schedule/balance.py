@@ -1,11 +1,15 @@
-"""Rows in an order in which every device has about the same work."""
+"""Balance: rows in an order in which every device has about the same work."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
+from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 
-def spread_evenly(work: np.ndarray) -> np.ndarray:
+
+def balance_rows(work: np.ndarray) -> np.ndarray:
     """Returns the rows in an order whose parts have even sums of work.
 
     It is the same however many devices there are: rows are divided by the smallest
@@ -15,7 +19,7 @@ def spread_evenly(work: np.ndarray) -> np.ndarray:
     8, ... devices, and for another number not worse than as rows come.
 
     Example:
-      >>> spread_evenly(np.array([9, 8, 1, 2]))
+      >>> balance_rows(np.array([9, 8, 1, 2]))
       array([0, 2, 1, 3])
 
     Args:
@@ -60,3 +64,21 @@ def imbalance(work: np.ndarray, num_parts: int) -> float:
     """
     sums = work.reshape(num_parts, -1).sum(axis=1)
     return float(sums.max() / sums.mean()) if sums.any() else 1.0
+
+
+def mean_imbalance(
+    batches: Iterable[BatchIndices], work: np.ndarray, num_devices: int
+) -> float:
+    """Returns the mean `imbalance` of batches.
+
+    Args:
+      batches: whose rows are divided among the devices.
+      work: `[N]` numbers, of each example.
+      num_devices: by which every B can be divided.
+    """
+    ratios = []
+    for batch in batches:
+        rows = batch.rows.reshape(batch.bucket.batch_size, -1)
+        row_work = np.where(rows == EMPTY_ROW, 0, work[rows]).sum(axis=1)
+        ratios.append(imbalance(row_work, num_devices))
+    return float(np.mean(ratios))

@@ -7,6 +7,7 @@ for it is named last of all.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 import os
@@ -65,16 +66,16 @@ class DifficultyIndex:
     def _mapped(self, name: str, dtype: str, size: int) -> np.ndarray:
         path = self._folder / name
         try:
-            found = np.lib.format.open_memmap(path, mode="r")
+            array = np.lib.format.open_memmap(path, mode="r")
         # A header that is damaged fails in many ways.
         except Exception as error:
             raise ValueError(f"{path} cannot be read: {error}. {_REMEDY}") from None
-        if found.shape != (size,) or found.dtype != np.dtype(dtype):
+        if array.shape != (size,) or array.dtype != np.dtype(dtype):
             raise ValueError(
-                f"{path} is {found.dtype}{list(found.shape)}, and not the {dtype} of "
+                f"{path} is {array.dtype}{list(array.shape)}, and not the {dtype} of "
                 f"{size} examples. {_REMEDY}"
             )
-        return np.asarray(found)
+        return np.asarray(array)
 
     def percentiles(self, low: float, high: float) -> np.ndarray:
         """Returns the examples between two percentiles, `[n]`, the easiest first.
@@ -112,14 +113,10 @@ class DifficultyIndex:
         return self.examples[first : max(first, last)]
 
     def _count_below(self, value: float) -> int:
-        low, high = 0, len(self)
-        while low < high:
-            middle = (low + high) // 2
-            if self.difficulty[self.examples[middle]].item() < value:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        difficulty = self.difficulty
+        return bisect.bisect_left(
+            self.examples, value, key=lambda i: difficulty[i].item()
+        )
 
     def ranks(self) -> np.ndarray:
         """Returns the place of each example in the order, `[N]`."""
@@ -133,15 +130,14 @@ class DifficultyIndex:
         Raises:
           ValueError: if the files are not as they were written.
         """
-        counted = np.zeros(len(self), bool)
         inside = (self.examples >= 0) & (self.examples < len(self))
-        counted[self.examples[inside]] = True
-        if not counted.all():
+        counts = np.bincount(self.examples[inside], minlength=len(self))
+        if np.any(counts != 1):
             raise ValueError(
                 f"{self._folder / EXAMPLES} does not have every example once. {_REMEDY}"
             )
-        found = difficulty_digest(share_sum(self.difficulty, 0), len(self))
-        if found != self.words.digest:
+        total = share_sum(self.difficulty, 0)
+        if difficulty_digest(total, len(self)) != self.words.digest:
             raise ValueError(
                 f"{self._folder / DIFFICULTY} is not what was written. {_REMEDY}"
             )
@@ -219,10 +215,10 @@ class Words:
         """
         path = folder / WORDS
         try:
-            told = json.loads(path.read_text())
-            version = told.pop("version")
+            fields = json.loads(path.read_text())
+            version = fields.pop("version")
             if version == VERSION:
-                words = cls(**told)
+                words = cls(**fields)
                 if words.dtype in DTYPES and words.sorted_by in get_args(SortedBy):
                     return words
                 raise ValueError(f"it speaks of {words.dtype}, {words.sorted_by}")

@@ -14,11 +14,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.permutation import fold, permute
 from jaxbucket.plan.remainder import Remainder, flow_remainders
 from jaxbucket.schedule.grouping import Within, examples_by_bucket
 
 # (bucket, `[n]` rows, how many there are) -> `[n]` slots, a permutation of them.
 Slots: TypeAlias = Callable[[int, np.ndarray, int], np.ndarray]
+
+
+def shuffled_slots(seed: int, epoch: int) -> Slots:
+    """Returns the slots of an epoch that is drawn anew."""
+    return lambda bucket, row, size: permute(row, size, fold(seed, epoch, bucket))
 
 
 class EpochRows:
@@ -86,7 +92,7 @@ class EpochRows:
         last = min(first + int(self.sizes[bucket]), int(self.flow.rows[bucket]))
         return bucket, np.arange(first, last)
 
-    def own(self, bucket: int) -> np.ndarray:
+    def bucket_examples(self, bucket: int) -> np.ndarray:
         """Returns the examples whose shortest bucket this is, as they are sorted."""
         first = int(self._offsets[bucket])
         return self._examples[first : first + int(self.flow.counts[bucket])]
@@ -98,16 +104,16 @@ class EpochRows:
         examples = np.empty(len(row), np.int64)
         missing = np.arange(len(row))
         while True:
-            own = int(self.flow.counts[bucket])
+            count = int(self.flow.counts[bucket])
             slot = row
             if slots is not None:
-                slot = slots(bucket, row, own + int(self.flow.carried[bucket]))
-            here = slot < own
-            found = self._offsets[bucket] + slot[here]
-            examples[missing[here]] = self._examples[found]
+                slot = slots(bucket, row, count + int(self.flow.carried[bucket]))
+            here = slot < count
+            places = self._offsets[bucket] + slot[here]
+            examples[missing[here]] = self._examples[places]
             if here.all():
                 return examples
             # Slots beyond the bucket's own are the rows that the one below left over.
             bucket -= 1
             missing = missing[~here]
-            row = slot[~here] - own + int(self.flow.rows[bucket])
+            row = slot[~here] - count + int(self.flow.rows[bucket])

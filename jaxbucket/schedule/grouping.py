@@ -53,8 +53,8 @@ def examples_by_bucket(
     examples, counts = _counting_sort(lengths, plan.assign, len(plan))
     if not isinstance(within, str):
         key = np.asarray(within)
-        for own in np.split(examples, np.cumsum(counts)[:-1]):
-            own[:] = own[np.argsort(key[own], kind="stable")]
+        for part in np.split(examples, np.cumsum(counts)[:-1]):
+            part[:] = part[np.argsort(key[part], kind="stable")]
     return examples, counts
 
 
@@ -79,7 +79,7 @@ def _counting_sort(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Examples sorted by key, stably; how many have each key. Keys of -1 are left out.
 
-    The keys are computed twice, for they are cheap and 2 bytes each to keep.
+    The keys are computed twice: they are cheap, and keeping them takes 2 bytes each.
     """
     sizes = np.zeros(num_keys + 1, np.int64)
     for part in _chunks(lengths):
@@ -93,11 +93,11 @@ def _counting_sort(
     for index, part in enumerate(_chunks(lengths)):
         keys = (keys_of(part) + 1).astype(narrow)
         order = np.argsort(keys, kind="stable")
-        found = np.bincount(keys, minlength=num_keys + 1)
-        shift = cursor - (np.cumsum(found) - found)
-        places = np.arange(len(part)) + np.repeat(shift, found)
+        counts = np.bincount(keys, minlength=num_keys + 1)
+        shift = cursor - (np.cumsum(counts) - counts)
+        places = np.arange(len(part)) + np.repeat(shift, counts)
         examples[places] = order + index * _CHUNK
-        cursor += found
+        cursor += counts
     return examples[sizes[0] :], sizes[1:]
 
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 from jaxbucket.base.checks import check_accumulate, check_choice
+from jaxbucket.schedule.base import Schedule
+from jaxbucket.schedule.batch_schedule import BatchSchedule
 from jaxbucket.schedule.example_draws import BatchDraws
-from jaxbucket.schedule.schedule import BatchSchedule, Schedule
 
 Unit: TypeAlias = Literal["steps", "tokens", "examples"]
 
@@ -67,19 +68,15 @@ class Mixture(Schedule):
     ):
         check_choice("by", by, get_args(Unit))
         self.schedules = list(schedules)
-        self.weights = [
-            _to_float(index, weight) for index, weight in enumerate(weights)
-        ]
+        self.weights = [_to_float(index, x) for index, x in enumerate(weights)]
         self.by: Unit = by
         self._check()
         self.plan = self.schedules[0].plan
-        segments = [own.max_segments for own in self.schedules]
-        self.max_segments = max((n for n in segments if n is not None), default=None)
-        self.lengths = np.concatenate([own.lengths for own in self.schedules])
-        self._starts = [
-            0,
-            *itertools.accumulate(len(s.lengths) for s in self.schedules),
-        ]
+        segments = [x.max_segments for x in self.schedules if x.max_segments]
+        self.max_segments = max(segments, default=None)
+        self.lengths = np.concatenate([x.lengths for x in self.schedules])
+        sizes = [len(x.lengths) for x in self.schedules]
+        self._starts = [0, *itertools.accumulate(sizes)]
         self._turns_per_step = self._group(check_accumulate(accumulate))
         self._turns = Turns([self._share(i) for i in range(len(self.schedules))])
 
@@ -89,10 +86,10 @@ class Mixture(Schedule):
                 f"`weights` has {len(self.weights)} entries for {len(self.schedules)} "
                 "schedules. Give one for each, and at least one."
             )
-        for index, own in enumerate(self.schedules):
-            if not isinstance(own, BatchSchedule):
+        for index, schedule in enumerate(self.schedules):
+            if not isinstance(schedule, BatchSchedule):
                 raise ValueError(
-                    f"`schedules[{index}]` is a {type(own).__name__}, not a "
+                    f"`schedules[{index}]` is a {type(schedule).__name__}, not a "
                     "`BatchSchedule`. Mix the components of a mixture directly."
                 )
         for index, weight in enumerate(self.weights):
@@ -101,18 +98,17 @@ class Mixture(Schedule):
                     f"`weights[{index}]={weight}` must be positive and finite. Leave "
                     "the component out if it has no share."
                 )
-        if any(own.capacities for own in self.schedules):
+        if any(x.capacities for x in self.schedules):
             raise ValueError(
                 "`schedules` are of examples with several sequences, which are not "
                 "mixed: concatenate the sources and pack all of their lengths."
             )
-        if len({own.plan.fingerprint for own in self.schedules}) > 1:
+        if len({x.plan.fingerprint for x in self.schedules}) > 1:
             raise ValueError(
                 "`schedules` have different plans. Plan once, for the lengths of all "
                 "components together, and give every schedule this plan."
             )
-
-        if len({own.packing is None for own in self.schedules}) > 1:
+        if len({x.packing is None for x in self.schedules}) > 1:
             raise ValueError(
                 "`schedules` have packed rows, and rows of one example: pack all of "
                 "them, or none."
@@ -120,14 +116,14 @@ class Mixture(Schedule):
 
     def _group(self, accumulate: int) -> int:
         """Sets `accumulate`, and returns how many turns a step has."""
-        own = sorted({schedule.accumulate for schedule in self.schedules})
-        if len(own) > 1 or (own[0] > 1 and accumulate > 1):
+        numbers = sorted({schedule.accumulate for schedule in self.schedules})
+        if len(numbers) > 1 or (numbers[0] > 1 and accumulate > 1):
             raise ValueError(
-                f"`schedules` have `accumulate` of {own}, and the mixture has "
+                f"`schedules` have `accumulate` of {numbers}, and the mixture has "
                 f"{accumulate}. Let either the mixture accumulate, or all components "
                 "alike."
             )
-        self.accumulate = max(own[0], accumulate)
+        self.accumulate = max(numbers[0], accumulate)
         return accumulate
 
     def _share(self, index: int) -> Fraction:
@@ -138,11 +134,9 @@ class Mixture(Schedule):
         if self.by == "steps":
             return weight
         epoch = schedule.cost()
-        per_epoch = (
-            epoch.real_tokens
-            if self.by == "tokens"
-            else epoch.packed_examples or epoch.examples
-        )
+        per_epoch = epoch.real_tokens
+        if self.by == "examples":
+            per_epoch = epoch.packed_examples or epoch.examples
         return weight * len(schedule) / per_epoch
 
     @property
@@ -167,27 +161,27 @@ class Mixture(Schedule):
         return self._turns.at(turn)[0]
 
     def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
-        return tuple(x for turn in self._turns_of(step) for x in self._of_turn(turn))
+        return tuple(
+            BatchIndices(x.bucket, self._shifted(x.rows, self._starts[index]))
+            for index, component_step in self._components(step)
+            for x in self.schedules[index]._micro_batches(component_step)
+        )
 
     def _draws(self, step: int) -> tuple[BatchDraws, ...]:
         # By seeds and epochs of the components; rows count through all of them, so
         # that no two share an index.
-        turns = (self._turns.at(turn) for turn in self._turns_of(step))
-        return tuple(x for i, own in turns for x in self.schedules[i]._draws(own))
+        return tuple(
+            x
+            for index, component_step in self._components(step)
+            for x in self.schedules[index]._draws(component_step)
+        )
 
-    def _turns_of(self, step: int) -> range:
+    def _components(self, step: int) -> list[tuple[int, int]]:
+        """Whose turns a step has, and which of their own steps these are."""
         first = step * self._turns_per_step
-        return range(first, first + self._turns_per_step)
+        return [self._turns.at(first + i) for i in range(self._turns_per_step)]
 
-    def _of_turn(self, turn: int) -> list[BatchIndices]:
-        index, own_step = self._turns.at(turn)
-        start = self._starts[index]
-        return [
-            BatchIndices(x.bucket, self._through(x.rows, start))
-            for x in self.schedules[index]._micro_batches(own_step)
-        ]
-
-    def _through(self, rows: np.ndarray, start: int) -> np.ndarray:
+    def _shifted(self, rows: np.ndarray, start: int) -> np.ndarray:
         """Rows as they count through all components; packed ones as wide as any."""
         rows = np.where(rows < 0, EMPTY_ROW, rows + start)
         if self.max_segments is None:
@@ -195,19 +189,19 @@ class Mixture(Schedule):
         more = self.max_segments - rows.shape[1]
         return np.pad(rows, ((0, 0), (0, more)), constant_values=EMPTY_ROW)
 
-    def traits(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         return {
-            "mixture": [schedule.traits() for schedule in self.schedules],
+            "mixture": [schedule.config() for schedule in self.schedules],
             "sizes": [len(schedule.lengths) for schedule in self.schedules],
             "weights": self.weights,
             "by": self.by,
             "accumulate": self.accumulate,
         }
 
-    def _named(self) -> list[str]:
-        own = [schedule.fingerprint for schedule in self.schedules]
+    def _fingerprint_parts(self) -> list[str]:
+        names = [schedule.fingerprint for schedule in self.schedules]
         weights = [weight.hex() for weight in self.weights]
-        return ["mixture", *own, *weights, self.by, str(self.accumulate)]
+        return ["mixture", *names, *weights, self.by, str(self.accumulate)]
 
 
 def _to_float(index: int, weight: Any) -> float:
@@ -250,8 +244,8 @@ class Turns:
         turns = np.argsort(who, kind="stable")
         self._of_each = np.split(turns, np.cumsum(self.parts)[:-1])
         self._before = np.empty(self.period, np.int64)
-        for own in self._of_each:
-            self._before[own] = np.arange(len(own))
+        for of_one in self._of_each:
+            self._before[of_one] = np.arange(len(of_one))
 
     def at(self, turn: int) -> tuple[int, int]:
         """Returns whose turn it is, and how many it has had before."""

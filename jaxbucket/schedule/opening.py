@@ -51,7 +51,7 @@ class OpeningSteps:
             pairs = _pairs(opening)
         taken = np.zeros(len(plan), np.int64)
         first_batch = np.cumsum(batches) - batches
-        numbers = []
+        numbers, self.pairs = [np.empty(0, np.int64)], []
         for bucket, steps in pairs:
             index = _index(plan, bucket)
             start = first_batch[index] + taken[index]
@@ -59,21 +59,17 @@ class OpeningSteps:
             if count > int(batches[index] - taken[index]):
                 steps = (int(taken[index]) + count) // batches_per_step
                 raise ValueError(
-                    f"`opening` takes {steps} steps of "
-                    f"bucket {bucket}, which has {batches[index] // batches_per_step} "
-                    "in an epoch. Take fewer."
+                    f"`opening` takes {steps} steps of bucket {bucket}, which has "
+                    f"{batches[index] // batches_per_step} in an epoch. Take fewer."
                 )
             taken[index] += count
             numbers.append(np.arange(start, start + count))
-        self.pairs = [
-            [b.batch_size, b.seq_len, int(steps) * batches_per_step]
-            for b, steps in pairs
-        ]
-        self.batches = np.concatenate([np.empty(0, np.int64), *numbers])
+            self.pairs.append([bucket.batch_size, bucket.seq_len, count])
+        self.batches = np.concatenate(numbers)
         self.num_batches = len(self.batches)
         # The batches that are left, counted on, begin in each bucket behind these.
         self._skipped = np.cumsum(taken)
-        self._left_before = first_batch - np.cumsum(taken) + taken
+        self._left_before = first_batch - self._skipped + taken
 
     def nth_left(self, number: np.ndarray) -> np.ndarray:
         """The batches that are number so and so of those that are left, `[n]`."""

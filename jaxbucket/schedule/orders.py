@@ -1,32 +1,47 @@
-"""Orders of an epoch that need no pass over it: shuffled, as in the source, by length.
+"""Orders of the batches of an epoch: what they are, and those that have names.
 
-An order says which batch is at a position of an epoch, and what is in its rows.
+A new order is one class: a subclass of `Order` that any `BatchSchedule` takes as its
+`order=`. A name for it is a line of `NAMED`.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
 import threading
-from typing import Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from jaxbucket.base.checks import check_choice
 from jaxbucket.base.permutation import fold, permute
-from jaxbucket.schedule.epoch_rows import EpochRows
+from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
+from jaxbucket.schedule.grouping import Within
 from jaxbucket.schedule.opening import OpeningSteps
+
+OrderName: TypeAlias = Literal["shuffled", "source", "ascending", "descending"]
 
 # Rows looked at together.
 _CHUNK = 1 << 20
-# Of all orders, for a lock of their own could not be sent to worker processes. One
-# that may ask for another order while it is made: a pacing function may be anything.
+# Of all orders, because a lock of their own could not be sent to worker processes.
+# Reentrant, because a pacing function may look into another order.
 LOCK = threading.RLock()
 
 
 class EpochOrder(Protocol):
-    """What a schedule needs of an order; batches are those of `EpochRows`."""
+    """The batches of every epoch, in order; they are those of `EpochRows`."""
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
-        """Returns the bucket, and the `[n]` examples of the rows that are filled."""
+        """Returns a batch of an epoch.
+
+        Args:
+          epoch: from 0 on.
+          position: of the batch in the epoch.
+
+        Returns:
+          The bucket, as an index into the plan's, and the `[n]` int64 examples of the
+          rows that are filled.
+        """
         ...
 
     def buckets(self, epoch: int) -> np.ndarray:
@@ -34,15 +49,118 @@ class EpochOrder(Protocol):
         ...
 
 
-class ShuffledOrder:
-    """Every epoch draws new batches, and a new order of them, by integer permutations.
+class Order(abc.ABC):
+    """Which examples share a batch, and how the batches of an epoch follow each other.
 
-    Args:
-      rows: the rows of an epoch.
-      seed: another one has other batches.
-      opening: how the first epoch begins, if that is planned.
+    Its `str` is a part of the schedule's fingerprint: it must differ from that of any
+    order with other batches.
+
+    Attributes:
+      is_redrawn: whether another epoch has other batches.
+      replacement: whether an epoch may have an example several times.
+      within: how the examples of a bucket are sorted before they fill rows: as in the
+        "source", "ascending" or "descending" by length, or by `[N]` numbers.
     """
 
+    is_redrawn: bool = True
+    replacement: bool = False
+    within: Within | np.ndarray = "source"
+
+    @abc.abstractmethod
+    def __str__(self) -> str: ...
+
+    @abc.abstractmethod
+    def epoch_order(
+        self,
+        rows: EpochRows,
+        lengths: np.ndarray,
+        seed: int,
+        opening: OpeningSteps | None,
+    ) -> EpochOrder:
+        """Returns the order of the batches of one schedule.
+
+        Args:
+          rows: the rows of an epoch, sorted by `within`.
+          lengths: `[N]` integers, of examples or of packed rows.
+          seed: of all that is drawn.
+          opening: how the first epoch begins, if that is planned.
+
+        Raises:
+          ValueError: for an opening that it cannot keep to.
+        """
+
+    def check(self, num_examples: int, *, is_packed: bool) -> None:  # noqa: B027
+        """Raises a ValueError if it is not one of these examples.
+
+        Args:
+          num_examples: how many there are.
+          is_packed: whether rows have several examples.
+        """
+
+
+class Shuffled(Order):
+    """Every epoch draws new batches, and a new order of them, by integer permutations.
+
+    There is no pass over the data, and no state.
+    """
+
+    def __str__(self) -> str:
+        return "shuffled"
+
+    def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
+        return _ShuffledEpochs(rows, seed, opening)
+
+
+class Fixed(Order):
+    """Every epoch is the same, and rows are filled as the examples are sorted.
+
+    Batches in source order come as they fill up, others by the length of their longest
+    example.
+
+    Args:
+      within: how the examples of a bucket are sorted.
+    """
+
+    is_redrawn = False
+
+    def __init__(self, within: Within):
+        self.within = within
+
+    def __str__(self) -> str:
+        return str(self.within)
+
+    def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
+        by_length = None if self.within == "source" else lengths
+        return _FixedEpochs(rows, by_length, self.within == "descending", opening)
+
+
+NAMED: dict[str, Order] = {
+    "shuffled": Shuffled(),
+    "source": Fixed("source"),
+    "ascending": Fixed("ascending"),
+    "descending": Fixed("descending"),
+}
+
+
+def check_order(order: Any, num_examples: int, *, is_packed: bool) -> Order:
+    """Returns an order of these examples, given itself or by its name.
+
+    Raises:
+      ValueError: if there is none of that name, or it is not one of these examples.
+    """
+    if isinstance(order, str):
+        check_choice("order", order, list(NAMED))
+        order = NAMED[order]
+    elif not isinstance(order, Order):
+        raise ValueError(
+            f"`order` is a {type(order).__name__}: choose one of {', '.join(NAMED)}, "
+            "or give a `Curriculum` of difficulties."
+        )
+    order.check(num_examples, is_packed=is_packed)
+    return order
+
+
+class _ShuffledEpochs:
     def __init__(self, rows: EpochRows, seed: int, opening: OpeningSteps | None):
         self._rows = rows
         self._seed = seed
@@ -51,7 +169,8 @@ class ShuffledOrder:
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
         (number,) = self._numbers(epoch, np.array([position]))
         bucket, row = self._rows.of_batch(int(number))
-        return bucket, self._rows.examples(bucket, row, shuffled(self._seed, epoch))
+        slots = shuffled_slots(self._seed, epoch)
+        return bucket, self._rows.examples(bucket, row, slots)
 
     def buckets(self, epoch: int) -> np.ndarray:
         positions = np.arange(self._rows.num_batches)
@@ -65,21 +184,20 @@ class ShuffledOrder:
         if epoch or opening is None:
             return permute(positions, size, key)
         numbers = np.empty(len(positions), np.int64)
-        planned = positions < opening.num_batches
-        numbers[planned] = opening.batches[positions[planned]]
-        later = positions[~planned] - opening.num_batches
-        left = permute(later, size - opening.num_batches, key)
-        numbers[~planned] = opening.nth_left(left)
+        is_planned = positions < opening.num_batches
+        numbers[is_planned] = opening.batches[positions[is_planned]]
+        later = positions[~is_planned] - opening.num_batches
+        drawn = permute(later, size - opening.num_batches, key)
+        numbers[~is_planned] = opening.nth_left(drawn)
         return numbers
 
 
-class FixedOrder:
-    """Every epoch is the same, and rows are filled as the examples are sorted.
+class _FixedEpochs:
+    """By the length of the longest example of each batch, or by the last one's place.
 
     Args:
       rows: the rows of an epoch.
-      lengths: `[N]`, for batches that come by the length of their longest example, the
-        shortest first; none for batches in the order in which they fill up.
+      lengths: `[N]`; None for batches in the order in which they fill up.
       descending: the longest first.
       opening: how the first epoch begins, if that is planned.
     """
@@ -122,7 +240,7 @@ class FixedOrder:
     def _largest(self, bucket: int) -> np.ndarray:
         """The largest example, or length, of each batch of a bucket.
 
-        Of all rows: those that come up may come early in the source.
+        Of all rows, because those carried up may come early in the source.
         """
         size = int(self._rows.sizes[bucket])
         num_rows = int(self._rows.flow.rows[bucket])
@@ -136,8 +254,3 @@ class FixedOrder:
             starts = np.arange(0, len(row), size)
             largest.append(np.maximum.reduceat(values, starts))
         return np.concatenate(largest)
-
-
-def shuffled(seed: int, epoch: int):
-    """Returns the `Slots` of an epoch that is drawn anew."""
-    return lambda bucket, row, size: permute(row, size, fold(seed, epoch, bucket))

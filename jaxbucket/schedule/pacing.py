@@ -38,7 +38,7 @@ class LinearPacing:
     epochs: float = 1.0
 
     def __post_init__(self):
-        _check_start(self.start)
+        _check_share("start", self.start)
         _check_positive("epochs", self.epochs)
 
     def __call__(self, epochs: float) -> float:
@@ -72,7 +72,7 @@ class RootPacing:
     degree: float = 2.0
 
     def __post_init__(self):
-        _check_start(self.start)
+        _check_share("start", self.start)
         _check_positive("epochs", self.epochs)
         _check_positive("degree", self.degree)
 
@@ -194,10 +194,6 @@ def pacing_name(pacing: Pacing) -> list[str]:
     parts = [i / 256 for i in range(16 * 256)] + [i / 16 for i in range(256 * 16)]
     # Powers differ between machines in the last bit.
     return [f"{open_share(pacing, epochs):.9g}" for epochs in parts]
-
-
-def _check_start(start: float) -> None:
-    _check_share("start", start)
 
 
 def _check_share(name: str, share: float) -> None:

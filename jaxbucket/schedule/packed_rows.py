@@ -13,7 +13,7 @@ import numpy as np
 from jaxbucket.base.batch import EMPTY_ROW
 from jaxbucket.base.permutation import fold, mix_each, permute_each
 from jaxbucket.packing.rows import Packing
-from jaxbucket.schedule.balance import spread_evenly
+from jaxbucket.schedule.balance import balance_rows
 
 # Other keys than those of rows and batches.
 _SLOTS = 0x510
@@ -42,30 +42,25 @@ class PackedRows:
         self._packing = packing
         self._seed = seed
         slot_lengths = packing.slot_lengths
-        self._check_sequences(parts)
+        packed, sequences = list(packing.capacities or ()), list(parts or ())
+        if packed != sequences:
+            raise ValueError(
+                f"`packing` is of the sequences {packed}, and `lengths` of "
+                f"{sequences}: pack these lengths."
+            )
         if parts is not None and packing.slot_parts is not None:
             # In place of a length, the kind that all lengths together make.
             lengths, slot_lengths = _kinds(parts, packing.slot_parts)
         self._examples = _by_length(lengths)
         slots = _by_length(slot_lengths)
-        self._check_same(lengths[self._examples], slot_lengths[slots])
+        ordered = lengths[self._examples]
+        self._check_same(ordered, slot_lengths[slots])
         # Slots of a length, in order, are as many as its examples.
         self._places = np.empty(len(slots), slots.dtype)
         self._places[slots] = np.arange(len(slots), dtype=slots.dtype)
-        ordered = lengths[self._examples]
-        begins = np.flatnonzero(np.diff(ordered, prepend=0))
-        self._lengths = ordered[begins]
-        self._starts = begins
-        self._sizes = np.diff(begins, append=len(ordered))
-
-    def _check_sequences(self, parts: Mapping[str, np.ndarray] | None) -> None:
-        packed = list(self._packing.capacities or ())
-        given = list(parts or ())
-        if packed != given:
-            raise ValueError(
-                f"`packing` is of the sequences {packed}, and `lengths` of {given}: "
-                "pack these lengths."
-            )
+        self._starts = np.flatnonzero(np.diff(ordered, prepend=0))
+        self._lengths = ordered[self._starts]
+        self._sizes = np.diff(self._starts, append=len(ordered))
 
     def _check_same(self, lengths: np.ndarray, packed: np.ndarray) -> None:
         if len(packed) != len(lengths) or np.any(packed != lengths):
@@ -86,16 +81,16 @@ class PackedRows:
         """
         packing = self._packing
         work = np.where(rows == EMPTY_ROW, 0, packing.row_work[rows])
-        rows = rows[spread_evenly(work)]
+        rows = rows[balance_rows(work)]
         filled = np.flatnonzero(rows != EMPTY_ROW)
         first, last = (packing.row_splits[rows[filled] + i] for i in range(2))
         sizes = last - first
         ends = np.cumsum(sizes)
         within = np.arange(sizes.sum()) - np.repeat(ends - sizes, sizes)
         slots = np.repeat(first, sizes) + within
-        found = np.full((len(rows), packing.max_segments), EMPTY_ROW, np.int64)
-        found[np.repeat(filled, sizes), within] = self._drawn(epoch, slots)
-        return found
+        examples = np.full((len(rows), packing.max_segments), EMPTY_ROW, np.int64)
+        examples[np.repeat(filled, sizes), within] = self._drawn(epoch, slots)
+        return examples
 
     def _drawn(self, epoch: int, slots: np.ndarray) -> np.ndarray:
         """The examples of `[n]` slots."""

@@ -22,7 +22,7 @@ from jaxbucket.data.pipeline import BatchDataset, batch_dataset
 from jaxbucket.data.source import Source
 from jaxbucket.data.transform import Transform
 from jaxbucket.data.workers import load_in_workers
-from jaxbucket.schedule.schedule import Schedule
+from jaxbucket.schedule.base import Schedule
 from jaxbucket.sharding import (
     DATA_AXIS,
     Axes,

@@ -17,7 +17,7 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.events import record_arguments
 from jaxbucket.data.unbatch import unbatch
-from jaxbucket.schedule.schedule import Schedule
+from jaxbucket.schedule.base import Schedule
 from jaxbucket.sharding import DATA_AXIS, Axes, ahead, axis_names
 from jaxbucket.train.loss import Mode
 from jaxbucket.train.pmap import PmapStep, Rows

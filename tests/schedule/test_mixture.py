@@ -21,6 +21,12 @@ from jaxbucket.schedule.mixture import Turns
 SIZES = (300, 40, 7)
 
 
+def seeds(quick, count):
+    """The first ones for every run, and the rest for the exhaustive part."""
+    rest = (pytest.param(i, marks=pytest.mark.exhaustive) for i in range(quick, count))
+    return [*range(quick), *rest]
+
+
 def components(**options) -> list[BatchSchedule]:
     rng = np.random.default_rng(0)
     lengths = [rng.integers(1, 10 * k + 30, size) for k, size in enumerate(SIZES)]
@@ -33,7 +39,7 @@ def components(**options) -> list[BatchSchedule]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(16, 60))
 def test_turns_are_shared_to_within_one(seed):
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 9))

@@ -6,20 +6,17 @@ seed alone, so every host computes the same, and resuming takes one integer.
 
 from __future__ import annotations
 
-import abc
-import copy
 import dataclasses
 import functools
 import json
-import operator
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Self, TypeAlias, get_args
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
-from jaxbucket.base.buckets import GROUPS, Bucket, BucketPlan, Group
+from jaxbucket.base.buckets import GROUPS, BucketPlan, Group
 from jaxbucket.base.checks import (
     MAX_LENGTH,
     check_accumulate,
@@ -27,197 +24,20 @@ from jaxbucket.base.checks import (
     check_positive,
     check_seed,
 )
-from jaxbucket.base.digest import digest
-from jaxbucket.base.position import DataPosition, check_position
 from jaxbucket.packing.rows import Packing
 from jaxbucket.packing.sequences import check_parts, total_lengths
 from jaxbucket.plan.remainder import Remainder, RowFlow, filler_bucket
 from jaxbucket.plan.reports.epoch import Report, lag1_autocorrelation, report
-from jaxbucket.schedule.balance import imbalance
-from jaxbucket.schedule.curriculum import Curriculum, EasyDraws, PacedOrder
+from jaxbucket.schedule.balance import mean_imbalance
+from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.opening import Opening, OpeningSteps
-from jaxbucket.schedule.orders import EpochOrder, FixedOrder, ShuffledOrder
+from jaxbucket.schedule.orders import Order, OrderName, check_order
 from jaxbucket.schedule.packed_rows import PackedRows
 
-FixedName: TypeAlias = Literal["source", "ascending", "descending"]
-Order: TypeAlias = Literal["shuffled"] | FixedName | Curriculum
-
-# In search of the first step of every bucket.
-_MOST_LOOKED_AT = 4096
-ORDERS: tuple[str, ...] = ("shuffled", *get_args(FixedName))
-
-
-class Schedule(abc.ABC):
-    """Step -> `BatchIndices`, or a tuple of `accumulate` of them; without end.
-
-    Attributes:
-      plan: the shapes.
-      lengths: `[N]` integers.
-      accumulate: micro-batches of a step.
-      max_segments: the most examples of a packed row; None where a row has one example.
-      capacities: what a row holds of each sequence, where examples have several.
-      parts: name -> `[N]` integers, the lengths of each of these; they add up to
-        `lengths`.
-      first_step: the step that its first epoch begins with; 0, but for a schedule made
-        by `continue_with`.
-      continues: fingerprint of the schedule that has the steps before; None if none.
-    """
-
-    plan: BucketPlan
-    lengths: np.ndarray
-    accumulate: int = 1
-    max_segments: int | None = None
-    capacities: dict[str, int] | None = None
-    parts: dict[str, np.ndarray] | None = None
-    first_step: int = 0
-    continues: str | None = None
-
-    @property
-    @abc.abstractmethod
-    def steps_per_epoch(self) -> int:
-        """Steps until every example was in one row."""
-
-    @abc.abstractmethod
-    def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
-        """Those of a step, counted from `first_step` on."""
-
-    @abc.abstractmethod
-    def _draws(self, step: int) -> tuple[BatchDraws, ...]:
-        """What is random in the examples of each of them."""
-
-    @abc.abstractmethod
-    def traits(self) -> dict[str, Any]:
-        """What it does beside the plan and the lengths, as plain Python."""
-
-    @abc.abstractmethod
-    def _named(self) -> list[str]:
-        """What its fingerprint is made of, beside the plan and the lengths."""
-
-    def continue_with(self, position: DataPosition) -> Self:
-        """Returns this schedule, taking over from another one at a position.
-
-        The explicit way to go on with grown data, another plan or another seed: an
-        epoch of this schedule begins with the position's step, and those before it
-        stay the other's.
-
-        Example:
-          >>> from jaxbucket import batch_dataset, plan_buckets
-          >>> source = [{"x": [1] * n} for n in (1, 2, 3, 4)]
-          >>> plan = plan_buckets([4], max_tokens=8, boundaries=[4])
-          >>> before = BatchSchedule(plan, [1, 2], seed=0)
-          >>> position = batch_dataset(source[:2], before).position(7)
-          >>> grown = BatchSchedule(plan, [1, 2, 3, 4], seed=0).continue_with(position)
-          >>> grown.first_step, len(grown)
-          (7, 2)
-
-        Raises:
-          ValueError: if `position` is no `DataPosition`.
-        """
-        check_position(position)
-        return self.beginning_at(position.step, position.schedule["fingerprint"])
-
-    def beginning_at(self, first_step: int, continues: str | None) -> Self:
-        """Returns this schedule with another `first_step` and `continues`."""
-        moved = copy.copy(self)
-        moved.first_step = first_step
-        moved.continues = continues
-        return moved
-
-    def __len__(self) -> int:
-        """Steps of one epoch; larger steps are later epochs."""
-        return self.steps_per_epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        """The steps of the first epoch."""
-        return (self[self.first_step + step] for step in range(len(self)))
-
-    def __getitem__(self, step: int) -> Any:
-        """Returns the bucket and the rows of any step, of any epoch.
-
-        One `BatchIndices`, or a tuple of `accumulate` of them if that is not 1.
-
-        Raises:
-          IndexError: if `step` is negative, or before `first_step`.
-        """
-        micro = self.micro_batches(step)
-        return micro[0] if self.accumulate == 1 else micro
-
-    def micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
-        """Returns the same as a tuple, however many there are.
-
-        Raises:
-          IndexError: if `step` is negative, or before `first_step`.
-        """
-        return self._micro_batches(self._checked(step) - self.first_step)
-
-    def draws(self, step: int) -> tuple[BatchDraws, ...]:
-        """Returns the random numbers of the examples of each micro-batch of a step.
-
-        Raises:
-          IndexError: if `step` is negative, or before `first_step`.
-        """
-        first = self.first_step
-        draws = self._draws(self._checked(step) - first)
-        return tuple(one._replace(first_step=first) for one in draws)
-
-    def bucket_order(self, start_step: int = 0) -> list[Bucket]:
-        """Returns the buckets in the order in which steps first come to them.
-
-        For `compile_steps(..., opening=)`. Those that thousands of steps do not come
-        to are last, the longest first.
-
-        Example:
-          >>> from jaxbucket import plan_buckets
-          >>> lengths = [2] * 9 + [9] * 2
-          >>> plan = plan_buckets(lengths, max_tokens=18, num_buckets=2)
-          >>> print(*BatchSchedule(plan, lengths, order="descending").bucket_order())
-          [2, 9] [9, 2]
-
-        Raises:
-          IndexError: if `start_step` is negative, or before `first_step`.
-        """
-        found: dict[Bucket, None] = {}
-        for step in range(start_step, start_step + min(len(self), _MOST_LOOKED_AT)):
-            found.update(dict.fromkeys(x.bucket for x in self.micro_batches(step)))
-            if len(found) == len(self.plan):
-                break
-        rest = reversed(self.plan.buckets)
-        return list(dict.fromkeys([*found, *rest]))
-
-    def epoch_at(self, step: int) -> int:
-        """Returns the epoch that a step is in, from 0 on: derived, never kept.
-
-        Raises:
-          IndexError: if `step` is negative, or before `first_step`.
-        """
-        return (self._checked(step) - self.first_step) // len(self)
-
-    def _checked(self, step: int) -> int:
-        step = operator.index(step)
-        if step < 0:
-            raise IndexError(f"`step={step}` must not be negative.")
-        if step < self.first_step:
-            raise IndexError(
-                f"`step={step}` is one of the schedule that this one continues from "
-                f"step {self.first_step} on."
-            )
-        return step
-
-    @functools.cached_property
-    def data_fingerprint(self) -> str:
-        """32 hex digits that name the lengths, whatever their integer dtype."""
-        every = [self.lengths] if self.parts is None else self.parts.values()
-        return digest(*(np.ascontiguousarray(own, "<i4").data for own in every))
-
-    @property
-    def fingerprint(self) -> str:
-        """32 hex digits that name every batch: plan, lengths, and all traits."""
-        parts = [self.plan.fingerprint, self.data_fingerprint, *self._named()]
-        if self.continues is not None:
-            parts += [str(self.first_step), self.continues]
-        return digest("\n".join(parts).encode())
+# Steps of an epoch whose balance is counted.
+_MOST_COUNTED = 4096
 
 
 class BatchSchedule(Schedule):
@@ -238,6 +58,7 @@ class BatchSchedule(Schedule):
       by length, and batches come by the length of their longest example.
     * a `Curriculum`: every epoch draws new batches, at every step of what is easy
       enough.
+    * any other `Order`, such as a subclass of your own.
 
     Example:
       >>> from jaxbucket import Bucket
@@ -294,7 +115,7 @@ class BatchSchedule(Schedule):
         lengths: ArrayLike | Mapping[str, ArrayLike],
         *,
         seed: int = 0,
-        order: Order = "shuffled",
+        order: OrderName | Order = "shuffled",
         remainder: Remainder = "cheapest",
         opening: Opening | None = None,
         accumulate: int = 1,
@@ -304,62 +125,50 @@ class BatchSchedule(Schedule):
         check_choice("group", group, GROUPS)
         self.plan = plan
         if isinstance(lengths, Mapping):
-            self.parts = _packed_parts(lengths, packing)
+            self.parts = _check_packed_parts(lengths, packing)
             lengths = total_lengths(self.parts)
         self.lengths = plan.check(lengths)
-        _check_order(order, len(self.lengths))
+        is_packed = packing is not None
+        self._order = check_order(order, len(self.lengths), is_packed=is_packed)
+        self.order: OrderName | Order = order
         self.seed = check_seed(seed)
         self.packing = packing
         self._row_lengths, self._packed = self.lengths, None
         if packing is not None:
-            _check_packing(packing, plan, order)
+            _check_packing(packing, plan)
             self.max_segments = packing.max_segments
             self.capacities = packing.capacities
             self._row_lengths = packing.row_lengths
-            drawn = self.seed if order == "shuffled" else None
+            drawn = self.seed if self._order.is_redrawn else None
             self._packed = PackedRows(packing, self.lengths, self.parts, drawn)
-        self.order: Order = order
         self.remainder: Remainder = remainder
         if opening is not None and not isinstance(opening, str):
             opening = list(opening)
         self.opening: Opening | None = opening
         self.accumulate = check_accumulate(accumulate)
         self.group: Group = group
-        # Of one bucket, a step is one batch of the order; of several, so many.
-        together = self.accumulate if group == "same" else 1
-        self._batches_per_step = self.accumulate // together
+        # A step is one high batch of one bucket, or several batches of any.
+        batches_together = self.accumulate if group == "same" else 1
+        self._batches_per_step = self.accumulate // batches_together
         self._rows = EpochRows(
             plan,
             self._row_lengths,
             remainder=remainder,
-            within=_within(order),
-            group=together,
+            within=self._order.within,
+            group=batches_together,
         )
         self._opening = (
             OpeningSteps(plan, self.flow.batches, opening, self._batches_per_step)
             if opening
             else None
         )
-        self._order = self._make_order()
-
-    def _make_order(self) -> EpochOrder:
-        order, rows, opening = self.order, self._rows, self._opening
-        if order == "shuffled":
-            return ShuffledOrder(rows, self.seed, opening)
-        if not isinstance(order, Curriculum):
-            by_length = None if order == "source" else self._row_lengths
-            return FixedOrder(rows, by_length, order == "descending", opening)
-        if not order.replacement:
-            return PacedOrder(order, rows, self.lengths, self.seed, opening)
-        if opening is not None:
-            raise ValueError(
-                "`opening` plans the beginning of an epoch that has every example "
-                "once, which one with `replacement=True` has not. Leave out either."
-            )
-        return EasyDraws(order, rows, self.lengths, self.seed)
+        self._epochs = self._order.epoch_order(
+            self._rows, self._row_lengths, self.seed, self._opening
+        )
 
     @property
     def flow(self) -> RowFlow:
+        """How many rows and batches every bucket has in one epoch."""
         return self._rows.flow
 
     @property
@@ -391,7 +200,7 @@ class BatchSchedule(Schedule):
         epoch, position = divmod(step, self.steps_per_epoch)
         first = position * self.accumulate
         numbers = range(first, first + self.accumulate)
-        repeats = isinstance(self.order, Curriculum) and self.order.replacement
+        repeats = self._order.replacement
         return tuple(
             BatchDraws(self.seed, epoch, number if repeats else None)
             for number in numbers
@@ -401,7 +210,7 @@ class BatchSchedule(Schedule):
         """A batch of the order, cut into the micro-batches that it counts for."""
         if number >= self._rows.num_batches:
             return [self._filler]
-        index, examples = self._order.batch(epoch, number)
+        index, examples = self._epochs.batch(epoch, number)
         bucket = self.plan.buckets[index]
         rows = np.full(int(self._rows.sizes[index]), EMPTY_ROW, np.int64)
         rows[: len(examples)] = examples
@@ -435,7 +244,7 @@ class BatchSchedule(Schedule):
         Raises:
           ValueError: if it draws with replacement.
         """
-        seq_lens = self.plan.boundaries[self._order.buckets(epoch)]
+        seq_lens = self.plan.boundaries[self._epochs.buckets(epoch)]
         return dataclasses.replace(
             self.cost(), autocorrelation=lag1_autocorrelation(seq_lens)
         )
@@ -446,7 +255,7 @@ class BatchSchedule(Schedule):
         Raises:
           ValueError: if it draws with replacement.
         """
-        if isinstance(self.order, Curriculum) and self.order.replacement:
+        if self._order.replacement:
             raise ValueError(
                 "A report counts an epoch that has every example once, which one with "
                 "`replacement=True` has not. Count its batches."
@@ -458,17 +267,18 @@ class BatchSchedule(Schedule):
             accumulate=self.accumulate,
             group=self.group,
         )
+        rows = self._fixed_rows()
         if self.packing is not None:
             share = epoch.examples / self.packing.num_rows
             packed = round(share * self.packing.num_examples)
-            if self._drops_the_same():
-                packed = int(self.packing.row_segments[self._kept_rows()].sum())
+            if rows is not None:
+                packed = int(self.packing.row_segments[rows].sum())
             epoch = dataclasses.replace(epoch, packed_examples=packed)
-        if self._drops_the_same():
-            longest = min(self.plan.max_seq_len, MAX_LENGTH)
-            kept = np.minimum(self._row_lengths, longest)
-            return epoch.with_real_tokens(int(kept[self._kept_rows()].sum()))
-        return epoch
+        if rows is None:
+            return epoch
+        longest = min(self.plan.max_seq_len, MAX_LENGTH)
+        lengths = np.minimum(self._row_lengths[rows], longest)
+        return epoch.with_real_tokens(int(lengths.sum()))
 
     def imbalance(self, num_devices: int, epoch: int = 0) -> float:
         """Returns what the busiest device does by what all do on average.
@@ -496,40 +306,37 @@ class BatchSchedule(Schedule):
                     f"`num_devices={num_devices}` do not divide the rows of bucket "
                     f"{bucket}. Plan with that `batch_size_multiple`."
                 )
-        every = [self.lengths] if self.parts is None else self.parts.values()
-        squares = np.sum([np.square(own, dtype=np.int64) for own in every], axis=0)
-        found = []
-        for step in range(min(len(self), _MOST_LOOKED_AT)):
-            for indices in self._micro_batches(epoch * len(self) + step):
-                rows = indices.rows.reshape(indices.bucket.batch_size, -1)
-                work = np.where(rows == EMPTY_ROW, 0, squares[rows]).sum(axis=1)
-                found.append(imbalance(work, num_devices))
-        return float(np.mean(found))
+        parts = [self.lengths] if self.parts is None else self.parts.values()
+        work = np.sum([np.square(x, dtype=np.int64) for x in parts], axis=0)
+        first = epoch * len(self)
+        steps = range(first, first + min(len(self), _MOST_COUNTED))
+        batches = (x for step in steps for x in self._micro_batches(step))
+        return mean_imbalance(batches, work, num_devices)
 
-    def _drops_the_same(self) -> bool:
-        """Whether every epoch leaves out the same rows."""
-        return self.remainder == "drop" and self.order in get_args(FixedName)
+    def _fixed_rows(self) -> np.ndarray | None:
+        """The rows of every epoch, where all leave out the same; None otherwise."""
+        if self.remainder != "drop" or self._order.is_redrawn:
+            return None
+        num_rows = enumerate(self.flow.rows.tolist())
+        rows = [self._rows.bucket_examples(k)[:number] for k, number in num_rows]
+        return np.concatenate(rows)
 
-    def _kept_rows(self) -> np.ndarray:
-        """Those of an epoch that drops the same ones as every other."""
-        buckets = range(len(self.plan))
-        own = [self._rows.own(k)[: int(self.flow.rows[k])] for k in buckets]
-        return np.concatenate(own)
-
-    def traits(self) -> dict[str, Any]:
-        groups = {"accumulate": self.accumulate, "group": self.group}
-        return {
+    def config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {
             "seed": self.seed,
-            "order": str(self.order),
+            "order": str(self._order),
             "remainder": self.remainder,
             "opening": self.opening_pairs,
-            **(groups if self.accumulate > 1 else {}),
-            **({"packing": self.packing.fingerprint} if self.packing else {}),
         }
+        if self.accumulate > 1:
+            config |= {"accumulate": self.accumulate, "group": self.group}
+        if self.packing is not None:
+            config["packing"] = self.packing.fingerprint
+        return config
 
-    def _named(self) -> list[str]:
-        parts = [str(self.seed), str(self.order)]
-        # What is as it always was leaves no trace: old runs have these fingerprints.
+    def _fingerprint_parts(self) -> list[str]:
+        parts = [str(self.seed), str(self._order)]
+        # Defaults leave no trace, because runs that knew no options have none of them.
         if self.remainder != "cheapest":
             parts += ["remainder", self.remainder]
         if self.opening_pairs:
@@ -541,19 +348,7 @@ class BatchSchedule(Schedule):
         return parts
 
 
-def _check_order(order: Any, size: int) -> None:
-    if isinstance(order, Curriculum):
-        order.check_size(size)
-    elif isinstance(order, str):
-        check_choice("order", order, ORDERS)
-    else:
-        raise ValueError(
-            f"`order` is a {type(order).__name__}: choose one of {', '.join(ORDERS)}, "
-            "or give a `Curriculum` of difficulties."
-        )
-
-
-def _packed_parts(
+def _check_packed_parts(
     lengths: Mapping[str, ArrayLike], packing: Packing | None
 ) -> dict[str, np.ndarray]:
     if packing is None:
@@ -565,7 +360,7 @@ def _packed_parts(
     return check_parts(lengths)
 
 
-def _check_packing(packing: Any, plan: BucketPlan, order: Order) -> None:
+def _check_packing(packing: Any, plan: BucketPlan) -> None:
     if not isinstance(packing, Packing):
         raise ValueError(
             f"`packing` is a {type(packing).__name__}: make it by `pack(lengths, "
@@ -586,15 +381,3 @@ def _check_packing(packing: Any, plan: BucketPlan, order: Order) -> None:
             f"{packing.capacities}, {packing.seq_lens[0]} together: plan with "
             "`boundaries=packing.seq_lens`."
         )
-    if isinstance(order, Curriculum):
-        raise ValueError(
-            "`order` is a `Curriculum`, which ranks examples, and `packing` puts easy "
-            "ones and hard ones into one row. Leave out either."
-        )
-
-
-def _within(order: Order) -> Any:
-    """How the examples of a bucket are sorted."""
-    if isinstance(order, Curriculum):
-        return order.difficulty if order.replacement else "source"
-    return "source" if order == "shuffled" else order
