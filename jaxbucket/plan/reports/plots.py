@@ -14,7 +14,8 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.checks import check_lengths
 from jaxbucket.base.types import Bucket, BucketPlan
-from jaxbucket.plan.reports.epoch import StepRecord, bucket_uses, report, row_lengths
+from jaxbucket.plan.reports.epoch import report, row_lengths
+from jaxbucket.plan.reports.run import StepRecord, bucket_uses
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,6 @@ from matplotlib import pyplot
 
 from jaxbucket import Bucket, BucketPlan, plan_buckets
 from jaxbucket.data.lengths.summary import summarize_lengths
-from jaxbucket.plan.reports.epoch import StepRecord
 from jaxbucket.plan.reports.plots import (
     plot_buckets,
     plot_histogram,
@@ -13,6 +12,7 @@ from jaxbucket.plan.reports.plots import (
     plot_plan,
     plot_run,
 )
+from jaxbucket.plan.reports.run import StepRecord
 
 matplotlib.use("agg")
 
