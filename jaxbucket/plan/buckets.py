@@ -127,14 +127,11 @@ def plan_buckets(
 def plan_within(
     lengths: ArrayLike, limits: Limits, num_buckets: int, boundaries: Boundaries
 ) -> BucketPlan:
-    """Returns at most `num_buckets` shapes that keep to the limits.
-
-    As `plan_buckets`, which says what it raises.
-    """
+    """As `plan_buckets`, whose other options `limits` holds."""
     lengths = check_lengths(lengths)
     num_buckets = check_positive("num_buckets", num_buckets)
     if isinstance(boundaries, Iterable) and not isinstance(boundaries, str):
-        return _given(lengths, limits, list(boundaries))
+        return _plan_of(list(boundaries), lengths, limits)
     chooser = _chooser(boundaries)
     candidates = limits.candidates(lengths)
     num_buckets = min(num_buckets, len(candidates))
@@ -149,7 +146,7 @@ def plan_within(
     return limits.plan(candidates.seq_lens[chosen])
 
 
-def _given(lengths: np.ndarray, limits: Limits, boundaries: list[Any]) -> BucketPlan:
+def _plan_of(boundaries: list[Any], lengths: np.ndarray, limits: Limits) -> BucketPlan:
     """The plan of the user's own boundaries."""
     remedy = (
         f"Pass increasing multiples of `seq_len_multiple={limits.seq_len_multiple}`."
@@ -158,10 +155,8 @@ def _given(lengths: np.ndarray, limits: Limits, boundaries: list[Any]) -> Bucket
         raise ValueError(f"`boundaries` is empty. {remedy}")
     before = 0
     for boundary in boundaries:
-        whole = isinstance(boundary, int | np.integer) and not isinstance(
-            boundary, bool
-        )
-        if not whole or boundary <= before or boundary % limits.seq_len_multiple:
+        is_integer = isinstance(boundary, int | np.integer) and boundary is not True
+        if not is_integer or boundary <= before or boundary % limits.seq_len_multiple:
             raise ValueError(f"`boundaries`: {boundary!r} after {before}. {remedy}")
         before = check_positive("boundaries", boundary)
     plan = limits.plan(boundaries)
@@ -182,7 +177,7 @@ def _chooser(boundaries: str | Chooser) -> Chooser:
 
 
 def _check_chosen(chosen: Any, num_candidates: int, num_buckets: int) -> np.ndarray:
-    """Returns what a chooser chose, which may be the user's own."""
+    """Returns the positions that a chooser returned, which may be the user's own."""
     chosen = np.asarray(chosen)
     if (
         chosen.ndim != 1

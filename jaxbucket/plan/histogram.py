@@ -1,4 +1,4 @@
-"""How many examples, and how many of their tokens, are at most so long."""
+"""Counts of lengths: how many examples and tokens are at most so long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHUNK = 1 << 20
 def cumulative(
     lengths: np.ndarray, last: int, multiple: int, overlong: Overlong
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns lengths at which a bucket may end, and what is at most that long.
+    """Returns lengths at which a bucket may end, and the examples up to each.
 
     Example:
       >>> cumulative(np.array([3, 5, 5, 9]), 8, 4, "truncate")
@@ -23,8 +23,8 @@ def cumulative(
 
     Args:
       lengths: `[N]` positive integers.
-      last: the longest, a multiple of `multiple`.
-      multiple: of which they all are.
+      last: the longest length of a bucket, a multiple of `multiple`.
+      multiple: a divisor of every length at which a bucket may end.
       overlong: examples longer than `last` count as `last` when truncated, as their
         chunks when split, and not at all when dropped.
 
@@ -45,9 +45,9 @@ def cumulative(
         examples = np.cumsum(per_length[:-1])[ends]
         tokens = np.cumsum(per_length[:-1] * np.arange(last + 1))[ends]
     else:
-        kept = lengths[lengths <= last].astype(np.int64)
-        over = len(lengths) - len(kept)
-        values, counts = np.unique(kept, return_counts=True)
+        fitting = lengths[lengths <= last].astype(np.int64)
+        over = len(lengths) - len(fitting)
+        values, counts = np.unique(fitting, return_counts=True)
         ends = np.unique(np.append(-(-values // multiple) * multiple, last))
         # Where each end lies among the lengths, with nothing at all before the first.
         below = np.searchsorted(values, ends, side="right")
@@ -83,7 +83,7 @@ def value_counts(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def grouped(
     values: np.ndarray, counts: np.ndarray, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns so many lengths at most, for equally many neighbours the mean of each.
+    """Returns at most so many lengths: each the mean of equally many neighbors.
 
     Example:
       >>> grouped(np.array([1, 3, 8, 9]), np.array([3, 1, 1, 1]), most=2)

@@ -19,9 +19,6 @@ from jaxbucket.base.types import Bucket, BucketPlan
 
 Remainder: TypeAlias = Literal["cheapest", "promote", "pad", "drop"]
 
-# What becomes of a remainder.
-_PROMOTE, _PAD, _DROP = "promote", "pad", "drop"
-
 
 @dataclasses.dataclass(frozen=True)
 class RowFlow:
@@ -68,17 +65,19 @@ def flow_remainders(
       counts: `[K]` examples of every bucket.
       batch_sizes: `[K]` B of every bucket.
       costs: `[K]` of a batch of every bucket, for example its B * T.
-      policy: "cheapest"; "promote" to go up always, but from the last bucket; "pad" to
-        stay always; "drop" to leave them out.
+      policy: "cheapest"; "promote" always, except in the last bucket; "pad" always; or
+        "drop" to leave remainders out.
+
+    Raises:
+      ValueError: for another policy.
     """
     check_choice("remainder", policy, get_args(Remainder))
     counts, batch_sizes = (np.asarray(x, np.int64) for x in (counts, batch_sizes))
+    choices: list[str] = [policy] * len(counts)
     if policy == "cheapest":
         choices = _cheapest(counts, batch_sizes, np.asarray(costs))
-    else:
-        choices = [policy] * len(counts)
-        if policy == _PROMOTE:
-            choices[-1] = _PAD
+    elif policy == "promote":
+        choices[-1] = "pad"
     return _flow(counts, batch_sizes, choices)
 
 
@@ -113,10 +112,10 @@ def _cheapest(
         carry = np.append(0, rest[up])
         cost = np.append(padded[best], promoted[up])
         begin = np.append(0, begin[up])
-    choices = [_PROMOTE] * len(begins)
+    choices = ["promote"] * len(begins)
     bucket = len(begins) - 1
     while bucket >= 0:
-        choices[bucket] = _PAD
+        choices[bucket] = "pad"
         bucket = begins[bucket] - 1
     return choices
 
@@ -192,7 +191,7 @@ def least_cost(
 
 
 def epoch_cost(batches: np.ndarray, costs: np.ndarray) -> float:
-    """Returns what `[K]` batches cost by `[K]` costs of one; integers have no end."""
+    """Returns the cost of `[K]` batches by `[K]` costs of one, in Python's integers."""
     if costs.dtype.kind == "f":
         return (batches * costs).sum().item()
     pairs = zip(batches.tolist(), costs.tolist(), strict=True)
@@ -200,22 +199,20 @@ def epoch_cost(batches: np.ndarray, costs: np.ndarray) -> float:
 
 
 def filler_bucket(plan: BucketPlan) -> Bucket:
-    """Returns the bucket of an empty batch that makes a step full: the cheapest."""
+    """Returns the cheapest bucket, that of empty batches which make a step full."""
     costs = dict(zip(plan.buckets, plan.costs.tolist(), strict=True))
     return min(plan.buckets, key=lambda bucket: (costs[bucket], bucket.seq_len))
 
 
 def _flow(counts: np.ndarray, batch_sizes: np.ndarray, choices: list[str]) -> RowFlow:
-    carried, batches, rows, dropped, carry = [], [], [], [], 0
-    for count, batch_size, choice in zip(
-        counts.tolist(), batch_sizes.tolist(), choices, strict=True
-    ):
-        total = count + carry
-        full, rest = divmod(total, batch_size)
-        carried.append(carry)
-        carry = rest if choice == _PROMOTE else 0
-        dropped.append(rest if choice == _DROP else 0)
-        batches.append(full + (rest > 0 and choice == _PAD))
-        rows.append(total - carry - dropped[-1])
-    columns = (carried, batches, rows, dropped)
-    return RowFlow(counts, *(np.array(x, np.int64) for x in columns))
+    columns, carried = [], 0
+    buckets = zip(counts.tolist(), batch_sizes.tolist(), choices, strict=True)
+    for count, batch_size, choice in buckets:
+        full, rest = divmod(count + carried, batch_size)
+        batches = full + (rest > 0 and choice == "pad")
+        promoted = rest if choice == "promote" else 0
+        dropped = rest if choice == "drop" else 0
+        rows = count + carried - promoted - dropped
+        columns.append((count, carried, batches, rows, dropped))
+        carried = promoted
+    return RowFlow(*np.array(columns, np.int64).T)
