@@ -57,7 +57,7 @@ class Search:
     It looks at no more than about `most_pairs`.
 
     Attributes:
-      cut: whether states were given up, so that a wider search may find a better choice.
+      cut: whether states were given up: a wider search may find a better choice.
       pairs: pairs of a state and an end, or a block of ends, that were looked at.
     """
 
@@ -221,7 +221,7 @@ def _undominated(group: np.ndarray, value: np.ndarray, cost: np.ndarray) -> np.n
 
 
 def _most_promising(least: np.ndarray, taken: np.ndarray, width: int) -> np.ndarray:
-    """Up to `width` states: half by bound, half the best of those with as many examples.
+    """Up to `width` states: half by bound, half the best of each number of examples.
 
     Bounds know little of remainders to come. Where these are most of the cost, the
     states with the fewest batches would seem the best, and none would go far.
