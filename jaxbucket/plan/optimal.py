@@ -209,9 +209,8 @@ class Optimum:
         """
         bounds = self._full_batches
         bound = bounds[min(num_buckets, len(bounds) - 1)]
-        return (
-            max(bound, int(self._full_problem.costs.min())) / self._full_problem.scale
-        )
+        problem = self._full_problem
+        return max(bound, int(problem.costs.min())) / problem.scale
 
     @functools.cached_property
     def _full_batches(self) -> list[int]:

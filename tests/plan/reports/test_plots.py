@@ -61,7 +61,9 @@ def bar_area(ax, label: str) -> float:
     return sum(bar.get_height() for bar in bars)
 
 
-@pytest.mark.parametrize("bins", [1, 7, 64, 1000])
+@pytest.mark.parametrize(
+    "bins", [1, 7, 64, pytest.param(1000, marks=pytest.mark.exhaustive)]
+)
 def test_a_histogram_holds_every_token(bins):
     lengths = np.random.default_rng(0).integers(1, 500, 3000)
     plan = plan_buckets(lengths, max_tokens=2**16, num_buckets=5)
@@ -129,8 +131,8 @@ def test_bars_are_what_each_bucket_had_of_the_run():
     assert names == list(map(str, BUCKETS))
 
 
-def test_hundreds_of_shapes_stay_legible():
-    many = [StepRecord(n, Bucket(4, n + 1), 1.0, 2.0, 1, 1e-3) for n in range(300)]
+def test_many_shapes_stay_legible():
+    many = [StepRecord(n, Bucket(4, n + 1), 1.0, 2.0, 1, 1e-3) for n in range(60)]
     (legend,) = plot_run(many).legends
     assert len(legend.get_texts()) <= 16
     assert len(plot_buckets(many).axes[0].get_yticks()) <= 16
