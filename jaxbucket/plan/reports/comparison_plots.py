@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from jaxbucket.plan.curve import PlanCurve
 from jaxbucket.plan.formatting import count_shapes, in_unit
 from jaxbucket.plan.reports.comparison import Comparison
-from jaxbucket.plan.reports.plots import PADDING, REAL, kept_tokens, new_page
+from jaxbucket.plan.reports.plots import PADDING, REAL, new_page, row_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ def plot_comparison(
       ValueError: for lengths that the plans refuse.
     """
     plans = comparison.plans
-    real, _ = kept_tokens(plans[0].plan, lengths)
+    real, _ = row_tokens(plans[0].plan, lengths)
     if figure is None:
         figure = new_page(10, 1.8 + 0.42 * len(plans))
     grid = figure.add_gridspec(

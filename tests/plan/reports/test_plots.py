@@ -5,14 +5,9 @@ from matplotlib import pyplot
 
 from jaxbucket import Bucket, BucketPlan, plan_buckets
 from jaxbucket.data.lengths.summary import summarize_lengths
-from jaxbucket.plan.reports.plots import (
-    plot_buckets,
-    plot_histogram,
-    plot_lengths,
-    plot_plan,
-    plot_run,
-)
+from jaxbucket.plan.reports.plots import plot_histogram, plot_lengths, plot_plan
 from jaxbucket.plan.reports.run import StepRecord
+from jaxbucket.plan.reports.run_plots import plot_buckets, plot_run
 
 matplotlib.use("agg")
 
