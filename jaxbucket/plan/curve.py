@@ -165,19 +165,18 @@ def plan_curve(
     a little beyond the best number, where no number up to `max_buckets` can be better
     because each plan's time is at least that of full batches.
 
-    Example: compiling a shape takes as long as 30 steps, and pays after a few epochs.
+    Example: compiling a shape takes as long as 25 steps, and pays after a few epochs.
       >>> import numpy as np
       >>> from jaxbucket.plan.costs import TokenCost
-      >>> lengths = np.random.default_rng(0).lognormal(5, 1, 5000).clip(1, 2000)
-      >>> limits = Limits(max_tokens=16_384, cost_fn=TokenCost(tokens_per_second=1e5))
-      >>> for num_epochs in (1, 10, 100):
-      ...     curve = plan_curve(
-      ...         lengths.astype(int), limits, compile_seconds=5, num_epochs=num_epochs
-      ...     )
-      ...     print(curve.chosen.num_buckets, round(curve.chosen.total_seconds))
-      3 38
-      8 192
-      23 1413
+      >>> lengths = np.random.default_rng(0).integers(1, 500, size=500)
+      >>> cost = TokenCost(tokens_per_second=1e5)
+      >>> limits = Limits(max_tokens=4096, seq_len_multiple=8, cost_fn=cost)
+      >>> for epochs in (1, 10, 100):
+      ...     curve = plan_curve(lengths, limits, compile_seconds=1, num_epochs=epochs)
+      ...     print(curve.chosen.num_buckets, round(curve.chosen.total_seconds, 1))
+      1 3.5
+      3 20.3
+      11 154.2
 
     Args:
       lengths: `[N]` integers, one per example.
