@@ -1,4 +1,4 @@
-"""The command `jaxbucket compare`: lengths under every way to choose shapes."""
+"""The command `jaxbucket compare`: plans of the same lengths, side by side."""
 
 from __future__ import annotations
 

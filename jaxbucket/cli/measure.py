@@ -7,7 +7,8 @@ import pathlib
 import click
 import numpy as np
 
-from jaxbucket.cli.outputs import check_outputs, new_figure, written_whole
+from jaxbucket.cli.options import json_option
+from jaxbucket.cli.outputs import atomic_write, check_outputs, new_figure
 from jaxbucket.cli.show import show
 from jaxbucket.data.lengths.files import read_lengths
 from jaxbucket.data.lengths.summary import summarize_lengths
@@ -33,7 +34,7 @@ _FILE = click.Path(path_type=pathlib.Path)
     help="Processes that measure what a function returns.",
 )
 @click.option("--plot", type=_FILE, help="Draw a histogram there.")
-@click.option("--json", "as_json", is_flag=True, help="Print every number as JSON.")
+@json_option
 def measure(
     source: str,
     column: str | None,
@@ -59,7 +60,7 @@ def measure(
     with new_figure(plot, 8, 6) as figure:
         lengths = _measured(source, column, _measure(unit, length_fn), num_workers)
         if output:
-            with written_whole("--output", output) as file:
+            with atomic_write("--output", output) as file:
                 np.save(file, lengths.astype(np.int32))
         if figure:
             from jaxbucket.plan.reports.plots import plot_histogram

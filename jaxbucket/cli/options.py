@@ -1,4 +1,4 @@
-"""Options that say what shapes keep to and cost, as commands share them."""
+"""Options that several commands have: limits of shapes, and costs of steps."""
 
 from __future__ import annotations
 
@@ -39,19 +39,22 @@ _OPTIONS = [
         "--batch-size-multiple",
         type=POSITIVE,
         default=1,
-        help="Of which every B is one.",
+        help="Every B is a multiple of it.",
     ),
     click.option(
-        "--seq-len-multiple", type=POSITIVE, default=1, help="Of which every T is one."
+        "--seq-len-multiple",
+        type=POSITIVE,
+        default=1,
+        help="Every T is a multiple of it.",
     ),
     click.option("--max-seq-len", type=POSITIVE, help="T of the last bucket."),
     click.option(
         "--min-batch-size",
         type=POSITIVE,
         default=1,
-        help="Rows that every batch must have.",
+        help="The fewest rows of a batch.",
     ),
-    click.option("--max-batch-size", type=POSITIVE, help="Rows that none may exceed."),
+    click.option("--max-batch-size", type=POSITIVE, help="The most rows of a batch."),
     click.option(
         "--accumulate",
         type=POSITIVE,
@@ -64,9 +67,13 @@ _OPTIONS = [
         default="error",
         help="What happens to longer examples.",
     ),
-    click.option("--width", type=POSITIVE, help="Of a transformer: costs count its."),
-    click.option("--depth", type=POSITIVE, help="Its layers."),
-    click.option("--vocab-size", type=POSITIVE, help="Its outputs for a position."),
+    click.option(
+        "--width", type=POSITIVE, help="Width of a transformer, for its costs."
+    ),
+    click.option("--depth", type=POSITIVE, help="Layers of the transformer."),
+    click.option(
+        "--vocab-size", type=POSITIVE, help="Outputs of the transformer for a position."
+    ),
     click.option(
         "--per-second",
         metavar="RATE",
@@ -80,7 +87,9 @@ _OPTIONS = [
         help='Measured seconds of steps, as JSON: {"[8, 512]": 0.21, ...}.',
     ),
     click.option(
-        "--cost-fn", metavar="MODULE:FUNCTION", help="Of (B, T): what a step costs."
+        "--cost-fn",
+        metavar="MODULE:FUNCTION",
+        help="A function of (B, T): the cost of a step.",
     ),
 ]
 
@@ -115,7 +124,7 @@ class ShapeOptions:
         return _cost_fn(**self.cost_values)
 
     def check_free(self) -> None:
-        """Raises a ValueError if B or T are bounded, though they are given."""
+        """Raises a ValueError for limits of B or T, which `--shapes` fix."""
         free = {"min_batch_size": 1, "max_batch_size": None, "max_seq_len": None}
         for name, value in free.items():
             if self.limit_values[name] != value:

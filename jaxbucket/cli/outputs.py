@@ -1,4 +1,4 @@
-"""Files that a command writes: never what it reads, and whole or not at all."""
+"""Output files of a command: never one of its inputs, and complete or not there."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _check_writable(name: str, path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def written_whole(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
+def atomic_write(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
     """Gives a file to write, which replaces the one at `path` once it is complete.
 
     Args:
@@ -119,5 +119,5 @@ def new_figure(
             f"`--plot {path}`: a picture is one of {sorted(kinds)}. Name it .png."
         )
     yield figure
-    with written_whole("--plot", path) as file:
+    with atomic_write("--plot", path) as file:
         figure.savefig(file, format=kind, dpi=120)

@@ -1,4 +1,4 @@
-"""The command `jaxbucket plan`: shapes for lengths, by any of the ways there are."""
+"""The command `jaxbucket plan`: shapes for lengths, in any of the ways to choose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxbucket.cli.options import (
     json_option,
     shape_options,
 )
-from jaxbucket.cli.outputs import check_outputs, new_figure, written_whole
+from jaxbucket.cli.outputs import atomic_write, check_outputs, new_figure
 from jaxbucket.cli.show import as_dict, draw_plan, show
 from jaxbucket.data.lengths.files import read_lengths
 from jaxbucket.plan.buckets import RULES, plan_within
@@ -39,19 +39,21 @@ _AUTO = "auto"
     "--boundaries",
     help=f"{', '.join(RULES)}, or lengths such as 128,256,512; optimal by default.",
 )
-@click.option("--shapes", help="Given B x T, such as 32x128,16x256, instead.")
+@click.option("--shapes", help="Fixed B x T, such as 32x128,16x256, instead.")
 @click.option(
-    "--compile-seconds", type=float, help="Of one shape, with --num-buckets auto."
+    "--compile-seconds",
+    type=float,
+    help="Time to compile one shape, with --num-buckets auto.",
 )
 @click.option(
     "--num-epochs",
     type=float,
-    help="For which shapes are used, with --num-buckets auto; 1 by default.",
+    help="Epochs for which shapes are used, with --num-buckets auto; 1 by default.",
 )
 @click.option(
     "--max-buckets",
     type=POSITIVE,
-    help="Shapes looked at, with --num-buckets auto; 32 by default.",
+    help="Shapes at most, with --num-buckets auto; 32 by default.",
 )
 @shape_options
 @column_option
@@ -104,7 +106,7 @@ def plan(
         if figure:
             _draw(figure, chosen, measured, curve)
     if output:
-        with written_whole("--output", output) as file:
+        with atomic_write("--output", output) as file:
             file.write(f"{chosen.to_json()}\n".encode())
     numbers = as_dict(chosen, epoch)
     if curve:

@@ -1,4 +1,4 @@
-"""What an epoch costs at least: lower bounds for every beginning of a choice.
+"""Lower bounds of an epoch's cost, for every partial choice of boundaries.
 
 Ignoring remainders, the cost of boundaries is a sum over buckets, and dynamic
 programming gives its minimum. Ignoring the number of buckets, batches follow one

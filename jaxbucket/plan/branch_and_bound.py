@@ -80,7 +80,7 @@ class Search:
         block = -(-len(problem) // _BLOCKS)
         ends = np.arange(-(-len(problem) // block) * block).reshape(-1, block)
         self.blocks = np.minimum(ends, len(problem))
-        # What a carried row costs at least, beyond every candidate.
+        # `[G]`: the least cost of a row that is carried beyond a candidate.
         self.next_rate = np.append(problem.rates[1:], INFINITE >> 31)
 
     def better_than(self, known: np.ndarray) -> np.ndarray:

@@ -84,12 +84,12 @@ def flow_remainders(
 def _cheapest(
     counts: np.ndarray, batch_sizes: np.ndarray, costs: np.ndarray
 ) -> list[str]:
-    """What is chosen for each bucket.
+    """The choice of each bucket, "promote" or "pad".
 
-    Rows that are carried into a bucket have been gathered by a chain of buckets that
-    promote, one after the other: where it began says what was chosen.
+    Rows that are carried into a bucket come from a chain of buckets that promote, one
+    after the other: where the chain began says what was chosen.
     """
-    # What any sum is below. Where 64 bits may not hold it, Python's own numbers do.
+    # A bound of all sums: if 64 bits may not hold it, Python's integers do.
     most = (sum(counts.tolist()) + len(counts)) * max(costs.tolist())
     if costs.dtype.kind != "f":
         costs = costs.astype(np.int64 if most < 2**63 else object)
@@ -123,9 +123,9 @@ def _cheapest(
 def _cheapest_of_each(
     rest: np.ndarray, cost: np.ndarray, states: np.ndarray
 ) -> np.ndarray:
-    """Of states that carry the same rest the cheapest, in the place of their first.
+    """The cheapest of the states that carry the same rest, in the place of their first.
 
-    Where costs are equal, the first one of these.
+    Of equal costs the first.
     """
     order = np.argsort(cost, kind="stable")
     order = order[np.argsort(rest[order], kind="stable")]
@@ -143,10 +143,10 @@ def least_cost(
     beyond: Sequence[int],
     limit: int,
 ) -> tuple[int | None, int]:
-    """Returns what the flow with the cheapest remainders costs, and the work of it.
+    """Returns the cost of the flow with the cheapest remainders, and the work of it.
 
-    Fewer carried rows at no more cost are never worse: of the numbers of rows that a
-    bucket may hand on few are left, and the cost alone is found in little time.
+    Fewer carried rows at no more cost are never worse: few of the numbers of rows that
+    a bucket may promote are left, and the cost alone takes little time.
 
     Example:
       >>> least_cost([5, 1], [4, 2], [32, 32], beyond=[0, 0], limit=100)
@@ -155,14 +155,14 @@ def least_cost(
       (None, 1)
 
     Args:
-      counts: `[K]` examples of every bucket, and so the others, as Python's integers.
-      batch_sizes: B.
-      costs: of a batch.
-      beyond: what the examples of all buckets behind each cost at least.
-      limit: no cost above it is looked for.
+      counts: `[K]` examples of every bucket, in Python's integers like the others.
+      batch_sizes: `[K]` B of every bucket.
+      costs: `[K]` of a batch of every bucket.
+      beyond: `[K]` lower bounds of the cost of all longer buckets.
+      limit: the largest cost that is of interest.
 
     Returns:
-      The cost, or None if it is above the limit; the states that were looked at.
+      The cost, or None if it is above the limit; and the number of states examined.
     """
     # Rows that are carried, increasing, and what they cost so far, decreasing.
     states, work, cost = [(0, 0)], 0, 0

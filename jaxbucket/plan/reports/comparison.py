@@ -1,4 +1,4 @@
-"""The same lengths under every way to choose shapes, side by side."""
+"""Plans of the same lengths by every rule for boundaries, side by side."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class Comparison:
     @property
     def summary(self) -> str:
         """How near the best plan is to the lower bound, in sentences."""
-        kept = self[OPTIMAL].report.real_tokens
+        tokens = self[OPTIMAL].report.real_tokens
         return self._of_optimal + "".join(
-            f" {one.name} keeps {one.report.real_tokens:,} tokens, not {kept:,}: its "
+            f" {one.name} keeps {one.report.real_tokens:,} tokens, not {tokens:,}: its "
             "cost is of other data."
             for one in self.plans
             if self.is_of_other_data(one)

@@ -1,4 +1,4 @@
-"""Pictures of several plans: of every rule, and of every number of buckets."""
+"""Pictures of several plans: those of a comparison, and those of a curve."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class StepRecord:
 
 @dataclasses.dataclass(frozen=True)
 class BucketUse:
-    """What one bucket had of a run.
+    """One bucket's part of a run.
 
     Attributes:
       bucket: the shape (B, T).
@@ -68,7 +68,7 @@ class BucketUse:
 
 
 def bucket_uses(records: Iterable[StepRecord]) -> list[BucketUse]:
-    """Returns what each bucket had of the steps of a run, the shortest bucket first.
+    """Returns each bucket's part of the steps of a run, the shortest bucket first.
 
     Example:
       >>> from jaxbucket import Bucket
@@ -83,17 +83,18 @@ def bucket_uses(records: Iterable[StepRecord]) -> list[BucketUse]:
       [4, 8] 1 2.4 0.0
       [2, 16] 2 2.4 0.25
 
-    What their steps took is what a plan by time is made of:
+    The step times are what a plan by time is made of:
     `StepTime.fit({use.bucket: use.seconds_per_step for use in bucket_uses(records)})`.
+
+    Args:
+      records: the steps of the run, in any order.
     """
     by_bucket: dict[Bucket, list[StepRecord]] = {}
     for record in records:
         by_bucket.setdefault(record.bucket, []).append(record)
     return [
-        _use_of(bucket, own)
-        for bucket, own in sorted(
-            by_bucket.items(), key=lambda item: (item[0].seq_len, item[0].batch_size)
-        )
+        _use_of(bucket, by_bucket[bucket])
+        for bucket in sorted(by_bucket, key=lambda b: (b.seq_len, b.batch_size))
     ]
 
 
