@@ -133,19 +133,19 @@ class Report:
 
     def __rich__(self) -> Any:
         """The report as a `rich` table, for a terminal."""
-        by_cost = self.cost_unit != "tokens"
         names = ["B", "T", "examples", "carried in", "batches", "empty rows", "padding"]
-        names += ["tokens", "time" if self.cost_unit == "s" else self.cost_unit]
-        rows = [
-            [
+        names.append("tokens")
+        if self.cost_unit != "tokens":
+            names.append("time" if self.cost_unit == "s" else self.cost_unit)
+        rows = (
+            (
                 *(str(n) for n in (b.batch_size, b.seq_len, b.examples, b.carried)),
                 *(str(b.batches), str(b.empty_rows)),
                 *(f"{b.padding:.1%}", f"{b.token_share:.1%}", f"{b.cost_share:.1%}"),
-            ]
+            )
             for b in self.buckets
-        ]
-        size = len(names) if by_cost else len(names) - 1
-        return number_table(names[:size], (row[:size] for row in rows), self.summary)
+        )
+        return number_table(names, (row[: len(names)] for row in rows), self.summary)
 
     @property
     def summary(self) -> str:
