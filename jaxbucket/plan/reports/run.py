@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.types import Bucket
+from jaxbucket.base.buckets import Bucket
 
 
 @dataclasses.dataclass(frozen=True)

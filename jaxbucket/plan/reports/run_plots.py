@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxbucket.base.types import Bucket
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.plan.reports.plots import new_page
 from jaxbucket.plan.reports.run import StepRecord, bucket_uses
 
