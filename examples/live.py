@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import jaxbucket as jb
-from jaxbucket.plan.reports.epoch import StepRecord
+from jaxbucket.plan.reports.run import StepRecord
 
 # No markup: a path may have brackets in it.
 console = Console(highlight=False, markup=False)

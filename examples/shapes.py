@@ -21,7 +21,7 @@ from transformer import VOCABULARY
 import jaxbucket as jb
 from jaxbucket.plan.costs import CostFn
 from jaxbucket.plan.curve import CurvePoint
-from jaxbucket.plan.reports.epoch import StepRecord
+from jaxbucket.plan.reports.run import StepRecord
 
 FILE = "plan.json"
 # What is trained in one shape has others for what is held out.

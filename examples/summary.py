@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-from jaxbucket.plan.reports.epoch import StepRecord
-from jaxbucket.plan.reports.plots import plot_buckets, plot_run
+from jaxbucket.plan.reports.run import StepRecord
+from jaxbucket.plan.reports.run_plots import plot_buckets, plot_run
 
 
 def digest(tree: Any) -> str:

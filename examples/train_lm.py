@@ -45,7 +45,7 @@ from options import OF_ONE_PROCESS, SEQ_LEN_MULTIPLE, TRAINING, parse_arguments
 
 import jaxbucket as jb
 from jaxbucket.data.pipeline import BatchDataset
-from jaxbucket.plan.reports.epoch import bucket_uses
+from jaxbucket.plan.reports.run import bucket_uses
 
 
 @dataclasses.dataclass(frozen=True)

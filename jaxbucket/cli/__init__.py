@@ -13,8 +13,8 @@ from jaxbucket.cli.precompile import precompile
 from jaxbucket.cli.report import report
 
 
-class _SaidErrors(click.Group):
-    """Ends with the sentence of an error, where Python would show its stack."""
+class _Group(click.Group):
+    """Ends with the sentence of an error instead of its traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -31,7 +31,10 @@ class _SaidErrors(click.Group):
             ) from None
 
 
-@click.group(cls=_SaidErrors, context_settings={"help_option_names": ["-h", "--help"]})
+_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
+
+
+@click.group(cls=_Group, context_settings=_SETTINGS)
 @click.version_option(package_name="jaxbucket")
 def main() -> None:
     """Shape buckets for training on variable-length data in JAX."""

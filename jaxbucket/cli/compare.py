@@ -1,4 +1,4 @@
-"""The command `jaxbucket compare`: lengths under every way to choose shapes."""
+"""The command `jaxbucket compare`: plans of the same lengths, side by side."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jaxbucket.cli.options import (
     json_option,
     shape_options,
 )
-from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure
+from jaxbucket.cli.outputs import check_outputs, new_figure
 from jaxbucket.cli.report import read_plan, remainder_option
-from jaxbucket.cli.show import show_json, show_tables
+from jaxbucket.cli.show import show
 from jaxbucket.data.lengths.files import read_lengths
 from jaxbucket.plan.buckets import plan_within
 from jaxbucket.plan.remainder import Remainder
@@ -29,7 +29,7 @@ from jaxbucket.plan.reports.comparison import compare_plans
 
 @click.command()
 @click.argument("lengths", type=EXISTING)
-@click.option("--num-buckets", type=POSITIVE, default=8, show_default=True)
+@click.option("--num-buckets", type=POSITIVE, default=8)
 @click.option("--boundaries", help="Compare with these, such as 128,256,512, too.")
 @click.option("--shapes", help="With these B x T, such as 32x128,16x256, too.")
 @click.option(
@@ -62,25 +62,21 @@ def compare(
     The cheapest epoch comes first. It costs tokens, padding counted, or what --width,
     --per-second, --step-times or --cost-fn say of a step.
     """
-    check_outputs([lengths, *plan_files, *shape.inputs], {"--plot": plot})
-    figure = plot and new_figure("--plot", plot, 10, 6)
-    measured = read_lengths(lengths, column)
-    comparison = compare_plans(
-        measured,
-        shape.limits(),
-        num_buckets=num_buckets,
-        others=_others(measured, boundaries, shapes, plan_files, shape),
-        remainder=remainder,
-    )
-    if plot:
-        from jaxbucket.plan.reports.comparison_plots import plot_comparison
+    check_outputs([lengths, *plan_files, *shape.inputs], plot=plot)
+    with new_figure(plot, 10, 6) as figure:
+        measured = read_lengths(lengths, column)
+        comparison = compare_plans(
+            measured,
+            shape.limits(),
+            num_buckets=num_buckets,
+            others=_others(measured, boundaries, shapes, plan_files, shape),
+            remainder=remainder,
+        )
+        if figure:
+            from jaxbucket.plan.reports.comparison_plots import plot_comparison
 
-        plot_comparison(comparison, measured, figure)
-        save_figure(figure, "--plot", plot)
-    if as_json:
-        show_json(comparison.to_dict())
-    else:
-        show_tables(comparison)
+            plot_comparison(comparison, measured, figure)
+    show(as_json, comparison.to_dict(), comparison)
 
 
 def _others(
@@ -103,5 +99,5 @@ def _others(
             )
         others["given boundaries"] = plan_within(lengths, shape.limits(), 1, ends)
     if shapes is not None:
-        others["given shapes"] = shape.given(shapes)
+        others["given shapes"] = shape.fixed_plan(shapes)
     return others

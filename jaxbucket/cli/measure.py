@@ -7,8 +7,9 @@ import pathlib
 import click
 import numpy as np
 
-from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure, written_whole
-from jaxbucket.cli.show import show_json, show_tables
+from jaxbucket.cli.options import json_option
+from jaxbucket.cli.outputs import atomic_write, check_outputs, new_figure
+from jaxbucket.cli.show import show
 from jaxbucket.data.lengths.files import read_lengths
 from jaxbucket.data.lengths.summary import summarize_lengths
 from jaxbucket.data.lengths.values import UNITS, Measure, Unit
@@ -30,11 +31,10 @@ _FILE = click.Path(path_type=pathlib.Path)
     "--num-workers",
     type=click.IntRange(min=0),
     default=0,
-    show_default=True,
     help="Processes that measure what a function returns.",
 )
 @click.option("--plot", type=_FILE, help="Draw a histogram there.")
-@click.option("--json", "as_json", is_flag=True, help="Print every number as JSON.")
+@json_option
 def measure(
     source: str,
     column: str | None,
@@ -53,25 +53,21 @@ def measure(
     module:function, a function without arguments that returns a source with indices,
     an array of lengths or an iterable of examples.
     """
-    check_outputs([pathlib.Path(source)], {"--output": output, "--plot": plot})
+    check_outputs([pathlib.Path(source)], output=output, plot=plot)
     _check_suffix(output)
-    # What cannot be drawn is refused before hours of measuring.
-    figure = plot and new_figure("--plot", plot, 8, 6)
-    lengths = _measured(source, column, _measure(unit, length_fn), num_workers)
-    if output:
-        with written_whole("--output", output) as file:
-            np.save(file, lengths.astype(np.int32))
     counted = unit or "tokens"
-    if plot:
-        from jaxbucket.plan.reports.plots import plot_histogram
+    # A picture that cannot be drawn is refused before hours of measuring.
+    with new_figure(plot, 8, 6) as figure:
+        lengths = _measured(source, column, _measure(unit, length_fn), num_workers)
+        if output:
+            with atomic_write("--output", output) as file:
+                np.save(file, lengths.astype(np.int32))
+        if figure:
+            from jaxbucket.plan.reports.plots import plot_histogram
 
-        plot_histogram(lengths, figure, unit=counted)
-        save_figure(figure, "--plot", plot)
+            plot_histogram(lengths, figure, unit=counted)
     summary = summarize_lengths(lengths, counted)
-    if as_json:
-        show_json(summary.to_dict())
-    else:
-        show_tables(summary)
+    show(as_json, summary.to_dict(), summary)
 
 
 def _check_suffix(output: pathlib.Path | None) -> None:

@@ -1,9 +1,10 @@
-"""Options that say what shapes keep to and cost, as commands share them."""
+"""Options that several commands have: limits of shapes, and costs of steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import pathlib
 from collections.abc import Callable
@@ -27,7 +28,7 @@ json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print every number as JSON."
 )
 
-_LIMITS = [
+_OPTIONS = [
     click.option(
         "--max-tokens",
         metavar="TOKENS",
@@ -38,44 +39,41 @@ _LIMITS = [
         "--batch-size-multiple",
         type=POSITIVE,
         default=1,
-        show_default=True,
-        help="Of which every B is one.",
+        help="Every B is a multiple of it.",
     ),
     click.option(
         "--seq-len-multiple",
         type=POSITIVE,
         default=1,
-        show_default=True,
-        help="Of which every T is one.",
+        help="Every T is a multiple of it.",
     ),
     click.option("--max-seq-len", type=POSITIVE, help="T of the last bucket."),
     click.option(
         "--min-batch-size",
         type=POSITIVE,
         default=1,
-        show_default=True,
-        help="Rows that every batch must have.",
+        help="The fewest rows of a batch.",
     ),
-    click.option("--max-batch-size", type=POSITIVE, help="Rows that none may exceed."),
+    click.option("--max-batch-size", type=POSITIVE, help="The most rows of a batch."),
     click.option(
         "--accumulate",
         type=POSITIVE,
         default=1,
-        show_default=True,
         help="Micro-batches of a step, of the same bucket.",
     ),
     click.option(
         "--overlong",
         type=click.Choice(OVERLONG),
         default="error",
-        show_default=True,
         help="What happens to longer examples.",
     ),
-]
-_COSTS = [
-    click.option("--width", type=POSITIVE, help="Of a transformer: costs count its."),
-    click.option("--depth", type=POSITIVE, help="Its layers."),
-    click.option("--vocab-size", type=POSITIVE, help="Its outputs for a position."),
+    click.option(
+        "--width", type=POSITIVE, help="Width of a transformer, for its costs."
+    ),
+    click.option("--depth", type=POSITIVE, help="Layers of the transformer."),
+    click.option(
+        "--vocab-size", type=POSITIVE, help="Outputs of the transformer for a position."
+    ),
     click.option(
         "--per-second",
         metavar="RATE",
@@ -91,68 +89,66 @@ _COSTS = [
     click.option(
         "--cost-fn",
         metavar="MODULE:FUNCTION",
-        help="Of (B, T): what a step costs.",
+        help="A function of (B, T): the cost of a step.",
     ),
 ]
-
-_LIMIT_NAMES = (
-    *("max_tokens", "batch_size_multiple", "seq_len_multiple", "max_seq_len"),
-    *("min_batch_size", "max_batch_size", "overlong", "accumulate"),
-)
-_COST_NAMES = (
-    *("width", "depth", "vocab_size"),
-    *("per_second", "step_times", "cost_fn"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShapeOptions:
-    """What the options say, looked at when it is asked for.
+    """The values of the options; files and functions are loaded on first use.
 
     Attributes:
-      kept: the fields of `Limits`, `max_tokens` as a text.
-      costs: what `_cost_fn` takes.
+      limit_values: the fields of `Limits` but `cost_fn`; `max_tokens` as a text.
+      cost_values: the arguments of `_cost_fn`.
     """
 
-    kept: dict[str, Any]
-    costs: dict[str, Any]
+    limit_values: dict[str, Any]
+    cost_values: dict[str, Any]
 
     def limits(self) -> Limits:
-        """Returns what shapes keep to and cost."""
-        if self.kept["max_tokens"] is None:
+        """Returns the limits and the costs of shapes."""
+        if self.limit_values["max_tokens"] is None:
             raise ValueError(
                 "`--max-tokens` is missing: say what B * T may be at most, such as "
                 "`--max-tokens 65536`."
             )
-        budget = _budget(self.kept["max_tokens"])
-        return Limits(**{**self.kept, "max_tokens": budget}, cost_fn=self.cost_fn)
+        budget = _budget(self.limit_values["max_tokens"])
+        return Limits(
+            **{**self.limit_values, "max_tokens": budget}, cost_fn=self.cost_fn
+        )
 
     @functools.cached_property
     def cost_fn(self) -> CostFn | None:
         """What a step costs; None counts tokens."""
-        return _cost_fn(**self.costs)
+        return _cost_fn(**self.cost_values)
 
     def check_free(self) -> None:
-        """Raises a ValueError if B or T are bounded, though they are given."""
-        own = {"min_batch_size": 1, "max_batch_size": None, "max_seq_len": None}
-        bound = [name for name, free in own.items() if self.kept[name] != free]
-        if bound:
-            option = f"--{bound[0].replace('_', '-')}"
-            raise ValueError(
-                f"`{option}` says nothing beside `--shapes`: leave it out."
-            )
+        """Raises a ValueError for limits of B or T, which `--shapes` fix."""
+        free = {"min_batch_size": 1, "max_batch_size": None, "max_seq_len": None}
+        for name, value in free.items():
+            if self.limit_values[name] != value:
+                raise ValueError(
+                    f"`--{name.replace('_', '-')}` says nothing beside `--shapes`: "
+                    "leave it out."
+                )
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a step."""
+        return self.limit_values["accumulate"]
 
     @property
     def inputs(self) -> list[pathlib.Path]:
         """Files that are read."""
-        path = self.costs["step_times"]
+        path = self.cost_values["step_times"]
         return [path] if path else []
 
-    def given(self, text: str) -> BucketPlan:
+    def fixed_plan(self, text: str) -> BucketPlan:
         """Returns the plan of shapes such as 32x128,16x256, costed."""
         names = ("batch_size_multiple", "seq_len_multiple", "overlong")
-        fields = {name: self.kept[name] for name in names}
-        if self.kept["max_tokens"] is not None:
+        fields = {name: self.limit_values[name] for name in names}
+        if self.limit_values["max_tokens"] is not None:
             budget = self.limits().max_tokens
             if not isinstance(budget, int):
                 raise ValueError(
@@ -160,20 +156,23 @@ class ShapeOptions:
                     "or none."
                 )
             fields["max_tokens"] = budget
-        plan = BucketPlan.from_shapes(shapes(text), **fields)
+        plan = BucketPlan.from_shapes(_shapes(text), **fields)
         return costed(plan, self.cost_fn)
 
 
+_LIMIT_NAMES = {field.name for field in dataclasses.fields(Limits)} - {"cost_fn"}
+
+
 def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command the options, and calls it with `shape`, what they say."""
+    """Adds the options to a command, which is called with their values as `shape`."""
 
     @functools.wraps(command)
     def with_shape(**options: Any) -> Any:
-        kept = {name: options.pop(name) for name in _LIMIT_NAMES}
         costs = {name: options.pop(name) for name in _COST_NAMES}
-        return command(shape=ShapeOptions(kept, costs), **options)
+        limits = {name: options.pop(name) for name in _LIMIT_NAMES}
+        return command(shape=ShapeOptions(limits, costs), **options)
 
-    for option in reversed([*_LIMITS, *_COSTS]):
+    for option in reversed(_OPTIONS):
         with_shape = option(with_shape)
     return with_shape
 
@@ -194,12 +193,8 @@ def _cost_fn(
     cost_fn: str | None,
 ) -> CostFn | None:
     by_model = width or depth or vocab_size
-    given = {
-        "--width": by_model,
-        "--step-times": step_times,
-        "--cost-fn": cost_fn,
-    }
-    ways = [name for name, value in given.items() if value]
+    sources = {"--width": by_model, "--step-times": step_times, "--cost-fn": cost_fn}
+    ways = [name for name, value in sources.items() if value]
     if len(ways) > 1:
         raise ValueError(f"{' and '.join(ways)} are two costs: give one of them.")
     if per_second and (step_times or cost_fn):
@@ -213,6 +208,9 @@ def _cost_fn(
             raise ValueError("A transformer's cost takes `--width` and `--depth`.")
         return TransformerCost(width, depth, vocab_size or 0, per_second)
     return TokenCost(per_second) if per_second else None
+
+
+_COST_NAMES = inspect.signature(_cost_fn).parameters
 
 
 def read_step_times(path: pathlib.Path) -> StepTime:
@@ -253,21 +251,16 @@ def _function(option: str, text: str) -> Callable[..., Any]:
 
 def integers(text: str) -> list[int] | None:
     """Returns the integers between commas, None where something else is."""
-    parts = [part.strip() for part in text.split(",")]
+    parts = text.split(",")
     # Not `isdigit`, which takes superscripts for digits.
-    if not all(part.isdecimal() for part in parts):
-        return None
-    return [int(part) for part in parts]
+    decimal = all(part.strip().isdecimal() for part in parts)
+    return [int(part) for part in parts] if decimal else None
 
 
-def shapes(text: str) -> list[tuple[int, int]]:
-    """Returns the shapes of a text such as 32x128,16x256.
-
-    Raises:
-      ValueError: if it is no such text.
-    """
-    pairs = [part.lower().split("x") for part in text.split(",")]
-    numbers = [n.strip().isdecimal() for pair in pairs for n in pair]
-    if not (all(numbers) and all(len(pair) == 2 for pair in pairs)):
+def _shapes(text: str) -> list[tuple[int, int]]:
+    """Returns the shapes of a text such as 32x128,16x256."""
+    pairs = [integers(part.lower().replace("x", ",")) for part in text.split(",")]
+    shapes = [(pair[0], pair[1]) for pair in pairs if pair and len(pair) == 2]
+    if len(shapes) < len(pairs):
         raise ValueError(f"`--shapes {text}`: give B x T for each, as 32x128,16x256.")
-    return [(int(rows), int(length)) for rows, length in pairs]
+    return shapes

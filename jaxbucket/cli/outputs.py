@@ -1,4 +1,4 @@
-"""Files that a command writes: never what it reads, and whole or not at all."""
+"""Output files of a command: never one of its inputs, and complete or not there."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from typing import IO, Any
 
 
 def check_outputs(
-    inputs: list[pathlib.Path], outputs: dict[str, pathlib.Path | None]
+    inputs: list[pathlib.Path],
+    *,
+    output: pathlib.Path | None = None,
+    plot: pathlib.Path | None = None,
 ) -> None:
-    """Raises a ValueError if a file cannot be written, or would be written over.
-
-    Nothing that is written may be what is read, or what else is written.
+    """Raises a ValueError if an output cannot be written, or is an input or the other.
 
     Args:
       inputs: files that are read.
-      outputs: files that are written, by the option that names each, if any does.
+      output: of the option `--output`.
+      plot: of the option `--plot`.
     """
     taken = {_resolved(path) for path in inputs}
-    for name, path in outputs.items():
+    for name, path in (("--output", output), ("--plot", plot)):
         if path is None:
             continue
         if _resolved(path) in taken:
@@ -54,23 +56,27 @@ def _check_writable(name: str, path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def written_whole(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Gives a file to write; it is this one once all is in it.
+def atomic_write(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
+    """Gives a file to write, which replaces the one at `path` once it is complete.
+
+    Args:
+      name: of the option, for the error.
+      path: of the file.
 
     Raises:
       ValueError: if it cannot be written.
     """
     path = _resolved(path)
-    # A pipe or a device is no file that another could take the place of.
-    whole = path.exists() and not path.is_file()
+    # A pipe or a device cannot be replaced by a file.
+    in_place = path.exists() and not path.is_file()
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with path.open("wb") if whole else partial.open("xb") as file:
+        with path.open("wb") if in_place else partial.open("xb") as file:
             yield file
             file.flush()
-            if not whole:
+            if not in_place:
                 os.fsync(file.fileno())
-        if not whole:
+        if not in_place:
             if path.exists():
                 shutil.copymode(path, partial)
             partial.replace(path)
@@ -84,34 +90,34 @@ def written_whole(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
             partial.unlink()
 
 
-def new_figure(name: str, path: pathlib.Path, width: float, height: float) -> Any:
-    """Returns a figure of matplotlib that `save_figure` can write there.
+@contextlib.contextmanager
+def new_figure(
+    path: pathlib.Path | None, width: float, height: float
+) -> Iterator[Any | None]:
+    """Gives a figure of matplotlib to draw on, and writes it; without a path, None.
 
     Raises:
-      ValueError: if there is no matplotlib, or it has no such kind of picture.
+      ValueError: before anything is drawn, if there is no matplotlib or it writes no
+        such pictures; afterwards, if the picture cannot be written.
     """
+    if path is None:
+        yield None
+        return
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError(
-            f"`{name}` needs matplotlib: pip install 'jaxbucket[plots]'."
+            "`--plot` needs matplotlib: pip install 'jaxbucket[plots]'."
         ) from None
     # Not by pyplot, which would keep it, and look for a screen.
     figure = Figure(figsize=(width, height), layout="constrained")
     # TeX, which pgf is written by, is seldom there.
     kinds = figure.canvas.get_supported_filetypes().keys() - {"pgf"}
-    if path.suffix[1:].lower() not in kinds:
+    kind = path.suffix[1:].lower()
+    if kind not in kinds:
         raise ValueError(
-            f"`{name} {path}`: a picture is one of {sorted(kinds)}. Name it .png."
+            f"`--plot {path}`: a picture is one of {sorted(kinds)}. Name it .png."
         )
-    return figure
-
-
-def save_figure(figure: Any, name: str, path: pathlib.Path) -> None:
-    """Writes a picture.
-
-    Raises:
-      ValueError: if it cannot be written.
-    """
-    with written_whole(name, path) as file:
-        figure.savefig(file, format=path.suffix[1:].lower(), dpi=120)
+    yield figure
+    with atomic_write("--plot", path) as file:
+        figure.savefig(file, format=kind, dpi=120)

@@ -1,4 +1,4 @@
-"""The command `jaxbucket plan`: shapes for lengths, by any of the ways there are."""
+"""The command `jaxbucket plan`: shapes for lengths, in any of the ways to choose."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from jaxbucket.cli.options import (
     json_option,
     shape_options,
 )
-from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure, written_whole
-from jaxbucket.cli.show import as_dict, draw_plan, show_json, show_tables
+from jaxbucket.cli.outputs import atomic_write, check_outputs, new_figure
+from jaxbucket.cli.show import as_dict, draw_plan, show
 from jaxbucket.data.lengths.files import read_lengths
 from jaxbucket.plan.buckets import RULES, plan_within
 from jaxbucket.plan.curve import PlanCurve, plan_curve
@@ -39,19 +39,21 @@ _AUTO = "auto"
     "--boundaries",
     help=f"{', '.join(RULES)}, or lengths such as 128,256,512; optimal by default.",
 )
-@click.option("--shapes", help="Given B x T, such as 32x128,16x256, instead.")
+@click.option("--shapes", help="Fixed B x T, such as 32x128,16x256, instead.")
 @click.option(
-    "--compile-seconds", type=float, help="Of one shape, with --num-buckets auto."
+    "--compile-seconds",
+    type=float,
+    help="Time to compile one shape, with --num-buckets auto.",
 )
 @click.option(
     "--num-epochs",
     type=float,
-    help="For which shapes are used, with --num-buckets auto; 1 by default.",
+    help="Epochs for which shapes are used, with --num-buckets auto; 1 by default.",
 )
 @click.option(
     "--max-buckets",
     type=POSITIVE,
-    help="Shapes looked at, with --num-buckets auto; 32 by default.",
+    help="Shapes at most, with --num-buckets auto; 32 by default.",
 )
 @shape_options
 @column_option
@@ -73,77 +75,83 @@ def plan(
     as_json: bool,
 ) -> None:
     """Plan shapes for LENGTHS: a file of any kind that `jaxbucket measure` reads."""
-    check_outputs([lengths, *shape.inputs], {"--output": output, "--plot": plot})
+    check_outputs([lengths, *shape.inputs], output=output, plot=plot)
     if shapes is not None:
         shape.check_free()
-    _check_one_way(
-        {"--shapes": shapes, "--boundaries": boundaries, "--num-buckets": num_buckets},
-        {
-            "--compile-seconds": compile_seconds,
-            "--num-epochs": num_epochs,
-            "--max-buckets": max_buckets,
-        },
-    )
-    figure = plot and new_figure("--plot", plot, 8, 11 if num_buckets == _AUTO else 7)
-    measured = read_lengths(lengths, column)
+    auto = {
+        "--compile-seconds": compile_seconds,
+        "--num-epochs": num_epochs,
+        "--max-buckets": max_buckets,
+    }
+    _check_one_way(shapes, boundaries, num_buckets, auto)
     curve = None
-    if num_buckets == _AUTO:
-        curve = plan_curve(
-            measured,
-            shape.limits(),
-            compile_seconds=compile_seconds,
-            num_epochs=1 if num_epochs is None else num_epochs,
-            max_buckets=max_buckets or 32,
-        )
-        made = curve.chosen.plan
-    elif shapes is not None:
-        made = shape.given(shapes)
-    else:
-        size = 8 if num_buckets is None else _number(num_buckets)
-        chooser = "optimal" if boundaries is None else _chooser(boundaries)
-        made = plan_within(measured, shape.limits(), size, chooser)
-    epoch = report(made, measured, accumulate=shape.kept["accumulate"])
-    if plot:
-        _draw(figure, made, measured, curve)
-        save_figure(figure, "--plot", plot)
+    with new_figure(plot, 8, 11 if num_buckets == _AUTO else 7) as figure:
+        measured = read_lengths(lengths, column)
+        if num_buckets == _AUTO:
+            curve = plan_curve(
+                measured,
+                shape.limits(),
+                compile_seconds=compile_seconds,
+                num_epochs=1 if num_epochs is None else num_epochs,
+                max_buckets=max_buckets or 32,
+            )
+            chosen = curve.chosen.plan
+        elif shapes is not None:
+            chosen = shape.fixed_plan(shapes)
+        else:
+            size = 8 if num_buckets is None else _number(num_buckets)
+            chooser = "optimal" if boundaries is None else _chooser(boundaries)
+            chosen = plan_within(measured, shape.limits(), size, chooser)
+        epoch = report(chosen, measured, accumulate=shape.accumulate)
+        if figure:
+            _draw(figure, chosen, measured, curve)
     if output:
-        with written_whole("--output", output) as file:
-            file.write(f"{made.to_json()}\n".encode())
-    if as_json:
-        numbers = as_dict(made, epoch)
-        show_json(numbers | {"curve": curve.to_dict()} if curve else numbers)
+        with atomic_write("--output", output) as file:
+            file.write(f"{chosen.to_json()}\n".encode())
+    numbers = as_dict(chosen, epoch)
+    if curve:
+        show(as_json, numbers | {"curve": curve.to_dict()}, curve, epoch)
     else:
-        show_tables(*([curve] if curve else []), epoch)
+        show(as_json, numbers, epoch)
 
 
-def _check_one_way(ways: dict[str, Any], of_auto: dict[str, Any]) -> None:
-    """Nothing that is said may be without effect."""
-    auto = ways["--num-buckets"] == _AUTO
-    given = [name for name, value in ways.items() if value is not None]
-    own = integers(ways["--boundaries"] or "auto") is not None
-    if len(given) > 1 and (given[0] == "--shapes" or auto or own):
-        raise ValueError(f"{given[0]} and {given[1]} are two ways: leave out one.")
-    idle = [name for name, value in of_auto.items() if value is not None]
-    if idle and not auto:
-        raise ValueError(f"`{idle[0]}` says nothing without `--num-buckets {_AUTO}`.")
+def _check_one_way(
+    shapes: str | None,
+    boundaries: str | None,
+    num_buckets: str | None,
+    auto: dict[str, Any],
+) -> None:
+    """Raises a ValueError for options that would be without effect."""
+    is_auto = num_buckets == _AUTO
+    ways = {
+        "--shapes": shapes,
+        "--boundaries": boundaries,
+        "--num-buckets": num_buckets,
+    }
+    used = [name for name, value in ways.items() if value is not None]
+    listed = boundaries is not None and integers(boundaries) is not None
+    if len(used) > 1 and (used[0] == "--shapes" or is_auto or listed):
+        raise ValueError(f"{used[0]} and {used[1]} are two ways: leave out one.")
+    for name, value in auto.items():
+        if value is not None and not is_auto:
+            raise ValueError(f"`{name}` says nothing without `--num-buckets {_AUTO}`.")
 
 
 def _number(text: str) -> int:
-    found = integers(text)
-    if found is None or len(found) != 1 or found[0] < 1:
+    numbers = integers(text) or [0]
+    if len(numbers) > 1 or numbers[0] < 1:
         raise ValueError(
             f"`--num-buckets {text}`: give a positive integer, or {_AUTO}."
         )
-    return found[0]
+    return numbers[0]
 
 
 def _chooser(text: str) -> Any:
-    found = integers(text)
-    if found is None and ":" in text:
+    if ":" in text:
         from jaxbucket.data.lengths.functions import load_function
 
         return load_function(text)
-    return text if found is None else found
+    return integers(text) or text
 
 
 def _draw(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import pathlib
 import sys
-from typing import Any
 
 import click
 
 from jaxbucket.cli.options import EXISTING, POSITIVE, json_option
 from jaxbucket.cli.report import read_plan
-from jaxbucket.cli.show import show_json, show_tables
+from jaxbucket.cli.show import show
 
 _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
 
@@ -32,14 +31,11 @@ _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
 @click.option(
     "--key",
     default="",
+    show_default=False,
     help="What the job gives as `ExecutableCache(key=)`, if it gives one.",
 )
 @click.option(
-    "--max-gb",
-    type=float,
-    default=8.0,
-    show_default=True,
-    help="The most that the folder holds.",
+    "--max-gb", type=float, default=8.0, help="The most that the folder holds."
 )
 @click.option(
     "--xla-cache", type=_FOLDER, help="Fill jax's own compilation cache there."
@@ -94,15 +90,8 @@ def precompile(
     )
     above = [] if memory_gb is None else done.above(memory_gb)
     not_kept = [] if cache is None else done.not_kept()
-    if as_json:
-        numbers: dict[str, Any] = {
-            "cache": cache and str(cache),
-            "above": above,
-            "not_kept": not_kept,
-        }
-        show_json(numbers | done.to_dict())
-    else:
-        show_tables(done.report)
+    checked = {"cache": cache and str(cache), "above": above, "not_kept": not_kept}
+    show(as_json, checked | done.to_dict(), done.report)
     for failure in done.failures:
         click.echo(f"{failure.step} {failure.label}: {failure.error}", err=True)
     for name in above:

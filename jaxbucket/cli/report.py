@@ -9,8 +9,8 @@ import click
 
 from jaxbucket.base.buckets import GROUPS, BucketPlan
 from jaxbucket.cli.options import EXISTING, NEW, POSITIVE, column_option, json_option
-from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure
-from jaxbucket.cli.show import as_dict, draw_plan, show_json, show_tables
+from jaxbucket.cli.outputs import check_outputs, new_figure
+from jaxbucket.cli.show import as_dict, draw_plan, show
 from jaxbucket.data.lengths.files import read_lengths
 from jaxbucket.plan.remainder import Remainder
 from jaxbucket.plan.reports.epoch import report as report_of
@@ -19,7 +19,6 @@ remainder_option = click.option(
     "--remainder",
     type=click.Choice(get_args(Remainder)),
     default="cheapest",
-    show_default=True,
     help="What becomes of examples that fill no batch.",
 )
 
@@ -28,18 +27,11 @@ remainder_option = click.option(
 @click.argument("plan_file", metavar="PLAN", type=EXISTING)
 @click.argument("lengths", type=EXISTING)
 @remainder_option
-@click.option(
-    "--accumulate",
-    type=POSITIVE,
-    default=1,
-    show_default=True,
-    help="Micro-batches of a step.",
-)
+@click.option("--accumulate", type=POSITIVE, default=1, help="Micro-batches of a step.")
 @click.option(
     "--group",
     type=click.Choice(GROUPS),
     default="same",
-    show_default=True,
     help="Whether those have one bucket.",
 )
 @column_option
@@ -54,18 +46,13 @@ def report(
     **options: Any,
 ) -> None:
     """Report what PLAN, written by `jaxbucket plan -o`, costs on other LENGTHS."""
-    check_outputs([plan_file, lengths], {"--plot": plot})
-    figure = plot and new_figure("--plot", plot, 8, 7)
-    made = read_plan(plan_file)
-    measured = read_lengths(lengths, column)
-    epoch = report_of(made, measured, **options)
-    if plot:
-        draw_plan(figure, made, measured)
-        save_figure(figure, "--plot", plot)
-    if as_json:
-        show_json(as_dict(made, epoch))
-    else:
-        show_tables(epoch)
+    check_outputs([plan_file, lengths], plot=plot)
+    with new_figure(plot, 8, 7) as figure:
+        bucket_plan, measured = read_plan(plan_file), read_lengths(lengths, column)
+        epoch = report_of(bucket_plan, measured, **options)
+        if figure:
+            draw_plan(figure, bucket_plan, measured)
+    show(as_json, as_dict(bucket_plan, epoch), epoch)
 
 
 def read_plan(path: pathlib.Path) -> BucketPlan:

@@ -16,11 +16,15 @@ _PAGE = 100
 _WIDEST = 1000
 
 
-def show_tables(*tables: Any) -> None:
-    """Prints what `rich` draws, as wide as a page where there is no terminal.
+def show(as_json: bool, numbers: dict[str, Any], *tables: Any) -> None:
+    """Prints numbers as JSON, or the tables that `rich` draws of them.
 
-    In a terminal too narrow for a table its lines are wrapped, and no number is cut.
+    Tables are as wide as a page where there is no terminal. In a terminal too narrow
+    for a table its lines are wrapped, and no number is cut.
     """
+    if as_json:
+        click.echo(json.dumps(numbers, indent=2))
+        return
     from rich.console import Console
 
     # Not `Console.is_terminal`, which believes FORCE_COLOR.
@@ -37,11 +41,6 @@ def as_dict(plan: BucketPlan, epoch: Report) -> dict[str, Any]:
         "report": epoch.to_dict(),
         "fingerprint": plan.fingerprint,
     }
-
-
-def show_json(numbers: dict[str, Any]) -> None:
-    """Prints numbers as JSON."""
-    click.echo(json.dumps(numbers, indent=2))
 
 
 def draw_plan(figure: Any, plan: BucketPlan, lengths: np.ndarray) -> None:

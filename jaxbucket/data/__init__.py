@@ -18,5 +18,5 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.data.pipeline import batch_dataset
     from jaxbucket.data.token_file import TokenFile
     from jaxbucket.data.token_file_writer import write_token_file
-    from jaxbucket.data.unbatch import unbatch
+    from jaxbucket.data.uncollate import unbatch
     from jaxbucket.data.workers import load_in_workers

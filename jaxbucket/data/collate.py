@@ -44,7 +44,7 @@ def collate_rows(
     `[B, max_segments, ...]`, zeros after the last example.
 
     Example:
-      >>> from jaxbucket.data.unbatch import unbatch
+      >>> from jaxbucket.data.uncollate import unbatch
       >>> rows = [{"tokens": [7, 3], "label": 1}, {"tokens": [5], "label": 0}, None]
       >>> batch = collate_rows(rows, Bucket(batch_size=3, seq_len=4))
       >>> batch.features["tokens"]

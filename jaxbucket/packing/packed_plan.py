@@ -28,9 +28,10 @@ from jaxbucket.packing.rows import (
 )
 from jaxbucket.plan.buckets import plan_within
 from jaxbucket.plan.costs import CostFn, TokenCost, unit_of
+from jaxbucket.plan.formatting import in_unit
 from jaxbucket.plan.histogram import value_counts
 from jaxbucket.plan.limits import Budget, Limits
-from jaxbucket.plan.reports.epoch import Report, in_unit, report
+from jaxbucket.plan.reports.epoch import Report, report
 
 Pack: TypeAlias = Literal["auto", "always", "never"]
 PACK: tuple[str, ...] = get_args(Pack)

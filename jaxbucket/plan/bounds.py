@@ -1,4 +1,4 @@
-"""What an epoch costs at least: lower bounds for every beginning of a choice.
+"""Lower bounds of an epoch's cost, for every partial choice of boundaries.
 
 Ignoring remainders, the cost of boundaries is a sum over buckets, and dynamic
 programming gives its minimum. Ignoring the number of buckets, batches follow one
@@ -16,7 +16,7 @@ from jaxbucket.plan.remainder import least_cost
 from jaxbucket.plan.rules import Candidates
 
 # Costs are counted in integers, so that a plan does not depend on how a machine rounds.
-# What an epoch costs has this many bits; sums of a few of them stay below 2**63.
+# The cost of an epoch has this many bits; sums of a few of them stay below 2**63.
 _TOTAL_BITS = 59
 INFINITE = 2**61
 
@@ -29,9 +29,9 @@ class Problem:
       below: `[G + 1]` int64, examples shorter than every candidate may hold, from 0.
       batch_sizes: `[G]` int64.
       costs: `[G]` int64, of a batch.
-      rates: `[G]` int64, the least that a row costs in this bucket or a longer one;
-        never falls.
-      scale: how many of these units make one of the candidates'.
+      rates: `[G]` int64, the least cost of a row in this bucket or a longer one; never
+        falls.
+      scale: units of these costs in one of the candidates' costs.
     """
 
     below: np.ndarray
@@ -67,13 +67,15 @@ class Problem:
 
     def take(self, index: np.ndarray) -> Problem:
         """Returns the problem of some of the candidates, the last among them."""
-        return dataclasses.replace(
-            self,
-            below=np.append(0, self.examples[index]),
-            batch_sizes=self.batch_sizes[index],
-            costs=self.costs[index],
-            rates=self.rates[index],
-        )
+        below = np.append(0, self.examples[index])
+        columns = (self.batch_sizes[index], self.costs[index], self.rates[index])
+        return Problem(below, *columns, self.scale)
+
+    def part(self, begin: int, end: int) -> Problem:
+        """Returns the problem of the examples that candidates `begin` to `end` add."""
+        part = self.take(np.arange(begin, end))
+        below = self.below[begin : end + 1] - self.below[begin]
+        return dataclasses.replace(part, below=below)
 
     def relaxed(self, index: np.ndarray) -> Problem:
         """Returns a problem of some of the candidates whose bounds hold for all.

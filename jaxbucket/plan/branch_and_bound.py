@@ -1,7 +1,7 @@
 """A search for the cheapest epoch, remainders included: branch and bound.
 
-Beginnings of a choice are extended bucket by bucket. Those go on whose lower bound is
-below the best complete choice known, and of which no other is at least as good.
+Partial choices are extended bucket by bucket. Those go on whose lower bound is below
+the best complete choice known, and of which no other is at least as good.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import numpy as np
 
 from jaxbucket.plan.bounds import INFINITE, Problem
 
-# Pairs of (beginning, end) looked at together: bounds memory.
+# Pairs of a state and an end that are looked at together: bounds memory.
 _CHUNK = 1 << 20
-# One pair that is kept takes as long as so many that are not.
+# A pair that is extended takes as long as so many that are ruled out.
 _CLOSING = 16
-# For each beginning that goes on, how many are compared with one another: most are not
-# as good as another that ends alike.
+# States that are compared for each one that goes on: most are not as good as another
+# of the same end.
 _SURPLUS = 64
-# Beginnings that are kept while others are looked at: bounds memory.
+# States that are held while others are looked at: bounds memory.
 _MOST_STATES = 4 * _CHUNK
-# Into about so many blocks are the ends cut, of which most are ruled out as a whole.
+# Ends are cut into about so many blocks, most of which are ruled out as a whole.
 _BLOCKS = 1024
 
 
 @dataclasses.dataclass
 class _States:
-    """Beginnings of a choice: all `[S]`, one entry for each.
+    """Partial choices of boundaries, `[S]` int64 each.
 
     Attributes:
       end: the last candidate chosen, -1 at the start.
       carry: rows that go up into the next bucket.
-      cost: what it costs so far.
+      cost: the cost so far.
       parent: the entry this one extends, in the states of one bucket fewer.
     """
 
@@ -43,24 +43,22 @@ class _States:
     parent: np.ndarray
 
     def take(self, index: np.ndarray) -> _States:
-        return _States(
-            *(getattr(self, f.name)[index] for f in dataclasses.fields(self))
-        )
+        return _States(*(column[index] for column in vars(self).values()))
 
     @classmethod
-    def joined(cls, parts: list[_States]) -> _States:
-        columns = (f.name for f in dataclasses.fields(cls))
-        return cls(*(np.concatenate([getattr(p, n) for p in parts]) for n in columns))
+    def concatenate(cls, parts: list[_States]) -> _States:
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        return cls(*map(np.concatenate, columns))
 
 
 class Search:
-    """Branch and bound over beginnings of a choice, at most `width` for each level.
+    """Branch and bound over partial choices, at most `width` for each level.
 
     It looks at no more than about `most_pairs`.
 
     Attributes:
-      cut: whether more were open, so that a wider search may find a better choice.
-      pairs: how many of a beginning and an end, or a block of ends, were looked at.
+      cut: whether states were given up: a wider search may find a better choice.
+      pairs: pairs of a state and an end, or a block of ends, that were looked at.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class Search:
         block = -(-len(problem) // _BLOCKS)
         ends = np.arange(-(-len(problem) // block) * block).reshape(-1, block)
         self.blocks = np.minimum(ends, len(problem))
-        # What a carried row costs at least, beyond every candidate.
+        # `[G]`: the least cost of a row that is carried beyond a candidate.
         self.next_rate = np.append(problem.rates[1:], INFINITE >> 31)
 
     def better_than(self, known: np.ndarray) -> np.ndarray:
@@ -112,20 +110,20 @@ class Search:
                 parts.append(closed.take(np.flatnonzero(promising)))
             self.pairs += _CLOSING * len(end)
             if sum(len(part.end) for part in parts) > _MOST_STATES:
-                parts = [self._best_of(_States.joined(parts), left, limit)]
+                parts = [self._best_of(_States.concatenate(parts), left, limit)]
             if self.pairs > self.most_pairs:
                 self.cut = True
                 break
-        return _States.joined(parts)
+        return _States.concatenate(parts)
 
     def _best_of(self, states: _States, left: int, limit: int) -> _States:
         """Those that `_prune` may keep, and the cheapest that is complete."""
         is_open = states.end < len(self.problem) - 1
         done = np.flatnonzero(~is_open)
         least = self._least(states, left)
-        kept = np.flatnonzero(is_open & (least <= self._cutoff(least[is_open], limit)))
+        promising = is_open & (least <= self._cutoff(least[is_open], limit))
         cheapest = done[np.argsort(states.cost[done], kind="stable")[:1]]
-        return states.take(np.append(kept, cheapest))
+        return states.take(np.append(np.flatnonzero(promising), cheapest))
 
     def _open_pairs(
         self, states: _States, left: int, limit: int
@@ -160,7 +158,7 @@ class Search:
     def _closed(
         self, states: _States, parent: np.ndarray, end: np.ndarray
     ) -> list[_States]:
-        """The pairs, what is left over padded, and where there is some, promoted."""
+        """The pairs with their remainders padded, and with these promoted."""
         problem = self.problem
         begin = problem.below[states.end[parent] + 1]
         held = problem.examples[end] - begin + states.carry[parent]
@@ -182,21 +180,21 @@ class Search:
         least = self._least(states, left)
         promising = np.flatnonzero(least <= self._cutoff(least, limit))
         least, states = least[promising], states.take(promising)
-        kept = _undominated(states.end, states.carry, states.cost)
-        least, states = least[kept], states.take(kept)
+        best = _undominated(states.end, states.carry, states.cost)
+        least, states = least[best], states.take(best)
         taken = self._taken(states)
-        kept = _undominated(taken, states.end, states.cost)
-        if kept.size > self.width:
+        best = _undominated(taken, states.end, states.cost)
+        if best.size > self.width:
             self.cut = True
-            kept = kept[_most_promising(least[kept], taken[kept], self.width)]
-        return states.take(kept)
+            best = best[_most_promising(least[best], taken[best], self.width)]
+        return states.take(best)
 
     def _taken(self, states: _States) -> np.ndarray:
         """`[S]`: how many of the shortest examples have a row."""
         return self.problem.below[states.end + 1] - states.carry
 
     def _least(self, states: _States, left: int) -> np.ndarray:
-        """What a choice costs at least that begins so."""
+        """The least cost of a choice that begins so."""
         carried = states.carry * self.next_rate[states.end]
         least = carried + self.bounds[left][states.end + 1]
         if self.ahead is not None:
@@ -223,10 +221,10 @@ def _undominated(group: np.ndarray, value: np.ndarray, cost: np.ndarray) -> np.n
 
 
 def _most_promising(least: np.ndarray, taken: np.ndarray, width: int) -> np.ndarray:
-    """So many: half by their bounds, half the best of all that took as many examples.
+    """Up to `width` states: half by bound, half the best of each number of examples.
 
     Bounds know little of remainders to come. Where these are most of the cost, the
-    beginnings with the fewest batches would seem the best, and none would go far.
+    states with the fewest batches would seem the best, and none would go far.
     """
     # Stable, as a plan must not depend on how a machine sorts equal bounds.
     by_bound = np.argsort(least, kind="stable")

@@ -69,29 +69,30 @@ def plan_buckets(
       lengths: `[N]` integers, one per example.
       max_tokens: the hard budget of a global batch, padding counted. Or a function of
         T that returns it, or one for each of the boundaries that you give.
-      num_buckets: how many shapes at most; each costs one compilation. "auto" weighs
-        these, up to 32, against the padding that they save, as `plan_curve` does.
+      num_buckets: the most shapes; each costs one compilation. "auto" weighs these, up
+        to 32, against the padding that they save, as `plan_curve` does.
       batch_size_multiple: for example the number of devices on the batch axes.
       seq_len_multiple: for example the tile of the accelerator's matrix unit.
       max_seq_len: T of the last bucket, a multiple of `seq_len_multiple`. By default
         the longest length, rounded up.
-      min_batch_size: rows that every batch must have.
-      max_batch_size: rows that none may exceed, whatever the budget.
+      min_batch_size: the fewest rows of a batch.
+      max_batch_size: the most rows of a batch, whatever the budget.
       boundaries: "optimal" gives the cheapest epoch, remainders included
         (`optimal.optimal` says how exactly). Rules of thumb: "quantile" puts equally
         many examples in each bucket, "equal_tokens" equally many tokens;
         "equal_width" and "geometric" grow T by a constant step or ratio, "quarters"
         has four equal steps, "powers_of_two" the largest of these. Or your own:
         increasing lengths (then `num_buckets` and `max_seq_len` are not used), or a
-        function of (`Candidates`, `num_buckets`). For shapes that are given, B and
-        all, see `BucketPlan.from_shapes`.
+        function of (`Candidates`, `num_buckets`). For shapes whose B is fixed, too, see
+        `BucketPlan.from_shapes`.
       overlong: what to do with examples longer than the last bucket: "error", "drop",
         "truncate", or "split" to plan for the chunks that `split_source` makes of them.
-      cost_fn: `(batch_size, seq_len)` -> what a step costs, by default its tokens;
-        `costs` has others. An epoch's cost is their sum over its steps.
+      cost_fn: `(batch_size, seq_len)` -> the cost of a step, by default its tokens:
+        `TokenCost`, `TransformerCost`, `StepTime`, or your own function. The cost of an
+        epoch is the sum over its steps.
       accumulate: micro-batches of a step, where `BatchSchedule` has several of the
         same bucket: they are filled together.
-      compile_seconds: with `num_buckets="auto"`, what compiling one shape takes.
+      compile_seconds: with `num_buckets="auto"`, the seconds of compiling one shape.
       num_epochs: with `num_buckets="auto"`, for how many epochs the shapes are used.
 
     Raises:
@@ -127,14 +128,11 @@ def plan_buckets(
 def plan_within(
     lengths: ArrayLike, limits: Limits, num_buckets: int, boundaries: Boundaries
 ) -> BucketPlan:
-    """Returns at most `num_buckets` shapes that keep to the limits.
-
-    As `plan_buckets`, which says what it raises.
-    """
+    """As `plan_buckets`, whose other options `limits` holds."""
     lengths = check_lengths(lengths)
     num_buckets = check_positive("num_buckets", num_buckets)
     if isinstance(boundaries, Iterable) and not isinstance(boundaries, str):
-        return _given(lengths, limits, list(boundaries))
+        return _plan_of(list(boundaries), lengths, limits)
     chooser = _chooser(boundaries)
     candidates = limits.candidates(lengths)
     num_buckets = min(num_buckets, len(candidates))
@@ -149,7 +147,7 @@ def plan_within(
     return limits.plan(candidates.seq_lens[chosen])
 
 
-def _given(lengths: np.ndarray, limits: Limits, boundaries: list[Any]) -> BucketPlan:
+def _plan_of(boundaries: list[Any], lengths: np.ndarray, limits: Limits) -> BucketPlan:
     """The plan of the user's own boundaries."""
     remedy = (
         f"Pass increasing multiples of `seq_len_multiple={limits.seq_len_multiple}`."
@@ -158,10 +156,8 @@ def _given(lengths: np.ndarray, limits: Limits, boundaries: list[Any]) -> Bucket
         raise ValueError(f"`boundaries` is empty. {remedy}")
     before = 0
     for boundary in boundaries:
-        whole = isinstance(boundary, int | np.integer) and not isinstance(
-            boundary, bool
-        )
-        if not whole or boundary <= before or boundary % limits.seq_len_multiple:
+        is_integer = isinstance(boundary, int | np.integer) and boundary is not True
+        if not is_integer or boundary <= before or boundary % limits.seq_len_multiple:
             raise ValueError(f"`boundaries`: {boundary!r} after {before}. {remedy}")
         before = check_positive("boundaries", boundary)
     plan = limits.plan(boundaries)
@@ -182,7 +178,7 @@ def _chooser(boundaries: str | Chooser) -> Chooser:
 
 
 def _check_chosen(chosen: Any, num_candidates: int, num_buckets: int) -> np.ndarray:
-    """Returns what a chooser chose, which may be the user's own."""
+    """Returns the positions that a chooser returned, which may be the user's own."""
     chosen = np.asarray(chosen)
     if (
         chosen.ndim != 1

@@ -14,9 +14,6 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.checks import MAX_LENGTH, check_lengths, check_positive
 
-# Lengths that are cut together: arrays in between stay in the cache.
-_PART = 1 << 16
-
 
 def chunk_lengths(lengths: ArrayLike, max_seq_len: int) -> np.ndarray:
     """Returns the lengths of the chunks that `split_source` cuts examples into.
@@ -27,10 +24,11 @@ def chunk_lengths(lengths: ArrayLike, max_seq_len: int) -> np.ndarray:
 
     Args:
       lengths: `[N]` integers, one per example.
-      max_seq_len: what a chunk has at most, and all but an example's last one have.
+      max_seq_len: the length of every chunk but an example's last one, which has the
+        rest.
 
     Returns:
-      `[M]` int32: those of the first example, then those of the next.
+      `[M]` int32: the chunks of the first example, then those of the next.
 
     Raises:
       ValueError: for lengths that `check_lengths` refuses, `max_seq_len` that is not a
@@ -39,14 +37,9 @@ def chunk_lengths(lengths: ArrayLike, max_seq_len: int) -> np.ndarray:
     lengths = check_lengths(lengths)
     counts = chunk_counts(lengths, max_seq_len)
     longest = _longest(max_seq_len)
-    # Most are full; it is the last ones that have to be found.
-    chunks = _full(int(counts.sum(dtype=np.int64)), longest)
-    end = 0
-    for start in range(0, len(lengths), _PART):
-        own = counts[start : start + _PART]
-        ends = end + np.cumsum(own, dtype=np.int64)
-        chunks[ends - 1] = lengths[start : start + _PART] - (own - 1) * longest
-        end = int(ends[-1])
+    ends = np.cumsum(counts, dtype=np.int64)
+    chunks = _full(int(ends[-1]), longest)
+    chunks[ends - 1] = lengths - (counts - 1) * longest
     return chunks
 
 
@@ -61,10 +54,9 @@ def chunk_counts(lengths: np.ndarray, max_seq_len: int) -> np.ndarray:
 
 
 def last_chunks(lengths: np.ndarray, max_seq_len: int) -> tuple[np.ndarray, int]:
-    """Returns the lengths of chunks without those that are full.
+    """Returns the lengths of last chunks, and how many full ones stand before them.
 
-    In place of `chunk_lengths` where chunks are counted, of which there may be more
-    than there is memory for.
+    Unlike `chunk_lengths` it takes no memory for full chunks.
 
     Example:
       >>> last_chunks(np.array([3, 10, 8]), max_seq_len=4)
@@ -75,21 +67,15 @@ def last_chunks(lengths: np.ndarray, max_seq_len: int) -> tuple[np.ndarray, int]
       before these, of `max_seq_len` each.
     """
     longest = _longest(max_seq_len)
-    lasts, full = lengths.copy(), 0
-    for start in range(0, lengths.size, _PART):
-        part = lasts[start : start + _PART]
-        over = part > longest
-        if over.any():
-            before = (part[over] - 1) // longest
-            full += int(before.sum(dtype=np.int64))
-            part[over] -= before * longest
-    return lasts, full
+    before = (lengths - 1) // longest
+    return lengths - before * longest, int(before.sum(dtype=np.int64))
 
 
 def _full(number: int, longest: int) -> np.ndarray:
     """Chunks that are as long as can be."""
-    # Where a system promises memory that it has not, the process would be killed.
-    if 4 * number <= _memory():
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Beyond it, some systems promise memory and end the process that writes to it.
+    if 4 * number <= memory:
         with contextlib.suppress(MemoryError):
             return np.full(number, longest, np.int32)
     raise ValueError(
@@ -99,11 +85,6 @@ def _full(number: int, longest: int) -> np.ndarray:
     )
 
 
-def _memory() -> int:
-    """Bytes that this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _longest(max_seq_len: int) -> int:
-    """It as a number that lengths of 32 bits can be divided by."""
+    """`max_seq_len` as a number that divides lengths of 32 bits."""
     return min(check_positive("max_seq_len", max_seq_len), MAX_LENGTH)

@@ -1,8 +1,8 @@
 """What a step of a shape (B, T) costs: in tokens, in operations, or in time.
 
 A cost function is any function of `(batch_size, seq_len)` that returns a positive
-number; a plan is made for the least sum of these over the steps of an epoch. Its
-`unit`, if it has one, says what it counts.
+number. A plan has the least sum of these over the steps of an epoch. The attribute
+`unit`, if the function has one, says what it counts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from jaxbucket.base.checks import check_number, check_positive
 
 CostFn: TypeAlias = Callable[[int, int], float]
 SECONDS = "s"
-# What a shape may be beyond all others for the fit without it still to be asked.
+# A shape is between others if it is at most so many times beyond all of them.
 _BEYOND = 1.1
-# So many shapes, and no more, are left out in turn.
+# Up to so many shapes are left out of the fit in turn.
 _FEW = 40
-# What a term weighs in the fit beside errors, if times do not tell: a constant or pairs
-# only where tokens do not say the same.
+# Weights of the terms beside the errors, for times that do not tell them apart: a
+# constant or pairs only where tokens do not say the same.
 _TIES = np.array([1e-6, 0, 1e-6])
 
 
 def unit_of(cost_fn: CostFn) -> str:
-    """Returns what a cost function counts, "cost" where it does not say."""
+    """Returns the unit of a cost function, "cost" where it has none."""
     return str(getattr(cost_fn, "unit", "cost"))
 
 
@@ -44,6 +44,9 @@ class TokenCost:
     Attributes:
       tokens_per_second: positions that the machine does in a second; without it the
         cost is in tokens, with it in seconds.
+
+    Raises:
+      ValueError: for a speed that is not a positive, finite number.
     """
 
     tokens_per_second: float | None = None
@@ -78,6 +81,10 @@ class TransformerCost:
       vocab_size: V, outputs for each position; 0 leaves them out.
       flops_per_second: operations that the machine does in a second; without it the
         cost is in operations, with it in seconds.
+
+    Raises:
+      ValueError: for a size that is not a positive integer, or a speed that is not a
+        positive, finite number.
     """
 
     width: int
@@ -106,22 +113,26 @@ class TransformerCost:
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: a + b * B * T + c * B * T^2, or what its shape was measured.
+    """Seconds of a step: a + b * B * T + c * B * T^2, or its shape's measured time.
 
-    Example:
+    Example: four measured shapes tell the time of others.
       >>> times = {(4, 64): 0.3, (2, 128): 0.42, (1, 256): 0.6, (1, 64): 0.1125}
       >>> cost = StepTime.fit({Bucket(*shape): time for shape, time in times.items()})
       >>> print(f"{cost(1, 128):.3f} s, off by up to {cost.error:.1%}")
       0.225 s, off by up to 10.0%
 
     Attributes:
-      per_step: a, of starting a step.
-      per_token: b, of a position.
-      per_pair: c, of a pair of positions in one row, as attention has.
-      error: the largest relative error of the three terms on a measured step; NaN where
-        there are not more of these than terms. Of shapes that lie between others in T
-        and in B * T, by a fit without them, each left out in turn.
-      measured: shapes whose time is known, and not that of the terms.
+      per_step: a, seconds of starting a step.
+      per_token: b, seconds of a position.
+      per_pair: c, seconds of a pair of positions in one row, as attention has.
+      error: the largest relative error of the three terms on a measured step; NaN
+        unless there are more of these than terms. For a shape that lies between others
+        in T and in B * T it is the error of a fit without that shape.
+      measured: `(batch_size, seq_len)` -> seconds, in place of the terms.
+
+    Raises:
+      ValueError: for terms that are negative, not finite or all zero, or measured times
+        that are not positive.
     """
 
     per_step: float
@@ -162,20 +173,27 @@ class StepTime:
         """Returns the function that is closest to measured step times.
 
         Closest is the least sum of relative errors; no term is negative. So where five
-        or more are measured, one that takes longer than its neighbours, as a T that is
-        a power of two may on a CPU, does not bend what is said of the others. Few
-        shapes do, if they differ, as those of `calibration_shapes` do: the shortest and
-        the longest T, some in between, and one of a smaller B * T, which tells a and b
-        apart. Where none does, and times say the same of both, a is 0.
+        or more shapes are measured, one that takes longer than its neighbors, as a T
+        that is a power of two may on a CPU, does not bend the times of the others. Few
+        shapes are enough if they differ as those of `calibration_shapes` do: the
+        shortest and the longest T, some in between, and one of a smaller B * T, which
+        tells a and b apart. Without it, a is 0 where times do not tell.
+
+        Example: steps that take 10 ms and 20 us for each position.
+          >>> shapes = [Bucket(8, 64), Bucket(4, 128), Bucket(2, 256), Bucket(2, 64)]
+          >>> cost = StepTime.fit({b: 0.01 + 2e-5 * b.num_tokens for b in shapes})
+          >>> print(f"{cost.per_step:.3f} {cost.per_token:.1e} {cost.per_pair:.1f}")
+          0.010 2.0e-05 0.0
 
         Args:
-          seconds: of a step of each shape.
+          seconds: `Bucket` -> measured seconds of one step.
 
         Raises:
-          ValueError: if there are none, or one is not positive.
+          ValueError: if `seconds` is empty or not a dict of `Bucket`, or a time is not
+            positive.
         """
         _check_measured(seconds)
-        # Sorted, for sums in another order would differ in their last digits.
+        # Sorted, because sums in another order would differ in their last digits.
         seconds = {shape: seconds[shape] for shape in sorted(seconds)}
         shapes = np.array([(b.batch_size, b.seq_len) for b in seconds], np.float64)
         times = np.array([check_number(f"seconds[{b}]", seconds[b]) for b in seconds])
@@ -220,10 +238,10 @@ def _check_measured(seconds: Mapping[Bucket, float]) -> None:
 
 
 def _between(values: np.ndarray) -> np.ndarray:
-    """`[n]` bool: which have others about as small as them, and as large.
+    """`[n]` bool: which have others that are about as small, and as large.
 
-    Without an end the fit would have to guess beyond all that it has seen, which a plan
-    never asks of it.
+    Without the smallest or the largest the fit would guess beyond all that it has seen,
+    which a plan never asks of it.
     """
     if len(values) == 1:
         return np.zeros(1, bool)
@@ -241,15 +259,15 @@ def _non_negative(relative: np.ndarray) -> np.ndarray:
     from scipy.optimize import linprog
 
     size, num_terms = relative.shape
-    # Scaled, for the columns are of very different size.
+    # Scaled, because the columns are of very different size.
     scale = relative.max(axis=0)
     rows, ones, errors = relative / scale, np.ones(size), np.eye(size)
-    found = linprog(
+    solution = linprog(
         np.concatenate([_TIES, ones]),
         A_ub=np.block([[rows, -errors], [-rows, -errors]]),
         b_ub=np.concatenate([ones, -ones]),
     )
-    return np.maximum(found.x[:num_terms], 0) / scale
+    return np.maximum(solution.x[:num_terms], 0) / scale
 
 
 def _check_speed(cost: TokenCost | TransformerCost, name: str) -> None:

@@ -13,14 +13,15 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_number, check_positive
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.plan.costs import SECONDS, unit_of
+from jaxbucket.plan.formatting import count_shapes, number_table
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.remainder import epoch_cost
 from jaxbucket.plan.rules import Candidates
 
-# Up to twice so many every number is looked at, and of more these parts of a doubling.
+# Every number up to twice as many is tried, and beyond so many in each doubling.
 _STEPS = 32
-# How many more than the chosen are shown, so that one sees the curve turn.
+# So many more than the chosen number are shown, so that one sees the curve turn.
 _SHOWN_BEYOND = 4
 
 
@@ -32,9 +33,9 @@ class CurvePoint:
       plan: its shapes.
       padding: share of an epoch's positions that are padding.
       steps_per_epoch: batches of an epoch.
-      epoch_seconds: predicted, of one epoch's steps.
-      compile_seconds: of all its shapes.
-      total_seconds: of compiling and of all epochs.
+      epoch_seconds: predicted time of one epoch's steps.
+      compile_seconds: time to compile all its shapes.
+      total_seconds: time of compiling and of all epochs.
     """
 
     plan: BucketPlan
@@ -65,9 +66,9 @@ class PlanCurve:
 
     Attributes:
       points: by number of buckets; each takes less time for an epoch than the last.
-      num_epochs: for which the shapes are used.
-      max_buckets: shapes that were looked at, at most.
-      turned: whether no more shapes could take less time; else they were not looked at.
+      num_epochs: epochs for which the shapes are used.
+      max_buckets: the largest number of shapes that was tried.
+      turned: whether no larger number of shapes could take less time.
       exact: whether each plan is proven to be the best of so many buckets.
     """
 
@@ -87,20 +88,21 @@ class PlanCurve:
         """Why it is chosen, in a sentence."""
         chosen = self.chosen
         place = self.points.index(chosen)
-        others = [self.points[i] for i in (place - 1, place + 1) if 0 <= i < len(self)]
-        than = ", ".join(
-            f"{p.num_buckets} would take {p.total_seconds:,.1f} s" for p in others
-        )
-        shapes = (
-            "1 shape" if chosen.num_buckets == 1 else f"{chosen.num_buckets} shapes"
+        neighbors = (
+            self.points[max(place - 1, 0) : place] + self.points[place + 1 :][:1]
         )
         epochs = "1 epoch" if self.num_epochs == 1 else f"{self.num_epochs:g} epochs"
         text = (
-            f"{shapes}: {chosen.compile_seconds:,.1f} s to compile "
-            f"and {epochs} of {chosen.epoch_seconds:,.1f} s make "
+            f"{count_shapes(chosen.num_buckets)}: {chosen.compile_seconds:,.1f} s to "
+            f"compile and {epochs} of {chosen.epoch_seconds:,.1f} s make "
             f"{chosen.total_seconds:,.1f} s"
         )
-        text = f"{text}; {than}." if than else f"{text}."
+        if neighbors:
+            text += "; " + ", ".join(
+                f"{point.num_buckets} would take {point.total_seconds:,.1f} s"
+                for point in neighbors
+            )
+        text += "."
         if not self.exact:
             text += " Not all plans are proven to be the best of as many shapes."
         if not self.turned:
@@ -128,23 +130,23 @@ class PlanCurve:
 
     def __rich__(self) -> Any:
         """The curve as a `rich` table, for a terminal."""
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, caption=self.reason, caption_justify="left")
-        for name in ("", "shapes", "padding", "steps", "epoch s", "compile s", "all s"):
-            table.add_column(name, justify="right")
-        for point in self.points:
-            table.add_row(
-                "->" if point is self.chosen else "",
-                str(point.num_buckets),
-                f"{point.padding:.1%}",
-                f"{point.steps_per_epoch:,}",
-                f"{point.epoch_seconds:,.1f}",
-                f"{point.compile_seconds:,.1f}",
-                f"{point.total_seconds:,.1f}",
-                style="bold" if point is self.chosen else None,
-            )
+        table = number_table(
+            ("", "shapes", "padding", "steps", "epoch s", "compile s", "all s"),
+            (
+                (
+                    "->" if point is self.chosen else "",
+                    str(point.num_buckets),
+                    f"{point.padding:.1%}",
+                    f"{point.steps_per_epoch:,}",
+                    f"{point.epoch_seconds:,.1f}",
+                    f"{point.compile_seconds:,.1f}",
+                    f"{point.total_seconds:,.1f}",
+                )
+                for point in self.points
+            ),
+            self.reason,
+        )
+        table.rows[self.points.index(self.chosen)].style = "bold"
         return table
 
 
@@ -157,36 +159,36 @@ def plan_curve(
     num_epochs: float = 1,
     max_buckets: int = 32,
 ) -> PlanCurve:
-    """Returns the best plans of 1, 2, ... buckets, and what each takes in all.
+    """Returns the best plans of 1, 2, ... buckets, and the total time of each.
 
-    Of more than 64 it looks at some: each number is about 3% above the last.
-    It goes on for a little beyond the best number, and to where no number up to
-    `max_buckets` can be better: each plan's time is at least that of full batches.
+    Beyond 64 buckets it skips some numbers: each is about 3% above the last. It stops
+    a little beyond the best number, where no number up to `max_buckets` can be better
+    because each plan's time is at least that of full batches.
 
-    Example: compiling a shape takes as long as 30 steps, and pays after a few epochs.
+    Example: compiling a shape takes as long as 25 steps, and pays after a few epochs.
       >>> import numpy as np
       >>> from jaxbucket.plan.costs import TokenCost
-      >>> lengths = np.random.default_rng(0).lognormal(5, 1, 5000).clip(1, 2000)
-      >>> limits = Limits(max_tokens=16_384, cost_fn=TokenCost(tokens_per_second=1e5))
-      >>> for num_epochs in (1, 10, 100):
-      ...     curve = plan_curve(
-      ...         lengths.astype(int), limits, compile_seconds=5, num_epochs=num_epochs
-      ...     )
-      ...     print(curve.chosen.num_buckets, round(curve.chosen.total_seconds))
-      3 38
-      8 192
-      23 1413
+      >>> lengths = np.random.default_rng(0).integers(1, 500, size=500)
+      >>> cost = TokenCost(tokens_per_second=1e5)
+      >>> limits = Limits(max_tokens=4096, seq_len_multiple=8, cost_fn=cost)
+      >>> for epochs in (1, 10, 100):
+      ...     curve = plan_curve(lengths, limits, compile_seconds=1, num_epochs=epochs)
+      ...     print(curve.chosen.num_buckets, round(curve.chosen.total_seconds, 1))
+      1 3.5
+      3 20.3
+      11 154.2
 
     Args:
       lengths: `[N]` integers, one per example.
-      limits: what every shape keeps to; its `cost_fn` counts seconds.
-      compile_seconds: what compiling one shape takes.
-      num_epochs: for which the shapes are used.
-      max_buckets: that are looked at.
+      limits: of every shape; its `cost_fn` counts seconds.
+      compile_seconds: seconds that compiling one shape takes.
+      num_epochs: epochs for which the shapes are used.
+      max_buckets: the largest number of buckets to try.
 
     Raises:
-      ValueError: for what `plan_buckets` refuses; for a cost function that counts
-        something other than seconds.
+      ValueError: for lengths that are empty, not integers, not positive, or too long
+        for the limits; for `compile_seconds`, `num_epochs` or `max_buckets` that are
+        not positive; for a cost function that counts something other than seconds.
     """
     _check_seconds(limits)
     if compile_seconds is None:
@@ -199,8 +201,8 @@ def plan_curve(
     candidates = limits.candidates(check_lengths(lengths))
     max_buckets = min(check_positive("max_buckets", max_buckets), len(candidates))
     optimum = Optimum(candidates, max_buckets)
-    # Of no plan with so many buckets is the total less.
-    least = [
+    # Lower bounds: no plan of so many buckets takes less in all.
+    bounds = [
         size * compile_seconds + num_epochs * optimum.steady_cost(size)
         for size in range(1, max_buckets + 1)
     ]
@@ -211,23 +213,23 @@ def plan_curve(
         chosen = optimum.choice(size, chosen)
         exact &= optimum.exact
         if len(chosen) < size:
-            # None was found for which one bucket more pays, though it were for nothing.
+            # One bucket more would save nothing, even if compiling were free.
             continue
         points.append(_point(candidates, chosen, limits, compile_seconds, num_epochs))
         best = min(points, key=lambda point: point.total_seconds)
         if size >= best.num_buckets + _SHOWN_BEYOND and all(
-            bound >= best.total_seconds for bound in least[size:]
+            bound >= best.total_seconds for bound in bounds[size:]
         ):
             break
     best = min(point.total_seconds for point in points)
     # What full batches save by one shape more never grows: the bounds rise from here.
-    rises = len(least) > 1 and least[-1] >= max(least[-2], best)
+    rises = len(bounds) > 1 and bounds[-1] >= max(bounds[-2], best)
     turned = max_buckets == len(candidates) or rises
     return PlanCurve(tuple(points), num_epochs, max_buckets, turned, exact)
 
 
 def _sizes(max_buckets: int) -> list[int]:
-    """The numbers of buckets that are looked at: some, where one more is little."""
+    """The numbers of buckets to try: not every large one."""
     sizes = [1]
     while sizes[-1] < max_buckets:
         sizes.append(min(sizes[-1] + max(1, sizes[-1] // _STEPS), max_buckets))
@@ -256,7 +258,7 @@ def _point(
 
 
 def _check_seconds(limits: Limits) -> None:
-    """A function that says nothing of its unit is taken to count seconds."""
+    """Raises a ValueError for other units; a function without one counts seconds."""
     unit = "tokens" if limits.cost_fn is None else unit_of(limits.cost_fn)
     if unit not in (SECONDS, "cost"):
         raise ValueError(

@@ -6,15 +6,13 @@ at a time are made the best there are between two others, by dynamic programming
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from jaxbucket.plan.bounds import Problem, lower_bounds, traced_ends
 
-# Parts in which lengths are counted: a single length says little of how many there are.
+# Lengths are counted in so many bins, because the count of a single one is noise.
 _BINS = 1024
-# A part of the boundaries that is solved has no fewer.
+# The fewest boundaries that are solved together.
 _LEAST = 4
 
 
@@ -40,31 +38,22 @@ def evenly_dense(problem: Problem, num_buckets: int) -> np.ndarray:
 def improved(problem: Problem, chosen: np.ndarray, most_pairs: int) -> np.ndarray:
     """Returns boundaries whose full batches cost no more: positions `[K]`.
 
-    So many neighbours are solved together as take about `most_pairs` pairs of a
+    Neighbors are solved together, as many as take about `most_pairs` pairs of a
     beginning and an end in all; then others, shifted by half of them.
     """
     pairs = len(problem) * len(problem).bit_length()
     together = max(_LEAST, most_pairs // (2 * pairs))
     for first in (together, together // 2):
-        parts = np.split(chosen, range(first, len(chosen), together))
         ends, begin = [], 0
-        for part in parts:
+        for part in np.split(chosen, range(first, len(chosen), together)):
             end = int(part[-1]) + 1
-            ends.append(begin + _best_of_part(problem, begin, end, len(part)))
+            _, best = lower_bounds(
+                problem.part(begin, end), min(len(part), end - begin)
+            )
+            ends.append(begin + traced_ends(best))
             begin = end
         chosen = np.concatenate(ends)
     return chosen
-
-
-def _best_of_part(problem: Problem, begin: int, end: int, size: int) -> np.ndarray:
-    part = dataclasses.replace(
-        problem,
-        below=problem.below[begin : end + 1] - problem.below[begin],
-        batch_sizes=problem.batch_sizes[begin:end],
-        costs=problem.costs[begin:end],
-        rates=problem.rates[begin:end],
-    )
-    return traced_ends(lower_bounds(part, min(size, end - begin))[1])
 
 
 def beside(chosen: np.ndarray, size: int, num_candidates: int) -> np.ndarray:

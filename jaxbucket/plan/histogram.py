@@ -1,4 +1,4 @@
-"""How many examples, and how many of their tokens, are at most so long."""
+"""Counts of lengths: how many examples and tokens are at most so long."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from jaxbucket.plan.chunks import last_chunks
 
 # Up to here one count for every length is cheaper than sorting them.
 _DENSE = 1 << 24
+# Lengths that are counted together: bounds memory.
 _CHUNK = 1 << 20
 
 
 def cumulative(
     lengths: np.ndarray, last: int, multiple: int, overlong: Overlong
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns lengths at which a bucket may end, and what is at most that long.
+    """Returns lengths at which a bucket may end, and the examples up to each.
 
     Example:
       >>> cumulative(np.array([3, 5, 5, 9]), 8, 4, "truncate")
@@ -23,8 +24,8 @@ def cumulative(
 
     Args:
       lengths: `[N]` positive integers.
-      last: the longest, a multiple of `multiple`.
-      multiple: of which they all are.
+      last: the longest length of a bucket, a multiple of `multiple`.
+      multiple: a divisor of every length at which a bucket may end.
       overlong: examples longer than `last` count as `last` when truncated, as their
         chunks when split, and not at all when dropped.
 
@@ -38,21 +39,20 @@ def cumulative(
     full = 0
     if overlong == "split":
         lengths, full = last_chunks(lengths, last)
+    elif lengths.max() > last:
+        lengths = np.minimum(lengths, last + 1)
+    values, counts = value_counts(lengths)
+    values, over = values.astype(np.int64), 0
+    if values[-1] > last:
+        values, counts, over = values[:-1], counts[:-1], int(counts[-1])
     if last <= _DENSE:
-        per_length = _counts(lengths, last)
-        over = int(per_length[-1])
         ends = np.arange(multiple, last + 1, multiple)
-        examples = np.cumsum(per_length[:-1])[ends]
-        tokens = np.cumsum(per_length[:-1] * np.arange(last + 1))[ends]
     else:
-        kept = lengths[lengths <= last].astype(np.int64)
-        over = len(lengths) - len(kept)
-        values, counts = np.unique(kept, return_counts=True)
         ends = np.unique(np.append(-(-values // multiple) * multiple, last))
-        # Where each end lies among the lengths, with nothing at all before the first.
-        below = np.searchsorted(values, ends, side="right")
-        examples = np.append(0, np.cumsum(counts))[below]
-        tokens = np.append(0, np.cumsum(counts * values))[below]
+    # Where each end lies among the lengths, with nothing at all before the first.
+    below = np.searchsorted(values, ends, side="right")
+    examples = np.append(0, np.cumsum(counts))[below]
+    tokens = np.append(0, np.cumsum(counts * values))[below]
     if overlong == "truncate":
         full = over
     examples[-1] += full
@@ -75,7 +75,10 @@ def value_counts(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     last = int(lengths.max())
     if last > _DENSE:
         return np.unique(lengths, return_counts=True)
-    counts = _counts(lengths, last)[:-1]
+    counts = np.zeros(last + 1, np.int64)
+    for start in range(0, lengths.size, _CHUNK):
+        part = lengths[start : start + _CHUNK]
+        counts += np.bincount(part, minlength=last + 1)
     values = np.flatnonzero(counts)
     return values, counts[values]
 
@@ -83,7 +86,7 @@ def value_counts(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def grouped(
     values: np.ndarray, counts: np.ndarray, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns so many lengths at most, for equally many neighbours the mean of each.
+    """Returns at most so many lengths: each the mean of equally many neighbors.
 
     Example:
       >>> grouped(np.array([1, 3, 8, 9]), np.array([3, 1, 1, 1]), most=2)
@@ -94,12 +97,3 @@ def grouped(
     together = np.add.reduceat(counts, starts)
     means = np.rint(np.add.reduceat(values * counts, starts) / together)
     return means.astype(np.int64), together
-
-
-def _counts(lengths: np.ndarray, last: int) -> np.ndarray:
-    """`[last + 2]`: examples of each length; all longer ones in the last entry."""
-    counts = np.zeros(last + 2, np.int64)
-    for start in range(0, lengths.size, _CHUNK):
-        part = np.minimum(lengths[start : start + _CHUNK], last + 1)
-        counts += np.bincount(part, minlength=last + 2)
-    return counts

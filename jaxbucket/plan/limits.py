@@ -1,4 +1,4 @@
-"""What every shape of a plan keeps to, and how many rows it has by that."""
+"""Limits of a plan's shapes, and how many rows a shape may have under them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from jaxbucket.plan.costs import CostFn, unit_of
 from jaxbucket.plan.histogram import cumulative
 from jaxbucket.plan.rules import Candidates
 
-# Of more T than these only those are looked at that some example needs, rounded up:
-# what others could save, in the last batches of a bucket, is not proven to be nothing.
+# With more possible T only those are candidates that some example needs, rounded up:
+# others could save little, in the last batches of a bucket, but not provably nothing.
 _MOST_ENDS = 1 << 18
 
 Budget: TypeAlias = int | Callable[[int], int] | Sequence[int]
@@ -30,22 +30,31 @@ Budget: TypeAlias = int | Callable[[int], int] | Sequence[int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The budget of a batch, what B and T are multiples of, and what a step costs.
+    """Limits of every shape (B, T), and the cost of a step, as `plan_buckets` has them.
+
+    Example: the largest B at some T, and a plan of these.
+      >>> limits = Limits(max_tokens=4096, batch_size_multiple=8, seq_len_multiple=64)
+      >>> limits.batch_sizes([128, 320, 512])
+      array([32,  8,  8])
+      >>> [str(bucket) for bucket in limits.plan([128, 320, 512]).buckets]
+      ['[32, 128]', '[8, 320]', '[8, 512]']
 
     Attributes:
-      max_tokens: of B * T, padding counted: an integer, a function of T, or, where
-        boundaries are given, one for each.
+      max_tokens: the largest B * T, padding counted: an integer, a function of T, or
+        one integer for each of the boundaries that you give.
       batch_size_multiple: every B is a multiple of it.
       seq_len_multiple: every T is a multiple of it.
       max_seq_len: T of the last bucket; None for the longest length, rounded up.
-      min_batch_size: rows that every batch must have.
-      max_batch_size: rows that none may exceed, whatever the budget.
-      overlong: what happens to examples longer than the last bucket.
-      cost_fn: what a step of a shape costs; None counts tokens.
+      min_batch_size: the fewest rows of a batch.
+      max_batch_size: the most rows of a batch, whatever the budget; None for no limit.
+      overlong: what happens to examples longer than the last bucket: "error", "drop",
+        "truncate" or "split" (into chunks, by `split_source`).
+      cost_fn: `(batch_size, seq_len)` -> the cost of a step; None counts tokens.
       accumulate: micro-batches of a step, of the same bucket, that are filled together.
 
     Raises:
-      ValueError: for a value out of range.
+      ValueError: for a value out of range, a `max_seq_len` that is not a multiple of
+        `seq_len_multiple`, or limits of B that no B fulfills.
     """
 
     max_tokens: Budget
@@ -66,13 +75,12 @@ class Limits:
         for name in ("max_batch_size", "max_seq_len"):
             if getattr(self, name) is not None:
                 self._set(name, check_positive(name, getattr(self, name)))
-        if isinstance(self.max_tokens, Sequence) and not isinstance(
-            self.max_tokens, str
-        ):
-            budgets = [check_positive("max_tokens", x) for x in self.max_tokens]
-            self._set("max_tokens", tuple(budgets))
-        elif not callable(self.max_tokens):
-            self._set("max_tokens", check_positive("max_tokens", self.max_tokens))
+        budget = self.max_tokens
+        if isinstance(budget, Sequence) and not isinstance(budget, str):
+            budget = tuple(check_positive("max_tokens", x) for x in budget)
+        elif not callable(budget):
+            budget = check_positive("max_tokens", budget)
+        self._set("max_tokens", budget)
         self._check_batch_sizes()
         multiple, last = self.seq_len_multiple, self.max_seq_len
         if last is not None and last % multiple:
@@ -82,7 +90,8 @@ class Limits:
             )
         if self.cost_fn is not None and not callable(self.cost_fn):
             raise ValueError(
-                f"`cost_fn={self.cost_fn!r}` is no function of (batch_size, seq_len)."
+                f"`cost_fn={self.cost_fn!r}` is not a function of (batch_size, "
+                "seq_len)."
             )
 
     def _set(self, name: str, value: Any) -> None:
@@ -105,10 +114,10 @@ class Limits:
             )
 
     def longest(self, lengths: np.ndarray) -> int:
-        """Returns T of the last bucket, if the lengths keep to it.
+        """Returns T of the last bucket.
 
         Raises:
-          ValueError: if one is beyond it, and an error.
+          ValueError: if a length is beyond it and `overlong` is "error".
         """
         last = self.max_seq_len
         if last is None:
@@ -119,23 +128,24 @@ class Limits:
         return last
 
     def candidates(self, lengths: np.ndarray) -> Candidates:
-        """Returns every T at which a bucket may end, and what the lengths have there.
+        """Returns every T at which a bucket may end, with its examples, rows and cost.
 
         Raises:
-          ValueError: if no row fits the longest, or one of the lengths none.
+          ValueError: if no row of the last bucket fits `max_tokens`, or `max_tokens`
+            has a budget for each of some boundaries.
         """
         if isinstance(self.max_tokens, tuple):
             raise ValueError(
                 f"`max_tokens` has {len(self.max_tokens)} budgets, one for each "
-                "bucket, which goes with `boundaries` that are given: rules and "
-                "optima take one budget, or a function of T."
+                "bucket, which goes with your own `boundaries`: rules and optima take "
+                "one budget, or a function of T."
             )
         last = self.longest(lengths)
         self._check_rows([last], self.batch_sizes([last]))
         ends, examples, tokens = cumulative(
             lengths, last, self.seq_len_multiple, self.overlong
         )
-        # The histogram leaves out what no example needs where there would be too many.
+        # The histogram leaves out lengths of no example where there are too many.
         complete = len(ends) == last // self.seq_len_multiple <= _MOST_ENDS
         if not complete:
             reached = np.append(np.diff(examples, prepend=0)[:-1] > 0, True)
@@ -177,20 +187,21 @@ class Limits:
             return np.array(budget, np.int64)
         if not callable(budget):
             return np.full(len(seq_lens), budget, np.int64)
-        found = ((t, _called("max_tokens", budget, (t,))) for t in seq_lens.tolist())
-        return np.array([check_positive(f"max_tokens({t})", x) for t, x in found])
+        budgets = ((t, _call("max_tokens", budget, t)) for t in seq_lens.tolist())
+        return np.array([check_positive(f"max_tokens({t})", x) for t, x in budgets])
 
     def costs(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-        """`[n]`: what a step of each shape costs; int64 tokens, or float64."""
+        """`[n]`: the cost of a step of each shape; int64 tokens, or float64."""
         if self.cost_fn is None:
             return batch_sizes * seq_lens
         return _costs(self.cost_fn, batch_sizes, seq_lens)
 
     def plan(self, seq_lens: Sequence[int] | np.ndarray) -> BucketPlan:
-        """Returns the plan of the buckets that end there.
+        """Returns the plan of the buckets that end at these T.
 
         Raises:
-          ValueError: if no row fits one of them, or `max_tokens` has not one for each.
+          ValueError: if no row fits one of them, or `max_tokens` has other than one
+            budget for each.
         """
         seq_lens = np.asarray(seq_lens, np.int64)
         if isinstance(self.max_tokens, tuple) and len(self.max_tokens) != len(seq_lens):
@@ -233,7 +244,7 @@ class Limits:
 
 
 def costed(plan: BucketPlan, cost_fn: CostFn | None) -> BucketPlan:
-    """Returns the plan with what its steps cost by a function; None counts tokens.
+    """Returns the plan with the costs of its steps by a function; None counts tokens.
 
     Raises:
       ValueError: if a cost is not positive.
@@ -250,25 +261,18 @@ def costed(plan: BucketPlan, cost_fn: CostFn | None) -> BucketPlan:
 def _costs(
     cost_fn: CostFn, batch_sizes: np.ndarray, seq_lens: np.ndarray
 ) -> np.ndarray:
-    """`[n]` float64: what a step of each shape costs."""
-    shapes = list(zip(batch_sizes.tolist(), seq_lens.tolist(), strict=True))
-    values = [_called("cost_fn", cost_fn, shape) for shape in shapes]
-    for shape, value in zip(shapes, values, strict=True):
-        check_cost(f"cost_fn{shape}", value)
-    return np.array(values, np.float64)
+    """`[n]` float64: the cost of a step of each shape."""
+    shapes = zip(batch_sizes.tolist(), seq_lens.tolist(), strict=True)
+    costs = ((shape, _call("cost_fn", cost_fn, *shape)) for shape in shapes)
+    return np.array([check_cost(f"cost_fn{shape}", cost) for shape, cost in costs])
 
 
-def _called(name: str, function: Callable[..., Any], arguments: tuple[int, ...]) -> Any:
-    """Returns what the user's function returns.
-
-    Raises:
-      ValueError: if it raises anything.
-    """
+def _call(name: str, function: Callable[..., Any], *args: int) -> Any:
+    """Calls the user's function; whatever it raises becomes a ValueError."""
     try:
-        return function(*arguments)
+        return function(*args)
     except Exception as error:
-        what = ", ".join(map(str, arguments))
         raise ValueError(
-            f"`{name}({what})` raised {type(error).__name__}: {error}. Mend the "
-            "function."
+            f"`{name}({', '.join(map(str, args))})` raised {type(error).__name__}: "
+            f"{error}. Mend the function."
         ) from error

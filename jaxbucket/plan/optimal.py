@@ -1,8 +1,8 @@
 """The boundaries of the cheapest epoch, and whether they are proven to be.
 
-Lower bounds are in `bounds`, and the search that they make short is in `search`. Where
-there are too many buckets and lengths for these, `dense` has others to begin with, and
-what is searched is beside them.
+`bounds` has lower bounds, and `branch_and_bound` the search that these keep short.
+Where there are too many buckets and lengths for that, `dense` has boundaries to begin
+with, and the search looks at lengths near these.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from jaxbucket.plan.dense import beside, evenly_dense, improved
 from jaxbucket.plan.remainder import least_cost
 from jaxbucket.plan.rules import RULES, Candidates
 
-# Pairs looked at in all, bounds included: bounds time, to about two seconds on one
-# core, or a few, where the last search takes more than those before let expect.
+# Pairs of a beginning and an end that searches look at, bounds included: about two
+# seconds on one core, or a few where the last search takes longer than expected.
 _ENOUGH_PAIRS, _MOST_PAIRS = 150_000_000, 250_000_000
-# Of all numbers of buckets together: then searches stay narrow, and then there is none.
+# The same of all numbers of buckets: then searches stay narrow, and then none begins.
 _ENOUGH_PAIRS_IN_ALL, _MOST_PAIRS_IN_ALL = 660_000_000, 900_000_000
-# Bounds of more pairs are not looked for, but of some of the candidates: half a second.
+# Beyond so many pairs bounds are computed for some of the candidates: half a second.
 _MOST_BOUND_PAIRS = 80_000_000
-# For each bucket so many candidates, or what is searched is nearly all there is.
+# With fewer candidates for each bucket, a search looks at nearly all of them.
 _WIDE, _NARROW = 16, 4
-# By so many are the boundaries of very many buckets improved: about a second.
+# Pairs that improve the boundaries of very many buckets: about a second.
 _DENSE_PAIRS = 20_000_000
-# Up to here every number of buckets is looked at, however few may be of use.
+# Up to here every number of buckets is tried, however few may be of use.
 _FEW_BUCKETS = 64
-# States of remainders, where choices are compared: about half a second.
+# States of remainders in which choices are compared: about half a second.
 _MOST_STATES = 2_000_000
-# Examples, and these times candidates, for which what remainders cost ahead is looked
-# at: at once, and where a first search was not enough. About 0.1 s, and 1 s.
+# Examples, and examples times candidates, for which the cost ahead is computed at once,
+# and where a first search was not enough. About 0.1 s, and 1 s.
 _LITTLE_AHEAD, _MAX_AHEAD = (10_000, 10_000_000), (100_000, 100_000_000)
-# A narrow search is quick, and what it finds makes a wide one small.
+# A narrow search is quick, and its result makes a wide one small.
 _FIRST_WIDTH, _WIDER = 16, 4
 
 
@@ -51,10 +51,9 @@ def optimal(candidates: Candidates, num_buckets: int) -> np.ndarray:
     """The boundaries of the cheapest epoch, remainders included.
 
     The result is proven to be the best if the search ends before it has looked at some
-    150 million pairs of boundaries (`Optimum.exact`). Where it does not, which takes
-    many buckets and thousands of lengths, only the most promising beginnings have gone
-    on: then it may be some hundredths of a percent off, and no worse than any rule of
-    thumb.
+    150 million pairs of boundaries (`Optimum.exact`). Otherwise, with many buckets and
+    thousands of lengths, only the most promising choices are completed: the result may
+    be some hundredths of a percent off, and is no worse than any rule of thumb.
     """
     return Optimum(candidates, num_buckets).choice(num_buckets)
 
@@ -73,29 +72,32 @@ class Optimum:
     def __init__(self, candidates: Candidates, max_buckets: int):
         self.exact = False
         self._candidates = candidates
-        self._max_buckets = max_buckets
         self._pairs = 0
-        most = _known_cost(candidates, max_buckets)
-        self._kept = _worth_a_batch(candidates, _distinct(candidates), most)
-        few = candidates.take(self._kept)
+        known_cost = _known_cost(candidates, max_buckets)
+        # `[G]`: the positions of the problem's candidates among all.
+        self._positions = _affordable_batches(candidates, known_cost)
+        useful = candidates.take(self._positions)
         if max_buckets > _FEW_BUCKETS:
-            max_buckets = min(max_buckets, _used(few, most))
-        # The last is kept in any case; whether it costs more, or never, is the same.
-        few = dataclasses.replace(few, costs=few.costs.clip(max=_twice(few, most)))
-        self._problem = self._whole = Problem.of(few, max_buckets)
-        self._good: np.ndarray | None = None
-        if max_buckets * _pairs(len(few)) > _MOST_BOUND_PAIRS:
-            good = self._dense(max_buckets)
-            grid, max_buckets = self._grid(good)
-            self._good = np.searchsorted(grid, good)
-            self._kept, self._problem = self._kept[grid], self._whole.take(grid)
+            max_buckets = min(max_buckets, _most_batches(useful, known_cost))
+        # The last is needed even if its batch costs more than an epoch; how much more
+        # makes no difference, and twice as much fits into 64 bits.
+        ceiling = min(2 * known_cost, useful.costs.max().item())
+        useful = dataclasses.replace(useful, costs=useful.costs.clip(max=ceiling))
+        self._problem = self._full_problem = Problem.of(useful, max_buckets)
+        self._dense_choice: np.ndarray | None = None
+        if max_buckets * _pairs(len(useful)) > _MOST_BOUND_PAIRS:
+            dense = self._dense(max_buckets)
+            grid, max_buckets = self._grid(dense)
+            self._dense_choice = np.searchsorted(grid, dense)
+            self._positions = self._positions[grid]
+            self._problem = self._full_problem.take(grid)
         self._bounds, self._ends = lower_bounds(self._problem, max_buckets)
 
-    def _grid(self, good: np.ndarray) -> tuple[np.ndarray, int]:
-        """Candidates beside a good choice, and how many buckets can be looked at."""
-        size = _affordable(len(self._whole), len(good))
-        grid = beside(good, size, len(self._whole))
-        return grid, min(len(good), size // _NARROW)
+    def _grid(self, dense: np.ndarray) -> tuple[np.ndarray, int]:
+        """Candidates near a good choice, and how many buckets a search can afford."""
+        size = _affordable(len(self._full_problem), len(dense))
+        grid = beside(dense, size, len(self._full_problem))
+        return grid, min(len(dense), size // _NARROW)
 
     def choice(self, num_buckets: int, known: np.ndarray | None = None) -> np.ndarray:
         """Returns the best boundaries of at most so many buckets.
@@ -104,47 +106,57 @@ class Optimum:
           num_buckets: not above `max_buckets`.
           known: the best of one bucket fewer, if that is known.
         """
-        problem, most = self._problem, min(num_buckets, len(self._ends))
-        # What a rule chose may hold ends that no best choice has.
-        if known is not None and np.isin(known, self._kept).all():
-            known = np.searchsorted(self._kept, known)
-        else:
-            known = None
-        best = self._best_of_full_batches(most, known)
-        if self._good is not None and len(self._good) <= num_buckets:
-            best = min(best, self._good, key=problem.epoch_cost)
+        size = min(num_buckets, len(self._ends))
+        # A rule may have chosen ends that no best choice has.
+        if known is not None:
+            is_open = np.isin(known, self._positions).all()
+            known = np.searchsorted(self._positions, known) if is_open else None
+        best = self._best_of_full_batches(size, known)
+        dense = self._dense_choice
+        if dense is not None and len(dense) <= num_buckets:
+            best = min(best, dense, key=self._problem.epoch_cost)
+        best = self._positions[self._search(best, size)]
+        if self.exact:
+            return best
+        by_rule = [rule(self._candidates, num_buckets) for rule in RULES.values()]
+        return min([best, *by_rule], key=self._candidates.epoch_cost)
+
+    def _search(self, best: np.ndarray, num_buckets: int) -> np.ndarray:
+        """Returns a better choice, if wider and wider searches find one."""
+        problem = self._problem
         # The bounds were as much work as so many pairs.
-        pairs = most * _pairs(len(problem))
+        pairs = num_buckets * _pairs(len(problem))
         width = _FIRST_WIDTH
-        # Where it takes longer than a first search, only if that is not enough.
+        # If it takes longer than a first search, only where that was not enough.
         ahead = self._cost_ahead if self._is_little(*_LITTLE_AHEAD) else None
+        is_whole = self._candidates.complete and problem is self._full_problem
+        self.exact = False
         while self._pairs < _MOST_PAIRS_IN_ALL:
             search = Search(
-                problem, self._bounds[: most + 1], ahead, width, _MOST_PAIRS - pairs
+                problem,
+                self._bounds[: num_buckets + 1],
+                ahead,
+                width,
+                _MOST_PAIRS - pairs,
             )
             best = search.better_than(best)
             pairs += search.pairs
             self._pairs += search.pairs
-            self.exact = self._candidates.complete and not search.cut
-            self.exact &= problem is self._whole
-            if self.exact:
-                return self._kept[best]
+            self.exact = is_whole and not search.cut
             is_enough = pairs + 2 * search.pairs > _ENOUGH_PAIRS
             if not search.cut or is_enough or self._pairs > _ENOUGH_PAIRS_IN_ALL:
                 break
             width *= _WIDER
             ahead = self._cost_ahead
-        else:
-            self.exact = False
-        return self._no_worse_than_rules(self._kept[best], num_buckets)
+        return best
 
     def _best_of_full_batches(
         self, num_buckets: int, known: np.ndarray | None
     ) -> np.ndarray:
-        """Of the best choices of 1, 2, ... buckets by full batches the cheapest epoch.
+        """Of the best choices of 1, 2, ... full-batch buckets the cheapest epoch.
 
-        Where one of fewer buckets is known, of that and the one of so many. Of very
-        many some are left out, once others have taken their time.
+        If one of fewer buckets is known, of that and the one of so many. Of very many
+        numbers some are skipped, once others have taken their time.
         """
         problem, work = self._problem, 0
         least, best = INFINITE, 0
@@ -170,16 +182,16 @@ class Optimum:
 
     def _dense(self, num_buckets: int) -> np.ndarray:
         """A good choice of very many buckets, or of fewer where these cost less."""
-        whole = self._whole
+        problem = self._full_problem
         sizes = [num_buckets * share // 8 for share in (8, 6, 4, 3, 2, 1)]
-        choices = [evenly_dense(whole, max(1, size)) for size in sizes]
-        good = min(choices, key=whole.epoch_cost)
-        size = _affordable(len(whole), len(good))
-        if size < _WIDE * len(good):
-            return improved(whole, good, _DENSE_PAIRS)
-        # Where many candidates can be looked at for each bucket, it is for all at once.
-        grid = evenly_dense(whole, size)
-        return grid[traced_ends(lower_bounds(whole.take(grid), len(good))[1])]
+        choices = [evenly_dense(problem, max(1, size)) for size in sizes]
+        best = min(choices, key=problem.epoch_cost)
+        size = _affordable(len(problem), len(best))
+        if size < _WIDE * len(best):
+            return improved(problem, best, _DENSE_PAIRS)
+        # With many candidates for each bucket all buckets are solved at once.
+        grid = evenly_dense(problem, size)
+        return grid[traced_ends(lower_bounds(problem.take(grid), len(best))[1])]
 
     @functools.cached_property
     def _cost_ahead(self) -> np.ndarray | None:
@@ -189,10 +201,6 @@ class Optimum:
         total = int(self._problem.below[-1])
         return total <= examples and total * len(self._problem) <= pairs
 
-    def _no_worse_than_rules(self, chosen: np.ndarray, num_buckets: int) -> np.ndarray:
-        others = [rule(self._candidates, num_buckets) for rule in RULES.values()]
-        return min([chosen, *others], key=self._candidates.epoch_cost)
-
     def steady_cost(self, num_buckets: int) -> float:
         """The least that an epoch could cost if every batch were full.
 
@@ -201,34 +209,38 @@ class Optimum:
         """
         bounds = self._full_batches
         bound = bounds[min(num_buckets, len(bounds) - 1)]
-        return max(bound, int(self._whole.costs.min())) / self._whole.scale
+        problem = self._full_problem
+        return max(bound, int(problem.costs.min())) / problem.scale
 
     @functools.cached_property
     def _full_batches(self) -> list[int]:
         """What full batches of at most 0, 1, 2, ... buckets cost at least."""
-        if self._problem is self._whole:
+        if self._problem is self._full_problem:
             return [int(bound[0]) for bound in self._bounds]
-        grid = evenly_dense(self._whole, len(self._problem))
-        bounds, _ = lower_bounds(self._whole.relaxed(grid), len(self._ends))
+        grid = evenly_dense(self._full_problem, len(self._problem))
+        bounds, _ = lower_bounds(self._full_problem.relaxed(grid), len(self._ends))
         # Of more buckets nothing is known but that each row costs something.
-        least = int(np.diff(self._whole.below) @ self._whole.rates)
+        least = int(np.diff(self._full_problem.below) @ self._full_problem.rates)
         return [*(int(bound[0]) for bound in bounds), least]
 
 
-def _distinct(candidates: Candidates) -> np.ndarray:
-    """`[n]`: the candidates among which a best choice is always found.
+def _affordable_batches(candidates: Candidates, known_cost: float) -> np.ndarray:
+    """`[n]`: the candidates among which a best choice is always found, and the last.
 
-    Of neighbours with the same examples and the same batch size one is better than the
-    others, the cheapest; one that no example reaches is of no use.
+    Of neighbors with the same examples and the same batch size the cheapest is better
+    than the others. One that no example reaches is of no use, nor is one of which a
+    batch costs more than a known epoch: beside a cost that says never, others would
+    differ by less than an integer.
     """
-    new = np.ones(len(candidates), bool)
-    new[1:] = np.diff(candidates.examples) != 0
-    new[1:] |= np.diff(candidates.batch_sizes) != 0
-    order = np.lexsort((np.arange(len(new)), candidates.costs, np.cumsum(new)))
-    cheapest = order[np.flatnonzero(new)]
     last = len(candidates) - 1
-    reached = cheapest[candidates.examples[cheapest] > 0]
-    return np.append(reached[reached < last], last)
+    is_first = np.ones(len(candidates), bool)
+    is_first[1:] = np.diff(candidates.examples) != 0
+    is_first[1:] |= np.diff(candidates.batch_sizes) != 0
+    order = np.lexsort((np.arange(last + 1), candidates.costs, np.cumsum(is_first)))
+    cheapest = order[np.flatnonzero(is_first)]
+    is_useful = candidates.examples[cheapest] > 0
+    is_useful &= candidates.costs[cheapest] <= known_cost
+    return np.append(cheapest[is_useful & (cheapest < last)], last)
 
 
 def _pairs(size: int) -> int:
@@ -252,24 +264,19 @@ def _spread(size: int) -> Iterator[int]:
         stride //= 2
 
 
-def _used(candidates: Candidates, most: float) -> int:
-    """How many buckets an epoch has at most that costs no more: each has a batch.
+def _most_batches(candidates: Candidates, known_cost: float) -> int:
+    """The most buckets of an epoch that costs no more, because each has a batch.
 
     And one that is empty, where the last has to be there.
     """
     cheapest = np.cumsum(np.sort(candidates.costs.astype(np.float64)))
     # Not fewer by a rounding error.
-    most *= 1 + 1e-9
-    return 1 + max(1, int(np.searchsorted(cheapest, most, side="right")))
-
-
-def _twice(candidates: Candidates, cost: float) -> float:
-    """Twice a cost, or the highest of a batch, which 64 bits hold."""
-    return min(2 * cost, candidates.costs.max().item())
+    most = np.searchsorted(cheapest, known_cost * (1 + 1e-9), side="right")
+    return 1 + max(1, int(most))
 
 
 def _known_cost(candidates: Candidates, max_buckets: int) -> float:
-    """What an epoch costs that there is: by a rule of thumb, or in one shape."""
+    """The cost of an epoch by a rule of thumb, or in one shape."""
     by_rule = [rule(candidates, max_buckets) for rule in RULES.values()]
     known = min(map(candidates.epoch_cost, by_rule))
     # The last bucket has to be there, but where another holds all it may be empty.
@@ -282,11 +289,3 @@ def _known_cost(candidates: Candidates, max_buckets: int) -> float:
         # More than 64 bits hold, so in Python's own numbers.
         batches = batches.astype(object)
     return min(known, (batches * costs).min())
-
-
-def _worth_a_batch(candidates: Candidates, kept: np.ndarray, most: float) -> np.ndarray:
-    """Those `[n]` of which one batch costs no more than a whole epoch, and the last.
-
-    Beside a cost that says never, others would differ by less than an integer.
-    """
-    return kept[(candidates.costs[kept] <= most) | (kept == len(candidates) - 1)]

@@ -19,9 +19,6 @@ from jaxbucket.base.checks import check_choice
 
 Remainder: TypeAlias = Literal["cheapest", "promote", "pad", "drop"]
 
-# What becomes of a remainder.
-_PROMOTE, _PAD, _DROP = "promote", "pad", "drop"
-
 
 @dataclasses.dataclass(frozen=True)
 class RowFlow:
@@ -68,29 +65,31 @@ def flow_remainders(
       counts: `[K]` examples of every bucket.
       batch_sizes: `[K]` B of every bucket.
       costs: `[K]` of a batch of every bucket, for example its B * T.
-      policy: "cheapest"; "promote" to go up always, but from the last bucket; "pad" to
-        stay always; "drop" to leave them out.
+      policy: "cheapest"; "promote" always, except in the last bucket; "pad" always; or
+        "drop" to leave remainders out.
+
+    Raises:
+      ValueError: for another policy.
     """
     check_choice("remainder", policy, get_args(Remainder))
     counts, batch_sizes = (np.asarray(x, np.int64) for x in (counts, batch_sizes))
+    choices: list[str] = [policy] * len(counts)
     if policy == "cheapest":
         choices = _cheapest(counts, batch_sizes, np.asarray(costs))
-    else:
-        choices = [policy] * len(counts)
-        if policy == _PROMOTE:
-            choices[-1] = _PAD
+    elif policy == "promote":
+        choices[-1] = "pad"
     return _flow(counts, batch_sizes, choices)
 
 
 def _cheapest(
     counts: np.ndarray, batch_sizes: np.ndarray, costs: np.ndarray
 ) -> list[str]:
-    """What is chosen for each bucket.
+    """The choice of each bucket, "promote" or "pad".
 
-    Rows that are carried into a bucket have been gathered by a chain of buckets that
-    promote, one after the other: where it began says what was chosen.
+    Rows that are carried into a bucket come from a chain of buckets that promote, one
+    after the other: where the chain began says what was chosen.
     """
-    # What any sum is below. Where 64 bits may not hold it, Python's own numbers do.
+    # A bound of all sums: if 64 bits may not hold it, Python's integers do.
     most = (sum(counts.tolist()) + len(counts)) * max(costs.tolist())
     if costs.dtype.kind != "f":
         costs = costs.astype(np.int64 if most < 2**63 else object)
@@ -113,10 +112,10 @@ def _cheapest(
         carry = np.append(0, rest[up])
         cost = np.append(padded[best], promoted[up])
         begin = np.append(0, begin[up])
-    choices = [_PROMOTE] * len(begins)
+    choices = ["promote"] * len(begins)
     bucket = len(begins) - 1
     while bucket >= 0:
-        choices[bucket] = _PAD
+        choices[bucket] = "pad"
         bucket = begins[bucket] - 1
     return choices
 
@@ -124,9 +123,9 @@ def _cheapest(
 def _cheapest_of_each(
     rest: np.ndarray, cost: np.ndarray, states: np.ndarray
 ) -> np.ndarray:
-    """Of states that carry the same rest the cheapest, in the place of their first.
+    """The cheapest of the states that carry the same rest, in the place of their first.
 
-    Where costs are equal, the first one of these.
+    Of equal costs the first.
     """
     order = np.argsort(cost, kind="stable")
     order = order[np.argsort(rest[order], kind="stable")]
@@ -144,10 +143,10 @@ def least_cost(
     beyond: Sequence[int],
     limit: int,
 ) -> tuple[int | None, int]:
-    """Returns what the flow with the cheapest remainders costs, and the work of it.
+    """Returns the cost of the flow with the cheapest remainders, and the work of it.
 
-    Fewer carried rows at no more cost are never worse: of the numbers of rows that a
-    bucket may hand on few are left, and the cost alone is found in little time.
+    Fewer carried rows at no more cost are never worse: few of the numbers of rows that
+    a bucket may promote are left, and the cost alone takes little time.
 
     Example:
       >>> least_cost([5, 1], [4, 2], [32, 32], beyond=[0, 0], limit=100)
@@ -156,14 +155,14 @@ def least_cost(
       (None, 1)
 
     Args:
-      counts: `[K]` examples of every bucket, and so the others, as Python's integers.
-      batch_sizes: B.
-      costs: of a batch.
-      beyond: what the examples of all buckets behind each cost at least.
-      limit: no cost above it is looked for.
+      counts: `[K]` examples of every bucket, in Python's integers like the others.
+      batch_sizes: `[K]` B of every bucket.
+      costs: `[K]` of a batch of every bucket.
+      beyond: `[K]` lower bounds of the cost of all longer buckets.
+      limit: the largest cost that is of interest.
 
     Returns:
-      The cost, or None if it is above the limit; the states that were looked at.
+      The cost, or None if it is above the limit; and the number of states examined.
     """
     # Rows that are carried, increasing, and what they cost so far, decreasing.
     states, work, cost = [(0, 0)], 0, 0
@@ -192,7 +191,7 @@ def least_cost(
 
 
 def epoch_cost(batches: np.ndarray, costs: np.ndarray) -> float:
-    """Returns what `[K]` batches cost by `[K]` costs of one; integers have no end."""
+    """Returns the cost of `[K]` batches by `[K]` costs of one, in Python's integers."""
     if costs.dtype.kind == "f":
         return (batches * costs).sum().item()
     pairs = zip(batches.tolist(), costs.tolist(), strict=True)
@@ -200,22 +199,20 @@ def epoch_cost(batches: np.ndarray, costs: np.ndarray) -> float:
 
 
 def filler_bucket(plan: BucketPlan) -> Bucket:
-    """Returns the bucket of an empty batch that makes a step full: the cheapest."""
+    """Returns the cheapest bucket, that of empty batches which make a step full."""
     costs = dict(zip(plan.buckets, plan.costs.tolist(), strict=True))
     return min(plan.buckets, key=lambda bucket: (costs[bucket], bucket.seq_len))
 
 
 def _flow(counts: np.ndarray, batch_sizes: np.ndarray, choices: list[str]) -> RowFlow:
-    carried, batches, rows, dropped, carry = [], [], [], [], 0
-    for count, batch_size, choice in zip(
-        counts.tolist(), batch_sizes.tolist(), choices, strict=True
-    ):
-        total = count + carry
-        full, rest = divmod(total, batch_size)
-        carried.append(carry)
-        carry = rest if choice == _PROMOTE else 0
-        dropped.append(rest if choice == _DROP else 0)
-        batches.append(full + (rest > 0 and choice == _PAD))
-        rows.append(total - carry - dropped[-1])
-    columns = (carried, batches, rows, dropped)
-    return RowFlow(counts, *(np.array(x, np.int64) for x in columns))
+    columns, carried = [], 0
+    buckets = zip(counts.tolist(), batch_sizes.tolist(), choices, strict=True)
+    for count, batch_size, choice in buckets:
+        full, rest = divmod(count + carried, batch_size)
+        batches = full + (rest > 0 and choice == "pad")
+        promoted = rest if choice == "promote" else 0
+        dropped = rest if choice == "drop" else 0
+        rows = count + carried - promoted - dropped
+        columns.append((count, carried, batches, rows, dropped))
+        carried = promoted
+    return RowFlow(*np.array(columns, np.int64).T)

@@ -1,8 +1,7 @@
-"""Where one bucket ends and the next begins: rules that choose boundaries.
+"""Rules of thumb for where one bucket ends and the next begins.
 
 A chooser takes `Candidates` and a number of buckets, and returns the increasing
 positions of the chosen `seq_lens`, the last of which is always the last candidate.
-The rules of thumb that others use are here; `optimal` has a room of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jaxbucket.plan.remainder import RowFlow, epoch_cost, flow_remainders
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """Everything a chooser may know of the lengths.
+    """Everything that a function which chooses boundaries is given.
 
     Attributes:
       seq_lens: `[G]` int64, increasing: lengths at which a bucket may end.
@@ -41,14 +40,9 @@ class Candidates:
 
     def take(self, index: np.ndarray) -> Candidates:
         """Returns some of them."""
-        return Candidates(
-            self.seq_lens[index],
-            self.examples[index],
-            self.tokens[index],
-            self.batch_sizes[index],
-            self.costs[index],
-            self.complete,
-        )
+        names = ("seq_lens", "examples", "tokens", "batch_sizes", "costs")
+        columns = {name: getattr(self, name)[index] for name in names}
+        return dataclasses.replace(self, **columns)
 
     def counts(self, chosen: np.ndarray) -> np.ndarray:
         """`[K]`: examples of every bucket when the chosen candidates are its ends."""
@@ -124,11 +118,5 @@ def _with_last(candidates: Candidates, chosen: np.ndarray) -> np.ndarray:
     return np.unique(np.append(np.minimum(chosen, last), last))
 
 
-RULES: dict[str, Chooser] = {
-    "quantile": quantile,
-    "equal_tokens": equal_tokens,
-    "equal_width": equal_width,
-    "quarters": quarters,
-    "geometric": geometric,
-    "powers_of_two": powers_of_two,
-}
+_CHOOSERS = quantile, equal_tokens, equal_width, quarters, geometric, powers_of_two
+RULES: dict[str, Chooser] = {chooser.__name__: chooser for chooser in _CHOOSERS}

@@ -16,7 +16,7 @@ from jaxbucket.base.checks import check_choice
 from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.events import record_arguments
-from jaxbucket.data.unbatch import unbatch
+from jaxbucket.data.uncollate import unbatch
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.sharding import DATA_AXIS, Axes, ahead, axis_names
 from jaxbucket.train.loss import Mode

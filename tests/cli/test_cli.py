@@ -635,8 +635,8 @@ def test_outputs_are_refused_before_anything_is_measured(corpus):
 
 KILLED = """
 import os, signal, pathlib
-from jaxbucket.cli.outputs import written_whole
-with written_whole("--output", pathlib.Path("lengths.npy")) as file:
+from jaxbucket.cli.outputs import atomic_write
+with atomic_write("--output", pathlib.Path("lengths.npy")) as file:
     file.write(b"half")
     file.flush()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxbucket as jb
-from jaxbucket.plan.reports.epoch import bucket_uses
+from jaxbucket.plan.reports.run import bucket_uses
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxbucket as jb
-from jaxbucket.plan.reports.epoch import StepRecord
+from jaxbucket.plan.reports.run import StepRecord
 
 ROOT = pathlib.Path(__file__).parents[2]
 TRAIN_LM = ROOT / "examples" / "train_lm.py"

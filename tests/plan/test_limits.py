@@ -114,7 +114,7 @@ def test_batches_have_no_fewer_and_no_more_rows_than_is_said():
             {"batch_size_multiple": 4, "max_batch_size": 7, "min_batch_size": 5},
             "leave B no room above `min_batch_size=5`. Lower that to 4.",
         ),
-        ({"cost_fn": 3}, "`cost_fn=3` is no function of (batch_size, seq_len)."),
+        ({"cost_fn": 3}, "`cost_fn=3` is not a function of (batch_size, seq_len)."),
         ({"cost_fn": lambda b, t: 0}, "`cost_fn("),
         ({"cost_fn": lambda b, t: None}, "=None` must be a positive, finite number"),
         ({"cost_fn": lambda b, t: np.inf}, "=inf` must be a positive, finite number"),

@@ -1,4 +1,4 @@
-"""The same lengths under every way to choose shapes, side by side."""
+"""Plans of the same lengths by every rule for boundaries, side by side."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.plan.buckets import RULES
+from jaxbucket.plan.formatting import in_unit, number_in_unit, number_table
 from jaxbucket.plan.limits import Limits, costed
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.remainder import Remainder
-from jaxbucket.plan.reports.epoch import Report, in_unit, number_in_unit, report
+from jaxbucket.plan.reports.epoch import Report, report
 
 OPTIMAL = "optimal"
 BY_TOKENS = "optimal by tokens"
@@ -25,12 +26,12 @@ ONE_SHAPE = "one shape"
 
 @dataclasses.dataclass(frozen=True)
 class ComparedPlan:
-    """What one way to choose shapes costs.
+    """A plan and its epoch.
 
     Attributes:
-      name: of the rule, or of the plan that was given.
-      plan: its shapes.
-      report: one epoch of it.
+      name: of the rule that chose the shapes, or of one of the `others`.
+      plan: the shapes.
+      report: one epoch of the plan.
     """
 
     name: str
@@ -58,16 +59,16 @@ class ComparedPlan:
 class Comparison:
     """Plans of the same lengths, the cheapest epoch first.
 
-    Those that keep other tokens than the rules' plans, for they drop or cut other
-    examples, come last: what they cost is of other data.
+    Plans that drop or cut other examples than the rules' plans come last: what they
+    cost is of other data.
 
     Attributes:
-      plans: what each costs.
-      least_cost: an epoch of full batches, were there such: no choice of so many
-        shapes costs less under these limits.
-      num_buckets: how many they may have.
-      exact: whether no choice of so many at all is cheaper than the optimal, remainders
-        included; else that was not proven within the search's time.
+      plans: each with its epoch.
+      least_cost: a lower bound, the cost of an epoch of full batches: no choice of so
+        many shapes costs less under these limits.
+      num_buckets: the most shapes that a rule's plan may have.
+      exact: whether the optimal plan is proven to be the cheapest of so many shapes,
+        remainders included; False where the search ended before that.
     """
 
     plans: tuple[ComparedPlan, ...]
@@ -76,10 +77,7 @@ class Comparison:
     exact: bool
 
     def __getitem__(self, name: str) -> ComparedPlan:
-        found = [compared for compared in self.plans if compared.name == name]
-        if not found:
-            raise KeyError(name)
-        return found[0]
+        return {compared.name: compared for compared in self.plans}[name]
 
     def is_of_other_data(self, compared: ComparedPlan) -> bool:
         """Whether a plan keeps other tokens than those of the rules."""
@@ -87,10 +85,10 @@ class Comparison:
 
     @property
     def summary(self) -> str:
-        """How near the best is to what no plan can be below."""
-        kept = self[OPTIMAL].report.real_tokens
+        """How near the best plan is to the lower bound, in sentences."""
+        tokens = self[OPTIMAL].report.real_tokens
         return self._of_optimal + "".join(
-            f" {one.name} keeps {one.report.real_tokens:,} tokens, not {kept:,}: its "
+            f" {one.name} keeps {one.report.real_tokens:,} tokens, not {tokens:,}: its "
             "cost is of other data."
             for one in self.plans
             if self.is_of_other_data(one)
@@ -100,14 +98,12 @@ class Comparison:
     def _of_optimal(self) -> str:
         best = self[OPTIMAL].report
         above = best.epoch_cost / self.least_cost - 1
-        text = (
+        proof = " Proven: so many shapes within these limits cost no less."
+        return (
             f"Full batches of {self.num_buckets} shapes would cost "
             f"{in_unit(self.least_cost, best.cost_unit)} at least; optimal is "
-            f"{above:.2%} above that."
+            f"{above:.2%} above that.{proof if self.exact else ''}"
         )
-        if not self.exact:
-            return text
-        return f"{text} Proven: so many shapes within these limits cost no less."
 
     def to_dict(self) -> dict[str, Any]:
         """Every number, as plain Python."""
@@ -125,36 +121,31 @@ class Comparison:
 
     def __rich__(self) -> Any:
         """The plans as a `rich` table, for a terminal."""
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        # As text: a name or a unit may look like markup.
-        table = Table(
-            box=box.SIMPLE_HEAD, caption=Text(self.summary), caption_justify="left"
-        )
         best = self.plans[0].report
-        table.add_column("boundaries", no_wrap=True, max_width=18)
-        for name in (
-            *("shapes", "padding", "in rows", "empty\nrows", "steps"),
+        names = (
+            *("boundaries", "shapes", "padding", "in rows", "empty\nrows", "steps"),
             *("largest\nbatch", f"epoch\n{best.cost_unit}", "over\nbest"),
-        ):
-            table.add_column(Text(name), justify="right", no_wrap=True)
-        for compared in self.plans:
-            epoch = compared.report
-            over = f"{epoch.epoch_cost / best.epoch_cost:.2f}x"
-            table.add_row(
-                Text(compared.name),
-                str(len(compared.plan)),
-                f"{epoch.padding:.1%}",
-                f"{epoch.padding_in_rows:.1%}",
-                f"{epoch.padding_in_empty_rows:.1%}",
-                f"{epoch.steps_per_epoch:,}",
-                f"{compared.largest_batch:,}",
-                number_in_unit(epoch.epoch_cost, epoch.cost_unit),
-                "-" if self.is_of_other_data(compared) else over,
-            )
+        )
+        table = number_table(names, map(self._row, self.plans), self.summary)
+        for column in table.columns:
+            column.no_wrap = True
+        table.columns[0].justify, table.columns[0].max_width = "left", 18
         return table
+
+    def _row(self, compared: ComparedPlan) -> tuple[str, ...]:
+        epoch, best = compared.report, self.plans[0].report
+        over = f"{epoch.epoch_cost / best.epoch_cost:.2f}x"
+        return (
+            compared.name,
+            str(len(compared.plan)),
+            f"{epoch.padding:.1%}",
+            f"{epoch.padding_in_rows:.1%}",
+            f"{epoch.padding_in_empty_rows:.1%}",
+            f"{epoch.steps_per_epoch:,}",
+            f"{compared.largest_batch:,}",
+            number_in_unit(epoch.epoch_cost, epoch.cost_unit),
+            "-" if self.is_of_other_data(compared) else over,
+        )
 
 
 @bar_if_slow("Comparing plans")
@@ -166,7 +157,7 @@ def compare_plans(
     others: Mapping[str, BucketPlan] | None = None,
     remainder: Remainder = "cheapest",
 ) -> Comparison:
-    """Returns what every rule's plan costs, and those of your own, the cheapest first.
+    """Returns the epochs of every rule's plan and of your own, the cheapest first.
 
     Example:
       >>> import numpy as np
@@ -177,15 +168,17 @@ def compare_plans(
 
     Args:
       lengths: `[N]` integers, one per example.
-      limits: what every shape keeps to. Where it has a `cost_fn`, the plan that is
-        optimal by tokens is there, too.
-      num_buckets: shapes at most.
-      others: name -> a plan to compare with, such as one of given shapes.
-      remainder: what becomes of examples that fill no batch, as in `BatchSchedule`.
+      limits: of every shape. Where it has a `cost_fn`, the plan that is optimal by
+        tokens is compared, too.
+      num_buckets: the most shapes of a plan.
+      others: name -> a plan to compare with, such as `BucketPlan.from_shapes(...)`.
+      remainder: what becomes of examples that fill no batch: "cheapest" moves them to
+        longer buckets where that costs less, "promote" always, "pad" never.
 
     Raises:
-      ValueError: for what `plan_buckets` refuses, or lengths that one of the others
-        does.
+      ValueError: for lengths that are empty, not integers, not positive, or too long
+        for the limits or for one of the `others`; for a name of `others` that a rule
+        has; for `remainder="drop"`, which trains on other examples under each plan.
     """
     lengths = check_lengths(lengths)
     if remainder == "drop":
@@ -211,20 +204,20 @@ def compare_plans(
         if name in plans:
             raise ValueError(f"`others` has {name!r}, which is a rule's: rename it.")
         plans[name] = costed(plan, limits.cost_fn)
-    cheapest = candidates.epoch_cost(chosen[OPTIMAL])
-    how: Any = {"remainder": remainder, "accumulate": limits.accumulate}
+    options: Any = {"remainder": remainder, "accumulate": limits.accumulate}
     compared = [
-        ComparedPlan(name, plan, report(plan, lengths, **how))
+        ComparedPlan(name, plan, report(plan, lengths, **options))
         for name, plan in plans.items()
     ]
-    kept = compared[0].report.real_tokens
-    # Stable: where two cost the same, the one that is named first.
-    compared.sort(key=lambda one: one.report.epoch_cost)
-    compared.sort(key=lambda one: one.report.real_tokens != kept)
+    tokens = compared[0].report.real_tokens
+    # Stable: of two that cost the same the one that is named first.
+    compared.sort(
+        key=lambda one: (one.report.real_tokens != tokens, one.report.epoch_cost)
+    )
     return Comparison(
         tuple(compared),
-        # Not by a rounding error above what there is.
-        min(optimum.steady_cost(num_buckets), cheapest),
+        # A rounding error must not lift the bound above the best plan.
+        min(optimum.steady_cost(num_buckets), candidates.epoch_cost(chosen[OPTIMAL])),
         num_buckets,
         optimum.exact and remainder == "cheapest",
     )

@@ -1,16 +1,16 @@
-"""Pictures of several plans: of every rule, and of every number of buckets."""
+"""Pictures of several plans: those of a comparison, and those of a curve."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.plan.curve import PlanCurve
+from jaxbucket.plan.formatting import count_shapes, in_unit
 from jaxbucket.plan.reports.comparison import Comparison
-from jaxbucket.plan.reports.epoch import in_unit
-from jaxbucket.plan.reports.plots import PADDING, REAL, kept_tokens, new_page
+from jaxbucket.plan.reports.plots import PADDING, REAL, new_page, row_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ def plot_comparison(
       ValueError: for lengths that the plans refuse.
     """
     plans = comparison.plans
-    real, _ = kept_tokens(plans[0].plan, lengths)
+    real, _ = row_tokens(plans[0].plan, lengths)
     if figure is None:
         figure = new_page(10, 1.8 + 0.42 * len(plans))
     grid = figure.add_gridspec(
@@ -53,13 +53,10 @@ def plot_comparison(
     _draw_costs(comparison, cost)
     for ax in (padding, cost):
         ax.tick_params(labelleft=False)
-    handles, labels = padding.get_legend_handles_labels()
-    for more, name in zip(*cost.get_legend_handles_labels(), strict=True):
-        handles.append(more)
-        labels.append(name)
+    handles = [h for ax in (padding, cost) for h in ax.get_legend_handles_labels()[0]]
     key = figure.add_subplot(grid[0, 1:])
     key.set_axis_off()
-    key.legend(handles, labels, loc="center", ncols=3, frameon=False)
+    key.legend(handles=handles, loc="center", ncols=3, frameon=False)
     return figure
 
 
@@ -85,9 +82,8 @@ def _draw_ends(comparison: Comparison, ax: Axes) -> None:
     shortest = min(int(compared.plan.boundaries[0]) for compared in plans)
     ax.set(xscale="log", xlabel="buckets end at (positions)")
     ax.set(ylim=(len(plans) - 0.5, -0.5), xlim=(shortest / 1.5, longest * 1.1))
-    ax.set_yticks(
-        range(len(plans)), [f"{one.name}, {_number(len(one.plan))}" for one in plans]
-    )
+    names = [f"{one.name}, {count_shapes(len(one.plan))}" for one in plans]
+    ax.set_yticks(range(len(plans)), names)
     ax.grid(axis="y", alpha=0.3)
 
 
@@ -97,15 +93,8 @@ def _draw_padding(comparison: Comparison, ax: Axes) -> None:
     in_rows = np.array([100 * r.padding_in_rows for r in reports])
     empty = np.array([100 * r.padding_in_empty_rows for r in reports])
     ax.barh(places, in_rows, color=PADDING, label="padding in rows")
-    ax.barh(
-        places,
-        empty,
-        left=in_rows,
-        color="white",
-        edgecolor=PADDING,
-        hatch="////",
-        label="empty rows",
-    )
+    hatched: Any = {"color": "white", "edgecolor": PADDING, "hatch": "////"}
+    ax.barh(places, empty, left=in_rows, label="empty rows", **hatched)
     for place, total in enumerate(in_rows + empty):
         ax.text(total, place, f" {total:.1f}", va="center", fontsize="small")
     ax.set(xlabel="padding of an epoch (%)", xlim=(0, 1.2 * (in_rows + empty).max()))
@@ -133,10 +122,6 @@ def _draw_costs(comparison: Comparison, ax: Axes) -> None:
     )
 
 
-def _number(shapes: int) -> str:
-    return "1 shape" if shapes == 1 else f"{shapes} shapes"
-
-
 def plot_curve(
     curve: PlanCurve, figure: Figure | SubFigure | None = None
 ) -> Figure | SubFigure:
@@ -157,21 +142,10 @@ def plot_curve(
     compiling = np.array([point.compile_seconds for point in points])
     running = np.array([curve.num_epochs * point.epoch_seconds for point in points])
     right.bar(sizes, running, color=REAL, label=f"{curve.num_epochs:g} epochs")
-    right.bar(
-        sizes,
-        compiling,
-        bottom=running,
-        color=PADDING,
-        label="compiling",
-    )
-    right.plot(
-        chosen.num_buckets,
-        chosen.total_seconds,
-        "v",
-        color="0.2",
-        ms=9,
-        label=f"{chosen.num_buckets} shapes: {chosen.total_seconds:,.0f} s",
-    )
+    right.bar(sizes, compiling, bottom=running, color=PADDING, label="compiling")
+    label = f"{count_shapes(chosen.num_buckets)}: {chosen.total_seconds:,.0f} s"
+    mark = {"color": "0.2", "ms": 9, "label": label}
+    right.plot(chosen.num_buckets, chosen.total_seconds, "v", **mark)
     right.set(xlabel="shapes", ylabel="seconds in all")
     right.set_ylim(0, min((running + compiling).max() * 1.1, 3 * chosen.total_seconds))
     right.legend()

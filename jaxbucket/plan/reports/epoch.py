@@ -1,16 +1,15 @@
-"""Numbers about a plan and about a run: padding, tokens, steps, time, examples lost."""
+"""One epoch of a plan in numbers: padding, tokens, steps, cost, examples lost."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.buckets import GROUPS, Bucket, BucketPlan, Group
+from jaxbucket.base.buckets import GROUPS, BucketPlan, Group
 from jaxbucket.base.checks import (
     MAX_LENGTH,
     check_accumulate,
@@ -18,6 +17,7 @@ from jaxbucket.base.checks import (
     check_lengths,
 )
 from jaxbucket.plan.chunks import chunk_lengths, last_chunks
+from jaxbucket.plan.formatting import in_unit, number_table
 from jaxbucket.plan.remainder import (
     Remainder,
     RowFlow,
@@ -62,24 +62,25 @@ class Report:
     """One epoch of a plan on a set of lengths.
 
     Attributes:
-      buckets: the same, bucket by bucket.
+      buckets: each bucket's part of the epoch.
       steps_per_epoch: optimizer updates that see every example once.
       examples: examples that are trained on.
-      real_tokens: their positions, after truncation; where remainders are dropped,
-        other ones in every epoch, the mean over epochs.
+      real_tokens: their positions, after truncation; the mean over epochs where
+        remainders are dropped, which are others in every epoch.
       padded_tokens: B * T summed over the batches.
       padding: 1 - real_tokens / padded_tokens.
       padding_in_rows: the part of it behind the examples' ends.
       padding_in_empty_rows: the part of it in rows without an example.
-      left_over_examples: examples left out of an epoch, for they fill no batch.
+      left_over_examples: examples left out of an epoch because they fill no batch.
       dropped_examples: examples left out as too long.
       truncated_examples: examples cut as too long.
       truncated_tokens: positions cut off from them.
-      epoch_cost: what the plan says that the steps cost, summed.
-      cost_unit: in what: "tokens", where the plan does not say, "s" for seconds.
-      split_examples: examples split as too long; of lengths that are those of chunks
-        already, none. In all other numbers every chunk is an example.
-      chunks: the pieces that they were split into.
+      epoch_cost: the sum of the steps' costs by the plan.
+      cost_unit: the unit of these: "tokens" where the plan has no costs, "s" for
+        seconds.
+      split_examples: examples split as too long; none if the lengths are of chunks. In
+        all other numbers every chunk is an example.
+      chunks: the pieces of these examples.
       packed_examples: examples in its rows, where these are packed; in all other
         numbers a row is an example.
       mask_bytes: of the largest boolean mask [B, 1, T, T], over all devices, which
@@ -132,25 +133,19 @@ class Report:
 
     def __rich__(self) -> Any:
         """The report as a `rich` table, for a terminal."""
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, caption=self.summary, caption_justify="left")
-        costs = [] if self.cost_unit == "tokens" else [self.cost_unit]
-        for name in (
-            *("B", "T", "examples", "carried in", "batches"),
-            *("empty rows", "padding", "tokens"),
-            *("time" if unit == "s" else unit for unit in costs),
-        ):
-            table.add_column(name, justify="right")
-        for b in self.buckets:
-            table.add_row(
+        names = ["B", "T", "examples", "carried in", "batches", "empty rows", "padding"]
+        names.append("tokens")
+        if self.cost_unit != "tokens":
+            names.append("time" if self.cost_unit == "s" else self.cost_unit)
+        rows = (
+            (
                 *(str(n) for n in (b.batch_size, b.seq_len, b.examples, b.carried)),
                 *(str(b.batches), str(b.empty_rows)),
-                *(f"{b.padding:.1%}", f"{b.token_share:.1%}"),
-                *([f"{b.cost_share:.1%}"] if costs else []),
+                *(f"{b.padding:.1%}", f"{b.token_share:.1%}", f"{b.cost_share:.1%}"),
             )
-        return table
+            for b in self.buckets
+        )
+        return number_table(names, (row[: len(names)] for row in rows), self.summary)
 
     @property
     def summary(self) -> str:
@@ -193,23 +188,6 @@ class Report:
         return "\n".join(lines)
 
 
-def in_unit(cost: float, unit: str) -> str:
-    """Returns a cost as a person reads it.
-
-    Example:
-      >>> in_unit(1234.5, "s"), in_unit(2.5e15, "FLOP"), in_unit(90_000, "tokens")
-      ('1,234.5 s', '2.5e+15 FLOP', '90,000 tokens')
-    """
-    return f"{number_in_unit(cost, unit)} {unit}"
-
-
-def number_in_unit(cost: float, unit: str) -> str:
-    """Returns the number of `in_unit`, without the unit."""
-    if unit == "tokens" and cost < 1e11:
-        return f"{cost:,.0f}"
-    return f"{cost:,.1f}" if 10 <= cost < 1e9 else f"{cost:.3g}"
-
-
 def report(
     plan: BucketPlan,
     lengths: ArrayLike,
@@ -218,7 +196,7 @@ def report(
     accumulate: int = 1,
     group: Group = "same",
 ) -> Report:
-    """Returns what one epoch of these lengths costs under a plan, exactly.
+    """Returns the numbers of one epoch of these lengths under a plan, exactly.
 
     Where remainders are dropped, real tokens are the mean over all choices of them.
 
@@ -231,11 +209,13 @@ def report(
 
     Args:
       plan: the shapes.
-      lengths: `[N]` integers, those the plan was made for or others; under
-        `overlong="split"` of examples or of chunks.
-      remainder: as in `BatchSchedule`, and so are the others.
+      lengths: `[N]` integers, one per example, for which the plan was made or others;
+        under `overlong="split"` one per example or per chunk.
+      remainder: what becomes of examples that fill no batch: "cheapest" moves them to
+        longer buckets where that costs less, "promote" always, "pad" never, and "drop"
+        leaves them out.
       accumulate: micro-batches of a step.
-      group: whether they have the "same" bucket or are "mixed".
+      group: whether the micro-batches of a step have the "same" bucket or are "mixed".
 
     Raises:
       ValueError: for lengths the plan refuses, an unknown remainder or group, or
@@ -243,32 +223,32 @@ def report(
     """
     check_choice("group", group, GROUPS)
     accumulate = check_accumulate(accumulate)
-    given = check_lengths(lengths)
-    lengths, full = given, 0
+    lengths = check_lengths(lengths)
+    # Full chunks are counted and not made: there may be more than memory holds.
+    rows, full = lengths, 0
     if plan.overlong == "split":
-        # Counted, and not made: there may be more than there is memory for.
-        lengths, full = last_chunks(given, plan.max_seq_len)
-    lengths = plan.check(lengths)
-    counts, own_tokens = _by_bucket(plan, lengths)
+        rows, full = last_chunks(lengths, plan.max_seq_len)
+    rows = plan.check(rows)
+    counts, tokens = _by_bucket(plan, rows)
     counts[-1] += full
-    own_tokens[-1] += full * plan.max_seq_len
+    tokens[-1] += full * plan.max_seq_len
     # Batches of the same bucket in a step are filled together.
     together = accumulate if group == "same" else 1
     flow = flow_remainders(counts, plan.rows_together(together), plan.costs, remainder)
     steps = -(-flow.num_batches * together // accumulate)
     batches = flow.batches * together
-    # Those that make the last step full.
+    # Empty batches make the last step full.
     filler = plan.buckets.index(filler_bucket(plan))
     batches[filler] += steps * accumulate - batches.sum()
     shares = 1 - flow.dropped / np.maximum(counts, 1)
-    real = round(float((own_tokens * shares).sum()))
+    real = round(float((tokens * shares).sum()))
     padded = int(epoch_cost(batches, plan.batch_sizes * plan.boundaries))
     in_rows = int(epoch_cost(flow.rows, plan.boundaries))
-    over = lengths[lengths > _longest(plan)]
+    over = rows[rows > _longest(plan)]
     truncated = over if plan.overlong == "truncate" else over[:0]
-    split = np.count_nonzero(given > _longest(plan)) if full else 0
+    split = int(np.count_nonzero(lengths > _longest(plan))) if full else 0
     return Report(
-        buckets=_bucket_reports(plan, flow, batches, own_tokens),
+        buckets=_bucket_reports(plan, flow, batches, tokens),
         steps_per_epoch=steps,
         examples=int(counts.sum() - flow.dropped.sum()),
         real_tokens=real,
@@ -282,8 +262,8 @@ def report(
         truncated_tokens=int((truncated - _longest(plan)).sum()),
         epoch_cost=epoch_cost(batches, plan.costs),
         cost_unit=plan.cost_unit,
-        split_examples=int(split),
-        chunks=int(split) + full,
+        split_examples=split,
+        chunks=split + full,
     )
 
 
@@ -296,7 +276,7 @@ def row_lengths(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
 
 def _by_bucket(plan: BucketPlan, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`[K]` examples whose shortest bucket it is, `[K]` the tokens they have."""
-    # Those that are dropped are of bucket -1.
+    # Examples that are dropped are of bucket -1.
     index = plan.assign(lengths) + 1
     used = np.minimum(lengths, _longest(plan))
     counts = np.bincount(index, minlength=len(plan) + 1)
@@ -305,22 +285,18 @@ def _by_bucket(plan: BucketPlan, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _longest(plan: BucketPlan) -> int:
-    """What a row takes, as a number that lengths of 32 bits can be compared with."""
+    """T of the last bucket, as a number that compares with lengths of 32 bits."""
     return min(plan.max_seq_len, MAX_LENGTH)
 
 
 def _bucket_reports(
-    plan: BucketPlan, flow: RowFlow, batches: np.ndarray, own_tokens: np.ndarray
+    plan: BucketPlan, flow: RowFlow, batches: np.ndarray, tokens: np.ndarray
 ) -> tuple[BucketReport, ...]:
-    # As Python's own numbers, because they may be more than 64 bits hold.
-    columns = (batches, flow.counts, flow.carried, flow.rows, flow.dropped)
-    rows = zip(
-        plan.buckets,
-        *(column.tolist() for column in (*columns, own_tokens, plan.costs)),
-        strict=True,
-    )
     all_tokens = max(epoch_cost(batches, plan.batch_sizes * plan.boundaries), 1)
     all_costs = epoch_cost(batches, plan.costs) or 1
+    # As Python's integers, which have no end.
+    columns = (flow.counts, flow.carried, flow.rows, flow.dropped)
+    columns = (column.tolist() for column in (*columns, batches, tokens, plan.costs))
     return tuple(
         BucketReport(
             batch_size=bucket.batch_size,
@@ -328,19 +304,20 @@ def _bucket_reports(
             examples=examples,
             carried=carried,
             batches=number,
-            empty_rows=number * bucket.batch_size - in_rows,
+            empty_rows=number * bucket.batch_size - rows,
             left_over=left_over,
-            padding=_share(examples * bucket.seq_len, tokens),
+            padding=_free_share(examples * bucket.seq_len, real),
             token_share=number * bucket.num_tokens / all_tokens,
             cost_share=number * cost / all_costs,
         )
-        for bucket, number, examples, carried, in_rows, left_over, tokens, cost in rows
+        for bucket, examples, carried, rows, left_over, number, real, cost in zip(
+            plan.buckets, *columns, strict=True
+        )
     )
 
 
-def _share(places: int, tokens: float) -> float:
-    """Of some places, the share that holds no token."""
-    return float(places - tokens) / max(places, 1)
+def _free_share(positions: int, tokens: float) -> float:
+    return (positions - tokens) / max(positions, 1)
 
 
 def lag1_autocorrelation(values: np.ndarray) -> float | None:
@@ -358,103 +335,3 @@ def lag1_autocorrelation(values: np.ndarray) -> float | None:
     if not variance:
         return None
     return float((deviations[1:] * deviations[:-1]).sum()) / variance
-
-
-@dataclasses.dataclass(frozen=True)
-class StepRecord:
-    """One step of a run, as plain numbers.
-
-    Attributes:
-      step: its number, from 0.
-      bucket: the shape (B, T).
-      seconds: how long it took.
-      loss: the mean over its real tokens.
-      real_tokens: positions that were no padding.
-      learning_rate: the one in force, scaled by the batch's size.
-    """
-
-    step: int
-    bucket: Bucket
-    seconds: float
-    loss: float
-    real_tokens: int
-    learning_rate: float
-
-
-@dataclasses.dataclass(frozen=True)
-class BucketUse:
-    """What one bucket had of a run.
-
-    Attributes:
-      bucket: the shape (B, T).
-      steps: its steps.
-      seconds: their time.
-      seconds_per_step: the median of their times.
-      loss: the mean over its real tokens; NaN where it had none.
-      real_tokens: positions that were no padding.
-      padding: share of positions that were padding.
-    """
-
-    bucket: Bucket
-    steps: int
-    seconds: float
-    seconds_per_step: float
-    loss: float
-    real_tokens: int
-    padding: float
-
-    @property
-    def seconds_per_token(self) -> float:
-        """Median step time over B * T, padding counted: what a position costs."""
-        return self.seconds_per_step / self.bucket.num_tokens
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every number, as plain Python."""
-        fields = dataclasses.asdict(self)
-        fields["bucket"] = [self.bucket.batch_size, self.bucket.seq_len]
-        fields["loss"] = None if np.isnan(self.loss) else self.loss
-        return {**fields, "seconds_per_token": self.seconds_per_token}
-
-
-def bucket_uses(records: Iterable[StepRecord]) -> list[BucketUse]:
-    """Returns what each bucket had of the steps of a run, the shortest bucket first.
-
-    Example:
-      >>> from jaxbucket import Bucket
-      >>> short, long = Bucket(4, 8), Bucket(2, 16)
-      >>> records = [
-      ...     StepRecord(0, long, 0.3, 2.5, 24, 1e-3),
-      ...     StepRecord(1, short, 0.1, 2.4, 32, 1e-3),
-      ...     StepRecord(2, long, 0.2, 2.3, 24, 1e-3),
-      ... ]
-      >>> for use in bucket_uses(records):
-      ...     print(use.bucket, use.steps, round(use.loss, 3), use.padding)
-      [4, 8] 1 2.4 0.0
-      [2, 16] 2 2.4 0.25
-
-    What their steps took is what a plan by time is made of:
-    `StepTime.fit({use.bucket: use.seconds_per_step for use in bucket_uses(records)})`.
-    """
-    by_bucket: dict[Bucket, list[StepRecord]] = {}
-    for record in records:
-        by_bucket.setdefault(record.bucket, []).append(record)
-    return [
-        _use_of(bucket, own)
-        for bucket, own in sorted(
-            by_bucket.items(), key=lambda item: (item[0].seq_len, item[0].batch_size)
-        )
-    ]
-
-
-def _use_of(bucket: Bucket, records: list[StepRecord]) -> BucketUse:
-    real_tokens = sum(record.real_tokens for record in records)
-    loss_sum = sum(record.loss * record.real_tokens for record in records)
-    return BucketUse(
-        bucket=bucket,
-        steps=len(records),
-        seconds=sum(record.seconds for record in records),
-        seconds_per_step=float(np.median([record.seconds for record in records])),
-        loss=loss_sum / real_tokens if real_tokens else np.nan,
-        real_tokens=real_tokens,
-        padding=1 - real_tokens / (bucket.num_tokens * len(records)),
-    )

@@ -1,8 +1,4 @@
-"""Pictures of what a plan does and of a run. matplotlib is imported where one is drawn.
-
-Buckets go from dark to light as they grow longer, so that a print in grey tells them
-apart.
-"""
+"""Pictures of lengths and of a plan. matplotlib is imported where one is drawn."""
 
 from __future__ import annotations
 
@@ -14,14 +10,17 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import Bucket, BucketPlan
 from jaxbucket.base.checks import check_lengths
-from jaxbucket.plan.reports.epoch import StepRecord, bucket_uses, report, row_lengths
+from jaxbucket.plan.formatting import count_shapes
+from jaxbucket.plan.reports.epoch import report, row_lengths
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-_MAX_POINTS = 4096
+# Examples and buckets that a picture names or draws one by one, at most.
+_MAX_POINTS, _MAX_SHAPES = 4096, 8
 REAL, PADDING, _OTHER = "#1f4e79", "#f0a04b", "0.88"
+_LINE: Any = {"color": "0.2", "linewidth": 0.8, "linestyle": ":"}
 
 
 def plot_plan(plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None) -> Axes:
@@ -40,7 +39,7 @@ def plot_plan(plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None) -> A
     """
     if ax is None:
         ax = _axes()
-    real, padded = kept_tokens(plan, lengths)
+    real, padded = row_tokens(plan, lengths)
     order = np.argsort(real, kind="stable")
     shown = np.linspace(0, len(order) - 1, min(len(order), _MAX_POINTS)).astype(int)
     real, padded = real[order][shown], padded[order][shown]
@@ -48,21 +47,12 @@ def plot_plan(plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None) -> A
     longest = np.full(len(shown), plan.max_seq_len)
     epoch = report(plan, lengths)
     in_one = 1 - epoch.real_tokens / (epoch.examples * plan.max_seq_len)
-    ax.fill_between(
-        share,
-        padded,
-        longest,
-        color=_OTHER,
-        label=f"padding in one shape: {in_one:.0%}",
-    )
-    ax.fill_between(
-        share,
-        real,
-        padded,
-        color=PADDING,
-        label=f"padding of this plan: {epoch.padding:.0%}",
-    )
-    ax.fill_between(share, 0, real, color=REAL, label="real tokens")
+    for low, high, color, label in (
+        (padded, longest, _OTHER, f"padding in one shape: {in_one:.0%}"),
+        (real, padded, PADDING, f"padding of this plan: {epoch.padding:.0%}"),
+        (np.zeros(len(real)), real, REAL, "real tokens"),
+    ):
+        ax.fill_between(share, low, high, color=color, label=label)
     ax.set(
         xlabel="examples, shortest first (%)",
         ylabel="positions",
@@ -78,10 +68,10 @@ def plot_plan(plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None) -> A
 def plot_lengths(
     plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None, *, bins: int = 64
 ) -> Axes:
-    """Draws a histogram of lengths, weighed by tokens, and the padding on top of it.
+    """Draws a histogram of lengths, weighted by tokens, and the padding on top of it.
 
-    Areas are tokens: below those of the examples of a length, above it the padding
-    that takes them to the end of their bucket. Lines are the buckets' ends.
+    Areas are tokens: those of the examples of a length, and above them the padding that
+    fills their rows up to the end of their bucket. Lines are the buckets' ends.
 
     Args:
       plan: the shapes.
@@ -94,29 +84,19 @@ def plot_lengths(
     """
     if ax is None:
         ax = _axes()
-    real, padded = kept_tokens(plan, lengths)
+    real, padded = row_tokens(plan, lengths)
     padding = padded - real
     edges = np.linspace(0, plan.max_seq_len, bins + 1)
     # Lengths are integers: one at an edge belongs to the bar that ends there.
     bar = np.clip(np.ceil(real * bins / plan.max_seq_len).astype(int) - 1, 0, bins - 1)
     tokens = np.bincount(bar, real, minlength=bins)
     wasted = np.bincount(bar, padding, minlength=bins)
-    width = edges[1]
-    ax.bar(edges[:-1], tokens, width, align="edge", color=REAL, label="real tokens")
-    ax.bar(
-        edges[:-1],
-        wasted,
-        width,
-        bottom=tokens,
-        align="edge",
-        color=PADDING,
-        label=f"padding in rows: {wasted.sum() / (tokens.sum() + wasted.sum()):.0%}",
-    )
-    for number, bucket in enumerate(plan.buckets):
-        label = "ends of buckets" if number == 0 else None
-        ax.axvline(
-            bucket.seq_len, color="0.2", linewidth=0.8, linestyle=":", label=label
-        )
+    label = f"padding in rows: {wasted.sum() / (tokens.sum() + wasted.sum()):.0%}"
+    bars: Any = {"x": edges[:-1], "width": edges[1], "align": "edge"}
+    ax.bar(height=tokens, color=REAL, label="real tokens", **bars)
+    ax.bar(height=wasted, color=PADDING, label=label, bottom=tokens, **bars)
+    for number, end in enumerate(plan.boundaries):
+        ax.axvline(end, **_LINE, label="ends of buckets" if number == 0 else None)
     ax.set(xlabel="length", ylabel="tokens", xlim=(0, plan.max_seq_len))
     ax.set_title(_shapes(plan.buckets), fontsize="small")
     ax.legend()
@@ -143,7 +123,7 @@ def plot_histogram(
       bins: bars at most.
 
     Raises:
-      ValueError: if there are no lengths, or one is none.
+      ValueError: if there are no lengths, or one is not a positive integer.
     """
     values, counts = np.unique(check_lengths(lengths), return_counts=True)
     tokens = values.astype(float) * counts
@@ -198,7 +178,7 @@ def _length_of_share(values: np.ndarray, counts: np.ndarray, share: float) -> in
 def _mark_shares(ax: Axes, values: np.ndarray, counts: np.ndarray) -> None:
     for share in (0.5, 0.9, 0.99):
         length = _length_of_share(values, counts, share)
-        ax.axvline(length, color="0.2", linewidth=0.8, linestyle=":")
+        ax.axvline(length, **_LINE)
         text = ax.text(length, 4, f"{share:.0%}: {length:,}", rotation=90, ha="right")
         text.set(fontsize="small", bbox={"color": "white", "alpha": 0.8, "pad": 1})
 
@@ -213,119 +193,29 @@ def _integer_axis(ax: Axes, wide: bool) -> None:
     ax.xaxis.set_major_formatter("{x:,.0f}")
 
 
-def plot_buckets(
-    records: Sequence[StepRecord], figure: Figure | SubFigure | None = None
-) -> Figure | SubFigure:
-    """Draws what each bucket had of a run: its padding, its time, a position's cost.
-
-    Args:
-      records: the steps of the run.
-      figure: where to draw; by default a new one.
+def row_tokens(plan: BucketPlan, lengths: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Returns each row's real tokens and T of its bucket, without dropped examples.
 
     Raises:
-      ValueError: if `records` is empty.
+      ValueError: for lengths the plan refuses, or if it drops all of them.
     """
-    uses = bucket_uses(_not_empty(records))
-    if figure is None:
-        figure = new_page(8, 3)
-    panels = {
-        "padding (%)": [100 * use.padding for use in uses],
-        "time (% of the run)": [
-            100 * use.seconds / sum(use.seconds for use in uses) for use in uses
-        ],
-        "time per position (us)": [1e6 * use.seconds_per_token for use in uses],
-    }
-    colors = _colors([use.bucket for use in uses])
-    axes = figure.subplots(1, len(panels), sharey=True)
-    for ax, (title, values) in zip(axes, panels.items(), strict=True):
-        ax.barh(range(len(uses)), values, color=[colors[use.bucket] for use in uses])
-        ax.set_title(title, fontsize="medium")
-        ax.grid(axis="x", alpha=0.3)
-    _name_some(axes[0], [str(use.bucket) for use in uses])
-    return figure
-
-
-def plot_run(
-    records: Sequence[StepRecord], figure: Figure | SubFigure | None = None
-) -> Figure | SubFigure:
-    """Draws loss, learning rate and real tokens/s of every step, coloured by bucket.
-
-    Args:
-      records: the steps of the run.
-      figure: where to draw; by default a new one.
-
-    Raises:
-      ValueError: if `records` is empty.
-    """
-    records = _not_empty(records)
-    if figure is None:
-        figure = new_page(8, 6)
-    buckets = sorted({r.bucket for r in records}, key=lambda b: (b.seq_len, b))
-    colors = _colors(buckets)
-    panels = {
-        "loss (nats per token)": [r.loss for r in records],
-        "learning rate": [r.learning_rate for r in records],
-        "real tokens/s": [r.real_tokens / r.seconds for r in records],
-    }
-    axes = figure.subplots(len(panels), 1, sharex=True)
-    steps = np.array([r.step for r in records])
-    of_bucket = {b: np.array([r.bucket == b for r in records]) for b in buckets}
-    shown = buckets if len(buckets) <= _MAX_NAMED else [buckets[0], buckets[-1]]
-    for ax, (title, values) in zip(axes, panels.items(), strict=True):
-        for bucket in buckets:
-            own = of_bucket[bucket]
-            label = str(bucket) if bucket in shown else None
-            points = np.array(values)[own]
-            ax.scatter(steps[own], points, 8, color=colors[bucket], label=label)
-        ax.set_ylabel(title)
-        ax.grid(alpha=0.3)
-    axes[-1].set_xlabel("step")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", title="[B, T]")
-    return figure
-
-
-_MAX_NAMED = 16
-
-
-def kept_tokens(plan: BucketPlan, lengths: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Of every example or chunk that is kept: its real tokens, and T of its bucket."""
     lengths = row_lengths(plan, check_lengths(lengths))
     index = plan.assign(lengths)
-    kept = index >= 0
-    if not kept.any():
+    has_bucket = index >= 0
+    if not has_bucket.any():
         raise ValueError(
             "`overlong='drop'` leaves out every example: there is nothing to draw. "
             "Plan with a larger `max_seq_len`."
         )
-    real = np.minimum(lengths[kept], plan.max_seq_len)
-    return real, plan.boundaries[index[kept]]
-
-
-def _name_some(ax: Axes, names: list[str]) -> None:
-    every = -(-len(names) // _MAX_NAMED)
-    ax.set_yticks(range(0, len(names), every), names[::every])
-    ax.set_ylabel("[B, T]")
-
-
-def _colors(buckets: Sequence[Bucket]) -> dict[Bucket, Any]:
-    from matplotlib import colormaps
-
-    # Not to the map's end, which is too light on white.
-    shades = colormaps["viridis"](np.linspace(0, 0.92, len(buckets)))
-    return dict(zip(buckets, shades, strict=True))
+    real = np.minimum(lengths[has_bucket], plan.max_seq_len)
+    return real, plan.boundaries[index[has_bucket]]
 
 
 def _shapes(buckets: Sequence[Bucket]) -> str:
-    if len(buckets) > _MAX_NAMED // 2:
-        return f"{len(buckets)} shapes: {buckets[0]} to {buckets[-1]}"
-    return f"{len(buckets)} shapes: " + "  ".join(map(str, buckets))
-
-
-def _not_empty(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    if not len(records):
-        raise ValueError("`records` is empty: there is no step to draw.")
-    return records
+    names = "  ".join(map(str, buckets))
+    if len(buckets) > _MAX_SHAPES:
+        names = f"{buckets[0]} to {buckets[-1]}"
+    return f"{count_shapes(len(buckets))}: {names}"
 
 
 def new_page(width: float, height: float) -> Figure:

@@ -1,0 +1,112 @@
+"""Numbers about the steps of a run, bucket by bucket: time, loss and padding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from jaxbucket.base.buckets import Bucket
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """One step of a run, as plain numbers.
+
+    Attributes:
+      step: its number, from 0.
+      bucket: the shape (B, T).
+      seconds: how long it took.
+      loss: the mean over its real tokens.
+      real_tokens: positions that were no padding.
+      learning_rate: the one in force, scaled by the batch's size.
+    """
+
+    step: int
+    bucket: Bucket
+    seconds: float
+    loss: float
+    real_tokens: int
+    learning_rate: float
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketUse:
+    """One bucket's part of a run.
+
+    Attributes:
+      bucket: the shape (B, T).
+      steps: its steps.
+      seconds: their time.
+      seconds_per_step: the median of their times.
+      loss: the mean over its real tokens; NaN where it had none.
+      real_tokens: positions that were no padding.
+      padding: share of positions that were padding.
+    """
+
+    bucket: Bucket
+    steps: int
+    seconds: float
+    seconds_per_step: float
+    loss: float
+    real_tokens: int
+    padding: float
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Median step time over B * T, padding counted: what a position costs."""
+        return self.seconds_per_step / self.bucket.num_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, as plain Python."""
+        fields = dataclasses.asdict(self)
+        fields["bucket"] = [self.bucket.batch_size, self.bucket.seq_len]
+        fields["loss"] = None if np.isnan(self.loss) else self.loss
+        return {**fields, "seconds_per_token": self.seconds_per_token}
+
+
+def bucket_uses(records: Iterable[StepRecord]) -> list[BucketUse]:
+    """Returns each bucket's part of the steps of a run, the shortest bucket first.
+
+    Example:
+      >>> from jaxbucket import Bucket
+      >>> short, long = Bucket(4, 8), Bucket(2, 16)
+      >>> records = [
+      ...     StepRecord(0, long, 0.3, 2.5, 24, 1e-3),
+      ...     StepRecord(1, short, 0.1, 2.4, 32, 1e-3),
+      ...     StepRecord(2, long, 0.2, 2.3, 24, 1e-3),
+      ... ]
+      >>> for use in bucket_uses(records):
+      ...     print(use.bucket, use.steps, round(use.loss, 3), use.padding)
+      [4, 8] 1 2.4 0.0
+      [2, 16] 2 2.4 0.25
+
+    The step times are what a plan by time is made of:
+    `StepTime.fit({use.bucket: use.seconds_per_step for use in bucket_uses(records)})`.
+
+    Args:
+      records: the steps of the run, in any order.
+    """
+    by_bucket: dict[Bucket, list[StepRecord]] = {}
+    for record in records:
+        by_bucket.setdefault(record.bucket, []).append(record)
+    return [
+        _use_of(bucket, by_bucket[bucket])
+        for bucket in sorted(by_bucket, key=lambda b: (b.seq_len, b.batch_size))
+    ]
+
+
+def _use_of(bucket: Bucket, records: list[StepRecord]) -> BucketUse:
+    real_tokens = sum(record.real_tokens for record in records)
+    loss_sum = sum(record.loss * record.real_tokens for record in records)
+    return BucketUse(
+        bucket=bucket,
+        steps=len(records),
+        seconds=sum(record.seconds for record in records),
+        seconds_per_step=float(np.median([record.seconds for record in records])),
+        loss=loss_sum / real_tokens if real_tokens else np.nan,
+        real_tokens=real_tokens,
+        padding=1 - real_tokens / (bucket.num_tokens * len(records)),
+    )

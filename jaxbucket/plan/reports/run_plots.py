@@ -1,0 +1,114 @@
+"""Pictures of a run. matplotlib is imported where one is drawn.
+
+Buckets go from dark to light as they grow longer, so that a print in grey tells them
+apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxbucket.base.buckets import Bucket
+from jaxbucket.plan.reports.plots import new_page
+from jaxbucket.plan.reports.run import StepRecord, bucket_uses
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+# Buckets that are named, at most.
+_MAX_NAMED = 16
+
+
+def plot_buckets(
+    records: Sequence[StepRecord], figure: Figure | SubFigure | None = None
+) -> Figure | SubFigure:
+    """Draws each bucket's part of a run: its padding, its time, a position's cost.
+
+    Args:
+      records: the steps of the run.
+      figure: where to draw; by default a new one.
+
+    Raises:
+      ValueError: if `records` is empty.
+    """
+    uses = bucket_uses(_not_empty(records))
+    if figure is None:
+        figure = new_page(8, 3)
+    seconds = sum(use.seconds for use in uses)
+    panels = {
+        "padding (%)": [100 * use.padding for use in uses],
+        "time (% of the run)": [100 * use.seconds / seconds for use in uses],
+        "time per position (us)": [1e6 * use.seconds_per_token for use in uses],
+    }
+    colors = _colors([use.bucket for use in uses])
+    axes = figure.subplots(1, len(panels), sharey=True)
+    for ax, (title, values) in zip(axes, panels.items(), strict=True):
+        ax.barh(range(len(uses)), values, color=[colors[use.bucket] for use in uses])
+        ax.set_title(title, fontsize="medium")
+        ax.grid(axis="x", alpha=0.3)
+    _name_some(axes[0], [str(use.bucket) for use in uses])
+    return figure
+
+
+def plot_run(
+    records: Sequence[StepRecord], figure: Figure | SubFigure | None = None
+) -> Figure | SubFigure:
+    """Draws loss, learning rate and real tokens/s of every step, coloured by bucket.
+
+    Args:
+      records: the steps of the run.
+      figure: where to draw; by default a new one.
+
+    Raises:
+      ValueError: if `records` is empty.
+    """
+    records = _not_empty(records)
+    if figure is None:
+        figure = new_page(8, 6)
+    buckets = sorted({r.bucket for r in records}, key=lambda b: (b.seq_len, b))
+    colors = _colors(buckets)
+    panels = {
+        "loss (nats per token)": [r.loss for r in records],
+        "learning rate": [r.learning_rate for r in records],
+        "real tokens/s": [r.real_tokens / r.seconds for r in records],
+    }
+    axes = figure.subplots(len(panels), 1, sharex=True)
+    steps = np.array([r.step for r in records])
+    of_bucket = {b: np.array([r.bucket == b for r in records]) for b in buckets}
+    shown = buckets if len(buckets) <= _MAX_NAMED else [buckets[0], buckets[-1]]
+    for ax, (title, values) in zip(axes, panels.items(), strict=True):
+        for bucket in buckets:
+            mine = of_bucket[bucket]
+            label = str(bucket) if bucket in shown else None
+            points = np.array(values)[mine]
+            ax.scatter(steps[mine], points, 8, color=colors[bucket], label=label)
+        ax.set_ylabel(title)
+        ax.grid(alpha=0.3)
+    axes[-1].set_xlabel("step")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", title="[B, T]")
+    return figure
+
+
+def _name_some(ax: Axes, names: list[str]) -> None:
+    stride = -(-len(names) // _MAX_NAMED)
+    ax.set_yticks(range(0, len(names), stride), names[::stride])
+    ax.set_ylabel("[B, T]")
+
+
+def _colors(buckets: Sequence[Bucket]) -> dict[Bucket, Any]:
+    from matplotlib import colormaps
+
+    # Not to the map's end, which is too light on white.
+    shades = colormaps["viridis"](np.linspace(0, 0.92, len(buckets)))
+    return dict(zip(buckets, shades, strict=True))
+
+
+def _not_empty(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    if not len(records):
+        raise ValueError("`records` is empty: there is no step to draw.")
+    return records

@@ -1,0 +1,73 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from jaxbucket import Bucket
+from jaxbucket.plan.costs import StepTime
+from jaxbucket.plan.reports.run import StepRecord, bucket_uses
+
+
+def random_records(seed: int) -> list[StepRecord]:
+    rng = np.random.default_rng(seed)
+    buckets = [Bucket(8, 4), Bucket(4, 8), Bucket(4, 16)]
+    return [
+        StepRecord(
+            step,
+            buckets[int(rng.integers(3))],
+            float(rng.uniform(0.1, 0.4)),
+            float(rng.uniform(1, 3)),
+            int(rng.integers(1, 33)),
+            1e-3,
+        )
+        for step in range(40)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_uses_of_buckets_add_up_to_the_run(seed):
+    records = random_records(seed)
+    uses = bucket_uses(records)
+    assert [use.bucket.seq_len for use in uses] == [4, 8, 16]
+    assert sum(use.steps for use in uses) == 40
+    for name in ("seconds", "real_tokens"):
+        total = sum(getattr(record, name) for record in records)
+        assert sum(getattr(use, name) for use in uses) == pytest.approx(total)
+    padded = sum(use.steps * use.bucket.num_tokens * use.padding for use in uses)
+    real = sum(record.real_tokens for record in records)
+    assert padded == pytest.approx(sum(r.bucket.num_tokens for r in records) - real)
+    for use in uses:
+        own = [record.seconds for record in records if record.bucket == use.bucket]
+        assert use.seconds_per_step == np.median(own)
+        tokens = np.repeat(
+            [r.loss for r in records if r.bucket == use.bucket],
+            [r.real_tokens for r in records if r.bucket == use.bucket],
+        )
+        # That of every token, not the mean over steps.
+        assert use.loss == pytest.approx(tokens.mean())
+        assert use.seconds_per_token == np.median(own) / use.bucket.num_tokens
+        assert json.loads(json.dumps(use.to_dict()))["bucket"] == list(
+            dataclasses.astuple(use.bucket)
+        )
+
+
+def test_steps_of_a_run_are_what_the_next_plan_is_made_of():
+    cost = StepTime(0.01, 1e-4, 1e-6)
+    shapes = [Bucket(16, 8), Bucket(8, 16), Bucket(4, 32), Bucket(2, 64), Bucket(2, 8)]
+    records = [
+        StepRecord(n, shape, cost(shape.batch_size, shape.seq_len), 1.0, 8, 0.1)
+        for n, shape in enumerate(shapes * 3)
+    ]
+    fitted = StepTime.fit({u.bucket: u.seconds_per_step for u in bucket_uses(records)})
+    assert fitted(4, 48) == pytest.approx(cost(4, 48))
+
+
+def test_a_bucket_without_tokens_has_no_loss():
+    (use,) = bucket_uses([StepRecord(0, Bucket(2, 8), 0.1, 0.0, 0, 0.1)])
+    assert np.isnan(use.loss) and use.padding == 1
+    assert use.to_dict()["loss"] is None
+
+
+def test_no_steps_use_no_bucket():
+    assert bucket_uses([]) == []
