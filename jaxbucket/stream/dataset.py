@@ -31,16 +31,10 @@ from jaxbucket.data.example import Example, copied, listed_names
 from jaxbucket.data.transform import StreamTransform, Transform, check_transform
 from jaxbucket.stream.drift import OnDrift, warn_of_drift
 from jaxbucket.stream.iterator import StreamIterator
-from jaxbucket.stream.options import (
-    Options,
-    Phase,
-    Plans,
-    Policy,
-    Samples,
-    StreamRun,
-    phases_of,
-)
+from jaxbucket.stream.options import Options, Policy
+from jaxbucket.stream.phases import Phase, Plans, Samples, phases_of
 from jaxbucket.stream.reader import Arrivals
+from jaxbucket.stream.run import StreamRun
 
 EpochStream: TypeAlias = Callable[[int, int], grain.IterDataset]
 Stream: TypeAlias = grain.IterDataset | EpochStream

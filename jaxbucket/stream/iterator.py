@@ -16,10 +16,11 @@ from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, example_of, features_of
 from jaxbucket.plan.remainder import filler_bucket
 from jaxbucket.stream.drift import DriftWatch
-from jaxbucket.stream.options import Phase, StreamRun
+from jaxbucket.stream.phases import Phase
 from jaxbucket.stream.pool import Pool
 from jaxbucket.stream.reader import Arrival, Arrivals, StreamCounts
 from jaxbucket.stream.rounds import StreamRounds
+from jaxbucket.stream.run import StreamRun
 from jaxbucket.stream.state import StreamState, checksum_of
 
 # Snapshots of the stream, for as many examples as the pool holds.

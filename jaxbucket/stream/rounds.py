@@ -18,9 +18,10 @@ from jaxbucket.base.peers import Meeting
 from jaxbucket.base.types import digest
 from jaxbucket.data.example import Example, Features, features_of
 from jaxbucket.plan.remainder import filler_bucket, flow_remainders
-from jaxbucket.stream.options import Phase, StreamRun
+from jaxbucket.stream.peer_status import Standing, check_alike
+from jaxbucket.stream.phases import Phase
 from jaxbucket.stream.pool import Pool
-from jaxbucket.stream.standing import Standing, check_alike
+from jaxbucket.stream.run import StreamRun
 
 # Steps of a round, at most: while all streams last, and when one has ended.
 _STEPS, _STEPS_AT_END = 16, 4
