@@ -1,4 +1,4 @@
-"""How a stream is batched: options that are checked."""
+"""How a stream is batched: the options of `stream_batches`, checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How batches are cut; `stream_batches` says what each of them is."""
+    """How batches are cut; `stream_batches` documents each field."""
 
     pool_size: int
     policy: Policy
@@ -26,7 +26,7 @@ class Options:
     group: Group
     num_steps: int | None
     num_epochs: int | None
-    packs: bool
+    pack: bool
     max_wait: int
     sequences: tuple[str, ...] | None
     pad_value: PadValue
@@ -38,44 +38,41 @@ class Options:
         check_choice("group", self.group, GROUPS)
 
     @property
-    def alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """Whether this process has all rows."""
         return len(self.shard.parts) == self.shard.num_parts
 
     @property
-    def picks(self) -> int:
-        """Buckets of a step."""
+    def buckets_per_step(self) -> int:
+        """How often a bucket is chosen in a step."""
         return self.accumulate if self.group == "mixed" else 1
 
     @property
-    def together(self) -> int:
-        """Micro-batches of one bucket, that are filled together."""
-        return self.accumulate // self.picks
+    def micro_batches_per_bucket(self) -> int:
+        """Micro-batches that are filled together, in the bucket that was chosen."""
+        return self.accumulate // self.buckets_per_step
 
     @property
-    def most_rows(self) -> int:
-        """B that a batch may have, for all of it is in the pools at once."""
-        own = self.pool_size // self.together
-        return own * self.shard.num_parts // len(self.shard.parts)
+    def max_batch_size(self) -> int:
+        """The largest B, because all examples of a batch are in the pools at once."""
+        local_rows = self.pool_size // self.micro_batches_per_bucket
+        return local_rows * self.shard.num_parts // len(self.shard.parts)
 
-    def traits(self) -> dict[str, Any]:
-        """What batches depend on, as plain Python, the same in all processes."""
-        return {
+    def config(self) -> dict[str, Any]:
+        """Returns what batches depend on, as plain Python, equal in all processes."""
+        config = {
             "pool_size": self.pool_size,
             "policy": self.policy,
             "parts": self.shard.num_parts,
             "accumulate": self.accumulate,
             "group": self.group,
-            "pack": self.packs,
+            "pack": self.pack,
             "max_wait": self.max_wait,
             "sequences": None if self.sequences is None else list(self.sequences),
             "pad_value": self.pad_value,
             "seed": self.seed,
-            **self._transform_trait(),
         }
-
-    def _transform_trait(self) -> dict[str, str]:
-        # Runs from before there were any have states and fingerprints without.
-        if self.transform is None:
-            return {}
-        return {"transform": transform_name(self.transform)}
+        if self.transform is not None:
+            # States and fingerprints of runs without one do not have the name.
+            config["transform"] = transform_name(self.transform)
+        return config

@@ -11,38 +11,28 @@ import numpy as np
 from jaxbucket.data.example import Features
 
 
-class Standing(NamedTuple):
-    """What a process tells the others.
+class PeerStatus(NamedTuple):
+    """What a process tells the others at the start of a round."""
 
-    Attributes:
-      batching: what must be the same in all, as plain Python.
-      parts: of all rows, those that it has.
-      waiting: a digest of what waits, the same wherever the parts are.
-      ended: whether its stream is over.
-      shortest: the bucket of the shortest that waits; behind the last for none.
-      left: `[K]` rows that what waits needs at the end.
-      features: of examples, where it has had one.
-    """
+    config: dict[str, Any]  # Equal in all processes.
+    parts: list[int]  # Of all rows.
+    pool_digest: str  # Equal in processes with the same parts.
+    ended: bool  # Whether its stream has ended.
+    shortest: int  # Bucket of the shortest pending example; K if there is none.
+    rows_needed: list[int]  # `[K]`, that hold its pending examples.
+    features: Features  # Empty if it has had no example.
 
-    batching: dict[str, Any]
-    parts: list[int]
-    waiting: str
-    ended: bool
-    shortest: int
-    left: list[int]
-    features: Features
-
-    def to_text(self) -> str:
+    def to_json(self) -> str:
         return json.dumps(self._asdict())
 
     @classmethod
-    def from_text(cls, text: str) -> Standing:
+    def from_json(cls, text: str) -> PeerStatus:
         return cls(**json.loads(text))
 
 
-def check_alike(told: Sequence[Standing]) -> None:
-    """Raises a ValueError if processes do not batch alike; it says in what."""
-    differences = list(_differences(told))
+def check_same_config(statuses: Sequence[PeerStatus]) -> None:
+    """Raises a ValueError that says in what processes do not batch alike."""
+    differences = list(_differences(statuses))
     if differences:
         raise ValueError(
             f"The processes do not batch their streams alike: {'; '.join(differences)}."
@@ -51,38 +41,37 @@ def check_alike(told: Sequence[Standing]) -> None:
         )
 
 
-def _differences(told: Sequence[Standing]) -> Iterator[str]:
-    """What each has to itself, beside the first process that has it otherwise."""
-    first = told[0]
-    for index, other in enumerate(told):
-        for name, value in first.batching.items():
-            # As text: what fills rows behind their end may be no number.
-            if str(theirs := other.batching.get(name)) != str(value):
+def _differences(statuses: Sequence[PeerStatus]) -> Iterator[str]:
+    """Compares each process with the first one of its kind."""
+    for index, status in enumerate(statuses):
+        for name, value in statuses[0].config.items():
+            # As text, because NaN is not equal to itself.
+            if str(other := status.config.get(name)) != str(value):
                 yield (
                     f"{name.replace('_', ' ')} is {value} in process 0, "
-                    f"{theirs} in {index}"
+                    f"{other} in {index}"
                 )
-    having = [(index, x) for index, x in enumerate(told) if x.features]
-    for index, other in having:
-        (one, features), theirs = having[0], _kinds(other)
-        if theirs != (kinds := _kinds(features)):
-            yield f"features are {kinds} in process {one}, {theirs} in {index}"
-    of_parts: dict[tuple[int, ...], int] = {}
-    for index, other in enumerate(told):
-        one = of_parts.setdefault(tuple(other.parts), index)
-        if other.waiting != told[one].waiting:
+    kinds = [(index, _kinds(x)) for index, x in enumerate(statuses) if x.features]
+    for index, kind in kinds:
+        first, expected = kinds[0]
+        if kind != expected:
+            yield f"features are {expected} in process {first}, {kind} in {index}"
+    first_with: dict[tuple[int, ...], int] = {}
+    for index, status in enumerate(statuses):
+        first = first_with.setdefault(tuple(status.parts), index)
+        if status.pool_digest != statuses[first].pool_digest:
             yield (
-                f"processes {one} and {index} have the same rows, {other.parts}, but "
-                "not the same stream"
+                f"processes {first} and {index} have the same rows, {status.parts}, "
+                "but not the same stream"
             )
 
 
-def _kinds(standing: Standing) -> dict[str, str]:
-    """The dtype of each feature, and its shape behind the positions."""
-    kinds, sequences = {}, standing.batching["sequences"]
-    for name, (dtype, shape) in sorted(standing.features.items()):
+def _kinds(status: PeerStatus) -> dict[str, str]:
+    """Returns the dtype of each feature, and its shape behind the sequence axis."""
+    kinds, sequences = {}, status.config["sequences"]
+    for name, (dtype, shape) in sorted(status.features.items()):
         is_sequence = sequences is None or name in sequences
-        # Texts of one feature have a dtype each, by how long they are.
+        # The dtype of a text depends on its length.
         dtype = "text" if np.dtype(dtype).kind in "SU" else dtype
         kinds[name] = f"{dtype}{list(shape[is_sequence:])}"
     return kinds

@@ -1,63 +1,80 @@
-"""What an iterator of a stream goes by."""
+"""All that an iterator of a stream is made from."""
 
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import grain
 
 from jaxbucket.base.peers import Meeting
-from jaxbucket.base.types import BucketPlan
 from jaxbucket.data.example import Example
 from jaxbucket.data.transform import StreamTransform
 from jaxbucket.stream.drift import OnDrift
+from jaxbucket.stream.epochs import Stream, open_epoch, slice_stream
 from jaxbucket.stream.options import Options
 from jaxbucket.stream.phases import Phase
+from jaxbucket.stream.reader import StreamReader
+
+# Snapshots of the stream, for as many examples as the pool holds.
+_SNAPSHOTS_PER_POOL = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamRun:
-    """What an iterator goes by.
+    """A stream, and how it is batched."""
 
-    Attributes:
-      open_epoch: returns the stream of an epoch.
-      phases: the plans, by their first steps.
-      options: how batches are cut.
-      like: an example to take features from; None for the first of the stream.
-      on_drift: what is called where lengths drift.
-      processes: those that tell one another where their streams end.
-      first: of this worker's steps the first, and
-      stride: from each to its next.
-    """
-
-    open_epoch: Callable[[int], grain.IterDataset]
-    phases: tuple[Phase, ...]
+    dataset: Stream
+    phases: tuple[Phase, ...]  # In the order of their first steps.
     options: Options
     like: Example | None
     on_drift: OnDrift | None
-    processes: Meeting | None
-    first: int = 0
-    stride: int = 1
+    processes: Meeting | None  # Those that end their streams together.
+    first: int = 0  # The first step of this worker.
+    stride: int = 1  # From each of its steps to the next.
 
-    @property
-    def plan(self) -> BucketPlan:
-        """That of the first step."""
-        return self.phases[0].plan
+    def sliced(self, sl: slice, sequential_slice: bool) -> StreamRun:
+        """Returns the run of a worker, and leaves it its share of the stream."""
+        if isinstance(self.dataset, grain.IterDataset):
+            slice_stream(self.dataset, sl, sequential_slice)
+        return dataclasses.replace(
+            self,
+            first=self.first + (sl.start or 0) * self.stride,
+            stride=self.stride * (sl.step or 1),
+        )
 
-    @property
-    def transform(self) -> StreamTransform:
-        """What is made of each example."""
-        options = self.options
-        part = options.shard.parts[0]
-        return StreamTransform(options.transform, options.seed, part, self.first)
+    def open_epoch(self, epoch: int) -> grain.IterDataset:
+        """Returns this worker's stream of an epoch."""
+        dataset = open_epoch(self.dataset, epoch, self.options.seed)
+        if self.stride > 1 and not isinstance(self.dataset, grain.IterDataset):
+            dataset = copy.deepcopy(dataset)
+            slice_stream(dataset, slice(self.first, None, self.stride), False)
+        return dataset
 
-    def step(self, number: int) -> int:
-        """Returns which step the so many-th of this worker is."""
-        return self.first + number * self.stride
+    def new_reader(self) -> StreamReader:
+        """Returns a reader at the beginning of the stream."""
+        options, plan = self.options, self.phases[0].plan
+        has_whole_stream = options.is_single_process and self.stride == 1
+        return StreamReader(
+            open_epoch=self.open_epoch,
+            num_epochs=options.num_epochs,
+            max_seq_len=plan.max_seq_len,
+            overlong=plan.overlong,
+            sequences=options.sequences,
+            transform=StreamTransform(
+                options.transform, options.seed, options.shard.parts[0], self.first
+            ),
+            snapshot_every=max(1, options.pool_size // _SNAPSHOTS_PER_POOL),
+            # A share of a stream may be empty, but must not be read for ever.
+            allow_empty=options.num_epochs is not None and not has_whole_stream,
+        )
+
+    def global_step(self, local_step: int) -> int:
+        """Returns the step of the run that is a worker's `local_step`."""
+        return self.first + local_step * self.stride
 
     def phase_at(self, step: int) -> Phase:
         """Returns the plan in force at a step."""
@@ -65,11 +82,11 @@ class StreamRun:
         return self.phases[index - 1]
 
     def phase_end(self, step: int) -> float:
-        """Returns where the plan in force at a step is so no more."""
-        firsts = (x.first_step for x in self.phases if x.first_step > step)
-        return min(firsts, default=math.inf)
+        """Returns the step at which the plan in force at `step` is replaced."""
+        first_steps = (x.first_step for x in self.phases if x.first_step > step)
+        return min(first_steps, default=math.inf)
 
-    def traits(self, before: float = math.inf) -> dict[str, Any]:
+    def config(self, before: float = math.inf) -> dict[str, Any]:
         """Returns what batches before a step depend on, as plain Python."""
         plans = [
             f"{phase.fingerprint[:16]} from step {phase.first_step}"
@@ -77,7 +94,7 @@ class StreamRun:
             if phase.first_step < max(before, 1)
         ]
         return {
-            **self.options.traits(),
+            **self.options.config(),
             "plans": ", ".join(plans),
             "processes_meet": self.processes is not None,
         }
