@@ -1242,7 +1242,7 @@ def drifting(found, plan, **options):
 
 
 def test_a_warning_says_that_lengths_have_drifted():
-    plan = jb.BucketPlan.from_shapes([(64, 32)])
+    plan = jb.BucketPlan.from_shapes([(64, 4), (64, 32)])
     with pytest.warns(jb.DriftWarning, match=r"Lengths have drifted .* the last 16384"):
         drifting(np.full(17_500, 20), plan)
 
