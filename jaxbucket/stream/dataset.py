@@ -238,8 +238,8 @@ class StreamDataset(grain.IterDataset[Any]):
     """The batches of a stream, as `stream_batches` returns them."""
 
     def __init__(self, run: StreamRun):
-        is_dataset = isinstance(run.dataset, grain.IterDataset)
-        super().__init__(run.dataset if is_dataset else ())
+        dataset = run.dataset
+        super().__init__(dataset if isinstance(dataset, grain.IterDataset) else ())
         self._run = run
         # By these, processes know which of several streams and iterators they meet for.
         self._number = None if run.processes is None else next(_stream_numbers)

@@ -34,7 +34,8 @@ _CHECKSUM_STRIDE = 16
 _END = object()
 
 
-class PooledExample(NamedTuple):
+@dataclasses.dataclass(slots=True, eq=False)
+class PooledExample:
     """An example that fills a row, or a part of a packed one."""
 
     index: int  # Among all that arrived.
@@ -50,7 +51,7 @@ class PooledExample(NamedTuple):
         return _origin(self.epoch, self.epoch_index)
 
     def without_arrays(self) -> PooledExample:
-        return self._replace(example={})
+        return dataclasses.replace(self, example={})
 
 
 @dataclasses.dataclass
@@ -102,7 +103,6 @@ class StreamReader:
         self.ended = False
         self._epoch = self._epoch_index = 0
         self._epoch_has_example = False
-        self._last_snapshot_at = 0
         self._iterator: grain.DatasetIterator[Example] | None = None
         self._snapshots: collections.deque[Snapshot] = collections.deque()
 
@@ -139,12 +139,11 @@ class StreamReader:
 
     def _next_example(self) -> Any:
         """Returns the next example of this epoch; `_END` behind its last one."""
-        iterator = self._opened()
+        iterator, every = self._opened(), self.snapshot_every
+        last = self._snapshots[-1].counts.arrived if self._snapshots else 0
         # Counted by arrivals, because any number of examples may be dropped.
-        snapshot_at = self.counts.arrived // self.snapshot_every
-        if self._epoch_index == 0 or snapshot_at != self._last_snapshot_at:
+        if self._epoch_index == 0 or self.counts.arrived // every != last // every:
             self._take_snapshot()
-            self._last_snapshot_at = snapshot_at
         return _next_of(iterator, _origin(self._epoch, self._epoch_index))
 
     def _opened(self) -> grain.DatasetIterator[Example]:
@@ -264,7 +263,6 @@ class StreamReader:
         """
         self._epoch, self._epoch_index = snapshot.epoch, snapshot.epoch_index
         self._epoch_has_example = snapshot.epoch_index > 0
-        self._last_snapshot_at = snapshot.counts.arrived // self.snapshot_every
         iterator = self._opened()
         try:
             iterator.set_state(copy.deepcopy(snapshot.state))
