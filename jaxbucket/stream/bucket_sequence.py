@@ -48,6 +48,7 @@ class BucketSequence:
         self._ends = [math.floor(end * _WORD) for end in ends]
         self._ends[-1] = _WORD
         self._start = fold(seed) if seed else 0
+        self._longer: dict[int, BucketSequence] = {0: self}
 
     def __getitem__(self, index: int) -> int:
         return bisect.bisect_right(self._ends, (self._start + index * _GOLDEN) % _WORD)
@@ -60,11 +61,12 @@ class BucketSequence:
           >>> [longer[index] for index in range(6)]
           [1, 2, 1, 2, 1, 1]
         """
-        if min_bucket == 0:
-            return self
-        total = sum(self.shares[min_bucket:])
-        shares = [share / total for share in self.shares[min_bucket:]]
-        return BucketSequence([Fraction(0)] * min_bucket + shares, self._seed)
+        if min_bucket not in self._longer:
+            total = sum(self.shares[min_bucket:])
+            shares = [share / total for share in self.shares[min_bucket:]]
+            shares = [Fraction(0)] * min_bucket + shares
+            self._longer[min_bucket] = BucketSequence(shares, self._seed)
+        return self._longer[min_bucket]
 
     def longest_gap(self, bucket: int) -> int:
         """Returns the number of steps within which a bucket comes at least once."""

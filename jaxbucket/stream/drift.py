@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -17,8 +17,11 @@ from jaxbucket.packing.pattern import positions
 from jaxbucket.plan.buckets import plan_buckets
 from jaxbucket.plan.histogram import value_counts
 from jaxbucket.plan.reports.epoch import report
-from jaxbucket.stream.options import Options
-from jaxbucket.stream.phases import Phase
+
+if TYPE_CHECKING:
+    # They import grain, and `Drift` is at the door, which does not.
+    from jaxbucket.stream.options import Options
+    from jaxbucket.stream.phases import Phase
 
 # Lengths that are compared together.
 _WINDOW = 16_384

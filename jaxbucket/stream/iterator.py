@@ -197,7 +197,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         collate = functools.partial(
             collate_rows,
             bucket=Bucket(num_rows, phase.plan.buckets[bucket].seq_len),
-            like=self._features_from(),
+            like=self._feature_template(),
             sequences=self._options.sequences,
         )
         full = functools.partial(
@@ -216,7 +216,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
                     raise ValueError(f"{example.origin}: {error}") from None
             raise
 
-    def _features_from(self) -> Example:
+    def _feature_template(self) -> Example:
         """Returns an example with the features of all batches, also empty ones."""
         if self._template is None:
             self._template = self._reader.first_example()
@@ -256,26 +256,18 @@ class StreamIterator(grain.DatasetIterator[Any]):
                 "The state that was set last was refused, and there is no other. Set "
                 "one that was saved."
             )
-        read, arrived = self._reader.counts.read, self._reader.counts.arrived
-        pending = self._pool.pending()
-        served = [x for x in self._served if x.step >= step]
-        if step != self._step and not (served and served[0].step == step):
+        served = next((x for x in self._served if x.step == step), None)
+        if step != self._step and served is None:
             first = self._served[0].step if self._served else self._step
             raise ValueError(
                 f"`step={step}`: states are kept of steps {first} to {self._step}. "
                 "Save sooner, or load fewer steps ahead."
             )
-        if served:
-            read, arrived = served[0].read, served[0].arrived
-            pending += [example for x in served for example in x.taken]
-            pending = [example for example in pending if example.index < arrived]
-            pending.sort(key=lambda example: example.index)
-            if len(pending) != served[0].num_pending:
-                raise RuntimeError(
-                    f"Step {self._step} was interrupted while examples went from the "
-                    "pool into rows, and which is not known. Go on from a state that "
-                    "was saved before."
-                )
+        counts, pending = self._reader.counts, self._pool.pending()
+        read, arrived = counts.read, counts.arrived
+        if served is not None:
+            read, arrived = served.read, served.arrived
+            pending = self._pending_before(served, pending)
         indices = [example.index for example in pending]
         tokens, checksum = summarize(pending)
         return StreamState(
@@ -290,6 +282,21 @@ class StreamIterator(grain.DatasetIterator[Any]):
             current_round=self._rounds.round_at(step),
             features=features_of(self._template if step else self._run.like),
         ).to_dict()
+
+    def _pending_before(
+        self, served: ServedStep, pending: list[PooledExample]
+    ) -> list[PooledExample]:
+        """Returns `pending` with what was taken since, without what arrived since."""
+        since = [x for x in self._served if x.step >= served.step]
+        pending = [*pending, *(example for x in since for example in x.taken)]
+        pending = [example for example in pending if example.index < served.arrived]
+        if len(pending) != served.num_pending:
+            raise RuntimeError(
+                f"Step {self._step} was interrupted while examples went from the pool "
+                "into rows, and which is not known. Go on from a state that was saved "
+                "before."
+            )
+        return sorted(pending, key=lambda example: example.index)
 
     def _config(self, step: int) -> dict[str, Any]:
         return {

@@ -51,7 +51,8 @@ class PooledExample:
         return _origin(self.epoch, self.epoch_index)
 
     def without_arrays(self) -> PooledExample:
-        return dataclasses.replace(self, example={})
+        origin = (self.epoch, self.epoch_index)
+        return PooledExample(self.index, self.length, self.checksum, {}, *origin)
 
 
 @dataclasses.dataclass
@@ -189,22 +190,23 @@ class StreamReader:
         length, longest = example_length(example, self.sequences), self.max_seq_len
         if length <= longest:
             return [(length, copied(example))]
+        starts = range(0, length, longest)
         if self.overlong == "drop":
             self.counts.dropped += 1
-            return []
-        if self.overlong == "truncate":
+            starts = ()
+        elif self.overlong == "truncate":
             self.counts.truncated += 1
             self.counts.truncated_tokens += length - longest
-            return [_chunk(example, self.sequences, 0, longest)]
-        if self.overlong == "split":
+            starts = (0,)
+        elif self.overlong == "split":
             self.counts.split += 1
-            starts = range(0, length, longest)
-            return [_chunk(example, self.sequences, x, x + longest) for x in starts]
-        raise ValueError(
-            f"length {length} is beyond the last bucket, `seq_len={longest}`. Plan "
-            "with a larger `max_seq_len`, or choose `overlong='drop'`, "
-            "`overlong='truncate'` or `overlong='split'`."
-        )
+        else:
+            raise ValueError(
+                f"length {length} is beyond the last bucket, `seq_len={longest}`. Plan "
+                "with a larger `max_seq_len`, or choose `overlong='drop'`, "
+                "`overlong='truncate'` or `overlong='split'`."
+            )
+        return [_chunk(example, self.sequences, x, x + longest) for x in starts]
 
     def first_example(self) -> Example | None:
         """Reads the first example of all once more; None if there is none.
