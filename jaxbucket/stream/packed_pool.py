@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from jaxbucket.base.types import BucketPlan
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.stream.pool import Pool, Queue
 from jaxbucket.stream.reader import PooledExample
 

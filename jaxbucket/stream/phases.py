@@ -8,9 +8,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_integer, check_lengths, check_positive
+from jaxbucket.base.digest import digest
 from jaxbucket.base.permutation import fold
-from jaxbucket.base.types import BucketPlan, digest
 from jaxbucket.packing.rows import pack as pack_rows
 from jaxbucket.plan.reports.epoch import row_lengths
 from jaxbucket.stream.bucket_sequence import BucketSequence, bucket_shares

@@ -76,7 +76,7 @@ def names_in(batch: jb.Batch) -> list[int]:
     """Who is in the rows of a batch, with its tokens checked."""
     packed = batch.features["index"].ndim == 2
     most = batch.features["index"].shape[1] if packed else None
-    found = jb.unbatch(batch, sequences=["tokens"], max_segments=most)
+    found = jb.data.unbatch(batch, sequences=["tokens"], max_segments=most)
     for example in found:
         name = int(example["index"])
         want = (name * 31 + np.arange(len(example["tokens"]))) % 1000
@@ -312,7 +312,7 @@ def test_longer_examples_are_counted(overlong, pack):
     parts: dict[int, list[int]] = {}
     for batch in iterator:
         most = 4 if pack else None
-        for part in jb.unbatch(batch, sequences=["tokens"], max_segments=most):
+        for part in jb.data.unbatch(batch, sequences=["tokens"], max_segments=most):
             parts.setdefault(int(part["index"]), []).extend(part["tokens"].tolist())
     counts, over = iterator.counts, lengths[lengths > 20]
     assert (counts.read, counts.dropped + counts.truncated + counts.split) == (
@@ -327,7 +327,7 @@ def test_longer_examples_are_counted(overlong, pack):
     if overlong == "truncate":
         assert counts.truncated_tokens == (over - 20).sum()
     if overlong == "split":
-        assert counts.arrived == len(jb.chunk_lengths(lengths, 20))
+        assert counts.arrived == len(jb.plan.chunk_lengths(lengths, 20))
 
 
 def test_a_longer_example_is_refused_with_its_place():
@@ -413,7 +413,7 @@ def test_a_part_of_the_rows_resumes_at_every_step(options):
         plan,
         pool_size=smallest_pool(plan, options) + 9,
         lengths=lengths,
-        shard=jb.RowShard((1,), 2),
+        shard=jb.data.RowShard((1,), 2),
         num_steps=12,
         on_drift=None,
         **options,
@@ -483,7 +483,7 @@ def hosts_of(lengths, plan, shares, pool_size, threads=None, sample=None, **opti
                 plan,
                 pool_size=pool_size,
                 lengths=lengths if sample is None else sample,
-                shard=jb.RowShard((host,), len(shares)),
+                shard=jb.data.RowShard((host,), len(shares)),
                 processes=threads and threads.of(host),
                 on_drift=None,
                 like={"tokens": np.zeros(1, np.int32), "index": np.int32(0)},
@@ -501,7 +501,7 @@ def test_hosts_are_in_lockstep_until_all_have_given_all(seed, options):
     shares = [[1, 1, 1, 1], [1, 2, 3, 4], [5, 0, 0, 1]][seed % 3]
     pool = smallest_pool(plan, options) * int(rng.integers(1, 3))
     hosts = hosts_of(lengths, plan, shares, pool, **options)
-    end, found, steps = jb.StreamEnd(plan, late=0), [], []
+    end, found, steps = jb.stream.StreamEnd(plan, late=0), [], []
     while True:
         at_hosts = [steps_of([next(host)])[0] for host in hosts]
         buckets = []
@@ -720,7 +720,11 @@ def test_meeting_brings_the_end_nearer():
     plan = jb.BucketPlan.from_shapes([(18, 3), (9, 7), (3, 15)])
     _, meeting = meeting_hosts(lengths, plan, shares, pool)
     met = len(drive(meeting)[0])
-    hosts, end, steps = hosts_of(lengths, plan, shares, pool), jb.StreamEnd(plan), 0
+    hosts, end, steps = (
+        hosts_of(lengths, plan, shares, pool),
+        jb.stream.StreamEnd(plan),
+        0,
+    )
     while True:
         parts = [next(host) for host in hosts]
         steps += 1
@@ -771,7 +775,7 @@ def test_hosts_that_batch_otherwise_are_told_so(changes, message):
                 plan,
                 **{
                     **{"pool_size": 100, "lengths": lengths},
-                    **{"shard": jb.RowShard((host,), 2), "on_drift": None},
+                    **{"shard": jb.data.RowShard((host,), 2), "on_drift": None},
                     **(changes if host else {}),
                 },
                 processes=threads.of(host),
@@ -799,7 +803,7 @@ def test_hosts_with_other_features_or_steps_are_told_so():
                 plan,
                 pool_size=100,
                 lengths=lengths,
-                shard=jb.RowShard((index,) if parts is None else parts, 2),
+                shard=jb.data.RowShard((index,) if parts is None else parts, 2),
                 sequences=sequences,
                 processes=threads.of(index),
             )
@@ -858,7 +862,7 @@ def test_a_host_without_an_example_hears_of_features():
                 plan,
                 pool_size=50,
                 lengths=lengths,
-                shard=jb.RowShard((host,), 2),
+                shard=jb.data.RowShard((host,), 2),
                 processes=threads.of(host),
             )
         )
@@ -966,7 +970,7 @@ def test_workers_do_not_meet():
 
 def test_a_host_without_an_example_needs_to_be_told_its_features():
     lengths, plan, _ = job(32, size=50, multiple=2)
-    options = {"shard": jb.RowShard((1,), 2), "lengths": lengths, "pool_size": 50}
+    options = {"shard": jb.data.RowShard((1,), 2), "lengths": lengths, "pool_size": 50}
     options["num_steps"] = math.inf
     empty = stream(np.zeros(0, int))
     with pytest.raises(ValueError, match="no example, so that the features of its"):
@@ -979,12 +983,12 @@ def test_a_host_without_an_example_needs_to_be_told_its_features():
 
 def test_the_end_is_seen_late_and_by_the_longest_bucket_alone():
     plan = jb.BucketPlan((jb.Bucket(4, 8), jb.Bucket(2, 16)), max_tokens=32)
-    end = jb.StreamEnd(plan, late=2)
+    end = jb.stream.StreamEnd(plan, late=2)
     short, long = plan.buckets
     steps = [(short, 0), (long, 3), ((short, long), np.int32(0)), (short, 0), (long, 9)]
     assert [end.reached(*step) for step in steps] == [False] * 4 + [True]
     with pytest.raises(ValueError, match="`late=-1` must not be negative"):
-        jb.StreamEnd(plan, late=-1)
+        jb.stream.StreamEnd(plan, late=-1)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -1081,7 +1085,7 @@ def main():
     )
     part = jb.stream_batches(
         stream(lengths), plan, pool_size=64, lengths=lengths, num_steps=40,
-        shard=jb.RowShard((0,), 2),
+        shard=jb.data.RowShard((0,), 2),
     )
     whole, _ = loaded(part)
     for workers in (1, 3):
@@ -1118,7 +1122,10 @@ def test_a_share_of_a_worker_is_what_all_workers_together_have_once(workers):
     lengths, plan, _ = job(44, size=90, multiple=2)
     options = {"pool_size": 64, "lengths": lengths, "on_drift": None}
     part = jb.stream_batches(
-        *(stream(lengths), plan), shard=jb.RowShard((0,), 2), num_steps=12, **options
+        *(stream(lengths), plan),
+        shard=jb.data.RowShard((0,), 2),
+        num_steps=12,
+        **options,
     )
     whole = list(part)
 
@@ -1181,7 +1188,7 @@ def test_a_new_plan_takes_over_at_its_step(parts, options):
         {0: plan, 3: new},
         pool_size=smallest_pool(plan, options) + 20,
         lengths=lengths,
-        shard=jb.RowShard((0,), parts),
+        shard=jb.data.RowShard((0,), parts),
         num_steps=16 if parts > 1 else None,
         on_drift=None,
         **options,
@@ -1244,7 +1251,9 @@ def drifting(found, plan, **options):
 
 def test_a_warning_says_that_lengths_have_drifted():
     plan = jb.BucketPlan.from_shapes([(64, 4), (64, 32)])
-    with pytest.warns(jb.DriftWarning, match=r"Lengths have drifted .* the last 16384"):
+    with pytest.warns(
+        jb.stream.DriftWarning, match=r"Lengths have drifted .* the last 16384"
+    ):
         drifting(np.full(17_500, 20), plan)
 
 
@@ -1253,7 +1262,7 @@ def test_drift_is_told_once_with_figures_and_a_plan(small_window):
     sample = rng.integers(1, 9, 2000)
     lengths = np.concatenate([rng.integers(1, 9, 2500), rng.integers(17, 24, 7500)])
     plan = jb.plan_buckets(np.append(sample, 32), max_tokens=2048, num_buckets=3)
-    told: list[jb.Drift] = []
+    told: list[jb.stream.Drift] = []
     drifting(lengths, plan, lengths=sample, on_drift=told.append)
     (drift,) = told
     assert drift.padding > drift.renewed + 0.05
@@ -1278,14 +1287,14 @@ def test_hosts_whose_sequence_is_of_other_lengths_are_told(small_window):
     plan = jb.plan_buckets(
         sample, max_tokens=1024, num_buckets=2, batch_size_multiple=2
     )
-    told: list[jb.Drift] = []
+    told: list[jb.stream.Drift] = []
     iterator = iter(
         jb.stream_batches(
             stream(lengths),
             plan,
             pool_size=512,
             lengths=sample,
-            shard=jb.RowShard((0,), 2),
+            shard=jb.data.RowShard((0,), 2),
             num_steps=math.inf,
             on_drift=told.append,
         )
@@ -1393,7 +1402,7 @@ def test_an_example_without_a_length_is_refused_with_its_place():
         with pytest.raises(ValueError, match=re.escape(message)):
             list(dataset)
     with pytest.raises(ValueError, match="Example 2 of epoch 0 of the stream:"):
-        jb.sample_lengths(source, 10)
+        jb.stream.sample_lengths(source, 10)
 
 
 @pytest.mark.parametrize("epochs", [1, 3, None])
@@ -1426,7 +1435,7 @@ def test_a_stream_without_an_example_is_refused():
         ):
             next(iter(dataset))
     with pytest.raises(ValueError, match="Epoch 0 of the stream has no example"):
-        jb.sample_lengths(empty, 10)
+        jb.stream.sample_lengths(empty, 10)
 
     def later(epoch: int, seed: int) -> grain.IterDataset:
         return stream(np.array([3, 4])) if epoch == 0 else empty
@@ -1444,7 +1453,7 @@ def test_a_stream_without_an_example_is_refused():
 
 PLAN = jb.BucketPlan((jb.Bucket(8, 4), jb.Bucket(2, 16)), max_tokens=32)
 LONGER = jb.BucketPlan((jb.Bucket(1, 32),), max_tokens=32)
-HALF = {"shard": jb.RowShard((0,), 2)}
+HALF = {"shard": jb.data.RowShard((0,), 2)}
 
 
 @pytest.mark.parametrize(
@@ -1465,7 +1474,7 @@ HALF = {"shard": jb.RowShard((0,), 2)}
         ({"seed": -1}, "`seed=-1` must be between 0 and"),
         ({"pack": True}, "`max_segments_per_row` is missing: a feature of one number"),
         (HALF, "`lengths` are missing: several processes have one sequence"),
-        ({"shard": jb.RowShard((0,), 3)}, "cannot be cut into 3 equal parts"),
+        ({"shard": jb.data.RowShard((0,), 3)}, "cannot be cut into 3 equal parts"),
         ({**HALF, "lengths": [3]}, "`processes` are missing: this one has a part of"),
         (
             {"processes": 4},
@@ -1510,13 +1519,13 @@ def test_what_a_loader_of_grain_is_told_to_give_is_a_stream():
     )
     for call in (
         lambda given: jb.stream_batches(given, PLAN, pool_size=8),
-        lambda given: jb.sample_lengths(given, 4),
+        lambda given: jb.stream.sample_lengths(given, 4),
     ):
         with pytest.raises(ValueError, match="is a DataLoader, not a `grain") as error:
             call(loader)
         (advised,) = re.findall(r"`(grain\.Map[^`]*)`", str(error.value))
         call(eval(advised, names))
-    lengths = jb.sample_lengths(eval(advised, names), 4)
+    lengths = jb.stream.sample_lengths(eval(advised, names), 4)
     assert sorted(lengths.tolist()) == [2, 3, 4, 8]
 
 
@@ -1658,7 +1667,7 @@ def test_a_step_that_fails_is_saved_as_it_was_before(options):
 
 
 def test_a_stop_iteration_of_what_is_called_is_not_the_end(small_window):
-    def stop(drift: jb.Drift) -> None:
+    def stop(drift: jb.stream.Drift) -> None:
         raise StopIteration
 
     sample, lengths = np.full(100, 2), np.full(4000, 9)
@@ -1775,7 +1784,9 @@ def test_processes_with_other_streams_have_other_positions():
     assert one.fingerprint != other.fingerprint
     with pytest.raises(ValueError, match="schedule seed 0 -> 1"):
         one.position(3).check_same(other.position(3))
-    again = jb.DataPosition.from_dict(json.loads(json.dumps(one.position(3).to_dict())))
+    again = jb.data.DataPosition.from_dict(
+        json.loads(json.dumps(one.position(3).to_dict()))
+    )
     one.position(3).check_same(again)
 
 
@@ -1868,8 +1879,8 @@ def test_a_sample_ends_where_the_stream_does_and_not_before():
         return example
 
     with pytest.raises(RuntimeError, match="Example 5 of epoch 0 .* StopIteration"):
-        jb.sample_lengths(stream(np.full(9, 3)).map(broken), 9)
-    assert jb.sample_lengths(stream(np.full(9, 3)), 5).tolist() == [3] * 5
+        jb.stream.sample_lengths(stream(np.full(9, 3)).map(broken), 9)
+    assert jb.stream.sample_lengths(stream(np.full(9, 3)), 5).tolist() == [3] * 5
 
 
 def test_what_is_dropped_takes_no_memory():
@@ -1894,7 +1905,7 @@ def test_a_rare_length_waits_no_longer_than_it_may():
             pool_size=32,
             max_wait=200,
             lengths=sample,
-            shard=jb.RowShard((0,), 2),
+            shard=jb.data.RowShard((0,), 2),
             num_steps=math.inf,
             on_drift=None,
         )
@@ -2010,7 +2021,7 @@ def test_a_plan_that_is_proposed_can_be_adopted(small_window):
     plan = jb.plan_buckets(
         lengths[:500], max_tokens=8192, num_buckets=3, max_seq_len=512
     )
-    told: list[jb.Drift] = []
+    told: list[jb.stream.Drift] = []
     options = {"pool_size": 60, "on_drift": told.append}
     list(jb.stream_batches(stream(lengths), plan, **options))
     assert told[0].plan.batch_sizes.max() <= 60
@@ -2018,7 +2029,7 @@ def test_a_plan_that_is_proposed_can_be_adopted(small_window):
 
 
 def packed_drift(sample, lengths, plan, **options):
-    told: list[jb.Drift] = []
+    told: list[jb.stream.Drift] = []
     given = {"pool_size": 256, "lengths": sample, "pack": True, **options}
     dataset = jb.stream_batches(stream(lengths), plan, on_drift=told.append, **given)
     padding = [1 - batch.num_tokens / batch.bucket.num_tokens for batch in dataset]
@@ -2056,7 +2067,7 @@ def test_a_plan_made_by_hand_has_not_drifted(small_window):
     rng = np.random.default_rng(0)
     lengths = np.minimum(1 + rng.geometric(0.01, 6000), 512)
     plan = jb.BucketPlan.from_shapes([(8, 256), (4, 512)])
-    told: list[jb.Drift] = []
+    told: list[jb.stream.Drift] = []
     options = {"lengths": lengths, "on_drift": told.append}
     list(jb.stream_batches(stream(lengths), plan, pool_size=64, **options))
     assert not told

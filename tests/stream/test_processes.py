@@ -38,7 +38,7 @@ def batches_of(stream, **options):
         plan,
         pool_size=32,
         lengths=lengths[:100],
-        shard=jb.local_rows(mesh),
+        shard=jb.sharding.local_rows(mesh),
         processes=processes,
         **options,
     )
@@ -67,10 +67,10 @@ with jb.Processes(timeout=4) as processes:
     dataset = batches_of(stream(processes.index))
     processes.check_agreement(dataset.position(0), mesh)
     tx = optax.adam(1e-2)
-    state = jb.replicate(jb.create_state({"w": jnp.zeros((50, 4))}, tx), mesh)
+    state = jb.sharding.replicate(jb.create_state({"w": jnp.zeros((50, 4))}, tx), mesh)
     step_fn = jb.data_parallel(loss_fn, tx, mesh)
     like = {"tokens": np.zeros(1, np.int32), "index": np.int32(0)}
-    steps = jb.compile_steps(step_fn, state, jb.batch_specs(plan, like, mesh))
+    steps = jb.compile_steps(step_fn, state, jb.sharding.batch_specs(plan, like, mesh))
     batches, step = iter(dataset), 0
 """
 
@@ -90,7 +90,7 @@ TOGETHER = (
     TRAIN
     + """
     served, saved = [], None
-    for batch in jb.prefetch_to_mesh(batches, mesh):
+    for batch in jb.sharding.prefetch_to_mesh(batches, mesh):
         state, metrics = steps(state, batch)
         served.append(names(batch))
         say("step", step, batch.bucket, names(batch))
@@ -102,7 +102,7 @@ TOGETHER = (
 
     again = iter(dataset)
     again.set_state(json.loads(saved))
-    rest = [names(batch) for batch in jb.prefetch_to_mesh(again, mesh)]
+    rest = [names(batch) for batch in jb.sharding.prefetch_to_mesh(again, mesh)]
     say("resumed", rest == served[9:], len(rest) > 2)
 
     # Two streams at once; whoever comes first meets the others of the same stream.
@@ -168,7 +168,7 @@ CHECKPOINTED = (
             position.check_same(dataset.position(position.step))
             batches.set_state(extra["streams"][processes.index])
             step = position.step
-        for batch in jb.prefetch_to_mesh(batches, mesh):
+        for batch in jb.sharding.prefetch_to_mesh(batches, mesh):
             state, metrics = steps(state, batch)
             say("step", step, batch.bucket, names(batch))
             step += 1
