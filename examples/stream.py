@@ -5,9 +5,9 @@
     python examples/stream.py --checkpoint runs/s   # the same again when it was stopped
     python scripts/launch_local.py -n 4 -- python examples/stream.py --json run.json
 
-Every epoch cuts other passages, so that nobody knows their lengths before. A sample of
-them makes the plan; each process has documents of its own, of its own number, and all
-end behind the same step, when every passage of every process was given.
+Every epoch cuts other passages, so that their lengths are not known before. The plan is
+made of a sample of them. Each process has documents of its own, and all end behind the
+same step, when every passage of every process has been served.
 """
 
 import argparse
@@ -35,7 +35,7 @@ STEPS_BETWEEN_LINES = 25
 
 
 class Step(NamedTuple):
-    """What is told of a step."""
+    """The figures of a step."""
 
     step: int
     batch_size: int
@@ -59,17 +59,17 @@ def passages(
     args: argparse.Namespace, mesh: jax.sharding.Mesh, processes: jb.Processes
 ) -> StreamDataset:
     """Batches of the passages of this process's documents."""
-    own = documents.load(args.data).train[processes.index :: processes.count]
+    texts = documents.load(args.data).train[processes.index :: processes.count]
 
     def cut_anew(epoch: int, seed: int) -> grain.IterDataset:
         del epoch
-        texts = grain.MapDataset.source(own).seed(seed).shuffle()
-        return texts.random_map(passage).to_iter_dataset()
+        shuffled = grain.MapDataset.source(texts).seed(seed).shuffle()
+        return shuffled.random_map(passage).to_iter_dataset()
 
     sample = jb.stream.sample_lengths(cut_anew, args.sample, seed=args.seed)
-    # The same in all processes, and of all of them.
-    told = processes.gather("lengths", json.dumps(sample.tolist()))
-    lengths = np.concatenate([json.loads(text) for text in told])
+    # Those of all processes, so that all make the same plan.
+    samples = processes.gather("lengths", json.dumps(sample.tolist()))
+    lengths = np.concatenate([json.loads(text) for text in samples])
     plan = jb.plan_buckets(
         lengths,
         max_tokens=args.max_tokens,
@@ -130,7 +130,7 @@ def train(
     steps = jb.compile_steps(
         jb.make_train_step(recipe.loss, tx, mesh), state, specs, progress=False
     )
-    batches, found = iter(dataset), []
+    batches, records = iter(dataset), []
     with contextlib.ExitStack() as stack:
         checkpoints = None
         if args.checkpoint:
@@ -146,20 +146,20 @@ def train(
             jb.sharding.prefetch_to_mesh(batches, mesh), first
         ):
             state, metrics = steps(state, batch)
-            found.append(told_of(step, batch, metrics))
+            records.append(record_of(step, batch, metrics))
             if processes.index == 0 and step % STEPS_BETWEEN_LINES == 0:
-                show(found[-1])
+                show(records[-1])
             if checkpoints and (step + 1) % args.save_every == 0:
-                own = json.dumps(batches.state_before(step + 1))
-                streams = processes.gather("streams", own)
+                stream = json.dumps(batches.state_before(step + 1))
+                streams = processes.gather("streams", stream)
                 position = dataset.position(step + 1)
                 checkpoints.save(state, position, {"streams": streams})
     if processes.index == 0:
         print(f"Of this process: {batches.counts}")
-    return found
+    return records
 
 
-def told_of(step: int, batch: jb.Batch, metrics: dict[str, Any]) -> Step:
+def record_of(step: int, batch: jb.Batch, metrics: dict[str, Any]) -> Step:
     tokens, loss = int(metrics["num_tokens"]), float(metrics["loss"])
     return Step(step, batch.bucket.batch_size, batch.bucket.seq_len, tokens, loss)
 
@@ -179,8 +179,8 @@ def report(steps: Sequence[Step], args: argparse.Namespace) -> None:
     print(f"{len(steps)} steps of {real:,} bytes, {padding:.1%} padding.")
     if args.json:
         numbers = [step._asdict() for step in steps]
-        found = {"steps": numbers, "real_tokens": real, "padding": padding}
-        pathlib.Path(args.json).write_text(json.dumps(found))
+        figures = {"steps": numbers, "real_tokens": real, "padding": padding}
+        pathlib.Path(args.json).write_text(json.dumps(figures))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -202,7 +202,7 @@ def parse_arguments() -> argparse.Namespace:
         "--pool-size",
         type=options.positive,
         default=512,
-        help="passages that wait in each process",
+        help="pending passages in each process",
     )
     parser.add_argument("--pack", action="store_true", help="several in each row")
     parser.add_argument("--max-len", type=options.length, default=512, help="bytes")

@@ -1,7 +1,7 @@
-"""Which bucket every step of a stream has, where several hosts must agree on it.
+"""The bucket of every step of a stream that several processes read.
 
-It is a pure function of the plan, a sample of lengths, the seed and the number of the
-step, so that no host asks another, and none waits.
+It is a pure function of the plan, a sample of lengths, the seed and the step, so that
+processes agree on it without communicating.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxbucket.packing.rows import pack
 _WORD = 2**64
 # 2**64 over the golden ratio: of all steps around a circle it leaves the evenest gaps.
 _GOLDEN = 0x9E3779B97F4A7C15
-# Of steps, at least so many are of the longest bucket, which any example fits in.
-LEAST_OF_LONGEST = Fraction(1, 32)
+# The least share of the longest bucket, which any example fits in.
+MIN_SHARE_OF_LONGEST = Fraction(1, 32)
 
 
 class BucketSequence:
     """Index -> bucket, each as often as its share, and evenly spaced.
 
-    Index i stands at `i / golden ratio` around a circle, of which every bucket has an
+    Index i stands at `i / golden ratio` around a circle, on which every bucket has an
     arc as long as its share. So a bucket is never away for more than `longest_gap`.
 
     Example:
@@ -37,65 +37,68 @@ class BucketSequence:
       [0, 1, 0, 2, 0, 0, 1, 0]
 
     Args:
-      shares: `[K]`, of all steps, that each bucket has.
+      shares: `[K]`, the share of steps of each bucket.
       seed: where on the circle it begins.
     """
 
     def __init__(self, shares: Sequence[Fraction], seed: int = 0):
         self.shares = tuple(Fraction(share) for share in shares)
+        self._seed = seed
         ends = itertools.accumulate(self.shares)
         self._ends = [math.floor(end * _WORD) for end in ends]
         self._ends[-1] = _WORD
         self._start = fold(seed) if seed else 0
-        self._above: dict[int, BucketSequence] = {}
+        self._longer: dict[int, BucketSequence] = {0: self}
 
     def __getitem__(self, index: int) -> int:
         return bisect.bisect_right(self._ends, (self._start + index * _GOLDEN) % _WORD)
 
-    def above(self, bucket: int) -> BucketSequence:
-        """Returns a sequence of the longer buckets alone, in the same proportions."""
-        if bucket < 0:
-            return self
-        if bucket not in self._above:
-            left = sum(self.shares[bucket + 1 :])
-            shares = [x / left if k > bucket else 0 for k, x in enumerate(self.shares)]
-            self._above[bucket] = BucketSequence([Fraction(x) for x in shares])
-            self._above[bucket]._start = self._start
-        return self._above[bucket]
+    def without_shorter(self, min_bucket: int) -> BucketSequence:
+        """Returns the sequence of `min_bucket` and longer ones, in their proportions.
+
+        Example:
+          >>> longer = BucketSequence([Fraction(1, 3)] * 3).without_shorter(1)
+          >>> [longer[index] for index in range(6)]
+          [1, 2, 1, 2, 1, 1]
+        """
+        if min_bucket not in self._longer:
+            total = sum(self.shares[min_bucket:])
+            shares = [share / total for share in self.shares[min_bucket:]]
+            shares = [Fraction(0)] * min_bucket + shares
+            self._longer[min_bucket] = BucketSequence(shares, self._seed)
+        return self._longer[min_bucket]
 
     def longest_gap(self, bucket: int) -> int:
-        """Returns in how many steps a bucket comes at least once."""
-        # Where n points leave no gap larger than the arc, one of them is in it: of
-        # steps by the golden ratio n gaps are at most 1 + 2 / sqrt(5) of the circle.
+        """Returns the number of steps within which a bucket comes at least once."""
+        # Where n points leave no gap larger than the arc, one of them is in it: the
+        # gaps of n steps by the golden ratio are at most (1 + 2 / sqrt(5)) / n.
         return math.ceil(2 / self.shares[bucket])
 
 
 def bucket_shares(
-    plan: BucketPlan, lengths: np.ndarray, max_segments_per_row: int | None, packs: bool
+    plan: BucketPlan, lengths: np.ndarray, max_segments: int | None
 ) -> list[Fraction]:
-    """Returns of all steps the share that each bucket has, exact.
+    """Returns the exact share of steps of each bucket.
 
     Args:
       plan: the shapes.
-      lengths: `[N]` integers, a sample: of rows' examples, chunks for examples.
-      max_segments_per_row: as in `pack`.
-      packs: whether rows are packed.
+      lengths: `[N]` integers, a sample of examples; of their chunks if these are split.
+      max_segments: the most examples of a packed row; None if rows are padded.
     """
-    kept = plan.kept(lengths)
-    if packs:
-        kept = pack(
-            kept, plan.boundaries.tolist(), max_segments_per_row=max_segments_per_row
+    lengths = plan.kept(lengths)
+    if max_segments is not None:
+        boundaries = plan.boundaries.tolist()
+        lengths = pack(
+            lengths, boundaries, max_segments_per_row=max_segments
         ).row_lengths
-    rows = np.bincount(plan.assign(kept), minlength=len(plan)).tolist()
+    rows = np.bincount(plan.assign(lengths), minlength=len(plan)).tolist()
     batches = [
-        # One that the sample has nothing for is not forgotten.
+        # A bucket without an example in the sample still has a share.
         Fraction(max(count, 1), bucket.batch_size)
         for count, bucket in zip(rows, plan.buckets, strict=True)
     ]
-    total = sum(batches)
-    shares = [number / total for number in batches]
-    if shares[-1] < LEAST_OF_LONGEST:
-        others = 1 - shares[-1]
-        scale = (1 - LEAST_OF_LONGEST) / others
-        shares = [*(share * scale for share in shares[:-1]), LEAST_OF_LONGEST]
-    return shares
+    *shares, longest = (number / sum(batches) for number in batches)
+    if longest < MIN_SHARE_OF_LONGEST:
+        scale = (1 - MIN_SHARE_OF_LONGEST) / (1 - longest)
+        shares, longest = [share * scale for share in shares], MIN_SHARE_OF_LONGEST
+    return [*shares, longest]

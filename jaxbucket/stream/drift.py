@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -19,30 +19,36 @@ from jaxbucket.plan.buckets import plan_buckets
 from jaxbucket.plan.histogram import value_counts
 from jaxbucket.plan.reports.epoch import report
 
-# Lengths that are looked at together, and how many shares of padding are worth a word.
+if TYPE_CHECKING:
+    # They import grain, and `Drift` is at the door, which does not.
+    from jaxbucket.stream.options import Options
+    from jaxbucket.stream.phases import Phase
+
+# Lengths that are compared together.
 _WINDOW = 16_384
-_WORTH = 0.05
-# Of packed rows, where a plan was made and gained too little.
+# The share of padding that a new plan has to save.
+_MIN_GAIN = 0.05
+# The share of rows without an example at which a sequence of buckets is wrong.
+_MAX_EMPTY = 0.15
+# Windows from one new plan of packed rows, which takes seconds, to the next.
 _WINDOWS_BETWEEN_PLANS = 16
-# Rows without an example: several processes have buckets as often as the sample has.
-_EMPTY = 0.15
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drift:
-    """What lengths have come to, and a plan for them.
+    """Lengths that have drifted from the plan, and a plan for them.
 
     Attributes:
-      step: the one that has just been given.
-      lengths: `[N]` int32, the last that arrived.
-      padding: of them under the plan in force, by `report`; of packed rows, when they
-        are packed alone.
-      promised: of the lengths that this plan was made for; None where not known.
-      renewed: of the last lengths, under `plan`.
+      step: the last step before the drift was seen.
+      lengths: `[N]` int32, the last lengths that arrived.
+      padding: the share of padding of these under the plan in force, by `report`; of
+        packed rows, if they are packed alone.
+      promised: the same of the lengths that the plan was made for; None if not known.
+      renewed: the same of the last lengths under `plan`.
       empty_rows: the share of rows that had no example meanwhile.
-      plan: made of the last lengths, within the same limits, but that packed rows may
-        have two T. It is in force from a step on only if it is given:
-        `plan={0: old, step: drift.plan}`.
+      plan: the best for the last lengths within the same limits, except that packed
+        rows may have two T. It is in force from a step on only if it is passed:
+        `stream_batches(..., plan={0: old, step: drift.plan})`.
     """
 
     step: int
@@ -67,7 +73,7 @@ class Drift:
 
 
 class DriftWarning(UserWarning):
-    """Says that a stream has drifted.
+    """Says that the lengths of a stream have drifted.
 
     Attributes:
       drift: the figures, and a plan.
@@ -86,110 +92,92 @@ def warn_of_drift(drift: Drift) -> None:
     warnings.warn(DriftWarning(drift), stacklevel=2)
 
 
-class DriftWatch:
-    """Looks at the last lengths again and again; it speaks once.
+class DriftMonitor:
+    """Compares the last lengths with the plan, again and again; reports a drift once.
 
     Args:
-      plan: the one in force.
-      sample: `[N]` lengths that it was made for, where they are known.
-      on_drift: what is called; None to look at nothing.
-      shares: whether several processes have one sequence of buckets, so that rows may
-        be empty for it is no longer right. Alone, they are so for a pool too small.
-      max_segments: the most examples of a packed row; None where rows are padded.
-      max_batch_size: of a new plan, for all of a batch is in the pool at once.
+      phase: the plan in force, and the lengths that it was made for.
+      options: how batches are cut.
+      on_drift: called with the drift; None to compare nothing.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        sample: np.ndarray | None,
-        on_drift: OnDrift | None,
-        shares: bool = False,
-        max_segments: int | None = None,
-        max_batch_size: int | None = None,
-    ):
-        self._plan = plan
-        self._sample = sample
+    def __init__(self, phase: Phase, options: Options, on_drift: OnDrift | None):
+        self._plan = phase.plan
+        self._sample = phase.sample
+        self._max_segments = phase.max_segments
+        # Alone, a process has empty rows only because its pool is too small.
+        self._has_sequence = phase.sequence is not None
+        self._max_batch_size = options.max_batch_size
         self._on_drift = on_drift
-        self._shares = shares
-        self._max_segments = max_segments
-        self._max_batch_size = max_batch_size
         self._lengths = np.zeros(_WINDOW, np.int32)
-        self._number = 0
-        self._looked = 0
-        self._rows = 0
-        self._empty = 0
-        self._spoke = False
-        # From how many lengths on it is worth planning again.
-        self._due = 0
+        self._count = self._compared_at = self._replan_at = 0
+        self._rows = self._empty_rows = 0
 
-    def arrive(self, length: int) -> None:
-        """Counts one more."""
-        self._lengths[self._number % _WINDOW] = length
-        self._number += 1
+    def add_length(self, length: int) -> None:
+        """Counts an example that arrived."""
+        self._lengths[self._count % _WINDOW] = length
+        self._count += 1
 
     def histogram(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the last lengths, `[V]` increasing, and how many are of each."""
-        return np.unique(self._lengths[: self._number], return_counts=True)
+        return np.unique(self._lengths[: self._count], return_counts=True)
 
-    def step(self, step: int, batches: Sequence[Batch], ended: bool) -> None:
-        """Counts the rows of a step, and looks whether it is time to."""
-        if self._on_drift is None or self._spoke or ended:
+    def add_step(self, step: int, batches: Sequence[Batch], ended: bool) -> None:
+        """Counts the rows of a step, and compares if a window of lengths is full."""
+        if self._on_drift is None or ended:
             return
         for batch in batches:
             filled = next(iter(batch.segment_ids.values()))[:, 0] > 0
             self._rows += len(filled)
-            self._empty += len(filled) - int(filled.sum())
-        if self._number >= self._looked + _WINDOW:
-            self._look(step, self._on_drift)
-            self._looked = self._number
-            self._rows = self._empty = 0
+            self._empty_rows += len(filled) - int(filled.sum())
+        if self._count < self._compared_at + _WINDOW:
+            return
+        drift = self._drift(step)
+        self._compared_at = self._count
+        self._rows = self._empty_rows = 0
+        if drift is not None:
+            on_drift, self._on_drift = self._on_drift, None
+            on_drift(drift)
 
-    def _look(self, step: int, on_drift: OnDrift) -> None:
+    def _drift(self, step: int) -> Drift | None:
+        """Returns the drift of the last lengths; None if there is too little."""
         lengths = self._lengths.copy()
         padding = self._padding(self._plan, lengths)
-        empty_rows = self._empty / max(self._rows, 1)
-        is_off = self._shares and empty_rows > _EMPTY
-        # Beyond that a new plan may gain something: packed ones take seconds to make.
-        at_least = (self._promised or 0.0) * (self._max_segments is not None) + _WORTH
-        if not is_off and (padding <= at_least or self._number < self._due):
-            return
-        renewed = self._renewed(lengths)
-        drift = Drift(
-            step=step,
-            lengths=lengths,
-            padding=padding,
-            promised=self._promised,
-            renewed=self._padding(renewed, lengths),
-            empty_rows=empty_rows,
-            plan=renewed,
-        )
-        gained = padding - drift.renewed
+        empty_rows = self._empty_rows / max(self._rows, 1)
+        is_sequence_wrong = self._has_sequence and empty_rows > _MAX_EMPTY
+        # With less padding a new plan cannot gain enough.
+        least = _MIN_GAIN
+        if self._max_segments is not None:
+            least += self._promised or 0.0
+        may_gain = padding > least and self._count >= self._replan_at
+        if not (is_sequence_wrong or may_gain):
+            return None
+        plan = self._best_plan(lengths)
+        renewed = self._padding(plan, lengths)
+        gain = padding - renewed
         if self._promised is not None:
-            # A plan that is not the best for its own lengths has not drifted for that.
-            gained -= self._promised - self._best_of_sample
-        if is_off or gained > _WORTH:
-            self._spoke = True
-            on_drift(drift)
-        elif self._max_segments is not None:
-            self._due = self._number + _WINDOWS_BETWEEN_PLANS * _WINDOW
+            # What the plan lacked for its own lengths is not drift.
+            gain -= self._promised - self._least_promised
+        if is_sequence_wrong or gain > _MIN_GAIN:
+            return Drift(
+                *(step, lengths, padding, self._promised, renewed, empty_rows, plan)
+            )
+        if self._max_segments is not None:
+            self._replan_at = self._count + _WINDOWS_BETWEEN_PLANS * _WINDOW
+        return None
 
     @functools.cached_property
     def _promised(self) -> float | None:
-        """Padding of the sample, in the plan that was made for it."""
+        """The padding of the sample, in the plan that was made for it."""
         if self._sample is None:
             return None
         return self._padding(self._plan, self._sample)
 
     @functools.cached_property
-    def _best_of_sample(self) -> float:
-        """Padding of the sample, in the best plan for it within the same limits."""
+    def _least_promised(self) -> float:
+        """The padding of the sample, in the best plan for it within the same limits."""
         assert self._sample is not None
-        return self._padding(self._renewed(self._sample), self._sample)
-
-    def _renewed(self, lengths: np.ndarray) -> BucketPlan:
-        limits = (self._max_batch_size, self._max_segments)
-        return renewed_plan(self._plan, lengths, *limits)
+        return self._padding(self._best_plan(self._sample), self._sample)
 
     def _padding(self, plan: BucketPlan, lengths: np.ndarray) -> float:
         if self._max_segments is None:
@@ -198,57 +186,49 @@ class DriftWatch:
         rows = best_fit(values, counts, plan.boundaries.tolist(), self._max_segments)
         return 1 - float(values @ counts) / positions(rows)
 
+    def _best_plan(self, lengths: np.ndarray) -> BucketPlan:
+        """Returns the best plan for other lengths, within the limits of this one.
 
-def renewed_plan(
-    plan: BucketPlan,
-    lengths: np.ndarray,
-    max_batch_size: int | None = None,
-    max_segments: int | None = None,
-) -> BucketPlan:
-    """Returns the best plan for other lengths, within the limits of a plan.
+        It has as many buckets, the same budget, multiples, longest T and policy.
+        """
+        if self._max_segments is not None:
+            return self._best_packed_plan(lengths, self._max_segments)
+        plan = self._plan
+        return plan_buckets(
+            lengths,
+            max_tokens=plan.max_tokens,
+            max_batch_size=self._max_batch_size,
+            num_buckets=len(plan),
+            batch_size_multiple=plan.batch_size_multiple,
+            seq_len_multiple=plan.seq_len_multiple,
+            max_seq_len=plan.max_seq_len,
+            overlong=plan.overlong,
+        )
 
-    As many buckets, the same budget, multiples, longest T and policy. Of packed rows
-    at least two: with one T there is nothing to choose.
-    """
-    if max_segments is not None:
-        return _renewed_packed(plan, lengths, max_batch_size, max_segments)
-    return plan_buckets(
-        lengths,
-        max_tokens=plan.max_tokens,
-        max_batch_size=max_batch_size,
-        num_buckets=len(plan),
-        batch_size_multiple=plan.batch_size_multiple,
-        seq_len_multiple=plan.seq_len_multiple,
-        max_seq_len=plan.max_seq_len,
-        overlong=plan.overlong,
-    )
-
-
-def _renewed_packed(
-    plan: BucketPlan,
-    lengths: np.ndarray,
-    max_batch_size: int | None,
-    max_segments: int,
-) -> BucketPlan:
-    found = plan_packing(
-        # The longest T stays.
-        np.append(plan.kept(lengths), plan.max_seq_len),
-        max_tokens=plan.max_tokens,
-        max_seq_len=plan.max_seq_len,
-        num_buckets=max(2, len(plan)),
-        pack="always",
-        max_segments_per_row=max_segments,
-        batch_size_multiple=plan.batch_size_multiple,
-        seq_len_multiple=plan.seq_len_multiple,
-    ).plan
-    most = plan.max_tokens if max_batch_size is None else max_batch_size
-    most -= most % plan.batch_size_multiple
-    buckets = tuple(Bucket(min(b.batch_size, most), b.seq_len) for b in found.buckets)
-    # Of rows in other numbers nobody knows the costs.
-    return dataclasses.replace(
-        found,
-        buckets=buckets,
-        overlong=plan.overlong,
-        step_costs=None,
-        cost_unit="tokens",
-    )
+    def _best_packed_plan(self, lengths: np.ndarray, max_segments: int) -> BucketPlan:
+        """The same of packed rows, with two T at least: of one there is no choice."""
+        plan = self._plan
+        packed = plan_packing(
+            # The longest T stays.
+            np.append(plan.kept(lengths), plan.max_seq_len),
+            max_tokens=plan.max_tokens,
+            max_seq_len=plan.max_seq_len,
+            num_buckets=max(2, len(plan)),
+            pack="always",
+            max_segments_per_row=max_segments,
+            batch_size_multiple=plan.batch_size_multiple,
+            seq_len_multiple=plan.seq_len_multiple,
+        ).plan
+        most = self._max_batch_size
+        most -= most % plan.batch_size_multiple
+        # The costs of batches of other sizes are not known.
+        return dataclasses.replace(
+            packed,
+            buckets=tuple(
+                Bucket(min(bucket.batch_size, most), bucket.seq_len)
+                for bucket in packed.buckets
+            ),
+            overlong=plan.overlong,
+            step_costs=None,
+            cost_unit="tokens",
+        )

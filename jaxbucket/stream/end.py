@@ -11,12 +11,12 @@ from jaxbucket.base.checks import check_integer
 
 
 class StreamEnd:
-    """Tells from the steps of a run when the streams of all processes are over.
+    """Tells from the steps of a run when the streams of all processes have ended.
 
-    Any example fits into the longest bucket. A process that had one left would have
-    put it into a step of that bucket; so where such a step had no real token, over all
-    processes, none has any. The number of tokens is that of the whole step, which
-    all processes have alike: they stop after the same one.
+    Any example fits into the longest bucket, so a process with an example left would
+    have put it into a step of that bucket. Where such a step has no real token, summed
+    over all processes, no process has an example left. All processes have the same sum,
+    so they stop after the same step.
 
     Example:
       >>> plan = BucketPlan((Bucket(4, 8), Bucket(2, 16)), max_tokens=32)
@@ -26,9 +26,9 @@ class StreamEnd:
       [False, False, True]
 
     Args:
-      plan: of the stream; where it has several, any of them.
-      late: how many steps later it looks at their number of tokens: looking at those
-        of a step waits for it.
+      plan: the plan of the stream; any of them if it has several.
+      late: how many steps later the number of tokens is read, because reading it waits
+        for the step.
 
     Raises:
       ValueError: if `late` is negative.
@@ -42,17 +42,18 @@ class StreamEnd:
         self._steps: collections.deque[tuple[bool, Any]] = collections.deque()
 
     def reached(self, bucket: Bucket | Sequence[Bucket], num_tokens: Any) -> bool:
-        """Returns whether the streams were over, `late` steps before this one.
+        """Returns whether the streams had ended, `late` steps before this one.
 
         Args:
-          bucket: of the global batch; of a step of micro-batches, theirs.
+          bucket: the bucket of the global batch; those of all micro-batches if a step
+            has several.
           num_tokens: `[]` int, real tokens of the step over all processes: the
-            `metrics["num_tokens"]` of `make_train_step`.
+            `metrics["num_tokens"]` of a train step.
         """
         buckets = [bucket] if isinstance(bucket, Bucket) else bucket
-        longest = any(each.seq_len == self._max_seq_len for each in buckets)
-        self._steps.append((longest, num_tokens))
+        has_longest = any(x.seq_len == self._max_seq_len for x in buckets)
+        self._steps.append((has_longest, num_tokens))
         if len(self._steps) <= self._late:
             return False
-        longest, num_tokens = self._steps.popleft()
-        return longest and int(num_tokens) == 0
+        has_longest, num_tokens = self._steps.popleft()
+        return has_longest and int(num_tokens) == 0

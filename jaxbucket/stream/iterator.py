@@ -1,11 +1,11 @@
-"""Batches of a stream, one after the other, and where among them a run is."""
+"""The batches of a stream one after the other, and the state before each of them."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import functools
-import sys
+import math
 from typing import Any, NamedTuple
 
 import grain
@@ -16,232 +16,211 @@ from jaxbucket.base.buckets import Bucket
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, example_of, features_of
 from jaxbucket.plan.remainder import filler_bucket
-from jaxbucket.stream.drift import DriftWatch
-from jaxbucket.stream.options import Phase, StreamRun
-from jaxbucket.stream.pool import Pool
-from jaxbucket.stream.reader import Arrival, Arrivals, StreamCounts
+from jaxbucket.stream.drift import DriftMonitor
+from jaxbucket.stream.phases import Phase
+from jaxbucket.stream.reader import PooledExample, StreamCounts
 from jaxbucket.stream.rounds import StreamRounds
-from jaxbucket.stream.state import StreamState, checksum_of
+from jaxbucket.stream.run import StreamRun
+from jaxbucket.stream.state import StreamState, summarize
 
-# Snapshots of the stream, for as many examples as the pool holds.
-_SNAPSHOTS = 8
 # Steps that a loop may load ahead of the one that it saves.
 _STEPS_KEPT = 64
 
 
-class Given(NamedTuple):
-    """A step that was given, as far as the state before it needs.
+class ServedStep(NamedTuple):
+    """A step that was served, or begun, and what was there before it."""
 
-    Attributes:
-      step: its number.
-      read: examples that were read before.
-      arrived: what had arrived before.
-      waiting: how many waited.
-      oldest: place of the oldest that waited then, or of the next to arrive.
-      taken: (place, length, checksum) of what it took out of the pool.
-    """
-
-    step: int
+    step: int  # Of this worker.
     read: int
     arrived: int
-    waiting: int
-    oldest: int
-    taken: list[tuple[int, int, int]]
+    num_pending: int
+    oldest: int  # Index of the oldest pending example, or of the next to arrive.
+    taken: list[PooledExample]  # By the step, without arrays.
 
 
 class StreamIterator(grain.DatasetIterator[Any]):
-    """Batches of a stream, one step after the other."""
+    """Iterates over the batches of a stream, or tuples of them for `accumulate`."""
 
     def __init__(self, run: StreamRun, name: str):
         super().__init__()
         self._run = run
         self._options = run.options
-        self._step = 0
-        self._phase: Phase | None = None
-        self._pool: Pool = run.phases[0].new_pool(self._options.policy)
-        self._template = run.like
-        self._given: collections.deque[Given] = collections.deque()
-        self._arrivals = self._new_arrivals()
-        self._watch: DriftWatch | None = None
-        self._rounds = StreamRounds(run, run.processes, name)
-        self._failed: Exception | None = None
-        # Whether the pool is what it should be, but for a step that failed.
-        self._is_set = True
+        self._rounds = StreamRounds(run, name)
+        self._failure: Exception | None = None
+        # Whether the pool is as it should be, except for a step that failed.
+        self._is_valid = True
+        self._start(0, run.like)
 
-    def _new_arrivals(self) -> Arrivals:
-        options, plan = self._options, self._run.plan
-        finite = options.num_epochs is not None
-        return Arrivals(
-            self._run.open_epoch,
-            options.num_epochs,
-            plan.max_seq_len,
-            plan.overlong,
-            options.sequences,
-            self._run.transform,
-            every=max(1, options.pool_size // _SNAPSHOTS),
-            may_be_empty=finite and (not options.alone or self._run.stride > 1),
-        )
+    def _start(self, step: int, template: Example | None) -> None:
+        self._step = step
+        self._template = template
+        self._reader = self._run.new_reader()
+        self._served: collections.deque[ServedStep] = collections.deque()
+        # The first step puts pending examples into buckets of the plan in force.
+        self._phase: Phase | None = None
+        self._monitor: DriftMonitor | None = None
+        self._pool = self._run.phases[0].new_pool(self._options.policy)
 
     @property
     def counts(self) -> StreamCounts:
-        """What has been read of the stream, dropped, truncated and split so far."""
-        return dataclasses.replace(self._arrivals.counts)
+        """How many examples have been read, dropped, truncated and split so far."""
+        return dataclasses.replace(self._reader.counts)
 
     def histogram(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the last lengths, `[V]` increasing, and how many are of each.
+        """Returns the last lengths that arrived.
 
-        Of 16,384 at most, since the plan in force took over or the run was resumed.
+        Returns:
+          `[V]` lengths, increasing, and `[V]` how many examples have each: of 16,384
+          examples at most, since the plan in force took over or the run was resumed.
         """
         empty = np.zeros(0, np.int64)
-        return (empty, empty) if self._watch is None else self._watch.histogram()
+        return (empty, empty) if self._monitor is None else self._monitor.histogram()
 
     @property
     def ended(self) -> bool:
-        """Whether this process's stream is over, and all of it has been given."""
-        return self._arrivals.ended and not len(self._pool)
+        """Whether this process's stream has ended, and all of it was served."""
+        return self._reader.ended and not len(self._pool)
 
     def __next__(self) -> Any:
         self._assert_not_closed()
-        if self._failed is not None:
-            # What it has taken is in no row: nothing may follow as if it were.
-            raise self._failed
+        if self._failure is not None:
+            # The examples that it has taken are in no row, so nothing may follow.
+            raise self._failure
         try:
             batches = self._next()
         except StopIteration as error:
-            self._failed = RuntimeError(
+            self._failure = RuntimeError(
                 f"A function that step {self._step} calls raised StopIteration."
             )
-            raise self._failed from error
+            raise self._failure from error
         except Exception as error:
-            self._failed = error
+            self._failure = error
             raise
         except BaseException:
-            self._failed = RuntimeError(
+            self._failure = RuntimeError(
                 f"Step {self._step} was interrupted. Set a state to go on, in all "
-                "processes that meet: that of `get_state()`, if it gives one."
+                "processes of the run: that of `get_state()`, if it gives one."
             )
             raise
         if batches is None:
             # It has not been begun.
-            self._given.pop()
+            self._served.pop()
             raise StopIteration
         return batches if self._options.accumulate > 1 else batches[0]
 
     def _next(self) -> tuple[Batch, ...] | None:
-        """The micro-batches of the next step; None at the end."""
+        """Returns the micro-batches of the next step; None at the end."""
         options = self._options
-        step = self._run.step(self._step)
-        taken: list[tuple[int, int, int]] = []
-        # Before anything is taken: where the step fails, this is the state to save.
-        self._given.append(self._before(taken))
-        phase = self._enter(step)
-        if step >= (options.num_steps or sys.maxsize):
+        step = self._run.global_step(self._step)
+        taken: list[PooledExample] = []
+        # First of all, because a step that fails is saved as it was before.
+        self._served.append(self._before_step(taken))
+        phase = self._enter_phase(step)
+        if step >= (options.num_steps or math.inf):
             return None
         batches: list[Batch] = []
-        for pick in range(options.picks):
+        for choice in range(options.buckets_per_step):
             self._refill()
-            bucket = self._choose(phase, step, pick, bool(taken))
+            bucket = self._choose(phase, step, choice, bool(taken))
             if bucket is None:
                 return None
-            overdue = self._arrived - options.max_wait
-            number = phase.rows[bucket] * options.together
-            rows = self._pool.take(bucket, number, overdue)
-            taken += [(x.place, x.length, x.checksum) for row in rows for x in row]
+            overdue = self._reader.counts.arrived - options.max_wait
+            num_rows = phase.rows[bucket] * options.micro_batches_per_bucket
+            rows = self._pool.take(bucket, num_rows, overdue)
+            taken += [x.without_arrays() for row in rows for x in row]
             batches += self._collate(phase, bucket, rows)
-        if self._watch is not None:
-            self._watch.step(step, batches, self._arrivals.ended)
-        self._forget()
+        if self._monitor is not None:
+            self._monitor.add_step(step, batches, self._reader.ended)
+        if len(self._served) > _STEPS_KEPT:
+            self._served.popleft()
+        self._reader.forget(self._served[0].oldest, self._served[0].read)
         self._step += 1
         return tuple(batches)
 
-    def _before(self, taken: list[tuple[int, int, int]]) -> Given:
-        counts, oldest = self._arrivals.counts, self._oldest_place()
-        waiting = len(self._pool)
-        return Given(self._step, counts.read, counts.arrived, waiting, oldest, taken)
+    def _before_step(self, taken: list[PooledExample]) -> ServedStep:
+        read, arrived = self._reader.counts.read, self._reader.counts.arrived
+        oldest = self._pool.oldest()[0] if len(self._pool) else arrived
+        return ServedStep(self._step, read, arrived, len(self._pool), oldest, taken)
 
-    def _enter(self, step: int) -> Phase:
-        """The plan in force, into whose buckets what waits is put."""
+    def _enter_phase(self, step: int) -> Phase:
+        """Returns the plan in force, with pending examples in its buckets."""
         phase = self._run.phase_at(step)
         if phase is not self._phase:
-            waiting = self._pool.waiting()
+            pending = self._pool.pending()
             self._pool = phase.new_pool(self._options.policy)
-            for arrival in waiting:
-                self._pool.put(arrival)
+            for example in pending:
+                self._pool.put(example)
             self._phase = phase
-            self._watch = DriftWatch(
-                *(phase.plan, phase.sample, self._run.on_drift),
-                shares=not self._options.alone,
-                max_segments=phase.max_segments,
-                max_batch_size=self._options.most_rows,
-            )
+            self._monitor = DriftMonitor(phase, self._options, self._run.on_drift)
         return phase
 
     def _refill(self) -> None:
         while len(self._pool) < self._options.pool_size:
-            arrived = self._arrivals.read()
-            if not arrived:
+            examples = self._reader.read()
+            if not examples:
                 return
-            self._put(arrived)
+            self._put(examples)
 
-    def _put(self, arrived: list[Arrival]) -> None:
+    def _put(self, examples: list[PooledExample]) -> None:
         if self._template is None:
-            self._template = arrived[0].example
-        for arrival in arrived:
-            self._pool.put(arrival)
-            if self._watch is not None:
-                self._watch.arrive(arrival.length)
+            self._template = examples[0].example
+        for example in examples:
+            self._pool.put(example)
+            if self._monitor is not None:
+                self._monitor.add_length(example.length)
 
-    def _choose(self, phase: Phase, step: int, pick: int, begun: bool) -> int | None:
-        """The bucket to be filled next; None where the stream is over."""
-        options = self._options
-        ended, template = self._arrivals.ended, self._template
-        now = self._rounds.enter(step, phase, self._pool, ended, template)
+    def _choose(self, phase: Phase, step: int, choice: int, begun: bool) -> int | None:
+        """Returns the bucket to be filled next; None if the stream is over."""
+        options, ended = self._options, self._reader.ended
+        current = self._rounds.enter(step, phase, self._pool, ended, self._template)
         if phase.sequence is not None:
-            return None if now.is_over else now.bucket(step, pick, phase, options.picks)
+            if current.is_over:
+                return None
+            return current.bucket(step, choice, phase, options.buckets_per_step)
         if not len(self._pool):
-            # What is left of a step that has begun is filled up.
+            # The other micro-batches of a step that has begun are empty.
             filler = phase.plan.buckets.index(filler_bucket(phase.plan))
             return filler if begun else None
-        place, bucket = self._pool.oldest()
-        waited = self._arrivals.counts.arrived - place
+        index, bucket = self._pool.oldest()
+        waited = self._reader.counts.arrived - index
         if options.policy == "first" or waited > options.max_wait:
             return bucket
-        rows = [number * options.together for number in phase.rows]
-        return self._pool.closest(rows, self._arrivals.ended)
+        rows = [number * options.micro_batches_per_bucket for number in phase.rows]
+        return self._pool.closest(rows, ended)
 
     def _collate(
-        self, phase: Phase, bucket: int, rows: list[list[Arrival]]
+        self, phase: Phase, bucket: int, rows: list[list[PooledExample]]
     ) -> list[Batch]:
-        number = phase.rows[bucket]
-        shape = Bucket(number, phase.plan.buckets[bucket].seq_len)
+        num_rows = phase.rows[bucket]
         examples: list[Any] = [[x.example for x in row] for row in rows]
         if phase.max_segments is None:
             examples = [row[0] for row in examples]
-        parts = range(self._options.together)
-        every = [examples[i * number : (i + 1) * number] for i in parts]
         collate = functools.partial(
             collate_rows,
-            bucket=shape,
-            like=self._like(),
+            bucket=Bucket(num_rows, phase.plan.buckets[bucket].seq_len),
+            like=self._feature_template(),
             sequences=self._options.sequences,
-            pad_value=self._options.pad_value,
         )
+        full = functools.partial(
+            collate, pad_value=self._options.pad_value, max_segments=phase.max_segments
+        )
+        starts = range(0, num_rows * self._options.micro_batches_per_bucket, num_rows)
         try:
-            return [collate(x, max_segments=phase.max_segments) for x in every]
+            return [full(examples[start : start + num_rows]) for start in starts]
         except ValueError:
             # One by one, to find which of them it is.
-            for arrival in (x for row in rows for x in row):
+            for example in (x for row in rows for x in row):
                 try:
                     # A `pad_value` that does not fit is not the fault of an example.
-                    collate([arrival.example], pad_value=0)
+                    collate([example.example], pad_value=0)
                 except ValueError as error:
-                    raise ValueError(f"{arrival.origin}: {error}") from None
+                    raise ValueError(f"{example.origin}: {error}") from None
             raise
 
-    def _like(self) -> Example:
-        """What features all batches have, also one without an example."""
+    def _feature_template(self) -> Example:
+        """Returns an example with the features of all batches, also empty ones."""
         if self._template is None:
-            self._template = self.first_example()
+            self._template = self._reader.first_example()
         if self._template is None:
             self._template = example_of(self._rounds.features)
         if self._template is None:
@@ -252,144 +231,122 @@ class StreamIterator(grain.DatasetIterator[Any]):
             )
         return self._template
 
-    def first_example(self) -> Example | None:
-        """Reads the first example of the stream once more, as it is put into rows.
-
-        Raises:
-          RuntimeError: if it cannot be read.
-          ValueError: if it cannot be transformed.
-        """
-        return self._arrivals.first_example()
-
-    # Checkpoints
-
-    def _oldest_place(self) -> int:
-        return self._pool.oldest()[0] if len(self._pool) else self._arrived
-
-    @property
-    def _arrived(self) -> int:
-        return self._arrivals.counts.arrived
-
-    def _forget(self) -> None:
-        if len(self._given) > _STEPS_KEPT:
-            self._given.popleft()
-        self._arrivals.forget(self._given[0].oldest, self._given[0].read)
-
     def get_state(self) -> dict[str, Any]:
         """Returns where in the stream it is, as plain Python for JSON.
 
-        It holds no example, but the numbers of those that wait: about `pool_size`
-        integers, and one state of the stream's own.
+        The state holds no example, only the indices of those that are pending, about
+        `pool_size` integers, and one state of the stream's own iterator.
         """
         return self.state_before(self._step)
 
     def state_before(self, step: int) -> dict[str, Any]:
-        """Returns the state in which this step is the next, of the last 64.
+        """Returns the state in which `step` is the next one.
 
-        So a loop that loads ahead saves the state of the step that it has come to.
+        A loop that loads ahead so saves the state of the step that it has come to.
+
+        Args:
+          step: one of the last 64 that were served, or the next one.
 
         Raises:
-          ValueError: if it is none of the last, or has not been given yet; or if the
-            state that was set last was refused.
-          RuntimeError: if the last step was interrupted where it could not be.
+          ValueError: if it is none of these; or if the state that was set last was
+            refused.
+          RuntimeError: if the last step was interrupted so that examples are lost.
         """
-        if not self._is_set:
+        if not self._is_valid:
             raise ValueError(
                 "The state that was set last was refused, and there is no other. Set "
                 "one that was saved."
             )
-        counts = self._arrivals.counts
-        read, arrived = counts.read, counts.arrived
-        waiting = [(x.place, x.length, x.checksum) for x in self._pool.waiting()]
-        given = [x for x in self._given if x.step >= step]
-        if step != self._step and not (given and given[0].step == step):
-            kept = self._given[0].step if self._given else self._step
+        served = next((x for x in self._served if x.step == step), None)
+        if step != self._step and served is None:
+            first = self._served[0].step if self._served else self._step
             raise ValueError(
-                f"`step={step}`: states are kept of steps {kept} to {self._step}. Save "
-                "sooner, or load fewer steps ahead."
+                f"`step={step}`: states are kept of steps {first} to {self._step}. "
+                "Save sooner, or load fewer steps ahead."
             )
-        if given:
-            read, arrived = given[0].read, given[0].arrived
-            waiting += [one for x in given for one in x.taken]
-            waiting = sorted(one for one in waiting if one[0] < arrived)
-            self._check_whole(given[0], len(waiting))
-        places = [place for place, _, _ in waiting]
-        snapshot = self._arrivals.snapshot(min([*places, arrived]), read)
+        counts, pending = self._reader.counts, self._pool.pending()
+        read, arrived = counts.read, counts.arrived
+        if served is not None:
+            read, arrived = served.read, served.arrived
+            pending = self._pending_before(served, pending)
+        indices = [example.index for example in pending]
+        tokens, checksum = summarize(pending)
         return StreamState(
-            traits=self._state_traits(step),
+            config=self._config(step),
             step=step,
             read=read,
-            places=places,
-            next_place=arrived,
-            tokens=sum(length for _, length, _ in waiting),
-            checksum=checksum_of((x[1] for x in waiting), (x[2] for x in waiting)),
-            snapshot=snapshot,
-            inside=self._rounds.inside(step),
+            next_index=arrived,
+            pending=indices,
+            tokens=tokens,
+            checksum=checksum,
+            snapshot=self._reader.snapshot(min([*indices, arrived]), read),
+            current_round=self._rounds.round_at(step),
             features=features_of(self._template if step else self._run.like),
         ).to_dict()
 
-    def _check_whole(self, given: Given, waiting: int) -> None:
-        if waiting != given.waiting:
+    def _pending_before(
+        self, served: ServedStep, pending: list[PooledExample]
+    ) -> list[PooledExample]:
+        """Returns `pending` with what was taken since, without what arrived since."""
+        since = [x for x in self._served if x.step >= served.step]
+        pending = [*pending, *(example for x in since for example in x.taken)]
+        pending = [example for example in pending if example.index < served.arrived]
+        if len(pending) != served.num_pending:
             raise RuntimeError(
                 f"Step {self._step} was interrupted while examples went from the pool "
                 "into rows, and which is not known. Go on from a state that was saved "
                 "before."
             )
+        return sorted(pending, key=lambda example: example.index)
 
-    def _state_traits(self, step: int) -> dict[str, Any]:
-        run = self._run
+    def _config(self, step: int) -> dict[str, Any]:
         return {
-            **run.traits(run.step(step)),
+            **self._run.config(before=self._run.global_step(step)),
             "shard": list(self._options.shard.parts),
-            "worker": [run.first, run.stride],
+            "worker": [self._run.first, self._run.stride],
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where a state was taken; it reads the pool again.
+        """Goes to where a state was taken; reads the pending examples again.
 
-        Processes that meet do so together: at the next step all have to come.
+        All processes of a run do so together: they meet at the next step.
+
+        Args:
+          state: what `get_state` or `state_before` returned, of an iterator of the
+            same stream and options.
 
         Raises:
-          ValueError: if the state is none of such an iterator, or of other plans or
-            options; or if what is read again is not what was read before.
+          ValueError: if it is something else, or of other plans or options; or if
+            what is read again is not what was read before.
+          RuntimeError: if the stream cannot be read.
         """
-        found = StreamState.from_dict(state)
-        traits = self._state_traits(found.step)
-        if not found.read:
+        saved = StreamState.from_dict(state)
+        config = self._config(saved.step)
+        if not saved.read:
             # Grain takes the state that workers begin with before it makes them.
-            found.traits["worker"] = traits["worker"]
-        found.check_same(traits)
+            saved.config["worker"] = config["worker"]
+        saved.check_config(config)
         # Until all of it is there.
-        self._failed = ValueError("The state that was set last was refused.")
-        self._is_set = False
-        self._arrivals.close()
-        self._arrivals = self._new_arrivals()
-        self._arrivals.go_back(found.snapshot)
-        self._step = found.step
-        self._template = example_of(found.features) or self._run.like
-        self._given.clear()
-        # What waits is put into buckets of the plan in force by the next step.
-        self._phase, self._watch = None, None
-        self._pool = self._run.phases[0].new_pool(self._options.policy)
-        self._rounds.go_back(found.step, found.inside)
-        waiting = set(found.places)
-        while self._arrivals.counts.read < found.read:
-            arrived = self._arrivals.read()
-            if not arrived:
+        self._failure = ValueError("The state that was set last was refused.")
+        self._is_valid = False
+        self._reader.close()
+        self._start(saved.step, example_of(saved.features) or self._run.like)
+        self._reader.restore(saved.snapshot)
+        self._rounds.restore(saved.step, saved.current_round)
+        indices = set(saved.pending)
+        while self._reader.counts.read < saved.read:
+            examples = self._reader.read()
+            if not examples:
                 break
-            kept = [arrival for arrival in arrived if arrival.place in waiting]
-            if kept:
-                self._put(kept)
-        again = self._pool.waiting()
-        tokens = sum(arrival.length for arrival in again)
-        checksum = checksum_of((x.length for x in again), (x.checksum for x in again))
-        found.check_read(self._arrivals.counts, len(again), tokens, checksum)
-        self._failed, self._is_set = None, True
+            if pending := [x for x in examples if x.index in indices]:
+                self._put(pending)
+        saved.check_read(self._reader.counts, self._pool.pending())
+        self._failure, self._is_valid = None, True
 
     def close(self) -> None:
-        """Ends what it has begun; nothing can be read from it any more."""
+        """Closes the stream's iterator; no batch can be read any more."""
         if not getattr(self, "_closed", True):
-            self._arrivals.close()
+            self._reader.close()
         super().close()
 
     def __str__(self) -> str:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import bisect
-import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.stream.reader import Arrival
+from jaxbucket.stream.pool import Pool, Queue
+from jaxbucket.stream.reader import PooledExample
 
 
-class PackedPool:
+class PackedPool(Pool):
     """Rows that are filled up to T.
 
-    A batch begins with the oldest example that fits in. What comes behind it is the
-    longest that fits in what room is left ("closest", best fit), or the oldest that
-    does ("first", greedy, and wherever that is overdue).
+    A batch begins with the oldest example that fits. Behind it comes the longest that
+    fits into what is left of the row ("closest", best fit), or the oldest that does
+    ("first", greedy, and in any case if that is overdue).
 
-    What waits is kept by length, so that finding it takes as long as T has bits, or
-    words of 64 bits, and not as there are examples.
+    Examples are kept by length, so that finding one takes as long as T has bits, or
+    words of 64 bits, however many there are.
 
     Args:
       plan: the shapes of rows.
@@ -28,50 +27,44 @@ class PackedPool:
     """
 
     def __init__(self, plan: BucketPlan, max_segments: int, best_fit: bool):
-        self._boundaries = plan.boundaries.tolist()
+        super().__init__(plan)
         self._max_segments = max_segments
         self._best_fit = best_fit
-        self._by_length: dict[int, collections.deque[Arrival]] = {}
-        # Bit n is set where something of length n waits.
+        self._by_length: dict[int, Queue] = {}
+        # Bit n is set where an example of length n is pending.
         self._bits = 0
-        self._earliest = _Earliest(plan.max_seq_len)
+        self._oldest = _OldestIndex(plan.max_seq_len)
+        # Index -> length.
         self._lengths: dict[int, int] = {}
         self._tokens = [0] * len(plan)
 
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def put(self, arrival: Arrival) -> None:
-        queue = self._by_length.setdefault(arrival.length, collections.deque())
-        if not queue:
-            self._bits |= 1 << arrival.length
-            self._earliest.put(arrival.length, arrival.place)
-        queue.append(arrival)
-        self._lengths[arrival.place] = arrival.length
-        self._tokens[self._bucket(arrival.length)] += arrival.length
+    def _queues(self) -> Iterable[Queue]:
+        return self._by_length.values()
 
-    def waiting(self) -> list[Arrival]:
-        return sorted(
-            (arrival for queue in self._by_length.values() for arrival in queue),
-            key=lambda arrival: arrival.place,
-        )
+    def put(self, example: PooledExample) -> None:
+        queue = self._by_length.setdefault(example.length, Queue())
+        if not queue:
+            self._bits |= 1 << example.length
+            self._oldest.put(example.length, example.index)
+        queue.append(example)
+        self._lengths[example.index] = example.length
+        self._tokens[self.bucket_of(example.length)] += example.length
 
     def oldest(self) -> tuple[int, int]:
-        place = self._earliest.up_to(self._boundaries[-1])
-        return int(place), self._bucket(self._lengths[int(place)])
+        index = int(self._oldest.up_to(self._boundaries[-1]))
+        return index, self.bucket_of(self._lengths[index])
 
     def closest(self, rows: Sequence[int], ended: bool) -> int:
-        """Returns the bucket of whose rows the most can be filled by what it has."""
+        """Returns the bucket of which its own examples would fill the most rows."""
         del ended
-        full = [
-            tokens / (size * longest)
-            for tokens, size, longest in zip(
-                self._tokens, rows, self._boundaries, strict=True
-            )
-        ]
+        sizes = zip(self._tokens, rows, self._boundaries, strict=True)
+        full = [tokens / (number * seq_len) for tokens, number, seq_len in sizes]
         return full.index(max(full))
 
-    def rows_left(self) -> list[int]:
+    def rows_needed(self) -> list[int]:
         """Returns how many of the longest rows hold all; a row more may be needed."""
         rows = max(
             math.ceil(sum(self._tokens) / self._boundaries[-1]),
@@ -79,69 +72,68 @@ class PackedPool:
         )
         return [0] * (len(self._boundaries) - 1) + [rows]
 
-    def take(self, bucket: int, num_rows: int, overdue: int = 0) -> list[list[Arrival]]:
-        longest = self._boundaries[bucket]
-        rows: list[list[Arrival]] = []
+    def take(
+        self, bucket: int, num_rows: int, overdue: int = 0
+    ) -> list[list[PooledExample]]:
+        rows: list[list[PooledExample]] = []
         while len(rows) < num_rows:
-            row: list[Arrival] = []
-            room = longest
+            row: list[PooledExample] = []
+            room = self._boundaries[bucket]
             while len(row) < self._max_segments:
-                oldest = not self._best_fit or not (rows or row)
-                oldest = oldest or self._earliest.up_to(room) < overdue
-                arrival = self._take_one(room, oldest)
-                if arrival is None:
+                is_first = not (rows or row)
+                oldest = not self._best_fit or is_first
+                oldest = oldest or self._oldest.up_to(room) < overdue
+                example = self._take_one(room, oldest)
+                if example is None:
                     break
-                row.append(arrival)
-                room -= arrival.length
+                row.append(example)
+                room -= example.length
             if not row:
                 break
             rows.append(row)
         return rows
 
-    def _take_one(self, room: int, oldest: bool) -> Arrival | None:
-        """Takes out the oldest, or the longest, that is at most so long."""
+    def _take_one(self, room: int, oldest: bool) -> PooledExample | None:
+        """Takes the oldest, or the longest, example that is no longer than `room`."""
         fitting = self._bits & ((2 << room) - 1)
         if not fitting:
             return None
         length = fitting.bit_length() - 1
         if oldest:
-            length = self._lengths[int(self._earliest.up_to(room))]
+            length = self._lengths[int(self._oldest.up_to(room))]
         queue = self._by_length[length]
-        arrival = queue.popleft()
+        example = queue.popleft()
         if queue:
-            self._earliest.put(length, queue[0].place)
+            self._oldest.put(length, queue[0].index)
         else:
             del self._by_length[length]
             self._bits ^= 1 << length
-            self._earliest.put(length, math.inf)
-        del self._lengths[arrival.place]
-        self._tokens[self._bucket(length)] -= length
-        return arrival
-
-    def _bucket(self, length: int) -> int:
-        return bisect.bisect_left(self._boundaries, length)
+            self._oldest.put(length, math.inf)
+        del self._lengths[example.index]
+        self._tokens[self.bucket_of(length)] -= length
+        return example
 
 
-class _Earliest:
-    """The oldest place of each length; and of all lengths up to one, by a tree."""
+class _OldestIndex:
+    """The oldest index of each length; and of all lengths up to one, by a tree."""
 
-    def __init__(self, longest: int):
-        self._size = 1 << longest.bit_length()
+    def __init__(self, max_length: int):
+        self._size = 1 << max_length.bit_length()
         self._tree = [math.inf] * (2 * self._size)
 
-    def put(self, length: int, place: float) -> None:
+    def put(self, length: int, index: float) -> None:
         tree, node = self._tree, self._size + length
-        tree[node] = place
+        tree[node] = index
         while node > 1:
             node //= 2
             tree[node] = min(tree[2 * node], tree[2 * node + 1])
 
     def up_to(self, length: int) -> float:
-        """Returns the oldest place of all lengths that are at most so long."""
+        """Returns the oldest index of all lengths that are at most `length`."""
         tree, node = self._tree, self._size + length
-        found = tree[node]
+        oldest = tree[node]
         while node > 1:
             if node % 2:
-                found = min(found, tree[node - 1])
+                oldest = min(oldest, tree[node - 1])
             node //= 2
-        return found
+        return oldest

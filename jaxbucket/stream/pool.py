@@ -1,125 +1,142 @@
-"""The pool of a stream: examples that wait for a row of their bucket, oldest first."""
+"""The pool of a stream: examples that are pending until a row of a batch takes them."""
 
 from __future__ import annotations
 
+import abc
 import bisect
 import collections
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.plan.remainder import flow_remainders
-from jaxbucket.stream.reader import Arrival
+from jaxbucket.stream.reader import PooledExample
+
+Queue = collections.deque[PooledExample]
 
 
-class Pool(Protocol):
-    """What waits for rows, by the buckets of a plan."""
+class Pool(abc.ABC):
+    """Pending examples, by the buckets of a plan.
 
+    Args:
+      plan: the shapes of rows.
+    """
+
+    def __init__(self, plan: BucketPlan):
+        self._boundaries: list[int] = plan.boundaries.tolist()
+
+    @abc.abstractmethod
     def __len__(self) -> int: ...
 
-    def put(self, arrival: Arrival) -> None:
-        """Adds one that came after all others."""
-        ...
+    @abc.abstractmethod
+    def _queues(self) -> Iterable[Queue]:
+        """Returns the pending examples, in queues of any kind."""
 
-    def waiting(self) -> list[Arrival]:
-        """Returns all, the oldest first."""
-        ...
+    @abc.abstractmethod
+    def put(self, example: PooledExample) -> None:
+        """Adds an example that came after all others."""
 
+    @abc.abstractmethod
     def oldest(self) -> tuple[int, int]:
-        """Returns the place of the oldest, and its bucket."""
-        ...
+        """Returns the index of the oldest example, and its bucket."""
 
+    @abc.abstractmethod
     def closest(self, rows: Sequence[int], ended: bool) -> int:
         """Returns the bucket that is filled with the least padding.
 
         Args:
           rows: `[K]`, how many are to be filled of each bucket.
-          ended: whether nothing more will come.
+          ended: whether the stream has ended.
         """
-        ...
 
-    def rows_left(self) -> list[int]:
-        """Returns `[K]` rows of each bucket that would hold all that waits."""
-        ...
+    @abc.abstractmethod
+    def rows_needed(self) -> list[int]:
+        """Returns `[K]` rows of each bucket that would hold all pending examples."""
 
-    def take(self, bucket: int, num_rows: int, overdue: int = 0) -> list[list[Arrival]]:
-        """Takes out what fills at most so many rows of a bucket, none of them empty.
+    @abc.abstractmethod
+    def take(
+        self, bucket: int, num_rows: int, overdue: int = 0
+    ) -> list[list[PooledExample]]:
+        """Removes and returns the examples of at most `num_rows` rows, none empty.
 
         Args:
-          bucket: which of the plan.
-          num_rows: how many.
-          overdue: what came before this place goes first, if it fits.
+          bucket: the bucket of the rows.
+          num_rows: how many rows there are.
+          overdue: examples with a lower index go first if they fit.
         """
-        ...
+
+    def pending(self) -> list[PooledExample]:
+        """Returns all examples, the oldest first."""
+        examples = (example for queue in self._queues() for example in queue)
+        return sorted(examples, key=lambda example: example.index)
+
+    def bucket_of(self, length: int) -> int:
+        """Returns the shortest bucket that a length fits in."""
+        return bisect.bisect_left(self._boundaries, length)
 
 
-class PaddedPool:
+class PaddedPool(Pool):
     """One example in each row.
 
     Rows take the oldest examples of their own bucket. Where these are too few, the
-    oldest of the longest shorter bucket go up, for their rows would be empty otherwise.
-    So do those that are overdue.
+    oldest of the longest shorter bucket take the rows that would be empty otherwise.
+    So do examples that are overdue.
     """
 
     def __init__(self, plan: BucketPlan):
+        super().__init__(plan)
         self._plan = plan
-        self._boundaries = plan.boundaries.tolist()
-        self._queues = [collections.deque[Arrival]() for _ in plan.buckets]
+        self._buckets = [Queue() for _ in plan.buckets]
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues))
+        return sum(map(len, self._buckets))
 
-    def put(self, arrival: Arrival) -> None:
-        bucket = bisect.bisect_left(self._boundaries, arrival.length)
-        self._queues[bucket].append(arrival)
+    def _queues(self) -> list[Queue]:
+        return self._buckets
 
-    def waiting(self) -> list[Arrival]:
-        return sorted(
-            (arrival for queue in self._queues for arrival in queue),
-            key=lambda arrival: arrival.place,
-        )
+    def put(self, example: PooledExample) -> None:
+        self._buckets[self.bucket_of(example.length)].append(example)
 
     def oldest(self) -> tuple[int, int]:
-        return min((q[0].place, k) for k, q in enumerate(self._queues) if q)
+        return min((q[0].index, k) for k, q in enumerate(self._buckets) if q)
 
     def closest(self, rows: Sequence[int], ended: bool) -> int:
-        full = [len(q) // size for q, size in zip(self._queues, rows, strict=True)]
-        most = max(full)
-        if most:
-            heads = zip(self._queues, full, range(len(full)), strict=True)
-            return min((q[0].place, k) for q, number, k in heads if number == most)[1]
+        full = [len(q) // size for q, size in zip(self._buckets, rows, strict=True)]
+        if most := max(full):
+            fullest = [k for k, number in enumerate(full) if number == most]
+            return min(fullest, key=lambda k: self._buckets[k][0].index)
         if ended:
-            return self._cheapest_rest(rows)
-        return min(range(len(rows)), key=lambda k: self._lost(k, rows[k]))
+            return self._cheapest_of_remainder(rows)
+        return min(range(len(rows)), key=lambda k: self._unused(k, rows[k]))
 
-    def _cheapest_rest(self, rows: Sequence[int]) -> int:
-        """The first bucket that has a batch where the rest is given at least cost."""
-        counts = [len(queue) for queue in self._queues]
+    def _cheapest_of_remainder(self, rows: Sequence[int]) -> int:
+        """Returns the first bucket with a batch where all that is left costs least."""
         costs = self._plan.costs * rows / self._plan.batch_sizes
-        flow = flow_remainders(counts, rows, costs)
+        flow = flow_remainders(self.rows_needed(), rows, costs)
         return int((flow.batches > 0).argmax())
 
-    def rows_left(self) -> list[int]:
-        return [len(queue) for queue in self._queues]
+    def rows_needed(self) -> list[int]:
+        return [len(queue) for queue in self._buckets]
 
-    def _lost(self, bucket: int, num_rows: int) -> float:
-        """The share of a batch that no example needs, were it given now."""
-        longest, left, used = self._boundaries[bucket], num_rows, 0
+    def _unused(self, bucket: int, num_rows: int) -> float:
+        """Returns the share of a batch, served now, that no example needs."""
+        positions, empty = 0, num_rows
         for k in range(bucket, -1, -1):
-            number = min(left, len(self._queues[k]))
-            used += number * self._boundaries[k]
-            left -= number
-        return 1 - used / (num_rows * longest)
+            number = min(empty, len(self._buckets[k]))
+            positions += number * self._boundaries[k]
+            empty -= number
+        return 1 - positions / (num_rows * self._boundaries[bucket])
 
-    def take(self, bucket: int, num_rows: int, overdue: int = 0) -> list[list[Arrival]]:
-        taken: list[list[Arrival]] = []
-        queues = self._queues[: bucket + 1]
-        while len(taken) < num_rows:
-            oldest = min((q for q in queues if q), key=lambda q: q[0].place, default=())
-            if not oldest or oldest[0].place >= overdue:
+    def take(
+        self, bucket: int, num_rows: int, overdue: int = 0
+    ) -> list[list[PooledExample]]:
+        rows: list[list[PooledExample]] = []
+        queues = self._buckets[: bucket + 1]
+        while len(rows) < num_rows:
+            oldest = min((q for q in queues if q), key=lambda q: q[0].index, default=())
+            if not oldest or oldest[0].index >= overdue:
                 break
-            taken.append([oldest.popleft()])
+            rows.append([oldest.popleft()])
         for queue in reversed(queues):
-            while queue and len(taken) < num_rows:
-                taken.append([queue.popleft()])
-        return taken
+            while queue and len(rows) < num_rows:
+                rows.append([queue.popleft()])
+        return rows

@@ -1,8 +1,8 @@
-"""What processes tell one another of their streams, every few steps.
+"""What processes tell one another about their streams, every few steps.
 
-While streams last, their buckets are one sequence that nobody has to ask for. What they
-tell is who has come to the end, and what of it still waits. As soon as all have, all
-that is left is known to everyone, and so are the cheapest batches that hold it.
+While streams last, the bucket of a step follows from `BucketSequence` alone. What
+processes exchange is who has come to the end, and what is pending there. As soon as all
+have, the cheapest batches that drain all pools are known to every process.
 """
 
 from __future__ import annotations
@@ -15,206 +15,203 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxbucket.base.digest import digest
-from jaxbucket.base.peers import Meeting
 from jaxbucket.data.example import Example, Features, features_of
 from jaxbucket.plan.remainder import filler_bucket, flow_remainders
-from jaxbucket.stream.options import Phase, StreamRun
+from jaxbucket.stream.peer_status import PeerStatus, check_same_config
+from jaxbucket.stream.phases import Phase
 from jaxbucket.stream.pool import Pool
-from jaxbucket.stream.standing import Standing, check_alike
+from jaxbucket.stream.run import StreamRun
 
-# Steps of a round, at most: while all streams last, and when one has ended.
+# The most steps of a round: while all streams last, and when one has ended.
 _STEPS, _STEPS_AT_END = 16, 4
-# Rounds that states of steps before are in.
+# Rounds that the states of earlier steps are in.
 _ROUNDS_KEPT = 64
 
 
 class Round(NamedTuple):
-    """Steps whose buckets all processes know.
-
-    Attributes:
-      first: its first step.
-      end: the step behind its last.
-      above: of the sequence, only longer buckets than this are given.
-      rest: (bucket, batches) that are given in place of the sequence, where all
-        streams have ended.
-    """
+    """Steps whose buckets all processes know."""
 
     first: int
-    end: float
-    above: int
-    rest: list[tuple[int, int]] | None
+    end: float  # The step behind the last.
+    min_bucket: int  # The shortest bucket of the sequence that is used.
+    # (bucket, batches) to serve instead of the sequence, if all streams have ended;
+    # empty if nothing is pending in any process.
+    drain: list[tuple[int, int]] | None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left, in any process."""
-        return self.rest == []
+        return self.drain == []
 
-    def bucket(self, step: int, pick: int, phase: Phase, picks: int) -> int:
-        """Returns which bucket one of the picks of a step is."""
-        if self.rest is None:
+    def bucket(self, step: int, choice: int, phase: Phase, choices: int) -> int:
+        """Returns the bucket of one of the choices of a step."""
+        if self.drain is None:
             assert phase.sequence is not None
-            number = (step - phase.first_step) * picks + pick
-            return phase.sequence.above(self.above)[number]
-        number = (step - self.first) * picks + pick
-        for bucket, batches in self.rest:
-            if number < batches:
+            index = (step - phase.first_step) * choices + choice
+            return phase.sequence.without_shorter(self.min_bucket)[index]
+        index = (step - self.first) * choices + choice
+        for bucket, batches in self.drain:
+            if index < batches:
                 return bucket
-            number -= batches
-        # What is left of the last step is filled up.
+            index -= batches
+        # The other micro-batches of the last step.
         return phase.plan.buckets.index(filler_bucket(phase.plan))
 
 
 class StreamRounds:
-    """Round after round, of one iterator.
+    """The rounds of one iterator.
 
     Args:
-      run: what the iterator goes by.
-      processes: those that meet; None for one round without an end.
-      name: of the iterator, the same in all.
+      run: the stream, and the processes that meet; without these there is one round
+        without an end.
+      name: of the iterator, the same in all processes.
     """
 
-    def __init__(self, run: StreamRun, processes: Meeting | None, name: str):
+    def __init__(self, run: StreamRun, name: str):
         self._run = run
-        self._processes = processes
         self._name = name
-        # Whoever begins, or goes on from a state, does it where the others do.
-        self._has_met = processes is None
-        endless = Round(0, math.inf, -1, None)
-        self._rounds = collections.deque(
-            [] if processes else [endless], maxlen=_ROUNDS_KEPT
-        )
-        # Of any process: one without an example has those of others.
+        # Processes compare their configs when they begin, or go on from a state.
+        self._is_checked = False
+        self._rounds: collections.deque[Round] = collections.deque(maxlen=_ROUNDS_KEPT)
+        # Those of any process, for one that has no example.
         self.features: Features = {}
 
     def enter(
         self, step: int, phase: Phase, pool: Pool, ended: bool, template: Example | None
     ) -> Round:
-        """Returns the round of a step.
+        """Returns the round of a step; waits for all processes where one begins.
 
-        Where it begins all processes have to come, and where they go on inside of it.
+        Args:
+          step: of the run.
+          phase: the plan in force.
+          pool: the pending examples of this process.
+          ended: whether its stream has ended.
+          template: an example of it; None if it has had none.
 
         Raises:
-          ValueError: in all of them, if they do not batch alike.
+          ValueError: in all processes, if they do not batch alike.
         """
+        if self._run.processes is None:
+            return Round(0, math.inf, 0, None)
         last = self._rounds[-1] if self._rounds else None
         is_known = last and (last.first <= step < last.end or last.is_over)
-        if last and is_known and self._has_met:
+        if last and is_known and self._is_checked:
             return last
-        assert self._processes is not None
-        own = self._own(step, phase, pool, ended, template)
-        texts = self._processes.gather(self._name, own.to_text())
-        told = [Standing.from_text(text) for text in texts]
-        check_alike(told)
-        self._has_met = True
-        self.features = next((x.features for x in told if x.features), {})
+        status = self._status(step, phase, pool, ended, template)
+        replies = self._run.processes.gather(self._name, status.to_json())
+        statuses = [PeerStatus.from_json(text) for text in replies]
+        check_same_config(statuses)
+        self._is_checked = True
+        self.features = next((x.features for x in statuses if x.features), {})
         if not is_known:
-            self._rounds.append(self._agreed(step, phase, told))
+            self._rounds.append(self._new_round(step, phase, statuses))
         return self._rounds[-1]
 
-    def _own(
+    def _status(
         self, step: int, phase: Phase, pool: Pool, ended: bool, template: Example | None
-    ) -> Standing:
+    ) -> PeerStatus:
         options = self._run.options
-        lengths = [arrival.length for arrival in pool.waiting()]
-        return Standing(
-            batching={
+        lengths = [example.length for example in pool.pending()]
+        return PeerStatus(
+            config={
                 "step": step,
-                "round": self.inside(step),
+                "round": self.round_at(step),
                 "num_steps": options.num_steps,
                 "num_epochs": options.num_epochs,
-                **self._run.traits(),
+                **self._run.config(),
             },
             parts=list(options.shard.parts),
-            waiting=digest(np.array(lengths, "<i8").data),
+            pool_digest=digest(np.array(lengths, "<i8").data),
             ended=ended,
-            shortest=int(phase.plan.assign([min(lengths)])[0])
-            if lengths
-            else len(phase.plan),
-            left=pool.rows_left(),
+            shortest=pool.bucket_of(min(lengths)) if lengths else len(phase.plan),
+            rows_needed=pool.rows_needed(),
             features=features_of(template),
         )
 
-    def _agreed(self, step: int, phase: Phase, told: list[Standing]) -> Round:
-        end = self._run.phase_end(step)
-        above = min(x.shortest for x in told) - 1
-        options = self._run.options
-        if not all(x.ended for x in told):
-            # No more than a pool is enough for, or it is empty before all know of it.
-            most = max(phase.rows) * options.accumulate * (phase.max_segments or 1)
-            steps = max(_STEPS_AT_END, min(_STEPS, options.pool_size // most))
-            steps = _STEPS_AT_END if any(x.ended for x in told) else steps
-            return Round(step, min(step + steps, end), above, None)
-        rows = np.array(phase.rows) // len(options.shard.parts) * options.together
-        batches = cheapest_batches(rows_of_part(told), rows, phase.plan.costs)
-        # Longer ones first: shorter examples fill up their rows.
-        rest = [(k, batches[k]) for k in reversed(range(len(rows))) if batches[k]]
-        steps = -(-sum(batches for _, batches in rest) // options.picks)
-        return Round(step, min(step + steps, end), above, rest)
+    def _new_round(
+        self, step: int, phase: Phase, statuses: Sequence[PeerStatus]
+    ) -> Round:
+        phase_end, options = self._run.phase_end(step), self._run.options
+        min_bucket = min(status.shortest for status in statuses)
+        if not all(status.ended for status in statuses):
+            # A pool must not run empty before all processes know of the end.
+            needed = max(phase.rows) * options.accumulate * (phase.max_segments or 1)
+            steps = max(_STEPS_AT_END, min(_STEPS, options.pool_size // needed))
+            if any(status.ended for status in statuses):
+                steps = _STEPS_AT_END
+            return Round(step, min(step + steps, phase_end), min_bucket, None)
+        batches = options.micro_batches_per_bucket
+        rows = np.array(phase.rows) // len(options.shard.parts) * batches
+        counts = cheapest_batches(rows_of_part(statuses), rows, phase.plan.costs)
+        # The longest first, because shorter examples fill up their rows.
+        drain = [(k, counts[k]) for k in reversed(range(len(rows))) if counts[k]]
+        steps = -(-sum(counts) // options.buckets_per_step)
+        return Round(step, min(step + steps, phase_end), min_bucket, drain)
 
-    def inside(self, step: int) -> Round | None:
-        """Returns the round that a step is in, but not the first of; for a state."""
-        if self._processes is None:
-            return None
-        found = (x for x in self._rounds if x.first < step < x.end)
-        return next(found, None)
+    def round_at(self, step: int) -> Round | None:
+        """Returns the round that a step is in, unless it is the first of one."""
+        return next((x for x in self._rounds if x.first < step < x.end), None)
 
-    def go_back(self, step: int, inside: Round | None) -> None:
-        """Goes to where a state was taken, before a step.
+    def restore(self, step: int, current: Round | None) -> None:
+        """Goes to where a state was taken.
+
+        Args:
+          step: the next one.
+          current: the round that it is in, unless it is the first of one.
 
         Raises:
-          ValueError: if its round has buckets that the plan has not.
+          ValueError: if the round has buckets that the plan does not have.
         """
-        if self._processes is None:
-            return
-        self._has_met = False
+        self._is_checked = False
         self._rounds.clear()
         phase = self._run.phase_at(step)
         # A plan that has been adopted since begins with a round of its own.
-        if inside is None or inside.first < phase.first_step:
+        if current is None or current.first < phase.first_step:
             return
-        longest = max([inside.above, *(bucket for bucket, _ in inside.rest or [])])
-        if longest >= len(phase.plan):
+        buckets = [current.min_bucket, *(bucket for bucket, _ in current.drain or [])]
+        if max(buckets) >= len(phase.plan):
             raise ValueError(
-                f"`state` is cut or changed: its round has bucket {longest} of "
+                f"`state` is cut or changed: its round has bucket {max(buckets)} of "
                 f"{len(phase.plan)}. Restore an earlier checkpoint."
             )
-        end = min(inside.end, self._run.phase_end(step))
-        self._rounds.append(inside._replace(end=end))
+        end = min(current.end, self._run.phase_end(step))
+        self._rounds.append(current._replace(end=end))
 
 
-def rows_of_part(told: Sequence[Standing]) -> np.ndarray:
-    """Returns `[K]` rows of each bucket, that hold what any process has left.
+def rows_of_part(statuses: Sequence[PeerStatus]) -> np.ndarray:
+    """Returns `[K]` rows of each bucket that hold the pending examples of any process.
 
-    Rows are of a part of the batch. What fits into a bucket fits into the longer ones,
-    so of all rows from a bucket on there are as many as whoever has most of them needs.
+    Rows are those of a part of the batch. What fits into a bucket fits into longer
+    ones, so from each bucket on there are as many rows as any process needs there.
 
-    Example: 3 of the short one in one process, 1 of each in another.
-      >>> a = Standing({}, [0], "", True, 0, [3, 0], {})
-      >>> b = Standing({}, [1], "", True, 0, [1, 1], {})
+    Example: 3 of the short bucket in one process, 1 of each in another.
+      >>> a = PeerStatus({}, [0], "", True, 0, [3, 0], {})
+      >>> b = PeerStatus({}, [1], "", True, 0, [1, 1], {})
       >>> rows_of_part([a, b])
       array([2, 1])
     """
-    from_here_on = [
-        -(-np.cumsum(x.left[::-1], dtype=np.int64)[::-1] // len(x.parts)) for x in told
-    ]
-    most = np.max(from_here_on, axis=0)
-    return most - np.append(most[1:], 0)
+    needed = [-(-_from_each_on(x.rows_needed) // len(x.parts)) for x in statuses]
+    rows = np.max(needed, axis=0)
+    return rows - np.append(rows[1:], 0)
 
 
 def cheapest_batches(
     counts: np.ndarray, batch_sizes: np.ndarray, costs: np.ndarray
 ) -> list[int]:
-    """Returns `[K]` batches that hold all: those of remainders that flow, if needed.
+    """Returns `[K]` batches that hold all rows, remainders in longer ones if cheaper.
 
-    Example: the rest of 5 fills up the longer batch, where there is room for 2 more.
+    Example: 3 of the 5 short ones fill up the longer batch.
       >>> sizes, costs = np.array([2, 4]), np.array([8, 32])
       >>> cheapest_batches(np.array([5, 1]), sizes, costs)
       [1, 1]
     """
     batches = flow_remainders(counts, batch_sizes, costs).batches.copy()
-    needed = np.cumsum(counts[::-1])[::-1]
     for k in reversed(range(len(batches))):
-        # What rows are too many, from each bucket on; it fits into longer ones, too.
-        spare = np.cumsum((batches * batch_sizes)[::-1])[::-1] - needed
+        # Rows from each bucket on that are not needed: shorter examples fit, too.
+        spare = _from_each_on(batches * batch_sizes) - _from_each_on(counts)
         batches[k] -= min(int(batches[k]), int(spare[: k + 1].min()) // batch_sizes[k])
     return batches.tolist()
+
+
+def _from_each_on(numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns the sum of the numbers from each position on."""
+    return np.cumsum(numbers[::-1], dtype=np.int64)[::-1]

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a stream, and the refusal of what is none."""
+"""What a checkpoint keeps of a stream, and the refusal of what does not fit."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import dataclasses
 import itertools
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxbucket.base.position import is_same
 from jaxbucket.data.example import Features
-from jaxbucket.stream.reader import Snapshot, StreamCounts
+from jaxbucket.stream.reader import PooledExample, Snapshot, StreamCounts
 from jaxbucket.stream.rounds import Round
 
 _FORMAT = "jaxbucket.stream"
@@ -22,33 +22,18 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class StreamState:
-    """Where in a stream a run is.
+    """Where in a stream a run is."""
 
-    Attributes:
-      traits: what batches depend on, as plain Python.
-      step: the next one.
-      read: examples that have been read.
-      places: of what waits in the pool, ascending.
-      next_place: of what arrives next.
-      tokens: positions of what waits, by which a stream that changed is known, and
-      checksum: of their lengths and of what some of them hold.
-      snapshot: from where they are read again.
-      inside: the round of several processes that this step is in; None where it is
-        the first of one.
-      features: name -> (dtype, shape) of the example that batches have features of;
-        empty where there was none yet.
-    """
-
-    traits: dict[str, Any]
-    step: int
+    config: dict[str, Any]  # What batches depend on.
+    step: int  # The next one.
     read: int
-    places: list[int]
-    next_place: int
-    tokens: int
-    checksum: int
-    snapshot: Snapshot
-    inside: Round | None
-    features: Features
+    next_index: int  # Of the next example to arrive.
+    pending: list[int]  # Indices, ascending.
+    tokens: int  # Of pending examples, to recognize a stream that changed.
+    checksum: int  # Of their lengths, and of the arrays of some of them.
+    snapshot: Snapshot  # From where they can be read again.
+    current_round: Round | None  # Unless the step is the first of one.
+    features: Features  # Those that batches have; empty if not known yet.
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain Python, beside the state of the user's iterator."""
@@ -56,18 +41,18 @@ class StreamState:
         return {
             "format": _FORMAT,
             "version": _VERSION,
-            "traits": self.traits,
+            "traits": self.config,
             "step": self.step,
             "read": self.read,
-            "next_place": self.next_place,
-            "waiting": _as_text(self.places),
+            "next_place": self.next_index,
+            # Texts, because whoever saves states wants all of them of one shape.
+            "waiting": _to_text(self.pending),
             "tokens": self.tokens,
             "checksum": self.checksum,
-            # One word, too, and so are features.
-            "round": json.dumps(self.inside),
+            "round": json.dumps(_round_to_list(self.current_round)),
             "features": json.dumps(self.features),
             "epoch": snapshot.epoch,
-            "number": snapshot.number,
+            "number": snapshot.epoch_index,
             "counts": dataclasses.asdict(snapshot.counts),
             "parent": snapshot.state,
         }
@@ -81,8 +66,8 @@ class StreamState:
         """
         if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
             raise ValueError(
-                "`state` is none of a stream of batches. Pass what `get_state()` or "
-                "`state_before(step)` of its iterator gave."
+                "`state` is not that of a stream of batches. Pass what `get_state()` "
+                "or `state_before(step)` of its iterator gave."
             )
         if state.get("version") != _VERSION:
             raise ValueError(
@@ -90,107 +75,116 @@ class StreamState:
                 f"reads version {_VERSION}. Go on with the version that wrote it."
             )
         try:
-            places = _from_text(state["waiting"])
-            names = [field.name for field in dataclasses.fields(StreamCounts)]
-            counts = StreamCounts(**{x: _natural(state["counts"][x]) for x in names})
-            snapshot = Snapshot(
-                _natural(state["epoch"]),
-                _natural(state["number"]),
-                counts,
-                state["parent"],
-            )
-            names = ("step", "read", "next_place", "tokens", "checksum")
-            numbers = [_natural(state[name]) for name in names]
-            step, read, next_place, tokens, checksum = numbers
-            traits = dict(state["traits"])
-            inside = _round_of(json.loads(state["round"]), step)
-            features: Features = {
-                str(name): (str(np.dtype(dtype)), [int(n) for n in shape])
-                for name, (dtype, shape) in json.loads(state["features"]).items()
-            }
+            return cls._parse(state)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"`state` is cut or changed ({type(error).__name__}: {error}). Restore "
                 "an earlier checkpoint."
             ) from None
+
+    @classmethod
+    def _parse(cls, state: Mapping[str, Any]) -> StreamState:
+        names = [field.name for field in dataclasses.fields(StreamCounts)]
         return cls(
-            *(traits, step, read, places, next_place, tokens, checksum, snapshot),
-            *(inside, features),
+            config=dict(state["traits"]),
+            step=_count(state["step"]),
+            read=_count(state["read"]),
+            next_index=_count(state["next_place"]),
+            pending=_from_text(state["waiting"]),
+            tokens=_count(state["tokens"]),
+            checksum=_count(state["checksum"]),
+            snapshot=Snapshot(
+                epoch=_count(state["epoch"]),
+                epoch_index=_count(state["number"]),
+                counts=StreamCounts(*(_count(state["counts"][x]) for x in names)),
+                state=state["parent"],
+            ),
+            current_round=_round_from_list(json.loads(state["round"]), state["step"]),
+            features={
+                str(name): (str(np.dtype(dtype)), [int(n) for n in shape])
+                for name, (dtype, shape) in json.loads(state["features"]).items()
+            },
         )
 
-    def check_same(self, traits: Mapping[str, Any]) -> None:
-        """Raises a ValueError that names every trait that is not what it was."""
+    def check_config(self, config: Mapping[str, Any]) -> None:
+        """Raises a ValueError that names everything that is not what it was."""
         changes = [
-            f"{name.replace('_', ' ')} {_shown(self.traits, name)} -> "
-            f"{_shown(traits, name)}"
-            for name in {**self.traits, **traits}
-            if not is_same(self.traits.get(name), traits.get(name))
+            f"{name.replace('_', ' ')} {self.config.get(name, 'absent')} -> "
+            f"{config.get(name, 'absent')}"
+            for name in {**self.config, **config}
+            if not is_same(self.config.get(name), config.get(name))
         ]
         if changes:
             raise ValueError(
-                f"Cannot go on at step {self.step}, for the stream is batched in "
+                f"Cannot go on at step {self.step}, because the stream is batched in "
                 f"another way: {'; '.join(changes)}. Give back what it was. A new "
                 "plan takes over at a later step: `plan={0: old, step: new}`."
             )
 
     def check_read(
-        self, counts: StreamCounts, number: int, tokens: int, checksum: int
+        self, counts: StreamCounts, pending: Sequence[PooledExample]
     ) -> None:
-        """Raises a ValueError if not the same was read again."""
-        found = (counts.read, counts.arrived, number, tokens)
-        if found != (self.read, self.next_place, len(self.places), self.tokens):
+        """Raises a ValueError if what was read again is not what it was."""
+        remedy = "A stream has to be the same whenever it is read: seed what it draws."
+        number, (tokens, checksum) = len(pending), summarize(pending)
+        if (counts.read, counts.arrived, number, tokens) != (
+            *(self.read, self.next_index, len(self.pending), self.tokens),
+        ):
             raise ValueError(
                 f"The stream is not what it was: {self.read} examples had been read, "
-                f"of which {len(self.places)} with {self.tokens} tokens waited, and "
-                f"now it gives {counts.read}, {number} and {tokens}. A stream has to "
-                "be the same whenever it is read: seed what is drawn in it."
+                f"of which {len(self.pending)} with {self.tokens} tokens were pending, "
+                f"and now it gives {counts.read}, {number} and {tokens}. {remedy}"
             )
         if checksum != self.checksum:
             raise ValueError(
-                f"The stream is not what it was: the {len(self.places)} examples that "
-                f"waited have {tokens} tokens as they had, but not the same ones. A "
-                "stream has to be the same whenever it is read: seed what is drawn in "
-                "it."
+                f"The stream is not what it was: the {number} examples that were "
+                f"pending have {tokens} tokens as they had, but not the same ones. "
+                f"{remedy}"
             )
 
 
-def checksum_of(lengths: Iterable[int], checksums: Iterable[int]) -> int:
-    """Returns one number for all, in their order."""
-    array = np.array([*lengths, *checksums], "<u4")
-    return zlib.crc32(array.data)
+def summarize(pending: Sequence[PooledExample]) -> tuple[int, int]:
+    """Returns the tokens of examples, and one checksum of all, in their order."""
+    lengths, checksums = [x.length for x in pending], [x.checksum for x in pending]
+    return sum(lengths), zlib.crc32(np.array(lengths + checksums, "<u4").data)
 
 
-def _shown(traits: Mapping[str, Any], name: str) -> Any:
-    return traits.get(name, "absent")
-
-
-def _natural(number: Any) -> int:
+def _count(number: Any) -> int:
     if isinstance(number, bool) or int(number) != number or number < 0:
-        raise ValueError(f"{number!r} is no count")
+        raise ValueError(f"{number!r} is not a count")
     return int(number)
 
 
-def _round_of(found: Any, step: int) -> Round | None:
-    if found is None:
+# States have the longest bucket that is not used, -1 for none.
+
+
+def _round_to_list(current: Round | None) -> list[Any] | None:
+    if current is None:
         return None
-    first, end, above, rest = found
-    if not first < step < end or rest == []:
+    return [current.first, current.end, current.min_bucket - 1, current.drain]
+
+
+def _round_from_list(numbers: Any, step: int) -> Round | None:
+    if numbers is None:
+        return None
+    first, end, max_unused, drain = numbers
+    if not first < step < end or drain == []:
         raise ValueError(f"step {step} is not inside of a round from {first} to {end}")
-    if rest is not None:
-        rest = [(_natural(bucket), _natural(batches)) for bucket, batches in rest]
-    return Round(_natural(first), _natural(end), _natural(above + 1) - 1, rest)
+    if drain is not None:
+        drain = [(_count(bucket), _count(batches)) for bucket, batches in drain]
+    return Round(_count(first), _count(end), _count(max_unused + 1), drain)
 
 
-def _as_text(places: list[int]) -> str:
-    """The places as one word: whoever saves states wants all of them of one shape.
+def _to_text(indices: list[int]) -> str:
+    """Returns the gaps between indices.
 
     Example:
-      >>> _as_text([7, 8, 12]), _from_text("7 1 4")
+      >>> _to_text([7, 8, 12]), _from_text("7 1 4")
       ('7 1 4', [7, 8, 12])
     """
-    pairs = itertools.pairwise([0, *places])
-    return " ".join(str(place - before) for before, place in pairs)
+    pairs = itertools.pairwise([0, *indices])
+    return " ".join(str(index - before) for before, index in pairs)
 
 
 def _from_text(text: str) -> list[int]:
-    return list(itertools.accumulate(_natural(int(x)) for x in text.split()))
+    return list(itertools.accumulate(_count(int(x)) for x in text.split()))

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -13,19 +14,27 @@ import sys
 import threading
 from fractions import Fraction
 
+import cloudpickle
 import grain
 import jax
 import numpy as np
 import pytest
 
 import jaxbucket as jb
+from jaxbucket.stream import drift as drift_module
 from jaxbucket.stream.bucket_sequence import (
-    LEAST_OF_LONGEST,
+    MIN_SHARE_OF_LONGEST,
     BucketSequence,
     bucket_shares,
 )
-from jaxbucket.stream.dataset import epoch_seed
+from jaxbucket.stream.epochs import epoch_seed
 from jaxbucket.testing import check_batches
+
+
+def exhaustive(values):
+    """Cases that run with `-m exhaustive`."""
+    return [pytest.param(x, marks=pytest.mark.exhaustive) for x in values]
+
 
 OPTIONS = [
     {},
@@ -99,7 +108,7 @@ def smallest_pool(plan: jb.BucketPlan, options: dict) -> int:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, *exhaustive(range(2, 8))])
 def test_every_example_is_in_one_row_of_a_planned_shape(seed, options):
     lengths, plan, rng = job(seed)
     pool = smallest_pool(plan, options) * int(rng.integers(1, 5))
@@ -154,7 +163,7 @@ def oracle(lengths, plan, pool_size, policy, max_wait):
 
 
 @pytest.mark.parametrize("policy", ["closest", "first"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *exhaustive(range(2, 6))])
 def test_batches_are_those_of_plain_lists(seed, policy):
     lengths, plan, rng = job(seed, size=500)
     pool = int((plan.batch_sizes - 1).sum()) + 1 + int(rng.integers(0, 50))
@@ -281,7 +290,7 @@ def test_what_waits_keeps_nothing_else_in_memory():
     dataset = jb.stream_batches(stream(lengths).map(part), plan, pool_size=80)
     iterator = iter(dataset)
     next(iterator)
-    waiting = iterator._pool.waiting()
+    waiting = iterator._pool.pending()
     assert waiting and all(x.example["tokens"].base is None for x in waiting)
 
 
@@ -368,10 +377,19 @@ def grain_checks(dataset) -> None:
     grain.experimental.assert_equal_output_after_checkpoint(dataset)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("overlong", ["truncate", "drop", "split"])
+# Every option and every policy in the quick tests, all pairs of them in the others.
+PAIRS = [
+    pytest.param(
+        overlong, options, marks=[] if (i - k) % 3 == 0 else pytest.mark.exhaustive
+    )
+    for i, options in enumerate(OPTIONS)
+    for k, overlong in enumerate(["truncate", "drop", "split"])
+]
+
+
+@pytest.mark.parametrize(("overlong", "options"), PAIRS, ids=str)
 def test_resumed_at_every_step_it_is_the_run_that_never_stopped(overlong, options):
-    lengths, _, rng = job(11, size=130)
+    lengths, _, _ = job(11, size=60)
     plan = jb.plan_buckets(
         lengths, max_tokens=150, num_buckets=3, max_seq_len=30, overlong=overlong
     )
@@ -389,14 +407,14 @@ def test_resumed_at_every_step_it_is_the_run_that_never_stopped(overlong, option
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_part_of_the_rows_resumes_at_every_step(options):
-    lengths, plan, _ = job(12, size=90, multiple=2)
+    lengths, plan, _ = job(12, size=60, multiple=2)
     dataset = jb.stream_batches(
         stream(lengths),
         plan,
         pool_size=smallest_pool(plan, options) + 9,
         lengths=lengths,
         shard=jb.data.RowShard((1,), 2),
-        num_steps=20,
+        num_steps=12,
         on_drift=None,
         **options,
     )
@@ -477,7 +495,7 @@ def hosts_of(lengths, plan, shares, pool_size, threads=None, sample=None, **opti
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [1, 2, *exhaustive([0, 3, 4])])
 def test_hosts_are_in_lockstep_until_all_have_given_all(seed, options):
     lengths, plan, rng = job(seed, multiple=4)
     shares = [[1, 1, 1, 1], [1, 2, 3, 4], [5, 0, 0, 1]][seed % 3]
@@ -531,9 +549,9 @@ def test_every_worker_has_every_bucket(workers):
 def test_shares_are_those_of_batches_with_enough_of_the_longest():
     plan = jb.BucketPlan((jb.Bucket(8, 4), jb.Bucket(2, 16)), max_tokens=32)
     lengths = np.array([4] * 800 + [16] * 100)
-    assert bucket_shares(plan, lengths, None, False) == [Fraction(2, 3), Fraction(1, 3)]
+    assert bucket_shares(plan, lengths, None) == [Fraction(2, 3), Fraction(1, 3)]
     rare = np.array([4] * 8000 + [16])
-    assert bucket_shares(plan, rare, None, False)[1] == LEAST_OF_LONGEST
+    assert bucket_shares(plan, rare, None)[1] == MIN_SHARE_OF_LONGEST
 
 
 class Threads:
@@ -593,7 +611,7 @@ def names_of(steps) -> list[int]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [1, 2, *exhaustive([0, 3, 4, 5])])
 def test_hosts_that_meet_end_together_with_nothing_left_out(seed, options):
     lengths, plan, rng = job(seed + 60, multiple=4)
     shares = [[1, 1, 1, 1], [1, 2, 3, 4], [5, 0, 0, 1]][seed % 3]
@@ -619,7 +637,7 @@ def test_hosts_that_meet_end_together_with_nothing_left_out(seed, options):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *exhaustive([1, 2])])
 def test_hosts_that_meet_resume_at_every_step(seed, options):
     lengths, plan, _ = job(seed + 20, size=200, multiple=3)
     pool = smallest_pool(plan, options)
@@ -910,7 +928,7 @@ def test_a_round_of_other_buckets_is_refused():
     _, hosts = meeting_hosts(lengths, plan, [1, 1], 4 * int(plan.batch_sizes.max()))
     drive(hosts, 3)
     state = hosts[0].get_state()
-    for wrong in ("[0, 16, 90, null]", "[0, 16, -1, [[90, 1]]]"):
+    for wrong in ("[0, 16, 89, null]", "[0, 16, -1, [[90, 1]]]"):
         with pytest.raises(ValueError, match="its round has bucket 90 of"):
             hosts[0].set_state({**state, "round": wrong})
 
@@ -1098,6 +1116,44 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_share_of_a_worker_is_what_all_workers_together_have_once(workers):
+    """As Grain shares a dataset among workers: pickled, and sliced in each of them."""
+    lengths, plan, _ = job(44, size=90, multiple=2)
+    options = {"pool_size": 64, "lengths": lengths, "on_drift": None}
+    part = jb.stream_batches(
+        *(stream(lengths), plan),
+        shard=jb.data.RowShard((0,), 2),
+        num_steps=12,
+        **options,
+    )
+    whole = list(part)
+
+    def shares(dataset):
+        copies = [cloudpickle.loads(cloudpickle.dumps(dataset)) for _ in range(workers)]
+        for index, copy in enumerate(copies):
+            copy.set_slice(slice(index, None, workers))
+        return copies
+
+    found = [list(share) for share in shares(part)]
+    for index, batches in enumerate(found):
+        # The bucket is the step's, whoever loads it.
+        assert [x.bucket for x in batches] == [x.bucket for x in whole[index::workers]]
+    names = [name for batches in found for batch in batches for name in names_in(batch)]
+    assert len(set(names)) == len(names)
+    for share in shares(part):
+        grain_checks(share)
+        # Grain gives workers the state of the dataset before it is sliced.
+        iterator = iter(share)
+        iterator.set_state(iter(part).get_state())
+        next(iterator)
+    for source in (lambda epoch, seed: stream(lengths), stream(lengths)):
+        alone = jb.stream_batches(source, plan, num_epochs=2, **options)
+        found = [name for share in shares(alone) for x in share for name in names_in(x)]
+        assert sorted(found) == sorted([*range(90)] * 2)
+
+
+@pytest.mark.exhaustive
 def test_workers_below_and_above_change_nothing_that_they_should_not(tmp_path):
     script = tmp_path / "workers.py"
     script.write_text(WORKERS)
@@ -1124,16 +1180,16 @@ def test_threads_above_change_nothing():
 @pytest.mark.parametrize("options", [{}, {"pack": True}, {"accumulate": 2}], ids=str)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_new_plan_takes_over_at_its_step(parts, options):
-    lengths, plan, _ = job(50, size=200, multiple=2)
+    lengths, plan, _ = job(50, size=100, multiple=2)
     longest = plan.max_seq_len
     new = jb.BucketPlan.from_shapes([(8, 9), (4, longest)])
     dataset = jb.stream_batches(
         stream(lengths),
-        {0: plan, 6: new},
-        pool_size=smallest_pool(plan, options) + 60,
+        {0: plan, 3: new},
+        pool_size=smallest_pool(plan, options) + 20,
         lengths=lengths,
         shard=jb.data.RowShard((0,), parts),
-        num_steps=40 if parts > 1 else None,
+        num_steps=16 if parts > 1 else None,
         on_drift=None,
         **options,
     )
@@ -1143,7 +1199,7 @@ def test_a_new_plan_takes_over_at_its_step(parts, options):
         for batch in micro:
             size, seq_len = batch.bucket.batch_size, batch.bucket.seq_len
             assert (
-                jb.Bucket(size * parts, seq_len) in (new if step >= 6 else plan).buckets
+                jb.Bucket(size * parts, seq_len) in (new if step >= 3 else plan).buckets
             )
             found += names_in(batch)
     assert len(set(found)) == len(found)
@@ -1182,15 +1238,29 @@ def test_a_state_goes_on_with_a_new_plan_at_a_later_step():
         iter(early).set_state(state)
 
 
+@pytest.fixture
+def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares 2,048 lengths, not 16,384, so that a short stream shows a drift."""
+    monkeypatch.setattr(drift_module, "_WINDOW", 2048)
+
+
 def drifting(found, plan, **options):
     dataset = jb.stream_batches(stream(found), plan, pool_size=600, **options)
     return list(dataset)
 
 
-def test_drift_is_told_once_with_figures_and_a_plan():
+def test_a_warning_says_that_lengths_have_drifted():
+    plan = jb.BucketPlan.from_shapes([(64, 4), (64, 32)])
+    with pytest.warns(
+        jb.stream.DriftWarning, match=r"Lengths have drifted .* the last 16384"
+    ):
+        drifting(np.full(17_500, 20), plan)
+
+
+def test_drift_is_told_once_with_figures_and_a_plan(small_window):
     rng = np.random.default_rng(0)
     sample = rng.integers(1, 9, 2000)
-    lengths = np.concatenate([rng.integers(1, 9, 20_000), rng.integers(17, 24, 60_000)])
+    lengths = np.concatenate([rng.integers(1, 9, 2500), rng.integers(17, 24, 7500)])
     plan = jb.plan_buckets(np.append(sample, 32), max_tokens=2048, num_buckets=3)
     told: list[jb.stream.Drift] = []
     drifting(lengths, plan, lengths=sample, on_drift=told.append)
@@ -1200,24 +1270,20 @@ def test_drift_is_told_once_with_figures_and_a_plan():
     assert drift.promised == pytest.approx(jb.report(plan, sample).padding)
     assert drift.plan.max_seq_len == plan.max_seq_len
     assert drift.plan.max_tokens == plan.max_tokens
-    with pytest.warns(
-        jb.stream.DriftWarning, match=r"Lengths have drifted .* the last 16384"
-    ):
-        drifting(lengths, plan)
     assert drift.renewed == pytest.approx(jb.report(drift.plan, drift.lengths).padding)
 
 
-def test_a_stream_as_planned_warns_of_nothing():
+def test_a_stream_as_planned_warns_of_nothing(small_window):
     rng = np.random.default_rng(1)
-    sample, lengths = rng.integers(1, 33, 2000), rng.integers(1, 33, 40_000)
+    sample, lengths = rng.integers(1, 33, 2000), rng.integers(1, 33, 6000)
     plan = jb.plan_buckets(sample, max_tokens=2048, num_buckets=4)
     drifting(lengths, plan, lengths=sample)
 
 
-def test_hosts_whose_sequence_is_of_other_lengths_are_told():
+def test_hosts_whose_sequence_is_of_other_lengths_are_told(small_window):
     rng = np.random.default_rng(2)
     sample = np.where(rng.random(4000) < 0.5, 4, 32)
-    lengths = np.full(60_000, 32)
+    lengths = np.full(10_000, 32)
     plan = jb.plan_buckets(
         sample, max_tokens=1024, num_buckets=2, batch_size_multiple=2
     )
@@ -1412,14 +1478,14 @@ HALF = {"shard": jb.data.RowShard((0,), 2)}
         ({**HALF, "lengths": [3]}, "`processes` are missing: this one has a part of"),
         (
             {"processes": 4},
-            "`processes=4` do not meet: give the `Processes` of the run",
+            "`processes=4` cannot exchange texts: give the `Processes` of",
         ),
         ({"plan": {1: PLAN}}, "`plan` has first steps [1]: the first plan is that of"),
         ({"plan": {}}, "`plan` has first steps []"),
         ({"plan": {0: PLAN, 5: "new"}}, "`plan[5]` is a str, not a `BucketPlan`"),
         (
             {"plan": {0: PLAN, 5: LONGER}},
-            "`plan[5]` has `max_seq_len=32`, the first 16: what waits in the pool",
+            "`plan[5]` has `max_seq_len=32`, the first 16: pending examples",
         ),
         (
             {"lengths": {0: [3], 2: [3]}},
@@ -1463,6 +1529,54 @@ def test_what_a_loader_of_grain_is_told_to_give_is_a_stream():
     assert sorted(lengths.tolist()) == [2, 3, 4, 8]
 
 
+# Of version 1, and read by all that write it.
+SAVED = json.loads("""{
+    "format": "jaxbucket.stream", "version": 1, "step": 5, "read": 18,
+    "next_place": 18, "waiting": "0 1 1 1 11 1 1 1", "tokens": 44,
+    "checksum": 3823580128, "round": "null", "epoch": 0, "number": 0,
+    "features": "{\\"tokens\\": [\\"int32\\", [1]], \\"index\\": [\\"int32\\", []]}",
+    "counts": {
+        "read": 0, "arrived": 0, "dropped": 0, "truncated": 0, "truncated_tokens": 0,
+        "split": 0
+    },
+    "parent": {"next_index": 0},
+    "traits": {
+        "pool_size": 10, "policy": "closest", "parts": 1, "accumulate": 1,
+        "group": "same", "pack": false, "max_wait": 160, "sequences": null,
+        "pad_value": 0, "seed": 3, "plans": "ef14e50c4e2d985c from step 0",
+        "processes_meet": false, "shard": [0], "worker": [0, 1]
+    }
+}""")
+
+
+def test_a_state_that_was_saved_is_read_by_later_versions():
+    lengths = np.arange(60) % 16 + 1
+    dataset = jb.stream_batches(stream(lengths), PLAN, pool_size=10, seed=3)
+    iterator, again = iter(dataset), iter(dataset)
+    steps_of(itertools.islice(iterator, 5))
+    assert iterator.get_state() == SAVED
+    again.set_state(SAVED)
+    assert_same(list(again), list(iterator))
+
+
+@pytest.mark.parametrize(
+    ("pool", "saved_round", "golden"),
+    [
+        (40, "[0, 10, -1, null]", "47d4220865167778"),
+        (200, "[0, 65, -1, [[1, 60], [0, 5]]]", "5eaad426beb96367"),
+    ],
+)
+def test_states_of_hosts_are_what_they_were(pool, saved_round, golden):
+    _, hosts = meeting_hosts(np.arange(160) % 16 + 1, PLAN, [1, 1], pool, seed=5)
+    drive(hosts, 3)
+    states = [host.get_state() for host in hosts]
+    assert [state["round"] for state in states] == [saved_round] * 2
+    # The state of Grain's own iterator may change.
+    ours = [{k: v for k, v in state.items() if k != "parent"} for state in states]
+    text = json.dumps(ours, sort_keys=True)
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == golden
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -1491,7 +1605,7 @@ def test_states_that_are_none_or_cut_are_refused():
     next(iterator)
     state = iterator.get_state()
     for wrong in ({}, {"next_index": 3}, None, []):
-        with pytest.raises(ValueError, match="`state` is none of a stream of batches"):
+        with pytest.raises(ValueError, match="`state` is not that of a stream"):
             iterator.set_state(wrong)
     with pytest.raises(ValueError, match="`state` has version 7, and this"):
         iterator.set_state({**state, "version": 7})
@@ -1552,11 +1666,11 @@ def test_a_step_that_fails_is_saved_as_it_was_before(options):
             assert_same(steps + steps_of(iterator), whole)
 
 
-def test_a_stop_iteration_of_what_is_called_is_not_the_end():
+def test_a_stop_iteration_of_what_is_called_is_not_the_end(small_window):
     def stop(drift: jb.stream.Drift) -> None:
         raise StopIteration
 
-    sample, lengths = np.full(100, 2), np.full(40_000, 9)
+    sample, lengths = np.full(100, 2), np.full(4000, 9)
     plan = jb.BucketPlan.from_shapes([(8, 2), (8, 32)])
     dataset = jb.stream_batches(
         stream(lengths), plan, pool_size=64, lengths=sample, on_drift=stop
@@ -1588,7 +1702,9 @@ class Interrupt:
         return self.line
 
 
-@pytest.mark.parametrize("options", OPTIONS[::2], ids=str)
+@pytest.mark.parametrize(
+    "options", [OPTIONS[0], OPTIONS[4], *exhaustive([OPTIONS[2], OPTIONS[6]])], ids=str
+)
 def test_an_interrupt_at_any_line_loses_nothing_or_says_so(options):
     lengths, plan, _ = job(43, size=150)
     plans = {0: plan, 2: plan}
@@ -1768,12 +1884,12 @@ def test_a_sample_ends_where_the_stream_does_and_not_before():
 
 
 def test_what_is_dropped_takes_no_memory():
-    lengths = np.full(30_000, 9)
+    lengths = np.full(4_000, 9)
     lengths[[0, -1]] = 3
     plan = jb.BucketPlan.from_shapes([(1, 3)], overlong="drop")
     iterator = iter(jb.stream_batches(stream(lengths), plan, pool_size=8))
     assert len(list(iterator)) == 2
-    assert len(iterator._arrivals._snapshots) < 5
+    assert len(iterator._reader._snapshots) < 5
 
 
 def test_a_rare_length_waits_no_longer_than_it_may():
@@ -1801,7 +1917,7 @@ def test_a_rare_length_waits_no_longer_than_it_may():
         next(host)
         states.append(host.get_state())
     assert all(x["read"] - x["counts"]["read"] < 500 for x in states)
-    assert len(host._arrivals._snapshots) < 200
+    assert len(host._reader._snapshots) < 200
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -1899,9 +2015,9 @@ def test_a_run_may_be_resumed_with_fewer_epochs():
     assert len(list(after)) == 3
 
 
-def test_a_plan_that_is_proposed_can_be_adopted():
+def test_a_plan_that_is_proposed_can_be_adopted(small_window):
     rng = np.random.default_rng(0)
-    lengths = np.concatenate([rng.integers(200, 513, 500), rng.integers(1, 41, 30_000)])
+    lengths = np.concatenate([rng.integers(200, 513, 500), rng.integers(1, 41, 4000)])
     plan = jb.plan_buckets(
         lengths[:500], max_tokens=8192, num_buckets=3, max_seq_len=512
     )
@@ -1920,10 +2036,10 @@ def packed_drift(sample, lengths, plan, **options):
     return told, padding
 
 
-def test_packed_rows_that_no_longer_fill_are_told_with_a_plan_that_fills():
+def test_packed_rows_that_no_longer_fill_are_told_with_a_plan_that_fills(small_window):
     rng = np.random.default_rng(0)
     # Of the short ones many fill a row; of the long ones one fits, and leaves much.
-    sample, lengths = rng.integers(1, 65, 4000), rng.integers(300, 311, 40_000)
+    sample, lengths = rng.integers(1, 65, 2000), rng.integers(300, 311, 6000)
     plan = jb.BucketPlan.from_shapes([(4, 512)])
     (drift,), padding = packed_drift(sample, lengths, plan, max_segments_per_row=64)
     assert drift.promised < 0.02
@@ -1934,12 +2050,12 @@ def test_packed_rows_that_no_longer_fill_are_told_with_a_plan_that_fills():
     plans = {0: plan, 10: drift.plan}
     lengths = np.concatenate([sample, lengths])
     told, padding = packed_drift(sample, lengths, plans, max_segments_per_row=64)
-    assert np.mean(padding[1000:-10]) < drift.renewed + 0.03
+    assert np.mean(padding[200:-10]) < drift.renewed + 0.03
 
 
 @pytest.mark.parametrize("policy", ["first", "closest"])
-def test_a_pool_too_small_for_packed_rows_is_no_drift(policy):
-    lengths = np.random.default_rng(0).integers(1, 9, 40_000)
+def test_a_pool_too_small_for_packed_rows_is_no_drift(small_window, policy):
+    lengths = np.random.default_rng(0).integers(1, 9, 6000)
     plan = jb.BucketPlan.from_shapes([(4, 512)])
     told, padding = packed_drift(
         lengths[:2000], lengths, plan, pool_size=32, policy=policy
@@ -1947,9 +2063,9 @@ def test_a_pool_too_small_for_packed_rows_is_no_drift(policy):
     assert not told and np.mean(padding) > 0.5
 
 
-def test_a_plan_made_by_hand_has_not_drifted():
+def test_a_plan_made_by_hand_has_not_drifted(small_window):
     rng = np.random.default_rng(0)
-    lengths = np.minimum(1 + rng.geometric(0.01, 40_000), 512)
+    lengths = np.minimum(1 + rng.geometric(0.01, 6000), 512)
     plan = jb.BucketPlan.from_shapes([(8, 256), (4, 512)])
     told: list[jb.stream.Drift] = []
     options = {"lengths": lengths, "on_drift": told.append}

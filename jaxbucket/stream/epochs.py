@@ -1,0 +1,68 @@
+"""The user's stream, epoch by epoch, and the shares of it that Grain's workers read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import grain
+
+from jaxbucket.base.checks import check_seed
+from jaxbucket.base.permutation import fold
+
+EpochStream: TypeAlias = Callable[[int, int], grain.IterDataset]
+Stream: TypeAlias = grain.IterDataset | EpochStream
+
+
+def check_stream(dataset: Any) -> None:
+    """Raises a ValueError that says how to make a stream of another kind of data."""
+    if isinstance(dataset, grain.IterDataset):
+        return
+    if isinstance(dataset, grain.MapDataset):
+        remedy = "`dataset.to_iter_dataset()`"
+    elif isinstance(dataset, grain.DataLoader):
+        remedy = (
+            "`grain.MapDataset.source(data_source).shuffle(seed).apply(operations)"
+            ".to_iter_dataset()`, with the arguments of the loader"
+        )
+    elif callable(dataset):
+        return
+    else:
+        remedy = "`grain.MapDataset.source(examples).to_iter_dataset()`"
+    raise ValueError(
+        f"`dataset` is a {type(dataset).__name__}, not a `grain.IterDataset`: give "
+        f"{remedy}, or a function of (epoch, seed)."
+    )
+
+
+def open_epoch(dataset: Stream, epoch: int, seed: int) -> grain.IterDataset:
+    """Returns the stream of an epoch."""
+    if isinstance(dataset, grain.IterDataset):
+        return dataset
+    return dataset(epoch, epoch_seed(seed, epoch))
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Returns the seed of an epoch, of 32 bits because Grain's seeds have no more.
+
+    The high half of `jaxbucket.base.permutation.fold(seed, epoch)`.
+    """
+    return fold(check_seed(seed), epoch) >> 32
+
+
+def slice_stream(dataset: Any, sl: slice, sequential_slice: bool) -> None:
+    """Leaves a worker its share of a stream, in place, as Grain does.
+
+    Raises:
+      ValueError: if the stream cannot be shared among workers.
+    """
+    if hasattr(dataset, "set_slice"):
+        dataset.set_slice(sl, sequential_slice)
+        return
+    if not dataset.parents:
+        raise ValueError(
+            f"A {type(dataset).__name__} cannot be shared among workers: it has no "
+            "`set_slice`. Load without them, or begin with a `grain.MapDataset`."
+        )
+    for parent in dataset.parents:
+        slice_stream(parent, sl, sequential_slice)

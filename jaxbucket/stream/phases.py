@@ -1,0 +1,162 @@
+"""The plan of every step of a stream, of which a later one may replace the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.checks import check_integer, check_lengths, check_positive
+from jaxbucket.base.digest import digest
+from jaxbucket.base.permutation import fold
+from jaxbucket.packing.rows import pack as pack_rows
+from jaxbucket.plan.reports.epoch import row_lengths
+from jaxbucket.stream.bucket_sequence import BucketSequence, bucket_shares
+from jaxbucket.stream.options import Options, Policy
+from jaxbucket.stream.packed_pool import PackedPool
+from jaxbucket.stream.pool import PaddedPool, Pool
+
+Plans: TypeAlias = BucketPlan | Mapping[int, BucketPlan]
+Samples: TypeAlias = ArrayLike | Mapping[int, ArrayLike]
+
+
+class Phase(NamedTuple):
+    """The plan of a range of steps."""
+
+    first_step: int
+    plan: BucketPlan
+    sequence: BucketSequence | None  # Of buckets, if several processes share them.
+    rows: tuple[int, ...]  # `[K]`, of a batch in this process.
+    max_segments: int | None  # Of a packed row; None if rows are padded.
+    sample: np.ndarray | None  # `[N]` lengths that the plan was made for, if known.
+
+    @property
+    def fingerprint(self) -> str:
+        shares = self.sequence.shares if self.sequence else ()
+        parts = [self.plan.fingerprint, str(self.max_segments), *map(str, shares)]
+        return digest("\n".join(parts).encode())
+
+    def new_pool(self, policy: Policy) -> Pool:
+        if self.max_segments is None:
+            return PaddedPool(self.plan)
+        return PackedPool(self.plan, self.max_segments, policy == "closest")
+
+
+def make_phases(
+    plan: Plans,
+    lengths: Samples | None,
+    options: Options,
+    max_segments_per_row: int | None,
+) -> tuple[Phase, ...]:
+    """Returns the plans, checked, in the order of their first steps.
+
+    Args:
+      plan: a plan, or plans by their first steps.
+      lengths: the lengths that the plan was made for, or those of each plan.
+      options: how batches are cut.
+      max_segments_per_row: the most examples of a packed row; None to take it from
+        `lengths`.
+
+    Raises:
+      ValueError: if plans, lengths and options do not fit together.
+    """
+    plans = plan if isinstance(plan, Mapping) else {0: plan}
+    steps = _check_plans(plans)
+    if isinstance(lengths, Mapping) and sorted(lengths) != steps:
+        raise ValueError(
+            f"`lengths` are of steps {sorted(lengths)}, `plan` of {steps}. Give those "
+            "of each plan, or some for all."
+        )
+    phases: list[Phase] = []
+    for step in steps:
+        sample = lengths[step] if isinstance(lengths, Mapping) else lengths
+        phase = _make_phase(step, plans[step], sample, options, max_segments_per_row)
+        # Features of one number for each example have one shape in all plans.
+        max_segments_per_row = phase.max_segments or max_segments_per_row
+        phases.append(phase)
+    return tuple(phases)
+
+
+def _check_plans(plans: Mapping[int, BucketPlan]) -> list[int]:
+    """Returns the first steps in order."""
+    for step, plan in plans.items():
+        check_integer("plan", step)
+        if not isinstance(plan, BucketPlan):
+            raise ValueError(
+                f"`plan[{step}]` is a {type(plan).__name__}, not a `BucketPlan`: "
+                "`plan_buckets` makes one."
+            )
+    steps = sorted(plans)
+    if not steps or steps[0] != 0:
+        raise ValueError(
+            f"`plan` has first steps {steps}: the first plan is that of step 0."
+        )
+    for step in steps:
+        for name in ("max_seq_len", "overlong"):
+            value, first = getattr(plans[step], name), getattr(plans[0], name)
+            if value != first:
+                raise ValueError(
+                    f"`plan[{step}]` has `{name}={value!r}`, the first {first!r}: "
+                    "pending examples have been cut by it. Plan with the same."
+                )
+    return steps
+
+
+def _make_phase(
+    step: int,
+    plan: BucketPlan,
+    lengths: ArrayLike | None,
+    options: Options,
+    max_segments_per_row: int | None,
+) -> Phase:
+    rows = _local_rows(plan, options)
+    if lengths is None and not options.is_single_process:
+        raise ValueError(
+            "`lengths` are missing: several processes have one sequence of buckets, "
+            "which comes from the lengths that the plan was made for. Give the same "
+            "in all of them."
+        )
+    sample = max_segments = sequence = None
+    if lengths is not None:
+        sample = plan.check(row_lengths(plan, check_lengths(lengths)))
+    if options.pack:
+        max_segments = _max_segments(plan, sample, max_segments_per_row)
+    if not options.is_single_process:
+        assert sample is not None
+        shares = bucket_shares(plan, sample, max_segments)
+        sequence = BucketSequence(shares, fold(options.seed, step))
+    return Phase(step, plan, sequence, rows, max_segments, sample)
+
+
+def _local_rows(plan: BucketPlan, options: Options) -> tuple[int, ...]:
+    """Returns `[K]`, the rows of each batch in this process, which the pool holds."""
+    shard, batches = options.shard, options.micro_batches_per_bucket
+    rows = tuple(
+        shard.part_size(bucket.batch_size) * len(shard.parts) for bucket in plan.buckets
+    )
+    needed = max(rows) * batches
+    if options.pool_size < needed:
+        of_batches = f" of {batches} batches" if batches > 1 else ""
+        raise ValueError(
+            f"`pool_size={options.pool_size}` is smaller than the {needed} rows"
+            f"{of_batches} of bucket {plan.buckets[rows.index(max(rows))]}. Keep a few "
+            "times as many."
+        )
+    return rows
+
+
+def _max_segments(
+    plan: BucketPlan, sample: np.ndarray | None, max_segments_per_row: int | None
+) -> int:
+    if max_segments_per_row is not None:
+        number = check_positive("max_segments_per_row", max_segments_per_row)
+        return min(number, plan.max_seq_len)
+    if sample is None:
+        raise ValueError(
+            "`max_segments_per_row` is missing: a feature of one number for each "
+            "example is `[B, max_segments_per_row]`. Give it, or `lengths`."
+        )
+    return pack_rows(plan.kept(sample), plan.boundaries.tolist()).max_segments
