@@ -16,8 +16,8 @@ from jaxbucket.sort.accelerator import devices_sort, sort_on_devices
 from jaxbucket.sort.collectives import Devices
 from jaxbucket.sort.composite import Composite
 from jaxbucket.sort.exchange import exchange_runs, is_skewed
-from jaxbucket.sort.given import Keys
-from jaxbucket.sort.shares import Shares, gather_shares
+from jaxbucket.sort.local_keys import Keys
+from jaxbucket.sort.key_layout import Shares, gather_shares
 from jaxbucket.sort.splitters import cut_positions
 
 Assignment: TypeAlias = Literal["contiguous", "interleaved"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxbucket.sort.collectives import Devices
 from jaxbucket.sort.composite import Column
-from jaxbucket.sort.given import MAX_COLUMNS, Given, Keys
+from jaxbucket.sort.local_keys import MAX_COLUMNS, Given, Keys
 
 ASSIGNMENTS = ("contiguous", "interleaved")
 # What stands where in a message of int64.
