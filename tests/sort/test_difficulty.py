@@ -338,7 +338,7 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
     found = jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
     np.testing.assert_array_equal(found, np.arange(3000) % 7 / 2)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+        patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left on device"):
             jb.write_difficulty_index(tmp_path / "index", found, MESH)
     assert [path.suffix for path in tmp_path.iterdir()] == [".npy"]

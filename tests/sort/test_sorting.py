@@ -217,17 +217,17 @@ def test_shares_that_are_not_even_are_sorted_by_their_hosts(monkeypatch):
     monkeypatch.setattr(Devices, "platform", "tpu")
     devices = Devices(mesh_of(4))
     word = np.dtype(np.uint64)
-    assert accelerator.devices_sort(np.array([5, 5, 4, 5]), word, devices)
-    assert not accelerator.devices_sort(np.array([20, 0, 0, 0]), word, devices)
-    assert not accelerator.devices_sort(np.array([5] * 4), np.dtype("S16"), devices)
+    assert accelerator.can_sort_on_devices(np.array([5, 5, 4, 5]), word, devices)
+    assert not accelerator.can_sort_on_devices(np.array([20, 0, 0, 0]), word, devices)
+    assert not accelerator.can_sort_on_devices(np.array([5] * 4), np.dtype("S16"), devices)
     monkeypatch.undo()
-    assert not accelerator.devices_sort(np.array([5] * 4), word, devices)
+    assert not accelerator.can_sort_on_devices(np.array([5] * 4), word, devices)
 
 
 def test_accelerators_compile_few_shapes():
-    sizes = {accelerator._rounded(size) for size in range(1, 10**6, 997)}
+    sizes = {accelerator._rounded_up(size) for size in range(1, 10**6, 997)}
     assert len(sizes) < 4 * 20
-    assert all(accelerator._rounded(x) <= 1.25 * x for x in range(100, 5000))
+    assert all(accelerator._rounded_up(x) <= 1.25 * x for x in range(100, 5000))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
