@@ -13,6 +13,9 @@ import jaxbucket as jb
 from jaxbucket.attention import blockwise, splash
 from jaxbucket.data.segments import row_segments
 
+SLOW = pytest.mark.exhaustive
+CAUSAL = [True, pytest.param(False, marks=SLOW)]
+
 
 def packed_rows(seed, size=3, seq_len=96, longest=60):
     """`[B, T]` segment ids of random lengths that were packed, the last row empty."""
@@ -72,7 +75,12 @@ def assert_near(found, want, tolerance):
 @pytest.mark.parametrize(
     ("seed", "is_causal", "seq_len"),
     # T of one block, of several, and of none exactly.
-    [(0, True, 8), (1, False, 70), (2, True, 130), (3, False, 256)],
+    [
+        pytest.param(0, True, 8, marks=SLOW),
+        pytest.param(1, False, 70, marks=SLOW),
+        (2, True, 130),
+        (3, False, 256),
+    ],
 )
 def test_it_is_attention_with_a_mask(seed, is_causal, seq_len):
     ids = packed_rows(seed, seq_len=seq_len)
@@ -125,7 +133,7 @@ def test_numbers_of_half_the_size_are_near():
     assert_near(found, found_and_changes(by_mask, ids, *exact), 0.01)
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("is_causal", CAUSAL)
 def test_rows_of_padding_are_zero_and_change_nothing(is_causal):
     ids = jnp.zeros((2, 40), jnp.int32)
     heads = random_heads(ids)
@@ -134,7 +142,7 @@ def test_rows_of_padding_are_zero_and_change_nothing(is_causal):
         assert not np.asarray(x).any()
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("is_causal", CAUSAL)
 def test_a_neighbour_changes_nothing(is_causal):
     ids = jnp.repeat(jnp.array([[1, 2, 3, 0]]), jnp.array([50, 90, 100, 20]), axis=1)
     heads = random_heads(ids)
@@ -159,9 +167,8 @@ def test_keys_that_nothing_sees_are_not_looked_at():
     ids = jnp.repeat(jnp.array([[1, 2, 0]]), jnp.array([16, 16, 16]), axis=1)
     query, key, value = random_heads(ids)
     value = value.at[:, :16].set(jnp.nan)
-    found = blockwise.attend(
-        query, key, value, ids, is_causal=True, scale=1.0, block=16
-    )
+    attend = functools.partial(blockwise.attend, is_causal=True, scale=1.0, block=16)
+    found = jax.jit(attend)(query, key, value, ids)
     assert np.isfinite(found[:, 16:]).all() and np.isnan(found[:, :16]).all()
 
 
@@ -191,20 +198,26 @@ def test_devices_have_rows_of_their_own():
     of_own_rows = jax.shard_map(
         attend, mesh=mesh, in_specs=rows.spec, out_specs=rows.spec, check_vma=False
     )
+    on_mesh = jax.device_put(arrays, rows)
+    want = jax.jit(attend)(*arrays)
+    for over in (attend, of_own_rows):
+        np.testing.assert_allclose(jax.jit(over)(*on_mesh), want, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_rows_may_be_mapped_over():
+    ids = packed_rows(3, size=8, seq_len=40)
+    arrays = (*random_heads(ids), ids)
+    attend = functools.partial(jb.segment_attention, is_causal=True)
     row_by_row = jax.vmap(lambda *x: attend(*(y[None] for y in x))[0])
     want = jax.jit(attend)(*arrays)
-    for over, given in (
-        (attend, jax.device_put(arrays, rows)),
-        (of_own_rows, jax.device_put(arrays, rows)),
-        (row_by_row, arrays),
-    ):
-        np.testing.assert_allclose(jax.jit(over)(*given), want, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(row_by_row)(*arrays), want, atol=1e-6)
 
 
 # The kernel for TPUs
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("is_causal", CAUSAL)
 def test_the_kernel_gives_the_same(is_causal):
     ids = packed_rows(1, size=2, seq_len=200, longest=150)
     heads = random_heads(ids, heads=2, of_keys=1, width=32)
@@ -250,7 +263,7 @@ def of_own_rows(attend, platform):
     )
 
 
-@pytest.mark.parametrize("how", ["shard_map", "pmap"])
+@pytest.mark.parametrize("how", ["shard_map", pytest.param("pmap", marks=SLOW)])
 def test_grouped_heads_of_64_bits_run_on_every_mesh(how):
     with jax.enable_x64(True):
         ids = packed_rows(2, size=4, seq_len=16, longest=9)
@@ -273,7 +286,7 @@ def test_grouped_heads_of_64_bits_run_on_every_mesh(how):
             cut = [x.reshape(4, 1, *x.shape[1:]) for x in (*heads, ids)]
             found = jax.pmap(jb.segment_attention)(*cut).reshape(heads[0].shape)
         # On one device; `jax.nn.dot_product_attention` has weights of 32 bits.
-        want = jb.segment_attention(*heads, ids)
+        want = jax.jit(jb.segment_attention)(*heads, ids)
         np.testing.assert_allclose(found, want, atol=1e-12)
 
 
@@ -296,7 +309,7 @@ def test_a_scale_of_numpy_changes_no_dtype():
     heads = tuple(x.astype(jnp.bfloat16) for x in random_heads(ids, width=32))
     scale = 1 / np.sqrt(32)
     attend = functools.partial(jb.segment_attention, scale=scale)
-    found = attend(*heads, ids)
+    found = jax.jit(attend)(*heads, ids)
     assert found.dtype == jnp.bfloat16
     products = [
         x.aval.dtype

@@ -219,7 +219,8 @@ def test_shares_that_are_not_even_are_sorted_by_their_hosts(monkeypatch):
     word = np.dtype(np.uint64)
     assert accelerator.can_sort_on_devices(np.array([5, 5, 4, 5]), word, devices)
     assert not accelerator.can_sort_on_devices(np.array([20, 0, 0, 0]), word, devices)
-    assert not accelerator.can_sort_on_devices(np.array([5] * 4), np.dtype("S16"), devices)
+    wide = np.dtype("S16")
+    assert not accelerator.can_sort_on_devices(np.array([5] * 4), wide, devices)
     monkeypatch.undo()
     assert not accelerator.can_sort_on_devices(np.array([5] * 4), word, devices)
 
