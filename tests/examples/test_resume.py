@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     ]
     (folder / "held.jsonl").write_text("\n".join(changed) + "\n")
     run = start(folder, "--json", "whole.json")
-    _, error = run.communicate(timeout=120)
+    _, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
     return folder
 
@@ -90,7 +90,7 @@ def stop_after(
     run: subprocess.Popen, checkpoints: pathlib.Path, step: int, number: int
 ) -> None:
     """Sends a signal some random moment after a step was saved."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while latest(checkpoints) < step and run.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -118,12 +118,12 @@ def test_killed_at_random_moments_it_ends_as_if_it_never_was(folder):
     for step in stops:
         run = start(folder, "--checkpoint", checkpoints, "--resume")
         stop_after(run, checkpoints, step, signal.SIGKILL)
-        run.communicate(timeout=60)
+        run.communicate(timeout=600)
         assert run.returncode == -signal.SIGKILL
     run = start(
         folder, "--checkpoint", checkpoints, "--resume", "--json", "killed.json"
     )
-    out, error = run.communicate(timeout=120)
+    out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
     assert re.search(r"Going on at step \d+", out)
     check_same_end(folder, "killed.json")
@@ -153,7 +153,7 @@ def test_asked_to_stop_it_saves_the_step_in_hand_and_goes_on(folder, stopped):
     step = latest(checkpoints)
     args = ("--checkpoint", checkpoints, "--resume", "--json", "goes-on.json")
     run = start(folder, *args)
-    out, error = run.communicate(timeout=120)
+    out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
     assert f"Going on at step {step}." in out
     check_same_end(folder, "goes-on.json")
@@ -164,14 +164,14 @@ def test_interrupted_it_goes_on_and_ends_only_once(folder):
     checkpoints = folder / "interrupted"
     run = start(folder, "--checkpoint", checkpoints)
     stop_after(run, checkpoints, 50, signal.SIGINT)
-    out, error = run.communicate(timeout=60)
+    out, error = run.communicate(timeout=600)
     assert run.returncode == 128 + signal.SIGINT, error
     check_said(out, "SIGINT", checkpoints, latest(checkpoints))
     args = ("--checkpoint", checkpoints, "--resume", "--json", "interrupted.json")
     # The second time nothing is left to do: it is evaluated, and ends as it did.
     for _ in range(2):
         run = start(folder, *args)
-        _, error = run.communicate(timeout=120)
+        _, error = run.communicate(timeout=600)
         assert run.returncode == 0, error
         check_same_end(folder, "interrupted.json")
 
@@ -200,14 +200,14 @@ train_lm.main()
     )
     changed = ("--checkpoint", checkpoints, "--seed", 3)
     run = start(folder, *changed, "--resume-changed", script=script)
-    out, error = run.communicate(timeout=120)
+    out, error = run.communicate(timeout=600)
     assert run.returncode == 128 + signal.SIGINT, error
     (command,) = [line for line in out.splitlines() if line.startswith("python ")]
     how = command.split()[-1]
     # Once it is saved, a later change is to be refused again.
     assert how == ("--resume" if at else "--resume-changed")
     run = start(folder, *changed, how)
-    out, error = run.communicate(timeout=120)
+    out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
 
 
@@ -237,7 +237,7 @@ def test_a_signal_while_it_evaluates_loses_nothing(folder):
         if "EVALUATING" in line:
             break
     run.send_signal(signal.SIGTERM)
-    run.communicate(timeout=60)
+    run.communicate(timeout=600)
     assert latest(checkpoints) == STEPS
 
 
@@ -246,7 +246,7 @@ def test_other_options_are_said_when_a_run_goes_on(folder, stopped):
     checkpoints = folder / "options"
     shutil.copytree(stopped, checkpoints)
     run = start(folder, "--checkpoint", checkpoints, "--resume", "--lr", 0.001)
-    out, error = run.communicate(timeout=120)
+    out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
     assert "Other than before: --lr 0.008 -> 0.001" in out
 
@@ -257,7 +257,7 @@ def stopped(folder):
     checkpoints = folder / "stopped"
     run = start(folder, "--checkpoint", checkpoints)
     stop_after(run, checkpoints, 30, signal.SIGTERM)
-    out, error = run.communicate(timeout=60)
+    out, error = run.communicate(timeout=600)
     assert run.returncode == 128 + signal.SIGTERM, error
     check_said(out, "SIGTERM", checkpoints, latest(checkpoints))
     return checkpoints
@@ -325,7 +325,7 @@ def test_what_cannot_be_resumed_is_refused_in_one_sentence(ends, case):
 @pytest.mark.exhaustive
 def test_a_refusal_is_the_exit_status(folder, stopped):
     run = start(folder, "--checkpoint", stopped)
-    _, error = run.communicate(timeout=60)
+    _, error = run.communicate(timeout=600)
     assert run.returncode == 1
     assert re.fullmatch(r"train_lm\.py: .*go on with it by `--resume`.*\n", error)
 
@@ -335,7 +335,7 @@ def go_on(folder: pathlib.Path, checkpoints: pathlib.Path, *args: object) -> dic
         *(folder, "--checkpoint", checkpoints, *args, "--json", "changed.json"),
         data="less.jsonl",
     )
-    _, error = run.communicate(timeout=120)
+    _, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
     return json.loads((folder / "changed.json").read_text())["train"]
 
@@ -367,7 +367,7 @@ def test_where_nothing_is_to_be_resumed_it_begins(folder):
     run = start(
         *(folder, "--checkpoint", checkpoints, "--resume", "--json", "begun.json")
     )
-    out, error = run.communicate(timeout=120)
+    out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
     assert "beginning at step 0" in " ".join(out.split())
     check_same_end(folder, "begun.json")

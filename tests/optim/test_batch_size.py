@@ -1016,7 +1016,7 @@ def test_a_rule_that_gives_several_factors_is_refused():
             lambda: jb.scale_by_batch_size(
                 base_rows=2, learning_rate=jb.schedule_by_work(lambda n: n)
             ),
-            "`learning_rate` is a schedule that is told what was seen inside an",
+            "`learning_rate` is a schedule that follows the batch only inside an",
         ),
         (
             lambda: jb.scale_by_batch_size(base_rows=2, learning_rate="fast"),
@@ -1103,12 +1103,12 @@ SCALED = jb.scale_schedule(1e-3, base_examples=2)
         ),
         (
             lambda: jb.schedule_by_work(SCALED),
-            "`schedule` is told what was seen already",
+            "`schedule` follows the batch already",
         ),
-        (lambda: jb.schedule_by_work(BY_WORK), "`schedule` is told what was seen alr"),
+        (lambda: jb.schedule_by_work(BY_WORK), "`schedule` follows the batch already"),
         (
             lambda: jb.scale_by_batch_size(base_rows=2, learning_rate=SCALED),
-            "`learning_rate` is a schedule that is told what was seen inside an",
+            "`learning_rate` is a schedule that follows the batch only inside an",
         ),
         *(
             (
