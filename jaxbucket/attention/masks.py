@@ -215,21 +215,28 @@ def next_tokens(
     if loss_weights is not None:
         counts = _feature(batch, "loss_weights", loss_weights, ids).astype(np.float32)
     is_real = ids > 0
+    is_jax = any(isinstance(x, jax.Array) for x in jax.tree.leaves(batch))
+    xp = jnp if is_jax else np
+
+    def from_left(x: Any) -> Any:
+        return xp.pad(x, ((0, 0), (1, 0)))[:, :-1]
+
+    def from_right(x: Any) -> Any:
+        return xp.pad(x, ((0, 0), (0, 1)))[:, 1:]
+
     if begin is None:
-        inputs, targets = tokens, _shifted(tokens, -1)
-        is_target = is_real & (_shifted(ids, -1) == ids)
-        counts = counts if counts is None else _shifted(counts, -1)
+        inputs, targets = tokens, from_right(tokens)
+        is_target = is_real & (from_right(ids) == ids)
+        counts = counts if counts is None else from_right(counts)
     else:
-        is_first = ~is_real | (_shifted(ids, 1) != ids)
+        is_first = ~is_real | (from_left(ids) != ids)
         begin = _check_token("begin", begin, tokens.dtype)
-        inputs, targets = _where(is_first, begin, _shifted(tokens, 1)), tokens
+        inputs, targets = xp.where(is_first, begin, from_left(tokens)), tokens
         is_target = is_real
-    if counts is None:
-        weights = is_target.astype(np.float32)
-    else:
-        # Weights may have any value in padding.
-        weights = _where(is_target, counts, np.float32(0))
-    targets = _where(weights != 0, targets, tokens.dtype.type(0))
+    # Weights may have any value in padding.
+    zero, one = np.float32(0), np.float32(1)
+    weights = xp.where(is_target, one if counts is None else counts, zero)
+    targets = xp.where(weights != 0, targets, tokens.dtype.type(0))
     return NextTokens(inputs, targets, weights)
 
 
@@ -294,18 +301,3 @@ def _check_token(argument: str, token: int, dtype: Any) -> Any:
             "another token."
         )
     return limits.dtype.type(token)
-
-
-def _shifted(x: Any, by: int) -> Any:
-    """`[B, T]` with every column moved right by 1, or left by -1, and 0 behind it."""
-    numpy = jnp if isinstance(x, jax.Array) else np
-    parts = [x[:, 1:], numpy.zeros_like(x[:, :1])]
-    if by > 0:
-        parts = [numpy.zeros_like(x[:, :1]), x[:, :-1]]
-    return numpy.concatenate(parts, axis=1)
-
-
-def _where(condition: Any, x: Any, y: Any) -> Any:
-    """By jax if one of them is a jax array, else by numpy."""
-    is_jax = any(isinstance(z, jax.Array) for z in (condition, x, y))
-    return (jnp if is_jax else np).where(condition, x, y)
