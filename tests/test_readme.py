@@ -88,9 +88,10 @@ def scripts(folder: pathlib.Path) -> dict[str, str]:
 
 # One process for all of them: to start and to compile takes longest.
 RUN_ALL = """
-import contextlib, io, json, sys, traceback
+import contextlib, io, json, pathlib, sys, traceback
+scripts, printed = map(pathlib.Path, sys.argv[1:])
 results = {}
-for name, code in json.load(open(sys.argv[1])).items():
+for name, code in json.loads(scripts.read_text()).items():
     error = ""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
@@ -98,7 +99,7 @@ for name, code in json.load(open(sys.argv[1])).items():
         except Exception:
             error = traceback.format_exc()
     results[name] = out.getvalue(), error
-json.dump(results, open(sys.argv[2], "w"))
+printed.write_text(json.dumps(results))
 """
 
 
@@ -121,6 +122,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
     files = (folder / "scripts.json", folder / "results.json")
     run = subprocess.run(
         [sys.executable, "-W", "error", folder / "run.py", *files],
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
         capture_output=True,
         text=True,
         cwd=ROOT,

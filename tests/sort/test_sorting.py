@@ -18,10 +18,6 @@ DEVICES = [1, 2, 3, 4, 8]
 DTYPES = [np.dtype(x) for x in "? i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8".split()]
 
 
-def slow(values) -> list:
-    return [pytest.param(x, marks=pytest.mark.exhaustive) for x in values]
-
-
 def lexsort(columns, descending):
     """The order of all, by ranks of values: NaN last, then by index."""
     ranks = [np.arange(len(columns[0]))]
@@ -69,10 +65,7 @@ def random_column(rng, size):
     return keys
 
 
-SEEDS = [*range(60), *slow(range(60, 150))]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(150))
 def test_it_is_a_lexsort_of_whatever_columns(seed):
     rng = np.random.default_rng(seed)
     size = int(rng.choice([1, 2, 7, 8, 9, 100, 1000, 20_000]))
@@ -105,7 +98,7 @@ def named_keys(size):
 
 
 @pytest.mark.parametrize("name", named_keys(1))
-@pytest.mark.parametrize("count", [2, 8, *slow([1, 3, 4])])
+@pytest.mark.parametrize("count", DEVICES)
 def test_keys_of_every_kind(name, count):
     keys = named_keys(100_003)[name]
     for falls in (False, True):
@@ -113,7 +106,7 @@ def test_keys_of_every_kind(name, count):
         assert_sorted(found, [keys], [falls])
 
 
-@pytest.mark.parametrize("count", [3, *slow([1, 2, 4, 8])])
+@pytest.mark.parametrize("count", DEVICES)
 def test_real_lengths(real_lengths, count):
     found = sample_sort(real_lengths, mesh_of(count), assignment="interleaved")
     assert_sorted(found, [real_lengths], [False])
@@ -204,7 +197,7 @@ def test_shapes_are_compiled_once():
     assert sum(again[name] for name in names) <= 2
 
 
-@pytest.mark.parametrize("seed", SEEDS[:10] + SEEDS[60:90])
+@pytest.mark.parametrize("seed", range(40))
 def test_accelerators_sort_alike(seed, monkeypatch):
     monkeypatch.setattr(Devices, "platform", "gpu")
     test_it_is_a_lexsort_of_whatever_columns(seed)
