@@ -209,6 +209,7 @@ def output_of_two(loop: str, tell: str, folder: pathlib.Path) -> str:
     return run.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_loop_of_many_processes_runs_in_two(tmp_path):
     (loop,) = blocks("py", section("On many hosts"))
     tell = "print(len(dataset), step + 1, processes.count, mesh.size)"

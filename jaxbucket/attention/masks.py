@@ -234,8 +234,8 @@ def next_tokens(
         inputs, targets = xp.where(is_first, begin, from_left(tokens)), tokens
         is_target = is_real
     # Weights may have any value in padding.
-    zero, one = np.float32(0), np.float32(1)
-    weights = xp.where(is_target, one if counts is None else counts, zero)
+    values: Any = np.float32(1) if counts is None else counts
+    weights = xp.where(is_target, values, np.float32(0))
     targets = xp.where(weights != 0, targets, tokens.dtype.type(0))
     return NextTokens(inputs, targets, weights)
 

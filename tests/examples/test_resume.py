@@ -15,7 +15,7 @@ import time
 import pytest
 
 TRAIN_LM = pathlib.Path(__file__).parents[2] / "examples" / "train_lm.py"
-STEPS = 120
+STEPS = 240
 NUM_DOCUMENTS = 300
 # More of them take half a minute each: JAXBUCKET_KILLS=10 python -m pytest -k kill
 KILLS = int(os.environ.get("JAXBUCKET_KILLS", "2"))
