@@ -230,8 +230,8 @@ def next_tokens(
         counts = counts if counts is None else from_right(counts)
     else:
         is_first = ~is_real | (from_left(ids) != ids)
-        begin = _check_token("begin", begin, tokens.dtype)
-        inputs, targets = xp.where(is_first, begin, from_left(tokens)), tokens
+        first = _check_token("begin", begin, tokens.dtype)
+        inputs, targets = xp.where(is_first, first, from_left(tokens)), tokens
         is_target = is_real
     # Weights may have any value in padding.
     values: Any = np.float32(1) if counts is None else counts
