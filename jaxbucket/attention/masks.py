@@ -135,7 +135,8 @@ class NextTokens(NamedTuple):
     """Inputs, targets and weights of a model that predicts the next token.
 
     Example:
-      >>> from jaxbucket import Bucket, collate_rows
+      >>> from jaxbucket import Bucket
+      >>> from jaxbucket.data.collate import collate_rows
       >>> batch = collate_rows([{"tokens": [7, 3, 9]}], Bucket(1, 4))
       >>> next_tokens(batch).targets.tolist()
       [[3, 9, 0, 0]]
@@ -168,7 +169,8 @@ def next_tokens(
 
     Example:
       >>> rows = [[{"tokens": [7, 3, 9]}, {"tokens": [5, 2]}]]
-      >>> from jaxbucket import Bucket, collate_rows
+      >>> from jaxbucket import Bucket
+      >>> from jaxbucket.data.collate import collate_rows
       >>> batch = collate_rows(rows, Bucket(1, 6), max_segments=2)
       >>> print(*next_tokens(batch), sep="\n")
       [[7 3 9 5 2 0]]
