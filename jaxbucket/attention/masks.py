@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice, check_integer
-from jaxbucket.base.types import Batch
 
 Per: TypeAlias = Literal["token", "sequence"]
 

@@ -51,12 +51,12 @@ def sort_keys(processes):
         want = np.lexsort(columns[::-1])
         own = tuple(shared_unevenly(column, seed) for column in columns)
         for assignment in ("contiguous", "interleaved"):
-            told(jb.sample_sort(own, mesh, assignment=assignment), want)
+            told(jb.sort.sample_sort(own, mesh, assignment=assignment), want)
     # An array of all processes.
     cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     whole = uniform[: size // devices * devices]
     array = jax.make_array_from_callback(whole.shape, cut, lambda i: whole[i])
-    told(jb.sample_sort(array, mesh), np.argsort(whole, kind="stable"))
+    told(jb.sort.sample_sort(array, mesh), np.argsort(whole, kind="stable"))
     say("sorted")
 
     # Whatever one of them gives, all of them hear of it.
@@ -66,19 +66,19 @@ def sort_keys(processes):
         lambda: np.zeros(0),
     ):
         try:
-            jb.sample_sort(give(), mesh)
+            jb.sort.sample_sort(give(), mesh)
         except ValueError as error:
             say(error)
     for options in ({"assignment": "x"}, {"descending": None}, {"descending": True}):
         try:
-            jb.sample_sort(uniform, mesh, **(options if here == 1 else {}))
+            jb.sort.sample_sort(uniform, mesh, **(options if here == 1 else {}))
         except ValueError as error:
             say(error)
     deleted = jnp.zeros(3)
     if here == 1:
         deleted.delete()
     try:
-        jb.sample_sort(deleted, mesh)
+        jb.sort.sample_sort(deleted, mesh)
     except (RuntimeError, ValueError) as error:
         say(error)
 """
@@ -118,11 +118,11 @@ def write_indices(processes):
                 open(sys.argv[0] + ".fault", "w").write(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGKILL)
         difficulty._write_part = fatal
-    share = jb.measure_difficulty(
+    share = jb.data.measure_difficulty(
         Source(), measure, cache=folder / "cache", processes=processes, progress=False
     )
     for by in ("all", "process"):
-        index = jb.write_difficulty_index(
+        index = jb.sort.write_difficulty_index(
             folder / by, share, jb.data_mesh(), processes=processes, sorted_by=by
         )
         index.check()
@@ -131,7 +131,7 @@ def write_indices(processes):
     local = np.concatenate([np.arange(len(part)) for part in parts])
     order = np.concatenate([a + part for a, part in zip(ends, parts)])
     by_process = order[np.argsort(local, kind="stable")]
-    every = jb.DifficultyIndex(folder / "all")
+    every = jb.schedule.DifficultyIndex(folder / "all")
     np.testing.assert_array_equal(every.examples, np.argsort(values, kind="stable"))
     np.testing.assert_array_equal(index.examples, by_process)
     say(calls[0])
@@ -139,7 +139,7 @@ def write_indices(processes):
     if count > 1:
         whole = share if here else np.concatenate([share, share])
         try:
-            jb.write_difficulty_index(
+            jb.sort.write_difficulty_index(
                 folder / "process", whole, jb.data_mesh(), processes=processes,
                 sorted_by="process",
             )
@@ -152,20 +152,20 @@ def write_indices(processes):
     ):
         where.parent.mkdir(exist_ok=True)
         try:
-            jb.write_difficulty_index(where, share, mesh, processes=processes)
+            jb.sort.write_difficulty_index(where, share, mesh, processes=processes)
         except ValueError as error:
             say(error)
         assert not where.exists() and not list(where.parent.glob("*.partial"))
     # Devices in another order, and another source or function.
     mesh = jb.data_mesh(jax.devices()[:: 1 if here else -1])
     for fail in (
-        lambda: jb.write_difficulty_index(
+        lambda: jb.sort.write_difficulty_index(
             folder / "mesh", share, mesh, processes=processes
         ),
-        lambda: jb.measure_difficulty(
+        lambda: jb.data.measure_difficulty(
             [5] * (9 + here), float, processes=processes, progress=False
         ),
-        lambda: jb.measure_difficulty(
+        lambda: jb.data.measure_difficulty(
             [5] * 9, float if here else abs, processes=processes, progress=False
         ),
     ):
@@ -178,7 +178,7 @@ def write_indices(processes):
     other = share.astype(np.float64) if here else share
     for given in (wrong, other):
         try:
-            jb.write_difficulty_index(
+            jb.sort.write_difficulty_index(
                 folder / "wrong", given, jb.data_mesh(), processes=processes
             )
         except ValueError as error:
@@ -269,7 +269,7 @@ with jb.Processes() as processes:
     size = 2**24
     rng = np.random.default_rng(0)
     # What is loaded, and compiled, the first time is no part of it.
-    jb.sample_sort(rng.integers(0, 99, size, np.int32), mesh)
+    jb.sort.sample_sort(rng.integers(0, 99, size, np.int32), mesh)
     share = size // count * 8
     spread = rng.integers(0, 2**31 - 1, size // count, np.int32)
     rising = np.arange(size // count, dtype=np.int32) + here * (size // count)
@@ -282,7 +282,7 @@ with jb.Processes() as processes:
         for assignment in ("contiguous", "interleaved"):
             reset()
             before = peak()
-            jb.sample_sort(keys, mesh, assignment=assignment)
+            jb.sort.sample_sort(keys, mesh, assignment=assignment)
             say(f"{name},{assignment}", (peak() - before) / share)
 """
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket import SortedKeys, count_compiles, data_mesh, sample_sort
-from jaxbucket.sort import accelerator
+from jaxbucket import data_mesh
+from jaxbucket.compile import count_compiles
+from jaxbucket.sort import SortedKeys, accelerator, sample_sort
 from jaxbucket.sort.collectives import Devices
 from jaxbucket.sort.composite import Column, Composite
 from jaxbucket.sort.exchange import chunk_capacity
