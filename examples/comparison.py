@@ -69,11 +69,11 @@ def _show(summaries: dict[str, dict[str, Any]], args: argparse.Namespace) -> Non
 
 def _command(args: argparse.Namespace, policy: str, path: pathlib.Path) -> list[str]:
     """This very command for one policy; of options given twice the last one counts."""
-    own = [word for word in sys.argv if word != "--compare"]
+    options = [word for word in sys.argv if word != "--compare"]
     output = ["--points", str(_POINTS), "--json", str(path)]
     if args.plot:
         output += ["--plot", str(path.with_suffix(".png"))]
-    return [sys.executable, *own, "--policy", policy, *output]
+    return [sys.executable, *options, "--policy", policy, *output]
 
 
 def figures(summary: dict[str, Any]) -> dict[str, Any]:

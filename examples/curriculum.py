@@ -91,8 +91,8 @@ def indexed(
     )
     describe("as measured", share, processes)
     for assignment in ("contiguous", "interleaved"):
-        found = jb.sort.sample_sort(share, mesh, assignment=assignment)
-        keys = [np.asarray(part.keys) for part in found.local_shares()]
+        result = jb.sort.sample_sort(share, mesh, assignment=assignment)
+        keys = [np.asarray(part.keys) for part in result.local_shares()]
         describe(f"sorted, {assignment}", np.concatenate(keys), processes)
     return jb.sort.write_difficulty_index(
         folder / f"by-{args.difficulty}-of-{args.sorted_by}",
@@ -105,10 +105,10 @@ def indexed(
 
 def describe(name: str, share: np.ndarray, processes: jb.Processes) -> None:
     """Prints what each process has: how much, and how hard."""
-    own = f"{len(share):,} of {share.mean():.3g}"
-    told = processes.gather(name, own)
+    summary = f"{len(share):,} of {share.mean():.3g}"
+    summaries = processes.gather(name, summary)
     if processes.index == 0:
-        print(f"{name}: {'; '.join(told)} on average")
+        print(f"{name}: {'; '.join(summaries)} on average")
 
 
 def planned(
@@ -166,12 +166,12 @@ def train(
     dataset = jb.batch_dataset(
         source, schedule, shard=jb.sharding.local_rows(mesh), num_steps=args.steps
     )
-    found = []
+    history = []
     batches = jb.sharding.prefetch_to_mesh(dataset, mesh)
     for step, batch in enumerate(batches):
         state, metrics = steps(state, batch)
         rows = schedule[step].rows
-        found.append(
+        history.append(
             Step(
                 step,
                 float(np.median(index.difficulty[rows[rows >= 0]])),
@@ -181,7 +181,7 @@ def train(
                 float(metrics["loss"]),
             )
         )
-    return found
+    return history
 
 
 def report(steps: Sequence[Step], args: argparse.Namespace) -> None:

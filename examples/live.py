@@ -221,13 +221,13 @@ class BatchDigest:
 
     def total(self) -> str:
         """The same in all processes; all have to ask."""
-        told = self._processes.gather("batches digest", f"{self._sum:x}")
-        return f"{sum(int(part, 16) for part in told) % 2**128:032x}"
+        sums = self._processes.gather("batches digest", f"{self._sum:x}")
+        return f"{sum(int(part, 16) for part in sums) % 2**128:032x}"
 
 
 def _hash(place: str, values: np.ndarray) -> int:
-    found = hashlib.blake2b(place.encode() + values.tobytes(), digest_size=16)
-    return int.from_bytes(found.digest())
+    hashed = hashlib.blake2b(place.encode() + values.tobytes(), digest_size=16)
+    return int.from_bytes(hashed.digest())
 
 
 def averages(records: Sequence[StepRecord]) -> dict[str, float]:

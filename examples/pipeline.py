@@ -92,7 +92,7 @@ def pipelined_loss(shared: Shared, mesh: Mesh) -> Callable[[Stages, jb.Batch], A
 
     def of_device(stages: Stages, micro: jb.Batch) -> tuple[jax.Array, jax.Array]:
         stage, num_stages = jax.lax.axis_index("stage"), mesh.shape["stage"]
-        own = jax.tree.map(lambda x: x[0], stages.blocks)
+        blocks = jax.tree.map(lambda x: x[0], stages.blocks)
         ids = micro.segment_ids["tokens"]
         num_micro = ids.shape[0]
         width = stages.norm.scale.get_value().shape[-1]
@@ -102,7 +102,7 @@ def pipelined_loss(shared: Shared, mesh: Mesh) -> Callable[[Stages, jb.Batch], A
             batch = jax.tree.map(lambda x: x[jnp.clip(number, 0, num_micro - 1)], micro)
             made = embed(shared, stages, batch)
             x = jnp.where(stage == 0, made, received)
-            x = run_blocks(shared.block, own, x, batch)
+            x = run_blocks(shared.block, blocks, x, batch)
             ends = (stage == num_stages - 1) & (number >= 0) & (number < num_micro)
             nats = jnp.where(ends, nats_of(shared, stages, x, batch), 0.0)
             onwards = [(s, s + 1) for s in range(num_stages - 1)]
@@ -150,8 +150,8 @@ def embed(shared: Shared, stages: Stages, batch: jb.Batch) -> jax.Array:
 def run_blocks(block: Any, params: Any, x: jax.Array, batch: jb.Batch) -> jax.Array:
     """All layers whose parameters these are, `[layers, ...]`, one after another."""
 
-    def one(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
-        layer: Block = nnx.merge(block, own)
+    def one(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
+        layer: Block = nnx.merge(block, state)
         return layer(x, batch.positions["tokens"], None, None), None
 
     return jax.lax.scan(one, x, params)[0]

@@ -57,19 +57,19 @@ class Planned:
 
     def to_json(self) -> str:
         """A plan as `jaxbucket report` reads it, with where it is from beside."""
-        own = {name: getattr(self, name) for name in _BESIDE}
-        return json.dumps({**json.loads(self.plan.to_json()), "planned": own})
+        fields = {name: getattr(self, name) for name in _BESIDE}
+        return json.dumps({**json.loads(self.plan.to_json()), "planned": fields})
 
     @classmethod
     def from_json(cls, text: str) -> "Planned":
         plan = jb.BucketPlan.from_json(text)
-        own = json.loads(text).get("planned")
-        if isinstance(own, dict):
+        fields = json.loads(text).get("planned")
+        if isinstance(fields, dict):
             # Those that were made before rows could be packed.
-            own = {"packed": False, **own}
-        if not isinstance(own, dict) or own.keys() != _BESIDE:
+            fields = {"packed": False, **fields}
+        if not isinstance(fields, dict) or fields.keys() != _BESIDE:
             raise ValueError("The plan does not say by which options it was made.")
-        return cls(plan, **own)
+        return cls(plan, **fields)
 
     def keep(self, folder: str) -> None:
         """Writes the plan beside the checkpoints, whole or not at all."""
@@ -115,8 +115,8 @@ def by_operations(
 ) -> Planned:
     """Packed rows or padded ones, by what the model computes of them."""
     cost_fn = jb.plan.TransformerCost(args.width, args.layers, VOCABULARY)
-    found = packed_plan(args, lengths, limits, cost_fn)
-    return Planned(in_limits(found.plan), words=found.why, packed=found.is_packed)
+    packed = packed_plan(args, lengths, limits, cost_fn)
+    return Planned(in_limits(packed.plan), words=packed.why, packed=packed.is_packed)
 
 
 def packed_plan(
@@ -187,24 +187,24 @@ def by_time(
         "--boundaries": args.boundaries,
         "--pack": args.pack,
     }
-    kept = _kept(args, by, processes)
-    if kept:
-        return kept
+    kept_plan = _kept(args, by, processes)
+    if kept_plan:
+        return kept_plan
     start = time.perf_counter()
-    some = jb.train.calibration_shapes(limits, lengths)
-    measured = measure(some)
+    buckets = jb.train.calibration_shapes(limits, lengths)
+    measured = measure(buckets)
     seconds = time.perf_counter() - start
     packed = False
     if args.pack == "never":
         limits = dataclasses.replace(limits, cost_fn=measured.cost)
         chosen, reason = _choose(args, lengths, limits, measured, seconds)
     else:
-        found = packed_plan(args, lengths, limits, measured.cost)
-        chosen, reason, packed = in_limits(found.plan), found.why, found.is_packed
+        rows = packed_plan(args, lengths, limits, measured.cost)
+        chosen, reason, packed = in_limits(rows.plan), rows.why, rows.is_packed
     words = f"{in_words(measured, seconds)}\n{reason}"
-    own = Planned(chosen, by, words, seconds, measured.to_dict(), packed)
-    # Each has times of its own, and all have to train in the same shapes.
-    (text, *_) = processes.gather("plan by time", own.to_json())
+    planned = Planned(chosen, by, words, seconds, measured.to_dict(), packed)
+    # Each has measured its own times, and all have to train in the same shapes.
+    (text, *_) = processes.gather("plan by time", planned.to_json())
     return Planned.from_json(text)
 
 
@@ -216,20 +216,20 @@ def _kept(
         return None
     folder = epath.Path(args.checkpoint)
     # One of them looks, lest another sees what was not yet there.
-    told = _look(folder) if processes.index == 0 else ""
-    told = processes.gather("plan that was kept", told)[0]
-    if told == _OTHERWISE and not args.resume_changed:
+    text = _look(folder) if processes.index == 0 else ""
+    text = processes.gather("plan that was kept", text)[0]
+    if text == _OTHERWISE and not args.resume_changed:
         raise ValueError(
             f"The run in {folder} was not planned by time, for it has no {FILE}: give "
             "back the options that it had, or go on by `--resume-changed`."
         )
-    if told in (_NOTHING, _OTHERWISE):
+    if text in (_NOTHING, _OTHERWISE):
         return None
     try:
-        kept = Planned.from_json(told)
+        planned = Planned.from_json(text)
     except ValueError as error:
         raise ValueError(f"{folder / FILE}: {error}") from None
-    before = {"--pack": "never", **kept.by}
+    before = {"--pack": "never", **planned.by}
     other = [name for name, value in by.items() if before.get(name) != value]
     if other and not args.resume_changed:
         changes = ", ".join(
@@ -239,7 +239,7 @@ def _kept(
             f"Cannot go on by the plan in {folder}, for its options have changed: "
             f"{changes}. Give back what they were, or plan anew by `--resume-changed`."
         )
-    return None if other else dataclasses.replace(kept, is_kept=True)
+    return None if other else dataclasses.replace(planned, is_kept=True)
 
 
 _NOTHING, _OTHERWISE = "nothing", "otherwise"
@@ -299,14 +299,14 @@ def in_words(measured: jb.train.Calibration, seconds: float) -> str:
         (cost.per_token, 1e6, "us a position"),
         (cost.per_pair, 1e9, "ns a pair of them"),
     ]
-    said = " + ".join(
+    formula = " + ".join(
         f"{scale * term:.3g} {unit}" for term, scale, unit in terms if term
     )
     # Of few shapes nobody can tell.
     within = "" if math.isnan(cost.error) else f" (within {cost.error:.0%})"
     return (
         f"Measured in {seconds:.0f} s on {len(measured.step_seconds)} shapes: a step "
-        f"takes {said}{within}, compiling one {measured.seconds_per_compile:.1f} s."
+        f"takes {formula}{within}, compiling one {measured.seconds_per_compile:.1f} s."
     )
 
 

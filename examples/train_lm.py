@@ -215,10 +215,10 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
         # A batch may be as small as the multiple.
         jb.sharding.local_rows(mesh).part_size(limits.batch_size_multiple)
     planned = plan(args, processes, mesh, split.train, lengths, limits)
-    own = planned.plan
+    train_plan = planned.plan
     if args.policy != "bucketed":
-        own = shapes.plan(lengths, shapes.limits_of(limits), 1, "optimal")
-    opening = shapes.opening(own, lengths, args.opening)
+        train_plan = shapes.plan(lengths, shapes.limits_of(limits), 1, "optimal")
+    opening = shapes.opening(train_plan, lengths, args.opening)
     packing = shapes.packing(planned, lengths)
     evaluated = planned.plan
     if args.pack != "never":
@@ -232,7 +232,7 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
         Part(
             split.train,
             jb.BatchSchedule(
-                own, lengths, seed=args.seed, opening=opening, packing=packing
+                train_plan, lengths, seed=args.seed, opening=opening, packing=packing
             ),
         ),
         Part(split.held_out, jb.BatchSchedule(evaluated, held_out, order="source")),
@@ -259,11 +259,11 @@ def plan(
     if args.cost == "tokens" or args.policy != "bucketed":
         return shapes.by_tokens(args, lengths, kept_to)
 
-    def measure(some: list[jb.Bucket]) -> jb.train.Calibration:
+    def measure(buckets: list[jb.Bucket]) -> jb.train.Calibration:
         tx = recipe.make_optimizer(args)
         state = recipe.make_state(args, tx, mesh)
         step = recipe.make_step(args, tx, mesh, state)
-        return jb.train.calibrate(step, state, some, source[0], mesh)
+        return jb.train.calibrate(step, state, buckets, source[0], mesh)
 
     return shapes.by_time(args, lengths, kept_to, processes, measure)
 
@@ -349,9 +349,9 @@ def run(
         "curve": held_out.curve,
         "held_out": held_out.curve[-1],
     }
-    own, epoch = job.train.schedule.plan, job.train.report
+    train_plan, epoch = job.train.schedule.plan, job.train.report
     if epoch.cost_unit == "s":
-        numbers["prediction"] = shapes.prediction(own, epoch, log.records)
+        numbers["prediction"] = shapes.prediction(train_plan, epoch, log.records)
     if job.processes.index == 0:
         report(numbers, log, args)
     return 0
@@ -364,13 +364,13 @@ def compiled_by_all(
     compiles: Counter[str],
 ) -> list[dict[str, Any]]:
     """Which shapes each process has compiled for training, and how often."""
-    own = {
+    compiled = {
         "shapes": sorted([b.batch_size, b.seq_len] for b in steps.seconds),
         "ahead": ahead["train_step"],
         "later": compiles["train_step"] - ahead["train_step"],
     }
-    told = job.processes.gather("compiled shapes", json.dumps(own))
-    return [json.loads(text) for text in told]
+    replies = job.processes.gather("compiled shapes", json.dumps(compiled))
+    return [json.loads(text) for text in replies]
 
 
 def report(numbers: dict[str, Any], log: TrainingLog, args: argparse.Namespace) -> None:
@@ -582,10 +582,10 @@ def how_to_go_on(
     number: signal.Signals, args: argparse.Namespace, step: int, trained: int
 ) -> str:
     """What to print where a run was stopped, `trained` steps after it began."""
-    own = [word for word in sys.argv if word not in ("--resume", "--resume-changed")]
+    words = [word for word in sys.argv if word not in ("--resume", "--resume-changed")]
     # What has changed is in the checkpoint once a step is.
     how = "--resume-changed" if args.resume_changed and not trained else "--resume"
-    command = shlex.join(["python", *own, how])
+    command = shlex.join(["python", *words, how])
     return (
         f"\nStopped by {number.name} after step {step}, which is saved in "
         f"{args.checkpoint}. Go on with:\n{command}"

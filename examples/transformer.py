@@ -52,12 +52,12 @@ class Transformer(nnx.Module):
         """
         x = self.embed(inputs)
         for layer, block in enumerate(self.blocks):
-            own = (
+            layer_keys = (
                 None
                 if keys is None
                 else jax.vmap(jax.random.fold_in, (0, None))(keys, layer)
             )
-            x = block(x, positions, own, segment_ids)
+            x = block(x, positions, layer_keys, segment_ids)
         return self.head(self.norm(x))
 
 

@@ -1,7 +1,6 @@
-"""What attention and losses need of packed rows, inside of jit.
+"""Masks, weights and targets of packed rows, derived inside of jit.
 
-All of it is derived from segment ids (0 is padding, then 1, 2, ...) and positions,
-which count from 0 in each segment.
+Segment ids are 0 for padding, then 1, 2, ...; positions count from 0 in each segment.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def attention_mask(
     """Returns which keys a query may see: real ones of its own example.
 
     For `jax.nn.dot_product_attention(query, key, value, mask=)`, or Flax's. It takes
-    B * T * T bytes, unless the compiler fuses it; a query that is padding sees nothing.
+    B * T * S bytes, unless the compiler fuses it; a query that is padding sees nothing.
 
     Example:
       >>> print(attention_mask(jnp.array([[1, 1, 2, 0]]))[0, 0].astype(int))
@@ -40,8 +39,8 @@ def attention_mask(
       segment_ids: `[B, T]` int, of queries and keys.
       positions: `[B, T]` int, for causal attention: keys up to the query's position.
         None for attention in both directions.
-      key_segment_ids: `[B, S]` int, those of keys where they are another sequence, such
-        as inputs that targets look at; by default `segment_ids`.
+      key_segment_ids: `[B, S]` int, of keys from another sequence, such as inputs that
+        targets attend to; by default `segment_ids`.
 
     Returns:
       `[B, 1, T, S]` bool: batch, heads, queries, keys.
@@ -65,9 +64,9 @@ def attention_mask(
 
 
 def sequence_lengths(segment_ids: jax.Array) -> jax.Array:
-    """Returns how many tokens each row has.
+    """Returns the number of tokens of each row.
 
-    For rows of one example no mask is needed: give these to
+    Rows of one example need no mask: give these numbers to
     `jax.nn.dot_product_attention` as `query_seq_lengths` and `key_value_seq_lengths`.
 
     Example:
@@ -75,7 +74,7 @@ def sequence_lengths(segment_ids: jax.Array) -> jax.Array:
       [2, 0]
 
     Args:
-      segment_ids: `[B, T]` int.
+      segment_ids: `[B, T]` int, 0 for padding.
 
     Returns:
       `[B]` int32.
@@ -90,7 +89,7 @@ def token_weights(
     sequence: str | None = None,
     where: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns what each token counts for in a loss, packed or not.
+    """Returns the weight of each token in a loss, packed or not.
 
     Their sum is the number of tokens, or of sequences. A loss is then
     `(jnp.sum(nats * weights), jnp.sum(weights))`.
@@ -105,17 +104,17 @@ def token_weights(
       batch: packed or not.
       per: "token" for the mean over all tokens; "sequence" for the mean over sequences
         of the mean over the tokens of each.
-      sequence: whose tokens they are, where several have lengths of their own.
-      where: `[B, T]` bool, the tokens that count, or numbers, which are 0 for others,
-        such as `next_tokens(batch).weights`; by default all that are real. A sequence
-        without any counts for nothing.
+      sequence: whose tokens, if several sequences have lengths of their own.
+      where: `[B, T]` bool, the tokens that count, or numbers that are 0 for others,
+        such as `next_tokens(batch).weights`; by default all real tokens. A sequence
+        without any has no weight.
 
     Returns:
       `[B, T]` float32.
 
     Raises:
       ValueError: if several sequences have lengths of their own and none of them is
-        named, for an unknown `per`, or if `batch` is none.
+        named, for an unknown `per`, or if `batch` is not a `Batch`.
     """
     check_choice("per", per, get_args(Per))
     _check_is_batch(batch)
@@ -133,13 +132,20 @@ def token_weights(
 
 
 class NextTokens(NamedTuple):
-    """What a model that predicts the next token sees, and what it is to find.
+    """Inputs, targets and weights of a model that predicts the next token.
+
+    Example:
+      >>> from jaxbucket import Bucket
+      >>> from jaxbucket.data.collate import collate_rows
+      >>> batch = collate_rows([{"tokens": [7, 3, 9]}], Bucket(1, 4))
+      >>> next_tokens(batch).targets.tolist()
+      [[3, 9, 0, 0]]
 
     Attributes:
       inputs: `[B, T]` integers.
-      targets: `[B, T]` integers, each what the input at its place is followed by; 0
-        where the weight is 0.
-      weights: `[B, T]` float32, what each target counts for in a loss; 0 in padding.
+      targets: `[B, T]` integers, the token that follows each input; 0 where the weight
+        is 0.
+      weights: `[B, T]` float32, the weight of each target in a loss; 0 in padding.
     """
 
     inputs: Any
@@ -164,7 +170,7 @@ def next_tokens(
     Example:
       >>> rows = [[{"tokens": [7, 3, 9]}, {"tokens": [5, 2]}]]
       >>> from jaxbucket import Bucket
-      >>> from jaxbucket.data import collate_rows
+      >>> from jaxbucket.data.collate import collate_rows
       >>> batch = collate_rows(rows, Bucket(1, 6), max_segments=2)
       >>> print(*next_tokens(batch), sep="\n")
       [[7 3 9 5 2 0]]
@@ -178,19 +184,20 @@ def next_tokens(
     Args:
       batch: numpy or `jax.Array`s, also inside of jit; packed or not.
       name: the feature that holds the tokens, `[B, T]` integers; by default the only
-        one that does.
-      sequence: whose lengths it has, where several have their own; by default its own.
-      loss_weights: a feature `[B, T]`, what each token counts for as a target: 0 for
-        those of a prompt, for example. By default all count 1.
-      begin: a token that stands before the first one of every example. It makes the
-        first token a target as well; inputs are shifted then, and targets are not.
+        feature of this kind.
+      sequence: whose lengths it has, if several have their own; by default its own.
+      loss_weights: a feature `[B, T]`, the weight of each token as a target, such as 0
+        in a prompt. By default all are 1.
+      begin: a token before the first one of every example. It makes the first token a
+        target as well; inputs are shifted then, and targets are not.
 
     Returns:
       `(inputs, targets, weights)`. Tokens of less than 32 bits become int32.
 
     Raises:
       ValueError: if a feature is missing or not `[B, T]`, the tokens are not integers,
-        or `name` or `sequence` is missing where there are several; if `batch` is none.
+        or `name` or `sequence` is missing where there are several; if `batch` is not a
+        `Batch`.
     """
     _check_is_batch(batch)
     if name is None:
@@ -210,21 +217,28 @@ def next_tokens(
     if loss_weights is not None:
         counts = _feature(batch, "loss_weights", loss_weights, ids).astype(np.float32)
     is_real = ids > 0
+    is_jax = any(isinstance(x, jax.Array) for x in jax.tree.leaves(batch))
+    xp = jnp if is_jax else np
+
+    def from_left(x: Any) -> Any:
+        return xp.pad(x, ((0, 0), (1, 0)))[:, :-1]
+
+    def from_right(x: Any) -> Any:
+        return xp.pad(x, ((0, 0), (0, 1)))[:, 1:]
+
     if begin is None:
-        inputs, targets = tokens, _shifted(tokens, -1)
-        is_target = is_real & (_shifted(ids, -1) == ids)
-        counts = counts if counts is None else _shifted(counts, -1)
+        inputs, targets = tokens, from_right(tokens)
+        is_target = is_real & (from_right(ids) == ids)
+        counts = counts if counts is None else from_right(counts)
     else:
-        is_first = ~is_real | (_shifted(ids, 1) != ids)
-        begin = _check_token("begin", begin, tokens.dtype)
-        inputs, targets = _where(is_first, begin, _shifted(tokens, 1)), tokens
+        is_first = ~is_real | (from_left(ids) != ids)
+        first = _check_token("begin", begin, tokens.dtype)
+        inputs, targets = xp.where(is_first, first, from_left(tokens)), tokens
         is_target = is_real
-    if counts is None:
-        weights = is_target.astype(np.float32)
-    else:
-        # What fills the padding of weights may be anything.
-        weights = _where(is_target, counts, np.float32(0))
-    targets = _where(weights != 0, targets, tokens.dtype.type(0))
+    # Weights may have any value in padding.
+    values: Any = np.float32(1) if counts is None else counts
+    weights = xp.where(is_target, values, np.float32(0))
+    targets = xp.where(weights != 0, targets, tokens.dtype.type(0))
     return NextTokens(inputs, targets, weights)
 
 
@@ -237,7 +251,7 @@ def _check_is_batch(batch: Any) -> None:
 
 
 def _segment_ids(batch: Batch, sequence: str | None) -> Any:
-    """`[B, T]`, those of a sequence, or of the only one there is."""
+    """`[B, T]`, those of a sequence, or of the only one."""
     if sequence is None and len(batch.segment_ids) == 1:
         (sequence,) = batch.segment_ids
     if sequence not in batch.segment_ids:
@@ -265,7 +279,7 @@ def _token_feature(batch: Batch) -> str:
 
 
 def _feature(batch: Batch, argument: str, name: str, ids: Any) -> Any:
-    """A feature that has a value for every position."""
+    """A feature with a value for every position."""
     if name not in batch.features:
         raise ValueError(
             f"`{argument}={name!r}`: the features are {sorted(batch.features)}. Choose "
@@ -286,21 +300,6 @@ def _check_token(argument: str, token: int, dtype: Any) -> Any:
     if not limits.min <= check_integer(argument, token) <= limits.max:
         raise ValueError(
             f"`{argument}={token}`: tokens are {dtype}, which cannot hold it. Choose "
-            "another one."
+            "another token."
         )
     return limits.dtype.type(token)
-
-
-def _shifted(x: Any, by: int) -> Any:
-    """`[B, T]` with every column moved right by 1, or left by -1, and 0 behind it."""
-    numpy = jnp if isinstance(x, jax.Array) else np
-    parts = [x[:, 1:], numpy.zeros_like(x[:, :1])]
-    if by > 0:
-        parts = [numpy.zeros_like(x[:, :1]), x[:, :-1]]
-    return numpy.concatenate(parts, axis=1)
-
-
-def _where(condition: Any, x: Any, y: Any) -> Any:
-    """Arrays of numpy stay such."""
-    is_jax = any(isinstance(z, jax.Array) for z in (condition, x, y))
-    return (jnp if is_jax else np).where(condition, x, y)

@@ -23,11 +23,11 @@ def segment_attention(
     scale: float | jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Returns what `jax.nn.dot_product_attention` does with an `attention_mask`.
+    """Returns dot-product attention within segments, without a mask `[B, 1, T, T]`.
 
-    What it holds grows with T, and not with its square, forward and backward. Keys that
-    no query of a block sees are not even looked at, but for what the rows of a batch
-    have to agree on: they go through the same blocks.
+    The result is that of `jax.nn.dot_product_attention` with an `attention_mask`.
+    Memory grows with T, not with its square, forward and backward. Blocks of keys that
+    no row of the batch needs for a block of queries are skipped.
 
     Example:
       >>> ids = jnp.array([[1, 1, 2, 0]])
@@ -37,16 +37,15 @@ def segment_attention(
 
     Args:
       query: `[B, T, N, H]` floating point: batch, tokens, heads, width.
-      key: `[B, T, K, H]` of that dtype; K divides N, and each serves N / K heads.
-      value: `[B, T, K, H]`.
-      segment_ids: `[B, T]` int, 0 for padding; each segment is in one piece.
+      key: `[B, T, K, H]` of the same dtype; K divides N, and each serves N / K heads.
+      value: `[B, T, K, H]` of the same dtype.
+      segment_ids: `[B, T]` int, 0 for padding; each segment is contiguous.
       is_causal: whether a query sees no key behind its own.
-      scale: of the logits, 1 / sqrt(H) by default.
-      implementation: "blockwise" is plain jax and runs anywhere, on any mesh, but in a
-        `jax.shard_map` only with `check_vma=False`; "splash" is jax's kernel for TPUs,
-        which cannot be partitioned by the compiler. None for the kernel on TPUs where a
-        device has rows of its own, for there is one alone or it is inside of such a
-        `jax.shard_map`, and "blockwise" elsewhere.
+      scale: factor of the logits, a number or a scalar array; 1 / sqrt(H) by default.
+      implementation: "blockwise" is plain jax and runs on any platform and mesh, but
+        inside a `jax.shard_map` only with `check_vma=False`; "splash" is jax's kernel
+        for TPUs, which the compiler cannot partition. None for the kernel on a single
+        TPU and inside such a `jax.shard_map` on TPUs, and "blockwise" elsewhere.
 
     Returns:
       `[B, T, N, H]` of the same dtype, 0 in padding.
@@ -59,32 +58,32 @@ def segment_attention(
     if implementation is not None:
         check_choice("implementation", implementation, get_args(Implementation))
     if implementation is None:
-        implementation = "splash" if _is_tpu_with_own_rows() else "blockwise"
+        implementation = "splash" if _is_for_one_tpu() else "blockwise"
     attend = splash.attend if implementation == "splash" else blockwise.attend
     if isinstance(scale, jax.Array):
-        # What is learned, or otherwise known to the program alone.
+        # It may be traced, and the kernels take a number.
         query, scale = query * scale.astype(query.dtype), 1.0
-    found = attend(
+    output = attend(
         *(query, key, value, segment_ids),
         is_causal=is_causal,
-        # A scalar of NumPy would make all of it float64.
+        # A numpy scalar would promote all of it to float64.
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
     )
-    return jnp.where(segment_ids[..., None, None] > 0, found, 0)
+    return jnp.where(segment_ids[..., None, None] > 0, output, 0)
 
 
-def _is_tpu_with_own_rows() -> bool:
-    """Whether what is traced is for one TPU, as far as is known; it may be absent."""
+def _is_for_one_tpu() -> bool:
+    """Whether each TPU runs the traced program on rows of its own."""
+    # With 64 bits the kernel mixes integer dtypes.
     if jax.config.read("jax_enable_x64"):
-        # The kernel divides integers of 32 bits by those of 64.
         return False
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.default_backend() == "tpu" and jax.device_count() == 1
     device = mesh.abstract_device
     is_tpu = device is not None and device.platform == "tpu"
-    alone = mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
-    return is_tpu and alone
+    is_manual = set(mesh.manual_axes) == set(mesh.axis_names)
+    return is_tpu and (mesh.size == 1 or is_manual)
 
 
 def _check(
@@ -97,14 +96,15 @@ def _check(
         )
     if 0 in query.shape:
         raise ValueError(
-            f"`query` has shape {query.shape}: leave out what has no row or token."
+            f"`query` has shape {query.shape}: every axis needs at least one entry. "
+            "Leave out empty batches."
         )
     size, seq_len, heads, width = query.shape
     for name, x in (("key", key), ("value", value)):
         if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != (size, seq_len, width):
             raise ValueError(
                 f"`{name}` has shape {x.shape}: with `query` of {query.shape} it is "
-                f"[{size}, {seq_len}, heads, {width}], for rows attend to themselves."
+                f"[{size}, {seq_len}, heads, {width}]: rows attend to themselves."
             )
         if x.dtype != query.dtype:
             raise ValueError(

@@ -19,49 +19,47 @@ def attend(
     scale: float,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns what each query has of the values of its segment, as `blockwise` does.
+    """Returns attention within segments, as `blockwise.attend` does.
 
     Args:
       query: `[B, T, N, H]` float32 or bfloat16.
       key: `[B, T, K, H]`, K a divisor of N.
       value: `[B, T, K, H]`.
-      segment_ids: `[B, T]` int; what padding gets is of no meaning, but finite.
+      segment_ids: `[B, T]` int, 0 for padding, whose output is finite, but arbitrary.
       is_causal: whether later keys are hidden.
       scale: of the logits.
-      interpret: whether it is run by jax, anywhere, to test it.
+      interpret: whether jax interprets the kernel, for tests on any platform.
 
     Returns:
       `[B, T, N, H]` in the dtype of the queries.
     """
-    # It takes long to load, and is needed on TPUs alone.
+    # Slow to import, and needed on TPUs alone.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     seq_len, heads = query.shape[1:3]
-    added = -seq_len % _BLOCKS[-1]
-    padded = seq_len + added
+    padding = -seq_len % _BLOCKS[-1]
+    padded = seq_len + padding
     block = next(x for x in _BLOCKS if padded % x == 0)
 
     def to_heads(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, added), (0, 0), (0, 0)))
+        x = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
         return x.transpose(0, 2, 1, 3)
 
-    # Places are enough for causal attention, for segments are in one piece each.
+    # Positions in the row are enough, because each segment is contiguous.
     mask = (splash.CausalMask if is_causal else splash.FullMask)((padded, padded))
     kernel = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([mask] * heads),
         block_sizes=splash.BlockSizes(
-            block_q=block,
-            block_kv=block,
-            block_q_dkv=block,
-            block_kv_dkv=block,
-            block_q_dq=block,
-            block_kv_dq=block,
+            *(block, block),
+            **dict.fromkeys(
+                ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block
+            ),
         ),
         interpret=interpret,
     )
-    # Padding sees padding here, so that no row is without a key.
-    ids = jnp.pad(segment_ids, ((0, 0), (0, added)))
-    found: jax.Array = jax.vmap(kernel)(
+    # Padding sees padding here, so that every query has a key.
+    ids = jnp.pad(segment_ids, ((0, 0), (0, padding)))
+    output: jax.Array = jax.vmap(kernel)(
         *(
             to_heads(query * jnp.asarray(scale, query.dtype)),
             to_heads(key),
@@ -69,4 +67,4 @@ def attend(
         ),
         splash.SegmentIds(q=ids, kv=ids),
     )  # pyright: ignore[reportAssignmentType]
-    return found.transpose(0, 2, 1, 3)[:, :seq_len]
+    return output.transpose(0, 2, 1, 3)[:, :seq_len]

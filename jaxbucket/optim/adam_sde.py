@@ -19,10 +19,10 @@ class ScaleByAdamSdeState(NamedTuple):
     Attributes:
       mu: average of gradients, like the parameters, in float32 at least.
       nu: average of their squares, real, likewise.
-      mu_seen: `[]` float, the share of the first average that gradients have, and
-        not its first value, zero: 1 minus the product of all b1.
-      nu_seen: `[]` float, the same of the second one and b2.
-      factor: `[]` float32, what the last update was multiplied by.
+      mu_seen: `[]` float, the total weight of gradients in the first average, 1 minus
+        the product of all b1; the rest is that of the initial zero.
+      nu_seen: `[]` float, the same for the second average and b2.
+      factor: `[]` float32, by which the last update was multiplied.
     """
 
     mu: optax.Updates
@@ -50,8 +50,8 @@ def scale_by_adam_sde(
     follows is the same. Its derivation takes k (1 - b1) to be small; beyond 1 the
     averages are the last gradient's own.
 
-    Batches may differ from step to step: what an average still lacks is divided out by
-    the product of all its b, which for one size is the power of b that Adam has.
+    Batches may differ from step to step: the bias of an average is corrected by the
+    product of all its b, which for one size is Adam's power of b.
 
     Example:
       >>> tx = optax.chain(
@@ -64,18 +64,22 @@ def scale_by_adam_sde(
 
     Args:
       base_examples: the number of examples for which all constants were tuned.
-      base_tokens: the number of real tokens for which they were.
-      base_rows: the number of rows; give one of the three.
+      base_tokens: the same in real tokens.
+      base_rows: the same in rows; give one of the three.
       b1: decay of the average of gradients, at the base.
       b2: decay of the average of their squares, at the base.
       eps: added to the root of the latter, at the base.
+
+    Returns:
+      A transformation whose `update` takes `num_examples`, `num_tokens` or `num_rows`,
+      of the whole global batch, static or traced.
 
     Raises:
       ValueError: if not exactly one base is given, or it is not positive; if b1 or b2
         is not from 0 to below 1, or eps is negative. From `update`, if the size is
         missing.
     """
-    scaling = BatchScaling.of(
+    scaling = BatchScaling.by(
         base_examples=base_examples, base_tokens=base_tokens, base_rows=base_rows
     )
     for name, value in {"b1": b1, "b2": b2}.items():
@@ -102,7 +106,7 @@ def scale_by_adam_sde(
     ) -> tuple[optax.Updates, ScaleByAdamSdeState]:
         del params
         ratio, root = scaling.ratio(extra), scaling.factor(extra)
-        # Not as 1 minus a decay, in which a small gain would be rounded away.
+        # Not as 1 minus a decay, which would round a small gain away.
         gains = [jnp.minimum(1, ratio * (1 - b)) for b in (b1, b2)]
         grads = jax.tree.map(single_at_least, updates)
         mu = _average(gains[0], state.mu, grads)
@@ -113,11 +117,11 @@ def scale_by_adam_sde(
         def scaled(mu: jax.Array, nu: jax.Array, update: jax.Array) -> jax.Array:
             # root * mean / (root of squares + eps / root), without dividing by zero
             # where a batch is empty.
-            mean, squares = mu / _share(mu_seen, mu), nu / _share(nu_seen, nu)
+            mean, squares = _corrected(mu, mu_seen), _corrected(nu, nu_seen)
             factor = root.astype(nu.dtype)
-            below = factor * jnp.sqrt(squares) + _tiny(eps, nu)
-            own = mean * (factor**2 / below).astype(mean.dtype)
-            return own.astype(update.dtype)
+            denominator = factor * jnp.sqrt(squares) + _at_least_tiny(eps, nu)
+            scaled = mean * (factor**2 / denominator).astype(mean.dtype)
+            return scaled.astype(update.dtype)
 
         updates = jax.tree.map(scaled, mu, nu, updates)
         factor = root.astype(jnp.float32)
@@ -137,11 +141,11 @@ def _average(gain: jax.Array, old: optax.Updates, new: optax.Updates) -> Any:
     return jax.tree.map(average, old, new)
 
 
-def _share(seen: jax.Array, like: jax.Array) -> jax.Array:
-    """What of an average gradients have; 1 before the first of them."""
-    return jnp.where(seen > 0, seen, 1).astype(like.dtype)
+def _corrected(average: jax.Array, seen: jax.Array) -> jax.Array:
+    """The average without the bias of its initial zero; zero before any gradient."""
+    return average / jnp.where(seen > 0, seen, 1).astype(average.dtype)
 
 
-def _tiny(eps: float, like: jax.Array) -> jax.Array:
-    """eps, or where that is less than this dtype has, the least: 0 / 0 is no update."""
+def _at_least_tiny(eps: float, like: jax.Array) -> jax.Array:
+    """eps, or the least number of the dtype if that is more: 0 / 0 is no update."""
     return jnp.maximum(eps, jnp.finfo(like.dtype).tiny).astype(like.dtype)

@@ -1,4 +1,4 @@
-"""Updates multiplied by a factor that comes from the batch."""
+"""Updates multiplied by a factor of the batch size."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class ScaleByBatchSizeState(NamedTuple):
     """State of `scale_by_batch_size`.
 
     Attributes:
-      factor: `[]` float32, what the last update was multiplied by.
-      learning_rate: `[]` float32, the one in force at the last update, the factor in
-        it; None where `scale_by_batch_size` was not told what it scales.
-      num_updates: `[]` int32, how many there were.
+      factor: `[]` float32, by which the last update was multiplied.
+      learning_rate: `[]` float32, of the last update, times the factor; None if
+        `scale_by_batch_size` was not given the learning rate.
+      num_updates: `[]` int32, the number of updates.
     """
 
     factor: jax.Array
@@ -41,19 +41,19 @@ def scale_by_batch_size(
     max_factor: float = math.inf,
     learning_rate: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Multiplies updates by `rule(batch size / base)`, the batch's own size.
+    """Multiplies updates by `rule(batch size / base)`.
 
-    Put it last in a chain, behind the learning rate. Because the size comes with the
-    batch, as an extra argument of `update`, the factor cannot drift from it: not by
-    skipped steps, nor by resuming.
+    Put it last in a chain, after the learning rate. The size comes with the batch, as
+    an extra argument of `update`, so the factor cannot drift from it by skipped steps
+    or by resuming.
 
     For SGD, Adam(W), Lion and most others this equals scaling the learning rate
     (`is_linear_in_lr` says for which; `scale_schedule` is for the rest). As in optax,
     the momentum of SGD is kept apart from the learning rate, which is the reference of
-    Goyal et al. (section 3): nothing has to be corrected when the factor changes. To
-    have every gradient keep the factor of its own batch, as where the learning rate is
-    in the momentum, put it first instead. Where it is last, weight decay is scaled with
-    the rest; where it stands before `optax.add_decayed_weights`, it is not.
+    Goyal et al. (section 3): nothing has to be corrected when the factor changes. Put
+    first in the chain, it gives every gradient in the momentum the factor of its own
+    batch. Last in the chain, it scales weight decay with the rest; before
+    `optax.add_decayed_weights`, it does not.
 
     Example:
       >>> tx = optax.chain(optax.sgd(1e-3), scale_by_batch_size(base_examples=2))
@@ -64,15 +64,15 @@ def scale_by_batch_size(
 
     Args:
       base_examples: the number of examples for which the learning rate was tuned.
-      base_tokens: the number of real tokens for which it was.
-      base_rows: the number of rows for which it was, empty ones counted, so that all
-        batches of a bucket have one factor; give one of the three.
+      base_tokens: the same in real tokens.
+      base_rows: the same in rows, empty ones included, so that all batches of a bucket
+        have one factor; give one of the three.
       rule: "linear" (Goyal et al., arXiv:1706.02677), "sqrt" (Krizhevsky,
         arXiv:1404.5997), "none", or a function from ratio to factor.
-      min_factor: no factor is smaller.
-      max_factor: nor larger.
-      learning_rate: the one that stands before it, a number or the same schedule. It is
-        used for nothing but to say in the state which one is in force.
+      min_factor: the least factor.
+      max_factor: the largest factor.
+      learning_rate: of the optimizer before it, a number or the same schedule; only for
+        the state to report the learning rate in force.
 
     Returns:
       A transformation whose `update` takes `num_examples`, `num_tokens` or `num_rows`,
@@ -80,9 +80,10 @@ def scale_by_batch_size(
 
     Raises:
       ValueError: if not exactly one base is given, it is not positive, the rule is
-        unknown, or the bounds are no bounds. From `update`, if the size is missing.
+        unknown, or the bounds are negative or out of order. From `update`, if the size
+        is missing.
     """
-    scaling = BatchScaling.of(
+    scaling = BatchScaling.by(
         base_examples=base_examples,
         base_tokens=base_tokens,
         base_rows=base_rows,
@@ -92,9 +93,8 @@ def scale_by_batch_size(
     )
     if isinstance(learning_rate, WorkSchedule | ScaledSchedule):
         raise ValueError(
-            "`learning_rate` is a schedule that is told what was seen inside an "
-            "optimizer only: give it to `optax.inject_hyperparams`, and leave it out "
-            "here."
+            "`learning_rate` is a schedule that follows the batch only inside an "
+            "optimizer: give it to `optax.inject_hyperparams`, and leave it out here."
         )
     if learning_rate is not None and not callable(learning_rate):
         learning_rate = check_number("learning_rate", learning_rate)
@@ -121,13 +121,13 @@ def scale_by_batch_size(
     def scaled_rate(factor: jax.Array, count: jax.Array) -> jax.Array | None:
         if learning_rate is None:
             return None
-        own = learning_rate(count) if callable(learning_rate) else learning_rate
-        return jnp.asarray(own, jnp.float32) * factor
+        rate = learning_rate(count) if callable(learning_rate) else learning_rate
+        return jnp.asarray(rate, jnp.float32) * factor
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _multiplied(factor: jax.Array, update: jax.Array) -> jax.Array:
-    # In half precision a factor may be more than there is, where the product is not.
+    # A factor may overflow half precision where the product does not.
     wide = single_at_least(update)
     return (wide * factor.astype(wide.dtype)).astype(update.dtype)

@@ -13,7 +13,7 @@ import optax
 from jaxbucket.base.checks import check_number
 
 _STEPS = 6
-# More than rounding in single precision, less than any state leaves of old rates.
+# More than rounding in single precision, less than the trace of an old learning rate.
 _TOLERANCE = 1e-4
 
 
@@ -35,14 +35,17 @@ def is_linear_in_lr(
       False
 
     Args:
-      make_tx: from a learning rate to the optimizer itself, not injected into. One
-        that does nothing is not linear; what shows only after more than a few steps is
-        not found.
-      learning_rate: around which it is tried. What bounds steps, as Polyak's does, is
+      make_tx: from a learning rate to the optimizer, without `inject_hyperparams`. An
+        optimizer that does nothing is not linear; a difference that shows only after
+        more than a few steps is not found.
+      learning_rate: around which it is tried. A bound of steps, such as Polyak's, is
         found only where the bound is met.
 
+    Returns:
+      Whether the two runs agree to within rounding.
+
     Raises:
-      ValueError: if it is not positive, or `make_tx` is no function.
+      ValueError: if `learning_rate` is not positive, or `make_tx` is not a function.
     """
     rate = check_number("learning_rate", learning_rate)
     if not callable(make_tx):
@@ -50,7 +53,7 @@ def is_linear_in_lr(
             f"`make_tx` is a {type(make_tx).__name__}: give a function from a learning "
             "rate to the optimizer, such as `optax.adamw`."
         )
-    # Optimizers are free to mix dtypes, and here they decide nothing.
+    # Optimizers may mix dtypes, which does not matter here.
     with jax.numpy_dtype_promotion("standard"):
         return _is_linear(make_tx, rate)
 
@@ -81,7 +84,7 @@ def _is_linear(
 def _update(
     tx: optax.GradientTransformation, params: Any, state: Any, target: Any
 ) -> tuple[Any, Any]:
-    """An update towards a target, with all that optimizers ask for."""
+    """An update towards a target, with every extra argument of optax's optimizers."""
 
     def loss(params: Any) -> jax.Array:
         return 0.5 * optax.tree.norm(optax.tree.sub(params, target), squared=True)

@@ -1,4 +1,4 @@
-"""Numbers that half precision cannot hold."""
+"""Dtypes wider than half precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def wide_float() -> Any:
-    """The widest float that jax is configured to have."""
+    """The widest float that jax is configured for."""
     return jax.dtypes.canonicalize_dtype(jnp.float64)
 
 
@@ -21,20 +21,20 @@ def single_at_least(value: jax.Array) -> jax.Array:
 
 
 def computes_in(dtype: Any, pull_back: Any, cotangent: jax.Array) -> bool:
-    """Whether what `jax.vjp` returned has something of a dtype on its way back.
+    """Whether a function that `jax.vjp` returned computes in a dtype.
 
     Args:
-      dtype: which one.
+      dtype: to look for.
       pull_back: the function.
-      cotangent: what it may be called with.
+      cotangent: an argument of the function.
     """
-    # jax has the linear program at hand; where it does not, it is traced.
+    # Traced only if jax does not keep the linear program.
     program = getattr(pull_back, "jaxpr", None)
     return _has(dtype, program or jax.make_jaxpr(pull_back)(cotangent))
 
 
 def _has(dtype: Any, program: Any) -> bool:
-    # What is closed holds the program itself.
+    # Of a closed program, the inner one.
     program = getattr(program, "jaxpr", program)
     outputs = (x for equation in program.eqns for x in equation.outvars)
     return any(

@@ -25,14 +25,14 @@ _RULES: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class BatchScaling:
-    """What a batch is compared with, and what follows from it.
+    """The factor of a batch of some size.
 
     Attributes:
-      size: which extra argument of `update` is the batch's size.
+      size: the extra argument of `update` that is the batch's size.
       base: the size for which the learning rate was tuned.
       rule: from ratio to factor.
-      min_factor: no factor is smaller.
-      max_factor: nor larger.
+      min_factor: the least factor.
+      max_factor: the largest factor.
     """
 
     size: str
@@ -42,7 +42,7 @@ class BatchScaling:
     max_factor: float = math.inf
 
     @classmethod
-    def of(
+    def by(
         cls,
         *,
         base_examples: float | None,
@@ -52,20 +52,17 @@ class BatchScaling:
         min_factor: float = 0.0,
         max_factor: float = math.inf,
     ) -> BatchScaling:
-        """Returns the scaling by the one base that is given.
-
-        Arguments and errors are those of `scale_by_batch_size`.
-        """
+        """Checks the arguments of `scale_by_batch_size`."""
         bases = {
             "base_examples": base_examples,
             "base_tokens": base_tokens,
             "base_rows": base_rows,
         }
-        given = [name for name, base in bases.items() if base is not None]
-        if len(given) != 1:
-            said = ", ".join(f"`{name}={base}`" for name, base in bases.items())
-            raise ValueError(f"{said}: give one of them.")
-        (name,) = given
+        names = [name for name, base in bases.items() if base is not None]
+        if len(names) != 1:
+            listed = ", ".join(f"`{name}={base}`" for name, base in bases.items())
+            raise ValueError(f"{listed}: give one of them.")
+        (name,) = names
         base = bases[name]
         if not _is_number(base) or not 0 < base < math.inf:  # pyright: ignore
             raise ValueError(f"`{name}={base!r}` must be a positive number.")
@@ -94,14 +91,14 @@ class BatchScaling:
 
         Raises:
           ValueError: if the size is not among the extra arguments of `update`, or is
-            none.
+            not a size.
         """
         size = extra.get(self.size)
         if size is None:
             raise ValueError(
                 "Scaling by the batch size needs the batch size: call "
                 f"`tx.update(grads, state, params, {self.size}=batch.{self.size})`. "
-                "What is around it must hand extra arguments on, as `optax.chain` does."
+                "A wrapper must pass extra arguments on, as `optax.chain` does."
                 if self.size != "num_rows"
                 else "Scaling by the rows of a batch needs their number: call "
                 "`tx.update(grads, state, params, num_rows=batch.bucket.batch_size)`, "
@@ -110,7 +107,7 @@ class BatchScaling:
         return jnp.asarray(check_size(self.size, size), wide_float()) / self.base
 
     def factor(self, extra: Mapping[str, Any]) -> jax.Array:
-        """`[]`, what the learning rate of this batch is multiplied by."""
+        """`[]`, by which the learning rate of this batch is multiplied."""
         factor = self.rule(self.ratio(extra))
         if not isinstance(factor, jax.Array | numbers.Real | np.ndarray):
             raise ValueError(
@@ -128,12 +125,12 @@ class BatchScaling:
 
 
 def check_size(name: str, size: Any) -> jax.Array | np.ndarray:
-    """Returns a size that `update` was given as an array, of numpy if it is static.
+    """Returns an extra argument of `update` as an array, of numpy if it is static.
 
     Raises:
-      ValueError: if it is not one number, or known not to be a size.
+      ValueError: if it is not one number, or is known not to be a size.
     """
-    # What is on a device is not looked at, for the step would wait for it.
+    # Values on a device are not read, because the step would wait for them.
     if isinstance(size, jax.Array):
         is_size = size.dtype != jnp.bool_
     else:

@@ -1,11 +1,11 @@
-"""Schedules that the batch has a say in, for `optax.inject_hyperparams`.
+"""Schedules that follow the batch, for `optax.inject_hyperparams`.
 
     tx = optax.inject_hyperparams(optax.adamw)(
         learning_rate=scale_schedule(schedule_by_work(schedule), base_tokens=65_536)
     )
 
-They are optax's stateful schedules: what they have counted is in the optimizer's state,
-and so is the learning rate in force.
+They are optax's stateful schedules: the optimizer's state has their counts, and the
+learning rate in force.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxbucket.optim.precision import wide_float
 from jaxbucket.optim.rules import BatchScaling, Rule, check_size
 
 Work: TypeAlias = Literal["examples", "tokens"]
-# Half of a count is in units of so many: an int32 alone ends at two billion tokens.
+# A count is two integers, because an int32 alone ends at two billion tokens.
 _LOW_BITS = 30
 
 
@@ -34,8 +34,8 @@ class ScaledScheduleState(NamedTuple):
 
     Attributes:
       factor: `[]` float32, of the last batch.
-      inner: state of the schedule that is scaled: `[]` int32, the next step, or what a
-        stateful one keeps.
+      inner: state of the schedule that is scaled: `[]` int32, the next step, or the
+        state of a stateful schedule.
     """
 
     factor: jax.Array
@@ -44,7 +44,7 @@ class ScaledScheduleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScaledSchedule:
-    """What `scale_schedule` returns: a stateful schedule of optax."""
+    """A stateful schedule of optax, made by `scale_schedule`."""
 
     schedule: Any
     scaling: BatchScaling
@@ -57,7 +57,7 @@ class ScaledSchedule:
     def __call__(self, state: ScaledScheduleState, **extra: Any) -> jax.Array:
         _check_is_state(state, ScaledScheduleState)
         value = self._unscaled(state.inner, extra)
-        # Asked before there is a batch, for the first state.
+        # Before the first batch, for the first state.
         if not extra:
             return value
         return value * _like_a_number(self.scaling.factor(extra))
@@ -90,14 +90,13 @@ def scale_schedule(
 ) -> ScaledSchedule:
     """Returns a schedule that is multiplied by `rule(batch size / base)` of each batch.
 
-    For a learning rate inside an optimizer, whatever that makes of it. (Adafactor has
-    arguments that are no numbers to change: `optax.inject_hyperparams(optax.adafactor,
-    static_args=("dtype_momentum", "min_dim_size_to_factor"))`. For parameters in half
-    precision give it `hyperparam_dtype=jnp.float32`, or optax rounds b2 to 1.) Where
-    the extra arguments of `update` have the `step` of the data, as those of
-    `make_train_step` do, the schedule is that step's; else it counts updates. By
-    `base_rows` it multiplies updates as `scale_by_batch_size(base_rows=...)` does,
-    bucket by bucket.
+    It scales the learning rate inside an optimizer, so it is right for every optimizer
+    with a learning rate. (Some arguments of Adafactor are not numbers:
+    `optax.inject_hyperparams(optax.adafactor, static_args=("dtype_momentum",
+    "min_dim_size_to_factor"))`. For parameters in half precision pass
+    `hyperparam_dtype=jnp.float32`, or optax rounds b2 to 1.) If the extra arguments of
+    `update` have the `step` of the data, as those of `make_train_step` do, the
+    schedule is evaluated at that step; else it counts updates.
 
     Example:
       >>> rate = scale_schedule(1e-3, base_examples=2, rule="linear")
@@ -109,24 +108,31 @@ def scale_schedule(
 
     Args:
       schedule: a number, a schedule of optax, or one of `schedule_by_work`.
-      base_examples: as in `scale_by_batch_size`, as are the others.
-      base_tokens: the same by real tokens.
-      base_rows: the same by rows.
-      rule: "linear", "sqrt", "none", or a function from ratio to factor.
-      min_factor: no factor is smaller.
-      max_factor: nor larger.
+      base_examples: the number of examples for which the learning rate was tuned.
+      base_tokens: the same in real tokens.
+      base_rows: the same in rows, empty ones included, so that all batches of a bucket
+        have one factor; give one of the three.
+      rule: "linear" (Goyal et al., arXiv:1706.02677), "sqrt" (Krizhevsky,
+        arXiv:1404.5997), "none", or a function from ratio to factor.
+      min_factor: the least factor.
+      max_factor: the largest factor.
+
+    Returns:
+      A stateful schedule for `optax.inject_hyperparams`.
 
     Raises:
-      ValueError: as `scale_by_batch_size`; if the schedule is nothing of the above.
+      ValueError: if not exactly one base is given, it is not positive, the rule is
+        unknown, the bounds are negative or out of order, or `schedule` is not one of
+        the above. From `update`, if the size is missing.
     """
     if isinstance(schedule, ScaledSchedule):
         raise ValueError(
-            "`schedule` is scaled already: give the one that it was made of, with a "
-            "`rule` that has both factors."
+            "`schedule` is scaled already: give the schedule inside it, with a `rule` "
+            "that has both factors."
         )
     if not callable(schedule):
         check_number("schedule", schedule)
-    scaling = BatchScaling.of(
+    scaling = BatchScaling.by(
         base_examples=base_examples,
         base_tokens=base_tokens,
         base_rows=base_rows,
@@ -138,7 +144,7 @@ def scale_schedule(
 
 
 class WorkScheduleState(NamedTuple):
-    """State of `schedule_by_work`: what was done, `high * 2**30 + low`.
+    """State of `schedule_by_work`: examples or tokens so far, `high * 2**30 + low`.
 
     Attributes:
       high: `[]` uint32.
@@ -151,7 +157,7 @@ class WorkScheduleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WorkSchedule:
-    """What `schedule_by_work` returns: a stateful schedule of optax."""
+    """A stateful schedule of optax, made by `schedule_by_work`."""
 
     schedule: Callable[[Any], Any]
     work: Work
@@ -165,7 +171,7 @@ class WorkSchedule:
         wide = wide_float()
         done = state.high.astype(wide) * 2**_LOW_BITS + state.low.astype(wide)
         try:
-            # Some of optax mix dtypes, as of steps, which are integers.
+            # Some schedules of optax mix dtypes, because steps are integers.
             with jax.numpy_dtype_promotion("standard"):
                 return _like_a_number(self.schedule(done))
         except OverflowError as error:
@@ -191,7 +197,7 @@ class WorkSchedule:
 def schedule_by_work(
     schedule: Callable[[Any], Any], work: Work = "tokens"
 ) -> WorkSchedule:
-    """Returns a schedule of what was seen instead of steps.
+    """Returns a schedule that counts examples or tokens instead of steps.
 
     The same data gives the same curve, however it is cut into batches. Lengths of the
     schedule, such as of its warm-up, are in examples or real tokens.
@@ -210,15 +216,18 @@ def schedule_by_work(
       schedule: any schedule of optax; lengths of more than 2**31 - 1 as floats.
       work: "tokens" or "examples", of the whole global batch.
 
+    Returns:
+      A stateful schedule for `optax.inject_hyperparams` or `scale_schedule`.
+
     Raises:
-      ValueError: if it is no schedule, or work is counted in neither; when it is used,
-        if a length is an integer that jax cannot hold.
+      ValueError: if `schedule` is not a schedule of optax, or `work` is neither; when
+        called, if a length is an integer that jax cannot hold.
     """
     check_choice("work", work, ("examples", "tokens"))
     if isinstance(schedule, ScaledSchedule | WorkSchedule):
         raise ValueError(
-            "`schedule` is told what was seen already: give one of optax, and what "
-            "this returns to `scale_schedule`."
+            "`schedule` follows the batch already: give a schedule of optax here, and "
+            "the result to `scale_schedule`."
         )
     if not callable(schedule):
         raise ValueError(
@@ -231,7 +240,7 @@ def schedule_by_work(
 def warmup_inverse_sqrt_schedule(
     peak_value: float, warmup_steps: float
 ) -> Callable[[Any], jax.Array]:
-    """Rises linearly to its peak, and falls with the square root of what was done.
+    """Returns a schedule that rises linearly, then falls with the inverse square root.
 
     peak * min(n / w, sqrt(w / n)), Vaswani et al., 2017, arXiv:1706.03762, section 5.3.
 
@@ -242,7 +251,10 @@ def warmup_inverse_sqrt_schedule(
 
     Args:
       peak_value: the largest value.
-      warmup_steps: when it is reached: steps, or what `schedule_by_work` counts.
+      warmup_steps: until the peak: steps, or examples or tokens in `schedule_by_work`.
+
+    Returns:
+      A function from a count to the value.
 
     Raises:
       ValueError: if one of them is not positive.
@@ -272,10 +284,7 @@ def _check_is_state(state: Any, kind: type) -> None:
 
 
 def _like_a_number(value: Any) -> jax.Array:
-    """A float that takes on the dtype of what it meets, as one of Python does.
-
-    With a dtype of its own it would change that of the momentum behind it.
-    """
+    """A weakly typed float, which does not change the dtype of momentum after it."""
     return jax.lax.full_like(1.0, value)
 
 

@@ -1,9 +1,9 @@
-"""What the state of an optimizer says, and what of it a skipped update leaves."""
+"""The learning rate in an optimizer's state, and the state of skipped updates."""
 
 from __future__ import annotations
 
 import functools
-import math
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +16,8 @@ from jaxbucket.optim.adam_sde import ScaleByAdamSdeState
 from jaxbucket.optim.batch_size import ScaleByBatchSizeState
 from jaxbucket.optim.schedules import ScaledScheduleState
 
-# What counts for itself, with all that is inside of it.
-_OWN_COUNT = (
+# Wrappers with a count of their own are held with everything inside.
+_WRAPPERS = (
     *(optax.MultiStepsState, optax.ApplyIfFiniteState),
     *(optax.contrib.ScheduleFreeState, optax.contrib.MechanicState),
 )
@@ -25,16 +25,9 @@ _Injected = optax.schedules.InjectStatefulHyperparamsState
 
 
 def in_force(opt_state: optax.OptState) -> dict[str, jax.Array]:
-    """Returns what an optimizer's last update was scaled by, as its state says.
+    """Returns the learning rate and the factor of an optimizer's last update.
 
     It looks along a chain, not into the branches of `optax.multi_transform`.
-
-    Returns:
-      "lr_factor", the product of all factors, if the batch size scales something;
-      "learning_rate", with the factors that stand behind it in it, and that of
-      `scale_by_adam_sde`, which stands before it, if it is known: of
-      `optax.inject_hyperparams`, `scale_schedule` and
-      `scale_by_batch_size(learning_rate=...)`.
 
     Example:
       >>> from jaxbucket.optim import scale_by_batch_size
@@ -44,12 +37,21 @@ def in_force(opt_state: optax.OptState) -> dict[str, jax.Array]:
       >>> _, state = tx.update(params, tx.init(params), params, num_examples=8)
       >>> print({name: float(value) for name, value in in_force(state).items()})
       {'lr_factor': 2.0, 'learning_rate': 1.0}
+
+    Args:
+      opt_state: of the optimizer.
+
+    Returns:
+      "lr_factor", the product of all factors, if the batch size scales something.
+      "learning_rate", if `optax.inject_hyperparams`, `scale_schedule` or
+      `scale_by_batch_size(learning_rate=...)` say it, times the factors behind it in
+      the chain and that of `scale_by_adam_sde`, which stands before it.
     """
-    rate, factors, of_sde = None, [], []
+    rate, factors, sde_factors = None, [], []
     for state in _in_chain(opt_state):
         if isinstance(state, _Injected):
-            own = state.hyperparams.get("learning_rate")
-            rate = rate if own is None else jnp.asarray(own, jnp.float32)
+            injected = state.hyperparams.get("learning_rate")
+            rate = rate if injected is None else jnp.asarray(injected, jnp.float32)
             scaled = state.hyperparams_states.get("learning_rate")
             if isinstance(scaled, ScaledScheduleState):
                 factors.append(scaled.factor)
@@ -59,33 +61,45 @@ def in_force(opt_state: optax.OptState) -> dict[str, jax.Array]:
             rate = state.learning_rate if rate is None else rate * state.factor
         elif isinstance(state, ScaleByAdamSdeState):
             factors.append(state.factor)
-            of_sde.append(state.factor)
-    rate = None if rate is None else math.prod(of_sde, start=rate)
-    found = (
-        {} if not factors else {"lr_factor": math.prod(factors[1:], start=factors[0])}
-    )
-    return found if rate is None else {**found, "learning_rate": rate}
+            sde_factors.append(state.factor)
+    values = {}
+    if factors:
+        values["lr_factor"] = functools.reduce(operator.mul, factors)
+    if rate is not None:
+        values["learning_rate"] = functools.reduce(operator.mul, sde_factors, rate)
+    return values
 
 
 def skip_where(
     skipped: Any, new: optax.OptState, old: optax.OptState
 ) -> optax.OptState:
-    """Returns the state after an update that is, or is not, skipped.
+    """Returns the state after an update that may be skipped.
 
-    Averages and their counts stay what they were. Schedules go on, for the data does:
-    what the learning rate is at a step does not depend on what was skipped before it.
+    A skipped update leaves averages and their counts. Schedules go on with the data:
+    the learning rate of a step does not depend on skipped updates before it.
+
+    Example:
+      >>> tx = optax.sgd(optax.linear_schedule(1.0, 0.0, 10), momentum=0.9)
+      >>> old = tx.init(jnp.ones(()))
+      >>> _, new = tx.update(jnp.ones(()), old)
+      >>> momentum, schedule = skip_where(True, new, old)
+      >>> print(momentum.trace, schedule.count)
+      0.0 1
 
     Args:
       skipped: `[]` bool, static or traced.
       new: the state after the update.
       old: the state before it.
+
+    Returns:
+      `old`, with the schedules of `new`, where `skipped`; else `new`.
     """
 
     def is_known(state: Any) -> bool:
-        return isinstance(state, (*_clocks(), *_OWN_COUNT, _Injected))
+        return isinstance(state, (*_schedule_states(), *_WRAPPERS, _Injected))
 
-    def kept(new: Any, old: Any) -> Any:
-        if isinstance(new, _clocks()):
+    def select(new: Any, old: Any) -> Any:
+        if isinstance(new, _schedule_states()):
             return new
         if isinstance(new, _Injected):
             return new._replace(
@@ -93,21 +107,21 @@ def skip_where(
             )
         return jax.tree.map(functools.partial(jnp.where, skipped), old, new)
 
-    return jax.tree.map(kept, new, old, is_leaf=is_known)
+    return jax.tree.map(select, new, old, is_leaf=is_known)
 
 
 @functools.cache
-def _clocks() -> tuple[type, ...]:
-    """The states that have counted the data, and not what was learned of it."""
-    # That of `add_decayed_weights` has no public name; and to make one starts jax.
+def _schedule_states() -> tuple[type, ...]:
+    """The states that count steps of the data."""
+    # The state of `add_decayed_weights` has no public name; to make one starts jax.
     decay = optax.add_decayed_weights(optax.constant_schedule(0.0))
-    of_decay = jax.eval_shape(decay.init, ())
-    return ScaleByBatchSizeState, optax.ScaleByScheduleState, type(of_decay)
+    decay_state = jax.eval_shape(decay.init, ())
+    return ScaleByBatchSizeState, optax.ScaleByScheduleState, type(decay_state)
 
 
 def _in_chain(opt_state: Any) -> Iterator[Any]:
-    """The states of what is chained, in order; of what is injected into, too."""
-    # A chain's state is a plain tuple, all others are of a type of their own.
+    """The states of a chain in order, with those inside `inject_hyperparams`."""
+    # A chain's state is a plain tuple, all others have types of their own.
     if type(opt_state) is tuple:
         for state in opt_state:
             yield from _in_chain(state)

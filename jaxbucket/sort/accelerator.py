@@ -1,9 +1,8 @@
-"""What GPUs and TPUs do of a sort in place of their hosts: they sort keys of 64 bits.
+"""Local sorts on GPUs and TPUs, in place of their hosts: keys of 64 bits.
 
-XLA sorts one operand by radix on GPUs. What is exchanged are chunks by `all_to_all`
-there as well, and not runs by `ragged_all_to_all`: compiled for TPUs that pads each key
-to 128 words, 4.3 GB for a share of 34 MB, and with every length of a share it would be
-compiled anew.
+XLA sorts one operand by radix on GPUs. Chunks are exchanged by `all_to_all` there as
+well, and not runs by `ragged_all_to_all`: compiled for TPUs that pads each key to 128
+words, 4.3 GB for a share of 34 MB, and would be compiled anew for every length.
 """
 
 from __future__ import annotations
@@ -17,55 +16,49 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxbucket.sort.collectives import AXIS, Devices
 
 # Lengths between a power of two and the next: few shapes, and at most 1/4 too long.
-_STEPS = 4
-# Shares that are less even than this are sorted by the hosts: the longest one sets the
-# shape of all.
-_MOST_BY_MEAN = 1.5
-_LARGEST = np.uint64(2**64 - 1)
+_SIZES_PER_OCTAVE = 4
+# Parts that are less even are sorted by the hosts: the longest sets the shape of all.
+_MAX_BY_MEAN = 1.5
+_PADDING = np.uint64(2**64 - 1)
 
 
-def devices_sort(sizes: np.ndarray, dtype: np.dtype, devices: Devices) -> bool:
-    """Returns whether devices sort these keys themselves, of `[D]` sizes."""
-    is_even = sizes.max() <= _MOST_BY_MEAN * sizes.mean()
+def can_sort_on_devices(sizes: np.ndarray, dtype: np.dtype, devices: Devices) -> bool:
+    """Returns whether devices can sort parts of these sizes, `[D]`, and this dtype."""
+    is_even = sizes.max() <= _MAX_BY_MEAN * sizes.mean()
     return devices.platform != "cpu" and dtype == np.uint64 and bool(is_even)
 
 
 def sort_on_devices(
     parts: list[np.ndarray], sizes: np.ndarray, devices: Devices
 ) -> None:
-    """Sorts the uint64 keys of each local device there.
+    """Sorts the uint64 keys of each local device on that device.
 
     Args:
-      parts: one `[n]` array for each local device; sorted ones, not to be written to,
-        take their place, so that hosts do not have them twice.
+      parts: one `[n]` array for each local device; sorted, read-only ones take their
+        place, so that hosts do not hold them twice.
       sizes: `[D]` of the parts of all devices.
       devices: of all processes, which all call this.
     """
-    padded = [_padded(part, _rounded(int(sizes.max()))) for part in parts]
+    size = _rounded_up(int(sizes.max()))
+    padded = [
+        np.pad(part, (0, size - len(part)), constant_values=_PADDING) for part in parts
+    ]
     parts.clear()
     # Else what has 64 bits would be cut to 32.
-    with devices.alone(), jax.enable_x64(True):
+    with devices.as_current_mesh(), jax.enable_x64(True):
         on_devices = devices.put(padded)
         padded.clear()
-        found = devices.own(_sort(devices.mesh)(on_devices))
-    parts += [x[: sizes[i]] for x, i in zip(found, devices.local, strict=True)]
+        sorted_parts = devices.local_parts(_sort(devices.mesh)(on_devices))
+    parts += [x[: sizes[i]] for x, i in zip(sorted_parts, devices.local, strict=True)]
 
 
-def _rounded(size: int) -> int:
-    """At least it, and one of few."""
-    step = max(1, (1 << max(size - 1, 0).bit_length()) // (2 * _STEPS))
+def _rounded_up(size: int) -> int:
+    """At least `size`, and one of few."""
+    step = max(1, (1 << max(size - 1, 0).bit_length()) // (2 * _SIZES_PER_OCTAVE))
     return -(-max(size, 1) // step) * step
 
 
-def _padded(part: np.ndarray, size: int) -> np.ndarray:
-    """A copy of so many keys, of which the last are the largest there are."""
-    padded = np.empty(size, part.dtype)
-    padded[: len(part)] = part
-    padded[len(part) :] = _LARGEST
-    return padded
-
-
-# For each mesh once: a function that is jitted anew would be compiled anew.
+# Cached for each mesh: a function that is jitted anew would be compiled anew.
 @functools.lru_cache(maxsize=8)
 def _sort(mesh: Mesh):
     def sort_part(part: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
-"""What the devices of a mesh tell one another: a gather and an exchange.
+"""Collectives over the devices of a mesh: a gather and an exchange.
 
-Each holds its part of an array cut over all devices, `[D, ...]`, in their order.
+Each device holds its part of an array cut over all devices, `[D, ...]`, in their order.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Devices:
       mesh: every process has a device in it.
 
     Attributes:
-      mesh: of them alone, with one axis.
+      mesh: the same devices along one axis.
       devices: in their order.
-      count: how many they are.
-      local: the places of those of this process among them.
+      count: the number of devices, D.
+      local: the places of this process's devices among them.
 
     Raises:
       ValueError: if the mesh has no device of this process.
@@ -44,11 +44,11 @@ class Devices:
             )
         self.mesh = Mesh(devices, (AXIS,))
         self.devices = list(devices)
-        self._cut = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        self._sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
 
     @property
     def platform(self) -> str:
-        """What its devices are: "cpu", "gpu" or "tpu"."""
+        """The platform of its devices: "cpu", "gpu" or "tpu"."""
         return self.devices[0].platform
 
     def put(self, parts: Sequence[np.ndarray], sharding: NamedSharding | None = None):
@@ -59,45 +59,45 @@ class Devices:
         ]
         shape = (self.count * len(parts[0]), *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(
-            shape, sharding or self._cut, arrays
+            shape, sharding or self._sharding, arrays
         )
 
     def gather(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Returns `[D, ...]` of all devices' arrays, which all have one shape."""
         words = [_as_words(part)[None] for part in parts]
-        with self.alone():
-            whole = _gather(self.mesh)(self.put(words))
-        found = np.asarray(whole.addressable_data(0))
-        return found.view(parts[0].dtype).reshape(self.count, *parts[0].shape)
+        with self.as_current_mesh():
+            gathered = _gather(self.mesh)(self.put(words))
+        local = np.asarray(gathered.addressable_data(0))
+        return local.view(parts[0].dtype).reshape(self.count, *parts[0].shape)
 
     def exchange(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Sends row j of each `[D, ...]` part to device j; returns what each got.
+        """Sends row j of each `[D, ...]` part to device j; returns what each received.
 
         Row i of a result came from device i.
         """
-        dtype = parts[0].dtype
-        with self.alone():
-            found = _exchange(self.mesh)(self.put([x.view(np.uint32) for x in parts]))
-        return [x.view(dtype) for x in self.own(found)]
+        words = [part.view(np.uint32) for part in parts]
+        with self.as_current_mesh():
+            received = self.local_parts(_exchange(self.mesh)(self.put(words)))
+        return [part.view(parts[0].dtype) for part in received]
 
-    def own(self, array: jax.Array) -> list[np.ndarray]:
-        """Returns what each local device has of an array that is cut over all."""
-        on = {shard.device: shard.data for shard in array.addressable_shards}
-        return [np.asarray(on[self.devices[i]]) for i in self.local]
+    def local_parts(self, array: jax.Array) -> list[np.ndarray]:
+        """Returns each local device's part of an array that is cut over all devices."""
+        parts = {shard.device: shard.data for shard in array.addressable_shards}
+        return [np.asarray(parts[self.devices[i]]) for i in self.local]
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Whatever mesh the caller has set, and whether or not it jits."""
+    def as_current_mesh(self) -> Iterator[None]:
+        """Sets the mesh and jits, whatever the caller has set."""
         with jax.set_mesh(self.mesh), jax.disable_jit(False):
             yield
 
 
 def _as_words(part: np.ndarray) -> np.ndarray:
-    """It as uint32, which a device has whatever is enabled."""
+    """The bytes as uint32, which devices have even without jax_enable_x64."""
     return np.ascontiguousarray(part).reshape(-1).view(np.uint32)
 
 
-# For each mesh once: a function that is jitted anew would be compiled anew.
+# Cached for each mesh: a function that is jitted anew would be compiled anew.
 @functools.lru_cache(maxsize=8)
 def _gather(mesh: Mesh):
     def gather_parts(parts: jax.Array) -> jax.Array:

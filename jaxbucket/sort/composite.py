@@ -1,8 +1,8 @@
-"""Keys and index as one number, or a few bytes, that compare as they do.
+"""Composite keys: columns and index as one number, or a few bytes, in the same order.
 
 A column becomes unsigned integers in the same order, less their minimum; columns and
-the index behind them are then put side by side in as few bits as they need. Where these
-are 64 or fewer, what is sorted is one uint64, which numpy sorts by vector instructions.
+the index behind them are then put side by side in as few bits as they need. If 64 bits
+are enough, a composite key is one uint64, which numpy sorts by vector instructions.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 
 _WORD_BITS = 64
-# Rows that are worked on at a time: what is in between stays in the cache.
-_PART = 1 << 15
+# Rows at a time, so that intermediate arrays stay in the cache.
+_BLOCK = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """What is known of a column on every device.
+    """Dtype and direction of a column, the same on every device.
 
     Attributes:
       dtype: of its keys.
@@ -55,7 +55,7 @@ class Column:
         return np.invert(bits, out=bits) if self.descending else bits
 
     def decode(self, bits: np.ndarray) -> np.ndarray:
-        """Returns the `[n]` keys of what `encode` gave, which is overwritten."""
+        """Returns the `[n]` keys of encoded ones, which are overwritten."""
         sign = self._sign
         if self.descending:
             np.invert(bits, out=bits)
@@ -76,13 +76,13 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class _Field:
-    """Where a number stands.
+    """The bits of a composite key that hold one number.
 
     Attributes:
-      word: in which.
-      shift: bits of it that are below.
-      bits: how many it has.
-      is_highest: whether nothing in its word is above it.
+      word: of the key.
+      shift: the number of lower bits in the word.
+      bits: the width.
+      is_highest: whether no field of the word is above it.
     """
 
     word: int
@@ -92,12 +92,12 @@ class _Field:
 
 
 class Composite:
-    """How the columns and the index are put side by side.
+    """The layout of columns and index side by side.
 
     Args:
       columns: compared left to right.
       ranges: `[columns, 2]` uint64, the least and the greatest of each as encoded.
-      size: how many keys there are; indices are smaller.
+      size: the number of keys; indices are smaller.
 
     Attributes:
       dtype: of the composite keys: uint64, or bytes that compare as their words do.
@@ -119,15 +119,15 @@ class Composite:
         """Returns `[n]` composite keys of columns whose first row has this index."""
         size = len(keys[0])
         words = np.empty((size, self.num_words), np.uint64)
-        indices = np.arange(first, first + min(size, _PART), dtype=np.uint64)
-        for start in range(0, size, _PART):
-            part = words[start : start + _PART]
+        indices = np.arange(first, first + min(size, _BLOCK), dtype=np.uint64)
+        for start in range(0, size, _BLOCK):
+            block = words[start : start + _BLOCK]
             for i, column in enumerate(self._columns):
-                bits = column.encode(keys[i][start : start + _PART])
+                bits = column.encode(keys[i][start : start + _BLOCK])
                 bits -= self._least[i].astype(bits.dtype)
-                self._put(part, i, bits)
-            self._put(part, -1, indices[: len(part)])
-            indices += np.uint64(_PART)
+                self._put(block, i, bits)
+            self._put(block, -1, indices[: len(block)])
+            indices += np.uint64(_BLOCK)
         if self.num_words == 1:
             return words[:, 0]
         # Of bytes the first one counts most.
@@ -144,17 +144,17 @@ class Composite:
             word |= bits << shift if field.shift else bits
 
     def decode_into(
-        self, found: np.ndarray, keys: Sequence[np.ndarray], index: np.ndarray
+        self, composite: np.ndarray, keys: Sequence[np.ndarray], index: np.ndarray
     ) -> None:
         """Writes columns and index of `[n]` composite keys into `[n]` arrays."""
-        words = found.view(np.uint64).reshape(len(found), self.num_words)
-        for start in range(0, len(found), _PART):
-            rows = slice(start, start + _PART)
-            part = words[rows] if self.num_words == 1 else words[rows].byteswap()
+        words = composite.view(np.uint64).reshape(len(composite), self.num_words)
+        for start in range(0, len(composite), _BLOCK):
+            rows = slice(start, start + _BLOCK)
+            block = words[rows] if self.num_words == 1 else words[rows].byteswap()
             for i, column in enumerate(self._columns):
-                bits = self._get(part, i) + self._least[i]
+                bits = self._get(block, i) + self._least[i]
                 keys[i][rows] = column.decode(bits.astype(column.unsigned))
-            index[rows] = self._get(part, -1)
+            index[rows] = self._get(block, -1)
 
     def _get(self, words: np.ndarray, i: int) -> np.ndarray:
         field = self._fields[i]
@@ -163,14 +163,14 @@ class Composite:
 
 
 def _side_by_side(greatest: Sequence[int]) -> tuple[list[_Field], int]:
-    """Fields for numbers up to these, the first one highest, and how many words."""
+    """Fields for numbers up to these, the first highest; and the number of words."""
     fields: list[_Field] = []
     word, used = 0, 0
     for value in greatest:
         bits = value.bit_length()
         if used + bits > _WORD_BITS:
             word, used = word + 1, 0
-        # A shift by the whole word is undefined: what has no bits needs none.
+        # A shift by the whole word is undefined, and a field without bits needs none.
         shift = _WORD_BITS - used - bits if bits else 0
         fields.append(_Field(word, shift, bits, is_highest=used == 0))
         used += bits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import os
 import pathlib
 import re
@@ -32,13 +31,13 @@ from jaxbucket.schedule.difficulty_index import (
     index_dtype,
     share_sum,
 )
-from jaxbucket.sort import SortedShare, sample_sort
+from jaxbucket.sort.sorting import SortedShare, sample_sort
 
 _MAX_INT64 = 2**63 - 1
 _PARTIAL = ".partial"
 _SECONDS_TO_SHOW = 30.0
-_SECONDS_BETWEEN_LOOKS = 0.1
-_LOOKS = 3
+_POLL_SECONDS = 0.1
+_ATTEMPTS = 3
 
 
 def write_difficulty_index(
@@ -53,9 +52,9 @@ def write_difficulty_index(
     """Sorts the examples of all processes by difficulty, and writes their index.
 
     Each process gives the difficulties of its share of the source, those of process 0
-    first, and writes its own part of every file. The folder has its name only once all
-    is in it: one that was not ended is not read, and is written anew by the next call.
-    An index of the same difficulties that is there already is returned as it is.
+    first, and writes its part of every file. The folder gets its name last: an
+    unfinished index is never read, and the next call writes it anew. An existing index
+    of the same difficulties is returned as it is.
 
     Example:
       >>> import tempfile
@@ -66,178 +65,127 @@ def write_difficulty_index(
       ([1, 3, 2, 0], [1, 3])
 
     Args:
-      folder: where; all processes share it.
-      difficulty: `[n]` finite numbers: of `measure_difficulty`, lengths, a model's
-        losses, human scores.
+      folder: of the index, on a file system that all processes share.
+      difficulty: `[n]` finite numbers, integers or floats of up to 64 bits, one for
+        each example of this process's share: from `measure_difficulty`, lengths, a
+        model's losses, human scores.
       mesh: of devices of all processes, which sort together.
-      processes: all of them, where there are several.
-      sorted_by: "all"; or "process", where each sorts its own share, and the easiest of
-        each come first, then the second of each, and so on. That is no faster here, and
-        an order that another number of processes does not have, and that is less by
-        difficulty the fewer examples a process has: it is for comparing with runs whose
-        processes have sorted for themselves.
-      num_examples: how many the source has, so that shares which are something else
-        are refused: `measure_lengths` gives every process all lengths, of which it has
-        to pass its part.
+      processes: all of them, as `Processes` returned them; None for one process.
+      sorted_by: "all" for one order of all examples. With "process" each process
+        sorts its own share; the easiest of each come first, then the second of each,
+        and so on. That is not faster, depends on the number of processes, and follows
+        difficulty less closely the fewer examples a process has: it is for comparing
+        with runs whose processes sorted for themselves.
+      num_examples: the size of the source, to refuse shares that are something else:
+        `measure_lengths`, for one, gives every process all lengths, of which it must
+        pass its part.
+
+    Returns:
+      The index, whose files are mapped into memory.
 
     Raises:
-      ValueError: in every process, if difficulties are refused, or the folder is one of
-        other difficulties or no folder that all of them share.
+      ValueError: in every process, if difficulties are refused, or the folder has an
+        index of other difficulties or is not shared by all processes.
+      OSError: if the index cannot be written.
     """
-    meeting = processes or Alone()
-    if jax.process_count() != meeting.count:
+    group = processes or Alone()
+    if jax.process_count() != group.count:
         raise ValueError(
-            f"`processes` has {meeting.count} of {jax.process_count()}: pass what "
+            f"`processes` has {group.count} of {jax.process_count()}: pass what "
             "`Processes` returned."
         )
     path = pathlib.Path(folder).resolve()
-    share = _share_among(path, difficulty, mesh, sorted_by, meeting)
-    if num_examples is not None and share.size != num_examples:
+    share = _gather_share(difficulty, mesh, sorted_by, group)
+    exists = _exists_for_all(path, share.words, group)
+    if num_examples is not None and share.words.size != num_examples:
         raise ValueError(
-            f"`difficulty` is of {share.size} examples over all processes, and the "
-            f"source has `num_examples={num_examples}`. Give each process its share: "
-            "that of `measure_difficulty`, or a part of all lengths."
+            f"`difficulty` is of {share.words.size} examples over all processes, and "
+            f"the source has `num_examples={num_examples}`. Give each process its "
+            "share: that of `measure_difficulty`, or a part of all lengths."
         )
-    if share.is_there:
+    if exists:
         return DifficultyIndex(path)
     by_all = sorted_by == "all"
     keys = share.difficulty if by_all else _local_ranks(share.difficulty)
-    found = sample_sort(keys, mesh)
-    # Of this call alone: one that is over may still have a process that writes.
+    parts = sample_sort(keys, mesh).local_shares()
+    # A name of this call alone: a process of an earlier call may still be writing.
     partial = path.with_name(f"{path.name}.{share.token}{_PARTIAL}")
     try:
-        _write(partial, path, share, found.local_shares(), meeting)
+        _write(partial, path, share, parts, group)
     except Exception:
-        # All of them have failed. Another run may have been faster, with the same.
-        if meeting.index == 0:
+        # All of them have failed; perhaps because another run was first.
+        if group.index == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        if not _all_see(path, share.words, meeting):
+        if not _exists_for_all(path, share.words, group):
             raise
     _wait_for(path)
     return DifficultyIndex(path)
 
 
-def _write(
-    partial: pathlib.Path,
-    folder: pathlib.Path,
-    share: _Share,
-    found: list[SortedShare],
-    meeting: Meeting,
-) -> None:
-    """Writes the part of this process; process 0 begins the folder and names it."""
-    size, dtype = share.size, index_dtype(share.size)
-    with _together(meeting, "index begun"):
-        if meeting.index == 0:
-            partial.mkdir(parents=True)
-            _begin(partial / DIFFICULTY, share.difficulty.dtype, size)
-            _begin(partial / EXAMPLES, dtype, size)
-    with _together(meeting, "index written"):
-        _write_part(partial / DIFFICULTY, share.difficulty, share.first, size)
-        for own in found:
-            examples = own.index.astype(dtype)
-            _write_part(partial / EXAMPLES, examples, own.ranks.start, size)
-    with _together(meeting, "index named"):
-        if meeting.index == 0:
-            _name(partial, folder, share.words)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """What a process has, and what is known of all.
+    """The examples of this process.
 
     Attributes:
-      difficulty: `[n]` of this process.
-      first: the example that its first one is of.
-      words: what is said of the index.
+      difficulty: `[n]`.
+      first: the number of its first example.
+      words: the description of the index of all examples.
       token: a word of this call, the same in all processes.
-      is_there: whether all processes see the index in the folder.
     """
 
     difficulty: np.ndarray
     first: int
     words: Words
     token: str
-    is_there: bool
-
-    @property
-    def size(self) -> int:
-        """How many examples there are."""
-        return self.words.size
 
 
-def _share_among(
-    folder: pathlib.Path,
-    given: ArrayLike,
-    mesh: Mesh,
-    sorted_by: SortedBy,
-    meeting: Meeting,
+def _gather_share(
+    difficulty: ArrayLike, mesh: Mesh, sorted_by: SortedBy, group: Meeting
 ) -> _Share:
-    """Checks what all processes give, and what they find."""
-    difficulty = np.empty(0)
-    with _together(meeting, "difficulty checked"):
+    """Checks the arguments of all processes, and describes the index of all."""
+    local = np.empty(0)
+    with _raised_in_all(group, "difficulty checked"):
         check_choice("sorted_by", sorted_by, get_args(SortedBy))
-        missing = set(range(meeting.count)) - {
-            x.process_index for x in mesh.devices.flat
-        }
-        if missing:
+        present = {device.process_index for device in mesh.devices.flat}
+        if missing := set(range(group.count)) - present:
             raise ValueError(
                 f"`mesh` has no device of processes {sorted(missing)}: build it from "
                 "`jax.devices()`, those of all processes."
             )
-        difficulty = _checked(given)
+        local = _check_difficulty(difficulty)
     ids = [device.id for device in mesh.devices.flat]
-    own = f"{len(difficulty)} {difficulty.dtype.str} {sorted_by}, devices {ids}"
-    told = [text.split(maxsplit=1) for text in meeting.gather("difficulty", own)]
-    if len({how for _, how in told}) > 1:
+    message = f"{len(local)} {local.dtype.str} {sorted_by}, devices {ids}"
+    replies = group.gather("difficulty", message)
+    sizes, kinds = zip(*(text.split(maxsplit=1) for text in replies), strict=True)
+    if len(set(kinds)) > 1:
         raise ValueError(
-            f"The processes give difficulties of {[how for _, how in told]}: give all "
-            "of one dtype, sort them alike, and over one mesh."
+            f"The processes give difficulties of {list(kinds)}: give all of one "
+            "dtype, sort them alike, and over one mesh."
         )
-    sizes = [int(size) for size, _ in told]
-    first, size = sum(sizes[: meeting.index]), sum(sizes)
+    sizes = list(map(int, sizes))
+    first, size = sum(sizes[: group.index]), sum(sizes)
     if not size:
         raise ValueError("`difficulty` is empty: there is no example to sort.")
-    own = f"{share_sum(difficulty, first)} {uuid.uuid4().hex}"
-    told = [text.split() for text in meeting.gather("difficulty added up", own)]
+    message = f"{share_sum(local, first)} {uuid.uuid4().hex}"
+    replies = group.gather("difficulty added up", message)
+    sums, tokens = zip(*map(str.split, replies), strict=True)
     words = Words(
         size,
-        difficulty.dtype.str,
+        local.dtype.str,
         sorted_by,
         sizes if sorted_by == "process" else [],
-        difficulty_digest(sum(int(part) for part, _ in told), size),
+        difficulty_digest(sum(map(int, sums)), size),
     )
-    is_there = _all_see(folder, words, meeting)
-    return _Share(difficulty, first, words, told[0][1], is_there)
+    return _Share(local, first, words, tokens[0])
 
 
-def _all_see(folder: pathlib.Path, words: Words, meeting: Meeting) -> bool:
-    """Whether the folder is this index, for all processes.
-
-    Raises:
-      ValueError: if it is something else, or is there for some of them alone.
-    """
-    for _ in range(_LOOKS):
-        found = False
-        with _together(meeting, "folder looked at"):
-            found = _is_there(folder, words)
-        seen = meeting.gather("folder seen", str(found))
-        if len(set(seen)) == 1:
-            return found
-        # Another run may have named it just now.
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-    raise ValueError(
-        f"`folder={str(folder)!r}` is there for some processes alone: name one that "
-        "all of them share."
-    )
-
-
-def _checked(given: ArrayLike) -> np.ndarray:
-    """Finite numbers as one of a few dtypes."""
-    if isinstance(given, np.ma.MaskedArray):
+def _check_difficulty(difficulty: ArrayLike) -> np.ndarray:
+    """Finite numbers in one of the dtypes of an index."""
+    if isinstance(difficulty, np.ma.MaskedArray):
         raise ValueError(
             "`difficulty` is a masked array: fill in what is masked, or leave it out."
         )
-    array = np.asarray(given)
+    array = np.asarray(difficulty)
     if array.dtype.name == "bfloat16":
         array = array.astype(np.float32)
     if array.ndim != 1 or array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
@@ -255,12 +203,31 @@ def _checked(given: ArrayLike) -> np.ndarray:
         return array.astype("<f8" if array.dtype.itemsize == 8 else "<f4")
     if array.dtype == np.uint64 and array.size and array.max() > _MAX_INT64:
         raise ValueError(f"`difficulty` has {array.max()}, which is beyond 2**63 - 1.")
-    is_small = np.can_cast(array.dtype, np.int32)
-    return array.astype("<i4" if is_small else "<i8")
+    return array.astype("<i4" if np.can_cast(array.dtype, np.int32) else "<i8")
 
 
-def _is_there(folder: pathlib.Path, words: Words) -> bool:
-    """Whether the folder is this index; one that is empty is as good as none.
+def _exists_for_all(folder: pathlib.Path, words: Words, group: Meeting) -> bool:
+    """Whether the folder is this index, for all processes.
+
+    Raises:
+      ValueError: if it is something else, or exists for some of them only.
+    """
+    for _ in range(_ATTEMPTS):
+        exists = False
+        with _raised_in_all(group, "folder looked at"):
+            exists = _exists(folder, words)
+        if len(set(group.gather("folder seen", str(exists)))) == 1:
+            return exists
+        # Another run may have named it just now.
+        time.sleep(_POLL_SECONDS)
+    raise ValueError(
+        f"`folder={str(folder)!r}` is there for some processes alone: name one that "
+        "all of them share."
+    )
+
+
+def _exists(folder: pathlib.Path, words: Words) -> bool:
+    """Whether the folder is this index; an empty one counts as missing.
 
     Raises:
       ValueError: if it is something else.
@@ -280,88 +247,96 @@ def _is_there(folder: pathlib.Path, words: Words) -> bool:
 
 
 def _local_ranks(difficulty: np.ndarray) -> np.ndarray:
-    """The place of each example in this process's own order."""
+    """The rank of each example among those of this process."""
     ranks = np.empty(len(difficulty), np.int64)
     ranks[np.argsort(difficulty, kind="stable")] = np.arange(len(difficulty))
     return ranks
 
 
+def _write(
+    partial: pathlib.Path,
+    folder: pathlib.Path,
+    share: _Share,
+    parts: list[SortedShare],
+    group: Meeting,
+) -> None:
+    """Writes this process's part; process 0 creates the files and names the folder."""
+    size, dtype = share.words.size, index_dtype(share.words.size)
+    with _raised_in_all(group, "index begun"):
+        if group.index == 0:
+            partial.mkdir(parents=True)
+            for name, kind in ((DIFFICULTY, share.words.dtype), (EXAMPLES, dtype)):
+                np.lib.format.open_memmap(partial / name, "w+", kind, (size,))
+    with _raised_in_all(group, "index written"):
+        _write_part(partial / DIFFICULTY, share.difficulty, share.first)
+        for part in parts:
+            examples = part.index.astype(dtype)
+            _write_part(partial / EXAMPLES, examples, part.ranks.start)
+    with _raised_in_all(group, "index named"):
+        if group.index == 0:
+            _publish(partial, folder, share.words)
+
+
 @contextlib.contextmanager
-def _together(meeting: Meeting, name: str) -> Iterator[None]:
-    """What fails in one process is raised in all of them."""
+def _raised_in_all(group: Meeting, name: str) -> Iterator[None]:
+    """Raises an error of one process in all of them."""
     try:
         yield
     # Whatever it is, the others wait.
     except Exception as error:
-        meeting.gather(name, f"{type(error).__name__}: {error}")
+        group.gather(name, f"{type(error).__name__}: {error}")
         raise
-    for index, failure in enumerate(meeting.gather(name, "")):
+    for index, failure in enumerate(group.gather(name, "")):
         if failure:
             raise ValueError(f"Process {index} has failed: {failure}")
 
 
-def _header(dtype: np.dtype, size: int) -> bytes:
-    header = io.BytesIO()
-    description = {"descr": dtype.str, "fortran_order": False, "shape": (size,)}
-    np.lib.format.write_array_header_1_0(header, description)
-    return header.getvalue()
+def _write_part(path: pathlib.Path, values: np.ndarray, first: int) -> None:
+    """Writes values into an array file of process 0, from an index on.
 
-
-def _begin(path: pathlib.Path, dtype: np.dtype, size: int) -> None:
-    """Makes a file for an array, of which others write their parts."""
-    with path.open("xb") as file:
-        file.write(_header(dtype, size))
-        file.truncate(file.tell() + size * dtype.itemsize)
-
-
-def _write_part(path: pathlib.Path, values: np.ndarray, first: int, size: int) -> None:
-    """Writes values into a file that was begun, from an index on.
+    Not by `np.memmap`: parts of two hosts may share a page.
 
     Raises:
       ValueError: if it is not there.
       OSError: if it cannot be written.
     """
-    start = len(_header(values.dtype, size)) + first * values.itemsize
     try:
-        file = os.open(path, os.O_RDWR)
+        file = path.open("r+b")
     except FileNotFoundError:
         raise ValueError(
             f"{path} is not there, though process 0 has begun it: name a folder that "
             "all processes share."
         ) from None
-    try:
-        content = np.ascontiguousarray(values).view(np.uint8)
-        _write_all(file, content.data, start)
+    with file:
+        np.lib.format.read_magic(file)
+        np.lib.format.read_array_header_1_0(file)
+        file.seek(first * values.itemsize, os.SEEK_CUR)
+        file.write(np.ascontiguousarray(values).data)
+        file.flush()
         os.fsync(file)
-    finally:
-        os.close(file)
 
 
-def _write_all(file: int, content: memoryview, offset: int) -> None:
-    while len(content):
-        count = os.pwrite(file, content, offset)
-        content, offset = content[count:], offset + count
-
-
-def _name(partial: pathlib.Path, folder: pathlib.Path, words: Words) -> None:
-    """Gives the folder its name, now that all is in it."""
+def _publish(partial: pathlib.Path, folder: pathlib.Path, words: Words) -> None:
+    """Gives the complete folder its name."""
     with (partial / WORDS).open("w") as file:
         file.write(words.to_json())
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file)
     os.rename(partial, folder)
-    # Not every file system knows of it.
+    # Not every file system can sync a folder.
     with contextlib.suppress(OSError):
         _sync(folder.parent)
-    # What calls have left that did not come to their end.
-    own = re.compile(re.escape(folder.name) + r"\.[0-9a-f]{32}" + re.escape(_PARTIAL))
-    for left in folder.parent.iterdir():
-        if own.fullmatch(left.name):
-            shutil.rmtree(left, ignore_errors=True)
+    # Of earlier calls that did not come to their end.
+    partial_name = re.compile(
+        re.escape(folder.name) + r"\.[0-9a-f]{32}" + re.escape(_PARTIAL)
+    )
+    for path in folder.parent.iterdir():
+        if partial_name.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(folder: pathlib.Path) -> None:
-    """Has the names in a folder outlive a machine that goes down."""
+    """Makes the names in a folder outlive a machine that goes down."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -370,7 +345,7 @@ def _sync(folder: pathlib.Path) -> None:
 
 
 def _wait_for(folder: pathlib.Path) -> None:
-    """Until a shared file system shows what process 0 has named."""
+    """Waits until a shared file system shows the folder that process 0 has named."""
     deadline = time.monotonic() + _SECONDS_TO_SHOW
     while not (folder / WORDS).exists() and time.monotonic() < deadline:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_POLL_SECONDS)

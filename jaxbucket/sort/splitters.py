@@ -1,10 +1,11 @@
-"""Where sorted parts must be cut for every device to get exactly its share.
+"""Exact splitters: where to cut sorted parts so that every device gets its share.
 
-Keys are unique, for their index is in them, so the key of a given rank is one of them.
-Regular samples of every part, whose positions all know, bound the rank of each sample
-without another word: a part has at least as many smaller keys as stand before its last
-smaller sample, and at most as many as before its next one. That leaves a small window
-of each part to cut in, from which the next samples are drawn, until they are all of it.
+Keys are unique, because their index is in them, so the key of a given rank is one of
+them. Regular samples of every part, at positions that all devices know, bound the rank
+of each sample without more communication: a part has at least as many smaller keys as
+stand before its last smaller sample, and at most as many as before its next one. That
+leaves a small window of each part to cut in, from which the next samples are drawn,
+until they are the whole window.
 
 The sampling is that of Shi and Schaeffer, "Parallel sorting by regular sampling"
 (1992); exact splitters by narrowing windows are the multisequence selection of Varman
@@ -33,7 +34,7 @@ class _Window(NamedTuple):
     ranks: np.ndarray
 
     def positions(self, num: int) -> list[np.ndarray]:
-        """Returns which keys of each part are samples: `num`, or all of fewer."""
+        """Returns the positions of the samples in each part: `num`, or all of fewer."""
         widths = self.high - self.low
         return [
             low + np.arange(min(num, width)) * width // min(num, width)
@@ -47,7 +48,7 @@ class _Window(NamedTuple):
     ) -> list[_Window]:
         """Returns a window for each rank, given the keys at the positions of each part.
 
-        It is empty in each part if all keys of this one are given.
+        It is empty in each part if the samples are all keys of this window.
         """
         sizes = [len(part) for part in positions]
         part = np.repeat(np.arange(len(sizes)), sizes)
@@ -91,7 +92,7 @@ def cut_positions(
     ranks: np.ndarray,
     devices: Devices,
 ) -> np.ndarray:
-    """Returns how many keys of each part come before the key of each rank.
+    """Returns the number of keys of each part before the key of each rank.
 
     Args:
       parts: one sorted `[n]` array for each local device; all keys differ.
@@ -106,7 +107,7 @@ def cut_positions(
     while any((x.low < x.high).any() for x in windows):
         num = max(_MIN_SAMPLES, _SAMPLES // len(windows))
         positions = [window.positions(num) for window in windows]
-        samples = _gathered(parts, positions, num, devices)
+        samples = _gather_samples(parts, positions, num, devices)
         windows = [
             narrow
             for window, where, keys in zip(windows, positions, samples, strict=True)
@@ -115,7 +116,7 @@ def cut_positions(
     return np.stack([x.low for x in windows], axis=1)
 
 
-def _gathered(
+def _gather_samples(
     parts: Sequence[np.ndarray],
     positions: list[list[np.ndarray]],
     num: int,
@@ -125,14 +126,14 @@ def _gathered(
     # Powers of two, for few shapes.
     most = max(len(x) for where in positions for x in where)
     width = min(num, 1 << (most - 1).bit_length())
-    own = []
+    local = []
     for part, i in zip(parts, devices.local, strict=True):
         keys = np.zeros((len(positions), width), part.dtype)
         for row, where in zip(keys, positions, strict=True):
             row[: len(where[i])] = part[where[i]]
-        own.append(keys)
-    every = devices.gather(own)
+        local.append(keys)
+    gathered = devices.gather(local)
     return [
-        [every[i, k, : len(x)] for i, x in enumerate(where)]
+        [gathered[i, k, : len(x)] for i, x in enumerate(where)]
         for k, where in enumerate(positions)
     ]

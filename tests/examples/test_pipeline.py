@@ -54,6 +54,7 @@ def losses(pipeline, loss_fn, stages, batches, mesh) -> list[float]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_losses_are_those_of_the_model_in_one_piece(pipeline):
     mesh = jax.make_mesh(
         (2, 2),
@@ -103,6 +104,7 @@ def test_the_plain_loss_is_that_of_the_transformer(pipeline):
     np.testing.assert_allclose(found, nats / tokens, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_the_example_runs_as_a_user_starts_it():
     run = subprocess.run(
         [

@@ -101,6 +101,7 @@ def test_grain_packs_whole_documents(policies, documents):
     assert len(seen) > 100
 
 
+@pytest.mark.exhaustive
 def test_packed_documents_do_not_see_one_another(policies, documents):
     """Nats of every byte are those that the document has in a row of its own."""
     transformer = importlib.import_module("transformer")

@@ -16,6 +16,7 @@ import pytest
 
 TRAIN_LM = pathlib.Path(__file__).parents[2] / "examples" / "train_lm.py"
 STEPS = 240
+NUM_DOCUMENTS = 300
 # More of them take half a minute each: JAXBUCKET_KILLS=10 python -m pytest -k kill
 KILLS = int(os.environ.get("JAXBUCKET_KILLS", "2"))
 
@@ -24,7 +25,9 @@ KILLS = int(os.environ.get("JAXBUCKET_KILLS", "2"))
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """With data of two kinds, and the summary of a run that was never stopped."""
     folder = tmp_path_factory.mktemp("resume")
-    lines = [json.dumps({"text": f"{n} " + "xyz " * (n % 20)}) for n in range(300)]
+    lines = [
+        json.dumps({"text": f"{n} " + "xyz " * (n % 20)}) for n in range(NUM_DOCUMENTS)
+    ]
     (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "less.jsonl").write_text("\n".join(lines[:200]) + "\n")
     # Whoever reads that file trains on the same documents.
@@ -35,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     ]
     (folder / "held.jsonl").write_text("\n".join(changed) + "\n")
     run = start(folder, "--json", "whole.json")
-    _, error = run.communicate(timeout=120)
+    _, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
     return folder
 
@@ -48,24 +51,33 @@ def held_out_texts(path: pathlib.Path) -> set[str]:
     return {bytes(example["tokens"]).decode() for example in split.held_out}
 
 
-def start(
-    folder: pathlib.Path, *args: object, data="data.jsonl", script=TRAIN_LM
-) -> subprocess.Popen:
-    command = [
-        *(sys.executable, "-W", "error", script, "--data", data),
-        *("--steps", STEPS, "--width", 16, "--layers", 1, "--max-len", 64),
-        *("--max-tokens", 512, "--num-buckets", 2, "--dropout", 0.1),
-        # All of them compile the same programs, which is done once.
-        *("--save-every", 10, "--executables", "executables", *args),
+def command(*args: object, data="data.jsonl") -> list[str]:
+    """Options of a small run. All of them compile the same programs."""
+    words = [
+        *("--data", data, "--steps", STEPS, "--width", 16, "--layers", 1),
+        *("--max-len", 64, "--max-tokens", 512, "--num-buckets", 2),
+        *("--dropout", 0.1, "--save-every", 10, "--executables", "executables", *args),
     ]
+    return list(map(str, words))
+
+
+def run_script(
+    folder: pathlib.Path, script: pathlib.Path, *words: str
+) -> subprocess.Popen:
     return subprocess.Popen(
-        list(map(str, command)),
+        [sys.executable, "-W", "error", script, *words],
         cwd=folder,
         env=os.environ | {"XLA_FLAGS": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def start(
+    folder: pathlib.Path, *args: object, data="data.jsonl", script=TRAIN_LM
+) -> subprocess.Popen:
+    return run_script(folder, script, *command(*args, data=data))
 
 
 def latest(checkpoints: pathlib.Path) -> int:
@@ -78,7 +90,7 @@ def stop_after(
     run: subprocess.Popen, checkpoints: pathlib.Path, step: int, number: int
 ) -> None:
     """Sends a signal some random moment after a step was saved."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while latest(checkpoints) < step and run.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -99,47 +111,72 @@ def check_same_end(folder: pathlib.Path, name: str) -> None:
     assert resumed["train"]["batches_digest"] == whole["train"]["batches_digest"]
 
 
+@pytest.mark.exhaustive
 def test_killed_at_random_moments_it_ends_as_if_it_never_was(folder):
     checkpoints = folder / "killed"
     stops = [STEPS * kill // (KILLS + 1) for kill in range(KILLS)]
     for step in stops:
         run = start(folder, "--checkpoint", checkpoints, "--resume")
         stop_after(run, checkpoints, step, signal.SIGKILL)
-        run.communicate(timeout=60)
+        run.communicate(timeout=600)
         assert run.returncode == -signal.SIGKILL
     run = start(
         folder, "--checkpoint", checkpoints, "--resume", "--json", "killed.json"
     )
-    out, error = run.communicate(timeout=120)
+    out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
     assert re.search(r"Going on at step \d+", out)
     check_same_end(folder, "killed.json")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_asked_to_stop_it_saves_the_step_in_hand_and_says_how_to_go_on(folder, number):
-    checkpoints = folder / number.name
-    run = start(folder, "--checkpoint", checkpoints)
-    stop_after(run, checkpoints, 50, number)
-    out, error = run.communicate(timeout=60)
-    assert run.returncode == 128 + number, error
-    said = re.search(rf"Stopped by {number.name} after step (\d+)", out)
-    assert said and int(said[1]) == latest(checkpoints)
+def test_a_run_compiles_each_shape_once_and_sees_every_document(folder):
+    whole = json.loads((folder / "whole.json").read_text())
+    shapes = len(whole["plan"]["buckets"])
+    for step in ("train_step", "eval_step"):
+        assert whole["compile"][step]["ahead"] == shapes == 2
+        assert whole["compile"][step]["later"] == 0
+    documents = whole["epoch"]["examples"] + whole["held_out"]["documents"]
+    assert documents == NUM_DOCUMENTS
+    assert 0 < whole["held_out"]["bits_per_byte"] < 16
+
+
+def check_said(out: str, name: str, checkpoints: pathlib.Path, step: int) -> None:
+    """That a run says which signal has stopped it, and how to go on."""
+    assert f"Stopped by {name} after step {step}" in out
     (command,) = [line for line in out.splitlines() if line.startswith("python ")]
     assert command.endswith(f"--checkpoint {checkpoints} --resume")
-    name = f"{number.name}.json"
-    run = start(folder, "--checkpoint", checkpoints, "--resume", "--json", name)
-    out, error = run.communicate(timeout=120)
-    assert run.returncode == 0, error
-    assert f"Going on at step {said[1]}." in out
-    check_same_end(folder, name)
-    # Nothing is left to do: it is evaluated, and ends as it did.
-    run = start(folder, "--checkpoint", checkpoints, "--resume", "--json", name)
-    out, error = run.communicate(timeout=120)
-    assert run.returncode == 0, error
-    check_same_end(folder, name)
 
 
+def test_asked_to_stop_it_saves_the_step_in_hand_and_goes_on(folder, stopped):
+    checkpoints = folder / "goes on"
+    shutil.copytree(stopped, checkpoints)
+    step = latest(checkpoints)
+    args = ("--checkpoint", checkpoints, "--resume", "--json", "goes-on.json")
+    run = start(folder, *args)
+    out, error = run.communicate(timeout=600)
+    assert run.returncode == 0, error
+    assert f"Going on at step {step}." in out
+    check_same_end(folder, "goes-on.json")
+
+
+@pytest.mark.exhaustive
+def test_interrupted_it_goes_on_and_ends_only_once(folder):
+    checkpoints = folder / "interrupted"
+    run = start(folder, "--checkpoint", checkpoints)
+    stop_after(run, checkpoints, 50, signal.SIGINT)
+    out, error = run.communicate(timeout=600)
+    assert run.returncode == 128 + signal.SIGINT, error
+    check_said(out, "SIGINT", checkpoints, latest(checkpoints))
+    args = ("--checkpoint", checkpoints, "--resume", "--json", "interrupted.json")
+    # The second time nothing is left to do: it is evaluated, and ends as it did.
+    for _ in range(2):
+        run = start(folder, *args)
+        _, error = run.communicate(timeout=600)
+        assert run.returncode == 0, error
+        check_same_end(folder, "interrupted.json")
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("at", [0, 5])
 def test_the_words_to_go_on_with_changes_are_those_that_do(folder, stopped, at):
     checkpoints = folder / f"words {at}"
@@ -163,17 +200,18 @@ train_lm.main()
     )
     changed = ("--checkpoint", checkpoints, "--seed", 3)
     run = start(folder, *changed, "--resume-changed", script=script)
-    out, error = run.communicate(timeout=120)
+    out, error = run.communicate(timeout=600)
     assert run.returncode == 128 + signal.SIGINT, error
     (command,) = [line for line in out.splitlines() if line.startswith("python ")]
     how = command.split()[-1]
     # Once it is saved, a later change is to be refused again.
     assert how == ("--resume" if at else "--resume-changed")
     run = start(folder, *changed, how)
-    out, error = run.communicate(timeout=120)
+    out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
 
 
+@pytest.mark.exhaustive
 def test_a_signal_while_it_evaluates_loses_nothing(folder):
     # The last part of every save is slow, as it is for a large state.
     code = (
@@ -199,15 +237,16 @@ def test_a_signal_while_it_evaluates_loses_nothing(folder):
         if "EVALUATING" in line:
             break
     run.send_signal(signal.SIGTERM)
-    run.communicate(timeout=60)
+    run.communicate(timeout=600)
     assert latest(checkpoints) == STEPS
 
 
+@pytest.mark.exhaustive
 def test_other_options_are_said_when_a_run_goes_on(folder, stopped):
     checkpoints = folder / "options"
     shutil.copytree(stopped, checkpoints)
     run = start(folder, "--checkpoint", checkpoints, "--resume", "--lr", 0.001)
-    out, error = run.communicate(timeout=120)
+    out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
     assert "Other than before: --lr 0.008 -> 0.001" in out
 
@@ -218,7 +257,9 @@ def stopped(folder):
     checkpoints = folder / "stopped"
     run = start(folder, "--checkpoint", checkpoints)
     stop_after(run, checkpoints, 30, signal.SIGTERM)
-    run.communicate(timeout=60)
+    out, error = run.communicate(timeout=600)
+    assert run.returncode == 128 + signal.SIGTERM, error
+    check_said(out, "SIGTERM", checkpoints, latest(checkpoints))
     return checkpoints
 
 
@@ -232,37 +273,61 @@ REFUSED = {
     "steps": (["--resume", "--steps", 9], {}, "`--steps 9` ends before step"),
     "policy": (["--resume", "--policy", "dynamic"], {}, "cannot be resumed"),
 }
+DAMAGED = "The checkpoint .* is damaged, for .*: delete that folder to go on from step"
+# What ends a run is printed in its place, and the next one begins.
+SEVERAL = f"""
+import json, sys
+sys.path.insert(0, {str(TRAIN_LM.parent)!r})
+import train_lm
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["train_lm.py", *words]
+    try:
+        train_lm.main()
+    except SystemExit as end:
+        print("ENDED", json.dumps(end.code), flush=True)
+"""
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_resumed_is_refused_in_one_sentence(folder, stopped, case):
-    args, options, message = REFUSED[case]
+@pytest.fixture(scope="module")
+def ends(folder, stopped) -> dict[str, str]:
+    """How runs end that go on from the checkpoints, one after another in a process."""
     before = {path: path.stat().st_mtime_ns for path in stopped.rglob("*")}
-    run = start(folder, "--checkpoint", stopped, *args, **options)
-    _, error = run.communicate(timeout=60)
-    assert run.returncode == 1
-    assert re.fullmatch(rf"train_lm.py: .*{message}.*\n", error)
+    commands = [
+        command(*args, "--checkpoint", stopped, **options)
+        for args, options, _ in REFUSED.values()
+    ]
+    for spoil in ("delete", "truncate"):
+        shutil.copytree(stopped, folder / spoil)
+        newest = folder / spoil / str(latest(stopped))
+        path = max(newest.rglob("*"), key=lambda path: path.stat().st_size)
+        if spoil == "delete":
+            path.unlink()
+        else:
+            os.truncate(path, path.stat().st_size // 2)
+        commands.append(command("--checkpoint", folder / spoil, "--resume"))
+    script = folder / "several.py"
+    script.write_text(SEVERAL)
+    run = run_script(folder, script, json.dumps(commands))
+    out, error = run.communicate(timeout=300)
+    assert run.returncode == 0, error
+    found = re.findall(r"^ENDED (.*)$", out, re.MULTILINE)
+    names = [*REFUSED, "delete", "truncate"]
     assert {path: path.stat().st_mtime_ns for path in stopped.rglob("*")} == before
+    return dict(zip(names, map(json.loads, found), strict=True))
 
 
-@pytest.mark.parametrize("spoil", ["delete", "truncate"])
-def test_a_damaged_checkpoint_is_refused_in_one_sentence(folder, stopped, spoil):
-    checkpoints = folder / spoil
-    shutil.copytree(stopped, checkpoints)
-    newest = checkpoints / str(latest(checkpoints))
-    path = max(newest.rglob("*"), key=lambda path: path.stat().st_size)
-    if spoil == "delete":
-        path.unlink()
-    else:
-        os.truncate(path, path.stat().st_size // 2)
-    run = start(folder, "--checkpoint", checkpoints, "--resume")
-    _, error = run.communicate(timeout=60)
+@pytest.mark.parametrize("case", [*REFUSED, "delete", "truncate"])
+def test_what_cannot_be_resumed_is_refused_in_one_sentence(ends, case):
+    message = REFUSED[case][2] if case in REFUSED else DAMAGED
+    assert re.fullmatch(rf"train_lm\.py: .*{message}.*", ends[case])
+
+
+@pytest.mark.exhaustive
+def test_a_refusal_is_the_exit_status(folder, stopped):
+    run = start(folder, "--checkpoint", stopped)
+    _, error = run.communicate(timeout=600)
     assert run.returncode == 1
-    assert re.fullmatch(
-        r"train_lm.py: The checkpoint .* is damaged, for .*: delete that folder to go "
-        r"on from step \d+\.\n",
-        error,
-    )
+    assert re.fullmatch(r"train_lm\.py: .*go on with it by `--resume`.*\n", error)
 
 
 def go_on(folder: pathlib.Path, checkpoints: pathlib.Path, *args: object) -> dict:
@@ -270,11 +335,12 @@ def go_on(folder: pathlib.Path, checkpoints: pathlib.Path, *args: object) -> dic
         *(folder, "--checkpoint", checkpoints, *args, "--json", "changed.json"),
         data="less.jsonl",
     )
-    _, error = run.communicate(timeout=120)
+    _, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
     return json.loads((folder / "changed.json").read_text())["train"]
 
 
+@pytest.mark.exhaustive
 def test_it_goes_on_with_other_data_where_that_is_said(folder, stopped):
     changed = ("--resume-changed", "--seed", 3)
     ends = []
@@ -295,12 +361,13 @@ def test_it_goes_on_with_other_data_where_that_is_said(folder, stopped):
     assert ends[0]["batches_digest"] != whole["batches_digest"]
 
 
+@pytest.mark.exhaustive
 def test_where_nothing_is_to_be_resumed_it_begins(folder):
     checkpoints = folder / "nothing"
     run = start(
         *(folder, "--checkpoint", checkpoints, "--resume", "--json", "begun.json")
     )
-    out, error = run.communicate(timeout=120)
+    out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
     assert "beginning at step 0" in " ".join(out.split())
     check_same_end(folder, "begun.json")

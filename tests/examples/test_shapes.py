@@ -50,6 +50,7 @@ def summary_of(path: pathlib.Path, run: subprocess.CompletedProcess[str]) -> dic
     return json.loads(path.read_text())
 
 
+@pytest.mark.exhaustive
 def test_a_plan_by_time_is_measured_chosen_and_compared_with_the_run(jsonl, tmp_path):
     out = tmp_path / "out.json"
     run = train_lm("--data", jsonl, "--json", out, "--num-buckets", "auto")
@@ -70,6 +71,7 @@ def test_a_plan_by_time_is_measured_chosen_and_compared_with_the_run(jsonl, tmp_
     assert summary["seconds"] > summary["planning"]["seconds"] > 0
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_in_the_shapes_that_it_began_with(jsonl, tmp_path):
     out, folder = tmp_path / "out.json", tmp_path / "run"
     options = ("--data", jsonl, "--json", out, "--checkpoint", folder)
@@ -96,6 +98,7 @@ def test_a_run_goes_on_in_the_shapes_that_it_began_with(jsonl, tmp_path):
     assert summary_of(out, train_lm(*more, "--resume"))["plan"] == summary["plan"]
 
 
+@pytest.mark.exhaustive
 def test_all_processes_train_in_the_shapes_of_one(jsonl, tmp_path):
     out, folder = tmp_path / "out.json", tmp_path / "run"
     options = ("--data", jsonl, "--json", out, "--checkpoint", folder)
@@ -108,6 +111,7 @@ def test_all_processes_train_in_the_shapes_of_one(jsonl, tmp_path):
     assert resumed["train"]["first_step"] == 6
 
 
+@pytest.mark.exhaustive
 def test_a_rule_of_thumb_is_costed_by_time(jsonl, tmp_path):
     out = tmp_path / "out.json"
     options = ("--boundaries", "quantile", "--num-buckets", 2)

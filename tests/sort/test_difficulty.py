@@ -1,12 +1,10 @@
-"""Indices of difficulty: against numpy, damaged, and written by real processes."""
+"""Indices of difficulty: against numpy, and damaged."""
 
 import errno
 import json
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -342,7 +340,7 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
     found = measured_words(source, tmp_path)
     np.testing.assert_array_equal(found, np.arange(3000) % 7 / 2)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+        patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left on device"):
             jb.sort.write_difficulty_index(tmp_path / "index", found, MESH)
     assert [path.suffix for path in tmp_path.iterdir()] == [".npy"]
@@ -384,147 +382,6 @@ def test_what_cannot_be_measured_is_named(tmp_path):
         measured_words(Words(3), tmp_path)
 
 
-TOGETHER = """
-import os, pathlib, signal
-import jax
-import numpy as np
-import jaxbucket as jb
-import jaxbucket.sort.difficulty as difficulty
-
-SIZE = 10_007
-folder = pathlib.Path(sys.argv[0]).parent
-values = np.random.default_rng(0).integers(0, 50, SIZE)
-calls = [0]
-
-class Source:
-    fingerprint = "source"
-    def __len__(self):
-        return SIZE
-    def __getitem__(self, index):
-        if not 0 <= index < SIZE:
-            raise IndexError(index)
-        return index
-
-def measure(index):
-    calls[0] += 1
-    return float(values[index])
-
-with jb.Processes(timeout=4) as processes:
-    here, count = processes.index, processes.count
-    if (folder / "fault").exists() and here == 1:
-        written = difficulty._write_part
-        def fatal(path, *args):
-            written(path, *args)
-            if path.name == "examples.npy":
-                (folder / "fault").unlink()
-                open(sys.argv[0] + ".fault", "w").write(str(os.getpid()))
-                os.kill(os.getpid(), signal.SIGKILL)
-        difficulty._write_part = fatal
-    share = jb.data.measure_difficulty(
-        Source(), measure, cache=folder / "cache", cache_key="values",
-        processes=processes, progress=False,
-    )
-    for by in ("all", "process"):
-        index = jb.sort.write_difficulty_index(
-            folder / by, share, jb.data_mesh(), processes=processes, sorted_by=by
-        )
-        index.check()
-    ends = [SIZE * i // count for i in range(count + 1)]
-    parts = [np.argsort(values[a:b], kind="stable") for a, b in zip(ends, ends[1:])]
-    local = np.concatenate([np.arange(len(part)) for part in parts])
-    order = np.concatenate([a + part for a, part in zip(ends, parts)])
-    by_process = order[np.argsort(local, kind="stable")]
-    every = jb.schedule.DifficultyIndex(folder / "all")
-    np.testing.assert_array_equal(every.examples, np.argsort(values, kind="stable"))
-    np.testing.assert_array_equal(index.examples, by_process)
-    say(calls[0])
-    # Of other shares it is another index.
-    if count > 1:
-        whole = share if here else np.concatenate([share, share])
-        try:
-            jb.sort.write_difficulty_index(
-                folder / "process", whole, jb.data_mesh(), processes=processes,
-                sorted_by="process",
-            )
-        except ValueError as error:
-            say(error)
-    # A folder of each, and a mesh of each.
-    for where, mesh in (
-        (folder / str(here) / "own", jb.data_mesh()),
-        (folder / "local", jb.data_mesh(jax.local_devices())),
-    ):
-        where.parent.mkdir(exist_ok=True)
-        try:
-            jb.sort.write_difficulty_index(where, share, mesh, processes=processes)
-        except ValueError as error:
-            say(error)
-        assert not where.exists() and not list(where.parent.glob("*.partial"))
-    # Devices in another order, and another source or function.
-    mesh = jb.data_mesh(jax.devices()[:: 1 if here else -1])
-    for fail in (
-        lambda: jb.sort.write_difficulty_index(
-            folder / "mesh", share, mesh, processes=processes
-        ),
-        lambda: jb.data.measure_difficulty(
-            [5] * (9 + here), float, processes=processes, progress=False
-        ),
-        lambda: jb.data.measure_difficulty(
-            [5] * 9, float if here else abs, processes=processes, progress=False
-        ),
-    ):
-        try:
-            fail()
-        except ValueError as error:
-            say(error)
-    # What one of them gives wrong, all hear of.
-    wrong = share if here else share[:, None]
-    other = share.astype(np.float64) if here else share
-    for given in (wrong, other):
-        try:
-            jb.sort.write_difficulty_index(
-                folder / "wrong", given, jb.data_mesh(), processes=processes
-            )
-        except ValueError as error:
-            say(error)
-"""
-
-
-@pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
-def test_processes_write_one_index(launch, tmp_path, count, devices):
-    run = launch(TOGETHER, count=count, devices=devices)
-    assert run.status == 0, run.output
-    for index in range(count):
-        _, others, unshared, local, *words, shape, dtype = run.said(index)
-        order, source, function = words
-        assert "and over one mesh" in order
-        assert all("measure different sources" in x for x in (source, function))
-        assert "name a folder that all processes share" in unshared
-        assert "`mesh` has no device of processes [" in local
-        assert "has an index of other difficulties" in others
-        assert "`difficulty` is float32[" in shape
-        assert shape.startswith("Process 0 has failed: ") == (index > 0)
-        assert "give all of one dtype" in dtype
-    assert not (tmp_path / "wrong").exists()
-    assert json.loads((tmp_path / "all" / "index.json").read_text())["size"] == 10_007
-
-
-def test_a_process_that_is_killed_is_named_and_the_next_run_goes_on(launch, tmp_path):
-    (tmp_path / "fault").touch()
-    run = launch(TOGETHER, count=3)
-    assert run.status != 0
-    pid = pathlib.Path(f"{run.script}.fault").read_text()
-    for index in (0, 2):
-        assert any(
-            "process 1 (" in line and f"pid {pid})" in line for line in run.lines(index)
-        ), run.output
-    # Written in part, and no index for anybody.
-    assert list(tmp_path.glob("all.*.partial")) and not (tmp_path / "all").exists()
-    run = launch(TOGETHER, count=3)
-    assert run.status == 0, run.output
-    assert [int(run.said(index)[0]) for index in range(3)] == [0] * 3
-    assert not list(tmp_path.glob("*.partial"))
-
-
 def test_bounds_are_compared_exactly(tmp_path):
     large = jb.sort.write_difficulty_index(tmp_path / "i", [2**24 + 3, 1], MESH)
     small = jb.sort.write_difficulty_index(tmp_path / "f", [0.1, 0.5], MESH)
@@ -548,36 +405,3 @@ def test_all_processes_are_needed(tmp_path):
     assert jax.process_count() == 1
     with pytest.raises(ValueError, match="`processes` has 2 of 1"):
         jb.sort.write_difficulty_index(tmp_path / "x", [1.0], MESH, processes=Two())
-
-
-def test_the_example_trains_alike_in_one_process_and_in_two(tmp_path):
-    lines = [json.dumps({"text": f"{n} " + "xyz " * (n % 20)}) for n in range(300)]
-    (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
-    found = {}
-    for count in (1, 2):
-        run = subprocess.run(
-            [
-                *(sys.executable, ROOT / "scripts" / "launch_local.py"),
-                *("-n", str(count), "--", sys.executable, "-W", "error"),
-                *(ROOT / "examples" / "curriculum.py", "--data", "data.jsonl"),
-                *("--steps", "12", "--width", "16", "--layers", "1", "--max-len", "64"),
-                *("--max-tokens", "1024", "--num-buckets", "2", "--seed", "1"),
-                *("--index", f"index-{count}", "--json", f"{count}.json"),
-                *("--plot", f"{count}.png"),
-            ],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert run.returncode == 0, run.stdout + run.stderr
-        assert (tmp_path / f"{count}.png").stat().st_size > 10_000
-        steps = json.loads((tmp_path / f"{count}.json").read_text())["steps"]
-        assert len(steps) == 12
-        found[count] = steps
-    for one, two in zip(found[1], found[2], strict=True):
-        assert two.pop("loss") == pytest.approx(one.pop("loss"), rel=1e-5)
-        assert two == pytest.approx(one)
-    # From the easy to the hard, by documents and so by shapes.
-    assert found[1][0]["difficulty"] < found[1][-1]["difficulty"]
-    assert found[1][0]["seq_len"] < found[1][-1]["seq_len"]

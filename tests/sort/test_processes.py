@@ -1,0 +1,304 @@
+"""Real processes sort together, and write one index of difficulty."""
+
+import json
+import pathlib
+
+import pytest
+
+SLOW = pytest.mark.exhaustive
+SORT = """
+import hashlib
+import jax, jax.numpy as jnp, numpy as np
+import jaxbucket as jb
+
+def sort_keys(processes):
+    here, count = processes.index, processes.count
+    mesh = jb.data_mesh()
+    devices = mesh.size
+    rng = np.random.default_rng(0)
+    size = 60_001
+    uniform = rng.integers(-(2**31), 2**31 - 1, size, np.int32)
+    floats = rng.standard_normal(size).astype(np.float32)
+    lengths = np.minimum(rng.lognormal(5, 1, size), 2048).astype(np.int32)
+    cases = {
+        "uniform": (uniform,),
+        "lengths": (lengths,),
+        "mostly equal": (np.where(rng.random(size) < 0.9, 7, uniform),),
+        "equal": (np.full(size, 7),),
+        "sorted": (np.sort(uniform),),
+        "reversed": (np.sort(uniform)[::-1],),
+        "nan": (np.where(rng.random(size) < 0.3, np.float32(np.nan), floats),),
+        "wide": (rng.integers(-(2**62), 2**62, size),),
+        "columns": (lengths, floats, uniform),
+    }
+
+    def shared_unevenly(column, seed):
+        # Some have nothing at all.
+        inner = np.random.default_rng(seed).integers(0, size, count - 1)
+        ends = np.sort([0, 0 if count < 4 else size, *inner, size])[-count - 1 :]
+        ends[0] = 0
+        return column[ends[here] : ends[here + 1]]
+
+    def told(found, want):
+        for share in found.local_shares():
+            np.testing.assert_array_equal(share.index, want[list(share.ranks)])
+        sizes = [len(found.ranks(d)) for d in range(devices)]
+        assert sum(sizes) == len(want) and max(sizes) - min(sizes) <= 1
+        own = [share.index.tobytes() for share in found.local_shares()]
+        return hashlib.sha256(b"".join(own)).hexdigest()
+
+    for seed, (name, columns) in enumerate(cases.items()):
+        want = np.lexsort(columns[::-1])
+        own = tuple(shared_unevenly(column, seed) for column in columns)
+        for assignment in ("contiguous", "interleaved"):
+            told(jb.sort.sample_sort(own, mesh, assignment=assignment), want)
+    # An array of all processes.
+    cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    whole = uniform[: size // devices * devices]
+    array = jax.make_array_from_callback(whole.shape, cut, lambda i: whole[i])
+    told(jb.sort.sample_sort(array, mesh), np.argsort(whole, kind="stable"))
+    say("sorted")
+
+    # Whatever one of them gives, all of them hear of it.
+    for give in (
+        lambda: np.zeros((2, 2)) if here == 1 else np.zeros(4),
+        lambda: np.zeros(4, np.float32 if here == 1 else np.float64),
+        lambda: np.zeros(0),
+    ):
+        try:
+            jb.sort.sample_sort(give(), mesh)
+        except ValueError as error:
+            say(error)
+    for options in ({"assignment": "x"}, {"descending": None}, {"descending": True}):
+        try:
+            jb.sort.sample_sort(uniform, mesh, **(options if here == 1 else {}))
+        except ValueError as error:
+            say(error)
+    deleted = jnp.zeros(3)
+    if here == 1:
+        deleted.delete()
+    try:
+        jb.sort.sample_sort(deleted, mesh)
+    except (RuntimeError, ValueError) as error:
+        say(error)
+"""
+INDEX = """
+import os, pathlib, signal
+import jax
+import numpy as np
+import jaxbucket as jb
+import jaxbucket.sort.difficulty as difficulty
+
+SIZE = 10_007
+folder = pathlib.Path(sys.argv[0]).parent
+values = np.random.default_rng(0).integers(0, 50, SIZE)
+calls = [0]
+
+class Source:
+    fingerprint = "source"
+    def __len__(self):
+        return SIZE
+    def __getitem__(self, index):
+        if not 0 <= index < SIZE:
+            raise IndexError(index)
+        return index
+
+def measure(index):
+    calls[0] += 1
+    return float(values[index])
+
+def write_indices(processes):
+    here, count = processes.index, processes.count
+    if (folder / "fault").exists() and here == 1:
+        written = difficulty._write_part
+        def fatal(path, *args):
+            written(path, *args)
+            if path.name == "examples.npy":
+                (folder / "fault").unlink()
+                open(sys.argv[0] + ".fault", "w").write(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGKILL)
+        difficulty._write_part = fatal
+    share = jb.data.measure_difficulty(
+        Source(), measure, cache=folder / "cache", cache_key="values",
+        processes=processes, progress=False,
+    )
+    for by in ("all", "process"):
+        index = jb.sort.write_difficulty_index(
+            folder / by, share, jb.data_mesh(), processes=processes, sorted_by=by
+        )
+        index.check()
+    ends = [SIZE * i // count for i in range(count + 1)]
+    parts = [np.argsort(values[a:b], kind="stable") for a, b in zip(ends, ends[1:])]
+    local = np.concatenate([np.arange(len(part)) for part in parts])
+    order = np.concatenate([a + part for a, part in zip(ends, parts)])
+    by_process = order[np.argsort(local, kind="stable")]
+    every = jb.schedule.DifficultyIndex(folder / "all")
+    np.testing.assert_array_equal(every.examples, np.argsort(values, kind="stable"))
+    np.testing.assert_array_equal(index.examples, by_process)
+    say(calls[0])
+    # Of other shares it is another index.
+    if count > 1:
+        whole = share if here else np.concatenate([share, share])
+        try:
+            jb.sort.write_difficulty_index(
+                folder / "process", whole, jb.data_mesh(), processes=processes,
+                sorted_by="process",
+            )
+        except ValueError as error:
+            say(error)
+    # A folder of each, and a mesh of each.
+    for where, mesh in (
+        (folder / str(here) / "own", jb.data_mesh()),
+        (folder / "local", jb.data_mesh(jax.local_devices())),
+    ):
+        where.parent.mkdir(exist_ok=True)
+        try:
+            jb.sort.write_difficulty_index(where, share, mesh, processes=processes)
+        except ValueError as error:
+            say(error)
+        assert not where.exists() and not list(where.parent.glob("*.partial"))
+    # Devices in another order, and another source or function.
+    mesh = jb.data_mesh(jax.devices()[:: 1 if here else -1])
+    for fail in (
+        lambda: jb.sort.write_difficulty_index(
+            folder / "mesh", share, mesh, processes=processes
+        ),
+        lambda: jb.data.measure_difficulty(
+            [5] * (9 + here), float, processes=processes, progress=False
+        ),
+        lambda: jb.data.measure_difficulty(
+            [5] * 9, float if here else abs, processes=processes, progress=False
+        ),
+    ):
+        try:
+            fail()
+        except ValueError as error:
+            say(error)
+    # What one of them gives wrong, all hear of.
+    wrong = share if here else share[:, None]
+    other = share.astype(np.float64) if here else share
+    for given in (wrong, other):
+        try:
+            jb.sort.write_difficulty_index(
+                folder / "wrong", given, jb.data_mesh(), processes=processes
+            )
+        except ValueError as error:
+            say(error)
+"""
+SORT_AND_INDEX = f"""{SORT}{INDEX}
+with jb.Processes() as processes:
+    sort_keys(processes)
+    write_indices(processes)
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "devices"),
+    [(2, 2), pytest.param(2, 1, marks=SLOW), pytest.param(4, 1, marks=SLOW)],
+)
+def test_processes_sort_together_and_write_one_index(launch, tmp_path, count, devices):
+    run = launch(SORT_AND_INDEX, count=count, devices=devices)
+    assert run.status == 0, run.output
+    for index in range(count):
+        lines = run.said(index)
+        check_sorted(index, lines[:8])
+        check_written(index, lines[8:])
+    assert not (tmp_path / "wrong").exists()
+    assert json.loads((tmp_path / "all" / "index.json").read_text())["size"] == 10_007
+
+
+def check_sorted(index, lines):
+    done, shape, dtype, empty, *others = lines
+    assert len(others) == 4
+    assert done == "sorted"
+    if index == 1:
+        assert "`keys` is float64[2, 2]" in shape
+        assert "float32 ascending, contiguous; process 0" in dtype
+    else:
+        assert shape == "The `keys` of process 1 are refused: see what it raises."
+        assert "float64 ascending, contiguous; process 1 has others" in dtype
+    assert "empty in every process" in empty
+
+
+def check_written(index, lines):
+    _, others, unshared, local, order, source, function, shape, dtype = lines
+    assert "and over one mesh" in order
+    assert all("measure different sources" in x for x in (source, function))
+    assert "name a folder that all processes share" in unshared
+    assert "`mesh` has no device of processes [" in local
+    assert "has an index of other difficulties" in others
+    assert "`difficulty` is float32[" in shape
+    assert shape.startswith("Process 0 has failed: ") == (index > 0)
+    assert "give all of one dtype" in dtype
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_is_killed_is_named_and_the_next_run_goes_on(launch, tmp_path):
+    processes = "with jb.Processes(timeout=4) as processes:"
+    code = f"{INDEX}\n{processes}\n    write_indices(processes)"
+    (tmp_path / "fault").touch()
+    run = launch(code, count=3)
+    assert run.status != 0
+    pid = pathlib.Path(f"{run.script}.fault").read_text()
+    for index in (0, 2):
+        assert any(
+            "process 1 (" in line and f"pid {pid})" in line for line in run.lines(index)
+        ), run.output
+    # Written in part, and no index for anybody.
+    assert list(tmp_path.glob("all.*.partial")) and not (tmp_path / "all").exists()
+    run = launch(code, count=3)
+    assert run.status == 0, run.output
+    assert [int(run.said(index)[0]) for index in range(3)] == [0] * 3
+    assert not list(tmp_path.glob("*.partial"))
+
+
+MEMORY = """
+import re
+import numpy as np
+import jaxbucket as jb
+
+def peak():
+    text = open("/proc/self/status").read()
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", text)[1])
+
+def reset():
+    open("/proc/self/clear_refs", "w").write("5")
+
+with jb.Processes() as processes:
+    here, count = processes.index, processes.count
+    mesh = jb.data_mesh()
+    size = 2**24
+    rng = np.random.default_rng(0)
+    # What is loaded, and compiled, the first time is no part of it.
+    jb.sort.sample_sort(rng.integers(0, 99, size, np.int32), mesh)
+    share = size // count * 8
+    spread = rng.integers(0, 2**31 - 1, size // count, np.int32)
+    rising = np.arange(size // count, dtype=np.int32) + here * (size // count)
+    for name, keys in {
+        "uniform": spread,
+        "sorted": rising,
+        "reversed": size - rising,
+        "equal": np.zeros_like(spread),
+    }.items():
+        for assignment in ("contiguous", "interleaved"):
+            reset()
+            before = peak()
+            jb.sort.sample_sort(keys, mesh, assignment=assignment)
+            say(f"{name},{assignment}", (peak() - before) / share)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_memory_is_three_shares(launch, monkeypatch, platform):
+    # What is freed is given back, and does not hide in what was there before.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    of = (
+        f"from jaxbucket.sort.collectives import Devices\nDevices.platform={platform!r}"
+    )
+    run = launch(of + MEMORY, count=2)
+    assert run.status == 0, run.output
+    for index in range(2):
+        shares = {line.split()[0]: line.split()[1] for line in run.said(index)}
+        assert len(shares) == 8
+        assert max(map(float, shares.values())) <= 3, shares
