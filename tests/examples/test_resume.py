@@ -259,8 +259,8 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(folder, stopped, spoil)
     _, error = run.communicate(timeout=60)
     assert run.returncode == 1
     assert re.fullmatch(
-        r"train_lm.py: The checkpoint .* is damaged, because .*: delete that folder to go "
-        r"on from step \d+\.\n",
+        r"train_lm.py: The checkpoint .* is damaged, because .*: delete that folder to "
+        r"go on from step \d+\.\n",
         error,
     )
 

@@ -582,7 +582,7 @@ def test_many_gradients_in_half_precision_are_all_counted(dtype):
 
     tx = optax.sgd(1.0)
     step = jb.make_train_step(loss, tx, MESH, accumulate=True)
-    state = jb.create_state(jnp.zeros((), dtype, tx), MESH)
+    state = jb.create_state(jnp.zeros((), dtype), tx, MESH)
     state, metrics = step(state, on(MESH, [BATCH] * 1500))
     np.testing.assert_allclose(state.params, -1.1, rtol=1e-2)
     np.testing.assert_allclose(metrics["grad_norm"], 1.1, rtol=1e-2)

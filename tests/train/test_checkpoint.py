@@ -435,7 +435,8 @@ def test_every_damaged_file_is_named(saved, tmp_path, damage):
         shutil.copytree(saved, folder)
         spoil(folder / "7" / name)
         sentence = refusal(folder, state)
-        assert re.search(rf"7 is damaged, because {re.escape(name)} ({message})", sentence)
+        pattern = rf"7 is damaged, because {re.escape(name)} ({message})"
+        assert re.search(pattern, sentence)
         assert sentence.endswith("delete that folder to go on from step 3.")
 
 
