@@ -363,8 +363,22 @@ def contrastive(params, batch, keys, gather=gather_rows, numbers=row_numbers):
     return -jnp.sum(jnp.where(real, picked, 0)), jnp.sum(real)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("loss", [squares, with_dropout, attention])
+@pytest.mark.parametrize(
+    ("loss", "packed"),
+    [
+        (squares, True),
+        (with_dropout, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                (squares, False),
+                (with_dropout, True),
+                (attention, False),
+                (attention, True),
+            )
+        ),
+    ],
+)
 def test_a_sum_over_rows_is_accepted(loss, packed):
     check_loss(loss, PARAMS, batch_of_floats(packed))
 
@@ -556,7 +570,13 @@ def attention_to_neighbours(params, batch, keys):
     return nats_of(x @ params["out"], targets, weights)
 
 
-@pytest.mark.parametrize("loss", [shifted_over_rows, attention_to_neighbours])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        shifted_over_rows,
+        pytest.param(attention_to_neighbours, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_loss_that_mixes_packed_examples_is_named(loss):
     message = r"packed example in a row of its own: .*`jaxbucket.next_tokens`"
     with pytest.raises(AssertionError, match=message):

@@ -47,7 +47,7 @@ class Restored(NamedTuple):
 
     Attributes:
       state: the state, in the shardings asked for.
-      position: where in the data to go on, for `BatchDataset.resume`.
+      position: where in the data to go on, for `MeshLoader.resume`.
       extra: what else was saved.
     """
 
@@ -63,11 +63,12 @@ class Checkpoints:
       >>> import tempfile, jaxbucket as jb
       >>> source = [{"x": [1, 2]}, {"x": [3]}]
       >>> plan = jb.plan_buckets([2, 1], max_tokens=4)
-      >>> dataset = jb.batch_dataset(source, jb.BatchSchedule(plan, [2, 1]))
+      >>> mesh = jb.data_mesh(jax.devices()[:1])
+      >>> batches = jb.MeshLoader(source, jb.BatchSchedule(plan, [2, 1]), mesh)
       >>> with Checkpoints(tempfile.mkdtemp()) as checkpoints:
-      ...     checkpoints.save({"w": jax.numpy.ones(3)}, dataset.position(1))
+      ...     checkpoints.save({"w": jax.numpy.ones(3)}, batches.position(1))
       ...     state, position, _ = checkpoints.restore({"w": jax.numpy.zeros(3)})
-      >>> print(state["w"], len(dataset.resume(position)))
+      >>> print(state["w"], len(batches.resume(position)))
       [1. 1. 1.] 0
 
     Args:
@@ -160,7 +161,7 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Waits until what is being written is there."""
+        """Waits until what is being written is there, and lets other runs save here."""
         self._is_open = False
         try:
             self._manager.close()
@@ -210,7 +211,7 @@ class Checkpoints:
 
         Args:
           state: a pytree of arrays, as after `position.step` updates.
-          position: from `BatchDataset.position`.
+          position: from `MeshLoader.position`, or a dataset's.
           extra: what else to keep, for JSON.
 
         Raises:

@@ -35,8 +35,17 @@ def make_step(mesh, mode="jit"):
     return jb.make_train_step(loss_fn, tx, mesh, mode=mode), state
 
 
-@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
-@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize(
+    ("mode", "num_devices"),
+    [
+        ("jit", 8),
+        ("pmap", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("jit", 1), ("shard_map", 1), ("shard_map", 8), ("pmap", 8))
+        ),
+    ],
+)
 def test_every_shape_is_compiled_once_and_the_state_survives(mode, num_devices):
     mesh = jb.data_mesh(jax.devices()[:num_devices])
     step_fn, state = make_step(mesh, mode)
