@@ -118,10 +118,10 @@ def check_loss(
     halves = results.of_halves(batch, _take(keys, rows))
     scale = jax.tree.map(_scale, halves)
 
-    def check(how: str, found: Any) -> None:
+    def check(how: str, got: Any) -> None:
         differences = [
-            *_differing_sums(found[1], expected[1], scale[1], tolerance),
-            *_differing_gradients(found[0], expected[0], scale[0], tolerance),
+            *_differing_sums(got[1], expected[1], scale[1], tolerance),
+            *_differing_gradients(got[0], expected[0], scale[0], tolerance),
         ]
         if differences:
             raise AssertionError(

@@ -20,15 +20,15 @@ def check_like(folder: epath.Path, metadata: Any, abstract: Any) -> None:
       metadata: what Orbax says of the state in it.
       abstract: the shapes, dtypes and shardings that are asked for.
     """
-    saved, given = _leaves(metadata), _leaves(abstract)
+    saved, wanted = _leaves(metadata), _leaves(abstract)
     # What was chosen is named before what follows from it.
-    names = saved.keys() | given.keys()
+    names = saved.keys() | wanted.keys()
     for name in sorted(names, key=lambda name: ("params" not in name, name)):
-        was, now = saved.get(name), given.get(name)
+        was, now = saved.get(name), wanted.get(name)
         if not _same_type(was, now):
             raise _another_state(folder, name, _type_name(now), _type_name(was))
-    # Lists and dicts of the same names.
-    # The states of optax without numbers keep their places in a chain.
+    # Lists and dicts may have the same names. Empty nodes, because states of optax
+    # without numbers keep their places in a chain.
     serialized = ocp.tree.serialize_tree(abstract, keep_empty_nodes=True)
     was, now = _paths(metadata.tree), _paths(serialized)
     for name, path in now.items():
