@@ -611,7 +611,14 @@ def poisoned(params, batch, keys):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("rate_of_tx", ["outside", "inside", "by work"])
+@pytest.mark.parametrize(
+    "rate_of_tx",
+    [
+        pytest.param("outside", marks=EXHAUSTIVE),
+        pytest.param("inside", marks=EXHAUSTIVE),
+        "by work",
+    ],
+)
 @pytest.mark.parametrize("mode", only("jit"))
 def test_skipped_updates_leave_rate_data_and_counters_together(
     mode, rate_of_tx, tmp_path
@@ -1049,7 +1056,8 @@ def test_training_in_float16_reaches_the_loss_of_single_precision():
 # From sort to loss
 
 
-@pytest.mark.parametrize("rule", [pytest.param("linear", marks=EXHAUSTIVE), "sqrt"])
+@EXHAUSTIVE
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
 def test_a_curriculum_by_length_under_a_budget_scales_every_rate(rule):
     """Early steps have many short rows, late ones few long ones, each with its rate."""
     rng = np.random.default_rng(0)
