@@ -24,6 +24,8 @@ from jaxbucket import (
 )
 from jaxbucket.testing import check_batches, check_loss
 
+pytestmark = pytest.mark.usefixtures("few_optimizations")
+
 
 class Source:
     """Examples of given lengths, which say who they are."""
