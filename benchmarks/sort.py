@@ -180,15 +180,15 @@ def with_jax(own: np.ndarray, index: int, count: int) -> Way:
 
     collectives.Devices.exchange = counted
 
-    def sort() -> jb.SortedKeys:
+    def sort() -> jb.sort.SortedKeys:
         sent[0] = 0
-        return jb.sample_sort(own, mesh)
+        return jb.sort.sample_sort(own, mesh)
 
     def barrier() -> None:
         # On the host, for what is timed is beside it.
         Store("benchmark").meet(str(next(numbers)), 600)
 
-    def check(found: jb.SortedKeys, want: np.ndarray) -> dict[str, Any]:
+    def check(found: jb.sort.SortedKeys, want: np.ndarray) -> dict[str, Any]:
         for share in found.local_shares():
             np.testing.assert_array_equal(share.index, want[list(share.ranks)])
         sizes = [len(found.ranks(device)) for device in range(count)]

@@ -12,8 +12,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_positive
-from jaxbucket.base.types import Batch, Bucket
 
 Step: TypeAlias = tuple[Batch, ...]
 Loader: TypeAlias = Callable[[int, int], Iterable[Batch | Step]]

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxbucket.base.types import Batch
+from jaxbucket.base.batch import Batch
 from jaxbucket.testing.batches import shortened
 from jaxbucket.testing.variants import (
     filled_rows,
@@ -31,12 +31,12 @@ _REMEDIES = {
     "with its rows in another order": (
         "What a row gives may depend on its features and its key, not on its place. "
         "Draw dropout row by row, by `jax.vmap` over `keys`, and number rows by "
-        "`jaxbucket.row_numbers(batch)`."
+        "`jaxbucket.train.row_numbers(batch)`."
     ),
     "in two halves, as on two devices": (
         "It looks at other rows, or returns a mean: return sums over the rows it is "
-        "given, get those of all devices by `jaxbucket.gather_rows(x)`, and the places "
-        "of its own among them by `jaxbucket.row_numbers(batch)`."
+        "given, get those of all devices by `jaxbucket.train.gather_rows(x)`, and the places "
+        "of its own among them by `jaxbucket.train.row_numbers(batch)`."
     ),
     "beside a device that has only empty rows": (
         "Empty rows count: multiply by `batch.mask`, and divide by nothing that is 0 "
@@ -83,7 +83,7 @@ def check_loss(
       >>> import jax.numpy as jnp
       >>> import jaxbucket as jb
       >>> rows = [{"x": [1.0, 2.0]}, {"x": [3.0]}]
-      >>> batch = jb.collate_rows(rows, jb.Bucket(2, 4))
+      >>> batch = jb.data.collate_rows(rows, jb.Bucket(2, 4))
       >>> def loss_fn(params, batch, keys):
       ...     losses = (params["w"] - batch.features["x"]) ** 2
       ...     return jnp.sum(losses, where=batch.mask), batch.num_tokens

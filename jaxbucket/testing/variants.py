@@ -7,7 +7,7 @@ from collections.abc import Collection
 import jax
 import numpy as np
 
-from jaxbucket.base.types import Batch
+from jaxbucket.base.batch import Batch
 
 
 def filled_rows(batch: Batch) -> np.ndarray:

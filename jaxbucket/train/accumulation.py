@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket.base.types import Batch, Bucket
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.compile import (
     CompiledSteps,
     CompileOptions,

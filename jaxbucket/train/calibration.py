@@ -24,9 +24,10 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket, BucketPlan
 from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.base.types import Batch, Bucket, BucketPlan
 from jaxbucket.compile import compile_steps
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, as_arrays, sequence_names
@@ -149,7 +150,7 @@ def calibrate(
       ...     return state + 1, {"num_tokens": batch.num_tokens}
       >>> shapes = [Bucket(4, 8), Bucket(2, 16)]
       >>> measured = calibrate(
-      ...     step_fn, jb.replicate(0, mesh), shapes, {"x": [1, 2]}, mesh, repeats=1
+      ...     step_fn, jb.sharding.replicate(0, mesh), shapes, {"x": [1, 2]}, mesh, repeats=1
       ... )
       >>> list(measured.step_seconds) == shapes and measured.cost(8, 8) > 0
       True

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxbucket.base.types import Batch
+from jaxbucket.base.batch import Batch
 from jaxbucket.optim.precision import computes_in, single_at_least
 from jaxbucket.train.loss import LossFn, Metrics, checked_loss
 from jaxbucket.train.rows import rows

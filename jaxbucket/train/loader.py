@@ -12,10 +12,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_integer
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.position import DataPosition
-from jaxbucket.base.types import Batch, Bucket
 from jaxbucket.data.example import Sequences
 from jaxbucket.data.pipeline import BatchDataset, batch_dataset
 from jaxbucket.data.source import Source

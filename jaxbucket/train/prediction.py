@@ -10,9 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_choice
+from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.base.types import EMPTY_ROW, Batch, BatchIndices, Bucket, digest
 from jaxbucket.compile import noting_arguments
 from jaxbucket.data.collate import unbatch
 from jaxbucket.schedule.schedule import Schedule
@@ -44,7 +46,7 @@ def make_predict_step(
       ...     return {"y": params["w"] * batch.features["x"]}
       >>> predict_step = make_predict_step(predict_fn, mesh)
       >>> state = jb.create_state({"w": np.float32(2)}, optax.sgd(0.0), mesh)
-      >>> batch = jb.collate_rows([{"x": [1.0, 3.0]}, {"x": [2.0]}], jb.Bucket(2, 2))
+      >>> batch = jb.data.collate_rows([{"x": [1.0, 3.0]}, {"x": [2.0]}], jb.Bucket(2, 2))
       >>> predict_step(state, batch).features["y"].tolist()
       [[2.0, 6.0], [4.0, 0.0]]
 

@@ -9,8 +9,8 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_seed
-from jaxbucket.base.types import Batch
 from jaxbucket.compile import noting_arguments
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
 from jaxbucket.train.accumulation import accumulating_step
@@ -54,7 +54,7 @@ def make_train_step(
       ...     return losses.sum(where=batch.mask), batch.num_tokens
       >>> train_step = make_train_step(loss_fn, tx, mesh)
       >>> state = jb.create_state({"w": np.float32(0)}, tx, mesh)
-      >>> batch = jb.collate_rows([{"x": [1.0, 3.0]}, {"x": [2.0]}], jb.Bucket(2, 4))
+      >>> batch = jb.data.collate_rows([{"x": [1.0, 3.0]}, {"x": [2.0]}], jb.Bucket(2, 4))
       >>> state, metrics = train_step(state, batch)
       >>> print(state.params["w"], metrics["loss"], metrics["num_tokens"])
       1.0 4.6666665 3
@@ -146,7 +146,7 @@ def make_eval_step(
       ...     return losses.sum(where=batch.mask), batch.num_tokens
       >>> eval_step = make_eval_step(loss_fn, mesh)
       >>> state = jb.create_state({"w": np.float32(0)}, optax.sgd(0.1), mesh)
-      >>> batch = jb.collate_rows([{"x": [1.0, 3.0]}, {"x": [2.0]}], jb.Bucket(2, 4))
+      >>> batch = jb.data.collate_rows([{"x": [1.0, 3.0]}, {"x": [2.0]}], jb.Bucket(2, 4))
       >>> metrics = eval_step(state, batch)
       >>> print(metrics["loss_sum"], metrics["weight"])
       14.0 3.0

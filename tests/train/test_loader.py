@@ -22,7 +22,7 @@ SCHEDULE = jb.BatchSchedule(PLAN, LENGTHS)
 
 def packed_schedule():
     plan = jb.plan_buckets([24], max_tokens=96, batch_size_multiple=4)
-    return jb.BatchSchedule(plan, LENGTHS, packing=jb.pack(LENGTHS, 24))
+    return jb.BatchSchedule(plan, LENGTHS, packing=jb.packing.pack(LENGTHS, 24))
 
 
 def assert_same_batches(batches, expected):
@@ -46,12 +46,12 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_batches_are_those_of_its_parts_and_fit_the_specs(name):
     schedule = SCHEDULES[name]()
-    source = jb.concatenate([SOURCE, SOURCE]) if name == "mixture" else SOURCE
+    source = jb.data.concatenate([SOURCE, SOURCE]) if name == "mixture" else SOURCE
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("model", "rows"))
     batches = jb.MeshLoader(source, schedule, mesh, batch_axes="rows")
-    shard = jb.local_rows(mesh, batch_axes="rows")
+    shard = jb.sharding.local_rows(mesh, batch_axes="rows")
     dataset = jb.batch_dataset(source, schedule, shard=shard)
-    expected = list(jb.prefetch_to_mesh(dataset, mesh, batch_axes="rows"))
+    expected = list(jb.sharding.prefetch_to_mesh(dataset, mesh, batch_axes="rows"))
     assert len(batches) == len(expected)
     # Every loop begins anew.
     for _ in range(2):
@@ -103,8 +103,8 @@ def test_sequences_padding_and_the_transform_are_those_of_the_dataset():
 
 
 def test_a_token_file_has_specs_of_its_own_sequences(tmp_path):
-    jb.write_token_file(tmp_path / "tokens", SOURCE)
-    file = jb.TokenFile(tmp_path / "tokens")
+    jb.data.write_token_file(tmp_path / "tokens", SOURCE)
+    file = jb.data.TokenFile(tmp_path / "tokens")
     batches = jb.MeshLoader(file, jb.BatchSchedule(PLAN, file.lengths), MESH)
     batch = next(iter(batches))
     assert jax.tree.structure(batch) == jax.tree.structure(batches.specs[batch.bucket])

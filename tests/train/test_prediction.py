@@ -233,7 +233,7 @@ def test_what_knows_of_no_schedule_is_refused():
 def test_a_schedule_that_repeats_or_leaves_out_examples_is_refused():
     lengths = np.arange(60) % 7 + 1
     source, plan, _ = named_job(lengths)
-    order = jb.Curriculum(lengths, jb.LinearPacing(0.5, 2), replacement=True)
+    order = jb.Curriculum(lengths, jb.schedule.LinearPacing(0.5, 2), replacement=True)
     half = jb.BatchSchedule(plan, lengths[:30])
     schedules = [
         jb.BatchSchedule(plan, lengths, order=order),
@@ -249,7 +249,7 @@ def test_a_schedule_that_repeats_or_leaves_out_examples_is_refused():
 def test_packed_rows_are_refused():
     lengths = np.array([3, 5, 2, 4])
     source, _, _ = named_job(lengths)
-    packing = jb.pack(lengths, 8)
+    packing = jb.packing.pack(lengths, 8)
     plan = jb.plan_buckets([8], max_tokens=16)
     schedule = jb.BatchSchedule(plan, lengths, packing=packing)
     batches = jb.MeshLoader(source, schedule, ONE, sequences=["x"])
