@@ -35,7 +35,19 @@ _NOT_IN_JAX: tuple[type, ...] = (
 
 
 def data_mesh(devices: Sequence[Device] | None = None) -> Mesh:
-    """Returns a mesh of one axis, "data", over all devices or the given ones."""
+    """Returns a mesh of one axis, "data", which cuts the rows of batches.
+
+    Example:
+      >>> mesh = data_mesh(jax.devices()[:1])
+      >>> mesh.axis_names, mesh.size
+      (('data',), 1)
+
+    Args:
+      devices: those of the mesh, in its order; by default all, of all processes.
+
+    Raises:
+      ValueError: if `devices` is empty.
+    """
     devices = jax.devices() if devices is None else devices
     if not len(devices):
         raise ValueError("`devices` is empty: a mesh needs at least one.")
@@ -46,11 +58,7 @@ def data_mesh(devices: Sequence[Device] | None = None) -> Mesh:
 
 
 def batch_sharding(mesh: Mesh, batch_axes: Axes = DATA_AXIS) -> NamedSharding:
-    """Returns the sharding that cuts the leading axis over the batch axes.
-
-    Raises:
-      ValueError: if the mesh lacks one of the axes.
-    """
+    """Returns the sharding that cuts the leading axis over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(axis_names(mesh, batch_axes)))
 
 
@@ -76,6 +84,18 @@ def local_rows(mesh: Mesh, *, batch_axes: Axes = DATA_AXIS) -> RowShard:
 
     It is read off the mesh's own sharding, so a model axis across processes (several
     of them need the same rows) and devices in any order are right.
+
+    Example:
+      >>> shard = local_rows(data_mesh(jax.devices()[:1]))
+      >>> shard.rows(4)
+      array([0, 1, 2, 3])
+
+    Args:
+      mesh: where batches are cut.
+      batch_axes: the mesh axes that cut the rows.
+
+    Returns:
+      The rows, for `batch_dataset` and `stream_batches`.
 
     Raises:
       ValueError: if the mesh lacks one of the axes, or has no device here.
@@ -111,6 +131,14 @@ def prefetch_to_mesh(
     """Yields each local numpy batch as one of global `jax.Array`s, `size` ahead.
 
     A tuple of batches, as a step with accumulation has it, is given as such a tuple.
+
+    Example:
+      >>> mesh = data_mesh(jax.devices()[:1])
+      >>> local = collate_rows([{"x": [1, 2]}, {"x": [3]}], Bucket(2, 4))
+      >>> for batch in prefetch_to_mesh([local, local], mesh):
+      ...     print(batch.bucket, batch.features["x"].sharding == batch_sharding(mesh))
+      [2, 4] True
+      [2, 4] True
 
     Args:
       batches: what this process loaded for `local_rows(mesh)`: a dataset of
@@ -209,8 +237,18 @@ def _as_on_device(name: str, leaf: np.ndarray) -> np.ndarray:
 def replicate(tree: _T, mesh: Mesh) -> _T:
     """Returns a copy of a state on every device of the mesh.
 
-    Always a copy: the original survives a step that donates its state. Of shapes, such
-    as `jax.eval_shape` returns, those with that sharding.
+    Always a copy: the original survives a step that donates its state.
+
+    Example:
+      >>> mesh = data_mesh(jax.devices()[:1])
+      >>> state = replicate({"w": np.ones(3)}, mesh)
+      >>> state["w"].sharding == NamedSharding(mesh, PartitionSpec())
+      True
+
+    Args:
+      tree: arrays and numbers; or shapes, such as `jax.eval_shape` returns, of which
+        the same with that sharding are returned.
+      mesh: the devices.
     """
     sharding = NamedSharding(mesh, PartitionSpec())
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
@@ -235,12 +273,21 @@ def batch_specs(
 ) -> dict[Bucket, Batch]:
     """Returns the shape, dtype and sharding of every batch the plan can give.
 
+    Example:
+      >>> plan = BucketPlan.from_shapes([(4, 8), (2, 16)])
+      >>> mesh = data_mesh(jax.devices()[:1])
+      >>> for bucket, spec in batch_specs(plan, {"x": [1, 2, 3]}, mesh).items():
+      ...     print(bucket, spec.features["x"].dtype, spec.features["x"].shape)
+      [4, 8] int32 (4, 8)
+      [2, 16] int32 (2, 16)
+
     Args:
       plan: the buckets.
       example: any example of the source, for its features and dtypes.
       mesh: where the rows go.
       batch_axes: the mesh axes that cut the rows.
-      sequences: as in `batch_dataset`.
+      sequences: the features that are padded, by default all with a leading axis. A
+        mapping, name -> features, of several sequences with lengths of their own.
       max_segments: that of the schedule, where rows are packed.
       capacities: those of the schedule, where examples have several sequences.
 

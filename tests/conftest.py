@@ -4,7 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 # Before jax starts its backend.
@@ -174,3 +174,12 @@ def random_problem(seed: int) -> Problem:
 def problem(request: pytest.FixtureRequest) -> Problem:
     """Runs a test on 40 random plans, 12 of them in the quick part."""
     return random_problem(request.param)
+
+
+@pytest.fixture
+def few_optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """XLA leaves out what takes it long; the exhaustive tests have all of it."""
+    is_exhaustive = request.node.get_closest_marker("exhaustive") is not None
+    jax.config.update("jax_disable_most_optimizations", not is_exhaustive)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

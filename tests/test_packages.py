@@ -20,7 +20,7 @@ PACKAGES = {
         {"data", "compile", "plan", "base"},
         {"numpy", "click", "rich", "matplotlib"},
     ),
-    "testing": ({"train", "base"}, {"numpy", "jax", "optax"}),
+    "testing": ({"train", "base"}, {"numpy", "jax", "optax", "etils"}),
     "train": (
         {
             *("sharding", "data", "schedule", "compile", "plan", "distributed"),

@@ -22,6 +22,8 @@ from jaxbucket.data import RowShard, collate_rows
 from jaxbucket.testing import check_batches, check_loss
 from jaxbucket.train import gather_rows, row_numbers
 
+pytestmark = pytest.mark.usefixtures("few_optimizations")
+
 
 class Source:
     """Examples of given lengths, which say who they are."""
@@ -361,8 +363,22 @@ def contrastive(params, batch, keys, gather=gather_rows, numbers=row_numbers):
     return -jnp.sum(jnp.where(real, picked, 0)), jnp.sum(real)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("loss", [squares, with_dropout, attention])
+@pytest.mark.parametrize(
+    ("loss", "packed"),
+    [
+        (squares, True),
+        (with_dropout, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                (squares, False),
+                (with_dropout, True),
+                (attention, False),
+                (attention, True),
+            )
+        ),
+    ],
+)
 def test_a_sum_over_rows_is_accepted(loss, packed):
     check_loss(loss, PARAMS, batch_of_floats(packed))
 
@@ -472,16 +488,40 @@ def gradient_that_looks(params, batch, keys):
     ("loss", "message"),
     [
         (without_a_gather, r"in two halves.*'loss_sum' is .*, not .*`jaxbucket.gather"),
-        (with_numbers_of_its_own, r"in two halves.*'loss_sum'.*row_numbers\(batch\)"),
-        (of_batch_statistics, r"in two halves.*'loss_sum'"),
+        pytest.param(
+            with_numbers_of_its_own,
+            r"in two halves.*'loss_sum'.*row_numbers\(batch\)",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            of_batch_statistics,
+            r"in two halves.*'loss_sum'",
+            marks=pytest.mark.exhaustive,
+        ),
         (a_mean, r"in two halves.*'loss_sum' .*'weight' is 2, not 1.*return sums over"),
         (by_place, r"in another order: 'loss_sum'.*not on its place"),
-        (one_key_for_all, r"in another order: 'loss_sum'.*`jax.vmap` over `keys`"),
+        pytest.param(
+            one_key_for_all,
+            r"in another order: 'loss_sum'.*`jax.vmap` over `keys`",
+            marks=pytest.mark.exhaustive,
+        ),
         (all_positions, r"other values in its padding: 'loss_sum'.*by `batch.mask`"),
-        (attention_to_padding, r"other values in its padding.*attend to"),
-        (all_labels, r"other values in its padding: 'labels' is \d+, not \d+\. P"),
+        pytest.param(
+            attention_to_padding,
+            r"other values in its padding.*attend to",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            all_labels,
+            r"other values in its padding: 'labels' is \d+, not \d+\. P",
+            marks=pytest.mark.exhaustive,
+        ),
         (a_mean_over_columns, r"columns again, all of padding: 'loss_sum'.*no mean"),
-        (weight_of_all_columns, r"columns again, all of padding: 'weight' is 84, not"),
+        pytest.param(
+            weight_of_all_columns,
+            r"columns again, all of padding: 'weight' is 84, not",
+            marks=pytest.mark.exhaustive,
+        ),
         (norms_of_padding, r"not finite for the batch as it is: the gradient of \['w"),
         (divided_by_its_own_tokens, r"only empty rows: 'share' is nan, not 0\. Empty"),
         (gradient_that_looks, r"halves, .*: the gradient of \['w'\] is off by [\d.]+%"),
@@ -534,7 +574,13 @@ def labels_of_examples(params, batch, keys):
     return jnp.sum(jnp.where(real, losses, 0)), batch.num_examples
 
 
-@pytest.mark.parametrize("loss", [language_model, labels_of_examples])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(language_model, marks=pytest.mark.exhaustive),
+        labels_of_examples,
+    ],
+)
 def test_a_loss_that_keeps_packed_examples_apart_is_accepted(loss):
     check_loss(loss, TABLES, packed_tokens(), seed=None)
 
@@ -554,7 +600,13 @@ def attention_to_neighbours(params, batch, keys):
     return nats_of(x @ params["out"], targets, weights)
 
 
-@pytest.mark.parametrize("loss", [shifted_over_rows, attention_to_neighbours])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        shifted_over_rows,
+        pytest.param(attention_to_neighbours, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_loss_that_mixes_packed_examples_is_named(loss):
     message = r"packed example in a row of its own: .*`jaxbucket.next_tokens`"
     with pytest.raises(AssertionError, match=message):

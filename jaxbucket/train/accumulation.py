@@ -92,7 +92,7 @@ def accumulating_step(
         of_grads = state_sharding.params
     shardings = Accumulated(of_grads, replicated, replicated)
     if pmap_axes is not None:
-        add = PmapStep(add_micro_batch, mesh, pmap_axes, donate=(1,), num_whole=2)
+        add = PmapStep(add_micro_batch, mesh, pmap_axes, donate=(1,), num_replicated=2)
     else:
         add = jax.jit(add_micro_batch, donate_argnums=1, out_shardings=shardings)
     return AccumulatingStep(

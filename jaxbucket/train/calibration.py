@@ -143,6 +143,17 @@ def calibrate(
     first turn is not counted. All processes of a mesh have to call it, and each has
     times of its own: let all plan by those of one.
 
+    Example:
+      >>> import jaxbucket as jb
+      >>> mesh = jb.data_mesh(jax.devices()[:1])
+      >>> def step_fn(state, batch):
+      ...     return state + 1, {"num_tokens": batch.num_tokens}
+      >>> shapes = [Bucket(4, 8), Bucket(2, 16)]
+      >>> state, example = jb.sharding.replicate(0, mesh), {"x": [1, 2]}
+      >>> measured = calibrate(step_fn, state, shapes, example, mesh, repeats=1)
+      >>> list(measured.step_seconds) == shapes and measured.cost(8, 8) > 0
+      True
+
     Args:
       step_fn: `(state, batch) -> (state, metrics)`, jitted or not, as for
         `compile_steps`. It may donate its state.
@@ -153,7 +164,7 @@ def calibrate(
       mesh: where the rows go.
       repeats: how often each shape is timed.
       batch_axes: the mesh axes that cut the rows.
-      sequences: as in `batch_dataset`.
+      sequences: the features that are padded, by default all with a leading axis.
       progress: show progress bars on a terminal.
 
     Raises:

@@ -8,33 +8,32 @@ is sealed with the sizes and digests of its files before it appears.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import IO, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.tree_util import keystr
 
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.position import DataPosition
 from jaxbucket.distributed.processes import Processes
 from jaxbucket.distributed.rendezvous import listed
+from jaxbucket.train.checkpoint_seal import find_damage, write_seal
+from jaxbucket.train.checkpoint_state import (
+    abstract_leaf,
+    check_can_be_saved,
+    check_keys,
+    check_like,
+    like_template,
+)
 
-_SEAL = "seal.json"
-# Orbax notes in the first when the checkpoint appeared, after the seal, and may write
-# the second then.
-_STAMP = "_CHECKPOINT_METADATA"
-_APPEARED = "commit_success.txt"
 # The system releases it, however its process ends.
 _LOCK = ".lock"
 _HALF_WRITTEN = ".orbax-checkpoint-tmp"
@@ -48,7 +47,7 @@ class Restored(NamedTuple):
 
     Attributes:
       state: the state, in the shardings asked for.
-      position: where in the data to go on, for `BatchDataset.resume`.
+      position: where in the data to go on, for `MeshLoader.resume`.
       extra: what else was saved.
     """
 
@@ -64,11 +63,12 @@ class Checkpoints:
       >>> import tempfile, jaxbucket as jb
       >>> source = [{"x": [1, 2]}, {"x": [3]}]
       >>> plan = jb.plan_buckets([2, 1], max_tokens=4)
-      >>> dataset = jb.batch_dataset(source, jb.BatchSchedule(plan, [2, 1]))
+      >>> mesh = jb.data_mesh(jax.devices()[:1])
+      >>> batches = jb.MeshLoader(source, jb.BatchSchedule(plan, [2, 1]), mesh)
       >>> with Checkpoints(tempfile.mkdtemp()) as checkpoints:
-      ...     checkpoints.save({"w": jax.numpy.ones(3)}, dataset.position(1))
+      ...     checkpoints.save({"w": jax.numpy.ones(3)}, batches.position(1))
       ...     state, position, _ = checkpoints.restore({"w": jax.numpy.zeros(3)})
-      >>> print(state["w"], len(dataset.resume(position)))
+      >>> print(state["w"], len(batches.resume(position)))
       [1. 1. 1.] 0
 
     Args:
@@ -161,7 +161,7 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Waits until what is being written is there."""
+        """Waits until what is being written is there, and lets other runs save here."""
         self._is_open = False
         try:
             self._manager.close()
@@ -211,7 +211,7 @@ class Checkpoints:
 
         Args:
           state: a pytree of arrays, as after `position.step` updates.
-          position: from `BatchDataset.position`.
+          position: from `MeshLoader.position`, or a dataset's.
           extra: what else to keep, for JSON.
 
         Raises:
@@ -220,7 +220,7 @@ class Checkpoints:
             another process saves there, the step is before the last one, or `extra` is
             no JSON.
         """
-        _check_can_be_saved(state)
+        check_can_be_saved(state)
         self.claim()
         newest = self.latest_step
         if newest != self._last:
@@ -274,9 +274,10 @@ class Checkpoints:
                 "run, or begin one."
             )
         folder = self._directory / str(step)
-        self._check_seal(folder)
-        abstract = jax.tree.map(_abstract, state)
-        self._check_state(folder, step, abstract)
+        if damage := find_damage(folder):
+            raise self._damaged(folder, damage)
+        abstract = jax.tree.map(abstract_leaf, state)
+        check_like(folder, self._manager.item_metadata(step).state, abstract)
         saved: Any = self._manager.restore(
             step,
             args=ocp.args.Composite(
@@ -287,11 +288,10 @@ class Checkpoints:
         )
         position = DataPosition.from_dict(saved.position)
         if position.step != step:
-            is_ = f"is of step {position.step}"
-            raise ValueError(self._damaged(folder, "position", is_))
-        self._check_keys(folder, state, saved.state)
+            raise self._damaged(folder, f"position is of step {position.step}")
+        check_keys(folder, state, saved.state)
         self._last = step
-        restored = jax.tree.map(_like, state, saved.state)
+        restored = jax.tree.map(like_template, state, saved.state)
         return Restored(restored, position, saved.extra)
 
     def claim(self) -> None:
@@ -338,209 +338,16 @@ class Checkpoints:
         folder = self._directory / str(self._last)
         if not folder.exists():
             (folder,) = self._directory.glob(f"{self._last}{_HALF_WRITTEN}*")
-        files = {name: _digest(path) for name, path in _files(folder).items()}
-        (folder / _SEAL).write_text(json.dumps(files))
+        write_seal(folder)
 
-    def _check_seal(self, folder: epath.Path) -> None:
-        """Raises a ValueError that names the first file that is not as it was."""
-        try:
-            sealed = json.loads((folder / _SEAL).read_text())
-            sealed = {name: (size, digest) for name, (size, digest) in sealed.items()}
-        except FileNotFoundError:
-            raise ValueError(self._damaged(folder, _SEAL, "is missing")) from None
-        except (ValueError, TypeError, AttributeError, OSError):
-            raise ValueError(self._damaged(folder, _SEAL, "is cut")) from None
-        present = _files(folder)
-        for name in sealed.keys() - present.keys():
-            raise ValueError(self._damaged(folder, name, "is missing"))
-        for name in present.keys() - sealed.keys() - {_SEAL, _APPEARED}:
-            raise ValueError(self._damaged(folder, name, "was not there"))
-        for name, was in sealed.items():
-            if name == _STAMP:
-                if not _is_json_object(present[name]):
-                    raise ValueError(self._damaged(folder, name, "is cut"))
-            elif present[name].stat().length != was[0]:
-                is_ = f"has {present[name].stat().length} bytes, not {was[0]}"
-                raise ValueError(self._damaged(folder, name, is_))
-            elif _digest(present[name]) != was:
-                raise ValueError(self._damaged(folder, name, "was changed"))
-
-    def _damaged(self, folder: epath.Path, name: str, is_: str) -> str:
+    def _damaged(self, folder: epath.Path, damage: str) -> ValueError:
         older = [step for step in self._manager.all_steps() if str(step) != folder.name]
-        remedy = (
-            f"delete that folder to go on from step {max(older)}"
-            if older
-            else "there is no older one to go on from"
+        remedy = "there is no older one to go on from"
+        if older:
+            remedy = f"delete that folder to go on from step {max(older)}"
+        return ValueError(
+            f"The checkpoint {folder} is damaged, because {damage}: {remedy}."
         )
-        return f"The checkpoint {folder} is damaged, for {name} {is_}: {remedy}."
-
-    def _check_state(self, folder: epath.Path, step: int, abstract: Any) -> None:
-        metadata = self._manager.item_metadata(step).state
-        saved, given = _leaves(metadata), _leaves(abstract)
-        # What was chosen is named before what follows from it.
-        names = saved.keys() | given.keys()
-        for name in sorted(names, key=lambda name: ("params" not in name, name)):
-            was, now = saved.get(name), given.get(name)
-            if not _same_type(was, now):
-                raise _another_state(folder, name, _type_name(now), _type_name(was))
-        # Lists and dicts of the same names.
-        # The states of optax without numbers keep their places in a chain.
-        serialized = ocp.tree.serialize_tree(abstract, keep_empty_nodes=True)
-        was, now = _paths(metadata.tree), _paths(serialized)
-        for name, path in now.items():
-            if path != was[name]:
-                raise _another_state(
-                    folder, name, f"`state{path}`", f"`state{was[name]}`"
-                )
-
-    def _check_keys(self, folder: epath.Path, state: Any, restored: Any) -> None:
-        """What Orbax takes for the same: keys of any kind, and their words."""
-        leaves = zip(
-            jax.tree.leaves_with_path(state), jax.tree.leaves(restored), strict=True
-        )
-        for (path, leaf), read in leaves:
-            if hasattr(leaf, "dtype") and leaf.dtype != read.dtype:
-                raise _another_state(folder, _name(path), leaf.dtype, read.dtype)
-
-
-def _another_state(folder: epath.Path, name: str, now: Any, was: Any) -> ValueError:
-    return ValueError(
-        f"The checkpoint {folder} is of another model or optimizer, because {name} is "
-        f"{now}, but was {was}: build what was saved."
-    )
-
-
-def _check_can_be_saved(state: Any) -> None:
-    """Raises a ValueError that names the leaf that is not an array or a number."""
-    names: dict[str, str] = {}
-    for path, leaf in jax.tree.leaves_with_path(state):
-        where = f"`state{keystr(path)}`"
-        _check_leaf(where, leaf)
-        name = _name(path)
-        if name in names:
-            raise ValueError(
-                f"{where} and {names[name]} are both called {name!r} in a checkpoint: "
-                "rename one of them."
-            )
-        names[name] = where
-
-
-def _check_leaf(where: str, leaf: Any) -> None:
-    # Words, objects and times of numpy are not numbers.
-    is_array = isinstance(leaf, jax.Array) or (
-        isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "USOmM"
-    )
-    if is_array or isinstance(leaf, bool | float):
-        if np.size(leaf) == 0:
-            raise ValueError(
-                f"{where} has shape {np.shape(leaf)}, and Orbax saves no empty arrays: "
-                "leave it out, or put None in its place."
-            )
-    elif isinstance(leaf, int):
-        if not -(2**63) <= leaf < 2**63:
-            raise ValueError(
-                f"{where} is {leaf}, and an integer must fit into 64 bits: make it "
-                "an array of several."
-            )
-    else:
-        raise ValueError(
-            f"{where} is a {type(leaf).__name__}, and a checkpoint holds arrays, "
-            "numbers and keys of jax: put it into `extra`, or make it static."
-        )
-
-
-def _abstract(leaf: Any) -> Any:
-    """What Orbax is asked for in place of a leaf."""
-    # It restores arrays and Python's numbers, and not numpy's.
-    leaf = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
-    return ocp.utils.to_shape_dtype_struct(leaf)
-
-
-def _like(template: Any, leaf: Any) -> Any:
-    """A leaf that was read, as free to move and as weakly typed as was asked for.
-
-    Orbax knows neither: a step would be compiled again for it, or refuse it beside
-    batches on several devices.
-    """
-    free = isinstance(template, jax.Array) and not template.committed
-    if getattr(template, "weak_type", False) and leaf.shape == ():
-        # The type of a Python number is weak.
-        return jax.device_put(leaf.item(), None if free else leaf.sharding)
-    if not free:
-        return leaf
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = jnp.array(np.asarray(jax.random.key_data(leaf)))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    return jnp.array(np.asarray(leaf))
-
-
-def _leaves(tree: Any) -> dict[str, Any]:
-    """The arrays and numbers of a tree by name."""
-    leaves = ocp.tree.to_flat_dict(tree, sep=".").items()
-    return {name: leaf for name, leaf in leaves if leaf is not None}
-
-
-def _paths(tree: Any) -> dict[str, str]:
-    """Name -> where it is, as Python writes it: `['a'][0]`."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return {_name(path): keystr(path) for path, _ in leaves}
-
-
-def _name(path: Any) -> str:
-    """What Orbax calls a leaf."""
-    return keystr(path, simple=True, separator=".")
-
-
-_KINDS = {bool: np.bool_, int: np.integer, float: np.floating}
-
-
-def _same_type(was: Any, now: Any) -> bool:
-    """Whether a leaf can be restored as what is asked for, without a loss."""
-    if was is None or now is None:
-        return False
-    if hasattr(now, "dtype"):
-        return (was.dtype, tuple(was.shape)) == (now.dtype, tuple(now.shape))
-    # A jitted step returns an array where it was given a Python number.
-    return was.shape == () and jnp.issubdtype(was.dtype, _KINDS[type(now)])
-
-
-def _type_name(leaf: Any) -> str:
-    if leaf is None:
-        return "not there"
-    if hasattr(leaf, "dtype"):
-        return f"{leaf.dtype}{list(leaf.shape)}"
-    return f"a Python {type(leaf).__name__}"
-
-
-def _files(folder: epath.Path) -> dict[str, epath.Path]:
-    """Every file below a folder, by its name from there."""
-    return dict(_walk(folder, ""))
-
-
-def _walk(folder: epath.Path, prefix: str) -> Iterator[tuple[str, epath.Path]]:
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            yield from _walk(path, f"{prefix}{path.name}/")
-        else:
-            yield prefix + path.name, path
-
-
-def _digest(path: epath.Path) -> tuple[int, str]:
-    """The size of a file, and a digest of what is in it."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, _blake2b)  # pyright: ignore
-    return path.stat().length, digest.hexdigest()
-
-
-def _blake2b() -> Any:
-    return hashlib.blake2b(digest_size=16)
-
-
-def _is_json_object(path: epath.Path) -> bool:
-    try:
-        return isinstance(json.loads(path.read_text()), dict)
-    except ValueError:
-        return False
 
 
 def _appears(path: epath.Path) -> bool:

@@ -109,10 +109,10 @@ def all_finite(tree: Any, new: Any, old: Any) -> jax.Array:
 
     An average that has overflown gives updates of zero from then on.
     """
-    found = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
-    found += [
+    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
+    finite += [
         (jnp.isfinite(x) | ~jnp.isfinite(y)).all()
         for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
         if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
-    return jnp.all(jnp.array(found))
+    return jnp.all(jnp.array(finite))

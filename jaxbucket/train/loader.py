@@ -67,8 +67,9 @@ class MeshLoader:
         name -> features, of several sequences with lengths of their own.
       pad_value: what fills them behind their end: name -> number, 0 for those without
         one. A number alone is of the only one there is.
-      transform: `(example, rng) -> example`, random augmentation that keeps the length,
-        as `batch_dataset` has it.
+      transform: `(example, rng) -> example`, random augmentation that keeps the length.
+        It gets a copy of the example, and a `np.random.Generator` that depends on the
+        schedule's seed and first step, the epoch and the index of the example alone.
       num_workers: processes that load; 0 for threads of this one alone. A script with
         workers keeps what it runs behind `if __name__ == "__main__":`.
       num_threads: of each of these processes, which read batches.

@@ -43,7 +43,7 @@ LossFn: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple]
 Mode: TypeAlias = Literal["jit", "shard_map", "pmap"]
 Metrics: TypeAlias = dict[str, jax.Array]
 _COUNTS = ("num_tokens", "num_examples", "num_rows", "num_positions")
-_OWN_METRICS = {
+_STEP_METRICS = {
     *("loss", "loss_sum", "weight", *_COUNTS),
     *("padding", "grad_norm", "lr_factor", "learning_rate", "skipped"),
 }
@@ -147,6 +147,23 @@ def checked_loss(
             "fixed. Draw dropout from `keys` (`dropout(x, rngs=key)`, row by row) and "
             "not from the model's `nnx.Rngs`."
         ) from error
+    sums = _named_sums(result)
+    loss_sum, weight = result[:2]
+    # Half precision cannot count the tokens of a batch, nor add up many.
+    exact = jnp.float64 if loss_sum.dtype == jnp.float64 else jnp.float32
+    for name, value in sums.items():
+        if jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4:
+            sums[name] = value.astype(exact)
+    sums["weight"] = weight.astype(exact)
+    # Of rows and positions, too: what a device sees of a batch is not all of it.
+    bucket = batch.bucket
+    sizes = (batch.num_tokens, batch.num_examples, bucket.batch_size, bucket.num_tokens)
+    counts = [jnp.asarray(size, jnp.int32) for size in sizes]
+    return loss_sum, {**sums, **dict(zip(_COUNTS, counts, strict=True))}
+
+
+def _named_sums(result: Any) -> Metrics:
+    """What a loss returned, by name, if it is what the contract says."""
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         what = type(result).__name__
         if isinstance(result, tuple):
@@ -157,35 +174,25 @@ def checked_loss(
             f"`loss_fn` returned {what}: return (loss_sum, weight) or (loss_sum, "
             "weight, sums), sums over the batch and not means."
         )
-    own = result[2] if len(result) == 3 else {}
-    if not isinstance(own, Mapping):
+    more = result[2] if len(result) == 3 else {}
+    if not isinstance(more, Mapping):
         raise ValueError(
-            f"`loss_fn` returned `sums` as {type(own).__name__}: make it a dict."
+            f"`loss_fn` returned `sums` as {type(more).__name__}: make it a dict."
         )
-    if _OWN_METRICS & own.keys():
+    if _STEP_METRICS & more.keys():
         raise ValueError(
-            f"`loss_fn`: {sorted(_OWN_METRICS & own.keys())} in `sums` are names of "
+            f"`loss_fn`: {sorted(_STEP_METRICS & more.keys())} in `sums` are names of "
             "the step's own metrics. Rename them."
         )
-    sums = {"loss_sum": result[0], "weight": result[1], **own}
+    sums = {"loss_sum": result[0], "weight": result[1], **more}
     for name, value in sums.items():
         _check_sum(name, value)
-    if not jnp.issubdtype(result[0].dtype, jnp.floating):
+    if not jnp.issubdtype(sums["loss_sum"].dtype, jnp.floating):
         raise ValueError(
             f"`loss_fn` returned 'loss_sum' as {result[0].dtype}: make it a float."
         )
     _warn_of_half_precision(sums)
-    # Half precision cannot count the tokens of a batch, nor add up many.
-    exact = jnp.float64 if result[0].dtype == jnp.float64 else jnp.float32
-    sums["weight"] = sums["weight"].astype(exact)
-    for name, value in sums.items():
-        if jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4:
-            sums[name] = value.astype(exact)
-    # Of rows and positions, too: what a device sees of a batch is not all of it.
-    bucket = batch.bucket
-    sizes = (batch.num_tokens, batch.num_examples, bucket.batch_size, bucket.num_tokens)
-    counts = [jnp.asarray(size, jnp.int32) for size in sizes]
-    return result[0], {**sums, **dict(zip(_COUNTS, counts, strict=True))}
+    return sums
 
 
 def _warn_of_half_precision(sums: Metrics) -> None:

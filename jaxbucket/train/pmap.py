@@ -29,7 +29,7 @@ _DEVICES = "devices"
 
 
 class PmapStep:
-    """`fn(*whole, batch)` on the rows of every device; what it returns is one for all.
+    """`fn(*replicated, batch)` on the rows of every device, with one result for all.
 
     Called, lowered and compiled as what `jax.jit` returns.
 
@@ -38,7 +38,7 @@ class PmapStep:
       mesh: where batches are sharded.
       axes: the mesh axes that cut the rows.
       donate: which of the arguments are donated.
-      num_whole: how many arguments before the batch every device has whole.
+      num_replicated: how many arguments stand before the batch, whole on every device.
 
     Attributes:
       mesh: where batches are sharded.
@@ -55,7 +55,7 @@ class PmapStep:
         axes: tuple[str, ...],
         *,
         donate: tuple[int, ...] = (),
-        num_whole: int = 1,
+        num_replicated: int = 1,
     ):
         functools.update_wrapper(self, fn)
         self._fn = fn
@@ -66,7 +66,7 @@ class PmapStep:
         self._mapped = jax.pmap(
             fn,
             _DEVICES,
-            in_axes=(None,) * num_whole + (0,),
+            in_axes=(None,) * num_replicated + (0,),
             out_axes=None,  # pyright: ignore
             devices=list(mesh.devices.flat),
             donate_argnums=donate,
@@ -84,7 +84,7 @@ class PmapStep:
 
     def lower(self, *args: Any) -> PmapLowered:
         """Traces the step for these shapes."""
-        *whole, batch = args
+        *replicated, batch = args
         with_axis = jax.eval_shape(self._put_axis, batch)
         with following_prng():
             lowered = PmapLowered(
@@ -92,7 +92,7 @@ class PmapStep:
                 self._put_axis.lower(batch),
                 # Of a `ShapeDtypeStruct` pmap would make an array, where processes are
                 # several; this it leaves alone.
-                self._mapped.lower(*jax.tree.map(_abstract, (*whole, with_axis))),
+                self._mapped.lower(*jax.tree.map(_abstract, (*replicated, with_axis))),
             )
         # Not what one device is given of them.
         record_call(self._fn, args)
@@ -157,8 +157,8 @@ class PmapCompiled:
     mapped: jax.stages.Compiled
 
     def __call__(self, *args: Any) -> Any:
-        *whole, batch = args
-        return self.mapped(*whole, self.put_axis(batch))
+        *replicated, batch = args
+        return self.mapped(*replicated, self.put_axis(batch))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

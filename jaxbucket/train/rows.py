@@ -110,6 +110,8 @@ def gather_rows(x: _Tree) -> _Tree:
       ...     picked = logits[jnp.arange(len(queries)), row_numbers(batch)]
       ...     nats = jax.nn.logsumexp(logits, axis=1) - picked
       ...     return jnp.sum(nats), jnp.float32(len(nats))
+      >>> gather_rows(jnp.arange(3)).tolist()  # outside of a step there are no others
+      [0, 1, 2]
 
     Args:
       x: an array `[B / D, ...]`, or a tree of them, of the rows that this one of D

@@ -49,8 +49,8 @@ def updater(
         params = optax.apply_updates(state.params, updates)
         metrics |= {"grad_norm": _norm(grads), **in_force(opt_state)}
         if skip_nonfinite:
-            told = (metrics["loss"], metrics["grad_norm"])
-            skipped = ~all_finite((updates, told), opt_state, state.opt_state)
+            scalars = (metrics["loss"], metrics["grad_norm"])
+            skipped = ~all_finite((updates, scalars), opt_state, state.opt_state)
             params = jax.tree.map(
                 functools.partial(jnp.where, skipped), state.params, params
             )

@@ -273,7 +273,9 @@ REFUSED = {
     "steps": (["--resume", "--steps", 9], {}, "`--steps 9` ends before step"),
     "policy": (["--resume", "--policy", "dynamic"], {}, "cannot be resumed"),
 }
-DAMAGED = "The checkpoint .* is damaged, for .*: delete that folder to go on from step"
+DAMAGED = (
+    "The checkpoint .* is damaged, because .*: delete that folder to go on from step"
+)
 # What ends a run is printed in its place, and the next one begins.
 SEVERAL = f"""
 import json, sys

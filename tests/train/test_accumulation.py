@@ -13,7 +13,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxbucket as jb
 
 MODES = ["jit", "shard_map", "pmap"]
+EXHAUSTIVE = pytest.mark.exhaustive
 SYMBOLS, WIDTH = 12, 6
+
+
+def only(mode):
+    """That mode in the quick tests; the others, which are equal, in all tests."""
+    return [
+        pytest.param(m, marks=() if m == mode else pytest.mark.exhaustive)
+        for m in MODES
+    ]
 
 
 def make_params(dtype=np.float32):
@@ -117,12 +126,20 @@ def distance(got, want):
 @pytest.mark.parametrize(
     ("loss", "mode", "num_devices"),
     [
-        *(("tokens", mode, count) for mode in MODES for count in (1, 8)),
-        *((loss, "jit", 8) for loss in ("examples", "task")),
+        ("tokens", "pmap", 8),
+        ("examples", "jit", 8),
+        ("task", "shard_map", 8),
+        *(
+            pytest.param("tokens", mode, count, marks=EXHAUSTIVE)
+            for mode in MODES
+            for count in (1, 8)
+        ),
     ],
 )
 @pytest.mark.parametrize(
-    ("dtype", "limit"), [(np.float32, 1e-5), (np.float64, 1e-12)], ids=["f32", "f64"]
+    ("dtype", "limit"),
+    [pytest.param(np.float32, 1e-5, marks=EXHAUSTIVE), (np.float64, 1e-12)],
+    ids=["f32", "f64"],
 )
 def test_any_split_has_the_gradient_of_one_padded_batch(
     loss, mode, num_devices, dtype, limit
@@ -169,8 +186,8 @@ def scheduled(order="shuffled", size=90, **options):
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("group", ["same", "mixed"])
+@pytest.mark.parametrize("mode", only("pmap"))
+@pytest.mark.parametrize("group", [pytest.param("same", marks=EXHAUSTIVE), "mixed"])
 def test_each_bucket_is_compiled_once_and_each_phase(mode, group):
     examples, schedule = scheduled(group=group)
     mesh = jb.data_mesh(jax.devices()[:4])
@@ -197,7 +214,7 @@ def test_each_bucket_is_compiled_once_and_each_phase(mode, group):
     assert len(traces) == devices_once
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("jit"))
 def test_compiled_or_not_the_step_is_the_same_and_its_state_is_donated(mode):
     examples, schedule = scheduled(group="mixed")
     mesh = jb.data_mesh(jax.devices()[:2])
@@ -223,7 +240,7 @@ def test_compiled_or_not_the_step_is_the_same_and_its_state_is_donated(mode):
 def test_dropout_is_of_the_micro_batch_and_the_same_on_every_mesh():
     batch = jb.data.collate_rows(make_examples(8), jb.Bucket(8, 24))
     found = {}
-    for num_devices, mode in ((1, "jit"), (8, "jit"), (8, "shard_map"), (4, "pmap")):
+    for num_devices, mode in ((1, "jit"), (8, "shard_map"), (4, "pmap")):
         mesh = jb.data_mesh(jax.devices()[:num_devices])
         step, state = begin(with_dropout, recorder(), mesh, mode=mode, seed=5)
         for count in (1, 2):
@@ -276,7 +293,7 @@ def test_clipping_and_the_rate_see_the_whole_step():
     assert metrics["lr_factor"] == metrics["learning_rate"] == 4
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("shard_map"))
 def test_a_gradient_that_is_not_finite_is_skipped_as_a_whole(mode):
     batches = cut(make_examples(40), 0)
     mesh = jb.data_mesh(jax.devices()[:2])
@@ -328,7 +345,11 @@ with jb.Processes() as processes:
 
 # In several processes "shard_map" is tested with plain steps.
 @pytest.mark.parametrize(
-    ("mode", "dtype", "limit"), [("jit", "float32", 1e-5), ("pmap", "float64", 1e-12)]
+    ("mode", "dtype", "limit"),
+    [
+        pytest.param("jit", "float32", 1e-5, marks=EXHAUSTIVE),
+        ("pmap", "float64", 1e-12),
+    ],
 )
 def test_two_processes_have_the_gradient_of_one(launch, mode, dtype, limit):
     import inspect
@@ -428,8 +449,16 @@ def test_a_step_is_good_for_more_than_one_model():
     assert state.params["out"].shape == (9, SYMBOLS)
 
 
-@pytest.mark.parametrize("mode", ["jit", "shard_map"])
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "ahead"),
+    [
+        ("shard_map", False),
+        *(
+            pytest.param(*case, marks=EXHAUSTIVE)
+            for case in (("jit", False), ("jit", True), ("shard_map", True))
+        ),
+    ],
+)
 def test_a_state_that_is_cut_stays_so_and_what_adds_up_is_donated(mode, ahead):
     mesh = jb.data_mesh(jax.devices()[:2])
     tx = optax.sgd(0.1, momentum=0.9)
@@ -529,7 +558,7 @@ def counts_long_rows(params, batch, keys):
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("jit"))
 @pytest.mark.parametrize("loss", [fails_for_long_rows, counts_long_rows])
 def test_a_loss_that_fails_for_one_micro_batch_leaves_the_state(loss, mode):
     step, state = begin(loss, optax.sgd(0.1), MESH, mode=mode)
@@ -574,7 +603,9 @@ def test_batches_of_numpy_are_put_where_they_belong():
     assert metrics["loss"] == want["loss"]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=EXHAUSTIVE)]
+)
 def test_many_gradients_in_half_precision_are_all_counted(dtype):
     """Their sum is far beyond what a sum in half precision comes to."""
 
@@ -584,7 +615,7 @@ def test_many_gradients_in_half_precision_are_all_counted(dtype):
 
     tx = optax.sgd(1.0)
     step = jb.make_train_step(loss, tx, MESH, accumulate=True)
-    state = jb.create_state(jnp.zeros((), dtype, tx), MESH)
+    state = jb.create_state(jnp.zeros((), dtype), tx, MESH)
     state, metrics = step(state, on(MESH, [BATCH] * 1500))
     np.testing.assert_allclose(state.params, -1.1, rtol=1e-2)
     np.testing.assert_allclose(metrics["grad_norm"], 1.1, rtol=1e-2)

@@ -1,6 +1,7 @@
 """Steps are timed on a few shapes, on a copy of the state; what follows is a plan."""
 
 import dataclasses
+import itertools
 import re
 import time
 
@@ -35,8 +36,17 @@ def make_step(mesh, mode="jit"):
     return jb.make_train_step(loss_fn, tx, mesh, mode=mode), state
 
 
-@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
-@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize(
+    ("mode", "num_devices"),
+    [
+        ("pmap", 8),
+        pytest.param("pmap", 1, marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in itertools.product(["jit", "shard_map"], [1, 8])
+        ),
+    ],
+)
 def test_every_shape_is_compiled_once_and_the_state_survives(mode, num_devices):
     mesh = jb.data_mesh(jax.devices()[:num_devices])
     step_fn, state = make_step(mesh, mode)

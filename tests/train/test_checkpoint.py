@@ -435,7 +435,8 @@ def test_every_damaged_file_is_named(saved, tmp_path, damage):
         shutil.copytree(saved, folder)
         spoil(folder / "7" / name)
         sentence = refusal(folder, state)
-        assert re.search(rf"7 is damaged, for {re.escape(name)} ({message})", sentence)
+        pattern = rf"7 is damaged, because {re.escape(name)} ({message})"
+        assert re.search(pattern, sentence)
         assert sentence.endswith("delete that folder to go on from step 3.")
 
 
@@ -457,13 +458,13 @@ def test_a_seal_of_other_files_is_none(saved, tmp_path, seal):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     (tmp_path / "7" / "seal.json").write_text(seal)
     sentence = refusal(tmp_path, make_state(jb.data_mesh()))
-    assert re.search(r"7 is damaged, for \S+ (is cut|was not there)", sentence)
+    assert re.search(r"7 is damaged, because \S+ (is cut|was not there)", sentence)
 
 
 def test_a_renamed_checkpoint_is_refused(saved, tmp_path):
     shutil.copytree(saved / "7", tmp_path / "9")
     sentence = refusal(tmp_path, make_state(jb.data_mesh()))
-    assert "9 is damaged, for position is of step 7" in sentence
+    assert "9 is damaged, because position is of step 7" in sentence
 
 
 def test_the_remedy_works(saved, tmp_path):

@@ -313,8 +313,10 @@ with jb.Processes() as processes:
         # The same rows in both processes.
         Mesh(devices.reshape(2, 2).T, ("data", "model")),
     ]
-    for mesh in meshes:
-        for mode in ("jit", "shard_map", "pmap"):
+    # Every mode on some mesh, and the one that pmap refuses.
+    modes = [("jit",), ("pmap",), ("shard_map", "pmap")]
+    for mesh, modes_of_mesh in zip(meshes, modes, strict=True):
+        for mode in modes_of_mesh:
             try:
                 step = jb.make_predict_step(predict_fn, mesh, mode=mode)
             except ValueError as error:
@@ -348,5 +350,5 @@ def test_every_process_has_all_outputs_in_order(launch):
     refused = [line for line in said if "The processes have different" in line]
     assert len(refused) == 3
     *found, last = (line for line in said if line not in refused)
-    assert len(found) == 8
+    assert len(found) == 3
     assert re.match(r"`mode='pmap'` needs .* those of processes \[0, 1, 0, 1\]", last)

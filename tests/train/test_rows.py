@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jaxbucket as jb
 
 MODES = ["jit", "shard_map", "pmap"]
+EXHAUSTIVE = pytest.mark.exhaustive
 WIDTH, NUM_ROWS, SEQ_LEN = 5, 16, 4
 # (shape of the mesh, its axes, which of them cut the rows)
 LAYOUTS = {
@@ -110,16 +111,29 @@ def assert_equal_means(got, metrics, want):
 
 
 # 5: so that most devices have empty rows only, and weights differ.
-@pytest.mark.parametrize("num_examples", [NUM_ROWS, 5])
+@pytest.mark.parametrize("num_examples", [pytest.param(NUM_ROWS, marks=EXHAUSTIVE), 5])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(pytest.param(name, marks=EXHAUSTIVE) for name in LAYOUTS if name != "2x2x2"),
+        "2x2x2",
+    ],
+)
 def test_in_batch_negatives_are_the_same_on_every_mesh(layout, mode, num_examples):
     got, metrics = run(layout, mode, [make_batch(num_examples)])
     assert metrics["weight"] == num_examples
     assert_equal_means(got, metrics, expected(num_examples))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("jit", marks=EXHAUSTIVE),
+        pytest.param("shard_map", marks=EXHAUSTIVE),
+        "pmap",
+    ],
+)
 def test_of_several_micro_batches_rows_are_those_of_one(mode):
     batches = [make_batch(9, seed=0), make_batch(16, seed=1)]
     got, metrics = run("4x2-model", mode, batches, accumulate=True)
@@ -192,7 +206,9 @@ def test_so_is_one_inside_of_a_loss_that_is_given_all_rows(fn):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=EXHAUSTIVE)]
+)
 def test_rows_in_half_precision_are_gathered_on_a_mesh_for_the_model(dtype, mode):
     """Of parameters in half precision, too, which have such gradients."""
     gathered = []

@@ -18,7 +18,17 @@ from jaxbucket.train.gradients import _cotangent_exponent, _power_of_two, gradie
 from jaxbucket.train.loss import checked_loss, row_keys
 
 MODES = ["jit", "shard_map", "pmap"]
+EXHAUSTIVE = pytest.mark.exhaustive
 VOCABULARY, WIDTH = 12, 6
+
+
+def only(mode):
+    """That mode in the quick tests; the others, which are equal, in all tests."""
+    return [
+        pytest.param(m, marks=() if m == mode else pytest.mark.exhaustive)
+        for m in MODES
+    ]
+
 
 # (shape of the mesh, its axes, which of them cut the rows, permuted devices)
 LAYOUTS = {
@@ -29,6 +39,13 @@ LAYOUTS = {
     "4x2-model": ((4, 2), ("data", "model"), "data", True),
     "2x2x2": ((2, 2, 2), ("model", "a", "b"), ("b", "a"), True),
 }
+
+
+# All but one in the exhaustive tests.
+SOME_LAYOUTS = [
+    *(pytest.param(name, marks=EXHAUSTIVE) for name in LAYOUTS if name != "2x2x2"),
+    "2x2x2",
+]
 
 
 def make_mesh(layout: str):
@@ -188,7 +205,9 @@ UNEQUAL = [7, 1, 4, 2, 8, 5]
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("dtype", "limit"), [(np.float32, 1e-5), (np.float64, 1e-12)], ids=["f32", "f64"]
+    ("dtype", "limit"),
+    [pytest.param(np.float32, 1e-5, marks=EXHAUSTIVE), (np.float64, 1e-12)],
+    ids=["f32", "f64"],
 )
 def test_four_devices_give_the_gradient_of_the_unpadded_mean(mode, dtype, limit):
     examples = make_examples(UNEQUAL)
@@ -208,7 +227,7 @@ def test_four_devices_give_the_gradient_of_the_unpadded_mean(mode, dtype, limit)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", ["8-permuted", "4x2-model", "2x2x2"])
+@pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_every_mesh_gives_the_gradient_of_the_unpadded_mean(layout, mode):
     mesh, axes = make_mesh(layout)
     examples = make_examples(UNEQUAL)
@@ -217,7 +236,7 @@ def test_every_mesh_gives_the_gradient_of_the_unpadded_mean(layout, mode):
     assert_close(state.opt_state, mean_grads(make_params(), examples), 1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("shard_map"))
 def test_devices_of_unequal_weight_are_not_averaged(mode):
     # One token against 8: a mean of the devices' means would be far off.
     examples = make_examples([8, 1])
@@ -234,7 +253,7 @@ def test_devices_of_unequal_weight_are_not_averaged(mode):
         assert_close(of_means, want, 1e-1)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("pmap"))
 def test_steps_equal_plain_training_on_unpadded_examples(mode):
     # Parameters as Flax Linen's `init` gives them.
     source, schedule = setup_run(num_buckets=2)
@@ -333,7 +352,7 @@ def dropout_run(layout, mode, seed=0, num_steps=5):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_dropout_is_the_same_on_every_mesh(layout, mode):
     params, digests = dropout_run(layout, mode)
     source, schedule = setup_run()
@@ -382,7 +401,7 @@ def test_the_loss_gets_one_key_for_each_of_its_rows(mode, num_keys):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("jit"))
 def test_resuming_at_any_step_is_bit_for_bit_the_uninterrupted_run(mode):
     source, schedule = setup_run(num_buckets=2)
     mesh, num_steps = four_devices(), len(schedule) + 2
@@ -425,9 +444,14 @@ def unpadded_run(mode):
     return run_batch(batch, four_devices(), mode=mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("shard_map"))
 @pytest.mark.parametrize(
-    ("bucket", "pad_value"), [((8, 8), 5), ((8, 21), 0), ((32, 13), 11)]
+    ("bucket", "pad_value"),
+    [
+        pytest.param((8, 8), 5, marks=EXHAUSTIVE),
+        pytest.param((8, 21), 0, marks=EXHAUSTIVE),
+        ((32, 13), 11),
+    ],
 )
 def test_more_padding_changes_nothing(bucket, pad_value, mode):
     examples = make_examples(UNEQUAL)
@@ -442,7 +466,7 @@ def test_more_padding_changes_nothing(bucket, pad_value, mode):
         np.testing.assert_allclose(metrics[name], want_metrics[name], rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("shard_map"))
 def test_it_does_not_matter_in_which_rows_the_examples_are(mode):
     examples = make_examples(UNEQUAL)
     scattered = [None, examples[3], None, *examples[4:], *examples[:3]]
@@ -453,7 +477,7 @@ def test_it_does_not_matter_in_which_rows_the_examples_are(mode):
     np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("shard_map"))
 @pytest.mark.parametrize("empty", [True, False], ids=["no-rows", "no-weight"])
 def test_a_batch_of_zero_weight_is_a_gradient_of_zero(empty, mode):
     examples, tx = make_examples(UNEQUAL), optax.sgd(0.1, momentum=0.9)
@@ -513,8 +537,10 @@ def test_metrics_are_those_of_the_global_batch(mode):
 
 
 @pytest.mark.filterwarnings("ignore:.* in half precision")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("mode", only("pmap"))
+@pytest.mark.parametrize(
+    "dtype", [np.float16, pytest.param(np.float32, marks=EXHAUSTIVE)]
+)
 def test_the_norm_is_of_the_mean_gradient(mode, dtype):
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     params = make_params(dtype)
@@ -585,8 +611,15 @@ def poisoned(params, batch, keys):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("rate_of_tx", ["outside", "inside", "by work"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "rate_of_tx",
+    [
+        pytest.param("outside", marks=EXHAUSTIVE),
+        pytest.param("inside", marks=EXHAUSTIVE),
+        "by work",
+    ],
+)
+@pytest.mark.parametrize("mode", only("jit"))
 def test_skipped_updates_leave_rate_data_and_counters_together(
     mode, rate_of_tx, tmp_path
 ):
@@ -642,7 +675,7 @@ def test_skipped_updates_leave_rate_data_and_counters_together(
     assert_same_bits(resumed, whole)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("shard_map"))
 @pytest.mark.parametrize(
     "make",
     [
@@ -714,8 +747,15 @@ def weighted_sum(params, batch, keys):
     return jnp.sum(y), batch.num_tokens
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("mode", only("shard_map"))
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        jnp.float16,
+        pytest.param(jnp.bfloat16, marks=EXHAUSTIVE),
+        pytest.param(jnp.float32, marks=EXHAUSTIVE),
+    ],
+)
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_the_gradient_of_many_tokens_does_not_overflow(accumulate, dtype, mode):
     params, tx = {"w": jnp.asarray(1.0, dtype)}, optax.sgd(0.25)
@@ -731,8 +771,8 @@ def test_the_gradient_of_many_tokens_does_not_overflow(accumulate, dtype, mode):
     assert state.params["w"] == 0.75 and state.params["w"].dtype == dtype
 
 
-@pytest.mark.parametrize("layout", ["1", "4x2-model"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", [pytest.param("1", marks=EXHAUSTIVE), "4x2-model"])
+@pytest.mark.parametrize("mode", only("pmap"))
 def test_a_model_that_computes_in_float16_has_the_gradient_of_the_mean(mode, layout):
     model = nnx.Linear(1, 1, dtype=jnp.float16, rngs=nnx.Rngs(0))
 
@@ -761,7 +801,7 @@ def rows_in_float16(params, batch, keys):
     return jnp.sum(losses), batch.num_tokens
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("shard_map"))
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_mean_that_float16_holds_is_finite(accumulate, mode):
     mesh, tx = make_mesh("4x2-model")[0], optax.sgd(1.0)
@@ -830,7 +870,9 @@ def test_a_dtype_on_the_way_back_is_found_without_jaxs_own_program():
         assert not computes_in(jnp.bfloat16, way, loss_sum)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=EXHAUSTIVE)]
+)
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_gradients_in_half_precision_are_added_up_in_single(mode, dtype):
     """Beside an axis for the model, where XLA on CPUs cannot add up bfloat16."""
@@ -865,7 +907,7 @@ def test_a_tokens_share_of_the_mean_does_not_underflow():
     np.testing.assert_allclose(state.opt_state, 1e-3, rtol=3e-2)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("jit"))
 def test_gradients_in_single_precision_are_what_they_were_bit_for_bit(
     mode, monkeypatch
 ):
@@ -920,7 +962,7 @@ def test_a_gradient_is_the_mean_whatever_its_weight(weight):
     np.testing.assert_allclose(state.opt_state["w"], 3, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("jit"))
 def test_a_loss_that_is_no_number_is_told_of_no_tokens_too(mode):
     def loss(params, batch, keys):
         return jnp.sum(params["w"]) * jnp.nan, batch.num_tokens * 0
@@ -937,7 +979,7 @@ def test_a_loss_that_is_no_number_is_told_of_no_tokens_too(mode):
     assert np.isnan(metrics["loss"]) and metrics["skipped"] == 1
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("jit"))
 def test_an_infinite_weight_is_no_loss_of_zero(mode):
     def loss(params, batch, keys):
         loss_sum, _, _ = loss_fn(params, batch, keys)
@@ -978,6 +1020,7 @@ def test_a_parameter_without_a_gradient_is_named():
         run_batch(batch, jb.data_mesh(jax.devices()[:1]), params=params)
 
 
+@pytest.mark.exhaustive
 def test_training_in_float16_reaches_the_loss_of_single_precision():
     """32,736 tokens a step: the gradient of their sum is beyond 65,504."""
     rng = np.random.default_rng(0)
@@ -1013,6 +1056,7 @@ def test_training_in_float16_reaches_the_loss_of_single_precision():
 # From sort to loss
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])
 def test_a_curriculum_by_length_under_a_budget_scales_every_rate(rule):
     """Early steps have many short rows, late ones few long ones, each with its rate."""
@@ -1051,7 +1095,7 @@ def test_a_curriculum_by_length_under_a_budget_scales_every_rate(rule):
     assert np.mean(losses[-10:]) < 0.6 * np.mean(losses[:10])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("shard_map"))
 def test_a_weight_may_be_small(mode):
     def scaled(params, batch, keys):
         loss_sum, weight, _ = loss_fn(params, batch, keys)
@@ -1067,7 +1111,7 @@ def test_a_weight_may_be_small(mode):
 
 
 @pytest.mark.filterwarnings("ignore:.* in half precision")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("shard_map"))
 def test_a_loss_in_half_precision_is_divided_by_the_exact_weight(mode):
     # 4,099 is no float16, and the whole weight beyond its largest.
     def half(params, batch, keys):
@@ -1085,8 +1129,8 @@ def test_a_loss_in_half_precision_is_divided_by_the_exact_weight(mode):
     np.testing.assert_allclose(state.opt_state["a"], 1 / 4099, rtol=2e-2)
 
 
-@pytest.mark.parametrize("layout", ["2", "4x2-model"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", [pytest.param("2", marks=EXHAUSTIVE), "4x2-model"])
+@pytest.mark.parametrize("mode", only("pmap"))
 def test_evaluation_over_an_epoch_is_the_sum_over_examples(mode, layout):
     lengths = np.random.default_rng(2).integers(1, 17, 77)
     source = make_examples(lengths)
@@ -1114,7 +1158,7 @@ def test_evaluation_over_an_epoch_is_the_sum_over_examples(mode, layout):
     }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("shard_map"))
 def test_evaluation_calls_the_loss_without_keys_and_keeps_the_state(mode):
     given = []
 
@@ -1169,7 +1213,7 @@ def make_net():
     return nnx.merge(graphdef, jax.tree.map(np.asarray, state))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("pmap"))
 def test_an_nnx_model_trains_like_its_plain_parameters(mode):
     examples, mesh = make_examples(UNEQUAL), four_devices()
     batch = jb.data.collate_rows(examples, jb.Bucket(8, 8))
@@ -1229,7 +1273,7 @@ def test_a_step_donates_its_state_and_nothing_else(mode):
     assert not any(leaf.is_deleted() for leaf in kept)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("pmap"))
 def test_half_precision_parameters_keep_their_dtype(mode):
     params = make_params() | {
         "kernel": jnp.asarray(make_params()["kernel"], "bfloat16")
@@ -1289,8 +1333,16 @@ def test_pmap_gives_back_the_memory_of_its_state():
         assert steps[bucket].memory_analysis().argument_size_in_bytes > 0
 
 
-@pytest.mark.parametrize("mode", ["jit", "shard_map"])
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "ahead"),
+    [
+        ("jit", True),
+        *(
+            pytest.param(*case, marks=EXHAUSTIVE)
+            for case in (("jit", False), ("shard_map", True), ("shard_map", False))
+        ),
+    ],
+)
 def test_a_fully_sharded_state_trains_as_a_whole_one(ahead, mode):
     """Every parameter and moment cut over the axis of the rows (ZeRO, FSDP)."""
     source, schedule = setup_run()
@@ -1343,8 +1395,16 @@ def test_a_fully_sharded_state_trains_as_a_whole_one(ahead, mode):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["jit", "shard_map"])
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "ahead"),
+    [
+        ("jit", True),
+        *(
+            pytest.param(*case, marks=EXHAUSTIVE)
+            for case in (("jit", False), ("shard_map", True), ("shard_map", False))
+        ),
+    ],
+)
 def test_a_sharded_state_stays_as_it_is_sharded(ahead, mode):
     source, schedule = setup_run()
     mesh, _ = make_mesh("4x2-model")
@@ -1417,7 +1477,7 @@ def test_batch_statistics_are_refused():
         jb.create_state(Normed(nnx.Rngs(0)), optax.sgd(0.1))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("jit"))
 def test_dropout_from_the_random_state_of_a_model_is_refused(mode):
     # It would drop the same units at every step, and differ between meshes.
     class Dropped(nnx.Module):
@@ -1539,7 +1599,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("shard_map"))
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_loss_that_breaks_the_contract_is_refused(case, mode):
     to_result, message = BROKEN[case]
@@ -1618,7 +1678,7 @@ def test_an_optimizer_that_hands_nothing_on_is_named():
         run_batch(batch, four_devices(), tx=tx)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("jit"))
 def test_an_average_that_overflows_is_skipped(mode):
     """It would give updates of zero, which are finite, from then on."""
 
