@@ -147,7 +147,7 @@ def lose_one(
         # Too late to be a fault: the run was over.
         return None
     said = (folder / "output").read_text()
-    sentence = rf"jaxbucket: process (\d+) ends, for process {victim} \(.*({why})"
+    sentence = rf"jaxbucket: process (\d+) ends because process {victim} \(.*({why})"
     named = {int(found[1]) for found in re.finditer(sentence, said)}
     if not passed or named != set(pids) - {victim}:
         print(said, file=sys.stderr)

@@ -541,8 +541,10 @@ def train(
     points = 1
     is_over = progress.step > 0 and log.done >= 1
     feed = [] if is_over else batches(job, args, progress)
-    # Without a checkpoint there is nothing to finish for.
-    wish = jb.StopRequest(job.processes) if checkpoints else contextlib.nullcontext()
+    # One process without a checkpoint has nothing to finish for. Of several, jax has
+    # SIGTERM.
+    asks = bool(checkpoints) or job.processes.count > 1
+    wish = jb.StopRequest(job.processes) if asks else contextlib.nullcontext()
     with wish as stop, log:
         for batch in jb.prefetch_to_mesh(feed, job.mesh):
             if stop and stop.before(progress.step):

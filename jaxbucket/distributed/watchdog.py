@@ -1,12 +1,12 @@
 """Ends this process, with a sentence, when another one of the run is lost.
 
-A collective waits for ever for a process that died. jax notices in the end, and aborts
-without naming it; this notices first.
+A collective waits for a process that died. jax notices in the end, and aborts without
+naming it; this thread notices first.
 
-Every process beats in a key of its own. Process 0, which has the store, watches all
-others, and they watch it; whoever sees that a process is lost says so in one key, the
-*verdict*, for which all others wait. Threads of their own do it: the main one may hang
-in a collective.
+Every process writes a beat into the store, in which a failure of its own may stand.
+Process 0, which has the store, reads all beats, and repeats in its own the first failure
+it finds; all others read that one beat. Because the store is lost with process 0, they
+also hold a connection to it, which the system closes whenever it ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import select
+import socket
 import sys
 import threading
 import time
@@ -21,140 +23,122 @@ from typing import NamedTuple, NoReturn
 
 import jax
 
-from jaxbucket.distributed.exit import before_abort, leave, speak
+from jaxbucket.distributed.exit import exit_now
 from jaxbucket.distributed.store import Store
 
 # "Try again later", as sendmail's sysexits.h has it: what a launcher may restart.
 EXIT_STATUS = 75
-_VERDICT = "verdict"
 _BEATS = "beats"
 _BEATS_PER_TIMEOUT = 10
-# Who holds Python's lock for so long is lost to the others, and does not come back.
-_TIMEOUTS_TO_HANG = 2
 _LONGEST_INTERVAL = 1.0
-_INTERVALS_TO_JUDGE = 2
-# The store ends with process 0: until then the others may read why.
-_SECONDS_TO_READ = 1.0
-# A store whose process was stopped does not answer.
-_SECONDS_TO_TELL = 1.0
+# A process that holds Python's lock for so long is lost to the others.
+_TIMEOUTS_TO_HANG = 2
+# What made one process raise may make all of them do so, each in its own words.
 _SECONDS_TO_FAIL_TOO = 1.0
-_SECONDS_TO_ANSWER = 2.0
+_SECONDS_TO_CONNECT = 1.0
+# jax's service closes a connection that says nothing, but not so soon.
+_SECONDS_TO_RENEW = 20.0
+_SECONDS_TO_PUBLISH = 1.0
+_MAX_BYTES = 4096
 
 
-class Verdict(NamedTuple):
+class PeerFailure(NamedTuple):
     """Which process was lost, and how.
 
     Attributes:
       process: its index.
-      why: what comes behind "process 3 (host, pid)".
+      name: its host and its pid.
+      reason: what follows "process 3 (host, pid 7)".
       raised: whether it said so itself.
     """
 
     process: int
-    why: str
+    name: str
+    reason: str
     raised: bool = False
 
 
 class _Beat(NamedTuple):
-    """What a process last wrote, and since when it is the same."""
-
-    text: str
-    since: float
+    number: int
+    name: str
+    failure: PeerFailure | None = None
 
 
 class Watchdog:
-    """Beats for this process, and waits for a verdict.
+    """A thread that beats for this process, and watches the beats of others.
 
     Args:
       store: of the coordination service.
-      index: of this process.
-      names: what each process is called: its host and its pid.
+      name: the host and the pid of this process.
       timeout: seconds without a beat after which a process is lost.
+      start_timeout: seconds that a process has until its first beat.
     """
 
-    def __init__(self, store: Store, index: int, names: list[str], timeout: float):
+    def __init__(self, store: Store, name: str, timeout: float, start_timeout: float):
         self._store = store
-        self._index = index
-        self._names = names
+        self._index = store.index
         self._timeout = timeout
         self._interval = min(timeout / _BEATS_PER_TIMEOUT, _LONGEST_INTERVAL)
-        self._over = threading.Event()
-        self._ending = threading.Lock()
+        self._beat = _Beat(0, name)
+        peers = range(1, store.count) if self._index == 0 else [0]
+        self._peers = dict.fromkeys(peers, _Beat(0, ""))
+        first = time.monotonic() + max(timeout, start_timeout)
+        self._deadlines = dict.fromkeys(peers, first)
+        self._own_failure: PeerFailure | None = None
+        self._published = threading.Event()
         self._failing = threading.Event()
-        self._lost: Verdict | None = None
-        self._abort = before_abort(self._before_abort)
-        watched = range(1, len(names)) if index == 0 else [0]
-        self._beats = dict.fromkeys(watched, _Beat("", time.monotonic()))
-        self._threads = [
-            threading.Thread(target=target, name=f"jaxbucket {name}", daemon=True)
-            for name, target in (("beat", self._beat), ("watch", self._watch))
-        ]
+        self._over = threading.Event()
+        self._link: socket.socket | None = None
+        self._renewal = 0.0
+        self._wake, self._waker = socket.socketpair()
+        self._thread = threading.Thread(
+            target=self._run, name="jaxbucket watchdog", daemon=True
+        )
 
     def start(self) -> None:
-        self._abort.__enter__()
         # It may hang before its first beat.
         self._arm()
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
 
     def stop(self) -> None:
-        """Leaves the others alone from here on; they must be told before."""
+        """Leaves the others alone from here on; all must have agreed on it."""
         self._over.set()
-        for thread in self._threads:
-            thread.join()
+        self._waker.send(b"\0")
+        self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        self._abort.__exit__(None, None, None)
+        for connection in (self._wake, self._waker, self._link):
+            if connection is not None:
+                connection.close()
 
-    def accuse(self, why: str) -> None:
-        """Tells all others that this process is lost."""
-        self._failing.set()
-        self._tell(Verdict(self._index, why, raised=True))
-        if self._index == 0:
-            time.sleep(_SECONDS_TO_READ)
+    def report_failure(self, reason: str) -> None:
+        """Tells the others that this process is lost; returns when they could read it.
 
-    def wait_for_verdict(self) -> None:
-        """Does not return if another process is lost: this one is ended meanwhile.
-
-        Process 0 may be too busy to judge. Whoever has not beaten in all this time is
-        lost, whoever sees it.
+        Args:
+          reason: what follows "process 3 (host, pid 7)".
         """
-        before = self._all_beats()
-        # A beat may have been due, and held up for as long as that.
-        time.sleep(self._timeout + self._interval)
-        now = self._all_beats()
-        for process in sorted(set(before) - {self._index}):
-            if now.get(process) == before[process]:
-                why = f"has given no sign of life for {self._timeout:g} s"
-                self._tell(Verdict(process, why))
-                # What was told is what this process ends with.
-                time.sleep(self._timeout)
-        if not before:
-            # Process 0 has not answered: that is judged a little later.
-            time.sleep(_INTERVALS_TO_JUDGE * self._interval)
+        self._own_failure = PeerFailure(self._index, self._beat.name, reason, True)
+        self._failing.set()
+        self._waker.send(b"\0")
+        self._published.wait(self._interval + _SECONDS_TO_PUBLISH)
+        if self._index == 0:
+            self._linger()
 
-    def _all_beats(self) -> dict[int, str]:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            return {int(who): x for who, x in self._store.below(_BEATS).items()}
-        return {}
+    def wait_for_failure(self) -> None:
+        """Returns only if no other process is lost: otherwise this one is ended."""
+        # A beat is read, its lack is seen, and that is read, each one interval later.
+        time.sleep(self._timeout + 3 * self._interval)
 
-    def _tell(self, verdict: Verdict) -> None:
-        def give() -> None:
-            # Without the store the others know already.
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._store.claim(_VERDICT, json.dumps(verdict))
-
-        teller = threading.Thread(target=give, daemon=True)
-        teller.start()
-        teller.join(_SECONDS_TO_TELL)
-
-    def _beat(self) -> None:
-        number = 0
-        while not self._over.wait(self._interval):
-            number += 1
+    def _run(self) -> None:
+        while not self._over.is_set():
             self._arm()
-            # Where process 0 does not answer, that is seen by its beats.
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._store.set(f"{_BEATS}/{self._index}", str(number))
+            beats = self._read_beats()
+            failure = self._own_failure or self._find_failure(beats)
+            # Setting a key waits for ever where process 0 is stopped.
+            if beats or self._index == 0:
+                self._publish(failure)
+            if failure is not None and failure != self._own_failure:
+                self._end(failure)
+            self._pause()
 
     def _arm(self) -> None:
         """Has this process ended from C, with all stacks, if no beat follows."""
@@ -164,68 +148,85 @@ class Watchdog:
                 _TIMEOUTS_TO_HANG * self._timeout, exit=True, file=sys.stderr
             )
 
-    def _watch(self) -> None:
-        while not self._over.is_set():
-            self._lost = lost = self._verdict() or self._judge()
-            if lost is not None:
-                # What made one raise may make all of them do so, each in its own words.
-                if not (lost.raised and self._failing.wait(_SECONDS_TO_FAIL_TOO)):
-                    self._end(lost)
-                return
-
-    def _verdict(self) -> Verdict | None:
-        """Waits a while for one."""
+    def _read_beats(self) -> dict[int, _Beat]:
+        """The beats that process 0 has and this one reads, so far as it answers."""
         try:
-            verdict = self._store.get(_VERDICT, self._interval)
-        except jax.errors.JaxRuntimeError:
-            self._over.wait(self._interval)
-            return None
-        return Verdict(*json.loads(verdict)) if verdict is not None else None
-
-    def _judge(self) -> Verdict | None:
-        """Finds a process whose beats do not come, and tells the others."""
-        beats = self._read()
-        now = time.monotonic()
-        for process, (before, since) in self._beats.items():
-            text = beats.get(process, before)
-            if text != before:
-                self._beats[process] = _Beat(text, now)
-            # A beat may have been due when it fell silent.
-            elif now - since > self._timeout + self._interval:
-                why = f"has given no sign of life for {now - since:.1f} s"
-                verdict = Verdict(process, why)
-                self._tell(verdict)
-                return verdict
-        return None
-
-    def _read(self) -> dict[int, str]:
-        """The beats of those that this process watches, so far as they can be read."""
-        if self._index == 0:
-            return self._all_beats()
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            beat = self._store.get(f"{_BEATS}/0", self._interval)
-            return {} if beat is None else {0: beat}
-        return {}
-
-    def _before_abort(self) -> None:
-        if self._failing.is_set():
-            # The others have ended, as they were told.
-            leave(1)
-        if self._lost is not None:
-            self._end(self._lost)
-        if not self._store.is_reachable(_SECONDS_TO_ANSWER):
-            self._end(Verdict(0, "cannot be reached any more"))
-        self.accuse("aborted, for what it printed")
-        speak(f"process {self._index} aborts, for what is said above.")
-
-    def _end(self, verdict: Verdict) -> NoReturn:
-        with self._ending:
             if self._index == 0:
-                time.sleep(_SECONDS_TO_READ)
-            process, why, _ = verdict
-            leave(
-                EXIT_STATUS,
-                f"process {self._index} ends, for process {process} "
-                f"({self._names[process]}) {why}. Start all of them again, to go on "
-                "from the last checkpoint.",
-            )
+                texts = self._store.below(_BEATS)
+            else:
+                text = self._store.get(f"{_BEATS}/0", self._interval)
+                texts = {} if text is None else {"0": text}
+        except jax.errors.JaxRuntimeError:
+            # It may be away for a moment; otherwise it will not beat.
+            return {}
+        return {int(x): _parse(texts[x]) for x in texts if int(x) in self._peers}
+
+    def _find_failure(self, beats: dict[int, _Beat]) -> PeerFailure | None:
+        now = time.monotonic()
+        for process, beat in beats.items():
+            if beat != self._peers[process]:
+                self._peers[process] = beat
+                self._deadlines[process] = now + self._timeout
+        # One that is silent may be what made others raise.
+        for process, beat in self._peers.items():
+            if now > self._deadlines[process] and beat.failure is None:
+                reason = f"has given no sign of life for {self._timeout:g} s"
+                return PeerFailure(process, beat.name, reason)
+        return next((x.failure for x in self._peers.values() if x.failure), None)
+
+    def _publish(self, failure: PeerFailure | None) -> None:
+        # Only process 0 speaks of others.
+        published = failure if self._index == 0 else self._own_failure
+        number = self._beat.number + 1
+        self._beat = self._beat._replace(number=number, failure=published)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._store.set(f"{_BEATS}/{self._index}", json.dumps(self._beat))
+            if published is not None:
+                self._published.set()
+
+    def _pause(self) -> None:
+        """Waits for the next beat, or for process 0 to end."""
+        if self._index and time.monotonic() > self._renewal:
+            self._connect()
+        connections = [x for x in (self._wake, self._link) if x is not None]
+        ready, _, _ = select.select(connections, [], [], self._interval)
+        if self._wake in ready:
+            self._wake.recv(_MAX_BYTES)
+        if self._link in ready and not self._over.is_set() and _is_closed(self._link):
+            # At once: jax aborts for the same reason, without naming anyone.
+            name = self._peers[0].name
+            self._end(PeerFailure(0, name, "cannot be reached any more"))
+
+    def _connect(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link = self._store.connect(_SECONDS_TO_CONNECT)
+        self._renewal = time.monotonic() + _SECONDS_TO_RENEW
+
+    def _end(self, failure: PeerFailure) -> NoReturn | None:
+        if failure.raised and self._failing.wait(_SECONDS_TO_FAIL_TOO):
+            return
+        if self._index == 0:
+            self._linger()
+        exit_now(
+            EXIT_STATUS,
+            f"process {self._index} ends because process {failure.process} "
+            f"({failure.name}) {failure.reason}. Start all of them again, to go on "
+            "from the last checkpoint.",
+        )
+
+    def _linger(self) -> None:
+        """The store ends with process 0: until then the others may read why."""
+        time.sleep(1.5 * self._interval)
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(_MAX_BYTES)
+    except OSError:
+        return True
+
+
+def _parse(text: str) -> _Beat:
+    number, name, failure = json.loads(text)
+    return _Beat(number, name, failure and PeerFailure(*failure))

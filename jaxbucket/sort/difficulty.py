@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.checks import check_choice
-from jaxbucket.base.peers import Alone, Meeting
+from jaxbucket.base.peers import ProcessGroup, SingleProcess
 from jaxbucket.schedule.difficulty_index import (
     DIFFICULTY,
     EXAMPLES,
@@ -46,7 +46,7 @@ def write_difficulty_index(
     difficulty: ArrayLike,
     mesh: Mesh,
     *,
-    processes: Meeting | None = None,
+    processes: ProcessGroup | None = None,
     sorted_by: SortedBy = "all",
     num_examples: int | None = None,
 ) -> DifficultyIndex:
@@ -84,14 +84,14 @@ def write_difficulty_index(
       ValueError: in every process, if difficulties are refused, or the folder is one of
         other difficulties or no folder that all of them share.
     """
-    meeting = processes or Alone()
-    if jax.process_count() != meeting.count:
+    group = processes or SingleProcess()
+    if jax.process_count() != group.count:
         raise ValueError(
-            f"`processes` has {meeting.count} of {jax.process_count()}: pass what "
+            f"`processes` has {group.count} of {jax.process_count()}: pass what "
             "`Processes` returned."
         )
     path = pathlib.Path(folder).resolve()
-    share = _share_among(path, difficulty, mesh, sorted_by, meeting)
+    share = _share_among(path, difficulty, mesh, sorted_by, group)
     if num_examples is not None and share.size != num_examples:
         raise ValueError(
             f"`difficulty` is of {share.size} examples over all processes, and the "
@@ -106,12 +106,12 @@ def write_difficulty_index(
     # Of this call alone: one that is over may still have a process that writes.
     partial = path.with_name(f"{path.name}.{share.token}{_PARTIAL}")
     try:
-        _write(partial, path, share, found.local_shares(), meeting)
+        _write(partial, path, share, found.local_shares(), group)
     except Exception:
         # All of them have failed. Another run may have been faster, with the same.
-        if meeting.index == 0:
+        if group.index == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        if not _all_see(path, share.words, meeting):
+        if not _all_see(path, share.words, group):
             raise
     _wait_for(path)
     return DifficultyIndex(path)
@@ -122,22 +122,22 @@ def _write(
     folder: pathlib.Path,
     share: _Share,
     found: list[SortedShare],
-    meeting: Meeting,
+    group: ProcessGroup,
 ) -> None:
     """Writes the part of this process; process 0 begins the folder and names it."""
     size, dtype = share.size, index_dtype(share.size)
-    with _together(meeting, "index begun"):
-        if meeting.index == 0:
+    with _together(group, "index begun"):
+        if group.index == 0:
             partial.mkdir(parents=True)
             _begin(partial / DIFFICULTY, share.difficulty.dtype, size)
             _begin(partial / EXAMPLES, dtype, size)
-    with _together(meeting, "index written"):
+    with _together(group, "index written"):
         _write_part(partial / DIFFICULTY, share.difficulty, share.first, size)
         for own in found:
             examples = own.index.astype(dtype)
             _write_part(partial / EXAMPLES, examples, own.ranks.start, size)
-    with _together(meeting, "index named"):
-        if meeting.index == 0:
+    with _together(group, "index named"):
+        if group.index == 0:
             _name(partial, folder, share.words)
 
 
@@ -170,13 +170,13 @@ def _share_among(
     given: ArrayLike,
     mesh: Mesh,
     sorted_by: SortedBy,
-    meeting: Meeting,
+    group: ProcessGroup,
 ) -> _Share:
     """Checks what all processes give, and what they find."""
     difficulty = np.empty(0)
-    with _together(meeting, "difficulty checked"):
+    with _together(group, "difficulty checked"):
         check_choice("sorted_by", sorted_by, get_args(SortedBy))
-        missing = set(range(meeting.count)) - {
+        missing = set(range(group.count)) - {
             x.process_index for x in mesh.devices.flat
         }
         if missing:
@@ -187,18 +187,18 @@ def _share_among(
         difficulty = _checked(given)
     ids = [device.id for device in mesh.devices.flat]
     own = f"{len(difficulty)} {difficulty.dtype.str} {sorted_by}, devices {ids}"
-    told = [text.split(maxsplit=1) for text in meeting.gather("difficulty", own)]
+    told = [text.split(maxsplit=1) for text in group.gather("difficulty", own)]
     if len({how for _, how in told}) > 1:
         raise ValueError(
             f"The processes give difficulties of {[how for _, how in told]}: give all "
             "of one dtype, sort them alike, and over one mesh."
         )
     sizes = [int(size) for size, _ in told]
-    first, size = sum(sizes[: meeting.index]), sum(sizes)
+    first, size = sum(sizes[: group.index]), sum(sizes)
     if not size:
         raise ValueError("`difficulty` is empty: there is no example to sort.")
     own = f"{share_sum(difficulty, first)} {uuid.uuid4().hex}"
-    told = [text.split() for text in meeting.gather("difficulty added up", own)]
+    told = [text.split() for text in group.gather("difficulty added up", own)]
     words = Words(
         size,
         difficulty.dtype.str,
@@ -206,11 +206,11 @@ def _share_among(
         sizes if sorted_by == "process" else [],
         difficulty_digest(sum(int(part) for part, _ in told), size),
     )
-    is_there = _all_see(folder, words, meeting)
+    is_there = _all_see(folder, words, group)
     return _Share(difficulty, first, words, told[0][1], is_there)
 
 
-def _all_see(folder: pathlib.Path, words: Words, meeting: Meeting) -> bool:
+def _all_see(folder: pathlib.Path, words: Words, group: ProcessGroup) -> bool:
     """Whether the folder is this index, for all processes.
 
     Raises:
@@ -218,9 +218,9 @@ def _all_see(folder: pathlib.Path, words: Words, meeting: Meeting) -> bool:
     """
     for _ in range(_LOOKS):
         found = False
-        with _together(meeting, "folder looked at"):
+        with _together(group, "folder looked at"):
             found = _is_there(folder, words)
-        seen = meeting.gather("folder seen", str(found))
+        seen = group.gather("folder seen", str(found))
         if len(set(seen)) == 1:
             return found
         # Another run may have named it just now.
@@ -287,15 +287,15 @@ def _local_ranks(difficulty: np.ndarray) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _together(meeting: Meeting, name: str) -> Iterator[None]:
+def _together(group: ProcessGroup, name: str) -> Iterator[None]:
     """What fails in one process is raised in all of them."""
     try:
         yield
     # Whatever it is, the others wait.
     except Exception as error:
-        meeting.gather(name, f"{type(error).__name__}: {error}")
+        group.gather(name, f"{type(error).__name__}: {error}")
         raise
-    for index, failure in enumerate(meeting.gather(name, "")):
+    for index, failure in enumerate(group.gather(name, "")):
         if failure:
             raise ValueError(f"Process {index} has failed: {failure}")
 

@@ -23,7 +23,7 @@ from jaxbucket.base.checks import (
     check_seed,
 )
 from jaxbucket.base.padding import PadValue, check_pad_value
-from jaxbucket.base.peers import Meeting
+from jaxbucket.base.peers import ProcessGroup
 from jaxbucket.base.permutation import fold
 from jaxbucket.base.position import DataPosition
 from jaxbucket.base.types import BucketPlan, Group, RowShard, digest
@@ -59,7 +59,7 @@ def stream_batches(
     policy: Policy = "closest",
     lengths: Samples | None = None,
     shard: RowShard | None = None,
-    processes: Meeting | None = None,
+    processes: ProcessGroup | None = None,
     accumulate: int = 1,
     group: Group = "same",
     num_steps: float | None = None,
@@ -258,7 +258,7 @@ def _checked_steps(num_steps: float | None) -> int | None:
 
 
 def _check_processes(
-    processes: Meeting | None, options: Options, num_steps: float | None
+    processes: ProcessGroup | None, options: Options, num_steps: float | None
 ) -> None:
     if processes is not None and not hasattr(processes, "gather"):
         raise ValueError(
@@ -283,7 +283,7 @@ class StreamDataset(grain.IterDataset[Any]):
         options: Options,
         like: Example | None,
         on_drift: OnDrift | None,
-        processes: Meeting | None,
+        processes: ProcessGroup | None,
     ):
         super().__init__(dataset if isinstance(dataset, grain.IterDataset) else ())
         self._dataset = dataset

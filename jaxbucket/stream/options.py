@@ -19,7 +19,7 @@ from jaxbucket.base.checks import (
     check_positive,
 )
 from jaxbucket.base.padding import PadValue
-from jaxbucket.base.peers import Meeting
+from jaxbucket.base.peers import ProcessGroup
 from jaxbucket.base.permutation import fold
 from jaxbucket.base.types import GROUPS, BucketPlan, Group, RowShard, digest
 from jaxbucket.data.example import Example
@@ -250,7 +250,7 @@ class StreamRun:
     options: Options
     like: Example | None
     on_drift: OnDrift | None
-    processes: Meeting | None
+    processes: ProcessGroup | None
     first: int = 0
     stride: int = 1
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxbucket.base.peers import Meeting
+from jaxbucket.base.peers import ProcessGroup
 from jaxbucket.base.types import digest
 from jaxbucket.data.example import Example, Features, features_of
 from jaxbucket.plan.remainder import filler_bucket, flow_remainders
@@ -73,7 +73,7 @@ class StreamRounds:
       name: of the iterator, the same in all.
     """
 
-    def __init__(self, run: StreamRun, processes: Meeting | None, name: str):
+    def __init__(self, run: StreamRun, processes: ProcessGroup | None, name: str):
         self._run = run
         self._processes = processes
         self._name = name

@@ -28,7 +28,7 @@ from jax.tree_util import keystr
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.position import DataPosition
 from jaxbucket.distributed.processes import Processes
-from jaxbucket.distributed.rendezvous import listed
+from jaxbucket.distributed.differences import list_processes
 
 _SEAL = "seal.json"
 # Orbax notes in the first when the checkpoint appeared, after the seal, and may write
@@ -156,7 +156,7 @@ class Checkpoints:
         if blind:
             raise ValueError(
                 f"`directory={str(self._directory)!r}` is not the same everywhere: "
-                f"what process 0 writes there, {listed(blind)} cannot see. Name one "
+                f"what process 0 writes there, {list_processes(blind)} cannot see. Name one "
                 "that all of them share."
             )
 

@@ -419,7 +419,7 @@ with jb.Processes(timeout=2) as processes:
     processes.gather("never", "")
 """
     run = launch(START.replace("processes = ", "# ") + code)
-    assert "for process 0 (" in sentence(run, 1)
+    assert "because process 0 (" in sentence(run, 1)
     assert any("most recent call first" in x for x in run.lines(0)), run.output
 
 
@@ -576,7 +576,7 @@ def fault():
 """
     run = launch(START + fault + LOOP, count=4, grace=3 * TIMEOUT)
     for index in (0, 2, 3):
-        assert "for process 1 (" in sentence(run, index), run.output
+        assert "because process 1 (" in sentence(run, index), run.output
 
 
 def test_a_store_that_is_away_for_a_moment_does_not_hold_up_a_wish(launch):
@@ -637,7 +637,7 @@ def test_a_signal_is_heard_though_jax_has_been_connected_before(launch):
     run = launch(CONNECTED.replace("    FAULT\n", fault), count=2, grace=8)
     # It ends at once, as it would without jax, and the other one because of it.
     assert "slept" not in run.said(0) + run.said(1), run.output
-    assert "for process 1 (" in sentence(run, 0)
+    assert "because process 1 (" in sentence(run, 0)
 
 
 def test_others_end_with_the_status_that_says_try_again(launch):

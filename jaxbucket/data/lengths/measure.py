@@ -18,7 +18,7 @@ import cloudpickle
 import numpy as np
 
 from jaxbucket.base.checks import MAX_LENGTH, check_integer
-from jaxbucket.base.peers import Alone, Meeting
+from jaxbucket.base.peers import ProcessGroup, SingleProcess
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.base.types import digest
 from jaxbucket.data.example import example_length
@@ -44,7 +44,7 @@ def measure_difficulty(
     *,
     num_workers: int = 0,
     cache: str | os.PathLike[str] | None = None,
-    processes: Meeting | None = None,
+    processes: ProcessGroup | None = None,
     progress: bool = True,
 ) -> np.ndarray:
     """Returns the difficulty of every example that is this process's to measure.
@@ -78,18 +78,18 @@ def measure_difficulty(
     """
     size = _size_of(source)
     workers = _checked_workers(num_workers)
-    meeting = processes or Alone()
+    group = processes or SingleProcess()
     measure = functools.partial(_difficulties, source, difficulty_fn)
-    first, last = share_of(size, meeting.index, meeting.count)
+    first, last = share_of(size, group.index, group.count)
     key = digest(
         f"{size} {function_name(difficulty_fn)}".encode(), contents(source).encode()
     )
-    _check_same(meeting.gather("difficulty measured", key), meeting.index)
+    _check_same(group.gather("difficulty measured", key), group.index)
     if cache is None:
         found = np.full(last - first, np.nan, np.float32)
         _fill(found, first, measure, workers, progress, "Measuring difficulty")
         return found
-    name = f"difficulty-{key}-{meeting.index}-of-{meeting.count}.npy"
+    name = f"difficulty-{key}-{group.index}-of-{group.count}.npy"
     part = Part(pathlib.Path(cache) / name, first, last, np.float32(np.nan))
     if (found := part.read()) is None:
         with part.writing() as array:
@@ -109,7 +109,7 @@ def measure_lengths(
     sequences: Sequence[str] | None = None,
     num_workers: int = 0,
     cache: str | os.PathLike[str] | None = None,
-    processes: Meeting | None = None,
+    processes: ProcessGroup | None = None,
     progress: bool = True,
 ) -> np.ndarray:
     """Returns the length of every example, in one pass over the source.
@@ -156,7 +156,7 @@ def measure_lengths(
     if cache is not None:
         key = _key(source, length_fn, sequences)
         return _cached(
-            LengthCache(pathlib.Path(cache), key, size), fill, processes or Alone()
+            LengthCache(pathlib.Path(cache), key, size), fill, processes or SingleProcess()
         )
     if processes is not None and processes.count > 1:
         raise ValueError(
@@ -169,7 +169,7 @@ def measure_lengths(
 
 
 def _cached(
-    cache: LengthCache, fill: Callable[[np.ndarray, int], None], processes: Meeting
+    cache: LengthCache, fill: Callable[[np.ndarray, int], None], processes: ProcessGroup
 ) -> np.ndarray:
     # First of all, for a file that comes later is seen by some of them only.
     seen = processes.gather("lengths", f"{cache.key} {cache.whole.exists()}")
