@@ -8,7 +8,6 @@ import sys
 import threading
 from typing import NoReturn
 
-_STDERR = 2
 _SECONDS_TO_FLUSH = 1.0
 
 
@@ -26,9 +25,8 @@ def exit_now(status: int, sentence: str = "") -> NoReturn:
 
 def print_to_stderr(sentence: str) -> None:
     """Prints a sentence of the library past Python's buffers and their locks."""
-    if sentence:
-        with contextlib.suppress(OSError):
-            os.write(_STDERR, f"\njaxbucket: {sentence}\n".encode())
+    with contextlib.suppress(OSError):
+        os.write(2, f"\njaxbucket: {sentence}\n".encode() if sentence else b"")
 
 
 def _flush() -> None:

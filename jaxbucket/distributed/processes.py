@@ -55,14 +55,11 @@ class Processes:
 
     Within it, a process that is killed, stopped or raises makes all others end, within
     `timeout` and a few seconds, with a sentence that names it. So does the one that
-    raises, once the error leaves the context: within 5 s, caught or not. A single
-    process is left alone.
+    raises, within 5 s of the error that leaves the context, caught or not. SIGTERM is
+    jax's preemption notice, which `StopRequest` hears. A single process is left alone.
 
-    Within it, SIGTERM is the preemption notice of jax, which `StopRequest` hears, and
-    does not end a process that has no `StopRequest`. Whatever the context has started
-    it ends, too: from then on each process is on its own. To see one that hangs with
-    Python's lock held it takes `faulthandler.dump_traceback_later`, of which a process
-    has one.
+    To see one that hangs with Python's lock held it takes
+    `faulthandler.dump_traceback_later`, of which a process has one.
 
     Example:
       >>> with Processes() as processes:
@@ -79,7 +76,7 @@ class Processes:
       process_id: which of them this is.
       timeout: seconds without a sign of life after which a process is lost, the same
         in all. Longer than any call that keeps Python from running its other threads.
-      start_timeout: seconds to wait, on entering, for all processes to come. jax aborts
+      start_timeout: seconds to wait, on entering, for all processes to come; jax aborts
         those that have waited in vain.
 
     Attributes:
@@ -117,24 +114,22 @@ class Processes:
             )
         self._timeout = timeout
         self._start_timeout = start_timeout
+        self._settings = None
         # Whoever has connected the processes has had settings of their own.
-        self._settings = (
-            None
-            if jax.distributed.is_initialized()
-            else read_settings(coordinator_address, num_processes, process_id)
-        )
+        if not jax.distributed.is_initialized():
+            settings = coordinator_address, num_processes, process_id
+            self._settings = read_settings(*settings)
         self._calls: collections.Counter[str] = collections.Counter()
         self._watchdog: Watchdog | None = None
         self._owns_connection = False
         self._callbacks: list[Callable[[], None]] = []
 
     def __enter__(self) -> Processes:
-        if not jax.distributed.is_initialized():
-            if self._settings is None or self._settings.num_processes == 1:
-                return self
+        if self._settings and self._settings.num_processes > 1:
             self._connect(self._settings)
-        self.store = Store(f"jaxbucket/{next(_entered)}")
-        self.index, self.count = self.store.index, self.store.count
+        if jax.distributed.is_initialized():
+            self.store = Store(f"jaxbucket/{next(_entered)}")
+            self.index, self.count = self.store.index, self.store.count
         if self.count > 1:
             self._start()
         return self
@@ -147,11 +142,9 @@ class Processes:
                 heartbeat_timeout_seconds=_JAX_TIMEOUTS * math.ceil(self._timeout),
             )
         except jax.errors.JaxRuntimeError as error:
-            if "Failed to start RPC server" not in str(error):
-                raise
             raise ValueError(
-                f"`coordinator_address={settings.coordinator_address!r}`: its port "
-                "cannot be listened to. Choose another, which no program has."
+                f"`coordinator_address={settings.coordinator_address!r}`: {error}. Is "
+                "its port in use? Choose another."
             ) from error
         self._owns_connection = True
 
@@ -164,7 +157,7 @@ class Processes:
             if self.index == 0:
                 self.store.set("count", str(self.count))
             count = self.store.get("count", self._start_timeout)
-            if count is not None and int(count) != self.count:
+            if count != str(self.count):
                 raise ValueError(
                     f"`num_processes` is {count} in process 0, {self.count} in process "
                     f"{self.index}. Give all of them the same."
@@ -271,26 +264,24 @@ class Processes:
     def _wait_for_all(self, name: str, folder: str, timeout: float) -> None:
         start = time.monotonic()
         # Later than one that is lost is named.
-        patience = _TIMEOUTS_TO_WAIT * self._timeout
-        slice_ = min(timeout, _SECONDS_BETWEEN_SIGNALS)
-        while self.store.get(f"{folder}/complete", slice_) is None:
+        patience = min(timeout, _TIMEOUTS_TO_WAIT * self._timeout)
+        while self.store.get(f"{folder}/complete", _SECONDS_BETWEEN_SIGNALS) is None:
             seconds = time.monotonic() - start
-            if seconds < min(timeout, patience):
+            present = self.store.below(f"{folder}/values") if seconds > patience else {}
+            missing = [x for x in range(self.count) if str(x) not in present]
+            if not present or not missing:
                 continue
-            values = self.store.below(f"{folder}/values")
-            missing = [x for x in range(self.count) if str(x) not in values]
-            if missing and seconds >= timeout:
+            if seconds > timeout:
                 raise TimeoutError(
                     f"{list_processes(missing)} did not come to {name!r} within "
                     f"{timeout:g} s. Look for what they wait for."
                 )
-            if missing:
-                print_to_stderr(
-                    f"process {self.index} has waited {patience:g} s at {name!r} for "
-                    f"{list_processes(missing)}. Where they wait for it, too, one of "
-                    "them has left a loop before the others."
-                )
-                patience = math.inf
+            print_to_stderr(
+                f"process {self.index} has waited {patience:g} s at {name!r} for "
+                f"{list_processes(missing)}. Where they wait for it, too, one of them "
+                "has left a loop before the others."
+            )
+            patience = timeout
 
     def check_agreement(
         self,

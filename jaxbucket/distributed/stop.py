@@ -48,9 +48,10 @@ class StopRequest:
         self._processes = processes
         self._received: signal.Signals | None = None
         self._last_step: int | None = None
-        # SIGTERM is heard by jax where it has connected several processes.
-        alone = processes.count == 1
-        self._signals = (signal.SIGINT, *([signal.SIGTERM] if alone else []))
+        # Where jax has connected several processes it hears SIGTERM itself.
+        self._signals = [signal.SIGINT, signal.SIGTERM][
+            : 2 if processes.count == 1 else 1
+        ]
 
     def __enter__(self) -> StopRequest:
         if self._processes.count > 1 and not has_preemption_service():

@@ -90,7 +90,7 @@ class Store:
 
     def give_preemption_notice(self) -> None:
         """Tells jax's preemption service what SIGTERM would tell it."""
-        now = datetime.datetime.now(datetime.timezone.utc)
+        now = datetime.datetime.now(datetime.UTC)
         self._client.key_value_set(_NOTICE, now.isoformat(), allow_overwrite=True)
 
     def connect(self, timeout: float) -> socket.socket | None:

@@ -4,9 +4,9 @@ A collective waits for a process that died. jax notices in the end, and aborts w
 naming it; this thread notices first.
 
 Every process writes a beat into the store, in which a failure of its own may stand.
-Process 0, which has the store, reads all beats, and repeats in its own the first failure
-it finds; all others read that one beat. Because the store is lost with process 0, they
-also hold a connection to it, which the system closes whenever it ends.
+Process 0, which has the store, reads all beats, and repeats in its own the first
+failure it finds; all others read that one beat. Because the store is lost with process
+0, they also hold a connection to it, which the system closes whenever it ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import jax
 
@@ -28,40 +28,24 @@ from jaxbucket.distributed.store import Store
 
 # "Try again later", as sendmail's sysexits.h has it: what a launcher may restart.
 EXIT_STATUS = 75
-_BEATS = "beats"
 _BEATS_PER_TIMEOUT = 10
 _LONGEST_INTERVAL = 1.0
 # A process that holds Python's lock for so long is lost to the others.
 _TIMEOUTS_TO_HANG = 2
 # What made one process raise may make all of them do so, each in its own words.
-_SECONDS_TO_FAIL_TOO = 1.0
-_SECONDS_TO_CONNECT = 1.0
-# jax's service closes a connection that says nothing, but not so soon.
-_SECONDS_TO_RENEW = 20.0
+_SECONDS_TO_FAIL_TOO = 0.5
 _SECONDS_TO_PUBLISH = 1.0
-_MAX_BYTES = 4096
-
-
-class PeerFailure(NamedTuple):
-    """Which process was lost, and how.
-
-    Attributes:
-      process: its index.
-      name: its host and its pid.
-      reason: what follows "process 3 (host, pid 7)".
-      raised: whether it said so itself.
-    """
-
-    process: int
-    name: str
-    reason: str
-    raised: bool = False
+_SECONDS_TO_CONNECT = 1.0
+# jax's service closes a connection that says nothing after 60 s.
+_SECONDS_TO_RENEW = 20.0
 
 
 class _Beat(NamedTuple):
+    """What a process last wrote: its name, and the failure that it knows of."""
+
     number: int
     name: str
-    failure: PeerFailure | None = None
+    failure: str = ""
 
 
 class Watchdog:
@@ -76,17 +60,16 @@ class Watchdog:
 
     def __init__(self, store: Store, name: str, timeout: float, start_timeout: float):
         self._store = store
-        self._index = store.index
         self._timeout = timeout
         self._interval = min(timeout / _BEATS_PER_TIMEOUT, _LONGEST_INTERVAL)
         self._beat = _Beat(0, name)
-        peers = range(1, store.count) if self._index == 0 else [0]
+        peers = [0] if store.index else range(1, store.count)
         self._peers = dict.fromkeys(peers, _Beat(0, ""))
         first = time.monotonic() + max(timeout, start_timeout)
         self._deadlines = dict.fromkeys(peers, first)
-        self._own_failure: PeerFailure | None = None
+        # Of this process, as it says itself.
+        self._failure = ""
         self._published = threading.Event()
-        self._failing = threading.Event()
         self._over = threading.Event()
         self._link: socket.socket | None = None
         self._renewal = 0.0
@@ -106,9 +89,9 @@ class Watchdog:
         self._waker.send(b"\0")
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        for connection in (self._wake, self._waker, self._link):
-            if connection is not None:
-                connection.close()
+        self._disconnect()
+        self._wake.close()
+        self._waker.close()
 
     def report_failure(self, reason: str) -> None:
         """Tells the others that this process is lost; returns when they could read it.
@@ -116,12 +99,10 @@ class Watchdog:
         Args:
           reason: what follows "process 3 (host, pid 7)".
         """
-        self._own_failure = PeerFailure(self._index, self._beat.name, reason, True)
-        self._failing.set()
+        self._failure = f"process {self._store.index} ({self._beat.name}) {reason}"
         self._waker.send(b"\0")
         self._published.wait(self._interval + _SECONDS_TO_PUBLISH)
-        if self._index == 0:
-            self._linger()
+        self._linger()
 
     def wait_for_failure(self) -> None:
         """Returns only if no other process is lost: otherwise this one is ended."""
@@ -132,12 +113,15 @@ class Watchdog:
         while not self._over.is_set():
             self._arm()
             beats = self._read_beats()
-            failure = self._own_failure or self._find_failure(beats)
+            failure = self._failure or self._find_failure(beats)
             # Setting a key waits for ever where process 0 is stopped.
-            if beats or self._index == 0:
+            if beats or self._store.index == 0:
                 self._publish(failure)
-            if failure is not None and failure != self._own_failure:
-                self._end(failure)
+            if failure and not self._failure:
+                time.sleep(_SECONDS_TO_FAIL_TOO)
+                if not self._failure:
+                    self._linger()
+                    self._end(failure)
             self._pause()
 
     def _arm(self) -> None:
@@ -149,19 +133,19 @@ class Watchdog:
             )
 
     def _read_beats(self) -> dict[int, _Beat]:
-        """The beats that process 0 has and this one reads, so far as it answers."""
+        """Returns the beats of the peers, or nothing where process 0 is silent."""
         try:
-            if self._index == 0:
-                texts = self._store.below(_BEATS)
+            if self._store.index == 0:
+                texts = self._store.below("beats")
             else:
-                text = self._store.get(f"{_BEATS}/0", self._interval)
+                text = self._store.get("beats/0", self._interval)
                 texts = {} if text is None else {"0": text}
         except jax.errors.JaxRuntimeError:
-            # It may be away for a moment; otherwise it will not beat.
             return {}
-        return {int(x): _parse(texts[x]) for x in texts if int(x) in self._peers}
+        beats = {int(key): _Beat(*json.loads(text)) for key, text in texts.items()}
+        return {key: beat for key, beat in beats.items() if key in self._peers}
 
-    def _find_failure(self, beats: dict[int, _Beat]) -> PeerFailure | None:
+    def _find_failure(self, beats: dict[int, _Beat]) -> str:
         now = time.monotonic()
         for process, beat in beats.items():
             if beat != self._peers[process]:
@@ -169,64 +153,59 @@ class Watchdog:
                 self._deadlines[process] = now + self._timeout
         # One that is silent may be what made others raise.
         for process, beat in self._peers.items():
-            if now > self._deadlines[process] and beat.failure is None:
-                reason = f"has given no sign of life for {self._timeout:g} s"
-                return PeerFailure(process, beat.name, reason)
-        return next((x.failure for x in self._peers.values() if x.failure), None)
+            if now > self._deadlines[process] and not beat.failure:
+                return (
+                    f"process {process} ({beat.name}) has given no sign of life for "
+                    f"{self._timeout:g} s"
+                )
+        return next((x.failure for x in self._peers.values() if x.failure), "")
 
-    def _publish(self, failure: PeerFailure | None) -> None:
+    def _publish(self, failure: str) -> None:
         # Only process 0 speaks of others.
-        published = failure if self._index == 0 else self._own_failure
-        number = self._beat.number + 1
-        self._beat = self._beat._replace(number=number, failure=published)
+        failure = self._failure if self._store.index else failure
+        self._beat = _Beat(self._beat.number + 1, self._beat.name, failure)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._store.set(f"{_BEATS}/{self._index}", json.dumps(self._beat))
-            if published is not None:
+            self._store.set(f"beats/{self._store.index}", json.dumps(self._beat))
+            if failure:
                 self._published.set()
 
     def _pause(self) -> None:
         """Waits for the next beat, or for process 0 to end."""
-        if self._index and time.monotonic() > self._renewal:
-            self._connect()
-        connections = [x for x in (self._wake, self._link) if x is not None]
+        if self._store.index and time.monotonic() > self._renewal:
+            self._disconnect()
+            self._renewal = time.monotonic() + _SECONDS_TO_RENEW
+            self._link = self._store.connect(_SECONDS_TO_CONNECT)
+        connections = [self._wake, *([self._link] if self._link else [])]
         ready, _, _ = select.select(connections, [], [], self._interval)
         if self._wake in ready:
-            self._wake.recv(_MAX_BYTES)
-        if self._link in ready and not self._over.is_set() and _is_closed(self._link):
+            self._wake.recv(1)
+        if self._link in ready and _is_closed(self._link):
+            self._disconnect()
             # At once: jax aborts for the same reason, without naming anyone.
-            name = self._peers[0].name
-            self._end(PeerFailure(0, name, "cannot be reached any more"))
+            if not self._failure and not self._over.is_set():
+                name = self._peers[0].name
+                self._end(f"process 0 ({name}) cannot be reached any more")
 
-    def _connect(self) -> None:
+    def _disconnect(self) -> None:
         if self._link is not None:
             self._link.close()
-        self._link = self._store.connect(_SECONDS_TO_CONNECT)
-        self._renewal = time.monotonic() + _SECONDS_TO_RENEW
-
-    def _end(self, failure: PeerFailure) -> NoReturn | None:
-        if failure.raised and self._failing.wait(_SECONDS_TO_FAIL_TOO):
-            return
-        if self._index == 0:
-            self._linger()
-        exit_now(
-            EXIT_STATUS,
-            f"process {self._index} ends because process {failure.process} "
-            f"({failure.name}) {failure.reason}. Start all of them again, to go on "
-            "from the last checkpoint.",
-        )
+            self._link = None
 
     def _linger(self) -> None:
         """The store ends with process 0: until then the others may read why."""
-        time.sleep(1.5 * self._interval)
+        if self._store.index == 0:
+            time.sleep(1.5 * self._interval)
+
+    def _end(self, failure: str) -> None:
+        sentence = (
+            f"process {self._store.index} ends because {failure}. Start all of them "
+            "again, to go on from the last checkpoint."
+        )
+        exit_now(EXIT_STATUS, sentence)
 
 
-def _is_closed(connection: socket.socket) -> bool:
+def _is_closed(connection: socket.socket | None) -> bool:
     try:
-        return not connection.recv(_MAX_BYTES)
+        return connection is not None and not connection.recv(4096)
     except OSError:
         return True
-
-
-def _parse(text: str) -> _Beat:
-    number, name, failure = json.loads(text)
-    return _Beat(number, name, failure and PeerFailure(*failure))

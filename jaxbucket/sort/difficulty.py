@@ -176,9 +176,7 @@ def _share_among(
     difficulty = np.empty(0)
     with _together(group, "difficulty checked"):
         check_choice("sorted_by", sorted_by, get_args(SortedBy))
-        missing = set(range(group.count)) - {
-            x.process_index for x in mesh.devices.flat
-        }
+        missing = set(range(group.count)) - {x.process_index for x in mesh.devices.flat}
         if missing:
             raise ValueError(
                 f"`mesh` has no device of processes {sorted(missing)}: build it from "

@@ -27,8 +27,8 @@ from jax.tree_util import keystr
 
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.position import DataPosition
-from jaxbucket.distributed.processes import Processes
 from jaxbucket.distributed.differences import list_processes
+from jaxbucket.distributed.processes import Processes
 
 _SEAL = "seal.json"
 # Orbax notes in the first when the checkpoint appeared, after the seal, and may write
@@ -156,8 +156,8 @@ class Checkpoints:
         if blind:
             raise ValueError(
                 f"`directory={str(self._directory)!r}` is not the same everywhere: "
-                f"what process 0 writes there, {list_processes(blind)} cannot see. Name one "
-                "that all of them share."
+                f"what process 0 writes there, {list_processes(blind)} cannot see. "
+                "Name one that all of them share."
             )
 
     def close(self) -> None:

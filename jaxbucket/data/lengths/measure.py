@@ -155,9 +155,8 @@ def measure_lengths(
 
     if cache is not None:
         key = _key(source, length_fn, sequences)
-        return _cached(
-            LengthCache(pathlib.Path(cache), key, size), fill, processes or SingleProcess()
-        )
+        group = processes or SingleProcess()
+        return _cached(LengthCache(pathlib.Path(cache), key, size), fill, group)
     if processes is not None and processes.count > 1:
         raise ValueError(
             "`processes` measure together by files: pass `cache`, a folder that all of "
