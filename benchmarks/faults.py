@@ -40,7 +40,7 @@ runpy.run_path({str(runs.TRAIN_LM)!r}, run_name="__main__")
 FAULTS = {
     "killed": (signal.SIGKILL, "no sign of life|cannot be reached"),
     "stopped": (signal.SIGSTOP, "no sign of life"),
-    "raised": (signal.SIGUSR1, "raised RuntimeError: asked to fail"),
+    "raised": (signal.SIGUSR1, r"raised \w+: .*asked to fail"),
 }
 
 

@@ -96,13 +96,11 @@ class StopRequest:
                 f"`step={step}` comes after {last}: ask before every step, each one "
                 "higher than the one before."
             )
-        if self._is_requested(step, is_first=last is None):
+        if self._processes.count > 1 and self._is_requested(step, last is None):
             self.signal = self._agree()
         return self.signal is not None
 
     def _is_requested(self, step: int, is_first: bool) -> bool:
-        if self._processes.count == 1:
-            return self._received is not None
         if self._received is not None:
             self._processes.store.give_preemption_notice()
         # A request that was there before the first step has found no step to stop at.
@@ -123,5 +121,7 @@ class StopRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = signal.Signals(number)
+        if self._processes.count == 1:
+            self.signal = self._received
         for other in self._signals:
             signal.signal(other, signal.SIG_DFL)
