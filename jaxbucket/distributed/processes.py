@@ -136,17 +136,13 @@ class Processes:
         return self
 
     def _connect(self, settings: Settings) -> None:
-        try:
-            jax.distributed.initialize(
-                *settings,
-                initialization_timeout=math.ceil(self._start_timeout),
-                heartbeat_timeout_seconds=_JAX_TIMEOUTS * math.ceil(self._timeout),
-            )
-        except jax.errors.JaxRuntimeError as error:
-            raise ValueError(
-                f"`coordinator_address={settings.coordinator_address!r}`: {error}. Is "
-                "its port in use? Choose another."
-            ) from error
+        if settings.process_id == 0:
+            _check_port(settings.coordinator_address)
+        jax.distributed.initialize(
+            *settings,
+            initialization_timeout=math.ceil(self._start_timeout),
+            heartbeat_timeout_seconds=_JAX_TIMEOUTS * math.ceil(self._timeout),
+        )
         self._owns_connection = True
 
     def _start(self) -> None:
@@ -329,6 +325,17 @@ class Processes:
                 f"The processes do not agree: {'; '.join(phrases)}. Start all of "
                 "them with the same arguments, data and packages."
             )
+
+
+def _check_port(address: str) -> None:
+    """Because jax may crash where it cannot listen to the port."""
+    try:
+        socket.create_server(("", int(address.rpartition(":")[2]))).close()
+    except OSError as error:
+        raise ValueError(
+            f"`coordinator_address={address!r}`: its port cannot be listened to "
+            f"({error.strerror}). Choose another."
+        ) from None
 
 
 def _prefixed(part: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,8 +101,7 @@ class StopRequest:
         return self.signal is not None
 
     def _is_requested(self, step: int, is_first: bool) -> bool:
-        if self._received is not None:
-            self._processes.store.give_preemption_notice()
+        self._pass_on()
         # A request that was there before the first step has found no step to stop at.
         # From this call on, whatever jax agrees on is a later one.
         is_sync_point = multihost_utils.reached_preemption_sync_point(step)
@@ -110,6 +109,7 @@ class StopRequest:
 
     def _agree(self) -> signal.Signals | None:
         """Returns the signal that any of the processes knows of."""
+        self._pass_on()
         own = self._received
         if own is None and self._processes.count > 1:
             if self._processes.store.has_preemption_notice():
@@ -118,6 +118,10 @@ class StopRequest:
         # Ctrl-C in one process is a notice in the others.
         known = sorted({name for name in names if name})
         return signal.Signals[known[0]] if known else None
+
+    def _pass_on(self) -> None:
+        if self._received is not None and self._processes.count > 1:
+            self._processes.store.give_preemption_notice()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = signal.Signals(number)
