@@ -159,7 +159,6 @@ class Processes:
                     f"`num_processes` is {count} in process 0, {self.count} in process "
                     f"{self.index}. Give all of them the same."
                 )
-            self.gather("start", "", timeout=self._start_timeout)
         except BaseException as error:
             self._fail(watchdog, error)
             raise
@@ -226,8 +225,11 @@ class Processes:
         watchdog.report_failure(reason)
         return reason
 
-    def gather(self, name: str, value: str, *, timeout: float = math.inf) -> list[str]:
+    def gather(self, name: str, value: str) -> list[str]:
         """Returns the values of all processes, in order. All of them have to call it.
+
+        It waits until all are here, or one is lost. A message names those that let the
+        others wait for long.
 
         Example:
           >>> with Processes() as processes:
@@ -237,11 +239,6 @@ class Processes:
         Args:
           name: what it is for, as messages name it.
           value: that of this process.
-          timeout: seconds to wait. By default until all are here, or one is lost. After
-            a while a message names those that are missing.
-
-        Raises:
-          TimeoutError: if some did not come; it names them.
         """
         if self.count == 1:
             return [value]
@@ -251,34 +248,27 @@ class Processes:
         self.store.set(f"{folder}/values/{self.index}", value)
         if self.store.increment(f"{folder}/arrived") == self.count:
             self.store.set(f"{folder}/complete", "")
-        self._wait_for_all(name, folder, timeout)
+        # Later than one that is lost is named.
+        hint = time.monotonic() + _TIMEOUTS_TO_WAIT * self._timeout
+        while self.store.get(f"{folder}/complete", _SECONDS_BETWEEN_SIGNALS) is None:
+            if time.monotonic() > hint:
+                hint = math.inf
+                self._name_missing(name, self.store.below(f"{folder}/values"))
         values = self.store.below(f"{folder}/values")
         if number and self.index == 0:
             # Whoever is here has read what was there before.
             self.store.delete(f"{name}/{number - 1}")
         return [values[str(index)] for index in range(self.count)]
 
-    def _wait_for_all(self, name: str, folder: str, timeout: float) -> None:
-        start = time.monotonic()
-        # Later than one that is lost is named.
-        patience = min(timeout, _TIMEOUTS_TO_WAIT * self._timeout)
-        while self.store.get(f"{folder}/complete", _SECONDS_BETWEEN_SIGNALS) is None:
-            seconds = time.monotonic() - start
-            present = self.store.below(f"{folder}/values") if seconds > patience else {}
-            missing = [x for x in range(self.count) if str(x) not in present]
-            if not present or not missing:
-                continue
-            if seconds > timeout:
-                raise TimeoutError(
-                    f"{list_processes(missing)} did not come to {name!r} within "
-                    f"{timeout:g} s. Look for what they wait for."
-                )
+    def _name_missing(self, name: str, values: Mapping[str, str]) -> None:
+        missing = [x for x in range(self.count) if str(x) not in values]
+        seconds = _TIMEOUTS_TO_WAIT * self._timeout
+        if missing:
             print_to_stderr(
-                f"process {self.index} has waited {patience:g} s at {name!r} for "
+                f"process {self.index} has waited {seconds:g} s at {name!r} for "
                 f"{list_processes(missing)}. Where they wait for it, too, one of them "
                 "has left a loop before the others."
             )
-            patience = timeout
 
     def check_agreement(
         self,

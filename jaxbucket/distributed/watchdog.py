@@ -64,7 +64,7 @@ class Watchdog:
         self._interval = min(timeout / _BEATS_PER_TIMEOUT, _LONGEST_INTERVAL)
         self._beat = _Beat(0, name)
         peers = [0] if store.index else range(1, store.count)
-        self._peers = dict.fromkeys(peers, _Beat(0, ""))
+        self._peers = dict.fromkeys(peers, _Beat(0, "no beat yet"))
         first = time.monotonic() + max(timeout, start_timeout)
         self._deadlines = dict.fromkeys(peers, first)
         # Of this process, as it says itself.
