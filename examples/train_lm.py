@@ -161,7 +161,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"train_lm.py: {error}")
     except KeyboardInterrupt:
-        # Of a run that is training with checkpoints it is a wish, and not seen here.
+        # Of a run that is training with checkpoints it is a request, and not seen here.
         status = 128 + signal.SIGINT
     sys.exit(status)
 
@@ -544,8 +544,8 @@ def train(
     # One process without a checkpoint has nothing to finish for. Of several, jax has
     # SIGTERM.
     asks = bool(checkpoints) or job.processes.count > 1
-    wish = jb.StopRequest(job.processes) if asks else contextlib.nullcontext()
-    with wish as stop, log:
+    request = jb.StopRequest(job.processes) if asks else contextlib.nullcontext()
+    with request as stop, log:
         for batch in jb.prefetch_to_mesh(feed, job.mesh):
             if stop and stop.before(progress.step):
                 break

@@ -344,9 +344,7 @@ def _may_be_secondary(error: BaseException | None) -> bool:
 
     jax gives it as one error or the other; its text begins with the status code.
     """
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        seen.append(error)
+    while error is not None:
         if isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):
             if str(error).partition(":")[0] in _SECONDARY_ERRORS:
                 return True

@@ -48,10 +48,10 @@ class StopRequest:
         self._processes = processes
         self._received: signal.Signals | None = None
         self._last_step: int | None = None
+        self._signals = [signal.SIGINT]
         # Where jax has connected several processes it hears SIGTERM itself.
-        self._signals = [signal.SIGINT, signal.SIGTERM][
-            : 2 if processes.count == 1 else 1
-        ]
+        if processes.count == 1:
+            self._signals.append(signal.SIGTERM)
 
     def __enter__(self) -> StopRequest:
         if self._processes.count > 1 and not has_preemption_service():

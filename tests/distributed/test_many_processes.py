@@ -1,7 +1,6 @@
 """The main job in several processes, against the same in one."""
 
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -15,8 +14,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 TRAIN_LM = ROOT / "examples" / "train_lm.py"
 LAUNCH = ROOT / "scripts" / "launch_local.py"
 STEPS = 30
-# More ways take minutes: JAXBUCKET_MANY=1 python -m pytest -k many
-MANY = bool(os.environ.get("JAXBUCKET_MANY"))
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +61,13 @@ def assert_same(folder: pathlib.Path, name: str, first: int = 0) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [
         ("--mode", "shard_map", "--fully-sharded"),
-        *(() if not MANY else (("--mode", "pmap"), ("--model-devices", 4))),
+        ("--mode", "pmap"),
+        ("--model-devices", 4),
     ],
 )
 def test_two_processes_train_as_one(folder, options):
@@ -80,8 +79,11 @@ def test_two_processes_train_as_one(folder, options):
     assert_same(folder, "two.json")
 
 
-def test_asked_to_stop_they_go_on_in_another_number(folder):
-    checkpoints = folder / "runs"
+@pytest.mark.parametrize(
+    "counts", [(1,), pytest.param((1, 4), marks=pytest.mark.exhaustive)]
+)
+def test_asked_to_stop_they_go_on_in_another_number(folder, tmp_path, counts):
+    checkpoints = tmp_path / "runs"
     # A slow end of all saves, and of a state that no process has the whole of.
     options = ("--checkpoint", checkpoints, "--save-every", 5, "--fully-sharded")
     run = start(folder, 2, 1, *options)
@@ -94,7 +96,7 @@ def test_asked_to_stop_they_go_on_in_another_number(folder):
     assert run.returncode == 128 + signal.SIGTERM, out
     step = max(int(path.name) for path in checkpoints.glob("[0-9]*"))
     assert f"Stopped by SIGTERM after step {step}" in out
-    for count in (1, 4) if MANY else (1,):
+    for count in counts:
         name = f"{count}.json"
         run = start(folder, count, 1, *options, "--resume", "--json", name)
         out, _ = run.communicate(timeout=180)
@@ -106,6 +108,7 @@ def test_asked_to_stop_they_go_on_in_another_number(folder):
                 subprocess.run(["rm", "-r", path], check=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -134,6 +137,7 @@ DIFFERENCES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("differ", DIFFERENCES)
 def test_what_differs_is_named_by_all(folder, tmp_path, differ):
     code = (

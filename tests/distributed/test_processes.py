@@ -154,6 +154,13 @@ with processes:
     say(processes.gather("x", str(processes.index)))
     processes.gather("y", "")
     say(processes.store.below("x/0/values"))
+    # Each has a folder of its own under the same name.
+    try:
+        os.mkdir(FOLDER + str(processes.index))
+        os.chdir(FOLDER + str(processes.index))
+        jb.Checkpoints("runs", processes=processes)
+    except ValueError as error:
+        say(error)
     # Busy Python is not lost, three times in a row.
     for _ in range(3):
         if processes.index == 1:
@@ -185,9 +192,10 @@ say("end")
         pytest.param(2.5 * TIMEOUT, 4 * TIMEOUT, marks=pytest.mark.exhaustive),
     ],
 )
-def test_they_agree_and_meet_and_end_together(launch, late, rest):
+def test_they_agree_and_meet_and_end_together(launch, tmp_path, late, rest):
     code = TOGETHER.replace("DIFFERENCES", repr(list(DIFFERENCES)))
     code = code.replace("TIMEOUT", str(TIMEOUT))
+    code = code.replace("FOLDER", repr(str(tmp_path / "folder")))
     code = code.replace("LATE", str(late)).replace("REST", str(rest))
     run = launch(START + code, count=3, grace=30)
     count = len(DIFFERENCES)
@@ -198,6 +206,8 @@ def test_they_agree_and_meet_and_end_together(launch, late, rest):
         assert re.match(start + message, line), line
     met = ["3 ['a', 'b', 'c']", "['0', '1', '2']", "{}"]
     assert [x[count : count + 3] for x in lines] == [met] * 3, run.output
+    for line in (x.pop(count + 3) for x in lines):
+        assert "what process 0 writes there, processes 1 and 2 cannot see" in line
     assert lines[1][count + 3 :] == ["heard", "handler"]
     for index in (0, 2):
         assert lines[index][count + 3 :] == ["handler", "end"], run.output
