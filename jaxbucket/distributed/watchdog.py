@@ -35,9 +35,12 @@ _TIMEOUTS_TO_HANG = 2
 # What made one process raise may make all of them do so, each in its own words.
 _SECONDS_TO_FAIL_TOO = 0.5
 _SECONDS_TO_PUBLISH = 1.0
+_BEATS_TO_JUDGE = 3
 _SECONDS_TO_CONNECT = 1.0
 # jax's service closes a connection that says nothing after 60 s.
 _SECONDS_TO_RENEW = 20.0
+# Of faulthandler, where there is no file to print to.
+_NO_FILE = AttributeError, OSError, ValueError, RuntimeError
 
 
 class _Beat(NamedTuple):
@@ -79,6 +82,9 @@ class Watchdog:
         )
 
     def start(self) -> None:
+        # jax may abort a process that hangs, which then says where.
+        with contextlib.suppress(*_NO_FILE):
+            faulthandler.enable()
         # It may hang before its first beat.
         self._arm()
         self._thread.start()
@@ -106,8 +112,14 @@ class Watchdog:
 
     def wait_for_failure(self) -> None:
         """Returns only if no other process is lost: otherwise this one is ended."""
-        # A beat is read, its lack is seen, and that is read, each one interval later.
-        time.sleep(self._timeout + 3 * self._interval)
+        time.sleep(self._timeout)
+        # Process 0 judges, which may be busy: until it has looked and told it.
+        last = self._judge().number + _BEATS_TO_JUDGE
+        while self._judge().number < last:
+            time.sleep(self._interval)
+
+    def _judge(self) -> _Beat:
+        return self._peers[0] if self._store.index else self._beat
 
     def _run(self) -> None:
         while not self._over.is_set():
@@ -126,8 +138,7 @@ class Watchdog:
 
     def _arm(self) -> None:
         """Has this process ended from C, with all stacks, if no beat follows."""
-        # There may be no file to print to.
-        with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
+        with contextlib.suppress(*_NO_FILE):
             faulthandler.dump_traceback_later(
                 _TIMEOUTS_TO_HANG * self._timeout, exit=True, file=sys.stderr
             )

@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     lines = [json.dumps({"text": f"{n} " + "xyz " * (n % 20)}) for n in range(300)]
     (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
     run = start(folder, 1, 1, "--json", "one.json")
-    out, _ = run.communicate(timeout=120)
+    out, _ = run.communicate(timeout=300)
     assert run.returncode == 0, out
     return folder
 
@@ -72,7 +72,7 @@ def assert_same(folder: pathlib.Path, name: str, first: int = 0) -> None:
 )
 def test_two_processes_train_as_one(folder, options):
     run = start(folder, 2, 2, *options, "--json", "two.json")
-    out, _ = run.communicate(timeout=180)
+    out, _ = run.communicate(timeout=300)
     assert run.returncode == 0, out
     # Of what all say, it is said once.
     assert out.count("Held out: ") == 1
@@ -87,19 +87,19 @@ def test_asked_to_stop_they_go_on_in_another_number(folder, tmp_path, counts):
     # A slow end of all saves, and of a state that no process has the whole of.
     options = ("--checkpoint", checkpoints, "--save-every", 5, "--fully-sharded")
     run = start(folder, 2, 1, *options)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (checkpoints / "10").exists():
         assert time.monotonic() < deadline and run.poll() is None
         time.sleep(0.01)
     run.send_signal(signal.SIGTERM)
-    out, _ = run.communicate(timeout=60)
+    out, _ = run.communicate(timeout=150)
     assert run.returncode == 128 + signal.SIGTERM, out
     step = max(int(path.name) for path in checkpoints.glob("[0-9]*"))
     assert f"Stopped by SIGTERM after step {step}" in out
     for count in counts:
         name = f"{count}.json"
         run = start(folder, count, 1, *options, "--resume", "--json", name)
-        out, _ = run.communicate(timeout=180)
+        out, _ = run.communicate(timeout=300)
         assert run.returncode == 0, out
         assert_same(folder, name, first=step)
         for path in checkpoints.glob("[0-9]*"):
@@ -119,7 +119,7 @@ def test_asked_to_stop_they_go_on_in_another_number(folder, tmp_path, counts):
 )
 def test_what_several_cannot_do_is_refused_by_each(folder, options, message):
     run = start(folder, 2, 1, *options)
-    out, _ = run.communicate(timeout=60)
+    out, _ = run.communicate(timeout=150)
     assert run.returncode in (1, 75)
     assert out.count(message) >= 2
     assert "Traceback" not in out
