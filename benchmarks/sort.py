@@ -187,6 +187,7 @@ def with_jax(own: np.ndarray, index: int, count: int) -> Way:
     def barrier() -> None:
         # On the host, for what is timed is beside it.
         client = distributed.global_state.client
+        assert client is not None
         client.wait_at_barrier(f"benchmark/{next(numbers)}", 600_000)
 
     def check(found: jb.SortedKeys, want: np.ndarray) -> dict[str, Any]:
