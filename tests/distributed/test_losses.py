@@ -84,9 +84,12 @@ def fault():
     run = launch(START + fault + LOOP, count=3)
     began, pid = (tmp_path / "script.py.fault").read_text().split()
     for index in {0, 1, 2} - {victim}:
-        words = sentence(run, index)
-        assert f"because process {victim} (" in words and f"pid {pid})" in words
-        assert why in words
+        # jax may be faster where process 0 is killed: then it aborts, in its own words.
+        aborted = any("Terminating process because" in x for x in run.lines(index))
+        if name != "killed coordinator" or not aborted:
+            words = sentence(run, index)
+            assert f"because process {victim} (" in words and f"pid {pid})" in words
+            assert why in words
         path = tmp_path / f"script.py.{index}"
         deadline = time.monotonic() + 5
         while not path.exists():
