@@ -3,7 +3,7 @@
     python benchmarks/attention.py
     python benchmarks/attention.py --seq-len 4096 --batch 1 --rounds 9 --json
 
-Rows are packed by `jaxbucket.pack`, from the lengths in bytes of functions of Python
+Rows are packed by `jaxbucket.packing.pack`, from the lengths in bytes of functions of Python
 where `shared/data` beside the repository has them, and from lognormal ones without it.
 Both ways run in turn, forward and with gradients:
 
@@ -78,7 +78,7 @@ def packed_rows(args: argparse.Namespace) -> np.ndarray:
     else:
         lengths = rng.lognormal(5.6, 1, 50_000).astype(np.int32) + 1
     lengths = lengths[(lengths > 0) & (lengths <= args.seq_len)]
-    packing = jb.pack(lengths, args.seq_len)
+    packing = jb.packing.pack(lengths, args.seq_len)
     rows = rng.choice(packing.num_rows, args.batch)
     slots = np.zeros((args.batch, packing.max_segments), np.int64)
     for place, row in enumerate(rows.tolist()):
@@ -137,7 +137,7 @@ def with_mask(
     query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array, is_causal: bool
 ) -> jax.Array:
     places = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    mask = jb.attention_mask(ids, places if is_causal else None)
+    mask = jb.attention.attention_mask(ids, places if is_causal else None)
     found = jax.nn.dot_product_attention(query, key, value, mask=mask)
     return jnp.where(ids[..., None, None] > 0, found, 0)
 

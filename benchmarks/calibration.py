@@ -54,13 +54,13 @@ class Candidate:
 
     name: str
     plan: jb.BucketPlan
-    epoch: jb.Report
+    epoch: jb.plan.Report
     schedule: jb.BatchSchedule
     predicted_seconds: list[float] = dataclasses.field(default_factory=list)
     compile_seconds: list[float] = dataclasses.field(default_factory=list)
     epoch_seconds: list[float] = dataclasses.field(default_factory=list)
 
-    def predict(self, cost: jb.StepTime) -> None:
+    def predict(self, cost: jb.plan.StepTime) -> None:
         """Notes what an epoch takes by steps that were timed in this round."""
         steps = [bucket.batches for bucket in self.epoch.buckets]
         seconds = [cost(b.batch_size, b.seq_len) for b in self.plan.buckets]
@@ -88,8 +88,8 @@ class Training:
         )
         self._timed_step = self._make_step()
 
-    def calibrate(self, shapes: list[jb.Bucket], repeats: int) -> jb.Calibration:
-        return jb.calibrate(
+    def calibrate(self, shapes: list[jb.Bucket], repeats: int) -> jb.train.Calibration:
+        return jb.train.calibrate(
             *(self._timed_step, self.state, shapes, self.source[0], self.mesh),
             repeats=repeats,
         )
@@ -100,21 +100,23 @@ class Training:
 
     def run(self, candidate: Candidate) -> None:
         """Compiles the steps, and trains for an epoch."""
-        specs = jb.batch_specs(candidate.plan, self.source[0], self.mesh)
+        specs = jb.sharding.batch_specs(candidate.plan, self.source[0], self.mesh)
         steps = jb.compile_steps(self._make_step(), self.state, specs)
         candidate.compile_seconds.append(steps.seconds_waited)
         candidate.epoch_seconds.append(self._time_epoch(candidate, steps))
 
-    def _time_epoch(self, candidate: Candidate, steps: jb.CompiledSteps) -> float:
+    def _time_epoch(
+        self, candidate: Candidate, steps: jb.compile.CompiledSteps
+    ) -> float:
         """Seconds of an epoch as the example trains it, from the same state."""
-        state = jb.replicate(self.state, self.mesh)
+        state = jb.sharding.replicate(self.state, self.mesh)
         dataset = jb.batch_dataset(
-            self.source, candidate.schedule, shard=jb.local_rows(self.mesh)
+            self.source, candidate.schedule, shard=jb.sharding.local_rows(self.mesh)
         )
         jax.block_until_ready(state)
         metrics = None
         start = time.perf_counter()
-        for batch in jb.prefetch_to_mesh(dataset, self.mesh):
+        for batch in jb.sharding.prefetch_to_mesh(dataset, self.mesh):
             before = metrics
             state, metrics = steps(state, batch)
             # As far ahead as the example, which reads every step's loss one behind.
@@ -134,11 +136,11 @@ def main() -> None:
         overlong="truncate",
     )
     start = time.perf_counter()
-    shapes = jb.calibration_shapes(limits, training.lengths)
+    shapes = jb.train.calibration_shapes(limits, training.lengths)
     measured = training.calibrate(shapes, args.repeats)
     calibration_seconds = time.perf_counter() - start
     limits = dataclasses.replace(limits, cost_fn=measured.cost)
-    curve = jb.plan_curve(
+    curve = jb.plan.plan_curve(
         training.lengths,
         limits,
         compile_seconds=measured.seconds_per_compile,
@@ -194,12 +196,12 @@ def plans(
     args: argparse.Namespace,
     lengths: np.ndarray,
     limits: jb.Limits,
-    curve: jb.PlanCurve,
+    curve: jb.plan.PlanCurve,
 ) -> dict[str, jb.BucketPlan]:
     """What is compared; the best rule of thumb is so by prediction."""
     chosen = {AUTO: curve.chosen.plan}
     for num_buckets in {args.num_buckets: None, curve.chosen.num_buckets: None}:
-        compared = jb.compare_plans(lengths, limits, num_buckets=num_buckets)
+        compared = jb.plan.compare_plans(lengths, limits, num_buckets=num_buckets)
         by_name = {one.name: one.plan for one in compared.plans}
         own = {"time": by_name.pop(OPTIMAL), "tokens": by_name.pop(BY_TOKENS)}
         if num_buckets != curve.chosen.num_buckets:
@@ -243,7 +245,7 @@ def row(candidate: Candidate, candidates: list[Candidate]) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any], measured: jb.Calibration) -> None:
+def show(found: dict[str, Any], measured: jb.train.Calibration) -> None:
     # Wide enough, whatever it is printed to.
     console = Console(width=100, highlight=False)
     cost = measured.cost

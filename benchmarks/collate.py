@@ -57,7 +57,7 @@ def measure(
     lengths = rng.integers(3 * seq_len // 4, seq_len, count, endpoint=True)
     tokens = rng.integers(0, 50_000, lengths.sum(), dtype=np.int32)
     pieces = np.split(tokens, np.cumsum(lengths)[:-1])
-    file = jb.write_token_file(path, ({"tokens": piece} for piece in pieces))
+    file = jb.data.write_token_file(path, ({"tokens": piece} for piece in pieces))
     bucket = jb.Bucket(args.tokens // seq_len, seq_len)
     orders = rng.integers(0, count, (args.batches, bucket.batch_size))
 
@@ -65,9 +65,11 @@ def measure(
         return [file.collate(rows, bucket) for rows in orders]
 
     def looped() -> list[jb.Batch]:
-        return [jb.collate_rows([file[row] for row in rows], bucket) for rows in orders]
+        return [
+            jb.data.collate_rows([file[row] for row in rows], bucket) for rows in orders
+        ]
 
-    split = jb.split_source(file, seq_len)
+    split = jb.data.split_source(file, seq_len)
     assert isinstance(split, RowSource)
 
     def chunked() -> list[jb.Batch]:

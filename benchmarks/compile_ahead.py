@@ -47,9 +47,9 @@ plan = jb.BucketPlan.from_shapes([tuple(shape) for shape in shapes])
 mesh = jb.data_mesh()
 tx = optax.chain(optax.adamw(1e-3), jb.scale_by_batch_size(base_examples=32))
 model = Transformer(width, layers, 0.0, nnx.Rngs(0))
-state = jb.replicate(jb.create_state(model, tx), mesh)
+state = jb.sharding.replicate(jb.create_state(model, tx), mesh)
 step = jb.data_parallel(recipe.loss, tx, mesh)
-specs = jb.batch_specs(plan, {"tokens": np.zeros(1, np.uint8)}, mesh)
+specs = jb.sharding.batch_specs(plan, {"tokens": np.zeros(1, np.uint8)}, mesh)
 first = plan.buckets[0]
 if way == "one bucket":
     specs = {first: specs[first]}
@@ -61,7 +61,7 @@ options = {
     "none": {"executables": jb.ExecutableCache(folder, verify="none", key="benchmark")},
 }
 cpu, start = time.process_time(), time.perf_counter()
-with jb.count_compiles() as compiles:
+with jb.compile.count_compiles() as compiles:
     if way == "in turn":
         for spec in specs.values():
             step.lower(state, spec).compile()

@@ -63,13 +63,13 @@ class Training:
         self.tx = optax.chain(
             optax.clip_by_global_norm(1.0),
             optax.inject_hyperparams(optax.adamw)(
-                learning_rate=jb.schedule_by_work(rate, "tokens"), b2=0.98
+                learning_rate=jb.optim.schedule_by_work(rate, "tokens"), b2=0.98
             ),
         )
 
     def runs(self, dtype: Any) -> list[dict[str, Any]]:
         """One run for each seed, by steps that are compiled once."""
-        specs = jb.batch_specs(self.plan, self.source[0], self.mesh)
+        specs = jb.sharding.batch_specs(self.plan, self.source[0], self.mesh)
         step = jb.data_parallel(loss, self.tx, self.mesh, skip_nonfinite=True)
         state = self._state(0, dtype)
         steps = jb.compile_steps(step, state, specs)
@@ -80,10 +80,10 @@ class Training:
             self._run(seed, dtype, steps, evaluate) for seed in range(self.args.seeds)
         ]
 
-    def _state(self, seed: int, dtype: Any) -> jb.TrainState:
+    def _state(self, seed: int, dtype: Any) -> jb.train.TrainState:
         args = self.args
         model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(seed), dtype)
-        return jb.replicate(jb.create_state(model, self.tx), self.mesh)
+        return jb.sharding.replicate(jb.create_state(model, self.tx), self.mesh)
 
     def _run(self, seed: int, dtype: Any, steps: Any, evaluate: Any) -> dict[str, Any]:
         state = self._state(seed, dtype)
@@ -91,7 +91,7 @@ class Training:
         dataset = jb.batch_dataset(self.source, schedule, num_steps=math.inf)
         tokens = count = skipped = 0
         begin = time.perf_counter()
-        for batch in jb.prefetch_to_mesh(dataset, self.mesh):
+        for batch in jb.sharding.prefetch_to_mesh(dataset, self.mesh):
             state, metrics = steps(state, batch)
             tokens, count = tokens + int(metrics["num_tokens"]), count + 1
             skipped += int(metrics["skipped"])
@@ -99,7 +99,7 @@ class Training:
                 break
         seconds = time.perf_counter() - begin
         nats = num_bytes = 0.0
-        for batch in jb.prefetch_to_mesh(self.held_out, self.mesh):
+        for batch in jb.sharding.prefetch_to_mesh(self.held_out, self.mesh):
             metrics = evaluate(state, batch)
             nats += float(metrics["loss_sum"])
             num_bytes += float(metrics["weight"])

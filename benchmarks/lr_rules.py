@@ -70,7 +70,7 @@ class Training:
             self.held_out, jb.BatchSchedule(self.plan, held_out, order="source")
         )
         evaluate = jb.data_parallel_eval(recipe.loss, self.mesh)
-        specs = jb.batch_specs(self.plan, self.source[0], self.mesh)
+        specs = jb.sharding.batch_specs(self.plan, self.source[0], self.mesh)
         state = _without_optimizer(self._state(0, optax.sgd(0.0)))
         self._evaluate = jb.compile_steps(evaluate, state, specs)
 
@@ -85,16 +85,18 @@ class Training:
             **limits,
         )
 
-    def _state(self, seed: int, tx: optax.GradientTransformation) -> jb.TrainState:
+    def _state(
+        self, seed: int, tx: optax.GradientTransformation
+    ) -> jb.train.TrainState:
         model = Transformer(self.args.width, self.args.layers, 0.0, nnx.Rngs(seed))
-        return jb.replicate(jb.create_state(model, tx), self.mesh)
+        return jb.sharding.replicate(jb.create_state(model, tx), self.mesh)
 
     def ways(self) -> dict[str, Way]:
         args, base = self.args, self.base_examples
         curve = optax.warmup_cosine_decay_schedule(
             0.0, args.lr, args.tokens // 20, args.tokens, args.lr / 20
         )
-        by_tokens = jb.schedule_by_work(curve, "tokens")
+        by_tokens = jb.optim.schedule_by_work(curve, "tokens")
 
         def adamw(rule: Any) -> optax.GradientTransformation:
             rate = jb.scale_schedule(by_tokens, base_examples=base, rule=rule)
@@ -105,7 +107,7 @@ class Training:
         @optax.inject_hyperparams
         def sde(learning_rate: Any) -> optax.GradientTransformation:
             return optax.chain(
-                jb.scale_by_adam_sde(base_examples=base, **_ADAM),
+                jb.optim.scale_by_adam_sde(base_examples=base, **_ADAM),
                 optax.add_decayed_weights(_DECAY),
                 optax.scale_by_learning_rate(learning_rate),
             )
@@ -138,7 +140,7 @@ class Training:
         schedule = way.schedule(0)
         accumulates = schedule.accumulate > 1
         make: Any = jb.data_parallel_accumulate if accumulates else jb.data_parallel
-        specs = jb.batch_specs(schedule.plan, self.source[0], self.mesh)
+        specs = jb.sharding.batch_specs(schedule.plan, self.source[0], self.mesh)
         steps = jb.compile_steps(
             make(recipe.loss, way.tx, self.mesh), self._state(0, way.tx), specs
         )
@@ -148,7 +150,7 @@ class Training:
         args, state = self.args, self._state(seed, way.tx)
         dataset = jb.batch_dataset(self.source, way.schedule(seed), num_steps=math.inf)
         curve, tokens, count, rates = [], 0, 0, []
-        for batch in jb.prefetch_to_mesh(dataset, self.mesh):
+        for batch in jb.sharding.prefetch_to_mesh(dataset, self.mesh):
             state, metrics = steps(state, batch)
             tokens, count = tokens + int(metrics["num_tokens"]), count + 1
             rates.append(float(metrics["lr_factor"]))
@@ -163,18 +165,18 @@ class Training:
             "factor_p5_p95": np.percentile(rates, (5, 95)).tolist(),
         }
 
-    def _held_out_loss(self, state: jb.TrainState) -> float:
+    def _held_out_loss(self, state: jb.train.TrainState) -> float:
         """Bits per byte."""
         nats = num_bytes = 0.0
         state = _without_optimizer(state)
-        for batch in jb.prefetch_to_mesh(self._to_evaluate, self.mesh):
+        for batch in jb.sharding.prefetch_to_mesh(self._to_evaluate, self.mesh):
             metrics = self._evaluate(state, batch)
             nats += float(metrics["loss_sum"])
             num_bytes += float(metrics["weight"])
         return nats / num_bytes / math.log(2)
 
 
-def _without_optimizer(state: jb.TrainState) -> jb.TrainState:
+def _without_optimizer(state: jb.train.TrainState) -> jb.train.TrainState:
     """One that is of the same kind whatever the optimizer."""
     return dataclasses.replace(state, opt_state=())
 

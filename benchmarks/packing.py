@@ -5,7 +5,7 @@
 
 Rows of 2,048 and of 4,096 for each set of lengths, of which longer ones are left out:
 
-    pack               `jaxbucket.pack`, all lengths at once
+    pack               `jaxbucket.packing.pack`, all lengths at once
     best fit           the same rule in plain Python, one example after the other
     Grain              `grain.experimental.BestFitPackIterDataset` with 512 bins
     greedy pool        the largest of a pool of 64 that still fits the one open row
@@ -117,7 +117,7 @@ def compare_pairs(lengths: dict[str, np.ndarray]) -> dict[str, Any]:
         second: max(rounded, int(lengths[second].max())),
     }
     start = time.perf_counter()
-    rows = jb.pack(lengths, capacities).num_rows
+    rows = jb.packing.pack(lengths, capacities).num_rows
     seconds = time.perf_counter() - start
     needed = [-(-int(lengths[x].sum()) // capacities[x]) for x in capacities]
     size = len(lengths[first])
@@ -148,7 +148,7 @@ def compare(lengths: np.ndarray, seq_len: int) -> dict[str, dict[str, float]]:
 
 
 def with_pack(lengths: np.ndarray, seq_len: int) -> int:
-    return jb.pack(lengths, seq_len).num_rows
+    return jb.packing.pack(lengths, seq_len).num_rows
 
 
 def best_fit(lengths: np.ndarray, seq_len: int) -> int:
@@ -212,7 +212,7 @@ def many(size: int) -> dict[str, float]:
     """Speed of packing very many, and what another epoch takes."""
     lengths = lognormal(size)
     start = time.perf_counter()
-    packing = jb.pack(lengths, 4096)
+    packing = jb.packing.pack(lengths, 4096)
     packed = time.perf_counter() - start
     plan = jb.plan_buckets(packing.row_lengths, max_tokens=32 * 4096, boundaries=[4096])
     start = time.perf_counter()

@@ -104,9 +104,9 @@ def row(lengths: Lengths, num_buckets: int, multiple: int) -> dict[str, Any]:
 
     limits = jb.Limits(max_tokens=max_tokens, seq_len_multiple=multiple)
     start = time.perf_counter()
-    flowing = jb.compare_plans(lengths.values, limits, num_buckets=num_buckets)
+    flowing = jb.plan.compare_plans(lengths.values, limits, num_buckets=num_buckets)
     seconds = time.perf_counter() - start
-    padded = jb.compare_plans(
+    padded = jb.plan.compare_plans(
         lengths.values, limits, num_buckets=num_buckets, remainder="pad"
     )
     ours = flowing[OPTIMAL]
@@ -222,7 +222,7 @@ def planning_seconds() -> list[dict[str, Any]]:
             max_tokens=1 << 20,
             num_buckets=32,
             batch_size_multiple=8,
-            cost_fn=jb.TransformerCost(width=1024, depth=16),
+            cost_fn=jb.plan.TransformerCost(width=1024, depth=16),
         ),
         "the same, a budget of 16 million": lambda: jb.plan_buckets(
             long, max_tokens=1 << 24, num_buckets=32, batch_size_multiple=8
@@ -272,14 +272,14 @@ def given_buckets() -> Iterator[dict[str, Any]]:
 
 
 def many_lengths() -> Iterator[dict[str, Any]]:
-    by_flops = jb.TransformerCost(width=64, depth=2)
+    by_flops = jb.plan.TransformerCost(width=64, depth=2)
     for size in (1000, 10_000, 30_000, 100_000):
         rng = np.random.default_rng(0)
         values = np.sort(rng.permutation(size + size // 4)[:size] + 1)
         lengths = rng.permutation(np.append(values, rng.choice(values, size)))
         last, name = int(values[-1]), f"{size:,} lengths"
         for seq_lens in (last, (last // 2, last)):
-            packing, seconds = timed(jb.pack, lengths, seq_lens)
+            packing, seconds = timed(jb.packing.pack, lengths, seq_lens)
             number = 1 if isinstance(seq_lens, int) else len(seq_lens)
             call = f"pack, {name}, {number} T"
             yield {"call": call, "seconds": seconds, "cost": 1 / packing.fill}
@@ -303,7 +303,7 @@ def many_pairs() -> Iterator[dict[str, Any]]:
         for last in (500, 20_000):
             rng = np.random.default_rng(0)
             lengths = {name: rng.integers(1, last, size) for name in ("a", "b")}
-            packing, seconds = timed(jb.pack, lengths, {"a": last, "b": last})
+            packing, seconds = timed(jb.packing.pack, lengths, {"a": last, "b": last})
             call = f"pack, {size:,} pairs to {last:,}"
             yield {"call": call, "seconds": seconds, "cost": 1 / packing.fill}
 

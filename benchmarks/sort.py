@@ -180,9 +180,9 @@ def with_jax(own: np.ndarray, index: int, count: int) -> Way:
 
     collectives.Devices.exchange = counted
 
-    def sort() -> jb.SortedKeys:
+    def sort() -> jb.sort.SortedKeys:
         sent[0] = 0
-        return jb.sample_sort(own, mesh)
+        return jb.sort.sample_sort(own, mesh)
 
     def barrier() -> None:
         # On the host, for what is timed is beside it.
@@ -190,7 +190,7 @@ def with_jax(own: np.ndarray, index: int, count: int) -> Way:
         assert client is not None
         client.wait_at_barrier(f"benchmark/{next(numbers)}", 600_000)
 
-    def check(found: jb.SortedKeys, want: np.ndarray) -> dict[str, Any]:
+    def check(found: jb.sort.SortedKeys, want: np.ndarray) -> dict[str, Any]:
         for share in found.local_shares():
             np.testing.assert_array_equal(share.index, want[list(share.ranks)])
         sizes = [len(found.ranks(device)) for device in range(count)]

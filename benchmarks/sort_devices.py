@@ -71,8 +71,8 @@ def with_sample_sort(keys: np.ndarray) -> Callable[[], Any]:
     mesh = jb.data_mesh()
     want = np.argsort(keys, kind="stable")
 
-    def sort() -> list[jb.SortedShare]:
-        return jb.sample_sort(keys, mesh).local_shares()
+    def sort() -> list[jb.sort.SortedShare]:
+        return jb.sort.sample_sort(keys, mesh).local_shares()
 
     for share in sort():
         np.testing.assert_array_equal(share.index, want[list(share.ranks)])

@@ -222,7 +222,7 @@ def in_lockstep(
             plan,
             pool_size=times * int(plan.batch_sizes.max()),
             lengths=lengths,
-            shard=jb.RowShard((index,), _HOSTS),
+            shard=jb.data.RowShard((index,), _HOSTS),
             processes=processes,
             on_drift=None,
         )

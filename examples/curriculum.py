@@ -78,10 +78,10 @@ def indexed(
     args: argparse.Namespace,
     mesh: jax.sharding.Mesh,
     processes: jb.Processes,
-) -> jb.DifficultyIndex:
+) -> jb.schedule.DifficultyIndex:
     """Measures a share here, and has all processes sort and write."""
     folder = pathlib.Path(args.index)
-    share = jb.measure_difficulty(
+    share = jb.data.measure_difficulty(
         source,
         DIFFICULTIES[args.difficulty],
         cache=folder / "cache",
@@ -90,10 +90,10 @@ def indexed(
     )
     describe("as measured", share, processes)
     for assignment in ("contiguous", "interleaved"):
-        found = jb.sample_sort(share, mesh, assignment=assignment)
+        found = jb.sort.sample_sort(share, mesh, assignment=assignment)
         keys = [np.asarray(part.keys) for part in found.local_shares()]
         describe(f"sorted, {assignment}", np.concatenate(keys), processes)
-    return jb.write_difficulty_index(
+    return jb.sort.write_difficulty_index(
         folder / f"by-{args.difficulty}-of-{args.sorted_by}",
         share,
         mesh,
@@ -112,7 +112,7 @@ def describe(name: str, share: np.ndarray, processes: jb.Processes) -> None:
 
 def planned(
     source: documents.Examples,
-    index: jb.DifficultyIndex,
+    index: jb.schedule.DifficultyIndex,
     args: argparse.Namespace,
     processes: jb.Processes,
 ) -> jb.BatchSchedule:
@@ -127,7 +127,9 @@ def planned(
         max_seq_len=args.max_len,
         overlong="truncate",
     )
-    order = jb.Curriculum(index, jb.RootPacing(start=0.05, epochs=args.epochs_to_all))
+    order = jb.Curriculum(
+        index, jb.schedule.RootPacing(start=0.05, epochs=args.epochs_to_all)
+    )
     schedule = jb.BatchSchedule(plan, lengths, seed=args.seed, order=order)
     if processes.index == 0:
         print(schedule)
@@ -137,7 +139,7 @@ def planned(
 def train(
     source: documents.Examples,
     schedule: jb.BatchSchedule,
-    index: jb.DifficultyIndex,
+    index: jb.schedule.DifficultyIndex,
     args: argparse.Namespace,
     mesh: jax.sharding.Mesh,
 ) -> list[Step]:
@@ -152,19 +154,19 @@ def train(
         ),
     )
     model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(args.seed))
-    state = jb.replicate(jb.create_state(model, tx), mesh)
+    state = jb.sharding.replicate(jb.create_state(model, tx), mesh)
     steps = jb.compile_steps(
         jb.data_parallel(recipe.loss, tx, mesh),
         state,
-        jb.batch_specs(schedule.plan, source[0], mesh),
+        jb.sharding.batch_specs(schedule.plan, source[0], mesh),
         opening=schedule.bucket_order(),
         progress=False,
     )
     dataset = jb.batch_dataset(
-        source, schedule, shard=jb.local_rows(mesh), num_steps=args.steps
+        source, schedule, shard=jb.sharding.local_rows(mesh), num_steps=args.steps
     )
     found = []
-    batches = jb.prefetch_to_mesh(dataset, mesh)
+    batches = jb.sharding.prefetch_to_mesh(dataset, mesh)
     for step, batch in enumerate(batches):
         state, metrics = steps(state, batch)
         rows = schedule[step].rows

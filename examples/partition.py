@@ -45,7 +45,7 @@ def state_sharding(state: Any, mesh: Mesh, args: argparse.Namespace) -> Any:
 def place(state: Any, mesh: Mesh, sharding: Any) -> Any:
     """The state on the mesh, each process giving what its devices hold."""
     if sharding is None:
-        return jb.replicate(state, mesh)
+        return jb.sharding.replicate(state, mesh)
 
     def put(leaf: Any, where: NamedSharding) -> jax.Array:
         values = np.asarray(leaf)

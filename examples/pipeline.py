@@ -83,7 +83,7 @@ def init(tx: optax.GradientTransformation, stages: Stages, mesh: Mesh) -> Any:
     the second step would be compiled again.
     """
     return jax.tree.map(
-        lambda x: x if x.ndim else jb.replicate(x, mesh), tx.init(stages)
+        lambda x: x if x.ndim else jb.sharding.replicate(x, mesh), tx.init(stages)
     )
 
 
@@ -206,10 +206,10 @@ def main() -> None:
     opt_state = init(tx, stages, mesh)
     step_fn = make_step(pipelined_loss(shared, mesh), tx)
     dataset = jb.batch_dataset(
-        source, schedule, shard=jb.local_rows(mesh), num_steps=args.steps
+        source, schedule, shard=jb.sharding.local_rows(mesh), num_steps=args.steps
     )
-    with jb.count_compiles() as compiles:
-        for step, batches in enumerate(jb.prefetch_to_mesh(dataset, mesh)):
+    with jb.compile.count_compiles() as compiles:
+        for step, batches in enumerate(jb.sharding.prefetch_to_mesh(dataset, mesh)):
             micro = batches if args.accumulate > 1 else (batches,)
             stages, opt_state, loss = step_fn(stages, opt_state, micro)
             if step % 10 == 0 or step == args.steps - 1:

@@ -46,9 +46,9 @@ class Jitted:
         return math.fsum(self.seconds.values())
 
     @property
-    def report(self) -> jb.CompileReport:
+    def report(self) -> jb.compile.CompileReport:
         """Nothing was compiled ahead."""
-        return jb.CompileReport(())
+        return jb.compile.CompileReport(())
 
     def wait(self) -> None:
         """There is nothing to wait for."""
@@ -71,10 +71,10 @@ def dynamic(examples: Examples, limits: Limits, seed: int) -> Iterator[jb.Batch]
         for index in np.random.default_rng((seed, epoch)).permutation(len(examples)):
             document = {"tokens": examples[index]["tokens"][: limits.max_len]}
             if _shape([*rows, document], limits).num_tokens > limits.max_tokens:
-                yield jb.collate_rows(rows, _shape(rows, limits))
+                yield jb.data.collate_rows(rows, _shape(rows, limits))
                 rows = []
             rows.append(document)
-        yield jb.collate_rows(rows, _shape(rows, limits))
+        yield jb.data.collate_rows(rows, _shape(rows, limits))
 
 
 def _shape(rows: list[dict[str, np.ndarray]], limits: Limits) -> jb.Bucket:

@@ -35,7 +35,7 @@ def make_optimizer(
     """AdamW, its rate rising, then falling; updates scaled by the batch's size."""
     if args.seconds:
         # Needs no end.
-        learning_rate = jb.warmup_inverse_sqrt_schedule(args.lr, WARM_UP_STEPS)
+        learning_rate = jb.optim.warmup_inverse_sqrt_schedule(args.lr, WARM_UP_STEPS)
     else:
         learning_rate = optax.warmup_cosine_decay_schedule(
             init_value=0.0,
@@ -57,7 +57,7 @@ def make_state(
     args: argparse.Namespace,
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
-) -> jb.TrainState:
+) -> jb.train.TrainState:
     """The state before the first step, on the mesh."""
     model = Transformer(args.width, args.layers, args.dropout, nnx.Rngs(args.seed))
     state = jb.create_state(model, tx)
@@ -66,7 +66,7 @@ def make_state(
 
 def abstract_state(
     args: argparse.Namespace, tx: optax.GradientTransformation, mesh: jax.sharding.Mesh
-) -> jb.TrainState:
+) -> jb.train.TrainState:
     """What that state will be: shapes, dtypes and where they are."""
     shapes = jax.eval_shape(
         lambda: jb.create_state(
@@ -88,7 +88,7 @@ def make_step(
     args: argparse.Namespace,
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
-    state: jb.TrainState,
+    state: jb.train.TrainState,
 ) -> Any:
     """The train step, for states like that one."""
     return jb.data_parallel(
@@ -113,7 +113,7 @@ def steps(plan: jb.BucketPlan, *words: str) -> dict[str, Any]:
     mesh = partition.make_mesh(args)
     tx = make_optimizer(args)
     state = abstract_state(args, tx, mesh)
-    specs = jb.batch_specs(plan, {"tokens": np.zeros(1, np.uint8)}, mesh)
+    specs = jb.sharding.batch_specs(plan, {"tokens": np.zeros(1, np.uint8)}, mesh)
     evaluate = jb.data_parallel_eval(loss, mesh, mode=args.mode)
     return {
         "train": (make_step(args, tx, mesh, state), state, specs),

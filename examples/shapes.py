@@ -29,7 +29,7 @@ _HELD_OUT_BUCKETS = 8
 # How many epochs a run has depends on the plan, and the plan on these: soon they agree.
 _MOST_ROUNDS = 8
 
-Measure = Callable[[list[jb.Bucket]], jb.Calibration]
+Measure = Callable[[list[jb.Bucket]], jb.train.Calibration]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def by_operations(
     args: argparse.Namespace, lengths: np.ndarray, limits: jb.Limits
 ) -> Planned:
     """Packed rows or padded ones, by what the model computes of them."""
-    cost_fn = jb.TransformerCost(args.width, args.layers, VOCABULARY)
+    cost_fn = jb.plan.TransformerCost(args.width, args.layers, VOCABULARY)
     found = packed_plan(args, lengths, limits, cost_fn)
     return Planned(in_limits(found.plan), words=found.why, packed=found.is_packed)
 
@@ -124,7 +124,7 @@ def packed_plan(
     lengths: np.ndarray,
     limits: jb.Limits,
     cost_fn: CostFn,
-) -> jb.PackedPlan:
+) -> jb.packing.PackedPlan:
     return jb.plan_packing(
         lengths,
         max_tokens=limits.max_tokens,
@@ -144,11 +144,11 @@ def in_limits(plan: jb.BucketPlan) -> jb.BucketPlan:
     return dataclasses.replace(plan, overlong="truncate")
 
 
-def packing(planned: Planned, lengths: np.ndarray) -> jb.Packing | None:
+def packing(planned: Planned, lengths: np.ndarray) -> jb.packing.Packing | None:
     """The rows of a plan, the same whenever it is made again; None of one document."""
     if not planned.packed:
         return None
-    return jb.pack(lengths, planned.plan.boundaries.tolist())
+    return jb.packing.pack(lengths, planned.plan.boundaries.tolist())
 
 
 def given(path: str, packed: bool) -> Planned:
@@ -191,7 +191,7 @@ def by_time(
     if kept:
         return kept
     start = time.perf_counter()
-    some = jb.calibration_shapes(limits, lengths)
+    some = jb.train.calibration_shapes(limits, lengths)
     measured = measure(some)
     seconds = time.perf_counter() - start
     packed = False
@@ -257,7 +257,7 @@ def _choose(
     args: argparse.Namespace,
     lengths: np.ndarray,
     limits: jb.Limits,
-    measured: jb.Calibration,
+    measured: jb.train.Calibration,
     spent: float,
 ) -> tuple[jb.BucketPlan, str]:
     """A plan, and why."""
@@ -265,9 +265,9 @@ def _choose(
         chosen = plan(lengths, limits, args.num_buckets, args.boundaries)
         return chosen, f"{len(chosen)} shapes, as many as asked for."
 
-    def curve_of(num_epochs: float) -> jb.PlanCurve:
+    def curve_of(num_epochs: float) -> jb.plan.PlanCurve:
         seconds = measured.seconds_per_compile
-        return jb.plan_curve(
+        return jb.plan.plan_curve(
             lengths, limits, compile_seconds=seconds, num_epochs=num_epochs
         )
 
@@ -292,7 +292,7 @@ def _num_epochs(args: argparse.Namespace, point: CurvePoint, spent: float) -> fl
     return float(f"{max(epochs, 0.01):.2g}")
 
 
-def in_words(measured: jb.Calibration, seconds: float) -> str:
+def in_words(measured: jb.train.Calibration, seconds: float) -> str:
     cost = measured.cost
     terms = [
         (cost.per_step, 1e3, "ms"),
@@ -311,7 +311,7 @@ def in_words(measured: jb.Calibration, seconds: float) -> str:
 
 
 def prediction(
-    plan: jb.BucketPlan, epoch: jb.Report, records: Sequence[StepRecord]
+    plan: jb.BucketPlan, epoch: jb.plan.Report, records: Sequence[StepRecord]
 ) -> dict[str, Any]:
     """What the plan says that steps take, and what those of a run took."""
     predicted = dict(zip(plan.buckets, plan.costs.tolist(), strict=True))

@@ -66,7 +66,7 @@ def passages(
         texts = grain.MapDataset.source(own).seed(seed).shuffle()
         return texts.random_map(passage).to_iter_dataset()
 
-    sample = jb.sample_lengths(cut_anew, args.sample, seed=args.seed)
+    sample = jb.stream.sample_lengths(cut_anew, args.sample, seed=args.seed)
     # The same in all processes, and of all of them.
     told = processes.gather("lengths", json.dumps(sample.tolist()))
     lengths = np.concatenate([json.loads(text) for text in told])
@@ -90,7 +90,7 @@ def passages(
         plan,
         pool_size=args.pool_size,
         lengths=lengths,
-        shard=jb.local_rows(mesh),
+        shard=jb.sharding.local_rows(mesh),
         processes=processes,
         num_epochs=args.epochs,
         pack=args.pack,
@@ -116,15 +116,15 @@ def train(
     processes: jb.Processes,
 ) -> list[Step]:
     """Trains to the end of all streams; returns the steps of this run."""
-    rate = jb.warmup_inverse_sqrt_schedule(args.lr, recipe.WARM_UP_STEPS)
+    rate = jb.optim.warmup_inverse_sqrt_schedule(args.lr, recipe.WARM_UP_STEPS)
     tx = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(rate, b2=0.98, weight_decay=0.05),
         jb.scale_by_batch_size(base_examples=recipe.BASE_EXAMPLES, learning_rate=rate),
     )
     model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(args.seed))
-    state = jb.replicate(jb.create_state(model, tx), mesh)
-    specs = jb.batch_specs(
+    state = jb.sharding.replicate(jb.create_state(model, tx), mesh)
+    specs = jb.sharding.batch_specs(
         dataset.plan, EXAMPLE, mesh, max_segments=dataset.max_segments
     )
     steps = jb.compile_steps(
@@ -142,7 +142,9 @@ def train(
             position.check_same(dataset.position(position.step))
             batches.set_state(json.loads(extra["streams"][processes.index]))
             first = position.step
-        for step, batch in enumerate(jb.prefetch_to_mesh(batches, mesh), first):
+        for step, batch in enumerate(
+            jb.sharding.prefetch_to_mesh(batches, mesh), first
+        ):
             state, metrics = steps(state, batch)
             found.append(told_of(step, batch, metrics))
             if processes.index == 0 and step % STEPS_BETWEEN_LINES == 0:

@@ -56,11 +56,11 @@ class Part:
     schedule: jb.BatchSchedule
 
     @property
-    def report(self) -> jb.Report:
+    def report(self) -> jb.plan.Report:
         return self.schedule.report()
 
     def specs(self, mesh: jax.sharding.Mesh) -> dict[jb.Bucket, jb.Batch]:
-        return jb.batch_specs(self.schedule.plan, self.source[0], mesh)
+        return jb.sharding.batch_specs(self.schedule.plan, self.source[0], mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Job:
     held_out: Part
 
     def check_agreement(
-        self, position: jb.DataPosition, args: argparse.Namespace
+        self, position: jb.data.DataPosition, args: argparse.Namespace
     ) -> None:
         options = {
             f"--{name.replace('_', '-')}": value
@@ -99,7 +99,7 @@ class Job:
 class Progress:
     """What training changes, and a checkpoint keeps."""
 
-    state: jb.TrainState
+    state: jb.train.TrainState
     dataset: BatchDataset
     digest: BatchDigest
     step: int = 0
@@ -118,7 +118,7 @@ class HeldOut:
         self,
         part: Part,
         mesh: jax.sharding.Mesh,
-        state: jb.TrainState,
+        state: jb.train.TrainState,
         args: argparse.Namespace,
     ):
         eval_step = jb.data_parallel_eval(recipe.loss, mesh, mode=args.mode)
@@ -133,14 +133,14 @@ class HeldOut:
         self.curve: list[dict[str, Any]] = []
         self._mesh = mesh
         self._dataset = jb.batch_dataset(
-            part.source, part.schedule, shard=jb.local_rows(mesh)
+            part.source, part.schedule, shard=jb.sharding.local_rows(mesh)
         )
 
-    def note(self, state: jb.TrainState, log: TrainingLog) -> None:
+    def note(self, state: jb.train.TrainState, log: TrainingLog) -> None:
         """Evaluates, and adds the result to the curve."""
         start = time.perf_counter()
         totals = Counter[str]()
-        for batch in jb.prefetch_to_mesh(self._dataset, self._mesh):
+        for batch in jb.sharding.prefetch_to_mesh(self._dataset, self._mesh):
             totals.update(jax.tree.map(float, self.steps(state, batch)))
         self.curve.append(
             {
@@ -174,7 +174,7 @@ def train_one_way(args: argparse.Namespace) -> int:
         console.quiet = processes.index > 0
         job = prepare(args, processes)
         with (
-            jb.count_compiles() as compiles,
+            jb.compile.count_compiles() as compiles,
             checkpoints_of(args, processes) as checkpoints,
         ):
             return run(job, args, compiles, checkpoints)
@@ -213,7 +213,7 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
     mesh = partition.make_mesh(args)
     if args.policy == "dynamic":
         # A batch may be as small as the multiple.
-        jb.local_rows(mesh).part_size(limits.batch_size_multiple)
+        jb.sharding.local_rows(mesh).part_size(limits.batch_size_multiple)
     planned = plan(args, processes, mesh, split.train, lengths, limits)
     own = planned.plan
     if args.policy != "bucketed":
@@ -259,11 +259,11 @@ def plan(
     if args.cost == "tokens" or args.policy != "bucketed":
         return shapes.by_tokens(args, lengths, kept_to)
 
-    def measure(some: list[jb.Bucket]) -> jb.Calibration:
+    def measure(some: list[jb.Bucket]) -> jb.train.Calibration:
         tx = recipe.make_optimizer(args)
         state = recipe.make_state(args, tx, mesh)
         step = recipe.make_step(args, tx, mesh, state)
-        return jb.calibrate(step, state, some, source[0], mesh)
+        return jb.train.calibrate(step, state, some, source[0], mesh)
 
     return shapes.by_time(args, lengths, kept_to, processes, measure)
 
@@ -359,7 +359,7 @@ def run(
 
 def compiled_by_all(
     job: Job,
-    steps: jb.CompiledSteps | policies.Jitted,
+    steps: jb.compile.CompiledSteps | policies.Jitted,
     ahead: dict[str, int],
     compiles: Counter[str],
 ) -> list[dict[str, Any]]:
@@ -466,7 +466,7 @@ def dataset(
     return jb.batch_dataset(
         job.train.source,
         schedule,
-        shard=jb.local_rows(job.mesh),
+        shard=jb.sharding.local_rows(job.mesh),
         # Until the time is over, where there is no number of steps.
         num_steps=sys.maxsize if args.seconds else args.steps,
     )
@@ -476,7 +476,7 @@ def going_on(
     job: Job,
     args: argparse.Namespace,
     whole: BatchDataset,
-    position: jb.DataPosition,
+    position: jb.data.DataPosition,
 ) -> BatchDataset:
     try:
         # Also where it has gone on with these changes before: not once more.
@@ -492,7 +492,7 @@ def compile_train(
     args: argparse.Namespace,
     tx: optax.GradientTransformation,
     progress: Progress,
-) -> jb.CompiledSteps | policies.Jitted:
+) -> jb.compile.CompiledSteps | policies.Jitted:
     step = recipe.make_step(args, tx, job.mesh, progress.state)
     if args.policy == "dynamic":
         return policies.Jitted(step)
@@ -518,7 +518,7 @@ def train(
     job: Job,
     args: argparse.Namespace,
     progress: Progress,
-    steps: jb.CompiledSteps | policies.Jitted,
+    steps: jb.compile.CompiledSteps | policies.Jitted,
     log: TrainingLog,
     checkpoints: jb.Checkpoints | None,
     held_out: HeldOut,
@@ -546,7 +546,7 @@ def train(
     asks = bool(checkpoints) or job.processes.count > 1
     request = jb.StopRequest(job.processes) if asks else contextlib.nullcontext()
     with request as stop, log:
-        for batch in jb.prefetch_to_mesh(feed, job.mesh):
+        for batch in jb.sharding.prefetch_to_mesh(feed, job.mesh):
             if stop and stop.before(progress.step):
                 break
             progress.state, metrics = steps(progress.state, batch)

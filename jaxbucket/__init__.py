@@ -7,8 +7,9 @@ grain or flax is imported on first use.
 import importlib
 from typing import TYPE_CHECKING
 
+from jaxbucket.base.batch import Batch, BatchIndices, RowShard
+from jaxbucket.base.buckets import Bucket, BucketPlan
 from jaxbucket.base.position import DataPosition
-from jaxbucket.base.types import Batch, BatchIndices, Bucket, BucketPlan, RowShard
 from jaxbucket.base.version import __version__ as __version__
 from jaxbucket.data.chunk_source import split_source
 from jaxbucket.data.collate import collate_rows, unbatch

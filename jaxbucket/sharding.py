@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxbucket.base.batch import Batch, RowShard
+from jaxbucket.base.buckets import Bucket, BucketPlan
 from jaxbucket.base.checks import check_integer
-from jaxbucket.base.types import Batch, Bucket, BucketPlan, RowShard
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, Sequences
 

@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_positive
-from jaxbucket.base.types import Batch, Bucket
 
 Step: TypeAlias = tuple[Batch, ...]
 Loader: TypeAlias = Callable[[int, int], Iterable[Batch | Step]]
@@ -83,12 +84,12 @@ _REMEDIES = {
     "with its rows in another order": (
         "What a row gives may depend on its features and its key, not on its place. "
         "Draw dropout row by row, by `jax.vmap` over `keys`, and number rows by "
-        "`jaxbucket.row_numbers(batch)`."
+        "`jaxbucket.train.row_numbers(batch)`."
     ),
     "in two halves, as on two devices": (
         "It looks at other rows, or returns a mean: return sums over the rows it is "
-        "given, get those of all devices by `jaxbucket.gather_rows(x)`, and the places "
-        "of its own among them by `jaxbucket.row_numbers(batch)`."
+        "given, get those of all devices by `jaxbucket.train.gather_rows(x)`, and the places "
+        "of its own among them by `jaxbucket.train.row_numbers(batch)`."
     ),
     "beside a device that has only empty rows": (
         "Empty rows count: multiply by `batch.mask`, and divide by nothing that is 0 "
@@ -135,7 +136,7 @@ def check_loss(
       >>> import jax.numpy as jnp
       >>> import jaxbucket as jb
       >>> rows = [{"x": [1.0, 2.0]}, {"x": [3.0]}]
-      >>> batch = jb.collate_rows(rows, jb.Bucket(2, 4))
+      >>> batch = jb.data.collate_rows(rows, jb.Bucket(2, 4))
       >>> def loss_fn(params, batch, keys):
       ...     losses = (params["w"] - batch.features["x"]) ** 2
       ...     return jnp.sum(losses, where=batch.mask), batch.num_tokens

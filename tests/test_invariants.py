@@ -8,20 +8,18 @@ import sys
 
 import numpy as np
 import pytest
+from jaxbucket.base.digest import digest
 
 from jaxbucket import (
     Batch,
     BatchSchedule,
     Curriculum,
-    CyclicPacing,
-    LinearPacing,
     Mixture,
-    RowShard,
     batch_dataset,
     plan_buckets,
-    write_token_file,
 )
-from jaxbucket.base.types import digest
+from jaxbucket.data import RowShard, write_token_file
+from jaxbucket.schedule import CyclicPacing, LinearPacing
 from jaxbucket.schedule.schedule import Schedule
 from jaxbucket.testing import check_batches
 
@@ -135,7 +133,7 @@ import json, sys
 sys.path.insert(0, {str(TESTS)!r})
 import grain
 import test_invariants as room
-from jaxbucket import load_in_workers
+from jaxbucket.data import load_in_workers
 
 if __name__ == "__main__":
     all_cases = grain.MapDataset.concatenate([*map(room.three_epochs, room.CASES)])

@@ -161,7 +161,7 @@ import sys
 import jaxbucket as jb
 plan = jb.plan_buckets([3, 5, 8], max_tokens=16)
 schedule = jb.BatchSchedule(plan, [3, 5, 8])
-jb.collate_rows([{"x": [1, 2]}], schedule[0].bucket)
+jb.data.collate_rows([{"x": [1, 2]}], schedule[0].bucket)
 print(jb.report(plan, [3, 5, 8]).summary)
 heavy = {"jax", "jaxlib", "grain", "flax", "optax", "orbax"}
 heavy |= {"click", "rich", "matplotlib", "pyarrow"}

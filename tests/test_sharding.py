@@ -141,8 +141,8 @@ def test_data_mesh_leaves_partitioning_to_the_compiler():
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_one_process_holds_every_part(num_devices):
     mesh = jb.data_mesh(jax.devices()[:num_devices])
-    shard = jb.local_rows(mesh)
-    assert shard == jb.RowShard(tuple(range(num_devices)), num_devices, ("data",))
+    shard = jb.sharding.local_rows(mesh)
+    assert shard == jb.data.RowShard(tuple(range(num_devices)), num_devices, ("data",))
     np.testing.assert_array_equal(shard.rows(16), np.arange(16))
 
 
@@ -150,7 +150,7 @@ def test_one_process_holds_every_part(num_devices):
 def test_parts_are_counted_over_the_batch_axes_alone(layout):
     mesh, axes = make_mesh(layout)
     names = (axes,) if isinstance(axes, str) else axes
-    shard = jb.local_rows(mesh, batch_axes=axes)
+    shard = jb.sharding.local_rows(mesh, batch_axes=axes)
     assert shard.num_parts == math.prod(mesh.shape[name] for name in names)
     assert shard.axes == names
 
@@ -158,7 +158,7 @@ def test_parts_are_counted_over_the_batch_axes_alone(layout):
 def test_hosts_across_a_model_axis_need_the_same_rows():
     mesh, axes = make_mesh("1x8-model")
     shards = {rows_of_devices(mesh, host, axes) for host in make_hosts(4)}
-    assert shards == {jb.RowShard((0,), 1, ("data",))}
+    assert shards == {jb.data.RowShard((0,), 1, ("data",))}
 
 
 def test_interleaved_devices_give_a_host_rows_that_are_no_neighbours():
@@ -227,7 +227,7 @@ def test_global_arrays_equal_the_numpy_batch(layout, permutation):
     mesh, axes = make_mesh(layout, permutation)
     lengths = random_lengths(5)
     batches = list(local_batches(eight_row_plan(lengths), lengths, 6))
-    on_mesh = list(jb.prefetch_to_mesh(batches, mesh, batch_axes=axes))
+    on_mesh = list(jb.sharding.prefetch_to_mesh(batches, mesh, batch_axes=axes))
     assert len(on_mesh) == len(batches)
     for got, want in zip(on_mesh, batches, strict=True):
         assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -244,7 +244,7 @@ def test_global_arrays_are_cut_over_the_batch_axes(layout):
     mesh, axes = make_mesh(layout)
     lengths = random_lengths(6)
     batches = local_batches(eight_row_plan(lengths), lengths, 1)
-    (batch,) = jb.prefetch_to_mesh(batches, mesh, batch_axes=axes)
+    (batch,) = jb.sharding.prefetch_to_mesh(batches, mesh, batch_axes=axes)
     for leaf in jax.tree.leaves(batch):
         assert leaf.sharding == NamedSharding(mesh, PartitionSpec(axes))
         assert leaf.sharding == batch_sharding(mesh, axes)
@@ -255,19 +255,19 @@ def test_global_arrays_are_cut_over_the_batch_axes(layout):
 def test_prefetch_keeps_order_and_number(size, num_batches):
     mesh = jb.data_mesh()
     batches = [
-        jb.collate_rows([{"x": np.array([n], np.int32)}], jb.Bucket(8, 4))
+        jb.data.collate_rows([{"x": np.array([n], np.int32)}], jb.Bucket(8, 4))
         for n in range(num_batches)
     ]
-    on_mesh = jb.prefetch_to_mesh(iter(batches), mesh, size=size)
+    on_mesh = jb.sharding.prefetch_to_mesh(iter(batches), mesh, size=size)
     got = [int(np.asarray(batch.features["x"])[0, 0]) for batch in on_mesh]
     assert got == list(range(num_batches))
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 5])
 def test_prefetch_reads_size_batches_ahead_and_no_more(size):
-    batch = jb.collate_rows([{"x": np.array([1], np.int32)}], jb.Bucket(8, 4))
+    batch = jb.data.collate_rows([{"x": np.array([1], np.int32)}], jb.Bucket(8, 4))
     batches = CountingIterator([batch] * 8)
-    given = jb.prefetch_to_mesh(batches, jb.data_mesh(), size=size)
+    given = jb.sharding.prefetch_to_mesh(batches, jb.data_mesh(), size=size)
     for num_given in range(1, 9):
         next(given)
         assert batches.num_read == min(num_given + size, 8)
@@ -276,7 +276,9 @@ def test_prefetch_reads_size_batches_ahead_and_no_more(size):
 def test_prefetch_takes_a_dataset_as_it_is():
     lengths = random_lengths(7)
     dataset = local_batches(eight_row_plan(lengths), lengths, 5)
-    buckets = [batch.bucket for batch in jb.prefetch_to_mesh(dataset, jb.data_mesh())]
+    buckets = [
+        batch.bucket for batch in jb.sharding.prefetch_to_mesh(dataset, jb.data_mesh())
+    ]
     assert buckets == [dataset[step].bucket for step in range(5)]
 
 
@@ -286,7 +288,7 @@ def test_an_error_of_the_loader_reaches_the_loop():
         yield
 
     with pytest.raises(OSError, match="disk on fire"):
-        next(jb.prefetch_to_mesh(broken(), jb.data_mesh()))
+        next(jb.sharding.prefetch_to_mesh(broken(), jb.data_mesh()))
 
 
 PROCESS = """
@@ -312,11 +314,11 @@ schedule = jb.BatchSchedule(plan, lengths)
 parts = []
 for names, (order, shape) in orders.items():
     mesh = Mesh(np.array([devices[i] for i in order]).reshape(shape), names)
-    shard = jb.local_rows(mesh)
+    shard = jb.sharding.local_rows(mesh)
     parts.append(shard.parts)
     local = jb.batch_dataset(source, schedule, shard=shard)
     whole = jb.batch_dataset(source, schedule)
-    for got, want in zip(jb.prefetch_to_mesh(local, mesh), whole, strict=True):
+    for got, want in zip(jb.sharding.prefetch_to_mesh(local, mesh), whole, strict=True):
         assert got.bucket == want.bucket
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert len(a.addressable_shards) == 4
@@ -365,7 +367,7 @@ def test_two_processes_put_their_rows_where_they_belong():
 def test_replicate_puts_a_whole_copy_on_every_device():
     mesh, _ = make_mesh("4x2-model", permutation=1)
     tree = {"a": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": (jnp.ones(2),)}
-    copy = jb.replicate(tree, mesh)
+    copy = jb.sharding.replicate(tree, mesh)
     assert jax.tree.structure(copy) == jax.tree.structure(tree)
     for got, want in zip(jax.tree.leaves(copy), jax.tree.leaves(tree), strict=True):
         assert got.sharding == NamedSharding(mesh, PartitionSpec())
@@ -387,14 +389,14 @@ def make_original(kind: str, mesh: Mesh):
 def test_donating_a_replicated_state_leaves_the_original(kind, num_devices):
     mesh = jb.data_mesh(jax.devices()[:num_devices])
     original = make_original(kind, mesh)
-    copy = jb.replicate({"w": original}, mesh)
+    copy = jb.sharding.replicate({"w": original}, mesh)
     jax.block_until_ready(jax.jit(lambda w: w + 1, donate_argnums=0)(copy["w"]))
     assert copy["w"].is_deleted()
     np.testing.assert_array_equal(original, np.arange(1024))
 
 
 def test_replicate_keeps_random_keys():
-    key = jb.replicate(jax.random.key(3), jb.data_mesh())
+    key = jb.sharding.replicate(jax.random.key(3), jb.data_mesh())
     assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     np.testing.assert_array_equal(
         jax.random.key_data(key), jax.random.key_data(jax.random.key(3))
@@ -409,11 +411,11 @@ def test_specs_are_the_avals_and_shardings_of_real_batches(layout):
     mesh, axes = make_mesh(layout, permutation=2)
     lengths = random_lengths(8)
     plan = eight_row_plan(lengths)
-    specs = jb.batch_specs(plan, Examples(lengths)[0], mesh, batch_axes=axes)
+    specs = jb.sharding.batch_specs(plan, Examples(lengths)[0], mesh, batch_axes=axes)
     assert list(specs) == list(plan.buckets)
     batches = local_batches(plan, lengths, 12)
     seen = set()
-    for batch in jb.prefetch_to_mesh(batches, mesh, batch_axes=axes):
+    for batch in jb.sharding.prefetch_to_mesh(batches, mesh, batch_axes=axes):
         seen.add(batch.bucket)
         spec = specs[batch.bucket]
         assert jax.tree.structure(spec) == jax.tree.structure(batch)
@@ -426,9 +428,9 @@ def test_specs_have_the_dtypes_that_arrays_get_on_devices():
     mesh = jb.data_mesh()
     plan = jb.BucketPlan((jb.Bucket(8, 4),), max_tokens=32)
     example = {"x": np.arange(3, dtype=np.int64), "y": np.float64(1)}
-    (spec,) = jb.batch_specs(plan, example, mesh).values()
-    batch = jb.collate_rows([example], jb.Bucket(8, 4))
-    (real,) = jb.prefetch_to_mesh([batch], mesh)
+    (spec,) = jb.sharding.batch_specs(plan, example, mesh).values()
+    batch = jb.data.collate_rows([example], jb.Bucket(8, 4))
+    (real,) = jb.sharding.prefetch_to_mesh([batch], mesh)
     assert {name: x.dtype for name, x in spec.features.items()} == {
         "x": jnp.int32,
         "y": jnp.float32,
@@ -441,7 +443,7 @@ def test_specs_have_the_dtypes_that_arrays_get_on_devices():
 def test_specs_pad_only_the_named_sequences():
     plan = jb.BucketPlan((jb.Bucket(8, 4),), max_tokens=32)
     example = {"x": np.zeros(3, np.int32), "fixed": np.zeros(7, np.float32)}
-    specs = jb.batch_specs(plan, example, jb.data_mesh(), sequences=["x"])
+    specs = jb.sharding.batch_specs(plan, example, jb.data_mesh(), sequences=["x"])
     features = specs[jb.Bucket(8, 4)].features
     assert {name: x.shape for name, x in features.items()} == {
         "x": (8, 4),
@@ -462,9 +464,9 @@ def test_an_axis_the_mesh_lacks_is_refused(batch_axes, shown):
     example = {"x": np.zeros(3, np.int32)}
     message = rf"`batch_axes={shown}`: the mesh has axes \('data',\). Name one"
     for call in (
-        lambda: jb.local_rows(mesh, batch_axes=batch_axes),
-        lambda: jb.prefetch_to_mesh([], mesh, batch_axes=batch_axes),
-        lambda: jb.batch_specs(plan, example, mesh, batch_axes=batch_axes),
+        lambda: jb.sharding.local_rows(mesh, batch_axes=batch_axes),
+        lambda: jb.sharding.prefetch_to_mesh([], mesh, batch_axes=batch_axes),
+        lambda: jb.sharding.batch_specs(plan, example, mesh, batch_axes=batch_axes),
         lambda: batch_sharding(mesh, batch_axes),
     ):
         with pytest.raises(ValueError, match=message):
@@ -479,14 +481,14 @@ def test_a_mesh_without_a_device_of_this_process_is_refused():
 def test_a_prefetch_size_that_is_no_size_is_refused():
     for size, message in ((-1, "must not be negative"), (2.5, "is not an integer")):
         with pytest.raises(ValueError, match=f"`size={size}` {message}"):
-            jb.prefetch_to_mesh([], jb.data_mesh(), size=size)
+            jb.sharding.prefetch_to_mesh([], jb.data_mesh(), size=size)
 
 
 def test_a_local_batch_that_no_parts_fit_is_refused():
-    batch = jb.collate_rows([{"x": np.zeros(3, np.int32)}], jb.Bucket(6, 4))
+    batch = jb.data.collate_rows([{"x": np.zeros(3, np.int32)}], jb.Bucket(6, 4))
     message = r"has 6 rows, .* 8 parts .* Load the rows of `local_rows\(mesh\)`"
     with pytest.raises(ValueError, match=message):
-        next(jb.prefetch_to_mesh([batch], jb.data_mesh()))
+        next(jb.sharding.prefetch_to_mesh([batch], jb.data_mesh()))
 
 
 @pytest.mark.parametrize(
@@ -498,9 +500,11 @@ def test_batch_axes_that_do_not_divide_a_batch_are_refused(layout, axes, num_par
     lengths = np.array([4, 4, 4, 4, 4, 4])
     plan = jb.BucketPlan((jb.Bucket(6, 4),), max_tokens=24)
     schedule = jb.BatchSchedule(plan, lengths)
-    shard = jb.local_rows(mesh, batch_axes=batch_axes)
+    shard = jb.sharding.local_rows(mesh, batch_axes=batch_axes)
     for call in (
-        lambda: jb.batch_specs(plan, Examples(lengths)[0], mesh, batch_axes=batch_axes),
+        lambda: jb.sharding.batch_specs(
+            plan, Examples(lengths)[0], mesh, batch_axes=batch_axes
+        ),
         lambda: jb.batch_dataset(Examples(lengths), schedule, shard=shard),
     ):
         with pytest.raises(ValueError) as refusal:
@@ -515,7 +519,9 @@ def test_batch_axes_that_do_not_divide_a_batch_are_refused(layout, axes, num_par
 @pytest.mark.parametrize("device", [0, 1])
 def test_donating_a_replicated_state_leaves_an_array_of_one_device(device, num_devices):
     original = jax.device_put(np.arange(4.0, dtype=np.float32), jax.devices()[device])
-    copy = jb.replicate({"w": original}, jb.data_mesh(jax.devices()[:num_devices]))
+    copy = jb.sharding.replicate(
+        {"w": original}, jb.data_mesh(jax.devices()[:num_devices])
+    )
     jax.block_until_ready(jax.jit(lambda w: w + 1, donate_argnums=0)(copy["w"]))
     assert not original.is_deleted()
     np.testing.assert_array_equal(original, np.arange(4))
@@ -523,14 +529,16 @@ def test_donating_a_replicated_state_leaves_an_array_of_one_device(device, num_d
 
 def test_an_array_that_a_state_holds_twice_may_be_donated():
     tied = jnp.ones(4)
-    state = jb.replicate({"a": tied, "b": tied}, jb.data_mesh())
+    state = jb.sharding.replicate({"a": tied, "b": tied}, jb.data_mesh())
     add = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     np.testing.assert_array_equal(add(state)["b"], [2, 2, 2, 2])
 
 
 def test_a_replicated_state_does_not_follow_a_changed_numpy_array():
     original = np.zeros(1024, np.float32)
-    copies = [jb.replicate(original, jb.data_mesh(jax.devices()[:k])) for k in (1, 8)]
+    copies = [
+        jb.sharding.replicate(original, jb.data_mesh(jax.devices()[:k])) for k in (1, 8)
+    ]
     original[:] = 7
     for copy in copies:
         np.testing.assert_array_equal(copy, np.zeros(1024))
@@ -551,33 +559,33 @@ def test_a_loader_may_reuse_its_buffers(num_devices):
     mesh = jb.data_mesh(jax.devices()[:num_devices])
     got = [
         np.unique(b.features["x"]).tolist()
-        for b in jb.prefetch_to_mesh(reusing(), mesh)
+        for b in jb.sharding.prefetch_to_mesh(reusing(), mesh)
     ]
     assert got == [[0], [1], [2], [3], [4]]
 
 
 def test_values_that_do_not_fit_on_devices_are_refused():
-    batch = jb.collate_rows([{"x": np.array([7, 2**40 + 3])}], jb.Bucket(8, 4))
+    batch = jb.data.collate_rows([{"x": np.array([7, 2**40 + 3])}], jb.Bucket(8, 4))
     message = (
         r"`batch.features\['x'\]` holds 1099511627779, which int32 cannot hold. Set"
     )
     with pytest.raises(ValueError, match=message):
-        next(jb.prefetch_to_mesh([batch], jb.data_mesh()))
+        next(jb.sharding.prefetch_to_mesh([batch], jb.data_mesh()))
 
 
 @pytest.mark.parametrize("dtype", ["f8", "c16"])
 def test_floats_beyond_those_of_devices_are_refused(dtype):
     x = np.array([1e-300, np.inf, -1e39, np.nan], dtype)
-    batch = jb.collate_rows([{"x": x}], jb.Bucket(8, 4))
+    batch = jb.data.collate_rows([{"x": x}], jb.Bucket(8, 4))
     message = r"`batch.features\['x'\]` holds .*-1e\+39.*, which .* cannot hold. Set"
     with pytest.raises(ValueError, match=message):
-        next(jb.prefetch_to_mesh([batch], jb.data_mesh()))
+        next(jb.sharding.prefetch_to_mesh([batch], jb.data_mesh()))
 
 
 def test_floats_that_were_not_finite_stay_so():
     x = np.array([np.inf, -np.inf, np.nan, 3e38, 0.1])
-    batch = jb.collate_rows([{"x": x}], jb.Bucket(8, 5))
-    (on_mesh,) = jb.prefetch_to_mesh([batch], jb.data_mesh())
+    batch = jb.data.collate_rows([{"x": x}], jb.Bucket(8, 5))
+    (on_mesh,) = jb.sharding.prefetch_to_mesh([batch], jb.data_mesh())
     assert on_mesh.features["x"].dtype == np.float32
     np.testing.assert_array_equal(on_mesh.features["x"][0], x.astype(np.float32))
 
@@ -586,10 +594,10 @@ def test_floats_that_were_not_finite_stay_so():
 def test_numbers_in_another_byte_order_arrive_as_they_are(dtype):
     example = {"x": np.array([1, 2, 300], dtype)}
     mesh = jb.data_mesh(jax.devices()[:1])
-    batch = jb.collate_rows([example], jb.Bucket(1, 3))
-    (on_mesh,) = jb.prefetch_to_mesh([batch], mesh)
+    batch = jb.data.collate_rows([example], jb.Bucket(1, 3))
+    (on_mesh,) = jb.sharding.prefetch_to_mesh([batch], mesh)
     assert on_mesh.features["x"].tolist() == [[1, 2, 300]]
-    specs = jb.batch_specs(jb.BucketPlan.from_shapes([(1, 3)]), example, mesh)
+    specs = jb.sharding.batch_specs(jb.BucketPlan.from_shapes([(1, 3)]), example, mesh)
     assert specs[jb.Bucket(1, 3)].features["x"].dtype == on_mesh.features["x"].dtype
 
 
@@ -597,17 +605,17 @@ def test_numbers_in_another_byte_order_arrive_as_they_are(dtype):
 def test_dtypes_that_jax_does_not_have_are_named(dtype):
     example = {"x": np.zeros(3, dtype)}
     mesh = jb.data_mesh(jax.devices()[:1])
-    batch = jb.collate_rows([example], jb.Bucket(1, 3))
+    batch = jb.data.collate_rows([example], jb.Bucket(1, 3))
     message = r"`batch.features\['x'\]` is .*, and jax has no such arrays"
     with pytest.raises(ValueError, match=message):
-        next(jb.prefetch_to_mesh([batch], mesh))
+        next(jb.sharding.prefetch_to_mesh([batch], mesh))
     with pytest.raises(ValueError, match=message):
-        jb.batch_specs(jb.BucketPlan.from_shapes([(1, 3)]), example, mesh)
+        jb.sharding.batch_specs(jb.BucketPlan.from_shapes([(1, 3)]), example, mesh)
 
 
 def test_wide_values_that_fit_are_narrowed():
-    batch = jb.collate_rows([{"x": np.array([7, -3])}], jb.Bucket(8, 2))
-    (on_mesh,) = jb.prefetch_to_mesh([batch], jb.data_mesh())
+    batch = jb.data.collate_rows([{"x": np.array([7, -3])}], jb.Bucket(8, 2))
+    (on_mesh,) = jb.sharding.prefetch_to_mesh([batch], jb.data_mesh())
     assert on_mesh.features["x"].dtype == np.int32
     assert on_mesh.features["x"][0].tolist() == [7, -3]
 

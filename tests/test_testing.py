@@ -12,17 +12,15 @@ from jaxbucket import (
     Batch,
     BatchSchedule,
     Bucket,
-    RowShard,
     batch_dataset,
-    collate_rows,
-    gather_rows,
     next_tokens,
     plan_buckets,
-    row_numbers,
     segment_attention,
-    token_weights,
 )
+from jaxbucket.attention import token_weights
+from jaxbucket.data import RowShard, collate_rows
 from jaxbucket.testing import check_batches, check_loss
+from jaxbucket.train import gather_rows, row_numbers
 
 
 class Source:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice, check_integer
-from jaxbucket.base.types import Batch
 
 Per: TypeAlias = Literal["token", "sequence"]
 
@@ -163,7 +163,8 @@ def next_tokens(
 
     Example:
       >>> rows = [[{"tokens": [7, 3, 9]}, {"tokens": [5, 2]}]]
-      >>> from jaxbucket import Bucket, collate_rows
+      >>> from jaxbucket import Bucket
+      >>> from jaxbucket.data import collate_rows
       >>> batch = collate_rows(rows, Bucket(1, 6), max_segments=2)
       >>> print(*next_tokens(batch), sep="\n")
       [[7 3 9 5 2 0]]

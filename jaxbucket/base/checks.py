@@ -101,7 +101,7 @@ def unsplit_message(lengths: np.ndarray, max_seq_len: int) -> str:
 
 def split_line(max_seq_len: int) -> str:
     """The line to paste that splits a source."""
-    return f"source = jb.split_source(source, {max_seq_len}, lengths=lengths)"
+    return f"source = jb.data.split_source(source, {max_seq_len}, lengths=lengths)"
 
 
 def check_integer(name: str, value: Any) -> int:

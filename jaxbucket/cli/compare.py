@@ -7,7 +7,7 @@ import pathlib
 import click
 import numpy as np
 
-from jaxbucket.base.types import BucketPlan
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.cli.options import (
     EXISTING,
     NEW,

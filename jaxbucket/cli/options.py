@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from jaxbucket.base.types import OVERLONG, Bucket, BucketPlan
+from jaxbucket.base.buckets import OVERLONG, Bucket, BucketPlan
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.limits import Budget, Limits, costed
 

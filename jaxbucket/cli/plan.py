@@ -8,7 +8,7 @@ from typing import Any
 import click
 import numpy as np
 
-from jaxbucket.base.types import BucketPlan
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.cli.options import (
     EXISTING,
     NEW,

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import click
 
-from jaxbucket.base.types import GROUPS, BucketPlan
+from jaxbucket.base.buckets import GROUPS, BucketPlan
 from jaxbucket.cli.options import EXISTING, NEW, POSITIVE, column_option, json_option
 from jaxbucket.cli.outputs import check_outputs, new_figure, save_figure
 from jaxbucket.cli.show import as_dict, draw_plan, show_json, show_tables

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import numpy as np
 
-from jaxbucket.base.types import BucketPlan
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.plan.reports.epoch import Report
 
 _PAGE = 100

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxbucket.base.types import Batch, Bucket
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
 
 _REMEDY = {
     "batch": "Convert the batch, or make `batch_specs` from an example like it.",

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 
-from jaxbucket.base.types import Bucket
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.compile.flops import count_flops
 from jaxbucket.compile.settings import following_prng
 

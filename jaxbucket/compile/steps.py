@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_choice
 from jaxbucket.base.padding import PadValue, pad_arrays
-from jaxbucket.base.types import Batch, Bucket
 from jaxbucket.compile.build import Building
 from jaxbucket.compile.events import Trace, noting_arguments
 from jaxbucket.compile.executable_cache import ExecutableCache

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.batch import EMPTY_ROW, Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import MAX_LENGTH, check_lengths, check_positive
+from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
-from jaxbucket.base.types import EMPTY_ROW, Batch, Bucket, digest
 from jaxbucket.data.collate import check_rows, fit_lengths, span_lengths
 from jaxbucket.data.source import (
     RowSource,

@@ -8,9 +8,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.batch import EMPTY_ROW, Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.padding import PadValue, pad_arrays
-from jaxbucket.base.types import EMPTY_ROW, Batch, Bucket
 from jaxbucket.data.example import (
     Example,
     Sequences,

@@ -10,9 +10,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_lengths, check_positive, check_seed
+from jaxbucket.base.digest import digest
 from jaxbucket.base.permutation import fold, permute
-from jaxbucket.base.types import Bucket, digest
 from jaxbucket.data.source import (
     RowSource,
     Source,

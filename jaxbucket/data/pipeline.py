@@ -13,17 +13,12 @@ from typing import Any, NamedTuple, NoReturn, overload
 import grain
 import numpy as np
 
+from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices, RowShard
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_integer, check_positive, split_line
+from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.position import DataPosition, check_position
-from jaxbucket.base.types import (
-    EMPTY_ROW,
-    Batch,
-    BatchIndices,
-    Bucket,
-    RowShard,
-    digest,
-)
 from jaxbucket.data.chunk_source import ChunkSource
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.concat_source import ConcatSource

@@ -9,8 +9,10 @@ from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxbucket.base.batch import EMPTY_ROW, Batch
+from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
-from jaxbucket.base.types import EMPTY_ROW, Batch, Bucket, digest
 from jaxbucket.data.collate import check_rows
 from jaxbucket.data.example import (
     Example,

@@ -18,9 +18,10 @@ from typing import IO, Any, Literal
 
 import numpy as np
 
+from jaxbucket.base.batch import EMPTY_ROW, Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.padding import PadValue, pad_arrays
-from jaxbucket.base.types import EMPTY_ROW, Batch, Bucket
 from jaxbucket.data.collate import (
     check_rows,
     fit_lengths,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.types import digest
+from jaxbucket.base.digest import digest
 
 OFFSETS = "offsets"
 

@@ -93,7 +93,7 @@ def _load(
             raise
         if f"exit code {UNGUARDED}." in str(error):
             raise RuntimeError(
-                unguarded("for batch in jb.load_in_workers(...):\n        ...")
+                unguarded("for batch in jb.data.load_in_workers(...):\n        ...")
             ) from None
         raise RuntimeError(
             f"A worker was lost before element {number}: killed, perhaps for want of "

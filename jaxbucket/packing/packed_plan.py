@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
     check_choice,
     check_lengths,
@@ -19,7 +20,6 @@ from jaxbucket.base.checks import (
     check_positive,
 )
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.base.types import BucketPlan
 from jaxbucket.packing.pattern import Pattern
 from jaxbucket.packing.rows import (
     Packing,
@@ -158,7 +158,7 @@ def plan_packing(
 
     Example:
       >>> lengths = np.random.default_rng(0).integers(1, 500, size=1000)
-      >>> from jaxbucket import TransformerCost
+      >>> from jaxbucket.plan import TransformerCost
       >>> found = plan_packing(
       ...     lengths, max_tokens=4096, cost_fn=TransformerCost(width=64, depth=2)
       ... )

@@ -22,8 +22,8 @@ from jaxbucket.base.checks import (
     check_positive,
     split_line,
 )
+from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.base.types import digest
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.kinds import grouped_kinds, kinds_of
 from jaxbucket.packing.pattern import Pattern, positions

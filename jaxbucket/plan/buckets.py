@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.buckets import BucketPlan, Overlong
 from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.base.types import BucketPlan, Overlong
 from jaxbucket.plan import rules
 from jaxbucket.plan.costs import CostFn
 from jaxbucket.plan.curve import plan_curve

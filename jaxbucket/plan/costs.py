@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_number, check_positive
-from jaxbucket.base.types import Bucket
 
 CostFn: TypeAlias = Callable[[int, int], float]
 SECONDS = "s"

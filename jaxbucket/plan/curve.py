@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_number, check_positive
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.base.types import BucketPlan
 from jaxbucket.plan.costs import SECONDS, unit_of
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.optimal import Optimum

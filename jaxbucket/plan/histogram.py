@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxbucket.base.types import Overlong
+from jaxbucket.base.buckets import Overlong
 from jaxbucket.plan.chunks import last_chunks
 
 # Up to here one count for every length is cheaper than sorting them.

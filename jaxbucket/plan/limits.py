@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from jaxbucket.base.buckets import OVERLONG, Bucket, BucketPlan, Overlong
 from jaxbucket.base.checks import (
     check_accumulate,
     check_choice,
@@ -16,7 +17,6 @@ from jaxbucket.base.checks import (
     check_positive,
     overlong_message,
 )
-from jaxbucket.base.types import OVERLONG, Bucket, BucketPlan, Overlong
 from jaxbucket.plan.costs import CostFn, unit_of
 from jaxbucket.plan.histogram import cumulative
 from jaxbucket.plan.rules import Candidates

@@ -14,8 +14,8 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
+from jaxbucket.base.buckets import Bucket, BucketPlan
 from jaxbucket.base.checks import check_choice
-from jaxbucket.base.types import Bucket, BucketPlan
 
 Remainder: TypeAlias = Literal["cheapest", "promote", "pad", "drop"]
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.digest import digest
 from jaxbucket.base.permutation import fold, permute
-from jaxbucket.base.types import digest
 from jaxbucket.schedule.difficulty_index import DifficultyIndex
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.opening import OpeningSteps

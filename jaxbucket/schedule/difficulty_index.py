@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from jaxbucket.base.types import digest
+from jaxbucket.base.digest import digest
 
 SortedBy: TypeAlias = Literal["all", "process"]
 DTYPES = ("<i4", "<i8", "<f4", "<f8")

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.types import BucketPlan
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.plan.remainder import Remainder, flow_remainders
 from jaxbucket.schedule.grouping import Within, examples_by_bucket
 

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.types import BucketPlan
+from jaxbucket.base.buckets import BucketPlan
 
 Within: TypeAlias = Literal["source", "ascending", "descending"]
 

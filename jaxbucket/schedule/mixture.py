@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 from jaxbucket.base.checks import check_accumulate, check_choice
-from jaxbucket.base.types import EMPTY_ROW, BatchIndices
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.schedule import BatchSchedule, Schedule
 

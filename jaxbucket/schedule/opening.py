@@ -11,8 +11,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from jaxbucket.base.buckets import Bucket, BucketPlan
 from jaxbucket.base.checks import check_positive
-from jaxbucket.base.types import Bucket, BucketPlan
 
 Opening: TypeAlias = Literal["largest_first"] | Sequence[tuple[Bucket, int]]
 

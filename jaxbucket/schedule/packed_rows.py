@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxbucket.base.batch import EMPTY_ROW
 from jaxbucket.base.permutation import fold, mix_each, permute_each
-from jaxbucket.base.types import EMPTY_ROW
 from jaxbucket.packing.rows import Packing
 from jaxbucket.schedule.balance import spread_evenly
 

@@ -18,6 +18,8 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
+from jaxbucket.base.buckets import GROUPS, Bucket, BucketPlan, Group
 from jaxbucket.base.checks import (
     MAX_LENGTH,
     check_accumulate,
@@ -25,16 +27,8 @@ from jaxbucket.base.checks import (
     check_positive,
     check_seed,
 )
+from jaxbucket.base.digest import digest
 from jaxbucket.base.position import DataPosition, check_position
-from jaxbucket.base.types import (
-    EMPTY_ROW,
-    GROUPS,
-    BatchIndices,
-    Bucket,
-    BucketPlan,
-    Group,
-    digest,
-)
 from jaxbucket.packing.rows import Packing
 from jaxbucket.packing.sequences import check_parts, total_lengths
 from jaxbucket.plan.remainder import Remainder, RowFlow, filler_bucket
@@ -483,7 +477,8 @@ class BatchSchedule(Schedule):
         the mean over the batches of an epoch, of 4,096 at most.
 
         Example:
-          >>> from jaxbucket import pack, plan_buckets
+          >>> from jaxbucket import plan_buckets
+          >>> from jaxbucket.packing import pack
           >>> lengths = np.random.default_rng(0).integers(1, 100, 1000)
           >>> packing = pack(lengths, 128)
           >>> plan = plan_buckets([128], max_tokens=32 * 128)

@@ -14,8 +14,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.permutation import fold
-from jaxbucket.base.types import BucketPlan
 from jaxbucket.packing.rows import pack
 
 _WORD = 2**64

@@ -16,17 +16,19 @@ from typing import Any, TypeAlias
 import grain
 import numpy as np
 
+from jaxbucket.base.batch import RowShard
+from jaxbucket.base.buckets import BucketPlan, Group
 from jaxbucket.base.checks import (
     MAX_LENGTH,
     check_accumulate,
     check_positive,
     check_seed,
 )
+from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.peers import ProcessGroup
 from jaxbucket.base.permutation import fold
 from jaxbucket.base.position import DataPosition
-from jaxbucket.base.types import BucketPlan, Group, RowShard, digest
 from jaxbucket.data.example import Example, copied, listed_names
 from jaxbucket.data.transform import StreamTransform, Transform, check_transform
 from jaxbucket.stream.drift import OnDrift, warn_of_drift
@@ -87,7 +89,7 @@ def stream_batches(
       >>> import grain, jaxbucket as jb
       >>> source = [{"tokens": [7] * n} for n in (3, 1, 4, 2)]
       >>> dataset = grain.MapDataset.source(source).to_iter_dataset()
-      >>> lengths = jb.sample_lengths(dataset, 100)
+      >>> lengths = jb.stream.sample_lengths(dataset, 100)
       >>> plan = jb.plan_buckets(lengths, max_tokens=8, num_buckets=2)
       >>> batches = stream_batches(dataset, plan, pool_size=4)
       >>> [batch.bucket for batch in batches]

@@ -10,7 +10,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxbucket.base.types import Batch, Bucket, BucketPlan
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket, BucketPlan
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.packed_plan import plan_packing
 from jaxbucket.packing.pattern import positions

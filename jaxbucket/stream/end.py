@@ -6,8 +6,8 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
+from jaxbucket.base.buckets import Bucket, BucketPlan
 from jaxbucket.base.checks import check_integer
-from jaxbucket.base.types import Bucket, BucketPlan
 
 
 class StreamEnd:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from jaxbucket.base.types import Batch, Bucket
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, example_of, features_of
 from jaxbucket.plan.remainder import filler_bucket

@@ -12,16 +12,18 @@ import grain
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.batch import RowShard
+from jaxbucket.base.buckets import GROUPS, BucketPlan, Group
 from jaxbucket.base.checks import (
     check_choice,
     check_integer,
     check_lengths,
     check_positive,
 )
+from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.peers import ProcessGroup
 from jaxbucket.base.permutation import fold
-from jaxbucket.base.types import GROUPS, BucketPlan, Group, RowShard, digest
 from jaxbucket.data.example import Example
 from jaxbucket.data.transform import StreamTransform, Transform, transform_name
 from jaxbucket.packing.rows import pack as pack_rows

@@ -7,7 +7,7 @@ import collections
 import math
 from collections.abc import Sequence
 
-from jaxbucket.base.types import BucketPlan
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.stream.reader import Arrival
 
 

@@ -7,7 +7,7 @@ import collections
 from collections.abc import Sequence
 from typing import Protocol
 
-from jaxbucket.base.types import BucketPlan
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.plan.remainder import flow_remainders
 from jaxbucket.stream.reader import Arrival
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxbucket.base.digest import digest
 from jaxbucket.base.peers import ProcessGroup
-from jaxbucket.base.types import digest
 from jaxbucket.data.example import Example, Features, features_of
 from jaxbucket.plan.remainder import filler_bucket, flow_remainders
 from jaxbucket.stream.options import Phase, StreamRun

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_seed
-from jaxbucket.base.types import Batch, Bucket
 from jaxbucket.compile import (
     CompiledSteps,
     CompileOptions,

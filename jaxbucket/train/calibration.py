@@ -24,9 +24,10 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.batch import Batch
+from jaxbucket.base.buckets import Bucket, BucketPlan
 from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.base.types import Batch, Bucket, BucketPlan
 from jaxbucket.compile import compile_steps
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, as_arrays, sequence_names

@@ -33,8 +33,8 @@ import numpy as np
 from flax.errors import TraceContextError
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice
-from jaxbucket.base.types import Batch
 from jaxbucket.sharding import Axes, axis_names
 from jaxbucket.train.pmap import Rows as PmapRows
 from jaxbucket.train.rows import MappedRows, WholeBatch, rows_at_hand

@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxbucket.base.types import Batch
+from jaxbucket.base.batch import Batch
 from jaxbucket.compile import (
     compiling_as,
     following_prng,

@@ -10,9 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices
+from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_choice
+from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.base.types import EMPTY_ROW, Batch, BatchIndices, Bucket, digest
 from jaxbucket.compile import noting_arguments
 from jaxbucket.data.collate import unbatch
 from jaxbucket.schedule.schedule import Schedule
@@ -112,7 +114,7 @@ def predict(
       >>> plan = jb.plan_buckets(lengths, max_tokens=8)
       >>> mesh = jb.data_mesh(jax.devices()[:1])
       >>> state = jb.create_state({"w": np.float32(2)}, optax.sgd(0.0))
-      >>> state = jb.replicate(state, mesh)
+      >>> state = jb.sharding.replicate(state, mesh)
       >>> steps = jb.data_parallel_predict(
       ...     lambda model, batch: {"y": model["w"] * batch.features["x"]}, mesh
       ... )

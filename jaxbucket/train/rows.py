@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxbucket.base.types import Batch
+from jaxbucket.base.batch import Batch
 
 _Tree = TypeVar("_Tree")
 

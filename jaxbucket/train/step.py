@@ -14,8 +14,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_seed
-from jaxbucket.base.types import Batch
 from jaxbucket.compile import noting_arguments
 from jaxbucket.optim import in_force, skip_where
 from jaxbucket.optim.precision import computes_in, single_at_least

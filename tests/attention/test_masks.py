@@ -31,7 +31,9 @@ def batches_of(examples, rows: str, seed: int) -> list[jb.Batch]:
     lengths = jb.measure_lengths(examples, sequences=names, progress=False)
     packing = None
     if rows == "packed":
-        packing = jb.pack(lengths, int(np.random.default_rng(seed).integers(12, 40)))
+        packing = jb.packing.pack(
+            lengths, int(np.random.default_rng(seed).integers(12, 40))
+        )
         plan = jb.plan_buckets(
             packing.row_lengths, max_tokens=160, boundaries=packing.seq_lens
         )
@@ -103,7 +105,7 @@ def test_they_are_the_same_inside_of_jit(begin):
 
 def test_a_neighbour_is_no_target_and_no_input():
     rows = [[{"x": [7, 3, 9]}, {"x": [5]}, {"x": [2, 4]}]]
-    batch = jb.collate_rows(rows, jb.Bucket(1, 8), max_segments=3)
+    batch = jb.data.collate_rows(rows, jb.Bucket(1, 8), max_segments=3)
     found = jb.next_tokens(batch)
     assert found.targets.tolist() == [[3, 9, 0, 0, 4, 0, 0, 0]]
     assert found.weights.tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
@@ -114,7 +116,7 @@ def test_a_neighbour_is_no_target_and_no_input():
 
 def test_each_sequence_has_next_tokens_of_its_own():
     example = {"inputs": [7, 3, 5], "targets": [9, 8], "kind": [1, 2]}
-    batch = jb.collate_rows(
+    batch = jb.data.collate_rows(
         [[example, example]],
         jb.Bucket(1, 13),
         sequences={"inputs": ["inputs"], "targets": ["targets", "kind"]},
@@ -134,14 +136,14 @@ def test_each_sequence_has_next_tokens_of_its_own():
 
 def test_a_mean_over_sequences_takes_its_tokens_from_them():
     rows = [[{"x": [7, 3, 9]}, {"x": [5]}, {"x": [2, 4]}]]
-    batch = jb.collate_rows(rows, jb.Bucket(1, 7), max_segments=3)
+    batch = jb.data.collate_rows(rows, jb.Bucket(1, 7), max_segments=3)
     found = jb.next_tokens(batch).weights
     for where in (found > 0, found, jnp.asarray(found), found.astype(int)):
-        weights = jb.token_weights(batch, "sequence", where=where)
+        weights = jb.attention.token_weights(batch, "sequence", where=where)
         assert weights.tolist() == [[0.5, 0.5, 0, 0, 1, 0, 0]]
 
 
-@pytest.mark.parametrize("fn", [jb.next_tokens, jb.token_weights])
+@pytest.mark.parametrize("fn", [jb.next_tokens, jb.attention.token_weights])
 def test_what_is_no_batch_is_told_what_to_give(fn):
     with pytest.raises(ValueError, match="`batch` is a dict: give a `jaxbucket.Batch`"):
         fn({"tokens": np.ones((1, 2), np.int32)})
@@ -172,14 +174,14 @@ def test_what_is_no_feature_of_tokens_is_refused(name, options, message):
         "frames": np.ones((3, 3), np.int32),
         "size": np.int32(3),
     }
-    batch = jb.collate_rows([example], jb.Bucket(2, 4))
+    batch = jb.data.collate_rows([example], jb.Bucket(2, 4))
     with pytest.raises(ValueError, match=re.escape(message)):
         jb.next_tokens(batch, name, **options)
 
 
 def test_tokens_that_are_not_the_only_integers_are_named():
     example = {"labels": [1, 2], "tokens": [3, 4]}
-    batch = jb.collate_rows([example], jb.Bucket(1, 3))
+    batch = jb.data.collate_rows([example], jb.Bucket(1, 3))
     with pytest.raises(ValueError, match=r"`name` is missing: \['labels', 'tokens'\]"):
         jb.next_tokens(batch)
     assert jb.next_tokens(batch, "tokens").targets.tolist() == [[4, 0, 0]]

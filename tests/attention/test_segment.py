@@ -18,7 +18,7 @@ def packed_rows(seed, size=3, seq_len=96, longest=60):
     """`[B, T]` segment ids of random lengths that were packed, the last row empty."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.geometric(1 / 20, 60), min(longest, seq_len))
-    packing = jb.pack(lengths, seq_len)
+    packing = jb.packing.pack(lengths, seq_len)
     rows = rng.permutation(packing.num_rows)[: size - 1]
     slots = np.zeros((size, int(packing.row_segments.max())), np.int64)
     for place, row in enumerate(rows):
@@ -40,7 +40,7 @@ def random_heads(ids, *, heads=2, of_keys=None, width=8, dtype=jnp.float32, seed
 def with_mask(query, key, value, ids, *, is_causal=False, scale=None):
     """What it must be, padding left out."""
     places = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    mask = jb.attention_mask(ids, places if is_causal else None)
+    mask = jb.attention.attention_mask(ids, places if is_causal else None)
     found = jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale)
     return jnp.where(ids[..., None, None] > 0, found, 0)
 

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from jaxbucket import BatchSchedule, DataPosition, batch_dataset, plan_buckets
+from jaxbucket import BatchSchedule, batch_dataset, plan_buckets
+from jaxbucket.data import DataPosition
 
 SOURCE = [{"x": [index] * length} for index, length in enumerate([3, 1, 4, 2, 5, 6])]
 LENGTHS = [len(example["x"]) for example in SOURCE]

@@ -5,16 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from jaxbucket import (
-    Batch,
-    BatchIndices,
-    BatchSchedule,
-    Bucket,
-    BucketPlan,
-    RowShard,
-    plan_buckets,
-    report,
-)
+from jaxbucket import Batch, BatchSchedule, Bucket, BucketPlan, plan_buckets, report
+from jaxbucket.data import RowShard
+from jaxbucket.schedule import BatchIndices
 
 PLAN = BucketPlan((Bucket(8, 128), Bucket(2, 512)), max_tokens=1024)
 

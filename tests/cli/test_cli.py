@@ -18,19 +18,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from jaxbucket import (
-    Bucket,
-    BucketPlan,
-    Limits,
+from jaxbucket import Bucket, BucketPlan, Limits, plan_buckets, report
+from jaxbucket.cli import main
+from jaxbucket.plan import (
     StepTime,
     TokenCost,
     TransformerCost,
     compare_plans,
-    plan_buckets,
     plan_curve,
-    report,
 )
-from jaxbucket.cli import main
 from jaxbucket.plan.buckets import RULES
 
 LENGTHS = np.random.default_rng(0).integers(1, 500, 1000).astype(np.int32)

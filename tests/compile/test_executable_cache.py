@@ -29,7 +29,7 @@ from jaxbucket.compile.recipes import precompile
 MESH = jb.data_mesh(jax.devices()[:2])
 EXAMPLE = {"x": np.ones(3, np.float32)}
 PLAN = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (2, 16)])
-SPECS = jb.batch_specs(PLAN, EXAMPLE, MESH)
+SPECS = jb.sharding.batch_specs(PLAN, EXAMPLE, MESH)
 STATE = {"w": np.float32(2)}
 REPLICATED = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
 
@@ -48,19 +48,22 @@ def make_step(factor=3.0, table=None):
 def start(folder, step=None, specs=SPECS, state=STATE, **options):
     """Compiles; returns the steps, and how many XLA has compiled."""
     cache = jb.ExecutableCache(folder, **options)
-    with jb.count_compiles() as compiles:
+    with jb.compile.count_compiles() as compiles:
         steps = jb.compile_steps(
-            step or make_step(), jb.replicate(state, MESH), specs, executables=cache
+            step or make_step(),
+            jb.sharding.replicate(state, MESH),
+            specs,
+            executables=cache,
         )
     return steps, compiles["my_step"]
 
 
 def losses(steps):
-    state, found = jb.replicate(STATE, MESH), []
+    state, found = jb.sharding.replicate(STATE, MESH), []
     for bucket in PLAN.buckets:
         rows = [{"x": np.full(n, n, np.float32)} for n in range(1, 3)]
-        batch = jb.collate_rows(rows, bucket)
-        (batch,) = jb.prefetch_to_mesh([batch], MESH)
+        batch = jb.data.collate_rows(rows, bucket)
+        (batch,) = jb.sharding.prefetch_to_mesh([batch], MESH)
         before = state
         state, metrics = steps(state, batch)
         assert before["w"].is_deleted()
@@ -115,7 +118,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 if sys.argv[2] == "fill":
-    jb.compile_steps(t.make_step(), jb.replicate(t.STATE, t.MESH), t.SPECS)
+    jb.compile_steps(t.make_step(), jb.sharding.replicate(t.STATE, t.MESH), t.SPECS)
     sys.exit()
 steps, compiled = t.start(sys.argv[2])
 print(compiled, t.losses(steps))
@@ -140,7 +143,7 @@ def test_what_the_cache_of_jax_has_is_not_kept_without_its_code(tmp_path, kept):
 def test_code_that_is_lost_within_a_process_is_not_kept(tmp_path):
     step, compiled = make_step(), jb.ExecutableCache(tmp_path / "first")
     bucket = PLAN.buckets[0]
-    program = Program(bucket, step, (jb.replicate(STATE, MESH), SPECS[bucket]))
+    program = Program(bucket, step, (jb.sharding.replicate(STATE, MESH), SPECS[bucket]))
     start = compiled.begin([program])
     lowered, _ = program.lower()
     start.note(program, lowered)
@@ -159,8 +162,8 @@ def test_code_that_is_lost_within_a_process_is_not_kept(tmp_path):
 
 def test_a_folder_is_enough(tmp_path):
     for times in (len(PLAN), 0):
-        with jb.count_compiles() as compiles:
-            state = jb.replicate(STATE, MESH)
+        with jb.compile.count_compiles() as compiles:
+            state = jb.sharding.replicate(STATE, MESH)
             jb.compile_steps(make_step(), state, SPECS, executables=tmp_path / "new")
         assert compiles["my_step"] == times
 
@@ -201,9 +204,9 @@ def test_the_rate_of_an_optimizer_is_in_the_program(tmp_path):
     found = []
     for rate in (1e-3, 1e-3, 2e-3):
         tx = optax.sgd(rate)
-        state = jb.replicate(jb.create_state({"w": jnp.ones(())}, tx), MESH)
+        state = jb.sharding.replicate(jb.create_state({"w": jnp.ones(())}, tx), MESH)
         step = jb.data_parallel(loss, tx, MESH)
-        with jb.count_compiles() as compiles:
+        with jb.compile.count_compiles() as compiles:
             jb.compile_steps(step, state, SPECS, executables=tmp_path)
         found.append(compiles["train_step"])
     assert found == [len(PLAN), 0, len(PLAN)]
@@ -215,8 +218,12 @@ def test_the_rate_of_an_optimizer_is_in_the_program(tmp_path):
     [
         {"state": {"w": np.float16(2)}},
         {"state": {"w": np.float32(2), "v": np.float32(1)}},
-        {"specs": jb.batch_specs(PLAN, {"x": np.ones(3, np.float16)}, MESH)},
-        {"specs": jb.batch_specs(PLAN, EXAMPLE, jb.data_mesh(jax.devices()[2:4]))},
+        {"specs": jb.sharding.batch_specs(PLAN, {"x": np.ones(3, np.float16)}, MESH)},
+        {
+            "specs": jb.sharding.batch_specs(
+                PLAN, EXAMPLE, jb.data_mesh(jax.devices()[2:4])
+            )
+        },
     ],
 )
 def test_other_arguments_are_another_program(folder, other, verify):
@@ -228,7 +235,7 @@ def test_other_arguments_are_another_program(folder, other, verify):
     options = {"verify": verify, "key": "a"}
     if other.keys() == {"specs"} and "x" in str(other):
         mesh = next(iter(jax.tree.leaves(other["specs"]))).sharding.mesh
-        state = jb.replicate(STATE, mesh)
+        state = jb.sharding.replicate(STATE, mesh)
         cache = jb.ExecutableCache(folder, **options)
         steps = jb.compile_steps(step, state, other["specs"], executables=cache)
     else:
@@ -248,7 +255,7 @@ def test_other_versions_devices_and_flags_are_another_program(folder, monkeypatc
 
 
 NOISY_PLAN = jb.BucketPlan.from_shapes([(4, 8), (2, 16)])
-NOISY_SPECS = jb.batch_specs(NOISY_PLAN, EXAMPLE, MESH)
+NOISY_SPECS = jb.sharding.batch_specs(NOISY_PLAN, EXAMPLE, MESH)
 
 
 def noisy_step(name="my_step"):
@@ -269,9 +276,9 @@ def noisy_step(name="my_step"):
 
 
 def noisy_loss(steps, state=STATE):
-    batch = jb.collate_rows([EXAMPLE], NOISY_PLAN.buckets[0])
-    (batch,) = jb.prefetch_to_mesh([batch], MESH)
-    return float(steps(jb.replicate(state, MESH), batch)[1]["loss"])
+    batch = jb.data.collate_rows([EXAMPLE], NOISY_PLAN.buckets[0])
+    (batch,) = jb.sharding.prefetch_to_mesh([batch], MESH)
+    return float(steps(jb.sharding.replicate(state, MESH), batch)[1]["loss"])
 
 
 @pytest.fixture(name="noisy", scope="module")
@@ -437,7 +444,7 @@ def test_pmap_steps_are_traced_anew_for_another_prng(tmp_path, verify):
     def compiled_loss(step, executables=cache):
         specs = {NOISY_PLAN.buckets[0]: NOISY_SPECS[NOISY_PLAN.buckets[0]]}
         steps = jb.compile_steps(
-            step, jb.replicate(state, MESH), specs, executables=executables
+            step, jb.sharding.replicate(state, MESH), specs, executables=executables
         )
         return noisy_loss(steps, state), steps.report.num_compiled
 
@@ -546,9 +553,9 @@ def test_a_number_of_weak_type_is_another_start(tmp_path):
     def my_step(state, batch):
         return state, {"loss": state["w"] * batch.features["x"].sum()}
 
-    specs = jb.batch_specs(NOISY_PLAN, {"x": np.ones(3, np.float16)}, MESH)
-    batch = jb.collate_rows([{"x": np.ones(3, np.float16)}], NOISY_PLAN.buckets[0])
-    (batch,) = jb.prefetch_to_mesh([batch], MESH)
+    specs = jb.sharding.batch_specs(NOISY_PLAN, {"x": np.ones(3, np.float16)}, MESH)
+    batch = jb.data.collate_rows([{"x": np.ones(3, np.float16)}], NOISY_PLAN.buckets[0])
+    (batch,) = jb.sharding.prefetch_to_mesh([batch], MESH)
     cache = jb.ExecutableCache(tmp_path, verify="none", key="a")
     with jax.numpy_dtype_promotion("standard"):
         for weight in (jnp.float32(2), jnp.asarray(2.0)):
@@ -569,7 +576,7 @@ def test_without_verifying_the_key_is_what_counts(folder):
 
 def test_a_bucket_that_is_new_is_the_only_one_compiled(folder):
     plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (2, 16), (2, 20)])
-    specs = jb.batch_specs(plan, EXAMPLE, MESH)
+    specs = jb.sharding.batch_specs(plan, EXAMPLE, MESH)
     steps, compiled = start(folder, specs=specs, key="a")
     assert compiled == 1
     found = {p.label: p.source for p in steps.report.programs}
@@ -696,7 +703,7 @@ def described(path, header):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_foreign_header_is_named_whatever_it_is(folder, seed):
     rng = np.random.default_rng(seed)
-    state, bucket = jb.replicate(STATE, MESH), PLAN.buckets[0]
+    state, bucket = jb.sharding.replicate(STATE, MESH), PLAN.buckets[0]
     programs = [Program(b, make_step(), (state, SPECS[b])) for b in PLAN.buckets]
     lowered, _ = programs[0].lower()
     started = jb.ExecutableCache(folder, key="a").begin(programs)
@@ -718,7 +725,7 @@ def test_a_foreign_header_is_named_whatever_it_is(folder, seed):
 @pytest.mark.parametrize("verify", ["one", "none"])
 def test_a_foreign_list_is_named_whatever_it_is(folder, verify):
     rng = np.random.default_rng(0)
-    state = jb.replicate(STATE, MESH)
+    state = jb.sharding.replicate(STATE, MESH)
     programs = [Program(b, make_step(), (state, SPECS[b])) for b in PLAN.buckets]
     lowered = [program.lower()[0] for program in programs]
     (path,) = folder.glob("*.programs")
@@ -768,7 +775,7 @@ def bodies(kept, other):
 
 
 def test_a_foreign_body_is_named_whatever_it_is(folder):
-    state = jb.replicate(STATE, MESH)
+    state = jb.sharding.replicate(STATE, MESH)
     programs = [Program(b, make_step(), (state, SPECS[b])) for b in PLAN.buckets]
     started = jb.ExecutableCache(folder, key="a").begin(programs)
     for program in programs[:2]:
@@ -833,7 +840,7 @@ def test_a_file_under_another_name_is_not_loaded(folder):
 @pytest.mark.parametrize("first", PLAN.buckets)
 def test_what_was_built_in_one_order_is_found_in_another(folder, first, verify):
     cache = jb.ExecutableCache(folder, verify=verify, key="a")
-    state = jb.replicate(STATE, MESH)
+    state = jb.sharding.replicate(STATE, MESH)
     steps = jb.compile_steps(
         make_step(), state, SPECS, executables=cache, opening=first
     )
@@ -863,12 +870,14 @@ def test_one_of_each_function_is_verified(tmp_path, mode, changed):
 
         tx = optax.sgd(rate)
         step = jb.data_parallel_accumulate(loss, tx, MESH, mode=mode)
-        state = jb.replicate(jb.create_state({"w": np.float32(2)}, tx), MESH)
+        state = jb.sharding.replicate(jb.create_state({"w": np.float32(2)}, tx), MESH)
         cache = jb.ExecutableCache(tmp_path, verify=verify)
         steps = jb.compile_steps(step, state, SPECS, executables=cache)
         rows = [{"x": np.ones(3, np.float32)}] * 2
-        batch = jb.collate_rows(rows, PLAN.buckets[0])
-        state, metrics = steps(state, tuple(jb.prefetch_to_mesh([batch] * 2, MESH)))
+        batch = jb.data.collate_rows(rows, PLAN.buckets[0])
+        state, metrics = steps(
+            state, tuple(jb.sharding.prefetch_to_mesh([batch] * 2, MESH))
+        )
         return steps, [float(state.params["w"]), float(metrics["loss"])]
 
     _, before = run(0.1, 1.0, "all")
@@ -898,9 +907,9 @@ def test_a_constant_of_what_is_returned_is_seen(tmp_path, verify):
             return state, Loss(batch.features["x"].sum(), unit)
 
         steps, _ = start(tmp_path, jax.jit(my_step), verify=verify)
-        batch = jb.collate_rows([{"x": np.ones(3, np.float32)}], PLAN.buckets[0])
-        (batch,) = jb.prefetch_to_mesh([batch], MESH)
-        return steps(jb.replicate(STATE, MESH), batch)[1].unit
+        batch = jb.data.collate_rows([{"x": np.ones(3, np.float32)}], PLAN.buckets[0])
+        (batch,) = jb.sharding.prefetch_to_mesh([batch], MESH)
+        return steps(jb.sharding.replicate(STATE, MESH), batch)[1].unit
 
     assert run("nats") == "nats"
     assert run("bits") == "bits"
@@ -918,7 +927,7 @@ def test_the_last_start_is_the_one_before_an_interrupted_one(tmp_path):
     *_, last = sorted(tmp_path.glob("*.programs"), key=lambda x: x.stat().st_mtime_ns)
     # One that reads all lists, and does not come to its end.
     cache = jb.ExecutableCache(tmp_path, verify="one", key="a")
-    state = jb.replicate(STATE, MESH)
+    state = jb.sharding.replicate(STATE, MESH)
     bucket = PLAN.buckets[0]
     programs = [Program(b, make_step(9.0), (state, SPECS[b])) for b in PLAN.buckets]
     cache.begin(programs).note(programs[0], programs[0].lower()[0])
@@ -932,7 +941,7 @@ def test_files_that_had_to_make_room_are_not_kept(tmp_path):
         def other_step(state, batch):
             return state, (state["w"] * batch.features["x"]).max()
 
-        state = jb.replicate(STATE, MESH)
+        state = jb.sharding.replicate(STATE, MESH)
         return {
             "train": (make_step(), state, SPECS),
             "other": (jax.jit(other_step), state, SPECS),
@@ -987,7 +996,7 @@ def test_another_hash_seed_finds_the_same(tmp_path):
 
 def test_a_folder_stays_where_it_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    state = jb.replicate(STATE, MESH)
+    state = jb.sharding.replicate(STATE, MESH)
     steps = jb.compile_steps(
         make_step(), state, SPECS, executables="kept", opening=PLAN.buckets[0]
     )
@@ -1153,7 +1162,7 @@ import jaxbucket as jb
 with jb.Processes() as processes:
     mesh = jb.data_mesh()
     plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (4, 16)])
-    specs = jb.batch_specs(plan, {{"x": np.ones(3, np.float32)}}, mesh)
+    specs = jb.sharding.batch_specs(plan, {{"x": np.ones(3, np.float32)}}, mesh)
 
     def my_step(state, batch):
         loss = jnp.where(batch.mask, state * batch.features["x"], 0).sum()
@@ -1161,8 +1170,8 @@ with jb.Processes() as processes:
 
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     step = jax.jit(my_step, out_shardings=replicated, donate_argnums=0)
-    state = jb.replicate(np.float32(2), mesh)
-    with jb.count_compiles() as compiles:
+    state = jb.sharding.replicate(np.float32(2), mesh)
+    with jb.compile.count_compiles() as compiles:
         steps = jb.compile_steps(
             step,
             state,
@@ -1171,13 +1180,13 @@ with jb.Processes() as processes:
             opening={opening},
         )
         steps.wait()
-    shard = jb.local_rows(mesh)
+    shard = jb.sharding.local_rows(mesh)
     found = []
     for bucket in plan.buckets:
         rows = [{{"x": np.full(n, n, np.float32)}} for n in range(1, 4)]
-        batch = jb.collate_rows(rows, bucket)
+        batch = jb.data.collate_rows(rows, bucket)
         batch = jax.tree.map(lambda x: x[shard.rows(len(x))], batch)
-        (batch,) = jb.prefetch_to_mesh([batch], mesh)
+        (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
         state, metrics = steps(state, batch)
         found.append(float(metrics["loss"]))
     say(compiles["my_step"], found)
@@ -1231,8 +1240,8 @@ if index == "1":
     own = jb.data_mesh(jax.local_devices())
     jb.compile_steps(
         lambda state, batch: state,
-        jb.replicate(np.float32(2), own),
-        jb.batch_specs(plan, example, own),
+        jb.sharding.replicate(np.float32(2), own),
+        jb.sharding.batch_specs(plan, example, own),
         executables={folder!r} + "-own",
     )
 mesh = jb.data_mesh()
@@ -1240,8 +1249,8 @@ try:
     # A number that each process has for itself is no reason to part.
     steps = jb.compile_steps(
         jax.jit(lambda state, batch: (*my_step(state[0], batch), state[1] + 1)),
-        (jb.replicate(np.float32(2), mesh), jnp.zeros(())),
-        jb.batch_specs(plan, example, mesh),
+        (jb.sharding.replicate(np.float32(2), mesh), jnp.zeros(())),
+        jb.sharding.batch_specs(plan, example, mesh),
         executables={folder!r},
         opening={opening},
     )
@@ -1256,10 +1265,10 @@ for fn in (jnp.sum, jnp.max) if not {opening} else ():
     try:
         jb.compile_steps(
             jax.jit(lambda state, batch: fn(state) * batch.num_tokens),
-            jb.replicate(
+            jb.sharding.replicate(
                 jax.ShapeDtypeStruct((3 + int(index) * (fn is jnp.max),), "f4"), mesh
             ),
-            jb.batch_specs(plan, example, mesh),
+            jb.sharding.batch_specs(plan, example, mesh),
             executables={folder!r},
         )
         say("agreed")
@@ -1268,8 +1277,8 @@ for fn in (jnp.sum, jnp.max) if not {opening} else ():
 # The program is over, and another one's thread still at it.
 jb.compile_steps(
     jax.jit(lambda state, batch: (time.sleep(1), state)[1]),
-    jb.replicate(np.float32(2), mesh),
-    jb.batch_specs(plan, example, mesh),
+    jb.sharding.replicate(np.float32(2), mesh),
+    jb.sharding.batch_specs(plan, example, mesh),
     executables={folder!r},
     opening=plan.buckets[0],
 )

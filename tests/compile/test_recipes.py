@@ -33,9 +33,11 @@ def my_step(state, batch):
 
 def recipe(plan, dtype="float32"):
     """For the command, too: `test_recipes:recipe`."""
-    state = jb.replicate({"w": jax.ShapeDtypeStruct((), np.dtype(dtype))}, MESH)
+    state = jb.sharding.replicate(
+        {"w": jax.ShapeDtypeStruct((), np.dtype(dtype))}, MESH
+    )
     example = {"x": np.ones(3, np.dtype(dtype))}
-    return jax.jit(my_step), state, jb.batch_specs(plan, example, MESH)
+    return jax.jit(my_step), state, jb.sharding.batch_specs(plan, example, MESH)
 
 
 def both(plan):
@@ -66,12 +68,12 @@ def of_another_plan(plan):
 def start(folder, dtype=np.float32):
     """What the job does; how many programs XLA has compiled for it."""
     step, _, specs = recipe(PLAN, np.dtype(dtype).name)
-    state = jb.replicate({"w": dtype(2)}, MESH)
+    state = jb.sharding.replicate({"w": dtype(2)}, MESH)
     jax.clear_caches()
-    with jb.count_compiles() as compiles:
+    with jb.compile.count_compiles() as compiles:
         steps = jb.compile_steps(step, state, specs, executables=folder)
-        batch = jb.collate_rows([{"x": np.ones(3, dtype)}], PLAN.buckets[0])
-        (batch,) = jb.prefetch_to_mesh([batch], MESH)
+        batch = jb.data.collate_rows([{"x": np.ones(3, dtype)}], PLAN.buckets[0])
+        (batch,) = jb.sharding.prefetch_to_mesh([batch], MESH)
         assert steps(state, batch)[1] == 6
     return compiles["my_step"]
 
@@ -112,7 +114,7 @@ def test_what_is_too_large_is_named():
     assert done.above(largest / 1e9) == []
     assert len(done.above(1e-9)) == 3
     unknown = dataclasses.replace(done.report.programs[0], temporary_bytes=None)
-    done = dataclasses.replace(done, report=jb.CompileReport((unknown,)))
+    done = dataclasses.replace(done, report=jb.compile.CompileReport((unknown,)))
     assert done.above(1e9) == ["my_step [2, 16]"]
 
 
@@ -123,7 +125,7 @@ def test_what_is_no_recipe_is_refused(made):
 
 
 def specs_of(plan):
-    return jb.batch_specs(plan, {"x": np.ones(3, np.float32)}, MESH)
+    return jb.sharding.batch_specs(plan, {"x": np.ones(3, np.float32)}, MESH)
 
 
 def swapped(plan):
@@ -340,7 +342,7 @@ def test_a_printed_report_is_a_table(monkeypatch):
         assert f"{program.compile_seconds:.2f}" in row
     assert "\u2026" not in text and "\x1b" not in text
     assert repr(report) == "<3 programs, 3 of them compiled>"
-    assert "program" in str(jb.CompileReport(()))
+    assert "program" in str(jb.compile.CompileReport(()))
 
 
 def test_no_number_of_the_table_is_cut():
@@ -353,7 +355,7 @@ def test_no_number_of_the_table_is_cut():
     loaded = dataclasses.replace(program, source="loaded", load_seconds=12.34)
     text = io.StringIO()
     console = Console(file=text, width=100)
-    console.print(jb.CompileReport((program, loaded)))
+    console.print(jb.compile.CompileReport((program, loaded)))
     assert "\u2026" not in text.getvalue()
     for number in ("123.45", "1234.56", "loaded", "81235", "241704", "1.23e+05"):
         assert number in text.getvalue()

@@ -56,7 +56,7 @@ TX = optax.sgd(1e-3, momentum=0.9)
 
 
 def new_state(mesh):
-    return jb.replicate(jb.create_state({"w": np.float32(0.5)}, TX), mesh)
+    return jb.sharding.replicate(jb.create_state({"w": np.float32(0.5)}, TX), mesh)
 
 
 def small_setup(num_buckets=3, num_devices=2):
@@ -71,7 +71,7 @@ def first_batches(source, plan, mesh):
     """The first global batch of every bucket."""
     schedule = jb.BatchSchedule(plan, source.lengths)
     found = {}
-    for batch in jb.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh):
+    for batch in jb.sharding.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh):
         found.setdefault(batch.bucket, batch)
     assert found.keys() == set(plan.buckets)
     return found
@@ -100,8 +100,8 @@ def compiled():
     def loss_step(state, batch):
         return (state * batch.features["x"]).sum()
 
-    specs = jb.batch_specs(plan, source[0], mesh)
-    state = jb.replicate(np.float32(2), mesh)
+    specs = jb.sharding.batch_specs(plan, source[0], mesh)
+    state = jb.sharding.replicate(np.float32(2), mesh)
     steps = jb.compile_steps(loss_step, state, specs, progress=False)
     return steps, plan, mesh, first_batches(source, plan, mesh)
 
@@ -115,14 +115,14 @@ def test_a_train_step_is_compiled_once_per_bucket_over_two_epochs(ahead, mode):
     source, plan, mesh = small_setup()
     schedule = jb.BatchSchedule(plan, source.lengths)
     loss = TracedLoss()
-    with jb.count_compiles() as compiles:
+    with jb.compile.count_compiles() as compiles:
         step = jb.data_parallel(loss, TX, mesh, mode=mode)
         state = new_state(mesh)
         if ahead:
-            specs = jb.batch_specs(plan, source[0], mesh)
+            specs = jb.sharding.batch_specs(plan, source[0], mesh)
             step = jb.compile_steps(step, state, specs, progress=False)
         dataset = jb.batch_dataset(source, schedule, num_steps=2 * len(schedule))
-        for batch in jb.prefetch_to_mesh(dataset, mesh):
+        for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
             state, _ = step(state, batch)
     assert state.step == 2 * len(schedule) > 2 * len(plan)
     assert compiles["train_step"] == len(plan)
@@ -136,15 +136,15 @@ def test_an_evaluation_step_is_compiled_once_per_bucket(ahead, mode):
     source, plan, mesh = small_setup()
     schedule = jb.BatchSchedule(plan, source.lengths, order="source")
     loss = TracedLoss()
-    with jb.count_compiles() as compiles:
+    with jb.compile.count_compiles() as compiles:
         step = jb.data_parallel_eval(loss, mesh, mode=mode)
         state = new_state(mesh)
         if ahead:
-            specs = jb.batch_specs(plan, source[0], mesh)
+            specs = jb.sharding.batch_specs(plan, source[0], mesh)
             step = jb.compile_steps(step, state, specs, progress=False)
         for _ in range(2):
             dataset = jb.batch_dataset(source, schedule)
-            for batch in jb.prefetch_to_mesh(dataset, mesh):
+            for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
                 step(state, batch)
     assert compiles["eval_step"] == len(plan)
     assert len(loss.traces) == len(plan)
@@ -180,9 +180,9 @@ def check_counts(lengths, plan, seed):
     source, mesh = Examples(lengths), jb.data_mesh(jax.devices()[:2])
     schedule = jb.BatchSchedule(plan, lengths, seed=seed)
     train_loss, eval_loss = TracedLoss(), TracedLoss()
-    with jb.count_compiles() as compiles:
+    with jb.compile.count_compiles() as compiles:
         state = new_state(mesh)
-        specs = jb.batch_specs(plan, source[0], mesh)
+        specs = jb.sharding.batch_specs(plan, source[0], mesh)
         train = jb.data_parallel(train_loss, TX, mesh)
         train = jb.compile_steps(train, state, specs, progress=False)
         evaluate = jb.data_parallel_eval(eval_loss, mesh)
@@ -191,7 +191,7 @@ def check_counts(lengths, plan, seed):
         order = some_steps_of_every_bucket(schedule)
         batches = (dataset[step] for step in order)
         ran = set()
-        for batch in jb.prefetch_to_mesh(batches, mesh):
+        for batch in jb.sharding.prefetch_to_mesh(batches, mesh):
             ran.add(batch.bucket)
             evaluate(state, batch)
             state, _ = train(state, batch)
@@ -208,7 +208,7 @@ def test_nothing_is_compiled_after_the_first_step_of_each_bucket():
     source, plan, mesh = small_setup(num_devices=8)
     schedule = jb.BatchSchedule(plan, source.lengths)
     state = new_state(mesh)
-    specs = jb.batch_specs(plan, source[0], mesh)
+    specs = jb.sharding.batch_specs(plan, source[0], mesh)
     steps = jb.data_parallel(TracedLoss(), TX, mesh)
     steps = jb.compile_steps(steps, state, specs, progress=False)
     evaluate = jb.data_parallel_eval(TracedLoss(), mesh)
@@ -217,14 +217,14 @@ def test_nothing_is_compiled_after_the_first_step_of_each_bucket():
     def run(first, last):
         nonlocal state
         dataset = jb.batch_dataset(source, schedule, start_step=first, num_steps=last)
-        for batch in jb.prefetch_to_mesh(dataset, mesh):
+        for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
             loss = evaluate(state, batch)["loss"]
             state, metrics = steps(state, batch)
             assert np.isfinite([float(loss), float(metrics["loss"])]).all()
 
-    with jb.count_compiles() as first_epoch:
+    with jb.compile.count_compiles() as first_epoch:
         run(0, len(schedule))
-    with jb.count_compiles() as second_epoch:
+    with jb.compile.count_compiles() as second_epoch:
         run(len(schedule), 2 * len(schedule))
     assert not {"train_step", "eval_step"} & first_epoch.keys()
     assert not second_epoch
@@ -233,8 +233,8 @@ def test_nothing_is_compiled_after_the_first_step_of_each_bucket():
 def test_parameters_given_as_python_numbers_do_not_compile_twice():
     source, plan, mesh = small_setup(num_buckets=1)
     (batch,) = first_batches(source, plan, mesh).values()
-    state = jb.replicate(jb.create_state({"w": 0.5}, TX), mesh)
-    with jb.count_compiles() as compiles:
+    state = jb.sharding.replicate(jb.create_state({"w": 0.5}, TX), mesh)
+    with jb.compile.count_compiles() as compiles:
         step = jb.data_parallel(TracedLoss(), TX, mesh)
         for _ in range(3):
             state, _ = step(state, batch)
@@ -247,7 +247,7 @@ def test_the_state_may_be_shapes_alone():
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
-    specs = jb.batch_specs(plan, source[0], mesh)
+    specs = jb.sharding.batch_specs(plan, source[0], mesh)
     step = jb.data_parallel(TracedLoss(), TX, mesh)
     steps = jb.compile_steps(step, shapes, specs, progress=False)
     (batch,) = first_batches(source, plan, mesh).values()
@@ -269,13 +269,15 @@ def test_it_compiles_a_step_of_your_own(jitted):
         return state + batch.num_tokens, {"rows": batch.num_examples}
 
     step = jax.jit(my_step, donate_argnums=0) if jitted else my_step
-    state = first_state = jb.replicate(np.int32(0), mesh)
-    with jb.count_compiles() as compiles:
-        specs = jb.batch_specs(plan, source[0], mesh)
+    state = first_state = jb.sharding.replicate(np.int32(0), mesh)
+    with jb.compile.count_compiles() as compiles:
+        specs = jb.sharding.batch_specs(plan, source[0], mesh)
         steps = jb.compile_steps(step, state, specs, progress=False)
         schedule = jb.BatchSchedule(plan, source.lengths)
         rows = 0
-        for batch in jb.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh):
+        for batch in jb.sharding.prefetch_to_mesh(
+            jb.batch_dataset(source, schedule), mesh
+        ):
             state, metrics = steps(state, batch)
             rows += int(metrics["rows"])
     assert (state, rows) == (source.lengths.sum(), len(source))
@@ -289,15 +291,15 @@ def test_a_step_without_a_name_is_welcome(compiled):
     _, plan, mesh, batches = compiled
     source, _, _ = small_setup()
     step = functools.partial(lambda scale, state, batch: scale * state, 3)
-    specs = jb.batch_specs(plan, source[0], mesh)
-    steps = jb.compile_steps(step, jb.replicate(np.int32(2), mesh), specs)
+    specs = jb.sharding.batch_specs(plan, source[0], mesh)
+    steps = jb.compile_steps(step, jb.sharding.replicate(np.int32(2), mesh), specs)
     for batch in batches.values():
-        assert steps(jb.replicate(np.int32(2), mesh), batch) == 6
+        assert steps(jb.sharding.replicate(np.int32(2), mesh), batch) == 6
 
 
 def test_buckets_run_their_own_executable(compiled):
     steps, _, mesh, batches = compiled
-    state = jb.replicate(np.float32(2), mesh)
+    state = jb.sharding.replicate(np.float32(2), mesh)
     for bucket, batch in batches.items():
         want = 2 * np.asarray(batch.features["x"]).sum()
         assert steps(state, batch) == want
@@ -320,7 +322,7 @@ def test_steps_keep_a_sharding_over_other_axes():
         return state + 1
 
     steps = jb.compile_steps(
-        step, state, jb.batch_specs(plan, source[0], mesh), progress=False
+        step, state, jb.sharding.batch_specs(plan, source[0], mesh), progress=False
     )
     for batch in first_batches(source, plan, mesh).values():
         state = steps(state, batch)
@@ -377,8 +379,8 @@ def test_a_loop_that_looks_at_nothing_runs_a_few_steps_ahead():
         return state, {"sum": state.sum()}
 
     step_fn = jax.jit(slow, donate_argnums=0)
-    state = jb.replicate(jnp.eye(300), mesh)
-    specs = jb.batch_specs(plan, source[0], mesh)
+    state = jb.sharding.replicate(jnp.eye(300), mesh)
+    specs = jb.sharding.batch_specs(plan, source[0], mesh)
     steps = jb.compile_steps(step_fn, state, specs)
     (batch,) = first_batches(source, plan, mesh).values()
     sums, ahead = [], []
@@ -393,10 +395,10 @@ def test_a_loop_that_looks_at_nothing_runs_a_few_steps_ahead():
 
 def test_a_shape_outside_the_plan_is_refused(compiled):
     steps, plan, mesh, _ = compiled
-    batch = jb.collate_rows([{"x": np.ones(3, np.float32)}], jb.Bucket(16, 5))
-    (batch,) = jb.prefetch_to_mesh([batch], mesh)
+    batch = jb.data.collate_rows([{"x": np.ones(3, np.float32)}], jb.Bucket(16, 5))
+    (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
     with pytest.raises(ValueError) as refusal:
-        steps(jb.replicate(np.float32(2), mesh), batch)
+        steps(jb.sharding.replicate(np.float32(2), mesh), batch)
     message = str(refusal.value)
     assert "shape [16, 5] is outside the plan" in message
     assert all(str(bucket) in message for bucket in plan.buckets)
@@ -437,7 +439,7 @@ def test_features_other_than_the_planned_are_refused(compiled, change):
         pattern = pattern.replace("{t}", str(bucket.seq_len))
         pattern += ".*Convert the batch, or make `batch_specs` from an example like it"
         with pytest.raises(ValueError, match=pattern):
-            steps(jb.replicate(np.float32(2), mesh), wrong)
+            steps(jb.sharding.replicate(np.float32(2), mesh), wrong)
 
 
 def test_other_positions_than_the_planned_are_refused(compiled):
@@ -449,7 +451,7 @@ def test_other_positions_than_the_planned_are_refused(compiled):
     with pytest.raises(
         ValueError, match=r"batch.positions\['x'\]` is float32.*for int32"
     ):
-        steps(jb.replicate(np.float32(2), mesh), wrong)
+        steps(jb.sharding.replicate(np.float32(2), mesh), wrong)
 
 
 # count_compiles
@@ -459,7 +461,7 @@ def test_count_compiles_counts_by_name_and_only_inside():
     def triple(x):
         return 3 * x
 
-    with jb.count_compiles() as compiles:
+    with jb.compile.count_compiles() as compiles:
         for size in (2, 3, 2):
             jax.jit(triple)(np.zeros(size, np.float32))
     jax.jit(triple)(np.zeros(4, np.float32))
@@ -470,9 +472,9 @@ def test_count_compiles_may_be_nested():
     def fourfold(x):
         return 4 * x
 
-    with jb.count_compiles() as outer:
+    with jb.compile.count_compiles() as outer:
         jax.jit(fourfold)(np.zeros(2, np.float32))
-        with jb.count_compiles() as inner:
+        with jb.compile.count_compiles() as inner:
             jax.jit(fourfold)(np.zeros(3, np.float32))
         jax.jit(fourfold)(np.zeros(4, np.float32))
     assert (outer["fourfold"], inner["fourfold"]) == (3, 1)
@@ -482,7 +484,7 @@ def test_count_compiles_stops_when_the_block_fails():
     def fivefold(x):
         return 5 * x
 
-    with pytest.raises(KeyError), jb.count_compiles() as compiles:
+    with pytest.raises(KeyError), jb.compile.count_compiles() as compiles:
         raise KeyError
     jax.jit(fivefold)(np.zeros(2, np.float32))
     assert not compiles
@@ -515,15 +517,17 @@ X = {"x": np.ones(3, np.float32)}
 
 
 def small_specs(example=X):
-    return jb.batch_specs(SMALL, example, ONE)
+    return jb.sharding.batch_specs(SMALL, example, ONE)
 
 
 def small_state():
-    return jb.replicate({"w": np.float32(2)}, ONE)
+    return jb.sharding.replicate({"w": np.float32(2)}, ONE)
 
 
 def small_batch(bucket, example=X):
-    (batch,) = jb.prefetch_to_mesh([jb.collate_rows([example], bucket)], ONE)
+    (batch,) = jb.sharding.prefetch_to_mesh(
+        [jb.data.collate_rows([example], bucket)], ONE
+    )
     return batch
 
 
@@ -698,7 +702,7 @@ def test_a_batch_may_be_given_by_its_name():
 
     mesh = jb.data_mesh(jax.devices()[:1])
     tx = optax.sgd(0.1)
-    state = jb.replicate(jb.create_state({"w": jnp.ones(())}, tx), mesh)
+    state = jb.sharding.replicate(jb.create_state({"w": jnp.ones(())}, tx), mesh)
     step = jb.data_parallel(loss, tx, mesh)
     state, _ = step(state, batch=small_batch(SMALL.buckets[0]))
 
@@ -729,8 +733,8 @@ def step(state, batch):
 
 mesh = jb.data_mesh()
 plan = jb.BucketPlan.from_shapes([(4, n) for n in range(4, 64)])
-specs = jb.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
-state = jb.replicate(np.float32(1), mesh)
+specs = jb.sharding.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
+state = jb.sharding.replicate(np.float32(1), mesh)
 steps = jb.compile_steps(step, state, specs, opening=plan.buckets[0])
 print("began", flush=True)
 """
@@ -773,7 +777,7 @@ def test_another_state_is_named():
         ({"w": 2.0, "v": 1}, r"`state\['v'\]` was not there when \[8, 4\] was compi"),
     ]:
         with pytest.raises(ValueError, match=message):
-            steps(jb.replicate(jax.tree.map(np.asarray, state), ONE), batch)
+            steps(jb.sharding.replicate(jax.tree.map(np.asarray, state), ONE), batch)
 
 
 @functools.partial(
@@ -789,7 +793,7 @@ def test_a_constant_in_the_state_is_named():
     def step(state, batch):
         return state, state.w * state.rate * batch.num_tokens.astype(jnp.float32)
 
-    state = jb.replicate(WithConstant(np.float32(2), 0.5), ONE)
+    state = jb.sharding.replicate(WithConstant(np.float32(2), 0.5), ONE)
     steps = jb.compile_steps(step, state, small_specs())
     batch = small_batch(SMALL.buckets[0])
     assert steps(state, batch)[1] == 3
@@ -804,7 +808,9 @@ def test_a_constant_in_the_state_is_named():
 def test_a_state_somewhere_else_is_named():
     step, _ = slow_to_trace()
     steps = jb.compile_steps(step, small_state(), small_specs())
-    other = jb.replicate({"w": np.float32(2)}, jb.data_mesh(jax.devices()[1:2]))
+    other = jb.sharding.replicate(
+        {"w": np.float32(2)}, jb.data_mesh(jax.devices()[1:2])
+    )
     with pytest.raises(ValueError, match="sharding"):
         steps(other, small_batch(SMALL.buckets[0]))
 
@@ -866,10 +872,10 @@ def test_a_longer_bucket_is_filled_as_batches_are():
         pad_value={"labels": -100},
     )
     odd, want = (
-        jb.collate_rows([LABELS] * 2, bucket, pad_value={"labels": -100})
+        jb.data.collate_rows([LABELS] * 2, bucket, pad_value={"labels": -100})
         for bucket in (jb.Bucket(3, 5), jb.Bucket(4, 8))
     )
-    (odd,) = jb.prefetch_to_mesh([odd], ONE)
+    (odd,) = jb.sharding.prefetch_to_mesh([odd], ONE)
     with pytest.warns(RuntimeWarning, match=r"padded to \[4, 8\]"):
         got = steps.fit(odd)
     jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -895,15 +901,17 @@ def test_what_cannot_fill_the_sequences_is_refused(pad_value, message):
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
 def test_padding_to_a_longer_bucket_changes_no_gradient(mode):
     source, plan, mesh = small_setup()
-    specs = jb.batch_specs(plan, source[0], mesh)
+    specs = jb.sharding.batch_specs(plan, source[0], mesh)
     rows = [source[index] for index in range(6)]
     longest = max(len(row["x"]) for row in rows)
-    odd = jb.collate_rows(rows, jb.Bucket(6, longest))
+    odd = jb.data.collate_rows(rows, jb.Bucket(6, longest))
     step = jb.data_parallel(TracedLoss(), TX, mesh, mode=mode)
-    want, _ = step(new_state(mesh), next(iter(jb.prefetch_to_mesh([odd], mesh))))
+    want, _ = step(
+        new_state(mesh), next(iter(jb.sharding.prefetch_to_mesh([odd], mesh)))
+    )
     steps = jb.compile_steps(step, new_state(mesh), specs, unplanned="longer")
     with pytest.warns(RuntimeWarning, match="was padded to"):
-        (batch,) = jb.prefetch_to_mesh([odd], mesh)
+        (batch,) = jb.sharding.prefetch_to_mesh([odd], mesh)
         got, _ = steps(new_state(mesh), batch)
     np.testing.assert_allclose(got.params["w"], want.params["w"], rtol=1e-6)
 
@@ -911,7 +919,7 @@ def test_padding_to_a_longer_bucket_changes_no_gradient(mode):
 def test_a_batch_of_another_shape_may_be_compiled_for():
     step, _ = slow_to_trace()
     steps = jb.compile_steps(step, small_state(), small_specs(), unplanned="jit")
-    with jb.count_compiles() as compiles:
+    with jb.compile.count_compiles() as compiles:
         with pytest.warns(
             RuntimeWarning,
             match=r"XLA compiled `slow` again: A batch of shape \[3, 5\] is outside",
@@ -919,7 +927,7 @@ def test_a_batch_of_another_shape_may_be_compiled_for():
             _, metrics = steps(small_state(), small_batch(jb.Bucket(3, 5)))
         assert metrics["sum"] == 6
         with pytest.warns(RuntimeWarning, match=r"`state\['w'\]` is float16\[\]"):
-            state = jb.replicate({"w": np.ones(3, np.float16)[0]}, ONE)
+            state = jb.sharding.replicate({"w": np.ones(3, np.float16)[0]}, ONE)
             with jax.numpy_dtype_promotion("standard"):
                 steps(state, small_batch(SMALL.buckets[0]))
         steps(small_state(), small_batch(jb.Bucket(3, 5)))
@@ -934,7 +942,7 @@ def test_a_pmap_step_that_is_called_directly_follows_the_settings_of_jax():
         return noise * params["w"] * SCALE.value, batch.num_tokens
 
     def loss_of(step):
-        state = jb.replicate(jb.create_state({"w": 1.0}, TX), ONE)
+        state = jb.sharding.replicate(jb.create_state({"w": 1.0}, TX), ONE)
         return float(step(state, small_batch(SMALL.buckets[0]))[1]["loss"])
 
     def new_step():
@@ -946,7 +954,7 @@ def test_a_pmap_step_that_is_called_directly_follows_the_settings_of_jax():
         with entered:
             assert loss_of(step) == loss_of(new_step()) != first
     # What was compiled is still there.
-    with jb.count_compiles() as compiles:
+    with jb.compile.count_compiles() as compiles:
         assert loss_of(step) == first
     assert not compiles["train_step"]
 
@@ -958,7 +966,7 @@ def test_a_step_that_is_called_directly_is_told_what_has_changed():
     mesh = jb.data_mesh(jax.devices()[:1])
     source, plan, _ = small_setup(num_devices=1)
     step = jb.data_parallel(TracedLoss(), TX, mesh)
-    specs = jb.batch_specs(plan, source[0], mesh)
+    specs = jb.sharding.batch_specs(plan, source[0], mesh)
     steps = jb.compile_steps(step, new_state(mesh), specs)
     batches = first_batches(source, plan, mesh)
     batch = batches[plan.buckets[0]]
@@ -972,8 +980,8 @@ def test_a_step_that_is_called_directly_is_told_what_has_changed():
         jax.numpy_dtype_promotion("standard"),
     ):
         step(new_state(mesh), half)
-    odd = jb.collate_rows([source[0]], jb.Bucket(8, 41))
-    (odd,) = jb.prefetch_to_mesh([odd], mesh)
+    odd = jb.data.collate_rows([source[0]], jb.Bucket(8, 41))
+    (odd,) = jb.sharding.prefetch_to_mesh([odd], mesh)
     with pytest.warns(RuntimeWarning, match=r"shape \[8, 41\] is outside the plan"):
         step(new_state(mesh), odd)
     # Through the steps nothing is compiled, and nothing said.
@@ -998,7 +1006,7 @@ def test_the_guard_may_raise_and_may_be_off():
 def test_another_step_of_the_same_name_is_no_concern_of_the_guard():
     mesh = jb.data_mesh(jax.devices()[:1])
     source, plan, _ = small_setup(num_devices=1)
-    specs = jb.batch_specs(plan, source[0], mesh)
+    specs = jb.sharding.batch_specs(plan, source[0], mesh)
     guarded = jb.data_parallel(TracedLoss(), TX, mesh)
     steps = jb.compile_steps(guarded, new_state(mesh), specs, on_compile="raise")
     other = jb.data_parallel(TracedLoss(), TX, mesh)
@@ -1031,8 +1039,8 @@ def test_the_report_has_seconds_bytes_and_operations():
         return w, w.sum()
 
     plan = jb.BucketPlan.from_shapes([(8, 4), (4, 16)])
-    specs = jb.batch_specs(plan, X, ONE)
-    state = [jb.replicate(jnp.zeros((n, 5)), ONE) for n in (4, 16)]
+    specs = jb.sharding.batch_specs(plan, X, ONE)
+    state = [jb.sharding.replicate(jnp.zeros((n, 5)), ONE) for n in (4, 16)]
     for bucket, first in zip(plan.buckets, state, strict=True):
         one = {bucket: specs[bucket]}
         steps = jb.compile_steps(jax.jit(matmul_step, donate_argnums=0), first, one)
@@ -1058,7 +1066,7 @@ def test_the_report_has_seconds_bytes_and_operations():
 def test_operations_are_those_of_all_devices_in_all_modes():
     mesh = jb.data_mesh(jax.devices()[:2])
     plan = jb.BucketPlan.from_shapes([(8, 4)])
-    specs = jb.batch_specs(plan, {"x": np.ones((3, 6), np.float32)}, mesh)
+    specs = jb.sharding.batch_specs(plan, {"x": np.ones((3, 6), np.float32)}, mesh)
 
     def loss(params, batch, keys):
         return (batch.features["x"] @ params["w"]).sum(), batch.num_tokens
@@ -1066,7 +1074,9 @@ def test_operations_are_those_of_all_devices_in_all_modes():
     found = {}
     for mode in ("jit", "shard_map"):
         tx = optax.sgd(0.1)
-        state = jb.replicate(jb.create_state({"w": jnp.ones((6, 3))}, tx), mesh)
+        state = jb.sharding.replicate(
+            jb.create_state({"w": jnp.ones((6, 3))}, tx), mesh
+        )
         step = jb.data_parallel(loss, tx, mesh, mode=mode)
         (program,) = jb.compile_steps(step, state, specs).report.programs
         found[mode] = program.flops
@@ -1145,7 +1155,7 @@ import sys, jax, numpy as np, jaxbucket as jb
 jax.jit(lambda x: x + 1)(1.0)
 mesh = jb.data_mesh()
 plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8)])
-specs = jb.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
+specs = jb.sharding.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
 
 def step(state, batch):
     return state, state * batch.features["x"].sum()
@@ -1154,7 +1164,7 @@ hits = []
 jax.monitoring.register_event_listener(
     lambda name, **kwargs: hits.append(name) if name.endswith("cache_hits") else None
 )
-state = jb.replicate(np.float32(1), mesh)
+state = jb.sharding.replicate(np.float32(1), mesh)
 before = len(hits)
 for _ in range(2):
     jb.compile_steps(step, state, specs, xla_cache=sys.argv[1])

@@ -16,19 +16,21 @@ from jaxbucket import (
     BatchSchedule,
     Bucket,
     BucketPlan,
-    RowShard,
-    TokenFile,
     batch_dataset,
-    chunk_lengths,
-    collate_rows,
-    concatenate,
     plan_buckets,
     report,
+)
+from jaxbucket.cli import main
+from jaxbucket.data import (
+    RowShard,
+    TokenFile,
+    collate_rows,
+    concatenate,
     split_source,
     write_token_file,
 )
-from jaxbucket.cli import main
 from jaxbucket.data.source import RowSource, contents
+from jaxbucket.plan import chunk_lengths
 from jaxbucket.plan.reports.plots import plot_lengths, plot_plan
 from jaxbucket.testing import check_batches
 
@@ -586,7 +588,7 @@ def test_raw_lengths_are_refused_with_the_line_to_paste():
     message = re.escape(
         "`lengths[1]=9` is beyond the last bucket, `seq_len=8`, and `overlong='split'` "
         "makes several rows of it. Go on with the chunks: "
-        "`source = jb.split_source(source, 8, lengths=lengths)` and `source.lengths`."
+        "`source = jb.data.split_source(source, 8, lengths=lengths)` and `source.lengths`."
     )
     for use in (plan.check, plan.assign, lambda x: BatchSchedule(plan, x)):
         with pytest.raises(ValueError, match=message) as error:

@@ -5,7 +5,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxbucket import Bucket, collate_rows, unbatch
+from jaxbucket import Bucket
+from jaxbucket.data import collate_rows, unbatch
 from jaxbucket.data.example import example_length
 
 

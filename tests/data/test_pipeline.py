@@ -10,13 +10,11 @@ from jaxbucket import (
     Batch,
     BatchSchedule,
     Bucket,
-    DataPosition,
-    RowShard,
     batch_dataset,
     measure_lengths,
     plan_buckets,
-    unbatch,
 )
+from jaxbucket.data import DataPosition, RowShard, unbatch
 
 
 class Source:

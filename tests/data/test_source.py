@@ -6,14 +6,8 @@ import grain
 import numpy as np
 import pytest
 
-from jaxbucket import (
-    BatchSchedule,
-    batch_dataset,
-    concatenate,
-    measure_lengths,
-    plan_buckets,
-    write_token_file,
-)
+from jaxbucket import BatchSchedule, batch_dataset, measure_lengths, plan_buckets
+from jaxbucket.data import concatenate, write_token_file
 from jaxbucket.data.source import contents
 
 RNG = np.random.default_rng(0)

@@ -12,19 +12,21 @@ import pytest
 from jaxbucket import (
     BatchSchedule,
     Bucket,
+    batch_dataset,
+    measure_lengths,
+    plan_buckets,
+)
+from jaxbucket.data import (
     RowShard,
     TokenFile,
-    batch_dataset,
     collate_rows,
     concat_then_split,
     concatenate,
-    measure_lengths,
-    pack,
-    plan_buckets,
     split_source,
+    token_index,
     write_token_file,
 )
-from jaxbucket.data import token_index
+from jaxbucket.packing import pack
 
 
 def make_examples(seed: int, count: int = 60, longest: int = 40) -> list[dict]:

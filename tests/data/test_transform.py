@@ -56,7 +56,7 @@ def micro_of(step) -> tuple[jb.Batch, ...]:
 
 
 def examples_of(batch: jb.Batch, max_segments: int | None) -> list[dict]:
-    return jb.unbatch(batch, sequences=SEQUENCES, max_segments=max_segments)
+    return jb.data.unbatch(batch, sequences=SEQUENCES, max_segments=max_segments)
 
 
 def a_job(seed: int = 0, size: int = 90, **options):
@@ -69,7 +69,7 @@ def a_job(seed: int = 0, size: int = 90, **options):
 
 def a_packed_job():
     lengths = np.random.default_rng(5).integers(1, 30, 90)
-    packing = jb.pack(lengths, 40)
+    packing = jb.packing.pack(lengths, 40)
     plan = jb.plan_buckets(
         packing.row_lengths, max_tokens=160, boundaries=[40], batch_size_multiple=4
     )
@@ -185,7 +185,7 @@ def test_shards_and_resumed_runs_have_the_rows_of_the_whole_run(job):
     whole = jb.batch_dataset(source, schedule, **options)
     batches = list(whole)
     for count in (1, 2, 4):
-        shards = [jb.RowShard((part,), count) for part in range(count)]
+        shards = [jb.data.RowShard((part,), count) for part in range(count)]
         parts = [
             jb.batch_dataset(source, schedule, shard=shard, **options)
             for shard in shards
@@ -209,20 +209,20 @@ def test_token_files_chunks_and_several_sources_are_read_example_by_example(tmp_
     source = make_source(lengths)
     options = {"transform": noisy, "sequences": ["tokens", "noise"]}
     want = list(jb.batch_dataset(source, schedule, **options))
-    file = jb.write_token_file(tmp_path / "a", source)
+    file = jb.data.write_token_file(tmp_path / "a", source)
     halves = [
-        jb.write_token_file(tmp_path / name, part)
+        jb.data.write_token_file(tmp_path / name, part)
         for name, part in (("b", source[:40]), ("c", source[40:]))
     ]
-    for same in (file, jb.concatenate([source[:40], source[40:]])):
+    for same in (file, jb.data.concatenate([source[:40], source[40:]])):
         for found, batch in zip(
             jb.batch_dataset(same, schedule, **options), want, strict=True
         ):
             assert_equal(found, batch)
-    both = jb.concatenate(halves)
+    both = jb.data.concatenate(halves)
     assert_equal(jb.batch_dataset(both, schedule, **options)[0], want[0])
     # The index is that of a chunk.
-    chunks = jb.split_source(file, 7)
+    chunks = jb.data.split_source(file, 7)
     plan = jb.plan_buckets(chunks.lengths, max_tokens=56, boundaries=[7])
     cut = jb.BatchSchedule(plan, chunks.lengths, order="source")
     batch = jb.batch_dataset(chunks, cut, **options)[1]
@@ -244,7 +244,7 @@ def test_components_of_a_mixture_have_epochs_and_numbers_of_their_own():
     ]
     mixture = jb.Mixture(parts, weights=[1, 2], accumulate=2)
     source = make_source(lengths)
-    whole = jb.concatenate([source, source[:25]])
+    whole = jb.data.concatenate([source, source[:25]])
     dataset = jb.batch_dataset(
         whole, mixture, num_epochs=2, transform=noisy, sequences=SEQUENCES
     )
@@ -271,7 +271,9 @@ def test_what_comes_several_times_in_an_epoch_is_drawn_each_time_anew():
     plan = jb.plan_buckets(
         lengths, max_tokens=240, num_buckets=2, batch_size_multiple=2
     )
-    order = jb.Curriculum(lengths, jb.RootPacing(start=0.1, epochs=2), replacement=True)
+    order = jb.Curriculum(
+        lengths, jb.schedule.RootPacing(start=0.1, epochs=2), replacement=True
+    )
     schedule = jb.BatchSchedule(plan, lengths, order=order, accumulate=2)
     make = functools.partial(
         *(jb.batch_dataset, make_source(lengths), schedule),
@@ -288,7 +290,7 @@ def test_what_comes_several_times_in_an_epoch_is_drawn_each_time_anew():
                 drawn.add(int(example["drawn"]))
                 comes.append((step, int(example["index"])))
     assert len(set(comes)) < len(comes) == len(drawn)
-    shard = jb.RowShard((1,), 2)
+    shard = jb.data.RowShard((1,), 2)
     for found, want in zip(make(shard=shard)[3], whole[3], strict=True):
         own = shard.rows(len(want.mask))
         assert_equal(found, jax.tree.map(lambda x, own=own: x[own], want))
@@ -322,14 +324,16 @@ def test_features_are_those_of_the_transform_also_of_empty_rows():
     assert batch.features["noise"].dtype == np.float32
     assert set(batch.features) == set(dataset.example)
     mesh = jb.data_mesh()
-    (spec,) = jb.batch_specs(plan, dataset.example, mesh, sequences=SEQUENCES).values()
+    (spec,) = jb.sharding.batch_specs(
+        plan, dataset.example, mesh, sequences=SEQUENCES
+    ).values()
     assert spec.features.keys() == batch.features.keys()
     assert all(spec.features[x].shape == batch.features[x].shape for x in spec.features)
     # Whatever part of the rows: this one has no example.
     last = jb.batch_dataset(
         source,
         schedule,
-        shard=jb.RowShard((7,), 8),
+        shard=jb.data.RowShard((7,), 8),
         transform=noisy,
         sequences=SEQUENCES,
     )[0]
@@ -469,7 +473,7 @@ def test_what_cannot_be_called_is_refused():
                 stream, plan, pool_size=1, transform=transform
             )
         with pytest.raises(ValueError, match=message):
-            jb.sample_lengths(stream, 1, transform=transform)  # pyright: ignore
+            jb.stream.sample_lengths(stream, 1, transform=transform)  # pyright: ignore
     method = RandomMap().random_map
     batch = jb.batch_dataset(source, schedule, transform=method)[0]
     assert batch.features["tokens"].tolist() == [[0, 1, 2]]
@@ -480,7 +484,7 @@ def test_a_position_says_whether_there_is_a_transform_and_its_name():
     source = make_source(lengths)
     make = functools.partial(jb.batch_dataset, source, schedule, sequences=["tokens"])
     plain, changed = make(), make(transform=noisy)
-    position = jb.DataPosition.from_dict(
+    position = jb.data.DataPosition.from_dict(
         json.loads(json.dumps(changed.position(3).to_dict()))
     )
     assert "transform" not in plain.position(3).schedule
@@ -512,7 +516,7 @@ def job():
 if __name__ == "__main__":
     dataset = job()
     for workers in (0, 2):
-        loaded = list(jb.load_in_workers(dataset, workers, num_threads=3))
+        loaded = list(jb.data.load_in_workers(dataset, workers, num_threads=3))
         assert len(loaded) == len(dataset)
         for step, batch in enumerate(loaded):
             for name, value in dataset[step].features.items():
@@ -587,7 +591,7 @@ def test_streams_draw_by_epoch_and_place_and_resume_at_every_step(options, overl
     drawn = []
     for batches in dataset:
         for batch in micro_of(batches):
-            found = jb.unbatch(
+            found = jb.data.unbatch(
                 batch, sequences=["tokens"], max_segments=dataset.max_segments
             )
             drawn += [(int(x["index"]), int(x["drawn"])) for x in found]
@@ -606,7 +610,7 @@ def test_a_sample_has_the_lengths_that_the_stream_will_have():
     lengths = np.random.default_rng(2).integers(1, 30, 60)
     stream = stream_of(make_source(lengths))
     options = {"transform": passage, "seed": 4, "sequences": ["tokens"]}
-    sample = jb.sample_lengths(stream, 100, **options)
+    sample = jb.stream.sample_lengths(stream, 100, **options)
     assert len(sample) == 60 and not np.array_equal(sample, lengths)
     plan = jb.plan_buckets(sample, max_tokens=60, num_buckets=2)
     dataset = jb.stream_batches(stream, plan, pool_size=40, **options)
@@ -627,7 +631,7 @@ def test_streams_of_several_processes_draw_apart():
             *(stream_of(source), plan),
             pool_size=8,
             lengths=lengths,
-            shard=jb.RowShard((part,), 2),
+            shard=jb.data.RowShard((part,), 2),
             num_steps=10,
             seed=seed,
             sequences=["tokens"],

@@ -9,7 +9,7 @@ import time
 import grain
 import pytest
 
-from jaxbucket import load_in_workers
+from jaxbucket.data import load_in_workers
 
 SCRIPT = """
 import os, signal, sys, time
@@ -34,7 +34,7 @@ def job(start):
 if __name__ == "__main__":
     start, victim = int(sys.argv[1]), int(sys.argv[2])
     try:
-        for step, batch in enumerate(jb.load_in_workers(job(start), 2), start):
+        for step, batch in enumerate(jb.data.load_in_workers(job(start), 2), start):
             print(step, *batch.features["index"][batch.mask[:, 0]], flush=True)
             if step == victim:
                 for worker in multiprocessing.active_children()[:1]:
@@ -85,7 +85,7 @@ def slowly(number):
 
 if __name__ == "__main__":
     numbers = grain.MapDataset.range(10**6).map(slowly)
-    for number in jb.load_in_workers(numbers, 2):
+    for number in jb.data.load_in_workers(numbers, 2):
         workers = [worker.pid for worker in multiprocessing.active_children()]
         print(*workers, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -121,7 +121,7 @@ UNGUARDED = {
 import grain
 import jaxbucket as jb
 print("begins")
-for number in jb.load_in_workers(grain.MapDataset.range(9), 2):
+for number in jb.data.load_in_workers(grain.MapDataset.range(9), 2):
     print(number)
 """,
     "measure": """

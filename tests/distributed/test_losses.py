@@ -192,7 +192,7 @@ def test_a_checkpoint_on_its_way_is_there_at_the_end(launch, tmp_path):
 plan = jb.plan_buckets([4], max_tokens=8)
 dataset = jb.batch_dataset([{{"x": np.arange(4)}}] * 8, jb.BatchSchedule(plan, [4] * 8))
 with processes:
-    state = {{"x": jb.replicate(np.ones(2_000_000), jb.data_mesh())}}
+    state = {{"x": jb.sharding.replicate(np.ones(2_000_000), jb.data_mesh())}}
     checkpoints = jb.Checkpoints({str(tmp_path / "runs")!r}, processes=processes)
     checkpoints.save(state, dataset.position(3))
     # Neither closed nor waited for.

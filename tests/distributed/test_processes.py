@@ -42,7 +42,7 @@ def test_an_error_passes_through():
         raise KeyError("mine")
 
 
-def position() -> jb.DataPosition:
+def position() -> jb.data.DataPosition:
     source = [{"x": [1, 2]}, {"x": [3]}]
     plan = jb.plan_buckets([2, 1], max_tokens=4)
     return jb.batch_dataset(source, jb.BatchSchedule(plan, [2, 1])).position(0)

@@ -22,13 +22,15 @@ def live(monkeypatch: pytest.MonkeyPatch):
 
 
 def on_mesh(batch: jb.Batch, devices: int = 1) -> jb.Batch:
-    (placed,) = jb.prefetch_to_mesh([batch], jb.data_mesh(jax.devices()[:devices]))
+    (placed,) = jb.sharding.prefetch_to_mesh(
+        [batch], jb.data_mesh(jax.devices()[:devices])
+    )
     return placed
 
 
 def make_batch(bucket: jb.Bucket, value: int = 1) -> jb.Batch:
     row = {"x": np.full(bucket.seq_len, value, np.int32)}
-    return jb.collate_rows([row] * bucket.batch_size, bucket)
+    return jb.data.collate_rows([row] * bucket.batch_size, bucket)
 
 
 def metrics_of(batch: jb.Batch) -> dict[str, jax.Array]:

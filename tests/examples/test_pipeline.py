@@ -37,9 +37,9 @@ def groups(mesh) -> list[tuple[jb.Batch, ...]]:
         "no micro-batch is empty"
     )
     dataset = jb.batch_dataset(
-        source, schedule, shard=jb.local_rows(mesh), num_steps=STEPS
+        source, schedule, shard=jb.sharding.local_rows(mesh), num_steps=STEPS
     )
-    return list(jb.prefetch_to_mesh(dataset, mesh))
+    return list(jb.sharding.prefetch_to_mesh(dataset, mesh))
 
 
 def losses(pipeline, loss_fn, stages, batches, mesh) -> list[float]:
@@ -66,7 +66,7 @@ def test_losses_are_those_of_the_model_in_one_piece(pipeline):
     # Before the steps donate it.
     whole = jax.device_get(stages)
     batches = groups(mesh)
-    with jb.count_compiles() as compiles:
+    with jb.compile.count_compiles() as compiles:
         found = losses(
             pipeline,
             pipeline.pipelined_loss(shared, mesh),

@@ -138,7 +138,7 @@ def test_what_compiling_takes_is_noted_once_for_each_shape(policies):
 
     jitted = policies.Jitted(jax.jit(step))
     for length in (3, 5, 3, 5, 5):
-        batch = jb.collate_rows([{"x": np.ones(length)}], jb.Bucket(1, length))
+        batch = jb.data.collate_rows([{"x": np.ones(length)}], jb.Bucket(1, length))
         state, tokens = jitted(jnp.zeros(()), batch)
         assert tokens == length
     assert calls == [jb.Bucket(1, 3), jb.Bucket(1, 5)] == list(jitted.seconds)

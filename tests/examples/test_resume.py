@@ -151,13 +151,13 @@ def test_the_words_to_go_on_with_changes_are_those_that_do(folder, stopped, at):
 import signal, sys
 sys.path.insert(0, {str(TRAIN_LM.parent)!r})
 import train_lm
-prefetch = train_lm.jb.prefetch_to_mesh
+prefetch = train_lm.jb.sharding.prefetch_to_mesh
 def early(*args):
     for number, batch in enumerate(prefetch(*args)):
         if number == {at}:
             signal.raise_signal(signal.SIGINT)
         yield batch
-train_lm.jb.prefetch_to_mesh = early
+train_lm.jb.sharding.prefetch_to_mesh = early
 train_lm.main()
 """
     )

@@ -157,11 +157,11 @@ def shapes(monkeypatch: pytest.MonkeyPatch):
 
 
 LENGTHS = np.random.default_rng(0).lognormal(5, 1, 3000).clip(1, 1024).astype(int)
-COST = jb.StepTime(0.01, 6e-5, 8e-8)
+COST = jb.plan.StepTime(0.01, 6e-5, 8e-8)
 
 
 def measure(some):
-    return jb.Calibration(
+    return jb.train.Calibration(
         {b: COST(b.batch_size, b.seq_len) for b in some}, dict.fromkeys(some, 3.0)
     )
 
@@ -199,7 +199,7 @@ def test_a_run_by_time_sees_the_most_epochs(shapes, seconds):
     limits = jb.Limits(
         max_tokens=4096, batch_size_multiple=4, seq_len_multiple=32, cost_fn=COST
     )
-    curve = jb.plan_curve(LENGTHS, limits, compile_seconds=3.0, num_epochs=1e6)
+    curve = jb.plan.plan_curve(LENGTHS, limits, compile_seconds=3.0, num_epochs=1e6)
     epochs = {
         point.num_buckets: (seconds - point.compile_seconds) / point.epoch_seconds
         for point in curve.points

@@ -294,14 +294,16 @@ def with_a_rate(module) -> dict:
 def test_every_optimizer_is_known_to_be_linear_or_not(name):
     make = with_a_rate(optax)[name]
     rate = RATES.get(name, 1e-2)
-    assert jb.is_linear_in_lr(make, learning_rate=rate) == (name not in NOT_LINEAR)
+    assert jb.optim.is_linear_in_lr(make, learning_rate=rate) == (
+        name not in NOT_LINEAR
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(with_a_rate(optax.contrib).keys() - NOT_TRIED))
 def test_every_contributed_optimizer_is_known_to_be_linear_or_not(name):
     make = with_a_rate(optax.contrib)[name]
-    found = jb.is_linear_in_lr(make, learning_rate=RATES.get(name, 1e-2))
+    found = jb.optim.is_linear_in_lr(make, learning_rate=RATES.get(name, 1e-2))
     assert found == (name not in NOT_LINEAR_IN_CONTRIB)
 
 
@@ -332,7 +334,7 @@ NOT_LINEAR_WITH_OPTIONS = {
 
 @pytest.mark.parametrize("name", NOT_LINEAR_WITH_OPTIONS)
 def test_what_comes_behind_the_rate_makes_an_optimizer_not_linear(name):
-    assert not jb.is_linear_in_lr(NOT_LINEAR_WITH_OPTIONS[name])
+    assert not jb.optim.is_linear_in_lr(NOT_LINEAR_WITH_OPTIONS[name])
 
 
 def test_the_page_on_learning_rates_says_which_is_which():
@@ -351,12 +353,14 @@ def test_the_page_on_learning_rates_says_which_is_which():
 
 
 def test_what_does_nothing_is_not_linear():
-    assert not jb.is_linear_in_lr(lambda lr: optax.set_to_zero())
+    assert not jb.optim.is_linear_in_lr(lambda lr: optax.set_to_zero())
 
 
 def test_momentum_and_decay_before_the_rate_are_linear():
-    assert jb.is_linear_in_lr(lambda lr: optax.sgd(lr, momentum=0.9, nesterov=True))
-    assert jb.is_linear_in_lr(lambda lr: optax.adamw(lr, weight_decay=0.5))
+    assert jb.optim.is_linear_in_lr(
+        lambda lr: optax.sgd(lr, momentum=0.9, nesterov=True)
+    )
+    assert jb.optim.is_linear_in_lr(lambda lr: optax.adamw(lr, weight_decay=0.5))
 
 
 ROUTED = {
@@ -468,7 +472,7 @@ def test_weight_decay_is_scaled_where_it_is_before_the_scaling(scaled):
 def test_for_one_size_the_sde_rule_is_adam_with_other_constants(ratio):
     """Malladi et al. (2022): rate * sqrt(k), 1 - b times k, eps / sqrt(k)."""
     tx = optax.chain(
-        jb.scale_by_adam_sde(base_examples=4, b1=0.9, b2=0.99, eps=1e-3),
+        jb.optim.scale_by_adam_sde(base_examples=4, b1=0.9, b2=0.99, eps=1e-3),
         optax.scale_by_learning_rate(0.01),
     )
     b1, b2 = 1 - ratio * (1 - 0.9), 1 - ratio * (1 - 0.99)
@@ -482,7 +486,7 @@ def test_for_one_size_the_sde_rule_is_adam_with_other_constants(ratio):
 def test_the_sde_rule_for_changing_sizes_is_that_of_the_paper_step_by_step():
     b1, b2, eps, lr, base = 0.9, 0.99, 1e-4, 0.01, 16
     tx = optax.chain(
-        jb.scale_by_adam_sde(base_examples=base, b1=b1, b2=b2, eps=eps),
+        jb.optim.scale_by_adam_sde(base_examples=base, b1=b1, b2=b2, eps=eps),
         optax.scale_by_learning_rate(lr),
     )
     weights, mu, nu, left1, left2, expected = flat(0), 0.0, 0.0, 1.0, 1.0, []
@@ -500,7 +504,7 @@ def test_the_sde_rule_for_changing_sizes_is_that_of_the_paper_step_by_step():
 
 @pytest.mark.parametrize("eps", [0.0, 1e-8])
 def test_a_batch_without_examples_leaves_adams_averages_as_they_are(eps):
-    tx = jb.scale_by_adam_sde(base_examples=4, eps=eps)
+    tx = jb.optim.scale_by_adam_sde(base_examples=4, eps=eps)
     zeros = jax.tree.map(jnp.zeros_like, random_params(0))
     state = tx.init(zeros)
     updates, state = tx.update(zeros, state, num_examples=0)
@@ -513,7 +517,7 @@ def test_a_batch_without_examples_leaves_adams_averages_as_they_are(eps):
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_half_precision_parameters_have_averages_that_remember(dtype):
-    tx = jb.scale_by_adam_sde(base_examples=4)
+    tx = jb.optim.scale_by_adam_sde(base_examples=4)
     params = jnp.ones(2, dtype)
     state = tx.init(params)
     for _ in range(20):
@@ -526,7 +530,7 @@ def test_half_precision_parameters_have_averages_that_remember(dtype):
 
 @pytest.mark.parametrize("ratio", [1e-9, 2e-5, 1e-2])
 def test_a_small_batch_is_not_lost_to_rounding(ratio):
-    tx = jb.scale_by_adam_sde(base_tokens=1e9, eps=0.0)
+    tx = jb.optim.scale_by_adam_sde(base_tokens=1e9, eps=0.0)
     state = tx.init(jnp.ones(()))
     for _ in range(3):
         update, state = tx.update(jnp.full((), 0.1), state, num_tokens=1e9 * ratio)
@@ -535,7 +539,7 @@ def test_a_small_batch_is_not_lost_to_rounding(ratio):
 
 
 def test_a_batch_beyond_the_rule_is_all_that_is_remembered():
-    tx = jb.scale_by_adam_sde(base_examples=1, b1=0.9, b2=0.9)
+    tx = jb.optim.scale_by_adam_sde(base_examples=1, b1=0.9, b2=0.9)
     state = tx.init(random_params(0))
     for seed in (1, 2):
         grads = random_params(seed)
@@ -569,7 +573,7 @@ def test_the_step_of_the_data_is_the_step_of_a_schedule():
 @pytest.mark.parametrize("work", ["tokens", "examples"])
 def test_the_same_data_gives_the_same_curve_however_it_is_cut(work):
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 300, 1000)
-    tx = optax.inject_hyperparams(optax.sgd)(jb.schedule_by_work(schedule, work))
+    tx = optax.inject_hyperparams(optax.sgd)(jb.optim.schedule_by_work(schedule, work))
     rng = np.random.default_rng(0)
     for _ in range(3):
         done, state = 0, tx.init(jnp.zeros(()))
@@ -591,7 +595,7 @@ def test_work_is_counted_exactly_beyond_what_an_int32_holds():
         seen.append(float(done))
         return 1 / (1 + done)
 
-    by_tokens = jb.schedule_by_work(schedule)
+    by_tokens = jb.optim.schedule_by_work(schedule)
     state, done = by_tokens.init(), 0
     for size in (2**31 - 1, 2**30, 5, 2**31 - 9, 2**31 - 1):
         state = by_tokens.update(state, num_tokens=jnp.int32(size))
@@ -602,7 +606,7 @@ def test_work_is_counted_exactly_beyond_what_an_int32_holds():
 
 
 def test_a_schedule_by_work_is_scaled_by_the_batch():
-    work = jb.schedule_by_work(optax.linear_schedule(0.0, 1.0, 100))
+    work = jb.optim.schedule_by_work(optax.linear_schedule(0.0, 1.0, 100))
     rate = jb.scale_schedule(work, base_tokens=10, rule="linear")
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
     state, given = tx.init(jnp.zeros(())), []
@@ -613,7 +617,7 @@ def test_a_schedule_by_work_is_scaled_by_the_batch():
 
 
 def test_inverse_sqrt_is_that_of_the_paper():
-    schedule = jb.warmup_inverse_sqrt_schedule(0.5, 4000)
+    schedule = jb.optim.warmup_inverse_sqrt_schedule(0.5, 4000)
     for step in (0, 1, 3999, 4000, 4001, 10**9):
         want = 0.5 * min(step / 4000, (4000 / max(step, 1)) ** 0.5)
         np.testing.assert_allclose(schedule(step), want, rtol=1e-6)
@@ -665,7 +669,7 @@ def test_what_is_in_force_is_what_multiplies_the_update():
     @inject
     def sde(learning_rate):
         return optax.chain(
-            jb.scale_by_adam_sde(base_examples=2),
+            jb.optim.scale_by_adam_sde(base_examples=2),
             optax.scale_by_learning_rate(learning_rate),
         )
 
@@ -689,7 +693,7 @@ def test_what_is_in_force_is_what_multiplies_the_update():
         "learning_rate": 1,
     }
     behind_adam = optax.chain(
-        jb.scale_by_adam_sde(base_examples=2),
+        jb.optim.scale_by_adam_sde(base_examples=2),
         inject(optax.scale_by_learning_rate)(learning_rate=0.5),
     )
     assert in_force_after(behind_adam, num_examples=8) == {
@@ -728,7 +732,7 @@ def plateau(count):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     "schedule",
-    [1e-3, optax.constant_schedule(1e-3), plateau, jb.schedule_by_work(plateau)],
+    [1e-3, optax.constant_schedule(1e-3), plateau, jb.optim.schedule_by_work(plateau)],
 )
 @pytest.mark.parametrize("make", [optax.sgd, optax.lars, optax.rmsprop])
 def test_the_first_state_is_of_the_dtypes_of_all_others(make, schedule, dtype, is_wide):
@@ -747,7 +751,7 @@ def test_the_first_state_is_of_the_dtypes_of_all_others(make, schedule, dtype, i
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_a_scaled_schedule_mixes_no_dtypes(is_wide):
     with jax.enable_x64(is_wide), jax.numpy_dtype_promotion("strict"):
-        rate = jb.scale_schedule(jb.schedule_by_work(plateau), base_tokens=2)
+        rate = jb.scale_schedule(jb.optim.schedule_by_work(plateau), base_tokens=2)
         tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
         params = jnp.ones(2, jnp.float32)
         updates, _ = tx.update(params, tx.init(params), params, num_tokens=8)
@@ -756,9 +760,9 @@ def test_a_scaled_schedule_mixes_no_dtypes(is_wide):
 
 def test_a_schedule_too_long_for_an_integer_says_what_to_write():
     with pytest.raises(ValueError, match="2147483647|as floats, such as 1e10"):
-        work = jb.schedule_by_work(optax.linear_schedule(0.0, 1e-3, 10**10))
+        work = jb.optim.schedule_by_work(optax.linear_schedule(0.0, 1e-3, 10**10))
         work(work.init())
-    work = jb.schedule_by_work(optax.linear_schedule(0.0, 1e-3, 1e10))
+    work = jb.optim.schedule_by_work(optax.linear_schedule(0.0, 1e-3, 1e10))
     state = work.init()
     for _ in range(5):
         state = work.update(state, num_tokens=10**9)
@@ -769,7 +773,7 @@ def test_what_an_optimizer_does_not_say_is_not_in_force():
     assert in_force(optax.adam(1e-3).init(jnp.ones(2))) == {}
     tx = optax.chain(optax.adam(1e-3), jb.scale_by_batch_size(base_examples=2))
     assert in_force(tx.init(jnp.ones(2))) == {"lr_factor": 1}
-    sde = jb.scale_by_adam_sde(base_examples=2)
+    sde = jb.optim.scale_by_adam_sde(base_examples=2)
     _, state = sde.update(jnp.ones(2), sde.init(jnp.ones(2)), num_examples=8)
     assert in_force(state) == {"lr_factor": 2}
 
@@ -794,7 +798,7 @@ def clocks():
         ),
         "by work": optax.inject_hyperparams(optax.adam)(
             learning_rate=jb.scale_schedule(
-                jb.schedule_by_work(schedule, "examples"), **base
+                jb.optim.schedule_by_work(schedule, "examples"), **base
             )
         ),
     }
@@ -893,14 +897,14 @@ def test_data_parallel_gives_the_sizes_of_the_global_batch(base, factor, mode):
     mesh = jb.data_mesh(jax.devices()[:4])
     tx = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(**base, rule="linear"))
     rows = [{"x": np.zeros(n, np.int32)} for n in (1, 2, 1, 3, 1, 2)]
-    batch = jb.collate_rows(rows, jb.Bucket(8, 4))
+    batch = jb.data.collate_rows(rows, jb.Bucket(8, 4))
     step = jb.data_parallel(
         lambda w, batch, keys: (w * batch.num_tokens.astype(w.dtype), batch.num_tokens),
         *(tx, mesh),
         mode=mode,
     )
-    state = jb.replicate(jb.create_state(np.float32(0), tx), mesh)
-    state, _ = step(state, next(jb.prefetch_to_mesh([batch], mesh)))
+    state = jb.sharding.replicate(jb.create_state(np.float32(0), tx), mesh)
+    state, _ = step(state, next(jb.sharding.prefetch_to_mesh([batch], mesh)))
     # 6 examples, 10 tokens, a mean gradient of 1.
     assert state.params == -factor
     assert state.opt_state[1].factor == factor
@@ -981,7 +985,7 @@ def test_a_rule_that_gives_several_factors_is_refused():
         ),
         (
             lambda: jb.scale_by_batch_size(
-                base_rows=2, learning_rate=jb.schedule_by_work(lambda n: n)
+                base_rows=2, learning_rate=jb.optim.schedule_by_work(lambda n: n)
             ),
             "`learning_rate` is a schedule that is told what was seen inside an",
         ),
@@ -990,48 +994,48 @@ def test_a_rule_that_gives_several_factors_is_refused():
             "`learning_rate='fast'` must be a positive, finite number",
         ),
         (
-            lambda: jb.is_linear_in_lr(optax.sgd(1e-3)),
+            lambda: jb.optim.is_linear_in_lr(optax.sgd(1e-3)),
             "`make_tx` is a GradientTransformationExtraArgs: give a function",
         ),
         (
-            lambda: jb.is_linear_in_lr(optax.sgd, learning_rate=0.0),
+            lambda: jb.optim.is_linear_in_lr(optax.sgd, learning_rate=0.0),
             "`learning_rate=0.0` must be a positive",
         ),
         (lambda: jb.scale_schedule(0, base_rows=2), "`schedule=0` must be a positive"),
         (lambda: jb.scale_schedule("fast", base_rows=2), "`schedule='fast'` must be"),
         (lambda: jb.scale_schedule(1e-3), "`base_rows=None`: give one of them."),
-        (lambda: jb.scale_by_adam_sde(), "`base_rows=None`: give one of them."),
+        (lambda: jb.optim.scale_by_adam_sde(), "`base_rows=None`: give one of them."),
         (
-            lambda: jb.scale_by_adam_sde(base_rows=2, b1=1),
+            lambda: jb.optim.scale_by_adam_sde(base_rows=2, b1=1),
             "`b1=1` must be from 0 to below 1.",
         ),
         (
-            lambda: jb.scale_by_adam_sde(base_rows=2, b2=-0.1),
+            lambda: jb.optim.scale_by_adam_sde(base_rows=2, b2=-0.1),
             "`b2=-0.1` must be from 0 to below 1.",
         ),
         (
-            lambda: jb.scale_by_adam_sde(base_rows=2, eps=-1.0),
+            lambda: jb.optim.scale_by_adam_sde(base_rows=2, eps=-1.0),
             "`eps=-1.0` must be a number that is not negative.",
         ),
         (
-            lambda: jb.schedule_by_work(1e-3),
+            lambda: jb.optim.schedule_by_work(1e-3),
             "`schedule=0.001` does not change: give a schedule of optax",
         ),
         (
-            lambda: jb.schedule_by_work(lambda n: n, "steps"),
+            lambda: jb.optim.schedule_by_work(lambda n: n, "steps"),
             "`work='steps'`: choose 'examples' or 'tokens'.",
         ),
         (
-            lambda: jb.warmup_inverse_sqrt_schedule(1e-3, 0),
+            lambda: jb.optim.warmup_inverse_sqrt_schedule(1e-3, 0),
             "`warmup_steps=0` must be a positive",
         ),
         (
-            lambda: jb.warmup_inverse_sqrt_schedule(-1, 9),
+            lambda: jb.optim.warmup_inverse_sqrt_schedule(-1, 9),
             "`peak_value=-1` must be a positive",
         ),
         (
-            lambda: jb.schedule_by_work(lambda n: n).update(
-                jb.schedule_by_work(lambda n: n).init(), num_examples=3
+            lambda: jb.optim.schedule_by_work(lambda n: n).update(
+                jb.optim.schedule_by_work(lambda n: n).init(), num_examples=3
             ),
             "needs their number: call `tx.update(grads, state, params, num_tokens=bat",
         ),
@@ -1057,7 +1061,7 @@ def test_a_scaled_schedule_without_its_size_says_what_to_pass():
             tx.update(jnp.ones(()), state, **extra)
 
 
-BY_WORK = jb.schedule_by_work(optax.constant_schedule(1e-3))
+BY_WORK = jb.optim.schedule_by_work(optax.constant_schedule(1e-3))
 SCALED = jb.scale_schedule(1e-3, base_examples=2)
 
 
@@ -1069,10 +1073,13 @@ SCALED = jb.scale_schedule(1e-3, base_examples=2)
             "`schedule` is scaled already",
         ),
         (
-            lambda: jb.schedule_by_work(SCALED),
+            lambda: jb.optim.schedule_by_work(SCALED),
             "`schedule` is told what was seen already",
         ),
-        (lambda: jb.schedule_by_work(BY_WORK), "`schedule` is told what was seen alr"),
+        (
+            lambda: jb.optim.schedule_by_work(BY_WORK),
+            "`schedule` is told what was seen alr",
+        ),
         (
             lambda: jb.scale_by_batch_size(base_rows=2, learning_rate=SCALED),
             "`learning_rate` is a schedule that is told what was seen inside an",
@@ -1095,11 +1102,11 @@ SCALED = jb.scale_schedule(1e-3, base_examples=2)
             "`min_factor=inf`, `max_factor=inf`: give numbers",
         ),
         (
-            lambda: jb.scale_by_adam_sde(base_rows=2, b1="x"),
+            lambda: jb.optim.scale_by_adam_sde(base_rows=2, b1="x"),
             "`b1='x'` must be from 0 to below 1.",
         ),
         (
-            lambda: jb.scale_by_adam_sde(base_rows=2, eps=None),
+            lambda: jb.optim.scale_by_adam_sde(base_rows=2, eps=None),
             "`eps=None` must be a number that is not negative.",
         ),
         (
@@ -1169,7 +1176,7 @@ def test_a_factor_may_be_more_than_half_precision_has():
 
 def test_the_sde_state_has_arrays_of_its_own():
     """A step that donates its state would be refused otherwise."""
-    tx = jb.scale_by_adam_sde(base_examples=4)
+    tx = jb.optim.scale_by_adam_sde(base_examples=4)
     params = {"w": jnp.ones(3)}
     step = jax.jit(
         lambda state, grads: tx.update(grads, state, num_examples=4), donate_argnums=0
@@ -1181,7 +1188,7 @@ def test_the_sde_state_has_arrays_of_its_own():
 
 def test_the_sde_rule_is_exact_in_double_precision():
     with jax.enable_x64(True):
-        tx = jb.scale_by_adam_sde(base_examples=3, b1=0.9, b2=0.99)
+        tx = jb.optim.scale_by_adam_sde(base_examples=3, b1=0.9, b2=0.99)
         rng, params = np.random.default_rng(0), jnp.ones(4, jnp.float64)
         state, mu, nu, seen = tx.init(params), 0.0, 0.0, np.zeros(2)
         for size in (1, 5, 2, 7, 3):
@@ -1197,7 +1204,7 @@ def test_the_sde_rule_is_exact_in_double_precision():
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_sde_rule_keeps_the_direction_of_complex_gradients():
     grads = jnp.asarray([1 + 1j, 2 - 1j], jnp.complex64)
-    tx, adam = jb.scale_by_adam_sde(base_examples=4), optax.scale_by_adam()
+    tx, adam = jb.optim.scale_by_adam_sde(base_examples=4), optax.scale_by_adam()
     got, state = tx.update(grads, tx.init(grads), num_examples=4)
     want, _ = adam.update(grads, adam.init(grads))
     np.testing.assert_allclose(got, want, rtol=1e-5)

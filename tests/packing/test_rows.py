@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxbucket.base.batch import EMPTY_ROW
 
 import jaxbucket as jb
 from jaxbucket import Bucket
 from jaxbucket.base.permutation import fold, mix, mix_each, permute, permute_each
-from jaxbucket.base.types import EMPTY_ROW
 from jaxbucket.data.segments import row_segments
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import Pattern, positions
@@ -68,7 +68,7 @@ def rows_of(packing):
 @pytest.mark.parametrize("seed", range(200))
 def test_rows_hold_every_example_and_are_as_few_as_those_of_best_fit(seed):
     lengths, seq_lens, cap = packing_problem(seed)
-    packing = jb.pack(lengths, seq_lens, max_segments_per_row=cap)
+    packing = jb.packing.pack(lengths, seq_lens, max_segments_per_row=cap)
     assert sorted(packing.slot_lengths) == sorted(lengths)
     positions = 0
     for slots in rows_of(packing):
@@ -166,31 +166,31 @@ def test_the_fuller_rows_win(lengths, seq_len, of_best_fit, of_fullest):
     problem = *value_counts(np.array(lengths)), [seq_len], 10
     assert positions(best_fit(*problem)) == of_best_fit * seq_len
     assert positions(fullest_rows(*problem)) == of_fullest * seq_len
-    assert jb.pack(lengths, seq_len).num_rows == min(of_best_fit, of_fullest)
+    assert jb.packing.pack(lengths, seq_len).num_rows == min(of_best_fit, of_fullest)
 
 
 def test_what_would_take_long_is_left_out(monkeypatch):
     monkeypatch.setattr("jaxbucket.packing.subset_sum._MOST_LOOKED_AT", 1)
     lengths = [7, 7, 8, 11, 12, 16]
     assert fullest_rows(*value_counts(np.array(lengths)), [32], 10) is None
-    assert jb.pack(lengths, 32).num_rows == 3
+    assert jb.packing.pack(lengths, 32).num_rows == 3
 
 
 def test_real_lengths_fill_rows_at_least_as_best_fit_does(real_lengths):
     for seq_len in (2048, 4096):
         # Tails apart: what is longer has rows of its own.
         lengths = real_lengths[real_lengths <= seq_len][:6000]
-        packing = jb.pack(lengths, seq_len)
+        packing = jb.packing.pack(lengths, seq_len)
         rooms = plain_best_fit(lengths.tolist(), [seq_len], 10**9)
         assert packing.num_rows <= len(rooms)
         assert packing.fill == lengths.sum() / (seq_len * packing.num_rows)
 
 
 def test_a_packing_names_itself():
-    packing = jb.pack([3, 5, 2], 8)
-    assert packing.fingerprint == jb.pack(np.array([2, 3, 5]), [8]).fingerprint
-    assert packing.fingerprint != jb.pack([3, 5, 2], 9).fingerprint
-    assert packing.fingerprint != jb.pack([3, 5, 3], 8).fingerprint
+    packing = jb.packing.pack([3, 5, 2], 8)
+    assert packing.fingerprint == jb.packing.pack(np.array([2, 3, 5]), [8]).fingerprint
+    assert packing.fingerprint != jb.packing.pack([3, 5, 2], 9).fingerprint
+    assert packing.fingerprint != jb.packing.pack([3, 5, 3], 8).fingerprint
     assert repr(packing) == "Packing(3 examples in 2 rows of 8, fill 62.5%)"
     assert packing.num_examples == 3
 
@@ -226,14 +226,14 @@ def test_a_packing_names_itself():
 )
 def test_what_cannot_be_packed_is_refused(lengths, options, message):
     with pytest.raises(ValueError, match=message):
-        jb.pack(lengths, **options)
+        jb.packing.pack(lengths, **options)
 
 
 # Schedules
 
 
 def packed_schedule(lengths, seq_lens, *, cap=None, rows=3, **options):
-    packing = jb.pack(lengths, seq_lens, max_segments_per_row=cap)
+    packing = jb.packing.pack(lengths, seq_lens, max_segments_per_row=cap)
     plan = jb.plan_buckets(
         packing.row_lengths,
         max_tokens=rows * packing.seq_lens[-1],
@@ -330,7 +330,7 @@ def test_its_report_counts_rows_and_examples():
 
 def test_what_a_packing_does_not_go_with_is_refused():
     lengths = np.array([3, 5, 2, 4])
-    packing = jb.pack(lengths, 8)
+    packing = jb.packing.pack(lengths, 8)
     plan = jb.plan_buckets([8], max_tokens=16)
     with pytest.raises(ValueError, match="`packing` is of 4 examples with 14 tokens"):
         jb.BatchSchedule(plan, lengths[:3], packing=packing)
@@ -342,7 +342,7 @@ def test_what_a_packing_does_not_go_with_is_refused():
     with pytest.raises(ValueError, match="rows of 8 tokens, beyond the last bucket"):
         jb.BatchSchedule(short, lengths, packing=packing)
     with pytest.raises(ValueError, match="`order` is a `Curriculum`"):
-        order = jb.Curriculum(lengths, jb.LinearPacing(0.5, 2))
+        order = jb.Curriculum(lengths, jb.schedule.LinearPacing(0.5, 2))
         jb.BatchSchedule(plan, lengths, packing=packing, order=order)
     packed = jb.BatchSchedule(plan, lengths, packing=packing)
     with pytest.raises(ValueError, match="have packed rows, and rows of one"):
@@ -353,7 +353,7 @@ def test_a_mixture_of_packed_rows_counts_through():
     lengths = np.array([3, 5, 2, 4])
     plan = jb.plan_buckets([8], max_tokens=8)
     # One has two in a row, the other has one.
-    packings = [jb.pack(lengths, 8, max_segments_per_row=n) for n in (2, 1)]
+    packings = [jb.packing.pack(lengths, 8, max_segments_per_row=n) for n in (2, 1)]
     own = [jb.BatchSchedule(plan, lengths, packing=x) for x in packings]
     mixture = jb.Mixture(own, [1, 1])
     assert mixture.max_segments == 2
@@ -432,11 +432,11 @@ def test_each_is_permuted_as_if_alone(largest):
 
 # Plans
 
-QUADRATIC = jb.TransformerCost(width=64, depth=2)
+QUADRATIC = jb.plan.TransformerCost(width=64, depth=2)
 
 
 def epoch_cost(lengths, seq_lens, max_tokens, cost_fn=QUADRATIC):
-    packing = jb.pack(lengths, seq_lens)
+    packing = jb.packing.pack(lengths, seq_lens)
     plan = jb.plan_buckets(
         packing.row_lengths,
         max_tokens=max_tokens,
@@ -549,7 +549,7 @@ def test_where_a_mask_costs_short_rows_stay_padded():
     )
     assert slow.padded_up_to >= 64 and "padded up to there" in slow.why
     assert slow.packing is not None
-    again = jb.pack(
+    again = jb.packing.pack(
         lengths, slow.plan.boundaries.tolist(), padded_up_to=slow.padded_up_to
     )
     assert again.fingerprint == slow.packing.fingerprint
@@ -569,13 +569,17 @@ def test_where_a_mask_costs_short_rows_stay_padded():
 def test_examples_up_to_a_length_are_alone(seed):
     lengths, seq_lens, cap = packing_problem(seed)
     up_to = int(np.random.default_rng(seed).integers(0, lengths.max() + 2))
-    packing = jb.pack(lengths, seq_lens, max_segments_per_row=cap, padded_up_to=up_to)
+    packing = jb.packing.pack(
+        lengths, seq_lens, max_segments_per_row=cap, padded_up_to=up_to
+    )
     assert sorted(packing.slot_lengths) == sorted(lengths)
     alone = [x for x in rows_of(packing) if x.min() <= up_to]
     assert all(len(x) == 1 for x in alone)
     assert len(alone) == (lengths <= up_to).sum()
     if (lengths > up_to).any():
-        rest = jb.pack(lengths[lengths > up_to], seq_lens, max_segments_per_row=cap)
+        rest = jb.packing.pack(
+            lengths[lengths > up_to], seq_lens, max_segments_per_row=cap
+        )
         assert packing.num_rows == len(alone) + rest.num_rows
 
 
@@ -711,7 +715,7 @@ def unpacked(batches, schedule):
     found = [
         example
         for batch in batches
-        for example in jb.unbatch(
+        for example in jb.data.unbatch(
             batch, sequences=SEQUENCES, max_segments=schedule.max_segments
         )
     ]
@@ -742,7 +746,7 @@ def test_a_loader_of_packed_rows_keeps_the_promises():
     schedule = packed_schedule(lengths, [16, 64], rows=4)
 
     def loader(host, start_step):
-        shard = jb.RowShard((host,), 2)
+        shard = jb.data.RowShard((host,), 2)
         return jb.batch_dataset(
             source, schedule, shard=shard, start_step=start_step, sequences=SEQUENCES
         )
@@ -759,7 +763,7 @@ def test_row_shards_are_rows_of_the_whole():
     schedule = packed_schedule(lengths, 64, rows=6)
     whole = loaded(source, schedule)
     for parts, count in (((0,), 2), ((1,), 2), ((0, 2), 3)):
-        shard = jb.RowShard(parts, count)
+        shard = jb.data.RowShard(parts, count)
         for batch, own in zip(
             whole, loaded(source, schedule, shard=shard), strict=True
         ):
@@ -791,12 +795,12 @@ def test_a_token_file_gathers_the_same(seed, tmp_path: pathlib.Path):
     lengths, seq_lens, cap = packing_problem(seed)
     source = examples_of(lengths[:80], seed)
     schedule = packed_schedule(lengths[:80], [*seq_lens[:-1], 4000], cap=cap)
-    file = jb.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
+    file = jb.data.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
     pad = {"vectors": 0.5, "tokens": 7}
     want = loaded(source, schedule, pad_value=pad)
     for a, b in zip(loaded(file, schedule, pad_value=pad), want, strict=True):
         jax.tree.map(np.testing.assert_array_equal, a, b)
-    both = jb.concatenate([file, file])
+    both = jb.data.concatenate([file, file])
     twice = packed_schedule(np.tile(lengths[:80], 2), [*seq_lens[:-1], 4000], cap=cap)
     found = sum(int(batch.num_examples) for batch in loaded(both, twice))
     assert found == 2 * len(source)
@@ -805,9 +809,9 @@ def test_a_token_file_gathers_the_same(seed, tmp_path: pathlib.Path):
 def test_a_plan_that_truncates_has_nothing_to_cut_in_packed_rows(tmp_path):
     lengths = [5, 3, 8, 2]
     source = examples_of(lengths)
-    file = jb.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
+    file = jb.data.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
     plan = jb.plan_buckets([8], max_tokens=16, overlong="truncate")
-    packing = jb.pack(lengths, 8)
+    packing = jb.packing.pack(lengths, 8)
     schedule = jb.BatchSchedule(plan, lengths, packing=packing)
     for given, sequences in ((source, SEQUENCES), (file, None)):
         batches = loaded(given, schedule, sequences=sequences)
@@ -816,7 +820,9 @@ def test_a_plan_that_truncates_has_nothing_to_cut_in_packed_rows(tmp_path):
 
 def test_a_source_that_was_split_is_packed():
     source = examples_of([30, 3, 17, 8])
-    chunks = jb.split_source(source, 10, lengths=[30, 3, 17, 8], sequences=SEQUENCES)
+    chunks = jb.data.split_source(
+        source, 10, lengths=[30, 3, 17, 8], sequences=SEQUENCES
+    )
     schedule = packed_schedule(chunks.lengths, 10)
     batches = loaded(chunks, schedule)
     assert sum(int(batch.num_tokens) for batch in batches) == 58
@@ -829,7 +835,7 @@ def test_examples_that_run_on_fill_every_row(seed):
     size, seq_len = int(rng.choice([1, 3, 50, 2000])), int(rng.choice([1, 7, 64]))
     lengths = rng.integers(1, 3 * seq_len, size, endpoint=True)
     source = examples_of(lengths, seed)
-    parts = jb.concat_then_split(
+    parts = jb.data.concat_then_split(
         source, seq_len, lengths=lengths, seed=seed, sequences=SEQUENCES
     )
     packing = parts.packing
@@ -847,12 +853,12 @@ def test_examples_that_run_on_fill_every_row(seed):
         np.testing.assert_array_equal(tokens, source[index]["tokens"])
     assert sorted(found) == list(range(size))
     # In a row they stand as they run on, with the seed's own choice of parts.
-    again = jb.concat_then_split(
+    again = jb.data.concat_then_split(
         source, seq_len, lengths=lengths, seed=seed, sequences=SEQUENCES
     )
     assert parts.fingerprint == again.fingerprint
     if size == 2000:
-        other = jb.concat_then_split(
+        other = jb.data.concat_then_split(
             source, seq_len, lengths=lengths, seed=seed + 1, sequences=SEQUENCES
         )
         assert other.fingerprint != parts.fingerprint
@@ -861,7 +867,7 @@ def test_examples_that_run_on_fill_every_row(seed):
 def test_parts_that_run_on_train_as_any_packed_rows():
     lengths = np.random.default_rng(0).integers(1, 90, 80)
     source = examples_of(lengths)
-    parts = jb.concat_then_split(source, 64, lengths=lengths, sequences=SEQUENCES)
+    parts = jb.data.concat_then_split(source, 64, lengths=lengths, sequences=SEQUENCES)
     plan = jb.plan_buckets(
         parts.packing.row_lengths, max_tokens=4 * 64, boundaries=[64]
     )
@@ -872,27 +878,29 @@ def test_parts_that_run_on_train_as_any_packed_rows():
     with pytest.raises(
         ValueError, match="`lengths` has 3 entries, but `source` has 80"
     ):
-        jb.concat_then_split(source, 64, lengths=[1, 2, 3])
+        jb.data.concat_then_split(source, 64, lengths=[1, 2, 3])
     with pytest.raises(IndexError, match="must be from 0"):
         parts[len(parts)]
     with pytest.raises(ValueError, match=r"`source\[0\]`, before it was cut, has len"):
         wrong = lengths + 1
-        own = jb.concat_then_split(source, 64, lengths=wrong, sequences=SEQUENCES)
+        own = jb.data.concat_then_split(source, 64, lengths=wrong, sequences=SEQUENCES)
         own[int(np.flatnonzero(own._examples == 0)[0])]
 
 
 def test_of_a_token_file_parts_are_read_and_no_more(tmp_path, monkeypatch):
     lengths = np.random.default_rng(0).integers(1, 90, 40)
     source = examples_of(lengths)
-    file = jb.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
-    want = jb.concat_then_split(source, 16, lengths=lengths, sequences=SEQUENCES)
-    parts = jb.concat_then_split(file, 16, lengths=lengths)
-    monkeypatch.setattr(jb.TokenFile, "__getitem__", lambda *_: pytest.fail("read"))
+    file = jb.data.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
+    want = jb.data.concat_then_split(source, 16, lengths=lengths, sequences=SEQUENCES)
+    parts = jb.data.concat_then_split(file, 16, lengths=lengths)
+    monkeypatch.setattr(
+        jb.data.TokenFile, "__getitem__", lambda *_: pytest.fail("read")
+    )
     for part in range(len(want)):
         for name, value in want[part].items():
             np.testing.assert_array_equal(parts[part][name], value)
     with pytest.raises(ValueError, match="`lengths` are not those of `source`"):
-        jb.concat_then_split(file, 16, lengths=lengths + 1)
+        jb.data.concat_then_split(file, 16, lengths=lengths + 1)
 
 
 def test_segments_of_real_shapes():
@@ -927,12 +935,12 @@ def test_rows_that_cannot_be_packed_are_refused(rows, options, message):
     source = examples_of([5, 4, 1])
     given = [[source[i] for i in x] if isinstance(x, list) else source[x] for x in rows]
     with pytest.raises(ValueError, match=message):
-        jb.collate_rows(given, Bucket(1, 8), sequences=SEQUENCES, **options)
+        jb.data.collate_rows(given, Bucket(1, 8), sequences=SEQUENCES, **options)
 
 
 def test_holes_in_rows_and_wrong_segments_are_refused(tmp_path):
     source = examples_of([5, 4, 1])
-    file = jb.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
+    file = jb.data.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
     with pytest.raises(ValueError, match="behind an empty place"):
         file.collate(np.array([[-1, 2]]), Bucket(1, 8))
     with pytest.raises(ValueError, match="Row 0 has length 9, beyond `seq_len=8`"):
@@ -943,7 +951,7 @@ def test_holes_in_rows_and_wrong_segments_are_refused(tmp_path):
         file.collate(np.array([[[0]]]), Bucket(1, 8))
     batch = file.collate(np.array([[1, 2]]), Bucket(1, 8))
     with pytest.raises(ValueError, match="`max_segments=None`, but a row has 2 exam"):
-        jb.unbatch(batch)
+        jb.data.unbatch(batch)
 
 
 def test_an_example_that_changed_is_named():
@@ -983,11 +991,11 @@ def make_params(seed=0, width=8):
 
 def loss_sums(params, batch, causal, per):
     ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
-    mask = jb.attention_mask(ids, positions if causal else None)
+    mask = jb.attention.attention_mask(ids, positions if causal else None)
     tokens = jnp.asarray(batch.features["tokens"])
     logits = attend(params, tokens, positions, mask)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
-    weights = jb.token_weights(batch, per)
+    weights = jb.attention.token_weights(batch, per)
     return jnp.sum(nats * weights), jnp.sum(weights)
 
 
@@ -1024,9 +1032,9 @@ def test_a_neighbour_changes_nothing(causal):
     other = [[rows[0][0], {"tokens": np.array([90, 91, 92])}]]
     logits = []
     for given in (rows, other):
-        batch = jb.collate_rows(given, Bucket(1, 8), max_segments=2)
+        batch = jb.data.collate_rows(given, Bucket(1, 8), max_segments=2)
         ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
-        mask = jb.attention_mask(ids, positions if causal else None)
+        mask = jb.attention.attention_mask(ids, positions if causal else None)
         tokens = jnp.asarray(batch.features["tokens"])
         logits.append(attend(make_params(), tokens, positions, mask)[0, :4])
     np.testing.assert_array_equal(*logits)
@@ -1034,17 +1042,17 @@ def test_a_neighbour_changes_nothing(causal):
 
 def test_rows_of_one_example_need_no_mask():
     rows = [{"tokens": np.arange(1, 5)}, {"tokens": np.arange(5, 8)}]
-    batch = jb.collate_rows(rows, Bucket(2, 6))
+    batch = jb.data.collate_rows(rows, Bucket(2, 6))
     ids = batch.segment_ids["tokens"]
     heads = jax.random.normal(jax.random.key(0), (2, 6, 2, 4))
-    lengths = jb.sequence_lengths(jnp.asarray(ids))
+    lengths = jb.attention.sequence_lengths(jnp.asarray(ids))
     by_lengths = jax.nn.dot_product_attention(
         *(heads, heads, heads),
         query_seq_lengths=lengths,
         key_value_seq_lengths=lengths,
     )
     by_mask = jax.nn.dot_product_attention(
-        heads, heads, heads, mask=jb.attention_mask(jnp.asarray(ids))
+        heads, heads, heads, mask=jb.attention.attention_mask(jnp.asarray(ids))
     )
     np.testing.assert_allclose(by_lengths[ids > 0], by_mask[ids > 0], rtol=1e-6)
 
@@ -1059,20 +1067,22 @@ def test_weights_are_those_of_a_loop(seed):
     ids, positions = row_segments(lengths, 26)
     batch = jb.Batch({}, {"x": jnp.asarray(ids)}, {"x": jnp.asarray(positions)})
     where = rng.random(ids.shape) < 0.7
-    found = jax.jit(lambda b, w: jb.token_weights(b, "sequence", where=w))(batch, where)
+    found = jax.jit(lambda b, w: jb.attention.token_weights(b, "sequence", where=w))(
+        batch, where
+    )
     want = np.zeros(ids.shape)
     for row, segment in zip(*np.nonzero(lengths), strict=True):
         own = (ids[row] == segment + 1) & where[row]
         want[row, own] = 1 / max(own.sum(), 1)
     np.testing.assert_allclose(found, want, rtol=1e-6)
     np.testing.assert_array_equal(
-        jb.token_weights(batch, where=where), (ids > 0) & where
+        jb.attention.token_weights(batch, where=where), (ids > 0) & where
     )
     with pytest.raises(ValueError, match="`per='row'`"):
-        jb.token_weights(batch, "row")  # pyright: ignore
+        jb.attention.token_weights(batch, "row")  # pyright: ignore
 
 
-@pytest.mark.parametrize("cost_fn", [None, jb.TransformerCost(64, 2)])
+@pytest.mark.parametrize("cost_fn", [None, jb.plan.TransformerCost(64, 2)])
 def test_of_many_lengths_few_choices_are_packed_as_they_are(cost_fn, monkeypatch):
     looked_at = []
 

@@ -61,7 +61,7 @@ def groups_of(lengths):
 
 def schedule_of(lengths, capacities, batch_size=4, **options):
     cap = options.pop("max_segments_per_row", None)
-    packing = jb.pack(lengths, capacities, max_segments_per_row=cap)
+    packing = jb.packing.pack(lengths, capacities, max_segments_per_row=cap)
     (seq_len,) = packing.seq_lens
     plan = jb.plan_buckets(
         packing.row_lengths,
@@ -94,7 +94,7 @@ def plain_fit(lengths, capacities):
 @pytest.mark.parametrize("seed", range(80))
 def test_rows_hold_all_sequences_of_every_example(seed):
     lengths, capacities, cap = pairs_problem(seed)
-    packing = jb.pack(lengths, capacities, max_segments_per_row=cap)
+    packing = jb.packing.pack(lengths, capacities, max_segments_per_row=cap)
     assert packing.capacities == capacities
     assert packing.seq_lens == (sum(capacities.values()),)
     parts = packing.slot_parts
@@ -127,14 +127,14 @@ def test_both_ways_hold_every_kind_within_capacities(seed):
             assert (kinds[list(pattern.kinds)].sum(axis=0) <= rooms).all()
             assert 1 <= len(pattern.kinds) <= (cap or 10**6)
         rows.append(sum(x.rows for x in found))
-    packing = jb.pack(lengths, capacities, max_segments_per_row=cap)
+    packing = jb.packing.pack(lengths, capacities, max_segments_per_row=cap)
     assert packing.num_rows == min(rows)
 
 
 def test_a_row_gets_what_it_lacks():
     # Long inputs with short targets go beside short inputs with long targets.
     lengths = {"inputs": [8, 8, 8, 2, 2, 2], "targets": [1, 1, 1, 9, 9, 9]}
-    packing = jb.pack(lengths, {"inputs": 10, "targets": 10})
+    packing = jb.packing.pack(lengths, {"inputs": 10, "targets": 10})
     assert (packing.num_rows, packing.fill) == (3, 1.0)
 
 
@@ -144,7 +144,7 @@ def test_many_examples_are_not_packed_from_a_pool(monkeypatch):
     every = np.stack(list(lengths.values()), axis=1)
     kinds, counts = np.unique(every, axis=0, return_counts=True)
     assert pooled_rows(kinds, counts, list(capacities.values()), 9) is None
-    assert jb.pack(lengths, capacities).num_examples == len(every)
+    assert jb.packing.pack(lengths, capacities).num_examples == len(every)
 
 
 def test_real_pairs_fill_rows_at_least_as_grain_does():
@@ -154,7 +154,7 @@ def test_real_pairs_fill_rows_at_least_as_grain_does():
     with np.load(path) as columns:
         lengths = {x: columns[x][:2000] for x in ("question_bytes", "answer_bytes")}
     capacities = {"question_bytes": 2048, "answer_bytes": 2560}
-    packing = jb.pack(lengths, capacities)
+    packing = jb.packing.pack(lengths, capacities)
     examples = [
         {name: np.zeros(n, np.uint8) for name, n in zip(lengths, own, strict=True)}
         for own in zip(*(x.tolist() for x in lengths.values()), strict=True)
@@ -197,7 +197,7 @@ def test_every_example_comes_back_once_per_epoch(seed):
                 assert batch.features[name].shape[1] == capacity
                 assert batch.features["index"].shape[1] == schedule.max_segments
             segments = schedule.max_segments
-            found += jb.unbatch(batch, sequences=groups, max_segments=segments)
+            found += jb.data.unbatch(batch, sequences=groups, max_segments=segments)
         found.sort(key=lambda example: int(example["index"]))
         assert len(found) == len(source)
         for a, b in zip(found, source, strict=True):
@@ -221,7 +221,7 @@ def test_hosts_resume_and_agree():
         return jb.batch_dataset(
             source,
             schedule,
-            shard=jb.RowShard((host,), 2),
+            shard=jb.data.RowShard((host,), 2),
             start_step=start,
             sequences=groups_of(lengths),
         )
@@ -241,7 +241,7 @@ def test_segments_of_sequences_belong_together():
         [{"a": [1, 2], "b": [3], "c": 7}, {"a": [4], "b": [5, 6], "c": 8}],
         [{"a": [9], "b": [9], "c": 9}],
     ]
-    batch = jb.collate_rows(
+    batch = jb.data.collate_rows(
         rows, Bucket(2, 8), capacities={"a": 4, "b": 4}, max_segments=2
     )
     assert batch.features["a"].tolist() == [[1, 2, 4, 0], [9, 0, 0, 0]]
@@ -252,7 +252,7 @@ def test_segments_of_sequences_belong_together():
     assert batch.features["c"].tolist() == [[7, 8], [9, 0]]
     assert (batch.num_tokens, batch.num_examples) == (8, 3)
     assert batch.bucket == Bucket(2, 8)
-    mask = jb.attention_mask(
+    mask = jb.attention.attention_mask(
         batch.segment_ids["a"], key_segment_ids=batch.segment_ids["b"]
     )
     assert mask[0, 0].astype(int).tolist() == [
@@ -261,7 +261,7 @@ def test_segments_of_sequences_belong_together():
         [0, 1, 1, 0],
         [0, 0, 0, 0],
     ]
-    weights = jb.token_weights(batch, "sequence", sequence="b")
+    weights = jb.attention.token_weights(batch, "sequence", sequence="b")
     assert weights.tolist() == [[1, 0.5, 0.5, 0], [1, 0, 0, 0]]
 
 
@@ -281,11 +281,13 @@ class Translator(nnx.Module):
 
         x, y = embedded("inputs", self.inputs), embedded("targets", self.targets)
         ids = batch.segment_ids
-        mask = jb.attention_mask(ids["inputs"])
+        mask = jb.attention.attention_mask(ids["inputs"])
         x = x + jax.nn.dot_product_attention(x, x, x, mask=mask)
-        mask = jb.attention_mask(ids["targets"], batch.positions["targets"])
+        mask = jb.attention.attention_mask(ids["targets"], batch.positions["targets"])
         y = y + jax.nn.dot_product_attention(y, y, y, mask=mask)
-        mask = jb.attention_mask(ids["targets"], key_segment_ids=ids["inputs"])
+        mask = jb.attention.attention_mask(
+            ids["targets"], key_segment_ids=ids["inputs"]
+        )
         y = y + jax.nn.dot_product_attention(y, x, x, mask=mask)
         return self.out(y[:, :, 0])
 
@@ -307,7 +309,7 @@ def test_losses_and_gradients_are_those_of_padded_examples(per):
         logits = nnx.merge(graph, params)(batch)
         labels = batch.features["targets"]
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        weights = jb.token_weights(batch, per, sequence="targets")
+        weights = jb.attention.token_weights(batch, per, sequence="targets")
         return jnp.sum(nats * weights), jnp.sum(weights)
 
     def total(batches):
@@ -319,7 +321,7 @@ def test_losses_and_gradients_are_those_of_padded_examples(per):
 
     packed = list(jb.batch_dataset(source, schedule))
     assert max(int(x.segment_ids["inputs"].max()) for x in packed) > 2
-    alone = [jb.collate_rows(source, Bucket(40, 96), capacities=capacities)]
+    alone = [jb.data.collate_rows(source, Bucket(40, 96), capacities=capacities)]
     (a, grads_a), (b, grads_b) = total(packed), total(alone)
     np.testing.assert_allclose(a, b, rtol=1e-6)
     difference = norm(jax.tree.map(jnp.subtract, grads_a, grads_b))
@@ -330,7 +332,7 @@ def test_specs_are_those_of_the_batches():
     lengths, capacities, _ = pairs_problem(5)
     schedule = schedule_of(lengths, capacities, batch_size=8)
     source = source_of(lengths)
-    specs = jb.batch_specs(
+    specs = jb.sharding.batch_specs(
         schedule.plan,
         source[0],
         jb.data_mesh(),
@@ -346,15 +348,15 @@ def test_specs_are_those_of_the_batches():
 
 def test_a_packing_of_sequences_names_itself():
     lengths = {"a": [3, 5, 2], "b": [1, 1, 2]}
-    packing = jb.pack(lengths, {"a": 8, "b": 4})
+    packing = jb.packing.pack(lengths, {"a": 8, "b": 4})
     names = {
         packing.fingerprint,
-        jb.pack({"a": [3, 5, 2], "b": [1, 2, 1]}, {"a": 8, "b": 4}).fingerprint,
-        jb.pack(lengths, {"a": 8, "b": 5}).fingerprint,
-        jb.pack([4, 6, 4], 12).fingerprint,
+        jb.packing.pack({"a": [3, 5, 2], "b": [1, 2, 1]}, {"a": 8, "b": 4}).fingerprint,
+        jb.packing.pack(lengths, {"a": 8, "b": 5}).fingerprint,
+        jb.packing.pack([4, 6, 4], 12).fingerprint,
     }
     assert len(names) == 4
-    again = jb.pack({"a": [2, 3, 5], "b": [2, 1, 1]}, {"a": 8, "b": 4})
+    again = jb.packing.pack({"a": [2, 3, 5], "b": [2, 1, 1]}, {"a": 8, "b": 4})
     assert packing.fingerprint == again.fingerprint
 
 
@@ -362,7 +364,10 @@ def test_the_order_of_names_makes_no_difference():
     lengths = {"a": [3, 5, 2], "b": [1, 1, 2]}
     capacities = {"a": 8, "b": 4}
     turned = [dict(reversed(x.items())) for x in (lengths, capacities)]
-    assert jb.pack(*turned).fingerprint == jb.pack(lengths, capacities).fingerprint
+    assert (
+        jb.packing.pack(*turned).fingerprint
+        == jb.packing.pack(lengths, capacities).fingerprint
+    )
 
 
 def test_many_rows_with_the_same_room_are_packed_in_time():
@@ -372,7 +377,7 @@ def test_many_rows_with_the_same_room_are_packed_in_time():
         "image": np.ones(size, int),
         "text": np.concatenate([long, np.arange(1, 1 + size // 2)]),
     }
-    packing = jb.pack(lengths, {"image": 2, "text": 200_000})
+    packing = jb.packing.pack(lengths, {"image": 2, "text": 200_000})
     assert packing.num_rows == size // 2
 
 
@@ -405,7 +410,7 @@ def test_schedules_tell_sequences_apart():
 )
 def test_lengths_and_capacities_that_do_not_go_together(lengths, capacities, message):
     with pytest.raises(ValueError, match=message):
-        jb.pack(lengths, capacities)
+        jb.packing.pack(lengths, capacities)
 
 
 @pytest.mark.parametrize("plan", [jb.plan_buckets, jb.plan_packing])
@@ -416,7 +421,7 @@ def test_plans_of_one_length_say_what_several_are_for(plan):
 
 def test_schedules_want_the_sequences_of_their_packing():
     lengths = {"a": [3, 5], "b": [1, 1]}
-    packing = jb.pack(lengths, {"a": 8, "b": 4})
+    packing = jb.packing.pack(lengths, {"a": 8, "b": 4})
     plan = jb.plan_buckets(packing.row_lengths, max_tokens=12, boundaries=[12])
     with pytest.raises(ValueError, match="bucketed where they are packed"):
         jb.BatchSchedule(plan, lengths)
@@ -425,7 +430,7 @@ def test_schedules_want_the_sequences_of_their_packing():
     with pytest.raises(ValueError, match="changed since it was packed"):
         jb.BatchSchedule(plan, {"a": [3, 4], "b": [1, 2]}, packing=packing)
     with pytest.raises(ValueError, match="padded_up_to=3"):
-        jb.pack(lengths, {"a": 8, "b": 4}, padded_up_to=3)
+        jb.packing.pack(lengths, {"a": 8, "b": 4}, padded_up_to=3)
     schedule = jb.BatchSchedule(plan, lengths, packing=packing)
     with pytest.raises(ValueError, match="several sequences, which are not mixed"):
         jb.Mixture([schedule, schedule], [1, 1])
@@ -433,7 +438,7 @@ def test_schedules_want_the_sequences_of_their_packing():
 
 def test_plans_have_the_one_shape_of_such_rows():
     lengths, capacities, _ = pairs_problem(5)
-    packing = jb.pack(lengths, capacities)
+    packing = jb.packing.pack(lengths, capacities)
     plan = jb.plan_buckets(packing.row_lengths, max_tokens=1000, num_buckets=3)
     with pytest.raises(ValueError, match=r"`boundaries=packing.seq_lens`"):
         jb.BatchSchedule(plan, lengths, packing=packing)
@@ -442,38 +447,38 @@ def test_plans_have_the_one_shape_of_such_rows():
 def test_more_sequences_take_no_longer_than_they_must():
     rng = np.random.default_rng(0)
     lengths = {name: rng.integers(1, 1000, 5000) for name in "abcd"}
-    packing = jb.pack(lengths, dict.fromkeys("abcd", 4096))
+    packing = jb.packing.pack(lengths, dict.fromkeys("abcd", 4096))
     fewest = max(own.sum() for own in lengths.values()) / 4096
     assert packing.num_rows < 1.05 * fewest
 
 
 def test_what_is_no_sequence_is_one_for_each_segment():
     rows = [[{"a": [1, 2], "w": [0.5, 1.0]}, {"a": [3], "w": [2.0]}]]
-    batch = jb.collate_rows(rows, Bucket(1, 4), max_segments=2)
+    batch = jb.data.collate_rows(rows, Bucket(1, 4), max_segments=2)
     with pytest.raises(ValueError, match=r"Feature 'w' is \[1, 4\], and of packed"):
-        jb.unbatch(batch, sequences=["a"], max_segments=2)
-    assert len(jb.unbatch(batch, max_segments=2)) == 2
+        jb.data.unbatch(batch, sequences=["a"], max_segments=2)
+    assert len(jb.data.unbatch(batch, max_segments=2)) == 2
 
 
 def test_batches_of_other_capacities_are_refused():
     pair = {"a": [1, 2, 3], "b": [4]}
     with pytest.raises(ValueError, match=r"are 5 together, and bucket \[1, 6\]"):
-        jb.collate_rows([pair], Bucket(1, 6), capacities={"a": 3, "b": 2})
+        jb.data.collate_rows([pair], Bucket(1, 6), capacities={"a": 3, "b": 2})
     with pytest.raises(ValueError, match="length 3 of 'a', beyond `seq_len=2`"):
-        jb.collate_rows([pair], Bucket(1, 4), capacities={"a": 2, "b": 2})
+        jb.data.collate_rows([pair], Bucket(1, 4), capacities={"a": 2, "b": 2})
     with pytest.raises(ValueError, match="must name the features of each"):
-        jb.collate_rows(
+        jb.data.collate_rows(
             [pair], Bucket(1, 4), capacities={"a": 2, "b": 2}, sequences=["a"]
         )
     with pytest.raises(ValueError, match="has a feature twice"):
-        jb.collate_rows(
+        jb.data.collate_rows(
             [pair],
             Bucket(1, 4),
             capacities={"a": 2, "b": 2},
             sequences={"a": ["b"], "b": []},
         )
     with pytest.raises(ValueError, match="is of several sequences"):
-        jb.collate_rows([pair], Bucket(1, 4), sequences={"a": [], "b": []})
+        jb.data.collate_rows([pair], Bucket(1, 4), sequences={"a": [], "b": []})
 
 
 def test_data_that_changed_is_named():
@@ -486,11 +491,11 @@ def test_data_that_changed_is_named():
 
 def test_masks_and_weights_of_several_sequences_want_a_name():
     pair = {"a": [1, 2], "b": [4]}
-    batch = jb.collate_rows([pair], Bucket(1, 4), capacities={"a": 2, "b": 2})
+    batch = jb.data.collate_rows([pair], Bucket(1, 4), capacities={"a": 2, "b": 2})
     with pytest.raises(ValueError, match=r"choose one of \['a', 'b'\]"):
-        jb.token_weights(batch)
+        jb.attention.token_weights(batch)
     with pytest.raises(ValueError, match="come neither before a query nor after it"):
-        jb.attention_mask(
+        jb.attention.attention_mask(
             batch.segment_ids["a"],
             batch.positions["a"],
             key_segment_ids=batch.segment_ids["b"],
@@ -509,7 +514,7 @@ def test_a_pool_that_cannot_win_is_given_up(monkeypatch):
     monkeypatch.setattr("jaxbucket.packing.vector_pool._POOL", 4)
     rng = np.random.default_rng(0)
     lengths = {name: rng.integers(1, 1000, 2000) for name in ("a", "b")}
-    packing = jb.pack(lengths, {"a": 1000, "b": 1000})
+    packing = jb.packing.pack(lengths, {"a": 1000, "b": 1000})
     assert 0 < len(rows) < packing.num_rows
 
 
@@ -527,7 +532,7 @@ def test_many_kinds_are_packed_by_groups_of_them(seed, monkeypatch):
         return fit_sequences(kinds, *options)
 
     monkeypatch.setattr("jaxbucket.packing.rows.fit_sequences", counted)
-    packing = jb.pack(lengths, capacities)
+    packing = jb.packing.pack(lengths, capacities)
     assert packed_kinds[0] <= 150
     assert packing.slot_parts is not None
     # Every example as it is, and no row beyond what it holds.

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbucket import Bucket, StepTime, TokenCost, TransformerCost
+from jaxbucket import Bucket
+from jaxbucket.plan import StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.costs import unit_of
 
 # As `calibration_shapes` proposes them: six of one budget, and a smaller one.

@@ -7,15 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from jaxbucket import (
-    Limits,
-    StepTime,
-    TokenCost,
-    TransformerCost,
-    plan_buckets,
-    plan_curve,
-    report,
-)
+from jaxbucket import Limits, plan_buckets, report
+from jaxbucket.plan import StepTime, TokenCost, TransformerCost, plan_curve
 from jaxbucket.plan.optimal import Optimum
 
 LENGTHS = np.random.default_rng(0).lognormal(5, 1, 3000).clip(1, 1500).astype(int)

@@ -12,14 +12,12 @@ from jaxbucket import (
     Bucket,
     BucketPlan,
     Limits,
-    StepTime,
-    compare_plans,
-    pack,
     plan_buckets,
-    plan_curve,
     plan_packing,
     report,
 )
+from jaxbucket.packing import pack
+from jaxbucket.plan import StepTime, compare_plans, plan_curve
 from jaxbucket.plan.chunks import chunk_lengths
 from jaxbucket.plan.histogram import cumulative
 from jaxbucket.plan.reports.epoch import Report

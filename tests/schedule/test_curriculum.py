@@ -12,13 +12,10 @@ from jaxbucket import (
     Bucket,
     BucketPlan,
     Curriculum,
-    CyclicPacing,
-    LinearPacing,
-    RootPacing,
-    StepPacing,
     batch_dataset,
     plan_buckets,
 )
+from jaxbucket.schedule import CyclicPacing, LinearPacing, RootPacing, StepPacing
 
 PACINGS = {
     "linear": LinearPacing(start=0.05, epochs=0.8),

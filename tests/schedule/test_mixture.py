@@ -13,10 +13,9 @@ from jaxbucket import (
     Curriculum,
     Mixture,
     batch_dataset,
-    concatenate,
     plan_buckets,
-    write_token_file,
 )
+from jaxbucket.data import concatenate, write_token_file
 from jaxbucket.schedule.mixture import Turns
 
 SIZES = (300, 40, 7)

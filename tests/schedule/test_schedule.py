@@ -2,18 +2,18 @@ import hashlib
 
 import numpy as np
 import pytest
+from jaxbucket.base.batch import RowShard
 
 from jaxbucket import (
-    BatchIndices,
     BatchSchedule,
     Bucket,
     BucketPlan,
     Curriculum,
-    DataPosition,
     plan_buckets,
     report,
 )
-from jaxbucket.base.types import RowShard
+from jaxbucket.data import DataPosition
+from jaxbucket.schedule import BatchIndices
 
 EPOCHS = (0, 1, 10**6)
 

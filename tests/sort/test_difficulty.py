@@ -27,14 +27,14 @@ def difficulties(dtype=np.float32):
 
 @pytest.fixture(name="folder")
 def folder_fixture(tmp_path):
-    jb.write_difficulty_index(tmp_path / "index", difficulties(), MESH)
+    jb.sort.write_difficulty_index(tmp_path / "index", difficulties(), MESH)
     return tmp_path / "index"
 
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "i4", "u4", "i8", "f2", "f4", "f8"])
 def test_it_is_numpys_stable_argsort(tmp_path, dtype):
     values = difficulties(dtype)
-    index = jb.write_difficulty_index(tmp_path / "index", values, MESH)
+    index = jb.sort.write_difficulty_index(tmp_path / "index", values, MESH)
     index.check()
     assert len(index) == SIZE and index.examples.dtype == np.int32
     np.testing.assert_array_equal(index.examples, np.argsort(values, kind="stable"))
@@ -45,7 +45,7 @@ def test_it_is_numpys_stable_argsort(tmp_path, dtype):
 
 
 def test_views_are_slices_of_the_order(folder):
-    index, values = jb.DifficultyIndex(folder), difficulties()
+    index, values = jb.schedule.DifficultyIndex(folder), difficulties()
     quarters = [index.percentiles(x, x + 25) for x in (0, 25, 50, 75)]
     np.testing.assert_array_equal(np.concatenate(quarters), index.examples)
     assert values[quarters[0]].max() <= values[quarters[1]].min()
@@ -65,8 +65,8 @@ def test_views_are_slices_of_the_order(folder):
 def test_a_curriculum_takes_it(folder, tmp_path):
     values, lengths = difficulties(), np.full(SIZE, 8)
     plan = jb.BucketPlan.from_shapes([(10, 8)])
-    index = jb.DifficultyIndex(folder)
-    orders = [jb.Curriculum(x, jb.LinearPacing(0.1)) for x in (values, index)]
+    index = jb.schedule.DifficultyIndex(folder)
+    orders = [jb.Curriculum(x, jb.schedule.LinearPacing(0.1)) for x in (values, index)]
     assert str(orders[0]) == str(orders[1])
     one, other = (jb.BatchSchedule(plan, lengths, order=x, seed=1) for x in orders)
     for step in (0, 50, 100):
@@ -77,16 +77,16 @@ def test_a_curriculum_takes_it(folder, tmp_path):
     for order in orders:
         np.testing.assert_array_equal(order.in_order(kept), np.sort(values[kept]))
     # By place, where that is not the order of all.
-    alone = jb.write_difficulty_index(
+    alone = jb.sort.write_difficulty_index(
         tmp_path / "alone", values, MESH, sorted_by="process"
     )
-    order = jb.Curriculum(alone, jb.LinearPacing(0.1))
+    order = jb.Curriculum(alone, jb.schedule.LinearPacing(0.1))
     np.testing.assert_array_equal(order.difficulty, alone.ranks())
 
 
 def test_alone_both_ways_to_sort_are_one(tmp_path):
     values = difficulties()
-    index = jb.write_difficulty_index(
+    index = jb.sort.write_difficulty_index(
         tmp_path / "index", values, MESH, sorted_by="process"
     )
     np.testing.assert_array_equal(index.examples, np.argsort(values, kind="stable"))
@@ -98,7 +98,7 @@ def test_what_is_there_is_returned_or_refused(folder, monkeypatch):
     values = difficulties()
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", None)
-    again = jb.write_difficulty_index(folder, values, MESH)
+    again = jb.sort.write_difficulty_index(folder, values, MESH)
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     np.testing.assert_array_equal(again.difficulty, values)
     for other, options in (
@@ -107,13 +107,13 @@ def test_what_is_there_is_returned_or_refused(folder, monkeypatch):
         (values, {"sorted_by": "process"}),
     ):
         with pytest.raises(ValueError, match="has an index of other difficulties"):
-            jb.write_difficulty_index(folder, other, MESH, **options)
+            jb.sort.write_difficulty_index(folder, other, MESH, **options)
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("all of it")
     with pytest.raises(ValueError, match="is there, and is no index: name another"):
-        jb.write_difficulty_index(tmp_path, difficulties(), MESH)
+        jb.sort.write_difficulty_index(tmp_path, difficulties(), MESH)
     assert (tmp_path / "thesis.tex").read_text() == "all of it"
 
 
@@ -126,17 +126,17 @@ def test_what_an_earlier_call_has_left_is_written_anew(tmp_path):
     for name in ("difficulty.npy", "examples.npy", "index.json", "old-3.written"):
         (partial / name).write_bytes(os.urandom(10**5))
     with pytest.raises(ValueError, match="is no index"):
-        jb.DifficultyIndex(tmp_path / "index")
-    index = jb.write_difficulty_index(tmp_path / "index", difficulties(), MESH)
+        jb.schedule.DifficultyIndex(tmp_path / "index")
+    index = jb.sort.write_difficulty_index(tmp_path / "index", difficulties(), MESH)
     index.check()
     assert not partial.exists() and all(other.exists() for other in others)
     assert len(list((tmp_path / "index").iterdir())) == 3
 
 
 def test_an_empty_folder_is_as_good_as_none(tmp_path):
-    jb.write_difficulty_index(tmp_path, difficulties(), MESH).check()
+    jb.sort.write_difficulty_index(tmp_path, difficulties(), MESH).check()
     with pytest.raises(ValueError, match="is no index: index.json is not there"):
-        jb.DifficultyIndex(tmp_path / "other")
+        jb.schedule.DifficultyIndex(tmp_path / "other")
 
 
 def test_a_run_that_is_late_takes_what_another_one_has_named(tmp_path, monkeypatch):
@@ -146,27 +146,27 @@ def test_a_run_that_is_late_takes_what_another_one_has_named(tmp_path, monkeypat
     def slowly(other):
         def sort(*args):
             monkeypatch.undo()
-            jb.write_difficulty_index(folder, other, MESH)
-            return jb.sample_sort(*args)
+            jb.sort.write_difficulty_index(folder, other, MESH)
+            return jb.sort.sample_sort(*args)
 
         return sort
 
     monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", slowly(values))
-    jb.write_difficulty_index(folder, values, MESH).check()
+    jb.sort.write_difficulty_index(folder, values, MESH).check()
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
     shutil.rmtree(folder)
     monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", slowly(values + 1))
     with pytest.raises(ValueError, match="has an index of other difficulties"):
-        jb.write_difficulty_index(folder, values, MESH)
-    jb.DifficultyIndex(folder).check()
+        jb.sort.write_difficulty_index(folder, values, MESH)
+    jb.schedule.DifficultyIndex(folder).check()
 
 
 def test_integers_that_are_no_floats_are_told_apart(tmp_path):
     values = np.array([2**60 + 1, 2**60])
-    jb.write_difficulty_index(tmp_path / "index", values, MESH)
+    jb.sort.write_difficulty_index(tmp_path / "index", values, MESH)
     with pytest.raises(ValueError, match="has an index of other difficulties"):
-        jb.write_difficulty_index(tmp_path / "index", values[::-1], MESH)
-    index = jb.DifficultyIndex(tmp_path / "index")
+        jb.sort.write_difficulty_index(tmp_path / "index", values[::-1], MESH)
+    index = jb.schedule.DifficultyIndex(tmp_path / "index")
     assert index.between(2**60, 2**60 + 1).tolist() == [1]
     assert index.between(-(10**400), 10**400).tolist() == [1, 0]
     with pytest.raises(ValueError, match="NaN is no bound"):
@@ -178,15 +178,15 @@ def test_half_precision_is_taken(tmp_path):
         ("bfloat16", jnp.asarray([2, 1], jnp.bfloat16)),
         (">f8", np.array([2, 1], ">f8")),
     ):
-        index = jb.write_difficulty_index(tmp_path / name, values, MESH)
+        index = jb.sort.write_difficulty_index(tmp_path / name, values, MESH)
         assert index.examples.tolist() == [1, 0]
 
 
 def test_ties_out_of_order_are_seen(tmp_path):
-    jb.write_difficulty_index(tmp_path / "index", np.zeros(4), MESH)
+    jb.sort.write_difficulty_index(tmp_path / "index", np.zeros(4), MESH)
     np.save(tmp_path / "index" / "examples.npy", np.array([0, 2, 1, 3], np.int32))
     with pytest.raises(ValueError, match="is not in order"):
-        jb.DifficultyIndex(tmp_path / "index").check()
+        jb.schedule.DifficultyIndex(tmp_path / "index").check()
 
 
 @pytest.mark.parametrize(
@@ -203,10 +203,10 @@ def test_ties_out_of_order_are_seen(tmp_path):
 )
 def test_what_is_no_difficulty_is_refused(tmp_path, values, message):
     with pytest.raises(ValueError, match=message):
-        jb.write_difficulty_index(tmp_path / "index", values, MESH)
+        jb.sort.write_difficulty_index(tmp_path / "index", values, MESH)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="`sorted_by='size'`: choose"):
-        jb.write_difficulty_index(tmp_path / "x", [1.0], MESH, sorted_by="size")
+        jb.sort.write_difficulty_index(tmp_path / "x", [1.0], MESH, sorted_by="size")
 
 
 def change(path, offset, content):
@@ -247,7 +247,7 @@ DAMAGES = {
 def test_files_that_are_cut_or_foreign_are_refused(folder, name):
     DAMAGES[name](folder)
     with pytest.raises(ValueError, match="again|Write one by") as raised:
-        jb.DifficultyIndex(folder)
+        jb.schedule.DifficultyIndex(folder)
     assert str(folder) in str(raised.value)
 
 
@@ -257,7 +257,7 @@ def test_other_bytes_are_seen_where_it_is_asked_for(folder, file, seed):
     rng = np.random.default_rng(seed)
     change(folder / file, -int(rng.integers(8, 4 * SIZE)), rng.bytes(4))
     with pytest.raises(ValueError, match="Delete the folder"):
-        jb.DifficultyIndex(folder).check()
+        jb.schedule.DifficultyIndex(folder).check()
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -298,7 +298,7 @@ def num_words(example):
 def test_difficulty_is_measured_once_and_kept(tmp_path, workers):
     source, want = Words(3000), np.arange(3000) % 7 / 2
     for _ in range(2):
-        found = jb.measure_difficulty(
+        found = jb.data.measure_difficulty(
             source, num_words, cache=tmp_path, num_workers=workers, progress=False
         )
         np.testing.assert_array_equal(found, want)
@@ -316,9 +316,13 @@ def test_a_pass_that_was_cut_off_goes_on(tmp_path):
             return super().__getitem__(index)
 
     with pytest.raises(KeyboardInterrupt):
-        jb.measure_difficulty(Failing(5000), num_words, cache=tmp_path, progress=False)
+        jb.data.measure_difficulty(
+            Failing(5000), num_words, cache=tmp_path, progress=False
+        )
     source = Words(5000)
-    found = jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+    found = jb.data.measure_difficulty(
+        source, num_words, cache=tmp_path, progress=False
+    )
     np.testing.assert_array_equal(found, np.arange(5000) % 7 / 2)
     # Whole chunks of 1,024, and what is read for what the source is.
     assert 5000 - 2 * 1024 <= source.asked < 5000 - 2 * 1024 + 100
@@ -333,27 +337,33 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
         patch.setattr(os, "posix_fallocate", full)
         for _ in range(2):
             with pytest.raises(ValueError, match="No space left on device"):
-                jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+                jb.data.measure_difficulty(
+                    source, num_words, cache=tmp_path, progress=False
+                )
         assert not list(tmp_path.iterdir())
-    found = jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+    found = jb.data.measure_difficulty(
+        source, num_words, cache=tmp_path, progress=False
+    )
     np.testing.assert_array_equal(found, np.arange(3000) % 7 / 2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         with pytest.raises(OSError, match="No space left on device"):
-            jb.write_difficulty_index(tmp_path / "index", found, MESH)
+            jb.sort.write_difficulty_index(tmp_path / "index", found, MESH)
     assert [path.suffix for path in tmp_path.iterdir()] == [".npy"]
-    jb.write_difficulty_index(tmp_path / "index", found, MESH).check()
+    jb.sort.write_difficulty_index(tmp_path / "index", found, MESH).check()
 
 
 def test_a_partial_file_that_is_damaged_is_begun_anew(tmp_path):
     source = Words(3000)
-    jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+    jb.data.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
     (path,) = tmp_path.iterdir()
     content = path.read_bytes()
     path.unlink()
     damaged = content[:20] + b"'('" + content[23:]
     path.with_suffix(".partial").write_bytes(damaged)
-    found = jb.measure_difficulty(source, num_words, cache=tmp_path, progress=False)
+    found = jb.data.measure_difficulty(
+        source, num_words, cache=tmp_path, progress=False
+    )
     np.testing.assert_array_equal(found, np.arange(3000) % 7 / 2)
 
 
@@ -363,19 +373,21 @@ def test_a_partial_file_that_is_damaged_is_begun_anew(tmp_path):
 )
 def test_what_is_no_finite_number_is_named(value, said):
     with pytest.raises(ValueError, match=rf"`source\[0\]` has difficulty {said}"):
-        jb.measure_difficulty(Words(3), lambda example: value, progress=False)
+        jb.data.measure_difficulty(Words(3), lambda example: value, progress=False)
 
 
 def test_what_cannot_be_measured_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"`source\[0\]` cannot be measured: KeyErr"):
-        jb.measure_difficulty(Words(3), lambda example: example["x"], progress=False)
+        jb.data.measure_difficulty(
+            Words(3), lambda example: example["x"], progress=False
+        )
     with pytest.raises(ValueError, match="`source` is empty"):
-        jb.measure_difficulty(Words(0), num_words, progress=False)
-    jb.measure_difficulty(Words(3), num_words, cache=tmp_path, progress=False)
+        jb.data.measure_difficulty(Words(0), num_words, progress=False)
+    jb.data.measure_difficulty(Words(3), num_words, cache=tmp_path, progress=False)
     (path,) = tmp_path.glob("difficulty-*.npy")
     os.truncate(path, 130)
     with pytest.raises(ValueError, match="Delete the file, to measure again"):
-        jb.measure_difficulty(Words(3), num_words, cache=tmp_path, progress=False)
+        jb.data.measure_difficulty(Words(3), num_words, cache=tmp_path, progress=False)
 
 
 TOGETHER = """
@@ -414,11 +426,11 @@ with jb.Processes(timeout=4) as processes:
                 open(sys.argv[0] + ".fault", "w").write(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGKILL)
         difficulty._write_part = fatal
-    share = jb.measure_difficulty(
+    share = jb.data.measure_difficulty(
         Source(), measure, cache=folder / "cache", processes=processes, progress=False
     )
     for by in ("all", "process"):
-        index = jb.write_difficulty_index(
+        index = jb.sort.write_difficulty_index(
             folder / by, share, jb.data_mesh(), processes=processes, sorted_by=by
         )
         index.check()
@@ -427,7 +439,7 @@ with jb.Processes(timeout=4) as processes:
     local = np.concatenate([np.arange(len(part)) for part in parts])
     order = np.concatenate([a + part for a, part in zip(ends, parts)])
     by_process = order[np.argsort(local, kind="stable")]
-    every = jb.DifficultyIndex(folder / "all")
+    every = jb.schedule.DifficultyIndex(folder / "all")
     np.testing.assert_array_equal(every.examples, np.argsort(values, kind="stable"))
     np.testing.assert_array_equal(index.examples, by_process)
     say(calls[0])
@@ -435,7 +447,7 @@ with jb.Processes(timeout=4) as processes:
     if count > 1:
         whole = share if here else np.concatenate([share, share])
         try:
-            jb.write_difficulty_index(
+            jb.sort.write_difficulty_index(
                 folder / "process", whole, jb.data_mesh(), processes=processes,
                 sorted_by="process",
             )
@@ -448,20 +460,20 @@ with jb.Processes(timeout=4) as processes:
     ):
         where.parent.mkdir(exist_ok=True)
         try:
-            jb.write_difficulty_index(where, share, mesh, processes=processes)
+            jb.sort.write_difficulty_index(where, share, mesh, processes=processes)
         except ValueError as error:
             say(error)
         assert not where.exists() and not list(where.parent.glob("*.partial"))
     # Devices in another order, and another source or function.
     mesh = jb.data_mesh(jax.devices()[:: 1 if here else -1])
     for fail in (
-        lambda: jb.write_difficulty_index(
+        lambda: jb.sort.write_difficulty_index(
             folder / "mesh", share, mesh, processes=processes
         ),
-        lambda: jb.measure_difficulty(
+        lambda: jb.data.measure_difficulty(
             [5] * (9 + here), float, processes=processes, progress=False
         ),
-        lambda: jb.measure_difficulty(
+        lambda: jb.data.measure_difficulty(
             [5] * 9, float if here else abs, processes=processes, progress=False
         ),
     ):
@@ -474,7 +486,7 @@ with jb.Processes(timeout=4) as processes:
     other = share.astype(np.float64) if here else share
     for given in (wrong, other):
         try:
-            jb.write_difficulty_index(
+            jb.sort.write_difficulty_index(
                 folder / "wrong", given, jb.data_mesh(), processes=processes
             )
         except ValueError as error:
@@ -519,8 +531,8 @@ def test_a_process_that_is_killed_is_named_and_the_next_run_goes_on(launch, tmp_
 
 
 def test_bounds_are_compared_exactly(tmp_path):
-    large = jb.write_difficulty_index(tmp_path / "i", [2**24 + 3, 1], MESH)
-    small = jb.write_difficulty_index(tmp_path / "f", [0.1, 0.5], MESH)
+    large = jb.sort.write_difficulty_index(tmp_path / "i", [2**24 + 3, 1], MESH)
+    small = jb.sort.write_difficulty_index(tmp_path / "f", [0.1, 0.5], MESH)
     for kind in (float, np.float32, np.float64):
         assert large.between(kind(0), kind(2**24 + 4)).tolist() == [1, 0]
     bound = np.float32(0.1)
@@ -530,8 +542,8 @@ def test_bounds_are_compared_exactly(tmp_path):
 
 def test_a_number_of_examples_that_is_another_is_refused(tmp_path):
     with pytest.raises(ValueError, match="2 examples over .* `num_examples=4`"):
-        jb.write_difficulty_index(tmp_path / "x", [1.0, 2.0], MESH, num_examples=4)
-    jb.write_difficulty_index(tmp_path / "x", [1.0, 2.0], MESH, num_examples=2)
+        jb.sort.write_difficulty_index(tmp_path / "x", [1.0, 2.0], MESH, num_examples=4)
+    jb.sort.write_difficulty_index(tmp_path / "x", [1.0, 2.0], MESH, num_examples=2)
 
 
 def test_all_processes_are_needed(tmp_path):
@@ -540,7 +552,7 @@ def test_all_processes_are_needed(tmp_path):
 
     assert jax.process_count() == 1
     with pytest.raises(ValueError, match="`processes` has 2 of 1"):
-        jb.write_difficulty_index(tmp_path / "x", [1.0], MESH, processes=Two())
+        jb.sort.write_difficulty_index(tmp_path / "x", [1.0], MESH, processes=Two())
 
 
 def test_the_example_trains_alike_in_one_process_and_in_two(tmp_path):

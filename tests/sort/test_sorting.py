@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket import SortedKeys, count_compiles, data_mesh, sample_sort
-from jaxbucket.sort import accelerator
+from jaxbucket import data_mesh
+from jaxbucket.compile import count_compiles
+from jaxbucket.sort import SortedKeys, accelerator, sample_sort
 from jaxbucket.sort.collectives import Devices
 from jaxbucket.sort.composite import Column, Composite
 from jaxbucket.sort.exchange import chunk_capacity
@@ -351,12 +352,12 @@ with jb.Processes() as processes:
         want = np.lexsort(columns[::-1])
         own = tuple(shared_unevenly(column, seed) for column in columns)
         for assignment in ("contiguous", "interleaved"):
-            told(jb.sample_sort(own, mesh, assignment=assignment), want)
+            told(jb.sort.sample_sort(own, mesh, assignment=assignment), want)
     # An array of all processes.
     cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     whole = uniform[: size // devices * devices]
     array = jax.make_array_from_callback(whole.shape, cut, lambda i: whole[i])
-    told(jb.sample_sort(array, mesh), np.argsort(whole, kind="stable"))
+    told(jb.sort.sample_sort(array, mesh), np.argsort(whole, kind="stable"))
     say("sorted")
 
     # Whatever one of them gives, all of them hear of it.
@@ -366,19 +367,19 @@ with jb.Processes() as processes:
         lambda: np.zeros(0),
     ):
         try:
-            jb.sample_sort(give(), mesh)
+            jb.sort.sample_sort(give(), mesh)
         except ValueError as error:
             say(error)
     for options in ({"assignment": "x"}, {"descending": None}, {"descending": True}):
         try:
-            jb.sample_sort(uniform, mesh, **(options if here == 1 else {}))
+            jb.sort.sample_sort(uniform, mesh, **(options if here == 1 else {}))
         except ValueError as error:
             say(error)
     deleted = jnp.zeros(3)
     if here == 1:
         deleted.delete()
     try:
-        jb.sample_sort(deleted, mesh)
+        jb.sort.sample_sort(deleted, mesh)
     except (RuntimeError, ValueError) as error:
         say(error)
 """
@@ -419,7 +420,7 @@ with jb.Processes() as processes:
     size = 2**24
     rng = np.random.default_rng(0)
     # What is loaded, and compiled, the first time is no part of it.
-    jb.sample_sort(rng.integers(0, 99, size, np.int32), mesh)
+    jb.sort.sample_sort(rng.integers(0, 99, size, np.int32), mesh)
     share = size // count * 8
     spread = rng.integers(0, 2**31 - 1, size // count, np.int32)
     rising = np.arange(size // count, dtype=np.int32) + here * (size // count)
@@ -432,7 +433,7 @@ with jb.Processes() as processes:
         for assignment in ("contiguous", "interleaved"):
             reset()
             before = peak()
-            jb.sample_sort(keys, mesh, assignment=assignment)
+            jb.sort.sample_sort(keys, mesh, assignment=assignment)
             say(f"{name},{assignment}", (peak() - before) / share)
 """
 

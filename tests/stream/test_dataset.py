@@ -67,7 +67,7 @@ def names_in(batch: jb.Batch) -> list[int]:
     """Who is in the rows of a batch, with its tokens checked."""
     packed = batch.features["index"].ndim == 2
     most = batch.features["index"].shape[1] if packed else None
-    found = jb.unbatch(batch, sequences=["tokens"], max_segments=most)
+    found = jb.data.unbatch(batch, sequences=["tokens"], max_segments=most)
     for example in found:
         name = int(example["index"])
         want = (name * 31 + np.arange(len(example["tokens"]))) % 1000
@@ -303,7 +303,7 @@ def test_longer_examples_are_counted(overlong, pack):
     parts: dict[int, list[int]] = {}
     for batch in iterator:
         most = 4 if pack else None
-        for part in jb.unbatch(batch, sequences=["tokens"], max_segments=most):
+        for part in jb.data.unbatch(batch, sequences=["tokens"], max_segments=most):
             parts.setdefault(int(part["index"]), []).extend(part["tokens"].tolist())
     counts, over = iterator.counts, lengths[lengths > 20]
     assert (counts.read, counts.dropped + counts.truncated + counts.split) == (
@@ -318,7 +318,7 @@ def test_longer_examples_are_counted(overlong, pack):
     if overlong == "truncate":
         assert counts.truncated_tokens == (over - 20).sum()
     if overlong == "split":
-        assert counts.arrived == len(jb.chunk_lengths(lengths, 20))
+        assert counts.arrived == len(jb.plan.chunk_lengths(lengths, 20))
 
 
 def test_a_longer_example_is_refused_with_its_place():
@@ -395,7 +395,7 @@ def test_a_part_of_the_rows_resumes_at_every_step(options):
         plan,
         pool_size=smallest_pool(plan, options) + 9,
         lengths=lengths,
-        shard=jb.RowShard((1,), 2),
+        shard=jb.data.RowShard((1,), 2),
         num_steps=20,
         on_drift=None,
         **options,
@@ -465,7 +465,7 @@ def hosts_of(lengths, plan, shares, pool_size, threads=None, sample=None, **opti
                 plan,
                 pool_size=pool_size,
                 lengths=lengths if sample is None else sample,
-                shard=jb.RowShard((host,), len(shares)),
+                shard=jb.data.RowShard((host,), len(shares)),
                 processes=threads and threads.of(host),
                 on_drift=None,
                 like={"tokens": np.zeros(1, np.int32), "index": np.int32(0)},
@@ -483,7 +483,7 @@ def test_hosts_are_in_lockstep_until_all_have_given_all(seed, options):
     shares = [[1, 1, 1, 1], [1, 2, 3, 4], [5, 0, 0, 1]][seed % 3]
     pool = smallest_pool(plan, options) * int(rng.integers(1, 3))
     hosts = hosts_of(lengths, plan, shares, pool, **options)
-    end, found, steps = jb.StreamEnd(plan, late=0), [], []
+    end, found, steps = jb.stream.StreamEnd(plan, late=0), [], []
     while True:
         at_hosts = [steps_of([next(host)])[0] for host in hosts]
         buckets = []
@@ -702,7 +702,11 @@ def test_meeting_brings_the_end_nearer():
     plan = jb.BucketPlan.from_shapes([(18, 3), (9, 7), (3, 15)])
     _, meeting = meeting_hosts(lengths, plan, shares, pool)
     met = len(drive(meeting)[0])
-    hosts, end, steps = hosts_of(lengths, plan, shares, pool), jb.StreamEnd(plan), 0
+    hosts, end, steps = (
+        hosts_of(lengths, plan, shares, pool),
+        jb.stream.StreamEnd(plan),
+        0,
+    )
     while True:
         parts = [next(host) for host in hosts]
         steps += 1
@@ -753,7 +757,7 @@ def test_hosts_that_batch_otherwise_are_told_so(changes, message):
                 plan,
                 **{
                     **{"pool_size": 100, "lengths": lengths},
-                    **{"shard": jb.RowShard((host,), 2), "on_drift": None},
+                    **{"shard": jb.data.RowShard((host,), 2), "on_drift": None},
                     **(changes if host else {}),
                 },
                 processes=threads.of(host),
@@ -781,7 +785,7 @@ def test_hosts_with_other_features_or_steps_are_told_so():
                 plan,
                 pool_size=100,
                 lengths=lengths,
-                shard=jb.RowShard((index,) if parts is None else parts, 2),
+                shard=jb.data.RowShard((index,) if parts is None else parts, 2),
                 sequences=sequences,
                 processes=threads.of(index),
             )
@@ -840,7 +844,7 @@ def test_a_host_without_an_example_hears_of_features():
                 plan,
                 pool_size=50,
                 lengths=lengths,
-                shard=jb.RowShard((host,), 2),
+                shard=jb.data.RowShard((host,), 2),
                 processes=threads.of(host),
             )
         )
@@ -948,7 +952,7 @@ def test_workers_do_not_meet():
 
 def test_a_host_without_an_example_needs_to_be_told_its_features():
     lengths, plan, _ = job(32, size=50, multiple=2)
-    options = {"shard": jb.RowShard((1,), 2), "lengths": lengths, "pool_size": 50}
+    options = {"shard": jb.data.RowShard((1,), 2), "lengths": lengths, "pool_size": 50}
     options["num_steps"] = math.inf
     empty = stream(np.zeros(0, int))
     with pytest.raises(ValueError, match="no example, so that the features of its"):
@@ -961,12 +965,12 @@ def test_a_host_without_an_example_needs_to_be_told_its_features():
 
 def test_the_end_is_seen_late_and_by_the_longest_bucket_alone():
     plan = jb.BucketPlan((jb.Bucket(4, 8), jb.Bucket(2, 16)), max_tokens=32)
-    end = jb.StreamEnd(plan, late=2)
+    end = jb.stream.StreamEnd(plan, late=2)
     short, long = plan.buckets
     steps = [(short, 0), (long, 3), ((short, long), np.int32(0)), (short, 0), (long, 9)]
     assert [end.reached(*step) for step in steps] == [False] * 4 + [True]
     with pytest.raises(ValueError, match="`late=-1` must not be negative"):
-        jb.StreamEnd(plan, late=-1)
+        jb.stream.StreamEnd(plan, late=-1)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -1063,7 +1067,7 @@ def main():
     )
     part = jb.stream_batches(
         stream(lengths), plan, pool_size=64, lengths=lengths, num_steps=40,
-        shard=jb.RowShard((0,), 2),
+        shard=jb.data.RowShard((0,), 2),
     )
     whole, _ = loaded(part)
     for workers in (1, 3):
@@ -1128,7 +1132,7 @@ def test_a_new_plan_takes_over_at_its_step(parts, options):
         {0: plan, 6: new},
         pool_size=smallest_pool(plan, options) + 60,
         lengths=lengths,
-        shard=jb.RowShard((0,), parts),
+        shard=jb.data.RowShard((0,), parts),
         num_steps=40 if parts > 1 else None,
         on_drift=None,
         **options,
@@ -1188,7 +1192,7 @@ def test_drift_is_told_once_with_figures_and_a_plan():
     sample = rng.integers(1, 9, 2000)
     lengths = np.concatenate([rng.integers(1, 9, 20_000), rng.integers(17, 24, 60_000)])
     plan = jb.plan_buckets(np.append(sample, 32), max_tokens=2048, num_buckets=3)
-    told: list[jb.Drift] = []
+    told: list[jb.stream.Drift] = []
     drifting(lengths, plan, lengths=sample, on_drift=told.append)
     (drift,) = told
     assert drift.padding > drift.renewed + 0.05
@@ -1196,7 +1200,9 @@ def test_drift_is_told_once_with_figures_and_a_plan():
     assert drift.promised == pytest.approx(jb.report(plan, sample).padding)
     assert drift.plan.max_seq_len == plan.max_seq_len
     assert drift.plan.max_tokens == plan.max_tokens
-    with pytest.warns(jb.DriftWarning, match=r"Lengths have drifted .* the last 16384"):
+    with pytest.warns(
+        jb.stream.DriftWarning, match=r"Lengths have drifted .* the last 16384"
+    ):
         drifting(lengths, plan)
     assert drift.renewed == pytest.approx(jb.report(drift.plan, drift.lengths).padding)
 
@@ -1215,14 +1221,14 @@ def test_hosts_whose_sequence_is_of_other_lengths_are_told():
     plan = jb.plan_buckets(
         sample, max_tokens=1024, num_buckets=2, batch_size_multiple=2
     )
-    told: list[jb.Drift] = []
+    told: list[jb.stream.Drift] = []
     iterator = iter(
         jb.stream_batches(
             stream(lengths),
             plan,
             pool_size=512,
             lengths=sample,
-            shard=jb.RowShard((0,), 2),
+            shard=jb.data.RowShard((0,), 2),
             num_steps=math.inf,
             on_drift=told.append,
         )
@@ -1330,7 +1336,7 @@ def test_an_example_without_a_length_is_refused_with_its_place():
         with pytest.raises(ValueError, match=re.escape(message)):
             list(dataset)
     with pytest.raises(ValueError, match="Example 2 of epoch 0 of the stream:"):
-        jb.sample_lengths(source, 10)
+        jb.stream.sample_lengths(source, 10)
 
 
 @pytest.mark.parametrize("epochs", [1, 3, None])
@@ -1363,7 +1369,7 @@ def test_a_stream_without_an_example_is_refused():
         ):
             next(iter(dataset))
     with pytest.raises(ValueError, match="Epoch 0 of the stream has no example"):
-        jb.sample_lengths(empty, 10)
+        jb.stream.sample_lengths(empty, 10)
 
     def later(epoch: int, seed: int) -> grain.IterDataset:
         return stream(np.array([3, 4])) if epoch == 0 else empty
@@ -1381,7 +1387,7 @@ def test_a_stream_without_an_example_is_refused():
 
 PLAN = jb.BucketPlan((jb.Bucket(8, 4), jb.Bucket(2, 16)), max_tokens=32)
 LONGER = jb.BucketPlan((jb.Bucket(1, 32),), max_tokens=32)
-HALF = {"shard": jb.RowShard((0,), 2)}
+HALF = {"shard": jb.data.RowShard((0,), 2)}
 
 
 @pytest.mark.parametrize(
@@ -1402,7 +1408,7 @@ HALF = {"shard": jb.RowShard((0,), 2)}
         ({"seed": -1}, "`seed=-1` must be between 0 and"),
         ({"pack": True}, "`max_segments_per_row` is missing: a feature of one number"),
         (HALF, "`lengths` are missing: several processes have one sequence"),
-        ({"shard": jb.RowShard((0,), 3)}, "cannot be cut into 3 equal parts"),
+        ({"shard": jb.data.RowShard((0,), 3)}, "cannot be cut into 3 equal parts"),
         ({**HALF, "lengths": [3]}, "`processes` are missing: this one has a part of"),
         (
             {"processes": 4},
@@ -1447,13 +1453,13 @@ def test_what_a_loader_of_grain_is_told_to_give_is_a_stream():
     )
     for call in (
         lambda given: jb.stream_batches(given, PLAN, pool_size=8),
-        lambda given: jb.sample_lengths(given, 4),
+        lambda given: jb.stream.sample_lengths(given, 4),
     ):
         with pytest.raises(ValueError, match="is a DataLoader, not a `grain") as error:
             call(loader)
         (advised,) = re.findall(r"`(grain\.Map[^`]*)`", str(error.value))
         call(eval(advised, names))
-    lengths = jb.sample_lengths(eval(advised, names), 4)
+    lengths = jb.stream.sample_lengths(eval(advised, names), 4)
     assert sorted(lengths.tolist()) == [2, 3, 4, 8]
 
 
@@ -1547,7 +1553,7 @@ def test_a_step_that_fails_is_saved_as_it_was_before(options):
 
 
 def test_a_stop_iteration_of_what_is_called_is_not_the_end():
-    def stop(drift: jb.Drift) -> None:
+    def stop(drift: jb.stream.Drift) -> None:
         raise StopIteration
 
     sample, lengths = np.full(100, 2), np.full(40_000, 9)
@@ -1662,7 +1668,9 @@ def test_processes_with_other_streams_have_other_positions():
     assert one.fingerprint != other.fingerprint
     with pytest.raises(ValueError, match="schedule seed 0 -> 1"):
         one.position(3).check_same(other.position(3))
-    again = jb.DataPosition.from_dict(json.loads(json.dumps(one.position(3).to_dict())))
+    again = jb.data.DataPosition.from_dict(
+        json.loads(json.dumps(one.position(3).to_dict()))
+    )
     one.position(3).check_same(again)
 
 
@@ -1755,8 +1763,8 @@ def test_a_sample_ends_where_the_stream_does_and_not_before():
         return example
 
     with pytest.raises(RuntimeError, match="Example 5 of epoch 0 .* StopIteration"):
-        jb.sample_lengths(stream(np.full(9, 3)).map(broken), 9)
-    assert jb.sample_lengths(stream(np.full(9, 3)), 5).tolist() == [3] * 5
+        jb.stream.sample_lengths(stream(np.full(9, 3)).map(broken), 9)
+    assert jb.stream.sample_lengths(stream(np.full(9, 3)), 5).tolist() == [3] * 5
 
 
 def test_what_is_dropped_takes_no_memory():
@@ -1781,7 +1789,7 @@ def test_a_rare_length_waits_no_longer_than_it_may():
             pool_size=32,
             max_wait=200,
             lengths=sample,
-            shard=jb.RowShard((0,), 2),
+            shard=jb.data.RowShard((0,), 2),
             num_steps=math.inf,
             on_drift=None,
         )
@@ -1897,7 +1905,7 @@ def test_a_plan_that_is_proposed_can_be_adopted():
     plan = jb.plan_buckets(
         lengths[:500], max_tokens=8192, num_buckets=3, max_seq_len=512
     )
-    told: list[jb.Drift] = []
+    told: list[jb.stream.Drift] = []
     options = {"pool_size": 60, "on_drift": told.append}
     list(jb.stream_batches(stream(lengths), plan, **options))
     assert told[0].plan.batch_sizes.max() <= 60
@@ -1905,7 +1913,7 @@ def test_a_plan_that_is_proposed_can_be_adopted():
 
 
 def packed_drift(sample, lengths, plan, **options):
-    told: list[jb.Drift] = []
+    told: list[jb.stream.Drift] = []
     given = {"pool_size": 256, "lengths": sample, "pack": True, **options}
     dataset = jb.stream_batches(stream(lengths), plan, on_drift=told.append, **given)
     padding = [1 - batch.num_tokens / batch.bucket.num_tokens for batch in dataset]
@@ -1943,7 +1951,7 @@ def test_a_plan_made_by_hand_has_not_drifted():
     rng = np.random.default_rng(0)
     lengths = np.minimum(1 + rng.geometric(0.01, 40_000), 512)
     plan = jb.BucketPlan.from_shapes([(8, 256), (4, 512)])
-    told: list[jb.Drift] = []
+    told: list[jb.stream.Drift] = []
     options = {"lengths": lengths, "on_drift": told.append}
     list(jb.stream_batches(stream(lengths), plan, pool_size=64, **options))
     assert not told

@@ -61,15 +61,15 @@ with jb.Processes(timeout=4) as processes:
         plan,
         pool_size=32,
         lengths=lengths[:100],
-        shard=jb.local_rows(mesh),
+        shard=jb.sharding.local_rows(mesh),
         processes=processes,
     )
     processes.check_agreement(dataset.position(0), mesh)
     tx = optax.adam(1e-2)
-    state = jb.replicate(jb.create_state({{"w": jnp.zeros((50, 4))}}, tx), mesh)
+    state = jb.sharding.replicate(jb.create_state({{"w": jnp.zeros((50, 4))}}, tx), mesh)
     step_fn = jb.data_parallel(loss_fn, tx, mesh)
     like = {{"tokens": np.zeros(1, np.int32), "index": np.int32(0)}}
-    steps = jb.compile_steps(step_fn, state, jb.batch_specs(plan, like, mesh))
+    steps = jb.compile_steps(step_fn, state, jb.sharding.batch_specs(plan, like, mesh))
     folder = pathlib.Path(sys.argv[0]).parent / "run"
     with jb.Checkpoints(folder, processes=processes) as checkpoints:
         batches, step = iter(dataset), 0
@@ -78,7 +78,7 @@ with jb.Processes(timeout=4) as processes:
             position.check_same(dataset.position(position.step))
             batches.set_state(extra["streams"][processes.index])
             step = position.step
-        for batch in jb.prefetch_to_mesh(batches, mesh):
+        for batch in jb.sharding.prefetch_to_mesh(batches, mesh):
             state, metrics = steps(state, batch)
             say("step", step, batch.bucket, names(batch))
             step += 1
@@ -172,7 +172,7 @@ with jb.Processes(timeout=4) as processes:
             plan,
             pool_size=64,
             lengths=lengths,
-            shard=jb.RowShard((processes.index,), 2),
+            shard=jb.data.RowShard((processes.index,), 2),
             processes=processes,
         )
     # Whoever comes first meets the others of the same stream.
@@ -218,7 +218,7 @@ with jb.Processes(timeout=4) as processes:
         plan,
         pool_size=64,
         lengths=lengths,
-        shard=jb.RowShard((processes.index,), 2),
+        shard=jb.data.RowShard((processes.index,), 2),
         processes=processes,
         seed=CHANGE * processes.index,
     )

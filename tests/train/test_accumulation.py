@@ -80,7 +80,7 @@ def cut(examples, seed):
         rows = [examples[i] for i in order[:size]]
         order = order[size:]
         bucket = jb.Bucket(-(-len(rows) // 8) * 8, int(rng.choice([24, 32])))
-        batches.append(jb.collate_rows(rows, bucket))
+        batches.append(jb.data.collate_rows(rows, bucket))
     return batches
 
 
@@ -98,11 +98,11 @@ def recorder():
 def begin(loss, tx, mesh, params=None, **options):
     step = jb.data_parallel_accumulate(loss, tx, mesh, **options)
     params = make_params() if params is None else params
-    return step, jb.replicate(jb.create_state(params, tx), mesh)
+    return step, jb.sharding.replicate(jb.create_state(params, tx), mesh)
 
 
 def on(mesh, batches):
-    (group,) = jb.prefetch_to_mesh([tuple(batches)], mesh)
+    (group,) = jb.sharding.prefetch_to_mesh([tuple(batches)], mesh)
     return group
 
 
@@ -128,7 +128,7 @@ def test_any_split_has_the_gradient_of_one_padded_batch(
     loss, mode, num_devices, dtype, limit
 ):
     examples = make_examples(40)
-    whole = jb.collate_rows(examples, jb.Bucket(40, 32))
+    whole = jb.data.collate_rows(examples, jb.Bucket(40, 32))
     with jax.enable_x64(dtype == np.float64):
         params = make_params(dtype)
 
@@ -182,11 +182,11 @@ def test_each_bucket_is_compiled_once_and_each_phase(mode, group):
 
     tx = optax.adam(1e-3)
     step, state = begin(loss, tx, mesh, mode=mode)
-    specs = jb.batch_specs(schedule.plan, examples[0], mesh)
-    with jax.numpy_dtype_promotion("standard"), jb.count_compiles() as compiles:
+    specs = jb.sharding.batch_specs(schedule.plan, examples[0], mesh)
+    with jax.numpy_dtype_promotion("standard"), jb.compile.count_compiles() as compiles:
         steps = jb.compile_steps(step, state, specs)
         dataset = jb.batch_dataset(examples, schedule, num_epochs=2)
-        for micro_batches in jb.prefetch_to_mesh(dataset, mesh):
+        for micro_batches in jb.sharding.prefetch_to_mesh(dataset, mesh):
             state, _ = steps(state, micro_batches)
     assert int(state.step) == len(dataset) == 2 * len(schedule)
     assert compiles["add_micro_batch"] == len(schedule.plan)
@@ -203,11 +203,11 @@ def test_compiled_or_not_the_step_is_the_same_and_its_state_is_donated(mode):
     mesh = jb.data_mesh(jax.devices()[:2])
     tx = optax.sgd(0.1, momentum=0.9)
     step, state = begin(with_dropout, tx, mesh, mode=mode, seed=3)
-    twin = jb.replicate(jb.create_state(make_params(), tx), mesh)
-    specs = jb.batch_specs(schedule.plan, examples[0], mesh)
+    twin = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
+    specs = jb.sharding.batch_specs(schedule.plan, examples[0], mesh)
     steps = jb.compile_steps(step, state, specs)
     groups = jb.batch_dataset(examples, schedule, num_steps=3)
-    for group in jb.prefetch_to_mesh(groups, mesh):
+    for group in jb.sharding.prefetch_to_mesh(groups, mesh):
         before = state
         state, metrics = steps(state, group)
         assert all(x.is_deleted() for x in jax.tree.leaves(before.params))
@@ -221,13 +221,15 @@ def test_compiled_or_not_the_step_is_the_same_and_its_state_is_donated(mode):
 
 
 def test_dropout_is_of_the_micro_batch_and_the_same_on_every_mesh():
-    batch = jb.collate_rows(make_examples(8), jb.Bucket(8, 24))
+    batch = jb.data.collate_rows(make_examples(8), jb.Bucket(8, 24))
     found = {}
     for num_devices, mode in ((1, "jit"), (8, "jit"), (8, "shard_map"), (4, "pmap")):
         mesh = jb.data_mesh(jax.devices()[:num_devices])
         step, state = begin(with_dropout, recorder(), mesh, mode=mode, seed=5)
         for count in (1, 2):
-            _, metrics = step(jb.replicate(state, mesh), on(mesh, [batch] * count))
+            _, metrics = step(
+                jb.sharding.replicate(state, mesh), on(mesh, [batch] * count)
+            )
             found.setdefault(count, []).append(float(metrics["loss"]))
     for losses in found.values():
         np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
@@ -236,11 +238,11 @@ def test_dropout_is_of_the_micro_batch_and_the_same_on_every_mesh():
 
 
 def test_one_micro_batch_is_a_step_of_data_parallel():
-    batch = jb.collate_rows(make_examples(8), jb.Bucket(8, 24))
+    batch = jb.data.collate_rows(make_examples(8), jb.Bucket(8, 24))
     mesh, tx = jb.data_mesh(jax.devices()[:4]), optax.sgd(0.1)
     step, state = begin(with_dropout, tx, mesh, seed=5)
     plain = jb.data_parallel(with_dropout, tx, mesh, seed=5)
-    want, want_metrics = plain(jb.replicate(state, mesh), on(mesh, [batch])[0])
+    want, want_metrics = plain(jb.sharding.replicate(state, mesh), on(mesh, [batch])[0])
     got, metrics = step(state, on(mesh, [batch]))
     assert distance(got.params, want.params) < 1e-6
     assert metrics.keys() == want_metrics.keys()
@@ -250,7 +252,7 @@ def test_one_micro_batch_is_a_step_of_data_parallel():
 
 def test_clipping_and_the_rate_see_the_whole_step():
     examples = make_examples(40)
-    whole = jb.collate_rows(examples, jb.Bucket(40, 32))
+    whole = jb.data.collate_rows(examples, jb.Bucket(40, 32))
     tx = optax.chain(
         optax.clip_by_global_norm(0.05),
         optax.sgd(1.0),
@@ -309,7 +311,7 @@ with jb.Processes() as processes:
     step, state = begin(
         with_dropout, recorder(), mesh, params, mode={mode!r}, seed=5
     )
-    shard = jb.local_rows(mesh)
+    shard = jb.sharding.local_rows(mesh)
     groups = [
         tuple(
             jax.tree.map(lambda x: x[shard.rows(len(x))], batch)
@@ -317,7 +319,7 @@ with jb.Processes() as processes:
         )
         for seed in range(3)
     ]
-    for group in jb.prefetch_to_mesh(groups, mesh):
+    for group in jb.sharding.prefetch_to_mesh(groups, mesh):
         state, metrics = step(state, group)
         grads = [x.tolist() for x in jax.tree.leaves(state.opt_state)]
         say(json.dumps([grads, float(metrics["loss"]), int(metrics["num_rows"])]))
@@ -361,13 +363,13 @@ def refuse(micro_batches, compiled=False):
     step, state = begin(by_tokens, optax.sgd(0.1), MESH)
     if compiled:
         plan = jb.BucketPlan.from_shapes([(8, 24)])
-        specs = jb.batch_specs(plan, make_examples(1)[0], MESH)
+        specs = jb.sharding.batch_specs(plan, make_examples(1)[0], MESH)
         step = jb.compile_steps(step, state, specs, progress=False)
     step(state, micro_batches)
 
 
-BATCH = jb.collate_rows(make_examples(4), jb.Bucket(8, 24))
-OTHER = jb.collate_rows(make_examples(4), jb.Bucket(8, 25))
+BATCH = jb.data.collate_rows(make_examples(4), jb.Bucket(8, 24))
+OTHER = jb.data.collate_rows(make_examples(4), jb.Bucket(8, 25))
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -402,7 +404,7 @@ def test_what_are_no_micro_batches_is_refused(micro_batches, message, compiled):
 def test_a_micro_batch_that_is_refused_leaves_the_state(other, message, compiled):
     step, state = begin(by_tokens, optax.sgd(0.1), MESH)
     if compiled:
-        specs = jb.batch_specs(
+        specs = jb.sharding.batch_specs(
             jb.BucketPlan.from_shapes([(8, 24)]), make_examples(1)[0], MESH
         )
         step = jb.compile_steps(step, state, specs, progress=False)
@@ -421,7 +423,7 @@ def test_a_step_is_good_for_more_than_one_model():
         "embedding": np.ones((SYMBOLS, 9), "f4"),
         "out": np.ones((9, SYMBOLS), "f4"),
     }
-    state = jb.replicate(jb.create_state(wide, optax.sgd(0.1)), MESH)
+    state = jb.sharding.replicate(jb.create_state(wide, optax.sgd(0.1)), MESH)
     state, _ = step(state, batches)
     assert state.params["out"].shape == (9, SYMBOLS)
 
@@ -439,7 +441,7 @@ def test_a_state_that_is_cut_stays_so_and_what_adds_up_is_donated(mode, ahead):
         with_dropout, tx, mesh, mode=mode, state_sharding=cut_first
     )
     plain = jb.data_parallel_accumulate(with_dropout, tx, mesh, mode=mode)
-    state, want = jax.device_put(whole, cut_first), jb.replicate(whole, mesh)
+    state, want = jax.device_put(whole, cut_first), jb.sharding.replicate(whole, mesh)
     given, add = [], step.add
 
     class Noted:
@@ -451,7 +453,7 @@ def test_a_state_that_is_cut_stays_so_and_what_adds_up_is_donated(mode, ahead):
             return add(state, accumulated, batch)
 
     if ahead:
-        specs = jb.batch_specs(
+        specs = jb.sharding.batch_specs(
             jb.BucketPlan.from_shapes([(8, 24)]), make_examples(1)[0], mesh
         )
         step = jb.compile_steps(step, state, specs, progress=False)
@@ -473,7 +475,7 @@ def test_a_state_that_is_cut_stays_so_and_what_adds_up_is_donated(mode, ahead):
 
 def test_a_micro_batch_outside_the_plan_is_refused_before_the_state_is_gone():
     plan = jb.BucketPlan.from_shapes([(8, 24)])
-    specs = jb.batch_specs(plan, make_examples(1)[0], MESH)
+    specs = jb.sharding.batch_specs(plan, make_examples(1)[0], MESH)
     step, state = begin(by_tokens, optax.sgd(0.1), MESH)
     steps = jb.compile_steps(step, state, specs, progress=False)
     with pytest.raises(ValueError, match=r"shape \[8, 25\] is outside the plan"):
@@ -534,7 +536,7 @@ def test_a_loss_that_fails_for_one_micro_batch_leaves_the_state(loss, mode):
 def test_a_micro_batch_in_another_order_of_devices_leaves_the_state():
     other = jb.data_mesh(jax.devices()[1::-1])
     plan = jb.BucketPlan.from_shapes([(8, 24)])
-    specs = jb.batch_specs(plan, make_examples(1)[0], MESH)
+    specs = jb.sharding.batch_specs(plan, make_examples(1)[0], MESH)
     step, state = begin(by_tokens, optax.sgd(0.1), MESH)
     steps = jb.compile_steps(step, state, specs, progress=False)
     with pytest.raises(ValueError, match="sharding"):
@@ -576,7 +578,7 @@ def test_many_gradients_in_half_precision_are_all_counted(dtype):
 
     tx = optax.sgd(1.0)
     step = jb.data_parallel_accumulate(loss, tx, MESH)
-    state = jb.replicate(jb.create_state(jnp.zeros((), dtype), tx), MESH)
+    state = jb.sharding.replicate(jb.create_state(jnp.zeros((), dtype), tx), MESH)
     state, metrics = step(state, on(MESH, [BATCH] * 1500))
     np.testing.assert_allclose(state.params, -1.1, rtol=1e-2)
     np.testing.assert_allclose(metrics["grad_norm"], 1.1, rtol=1e-2)

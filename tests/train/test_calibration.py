@@ -31,7 +31,7 @@ def make_step(mesh, mode="jit"):
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(nnx.Embed(8, 4, rngs=rngs), nnx.Linear(4, 8, rngs=rngs))
     tx = optax.sgd(1e-2, momentum=0.9)
-    state = jb.replicate(jb.create_state(model, tx), mesh)
+    state = jb.sharding.replicate(jb.create_state(model, tx), mesh)
     return jb.data_parallel(loss_fn, tx, mesh, mode=mode), state
 
 
@@ -41,8 +41,8 @@ def test_every_shape_is_compiled_once_and_the_state_survives(mode, num_devices):
     mesh = jb.data_mesh(jax.devices()[:num_devices])
     step_fn, state = make_step(mesh, mode)
     before = jax.tree.map(np.array, state)
-    with jb.count_compiles() as compiles:
-        measured = jb.calibrate(step_fn, state, SHAPES, EXAMPLE, mesh, repeats=2)
+    with jb.compile.count_compiles() as compiles:
+        measured = jb.train.calibrate(step_fn, state, SHAPES, EXAMPLE, mesh, repeats=2)
     assert compiles["train_step"] == len(SHAPES)
     assert list(measured.step_seconds) == SHAPES
     assert measured.compile_seconds.keys() == set(SHAPES)
@@ -51,7 +51,7 @@ def test_every_shape_is_compiled_once_and_the_state_survives(mode, num_devices):
     after = jax.tree.map(np.array, state)
     jax.tree.map(np.testing.assert_array_equal, before, after)
     # Not donated, and so good for the first step.
-    specs = jb.batch_specs(jb.BucketPlan.from_shapes([(8, 8)]), EXAMPLE, mesh)
+    specs = jb.sharding.batch_specs(jb.BucketPlan.from_shapes([(8, 8)]), EXAMPLE, mesh)
     jb.compile_steps(step_fn, state, specs)
 
 
@@ -82,8 +82,8 @@ def test_batches_are_full_of_the_example_and_take_turns(donated):
     recorded = Recorded()
     step_fn = jax.jit(recorded.step, donate_argnums=donated)
     mesh = jb.data_mesh(jax.devices()[:1])
-    state = jb.replicate(jnp.zeros(()), mesh)
-    jb.calibrate(step_fn, state, SHAPES, EXAMPLE, mesh, repeats=3)
+    state = jb.sharding.replicate(jnp.zeros(()), mesh)
+    jb.train.calibrate(step_fn, state, SHAPES, EXAMPLE, mesh, repeats=3)
     assert [batch.bucket for batch in recorded.batches] == SHAPES * 4
     for batch in recorded.batches:
         assert np.all(batch.mask)
@@ -96,8 +96,8 @@ def test_batches_are_full_of_the_example_and_take_turns(donated):
 def test_the_time_of_a_step_is_that_of_its_shape():
     step_fn = Recorded(seconds=0.15).step
     mesh = jb.data_mesh(jax.devices()[:1])
-    state = jb.replicate(jnp.zeros(()), mesh)
-    seconds = jb.calibrate(
+    state = jb.sharding.replicate(jnp.zeros(()), mesh)
+    seconds = jb.train.calibrate(
         step_fn, state, SHAPES, EXAMPLE, mesh, repeats=3
     ).step_seconds
     slow, *others = (seconds[shape] for shape in SHAPES)
@@ -113,8 +113,14 @@ def test_only_the_sequences_that_are_named_are_stretched():
 
     example = {"tokens": np.arange(3), "pair": np.arange(2)}
     mesh = jb.data_mesh(jax.devices()[:2])
-    jb.calibrate(
-        *(step, jb.replicate(jnp.zeros(()), mesh), [jb.Bucket(4, 8)], example, mesh),
+    jb.train.calibrate(
+        *(
+            step,
+            jb.sharding.replicate(jnp.zeros(()), mesh),
+            [jb.Bucket(4, 8)],
+            example,
+            mesh,
+        ),
         sequences=["tokens"],
         repeats=1,
     )
@@ -130,7 +136,7 @@ def test_a_sharded_state_stays_where_it_is():
         return state + 1, batch.num_tokens
 
     step_fn = jax.jit(step, donate_argnums=0, out_shardings=(sharding, None))
-    jb.calibrate(step_fn, state, SHAPES, EXAMPLE, mesh, repeats=1)
+    jb.train.calibrate(step_fn, state, SHAPES, EXAMPLE, mesh, repeats=1)
     assert state.sharding == sharding
     np.testing.assert_array_equal(state, np.arange(16.0))
 
@@ -140,12 +146,14 @@ def test_a_plan_by_time_follows():
     step_fn, state = make_step(mesh)
     lengths = np.random.default_rng(0).integers(1, 60, 300)
     limits = jb.Limits(max_tokens=256, seq_len_multiple=4)
-    shapes = jb.calibration_shapes(limits, lengths)
-    measured = jb.calibrate(step_fn, state, shapes, EXAMPLE, mesh, repeats=2)
+    shapes = jb.train.calibration_shapes(limits, lengths)
+    measured = jb.train.calibrate(step_fn, state, shapes, EXAMPLE, mesh, repeats=2)
     cost = measured.cost
     assert cost(16, 16) > 0
     limits = dataclasses.replace(limits, cost_fn=cost)
-    curve = jb.plan_curve(lengths, limits, compile_seconds=measured.seconds_per_compile)
+    curve = jb.plan.plan_curve(
+        lengths, limits, compile_seconds=measured.seconds_per_compile
+    )
     plan = curve.chosen.plan
     assert plan.cost_unit == "s"
     report = jb.report(plan, lengths)
@@ -160,7 +168,7 @@ def test_a_plan_by_time_follows():
 def test_compiling_is_told_by_the_median():
     bucket = SHAPES[0]
     compiled = dict(zip(SHAPES, (9.0, 2.0, 3.0), strict=True))
-    measured = jb.Calibration({bucket: 0.1}, compiled)
+    measured = jb.train.Calibration({bucket: 0.1}, compiled)
     assert measured.seconds_per_compile == 3
     assert measured.cost(16, 8) == pytest.approx(0.1)
 
@@ -176,7 +184,7 @@ def test_shapes_keep_to_the_limits_and_span_the_lengths(seed):
         batch_size_multiple=multiples[0],
         seq_len_multiple=multiples[1],
     )
-    shapes = jb.calibration_shapes(limits, lengths)
+    shapes = jb.train.calibration_shapes(limits, lengths)
     assert 1 <= len(shapes) <= 7
     assert len(set(shapes)) == len(shapes)
     for shape in shapes:
@@ -194,27 +202,27 @@ def test_shapes_keep_to_the_limits_and_span_the_lengths(seed):
 
 def test_one_length_gives_two_shapes_or_one():
     limits = jb.Limits(max_tokens=64)
-    assert jb.calibration_shapes(limits, [8, 8, 8]) == [
+    assert jb.train.calibration_shapes(limits, [8, 8, 8]) == [
         jb.Bucket(8, 8),
         jb.Bucket(2, 8),
     ]
     limits = jb.Limits(max_tokens=8)
-    assert jb.calibration_shapes(limits, [8]) == [jb.Bucket(1, 8)]
+    assert jb.train.calibration_shapes(limits, [8]) == [jb.Bucket(1, 8)]
 
 
 def test_overlong_examples_do_not_stretch_the_shapes():
     limits = jb.Limits(max_tokens=64, max_seq_len=16, overlong="truncate")
-    shapes = jb.calibration_shapes(limits, [4, 9, 100])
+    shapes = jb.train.calibration_shapes(limits, [4, 9, 100])
     assert max(shape.seq_len for shape in shapes) == 16
-    shapes = jb.calibration_shapes(limits, [100, 200])
+    shapes = jb.train.calibration_shapes(limits, [100, 200])
     assert {shape.seq_len for shape in shapes} == {16}
 
 
 def test_lengths_and_limits_that_no_plan_is_made_of_are_refused():
     with pytest.raises(ValueError, match="`lengths` is empty"):
-        jb.calibration_shapes(jb.Limits(max_tokens=8), [])
+        jb.train.calibration_shapes(jb.Limits(max_tokens=8), [])
     with pytest.raises(ValueError, match="holds 0 rows of `seq_len=9`"):
-        jb.calibration_shapes(jb.Limits(max_tokens=8), [9])
+        jb.train.calibration_shapes(jb.Limits(max_tokens=8), [9])
 
 
 MESH = jb.data_mesh(jax.devices()[:2])
@@ -222,7 +230,9 @@ MESH = jb.data_mesh(jax.devices()[:2])
 
 def calibrate(step=lambda s, b: (s, b.num_tokens), shapes=SHAPES, **options):
     options = {"example": EXAMPLE, "mesh": MESH, **options}
-    return jb.calibrate(step, jb.replicate(jnp.zeros(()), MESH), shapes, **options)
+    return jb.train.calibrate(
+        step, jb.sharding.replicate(jnp.zeros(()), MESH), shapes, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,4 +275,4 @@ def test_what_cannot_be_measured_is_refused(make, message):
 def test_a_step_of_several_micro_batches_is_refused():
     step = jb.data_parallel_accumulate(None, optax.sgd(0.1), jb.data_mesh())
     with pytest.raises(ValueError, match="`step_fn` takes several micro-batches"):
-        jb.calibrate(step, None, SHAPES, {}, jb.data_mesh())
+        jb.train.calibrate(step, None, SHAPES, {}, jb.data_mesh())

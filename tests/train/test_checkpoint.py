@@ -36,7 +36,7 @@ class Net(nnx.Module):
 
 def make_state(mesh, width=16, seed=0, tx=None):
     tx = tx or optax.adam(1e-3)
-    return jb.replicate(jb.create_state(Net(width, nnx.Rngs(seed)), tx), mesh)
+    return jb.sharding.replicate(jb.create_state(Net(width, nnx.Rngs(seed)), tx), mesh)
 
 
 def bits(tree) -> list[bytes]:
@@ -114,7 +114,7 @@ def test_a_state_may_be_donated_while_it_is_written(dataset, tmp_path):
     )
     # Beside the state, as a look at it from the host might hold its memory.
     value = np.arange(2.0**18, dtype=np.float32)
-    state = jb.replicate({"w": value}, mesh)
+    state = jb.sharding.replicate({"w": value}, mesh)
     with jb.Checkpoints(tmp_path, keep=8) as checkpoints:
         for step in range(4):
             before = value
@@ -151,14 +151,14 @@ def test_a_new_state_of_flax_takes_what_was_saved(dataset, tmp_path):
     # Of several devices: what is committed to one of them cannot be beside batches.
     mesh = jb.data_mesh(jax.devices()[:2])
     plan = jb.BucketPlan.from_shapes([(2, 4)])
-    specs = jb.batch_specs(plan, SOURCE[0], mesh)
-    rows = jb.collate_rows(SOURCE[:2], plan.buckets[0])
+    specs = jb.sharding.batch_specs(plan, SOURCE[0], mesh)
+    rows = jb.data.collate_rows(SOURCE[:2], plan.buckets[0])
     batch = jax.tree.map(
         lambda x, spec: jax.device_put(x, spec.sharding), rows, specs[plan.buckets[0]]
     )
     for name, make in (
         ("new", flax_state),
-        ("replicated", lambda: jb.replicate(flax_state(), mesh)),
+        ("replicated", lambda: jb.sharding.replicate(flax_state(), mesh)),
     ):
         traces = []
 

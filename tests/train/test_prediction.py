@@ -54,9 +54,9 @@ def make_mesh(layout):
 
 def run(source, schedule, mesh, axes="data", mode="jit", compiled=True, **options):
     step = jb.data_parallel_predict(predict_fn, mesh, mode=mode, batch_axes=axes)
-    state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    state = jb.sharding.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
     if compiled:
-        specs = jb.batch_specs(schedule.plan, source[0], mesh, batch_axes=axes)
+        specs = jb.sharding.batch_specs(schedule.plan, source[0], mesh, batch_axes=axes)
         step = jb.compile_steps(step, state, specs, progress=False)
     dataset = jb.batch_dataset(source, schedule, **options)
     return jb.predict(step, state, dataset, mesh, batch_axes=axes)
@@ -105,7 +105,7 @@ def test_named_sequences_alone_lose_their_padding():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
     step = jb.data_parallel_predict(predict_fn, mesh)
-    state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    state = jb.sharding.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
     dataset = jb.batch_dataset(source, schedule)
     found = jb.predict(step, state, dataset, mesh, sequences=[])
     lengths = {len(output["running"]) for output in found}
@@ -122,7 +122,7 @@ def test_scores_as_many_as_a_bucket_has_positions_are_not_cut():
         return {"scores": jnp.repeat(per_row[:, None], width, axis=1)}
 
     step = jb.data_parallel_predict(scores, mesh)
-    state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    state = jb.sharding.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
     found = jb.predict(step, state, jb.batch_dataset(source, schedule), mesh)
     assert {output["scores"].shape for output in found} == {(width,)}
 
@@ -131,7 +131,7 @@ def test_sequences_that_are_no_outputs_are_refused():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
     step = jb.data_parallel_predict(predict_fn, mesh)
-    state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    state = jb.sharding.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
     for names in (["logits"], "logits", ["running", "total"]):
         dataset = jb.batch_dataset(source, schedule)
         with pytest.raises(ValueError, match=r"\[B, T, ...\] are \['running'\]"):
@@ -147,7 +147,7 @@ def named_job(lengths, **options):
     source = [{"x": np.ones(n), "index": np.int32(i)} for i, n in enumerate(lengths)]
     plan = jb.plan_buckets(lengths, max_tokens=64, boundaries=[8], overlong="drop")
     mesh = jb.data_mesh(jax.devices()[:1])
-    state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    state = jb.sharding.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
     step = jb.data_parallel_predict(index_of, mesh)
 
     def predicted(dataset, mesh=mesh, **more):
@@ -188,7 +188,7 @@ def test_what_was_generated_is_not_cut():
         return {"new": total[:, None] + jnp.arange(8, dtype=np.float32)}
 
     step = jb.data_parallel_predict(generate, mesh)
-    state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    state = jb.sharding.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
     found = jb.predict(step, state, jb.batch_dataset(source, schedule), mesh)
     for output, example in zip(found, source, strict=True):
         want = example["values"].sum() + np.arange(8)
@@ -217,8 +217,8 @@ def test_what_knows_of_no_schedule_is_refused():
     for other in (
         list(dataset),
         iter(dataset),
-        jb.prefetch_to_mesh(dataset, mesh),
-        jb.load_in_workers(dataset, num_workers=0),
+        jb.sharding.prefetch_to_mesh(dataset, mesh),
+        jb.data.load_in_workers(dataset, num_workers=0),
         dataset.shuffle(0),
         dataset[1:],
     ):
@@ -230,7 +230,7 @@ def test_what_knows_of_no_schedule_is_refused():
 def test_a_schedule_that_repeats_or_leaves_out_examples_is_refused():
     lengths = np.arange(60) % 7 + 1
     source, plan, predicted, _ = named_job(lengths)
-    order = jb.Curriculum(lengths, jb.LinearPacing(0.5, 2), replacement=True)
+    order = jb.Curriculum(lengths, jb.schedule.LinearPacing(0.5, 2), replacement=True)
     half = jb.BatchSchedule(plan, lengths[:30])
     schedules = [
         jb.BatchSchedule(plan, lengths, order=order),
@@ -246,7 +246,7 @@ def test_a_schedule_that_repeats_or_leaves_out_examples_is_refused():
 def test_packed_rows_are_refused():
     lengths = np.array([3, 5, 2, 4])
     source, _, predicted, _ = named_job(lengths)
-    packing = jb.pack(lengths, 8)
+    packing = jb.packing.pack(lengths, 8)
     plan = jb.plan_buckets([8], max_tokens=16)
     dataset = jb.batch_dataset(
         source, jb.BatchSchedule(plan, lengths, packing=packing), sequences=["x"]
@@ -257,7 +257,7 @@ def test_packed_rows_are_refused():
 
 def test_rows_that_are_not_those_of_the_mesh_are_refused():
     source, _, predicted, schedule = named_job([3] * 40)
-    dataset = jb.batch_dataset(source, schedule, shard=jb.RowShard((1,), 2))
+    dataset = jb.batch_dataset(source, schedule, shard=jb.data.RowShard((1,), 2))
     with pytest.raises(ValueError, match=r"`dataset` has RowShard\(parts=\(1,\).*Pass"):
         predicted(dataset)
 
@@ -288,8 +288,8 @@ def test_outputs_that_have_no_rows_are_refused(outputs, message):
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
     step = jb.data_parallel_predict(outputs, mesh)
-    state = jb.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
-    batches = jb.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh)
+    state = jb.sharding.replicate(jb.create_state(PARAMS, optax.sgd(0.1)), mesh)
+    batches = jb.sharding.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh)
     with pytest.raises(ValueError, match=message):
         step(state, next(batches))
 
@@ -328,9 +328,9 @@ with jb.Processes() as processes:
                 say(error)
                 continue
             params = {"scale": np.float32(3)}
-            state = jb.replicate(jb.create_state(params, optax.sgd(0.1)), mesh)
-            steps = jb.compile_steps(step, state, jb.batch_specs(plan, source[0], mesh))
-            batches = jb.batch_dataset(source, schedule, shard=jb.local_rows(mesh))
+            state = jb.sharding.replicate(jb.create_state(params, optax.sgd(0.1)), mesh)
+            steps = jb.compile_steps(step, state, jb.sharding.batch_specs(plan, source[0], mesh))
+            batches = jb.batch_dataset(source, schedule, shard=jb.sharding.local_rows(mesh))
             found = jb.predict(steps, state, batches, mesh)
             for example, got in zip(source, found, strict=True):
                 want = np.cumsum(3 * example["values"])
@@ -339,7 +339,7 @@ with jb.Processes() as processes:
             say(mesh.shape_tuple, mode)
         # Each process with batches of its own.
         other = jb.BatchSchedule(plan, lengths, seed=processes.index)
-        batches = jb.batch_dataset(source, other, shard=jb.local_rows(mesh))
+        batches = jb.batch_dataset(source, other, shard=jb.sharding.local_rows(mesh))
         try:
             jb.predict(lambda state, batch: batch, None, batches, mesh)
         except ValueError as error:

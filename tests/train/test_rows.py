@@ -39,10 +39,10 @@ def make_batch(num_examples, num_rows=NUM_ROWS, seed=0):
         for n in rng.integers(1, SEQ_LEN + 1, num_examples)
     ]
     bucket = jb.Bucket(num_rows, SEQ_LEN)
-    return jb.collate_rows(rows, bucket, sequences=["tokens"])
+    return jb.data.collate_rows(rows, bucket, sequences=["tokens"])
 
 
-def contrastive(params, batch, keys, gather=jb.gather_rows):
+def contrastive(params, batch, keys, gather=jb.train.gather_rows):
     """Of each query, that its document is the one of its row, and no other's."""
     real = batch.mask.any(axis=1)
     queries = batch.features["query"] @ params["query"]
@@ -50,7 +50,7 @@ def contrastive(params, batch, keys, gather=jb.gather_rows):
     documents = jnp.tanh(tokens @ params["document"]).sum(axis=1)
     documents, candidates = gather((documents, real))
     logits = jnp.where(candidates, queries @ documents.T, -1e9)
-    labels = jb.row_numbers(batch)
+    labels = jb.train.row_numbers(batch)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return jnp.sum(jnp.where(real, nats, 0)), jnp.sum(real)
 
@@ -93,8 +93,8 @@ def run(
     mesh = Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), names)
     tx = recorder()
     step = make(loss, tx, mesh, mode=mode, batch_axes=axes)
-    state = jb.replicate(jb.create_state(params, tx), mesh)
-    batches = tuple(jb.prefetch_to_mesh(batches, mesh, batch_axes=axes))
+    state = jb.sharding.replicate(jb.create_state(params, tx), mesh)
+    batches = tuple(jb.sharding.prefetch_to_mesh(batches, mesh, batch_axes=axes))
     state, metrics = step(
         state, batches if make is jb.data_parallel_accumulate else batches[0]
     )
@@ -131,8 +131,8 @@ def test_of_several_micro_batches_rows_are_those_of_one(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_sees_the_same_rows(mode):
     mesh = jb.data_mesh(jax.devices()[:4])
-    state = jb.replicate(jb.create_state(make_params(), optax.sgd(0.1)), mesh)
-    (batch,) = jb.prefetch_to_mesh([make_batch(7)], mesh)
+    state = jb.sharding.replicate(jb.create_state(make_params(), optax.sgd(0.1)), mesh)
+    (batch,) = jb.sharding.prefetch_to_mesh([make_batch(7)], mesh)
     metrics = jb.data_parallel_eval(contrastive, mesh, mode=mode)(state, batch)
     want, _ = jax.jit(lambda p, b: contrastive(p, b, None))(
         make_params(), make_batch(7)
@@ -142,7 +142,7 @@ def test_evaluation_sees_the_same_rows(mode):
 
 def test_what_is_jitted_inside_of_a_loss_is_traced_for_each_step():
     """Rows of one shape, which a cache by shapes would take for the same."""
-    gather = jax.jit(jb.gather_rows)
+    gather = jax.jit(jb.train.gather_rows)
     loss = functools.partial(contrastive, gather=gather)
     for layout, mode in (("8", "pmap"), ("4x2-model", "pmap"), ("1", "jit")):
         num_rows = {"8": 16, "4x2-model": 8, "1": 2}[layout]
@@ -154,29 +154,31 @@ def test_what_is_jitted_inside_of_a_loss_is_traced_for_each_step():
 
 def test_one_device_has_all_rows():
     x = {"a": jnp.arange(3), "b": jnp.ones((3, 2))}
-    assert jb.gather_rows(x) is x
+    assert jb.train.gather_rows(x) is x
 
 
 def test_scalars_have_no_rows():
     with pytest.raises(ValueError, match="`gather_rows` was given a scalar: give"):
-        jb.gather_rows(jnp.float32(1))
+        jb.train.gather_rows(jnp.float32(1))
 
 
 @pytest.mark.parametrize("mapped", ["shard_map", "pmap"])
 def test_a_mapped_step_of_your_own_is_told_what_to_use(mapped):
     x = jnp.ones((2, 3))
     if mapped == "pmap":
-        fn = jax.pmap(jb.gather_rows, "i", devices=jax.devices()[:2])
+        fn = jax.pmap(jb.train.gather_rows, "i", devices=jax.devices()[:2])
     else:
         spec = PartitionSpec("data")
         mesh = jb.data_mesh(jax.devices()[:2])
-        fn = jax.shard_map(jb.gather_rows, mesh=mesh, in_specs=spec, out_specs=spec)
+        fn = jax.shard_map(
+            jb.train.gather_rows, mesh=mesh, in_specs=spec, out_specs=spec
+        )
     with pytest.raises(ValueError, match="of your own `shard_map` or `pmap` cut the"):
         fn(x)
 
 
 @pytest.mark.parametrize(
-    "fn", [jb.gather_rows, lambda x: x + jb.row_numbers(make_batch(1, 2))]
+    "fn", [jb.train.gather_rows, lambda x: x + jb.train.row_numbers(make_batch(1, 2))]
 )
 def test_so_is_one_inside_of_a_loss_that_is_given_all_rows(fn):
     spec = PartitionSpec("data")
@@ -198,8 +200,8 @@ def test_rows_in_half_precision_are_gathered_on_a_mesh_for_the_model(dtype, mode
 
     def gather(tree):
         documents, real = tree
-        gathered.append(jb.gather_rows(documents.astype(dtype)).dtype)
-        documents, real = jb.gather_rows((documents.astype(dtype), real))
+        gathered.append(jb.train.gather_rows(documents.astype(dtype)).dtype)
+        documents, real = jb.train.gather_rows((documents.astype(dtype), real))
         return documents.astype(jnp.float32), real
 
     def loss(params, batch, keys):

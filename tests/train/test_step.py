@@ -142,8 +142,8 @@ def run_batch(batch, mesh, *, loss=loss_fn, params=None, tx=None, **options):
     axes = options.get("batch_axes", "data")
     step = jb.data_parallel(loss, tx, mesh, **options)
     params = make_params() if params is None else params
-    state = jb.replicate(jb.create_state(params, tx), mesh)
-    (batch,) = jb.prefetch_to_mesh([batch], mesh, batch_axes=axes)
+    state = jb.sharding.replicate(jb.create_state(params, tx), mesh)
+    (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh, batch_axes=axes)
     return step(state, batch)
 
 
@@ -192,7 +192,7 @@ UNEQUAL = [7, 1, 4, 2, 8, 5]
 )
 def test_four_devices_give_the_gradient_of_the_unpadded_mean(mode, dtype, limit):
     examples = make_examples(UNEQUAL)
-    batch = jb.collate_rows(examples, jb.Bucket(8, 9))
+    batch = jb.data.collate_rows(examples, jb.Bucket(8, 9))
     with contextlib.ExitStack() as stack:
         if dtype == np.float64:
             stack.enter_context(jax.enable_x64(True))
@@ -212,7 +212,7 @@ def test_four_devices_give_the_gradient_of_the_unpadded_mean(mode, dtype, limit)
 def test_every_mesh_gives_the_gradient_of_the_unpadded_mean(layout, mode):
     mesh, axes = make_mesh(layout)
     examples = make_examples(UNEQUAL)
-    batch = jb.collate_rows(examples, jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(examples, jb.Bucket(8, 8))
     state, _ = run_batch(batch, mesh, mode=mode, batch_axes=axes)
     assert_close(state.opt_state, mean_grads(make_params(), examples), 1e-5)
 
@@ -221,7 +221,7 @@ def test_every_mesh_gives_the_gradient_of_the_unpadded_mean(layout, mode):
 def test_devices_of_unequal_weight_are_not_averaged(mode):
     # One token against 8: a mean of the devices' means would be far off.
     examples = make_examples([8, 1])
-    batch = jb.collate_rows(examples, jb.Bucket(2, 8))
+    batch = jb.data.collate_rows(examples, jb.Bucket(2, 8))
     mesh = jb.data_mesh(jax.devices()[:2])
     state, metrics = run_batch(batch, mesh, mode=mode)
     want = mean_grads(make_params(), examples)
@@ -261,9 +261,9 @@ def test_steps_equal_plain_training_on_unpadded_examples(mode):
         *(tx, mesh),
         mode=mode,
     )
-    state = jb.replicate(jb.create_state(linen, tx), mesh)
+    state = jb.sharding.replicate(jb.create_state(linen, tx), mesh)
     dataset = jb.batch_dataset(source, schedule, num_steps=4)
-    for batch in jb.prefetch_to_mesh(dataset, mesh):
+    for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
         state, _ = step(state, batch)
 
     opt_state = tx.init(flat)
@@ -322,11 +322,11 @@ def dropout_run(layout, mode, seed=0, num_steps=5):
     step = jb.data_parallel(
         dropout_loss_fn, tx, mesh, mode=mode, batch_axes=axes, seed=seed
     )
-    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
-    shard = jb.local_rows(mesh, batch_axes=axes)
+    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
+    shard = jb.sharding.local_rows(mesh, batch_axes=axes)
     dataset = jb.batch_dataset(source, schedule, shard=shard, num_steps=num_steps)
     digests = []
-    for batch in jb.prefetch_to_mesh(dataset, mesh, batch_axes=axes):
+    for batch in jb.sharding.prefetch_to_mesh(dataset, mesh, batch_axes=axes):
         state, metrics = step(state, batch)
         digests.append(int(metrics["digest"]))
     return jax.tree.map(np.asarray, state.params), digests
@@ -355,11 +355,11 @@ def test_another_seed_drops_others():
 
 def test_another_step_drops_others_from_the_same_batch():
     mesh, tx = four_devices(), optax.sgd(0.0)
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     step = jb.data_parallel(dropout_loss_fn, tx, mesh)
-    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
     digests = []
-    for again in jb.prefetch_to_mesh([batch] * 4, mesh):
+    for again in jb.sharding.prefetch_to_mesh([batch] * 4, mesh):
         state, metrics = step(state, again)
         digests.append(int(metrics["digest"]))
     assert len(set(digests)) == 4
@@ -373,7 +373,7 @@ def test_the_loss_gets_one_key_for_each_of_its_rows(mode, num_keys):
         shapes.add((keys.shape, batch.bucket.batch_size))
         return loss_fn(params, batch, keys)
 
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     run_batch(batch, four_devices(), loss=loss, mode=mode)
     assert shapes == {((num_keys,), num_keys)}
 
@@ -393,11 +393,11 @@ def test_resuming_at_any_step_is_bit_for_bit_the_uninterrupted_run(mode):
     def run_from(state, start):
         """The saved states before each step from `start` on, and after the last."""
         saved = [jax.tree.map(np.array, state)]
-        state = jb.replicate(state, mesh)
+        state = jb.sharding.replicate(state, mesh)
         dataset = jb.batch_dataset(
             source, schedule, start_step=start, num_steps=num_steps
         )
-        for batch in jb.prefetch_to_mesh(dataset, mesh):
+        for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
             state, _ = step(state, batch)
             saved.append(jax.tree.map(np.array, state))
         return saved
@@ -421,7 +421,7 @@ def test_resuming_at_any_step_is_bit_for_bit_the_uninterrupted_run(mode):
 
 @functools.cache
 def unpadded_run(mode):
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     return run_batch(batch, four_devices(), mode=mode)
 
 
@@ -431,7 +431,7 @@ def unpadded_run(mode):
 )
 def test_more_padding_changes_nothing(bucket, pad_value, mode):
     examples = make_examples(UNEQUAL)
-    batch = jb.collate_rows(examples, jb.Bucket(*bucket), pad_value=pad_value)
+    batch = jb.data.collate_rows(examples, jb.Bucket(*bucket), pad_value=pad_value)
     want, want_metrics = unpadded_run(mode)
     got, metrics = run_batch(batch, four_devices(), mode=mode)
     assert_close(got.opt_state, want.opt_state, 1e-6)
@@ -446,7 +446,7 @@ def test_more_padding_changes_nothing(bucket, pad_value, mode):
 def test_it_does_not_matter_in_which_rows_the_examples_are(mode):
     examples = make_examples(UNEQUAL)
     scattered = [None, examples[3], None, *examples[4:], *examples[:3]]
-    batch = jb.collate_rows(scattered, jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(scattered, jb.Bucket(8, 8))
     want, want_metrics = unpadded_run(mode)
     got, metrics = run_batch(batch, four_devices(), mode=mode)
     assert_close(got.opt_state, want.opt_state, 1e-6)
@@ -458,7 +458,7 @@ def test_it_does_not_matter_in_which_rows_the_examples_are(mode):
 def test_a_batch_of_zero_weight_is_a_gradient_of_zero(empty, mode):
     examples, tx = make_examples(UNEQUAL), optax.sgd(0.1, momentum=0.9)
     rows = [] if empty else examples
-    batch = jb.collate_rows(rows, jb.Bucket(8, 8), like=examples[0])
+    batch = jb.data.collate_rows(rows, jb.Bucket(8, 8), like=examples[0])
 
     def unweighted(params, batch, keys):
         loss_sum, weight, sums = loss_fn(params, batch, keys)
@@ -484,7 +484,7 @@ def test_a_batch_of_zero_weight_is_a_gradient_of_zero(empty, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_metrics_are_those_of_the_global_batch(mode):
     examples = make_examples(UNEQUAL)
-    batch = jb.collate_rows(examples, jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(examples, jb.Bucket(8, 8))
 
     def weighted(params, batch, keys):
         # Only even symbols count: the weight is not the number of tokens.
@@ -516,7 +516,7 @@ def test_metrics_are_those_of_the_global_batch(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_the_norm_is_of_the_mean_gradient(mode, dtype):
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     params = make_params(dtype)
     state, metrics = run_batch(batch, four_devices(), params=params, mode=mode)
     squares = [
@@ -543,7 +543,7 @@ def test_an_optimizer_is_told_the_loss_the_step_and_all_sizes():
         ),
         update,
     )
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     state, metrics = run_batch(batch, four_devices(), tx=tx)
     sizes = {name: int(state.opt_state[name]) for name in state.opt_state}
     assert sizes.pop("value") == int(metrics["loss"])
@@ -573,7 +573,7 @@ def skipping(rate_of_tx):
         )
     if rate_of_tx == "inside":
         return optax.inject_hyperparams(optax.adam)(jb.scale_schedule(rate, **base))
-    by_work = jb.schedule_by_work(lambda n: rate(n / 6), "examples")
+    by_work = jb.optim.schedule_by_work(lambda n: rate(n / 6), "examples")
     return optax.inject_hyperparams(optax.adam)(jb.scale_schedule(by_work, **base))
 
 
@@ -606,7 +606,7 @@ def test_skipped_updates_leave_rate_data_and_counters_together(
 
     def run(state, dataset, check=False):
         nonlocal expected, adam_state
-        for batch in jb.prefetch_to_mesh(dataset, mesh):
+        for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
             step = int(state.step)
             state, metrics = step_fn(state, batch)
             assert int(state.step) == step + 1
@@ -626,17 +626,17 @@ def test_skipped_updates_leave_rate_data_and_counters_together(
                 assert_close(state.params, jax.tree.map(jnp.asarray, expected), 1e-4)
         return state
 
-    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
     dataset = jb.batch_dataset(source, schedule)
     whole = run(state, dataset, check=True)
     # Saved just behind a skipped step.
     stop = bad_steps[2] + 1
-    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
     state = run(state, jb.batch_dataset(source, schedule, num_steps=stop))
     with jb.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, dataset.position(stop))
         checkpoints.wait()
-        state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+        state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
         state, position, _ = checkpoints.restore(state)
     resumed = run(state, dataset.resume(position))
     assert_same_bits(resumed, whole)
@@ -655,7 +655,7 @@ def test_skipped_updates_leave_rate_data_and_counters_together(
     ids=["gradient", "weight", "zero times inf", "loss", "norm"],
 )
 def test_whatever_is_not_finite_is_skipped(mode, make):
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
 
     def loss(params, batch, keys):
         return make(*loss_fn(params, batch, keys)[:2])
@@ -674,7 +674,7 @@ def test_whatever_is_not_finite_is_skipped(mode, make):
 
 
 def test_an_update_that_is_not_finite_is_skipped():
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     endless = jb.scale_by_batch_size(base_examples=2, rule=lambda r: 1 / (r - r))
     state, metrics = run_batch(
         batch,
@@ -689,7 +689,7 @@ def test_an_update_that_is_not_finite_is_skipped():
 @pytest.mark.filterwarnings("ignore:.* in half precision")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_half_precision_sums_are_added_in_single(dtype):
-    batch = jb.collate_rows(make_examples([8] * 8), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples([8] * 8), jb.Bucket(8, 8))
 
     def loss(params, batch, keys):
         loss_sum, weight, _ = loss_fn(params, batch, keys)
@@ -722,8 +722,8 @@ def test_the_gradient_of_many_tokens_does_not_overflow(accumulate, dtype, mode):
     mesh, batch = four_devices(), wide_batch()
     make = jb.data_parallel_accumulate if accumulate else jb.data_parallel
     step = make(weighted_sum, tx, mesh, mode=mode, skip_nonfinite=True)
-    state = jb.replicate(jb.create_state(params, tx), mesh)
-    batches = tuple(jb.prefetch_to_mesh([batch, batch], mesh))
+    state = jb.sharding.replicate(jb.create_state(params, tx), mesh)
+    batches = tuple(jb.sharding.prefetch_to_mesh([batch, batch], mesh))
     state, metrics = step(state, batches if accumulate else batches[0])
     assert metrics["skipped"] == 0
     assert metrics["grad_norm"] == 1
@@ -741,12 +741,12 @@ def test_a_model_that_computes_in_float16_has_the_gradient_of_the_mean(mode, lay
 
     mesh, axes = make_mesh(layout)
     batch = wide_batch(2**14)
-    (batch,) = jb.prefetch_to_mesh([batch], mesh, batch_axes=axes)
+    (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh, batch_axes=axes)
     tx = recorder()
     step = jb.data_parallel(loss, tx, mesh, mode=mode, batch_axes=axes)
     # Of every x, which is 1, and of a kernel and a bias that are both inside of y.
     want = 2 * (float(model.kernel[0, 0]) - 7)
-    state, _ = step(jb.replicate(jb.create_state(model, tx), mesh), batch)
+    state, _ = step(jb.sharding.replicate(jb.create_state(model, tx), mesh), batch)
     for grad in jax.tree.leaves(state.opt_state):
         assert grad.dtype == jnp.float32
         np.testing.assert_allclose(grad, np.full(grad.shape, want), rtol=2e-2)
@@ -767,7 +767,7 @@ def test_a_mean_that_float16_holds_is_finite(accumulate, mode):
     make = jb.data_parallel_accumulate if accumulate else jb.data_parallel
     step = make(rows_in_float16, tx, mesh, mode=mode, skip_nonfinite=True)
     for scale in (300, 1000, 30_000):
-        (batch,) = jb.prefetch_to_mesh([scaled_batch(scale)], mesh)
+        (batch,) = jb.sharding.prefetch_to_mesh([scaled_batch(scale)], mesh)
         for dtype in (jnp.float16, jnp.float32):
             params = {"w": jnp.asarray(1.0, dtype)}
 
@@ -777,7 +777,7 @@ def test_a_mean_that_float16_holds_is_finite(accumulate, mode):
 
             want = jax.grad(mean)(params)["w"]
             assert np.isfinite(want)
-            state = jb.replicate(jb.create_state(params, tx), mesh)
+            state = jb.sharding.replicate(jb.create_state(params, tx), mesh)
             _, metrics = step(state, (batch, batch) if accumulate else batch)
             assert metrics["skipped"] == 0
             np.testing.assert_allclose(metrics["grad_norm"], want, rtol=1e-2)
@@ -786,7 +786,7 @@ def test_a_mean_that_float16_holds_is_finite(accumulate, mode):
 def scaled_batch(scale):
     """2,047 ones: nearly twice a power of two."""
     examples = [{"x": np.ones(n, np.float32)} for n in [256] * 7 + [255]]
-    batch = jb.collate_rows(examples, jb.Bucket(8, 256))
+    batch = jb.data.collate_rows(examples, jb.Bucket(8, 256))
     scales = np.full((8, 1), scale, np.float32)
     return batch._replace(features=batch.features | {"scale": scales})
 
@@ -837,12 +837,12 @@ def test_gradients_in_half_precision_are_added_up_in_single(mode, dtype):
     weights = np.array([2048, 0, *[1] * 6], np.float32)
 
     def loss(params, batch, keys):
-        own = jnp.asarray(weights)[jb.row_numbers(batch)]
+        own = jnp.asarray(weights)[jb.train.row_numbers(batch)]
         y = jnp.broadcast_to(params["w"], own.shape).astype(jnp.float32)
         return jnp.sum(y * own), batch.num_tokens
 
     mesh, _ = make_mesh("4x2-model")
-    batch = jb.collate_rows(make_examples([1] * 8), jb.Bucket(8, 1))
+    batch = jb.data.collate_rows(make_examples([1] * 8), jb.Bucket(8, 1))
     params = {"w": jnp.asarray(1.0, dtype)}
     _, metrics = run_batch(batch, mesh, loss=loss, params=params, mode=mode)
     want = jnp.asarray(2054 / 8, dtype).astype(jnp.float32)
@@ -881,7 +881,7 @@ def test_gradients_in_single_precision_are_what_they_were_bit_for_bit(
         loss_sum, weight, sums = dropout_loss_fn(params, batch, keys)
         return loss_sum, weight * 17, sums
 
-    batch = jb.collate_rows(make_examples([60, 3, 97, 11, 24]), jb.Bucket(8, 100))
+    batch = jb.data.collate_rows(make_examples([60, 3, 97, 11, 24]), jb.Bucket(8, 100))
     got, metrics = run_batch(batch, four_devices(), loss=odd_weight, mode=mode)
     monkeypatch.setattr("jaxbucket.train.step.gradient_sums", of_the_sum)
     want, _ = run_batch(batch, four_devices(), loss=odd_weight, mode=mode)
@@ -912,7 +912,7 @@ def test_a_gradient_is_the_mean_whatever_its_weight(weight):
         loss_sum = weight * params["w"] * batch.num_tokens.astype(jnp.float32)
         return loss_sum, jnp.asarray(weight, jnp.float32)
 
-    batch = jb.collate_rows(make_examples([3]), jb.Bucket(1, 4))
+    batch = jb.data.collate_rows(make_examples([3]), jb.Bucket(1, 4))
     mesh, params = jb.data_mesh(jax.devices()[:1]), {"w": np.float32(1)}
     state, _ = run_batch(batch, mesh, loss=loss, params=params)
     np.testing.assert_allclose(state.opt_state["w"], 3, rtol=1e-6)
@@ -923,7 +923,7 @@ def test_a_loss_that_is_no_number_is_told_of_no_tokens_too(mode):
     def loss(params, batch, keys):
         return jnp.sum(params["w"]) * jnp.nan, batch.num_tokens * 0
 
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     _, metrics = run_batch(
         batch,
         four_devices(),
@@ -941,7 +941,7 @@ def test_an_infinite_weight_is_no_loss_of_zero(mode):
         loss_sum, _, _ = loss_fn(params, batch, keys)
         return loss_sum, jnp.asarray(np.inf, jnp.float32)
 
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     state, metrics = run_batch(
         batch, four_devices(), loss=loss, mode=mode, skip_nonfinite=True
     )
@@ -963,7 +963,7 @@ def test_sums_that_half_precision_may_not_hold_are_warned_of(of_loss, of_weight,
         loss_sum, weight, _ = loss_fn(params, batch, keys)
         return loss_sum.astype(of_loss), weight.astype(of_weight)
 
-    batch = jb.collate_rows(make_examples([3]), jb.Bucket(1, 4))
+    batch = jb.data.collate_rows(make_examples([3]), jb.Bucket(1, 4))
     keys = jax.random.split(jax.random.key(0), 1)
     with pytest.warns(UserWarning, match=f"{names} in half .*Sum in float32: `jnp.s"):
         checked_loss(loss, make_params(), jax.tree.map(jnp.asarray, batch), keys)
@@ -971,7 +971,7 @@ def test_sums_that_half_precision_may_not_hold_are_warned_of(of_loss, of_weight,
 
 def test_a_parameter_without_a_gradient_is_named():
     params = make_params() | {"step": np.int32(3)}
-    batch = jb.collate_rows(make_examples([3]), jb.Bucket(1, 4))
+    batch = jb.data.collate_rows(make_examples([3]), jb.Bucket(1, 4))
     with pytest.raises(ValueError, match=r"parameter \['step'\] is of int32, which"):
         run_batch(batch, jb.data_mesh(jax.devices()[:1]), params=params)
 
@@ -983,8 +983,8 @@ def test_training_in_float16_reaches_the_loss_of_single_precision():
     tokens = (starts + np.arange(1023)) % VOCABULARY
     examples = [{"tokens": row.astype(np.int32)} for row in tokens]
     mesh, tx = four_devices(), optax.sgd(3e-3, momentum=0.9)
-    (batch,) = jb.prefetch_to_mesh(
-        [jb.collate_rows(examples, jb.Bucket(32, 1024))], mesh
+    (batch,) = jb.sharding.prefetch_to_mesh(
+        [jb.data.collate_rows(examples, jb.Bucket(32, 1024))], mesh
     )
     losses = {}
     for dtype in (jnp.float32, jnp.float16):
@@ -997,7 +997,7 @@ def test_training_in_float16_reaches_the_loss_of_single_precision():
 
         step = jb.data_parallel(loss, tx, mesh, skip_nonfinite=True)
         small = jax.tree.map(lambda x: x / 8, make_params())
-        state = jb.replicate(jb.create_state(small, tx), mesh)
+        state = jb.sharding.replicate(jb.create_state(small, tx), mesh)
         losses[dtype] = []
         for _ in range(12):
             state, metrics = step(state, batch)
@@ -1024,11 +1024,13 @@ def test_a_curriculum_by_length_under_a_budget_scales_every_rate(rule):
     scale = jb.scale_by_batch_size(base_examples=2, rule=rule, learning_rate=lr)
     tx = optax.chain(optax.sgd(lr), scale)
     step = jb.data_parallel(loss_fn, tx, mesh)
-    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
-    steps = jb.compile_steps(step, state, jb.batch_specs(plan, source[0], mesh))
+    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
+    steps = jb.compile_steps(
+        step, state, jb.sharding.batch_specs(plan, source[0], mesh)
+    )
     expected, shapes, losses = make_params(), [], []
     dataset = jb.batch_dataset(source, schedule, num_epochs=1)
-    for index, batch in enumerate(jb.prefetch_to_mesh(dataset, mesh)):
+    for index, batch in enumerate(jb.sharding.prefetch_to_mesh(dataset, mesh)):
         examples = [source[i] for i in schedule[index].rows if i >= 0]
         ratio = len(examples) / 2
         want = lr * (ratio if rule == "linear" else ratio**0.5)
@@ -1053,7 +1055,7 @@ def test_a_weight_may_be_small(mode):
         loss_sum, weight, _ = loss_fn(params, batch, keys)
         return loss_sum / 4096, weight.astype(jnp.float32) / 4096
 
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     want, want_metrics = unpadded_run(mode)
     got, metrics = run_batch(batch, four_devices(), loss=scaled, mode=mode)
     assert metrics["weight"] == sum(UNEQUAL) / 4096
@@ -1070,7 +1072,7 @@ def test_a_loss_in_half_precision_is_divided_by_the_exact_weight(mode):
         loss_sum = params["a"] * batch.num_examples.astype(jnp.float16)
         return loss_sum, batch.num_examples * 4099
 
-    batch = jb.collate_rows(make_examples([1] * 64), jb.Bucket(64, 1))
+    batch = jb.data.collate_rows(make_examples([1] * 64), jb.Bucket(64, 1))
     params = {"a": np.ones((), np.float16)}
     state, metrics = run_batch(
         batch, four_devices(), loss=half, params=params, mode=mode
@@ -1092,10 +1094,10 @@ def test_evaluation_over_an_epoch_is_the_sum_over_examples(mode, layout):
     schedule = jb.BatchSchedule(plan, lengths, order="source")
     mesh, axes = make_mesh(layout)
     evaluate = jb.data_parallel_eval(loss_fn, mesh, mode=mode, batch_axes=axes)
-    state = jb.replicate(jb.create_state(make_params(), optax.sgd(0.1)), mesh)
+    state = jb.sharding.replicate(jb.create_state(make_params(), optax.sgd(0.1)), mesh)
     dataset = jb.batch_dataset(source, schedule)
     totals = dict.fromkeys(("loss_sum", "weight", "num_examples", "symbols"), 0.0)
-    for batch in jb.prefetch_to_mesh(dataset, mesh, batch_axes=axes):
+    for batch in jb.sharding.prefetch_to_mesh(dataset, mesh, batch_axes=axes):
         metrics = evaluate(state, batch)
         mean = metrics["loss_sum"] / metrics["weight"]
         np.testing.assert_allclose(metrics["loss"], mean, rtol=1e-6)
@@ -1119,9 +1121,9 @@ def test_evaluation_calls_the_loss_without_keys_and_keeps_the_state(mode):
         return loss_fn(params, batch, keys)
 
     mesh = four_devices()
-    state = jb.replicate(jb.create_state(make_params(), optax.sgd(0.1)), mesh)
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
-    (batch,) = jb.prefetch_to_mesh([batch], mesh)
+    state = jb.sharding.replicate(jb.create_state(make_params(), optax.sgd(0.1)), mesh)
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
     jb.data_parallel_eval(loss, mesh, mode=mode)(state, batch)
     assert given
     assert set(given) == {None}
@@ -1168,7 +1170,7 @@ def make_net():
 @pytest.mark.parametrize("mode", MODES)
 def test_an_nnx_model_trains_like_its_plain_parameters(mode):
     examples, mesh = make_examples(UNEQUAL), four_devices()
-    batch = jb.collate_rows(examples, jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(examples, jb.Bucket(8, 8))
     tx = optax.sgd(0.1)
     net, _ = run_batch(
         batch, mesh, loss=net_loss_fn, params=make_net(), tx=tx, mode=mode
@@ -1182,7 +1184,7 @@ def test_an_nnx_model_trains_like_its_plain_parameters(mode):
 
 
 def test_other_variables_of_an_nnx_model_are_held_fixed():
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     tx = optax.sgd(0.1)
     state, _ = run_batch(
         batch, four_devices(), loss=net_loss_fn, params=make_net(), tx=tx
@@ -1216,9 +1218,9 @@ def test_a_new_state_is_at_step_zero_with_a_new_optimizer():
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_donates_its_state_and_nothing_else(mode):
     mesh, tx = four_devices(), optax.sgd(0.1, momentum=0.9)
-    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
-    (batch,) = jb.prefetch_to_mesh([batch], mesh)
+    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
     new, metrics = jb.data_parallel(loss_fn, tx, mesh, mode=mode)(state, batch)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     kept = jax.tree.leaves((new, metrics, batch))
@@ -1235,7 +1237,7 @@ def test_half_precision_parameters_keep_their_dtype(mode):
         kernel = params["kernel"].astype(jnp.float32)
         return loss_fn({**params, "kernel": kernel}, batch, keys)
 
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     state, _ = run_batch(
         *(batch, jb.data_mesh(jax.devices()[:1])),
         loss=loss,
@@ -1254,9 +1256,9 @@ def replicated_run():
     source, schedule = setup_run()
     mesh, tx = four_devices(), optax.sgd(0.1, momentum=0.9)
     step = jb.data_parallel(loss_fn, tx, mesh)
-    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
     dataset = jb.batch_dataset(source, schedule, num_steps=3)
-    for batch in jb.prefetch_to_mesh(dataset, mesh):
+    for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
         state, _ = step(state, batch)
     return state.params
 
@@ -1273,11 +1275,11 @@ def test_pmap_refuses_a_sharded_state():
 def test_pmap_gives_back_the_memory_of_its_state():
     source, schedule = setup_run()
     mesh, tx = four_devices(), optax.sgd(0.1)
-    first = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    first = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
     step = jb.data_parallel(loss_fn, tx, mesh, mode="pmap")
-    specs = jb.batch_specs(schedule.plan, source[0], mesh)
+    specs = jb.sharding.batch_specs(schedule.plan, source[0], mesh)
     steps = jb.compile_steps(step, first, specs, progress=False)
-    for batch in jb.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh):
+    for batch in jb.sharding.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh):
         second, _ = steps(first, batch)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.params))
         first = second
@@ -1312,14 +1314,16 @@ def test_a_fully_sharded_state_trains_as_a_whole_one(ahead, mode):
     def train(sharding):
         state = jb.create_state(params, tx)
         state = (
-            jax.device_put(state, sharding) if sharding else (jb.replicate(state, mesh))
+            jax.device_put(state, sharding)
+            if sharding
+            else (jb.sharding.replicate(state, mesh))
         )
         step = jb.data_parallel(loss, tx, mesh, mode=mode, state_sharding=sharding)
         if ahead:
-            specs = jb.batch_specs(schedule.plan, source[0], mesh)
+            specs = jb.sharding.batch_specs(schedule.plan, source[0], mesh)
             step = jb.compile_steps(step, state, specs, progress=False)
         dataset = jb.batch_dataset(source, schedule, num_steps=5)
-        for batch in jb.prefetch_to_mesh(dataset, mesh):
+        for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
             state, metrics = step(state, batch)
         return state, metrics
 
@@ -1358,10 +1362,10 @@ def test_a_sharded_state_stays_as_it_is_sharded(ahead, mode):
     state = jax.device_put(first, shardings)
     step = jb.data_parallel(loss_fn, tx, mesh, mode=mode, state_sharding=shardings)
     if ahead:
-        batches = jb.batch_specs(schedule.plan, source[0], mesh)
+        batches = jb.sharding.batch_specs(schedule.plan, source[0], mesh)
         step = jb.compile_steps(step, state, batches, progress=False)
     dataset = jb.batch_dataset(source, schedule, num_steps=3)
-    for batch in jb.prefetch_to_mesh(dataset, mesh):
+    for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
         state, metrics = step(state, batch)
     assert metrics["loss"].sharding.is_fully_replicated
     got = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -1385,10 +1389,10 @@ def test_a_sharded_state_stays_as_it_is_sharded(ahead, mode):
 def test_a_mesh_with_explicit_axes_is_named_where_the_loss_cannot_take_it(mode):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     tx = optax.sgd(0.1)
-    state = jb.replicate(jb.create_state(make_net(), tx), mesh)
+    state = jb.sharding.replicate(jb.create_state(make_net(), tx), mesh)
     step = jb.data_parallel(net_loss_fn, tx, mesh, mode=mode)
-    batch = jb.collate_rows(make_examples([3] * 8), jb.Bucket(8, 4))
-    (batch,) = jb.prefetch_to_mesh([batch], mesh)
+    batch = jb.data.collate_rows(make_examples([3] * 8), jb.Bucket(8, 4))
+    (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
     if mode != "jit":
         step(state, batch)
         return
@@ -1424,7 +1428,7 @@ def test_dropout_from_the_random_state_of_a_model_is_refused(mode):
         kept = jnp.where(batch.mask, model.dropout(ones), 0)
         return model.scale.get_value() * kept.sum(), batch.num_tokens
 
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     message = r"changes the model's own variables.* Draw dropout from `keys`"
     with pytest.raises(ValueError, match=message):
         run_batch(
@@ -1542,9 +1546,9 @@ def test_a_loss_that_breaks_the_contract_is_refused(case, mode):
         return to_result(*loss_fn(params, batch, keys)[:2])
 
     mesh, tx = jb.data_mesh(jax.devices()[:2]), optax.sgd(0.1)
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
-    (batch,) = jb.prefetch_to_mesh([batch], mesh)
-    state = jb.replicate(jb.create_state(make_params(), tx), mesh)
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
+    state = jb.sharding.replicate(jb.create_state(make_params(), tx), mesh)
     with pytest.raises(ValueError, match=f"`loss_fn`.*{message}"):
         jb.data_parallel(broken, tx, mesh, mode=mode)(state, batch)
     with pytest.raises(ValueError, match=f"`loss_fn`.*{message}"):
@@ -1556,14 +1560,14 @@ def test_a_users_model_survives_training():
 
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     mesh, tx = jb.data_mesh(), optax.sgd(0.1)
-    state = jb.replicate(jb.create_state(model, tx), mesh)
+    state = jb.sharding.replicate(jb.create_state(model, tx), mesh)
     step = jb.data_parallel(
         lambda m, b, k: ((m(jnp.ones((b.bucket.batch_size, 2)))).sum(), b.num_tokens),
         tx,
         mesh,
     )
-    (b,) = jb.prefetch_to_mesh(
-        [jb.collate_rows([{"x": np.ones(3, np.int32)}], jb.Bucket(8, 4))], mesh
+    (b,) = jb.sharding.prefetch_to_mesh(
+        [jb.data.collate_rows([{"x": np.ones(3, np.int32)}], jb.Bucket(8, 4))], mesh
     )
     step(state, b)
     np.asarray(model.kernel.get_value())
@@ -1573,15 +1577,15 @@ def test_a_users_model_survives_training():
 def test_x64_with_strict_promotion(mode):
     with jax.enable_x64(True):
         mesh, tx = jb.data_mesh(), optax.sgd(0.1)
-        state = jb.replicate(jb.create_state({"w": np.ones(())}, tx), mesh)
+        state = jb.sharding.replicate(jb.create_state({"w": np.ones(())}, tx), mesh)
         step = jb.data_parallel(
             lambda p, b, k: (p["w"] * b.num_tokens.astype(jnp.float64), b.num_tokens),
             tx,
             mesh,
             mode=mode,
         )
-        (b,) = jb.prefetch_to_mesh(
-            [jb.collate_rows([{"x": np.ones(3, np.int32)}], jb.Bucket(8, 4))], mesh
+        (b,) = jb.sharding.prefetch_to_mesh(
+            [jb.data.collate_rows([{"x": np.ones(3, np.int32)}], jb.Bucket(8, 4))], mesh
         )
         step(state, b)
 
@@ -1602,7 +1606,7 @@ def test_a_seed_out_of_range_is_refused(seed):
 def test_an_optimizer_that_hands_nothing_on_is_named():
     tx = optax.chain(optax.sgd(0.1), jb.scale_by_batch_size(base_examples=4))
     tx = optax.MultiSteps(tx, 2).gradient_transformation()
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     with (
         jax.numpy_dtype_promotion("standard"),
         pytest.raises(
@@ -1622,9 +1626,9 @@ def test_an_average_that_overflows_is_skipped(mode):
     tx = optax.scale_by_adam()
     mesh = jb.data_mesh(jax.devices()[:2])
     step = jb.data_parallel(loss, tx, mesh, mode=mode, skip_nonfinite=True)
-    state = jb.replicate(jb.create_state(jnp.ones(3, jnp.float16), tx), mesh)
-    (batch,) = jb.prefetch_to_mesh(
-        [jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))], mesh
+    state = jb.sharding.replicate(jb.create_state(jnp.ones(3, jnp.float16), tx), mesh)
+    (batch,) = jb.sharding.prefetch_to_mesh(
+        [jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))], mesh
     )
     with jax.numpy_dtype_promotion("standard"):
         state, metrics = step(state, batch)
@@ -1650,7 +1654,7 @@ def test_a_batch_without_weight_has_a_loss_of_zero():
     def loss(params, batch, keys):
         return jnp.sum(params["embedding"]) * 0, jnp.asarray(0)
 
-    batch = jb.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     state, metrics = run_batch(batch, four_devices(), loss=loss)
     assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
 

@@ -8,7 +8,7 @@ import pickle
 import types
 from typing import Any
 
-from jaxbucket.base.types import digest
+from jaxbucket.base.digest import digest
 
 # One that all versions of Python know.
 _PROTOCOL = 4

@@ -18,9 +18,9 @@ import cloudpickle
 import numpy as np
 
 from jaxbucket.base.checks import MAX_LENGTH, check_integer
+from jaxbucket.base.digest import digest
 from jaxbucket.base.peers import ProcessGroup, SingleProcess
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.base.types import digest
 from jaxbucket.data.example import example_length
 from jaxbucket.data.lengths.cache import LengthCache, Part, share_of
 from jaxbucket.data.lengths.function_digest import function_name

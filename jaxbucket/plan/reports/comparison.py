@@ -9,9 +9,9 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.base.types import BucketPlan
 from jaxbucket.plan.buckets import RULES
 from jaxbucket.plan.limits import Limits, costed
 from jaxbucket.plan.optimal import Optimum

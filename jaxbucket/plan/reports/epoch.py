@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.buckets import GROUPS, Bucket, BucketPlan, Group
 from jaxbucket.base.checks import (
     MAX_LENGTH,
     check_accumulate,
     check_choice,
     check_lengths,
 )
-from jaxbucket.base.types import GROUPS, Bucket, BucketPlan, Group
 from jaxbucket.plan.chunks import chunk_lengths, last_chunks
 from jaxbucket.plan.remainder import (
     Remainder,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.buckets import Bucket, BucketPlan
 from jaxbucket.base.checks import check_lengths
-from jaxbucket.base.types import Bucket, BucketPlan
 from jaxbucket.plan.reports.epoch import StepRecord, bucket_uses, report, row_lengths
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 from pyarrow import parquet
 
-from jaxbucket import TokenFile, write_token_file
+from jaxbucket.data import TokenFile, write_token_file
 from jaxbucket.data.lengths.files import read_lengths
 from jaxbucket.data.lengths.functions import load_function, measure_function
 from jaxbucket.data.lengths.summary import summarize_lengths
@@ -554,7 +554,7 @@ def source(): return [{"x": example["x"], "id": 0} for example in EXAMPLES]
 def texts(): return [example["text"] for example in EXAMPLES]
 def both(): return EXAMPLES
 def stream(): return iter(EXAMPLES)
-def file(): return jaxbucket.TokenFile("tokens")
+def file(): return jaxbucket.data.TokenFile("tokens")
 def nothing(): return None
 def dictionary(): return {"x": 1}
 def text(): return "abc"

@@ -6,16 +6,8 @@ import matplotlib
 import numpy as np
 import pytest
 
-from jaxbucket import (
-    BucketPlan,
-    Limits,
-    TokenCost,
-    TransformerCost,
-    compare_plans,
-    plan_buckets,
-    plan_curve,
-    report,
-)
+from jaxbucket import BucketPlan, Limits, plan_buckets, report
+from jaxbucket.plan import TokenCost, TransformerCost, compare_plans, plan_curve
 from jaxbucket.plan.buckets import RULES
 from jaxbucket.plan.reports.comparison_plots import plot_comparison, plot_curve
 
