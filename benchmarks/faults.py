@@ -40,7 +40,7 @@ runpy.run_path({str(runs.TRAIN_LM)!r}, run_name="__main__")
 FAULTS = {
     "killed": (signal.SIGKILL, "no sign of life|cannot be reached"),
     "stopped": (signal.SIGSTOP, "no sign of life"),
-    "raised": (signal.SIGUSR1, "raised RuntimeError: asked to fail"),
+    "raised": (signal.SIGUSR1, r"raised \w+: .*asked to fail"),
 }
 
 
@@ -147,7 +147,7 @@ def lose_one(
         # Too late to be a fault: the run was over.
         return None
     said = (folder / "output").read_text()
-    sentence = rf"jaxbucket: process (\d+) ends, for process {victim} \(.*({why})"
+    sentence = rf"jaxbucket: process (\d+) ends because process {victim} \(.*({why})"
     named = {int(found[1]) for found in re.finditer(sentence, said)}
     if not passed or named != set(pids) - {victim}:
         print(said, file=sys.stderr)

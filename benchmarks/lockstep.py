@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, An
 def stop_on_the_way(
     folder: pathlib.Path, saved: pathlib.Path, options: dict[str, Any]
 ) -> None:
-    """A run of four processes; one of them passes the wish on."""
+    """A run of four processes; one of them passes the request on."""
     options = options | {"--checkpoint": saved, "--save-every": 10}
     with runs.start(folder, 4, options) as run:
         while run.poll() is None and not list(saved.glob("[2-9]0")):

@@ -161,9 +161,9 @@ Way = tuple[Callable[[], Any], Callable[[], None], Callable[[Any, np.ndarray], d
 
 def with_jax(own: np.ndarray, index: int, count: int) -> Way:
     import jax
+    from jax._src import distributed
 
     import jaxbucket as jb
-    from jaxbucket.distributed.store import Store
     from jaxbucket.sort import collectives
 
     address = os.environ["JAX_COORDINATOR_ADDRESS"]
@@ -186,7 +186,9 @@ def with_jax(own: np.ndarray, index: int, count: int) -> Way:
 
     def barrier() -> None:
         # On the host, for what is timed is beside it.
-        Store("benchmark").meet(str(next(numbers)), 600)
+        client = distributed.global_state.client
+        assert client is not None
+        client.wait_at_barrier(f"benchmark/{next(numbers)}", 600_000)
 
     def check(found: jb.sort.SortedKeys, want: np.ndarray) -> dict[str, Any]:
         for share in found.local_shares():

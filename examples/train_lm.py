@@ -161,7 +161,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"train_lm.py: {error}")
     except KeyboardInterrupt:
-        # Of a run that is training with checkpoints it is a wish, and not seen here.
+        # Of a run that is training with checkpoints it is a request, and not seen here.
         status = 128 + signal.SIGINT
     sys.exit(status)
 
@@ -541,9 +541,11 @@ def train(
     points = 1
     is_over = progress.step > 0 and log.done >= 1
     feed = [] if is_over else batches(job, args, progress)
-    # Without a checkpoint there is nothing to finish for.
-    wish = jb.StopRequest(job.processes) if checkpoints else contextlib.nullcontext()
-    with wish as stop, log:
+    # One process without a checkpoint has nothing to finish for. Of several, jax has
+    # SIGTERM.
+    asks = bool(checkpoints) or job.processes.count > 1
+    request = jb.StopRequest(job.processes) if asks else contextlib.nullcontext()
+    with request as stop, log:
         for batch in jb.sharding.prefetch_to_mesh(feed, job.mesh):
             if stop and stop.before(progress.step):
                 break

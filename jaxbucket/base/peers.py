@@ -1,12 +1,12 @@
-"""What is needed of the processes that do something together; `Processes` has it."""
+"""What functions that run in several processes need of them; `Processes` has it."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 
-class Meeting(Protocol):
-    """Processes that tell one another a word, each as often as the others.
+class ProcessGroup(Protocol):
+    """Processes that exchange text, each as often as the others.
 
     Attributes:
       index: of this process.
@@ -17,12 +17,17 @@ class Meeting(Protocol):
     count: int
 
     def gather(self, name: str, value: str) -> list[str]:
-        """Returns what every process gave, in order. All of them have to call it."""
+        """Returns the values of all processes, in order. All of them have to call it.
+
+        Args:
+          name: what it is for, as messages name it.
+          value: that of this process.
+        """
         ...
 
 
-class Alone:
-    """One process, which meets nobody."""
+class SingleProcess:
+    """The group of a process that is alone."""
 
     index = 0
     count = 1

@@ -1,8 +1,8 @@
 """The processes of one run: they start, agree, and stop together.
 
-`rendezvous` and `handover` bring the processes together before jax connects them,
-`processes` checks that they agree, `watchdog` ends all where one is lost, and `stop`
-ends them behind the same step.
+`processes` connects them and checks that they agree, `watchdog` ends all where one is
+lost, and `stop` ends them before the same step. They meet in the `store` of jax's
+coordination service.
 """
 
 from etils import epy as _epy

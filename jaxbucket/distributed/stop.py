@@ -1,30 +1,28 @@
-"""Ctrl-C and SIGTERM as a wish to stop, in all processes after the same step.
+"""Ctrl-C and SIGTERM as a request to stop, in all processes before the same step.
 
 A process that was asked to stop cannot just do so: the others would wait for it in the
-next step. Nor can they wait for one another in the loop, for one may be a step ahead,
-within a collective. So a thread beside the loop agrees on a step: it holds the loop
-before its next step, says which step that is, hears the same from all others, and lets
-it go on; all of them stop before the first step that none has begun.
+next step. jax's preemption service hears SIGTERM in any of the processes, tells all of
+them, and finds a step that none has begun; Orbax asks it, too. Ctrl-C is put to it in
+the same way.
 """
 
 from __future__ import annotations
 
 import signal
-import threading
 from types import FrameType
 from typing import Any
 
-import jax
+from jax.experimental import multihost_utils
 
 from jaxbucket.distributed.processes import Processes
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_INTERVAL = 0.2
-_REQUESTS = "stop request"
+from jaxbucket.distributed.store import has_preemption_service
 
 
 class StopRequest:
-    """A context in which the first signal is a wish; a second one ends the process.
+    """A context in which a signal is a request; a second Ctrl-C ends the process.
+
+    In several processes a request stands for the rest of the run: whatever loop begins
+    later stops before its first step.
 
     Example:
       >>> with Processes() as processes, StopRequest(processes) as stop:
@@ -40,99 +38,94 @@ class StopRequest:
 
     Attributes:
       signal: the one that came, to whichever process; None before.
+
+    Raises:
+      ValueError: on entering, if jax's preemption service is off.
     """
 
     def __init__(self, processes: Processes):
         self.signal: signal.Signals | None = None
-        self._noted: signal.Signals | None = None
         self._processes = processes
-        self._number = str(processes.count_call(_REQUESTS))
-        self._request = f"{_REQUESTS}/{self._number}"
-        self._claiming = threading.Lock()
-        self._leaving = False
-        self._holding = threading.Lock()
-        self._step = -1
-        self._last: int | None = None
-        self._over = threading.Event()
-        self._thread = threading.Thread(
-            target=self._listen, name="jaxbucket stop", daemon=True
-        )
+        self._received: signal.Signals | None = None
+        self._last_step: int | None = None
+        self._signals = [signal.SIGINT]
+        # Where jax has connected several processes it hears SIGTERM itself.
+        if processes.count == 1:
+            self._signals.append(signal.SIGTERM)
 
     def __enter__(self) -> StopRequest:
-        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
-        for number in _SIGNALS:
-            signal.signal(number, self._note)
-        if self._processes.count > 1:
-            self._thread.start()
+        if self._processes.count > 1 and not has_preemption_service():
+            raise ValueError(
+                "`StopRequest` asks jax's preemption service: leave "
+                "`jax_enable_preemption_service` on."
+            )
+        self._handlers = {x: signal.getsignal(x) for x in self._signals}
+        for number in self._signals:
+            signal.signal(number, self._receive)
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        if self._processes.count > 1 and error == (None, None, None):
-            self._leave_together()
-        self._over.set()
-        for number, handler in self._before.items():
-            # None is one that was not set by Python, and cannot be set again.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if self._noted is not None and self.signal is None and error[0] is None:
-            # Too late to stop all for it: it is what it was without us.
-            signal.raise_signal(self._noted)
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        try:
+            if error is None and self.signal is None:
+                self.signal = self._agree()
+        finally:
+            for number, handler in self._handlers.items():
+                # None is one that was not set by Python, and cannot be set again.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if error is None and self.signal is None and self._received is not None:
+            # It came too late to stop all: it is what it was without us.
+            signal.raise_signal(self._received)
 
     def before(self, step: int) -> bool:
         """Returns whether to stop before this step; to be asked before every one.
 
         In several processes the answer comes some steps after the signal, and is the
         same in all of them.
+
+        Args:
+          step: the number of the step, one higher from call to call.
+
+        Raises:
+          ValueError: if a step was left out, or comes again.
         """
-        if self._processes.count == 1:
-            return self.signal is not None
-        with self._holding:
-            self._step = step
-            return self._last is not None and step > self._last
+        if self.signal is not None:
+            return True
+        last, self._last_step = self._last_step, step
+        if last is not None and step != last + 1:
+            raise ValueError(
+                f"`step={step}` comes after {last}: ask before every step, each one "
+                "higher than the one before."
+            )
+        if self._processes.count > 1 and self._is_requested(step, last is None):
+            self.signal = self._agree()
+        return self.signal is not None
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted = signal.Signals(number)
+    def _is_requested(self, step: int, is_first: bool) -> bool:
+        self._pass_on()
+        # A request that was there before the first step has found no step to stop at.
+        # From this call on, whatever jax agrees on is a later one.
+        is_sync_point = multihost_utils.reached_preemption_sync_point(step)
+        return is_sync_point or is_first
+
+    def _agree(self) -> signal.Signals | None:
+        """Returns the signal that any of the processes knows of."""
+        self._pass_on()
+        own = self._received
+        if own is None and self._processes.count > 1:
+            if self._processes.store.has_preemption_notice():
+                own = signal.SIGTERM
+        names = self._processes.gather("stop", own.name if own else "")
+        # Ctrl-C in one process is a notice in the others.
+        known = sorted({name for name in names if name})
+        return signal.Signals[known[0]] if known else None
+
+    def _pass_on(self) -> None:
+        if self._received is not None and self._processes.count > 1:
+            self._processes.store.give_preemption_notice()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = signal.Signals(number)
         if self._processes.count == 1:
-            self.signal = self._noted
-        for other in _SIGNALS:
+            self.signal = self._received
+        for other in self._signals:
             signal.signal(other, signal.SIG_DFL)
-
-    def _listen(self) -> None:
-        name = None
-        while name is None and not self._over.is_set():
-            # The store may be away for a moment: all others count on this thread.
-            try:
-                name = self._hear()
-            except jax.errors.JaxRuntimeError:
-                self._over.wait(_INTERVAL)
-        if name is not None:
-            try:
-                self._agree(signal.Signals[name])
-            except Exception as error:
-                if not self._over.is_set():
-                    self._processes.fail(error)
-
-    def _hear(self) -> str | None:
-        """Passes on what this process was asked, and waits a while for a request."""
-        with self._claiming:
-            if self._noted is not None and not self._leaving:
-                self._processes.store.claim(self._request, self._noted.name)
-        return self._processes.store.get(self._request, _INTERVAL)
-
-    def _agree(self, number: signal.Signals) -> None:
-        with self._holding:
-            told = self._processes.gather("stop", str(self._step))
-            self.signal = number
-            self._last = max(map(int, told))
-
-    def _leave_together(self) -> None:
-        """Until all are here, each must be there to agree with the others."""
-        with self._claiming:
-            self._leaving = True
-        own = self._noted.name if self._noted else ""
-        told = self._processes.gather("stopped", own)
-        # Nobody claims any more: either all listeners agree on a step, or none does.
-        if self._number not in self._processes.store.below(_REQUESTS):
-            self._over.set()
-        self._thread.join()
-        if self.signal is None and any(told):
-            self.signal = signal.Signals[next(filter(None, told))]

@@ -1,27 +1,30 @@
-"""What processes tell one another on the host: jax's coordination service.
+"""The key-value store of jax's coordination service.
 
-`jax.distributed.initialize` starts it in process 0 and connects every process to it. No
-device takes part, so it works beside a step, and while a step hangs.
+`jax.distributed.initialize` starts the service in process 0 and connects every process
+to it. No device takes part, so it works beside a step, and while a step hangs. What is
+private in jax is used here alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import socket
-import threading
 
 import jax
 
-# There is no public way to the store; Orbax takes this one, too.
+# There is no public way to the store. Orbax takes this one, too.
 from jax._src import distributed
 
-_SECONDS_BETWEEN_SIGNALS = 0.2
+# Where jax's preemption service looks for the time at which a process has to end.
+_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
 
 
 class Store:
-    """The service's key-value store, under names of our own.
+    """The service's key-value store, below a folder.
 
     Args:
-      folder: what all keys begin with, for nobody else's to be met.
+      folder: the prefix of all keys, which keeps them apart from those of others.
 
     Attributes:
       index: of this process.
@@ -47,23 +50,19 @@ class Store:
         """Sets a key, whether it was set before or not."""
         self._client.key_value_set(f"{self._folder}/{key}", value, allow_overwrite=True)
 
+    def increment(self, key: str) -> int:
+        """Adds one to a key, which begins at zero; returns the sum."""
+        return self._client.key_value_increment(f"{self._folder}/{key}", 1)
+
     def delete(self, key: str) -> None:
+        """Deletes a key, and all keys below it."""
         self._client.key_value_delete(f"{self._folder}/{key}")
 
-    def claim(self, key: str, value: str) -> bool:
-        """Sets a key that nobody has set; returns whether that was so."""
-        try:
-            self._client.key_value_set(
-                f"{self._folder}/{key}", value, allow_overwrite=False
-            )
-        except jax.errors.JaxRuntimeError as error:
-            if "ALREADY_EXISTS" in str(error):
-                return False
-            raise
-        return True
-
     def get(self, key: str, timeout: float) -> str | None:
-        """Waits some seconds at most for a key to be set; None if it was not."""
+        """Waits for a key to be set; returns None after `timeout` seconds.
+
+        It is the only call that returns in time where process 0 is stopped.
+        """
         try:
             return self._client.blocking_key_value_get(
                 f"{self._folder}/{key}", int(1000 * timeout)
@@ -74,38 +73,35 @@ class Store:
             raise
 
     def below(self, folder: str) -> dict[str, str]:
-        """Everything set below `folder/`, by what comes behind it."""
-        start = f"{self._folder}/{folder}/"
-        found = self._client.key_value_dir_get(start)
-        return {key.removeprefix(start): value for key, value in found}
+        """Returns everything below `folder/`, by the rest of its key."""
+        prefix = f"{self._folder}/{folder}/"
+        entries = self._client.key_value_dir_get(prefix)
+        return {key.removeprefix(prefix): value for key, value in entries}
 
-    def is_reachable(self, timeout: float) -> bool:
-        """Whether process 0 still listens where it has the store."""
-        host, _, port = str(distributed.global_state.coordinator_address).rpartition(
-            ":"
-        )
+    def has_preemption_notice(self) -> bool:
+        """Whether jax's preemption service was told to stop the processes."""
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout):
-                return True
-        except OSError:
-            return False
+            self._client.key_value_try_get(_NOTICE)
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return False
+            raise
+        return True
 
-    def meet(self, name: str, timeout: float) -> bool:
-        """Waits for all processes to come here; returns whether they did in time."""
-        errors: list[Exception] = []
+    def give_preemption_notice(self) -> None:
+        """Tells jax's preemption service what SIGTERM would tell it."""
+        now = datetime.datetime.now(datetime.UTC)
+        self._client.key_value_set(_NOTICE, now.isoformat(), allow_overwrite=True)
 
-        def wait() -> None:
-            key, milliseconds = f"{self._folder}/{name}", int(1000 * timeout)
-            try:
-                self._client.wait_at_barrier(key, milliseconds)
-            except jax.errors.JaxRuntimeError as error:
-                errors.append(error)
+    def connect(self, timeout: float) -> socket.socket | None:
+        """Returns a connection to process 0, which the system closes when it ends."""
+        address = str(distributed.global_state.coordinator_address)
+        host, _, port = address.rpartition(":")
+        with contextlib.suppress(OSError):
+            return socket.create_connection((host.strip("[]"), int(port)), timeout)
+        return None
 
-        # In a thread: a signal is not seen while the main one waits in C.
-        waiting = threading.Thread(target=wait, daemon=True)
-        waiting.start()
-        while waiting.is_alive():
-            waiting.join(_SECONDS_BETWEEN_SIGNALS)
-        if errors and "DEADLINE_EXCEEDED" not in str(errors[0]):
-            raise errors[0]
-        return not errors
+
+def has_preemption_service() -> bool:
+    """Whether `jax_enable_preemption_service` was on as jax connected this process."""
+    return distributed.global_state.preemption_sync_manager is not None

@@ -1,12 +1,12 @@
 """Ends this process, with a sentence, when another one of the run is lost.
 
-A collective waits for ever for a process that died. jax notices in the end, and aborts
-without naming it; this notices first.
+A collective waits for a process that died. jax notices in the end, and aborts without
+naming it; this thread notices first.
 
-Every process beats in a key of its own. Process 0, which has the store, watches all
-others, and they watch it; whoever sees that a process is lost says so in one key, the
-*verdict*, for which all others wait. Threads of their own do it: the main one may hang
-in a collective.
+Every process writes a beat into the store, in which a failure of its own may stand.
+Process 0, which has the store, reads all beats, and repeats in its own the first
+failure it finds; all others read that one beat. Because the store is lost with process
+0, they also hold a connection to it, which the system closes whenever it ends.
 """
 
 from __future__ import annotations
@@ -14,218 +14,209 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import select
+import socket
 import sys
 import threading
 import time
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import jax
 
-from jaxbucket.distributed.exit import before_abort, leave, speak
+from jaxbucket.distributed.exit import exit_now
 from jaxbucket.distributed.store import Store
 
 # "Try again later", as sendmail's sysexits.h has it: what a launcher may restart.
 EXIT_STATUS = 75
-_VERDICT = "verdict"
-_BEATS = "beats"
 _BEATS_PER_TIMEOUT = 10
-# Who holds Python's lock for so long is lost to the others, and does not come back.
-_TIMEOUTS_TO_HANG = 2
 _LONGEST_INTERVAL = 1.0
-_INTERVALS_TO_JUDGE = 2
-# The store ends with process 0: until then the others may read why.
-_SECONDS_TO_READ = 1.0
-# A store whose process was stopped does not answer.
-_SECONDS_TO_TELL = 1.0
-_SECONDS_TO_FAIL_TOO = 1.0
-_SECONDS_TO_ANSWER = 2.0
-
-
-class Verdict(NamedTuple):
-    """Which process was lost, and how.
-
-    Attributes:
-      process: its index.
-      why: what comes behind "process 3 (host, pid)".
-      raised: whether it said so itself.
-    """
-
-    process: int
-    why: str
-    raised: bool = False
+# A process that holds Python's lock for so long is lost to the others.
+_TIMEOUTS_TO_HANG = 2
+# What made one process raise may make all of them do so, each in its own words.
+_SECONDS_TO_FAIL_TOO = 0.5
+_SECONDS_TO_PUBLISH = 1.0
+_BEATS_TO_JUDGE = 3
+_SECONDS_TO_CONNECT = 1.0
+# jax's service closes a connection that says nothing after 60 s.
+_SECONDS_TO_RENEW = 20.0
+# Of faulthandler, where there is no file to print to.
+_NO_FILE = AttributeError, OSError, ValueError, RuntimeError
 
 
 class _Beat(NamedTuple):
-    """What a process last wrote, and since when it is the same."""
+    """What a process last wrote: its name, and the failure that it knows of."""
 
-    text: str
-    since: float
+    number: int
+    name: str
+    failure: str = ""
 
 
 class Watchdog:
-    """Beats for this process, and waits for a verdict.
+    """A thread that beats for this process, and watches the beats of others.
 
     Args:
       store: of the coordination service.
-      index: of this process.
-      names: what each process is called: its host and its pid.
+      name: the host and the pid of this process.
       timeout: seconds without a beat after which a process is lost.
+      start_timeout: seconds that a process has until its first beat.
     """
 
-    def __init__(self, store: Store, index: int, names: list[str], timeout: float):
+    def __init__(self, store: Store, name: str, timeout: float, start_timeout: float):
         self._store = store
-        self._index = index
-        self._names = names
         self._timeout = timeout
         self._interval = min(timeout / _BEATS_PER_TIMEOUT, _LONGEST_INTERVAL)
+        self._beat = _Beat(0, name)
+        peers = [0] if store.index else range(1, store.count)
+        self._peers = dict.fromkeys(peers, _Beat(0, "no beat yet"))
+        first = time.monotonic() + max(timeout, start_timeout)
+        self._deadlines = dict.fromkeys(peers, first)
+        # Of this process, as it says itself.
+        self._failure = ""
+        self._published = threading.Event()
         self._over = threading.Event()
-        self._ending = threading.Lock()
-        self._failing = threading.Event()
-        self._lost: Verdict | None = None
-        self._abort = before_abort(self._before_abort)
-        watched = range(1, len(names)) if index == 0 else [0]
-        self._beats = dict.fromkeys(watched, _Beat("", time.monotonic()))
-        self._threads = [
-            threading.Thread(target=target, name=f"jaxbucket {name}", daemon=True)
-            for name, target in (("beat", self._beat), ("watch", self._watch))
-        ]
+        self._link: socket.socket | None = None
+        self._renewal = 0.0
+        self._wake, self._waker = socket.socketpair()
+        self._thread = threading.Thread(
+            target=self._run, name="jaxbucket watchdog", daemon=True
+        )
 
     def start(self) -> None:
-        self._abort.__enter__()
+        # jax may abort a process that hangs, which then says where.
+        with contextlib.suppress(*_NO_FILE):
+            faulthandler.enable()
         # It may hang before its first beat.
         self._arm()
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
 
     def stop(self) -> None:
-        """Leaves the others alone from here on; they must be told before."""
+        """Leaves the others alone from here on; all must have agreed on it."""
         self._over.set()
-        for thread in self._threads:
-            thread.join()
+        self._waker.send(b"\0")
+        self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        self._abort.__exit__(None, None, None)
+        self._disconnect()
+        self._wake.close()
+        self._waker.close()
 
-    def accuse(self, why: str) -> None:
-        """Tells all others that this process is lost."""
-        self._failing.set()
-        self._tell(Verdict(self._index, why, raised=True))
-        if self._index == 0:
-            time.sleep(_SECONDS_TO_READ)
+    def report_failure(self, reason: str) -> None:
+        """Tells the others that this process is lost; returns when they could read it.
 
-    def wait_for_verdict(self) -> None:
-        """Does not return if another process is lost: this one is ended meanwhile.
-
-        Process 0 may be too busy to judge. Whoever has not beaten in all this time is
-        lost, whoever sees it.
+        Args:
+          reason: what follows "process 3 (host, pid 7)".
         """
-        before = self._all_beats()
-        # A beat may have been due, and held up for as long as that.
-        time.sleep(self._timeout + self._interval)
-        now = self._all_beats()
-        for process in sorted(set(before) - {self._index}):
-            if now.get(process) == before[process]:
-                why = f"has given no sign of life for {self._timeout:g} s"
-                self._tell(Verdict(process, why))
-                # What was told is what this process ends with.
-                time.sleep(self._timeout)
-        if not before:
-            # Process 0 has not answered: that is judged a little later.
-            time.sleep(_INTERVALS_TO_JUDGE * self._interval)
+        self._failure = f"process {self._store.index} ({self._beat.name}) {reason}"
+        self._waker.send(b"\0")
+        self._published.wait(self._interval + _SECONDS_TO_PUBLISH)
+        self._linger()
 
-    def _all_beats(self) -> dict[int, str]:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            return {int(who): x for who, x in self._store.below(_BEATS).items()}
-        return {}
+    def wait_for_failure(self) -> None:
+        """Returns only if no other process is lost: otherwise this one is ended."""
+        time.sleep(self._timeout)
+        # Process 0 judges, which may be busy: until it has looked and told it.
+        last = self._judge().number + _BEATS_TO_JUDGE
+        while self._judge().number < last:
+            time.sleep(self._interval)
 
-    def _tell(self, verdict: Verdict) -> None:
-        def give() -> None:
-            # Without the store the others know already.
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._store.claim(_VERDICT, json.dumps(verdict))
+    def _judge(self) -> _Beat:
+        return self._peers[0] if self._store.index else self._beat
 
-        teller = threading.Thread(target=give, daemon=True)
-        teller.start()
-        teller.join(_SECONDS_TO_TELL)
-
-    def _beat(self) -> None:
-        number = 0
-        while not self._over.wait(self._interval):
-            number += 1
+    def _run(self) -> None:
+        while not self._over.is_set():
             self._arm()
-            # Where process 0 does not answer, that is seen by its beats.
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._store.set(f"{_BEATS}/{self._index}", str(number))
+            beats = self._read_beats()
+            failure = self._failure or self._find_failure(beats)
+            # Setting a key waits for ever where process 0 is stopped.
+            if beats or self._store.index == 0:
+                self._publish(failure)
+            if failure and not self._failure:
+                time.sleep(_SECONDS_TO_FAIL_TOO)
+                if not self._failure:
+                    self._linger()
+                    self._end(failure)
+            self._pause()
 
     def _arm(self) -> None:
         """Has this process ended from C, with all stacks, if no beat follows."""
-        # There may be no file to print to.
-        with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
+        with contextlib.suppress(*_NO_FILE):
             faulthandler.dump_traceback_later(
                 _TIMEOUTS_TO_HANG * self._timeout, exit=True, file=sys.stderr
             )
 
-    def _watch(self) -> None:
-        while not self._over.is_set():
-            self._lost = lost = self._verdict() or self._judge()
-            if lost is not None:
-                # What made one raise may make all of them do so, each in its own words.
-                if not (lost.raised and self._failing.wait(_SECONDS_TO_FAIL_TOO)):
-                    self._end(lost)
-                return
-
-    def _verdict(self) -> Verdict | None:
-        """Waits a while for one."""
+    def _read_beats(self) -> dict[int, _Beat]:
+        """Returns the beats of the peers, or nothing where process 0 is silent."""
         try:
-            verdict = self._store.get(_VERDICT, self._interval)
+            if self._store.index == 0:
+                texts = self._store.below("beats")
+            else:
+                text = self._store.get("beats/0", self._interval)
+                texts = {} if text is None else {"0": text}
         except jax.errors.JaxRuntimeError:
-            self._over.wait(self._interval)
-            return None
-        return Verdict(*json.loads(verdict)) if verdict is not None else None
+            return {}
+        beats = {int(key): _Beat(*json.loads(text)) for key, text in texts.items()}
+        return {key: beat for key, beat in beats.items() if key in self._peers}
 
-    def _judge(self) -> Verdict | None:
-        """Finds a process whose beats do not come, and tells the others."""
-        beats = self._read()
+    def _find_failure(self, beats: dict[int, _Beat]) -> str:
         now = time.monotonic()
-        for process, (before, since) in self._beats.items():
-            text = beats.get(process, before)
-            if text != before:
-                self._beats[process] = _Beat(text, now)
-            # A beat may have been due when it fell silent.
-            elif now - since > self._timeout + self._interval:
-                why = f"has given no sign of life for {now - since:.1f} s"
-                verdict = Verdict(process, why)
-                self._tell(verdict)
-                return verdict
-        return None
+        for process, beat in beats.items():
+            if beat != self._peers[process]:
+                self._peers[process] = beat
+                self._deadlines[process] = now + self._timeout
+        # One that is silent may be what made others raise.
+        for process, beat in self._peers.items():
+            if now > self._deadlines[process] and not beat.failure:
+                return (
+                    f"process {process} ({beat.name}) has given no sign of life for "
+                    f"{self._timeout:g} s"
+                )
+        return next((x.failure for x in self._peers.values() if x.failure), "")
 
-    def _read(self) -> dict[int, str]:
-        """The beats of those that this process watches, so far as they can be read."""
-        if self._index == 0:
-            return self._all_beats()
+    def _publish(self, failure: str) -> None:
+        # Only process 0 speaks of others.
+        failure = self._failure if self._store.index else failure
+        self._beat = _Beat(self._beat.number + 1, self._beat.name, failure)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            beat = self._store.get(f"{_BEATS}/0", self._interval)
-            return {} if beat is None else {0: beat}
-        return {}
+            self._store.set(f"beats/{self._store.index}", json.dumps(self._beat))
+            if failure:
+                self._published.set()
 
-    def _before_abort(self) -> None:
-        if self._failing.is_set():
-            # The others have ended, as they were told.
-            leave(1)
-        if self._lost is not None:
-            self._end(self._lost)
-        if not self._store.is_reachable(_SECONDS_TO_ANSWER):
-            self._end(Verdict(0, "cannot be reached any more"))
-        self.accuse("aborted, for what it printed")
-        speak(f"process {self._index} aborts, for what is said above.")
+    def _pause(self) -> None:
+        """Waits for the next beat, or for process 0 to end."""
+        if self._store.index and time.monotonic() > self._renewal:
+            self._disconnect()
+            self._renewal = time.monotonic() + _SECONDS_TO_RENEW
+            self._link = self._store.connect(_SECONDS_TO_CONNECT)
+        connections = [self._wake, *([self._link] if self._link else [])]
+        ready, _, _ = select.select(connections, [], [], self._interval)
+        if self._wake in ready:
+            self._wake.recv(1)
+        if self._link in ready and _is_closed(self._link):
+            self._disconnect()
+            # At once: jax aborts for the same reason, without naming anyone.
+            if not self._failure and not self._over.is_set():
+                name = self._peers[0].name
+                self._end(f"process 0 ({name}) cannot be reached any more")
 
-    def _end(self, verdict: Verdict) -> NoReturn:
-        with self._ending:
-            if self._index == 0:
-                time.sleep(_SECONDS_TO_READ)
-            process, why, _ = verdict
-            leave(
-                EXIT_STATUS,
-                f"process {self._index} ends, for process {process} "
-                f"({self._names[process]}) {why}. Start all of them again, to go on "
-                "from the last checkpoint.",
-            )
+    def _disconnect(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _linger(self) -> None:
+        """The store ends with process 0: until then the others may read why."""
+        if self._store.index == 0:
+            time.sleep(1.5 * self._interval)
+
+    def _end(self, failure: str) -> None:
+        sentence = (
+            f"process {self._store.index} ends because {failure}. Start all of them "
+            "again, to go on from the last checkpoint."
+        )
+        exit_now(EXIT_STATUS, sentence)
+
+
+def _is_closed(connection: socket.socket | None) -> bool:
+    try:
+        return connection is not None and not connection.recv(4096)
+    except OSError:
+        return True

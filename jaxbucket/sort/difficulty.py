@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.checks import check_choice
-from jaxbucket.base.peers import Alone, Meeting
+from jaxbucket.base.peers import ProcessGroup, SingleProcess
 from jaxbucket.schedule.difficulty_index import (
     DIFFICULTY,
     EXAMPLES,
@@ -45,7 +45,7 @@ def write_difficulty_index(
     difficulty: ArrayLike,
     mesh: Mesh,
     *,
-    processes: Meeting | None = None,
+    processes: ProcessGroup | None = None,
     sorted_by: SortedBy = "all",
     num_examples: int | None = None,
 ) -> DifficultyIndex:
@@ -88,7 +88,7 @@ def write_difficulty_index(
         index of other difficulties or is not shared by all processes.
       OSError: if the index cannot be written.
     """
-    group = processes or Alone()
+    group = processes or SingleProcess()
     if jax.process_count() != group.count:
         raise ValueError(
             f"`processes` has {group.count} of {jax.process_count()}: pass what "
@@ -140,7 +140,7 @@ class _Share:
 
 
 def _gather_share(
-    difficulty: ArrayLike, mesh: Mesh, sorted_by: SortedBy, group: Meeting
+    difficulty: ArrayLike, mesh: Mesh, sorted_by: SortedBy, group: ProcessGroup
 ) -> _Share:
     """Checks the arguments of all processes, and describes the index of all."""
     local = np.empty(0)
@@ -206,7 +206,7 @@ def _check_difficulty(difficulty: ArrayLike) -> np.ndarray:
     return array.astype("<i4" if np.can_cast(array.dtype, np.int32) else "<i8")
 
 
-def _exists_for_all(folder: pathlib.Path, words: Words, group: Meeting) -> bool:
+def _exists_for_all(folder: pathlib.Path, words: Words, group: ProcessGroup) -> bool:
     """Whether the folder is this index, for all processes.
 
     Raises:
@@ -258,7 +258,7 @@ def _write(
     folder: pathlib.Path,
     share: _Share,
     parts: list[SortedShare],
-    group: Meeting,
+    group: ProcessGroup,
 ) -> None:
     """Writes this process's part; process 0 creates the files and names the folder."""
     size, dtype = share.words.size, index_dtype(share.words.size)
@@ -278,7 +278,7 @@ def _write(
 
 
 @contextlib.contextmanager
-def _raised_in_all(group: Meeting, name: str) -> Iterator[None]:
+def _raised_in_all(group: ProcessGroup, name: str) -> Iterator[None]:
     """Raises an error of one process in all of them."""
     try:
         yield

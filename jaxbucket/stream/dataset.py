@@ -25,7 +25,7 @@ from jaxbucket.base.checks import (
 )
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, check_pad_value
-from jaxbucket.base.peers import Meeting
+from jaxbucket.base.peers import ProcessGroup
 from jaxbucket.base.position import DataPosition
 from jaxbucket.data.example import Example, copied, listed_names
 from jaxbucket.data.transform import StreamTransform, Transform, check_transform
@@ -51,7 +51,7 @@ def stream_batches(
     policy: Policy = "closest",
     lengths: Samples | None = None,
     shard: RowShard | None = None,
-    processes: Meeting | None = None,
+    processes: ProcessGroup | None = None,
     accumulate: int = 1,
     group: Group = "same",
     num_steps: float | None = None,
@@ -167,7 +167,7 @@ def stream_batches(
 
 
 def _check_processes(
-    processes: Meeting | None, options: Options, num_steps: float | None
+    processes: ProcessGroup | None, options: Options, num_steps: float | None
 ) -> None:
     if processes is not None and not hasattr(processes, "gather"):
         raise ValueError(

@@ -105,7 +105,7 @@ class DriftMonitor:
         self._plan = phase.plan
         self._sample = phase.sample
         self._max_segments = phase.max_segments
-        # Alone, a process has empty rows only because its pool is too small.
+        # SingleProcess, a process has empty rows only because its pool is too small.
         self._has_sequence = phase.sequence is not None
         self._max_batch_size = options.max_batch_size
         self._on_drift = on_drift

@@ -10,7 +10,7 @@ from typing import Any
 
 import grain
 
-from jaxbucket.base.peers import Meeting
+from jaxbucket.base.peers import ProcessGroup
 from jaxbucket.data.example import Example
 from jaxbucket.data.transform import StreamTransform
 from jaxbucket.stream.drift import OnDrift
@@ -32,7 +32,7 @@ class StreamRun:
     options: Options
     like: Example | None
     on_drift: OnDrift | None
-    processes: Meeting | None  # Those that end their streams together.
+    processes: ProcessGroup | None  # Those that end their streams together.
     first: int = 0  # The first step of this worker.
     stride: int = 1  # From each of its steps to the next.
 

@@ -23,8 +23,8 @@ from etils import epath
 
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.position import DataPosition
+from jaxbucket.distributed.differences import list_processes
 from jaxbucket.distributed.processes import Processes
-from jaxbucket.distributed.rendezvous import listed
 from jaxbucket.train.checkpoint_seal import find_damage, write_seal
 from jaxbucket.train.checkpoint_state import (
     abstract_leaf,
@@ -156,8 +156,8 @@ class Checkpoints:
         if blind:
             raise ValueError(
                 f"`directory={str(self._directory)!r}` is not the same everywhere: "
-                f"what process 0 writes there, {listed(blind)} cannot see. Name one "
-                "that all of them share."
+                f"what process 0 writes there, {list_processes(blind)} cannot see. "
+                "Name one that all of them share."
             )
 
     def close(self) -> None:

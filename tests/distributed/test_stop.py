@@ -1,5 +1,6 @@
-"""A wish to stop, in one process; that of several is in test_processes.py."""
+"""A request to stop, in one process and in several."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -53,3 +54,110 @@ def test_a_second_signal_ends_the_process_at_once():
     )
     assert run.stdout == "SIGINT\n"
     assert run.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("step", [2, 4, 5])
+def test_a_step_that_is_left_out_is_refused(step):
+    with jb.StopRequest(jb.Processes()) as stop:
+        assert not stop.before(3) and not stop.before(4)
+        if step == 5:
+            assert not stop.before(step)
+        else:
+            with pytest.raises(ValueError, match=f"`step={step}` comes after 4: ask"):
+                stop.before(step)
+
+
+# They begin at the step of a resumed run, and are up to two steps apart.
+LOOP = """
+import os, random, signal, time
+import numpy as np
+import jax
+import jaxbucket as jb
+
+FIRST, LAST = 500, {last}
+def ask():
+    if processes.index == {asked}:
+        os.kill(os.getpid(), signal.{name})
+with jb.Processes(timeout=4) as processes:
+    mesh = jb.data_mesh()
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    add = jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P()))
+    one = np.ones((1, 4), np.float32)
+    x = jax.make_array_from_callback((mesh.size, 4), sharding, lambda index: one)
+    {early}
+    with jb.StopRequest(processes) as stop:
+        for step in range(FIRST, LAST):
+            if stop.before(step):
+                break
+            total = add(x)
+            if step % (1 + processes.index) == 0:
+                assert float(total) == 4 * mesh.size
+            time.sleep(0.003)
+            if step == FIRST + 60:
+                ask()
+    say(step, stop.signal and stop.signal.name)
+    # Whoever was asked to stop begins no other loop.
+    with jb.StopRequest(processes) as stop:
+        say(stop.before(7))
+say("end")
+"""
+
+
+def stopped(launch, name: str, asked: int, **options) -> int:
+    """The step before which all of three processes have stopped."""
+    code = LOOP.format(
+        **{"name": name, "asked": asked, "last": 10**6, "early": ""} | options
+    )
+    run = launch(code, count=3, devices=2)
+    assert run.status == 0, run.output
+    (first, *others) = (run.said(index) for index in range(3))
+    assert others == [first, first], run.output
+    assert re.fullmatch(rf"\d+ {name}", first[0]), first
+    assert first[1:] == ["True", "end"]
+    return int(first[0].split()[0])
+
+
+@pytest.mark.parametrize(("name", "asked"), [("SIGTERM", 0), ("SIGINT", 2)])
+def test_all_stop_before_the_same_step(launch, name, asked):
+    assert stopped(launch, name, asked) > 560
+
+
+@pytest.mark.exhaustive
+def test_a_request_before_the_first_step_is_heard_at_it(launch):
+    # jax looks for SIGTERM once a second.
+    early = "ask(); time.sleep(3)"
+    assert stopped(launch, "SIGTERM", 1, early=early) == 500
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(6))
+def test_a_request_about_the_first_step_is_heard(launch, seed):
+    early = (
+        f"time.sleep(random.Random({seed}).uniform(0, 0.6)) "
+        "if processes.index != {asked} else ask()"
+    ).replace("{asked}", "1")
+    step = stopped(launch, "SIGTERM", 1, early=early)
+    assert 500 <= step < 10**5
+
+
+@pytest.mark.exhaustive
+def test_a_request_with_the_last_step_is_known_to_all(launch):
+    assert stopped(launch, "SIGINT", 1, last=561) == 560
+
+
+@pytest.mark.exhaustive
+def test_without_the_preemption_service_it_is_refused(launch):
+    code = """
+import jax
+import jaxbucket as jb
+jax.config.update("jax_enable_preemption_service", False)
+with jb.Processes(timeout=4) as processes:
+    try:
+        with jb.StopRequest(processes):
+            pass
+    except ValueError as error:
+        say(error)
+"""
+    run = launch(code)
+    for index in range(2):
+        assert "leave `jax_enable_preemption_service` on" in run.said(index)[0]

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxbucket.base.checks import MAX_LENGTH, check_integer
 from jaxbucket.base.digest import digest
-from jaxbucket.base.peers import Alone, Meeting
+from jaxbucket.base.peers import ProcessGroup, SingleProcess
 from jaxbucket.data.example import example_length
 from jaxbucket.data.lengths.cache import ArrayFile, join, share_of
 from jaxbucket.data.lengths.parallel_pass import fill
@@ -31,7 +31,7 @@ def measure_difficulty(
     num_workers: int = 0,
     cache: str | os.PathLike[str] | None = None,
     cache_key: str | None = None,
-    processes: Meeting | None = None,
+    processes: ProcessGroup | None = None,
     progress: bool = True,
 ) -> np.ndarray:
     """Returns the difficulty of every example in this process's share.
@@ -68,7 +68,7 @@ def measure_difficulty(
     """
     size = _size_of(source)
     workers = _checked_workers(num_workers)
-    group = processes or Alone()
+    group = processes or SingleProcess()
     measure = functools.partial(_values, source, difficulty_fn, _difficulty, np.float32)
     start, stop = share_of(size, group.index, group.count)
     key = _file_key(source, cache, cache_key, "difficulty_fn")
@@ -94,7 +94,7 @@ def measure_lengths(
     num_workers: int = 0,
     cache: str | os.PathLike[str] | None = None,
     cache_key: str | None = None,
-    processes: Meeting | None = None,
+    processes: ProcessGroup | None = None,
     progress: bool = True,
 ) -> np.ndarray:
     """Returns the length of every example, in one pass over the source.
@@ -143,7 +143,7 @@ def measure_lengths(
 
     if cache is not None:
         key = _file_key(source, cache, cache_key, length_fn and "length_fn", sequences)
-        folder, group = pathlib.Path(cache), processes or Alone()
+        folder, group = pathlib.Path(cache), processes or SingleProcess()
         return _cached_lengths(folder, key, size, fill_share, group)
     if processes is not None and processes.count > 1:
         raise ValueError(
@@ -160,7 +160,7 @@ def _cached_lengths(
     key: str,
     size: int,
     fill_share: Callable[[np.ndarray, int], None],
-    group: Meeting,
+    group: ProcessGroup,
 ) -> np.ndarray:
     whole = ArrayFile(folder / f"lengths-{key}.npy", 0, size)
     # At first, because a file that appears later is seen by some of them only.

@@ -1,0 +1,53 @@
+"""How a process finds the others: by arguments, or by the environment."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from jaxbucket.base.checks import check_integer
+
+_NUM_PORTS = 2**16
+
+
+class Settings(NamedTuple):
+    """The first arguments of `jax.distributed.initialize`."""
+
+    coordinator_address: Any
+    num_processes: Any
+    process_id: Any
+
+
+def read_settings(*values: Any) -> Settings | None:
+    """Returns what was passed or is in the environment, checked; None if nothing is."""
+    names = {name: f"JAX_{name.upper()}" for name in Settings._fields}
+    pairs = zip(values, names.values(), strict=True)
+    settings = Settings(*(os.environ.get(n) if x is None else x for x, n in pairs))
+    if settings == (None, None, None):
+        return None
+    for name, value in settings._asdict().items():
+        if value is None:
+            raise ValueError(
+                f"`{name}` is missing, beside {settings}: pass all three, or set "
+                f"{names[name]}."
+            )
+    address, port = settings[0], str(settings[0]).rpartition(":")[2]
+    if not (port.isdecimal() and 0 < int(port) < _NUM_PORTS):
+        raise ValueError(
+            f"`coordinator_address={address!r}`: make it host:port of process 0, "
+            f"with a port from 1 to {_NUM_PORTS - 1}."
+        )
+    count, index = (
+        _to_int("num_processes", settings[1]),
+        _to_int("process_id", settings[2]),
+    )
+    if not 0 <= index < count:
+        raise ValueError(
+            f"`process_id={index}` must be from 0 to `num_processes={count}` - 1."
+        )
+    return Settings(str(address), count, index)
+
+
+def _to_int(name: str, value: Any) -> int:
+    is_text = isinstance(value, str) and value.strip().isdecimal()
+    return int(value) if is_text else check_integer(name, value)
