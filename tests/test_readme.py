@@ -31,7 +31,6 @@ def blocks(language: str, text: str = README) -> list[str]:
 # Parts of the quick start, to be followed by the lines of another section.
 UP_TO_SCHEDULE = QUICK_START[: QUICK_START.index("# A loss returns sums")]
 UP_TO_STATE = QUICK_START[: QUICK_START.index("# One executable for each bucket")]
-UP_TO_STEPS = QUICK_START[: QUICK_START.index("dataset = jb.batch_dataset")]
 UP_TO_LOOP = QUICK_START[: QUICK_START.index("for batch in")]
 
 
@@ -40,7 +39,7 @@ def scripts(folder: pathlib.Path) -> dict[str, str]:
     (loop,) = blocks("py", section("Stop, and go on"))
     # Saved within the one epoch of the quick start, in a folder of the test's own.
     loop = loop.replace("runs/a", str(folder / "runs")).replace("100", "10")
-    loop += 'print("position" in globals() and position.step, len(dataset), step)\n'
+    loop += 'print("position" in globals() and position.step, len(batches), step)\n'
 
     begin, stream_loop, *_ = blocks("py", STREAMS)
     begin, _, _ = begin.partition("for batch in")
@@ -68,10 +67,10 @@ def scripts(folder: pathlib.Path) -> dict[str, str]:
         "quick start": QUICK_START,
         "saved": UP_TO_LOOP + loop,
         "resumed": UP_TO_LOOP + loop,
-        "stream saved": UP_TO_STEPS + stream_loop,
-        "stream resumed": UP_TO_STEPS + stream_loop,
-        "plans": f"{UP_TO_SCHEDULE}{plan}{write}print(len(dataset), len(file))",
-        "by time": f"{UP_TO_STEPS}{of('Plan by time')}"
+        "stream saved": UP_TO_LOOP + stream_loop,
+        "stream resumed": UP_TO_LOOP + stream_loop,
+        "plans": f"{UP_TO_SCHEDULE}{plan}{write}print(len(batches), len(file))",
+        "by time": f"{UP_TO_LOOP}{of('Plan by time')}"
         "print(plan.cost_unit, measured.cost.error >= 0)",
         "packed": f"{UP_TO_SCHEDULE}{of('Pack, where it pays')}"
         "print(any(x.num_examples > len(x.rows) for x in packed))",
@@ -212,7 +211,7 @@ def output_of_two(loop: str, tell: str, folder: pathlib.Path) -> str:
 @pytest.mark.exhaustive
 def test_the_loop_of_many_processes_runs_in_two(tmp_path):
     (loop,) = blocks("py", section("On many hosts"))
-    tell = "print(len(dataset), step + 1, processes.count, mesh.size)"
+    tell = "print(len(batches), step + 1, processes.count, mesh.size)"
     printed = output_of_two(loop, tell, tmp_path)
     ends = re.findall(r"^\[.\] (\d+) (\d+) 2 4$", printed, re.MULTILINE)
     assert len(ends) == 2

@@ -487,7 +487,10 @@ def gradient_that_looks(params, batch, keys):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (without_a_gather, r"in two halves.*'loss_sum' is .*, not .*`jaxbucket.gather"),
+        (
+            without_a_gather,
+            r"in two halves.*'loss_sum' is .*, not .*`jaxbucket.train.gather",
+        ),
         pytest.param(
             with_numbers_of_its_own,
             r"in two halves.*'loss_sum'.*row_numbers\(batch\)",

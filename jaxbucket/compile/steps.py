@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -191,8 +192,10 @@ class CompiledSteps(Mapping[Bucket, Any]):
         self._compiled_for: set[str] = set()
         self._in_flight: collections.deque[jax.Array] = collections.deque()
         self._job = options.build([*phases, *programs[:1]], programs[1:])
+        # Not a method, because a guard is not to outlive its steps in a cycle.
+        explain = functools.partial(_explain, self._specs, self._state)
         self._guard = CompileGuard(
-            step_fn, programs[0].name, options.on_compile, self._explanation
+            step_fn, programs[0].name, options.on_compile, explain
         )
 
     def __getitem__(self, bucket: Bucket) -> Any:
@@ -314,18 +317,21 @@ class CompiledSteps(Mapping[Bucket, Any]):
                 earlier.block_until_ready()
         return result
 
-    def _explanation(self, trace: Trace | None) -> str:
-        """Why the step was compiled although it was compiled ahead."""
-        if trace is None:
-            return (
-                "it, or another function of this name, was called directly. Call what "
-                "`compile_steps` returned, or rename the other one."
-            )
-        state, *_, batch = trace.args
-        what = (
-            batch_difference(batch, self._specs)
-            or state_difference(state, self._state, batch.bucket)
-            or f"for {batch.bucket}, of which there is an executable, in another "
-            "sharding perhaps."
+
+def _explain(
+    specs: Mapping[Bucket, Batch], state_shapes: Any, trace: Trace | None
+) -> str:
+    """Why the step was compiled although it was compiled ahead."""
+    if trace is None:
+        return (
+            "it, or another function of this name, was called directly. Call what "
+            "`compile_steps` returned, or rename the other one."
         )
-        return f"{what} It was called directly: call what `compile_steps` returned."
+    state, *_, batch = trace.args
+    what = (
+        batch_difference(batch, specs)
+        or state_difference(state, state_shapes, batch.bucket)
+        or f"for {batch.bucket}, of which there is an executable, in another "
+        "sharding perhaps."
+    )
+    return f"{what} It was called directly: call what `compile_steps` returned."

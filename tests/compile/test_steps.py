@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import gc
 import io
 import json
 import os
@@ -1042,7 +1041,6 @@ def test_a_guard_goes_with_its_steps():
     step, _ = slow_to_trace("forgotten")
     steps = jb.compile_steps(step, small_state(), small_specs(), on_compile="raise")
     del steps
-    gc.collect()
     step(small_state(), small_batch(jb.Bucket(3, 5)))
 
 

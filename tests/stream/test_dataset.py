@@ -1395,7 +1395,7 @@ def test_an_example_without_a_length_is_refused_with_its_place():
         ({}, "Example 2 of epoch 0 of the stream: The example ['y'] has no sequence."),
         (
             {"sequences": ["x"]},
-            "Example 2 of epoch 0 of the stream: `sequences=['x']`: ['x'] are no ",
+            "Example 2 of epoch 0 of the stream: `sequences=['x']`: ['x'] are not ",
         ),
     ]:
         dataset = jb.stream_batches(source, plan, pool_size=4, **options)

@@ -1672,7 +1672,7 @@ def test_an_optimizer_that_hands_nothing_on_is_named():
     with (
         jax.numpy_dtype_promotion("standard"),
         pytest.raises(
-            ValueError, match="needs the batch size.*hand extra arguments on"
+            ValueError, match="needs the batch size.*must pass extra arguments on"
         ),
     ):
         run_batch(batch, four_devices(), tx=tx)
