@@ -1,0 +1,86 @@
+import re
+
+import numpy as np
+import pytest
+
+from jaxbucket import Batch, Bucket
+from jaxbucket.data import RowShard
+from jaxbucket.schedule import BatchIndices
+
+# BatchIndices and RowShard
+
+
+def test_empty_rows_are_no_examples():
+    assert BatchIndices(Bucket(4, 8), np.array([5, -1, 0, -1])).num_examples == 2
+
+
+def test_a_shard_holds_the_rows_of_its_parts():
+    np.testing.assert_array_equal(RowShard((0, 2), 3).rows(6), [0, 1, 4, 5])
+    np.testing.assert_array_equal(RowShard().rows(3), [0, 1, 2])
+
+
+@pytest.mark.parametrize("parts", [(), (1, 0), (0, 0), (-1,), (0, 3)])
+def test_a_shard_checks_itself(parts):
+    message = f"`parts={parts}` must be ascending, distinct and in [0, 3)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RowShard(parts, 3)
+    with pytest.raises(ValueError, match="`num_parts=0` must be a positive integer"):
+        RowShard(num_parts=0)
+    with pytest.raises(ValueError, match="`parts=0.5` is not an integer"):
+        RowShard((0.5,), 2)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused():
+    message = (
+        "`batch_size=12` cannot be cut into 8 equal parts by the mesh axes ('data',). "
+        "Plan with `batch_size_multiple=8`"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RowShard((0,), 8, ("data",)).rows(12)
+
+
+# Batch
+
+
+def packed() -> Batch:
+    return Batch(
+        {"x": np.array([[7, 3, 9, 5, 0, 0], [1, 0, 0, 0, 0, 0], [0] * 6])},
+        {"x": np.array([[1, 1, 1, 2, 0, 0], [1, 0, 0, 0, 0, 0], [0] * 6])},
+        {"x": np.array([[0, 1, 2, 0, 0, 0], [0] * 6, [0] * 6])},
+    )
+
+
+def test_validity_is_derived_from_segment_ids():
+    batch = packed()
+    assert batch.bucket == Bucket(3, 6)
+    assert batch.mask.sum(axis=1).tolist() == [4, 1, 0]
+    assert batch.num_tokens == 5
+    # Two examples in the first row, one in the second, none in the third.
+    assert batch.num_examples == 3
+
+
+def test_flat_names_are_those_of_grain_and_of_maxtext():
+    batch = packed()
+    assert set(batch.as_dict()) == {"x", "x_segment_ids", "x_positions"}
+    maxtext = batch.as_dict("maxtext")
+    assert set(maxtext) == {"x", "x_segmentation", "x_position"}
+    assert maxtext["x_segmentation"] is batch.segment_ids["x"]
+    with pytest.raises(ValueError, match="`style='t5x'`: choose 'grain' or 'maxtext'"):
+        batch.as_dict("t5x")
+
+
+def test_a_feature_with_a_derived_name_is_refused():
+    batch = packed()
+    batch.features["x_positions"] = batch.features["x"]
+    with pytest.raises(ValueError, match=r"`features` already has \['x_positions'\]"):
+        batch.as_dict()
+    assert "x_positions" in batch.as_dict("maxtext")
+
+
+def test_the_mask_of_two_sequences_is_ambiguous():
+    batch = packed()
+    ids = {"x": batch.segment_ids["x"], "y": batch.segment_ids["x"][:, :2]}
+    two = batch._replace(segment_ids=ids)
+    with pytest.raises(ValueError, match=r"`mask` is ambiguous: \['x', 'y'\]"):
+        _ = two.mask
+    assert two.num_tokens == 5 + 3
