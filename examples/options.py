@@ -11,7 +11,7 @@ import documents
 import policies
 
 from jaxbucket.packing.packed_plan import PACK
-from jaxbucket.plan.buckets import RULES
+from jaxbucket.plan.planner import RULES
 
 SEQ_LEN_MULTIPLE = 32
 # What may be another when a run goes on, and is then said.

@@ -22,7 +22,7 @@ from jaxbucket.cli.outputs import check_outputs, new_figure
 from jaxbucket.cli.report import read_plan, remainder_option
 from jaxbucket.cli.show import show
 from jaxbucket.data.lengths.files import read_lengths
-from jaxbucket.plan.buckets import plan_within
+from jaxbucket.plan.planner import plan_within
 from jaxbucket.plan.remainder import Remainder
 from jaxbucket.plan.reports.comparison import compare_plans
 

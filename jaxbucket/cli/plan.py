@@ -22,8 +22,8 @@ from jaxbucket.cli.options import (
 from jaxbucket.cli.outputs import atomic_write, check_outputs, new_figure
 from jaxbucket.cli.show import as_dict, draw_plan, show
 from jaxbucket.data.lengths.files import read_lengths
-from jaxbucket.plan.buckets import RULES, plan_within
 from jaxbucket.plan.curve import PlanCurve, plan_curve
+from jaxbucket.plan.planner import RULES, plan_within
 from jaxbucket.plan.reports.epoch import report
 
 _AUTO = "auto"

@@ -20,11 +20,11 @@ from jaxbucket.base.checks import check_positive
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.agreement import Agreement, AgreementError, Stage
 from jaxbucket.compile.cache_session import CacheSession
-from jaxbucket.compile.context import with_caller_config
+from jaxbucket.compile.caller_config import with_caller_config
 from jaxbucket.compile.events import on_purpose, take_trace
+from jaxbucket.compile.jax_settings import is_traced_alike
 from jaxbucket.compile.program import Label, Program
 from jaxbucket.compile.report import CompileReport, ProgramReport, memory_of
-from jaxbucket.compile.settings import is_traced_alike
 from jaxbucket.compile.xla_cache import without_xla_cache
 
 # XLA's passes go deep; what a thread has by default differs from system to system.

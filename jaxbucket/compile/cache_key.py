@@ -15,9 +15,9 @@ import jaxlib
 import numpy as np
 
 from jaxbucket.compile.canonical import canonical, digest
+from jaxbucket.compile.jax_settings import compiler_flags, trace_settings
 from jaxbucket.compile.mismatch import avals
 from jaxbucket.compile.program import Program
-from jaxbucket.compile.settings import compiler_flags, trace_settings
 
 # jax has no name for the type of one.
 Devices: TypeAlias = tuple[Any, ...]

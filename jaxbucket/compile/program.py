@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from jaxbucket.base.buckets import Bucket
 from jaxbucket.compile.flops import count_flops
-from jaxbucket.compile.settings import following_prng
+from jaxbucket.compile.jax_settings import following_prng
 
 # A bucket, or the name of a phase that all have in common.
 Label: TypeAlias = Bucket | str

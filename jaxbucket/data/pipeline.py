@@ -18,7 +18,7 @@ from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.position import DataPosition, check_position
 from jaxbucket.data.batch_reader import BatchReader, padded_features
 from jaxbucket.data.example import Sequences, copied, listed_names
-from jaxbucket.data.run_end import RunEnd, check_steps, epoch_end, run_end
+from jaxbucket.data.num_steps import RunEnd, check_steps, epoch_end, run_end
 from jaxbucket.data.source import Source
 from jaxbucket.data.transform import Transform, check_transform, transform_name
 from jaxbucket.schedule.base import Schedule

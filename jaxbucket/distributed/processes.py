@@ -23,8 +23,8 @@ from jax.sharding import Mesh
 from jaxbucket.base.position import DataPosition
 from jaxbucket.base.version import __version__
 from jaxbucket.distributed.differences import differences, list_processes
+from jaxbucket.distributed.environment import Settings, read_settings
 from jaxbucket.distributed.exit import exit_now, print_to_stderr
-from jaxbucket.distributed.settings import Settings, read_settings
 from jaxbucket.distributed.store import Store
 from jaxbucket.distributed.watchdog import Watchdog
 

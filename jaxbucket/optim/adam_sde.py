@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxbucket.optim.precision import single_at_least, wide_float
-from jaxbucket.optim.rules import BatchScaling
+from jaxbucket.optim.scaling_rules import BatchScaling
 
 
 class ScaleByAdamSdeState(NamedTuple):

@@ -12,7 +12,7 @@ import optax
 
 from jaxbucket.base.checks import check_number
 from jaxbucket.optim.precision import single_at_least
-from jaxbucket.optim.rules import BatchScaling, Rule
+from jaxbucket.optim.scaling_rules import BatchScaling, Rule
 from jaxbucket.optim.schedules import ScaledSchedule, WorkSchedule
 
 

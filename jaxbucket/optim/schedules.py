@@ -22,7 +22,7 @@ import optax
 
 from jaxbucket.base.checks import check_choice, check_number
 from jaxbucket.optim.precision import wide_float
-from jaxbucket.optim.rules import BatchScaling, Rule, check_size
+from jaxbucket.optim.scaling_rules import BatchScaling, Rule, check_size
 
 Work: TypeAlias = Literal["examples", "tokens"]
 # A count is two integers, because an int32 alone ends at two billion tokens.

@@ -26,11 +26,11 @@ from jaxbucket.packing.rows import (
     check_seq_lens,
     from_patterns,
 )
-from jaxbucket.plan.buckets import plan_within
 from jaxbucket.plan.costs import CostFn, TokenCost, unit_of
 from jaxbucket.plan.formatting import in_unit
 from jaxbucket.plan.histogram import value_counts
 from jaxbucket.plan.limits import Budget, Limits
+from jaxbucket.plan.planner import plan_within
 from jaxbucket.plan.reports.epoch import Report, report
 
 Pack: TypeAlias = Literal["auto", "always", "never"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxbucket.plan.bounds import INFINITE, Problem
+from jaxbucket.plan.lower_bound import INFINITE, Problem
 
 # Pairs of a state and an end that are looked at together: bounds memory.
 _CHUNK = 1 << 20

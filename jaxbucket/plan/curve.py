@@ -12,12 +12,12 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_number, check_positive
 from jaxbucket.base.progress import bar_if_slow
+from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.costs import SECONDS, unit_of
 from jaxbucket.plan.formatting import count_shapes, number_table
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.remainder import epoch_cost
-from jaxbucket.plan.rules import Candidates
 
 # Every number up to twice as many is tried, and beyond so many in each doubling.
 _STEPS = 32

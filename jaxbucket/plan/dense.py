@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxbucket.plan.bounds import Problem, lower_bounds, traced_ends
+from jaxbucket.plan.lower_bound import Problem, lower_bounds, traced_ends
 
 # Lengths are counted in so many bins, because the count of a single one is noise.
 _BINS = 1024

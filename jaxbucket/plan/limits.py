@@ -17,9 +17,9 @@ from jaxbucket.base.checks import (
     check_positive,
     overlong_message,
 )
+from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.costs import CostFn, unit_of
 from jaxbucket.plan.histogram import cumulative
-from jaxbucket.plan.rules import Candidates
 
 # With more possible T only those are candidates that some example needs, rounded up:
 # others could save little, in the last batches of a bucket, but not provably nothing.

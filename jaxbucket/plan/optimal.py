@@ -1,6 +1,6 @@
 """The boundaries of the cheapest epoch, and whether they are proven to be.
 
-`bounds` has lower bounds, and `branch_and_bound` the search that these keep short.
+`lower_bound` has lower bounds, and `branch_and_bound` the search that these keep short.
 Where there are too many buckets and lengths for that, `dense` has boundaries to begin
 with, and the search looks at lengths near these.
 """
@@ -13,17 +13,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxbucket.plan.bounds import (
+from jaxbucket.plan.boundary_rules import RULES, Candidates
+from jaxbucket.plan.branch_and_bound import Search
+from jaxbucket.plan.dense import beside, evenly_dense, improved
+from jaxbucket.plan.lower_bound import (
     INFINITE,
     Problem,
     cost_ahead,
     lower_bounds,
     traced_ends,
 )
-from jaxbucket.plan.branch_and_bound import Search
-from jaxbucket.plan.dense import beside, evenly_dense, improved
 from jaxbucket.plan.remainder import least_cost
-from jaxbucket.plan.rules import RULES, Candidates
 
 # Pairs of a beginning and an end that searches look at, bounds included: about two
 # seconds on one core, or a few where the last search takes longer than expected.

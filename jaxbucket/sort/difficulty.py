@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.checks import check_choice
-from jaxbucket.base.peers import ProcessGroup, SingleProcess
+from jaxbucket.base.process_group import ProcessGroup, SingleProcess
 from jaxbucket.schedule.difficulty_index import (
     DIFFICULTY,
     EXAMPLES,

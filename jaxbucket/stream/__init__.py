@@ -10,4 +10,4 @@ from etils import epy as _epy
 with _epy.lazy_api_imports(globals()):
     from jaxbucket.stream.dataset import sample_lengths, stream_batches
     from jaxbucket.stream.drift import Drift, DriftWarning
-    from jaxbucket.stream.end import StreamEnd
+    from jaxbucket.stream.stream_end import StreamEnd

@@ -25,8 +25,8 @@ from jaxbucket.base.checks import (
 )
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, check_pad_value
-from jaxbucket.base.peers import ProcessGroup
 from jaxbucket.base.position import DataPosition
+from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.data.example import Example, copied, listed_names
 from jaxbucket.data.transform import StreamTransform, Transform, check_transform
 from jaxbucket.stream.drift import OnDrift, warn_of_drift

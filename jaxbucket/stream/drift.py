@@ -15,8 +15,8 @@ from jaxbucket.base.buckets import Bucket, BucketPlan
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.packed_plan import plan_packing
 from jaxbucket.packing.pattern import positions
-from jaxbucket.plan.buckets import plan_buckets
 from jaxbucket.plan.histogram import value_counts
+from jaxbucket.plan.planner import plan_buckets
 from jaxbucket.plan.reports.epoch import report
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 import grain
 
-from jaxbucket.base.peers import ProcessGroup
+from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.data.example import Example
 from jaxbucket.data.transform import StreamTransform
 from jaxbucket.stream.drift import OnDrift

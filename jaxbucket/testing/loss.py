@@ -20,9 +20,9 @@ from jaxbucket.testing.variants import (
     with_other_padding,
     without_neighbours,
 )
+from jaxbucket.train.global_rows import MappedRows, rows_at_hand
 from jaxbucket.train.gradients import gradient_sums
 from jaxbucket.train.loss import row_keys
-from jaxbucket.train.rows import MappedRows, rows_at_hand
 from jaxbucket.train.state import create_state
 
 _HALVES = MappedRows(("halves of the batch",))

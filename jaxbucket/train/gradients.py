@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.optim.precision import computes_in, single_at_least
+from jaxbucket.train.global_rows import rows
 from jaxbucket.train.loss import LossFn, Metrics, checked_loss
-from jaxbucket.train.rows import rows
 from jaxbucket.train.state import TrainState
 
 

@@ -36,8 +36,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice
 from jaxbucket.sharding import Axes, axis_names
+from jaxbucket.train.global_rows import MappedRows, WholeBatch, rows_at_hand
 from jaxbucket.train.pmap import Rows as PmapRows
-from jaxbucket.train.rows import MappedRows, WholeBatch, rows_at_hand
 
 LossFn: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple]
 Mode: TypeAlias = Literal["jit", "shard_map", "pmap"]

@@ -22,8 +22,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.compile.events import compiling_as, record_call
-from jaxbucket.compile.settings import following_prng, trace_key
-from jaxbucket.train.rows import in_single
+from jaxbucket.compile.jax_settings import following_prng, trace_key
+from jaxbucket.train.global_rows import in_single
 
 _DEVICES = "devices"
 

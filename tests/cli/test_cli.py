@@ -27,7 +27,7 @@ from jaxbucket.plan import (
     compare_plans,
     plan_curve,
 )
-from jaxbucket.plan.buckets import RULES
+from jaxbucket.plan.planner import RULES
 
 LENGTHS = np.random.default_rng(0).integers(1, 500, 1000).astype(np.int32)
 

@@ -23,7 +23,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 import jaxbucket as jb
 from jaxbucket.compile import cache_file as files
-from jaxbucket.compile import settings
+from jaxbucket.compile import jax_settings
 from jaxbucket.compile.cache_session import CacheSession
 from jaxbucket.compile.canonical import canonical
 from jaxbucket.compile.events import on_purpose
@@ -345,14 +345,14 @@ TIMES = jax.make_user_context(1)
 
 @pytest.mark.parametrize("name", TRACE_SETTINGS)
 def test_every_setting_of_jax_is_known(name):
-    before = settings.trace_settings()
+    before = jax_settings.trace_settings()
     with TRACE_SETTINGS[name]():
-        inside = settings.trace_settings()
+        inside = jax_settings.trace_settings()
         assert inside != before
         # Which user context it is has no words that another start would know.
         is_known = name != "with user context"
-        assert (settings.trace_settings() == inside) == is_known
-    assert settings.trace_settings() == before
+        assert (jax_settings.trace_settings() == inside) == is_known
+    assert jax_settings.trace_settings() == before
 
 
 @pytest.mark.parametrize(
@@ -397,10 +397,10 @@ COMPILER_FLAGS = {
 
 @pytest.mark.parametrize("name", COMPILER_FLAGS)
 def test_every_flag_of_the_compiler_is_known(name):
-    before = settings.compiler_flags()
+    before = jax_settings.compiler_flags()
     with updated(name, COMPILER_FLAGS[name]):
-        assert settings.compiler_flags() != before
-    assert settings.compiler_flags() == before
+        assert jax_settings.compiler_flags() != before
+    assert jax_settings.compiler_flags() == before
 
 
 @pytest.mark.parametrize(
@@ -599,12 +599,12 @@ def test_a_jax_that_does_not_name_its_settings_is_safe(tmp_path, monkeypatch):
         steps, _ = start(tmp_path, noisy_step(), NOISY_SPECS, verify=verify, key="a")
         return [(p.source, p.trace_seconds > 0) for p in steps.report.programs]
 
-    monkeypatch.delattr(settings.jax_config, "trace_context_names")
+    monkeypatch.delattr(jax_settings.jax_config, "trace_context_names")
     assert sources("none") == [("compiled", True)] * 2
     assert sources("none") == [("loaded", False)] * 2
     with updated("jax_default_matmul_precision", "highest"):
         assert sources("none") == [("compiled", True)] * 2
-    monkeypatch.delattr(settings.jax_config, "trace_context")
+    monkeypatch.delattr(jax_settings.jax_config, "trace_context")
     assert sources("none") == [("loaded", True)] * 2
     assert sources("none") == [("loaded", True)] * 2
 

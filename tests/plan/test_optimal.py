@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from jaxbucket import BucketPlan, plan_buckets, report
-from jaxbucket.plan import bounds
-from jaxbucket.plan.bounds import Problem, lower_bounds
+from jaxbucket.plan import lower_bound
 from jaxbucket.plan.branch_and_bound import Search
-from jaxbucket.plan.buckets import RULES
 from jaxbucket.plan.costs import StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.dense import evenly_dense, improved
 from jaxbucket.plan.limits import Limits
+from jaxbucket.plan.lower_bound import Problem, lower_bounds
 from jaxbucket.plan.optimal import Optimum, optimal
+from jaxbucket.plan.planner import RULES
 from jaxbucket.plan.remainder import flow_remainders
 
 Cost = Callable[[int, int], float]
@@ -439,7 +439,7 @@ def test_flows_are_worked_out_for_few_of_many_numbers_of_buckets(monkeypatch):
         flows.append(columns)
         return flow_remainders(*columns)
 
-    monkeypatch.setattr("jaxbucket.plan.rules.flow_remainders", counted)
+    monkeypatch.setattr("jaxbucket.plan.boundary_rules.flow_remainders", counted)
     lengths = np.random.default_rng(0).integers(1, 801, 4000)
     plan = plan_buckets(lengths, max_tokens=10_000, num_buckets=150)
     assert 100 < len(plan) <= 150
@@ -448,9 +448,9 @@ def test_flows_are_worked_out_for_few_of_many_numbers_of_buckets(monkeypatch):
 
 def test_no_more_buckets_are_looked_at_than_an_epoch_has_batches(monkeypatch):
     levels = []
-    original = bounds._best_ends
+    original = lower_bound._best_ends
     monkeypatch.setattr(
-        "jaxbucket.plan.bounds._best_ends",
+        "jaxbucket.plan.lower_bound._best_ends",
         lambda *arguments: levels.append(1) or original(*arguments),
     )
     lengths = np.random.default_rng(0).integers(1, 1001, 2000)
@@ -470,9 +470,9 @@ def test_of_too_many_candidates_some_are_searched(seed, monkeypatch):
     num_buckets = int(rng.integers(65, 150))
     whole = candidates.epoch_cost(optimal(candidates, num_buckets))
     pairs = []
-    original = bounds._best_ends
+    original = lower_bound._best_ends
     monkeypatch.setattr(
-        "jaxbucket.plan.bounds._best_ends",
+        "jaxbucket.plan.lower_bound._best_ends",
         lambda problem, beyond: (
             pairs.append(len(problem) * len(problem).bit_length())
             or original(problem, beyond)

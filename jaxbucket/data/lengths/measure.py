@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxbucket.base.checks import MAX_LENGTH, check_integer
 from jaxbucket.base.digest import digest
-from jaxbucket.base.peers import ProcessGroup, SingleProcess
+from jaxbucket.base.process_group import ProcessGroup, SingleProcess
 from jaxbucket.data.example import example_length
 from jaxbucket.data.lengths.cache import ArrayFile, join, share_of
 from jaxbucket.data.lengths.parallel_pass import fill

@@ -12,10 +12,10 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.plan.buckets import RULES
 from jaxbucket.plan.formatting import in_unit, number_in_unit, number_table
 from jaxbucket.plan.limits import Limits, costed
 from jaxbucket.plan.optimal import Optimum
+from jaxbucket.plan.planner import RULES
 from jaxbucket.plan.remainder import Remainder
 from jaxbucket.plan.reports.epoch import Report, report
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxbucket import BucketPlan, Limits, plan_buckets, report
 from jaxbucket.plan import TokenCost, TransformerCost, compare_plans, plan_curve
-from jaxbucket.plan.buckets import RULES
+from jaxbucket.plan.planner import RULES
 from jaxbucket.plan.reports.comparison_plots import plot_comparison, plot_curve
 
 matplotlib.use("agg")

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from jaxbucket import BucketPlan, plan_buckets, report
-from jaxbucket.plan.buckets import RULES
-from jaxbucket.plan.rules import (
+from jaxbucket.plan.boundary_rules import (
     Candidates,
     equal_tokens,
     equal_width,
@@ -14,6 +13,7 @@ from jaxbucket.plan.rules import (
     quantile,
     quarters,
 )
+from jaxbucket.plan.planner import RULES
 
 
 def candidates(lengths: np.ndarray, max_tokens: int = 4096) -> Candidates:

@@ -12,8 +12,8 @@ import math
 
 import numpy as np
 
+from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.remainder import least_cost
-from jaxbucket.plan.rules import Candidates
 
 # Costs are counted in integers, so that a plan does not depend on how a machine rounds.
 # The cost of an epoch has this many bits; sums of a few of them stay below 2**63.

@@ -11,12 +11,12 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.buckets import BucketPlan, Overlong
 from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.plan import rules
+from jaxbucket.plan import boundary_rules
+from jaxbucket.plan.boundary_rules import Chooser
 from jaxbucket.plan.costs import CostFn
 from jaxbucket.plan.curve import plan_curve
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.optimal import optimal
-from jaxbucket.plan.rules import Chooser
 
 Rule: TypeAlias = Literal[
     "optimal",
@@ -29,7 +29,7 @@ Rule: TypeAlias = Literal[
 ]
 Boundaries: TypeAlias = Rule | Sequence[int] | Chooser
 
-RULES: dict[str, Chooser] = {"optimal": optimal, **rules.RULES}
+RULES: dict[str, Chooser] = {"optimal": optimal, **boundary_rules.RULES}
 
 
 @bar_if_slow("Planning buckets")
