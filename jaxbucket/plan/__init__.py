@@ -1,8 +1,8 @@
 """From lengths to a `BucketPlan`: which shapes (B, T) an epoch costs least in.
 
 `limits` says how many rows a T may have, `histogram` counts the lengths, and `costs`
-prices a step of each shape; `optimal` and `boundary_rules` choose where buckets end, and
-`remainder` says what becomes of examples that fill no batch. `planner` puts them
+prices a step of each shape; `optimal` and `boundary_rules` choose where buckets end,
+and `remainder` says what becomes of examples that fill no batch. `planner` puts them
 together, and `reports` shows what a plan costs.
 """
 

@@ -1,10 +1,10 @@
 """The parts of a training loop: batches on a mesh, steps, predictions, checkpoints.
 
-`loader` gives the batches, and `state` what a step changes. A loss (`loss`) returns sums
-over the rows that it is given, and gets those of other devices by `global_rows`; `step`
-and `accumulation` make train and evaluation steps of it, by jit, shard_map or `pmap`, of
-`gradients` and an `update`. `prediction` gives outputs in the order of the source, and
-`checkpoint` saves a state with its position in the data.
+`loader` gives the batches, and `state` what a step changes. A loss (`loss`) returns
+sums over the rows that it is given, and gets those of other devices by `global_rows`;
+`step` and `accumulation` make train and evaluation steps of it, by jit, shard_map or
+`pmap`, of `gradients` and an `update`. `prediction` gives outputs in the order of the
+source, and `checkpoint` saves a state with its position in the data.
 """
 
 from etils import epy as _epy
