@@ -7,24 +7,26 @@ there is no jax.
 
 from etils import epy as _epy
 
+# All facades now, which are light: while `lazy_api_imports` runs, it replaces Python's
+# import in all threads, so it must not run in the middle of a program.
+from jaxbucket import (
+    attention,
+    compile,
+    data,
+    distributed,
+    optim,
+    packing,
+    plan,
+    schedule,
+    sort,
+    stream,
+    testing,
+    train,
+)
 from jaxbucket.base.version import __version__
 
 with _epy.lazy_api_imports(globals()):
-    from jaxbucket import (
-        attention,
-        compile,
-        data,
-        distributed,
-        optim,
-        packing,
-        plan,
-        schedule,
-        sharding,
-        sort,
-        stream,
-        testing,
-        train,
-    )
+    from jaxbucket import sharding
     from jaxbucket.attention.masks import next_tokens
     from jaxbucket.attention.segment import segment_attention
     from jaxbucket.base.batch import Batch
@@ -44,7 +46,6 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.schedule.batch_schedule import BatchSchedule
     from jaxbucket.schedule.curriculum import Curriculum
     from jaxbucket.schedule.mixture import Mixture
-    from jaxbucket.schedule.orders import EpochOrder, Order
     from jaxbucket.sharding import data_mesh
     from jaxbucket.stream.dataset import stream_batches
     from jaxbucket.train.checkpoint import Checkpoints

@@ -56,6 +56,16 @@ class Restored(NamedTuple):
     extra: dict[str, Any]
 
 
+class _Manager(ocp.CheckpointManager):
+    """Orbax's, which leaves it to the loop whether a process is asked to stop."""
+
+    def reached_preemption(self, step: int) -> bool:
+        # jax counts the steps that it is asked about. Those of checkpoints, which a
+        # thread of Orbax asks about later, would keep it from stopping the loops of
+        # all processes before the same step (`StopRequest`).
+        return False
+
+
 class Checkpoints:
     """The checkpoints of one run, in a directory of their own.
 
@@ -100,7 +110,7 @@ class Checkpoints:
         self._processes = processes
         if processes is not None:
             self._check_shared(processes)
-        self._manager = ocp.CheckpointManager(
+        self._manager = _Manager(
             self._directory,
             item_handlers={
                 "state": ocp.StandardCheckpointHandler(),
