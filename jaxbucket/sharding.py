@@ -64,11 +64,7 @@ def batch_sharding(mesh: Mesh, batch_axes: Axes = DATA_AXIS) -> NamedSharding:
 
 def axis_names(mesh: Mesh, batch_axes: Axes) -> tuple[str, ...]:
     """Returns the batch axes as a tuple, or raises a ValueError if it cannot."""
-    if not isinstance(mesh, Mesh):
-        raise ValueError(
-            f"`mesh` is a {type(mesh).__name__}: make one by `data_mesh()`, or by "
-            "`jax.make_mesh`."
-        )
+    check_mesh(mesh)
     names = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     known = [name for name in names if name in mesh.axis_names]
     if not names or len(set(known)) < len(names):
@@ -77,6 +73,15 @@ def axis_names(mesh: Mesh, batch_axes: Axes) -> tuple[str, ...]:
             "one or several of them, each once."
         )
     return names
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises a ValueError for anything else."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            f"`mesh` is a {type(mesh).__name__}: make one by `data_mesh()`, or by "
+            "`jax.make_mesh`."
+        )
 
 
 def local_rows(mesh: Mesh, *, batch_axes: Axes = DATA_AXIS) -> RowShard:
@@ -181,7 +186,7 @@ def _to_global(batch: Batch, shard: RowShard, sharding: NamedSharding) -> Batch:
         raise ValueError(
             f"A local batch has {num_local} rows, which is no multiple of the "
             f"{len(shard.parts)} parts this process holds. Load the rows of "
-            "`local_rows(mesh)`."
+            "`jb.sharding.local_rows(mesh)`."
         )
     part_size = num_local // len(shard.parts)
     # Part p of the batch is the slot-th part that was loaded.
@@ -249,7 +254,11 @@ def replicate(tree: _T, mesh: Mesh) -> _T:
       tree: arrays and numbers; or shapes, such as `jax.eval_shape` returns, of which
         the same with that sharding are returned.
       mesh: the devices.
+
+    Raises:
+      ValueError: if `mesh` is not a mesh.
     """
+    check_mesh(mesh)
     sharding = NamedSharding(mesh, PartitionSpec())
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
         return jax.tree.map(

@@ -518,7 +518,9 @@ def test_a_prefetch_size_that_is_no_size_is_refused():
 
 def test_a_local_batch_that_no_parts_fit_is_refused():
     batch = jb.data.collate_rows([{"x": np.zeros(3, np.int32)}], jb.Bucket(6, 4))
-    message = r"has 6 rows, .* 8 parts .* Load the rows of `local_rows\(mesh\)`"
+    message = (
+        r"has 6 rows, .* 8 parts .* Load the rows of `jb.sharding.local_rows\(mesh\)`"
+    )
     with pytest.raises(ValueError, match=message):
         next(jb.sharding.prefetch_to_mesh([batch], jb.data_mesh()))
 

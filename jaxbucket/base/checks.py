@@ -28,8 +28,8 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
     if isinstance(lengths, Mapping):
         raise ValueError(
             f"`lengths` is a mapping of {list(lengths)}: pass one length per example, "
-            "[N]. Several sequences are for `pack(lengths, max_seq_len)`, with a "
-            "capacity for each, and a `BatchSchedule` of that packing."
+            "[N]. Several sequences are for `jb.packing.pack(lengths, max_seq_len)`, "
+            "with a capacity for each, and a `BatchSchedule` of that packing."
         )
     try:
         array = np.asarray(lengths)

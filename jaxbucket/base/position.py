@@ -108,5 +108,5 @@ def check_position(position: Any) -> None:
     if not isinstance(position, DataPosition):
         raise ValueError(
             f"`position` is a {type(position).__name__}, not a `DataPosition`: "
-            "pass what `Checkpoints.restore` or `BatchDataset.position` gave."
+            "pass what `Checkpoints.restore` or `MeshLoader.position` returned."
         )

@@ -24,21 +24,23 @@ def check_step(step_fn: Any, state: Any, specs: Any) -> None:
         _check_leaf(f"`state{jax.tree_util.keystr(path)}`", leaf)
 
 
+_REMEDY = "pass `MeshLoader.specs`, or what `jb.sharding.batch_specs` returns."
+
+
 def _check_specs(specs: Any) -> None:
     if not isinstance(specs, Mapping):
-        raise ValueError(f"`specs` is {short(specs)}: pass what `batch_specs` returns.")
+        raise ValueError(f"`specs` is {short(specs)}: {_REMEDY}")
     if not specs:
-        raise ValueError("`specs` is empty: pass what `batch_specs` returns.")
+        raise ValueError(f"`specs` is empty: {_REMEDY}")
     for bucket, batch in specs.items():
         if not isinstance(bucket, Bucket) or not isinstance(batch, Batch):
             raise ValueError(
                 f"`specs` has {short(batch)} for {short(bucket)}, not a `Batch` of "
-                "shapes for a `Bucket`: pass what `batch_specs` returns."
+                f"shapes for a `Bucket`: {_REMEDY}"
             )
         if batch.bucket != bucket:
             raise ValueError(
-                f"`specs[{bucket}]` is a batch of shape {batch.bucket}: pass what "
-                "`batch_specs` returns."
+                f"`specs[{bucket}]` is a batch of shape {batch.bucket}: {_REMEDY}"
             )
 
 

@@ -219,7 +219,8 @@ def _check_steps(steps: Mapping[Any, Any], plan: BucketPlan) -> None:
     if missing:
         raise ValueError(
             f"`specs` without {', '.join(missing)}, which the plan has. Make them from "
-            "the plan that it is called with: `batch_specs(plan, example, mesh)`."
+            "the plan that it is called with: `jb.sharding.batch_specs(plan, example, "
+            "mesh)`."
         )
 
 

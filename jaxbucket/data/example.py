@@ -143,7 +143,7 @@ def listed_names(sequences: Sequence[str]) -> list[str]:
     if isinstance(sequences, Mapping):
         raise ValueError(
             f"`sequences={dict(sequences)}` is of several sequences, which only packed "
-            "rows hold, by `pack(lengths, max_seq_len)` with a capacity for each. Name "
+            "rows hold, by `jb.packing.pack` with a capacity for each. Name "
             "those of one by a list."
         )
     names = [sequences] if isinstance(sequences, str) else list(sequences)

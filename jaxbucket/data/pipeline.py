@@ -92,8 +92,8 @@ def batch_dataset(
         )
     if not isinstance(shard, RowShard | None):
         raise ValueError(
-            f"`shard` is a {type(shard).__name__}: give `local_rows(mesh)`, or a "
-            "`RowShard`."
+            f"`shard` is a {type(shard).__name__}: give "
+            "`jb.sharding.local_rows(mesh)`, or a `jb.data.RowShard`."
         )
     reader = BatchReader(
         source,

@@ -263,7 +263,7 @@ def _check_seconds(limits: Limits) -> None:
     if unit not in (SECONDS, "cost"):
         raise ValueError(
             f"`cost_fn={limits.cost_fn}` counts {unit}, and compiling is weighed in "
-            "seconds: give `StepTime.fit(...)` of measured steps, or "
-            "`TokenCost(tokens_per_second=...)`; by command, `--step-times` or "
+            "seconds: give `jb.plan.StepTime.fit(...)` of measured steps, or "
+            "`jb.plan.TokenCost(tokens_per_second=...)`; by command, `--step-times` or "
             "`--per-second`."
         )

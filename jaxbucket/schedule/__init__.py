@@ -13,7 +13,6 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.schedule.curriculum import Curriculum
     from jaxbucket.schedule.difficulty_index import DifficultyIndex
     from jaxbucket.schedule.mixture import Mixture
-    from jaxbucket.schedule.orders import EpochOrder, Order
     from jaxbucket.schedule.pacing import (
         CyclicPacing,
         LinearPacing,

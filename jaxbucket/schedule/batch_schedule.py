@@ -354,8 +354,8 @@ def _check_packed_parts(
     if packing is None:
         raise ValueError(
             f"`lengths` are those of several sequences, {sorted(lengths)}, which are "
-            "bucketed where they are packed: give the `packing` that `pack(lengths, "
-            "max_seq_len)` made."
+            "bucketed where they are packed: give the `packing` that "
+            "`jb.packing.pack(lengths, max_seq_len)` made."
         )
     return check_parts(lengths)
 
@@ -363,8 +363,8 @@ def _check_packed_parts(
 def _check_packing(packing: Any, plan: BucketPlan) -> None:
     if not isinstance(packing, Packing):
         raise ValueError(
-            f"`packing` is a {type(packing).__name__}: make it by `pack(lengths, "
-            "max_seq_len)`."
+            f"`packing` is a {type(packing).__name__}: make it by "
+            "`jb.packing.pack(lengths, max_seq_len)`."
         )
     longest = int(packing.row_lengths.max())
     if longest > plan.max_seq_len:

@@ -155,8 +155,8 @@ def check_pacing(pacing: Pacing) -> None:
     """Raises a ValueError unless it is a function."""
     if not callable(pacing):
         raise ValueError(
-            f"`pacing={pacing!r}` is no function: give one from epochs to a share, "
-            "such as `LinearPacing(start=0.5)`."
+            f"`pacing={pacing!r}` is not a function: give one from epochs to a share, "
+            "such as `jb.schedule.LinearPacing(start=0.5)`."
         )
 
 

@@ -93,10 +93,15 @@ def make_train_step(
       `skip_nonfinite`; and the loss's own sums.
 
     Raises:
-      ValueError: for an unknown mode or axis, a seed out of range, or a sharded state
-        or a mesh that mixes the devices of processes under "pmap"; when traced, for a
-        loss that breaks the contract.
+      ValueError: for an unknown mode or axis, a seed out of range, `accumulate` that is
+        not a bool, or a sharded state or a mesh that mixes the devices of processes
+        under "pmap"; when traced, for a loss that breaks the contract.
     """
+    if not isinstance(accumulate, bool):
+        raise ValueError(
+            f"`accumulate={accumulate!r}` must be True or False: its schedule says how "
+            "many micro-batches a step has, `BatchSchedule(accumulate=...)`."
+        )
     if mode == "pmap" and state_sharding is not None:
         raise ValueError(
             "`state_sharding`: under `mode='pmap'` every device holds the whole state. "

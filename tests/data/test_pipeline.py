@@ -269,7 +269,10 @@ def test_a_source_may_lend_its_arrays():
     [
         ({"source": iter(())}, "`source` is a .*iterator, without `__len__`"),
         ({"schedule": [1]}, "`schedule` is a list: make one by `BatchSchedule"),
-        ({"shard": (0, 2)}, r"`shard` is a tuple: give `local_rows\(mesh\)`"),
+        (
+            {"shard": (0, 2)},
+            r"`shard` is a tuple: give `jb.sharding.local_rows\(mesh\)`",
+        ),
         ({"num_steps": 10**30}, "ends at step 10+, beyond .*`num_steps=math.inf`"),
         ({"num_epochs": 2**61}, "The run ends at step .*, beyond"),
     ],

@@ -343,7 +343,9 @@ def test_what_a_packing_does_not_go_with_is_refused():
         jb.BatchSchedule(plan, lengths[:3], packing=packing)
     with pytest.raises(ValueError, match="or of others: the data changed"):
         jb.BatchSchedule(plan, [3, 5, 3, 3], packing=packing)
-    with pytest.raises(ValueError, match="`packing` is a list: make it by `pack"):
+    with pytest.raises(
+        ValueError, match="`packing` is a list: make it by `jb.packing.pack"
+    ):
         jb.BatchSchedule(plan, lengths, packing=[[0, 1]])  # pyright: ignore
     short = jb.plan_buckets([5], max_tokens=16)
     with pytest.raises(ValueError, match="rows of 8 tokens, beyond the last bucket"):

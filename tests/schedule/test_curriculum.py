@@ -304,8 +304,8 @@ def test_a_share_that_is_none_is_refused(share, replacement):
         ),
         (lambda: StepPacing((0.5, 1), (math.nan,)), "must be positive and ascending"),
         (lambda: CyclicPacing(LinearPacing(), every=0), "`every=0` must be positive"),
-        (lambda: CyclicPacing(0.5), "`pacing=0.5` is no function"),  # pyright: ignore
-        (lambda: Curriculum([1], 0.5), "`pacing=0.5` is no function"),  # pyright: ignore
+        (lambda: CyclicPacing(0.5), "`pacing=0.5` is not a function"),  # pyright: ignore
+        (lambda: Curriculum([1], 0.5), "`pacing=0.5` is not a function"),  # pyright: ignore
         (lambda: Curriculum([[1], [1, 2]]), "`difficulty` is ragged"),
     ],
 )

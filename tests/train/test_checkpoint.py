@@ -515,3 +515,39 @@ def test_a_file_is_no_folder(tmp_path):
 def test_keeping_none_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`keep=0` must be a positive integer"):
         jb.Checkpoints(tmp_path, keep=0)
+
+
+STOPPED = """
+import os, signal, time
+import jax, numpy as np
+import jaxbucket as jb
+
+with jb.Processes(timeout=4) as processes:
+    mesh = jb.data_mesh()
+    plan = jb.BucketPlan.from_shapes([(2, 4)])
+    source = [{"x": np.arange(3)}] * 2000
+    batches = jb.MeshLoader(source, jb.BatchSchedule(plan, [3] * 2000), mesh)
+    state = jb.sharding.replicate({"w": np.zeros(2, np.float32)}, mesh)
+    checkpoints = jb.Checkpoints(FOLDER, processes=processes)
+    with jb.StopRequest(processes) as stop, checkpoints:
+        # Steps of the loop are not those of the checkpoints, as in a resumed run that
+        # counts from zero.
+        for step in range(400):
+            if stop.before(step):
+                break
+            if step == 20:
+                checkpoints.save(state, batches.position(500 + step))
+                if processes.index == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(2.5)
+            time.sleep(0.01)
+say(step)
+"""
+
+
+@pytest.mark.exhaustive
+def test_saving_does_not_keep_the_loops_from_stopping(launch, tmp_path):
+    run = launch(f"FOLDER = {str(tmp_path / 'run')!r}\n{STOPPED}", grace=20)
+    assert run.status == 0, run.output
+    assert run.said(0) == run.said(1)
+    assert 20 < int(run.said(0)[0]) < 399

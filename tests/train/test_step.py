@@ -1729,3 +1729,16 @@ def test_examples_that_are_packed_are_counted_and_not_their_rows():
     )
     _, metrics = run_batch(batch, four_devices())
     assert metrics["num_examples"] == 4 and metrics["num_tokens"] == 9
+
+
+@pytest.mark.parametrize("accumulate", [4, "no", None])
+def test_accumulate_is_a_bool(accumulate):
+    mesh = jb.data_mesh(jax.devices()[:1])
+    message = f"`accumulate={accumulate!r}` must be True or False"
+    with pytest.raises(ValueError, match=message):
+        jb.make_train_step(None, optax.sgd(0.1), mesh, accumulate=accumulate)
+
+
+def test_a_state_is_put_on_a_mesh_alone():
+    with pytest.raises(ValueError, match="`mesh` is a str: make one by `data_mesh"):
+        jb.create_state({"w": jnp.ones(2)}, optax.sgd(0.1), "mesh")

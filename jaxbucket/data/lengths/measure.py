@@ -63,7 +63,8 @@ def measure_difficulty(
     Raises:
       ValueError: if the source is empty, an example has no finite difficulty,
         `cache_key` is missing, or a file in the folder is cut or foreign; in every
-        process, if they measure different sources or by different functions.
+        process, if they measure different sources, or the functions have different
+        names or keys: what these do is not looked into.
       RuntimeError: if a worker is lost.
     """
     size = _size_of(source)
@@ -218,7 +219,9 @@ def _file_key(
             f'`cache_key`, such as `cache_key="{function}-1"`, and change that '
             "whenever the function changes."
         )
-    how = f"{len(source)} {cache_key} {sequences and list(sequences)}"
+    # A key names what measures: a function, or the default way beside changed data.
+    name = "" if cache_key is None else repr((function, cache_key))
+    how = f"{len(source)} {name} {sequences and list(sequences)}"
     return digest(how.encode(), contents(source).encode())
 
 

@@ -50,8 +50,8 @@ def read_csv(
         the file is not CSV in UTF-8; it names the line.
     """
     rows = _csv_rows(path, progress)
-    header = next(rows, (0, []))[1]
-    if not header:
+    _, header = next(rows, (0, None))
+    if header is None:
         raise empty(path)
     check_columns(path, header)
     if all(name.strip().isdecimal() for name in header):

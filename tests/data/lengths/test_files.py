@@ -348,6 +348,7 @@ def test_rows_of_parquet_are_numbered_through_all_batches(tmp_path):
         ("x.csv", b'x\n"3\n4\n', None, "is not CSV: unexpected end of data. Mend"),
         ("x.csv", b"x,x\n3,4\n", None, "`x.csv` has several columns ['x']. Rename"),
         ("x.csv", b"3\n4\n", None, "begins with ['3'], and not with names of columns"),
+        ("x.csv", b"\nn\n1\n", None, "begins with [], and not with names of columns"),
         ("x.csv", b"x\n3\n\xff\n", None, "line 3 is not UTF-8 text"),
         (
             "x.csv",

@@ -377,3 +377,29 @@ def test_a_function_whose_lengths_are_kept_needs_a_name(tmp_path):
     for length_fn in (len, hash):
         found = measured(["ab"], length_fn=length_fn, cache=tmp_path, cache_key="1")
         assert found.tolist() == [2]
+
+
+def test_a_function_and_the_default_have_files_of_their_own(tmp_path):
+    source = [{"x": [0] * n} for n in (3, 1, 4)]
+
+    def measured(cache_key, length_fn=None):
+        return measure_lengths(
+            source,
+            length_fn=length_fn,
+            cache=tmp_path,
+            cache_key=cache_key,
+            progress=False,
+        ).tolist()
+
+    for _ in range(2):
+        assert measured("1") == measured(None) == [3, 1, 4]
+        assert measured("1", lambda example: 9) == [9, 9, 9]
+        assert measured("None", lambda example: 8) == [8, 8, 8]
+    assert len(list(tmp_path.glob("lengths-*.npy"))) == 4
+
+
+def test_the_file_of_the_default_has_the_name_that_it_always_had(tmp_path):
+    source = [{"x": [0] * n} for n in (3, 1, 4)]
+    measure_lengths(source, cache=tmp_path, progress=False)
+    (path,) = tmp_path.glob("lengths-*.npy")
+    assert path.name == "lengths-ac1f9cb8d1aa5d0b61e699e0e7a314b0.npy"
