@@ -247,9 +247,12 @@ class Watchdog:
             self._link = None
 
     def _linger(self) -> None:
-        """The store ends with process 0: until then the others may read why."""
+        """The store ends with process 0: until then the others may read why, and end.
+
+        jax aborts those that have not, without naming anyone.
+        """
         if self._store.index == 0:
-            time.sleep(1.5 * self._interval)
+            time.sleep(1.5 * self._interval + 2 * _SECONDS_TO_FAIL_TOO)
 
     def _end(self, failure: str) -> None:
         sentence = (
