@@ -118,7 +118,7 @@ class Watchdog:
         self._failure = self._name_failure(reason)
         self._waker.send(b"\0")
         self._published.wait(self._interval + _SECONDS_TO_PUBLISH)
-        self._linger()
+        self._linger(2 * _SECONDS_TO_FAIL_TOO)
 
     def wait_for_failure(self) -> None:
         """Returns only if no other process is lost: otherwise this one is ended."""
@@ -172,7 +172,7 @@ class Watchdog:
         self._failure = self._failure or self._name_failure(reason)
         with contextlib.suppress(Exception):
             self._publish(self._failure)
-        self._linger()
+        self._linger(2 * _SECONDS_TO_FAIL_TOO)
         exit_now(1, f"process {self._store.index} ends because it {reason}")
 
     def _arm(self) -> None:
@@ -246,13 +246,13 @@ class Watchdog:
             self._link.close()
             self._link = None
 
-    def _linger(self) -> None:
+    def _linger(self, longer: float = 0.0) -> None:
         """The store ends with process 0: until then the others may read why, and end.
 
         jax aborts those that have not, without naming anyone.
         """
         if self._store.index == 0:
-            time.sleep(1.5 * self._interval + 2 * _SECONDS_TO_FAIL_TOO)
+            time.sleep(1.5 * self._interval + longer)
 
     def _end(self, failure: str) -> None:
         sentence = (
