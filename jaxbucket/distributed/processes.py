@@ -26,7 +26,7 @@ from jaxbucket.distributed.differences import differences, list_processes
 from jaxbucket.distributed.environment import Settings, read_settings
 from jaxbucket.distributed.exit import exit_now, print_to_stderr
 from jaxbucket.distributed.store import Store
-from jaxbucket.distributed.watchdog import Watchdog
+from jaxbucket.distributed.watchdog import Watchdog, describe_error
 
 # What of jax's configuration makes for other numbers, or other collectives.
 _CONFIG = (
@@ -48,7 +48,6 @@ _SECONDARY_ERRORS = {
     *("ABORTED", "CANCELLED", "DATA_LOSS", "DEADLINE_EXCEEDED"),
     *("FAILED_PRECONDITION", "INTERNAL", "UNAVAILABLE", "UNKNOWN"),
 }
-_MAX_MESSAGE = 500
 
 
 class Processes:
@@ -86,13 +85,15 @@ class Processes:
       store: what they write to one another; only where they are several.
 
     Raises:
-      ValueError: if some of the three are missing or wrong, or a timeout is too short;
-        on entering, if the port is in use, or `num_processes` is not the same in all.
+      ValueError: if some of the three are missing or wrong, or a timeout is too short
+        or not finite; on entering, if the port is in use, `num_processes` is not the
+        same in all, or an earlier context has connected this process.
     """
 
     index: int = 0
     count: int = 1
     store: Store
+    _has_disconnected = False
 
     def __init__(
         self,
@@ -103,16 +104,7 @@ class Processes:
         timeout: float = 60.0,
         start_timeout: float = 300.0,
     ):
-        if not timeout >= _MIN_TIMEOUT:
-            raise ValueError(
-                f"`timeout={timeout}` must be at least {_MIN_TIMEOUT:g} s: a process "
-                "that is only busy is not lost."
-            )
-        if not start_timeout > 0:
-            raise ValueError(
-                f"`start_timeout={start_timeout}` must be positive: so many seconds "
-                "may pass between the first process and the last."
-            )
+        _check_timeouts(timeout, start_timeout)
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._settings = None
@@ -136,6 +128,12 @@ class Processes:
         return self
 
     def _connect(self, settings: Settings) -> None:
+        if Processes._has_disconnected:
+            raise ValueError(
+                "`Processes` was entered before, and jax connects a process only once: "
+                "keep one context around all, or call `jax.distributed.initialize`, "
+                "which stays."
+            )
         if settings.process_id == 0:
             _check_port(settings.coordinator_address)
         jax.distributed.initialize(
@@ -180,6 +178,7 @@ class Processes:
         if self._owns_connection:
             # Or jax would do it when they exit, and each may take its time until then.
             jax.distributed.shutdown()
+            Processes._has_disconnected = True
             _return_sigterm()
 
     def _fail(self, watchdog: Watchdog, error: BaseException) -> None:
@@ -194,7 +193,12 @@ class Processes:
         late.start()
 
     def at_end(self, callback: Callable[[], None]) -> None:
-        """Calls a function at the end of the context, before this process leaves it."""
+        """Calls a function at the end of the context, before this process leaves it.
+
+        Args:
+          callback: called without arguments, in the order of the calls of `at_end`;
+            not where an error leaves the context, nor in a single process.
+        """
         self._callbacks.append(callback)
 
     def fail(self, error: BaseException) -> None:
@@ -202,6 +206,10 @@ class Processes:
 
         For an error that no other thread would hear of in time, such as of a file that
         is written beside the loop, for which all others wait. A single process goes on.
+
+        Args:
+          error: whose type and message the others are told. If it may come from the
+            loss of another process, they have `timeout` seconds to name that one.
         """
         if self._watchdog is not None:
             reason = self._report(self._watchdog, error)
@@ -220,8 +228,7 @@ class Processes:
             )
             with contextlib.suppress(KeyboardInterrupt):
                 watchdog.wait_for_failure()
-        message = " ".join(str(error).split())[:_MAX_MESSAGE]
-        reason = f"raised {type(error).__name__}: {message}"
+        reason = describe_error(error)
         watchdog.report_failure(reason)
         return reason
 
@@ -317,6 +324,26 @@ class Processes:
             )
 
 
+def _check_timeouts(timeout: float, start_timeout: float) -> None:
+    if not timeout >= _MIN_TIMEOUT:
+        raise ValueError(
+            f"`timeout={timeout}` must be at least {_MIN_TIMEOUT:g} s: a process "
+            "that is only busy is not lost."
+        )
+    if not start_timeout > 0:
+        raise ValueError(
+            f"`start_timeout={start_timeout}` must be positive: so many seconds "
+            "may pass between the first process and the last."
+        )
+    times = {"timeout": timeout, "start_timeout": start_timeout}
+    for name, value in times.items():
+        if math.isinf(value):
+            raise ValueError(
+                f"`{name}={value}` must be finite, because jax counts its seconds: "
+                f"give a number, such as `{name}=86400` for a day."
+            )
+
+
 def _check_port(address: str) -> None:
     """Because jax may crash where it cannot listen to the port."""
     try:
@@ -344,7 +371,10 @@ def _may_be_secondary(error: BaseException | None) -> bool:
 
     jax gives it as one error or the other; its text begins with the status code.
     """
-    while error is not None:
+    seen: set[int] = set()
+    # Errors can be each other's cause.
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):
             if str(error).partition(":")[0] in _SECONDARY_ERRORS:
                 return True

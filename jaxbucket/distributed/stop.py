@@ -82,6 +82,9 @@ class StopRequest:
         In several processes the answer comes some steps after the signal, and is the
         same in all of them.
 
+        Whoever else registers steps with jax's preemption service, as Orbax does, must
+        use the same numbers, because the service counts them all as one.
+
         Args:
           step: the number of the step, one higher from call to call.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import socket
+from typing import Any
 
 import jax
 
@@ -45,6 +46,7 @@ class Store:
         # `jax.process_index()` would start the backend.
         self.index: int = distributed.global_state.process_id
         self.count: int = distributed.global_state.num_processes
+        self._addresses: list[tuple[Any, ...]] = []
 
     def set(self, key: str, value: str) -> None:
         """Sets a key, whether it was set before or not."""
@@ -93,13 +95,41 @@ class Store:
         now = datetime.datetime.now(datetime.UTC)
         self._client.key_value_set(_NOTICE, now.isoformat(), allow_overwrite=True)
 
-    def connect(self, timeout: float) -> socket.socket | None:
-        """Returns a connection to process 0, which the system closes when it ends."""
+    def resolve(self) -> None:
+        """Looks up the addresses of process 0; a slow name server takes its time."""
         address = str(distributed.global_state.coordinator_address)
         host, _, port = address.rpartition(":")
         with contextlib.suppress(OSError):
-            return socket.create_connection((host.strip("[]"), int(port)), timeout)
+            self._addresses = socket.getaddrinfo(
+                host.strip("[]"), int(port), type=socket.SOCK_STREAM
+            )
+
+    def connect(self, timeout: float) -> socket.socket | None:
+        """Returns a connection to process 0, which the system closes when it ends.
+
+        It asks no name server. None where `resolve` found no address that answers.
+
+        Args:
+          timeout: seconds to wait for each address, until one has answered.
+        """
+        for entry in self._addresses:
+            with contextlib.suppress(OSError):
+                connection = _connect(entry, timeout)
+                self._addresses = [entry]
+                return connection
         return None
+
+
+def _connect(entry: tuple[Any, ...], timeout: float) -> socket.socket:
+    family, kind, protocol, _, address = entry
+    connection = socket.socket(family, kind, protocol)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(address)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def has_preemption_service() -> bool:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import select
+import selectors
 import socket
 import sys
 import threading
 import time
+import traceback
 from typing import NamedTuple
 
 import jax
@@ -39,6 +40,7 @@ _BEATS_TO_JUDGE = 3
 _SECONDS_TO_CONNECT = 1.0
 # jax's service closes a connection that says nothing after 60 s.
 _SECONDS_TO_RENEW = 20.0
+_MAX_MESSAGE = 500
 # Of faulthandler, where there is no file to print to.
 _NO_FILE = AttributeError, OSError, ValueError, RuntimeError
 
@@ -77,14 +79,19 @@ class Watchdog:
         self._link: socket.socket | None = None
         self._renewal = 0.0
         self._wake, self._waker = socket.socketpair()
+        # `select.select` takes no descriptor from 1024 on.
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._enabled_faulthandler = False
         self._thread = threading.Thread(
             target=self._run, name="jaxbucket watchdog", daemon=True
         )
 
     def start(self) -> None:
-        # jax may abort a process that hangs, which then says where.
-        with contextlib.suppress(*_NO_FILE):
-            faulthandler.enable()
+        # By the thread, it would keep the first beats from being written.
+        if self._store.index:
+            self._store.resolve()
+        self._enable_faulthandler()
         # It may hang before its first beat.
         self._arm()
         self._thread.start()
@@ -95,7 +102,10 @@ class Watchdog:
         self._waker.send(b"\0")
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
+        if self._enabled_faulthandler:
+            faulthandler.disable()
         self._disconnect()
+        self._selector.close()
         self._wake.close()
         self._waker.close()
 
@@ -105,10 +115,10 @@ class Watchdog:
         Args:
           reason: what follows "process 3 (host, pid 7)".
         """
-        self._failure = f"process {self._store.index} ({self._beat.name}) {reason}"
+        self._failure = self._name_failure(reason)
         self._waker.send(b"\0")
         self._published.wait(self._interval + _SECONDS_TO_PUBLISH)
-        self._linger()
+        self._linger(2 * _SECONDS_TO_FAIL_TOO)
 
     def wait_for_failure(self) -> None:
         """Returns only if no other process is lost: otherwise this one is ended."""
@@ -121,20 +131,49 @@ class Watchdog:
     def _judge(self) -> _Beat:
         return self._peers[0] if self._store.index else self._beat
 
+    def _name_failure(self, reason: str) -> str:
+        return f"process {self._store.index} ({self._beat.name}) {reason}"
+
+    def _enable_faulthandler(self) -> None:
+        """jax may abort a process that hangs, which then says where."""
+        # Whoever has enabled it may have given it a file.
+        if not faulthandler.is_enabled():
+            with contextlib.suppress(*_NO_FILE):
+                faulthandler.enable()
+                self._enabled_faulthandler = True
+
     def _run(self) -> None:
-        while not self._over.is_set():
-            self._arm()
-            beats = self._read_beats()
-            failure = self._failure or self._find_failure(beats)
-            # Setting a key waits for ever where process 0 is stopped.
-            if beats or self._store.index == 0:
-                self._publish(failure)
-            if failure and not self._failure:
-                time.sleep(_SECONDS_TO_FAIL_TOO)
-                if not self._failure:
-                    self._linger()
-                    self._end(failure)
-            self._pause()
+        try:
+            while not self._over.is_set():
+                self._watch_once()
+        except Exception as error:
+            # After the end the others are left alone, whatever happens.
+            if not self._over.is_set():
+                self._give_up(error)
+
+    def _watch_once(self) -> None:
+        self._arm()
+        beats = self._read_beats()
+        failure = self._failure or self._find_failure(beats)
+        # Setting a key waits for ever where process 0 is stopped.
+        if beats or self._store.index == 0:
+            self._publish(failure)
+        if failure and not self._failure:
+            time.sleep(_SECONDS_TO_FAIL_TOO)
+            if not self._failure:
+                self._linger()
+                self._end(failure)
+        self._pause()
+
+    def _give_up(self, error: Exception) -> None:
+        """Ends this process by an error of this thread, before its silence does."""
+        traceback.print_exception(error)
+        reason = describe_error(error, " in its watchdog")
+        self._failure = self._failure or self._name_failure(reason)
+        with contextlib.suppress(Exception):
+            self._publish(self._failure)
+        self._linger(2 * _SECONDS_TO_FAIL_TOO)
+        exit_now(1, f"process {self._store.index} ends because it {reason}")
 
     def _arm(self) -> None:
         """Has this process ended from C, with all stacks, if no beat follows."""
@@ -183,11 +222,8 @@ class Watchdog:
     def _pause(self) -> None:
         """Waits for the next beat, or for process 0 to end."""
         if self._store.index and time.monotonic() > self._renewal:
-            self._disconnect()
-            self._renewal = time.monotonic() + _SECONDS_TO_RENEW
-            self._link = self._store.connect(_SECONDS_TO_CONNECT)
-        connections = [self._wake, *([self._link] if self._link else [])]
-        ready, _, _ = select.select(connections, [], [], self._interval)
+            self._connect()
+        ready = [key.fileobj for key, _ in self._selector.select(self._interval)]
         if self._wake in ready:
             self._wake.recv(1)
         if self._link in ready and _is_closed(self._link):
@@ -197,15 +233,26 @@ class Watchdog:
                 name = self._peers[0].name
                 self._end(f"process 0 ({name}) cannot be reached any more")
 
+    def _connect(self) -> None:
+        self._disconnect()
+        self._renewal = time.monotonic() + _SECONDS_TO_RENEW
+        self._link = self._store.connect(_SECONDS_TO_CONNECT)
+        if self._link is not None:
+            self._selector.register(self._link, selectors.EVENT_READ)
+
     def _disconnect(self) -> None:
         if self._link is not None:
+            self._selector.unregister(self._link)
             self._link.close()
             self._link = None
 
-    def _linger(self) -> None:
-        """The store ends with process 0: until then the others may read why."""
+    def _linger(self, longer: float = 0.0) -> None:
+        """The store ends with process 0: until then the others may read why, and end.
+
+        jax aborts those that have not, without naming anyone.
+        """
         if self._store.index == 0:
-            time.sleep(1.5 * self._interval)
+            time.sleep(1.5 * self._interval + longer)
 
     def _end(self, failure: str) -> None:
         sentence = (
@@ -213,6 +260,12 @@ class Watchdog:
             "again, to go on from the last checkpoint."
         )
         exit_now(EXIT_STATUS, sentence)
+
+
+def describe_error(error: BaseException, where: str = "") -> str:
+    """Returns what follows the name of a process in `report_failure`."""
+    message = " ".join(str(error).split())[:_MAX_MESSAGE]
+    return f"raised {type(error).__name__}{where}: {message}"
 
 
 def _is_closed(connection: socket.socket | None) -> bool:

@@ -65,6 +65,16 @@ SLOW_FAULTS = {
     "stopped coordinator": (0, "os.kill(os.getpid(), signal.SIGSTOP)", "no sign of"),
     # It holds Python's lock: of its threads none runs, but the store still answers.
     "hung coordinator": (0, "ctypes.PyDLL(None).usleep(10**8)", "no sign of life"),
+    "worker that watches no more": (
+        1,
+        "processes._watchdog._pause = lambda: 1 / 0; time.sleep(100)",
+        "raised ZeroDivisionError in its watchdog: division by zero",
+    ),
+    "coordinator that watches no more": (
+        0,
+        "processes._watchdog._pause = lambda: 1 / 0; time.sleep(100)",
+        "raised ZeroDivisionError in its watchdog: division by zero",
+    ),
     "hung worker": (1, "ctypes.PyDLL(None).usleep(10**8)", "no sign of life"),
 }
 

@@ -1,12 +1,16 @@
 """Processes: one of them, and real ones that meet, agree and end together."""
 
+import math
 import re
 import socket
+import types
+from typing import Any
 
 import jax
 import pytest
 
 import jaxbucket as jb
+from jaxbucket.distributed import processes as module
 
 TIMEOUT = 4.0
 
@@ -95,6 +99,139 @@ def test_a_port_in_use_is_named():
         message = f"`coordinator_address='{address}'`: its port cannot be listened to"
         with pytest.raises(ValueError, match=message), jb.Processes(address, 2, 0):
             pass
+
+
+@pytest.mark.parametrize("name", ["timeout", "start_timeout"])
+def test_a_timeout_without_end_is_refused(name):
+    arguments: dict[str, Any] = {name: math.inf}
+    with pytest.raises(ValueError, match=f"`{name}=inf` must be finite"):
+        jb.Processes("127.0.0.1:1", 2, 0, **arguments)
+
+
+def errors_in_a_cycle(message: str) -> ValueError:
+    first, second = KeyError("mine"), ValueError(message)
+    first.__cause__, second.__cause__ = second, first
+    return second
+
+
+def test_errors_that_are_each_others_cause_are_looked_at_once():
+    first = errors_in_a_cycle("row 7").__cause__
+    assert not module._may_be_secondary(first)
+    first = errors_in_a_cycle("UNAVAILABLE: closed").__cause__
+    assert module._may_be_secondary(first)
+
+
+# One process that takes itself for one of several
+
+
+class FakeStore:
+    """What process 0 says of its `count`, and nobody to wait for."""
+
+    index, count, said = 1, 3, "3"
+
+    def __init__(self, folder: str):
+        pass
+
+    def get(self, key: str, timeout: float) -> str:
+        return self.said
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def increment(self, key: str) -> int:
+        return self.count
+
+    def below(self, folder: str) -> dict[str, str]:
+        return {str(index): "" for index in range(self.count)}
+
+    def delete(self, key: str) -> None:
+        pass
+
+
+class FakeWatchdog:
+    def __init__(self, *arguments: Any):
+        self.failure = ""
+        self.has_waited = False
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def wait_for_failure(self) -> None:
+        self.has_waited = True
+
+    def report_failure(self, reason: str) -> None:
+        self.failure = reason
+
+
+@pytest.fixture(name="fake")
+def fake_fixture(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """In the place of jax's connection, and of all that ends this process."""
+    fake = types.SimpleNamespace(is_connected=False, ends=[], left=[])
+
+    def connect(*args: Any, **kwargs: Any) -> None:
+        fake.is_connected = True
+
+    def disconnect() -> None:
+        fake.is_connected = False
+
+    monkeypatch.setattr(jax.distributed, "initialize", connect)
+    monkeypatch.setattr(jax.distributed, "shutdown", disconnect)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: fake.is_connected)
+    monkeypatch.setattr(module, "Store", FakeStore)
+    monkeypatch.setattr(module, "Watchdog", FakeWatchdog)
+    monkeypatch.setattr(module, "exit_now", lambda *args: fake.ends.append(args))
+    monkeypatch.setattr(
+        jb.Processes, "_fail", lambda *args: fake.left.append(str(args[-1]))
+    )
+    monkeypatch.setattr(jb.Processes, "_has_disconnected", False)
+    return fake
+
+
+def test_a_second_context_that_would_connect_again_is_refused(fake):
+    processes = jb.Processes("127.0.0.1:1", 3, 1)
+    with processes:
+        assert processes.count == 3
+    assert not fake.is_connected
+    for again in (processes, jb.Processes("127.0.0.1:1", 3, 1)):
+        message = "`Processes` was entered before.* keep one context around all"
+        with pytest.raises(ValueError, match=message), again:
+            pass
+
+
+def test_where_others_have_connected_them_a_second_context_is_none_too_many(fake):
+    fake.is_connected = True
+    for _ in range(2):
+        with jb.Processes():
+            pass
+    assert fake.is_connected
+
+
+def test_another_count_than_in_process_0_is_refused(fake, monkeypatch):
+    monkeypatch.setattr(FakeStore, "said", "2")
+    message = "`num_processes` is 2 in process 0, 3 in process 1"
+    with pytest.raises(ValueError, match=message):
+        jb.Processes("127.0.0.1:1", 3, 1).__enter__()
+    (left,) = fake.left
+    assert message in left
+
+
+@pytest.mark.parametrize("text", ["UNAVAILABLE: closed", "row 7"])
+def test_an_error_of_which_another_may_be_the_cause_waits_for_it(fake, capfd, text):
+    with jb.Processes("127.0.0.1:1", 3, 1, timeout=7) as processes:
+        processes.fail(ValueError(text))
+    watchdog = processes._watchdog
+    assert isinstance(watchdog, FakeWatchdog)
+    assert watchdog.failure == f"raised ValueError: {text}"
+    assert fake.ends == [(1, f"process 1 ends because it raised ValueError: {text}")]
+    sentence = (
+        "jaxbucket: process 1 has met what the loss of another one may cause, and "
+        "waits 7 s to hear of one."
+    )
+    assert (sentence in capfd.readouterr().err) == watchdog.has_waited
+    assert watchdog.has_waited == text.startswith("UNAVAILABLE")
 
 
 # Several

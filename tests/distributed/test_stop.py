@@ -4,6 +4,8 @@ import re
 import signal
 import subprocess
 import sys
+import types
+from typing import Any, cast
 
 import pytest
 
@@ -65,6 +67,13 @@ def test_a_step_that_is_left_out_is_refused(step):
         else:
             with pytest.raises(ValueError, match=f"`step={step}` comes after 4: ask"):
                 stop.before(step)
+
+
+def test_without_the_service_several_processes_are_refused():
+    several = cast(Any, types.SimpleNamespace(count=2))
+    message = "leave `jax_enable_preemption_service` on"
+    with pytest.raises(ValueError, match=message), jb.StopRequest(several):
+        pass
 
 
 # They begin at the step of a resumed run, and are up to two steps apart.
