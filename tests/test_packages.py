@@ -120,7 +120,7 @@ def test_imports_only_go_down():
 
 def test_the_readme_has_the_table():
     readme = (ROOT.parent / "README.md").read_text()
-    table = readme.partition("## What is where")[2]
+    table = readme.partition("| package | purpose |")[2]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [
         name for name in PACKAGES if name != "__main__"
     ]
