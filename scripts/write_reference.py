@@ -15,7 +15,7 @@ PREAMBLE = """\
 # Reference
 
 Every public name and the first sentence of its docstring; `help(jb.plan_buckets)` shows
-the rest. The names of the ordinary training loop are at `jb`, as well as in their package.
+the rest. The names of the ordinary training loop are at `jb` as well.
 This page is written by `python scripts/write_reference.py`.
 """
 
