@@ -159,7 +159,7 @@ def measure_lengths(
         return _cached_lengths(folder, key, size, fill_share, group)
     if processes is not None and processes.count > 1:
         raise ValueError(
-            "`processes` requires `cache`: the processes exchange their lengths through "
+            "`processes` requires `cache`: the processes exchange lengths through "
             "files. Pass a folder that all of them can access."
         )
     lengths = np.zeros(size, np.int32)

@@ -98,8 +98,8 @@ def _in_workers(
         if any(worker.exitcode == MISSING_GUARD for worker in workers):
             raise RuntimeError(missing_guard_message("measure_lengths(...)")) from None
         raise RuntimeError(
-            "A worker process died, possibly for lack of memory. Run again; with `cache` "
-            "the run resumes from the examples that were already measured."
+            "A worker process died, possibly for lack of memory. Run again; with "
+            "`cache`, the examples that were already measured are not measured again."
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
