@@ -191,7 +191,7 @@ class BatchDataset(grain.MapDataset[Any]):
         return _position(self._reader, step)
 
     def resume(self, position: DataPosition) -> BatchDataset:
-        """Returns the rest of a run, bit for bit the same, from a saved position."""
+        """Returns the rest of a run, bit for bit the same, from a saved position.
 
         Example:
           >>> from jaxbucket import BatchSchedule, plan_buckets

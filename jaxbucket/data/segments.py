@@ -9,7 +9,7 @@ from jaxbucket.base.buckets import Bucket
 
 
 def row_segments(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the segment ids and positions of packed rows."""
+    """Returns the segment ids and positions of packed rows.
 
     Example:
       >>> ids, positions = row_segments(np.array([[2, 1], [3, 0]]), seq_len=4)
