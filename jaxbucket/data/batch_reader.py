@@ -29,8 +29,8 @@ from jaxbucket.data.source import (
     check_measured,
     check_sequences,
     contents,
+    raise_length_changed,
     read_example,
-    refuse_changed,
 )
 from jaxbucket.data.transform import Transform, apply_transform
 from jaxbucket.schedule.base import Schedule
@@ -197,14 +197,14 @@ class BatchReader:
         self, index: int, name: str, length: int, measured: int, step: int
     ) -> NoReturn:
         if self.transform is None:
-            refuse_changed(index, length, measured)
+            raise_length_changed(index, length, measured)
         try:
             before = self._lengths(self.source[index])[name]
         except Exception:
             # The untransformed example may have different features.
             before = measured
         if before != measured:
-            refuse_changed(index, before, measured, ", before `transform`,")
+            raise_length_changed(index, before, measured, ", before `transform`,")
         raise ValueError(
             f"`transform` changed the length of `source[{index}]`, for step {step}, "
             f"from {measured} to {length}, but its batch was planned for {measured}. "
