@@ -143,7 +143,7 @@ class ChunkSource(PartSource):
 
     @functools.cached_property
     def _origin(self) -> tuple[np.ndarray, np.ndarray]:
-        """The example of each chunk `[M]`, and the first chunk of each example `[N]`."""
+        """`[M]` the example of each chunk; `[N]` the first chunk of each example."""
         counts = chunk_counts(self._example_lengths, self.max_seq_len)
         # int32 halves the memory of this array, which has an entry for each chunk.
         dtype = np.int32 if len(counts) <= MAX_LENGTH else np.int64
