@@ -94,7 +94,7 @@ class ConcatSource(PartSource):
         self.lengths.setflags(write=False)
         ranks = np.searchsorted(ends, starts, side="right")
         self._examples = order[ranks]
-        self._starts = starts - (ends[ranks] - lengths[self._examples])
+        self._begins = starts - (ends[ranks] - lengths[self._examples])
         splits = np.append(np.searchsorted(starts, rows), len(starts))
         most = int(np.diff(splits).max())
         self.packing = Packing((seq_len,), self.lengths, splits, most)
@@ -105,10 +105,10 @@ class ConcatSource(PartSource):
         )
 
     def _spans(self, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self._examples[parts], self._starts[parts]
+        return self._examples[parts], self._begins[parts]
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """32 hex digits that identify the source and how it is split."""
-        parts = (self._examples.astype("<i8"), self._starts.astype("<i8"))
+        parts = (self._examples.astype("<i8"), self._begins.astype("<i8"))
         return digest(contents(self._source).encode(), *(x.data for x in parts))

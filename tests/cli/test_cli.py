@@ -175,7 +175,7 @@ def test_planning_by_command_needs_no_jax(files):
         (b"three\n", "x.txt", "`x.txt`, line 1: 'three' is not an integer"),
         (b"\xff\xfe", "x.txt", "`x.txt`, line 1 is not UTF-8 text"),
         (b"", "x.txt", "`x.txt` is empty. Pass a file with at"),
-        (b"3\n0\n", "x.txt", "`x.txt`, line 2: the length is 0, and not from 1"),
+        (b"3\n0\n", "x.txt", "`x.txt`, line 2: the length is 0, but must be from"),
         (b"9\n500\n", "x.txt", "`max_tokens=64` holds 0 rows of `seq_len=500`"),
     ],
 )
@@ -207,7 +207,7 @@ def test_text_has_no_column(files):
 
 def test_an_array_without_a_name_has_no_column(files):
     output = refused("plan", "lengths.npy", "--max-tokens", 500, "--column", "x")
-    assert "has one array, without a name" in output
+    assert "has one array without a name" in output
 
 
 def test_a_numpy_file_may_have_the_other_name(files):

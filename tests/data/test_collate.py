@@ -135,22 +135,34 @@ X = {"x": np.arange(3)}
         ([X] * 3, {}, "`rows` has 3 entries, but bucket [2, 4] has 2 rows"),
         ([None], {}, "All rows are empty. Pass `like=`"),
         ([], {}, "All rows are empty. Pass `like=`"),
-        ([X, {"x": np.arange(5)}], {}, "Row 1 has length 5, beyond `seq_len=4`. Put"),
+        ([X, {"x": np.arange(5)}], {}, "Row 1 has length 5, beyond `seq_len=4`. Use"),
         ([X, {"x": np.arange(0)}], {}, "Row 1 has length 0. Remove empty examples"),
-        ([X, {"y": np.arange(3)}], {}, "Row 1 has features ['y'], others have ['x']"),
+        (
+            [X, {"y": np.arange(3)}],
+            {},
+            "Row 1 has features ['y'], but others have ['x']",
+        ),
         (
             [X, {"x": np.ones(3)}],
             {},
-            "Row 1: feature 'x' is float64[3], in the first exa",
+            "Row 1: feature 'x' is float64[3], but int64[3] in the",
         ),
-        ([X, {"x": np.ones((3, 2), int)}], {}, "Row 1: feature 'x' is int64[3, 2], in"),
+        (
+            [X, {"x": np.ones((3, 2), int)}],
+            {},
+            "Row 1: feature 'x' is int64[3, 2], but",
+        ),
         ([X, {"x": 5}], {}, "Row 1: feature 'x' is int64[]"),
         ([{"x": [1], "y": [1, 2]}], {}, "different lengths, {'x': 1, 'y': 2}. Name"),
-        ([{"label": 5}], {}, "The example ['label'] has no sequence. Give it an array"),
-        ([X], {"sequences": []}, "has no sequence. Name at least one in `sequences`"),
+        ([{"label": 5}], {}, "The example ['label'] has no sequence feature. Add a"),
+        (
+            [X],
+            {"sequences": []},
+            "has no sequence feature. Name at least one in `sequences`",
+        ),
         ([X], {"sequences": ["z"]}, "`sequences=['z']`: ['z'] are not arrays with a"),
         ([{"x": [1], "n": 3}], {"sequences": ["n"]}, "['n'] are not arrays with a"),
-        ([X], {"like": {"y": [1]}}, "Row 0 has features ['x'], others have ['y']"),
+        ([X], {"like": {"y": [1]}}, "Row 0 has features ['x'], but others have ['y']"),
     ],
 )
 def test_invalid_rows_are_refused(rows, options, message):
@@ -244,7 +256,7 @@ def test_a_pad_value_for_a_feature_that_is_not_padded_is_refused(pad_value, mess
 def test_a_ragged_feature_is_named_with_its_row(row):
     rows = [{"x": [[1, 2]], "label": 1}] * 3
     rows[row] = {"x": [[1, 2], [3]], "label": 1}
-    message = f"Row {row}: feature 'x' is ragged, so that it is not an array. Give all"
+    message = f"Row {row}: feature 'x' is ragged, so it cannot be an array. Give all"
     with pytest.raises(ValueError, match=re.escape(message)):
         collate_rows(rows, Bucket(3, 4))
     with pytest.raises(ValueError, match="Feature 'x' is ragged"):
@@ -293,6 +305,6 @@ def test_times_are_refused(dtype):
 def test_text_and_objects_are_refused(value):
     rows = [{"x": [1], "name": value}] * 2
     with pytest.raises(
-        ValueError, match="Feature 'name' is text or an object, .*leave"
+        ValueError, match="Feature 'name' is text or an object, .*Remove"
     ):
         collate_rows(rows, Bucket(2, 4))

@@ -116,7 +116,7 @@ def test_batches_from_a_hugging_face_dataset():
     [
         (
             [{"x": np.array([70000], np.int32)}],
-            "'x' is int32.* in the first example uint16",
+            "'x' is int32.*, but uint16.* in the first example",
         ),
         ([{"x": np.zeros((1, 3), np.uint16)}], r"'x' is uint16\[1, 3\]"),
         (

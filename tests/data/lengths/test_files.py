@@ -455,9 +455,9 @@ def test_a_missing_column_is_refused(tmp_path, name):
         WRITERS[name][0](tmp_path / name, [1, 2])
     has_columns = name == "x.npz" or WRITERS[name][1]
     message = (
-        "['id', 'x']: name one of them by `--column`"
+        "has columns ['id', 'x']. Choose one by `--column`"
         if has_columns
-        else ("has no columns. Remove `--column y`")
+        else "has no columns. Remove `--column y`"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         read_lengths(tmp_path / name, "y")
@@ -541,7 +541,7 @@ def test_a_path_that_is_not_a_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is a folder. Pass the path of a file"):
         read_lengths(tmp_path)
     for name in ("x.txt", "x.npy", "x.csv", "x.parquet", "x.array_record"):
-        message = "cannot be read: No such file or directory. Name another file"
+        message = "cannot be read: No such file or directory. Pass a different file"
         with pytest.raises(ValueError, match=message):
             read_lengths(tmp_path / name)
 
@@ -665,19 +665,19 @@ def test_a_source_with_lengths_is_not_read(module, tmp_path):
     ("function", "column", "message"),
     [
         ("nothing", None, "returned None. Return a random-access source"),
-        ("dictionary", None, "returns {'x': 1}. Return a source"),
-        ("text", None, "returns 'abc'. Return a source"),
+        ("dictionary", None, "returned {'x': 1}. Return a random"),
+        ("text", None, "returned 'abc'. Return a random"),
         ("fails", None, "raised RuntimeError: two lines. Fix the function"),
         ("leaves", None, "raised SystemExit: 3. Fix the function"),
-        ("asks", None, "raises TypeError: asks() missing 1 required"),
-        ("empty", None, "`source` is empty: there is no example to measure"),
+        ("asks", None, "raised TypeError: asks() missing 1 required"),
+        ("empty", None, "`source` is empty. Pass a source with at least"),
         ("dry", None, "it returned no examples. Return"),
         ("floats", None, "`lengths[0]=1.5` is not an integer"),
         ("breaks", "x", "its iterable raised KeyError: 'gone'. Fix"),
         ("texts", None, "`source[0]`: 'ééé' is a text. Measure it with `jaxbucket"),
         ("texts", "x", "'ééé' is not a dict. Remove `--column x`"),
         ("both", "y", "it has features ['x', 'text', 'id'], but no 'y'"),
-        ("LENGTHS", None, "is [3, 1, 4, 1, 5]. Name a function"),
+        ("LENGTHS", None, "is [3, 1, 4, 1, 5], not a function. Pass the name"),
         (
             "sources",
             None,
