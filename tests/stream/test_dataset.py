@@ -1394,7 +1394,7 @@ def test_an_example_without_a_length_is_refused_with_its_place():
     for options, message in [
         (
             {},
-            "Example 2 of epoch 0 of the stream: The example ['y'] has no sequence feature.",
+            "Example 2 of epoch 0 of the stream: The example ['y'] has no sequence",
         ),
         (
             {"sequences": ["x"]},
