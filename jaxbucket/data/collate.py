@@ -132,9 +132,9 @@ def collate_rows(
                 start, seq_len = int(lengths[key][row].sum()), seq_lens[key]
                 end = start + common_length(arrays, names, row)
                 if end > seq_len and not truncate:
-                    of = "" if capacities is None else f" of {key!r}"
+                    suffix = "" if capacities is None else f" of {key!r}"
                     packed = max_segments is not None
-                    raise too_long_error(row, end, seq_len, of, packed)
+                    raise too_long_error(row, end, seq_len, suffix, packed)
                 end = min(end, seq_len)
                 for name in names:
                     features[name][row, start:end] = arrays[name][: end - start]

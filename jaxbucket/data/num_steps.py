@@ -1,4 +1,4 @@
-"""The first and the last step of a run."""
+"""Where a run starts and ends, in steps of its schedule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_end(num_steps: float | None, num_epochs: int | None) -> RunEnd | None:
     """Returns the end of a run, or None if neither argument is given.
 
     Raises:
-      ValueError: if both are given, or one is not a positive integer.
+      ValueError: if both are given, or the one given is not a valid number.
     """
     if num_steps is not None and num_epochs is not None:
         raise ValueError(

@@ -18,7 +18,7 @@ def check_rows(rows: ArrayLike, num_examples: int, bucket: Bucket) -> np.ndarray
       bucket: the shape (B, T).
 
     Raises:
-      ValueError: if `rows` does not have integers of such a shape and range.
+      ValueError: if the dtype, shape or values of `rows` are invalid.
     """
     rows = np.asarray(rows)
     if rows.dtype.kind not in "iu":
@@ -87,7 +87,7 @@ def span_lengths(
 
 
 def too_long_error(
-    row: int, length: int, seq_len: int, of: str = "", packed: bool = False
+    row: int, length: int, seq_len: int, suffix: str = "", packed: bool = False
 ) -> ValueError:
     """Returns the error for a row that is longer than T.
 
@@ -95,12 +95,12 @@ def too_long_error(
       row: index of the row in the batch.
       length: length of the row.
       seq_len: T.
-      of: suffix that names the sequence, such as " of 'inputs'".
+      suffix: text that names the sequence, such as " of 'inputs'".
       packed: whether rows hold several examples.
     """
     remedy = "Use a longer bucket, or pass `truncate=True`."
-    if packed or of:
+    if packed or suffix:
         remedy = "Put fewer examples into the row, or use longer rows."
     return ValueError(
-        f"Row {row} has length {length}{of}, beyond `seq_len={seq_len}`. {remedy}"
+        f"Row {row} has length {length}{suffix}, beyond `seq_len={seq_len}`. {remedy}"
     )
