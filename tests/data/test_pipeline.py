@@ -40,7 +40,7 @@ def assert_equal(a: Batch, b: Batch) -> None:
         assert x.tobytes() == y.tobytes()
 
 
-def job(seed: int = 0, **options) -> tuple[Source, BatchSchedule]:
+def make_job(seed: int = 0, **options) -> tuple[Source, BatchSchedule]:
     lengths = np.random.default_rng(seed).integers(1, 60, 150)
     plan = plan_buckets(lengths, max_tokens=960, num_buckets=3, batch_size_multiple=8)
     return Source(lengths), BatchSchedule(plan, lengths, seed=seed, **options)
@@ -92,7 +92,7 @@ def test_batches_of_real_lengths_have_buckets_of_the_plan(real_lengths):
     ],
 )
 def test_each_host_loads_its_rows_of_the_same_batches(hosts):
-    source, schedule = job()
+    source, schedule = make_job()
     whole = batch_dataset(source, schedule)
     shards = [RowShard(parts, 8) for parts in hosts]
     local = [batch_dataset(source, schedule, shard=shard) for shard in shards]
@@ -109,7 +109,7 @@ def test_each_host_loads_its_rows_of_the_same_batches(hosts):
 
 
 def test_only_the_examples_of_the_shard_are_read():
-    source, schedule = job()
+    source, schedule = make_job()
     shard = RowShard((1, 6), 8)
     dataset = batch_dataset(source, schedule, shard=shard)
     dataset[0]
@@ -123,7 +123,7 @@ def test_only_the_examples_of_the_shard_are_read():
 
 @pytest.mark.parametrize("order", ["shuffled", "source"])
 def test_resuming_at_any_step_gives_the_batches_of_the_whole_run(order):
-    source, schedule = job(order=order)
+    source, schedule = make_job(order=order)
     end = 2 * len(schedule) + 3
     whole = list(batch_dataset(source, schedule, num_steps=end))
     assert len(whole) == end
@@ -136,7 +136,7 @@ def test_resuming_at_any_step_gives_the_batches_of_the_whole_run(order):
 
 @pytest.mark.parametrize("start", [0, 7])
 def test_a_restored_iterator_checkpoint_continues_with_the_next_batch(start):
-    source, schedule = job()
+    source, schedule = make_job()
     dataset = batch_dataset(
         source, schedule, start_step=start, num_steps=len(schedule) + 5
     ).to_iter_dataset()
@@ -144,14 +144,14 @@ def test_a_restored_iterator_checkpoint_continues_with_the_next_batch(start):
 
 
 def test_the_state_of_the_iterator_is_one_integer():
-    iterator = iter(batch_dataset(*job()).to_iter_dataset())
+    iterator = iter(batch_dataset(*make_job()).to_iter_dataset())
     next(iterator)
     next(iterator)
     assert iterator.get_state() == {"next_index": 2}
 
 
 def test_a_run_ends_with_the_epoch_it_starts_in():
-    source, schedule = job()
+    source, schedule = make_job()
     size = len(schedule)
     assert len(batch_dataset(source, schedule)) == size
     assert len(batch_dataset(source, schedule, start_step=3)) == size - 3
@@ -160,14 +160,14 @@ def test_a_run_ends_with_the_epoch_it_starts_in():
 
 
 def test_elements_beyond_the_end_are_later_steps():
-    source, schedule = job()
+    source, schedule = make_job()
     dataset = batch_dataset(source, schedule)
     later = batch_dataset(source, schedule, start_step=len(schedule))
     assert_equal(dataset[len(dataset)], later[0])
 
 
 def test_the_dataset_supports_the_map_dataset_interface():
-    source, schedule = job()
+    source, schedule = make_job()
     dataset = batch_dataset(source, schedule)
     assert isinstance(dataset, grain.MapDataset)
     assert [b.bucket for b in dataset[2:6:2]] == [dataset[2].bucket, dataset[4].bucket]
@@ -181,7 +181,7 @@ def test_the_dataset_supports_the_map_dataset_interface():
 
 @pytest.mark.parametrize("wrap", [list, tuple, grain.MapDataset.source])
 def test_sources_of_every_kind_give_the_same_batches(wrap):
-    source, schedule = job()
+    source, schedule = make_job()
     other = wrap([source[index] for index in range(len(source))])
     np.testing.assert_array_equal(
         measure_lengths(other, length_fn=lambda x: len(x["tokens"]), progress=False),
@@ -216,14 +216,14 @@ def test_each_feature_may_have_its_own_pad_value():
 
 
 def test_a_source_of_a_different_size_is_refused():
-    source, schedule = job()
+    source, schedule = make_job()
     message = "`source` has 149 examples, but the schedule was made for 150 lengths. Me"
     with pytest.raises(ValueError, match=re.escape(message)):
         batch_dataset(Source(source.lengths[1:]), schedule)
 
 
 def test_an_example_that_changed_since_it_was_measured_is_refused():
-    source, schedule = job()
+    source, schedule = make_job()
     index = int(schedule[0].rows[0])
     source.lengths = source.lengths.copy()
     source.lengths[index] += 1
@@ -282,14 +282,14 @@ def test_a_source_may_reuse_its_arrays():
     ],
 )
 def test_invalid_arguments_are_named(arguments, message):
-    source, schedule = job()
+    source, schedule = make_job()
     with pytest.raises(ValueError, match=message):
         batch_dataset(**{"source": source, "schedule": schedule} | arguments)
 
 
 @pytest.mark.parametrize("first_step", [None, "3", -1, 0.5, 9])
 def test_a_position_with_a_damaged_first_step_is_refused(first_step):
-    source, schedule = job()
+    source, schedule = make_job()
     before = batch_dataset(source, schedule).position(3)
     position = batch_dataset(source, schedule.continue_with(before)).position(7)
     damaged = {**position.schedule, "first_step": first_step}
@@ -299,7 +299,7 @@ def test_a_position_with_a_damaged_first_step_is_refused(first_step):
 
 
 def test_a_shard_that_does_not_divide_a_bucket_is_refused():
-    source, schedule = job()
+    source, schedule = make_job()
     with pytest.raises(
         ValueError, match=r"cannot be cut into 3 equal parts.*Plan with"
     ):
@@ -310,21 +310,21 @@ def test_a_shard_that_does_not_divide_a_bucket_is_refused():
 def test_steps_in_the_wrong_order_are_refused(start, end):
     message = f"`start_step={start}` must be between 0 and the end of the run, `num_st"
     with pytest.raises(ValueError, match=re.escape(message)):
-        batch_dataset(*job(), start_step=start, num_steps=end)
+        batch_dataset(*make_job(), start_step=start, num_steps=end)
 
 
 @pytest.mark.parametrize("name", ["start_step", "num_steps"])
 @pytest.mark.parametrize("step", [1.5, 2.0, "2"])
 def test_steps_that_are_not_integers_are_refused(name, step):
     with pytest.raises(ValueError, match=re.escape(f"`{name}={step!r}` is not an int")):
-        batch_dataset(*job(), **{name: step})
+        batch_dataset(*make_job(), **{name: step})
 
 
 def test_an_invalid_index_is_refused():
     with pytest.raises(IndexError, match="`index=10+` is step 10+, which is beyond"):
-        batch_dataset(*job())[10**25]
+        batch_dataset(*make_job())[10**25]
     with pytest.raises(IndexError, match="`index=-1` must not be negative"):
-        batch_dataset(*job())[-1]
+        batch_dataset(*make_job())[-1]
 
 
 def test_a_bucket_may_have_one_row():
@@ -403,7 +403,7 @@ def test_a_position_beyond_the_end_of_the_run_is_refused():
 
 @pytest.mark.parametrize("is_continued", [False, True])
 def test_changes_are_reported_before_the_end_of_the_run(is_continued):
-    source, schedule = job(1)
+    source, schedule = make_job(1)
     if is_continued:
         schedule = schedule.continue_with(batch_dataset(source, schedule).position(500))
     position = batch_dataset(source, schedule, num_steps=900).position(900)

@@ -225,12 +225,14 @@ def test_the_fingerprint_depends_on_all_contents(tmp_path, examples):
 
 
 @pytest.mark.parametrize("name", ["tokens", "offsets", "label"])
-@pytest.mark.parametrize("cut", [1, 10**9])
-def test_a_truncated_file_is_refused(path, name, cut):
+@pytest.mark.parametrize("num_bytes", [1, 10**9])
+def test_a_truncated_file_is_refused(path, name, num_bytes):
     file = path / f"{name}.npy"
     size = file.stat().st_size
-    file.write_bytes(file.read_bytes()[:-cut])
-    message = rf"{name}.npy has {max(0, size - cut)} bytes, but {size} were written"
+    file.write_bytes(file.read_bytes()[:-num_bytes])
+    message = (
+        rf"{name}.npy has {max(0, size - num_bytes)} bytes, but {size} were written"
+    )
     with pytest.raises(ValueError, match=message):
         TokenFile(path)
 

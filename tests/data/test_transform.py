@@ -51,7 +51,7 @@ def assert_equal(a, b) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def micro_of(step) -> tuple[jb.Batch, ...]:
+def micro_batches_of(step) -> tuple[jb.Batch, ...]:
     return (step,) if isinstance(step, jb.Batch) else step
 
 
@@ -59,7 +59,7 @@ def examples_of(batch: jb.Batch, max_segments: int | None) -> list[dict]:
     return jb.data.unbatch(batch, sequences=SEQUENCES, max_segments=max_segments)
 
 
-def a_job(seed: int = 0, size: int = 90, **options):
+def make_job(seed: int = 0, size: int = 90, **options):
     lengths = np.random.default_rng(seed).integers(1, 30, size)
     plan = jb.plan_buckets(
         lengths, max_tokens=240, num_buckets=3, batch_size_multiple=4
@@ -67,7 +67,7 @@ def a_job(seed: int = 0, size: int = 90, **options):
     return lengths, jb.BatchSchedule(plan, lengths, seed=seed, **options)
 
 
-def a_packed_job():
+def make_packed_job():
     lengths = np.random.default_rng(5).integers(1, 30, 90)
     packing = jb.packing.pack(lengths, 40)
     plan = jb.plan_buckets(
@@ -77,11 +77,11 @@ def a_packed_job():
 
 
 JOBS = {
-    "shuffled": lambda: a_job(1),
-    "source": lambda: a_job(2, order="source"),
-    "micro-batches": lambda: a_job(3, accumulate=3),
-    "mixed": lambda: a_job(4, accumulate=2, group="mixed"),
-    "packed": a_packed_job,
+    "shuffled": lambda: make_job(1),
+    "source": lambda: make_job(2, order="source"),
+    "micro-batches": lambda: make_job(3, accumulate=3),
+    "mixed": lambda: make_job(4, accumulate=2, group="mixed"),
+    "packed": make_packed_job,
 }
 
 
@@ -161,7 +161,7 @@ def test_random_numbers_are_determined_by_epoch_and_index(job):
     drawn = [{}, {}]
     for step, batches in enumerate(dataset):
         epoch = schedule.epoch_at(step)
-        for batch in micro_of(batches):
+        for batch in micro_batches_of(batches):
             for example in examples_of(batch, schedule.max_segments):
                 index = int(example["index"])
                 rng = example_rng(schedule.seed, 0, epoch, index)
@@ -191,8 +191,10 @@ def test_shards_and_resumed_runs_have_the_rows_of_the_whole_run(job):
             for shard in shards
         ]
         for step in range(0, len(whole), 3):
-            every = [micro_of(part[step]) for part in parts]
-            for want, *local in zip(micro_of(batches[step]), *every, strict=True):
+            every = [micro_batches_of(part[step]) for part in parts]
+            for want, *local in zip(
+                micro_batches_of(batches[step]), *every, strict=True
+            ):
                 for shard, batch in zip(shards, local, strict=True):
                     rows = shard.rows(len(want.mask))
                     assert_equal(
@@ -209,7 +211,7 @@ def test_shards_and_resumed_runs_have_the_rows_of_the_whole_run(job):
 def test_token_files_chunks_and_concatenations_apply_the_transform_per_example(
     tmp_path,
 ):
-    lengths, schedule = a_job(8, order="source")
+    lengths, schedule = make_job(8, order="source")
     source = make_source(lengths)
     options = {"transform": noisy, "sequences": ["tokens", "noise"]}
     want = list(jb.batch_dataset(source, schedule, **options))
@@ -301,7 +303,7 @@ def test_repeated_examples_draw_new_numbers_each_time():
 
 
 def test_a_continued_run_draws_new_numbers():
-    lengths, schedule = a_job(1)
+    lengths, schedule = make_job(1)
     source = make_source(lengths)
     options = {"transform": noisy, "sequences": SEQUENCES}
     first = jb.batch_dataset(source, schedule, num_steps=40, **options)
@@ -484,7 +486,7 @@ def test_a_transform_that_is_not_callable_is_refused():
 
 
 def test_a_position_contains_the_name_of_the_transform():
-    lengths, schedule = a_job(1)
+    lengths, schedule = make_job(1)
     source = make_source(lengths)
     make = functools.partial(jb.batch_dataset, source, schedule, sequences=["tokens"])
     plain, transformed = make(), make(transform=noisy)
@@ -525,7 +527,7 @@ if __name__ == "__main__":
         for step, batch in enumerate(loaded):
             for name, value in dataset[step].features.items():
                 assert np.array_equal(value, batch.features[name]), (step, name)
-    print("all is well")
+    print("all equal")
 """
 
 
@@ -540,19 +542,19 @@ def test_workers_and_threads_draw_the_same_numbers(tmp_path: pathlib.Path):
         timeout=200,
         check=False,
     )
-    assert run.stdout.endswith("all is well\n"), run.stdout + run.stderr
+    assert run.stdout.endswith("all equal\n"), run.stdout + run.stderr
 
 
 # Streams
 
 
 def passage(example, rng):
-    """Takes a random slice of the tokens, some of them in place."""
+    """Modifies the tokens in place, and returns a random slice of them."""
     example["tokens"] += 1000
-    begin, end = np.sort(rng.integers(len(example["tokens"]), size=2)) + [0, 1]
+    start, end = np.sort(rng.integers(len(example["tokens"]), size=2)) + [0, 1]
     drawn = rng.integers(2**62)
     return {
-        "tokens": example["tokens"][begin:end],
+        "tokens": example["tokens"][start:end],
         "index": example["index"],
         "drawn": drawn,
     }
@@ -598,7 +600,7 @@ def test_streams_draw_by_epoch_and_place_and_resume_at_every_step(options, overl
     )
     drawn = []
     for batches in dataset:
-        for batch in micro_of(batches):
+        for batch in micro_batches_of(batches):
             examples = jb.data.unbatch(
                 batch, sequences=["tokens"], max_segments=dataset.max_segments
             )

@@ -131,7 +131,7 @@ def is_running(pid: int) -> bool:
     return state.split()[0] != "Z"
 
 
-UNGUARDED = {
+UNGUARDED_SCRIPTS = {
     "load": """
 import grain
 import jaxbucket as jb
@@ -147,10 +147,10 @@ print(jb.measure_lengths([{"x": [1]}] * 9, num_workers=2))
 }
 
 
-@pytest.mark.parametrize("name", UNGUARDED)
+@pytest.mark.parametrize("name", UNGUARDED_SCRIPTS)
 def test_a_missing_main_guard_is_reported_once(tmp_path, name):
     script = tmp_path / "script.py"
-    script.write_text(UNGUARDED[name])
+    script.write_text(UNGUARDED_SCRIPTS[name])
     output = tmp_path / "output"
     with output.open("w") as file:
         done = subprocess.run(
