@@ -168,14 +168,14 @@ def test_planning_by_command_needs_no_jax(files):
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
-        (b"", "x.npy", "`x.npy` is empty: there is no example"),
-        (b"", "x.npz", "`x.npz` is empty: there is no example"),
+        (b"", "x.npy", "`x.npy` is empty. Pass a file with at"),
+        (b"", "x.npz", "`x.npz` is empty. Pass a file with at"),
         (b"\x93NUMPY", "x.npy", "is not a complete numpy file"),
         (b"3\n4.5\n", "x.txt", "`x.txt`, line 2: '4.5' is not an integer"),
         (b"three\n", "x.txt", "`x.txt`, line 1: 'three' is not an integer"),
         (b"\xff\xfe", "x.txt", "`x.txt`, line 1 is not UTF-8 text"),
-        (b"", "x.txt", "`x.txt` is empty: there is no example"),
-        (b"3\n0\n", "x.txt", "`x.txt`, line 2: the length is 0, and not from 1"),
+        (b"", "x.txt", "`x.txt` is empty. Pass a file with at"),
+        (b"3\n0\n", "x.txt", "`x.txt`, line 2: the length is 0, but must be from"),
         (b"9\n500\n", "x.txt", "`max_tokens=64` holds 0 rows of `seq_len=500`"),
     ],
 )
@@ -195,19 +195,19 @@ def test_every_cut_numpy_file_is_refused(files):
 
 
 def test_an_array_that_is_not_there_is_named(files):
-    message = "has ['lengths', 'others']: name one of them by `--column`"
+    message = "has columns ['lengths', 'others']. Choose one by `--column`"
     assert message in refused("plan", "two.npz", "--max-tokens", 500)
     assert message in refused("plan", "two.npz", "--max-tokens", 500, "--column", "x")
 
 
 def test_text_has_no_column(files):
     output = refused("plan", "lengths.txt", "--max-tokens", 500, "--column", "x")
-    assert "has no columns: leave out `--column x`" in output
+    assert "has no columns. Remove `--column x`" in output
 
 
 def test_an_array_without_a_name_has_no_column(files):
     output = refused("plan", "lengths.npy", "--max-tokens", 500, "--column", "x")
-    assert "has one array, without a name" in output
+    assert "has one array without a name" in output
 
 
 def test_a_numpy_file_may_have_the_other_name(files):
@@ -553,7 +553,7 @@ def test_other_commands_read_the_same_files(corpus):
     found = run("report", "plan.json", "corpus.jsonl", "--column", "id", "--json")
     assert json.loads(found)["report"]["examples"] == len(TEXTS)
     output = refused("plan", "texts.txt", "--max-tokens", 500)
-    assert "measure them by `jaxbucket measure --unit`" in output
+    assert "measure texts with `jaxbucket measure --unit`" in output
 
 
 def test_the_summary_has_every_number(corpus):
@@ -591,16 +591,19 @@ def test_a_histogram_is_drawn(corpus, name):
     ("arguments", "message"),
     [
         (["nowhere.txt"], "`nowhere.txt` is not there. Name a file, or a function as"),
-        (["."], "`.` is a folder. Name a file in it"),
+        (["."], "`.` is a folder. Pass the path of a file"),
         (["nowhere:f"], "`nowhere:f`: nowhere cannot be imported: ModuleNotFoundError"),
-        (["json:nothing"], "`json:nothing`: json has no 'nothing', but ['detect_enc"),
-        (["texts.txt"], "is not an integer. Mend it; where these are texts, measure"),
-        (["corpus.jsonl"], "`corpus.jsonl` has ['text', 'id']: name one of them by"),
-        (["corpus.jsonl", "--column", "x"], "has ['text', 'id']: name one of them by"),
+        (["json:nothing"], "`json:nothing`: json has no 'nothing'. Choose one"),
+        (["texts.txt"], "is not an integer. Fix it, or measure texts"),
+        (["corpus.jsonl"], "`corpus.jsonl` has columns ['text', 'id']. Choose one by"),
+        (
+            ["corpus.jsonl", "--column", "x"],
+            "has columns ['text', 'id']. Choose one by",
+        ),
         (["texts.txt", "--length-fn", "len"], "`len` must be `module:function`"),
         (
             ["texts.txt", "--unit", "bytes", "--length-fn", "builtins:len"],
-            "`--unit bytes` and `--length-fn` both say",
+            "`--unit bytes` and `--length-fn` both define",
         ),
         (["texts.txt", "--num-workers", 2], "`--num-workers 2`: a file is read by one"),
         (["lengths.npy", "-o", "lengths.npy"], "would overwrite what this command"),
@@ -871,7 +874,7 @@ def test_python_objects_are_named_as_what_they_are(files, name):
     objects = np.array([[1], [2, 3]], dtype=object)
     (np.save if name == "x.npy" else np.savez)(name, objects)
     output = refused("measure", name)
-    assert f"`{name}` holds Python objects, and not numbers. Save the" in output
+    assert f"`{name}` contains Python objects instead of numbers. Save" in output
     assert "pickle" not in output
 
 
@@ -925,18 +928,18 @@ def ending(): return Ending(3)
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("huge", "`len(source)` raises OverflowError: cannot fit 'int' into an index"),
+        ("huge", "`len(source)` raised OverflowError: cannot fit 'int' into an index"),
         ("much", "MemoryError: Unable to allocate"),
-        ("negative", "`len(source)` raises ValueError: __len__() should return >= 0"),
-        ("broken", "`len(source)` raises TypeError: 'float' object cannot be inter"),
-        ("none", "`len(source)` raises TypeError: 'NoneType' object cannot be inter"),
+        ("negative", "`len(source)` raised ValueError: __len__() should return >= 0"),
+        ("broken", "`len(source)` raised TypeError: 'float' object cannot be inter"),
+        ("none", "`len(source)` raised TypeError: 'NoneType' object cannot be inter"),
         (
             "lost",
-            "`len(source)` raises KeyError: 'size'. Give a source whose `__len__`",
+            "`len(source)` raised KeyError: 'size'. Pass a source whose `__len__`",
         ),
-        ("empty", "`source` is empty: there is no example to measure"),
-        ("kind", "returns <class 'sizes.Source'>. Return a source with `len` and"),
-        ("odd", "Return a source with `len` and indices"),
+        ("empty", "`source` is empty. Pass a source with at least"),
+        ("kind", "returned <class 'sizes.Source'>. Return a random-access source"),
+        ("odd", "Return a random-access source, an"),
         ("ending", "SystemExit: 4"),
     ],
 )

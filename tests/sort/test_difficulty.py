@@ -378,7 +378,7 @@ def test_what_cannot_be_measured_is_named(tmp_path):
     measured_words(Words(3), tmp_path)
     (path,) = tmp_path.glob("difficulty-*.npy")
     os.truncate(path, 130)
-    with pytest.raises(ValueError, match="Delete the file, to measure again"):
+    with pytest.raises(ValueError, match="Delete the file to measure again"):
         measured_words(Words(3), tmp_path)
 
 

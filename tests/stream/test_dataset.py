@@ -1392,7 +1392,10 @@ def test_an_example_without_a_length_is_refused_with_its_place():
     examples = [{"x": [1]}, {"x": [2, 3]}, {"y": 3}]
     source = grain.MapDataset.source(examples).to_iter_dataset()
     for options, message in [
-        ({}, "Example 2 of epoch 0 of the stream: The example ['y'] has no sequence."),
+        (
+            {},
+            "Example 2 of epoch 0 of the stream: The example ['y'] has no sequence",
+        ),
         (
             {"sequences": ["x"]},
             "Example 2 of epoch 0 of the stream: `sequences=['x']`: ['x'] are not ",
