@@ -11,18 +11,18 @@ PLAN = BucketPlan((Bucket(8, 128), Bucket(2, 512)), max_tokens=1024)
 
 # Lengths -> what is said of them, wherever they come in.
 BAD_LENGTHS = {
-    "empty": ([], "`lengths` is empty: there is no example"),
+    "empty": ([], "`lengths` is empty: there are no examples"),
     "zero": ([3, 0], "`lengths[1]=0`: a length must be between 1"),
     "negative": ([3, 4, -7], "`lengths[2]=-7`: a length must be between 1"),
-    "nan": ([3.0, np.nan], "`lengths[1]=nan` is not an integer. Lengths count"),
-    "ragged": ([[1], [2, 3]], "`lengths` is ragged: pass one length per example"),
+    "nan": ([3.0, np.nan], "`lengths[1]=nan` is not an integer. Measure the"),
+    "ragged": ([[1], [2, 3]], "`lengths` is ragged. Pass one length per example"),
     "infinite": ([np.inf], "`lengths[0]=inf` is not an integer"),
     "fraction": ([2.0, 2.5], "`lengths[1]=2.5` is not an integer"),
     "float": ([2.0, 3.0], "dtype float64, not an integer dtype. Pass `lengths.astype"),
     "text": (["3"], "not an integer dtype"),
     "bool": ([True, False], "`lengths` has dtype bool"),
     "object": ([None, 3], "`lengths` has dtype object"),
-    "scalar": (5, "`lengths` has shape (); pass one length per example"),
+    "scalar": (5, "`lengths` has shape (). Pass one length per example"),
     "table": ([[1, 2]], "`lengths` has shape (1, 2)"),
     "huge": ([2**31], "`lengths[0]=2147483648`: a length must be between 1"),
     "uint64": (np.array([2**63], np.uint64), "`lengths[0]=9223372036854775808`"),
@@ -106,7 +106,7 @@ def test_assign_refuses_what_is_beyond_the_last_bucket():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"buckets": ()}, "`buckets` is empty: a plan needs at least one shape"),
+        ({"buckets": ()}, "`buckets` is empty. A plan needs at least one shape"),
         ({"max_tokens": 1023}, "Bucket [8, 128] holds 1024 tokens, more than `max_t"),
         ({"max_tokens": 0}, "`max_tokens=0` must be a positive integer"),
         ({"max_tokens": 1e6}, "`max_tokens=1000000.0` is not an integer"),
@@ -116,8 +116,8 @@ def test_assign_refuses_what_is_beyond_the_last_bucket():
             {"overlong": "cut"},
             "`overlong='cut'`: choose 'error', 'drop', 'truncate'",
         ),
-        ({"buckets": PLAN.buckets[::-1]}, "seq_lens [512, 128]: sort them in strictly"),
-        ({"buckets": (Bucket(1, 8), Bucket(2, 8))}, "seq_lens [8, 8]: sort them"),
+        ({"buckets": PLAN.buckets[::-1]}, "seq_lens [512, 128]. Sort the buckets by"),
+        ({"buckets": (Bucket(1, 8), Bucket(2, 8))}, "seq_lens [8, 8]. Sort the"),
     ],
 )
 def test_a_plan_checks_itself(changes, message):
@@ -134,7 +134,7 @@ def test_a_plan_of_more_shapes_than_can_be_numbered_is_refused():
 
 
 def test_the_remedy_for_a_bucket_over_budget_works():
-    with pytest.raises(ValueError, match="Lower its batch_size to 7"):
+    with pytest.raises(ValueError, match="Lower its `batch_size` to 7"):
         BucketPlan((Bucket(8, 128),), max_tokens=1000)
     BucketPlan((Bucket(7, 128),), max_tokens=1000)
 
@@ -194,7 +194,7 @@ def test_another_version_is_refused():
 
 @pytest.mark.parametrize("name", ["buckets", "max_tokens", "seq_len_multiple"])
 def test_json_without_a_field_is_refused(name):
-    with pytest.raises(ValueError, match=f"The plan lacks the field '{name}'"):
+    with pytest.raises(ValueError, match=f"The plan has no field '{name}'"):
         BucketPlan.from_json(edited(**{name: ...}))
 
 
@@ -216,7 +216,5 @@ def test_json_that_breaks_a_promise_is_refused(changes, message):
 
 
 def test_buckets_must_be_buckets():
-    with pytest.raises(
-        ValueError, match=r"`buckets` holds \(8, 4\): make it a `Bucket"
-    ):
+    with pytest.raises(ValueError, match=r"`buckets` contains \(8, 4\). Use `Bucket"):
         BucketPlan(((8, 4),), max_tokens=32)

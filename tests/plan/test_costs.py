@@ -269,24 +269,25 @@ def test_a_cost_says_what_it_counts():
         ),
         (
             lambda: StepTime(-1, 1, 1),
-            "`StepTime(-1, 1, 1)`: give numbers, none negative and one positive.",
+            "`StepTime(-1, 1, 1)` is not a valid step time. Pass numbers that are not "
+            "negative, at least one of them positive.",
         ),
-        (lambda: StepTime(0, 0, 0), "`StepTime(0, 0, 0)`: give numbers"),
-        (lambda: StepTime(np.nan, 1, 1), "`StepTime(nan, 1, 1)`: give numbers"),
-        (lambda: StepTime("1", 1, 1), "`StepTime('1', 1, 1)`: give numbers"),
+        (lambda: StepTime(0, 0, 0), "`StepTime(0, 0, 0)` is not a valid"),
+        (lambda: StepTime(np.nan, 1, 1), "`StepTime(nan, 1, 1)` is not a valid"),
+        (lambda: StepTime("1", 1, 1), "`StepTime('1', 1, 1)` is not a valid"),
         (
             lambda: StepTime(1, 1, 1, measured={(8, 8): -1}),
             "`measured[(8, 8)]=-1` must be a positive, finite number",
         ),
         (
             lambda: StepTime.fit([(Bucket(8, 8), 1)]),
-            "`seconds` is a list: make it a dict of `Bucket` -> seconds.",
+            "`seconds` is a list. Pass a dict from `Bucket` to seconds.",
         ),
         (
             lambda: StepTime.fit({Bucket(2**31, 2**30): 1e-300}),
-            "`seconds` has 1e-300 s, which is next to nothing for B * T^2 of",
+            "`seconds` contains 1e-300 s, which is too small for B * T^2 = ",
         ),
-        (lambda: StepTime.fit({}), "`seconds` is empty: measure a step of one shape"),
+        (lambda: StepTime.fit({}), "`seconds` is empty. Measure a step of at least"),
         (
             lambda: StepTime.fit({Bucket(1, 8): 0}),
             "`seconds[[1, 8]]=0` must be a positive, finite number",
@@ -297,7 +298,7 @@ def test_a_cost_says_what_it_counts():
         ),
         (
             lambda: StepTime.fit({(1, 8): 0.3}),
-            "`seconds` is of (1, 8): make it a `Bucket(batch_size, seq_len)`.",
+            "`seconds` has the key (1, 8). Use `Bucket(batch_size, seq_len)`.",
         ),
     ],
 )

@@ -93,13 +93,13 @@ def test_a_curve_that_ends_before_it_turns_says_so():
     curve = plan_curve(LENGTHS, LIMITS, compile_seconds=1e-6, max_buckets=5)
     assert curve.chosen.num_buckets == 5
     assert not curve.turned
-    assert curve.reason.endswith("More than 5 shapes were not looked at.")
+    assert curve.reason.endswith("More than 5 shapes were not tried.")
     # With sizes in between that do not pay, too.
     lengths = [11, 3, 1, 11, 8, 1, 9, 10, 2, 12, 8, 7, 2, 2, 4, 6, 5, 12, 9, 8, 2, 4, 3]
     lengths += [13, 11, 6, 10, 8, 6, 10, 4, 8, 9, 12, 7, 13, 5, 11, 12, 10, 3, 7, 11]
     limits = Limits(max_tokens=49, cost_fn=TokenCost(tokens_per_second=1.0))
     curve = plan_curve(lengths, limits, compile_seconds=0.01, max_buckets=6)
-    assert "More than 6 shapes were not looked at." in curve.reason
+    assert "More than 6 shapes were not tried." in curve.reason
     # All three that there are.
     curve = plan_curve(
         [7, 8, 9] * 5,
@@ -129,7 +129,7 @@ def test_every_number_is_in_the_json():
 )
 def test_costs_that_are_no_seconds_are_refused(cost_fn, unit):
     limits = Limits(max_tokens=16_384, cost_fn=cost_fn)
-    with pytest.raises(ValueError, match=f"counts {unit}, and compiling is weighed in"):
+    with pytest.raises(ValueError, match=f"counts {unit}, but compile time is"):
         plan_curve(LENGTHS, limits, compile_seconds=1.0)
 
 
@@ -144,7 +144,7 @@ def test_a_function_without_a_unit_counts_seconds():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compile_seconds": None}, "`compile_seconds` is missing: say what compiling"),
+        ({"compile_seconds": None}, "`compile_seconds` is missing. Pass the time"),
         ({"compile_seconds": 0}, "`compile_seconds=0` must be a positive, finite"),
         ({"compile_seconds": "3"}, "`compile_seconds='3'` must be a positive, finite"),
         ({"num_epochs": -1}, "`num_epochs=-1` must be a positive, finite"),
@@ -158,7 +158,7 @@ def test_numbers_that_are_none_are_refused(options, message):
 
 
 def test_auto_needs_no_rule():
-    with pytest.raises(ValueError, match="leave out `boundaries='quantile'`"):
+    with pytest.raises(ValueError, match="Remove `boundaries='quantile'`"):
         plan_buckets(
             LENGTHS, max_tokens=16_384, num_buckets="auto", boundaries="quantile"
         )

@@ -108,11 +108,12 @@ def test_batches_have_no_fewer_and_no_more_rows_than_is_said():
         ),
         (
             {"batch_size_multiple": 4, "max_batch_size": 3},
-            "`max_batch_size=3` is less than `batch_size_multiple=4`: no B fits. Raise",
+            "`max_batch_size=3` is less than `batch_size_multiple=4`. Raise",
         ),
         (
             {"batch_size_multiple": 4, "max_batch_size": 7, "min_batch_size": 5},
-            "leave B no room above `min_batch_size=5`. Lower that to 4.",
+            "`batch_size_multiple=4` has no multiple from `min_batch_size=5` to "
+            "`max_batch_size=7`. Lower `min_batch_size` to 4.",
         ),
         ({"cost_fn": 3}, "`cost_fn=3` is not a function of (batch_size, seq_len)."),
         ({"cost_fn": lambda b, t: 0}, "`cost_fn("),
@@ -120,7 +121,7 @@ def test_batches_have_no_fewer_and_no_more_rows_than_is_said():
         ({"cost_fn": lambda b, t: np.inf}, "=inf` must be a positive, finite number"),
         (
             {"cost_fn": lambda b, t: {}["x"]},
-            "raised KeyError: 'x'. Mend the function.",
+            "raised KeyError: 'x'. Fix the function.",
         ),
         ({"cost_fn": lambda b: 1.0}, "raised TypeError: "),
         ({"max_tokens": lambda t: 1 // 0}, "`max_tokens(500)` raised ZeroDivisionErr"),
@@ -161,11 +162,11 @@ def test_given_shapes_are_taken_in_any_order():
     ("shapes", "message"),
     [
         ([], "`buckets` is empty"),
-        ([(1, 2, 3)], "`shapes` holds (1, 2, 3): give (B, T) for each."),
-        ([(4, 8), (2, 8)], "strictly increasing order"),
+        ([(1, 2, 3)], "`shapes` contains (1, 2, 3). Pass pairs (B, T)."),
+        ([(4, 8), (2, 8)], "Sort the buckets by strictly increasing `seq_len`"),
         ([(0, 8)], "`batch_size=0` must be a positive integer"),
         ([(1, 8.5)], "`seq_len=8.5` is not an integer"),
-        ([7], "`shapes` holds 7: give (B, T) for each."),
+        ([7], "`shapes` contains 7. Pass pairs (B, T)."),
     ],
 )
 def test_given_shapes_that_are_none_are_refused(shapes, message):
@@ -229,7 +230,7 @@ def test_the_fingerprint_names_what_steps_cost():
         )
     ]
     assert len({plan.fingerprint for plan in plans}) == 4
-    with pytest.raises(ValueError, match="`cost_unit='s'` is of no `step_costs`"):
+    with pytest.raises(ValueError, match="`cost_unit='s'` requires `step_costs`"):
         BucketPlan(buckets, max_tokens=32, cost_unit="s")
 
 
@@ -385,7 +386,7 @@ def test_a_step_beyond_what_64_bits_count_is_refused():
     with pytest.raises(ValueError, match=r"`max_tokens` and `accumulate=65536`"):
         plan_buckets([1, 2, 3, 4], max_tokens=2**61, accumulate=65536)
     plan = plan_buckets([1, 2, 3, 4], max_tokens=2**62 - 1, num_buckets=2)
-    with pytest.raises(ValueError, match=r"a step of `accumulate=65536` batches would"):
+    with pytest.raises(ValueError, match=r"a step of `accumulate=65536` batches is"):
         BatchSchedule(plan, [1, 2, 3, 4], accumulate=65536)
     with pytest.raises(ValueError, match=r"`accumulate=65536`"):
         report(plan, [1, 2, 3, 4], accumulate=65536)
@@ -417,7 +418,7 @@ def test_a_bucket_beyond_what_can_be_counted_is_refused():
 
 @pytest.mark.parametrize("dtype", ["m8[s]", "M8[D]"])
 def test_lengths_that_are_time_are_refused(dtype):
-    with pytest.raises(ValueError, match=r"`lengths` has dtype .*which is time"):
+    with pytest.raises(ValueError, match="`lengths` has dtype .* represents time"):
         plan_buckets(np.array([3, 4], dtype), max_tokens=8)
 
 

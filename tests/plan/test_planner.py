@@ -153,14 +153,14 @@ def test_a_function_chooses_boundaries():
     [
         ("best", "`boundaries='best'`: choose one of ['equal_tokens', 'equal_width',"),
         ([], "`boundaries` is empty. Pass increasing multiples of `seq_len_multiple=8"),
-        ([512, 64], "`boundaries`: 64 after 512. Pass increasing multiples"),
-        ([64, 64, 512], "`boundaries`: 64 after 64"),
-        ([0, 512], "`boundaries`: 0 after 0"),
-        ([100, 512], "`boundaries`: 100 after 0. Pass increasing multiples of `seq_l"),
-        ([64.5, 512], "`boundaries`: 64.5"),
-        ([64.0, 512.0], "`boundaries`: 64.0"),
-        (["64"], "`boundaries`: '64'"),
-        ([True], "`boundaries`: True"),
+        ([512, 64], "`boundaries` has 64 after 512. Pass increasing multiples"),
+        ([64, 64, 512], "`boundaries` has 64 after 64"),
+        ([0, 512], "`boundaries` has 0 after 0"),
+        ([100, 512], "`boundaries` has 100 after 0. Pass increasing multiples of `se"),
+        ([64.5, 512], "`boundaries` has 64.5"),
+        ([64.0, 512.0], "`boundaries` has 64.0"),
+        (["64"], "`boundaries` has '64'"),
+        ([True], "`boundaries` has True"),
     ],
 )
 def test_boundaries_that_are_no_boundaries_are_refused(boundaries, message):
@@ -189,14 +189,14 @@ def test_a_function_that_chooses_nonsense_is_refused(chosen):
 
 
 def test_a_function_that_chooses_too_many_or_raises_is_refused():
-    with pytest.raises(ValueError, match="chose 500 ends for `num_buckets=2`"):
+    with pytest.raises(ValueError, match="500 boundaries, more than `num_buckets=2`"):
         plan_buckets(
             np.arange(1, 501),
             max_tokens=4096,
             num_buckets=2,
             boundaries=lambda candidates, num_buckets: np.arange(500),
         )
-    with pytest.raises(ValueError, match="raised KeyError: 'x'. Give a function of"):
+    with pytest.raises(ValueError, match="raised KeyError: 'x'. Pass a function of"):
         plan_buckets([5], max_tokens=8, boundaries=lambda c, n: {}["x"])
 
 
