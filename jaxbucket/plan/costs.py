@@ -254,9 +254,7 @@ def _between(values: np.ndarray) -> np.ndarray:
         return np.zeros(1, bool)
     others = [np.delete(values, index) for index in range(len(values))]
     least, most = np.min(others, axis=1), np.max(others, axis=1)
-    return (least <= values * _BETWEEN_FACTOR) & (
-        values <= most * _BETWEEN_FACTOR
-    )
+    return (least <= values * _BETWEEN_FACTOR) & (values <= most * _BETWEEN_FACTOR)
 
 
 def _non_negative(relative: np.ndarray) -> np.ndarray:
