@@ -32,8 +32,8 @@ def test_a_shard_checks_itself(parts):
 
 def test_a_batch_that_cannot_be_cut_is_refused():
     message = (
-        "`batch_size=12` cannot be cut into 8 equal parts by the mesh axes ('data',). "
-        "Plan with `batch_size_multiple=8`"
+        "`batch_size=12` cannot be split into 8 equal parts along the mesh axes "
+        "('data',). Plan with `batch_size_multiple=8`"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         RowShard((0,), 8, ("data",)).rows(12)
@@ -81,6 +81,6 @@ def test_the_mask_of_two_sequences_is_ambiguous():
     batch = packed()
     ids = {"x": batch.segment_ids["x"], "y": batch.segment_ids["x"][:, :2]}
     two = batch._replace(segment_ids=ids)
-    with pytest.raises(ValueError, match=r"`mask` is ambiguous: \['x', 'y'\]"):
+    with pytest.raises(ValueError, match=r"`mask` is ambiguous: .* \['x', 'y'\]"):
         _ = two.mask
     assert two.num_tokens == 5 + 3

@@ -61,9 +61,9 @@ def test_what_has_changed_is_named(case):
     with pytest.raises(ValueError) as refusal:
         dataset(**options).resume(position)
     text = str(refusal.value)
-    assert text.startswith("Cannot go on at step 7, for what is trained on has changed")
+    assert text.startswith("Cannot resume at step 7, because the plan, the data or the")
     assert message in text
-    assert "go on deliberately with `schedule.continue_with(position)`" in text
+    assert "continue deliberately with `schedule.continue_with(position)`" in text
 
 
 def test_everything_that_has_changed_is_named():
@@ -140,7 +140,7 @@ FIELDS = dataset().position(3).to_dict()
     ],
 )
 def test_what_is_no_position_is_refused(fields):
-    message = "no `DataPosition`. Pass what `position.to_dict()` gave"
+    message = "not a valid `DataPosition`. Pass the result of `position.to_dict()`"
     with pytest.raises(ValueError, match=re.escape(message)):
         DataPosition.from_dict(fields)
 

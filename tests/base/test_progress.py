@@ -16,11 +16,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(
-    monkeypatch, stream: io.StringIO, seconds: float | None, patience: float
-) -> str:
+def shown(monkeypatch, stream: io.StringIO, seconds: float | None, delay: float) -> str:
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "_PATIENCE", patience)
+    monkeypatch.setattr(progress, "_DELAY", delay)
 
     @bar_if_slow("Inner")
     def inner() -> int:
@@ -46,16 +44,16 @@ def shown(
 
 
 def test_a_slow_call_has_one_bar_on_a_terminal(monkeypatch):
-    text = shown(monkeypatch, Terminal(), seconds=None, patience=0.01)
+    text = shown(monkeypatch, Terminal(), seconds=None, delay=0.01)
     assert "Waiting" in text and "Inner" not in text
 
 
 def test_a_quick_call_has_none(monkeypatch):
-    assert shown(monkeypatch, Terminal(), seconds=0.0, patience=60) == ""
+    assert shown(monkeypatch, Terminal(), seconds=0.0, delay=60) == ""
 
 
 def test_nor_has_one_without_a_terminal(monkeypatch):
-    assert shown(monkeypatch, io.StringIO(), seconds=0.05, patience=0.001) == ""
+    assert shown(monkeypatch, io.StringIO(), seconds=0.05, delay=0.001) == ""
 
 
 def test_what_is_raised_takes_the_bar_away(monkeypatch):
@@ -68,4 +66,4 @@ def test_what_is_raised_takes_the_bar_away(monkeypatch):
     for _ in range(2):
         with pytest.raises(KeyError):
             fail()
-    assert not progress._shown.locked()
+    assert not progress._bar_lock.locked()
