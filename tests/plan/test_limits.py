@@ -30,7 +30,7 @@ LENGTHS = np.random.default_rng(0).integers(1, 500, 1000)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_histogram_counts_every_example_and_token(seed, far, overlong, monkeypatch):
     # By a table of all lengths, and by sorting them.
-    monkeypatch.setattr("jaxbucket.plan.histogram._DENSE", 0 if far else 1 << 24)
+    monkeypatch.setattr("jaxbucket.plan.histogram._MAX_TABLE", 0 if far else 1 << 24)
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 100, 300).astype(rng.choice([np.int32, np.int64]))
     multiple = int(rng.choice([1, 4]))

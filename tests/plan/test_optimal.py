@@ -301,7 +301,7 @@ def test_few_batches_are_planned_exactly(seed, name):
 
 
 def test_a_search_that_is_cut_is_no_worse_than_any_rule(monkeypatch):
-    monkeypatch.setattr("jaxbucket.plan.optimal._ENOUGH_PAIRS", 0)
+    monkeypatch.setattr("jaxbucket.plan.optimal._SOFT_PAIRS", 0)
     monkeypatch.setattr("jaxbucket.plan.optimal._FIRST_WIDTH", 1)
     rng, cut = np.random.default_rng(0), 0
     for _ in range(20):
@@ -402,14 +402,14 @@ def test_memory_that_is_bounded_changes_no_choice(monkeypatch, seed):
     candidates = limits.candidates(many_lengths(seed).astype(int))
     want = Optimum(candidates, 6).choice(6)
     # Far fewer than are looked at; each search has to let go of some.
-    monkeypatch.setattr("jaxbucket.plan.branch_and_bound._MOST_STATES", 100)
+    monkeypatch.setattr("jaxbucket.plan.branch_and_bound._MAX_STATES", 100)
     monkeypatch.setattr("jaxbucket.plan.branch_and_bound._CHUNK", 1000)
     np.testing.assert_array_equal(Optimum(candidates, 6).choice(6), want)
 
 
 def test_time_is_bounded_where_batches_hold_a_whole_epoch(monkeypatch):
-    monkeypatch.setattr("jaxbucket.plan.optimal._ENOUGH_PAIRS", 1_000_000)
-    monkeypatch.setattr("jaxbucket.plan.optimal._MOST_PAIRS", 2_000_000)
+    monkeypatch.setattr("jaxbucket.plan.optimal._SOFT_PAIRS", 1_000_000)
+    monkeypatch.setattr("jaxbucket.plan.optimal._MAX_PAIRS", 2_000_000)
     limits = Limits(max_tokens=2**40, cost_fn=StepTime(0.1, 1e-4, 1e-7))
     candidates = limits.candidates(many_lengths(0).astype(int))
     searches = []
@@ -478,7 +478,7 @@ def test_of_too_many_candidates_some_are_searched(seed, monkeypatch):
             or original(problem, beyond)
         ),
     )
-    monkeypatch.setattr("jaxbucket.plan.optimal._MOST_BOUND_PAIRS", 500_000)
+    monkeypatch.setattr("jaxbucket.plan.optimal._MAX_BOUND_PAIRS", 500_000)
     monkeypatch.setattr("jaxbucket.plan.optimal._DENSE_PAIRS", 300_000)
     optimum = Optimum(candidates, num_buckets)
     chosen = optimum.choice(num_buckets)
@@ -519,8 +519,8 @@ def test_many_numbers_of_buckets_share_one_budget(monkeypatch):
             return found
 
     monkeypatch.setattr("jaxbucket.plan.optimal.Search", Counted)
-    monkeypatch.setattr("jaxbucket.plan.optimal._ENOUGH_PAIRS_IN_ALL", 100_000)
-    monkeypatch.setattr("jaxbucket.plan.optimal._MOST_PAIRS_IN_ALL", 1_000_000)
+    monkeypatch.setattr("jaxbucket.plan.optimal._SOFT_TOTAL_PAIRS", 100_000)
+    monkeypatch.setattr("jaxbucket.plan.optimal._MAX_TOTAL_PAIRS", 1_000_000)
     lengths = np.random.default_rng(0).integers(1, 600, 3000)
     candidates = Limits(max_tokens=4000).candidates(lengths)
     optimum, chosen, before = Optimum(candidates, 40), None, np.inf
