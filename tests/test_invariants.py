@@ -79,7 +79,7 @@ def ids(case) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
-def test_every_promise_is_kept(case):
+def test_every_invariant_holds(case):
     schedule, left_out = schedule_of(*case)
     for num_hosts in HOSTS:
 
@@ -130,7 +130,7 @@ def own_digests() -> list[str]:
 
 
 @pytest.mark.parametrize("threads", [8, pytest.param(0, marks=pytest.mark.exhaustive)])
-def test_threads_change_nothing(own_digests, threads):
+def test_threads_do_not_change_the_batches(own_digests, threads):
     all_cases = grain.MapDataset.concatenate([*map(three_epochs, CASES)])
     found = digests(load_in_workers(all_cases, 0, num_threads=threads))
     assert dict(zip(map(ids, CASES), found, strict=True)) == dict(
@@ -157,7 +157,9 @@ if __name__ == "__main__":
     ("workers", "threads"),
     [(2, 4), pytest.param(3, 1, marks=pytest.mark.exhaustive)],
 )
-def test_workers_and_threads_change_nothing(tmp_path, own_digests, workers, threads):
+def test_workers_and_threads_do_not_change_the_batches(
+    tmp_path, own_digests, workers, threads
+):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     run = subprocess.run(
@@ -173,7 +175,7 @@ def test_workers_and_threads_change_nothing(tmp_path, own_digests, workers, thre
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
-def test_it_goes_on_at_every_step_of_three_epochs(case):
+def test_a_run_resumes_at_every_step_of_three_epochs(case):
     whole = [leaves(step) for step in three_epochs(case)]
     for start in range(len(whole)):
         # Anew, as after a restart: of the run before there is the position alone.
@@ -196,7 +198,7 @@ def rows_of(batches: list[Batch | tuple[Batch, ...]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
-def test_hosts_go_on_in_another_number(case):
+def test_a_run_resumes_with_a_different_number_of_hosts(case):
     schedule, _ = schedule_of(*case)
     num_steps = 2 * len(schedule)
     expected = [
@@ -224,7 +226,7 @@ def test_hosts_go_on_in_another_number(case):
     assert found == expected
 
 
-def test_draws_with_replacement_keep_all_but_one_promise():
+def test_sampling_with_replacement_violates_only_one_invariant():
     order = Curriculum(LENGTHS, replacement=True)
     schedule = BatchSchedule(PLAN, LENGTHS, order=order, accumulate=2, group="mixed")
 

@@ -144,15 +144,15 @@ class Limits:
         if isinstance(self.max_tokens, tuple):
             raise ValueError(
                 f"`max_tokens` has {len(self.max_tokens)} budgets, one for each "
-                "bucket, which requires `boundaries` with as many lengths. Pass these, "
-                "or pass `max_tokens` as an integer or a function of T."
+                f"bucket, which requires {len(self.max_tokens)} `boundaries`. Pass "
+                "them, or pass `max_tokens` as an integer or a function of T."
             )
         last = self.longest(lengths)
         self._check_rows([last], self.batch_sizes([last]))
         ends, examples, tokens = cumulative(
             lengths, last, self.seq_len_multiple, self.overlong
         )
-        # With very many lengths, `cumulative` already leaves out those of no example.
+        # If `last` is very large, `cumulative` returns only lengths that are needed.
         complete = len(ends) == last // self.seq_len_multiple <= _MAX_CANDIDATES
         if not complete:
             needed = np.append(np.diff(examples, prepend=0)[:-1] > 0, True)

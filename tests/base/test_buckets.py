@@ -37,14 +37,14 @@ TAKES_LENGTHS = {
 
 @pytest.mark.parametrize("entry", TAKES_LENGTHS)
 @pytest.mark.parametrize("bad", BAD_LENGTHS)
-def test_bad_lengths_are_refused_wherever_they_come_in(entry, bad):
+def test_every_function_refuses_bad_lengths(entry, bad):
     lengths, message = BAD_LENGTHS[bad]
     with pytest.raises(ValueError, match=re.escape(message)):
         TAKES_LENGTHS[entry](lengths)
 
 
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])
-def test_every_integer_dtype_is_taken(dtype):
+def test_every_integer_dtype_is_accepted(dtype):
     lengths = np.array([1, 127, 100], dtype)
     assert PLAN.assign(lengths).tolist() == [0, 0, 0]
     plan = BucketPlan((Bucket(1, 120), Bucket(1, 40_000)), max_tokens=40_000)
@@ -54,7 +54,7 @@ def test_every_integer_dtype_is_taken(dtype):
 # Bucket
 
 
-def test_buckets_are_values():
+def test_buckets_compare_and_sort_by_value():
     assert Bucket(8, 128) == Bucket(batch_size=np.int64(8), seq_len=128)
     assert hash(Bucket(8, 128)) == hash(Bucket(8, 128))
     assert sorted([Bucket(8, 2), Bucket(2, 9)]) == [Bucket(2, 9), Bucket(8, 2)]
@@ -74,7 +74,7 @@ def test_buckets_are_values():
         (None, "`seq_len=None` is not an integer"),
     ],
 )
-def test_a_bucket_checks_itself(value, message):
+def test_an_invalid_bucket_is_refused(value, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Bucket(8, value)
 
@@ -82,7 +82,7 @@ def test_a_bucket_checks_itself(value, message):
 # BucketPlan
 
 
-def test_assign_gives_the_shortest_bucket_that_holds_an_example(problem):
+def test_assign_returns_the_shortest_bucket_that_holds_an_example(problem):
     plan, lengths = problem
     for length, index in zip(lengths, plan.assign(lengths), strict=True):
         holds = [k for k, bucket in enumerate(plan.buckets) if length <= bucket.seq_len]
@@ -90,14 +90,14 @@ def test_assign_gives_the_shortest_bucket_that_holds_an_example(problem):
         assert index == (holds[0] if holds else too_long)
 
 
-def test_assign_has_a_compact_dtype_on_long_arrays():
+def test_assign_returns_int16_for_long_arrays():
     lengths = np.random.default_rng(0).integers(1, 513, 600_000).astype(np.int32)
     index = PLAN.assign(lengths)
     assert index.dtype == np.int16
     np.testing.assert_array_equal(index, lengths > 128)
 
 
-def test_assign_refuses_what_is_beyond_the_last_bucket():
+def test_assign_refuses_lengths_beyond_the_last_bucket():
     message = "`lengths[1]=513` is beyond the last bucket, `seq_len=512`. Plan with a"
     with pytest.raises(ValueError, match=re.escape(message)):
         PLAN.assign([512, 513])
@@ -120,12 +120,12 @@ def test_assign_refuses_what_is_beyond_the_last_bucket():
         ({"buckets": (Bucket(1, 8), Bucket(2, 8))}, "seq_lens [8, 8]. Sort the"),
     ],
 )
-def test_a_plan_checks_itself(changes, message):
+def test_an_invalid_plan_is_refused(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         dataclasses.replace(PLAN, **changes)
 
 
-def test_a_plan_of_more_shapes_than_can_be_numbered_is_refused():
+def test_a_plan_with_too_many_shapes_for_int16_is_refused():
     buckets = [Bucket(1, length) for length in range(1, 2**15 + 1)]
     plan = BucketPlan(buckets[:-1], max_tokens=2**15)
     assert plan.assign([2**15 - 1]).tolist() == [2**15 - 2]
@@ -139,7 +139,7 @@ def test_the_remedy_for_a_bucket_over_budget_works():
     BucketPlan((Bucket(7, 128),), max_tokens=1000)
 
 
-def test_plans_go_to_json_and_back(problem):
+def test_from_json_inverts_to_json(problem):
     plan, _ = problem
     again = BucketPlan.from_json(plan.to_json())
     assert again == plan
@@ -149,7 +149,7 @@ def test_plans_go_to_json_and_back(problem):
     assert json.loads(plan.to_json())["max_tokens"] == plan.max_tokens
 
 
-def test_plans_of_numpy_integers_are_the_same_plans():
+def test_numpy_integers_do_not_change_the_fingerprint():
     plan = BucketPlan([Bucket(np.int32(8), np.int64(128))], max_tokens=np.int64(1024))
     assert plan.fingerprint == BucketPlan((Bucket(8, 128),), 1024).fingerprint
 
@@ -187,7 +187,7 @@ def edited(**changes) -> str:
     return json.dumps({k: v for k, v in fields.items() if v is not ...})
 
 
-def test_another_version_is_refused():
+def test_json_of_an_unknown_version_is_refused():
     with pytest.raises(ValueError, match="version 3; this jaxbucket reads versions 1"):
         BucketPlan.from_json(edited(version=3))
 
@@ -210,11 +210,11 @@ def test_json_without_a_field_is_refused(name):
         ({"overlong": []}, "`overlong=[]`: choose 'error', 'drop', 'truncate'"),
     ],
 )
-def test_json_that_breaks_a_promise_is_refused(changes, message):
+def test_json_of_an_invalid_plan_is_refused(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         BucketPlan.from_json(edited(**changes))
 
 
-def test_buckets_must_be_buckets():
+def test_buckets_must_have_the_type_bucket():
     with pytest.raises(ValueError, match=r"`buckets` contains \(8, 4\). Use `Bucket"):
         BucketPlan(((8, 4),), max_tokens=32)

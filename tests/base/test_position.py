@@ -23,7 +23,7 @@ def dataset(
     return batch_dataset(source, schedule, num_steps=100)
 
 
-def test_positions_go_to_json_and_back():
+def test_from_dict_inverts_to_dict_through_json():
     position = dataset().position(7)
     text = json.dumps(position.to_dict())
     assert DataPosition.from_dict(json.loads(text)) == position
@@ -55,7 +55,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_what_has_changed_is_named(case):
+def test_the_error_names_the_change(case):
     options, message = CHANGES[case]
     position = dataset().position(7)
     with pytest.raises(ValueError) as refusal:
@@ -66,14 +66,14 @@ def test_what_has_changed_is_named(case):
     assert "continue deliberately with `schedule.continue_with(position)`" in text
 
 
-def test_everything_that_has_changed_is_named():
+def test_the_error_names_every_change():
     with pytest.raises(ValueError) as refusal:
         dataset(seed=1, max_tokens=24).resume(dataset().position(7))
     assert "plan max tokens 12 -> 24; " in str(refusal.value)
     assert "schedule seed 0 -> 1." in str(refusal.value)
 
 
-def test_a_source_may_name_itself():
+def test_the_fingerprint_of_a_source_is_compared():
     class Versioned(list):
         fingerprint = "v1"
 
@@ -85,7 +85,7 @@ def test_a_source_may_name_itself():
         dataset(later).resume(position)
 
 
-def test_contents_are_read_from_a_few_examples():
+def test_a_position_reads_only_a_few_examples():
     class Counted(list):
         reads = 0
 
@@ -110,7 +110,7 @@ PADDINGS = {
 
 @pytest.mark.parametrize("now", PADDINGS)
 @pytest.mark.parametrize("was", PADDINGS)
-def test_it_goes_on_with_the_padding_that_it_had(was, now):
+def test_a_run_resumes_only_with_the_same_padding(was, now):
     source = [{"x": [float(x) for x in example["x"]]} for example in SOURCE]
     schedule = BatchSchedule(plan_buckets(LENGTHS, max_tokens=12), LENGTHS)
     position = batch_dataset(source, schedule, **PADDINGS[was]).position(1)
@@ -139,19 +139,19 @@ FIELDS = dataset().position(3).to_dict()
         {**FIELDS, "plan": {}},
     ],
 )
-def test_what_is_no_position_is_refused(fields):
+def test_an_invalid_position_is_refused(fields):
     message = "not a valid `DataPosition`. Pass the result of `position.to_dict()`"
     with pytest.raises(ValueError, match=re.escape(message)):
         DataPosition.from_dict(fields)
 
 
-def test_a_step_that_is_no_integer_is_refused():
+def test_a_step_that_is_not_an_integer_is_refused():
     with pytest.raises(ValueError, match="`step='3'` is not an integer"):
         DataPosition.from_dict({**FIELDS, "step": "3"})
     with pytest.raises(ValueError, match="`step=2.5` is not an integer"):
         dataset().position(2.5)
 
 
-def test_the_same_position_is_no_change():
+def test_positions_of_one_run_may_differ_in_the_step():
     position = dataset().position(7)
     position.check_same(dataclasses.replace(position, step=9))

@@ -43,20 +43,20 @@ def shown(monkeypatch, stream: io.StringIO, seconds: float | None, delay: float)
     return stream.getvalue()
 
 
-def test_a_slow_call_has_one_bar_on_a_terminal(monkeypatch):
+def test_a_slow_call_shows_one_bar_on_a_terminal(monkeypatch):
     text = shown(monkeypatch, Terminal(), seconds=None, delay=0.01)
     assert "Waiting" in text and "Inner" not in text
 
 
-def test_a_quick_call_has_none(monkeypatch):
+def test_a_quick_call_shows_no_bar(monkeypatch):
     assert shown(monkeypatch, Terminal(), seconds=0.0, delay=60) == ""
 
 
-def test_nor_has_one_without_a_terminal(monkeypatch):
+def test_no_bar_is_shown_without_a_terminal(monkeypatch):
     assert shown(monkeypatch, io.StringIO(), seconds=0.05, delay=0.001) == ""
 
 
-def test_what_is_raised_takes_the_bar_away(monkeypatch):
+def test_the_lock_is_released_after_an_exception(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
 
     @bar_if_slow("Failing")

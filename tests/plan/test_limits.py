@@ -59,7 +59,7 @@ def test_a_budget_may_be_a_function_of_the_length():
     assert plan.max_tokens == max(budget(b.seq_len) for b in plan.buckets)
 
 
-def test_a_length_that_no_row_fits_is_no_boundary():
+def test_a_length_at_which_no_row_fits_is_not_a_boundary():
     # What is at most 300 long has no batch of its own.
     def budget(seq_len):
         return 8 * 512 if seq_len > 300 else 1
@@ -69,13 +69,13 @@ def test_a_length_that_no_row_fits_is_no_boundary():
     assert report(plan, LENGTHS).examples == 1000
 
 
-def test_a_budget_may_be_one_for_each_boundary():
+def test_each_boundary_may_have_its_own_budget():
     plan = plan_buckets(LENGTHS, max_tokens=[1000, 4096], boundaries=[100, 512])
     assert plan.buckets == (Bucket(10, 100), Bucket(8, 512))
     assert plan.max_tokens == 4096
 
 
-def test_batches_have_no_fewer_and_no_more_rows_than_is_said():
+def test_batch_sizes_respect_their_limits():
     options = {"num_buckets": 6, "batch_size_multiple": 4}
     free = plan_buckets(LENGTHS, max_tokens=8192, **options)
     held = plan_buckets(LENGTHS, max_tokens=8192, max_batch_size=30, **options)
@@ -130,17 +130,17 @@ def test_batches_have_no_fewer_and_no_more_rows_than_is_said():
         ({"num_buckets": "many"}, "`num_buckets='many'` is not an integer"),
     ],
 )
-def test_limits_that_are_none_are_refused(options, message):
+def test_invalid_limits_are_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan_buckets(np.append(LENGTHS, 500), **{"max_tokens": 4096, **options})
 
 
-def test_a_multiple_beyond_the_longest_is_the_only_bucket():
+def test_a_multiple_longer_than_all_examples_is_the_only_bucket():
     plan = plan_buckets([3, 5, 9], max_tokens=1024, seq_len_multiple=128)
     assert plan.buckets == (Bucket(8, 128),)
 
 
-def test_fewer_lengths_than_buckets_pad_nothing():
+def test_enough_buckets_for_all_lengths_need_no_padding():
     lengths = [3, 3, 3, 5, 5, 9]
     plan = plan_buckets(lengths, max_tokens=9, num_buckets=8)
     assert plan.boundaries.tolist() == [3, 5, 9]
@@ -150,7 +150,7 @@ def test_fewer_lengths_than_buckets_pad_nothing():
 # Given shapes
 
 
-def test_given_shapes_are_taken_in_any_order():
+def test_given_shapes_may_have_any_order():
     plan = BucketPlan.from_shapes([(16, 256), (32, 128), (8, 512)], overlong="drop")
     assert plan.buckets == (Bucket(32, 128), Bucket(16, 256), Bucket(8, 512))
     assert (plan.max_tokens, plan.overlong) == (4096, "drop")
@@ -169,7 +169,7 @@ def test_given_shapes_are_taken_in_any_order():
         ([7], "`shapes` contains 7. Pass pairs (B, T)."),
     ],
 )
-def test_given_shapes_that_are_none_are_refused(shapes, message):
+def test_invalid_shapes_are_refused(shapes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         BucketPlan.from_shapes(shapes)
 
@@ -177,7 +177,7 @@ def test_given_shapes_that_are_none_are_refused(shapes, message):
 # Plans that know what a step costs
 
 
-def test_a_plan_keeps_what_its_steps_cost():
+def test_a_plan_stores_its_step_costs():
     cost = StepTime(0.1, 1e-4, 1e-6)
     plan = plan_buckets(LENGTHS, max_tokens=4096, num_buckets=3, cost_fn=cost)
     assert plan.cost_unit == "s"
@@ -214,13 +214,13 @@ def test_a_plan_without_costs_counts_tokens():
         ((1e-200, 1.0), "`step_costs[0]=1e-200`: a cost must be between"),
     ],
 )
-def test_costs_that_are_none_are_refused(costs, message):
+def test_invalid_step_costs_are_refused(costs, message):
     buckets = (Bucket(4, 8), Bucket(2, 16))
     with pytest.raises(ValueError, match=re.escape(message)):
         BucketPlan(buckets, max_tokens=32, step_costs=costs)
 
 
-def test_the_fingerprint_names_what_steps_cost():
+def test_the_fingerprint_depends_on_the_step_costs():
     buckets = (Bucket(4, 8), Bucket(2, 16))
     plans = [
         BucketPlan(buckets, max_tokens=32, step_costs=costs, cost_unit=unit)
@@ -369,7 +369,7 @@ def try_chunks(edges: Edges) -> None:
         *(try_curve, try_comparison, try_chunks),
     ],
 )
-def test_any_integer_is_counted_right_or_refused_by_name(attempt):
+def test_extreme_integers_are_handled_or_refused_by_name(attempt):
     edges, taken = Edges(0), 0
     for _ in range(400):
         try:
@@ -382,7 +382,7 @@ def test_any_integer_is_counted_right_or_refused_by_name(attempt):
     assert taken
 
 
-def test_a_step_beyond_what_64_bits_count_is_refused():
+def test_a_step_whose_tokens_exceed_64_bits_is_refused():
     with pytest.raises(ValueError, match=r"`max_tokens` and `accumulate=65536`"):
         plan_buckets([1, 2, 3, 4], max_tokens=2**61, accumulate=65536)
     plan = plan_buckets([1, 2, 3, 4], max_tokens=2**62 - 1, num_buckets=2)
@@ -395,14 +395,14 @@ def test_a_step_beyond_what_64_bits_count_is_refused():
     assert len(BatchSchedule(few, [4], accumulate=65536)) == 1
 
 
-def test_epochs_beyond_64_bits_are_counted():
+def test_epochs_whose_tokens_exceed_64_bits_are_counted():
     plan = plan_buckets([1], max_tokens=2**61, seq_len_multiple=2**61)
     epoch = report(plan, [1] * 100)
     assert epoch.padded_tokens == epoch.epoch_cost == 100 * 2**61
     assert epoch.buckets[0].token_share == 1
 
 
-def test_a_row_beyond_32_bits_keeps_whole_examples():
+def test_rows_longer_than_32_bits_hold_whole_examples():
     lengths = np.full(4, 2**31 - 1, np.int32)
     plan = plan_buckets(lengths, max_tokens=2**33, seq_len_multiple=64)
     assert plan.max_seq_len == 2**31
@@ -411,17 +411,17 @@ def test_a_row_beyond_32_bits_keeps_whole_examples():
     assert schedule.report().real_tokens == 4 * (2**31 - 1)
 
 
-def test_a_bucket_beyond_what_can_be_counted_is_refused():
+def test_a_bucket_whose_tokens_exceed_64_bits_is_refused():
     with pytest.raises(ValueError, match=r"`batch_size=\d+` rows of `seq_len=2`"):
         Bucket(2**61, 2)
 
 
 @pytest.mark.parametrize("dtype", ["m8[s]", "M8[D]"])
-def test_lengths_that_are_time_are_refused(dtype):
+def test_lengths_with_a_time_dtype_are_refused(dtype):
     with pytest.raises(ValueError, match="`lengths` has dtype .* represents time"):
         plan_buckets(np.array([3, 4], dtype), max_tokens=8)
 
 
-def test_rows_that_no_packer_holds_are_refused():
+def test_rows_too_long_for_packing_are_refused():
     with pytest.raises(ValueError, match=r"`max_seq_len=67108928` is beyond 67108864"):
         plan_packing([2**26 + 1], max_tokens=2**40, seq_len_multiple=64)

@@ -110,7 +110,7 @@ def test_no_choice_of_boundaries_is_cheaper(block, name):
 
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("seed", range(40))
-def test_nor_with_a_budget_for_every_length_and_limits_of_rows(seed, name):
+def test_no_choice_is_cheaper_with_varying_budgets_and_batch_limits(seed, name):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 13, int(rng.integers(1, 40)))
     budgets = rng.integers(1, 90, 13)
@@ -137,7 +137,7 @@ def test_nor_with_a_budget_for_every_length_and_limits_of_rows(seed, name):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_nor_with_steps_of_several_batches(seed):
+def test_no_choice_is_cheaper_with_micro_batches(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 13, int(rng.integers(1, 60)))
     together, num_buckets = int(rng.integers(2, 5)), int(rng.integers(1, 4))
@@ -215,7 +215,7 @@ def steady(lengths: np.ndarray, num_buckets: int, max_tokens: int, cost: Cost) -
 
 @pytest.mark.parametrize("name", ["tokens", "transformer", "measured", "odd"])
 @pytest.mark.parametrize("seed", range(10))
-def test_the_steady_cost_is_that_of_full_batches(seed, name):
+def test_the_steady_cost_is_the_least_cost_of_full_batches(seed, name):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(3, 0.7, 400), 1, 60).astype(int)
     cost, num_buckets = COSTS[name] or TokenCost(), int(rng.integers(1, 6))
@@ -230,7 +230,7 @@ def test_the_steady_cost_is_that_of_full_batches(seed, name):
 
 
 @pytest.mark.parametrize("seed", [*range(8), *exhaustive(range(8, 20))])
-def test_more_buckets_are_never_worse_and_each_number_is_the_best(seed):
+def test_more_buckets_never_cost_more(seed):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4, 1, 2000), 1, 500).astype(int)
     limits = Limits(max_tokens=2000, cost_fn=COSTS["measured"])
@@ -245,7 +245,7 @@ def test_more_buckets_are_never_worse_and_each_number_is_the_best(seed):
         before = cost
 
 
-def test_costs_of_any_size_give_the_same_plan():
+def test_scaling_the_costs_does_not_change_the_plan():
     lengths = np.random.default_rng(0).integers(1, 300, 3000)
     plans: list[BucketPlan] = [
         plan_buckets(
@@ -259,7 +259,7 @@ def test_costs_of_any_size_give_the_same_plan():
     assert plans[0].buckets == plans[1].buckets == plans[2].buckets
 
 
-def test_a_plan_by_time_takes_less_time_though_more_tokens():
+def test_a_plan_by_step_time_has_fewer_steps_but_more_tokens():
     # Where only starting a step costs, the fewest steps win.
     rng, differ = np.random.default_rng(0), 0
     for _ in range(20):
@@ -300,7 +300,7 @@ def test_few_batches_are_planned_exactly(seed, name):
         before = cost
 
 
-def test_a_search_that_is_cut_is_no_worse_than_any_rule(monkeypatch):
+def test_an_incomplete_search_is_no_worse_than_any_rule(monkeypatch):
     monkeypatch.setattr("jaxbucket.plan.optimal._SOFT_PAIRS", 0)
     monkeypatch.setattr("jaxbucket.plan.optimal._FIRST_WIDTH", 1)
     rng, cut = np.random.default_rng(0), 0
@@ -318,7 +318,7 @@ def test_a_search_that_is_cut_is_no_worse_than_any_rule(monkeypatch):
 
 
 @pytest.mark.parametrize("never", [1e9, 1e17, 1e30, 1e60])
-def test_a_cost_that_says_never_leaves_all_others_what_they_are(never):
+def test_a_huge_cost_excludes_shapes_without_changing_others(never):
     lengths = np.random.default_rng(0).integers(1, 200, 2000)
 
     def cost(batch_size: int, seq_len: int) -> float:
@@ -339,7 +339,7 @@ def test_a_cost_that_says_never_leaves_all_others_what_they_are(never):
     assert optimum.steady_cost(5) <= report(plan, lengths).epoch_cost <= least
 
 
-def test_a_budget_beyond_all_lengths_has_a_bound_that_means_something():
+def test_the_bound_is_tight_for_a_huge_budget():
     lengths = np.random.default_rng(0).integers(1, 200, 2000)
     limits = Limits(max_tokens=2**50)
     candidates = limits.candidates(lengths)
@@ -349,7 +349,7 @@ def test_a_budget_beyond_all_lengths_has_a_bound_that_means_something():
     assert 0.99 * cost <= optimum.steady_cost(8) <= cost
 
 
-def test_few_examples_of_far_apart_lengths_take_no_grid():
+def test_few_distant_lengths_need_few_candidates():
     lengths = [5, 77, 16_000_000]
     calls = []
 
@@ -362,7 +362,7 @@ def test_few_examples_of_far_apart_lengths_take_no_grid():
     assert len(calls) < 10
 
 
-def test_a_last_bucket_that_no_example_reaches_may_cost_what_it_will():
+def test_an_empty_last_bucket_may_have_any_cost():
     lengths = np.random.default_rng(0).integers(1, 11, 300)
 
     def cost(batch_size: int, seq_len: int) -> float:
@@ -383,7 +383,7 @@ def test_a_last_bucket_that_no_example_reaches_may_cost_what_it_will():
     assert cost_of(12, 3) == pytest.approx(cost_of(10, 2), rel=1e-12)
 
 
-def test_what_was_not_looked_at_is_not_proven():
+def test_a_choice_among_some_candidates_is_not_exact():
     lengths = [100_000] * 10 + [300_000] * 10
     candidates = Limits(max_tokens=600_000).candidates(np.array(lengths))
     assert not candidates.complete and len(candidates) == 2
@@ -397,7 +397,7 @@ def many_lengths(seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_memory_that_is_bounded_changes_no_choice(monkeypatch, seed):
+def test_bounding_memory_does_not_change_the_choice(monkeypatch, seed):
     limits = Limits(max_tokens=8192 * (1 + 40 * seed), cost_fn=StepTime(0.1, 1e-4, 0))
     candidates = limits.candidates(many_lengths(seed).astype(int))
     want = Optimum(candidates, 6).choice(6)
@@ -407,7 +407,7 @@ def test_memory_that_is_bounded_changes_no_choice(monkeypatch, seed):
     np.testing.assert_array_equal(Optimum(candidates, 6).choice(6), want)
 
 
-def test_time_is_bounded_where_batches_hold_a_whole_epoch(monkeypatch):
+def test_time_is_bounded_when_a_batch_holds_an_epoch(monkeypatch):
     monkeypatch.setattr("jaxbucket.plan.optimal._SOFT_PAIRS", 1_000_000)
     monkeypatch.setattr("jaxbucket.plan.optimal._MAX_PAIRS", 2_000_000)
     limits = Limits(max_tokens=2**40, cost_fn=StepTime(0.1, 1e-4, 1e-7))
@@ -432,7 +432,7 @@ def test_time_is_bounded_where_batches_hold_a_whole_epoch(monkeypatch):
 # Very many buckets
 
 
-def test_flows_are_worked_out_for_few_of_many_numbers_of_buckets(monkeypatch):
+def test_remainders_are_computed_for_few_numbers_of_buckets(monkeypatch):
     flows = []
 
     def counted(*columns):
@@ -446,7 +446,7 @@ def test_flows_are_worked_out_for_few_of_many_numbers_of_buckets(monkeypatch):
     assert len(flows) < 40
 
 
-def test_no_more_buckets_are_looked_at_than_an_epoch_has_batches(monkeypatch):
+def test_no_more_buckets_are_tried_than_an_epoch_has_batches(monkeypatch):
     levels = []
     original = lower_bound._best_ends
     monkeypatch.setattr(
@@ -461,7 +461,7 @@ def test_no_more_buckets_are_looked_at_than_an_epoch_has_batches(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", [2, 3, *exhaustive([0, 1, 4, 5])])
-def test_of_too_many_candidates_some_are_searched(seed, monkeypatch):
+def test_the_search_is_restricted_with_too_many_candidates(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(6, 1, 12_000), 1, 2000).astype(int)
     cost_fn = [None, TransformerCost(width=64, depth=2)][seed % 2]
@@ -492,7 +492,7 @@ def test_of_too_many_candidates_some_are_searched(seed, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_dense_boundaries_are_improved_towards_the_best(seed):
+def test_improved_boundaries_are_close_to_the_bound(seed):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(5, 1, 5000), 1, 1500).astype(int)
     problem = Problem.of(Limits(max_tokens=3000).candidates(lengths), 40)
