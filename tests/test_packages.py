@@ -1,4 +1,4 @@
-"""Imports only go down the table of packages, which is the README's."""
+"""Packages only import packages below them in the table, which the README shows."""
 
 import ast
 import importlib
@@ -13,7 +13,7 @@ import jaxbucket
 
 ROOT = pathlib.Path(jaxbucket.__file__).parent
 
-# Package or module, from top to bottom -> packages and libraries that it may import.
+# Package or module, from top to bottom -> packages and libraries it may import.
 PACKAGES = {
     "__main__": ({"cli"}, set()),
     "cli": (
@@ -44,19 +44,19 @@ PACKAGES = {
     "attention": ({"base"}, {"numpy", "jax"}),
     "base": (set(), {"numpy", "ml_dtypes", "rich"}),
 }
-# Too heavy for planning on a laptop: never imported before they are used.
+# Libraries that are too slow to import before they are needed.
 LATE = {"rich", "matplotlib", "pyarrow"}
 
 
 def files(package: str) -> list[pathlib.Path]:
-    """The file of a module, or all files of a package."""
+    """Returns the file of a module, or all files of a package."""
     return sorted({*ROOT.glob(f"{package}.py"), *ROOT.glob(f"{package}/**/*.py")})
 
 
 def imports(tree: ast.AST) -> set[str]:
-    """Every module imported below a node.
+    """Returns the names of all modules imported below a node.
 
-    Except those that only types need, and those that a facade imports on first use.
+    Imports for type checking only, and imports on first use in a facade, are left out.
     """
     names = set()
     for node in ast.iter_child_nodes(tree):
@@ -80,7 +80,7 @@ def parse(path: pathlib.Path) -> ast.Module:
 
 
 def public_names(facade: pathlib.Path) -> dict[str, str]:
-    """Name -> the module that it comes from."""
+    """Returns the names that a facade exports, name -> module that defines it."""
     return {
         alias.name: str(node.module)
         for block in ast.walk(parse(facade))
@@ -159,7 +159,7 @@ def test_grain_and_jax_are_not_imported_together():
                 reached[module] |= below
         return reached[module]
 
-    # Where the two meet.
+    # Only these modules may import both.
     both = ("jaxbucket.cli", "jaxbucket.__main__", "jaxbucket.train.loader")
     for module in direct:
         if not module.startswith(both):
@@ -199,7 +199,8 @@ print(*sorted(x for x in sys.modules if x.startswith("jaxbucket.")))
 
 
 def test_importing_jaxbucket_loads_only_the_facades():
-    # While a facade loads, what other threads import is lazy, too: none loads later.
+    # No facade may be imported later, because the imports of other threads are lazy as
+    # well while it is imported.
     run = subprocess.run(
         [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
     )
@@ -224,7 +225,7 @@ def test_a_facade_exports_documented_names_of_allowed_packages(facade):
         value = getattr(shown, name)
         assert name in dir(shown) and value.__doc__, name
         if module != "jaxbucket":
-            assert module.split(".")[1] in below, f"{name} is of {module}"
+            assert module.split(".")[1] in below, f"{name} is from {module}"
             assert value is getattr(importlib.import_module(module), name)
 
 

@@ -9,7 +9,7 @@ from jaxbucket import BatchSchedule, Bucket, BucketPlan, plan_buckets, report
 
 PLAN = BucketPlan((Bucket(8, 128), Bucket(2, 512)), max_tokens=1024)
 
-# Lengths -> what is said of them, wherever they come in.
+# Name -> lengths and the error message.
 BAD_LENGTHS = {
     "empty": ([], "`lengths` is empty: there are no examples"),
     "zero": ([3, 0], "`lengths[1]=0`: a length must be between 1"),
@@ -27,7 +27,7 @@ BAD_LENGTHS = {
     "huge": ([2**31], "`lengths[0]=2147483648`: a length must be between 1"),
     "uint64": (np.array([2**63], np.uint64), "`lengths[0]=9223372036854775808`"),
 }
-TAKES_LENGTHS = {
+FUNCTIONS = {
     "plan_buckets": lambda lengths: plan_buckets(lengths, max_tokens=4096),
     "assign": PLAN.assign,
     "BatchSchedule": lambda lengths: BatchSchedule(PLAN, lengths),
@@ -35,12 +35,12 @@ TAKES_LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("entry", TAKES_LENGTHS)
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("bad", BAD_LENGTHS)
-def test_every_function_refuses_bad_lengths(entry, bad):
+def test_every_function_refuses_bad_lengths(function, bad):
     lengths, message = BAD_LENGTHS[bad]
     with pytest.raises(ValueError, match=re.escape(message)):
-        TAKES_LENGTHS[entry](lengths)
+        FUNCTIONS[function](lengths)
 
 
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])
@@ -145,7 +145,7 @@ def test_from_json_inverts_to_json(problem):
     assert again == plan
     assert hash(again) == hash(plan)
     assert again.fingerprint == plan.fingerprint
-    # Others read it too.
+    # The JSON uses the names of the attributes.
     assert json.loads(plan.to_json())["max_tokens"] == plan.max_tokens
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from jaxbucket.base.permutation import fold, mix, permute
 
-# Around the size from which a Feistel network takes over, primes, squares, and sizes
-# just above and below a square, where cycle walking has most and least to do.
+# Small sizes, sizes around the threshold for the Feistel network, primes, squares, and
+# sizes just above and below a square, with the most and the least cycle walking.
 SIZES = [*range(1, 40), 1023, 1024, 1025, 1031, 4096, 4097, 10_000, 65_537, 99_856]
 
 
@@ -48,7 +48,7 @@ def test_different_keys_give_different_permutations(size):
     tables = [whole(size, key) for key in range(20)]
     for i, a in enumerate(tables):
         for b in tables[:i]:
-            # Two random permutations agree in one place on average.
+            # Two random permutations agree at one index on average.
             assert np.count_nonzero(a == b) < 12
 
 
@@ -60,7 +60,8 @@ def test_images_are_uniform_over_keys(size):
         counts = np.bincount(column * places // size, minlength=places)
         expected = np.bincount(np.arange(size) * places // size) * keys / size
         chi2 = ((counts - expected) ** 2 / expected).sum()
-        # Mean places - 1, standard deviation its root of twice: six of them.
+        # chi2 has mean places - 1 and variance 2 * (places - 1). The limit is six
+        # standard deviations above the mean.
         assert chi2 < places - 1 + 6 * np.sqrt(2 * (places - 1))
 
 
@@ -105,6 +106,6 @@ GOLDEN = {
 
 @pytest.mark.parametrize(("size", "key"), GOLDEN)
 def test_permutations_never_change(size, key):
-    # A run is resumed with these: a new digest means that old runs cannot be.
+    # Resumed runs depend on these values. If a digest changes, old runs cannot resume.
     table = whole(size, key).astype("<i8").tobytes()
     assert hashlib.blake2b(table, digest_size=8).hexdigest() == GOLDEN[size, key]

@@ -35,19 +35,19 @@ CHANGES = {
     "budget": ({"max_tokens": 24}, "plan max tokens 12 -> 24"),
     "policy": ({"overlong": "drop"}, "plan overlong error -> drop"),
     "grown": ({"source": [*SOURCE, {"x": [9]}]}, "data examples 6 -> 7"),
-    "other lengths": (
+    "different lengths": (
         {"source": [*SOURCE[:-2], {"x": [4] * 6}, {"x": [5] * 5}]},
         "data fingerprint",
     ),
-    "other contents": (
+    "different contents": (
         {"source": [*SOURCE[:-1], {"x": [0] * 6}]},
         "data fingerprint",
     ),
-    "other dtype": (
+    "different dtype": (
         {"source": [{"x": [float(x) for x in e["x"]]} for e in SOURCE]},
         "data fingerprint",
     ),
-    "other name": (
+    "different name": (
         {"source": [{**example, "y": 0} for example in SOURCE]},
         "data fingerprint",
     ),
@@ -94,9 +94,9 @@ def test_a_position_reads_only_a_few_examples():
             return super().__getitem__(index)
 
     source = Counted([{"x": [1] * (1 + index % 9)} for index in range(5000)])
-    made = dataset(source, max_tokens=1000)
+    batches = dataset(source, max_tokens=1000)
     source.reads = 0
-    made.position(3)
+    batches.position(3)
     assert 2 <= source.reads <= 16
 
 
@@ -108,15 +108,15 @@ PADDINGS = {
 }
 
 
-@pytest.mark.parametrize("now", PADDINGS)
-@pytest.mark.parametrize("was", PADDINGS)
-def test_a_run_resumes_only_with_the_same_padding(was, now):
+@pytest.mark.parametrize("new", PADDINGS)
+@pytest.mark.parametrize("old", PADDINGS)
+def test_a_run_resumes_only_with_the_same_padding(old, new):
     source = [{"x": [float(x) for x in example["x"]]} for example in SOURCE]
     schedule = BatchSchedule(plan_buckets(LENGTHS, max_tokens=12), LENGTHS)
-    position = batch_dataset(source, schedule, **PADDINGS[was]).position(1)
+    position = batch_dataset(source, schedule, **PADDINGS[old]).position(1)
     position = DataPosition.from_dict(json.loads(json.dumps(position.to_dict())))
-    dataset = batch_dataset(source, schedule, **PADDINGS[now])
-    if was == now:
+    dataset = batch_dataset(source, schedule, **PADDINGS[new])
+    if old == new:
         dataset.resume(position)
     else:
         message = "schedule (sequences|pad value) .* -> "

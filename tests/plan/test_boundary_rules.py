@@ -1,4 +1,4 @@
-"""Rules of thumb for boundaries."""
+"""Heuristic rules for boundaries."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_every_chooser_includes_the_last_candidate(chooser):
 
 
 def test_equal_tokens_buckets_have_equally_many_tokens():
-    # 600 tokens in examples of 1, as many in one of 600.
+    # 600 tokens in examples of length 1, and 600 tokens in one example.
     lengths = np.array([1] * 600 + [600])
     assert (equal_tokens(candidates(lengths), 2) + 1).tolist() == [1, 600]
     lengths = np.random.default_rng(0).integers(1, 1000, 20_000)

@@ -1,4 +1,4 @@
-"""What a step of a shape costs, in tokens, operations and seconds."""
+"""Costs of a step in tokens, operations and seconds."""
 
 import dataclasses
 import pickle
@@ -13,7 +13,7 @@ from jaxbucket import Bucket
 from jaxbucket.plan import StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.costs import unit_of
 
-# As `calibration_shapes` proposes them: six of one budget, and a smaller one.
+# As proposed by `calibration_shapes`: six shapes with equal tokens, and a smaller one.
 SHAPES = [Bucket(128, 32), Bucket(64, 64), Bucket(32, 128), Bucket(16, 256)]
 SHAPES += [Bucket(8, 512), Bucket(4, 1024), Bucket(32, 32)]
 
@@ -34,14 +34,14 @@ def test_token_cost_counts_padding_and_converts_to_seconds():
 
 
 def matmuls(batch_size, seq_len, width, depth, vocab_size):
-    """(rows, inner, columns) of every product of a forward pass."""
+    """Yields (rows, inner, columns) of every matrix product of a forward pass."""
     rows = batch_size * seq_len
     for _ in range(depth):
         for columns in (width, width, width, width):
-            yield rows, width, columns  # q, k, v and the output
+            yield rows, width, columns  # query, key, value and output
         for _ in range(batch_size):
-            yield seq_len, width, seq_len  # scores
-            yield seq_len, seq_len, width  # what they weigh
+            yield seq_len, width, seq_len  # attention scores
+            yield seq_len, seq_len, width  # weighted values
         yield rows, width, 4 * width
         yield rows, 4 * width, width
     yield rows, width, vocab_size
@@ -53,7 +53,7 @@ def test_transformer_cost_counts_all_matrix_products(shape, model):
     width, depth, vocab_size = model
     forward = sum(2 * m * k * n for m, k, n in matmuls(*shape, *model))
     cost = TransformerCost(width, depth, vocab_size)
-    # Backwards there are two products for each: by its inputs and by its weights.
+    # The backward pass has two products for each: for its inputs and for its weights.
     assert cost(*shape) == 3 * forward
     assert cost.unit == "FLOP"
     timed = TransformerCost(width, depth, vocab_size, flops_per_second=1e6)
@@ -82,7 +82,7 @@ def test_transformer_cost_is_close_to_the_count_of_the_compiler():
     analysis = step.cost_analysis()
     assert analysis is not None
     cost = TransformerCost(width, depth, vocab_size)(batch_size, seq_len)
-    # It counts what is done for each element, too; of a sum of logits some is saved.
+    # The compiler also counts elementwise operations, and saves some in the final sum.
     assert analysis["flops"] == pytest.approx(cost, rel=0.1)
 
 
@@ -152,7 +152,7 @@ def test_shapes_with_equal_tokens_have_no_constant_term():
     flat = StepTime.fit(dict.fromkeys(same, 0.5))
     assert terms_of(flat) == pytest.approx((0, 0.5 / 1024, 0))
     fitted = StepTime.fit(times_of(StepTime(0.3, 2e-4, 1e-6), same))
-    # What the constant was is in the tokens, whose number is the same.
+    # The constant is attributed to the tokens, because all shapes have the same number.
     assert terms_of(fitted) == pytest.approx((0, 2e-4 + 0.3 / 1024, 1e-6))
     assert fitted.error < 1e-6
 
@@ -185,7 +185,7 @@ def test_the_error_is_cross_validated():
     assert fitted.error >= max(misses)
 
 
-# The smallest one alone says what the constant is.
+# Except the smallest shape, which alone determines the constant.
 @pytest.mark.parametrize("slow", range(len(SHAPES) - 1))
 def test_one_slow_shape_does_not_change_other_predictions(slow):
     cost = StepTime(0.004, 2.2e-5, 5.5e-8)
@@ -238,7 +238,7 @@ def test_the_order_and_unit_of_times_do_not_matter(order, scale):
 
 
 def test_the_smallest_shape_is_not_cross_validated():
-    # Without the smallest the constant would be guessed, and be far off.
+    # Without the smallest shape, the constant would be an inaccurate extrapolation.
     cost = StepTime(0.2, 6e-5, 8e-8)
     shapes = [*SHAPES[:4], Bucket(4, 32)]
     noisy = {

@@ -1,4 +1,4 @@
-"""The number of buckets: what each more takes to compile, and saves an epoch."""
+"""The number of buckets: compile time against the epoch time that it saves."""
 
 import itertools
 import json
@@ -94,13 +94,13 @@ def test_the_reason_mentions_a_curve_that_has_not_turned():
     assert curve.chosen.num_buckets == 5
     assert not curve.turned
     assert curve.reason.endswith("More than 5 shapes were not tried.")
-    # With sizes in between that do not pay, too.
+    # The same with numbers of buckets in between that do not pay off.
     lengths = [11, 3, 1, 11, 8, 1, 9, 10, 2, 12, 8, 7, 2, 2, 4, 6, 5, 12, 9, 8, 2, 4, 3]
     lengths += [13, 11, 6, 10, 8, 6, 10, 4, 8, 9, 12, 7, 13, 5, 11, 12, 10, 3, 7, 11]
     limits = Limits(max_tokens=49, cost_fn=TokenCost(tokens_per_second=1.0))
     curve = plan_curve(lengths, limits, compile_seconds=0.01, max_buckets=6)
     assert "More than 6 shapes were not tried." in curve.reason
-    # All three that there are.
+    # With a bucket for each of the three lengths, the curve has turned.
     curve = plan_curve(
         [7, 8, 9] * 5,
         Limits(max_tokens=9, cost_fn=LIMITS.cost_fn),
@@ -117,10 +117,10 @@ def test_equal_lengths_have_one_point():
 
 def test_the_json_holds_every_number():
     curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.5, num_epochs=4)
-    found = json.loads(curve.to_json())
-    assert found["points"][found["chosen"]]["num_buckets"] == curve.chosen.num_buckets
-    assert found["reason"] == curve.reason
-    assert len(found["points"]) == len(curve)
+    fields = json.loads(curve.to_json())
+    assert fields["points"][fields["chosen"]]["num_buckets"] == curve.chosen.num_buckets
+    assert fields["reason"] == curve.reason
+    assert len(fields["points"]) == len(curve)
 
 
 @pytest.mark.parametrize(

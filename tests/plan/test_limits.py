@@ -1,4 +1,4 @@
-"""Budgets of every kind, limits of rows, and given shapes."""
+"""Budgets of every kind, limits on the batch size, and given shapes."""
 
 import json
 import re
@@ -29,7 +29,7 @@ LENGTHS = np.random.default_rng(0).integers(1, 500, 1000)
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("seed", range(10))
 def test_a_histogram_counts_every_example_and_token(seed, far, overlong, monkeypatch):
-    # By a table of all lengths, and by sorting them.
+    # Lengths are counted in a table, or by sorting if they are too long for a table.
     monkeypatch.setattr("jaxbucket.plan.histogram._MAX_TABLE", 0 if far else 1 << 24)
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 100, 300).astype(rng.choice([np.int32, np.int64]))
@@ -60,7 +60,7 @@ def test_a_budget_may_be_a_function_of_the_length():
 
 
 def test_a_length_at_which_no_row_fits_is_not_a_boundary():
-    # What is at most 300 long has no batch of its own.
+    # No row fits at lengths up to 300.
     def budget(seq_len):
         return 8 * 512 if seq_len > 300 else 1
 
@@ -78,8 +78,8 @@ def test_each_boundary_may_have_its_own_budget():
 def test_batch_sizes_respect_their_limits():
     options = {"num_buckets": 6, "batch_size_multiple": 4}
     free = plan_buckets(LENGTHS, max_tokens=8192, **options)
-    held = plan_buckets(LENGTHS, max_tokens=8192, max_batch_size=30, **options)
-    assert free.batch_sizes.max() > 30 and held.batch_sizes.max() == 28
+    capped = plan_buckets(LENGTHS, max_tokens=8192, max_batch_size=30, **options)
+    assert free.batch_sizes.max() > 30 and capped.batch_sizes.max() == 28
     many = plan_buckets(
         LENGTHS, max_tokens=8192, min_batch_size=16, max_batch_size=30, **options
     )
@@ -174,7 +174,7 @@ def test_invalid_shapes_are_refused(shapes, message):
         BucketPlan.from_shapes(shapes)
 
 
-# Plans that know what a step costs
+# Plans with step costs
 
 
 def test_a_plan_stores_its_step_costs():
@@ -234,7 +234,7 @@ def test_the_fingerprint_depends_on_the_step_costs():
         BucketPlan(buckets, max_tokens=32, cost_unit="s")
 
 
-# Numbers at the edge of what can be counted
+# Numbers at the limits of integer dtypes
 
 EDGES = [0, 1, 2, 2**16, 2**26 + 1, 2**31 - 1, 2**31, 2**31 + 1, 2**53 - 1, 2**53 + 1]
 EDGES += [2**61, 2**62 - 1, 2**62, 2**63 - 1, 2**64 - 1, 2**64, -1]
@@ -242,7 +242,7 @@ INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint32, np.uint6
 
 
 class Edges:
-    """Draws integers, many at an edge, of Python and of numpy."""
+    """Draws Python and numpy integers, many of which are near a limit of a dtype."""
 
     def __init__(self, seed: int):
         self.rng = np.random.default_rng(seed)
@@ -274,7 +274,7 @@ class Edges:
 
 
 def check_epoch(plan: BucketPlan, epoch: Report, accumulate: int = 1) -> None:
-    """Its numbers are those of Python's integers, which have no end."""
+    """Checks that the numbers of a report do not overflow."""
     padded = sum(b.batches * b.batch_size * b.seq_len for b in epoch.buckets)
     assert padded == epoch.padded_tokens
     assert epoch.epoch_cost == pytest.approx(padded, rel=1e-12)
@@ -337,8 +337,8 @@ def try_pack(edges: Edges) -> None:
 def try_packing(edges: Edges) -> None:
     names = "num_buckets", "max_seq_len", "max_segments_per_row", "seq_len_multiple"
     lengths = np.minimum(edges.lengths(), 60)
-    found = plan_packing(lengths, max_tokens=edges.one(0.3), **edges.some(*names))
-    check_epoch(found.plan, found.report)
+    result = plan_packing(lengths, max_tokens=edges.one(0.3), **edges.some(*names))
+    check_epoch(result.plan, result.report)
 
 
 def try_curve(edges: Edges) -> None:
@@ -350,8 +350,8 @@ def try_curve(edges: Edges) -> None:
 
 def try_comparison(edges: Edges) -> None:
     limits = Limits(**edges.limits())
-    found = compare_plans(edges.lengths(), limits, **edges.some("num_buckets"))
-    for compared in found.plans:
+    comparison = compare_plans(edges.lengths(), limits, **edges.some("num_buckets"))
+    for compared in comparison.plans:
         check_epoch(compared.plan, compared.report, int(limits.accumulate))
 
 
@@ -370,16 +370,16 @@ def try_chunks(edges: Edges) -> None:
     ],
 )
 def test_extreme_integers_are_handled_or_refused_by_name(attempt):
-    edges, taken = Edges(0), 0
+    edges, accepted = Edges(0), 0
     for _ in range(400):
         try:
             attempt(edges)
-            taken += 1
+            accepted += 1
         except ValueError as error:
-            # It names an argument, and does not come from within.
+            # The message names an argument, and is not an internal error.
             assert "`" in str(error) or "Bucket [" in str(error), error
             assert not re.search("raised (Zero|Overflow)", str(error)), error
-    assert taken
+    assert accepted
 
 
 def test_a_step_whose_tokens_exceed_64_bits_is_refused():
@@ -390,7 +390,7 @@ def test_a_step_whose_tokens_exceed_64_bits_is_refused():
         BatchSchedule(plan, [1, 2, 3, 4], accumulate=65536)
     with pytest.raises(ValueError, match=r"`accumulate=65536`"):
         report(plan, [1, 2, 3, 4], accumulate=65536)
-    # One of few rows is counted, whatever the budget would hold.
+    # A step with few rows is accepted, even if the budget allows more.
     few = plan_buckets([4], max_tokens=2**61, accumulate=65536, max_batch_size=8)
     assert len(BatchSchedule(few, [4], accumulate=65536)) == 1
 

@@ -13,7 +13,7 @@ def uniform(size: int = 1000, longest: int = 500) -> np.ndarray:
 
 
 def check_plan(plan, max_tokens: int, multiples: tuple[int, int]) -> None:
-    """Invariant 2, and no row left unused that the budget would hold."""
+    """Checks the budget and the multiples, and that no further row would fit."""
     for bucket in plan.buckets:
         assert bucket.batch_size * bucket.seq_len <= max_tokens
         assert bucket.batch_size % multiples[0] == bucket.seq_len % multiples[1] == 0
@@ -78,7 +78,7 @@ def test_distant_lengths_need_no_table_of_all_lengths():
 
 @pytest.mark.parametrize("last", [96, 2**25])
 def test_overlong_examples_are_dropped_or_truncated(last):
-    # Below and above the size up to which lengths are counted in a table.
+    # Below and above the longest length that is counted in a table.
     lengths = np.array([5, 10, 96, last, last + 1, last + 900])
     for overlong in ("drop", "truncate"):
         plan = plan_buckets(
@@ -96,11 +96,11 @@ def test_overlong_examples_are_dropped_or_truncated(last):
         assert epoch.truncated_tokens == (901 if overlong == "truncate" else 0)
 
 
-# Given boundaries, and functions
+# Given boundaries and functions
 
 
 def hashed_lengths(size: int, seed: int) -> np.ndarray:
-    """Skewed lengths of up to 4096, by integer arithmetic: alike on every machine."""
+    """Returns skewed lengths up to 4096, which are the same on every machine."""
     drawn = permute(np.arange(size), size, seed) + 1
     return np.minimum(drawn % 797 * (drawn % 7) // (1 + drawn % 5) + 1, 4096)
 
@@ -200,7 +200,7 @@ def test_a_function_with_too_many_boundaries_or_an_error_is_refused():
         plan_buckets([5], max_tokens=8, boundaries=lambda c, n: {}["x"])
 
 
-# What cannot be planned
+# Invalid arguments
 
 
 def test_a_budget_for_too_few_rows_is_refused_with_a_sufficient_one():

@@ -8,7 +8,7 @@ from jaxbucket.plan.remainder import epoch_cost, flow_remainders, least_cost
 
 
 def cost_of(decisions, counts, batch_sizes, seq_lens) -> int:
-    """Padded tokens when each bucket but the last promotes its remainder or pads."""
+    """Returns the padded tokens for given promote-or-pad decisions."""
     carry = cost = 0
     for count, size, length, promote in zip(
         counts, batch_sizes, seq_lens, [*decisions, False], strict=True
@@ -34,7 +34,7 @@ def test_no_sequence_of_decisions_is_cheaper(seed):
     flow = flow_remainders(counts, batch_sizes, batch_sizes * seq_lens)
     tokens = (flow.batches * batch_sizes * seq_lens).sum()
     assert tokens == cheapest(counts.tolist(), batch_sizes.tolist(), seq_lens.tolist())
-    # No example is lost on the way, none is in two buckets, and all have a row.
+    # No example is lost or duplicated, and each has a row.
     assert flow.rows.sum() == counts.sum()
     left_over = flow.counts + flow.carried - flow.rows
     np.testing.assert_array_equal(flow.carried, [0, *left_over[:-1]])
@@ -91,7 +91,7 @@ def test_empty_buckets_have_no_batches():
 
 
 def test_the_cheapest_policy_depends_on_the_batch_costs():
-    # By tokens one goes up; by these costs an empty row is cheaper than a long batch.
+    # With these costs, an empty row is cheaper than another long batch.
     flow = flow_remainders([5, 1], batch_sizes=[4, 2], costs=[1.5, 4.0])
     assert flow.carried.tolist() == [0, 1]
     flow = flow_remainders([5, 2], batch_sizes=[4, 2], costs=[1.5, 4.0])
@@ -130,7 +130,7 @@ def test_many_buckets_are_processed_with_vectorized_carries(monkeypatch):
     counts = np.random.default_rng(0).integers(0, 80, size)
     flow = flow_remainders(counts, 64 * size // ends, 64 * size // ends * ends)
     assert flow.rows.sum() == counts.sum()
-    # Of each bucket once; of each number of carried rows it would be some 20,000.
+    # Once per bucket; once per number of carried rows would be about 20,000 calls.
     assert len(calls) <= size
 
 
