@@ -40,7 +40,11 @@ class Candidates:
         return len(self.seq_lens)
 
     def take(self, index: np.ndarray) -> Candidates:
-        """Returns the candidates at the given indices."""
+        """Returns some of the candidates.
+
+        Args:
+          index: `[K]` integers, the indices of the candidates, or a `[G]` bool mask.
+        """
         names = ("seq_lens", "examples", "tokens", "batch_sizes", "costs")
         columns = {name: getattr(self, name)[index] for name in names}
         return dataclasses.replace(self, **columns)
@@ -54,13 +58,21 @@ class Candidates:
         return np.diff(self.examples[chosen], prepend=0)
 
     def flow(self, chosen: np.ndarray) -> RowFlow:
-        """Returns the rows and batches of each bucket in one epoch."""
+        """Returns the rows and batches of each bucket in one epoch.
+
+        Args:
+          chosen: `[K]` increasing indices of the candidates at which buckets end.
+        """
         return flow_remainders(
             self.counts(chosen), self.batch_sizes[chosen], self.costs[chosen]
         )
 
     def epoch_cost(self, chosen: np.ndarray) -> float:
-        """Returns the total cost of the batches of one epoch, remainders included."""
+        """Returns the total cost of the batches of one epoch, remainders included.
+
+        Args:
+          chosen: `[K]` increasing indices of the candidates at which buckets end.
+        """
         return epoch_cost(self.flow(chosen).batches, self.costs[chosen])
 
 

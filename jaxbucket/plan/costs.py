@@ -57,6 +57,7 @@ class TokenCost:
 
     @property
     def unit(self) -> str:
+        """The unit of the cost: "tokens", or "s" with `tokens_per_second`."""
         return "tokens" if self.tokens_per_second is None else SECONDS
 
     def __call__(self, batch_size: int, seq_len: int) -> float:
@@ -104,6 +105,7 @@ class TransformerCost:
 
     @property
     def unit(self) -> str:
+        """The unit of the cost: "FLOP", or "s" with `flops_per_second`."""
         return "FLOP" if self.flops_per_second is None else SECONDS
 
     def __call__(self, batch_size: int, seq_len: int) -> float:

@@ -120,8 +120,11 @@ class Limits:
     def longest(self, lengths: np.ndarray) -> int:
         """Returns T of the last bucket.
 
+        Args:
+          lengths: `[N]` integers, one per example.
+
         Raises:
-          ValueError: if a length exceeds it and `overlong` is "error".
+          ValueError: if a length exceeds `max_seq_len` and `overlong` is "error".
         """
         last = self.max_seq_len
         if last is None:
@@ -266,7 +269,11 @@ class Limits:
 
 
 def costed(plan: BucketPlan, cost_fn: CostFn | None) -> BucketPlan:
-    """Returns the plan with step costs from `cost_fn`; None counts tokens.
+    """Returns a plan with the same shapes and new step costs.
+
+    Args:
+      plan: the plan.
+      cost_fn: `(batch_size, seq_len)` -> the cost of a step; None counts tokens.
 
     Raises:
       ValueError: if `cost_fn` raises an exception or returns a cost that is not

@@ -58,6 +58,13 @@ def optimal(candidates: Candidates, num_buckets: int) -> np.ndarray:
     pairs of boundaries (see `Optimum.exact`). With many buckets and thousands of
     lengths, the search follows only the most promising choices. Then the cost may be a
     few hundredths of a percent above the optimum, but never above any heuristic rule.
+
+    Args:
+      candidates: the lengths at which buckets may end.
+      num_buckets: the largest number of buckets.
+
+    Returns:
+      `[K]` integers, increasing indices of candidates that end with the last.
     """
     return Optimum(candidates, num_buckets).choice(num_buckets)
 

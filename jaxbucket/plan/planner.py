@@ -135,7 +135,14 @@ def plan_buckets(
 def plan_within(
     lengths: ArrayLike, limits: Limits, num_buckets: int, boundaries: Boundaries
 ) -> BucketPlan:
-    """Does the same as `plan_buckets`, with most options given by `limits`."""
+    """Returns a plan as `plan_buckets` does.
+
+    Args:
+      lengths: `[N]` integers, one per example.
+      limits: the other options of `plan_buckets`.
+      num_buckets: the largest number of shapes.
+      boundaries: a rule, increasing lengths, or a function, as for `plan_buckets`.
+    """
     lengths = check_lengths(lengths)
     num_buckets = check_positive("num_buckets", num_buckets)
     if isinstance(boundaries, Iterable) and not isinstance(boundaries, str):
