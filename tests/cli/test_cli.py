@@ -877,7 +877,7 @@ def test_python_objects_are_named_as_what_they_are(files, name):
 
 def test_boundaries_that_are_none_are_not_compared(files):
     output = refused("compare", "lengths.npy", *OPTIONS[:4], "--boundaries", "0,512")
-    assert "`boundaries`: 0 after 0. Pass increasing multiples" in output
+    assert "`boundaries` has 0 after 0. Pass increasing multiples" in output
 
 
 def test_a_chunk_of_memory_that_is_not_there_is_no_stack(files):
