@@ -544,7 +544,7 @@ def test_batch_axes_that_do_not_divide_a_batch_are_refused(layout, axes, num_par
         with pytest.raises(ValueError) as refusal:
             call()
         message = str(refusal.value)
-        assert f"`batch_size=6` cannot be cut into {num_parts}" in message
+        assert f"`batch_size=6` cannot be split into {num_parts}" in message
         assert f"mesh axes {axes}" in message
         assert f"`batch_size_multiple={num_parts}`" in message
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them: in words, with units, as a table for a terminal."""
+"""Formats numbers for people: with units, and in tables for a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def number_table(
     columns: Iterable[str], rows: Iterable[Sequence[str]], caption: str
 ) -> Table:
-    """Returns a `rich` table of right-justified texts, none of which is markup."""
+    """Returns a `rich` table of right-justified text, not interpreted as markup."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -26,7 +26,7 @@ def number_table(
 
 
 def count_shapes(number: int) -> str:
-    """Returns a number of shapes in words.
+    """Returns a number of shapes as text.
 
     Example:
       >>> count_shapes(1), count_shapes(2)
@@ -36,7 +36,7 @@ def count_shapes(number: int) -> str:
 
 
 def in_unit(cost: float, unit: str) -> str:
-    """Returns a cost as a person reads it.
+    """Returns a cost with its unit as text.
 
     Example:
       >>> in_unit(1234.5, "s"), in_unit(2.5e15, "FLOP"), in_unit(90_000, "tokens")
@@ -46,7 +46,7 @@ def in_unit(cost: float, unit: str) -> str:
 
 
 def number_in_unit(cost: float, unit: str) -> str:
-    """Returns the number of `in_unit`, without the unit."""
+    """Returns a cost as text like `in_unit`, but without the unit."""
     if unit == "tokens" and cost < 1e11:
         return f"{cost:,.0f}"
     return f"{cost:,.1f}" if 10 <= cost < 1e9 else f"{cost:.3g}"

@@ -393,15 +393,15 @@ def test_plans_are_compared_as_in_python(files):
         (("--max-tokens", "9,8"), "`max_tokens` has 2 budgets, one for each bucket"),
         (
             ("--max-tokens", "8192,8192", "--boundaries", "512"),
-            "`max_tokens` has 2 budgets for 1 boundaries. Give one for each.",
+            "`max_tokens` has 2 budgets for 1 boundaries. Pass one for each",
         ),
         (("--max-tokens", "m:f"), "`m:f`: "),
         ((*OPTIONS, "--boundaries", "even"), "`boundaries='even'`: choose one of"),
-        ((*BUDGET, "--boundaries", "512,64"), "`boundaries`: 64 after 512."),
-        ((*BUDGET, "--boundaries", "64,64,512"), "`boundaries`: 64 after 64."),
+        ((*BUDGET, "--boundaries", "512,64"), "`boundaries` has 64 after 512."),
+        ((*BUDGET, "--boundaries", "64,64,512"), "`boundaries` has 64 after 64."),
         (("--shapes", "8*512"), "`--shapes 8*512`: give B x T for each, as 32x128"),
         (("--shapes", "8x512x2"), "`--shapes 8x512x2`: give B x T"),
-        (("--shapes", "8x512,16x512"), "strictly increasing order"),
+        (("--shapes", "8x512,16x512"), "by strictly increasing `seq_len`"),
         (("--shapes", "8x100"), "is beyond the last bucket, `seq_len=100`"),
         (
             ("--shapes", "8x512", "--max-tokens", 1024),
@@ -409,10 +409,10 @@ def test_plans_are_compared_as_in_python(files):
         ),
         ((*OPTIONS, "--num-buckets", "few"), "`--num-buckets few`: give a positive"),
         ((*OPTIONS, "--num-buckets", "0"), "`--num-buckets 0`: give a positive"),
-        (AUTO, "`compile_seconds` is missing: say what compiling one shape takes"),
+        (AUTO, "`compile_seconds` is missing. Pass the time to compile one shape"),
         (
             (*OPTIONS, "--num-buckets", "auto", "--compile-seconds", 3),
-            "counts tokens, and compiling is weighed in seconds",
+            "counts tokens, but compile time is measured in seconds",
         ),
         ((*AUTO, "--compile-seconds", -1), "`compile_seconds=-1.0` must be a positive"),
         (
@@ -732,7 +732,7 @@ def test_an_empty_option_is_not_its_default(files, option):
         ('{"[8, true]": 1}', "a shape is two integers."),
         ('{"[8, 512]": 0.1, "[8, 512]": 5}', "a shape is there twice."),
         ('{"[8, 512]": 0.1, "[8,512]": 5}', "a shape is there twice."),
-        ('{"[8, 512]": 1e-310}', "next to nothing for B * T^2"),
+        ('{"[8, 512]": 1e-310}', "too small for B * T^2"),
         ('{"[8, 512]": "x"}', "`seconds[[8, 512]]='x'` must be a positive"),
     ],
 )
@@ -880,7 +880,7 @@ def test_python_objects_are_named_as_what_they_are(files, name):
 
 def test_boundaries_that_are_none_are_not_compared(files):
     output = refused("compare", "lengths.npy", *OPTIONS[:4], "--boundaries", "0,512")
-    assert "`boundaries`: 0 after 0. Pass increasing multiples" in output
+    assert "`boundaries` has 0 after 0. Pass increasing multiples" in output
 
 
 def test_a_chunk_of_memory_that_is_not_there_is_no_stack(files):
@@ -888,7 +888,7 @@ def test_a_chunk_of_memory_that_is_not_there_is_no_stack(files):
     split = ("--max-tokens", 64, "--max-seq-len", 1, "--overlong", "split")
     assert f"{10_000 * (2**31 - 1)} chunks" in run("plan", "long.npy", *split)
     output = refused("plan", "long.npy", *split, "--plot", "x.png")
-    assert "whose lengths take 80000.0 GiB: more memory than there is" in output
+    assert "whose lengths need 80000.0 GiB: more memory than this machine" in output
 
 
 SIZES = """

@@ -596,9 +596,9 @@ def test_raw_lengths_are_refused_with_the_line_to_paste():
     lengths = np.array([3, 9, 5, 20])
     plan = plan_buckets(lengths, max_tokens=16, max_seq_len=8, overlong="split")
     message = re.escape(
-        "`lengths[1]=9` is beyond the last bucket, `seq_len=8`, and `overlong='split'` "
-        "makes several rows of it. Go on with the chunks: `source = "
-        "jb.data.split_source(source, 8, lengths=lengths)` and `source.lengths`."
+        "`lengths[1]=9` is beyond the last bucket, `seq_len=8`, and the plan has "
+        "`overlong='split'`. Split the source first: `source = "
+        "jb.data.split_source(source, 8, lengths=lengths)`. Then use `source.lengths`."
     )
     for use in (plan.check, plan.assign, lambda x: BatchSchedule(plan, x)):
         with pytest.raises(ValueError, match=message) as error:
@@ -655,7 +655,7 @@ def test_chunks_that_do_not_fit_into_memory_are_counted():
     epoch = report(plan, lengths)
     assert epoch.examples == epoch.chunks == epoch.real_tokens == number
     assert epoch.steps_per_epoch == -(-number // 64)
-    message = f"makes {number} chunks, whose lengths take 80000.0 GiB"
+    message = f"yields {number} chunks, whose lengths need 80000.0 GiB"
     with pytest.raises(ValueError, match=f"`max_seq_len=1` {message}.* Raise `max_seq"):
         chunk_lengths(lengths, 1)
 

@@ -221,8 +221,8 @@ def test_one_nonzero_number_for_several_features_is_refused():
     rows = [{"tokens": np.ones(2, "i4"), "labels": np.ones(2, "i4"), "index": 1}]
     bucket = Bucket(1, 3)
     message = (
-        "`pad_value=-100` would fill 2 features. Say which of them: "
-        "`pad_value={'tokens': -100, 'labels': -100}`"
+        "`pad_value=-100` would fill 2 features. Pass a dict of the features that are "
+        "not padded with 0: `pad_value={'tokens': -100, 'labels': -100}`"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         collate_rows(rows, bucket, pad_value=-100)
@@ -238,8 +238,8 @@ def test_one_nonzero_number_for_several_features_is_refused():
 @pytest.mark.parametrize(
     ("pad_value", "message"),
     [
-        ({"label": 1}, "`pad_value` names ['label'], and the padded features are "),
-        ({"index": 1}, "`pad_value` names ['index'], and the padded features are "),
+        ({"label": 1}, "`pad_value` names ['label'], but the padded features are "),
+        ({"index": 1}, "`pad_value` names ['index'], but the padded features are "),
         ({"labels": "x"}, "`pad_value['labels']='x'` is not a number"),
         (None, "`pad_value=None` is not a number"),
         ([1, 2], "`pad_value=[1, 2]` is not a number"),

@@ -301,7 +301,7 @@ def test_a_position_with_a_damaged_first_step_is_refused(first_step):
 def test_a_shard_that_does_not_divide_a_bucket_is_refused():
     source, schedule = make_job()
     with pytest.raises(
-        ValueError, match=r"cannot be cut into 3 equal parts.*Plan with"
+        ValueError, match=r"cannot be split into 3 equal parts.*Plan with"
     ):
         batch_dataset(source, schedule, shard=RowShard((0,), 3, ("data",)))
 

@@ -428,7 +428,7 @@ def test_lengths_and_capacities_that_do_not_go_together(lengths, capacities, mes
 @pytest.mark.parametrize("plan", [jb.plan_buckets, jb.plan_packing])
 def test_plans_of_one_length_say_what_several_are_for(plan):
     with pytest.raises(
-        ValueError, match=r"mapping of \['a', 'b'\].* are for `jb.packing.pack"
+        ValueError, match=r"mapping with the keys \['a', 'b'\].* `jb.packing.pack"
     ):
         plan({"a": [1], "b": [2]}, max_tokens=64)
 

@@ -1477,7 +1477,7 @@ HALF = {"shard": jb.data.RowShard((0,), 2)}
         ({"seed": -1}, "`seed=-1` must be between 0 and"),
         ({"pack": True}, "`max_segments_per_row` is missing: a feature of one number"),
         (HALF, "`lengths` are missing: several processes have one sequence"),
-        ({"shard": jb.data.RowShard((0,), 3)}, "cannot be cut into 3 equal parts"),
+        ({"shard": jb.data.RowShard((0,), 3)}, "cannot be split into 3 equal parts"),
         ({**HALF, "lengths": [3]}, "`processes` are missing: this one has a part of"),
         (
             {"processes": 4},

@@ -164,7 +164,7 @@ def test_other_things_than_a_source_a_schedule_and_a_mesh_are_refused():
     with pytest.raises(ValueError, match="`mesh` is a list"):
         jb.MeshLoader(SOURCE, SCHEDULE, jax.devices())  # pyright: ignore
     odd = jb.BatchSchedule(jb.BucketPlan.from_shapes([(3, 20)]), LENGTHS)
-    with pytest.raises(ValueError, match="`batch_size=3` cannot be cut into 2"):
+    with pytest.raises(ValueError, match="`batch_size=3` cannot be split into 2"):
         jb.MeshLoader(SOURCE, odd, MESH)
 
 
