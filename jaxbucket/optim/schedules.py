@@ -151,7 +151,7 @@ class WorkScheduleState(NamedTuple):
     """State of `schedule_by_work`: the work so far is `high * 2**30 + low`.
 
     Attributes:
-      high: `[]` uint32.
+      high: `[]` uint32, in units of 2**30.
       low: `[]` uint32, below 2**30.
     """
 
@@ -225,8 +225,8 @@ def schedule_by_work(
       A stateful schedule for `optax.inject_hyperparams` or `scale_schedule`.
 
     Raises:
-      ValueError: if `schedule` is not a schedule of optax, or `work` is invalid. From
-        `update`: if a duration is an integer that is too large for jax.
+      ValueError: if `schedule` is not a schedule of optax, or `work` is invalid. When
+        called: if a duration is an integer that is too large for jax.
     """
     check_choice("work", work, ("examples", "tokens"))
     if isinstance(schedule, ScaledSchedule | WorkSchedule):

@@ -18,13 +18,13 @@ from jaxbucket.sort.collectives import AXIS, Devices
 # The number of sizes per power of two: few shapes, and at most 1/4 of padding.
 _SIZES_PER_OCTAVE = 4
 # Above this ratio of sizes hosts sort, because devices pad all parts to the largest.
-_MAX_BY_MEAN = 1.5
+_MAX_IMBALANCE = 1.5
 _PADDING = np.uint64(2**64 - 1)
 
 
 def can_sort_on_devices(sizes: np.ndarray, dtype: np.dtype, devices: Devices) -> bool:
     """Returns whether devices can sort parts of `[D]` sizes and a dtype."""
-    is_even = sizes.max() <= _MAX_BY_MEAN * sizes.mean()
+    is_even = sizes.max() <= _MAX_IMBALANCE * sizes.mean()
     return devices.platform != "cpu" and dtype == np.uint64 and bool(is_even)
 
 

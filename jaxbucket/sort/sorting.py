@@ -24,7 +24,7 @@ Assignment: TypeAlias = Literal["contiguous", "interleaved"]
 _R = TypeVar("_R")
 
 _MAX_INT32 = 2**31 - 1
-_MOST_MERGED = 4
+_MAX_MERGED_RUNS = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -201,7 +201,7 @@ def _sort(
         return
     # Only a few runs are merged, because numpy merges two at a time, but sorts by
     # vector instructions.
-    kind = "stable" if 0 < runs <= _MOST_MERGED else "quicksort"
+    kind = "stable" if 0 < runs <= _MAX_MERGED_RUNS else "quicksort"
     _on_each(lambda part: part.sort(kind=kind), parts)
 
 

@@ -119,8 +119,8 @@ def cut_positions(
         samples = _gather_samples(parts, positions, num, devices)
         windows = [
             narrow
-            for window, where, keys in zip(windows, positions, samples, strict=True)
-            for narrow in window.narrowed(where, keys)
+            for window, at, keys in zip(windows, positions, samples, strict=True)
+            for narrow in window.narrowed(at, keys)
         ]
     return np.stack([x.low for x in windows], axis=1)
 
@@ -133,16 +133,16 @@ def _gather_samples(
 ) -> list[list[np.ndarray]]:
     """Returns the keys of all parts at the positions of each window and part."""
     # Powers of two, to compile few shapes.
-    largest = max(len(x) for where in positions for x in where)
+    largest = max(len(x) for by_part in positions for x in by_part)
     width = min(num, 1 << (largest - 1).bit_length())
     local = []
     for part, i in zip(parts, devices.local, strict=True):
         keys = np.zeros((len(positions), width), part.dtype)
-        for row, where in zip(keys, positions, strict=True):
-            row[: len(where[i])] = part[where[i]]
+        for row, by_part in zip(keys, positions, strict=True):
+            row[: len(by_part[i])] = part[by_part[i]]
         local.append(keys)
     gathered = devices.gather(local)
     return [
-        [gathered[i, k, : len(x)] for i, x in enumerate(where)]
-        for k, where in enumerate(positions)
+        [gathered[i, k, : len(x)] for i, x in enumerate(by_part)]
+        for k, by_part in enumerate(positions)
     ]

@@ -39,7 +39,7 @@ class BucketSequence:
 
     Args:
       shares: `[K]`, the share of steps of each bucket.
-      seed: determines where on the circle the sequence starts.
+      seed: determines the position on the circle at which the sequence starts.
     """
 
     def __init__(self, shares: Sequence[Fraction], seed: int = 0):

@@ -1,4 +1,4 @@
-"""Detects a stream whose lengths have drifted from those its plan was made for."""
+"""Detects a stream whose lengths have drifted away from its plan."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class PaddedPool(Pool):
         return min(range(len(rows)), key=lambda k: self._unused(k, rows[k]))
 
     def _cheapest_of_remainder(self, rows: Sequence[int]) -> int:
-        """Returns the first bucket used by the cheapest batches of all pending ones."""
+        """Returns the shortest bucket of the cheapest batches for all examples."""
         costs = self._plan.costs * rows / self._plan.batch_sizes
         flow = flow_remainders(self.rows_needed(), rows, costs)
         return int((flow.batches > 0).argmax())

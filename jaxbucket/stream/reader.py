@@ -122,7 +122,7 @@ class StreamReader:
             origin = (self._epoch, self._epoch_index)
             try:
                 example = self.transform.apply(example, *origin)
-                rows = self._cut_overlong(example)
+                rows = self._apply_overlong(example)
             except ValueError as error:
                 # The cause is the error that the transform raised, if any.
                 raise ValueError(f"{_origin(*origin)}: {error}") from error.__cause__
@@ -185,7 +185,7 @@ class StreamReader:
         self._epoch_index = 0
         self._epoch_has_example = False
 
-    def _cut_overlong(self, example: Example) -> list[tuple[int, Example]]:
+    def _apply_overlong(self, example: Example) -> list[tuple[int, Example]]:
         """Applies the policy for overlong examples; returns (length, chunk) pairs."""
         length, longest = example_length(example, self.sequences), self.max_seq_len
         if length <= longest:

@@ -690,5 +690,5 @@ def test_a_transform_with_numbers_of_its_own_is_found_out_at_a_resume():
     )
     iterator = iter(dataset)
     next(iterator)
-    with pytest.raises(ValueError, match="seed what it draws"):
+    with pytest.raises(ValueError, match="by seeding all random draws"):
         iter(dataset).set_state(iterator.get_state())

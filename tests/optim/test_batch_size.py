@@ -978,7 +978,7 @@ def test_an_unknown_rule_is_rejected():
         ("base_tokens", "num_tokens", {"num_tokens": None}),
     ],
 )
-def test_an_update_without_its_size_says_what_to_pass(base, size, given):
+def test_an_update_without_its_size_is_rejected(base, size, given):
     tx = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(**{base: 4}))
     grads = jnp.ones(())
     message = rf"requires `{size}`. Call `tx.update\(.*, {size}=batch\.{size}\)`"
@@ -1083,7 +1083,7 @@ def test_invalid_arguments_are_rejected(make, message):
         make()
 
 
-def test_a_scaled_schedule_without_its_size_says_what_to_pass():
+def test_a_scaled_schedule_without_its_size_is_rejected():
     rate = jb.scale_schedule(1e-3, base_tokens=4)
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
     state = tx.init(jnp.ones(()))

@@ -1671,9 +1671,7 @@ def test_an_optimizer_that_hands_nothing_on_is_named():
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     with (
         jax.numpy_dtype_promotion("standard"),
-        pytest.raises(
-            ValueError, match="requires `num_.*must forward extra arguments"
-        ),
+        pytest.raises(ValueError, match="requires `num_.*must forward extra arguments"),
     ):
         run_batch(batch, four_devices(), tx=tx)
 
