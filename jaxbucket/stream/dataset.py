@@ -74,7 +74,7 @@ def stream_batches(
     at every step, and each fills its rows from its own stream. A process whose stream
     has ended yields empty rows. With `processes`, the processes tell one another when
     their streams end, and all stop after the same step, once every example has been
-    served. Without it, only `num_steps` ends the run.
+    served. Without it, several processes stop only at `num_steps`.
 
     Example:
       >>> import grain, jaxbucket as jb

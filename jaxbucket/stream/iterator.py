@@ -105,7 +105,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
             )
             raise
         if batches is None:
-            # The stream has ended, so this step was not started.
+            # The run has ended, so this step was not started.
             self._served.pop()
             raise StopIteration
         return batches if self._options.accumulate > 1 else batches[0]
