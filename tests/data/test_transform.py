@@ -696,5 +696,5 @@ def test_resuming_detects_a_transform_with_its_own_generator():
     )
     iterator = iter(dataset)
     next(iterator)
-    with pytest.raises(ValueError, match="seed what it draws"):
+    with pytest.raises(ValueError, match="by seeding all random draws"):
         iter(dataset).set_state(iterator.get_state())
