@@ -70,7 +70,7 @@ class Agreement:
         self._publish(label, stage, is_loaded)
         deadline = time.monotonic() + _TIMEOUT
         while missing := set(self._processes) - set(
-            answers := self._store.below(folder)
+            answers := self._store.read_folder(folder)
         ):
             self._check_failures()
             if not threading.main_thread().is_alive():
@@ -100,15 +100,15 @@ class Agreement:
         self._store.set(f"{label}/{stage}/{self._store.index}", str(int(is_loaded)))
 
     def _check_failures(self) -> None:
-        left = Store(_FOLDER).below(_LEFT)
-        for process, error in (left | self._store.below("failures")).items():
+        left = Store(_FOLDER).read_folder(_LEFT)
+        for process, error in (left | self._store.read_folder("failures")).items():
             if process in self._processes and process != str(self._store.index):
                 raise AgreementError(
                     f"Process {process} does not compile any more: {error}"
                 )
 
     def _check_programs(self) -> None:
-        for process, programs in self._store.below("programs").items():
+        for process, programs in self._store.read_folder("programs").items():
             if programs != self._programs:
                 raise AgreementError(
                     f"Process {process} compiles other programs than process "
