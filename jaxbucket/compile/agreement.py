@@ -55,7 +55,7 @@ class Agreement:
 
     @classmethod
     def of(cls, devices: Devices, programs: str) -> Agreement | None:
-        """Returns the agreement of the devices' processes; None for a single process."""
+        """Returns the agreement of the devices' processes; None for one process."""
         processes = sorted({device.process_index for device in devices})
         return cls(processes, programs) if len(processes) > 1 else None
 

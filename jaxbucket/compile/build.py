@@ -290,7 +290,7 @@ def _default_workers() -> int:
 
 @contextlib.contextmanager
 def _deep_stacks() -> Iterator[None]:
-    """Gives threads that start in a `with` block a stack that is deep enough for XLA."""
+    """Gives threads that start in a `with` block a stack large enough for XLA."""
     with _stack_size:
         before = threading.stack_size(_STACK_BYTES)
         try:

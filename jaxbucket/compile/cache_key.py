@@ -19,7 +19,7 @@ from jaxbucket.compile.jax_settings import compiler_flags, trace_settings
 from jaxbucket.compile.mismatch import avals
 from jaxbucket.compile.program import Program
 
-# Any, because jax exports no type for the devices of all its versions.
+# A tuple of `jax.Device`, whose attributes type checkers do not know.
 Devices: TypeAlias = tuple[Any, ...]
 _CALLBACK = re.compile(r"python\w*callback|is_host_transfer = true")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")

@@ -107,7 +107,7 @@ class CacheSession:
     def save(
         self, program: Program, executable: Any, report: ProgramReport
     ) -> ProgramReport:
-        """Writes an executable to a file; returns the report, with the file if saved."""
+        """Writes an executable to a file; returns the report, with its file if any."""
         name = f"{report.name} {report.label}"
         if program.label in self._with_callbacks:
             _warn(
@@ -213,8 +213,8 @@ class CacheSession:
             )
         except OSError as error:
             self._warn_once(
-                f"Executables are not saved, because {path} cannot be written: {error}. "
-                "Free disk space, or choose a different folder."
+                f"Executables are not saved: {path} cannot be written: {error}. Free "
+                "disk space, or choose a different folder."
             )
             return False
         if total > max_bytes:

@@ -129,7 +129,7 @@ def record_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def take_trace(name: str) -> Trace | None:
-    """Returns and forgets the last trace of this thread, if its function fits."""
+    """Returns and removes this thread's last trace, if its function has this name."""
     trace = _last_trace.get()
     if trace is None or getattr(trace.fn, "__name__", None) != name:
         return None

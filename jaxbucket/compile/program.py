@@ -34,7 +34,8 @@ class Program:
 
     def lower(self) -> tuple[Any, int | None]:
         """Returns the lowered function and its number of operations, if known."""
-        # The settings of this moment, because other processes may load the executable.
+        # Other processes may load the executable, so it must not be traced from a
+        # cached function with a different PRNG implementation.
         with following_prng():
             if not hasattr(self.fn, "trace"):
                 return self.fn.lower(*self.args), None

@@ -152,7 +152,7 @@ with processes:
     assert run.status != 0
     assert run.said(1) == []
     # jax ends them, and reports only the index of the lost process.
-    assert "ended by force" not in run.output
+    assert "are killed: " not in run.output
 
 
 UNWRITABLE = {
