@@ -4,8 +4,8 @@
 
 Each process has `-d` virtual CPU devices, and finds the others by the variables
 JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. Every line of output is
-prefixed with the index of its process. No process outlives the launcher. The exit status
-is that of the first process that failed, or 0.
+prefixed with the index of its process. No process outlives the launcher. The exit
+status is that of the first process that failed, or 0.
 """
 
 import argparse
@@ -161,8 +161,8 @@ def wait(
             running = [str(i) for i, status in enumerate(statuses) if status is None]
             print(
                 f"launch_local.py: {grace:g} s after a process failed, these processes "
-                f"were still running and are killed: {', '.join(running)}. If they need "
-                "more time, raise --grace.",
+                f"were still running and are killed: {', '.join(running)}. Raise "
+                "--grace if they need more time.",
                 file=sys.stderr,
             )
             break
