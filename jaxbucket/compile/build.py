@@ -124,7 +124,7 @@ class CompileJob(Mapping[Label, Any]):
         with self._waiting():
             for program in self._programs[:num_first]:
                 _exhaust(self._stages([program]))
-                # Raises an error before the next program is built.
+                # Raises the program's error before the next one is built.
                 self._futures[program.label].result()
         others = self._programs[num_first:]
         stages = self._stages(others)
@@ -282,7 +282,7 @@ def _exhaust(stages: Iterator[None]) -> None:
 
 
 def _default_workers() -> int:
-    """Returns half the number of cores, because XLA keeps about two of them busy."""
+    """Returns half the number of cores, because a compilation uses about two."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, min(cores // 2, _MAX_WORKERS))

@@ -119,15 +119,15 @@ def _constants(structure: Any) -> list[Any]:
 def _aval(leaf: Any) -> str:
     if not hasattr(leaf, "dtype"):
         return type(leaf).__name__
-    where = getattr(leaf, "sharding", None)
-    if isinstance(where, jax.sharding.NamedSharding):
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, jax.sharding.NamedSharding):
         # Written out, because the text of a mesh only contains its size.
-        parts = list(where.spec)
+        parts = list(sharding.spec)
         while parts and parts[-1] is None:
             # A trailing None does not change the sharding.
             parts.pop()
-        where = f"{dict(where.mesh.shape)} {parts} {where.memory_kind}"
-    return f"{leaf.dtype}{list(leaf.shape)} {where}"
+        sharding = f"{dict(sharding.mesh.shape)} {parts} {sharding.memory_kind}"
+    return f"{leaf.dtype}{list(leaf.shape)} {sharding}"
 
 
 def _traced_as(leaf: Any) -> str:

@@ -94,7 +94,7 @@ class CacheSession:
             body = files.read(path)
             if body is None:
                 return None
-            report, executable = self._loaded(body, program)
+            report, executable = self._deserialize(body, program)
         except BadFileError as error:
             _warn(f"{path} {error}. The program is compiled again.")
             return None
@@ -118,7 +118,7 @@ class CacheSession:
         path = self._path(program)
         saved = dataclasses.replace(report, file=path.name)
         try:
-            code = _dumped(executable)
+            code = _dump(executable)
             if may_lack_code(self.platform) and not any(
                 x in code for x in _OBJECT_CODE
             ):
@@ -176,10 +176,10 @@ class CacheSession:
 
     def _path(self, program: Program) -> pathlib.Path:
         label = program.label
-        of_program = self._arguments[label] | {"program": self._hashes[str(label)]}
-        return self._folder / f"{digest(self._environment | of_program)}{_EXECUTABLE}"
+        fields = self._arguments[label] | {"program": self._hashes[str(label)]}
+        return self._folder / f"{digest(self._environment | fields)}{_EXECUTABLE}"
 
-    def _loaded(self, body: bytes, program: Program) -> tuple[ProgramReport, Any]:
+    def _deserialize(self, body: bytes, program: Program) -> tuple[ProgramReport, Any]:
         file = io.BytesIO(body)
         try:
             report = ProgramReport(**pickle.load(file))
@@ -235,7 +235,7 @@ def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
-def _dumped(executable: Any) -> bytes:
+def _dump(executable: Any) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(executable)
     return file.getvalue()

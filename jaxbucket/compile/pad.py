@@ -57,7 +57,8 @@ class BucketPadder:
         if key not in self._pads:
             self._pads[key] = self._padder(batch, self._specs[target])
             warnings.warn(
-                f"{difference} It was padded to {target}, like all of this shape.",
+                f"{difference} It was padded to {target}, like all batches of this "
+                "shape.",
                 RuntimeWarning,
                 stacklevel=4,
             )

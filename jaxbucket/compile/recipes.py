@@ -125,7 +125,7 @@ def precompile(
       ValueError: if the recipe does not accept these arguments, raises an exception, or
         returns anything but such triples for all shapes of the plan.
     """
-    _check_takes(recipe, arguments)
+    _check_signature(recipe, arguments)
     start = time.perf_counter()
     options = CompileOptions(
         workers, (), executables, "raise", "ignore", progress, keep_going=True
@@ -159,7 +159,7 @@ def _without_file(program: ProgramReport) -> ProgramReport:
     return dataclasses.replace(program, file=None)
 
 
-def _check_takes(recipe: Recipe, arguments: tuple[str, ...]) -> None:
+def _check_signature(recipe: Recipe, arguments: tuple[str, ...]) -> None:
     try:
         inspect.signature(recipe).bind(None, *arguments)
     except TypeError as error:

@@ -37,8 +37,8 @@ _CONFIG = (
 # because each of them enters as many as the others.
 _context_numbers = itertools.count()
 _MIN_TIMEOUT = 2.0
-# jax aborts without naming the lost process, so its timeout must be longer than ours.
-# By far, because jax may notice a loss after half of its timeout.
+# jax aborts without naming the lost process, so its timeout is longer than ours. The
+# factor is large because jax may notice a loss after half of its timeout.
 _JAX_TIMEOUT_FACTOR = 4
 _TIMEOUTS_TO_HINT = 2
 _SECONDS_TO_EXIT = 5.0
@@ -81,8 +81,8 @@ class Processes:
       timeout: seconds without a heartbeat after which a process counts as lost. It must
         be the same in all processes, and longer than any call that keeps Python from
         running its other threads.
-      start_timeout: seconds to wait, on entering, until all processes have started; jax
-        then aborts the waiting processes.
+      start_timeout: seconds to wait, on entering, for all processes to start. After
+        that, jax aborts the waiting processes.
 
     Attributes:
       index: the index of this process.
@@ -233,7 +233,8 @@ class Processes:
             traceback.print_exception(error)
             print_to_stderr(
                 f"Process {self.index} raised an error that the loss of another "
-                f"process may have caused. It waits {self._timeout:g} s for a report."
+                f"process may have caused. It waits {self._timeout:g} s for a report "
+                "of that loss."
             )
             with contextlib.suppress(KeyboardInterrupt):
                 watchdog.wait_for_failure()
@@ -265,10 +266,10 @@ class Processes:
         if self.store.increment(f"{folder}/arrived") == self.count:
             self.store.set(f"{folder}/complete", "")
         # A lost process is reported before this hint is printed.
-        hint = time.monotonic() + _TIMEOUTS_TO_HINT * self._timeout
+        hint_time = time.monotonic() + _TIMEOUTS_TO_HINT * self._timeout
         while self.store.get(f"{folder}/complete", _SECONDS_BETWEEN_SIGNALS) is None:
-            if time.monotonic() > hint:
-                hint = math.inf
+            if time.monotonic() > hint_time:
+                hint_time = math.inf
                 self._name_missing(name, self.store.read_folder(f"{folder}/values"))
         values = self.store.read_folder(f"{folder}/values")
         if number and self.index == 0:
@@ -282,8 +283,8 @@ class Processes:
         if missing:
             print_to_stderr(
                 f"Process {self.index} has waited {seconds:g} s at {name!r} for "
-                f"{list_processes(missing)}. If all are waiting, one of them has left "
-                "a loop before the others."
+                f"{list_processes(missing)}. If all processes are waiting, one of them "
+                "has left a loop before the others."
             )
 
     def check_agreement(

@@ -123,7 +123,10 @@ class Watchdog:
         self._linger(2 * _SECONDS_FOR_OWN_ERROR)
 
     def wait_for_failure(self) -> None:
-        """Waits until another loss would be known, which would end this process."""
+        """Waits for a report of another lost process, which ends this process.
+
+        Returns if no process is lost.
+        """
         time.sleep(self._timeout)
         # Process 0 decides who is lost, and may be busy. Wait until it has read all
         # heartbeats and published the result.
@@ -169,7 +172,7 @@ class Watchdog:
         self._pause()
 
     def _give_up(self, error: Exception) -> None:
-        """Ends this process, because without this thread the others would do so."""
+        """Ends this process after an error, because it can send no more heartbeats."""
         traceback.print_exception(error)
         reason = describe_error(error, " in its watchdog")
         self._failure = self._failure or self._name_failure(reason)

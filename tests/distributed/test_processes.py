@@ -228,7 +228,7 @@ def test_a_possibly_secondary_error_waits_for_the_primary_one(fake, capfd, text)
     assert fake.exits == [(1, f"Process 1 is exiting: it raised ValueError: {text}")]
     message = (
         "jaxbucket: Process 1 raised an error that the loss of another process may "
-        "have caused. It waits 7 s for a report."
+        "have caused. It waits 7 s for a report of that loss."
     )
     assert (message in capfd.readouterr().err) == watchdog.has_waited
     assert watchdog.has_waited == text.startswith("UNAVAILABLE")
