@@ -38,8 +38,8 @@ sys.path.insert(0, {str(runs.TRAIN_LM.parent)!r})
 runpy.run_path({str(runs.TRAIN_LM)!r}, run_name="__main__")
 """
 FAULTS = {
-    "killed": (signal.SIGKILL, "no sign of life|cannot be reached"),
-    "stopped": (signal.SIGSTOP, "no sign of life"),
+    "killed": (signal.SIGKILL, "no heartbeat|lost the connection"),
+    "stopped": (signal.SIGSTOP, "no heartbeat"),
     "raised": (signal.SIGUSR1, r"raised \w+: .*asked to fail"),
 }
 
@@ -147,7 +147,8 @@ def lose_one(
         # Too late to be a fault: the run was over.
         return None
     said = (folder / "output").read_text()
-    sentence = rf"jaxbucket: process (\d+) ends because process {victim} \(.*({why})"
+    lost = rf"(?=.*({why})).* process {victim} \("
+    sentence = rf"jaxbucket: Process (\d+) is exiting:{lost}"
     named = {int(found[1]) for found in re.finditer(sentence, said)}
     if not passed or named != set(pids) - {victim}:
         print(said, file=sys.stderr)

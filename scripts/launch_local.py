@@ -2,10 +2,10 @@
 
     python scripts/launch_local.py -n 4 -d 2 -- python examples/train_lm.py
 
-Each of them has so many virtual CPU devices, finds the others by the variables
-JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and has its number before
-every line it prints. None outlives this one. The exit status is that of the first that
-failed, or 0.
+Each process has `-d` virtual CPU devices, and finds the others by the variables
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. Every line of output is
+prefixed with the index of its process. No process outlives the launcher. The exit
+status is that of the first process that failed, or 0.
 """
 
 import argparse
@@ -27,26 +27,28 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     args = parse_arguments()
     address = f"127.0.0.1:{args.port or free_port()}"
-    # What it cannot print must not keep it from reading.
+    # A character that cannot be printed must not end the copying of the output.
     sys.stdout.reconfigure(errors="replace")
     signals = [signal.SIGINT, signal.SIGTERM]
-    asked: list[signal.Signals] = []
+    received: list[signal.Signals] = []
     for number in signals:
-        signal.signal(number, lambda number, frame: asked.append(number))
+        signal.signal(number, lambda number, frame: received.append(number))
     processes = [start(args, address, index) for index in range(args.processes)]
     threads = [
-        threading.Thread(target=copy, args=(index, process.stdout, asked), daemon=True)
+        threading.Thread(
+            target=copy, args=(index, process.stdout, received), daemon=True
+        )
         for index, process in enumerate(processes)
     ]
     for thread in threads:
         thread.start()
     try:
-        return wait(processes, asked, args.grace)
+        return wait(processes, received, args.grace)
     finally:
         for process in processes:
             end(process)
         for thread in threads:
-            # Longer only if something that has left its session still has the pipe.
+            # Limited, because a process that left its session may keep the pipe open.
             thread.join(SECONDS_TO_READ)
 
 
@@ -55,22 +57,30 @@ def parse_arguments() -> argparse.Namespace:
         description="Start several processes of one program on this machine.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("-n", "--processes", type=positive, default=2, help="so many")
     parser.add_argument(
-        "-d", "--devices", type=positive, default=1, help="virtual devices of each"
+        "-n", "--processes", type=positive, default=2, help="number of processes"
     )
-    parser.add_argument("--port", type=positive, help="by default one that is free")
+    parser.add_argument(
+        "-d",
+        "--devices",
+        type=positive,
+        default=1,
+        help="number of virtual devices per process",
+    )
+    parser.add_argument(
+        "--port", type=positive, help="port of process 0; by default a free one"
+    )
     parser.add_argument(
         "--grace",
         type=float,
         default=90.0,
-        help="seconds that the others have after one has failed; longer than they "
-        "need to notice",
+        help="seconds after a failure until the other processes are killed; should "
+        "exceed the time that they need to detect it",
     )
-    parser.add_argument("command", nargs="+", help="the program, after --")
+    parser.add_argument("command", nargs="+", help="program and arguments, after --")
     args = parser.parse_args()
     if shutil.which(args.command[0]) is None:
-        parser.error(f"{args.command[0]} is no program")
+        parser.error(f"`{args.command[0]}` is not an executable program.")
     return args
 
 
@@ -88,15 +98,15 @@ def free_port() -> int:
 
 
 def start(args: argparse.Namespace, address: str, index: int) -> subprocess.Popen[str]:
-    others = os.environ.get("XLA_FLAGS", "")
+    flags = os.environ.get("XLA_FLAGS", "")
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(args.processes),
         "JAX_PROCESS_ID": str(index),
-        # The last one counts.
-        "XLA_FLAGS": f"{others} --xla_force_host_platform_device_count={args.devices}",
+        # The last occurrence of a flag takes effect.
+        "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={args.devices}",
         "PYTHONUNBUFFERED": "1",
     }
     return subprocess.Popen(
@@ -106,7 +116,7 @@ def start(args: argparse.Namespace, address: str, index: int) -> subprocess.Pope
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        # Ctrl-C comes to this one, which hands it on.
+        # So that only the launcher receives Ctrl-C, and forwards it.
         start_new_session=True,
         preexec_fn=die_with_parent if sys.platform == "linux" else None,
     )
@@ -116,26 +126,31 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def copy(index: int, lines: IO[str] | None, asked: list[signal.Signals]) -> None:
+def copy(index: int, lines: IO[str] | None, received: list[signal.Signals]) -> None:
+    """Prints the lines of a process, with its index as a prefix."""
     for line in lines or ():
         try:
             sys.stdout.write(f"[{index}] {line}")
             sys.stdout.flush()
         except OSError:
-            # Nobody reads any more. The rest is taken, or its writer would hang.
+            # The reader of our output is gone. Discard the rest, because the process
+            # would hang if nobody read it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if not asked:
-                asked.append(signal.SIGTERM)
+            if not received:
+                received.append(signal.SIGTERM)
 
 
 def wait(
-    processes: list[subprocess.Popen[str]], asked: list[signal.Signals], grace: float
+    processes: list[subprocess.Popen[str]], received: list[signal.Signals], grace: float
 ) -> int:
-    """Until all have ended, or one has failed and the others had time to."""
-    failed, since, told = 0, 0.0, 0
+    """Waits until all processes have ended, or `grace` seconds after a failure.
+
+    Forwards the signals received meanwhile. Returns the exit status.
+    """
+    failed, since, num_forwarded = 0, 0.0, 0
     while any(process.poll() is None for process in processes):
-        for number in asked[told:]:
-            told += 1
+        for number in received[num_forwarded:]:
+            num_forwarded += 1
             for process in processes:
                 if process.poll() is None:
                     process.send_signal(number)
@@ -143,21 +158,22 @@ def wait(
         if not failed and any(statuses):
             failed, since = next(filter(None, statuses)), time.monotonic()
         if failed and time.monotonic() - since > grace:
-            left = [str(i) for i, status in enumerate(statuses) if status is None]
+            running = [str(i) for i, status in enumerate(statuses) if status is None]
             print(
-                f"launch_local.py: {grace:g} s after one failed, {', '.join(left)} "
-                "still ran: ended by force. Give more --grace.",
+                f"launch_local.py: {grace:g} s after a process failed, these processes "
+                f"were still running and are killed: {', '.join(running)}. Raise "
+                "--grace if they need more time.",
                 file=sys.stderr,
             )
             break
         time.sleep(0.05)
     failed = failed or next(filter(None, (process.poll() for process in processes)), 0)
-    # As a shell says of a signal.
+    # Like a shell, which adds the number of a signal to 128.
     return failed if failed >= 0 else 128 - failed
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """The process, and all that it has started."""
+    """Kills a process and all processes that it has started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

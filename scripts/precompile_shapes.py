@@ -1,4 +1,4 @@
-"""Compiles every shape of a plan before a job begins, as `jaxbucket precompile` does.
+"""Compiles every shape of a plan before a job starts, as `jaxbucket precompile` does.
 
     python scripts/precompile_shapes.py --recipe package.module:function \
         --plan plan.json --cache DIR

@@ -1,8 +1,8 @@
-"""One executable per bucket: compiled ahead, kept in files, guarded.
+"""One executable per bucket, compiled ahead of time.
 
-`steps` compiles a step for every bucket, in the threads of a `build` job, and takes
-each batch to its executable; `executable_cache` keeps executables in files; `guard`
-says what made XLA compile once more, and `recipes` compiles before a job begins.
+`steps` compiles a step function for every bucket, in the threads of a `build` job, and
+dispatches each batch to its executable. `executable_cache` stores executables in files,
+`guard` reports unplanned compilations, and `recipes` compiles before a job starts.
 """
 
 from etils import epy as _epy

@@ -1,7 +1,7 @@
-"""A program comes from files in all processes, or in none.
+"""Makes all processes load a program from their files, or all of them compile it.
 
-Compilers of several hosts exchange results while they compile: a process with nothing
-to compile would keep the others waiting.
+The compilers of several hosts exchange results while they compile. A process that does
+not compile would keep the others waiting.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from jaxbucket.compile.cache_key import Devices
 from jaxbucket.compile.program import Label
 from jaxbucket.distributed.store import Store
 
-# Before a program is traced, and after.
+# Before a program is traced, or after.
 Stage: TypeAlias = Literal["known", "traced"]
 
 _FOLDER = "jaxbucket/compile"
 _LEFT = "left"
 _TIMEOUT = 600.0
-# Signals are not handled during a wait for the store.
+# Python handles no signals while it waits for the store.
 _POLL_SECONDS = 0.5
 _MAX_ERROR_LENGTH = 500
-# How often these processes have compiled together: the same in all of them.
+# How many times a group of processes has compiled together, the same in all of them.
 _num_agreements: collections.Counter[tuple[int, ...]] = collections.Counter()
 
 
@@ -40,8 +40,8 @@ class Agreement:
     """The processes that compile the same programs.
 
     Args:
-      processes: their indices, this one's among them.
-      programs: a digest of what they compile, the same in all.
+      processes: the indices of the processes, including this one.
+      programs: a digest of the programs, which must be the same in all processes.
     """
 
     def __init__(self, processes: Sequence[int], programs: str):
@@ -55,44 +55,49 @@ class Agreement:
 
     @classmethod
     def of(cls, devices: Devices, programs: str) -> Agreement | None:
-        """Returns that of the devices' processes; None if this process has them all."""
+        """Returns the agreement of the devices' processes; None for one process."""
         processes = sorted({device.process_index for device in devices})
         return cls(processes, programs) if len(processes) > 1 else None
 
     def all_have(self, label: Label, stage: Stage, is_loaded: bool) -> bool:
-        """Returns whether all processes have loaded a program, the same in all.
+        """Returns whether all processes have loaded a program.
+
+        Args:
+          label: the label of the program.
+          stage: when the processes looked for the executable.
+          is_loaded: whether this process has loaded it.
 
         Raises:
-          AgreementError: if another process has failed, compiles something else or does
-            not answer, or the main thread has ended.
+          AgreementError: if another process has failed, compiles different programs or
+            does not answer, or if the main thread has ended.
         """
         folder = f"{label}/{stage}"
         self._publish(label, stage, is_loaded)
         deadline = time.monotonic() + _TIMEOUT
         while missing := set(self._processes) - set(
-            answers := self._store.below(folder)
+            answers := self._store.read_folder(folder)
         ):
             self._check_failures()
             if not threading.main_thread().is_alive():
-                raise AgreementError("The program ended before all was compiled.")
+                raise AgreementError("The main thread ended before all was compiled.")
             if time.monotonic() > deadline:
                 raise AgreementError(
-                    f"Process {', '.join(sorted(missing))} did not say within "
-                    f"{_TIMEOUT:.0f} s which executables it has."
+                    f"Process {', '.join(sorted(missing))} did not report within "
+                    f"{_TIMEOUT:.0f} s which executables it has loaded."
                 )
             self._check_programs()
             self._store.get(f"{folder}/{min(missing)}", _POLL_SECONDS)
         self._check_programs()
         return set(answers.values()) == {"1"}
 
-    def has_nothing(self, label: Label) -> None:
-        """Answers for a program that failed: it is not in a file."""
+    def skip(self, label: Label) -> None:
+        """Reports that this process has not loaded a program, because it failed."""
         for stage in get_args(Stage):
             self._publish(label, stage, False)
 
     def leave(self, error: BaseException) -> None:
-        """Ends the others' wait, because this process has failed."""
-        # Where the store is lost, so are they.
+        """Reports that this process has failed, so that the others stop waiting."""
+        # If the store is lost, so are the other processes.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._store.set(f"failures/{self._store.index}", _summary(error))
 
@@ -100,25 +105,26 @@ class Agreement:
         self._store.set(f"{label}/{stage}/{self._store.index}", str(int(is_loaded)))
 
     def _check_failures(self) -> None:
-        left = Store(_FOLDER).below(_LEFT)
-        for process, error in (left | self._store.below("failures")).items():
+        failures = Store(_FOLDER).read_folder(_LEFT)
+        failures |= self._store.read_folder("failures")
+        for process, error in failures.items():
             if process in self._processes and process != str(self._store.index):
                 raise AgreementError(
-                    f"Process {process} does not compile any more: {error}"
+                    f"Process {process} has stopped compiling: {error}"
                 )
 
     def _check_programs(self) -> None:
-        for process, programs in self._store.below("programs").items():
+        for process, programs in self._store.read_folder("programs").items():
             if programs != self._programs:
                 raise AgreementError(
-                    f"Process {process} compiles other programs than process "
-                    f"{self._store.index}. All processes must call `compile_steps` for "
-                    "the same steps, in the same order."
+                    f"Process {process} compiles different programs from process "
+                    f"{self._store.index}. Call `compile_steps` for the same steps, in "
+                    "the same order, in all processes."
                 )
 
 
 def leave_all(error: BaseException) -> None:
-    """Ends the wait of all processes, now and later: this one compiles no more."""
+    """Reports to all processes, now and later, that this one has stopped compiling."""
     if jax.process_count() > 1:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             store = Store(_FOLDER)

@@ -1,8 +1,8 @@
-"""Programs on their way to executables: traced in turn, compiled several at a time.
+"""Builds executables: traces programs in turn, and compiles several at a time.
 
-Tracing is Python, and one thread's work; XLA's compiler does not hold Python's lock,
-and a pool of threads runs it. All processes take their programs in the same order,
-because compilers on GPUs wait for one another.
+Tracing is Python code, which one thread runs. XLA's compiler releases Python's lock, so
+a pool of threads runs it. All processes build their programs in the same order, because
+compilers for GPUs wait for one another.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from jaxbucket.compile.program import Label, Program
 from jaxbucket.compile.report import CompileReport, ProgramReport, memory_of
 from jaxbucket.compile.xla_cache import without_xla_cache
 
-# XLA's passes go deep; what a thread has by default differs from system to system.
+# XLA's passes recurse deeply, and the default stack size depends on the system.
 _STACK_BYTES = 64 * 2**20
 _MAX_WORKERS = 16
 _stack_size = threading.Lock()
 
 
 class CompileJob(Mapping[Label, Any]):
-    """Label -> executable; a look-up waits until it is ready.
+    """A mapping: label -> executable. A look-up waits until the executable is ready.
 
     Args:
-      programs: what is compiled, in this order.
-      session: where executables are loaded from and saved to.
-      workers: how many are compiled at a time; by default one for two cores.
-      keep_going: build the others where one has failed.
+      programs: the programs, in the order in which they are built.
+      session: loads executables from files, and saves them.
+      workers: the number of programs to compile at the same time; defaults to half the
+        number of CPU cores.
+      keep_going: whether to build the remaining programs if one fails.
 
     Attributes:
-      seconds_waited: by those who asked for executables, from the first one on.
-      failure: what ended it.
+      seconds_waited: the total time that callers have waited for executables.
+      failure: the error that ended the job, if there was one.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class CompileJob(Mapping[Label, Any]):
         self._programs = list(programs)
         self._session = session
         self._workers = workers or _default_workers()
-        # Of an executable and its report.
+        # Each result is an executable and its report.
         self._futures: dict[Label, Future[tuple[Any, ProgramReport]]] = {
             program.label: Future() for program in self._programs
         }
@@ -73,7 +74,7 @@ class CompileJob(Mapping[Label, Any]):
 
     def __getitem__(self, label: Label) -> Any:
         future = self._futures[label]
-        # What failed in the background is raised at the next step, whatever its bucket.
+        # An error in the background is raised at the next step, whatever its bucket.
         self.check()
         if not future.done():
             with self._waiting(), contextlib.suppress(Exception, CancelledError):
@@ -89,14 +90,14 @@ class CompileJob(Mapping[Label, Any]):
 
     @property
     def report(self) -> CompileReport:
-        """What those that are ready have cost, in the order they were given."""
+        """The report of the programs that are ready, in the order of the job."""
         done = [x for x in self._futures.values() if x.done() and not x.cancelled()]
         return CompileReport(
             tuple(x.result()[1] for x in done if x.exception() is None)
         )
 
     def failures(self) -> dict[Label, BaseException]:
-        """What went wrong so far."""
+        """Returns the errors so far."""
         errors = {
             label: CancelledError() if x.cancelled() else x.exception()
             for label, x in self._futures.items()
@@ -105,12 +106,12 @@ class CompileJob(Mapping[Label, Any]):
         return {label: error for label, error in errors.items() if error is not None}
 
     def check(self) -> None:
-        """Raises what has ended it, if anything has."""
+        """Raises the error that ended the job, if there was one."""
         if self.failure is not None:
             raise self.failure
 
     def build(self, *, progress: bool) -> None:
-        """Builds all, and returns when all are ready or have failed."""
+        """Builds all programs; returns when they are ready or have failed."""
         with self._waiting(), progress_bar(progress) as bar:
             name = self._programs[0].name
             task = bar.add_task(f"Compiling {name}", total=len(self._programs))
@@ -119,17 +120,18 @@ class CompileJob(Mapping[Label, Any]):
             _exhaust(self._stages(self._programs))
 
     def build_ahead(self, num_first: int) -> None:
-        """Builds the first ones, one after another; the others in the background."""
+        """Builds the first programs one by one, and the others in the background."""
         with self._waiting():
             for program in self._programs[:num_first]:
                 _exhaust(self._stages([program]))
-                # What does not compile is raised before anything else is.
+                # Raises the program's error before the next one is built.
                 self._futures[program.label].result()
         others = self._programs[num_first:]
         stages = self._stages(others)
         call = with_caller_config()
         if not is_traced_alike(call):
-            # In a context that a thread cannot be given: only XLA's work is left to it.
+            # The caller's context cannot be passed to a thread, so trace here, and only
+            # leave XLA's work to the thread.
             with self._waiting():
                 next(stages)
 
@@ -137,7 +139,7 @@ class CompileJob(Mapping[Label, Any]):
             try:
                 call(_exhaust, stages)
             except BaseException as error:
-                # Whoever waits gets the error; this thread has nobody to raise it to.
+                # Waiting callers raise the error. Nobody would see it in this thread.
                 self._fail(error)
                 self._cancel(others)
 
@@ -152,17 +154,17 @@ class CompileJob(Mapping[Label, Any]):
             self.seconds_waited += time.perf_counter() - start
 
     def _fail(self, error: BaseException) -> None:
-        """Ends the job: what has not begun is cancelled, and whoever waits is told."""
+        """Ends the job with an error, and reports it to the other processes."""
         is_first = self.failure is None
         self.failure = self.failure or error
-        # What was heard of another process, all others hear themselves.
+        # An error of another process is known to all of them already.
         if self._agreement and is_first and not isinstance(error, AgreementError):
             self._agreement.leave(error)
 
     def _stages(self, programs: Sequence[Program]) -> Iterator[None]:
-        """Traces programs up to a `yield`, and then waits until all are compiled.
+        """Traces all programs, yields, and then waits until they are compiled.
 
-        Each part may be run by another thread.
+        The two parts may be run by different threads.
         """
         call = with_caller_config()
         pool = ThreadPoolExecutor(self._workers, "compile")
@@ -170,7 +172,7 @@ class CompileJob(Mapping[Label, Any]):
         def trace(program: Program) -> None:
             lowered = self._loaded_or_lowered(program)
             if lowered is not None:
-                # It starts its threads as they are needed.
+                # The pool starts its threads when they are needed.
                 with _deep_stacks():
                     pool.submit(call, self._attempt, program, self._compile, *lowered)
 
@@ -185,21 +187,21 @@ class CompileJob(Mapping[Label, Any]):
             raise
         finally:
             self._cancel(programs)
-        is_over = all(future.done() for future in self._futures.values())
-        if self._session is not None and is_over and not self.failures():
+        has_ended = all(future.done() for future in self._futures.values())
+        if self._session is not None and has_ended and not self.failures():
             self._session.finish()
 
     def _cancel(self, programs: Sequence[Program]) -> None:
-        """Nobody is to wait for those that are not settled."""
+        """Cancels the futures that are not done, so that nobody waits for them."""
         for program in programs:
             self._futures[program.label].cancel()
 
     def _attempt(self, program: Program, fn: Callable[..., None], *args: Any) -> None:
-        """Calls a function; if it raises, whoever waits for its program is told."""
+        """Calls a function, and stores its error in the future of the program."""
         future = self._futures[program.label]
-        # Threads of a program that is over would keep it alive.
+        # If the main thread has ended, these threads would keep the process alive.
         if not threading.main_thread().is_alive():
-            self._fail(RuntimeError("The program ended before all was compiled."))
+            self._fail(RuntimeError("The main thread ended before all was compiled."))
         if self.failure is not None:
             future.cancel()
             return
@@ -208,35 +210,36 @@ class CompileJob(Mapping[Label, Any]):
         except BaseException as error:
             is_of_program = isinstance(error, Exception)
             if is_of_program:
-                error.add_note(f"This was `{program.name}` for {program.label}.")
+                error.add_note(
+                    f"Raised while compiling `{program.name}` for {program.label}."
+                )
             if not (self._keep_going and is_of_program) or isinstance(
                 error, AgreementError
             ):
                 self._fail(error)
             elif self._agreement:
-                self._agreement.has_nothing(program.label)
+                self._agreement.skip(program.label)
             future.set_exception(error)
             if not is_of_program:
                 raise
 
     def _loaded_or_lowered(self, program: Program) -> tuple[Any, ...] | None:
-        """Settles a program from its file, or returns what is left to do."""
-        if self._settle_from_file(program, "known"):
+        """Loads a program from its file, or returns the arguments of `_compile`."""
+        if self._load(program, "known"):
             return None
         start = time.perf_counter()
         lowered, flops = program.lower()
-        # It is compiled in another thread.
+        # Discarded, because the program is compiled in a different thread.
         take_trace(program.name)
         seconds = time.perf_counter() - start
         if self._session is not None:
-            self._session.note(program, lowered)
-            if self._settle_from_file(program, "traced", seconds):
+            self._session.record(program, lowered)
+            if self._load(program, "traced", seconds):
                 return None
         return lowered, flops, seconds
 
-    def _settle_from_file(
-        self, program: Program, stage: Stage, trace_seconds: float = 0.0
-    ) -> bool:
+    def _load(self, program: Program, stage: Stage, trace_seconds: float = 0.0) -> bool:
+        """Loads a program from its file; returns whether all processes could do so."""
         if self._session is None:
             return False
         loaded = self._session.load(program)
@@ -279,7 +282,7 @@ def _exhaust(stages: Iterator[None]) -> None:
 
 
 def _default_workers() -> int:
-    """One for two cores: XLA's compiler keeps more than one and a half busy."""
+    """Returns half the number of cores, because a compilation uses about two."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, min(cores // 2, _MAX_WORKERS))
@@ -287,7 +290,7 @@ def _default_workers() -> int:
 
 @contextlib.contextmanager
 def _deep_stacks() -> Iterator[None]:
-    """Threads that begin inside have room for XLA."""
+    """Gives threads that start in a `with` block a stack large enough for XLA."""
     with _stack_size:
         before = threading.stack_size(_STACK_BYTES)
         try:

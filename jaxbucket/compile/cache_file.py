@@ -1,6 +1,7 @@
-"""Files that are read as they were written, or refused: a checksum, and a body.
+"""Files that consist of a checksum and a body, in a folder of limited size.
 
-A folder of them has a bound; the least recently used go first.
+A file whose checksum does not match is refused. If the folder becomes too large, the
+least recently used files are removed.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ import uuid
 _MAGIC = b"jaxbucket 2 "
 _DIGITS = 64
 _PARTIAL = ".partial"
-_SECONDS_OF_A_DEAD_WRITER = 3600
+_STALE_SECONDS = 3600
 
 
 class BadFileError(ValueError):
-    """A file that is cut, damaged or foreign."""
+    """A file that is truncated, damaged or not from jaxbucket."""
 
 
 def read(path: pathlib.Path) -> bytes | None:
-    """Returns the body of a file, None if there is no file.
+    """Returns the body of a file; None if there is no file.
 
     Raises:
-      BadFileError: if it cannot be read, or is not what was written.
+      BadFileError: if the file cannot be read, or has changed since it was written.
     """
     try:
-        # Reading a pipe would block.
+        # Reading a named pipe would block.
         if not stat.S_ISREG(path.stat().st_mode):
             raise BadFileError("is not a file")
         with path.open("rb") as file:
-            # A foreign file may be of any size.
+            # Other programs' files may be huge, and are not read.
             magic = file.read(len(_MAGIC))
             content = file.read() if magic == _MAGIC else b""
     except FileNotFoundError:
@@ -42,19 +43,19 @@ def read(path: pathlib.Path) -> bytes | None:
     except OSError as error:
         raise BadFileError(f"cannot be read: {error}") from None
     if magic != _MAGIC:
-        is_cut = _MAGIC.startswith(magic)
-        raise BadFileError("is cut" if is_cut else "is not one of jaxbucket's")
+        is_truncated = _MAGIC.startswith(magic)
+        raise BadFileError("is truncated" if is_truncated else "is not from jaxbucket")
     digest, body = content[:_DIGITS], content[_DIGITS:]
     if digest != _checksum(body):
-        raise BadFileError("is cut or damaged")
+        raise BadFileError("is truncated or damaged")
     return body
 
 
 def write(path: pathlib.Path, body: bytes) -> None:
-    """Writes a file at once, whoever else writes the same.
+    """Writes a file atomically, even if other processes write the same file.
 
     Raises:
-      OSError: if it cannot be written; nothing of it is left then.
+      OSError: if the file cannot be written. No partial file is left then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
@@ -62,7 +63,7 @@ def write(path: pathlib.Path, body: bytes) -> None:
         with partial.open("xb") as file:
             file.write(_MAGIC + _checksum(body) + body)
             file.flush()
-            # A name without its bytes would outlive a machine that goes down.
+            # After a crash of the machine, the name could exist without the bytes.
             os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
@@ -70,13 +71,13 @@ def write(path: pathlib.Path, body: bytes) -> None:
 
 
 def touch(path: pathlib.Path) -> None:
-    """Makes a file the most recently used one."""
+    """Marks a file as the most recently used one."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
 
 def last_use(path: pathlib.Path) -> int:
-    """When a file was used, in nanoseconds; 0 if it is not there any more."""
+    """Returns the time of a file's last use in nanoseconds; 0 if it does not exist."""
     try:
         return path.lstat().st_mtime_ns
     except OSError:
@@ -86,26 +87,26 @@ def last_use(path: pathlib.Path) -> int:
 def clean_up(
     folder: pathlib.Path, suffixes: tuple[str, ...], max_bytes: int, used: set[str]
 ) -> int:
-    """Removes the least recently used files, until the others fit.
+    """Removes the least recently used files until the rest are within a limit.
 
     Args:
-      folder: where; other files in it stay.
-      suffixes: of the files that are ours.
-      max_bytes: the most that all of them may have.
-      used: names of those that stay.
+      folder: the folder. Files with other suffixes are not touched.
+      suffixes: the suffixes of the files that may be removed.
+      max_bytes: the limit on the total size of these files.
+      used: the names of files that must not be removed.
 
     Returns:
-      How many bytes they have.
+      The total size of the remaining files in bytes.
     """
     files, total = [], 0
     for path in folder.iterdir():
-        # Another process may remove it, and some we may not read.
+        # Another process may remove the file, or it may not be readable.
         with contextlib.suppress(OSError):
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
                 continue
             if path.name.endswith(_PARTIAL):
-                if time.time() - status.st_mtime > _SECONDS_OF_A_DEAD_WRITER:
+                if time.time() - status.st_mtime > _STALE_SECONDS:
                     path.unlink()
             elif path.suffix in suffixes:
                 files.append((status.st_mtime, status.st_size, path))

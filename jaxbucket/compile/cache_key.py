@@ -1,4 +1,4 @@
-"""What an executable depends on, as JSON: equal keys are interchangeable programs."""
+"""JSON keys for executables. Executables with equal keys are interchangeable."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jaxbucket.compile.jax_settings import compiler_flags, trace_settings
 from jaxbucket.compile.mismatch import avals
 from jaxbucket.compile.program import Program
 
-# jax has no name for the type of one.
+# A tuple of `jax.Device`, whose attributes type checkers do not know.
 Devices: TypeAlias = tuple[Any, ...]
 _CALLBACK = re.compile(r"python\w*callback|is_host_transfer = true")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 def devices_of(args: Any) -> Devices:
-    """The devices that a program for such arguments runs on, in their order."""
+    """Returns the devices, in order, on which a program with these arguments runs."""
     devices: Devices = ()
     for leaf in jax.tree.leaves(args):
         sharding = getattr(leaf, "sharding", None)
@@ -40,7 +40,7 @@ def devices_of(args: Any) -> Devices:
 
 
 def environment(devices: Devices) -> dict[str, Any]:
-    """Versions, devices and flags."""
+    """Returns the versions, devices and flags on which executables depend."""
     client = devices[0].client
     return {
         "jax": jax.__version__,
@@ -49,7 +49,7 @@ def environment(devices: Devices) -> dict[str, Any]:
         "platform_version": client.platform_version,
         "devices": [f"{device.device_kind} {device.id}" for device in devices],
         "process": [jax.process_index(), jax.process_count()],
-        # XLA makes code for the very processor it runs on.
+        # On CPUs, XLA generates code for the exact processor.
         "processor": _processor() if devices[0].platform == "cpu" else "",
         "variables": {name: os.environ.get(name, "") for name in _VARIABLES},
         "flags": compiler_flags(),
@@ -57,7 +57,7 @@ def environment(devices: Devices) -> dict[str, Any]:
 
 
 def arguments(program: Program) -> dict[str, Any]:
-    """What is known of a program without tracing it."""
+    """Returns the part of the key that is known without tracing a program."""
     leaves, structure = jax.tree.flatten_with_path(program.args)
     return {
         "name": program.name,
@@ -70,9 +70,9 @@ def arguments(program: Program) -> dict[str, Any]:
 
 
 def tracing(programs: Sequence[Program]) -> dict[str, Any]:
-    """What decides, beside code and arguments, which programs are traced.
+    """Returns what the lowered programs depend on, besides code and arguments.
 
-    A program that is traced shows all of it.
+    The text of a lowered program reflects all of it.
     """
     leaves = {
         str(program.label): [_traced_as(leaf) for leaf in jax.tree.leaves(program.args)]
@@ -82,29 +82,30 @@ def tracing(programs: Sequence[Program]) -> dict[str, Any]:
 
 
 def shapes(program: Program) -> list[Any]:
-    """The part of its name and arguments that is the same in all processes."""
+    """Returns the name and argument shapes, which are the same in all processes."""
     return [program.name, str(program.label), avals(program.args)]
 
 
 def program_text(lowered: Any) -> str:
-    """The lowered program, constants and donation in it, its options and results."""
-    # jax has no public way to ask for the options that `jax.jit` was given.
+    """Returns the lowered program with constants, donation, options and outputs."""
+    # jax has no public access to the compiler options of `jax.jit`.
     inner = getattr(lowered, "_lowering", None)
     options = getattr(inner, "_compiler_options_kvs", None)
-    # Static fields of what it returns are in no array.
+    # The static fields of the outputs are not part of the program itself.
     outputs = json.dumps(_constants(lowered.out_tree))
     return f"{options or ''}\n{outputs}\n{lowered.as_text()}"
 
 
 def calls_python(text: str) -> bool:
-    """Whether a program calls back: which function is a matter of its process."""
+    """Returns whether a program calls Python functions, which cannot be saved."""
     return bool(_CALLBACK.search(text))
 
 
 def _constants(structure: Any) -> list[Any]:
-    """The static data of a tree's nodes, the same in every process.
+    """Returns the static data of a tree's nodes, in a form equal in all processes.
 
-    Of other objects it has the type alone; they are compared when a file is loaded.
+    Objects of unknown types are represented by their type. They are compared when a
+    file is loaded.
     """
     node = structure.node_data()
     if node is None:
@@ -118,26 +119,26 @@ def _constants(structure: Any) -> list[Any]:
 def _aval(leaf: Any) -> str:
     if not hasattr(leaf, "dtype"):
         return type(leaf).__name__
-    where = getattr(leaf, "sharding", None)
-    if isinstance(where, jax.sharding.NamedSharding):
-        # A mesh is printed with its size alone.
-        parts = list(where.spec)
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        # Written out, because the text of a mesh only contains its size.
+        parts = list(sharding.spec)
         while parts and parts[-1] is None:
-            # It says the same without.
+            # A trailing None does not change the sharding.
             parts.pop()
-        where = f"{dict(where.mesh.shape)} {parts} {where.memory_kind}"
-    return f"{leaf.dtype}{list(leaf.shape)} {where}"
+        sharding = f"{dict(sharding.mesh.shape)} {parts} {sharding.memory_kind}"
+    return f"{leaf.dtype}{list(leaf.shape)} {sharding}"
 
 
 def _traced_as(leaf: Any) -> str:
-    """What tracing knows of an array beside its shape, dtype and sharding."""
+    """Returns further properties of an array on which tracing depends."""
     mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
     is_weak = bool(getattr(leaf, "weak_type", False))
     return f"{is_weak} {getattr(mesh, 'axis_types', '')}"
 
 
 def _processor() -> str:
-    """The instructions it has."""
+    """Returns the architecture of the CPU and a digest of its instruction sets."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""One start's use of a folder of executables.
+"""Loads and saves the executables of one start of a job.
 
-A second kind of file, a list, says which programs were lowered for one start, so that
-the next one need not trace them all.
+Besides executables, the folder contains lists. Each records the programs that were
+lowered for one start, so that the next start need not trace all of them.
 """
 
 from __future__ import annotations
@@ -31,47 +31,48 @@ from jaxbucket.compile.report import ProgramReport
 from jaxbucket.compile.xla_cache import may_lack_code
 
 _EXECUTABLE, _LIST = ".executable", ".programs"
-# How the code for a processor begins, on Linux and on a Mac.
+# The first bytes of machine code, on Linux and on macOS.
 _OBJECT_CODE = (b"\x7fELF", b"\xcf\xfa\xed\xfe")
 
 
 class CacheSession:
-    """Which files one start loads, and which it leaves.
+    """The files that one start of a job loads and saves.
 
     Args:
-      cache: the folder, and how to use it.
-      programs: all that the start needs.
+      cache: the folder and its options.
+      programs: all programs of the start.
 
     Attributes:
-      devices: what they run on.
-      platform: of these, such as "cpu".
-      all_programs: a digest of their names and shapes, the same in all processes.
+      devices: the devices on which the programs run.
+      platform: the platform of the devices, such as "cpu".
+      all_programs: a digest of the names and shapes of all programs, which is the same
+        in all processes.
     """
 
     def __init__(self, cache: ExecutableCache, programs: Sequence[Program]):
         self._cache = cache
-        # The process may change its directory meanwhile.
+        # Absolute, because the process may change its working directory later.
         self._folder = pathlib.Path(cache.folder).absolute()
         self.devices = keys.devices_of([program.args for program in programs])
         self.platform: str = self.devices[0].platform
         self._environment = keys.environment(self.devices) | {"key": cache.key}
         self._arguments = {p.label: keys.arguments(p) for p in programs}
-        # In whichever order they are built.
+        # The digest sorts keys, so that the order of the programs does not matter.
         by_name = {str(label): args for label, args in self._arguments.items()}
         self._list_name = digest([self._environment, by_name, keys.tracing(programs)])
         self.all_programs = digest(list(map(keys.shapes, programs)))
         self._untraced = {id(program.fn) for program in programs}
         self._hashes: dict[str, str] = {}
         self._outputs: dict[Label, Any] = {}
-        # Programs that call back to Python are of no use to another process.
+        # Programs that call Python functions cannot be loaded by another process.
         self._with_callbacks: set[Label] = set()
         self._used: set[str] = set()
-        self._has_complained = False
+        self._has_warned = False
         if cache.verify == "none":
             self._adopt_last_list()
 
-    def note(self, program: Program, lowered: Any) -> None:
-        """Takes note of what a program is now."""
+    def record(self, program: Program, lowered: Any) -> None:
+        """Records a program that has been lowered, before it is loaded or saved."""
         text = keys.program_text(lowered)
         self._outputs[program.label] = lowered.out_tree
         if keys.calls_python(text):
@@ -80,12 +81,12 @@ class CacheSession:
         self._hashes[str(program.label)] = hashlib.sha256(text.encode()).hexdigest()
         was_last = self._untraced == {id(program.fn)}
         self._untraced.discard(id(program.fn))
-        # Only now is one program of each function known.
+        # One program of each function has been traced now.
         if was_last and self._cache.verify == "one":
             self._adopt_last_list()
 
     def load(self, program: Program) -> tuple[Any, ProgramReport] | None:
-        """Returns the executable of a program, if it is known and there."""
+        """Returns the executable of a recorded program and its report, or None."""
         if str(program.label) not in self._hashes:
             return None
         path, start = self._path(program), time.perf_counter()
@@ -93,9 +94,9 @@ class CacheSession:
             body = files.read(path)
             if body is None:
                 return None
-            report, executable = self._loaded(body, program)
+            report, executable = self._deserialize(body, program)
         except BadFileError as error:
-            _warn(f"{path} {error}: it is compiled anew.")
+            _warn(f"{path} {error}. The program is compiled again.")
             return None
         self._use(path)
         seconds = time.perf_counter() - start
@@ -106,39 +107,39 @@ class CacheSession:
     def save(
         self, program: Program, executable: Any, report: ProgramReport
     ) -> ProgramReport:
-        """Writes an executable to its file; returns the report with that, if it can."""
+        """Writes an executable to a file; returns the report, with its file if any."""
         name = f"{report.name} {report.label}"
         if program.label in self._with_callbacks:
             _warn(
-                f"{name} is not kept in a file, because it calls back to Python, as "
-                "`jax.debug.print` does: it is compiled each time."
+                f"{name} is not saved to a file, because it calls Python functions, as "
+                "`jax.debug.print` does. It will be compiled at every start."
             )
             return report
         path = self._path(program)
         saved = dataclasses.replace(report, file=path.name)
         try:
-            code = _dumped(executable)
+            code = _dump(executable)
             if may_lack_code(self.platform) and not any(
                 x in code for x in _OBJECT_CODE
             ):
-                raise ValueError("jax's own cache had it, and it has no code any more.")
+                raise ValueError("jax's own cache returned it without its code.")
         # Pickling fails in many ways.
         except Exception as error:
             _warn(
-                f"{name} cannot be kept in a file, because it has something that "
-                f"cannot be serialised: {error}"
+                f"{name} cannot be saved to a file, because it cannot be serialized: "
+                f"{error}"
             )
             return report
         is_saved = self._write(path, pickle.dumps(dataclasses.asdict(saved)) + code)
         return saved if is_saved else report
 
     def finish(self) -> None:
-        """Writes the list of all programs, once all are known."""
+        """Writes the list of programs, if all of them have been recorded."""
         if self._hashes.keys() < set(map(str, self._arguments)):
             return
         body = json.dumps(self._hashes, sort_keys=True).encode()
         path = self._list_path(body)
-        # The most recently used one is what "none" takes.
+        # `verify="none"` uses the most recently used list.
         self._use(path)
         try:
             is_written = files.read(path) == body
@@ -148,20 +149,20 @@ class CacheSession:
             self._write(path, body)
 
     def _use(self, path: pathlib.Path) -> None:
-        """Keeps a file in the folder, as the most recently used one."""
+        """Marks a file as used, so that it is not removed."""
         self._used.add(path.name)
         files.touch(path)
 
     def _adopt_last_list(self) -> None:
-        """Takes the programs of the last start that has those which are known."""
+        """Adopts the latest list that contains the programs recorded so far."""
         paths = self._folder.glob(f"{self._list_name}-*{_LIST}")
         for path in sorted(paths, key=files.last_use, reverse=True):
             try:
                 body = files.read(path)
                 if body is not None and path != self._list_path(body):
-                    raise BadFileError("is of other programs than its name says")
+                    raise BadFileError("lists different programs than its name says")
             except BadFileError as error:
-                _warn(f"{path} {error}: all programs are traced.")
+                _warn(f"{path} {error}. All programs are traced.")
                 continue
             hashes = json.loads(body or b"{}")
             if hashes and self._hashes.items() <= hashes.items():
@@ -175,31 +176,31 @@ class CacheSession:
 
     def _path(self, program: Program) -> pathlib.Path:
         label = program.label
-        of_program = self._arguments[label] | {"program": self._hashes[str(label)]}
-        return self._folder / f"{digest(self._environment | of_program)}{_EXECUTABLE}"
+        fields = self._arguments[label] | {"program": self._hashes[str(label)]}
+        return self._folder / f"{digest(self._environment | fields)}{_EXECUTABLE}"
 
-    def _loaded(self, body: bytes, program: Program) -> tuple[ProgramReport, Any]:
+    def _deserialize(self, body: bytes, program: Program) -> tuple[ProgramReport, Any]:
         file = io.BytesIO(body)
         try:
             report = ProgramReport(**pickle.load(file))
             if report.file != self._path(program).name:
-                raise BadFileError("is of another program than its name says")
+                raise BadFileError("has a different program than its name says")
             executable = _Unpickler(file, self.devices).load()
             has_arguments = executable.in_tree == jax.tree.structure((program.args, {}))
-            # Of objects that are printed alike; without tracing nobody knows them.
+            # The key cannot distinguish all objects. Untraced outputs are unknown.
             outputs = self._outputs.get(program.label, executable.out_tree)
             has_outputs = executable.out_tree == outputs
         except BadFileError:
             raise
-        # XLA and pickle refuse in many ways, and none is a reason to stop.
+        # XLA and pickle raise many types of errors, none of which must end the job.
         except (Exception, SystemExit) as error:
             raise BadFileError(
                 f"cannot be loaded: {type(error).__name__}: {error}"
             ) from None
         if not has_arguments:
-            raise BadFileError("has other constants in its arguments")
+            raise BadFileError("has different constants in its arguments")
         if not has_outputs:
-            raise BadFileError("has other constants in what it returns")
+            raise BadFileError("has different constants in its outputs")
         return report, executable
 
     def _write(self, path: pathlib.Path, body: bytes) -> bool:
@@ -211,37 +212,37 @@ class CacheSession:
                 self._folder, (_EXECUTABLE, _LIST), max_bytes, self._used
             )
         except OSError as error:
-            self._complain(
-                f"Executables are not kept: {path} cannot be written: {error}. "
-                "Make room, or name another folder."
+            self._warn_once(
+                f"Executables are not saved: {path} cannot be written: {error}. Free "
+                "disk space, or choose a different folder."
             )
             return False
         if total > max_bytes:
-            self._complain(
+            self._warn_once(
                 f"`max_gb={self._cache.max_gb}` is less than the {total / 1e9:.3g} GB "
-                "of this start alone: give more."
+                "that this start needs. Raise `max_gb`."
             )
         return True
 
-    def _complain(self, message: str) -> None:
-        """Warns of the folder, once."""
-        if not self._has_complained:
+    def _warn_once(self, message: str) -> None:
+        """Warns about the folder, but only once."""
+        if not self._has_warned:
             _warn(message)
-        self._has_complained = True
+        self._has_warned = True
 
 
 def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
-def _dumped(executable: Any) -> bytes:
+def _dump(executable: Any) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(executable)
     return file.getvalue()
 
 
 class _Pickler(pickle.Pickler):
-    """Of whatever holds executables, such as the two of a pmap step."""
+    """Pickles objects that contain executables, such as the two of a pmap step."""
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, jax.stages.Compiled):

@@ -1,4 +1,4 @@
-"""The caller's configuration, for the threads that work for it."""
+"""Runs functions in other threads with the caller's configuration of jax."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 
 import jax
 
-# There is no public way to a mesh that was entered by `with mesh:`.
+# jax has no public access to a mesh that was entered by `with mesh:`.
 from jax._src import mesh as jax_mesh
 
 _R = TypeVar("_R")
-# The type of settings that a thread may have of its own.
+# The type of settings that can be set per thread.
 _CONFIG = type(jax.enable_x64)
 
 
 def with_caller_config() -> Callable[..., Any]:
-    """Returns `call(fn, *args)`, which runs in any thread as it would in this one.
+    """Returns `call(fn, *args)`, which calls a function as if in the current thread.
 
-    That is: with what `jax.enable_x64(...)` and all the others of its kind have set for
-    this thread, with its mesh, and with its context variables. What other packages keep
-    for a thread is not known here.
+    The function sees the settings of this thread, such as those of
+    `jax.enable_x64(...)`, its mesh and its context variables. Thread-local data of
+    other packages is not passed on.
     """
     settings = [
         (manager, manager.value)
@@ -41,7 +41,7 @@ def with_caller_config() -> Callable[..., Any]:
                 stack.enter_context(entered)
             elif not mesh.empty:
                 stack.enter_context(jax.set_mesh(mesh))
-            # A context is entered by one thread at a time.
+            # Copied, because only one thread at a time may enter a context.
             return context.copy().run(fn, *args)
 
     return call

@@ -1,4 +1,4 @@
-"""Values as JSON that is the same in every process, and digests of it."""
+"""Converts values to JSON that is equal in all processes, and digests it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import jax
 
 
 def canonical(value: Any, fallback: Callable[[Any], Any]) -> Any:
-    """Returns JSON for a value, whichever the order of its sets and mappings.
+    """Returns JSON for a value, independent of the order of its sets and mappings.
 
     Args:
-      value: of constants, containers, devices and meshes.
-      fallback: what becomes of anything else.
+      value: constants, containers, devices and meshes.
+      fallback: converts values of any other type.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)
@@ -34,7 +34,7 @@ def canonical(value: Any, fallback: Callable[[Any], Any]) -> Any:
         return ["dict", *sorted(pairs, key=str)]
     if isinstance(value, tuple | list | set | frozenset):
         items = [canonical(item, fallback) for item in value]
-        # How strings are hashed decides the order of a set.
+        # The order of a set depends on the hashes of strings in this process.
         is_ordered = isinstance(value, tuple | list)
         return [
             type(value).__name__,
@@ -44,6 +44,6 @@ def canonical(value: Any, fallback: Callable[[Any], Any]) -> Any:
 
 
 def digest(value: Any) -> str:
-    """Returns 32 hexadecimal digits for anything that JSON can hold."""
+    """Returns a digest of 32 hexadecimal digits of a JSON value."""
     text = json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""What `compile_steps` takes, and the sentence for what it does not take."""
+"""Checks the arguments of `compile_steps`."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from jaxbucket.base.buckets import Bucket
 
 
 def check_step(step_fn: Any, state: Any, specs: Any) -> None:
-    """Raises a ValueError if these are not what `compile_steps` takes."""
+    """Raises a ValueError if the arguments of `compile_steps` are invalid."""
     if not callable(step_fn) and not hasattr(step_fn, "compile_steps"):
         raise ValueError(
-            f"`step_fn` is {short(step_fn)}, which cannot be called: pass a function "
-            "of (state, batch)."
+            f"`step_fn` is {short(step_fn)}, which is not callable. Pass a function of "
+            "(state, batch)."
         )
     _check_specs(specs)
     for path, leaf in jax.tree.leaves_with_path(state):
         _check_leaf(f"`state{jax.tree_util.keystr(path)}`", leaf)
 
 
-_REMEDY = "pass `MeshLoader.specs`, or what `jb.sharding.batch_specs` returns."
+_REMEDY = "Pass `MeshLoader.specs`, or the result of `jb.sharding.batch_specs`."
 
 
 def _check_specs(specs: Any) -> None:
     if not isinstance(specs, Mapping):
-        raise ValueError(f"`specs` is {short(specs)}: {_REMEDY}")
+        raise ValueError(f"`specs` is {short(specs)}. {_REMEDY}")
     if not specs:
-        raise ValueError(f"`specs` is empty: {_REMEDY}")
+        raise ValueError(f"`specs` is empty. {_REMEDY}")
     for bucket, batch in specs.items():
         if not isinstance(bucket, Bucket) or not isinstance(batch, Batch):
             raise ValueError(
                 f"`specs` has {short(batch)} for {short(bucket)}, not a `Batch` of "
-                f"shapes for a `Bucket`: {_REMEDY}"
+                f"shapes for a `Bucket`. {_REMEDY}"
             )
         if batch.bucket != bucket:
             raise ValueError(
-                f"`specs[{bucket}]` is a batch of shape {batch.bucket}: {_REMEDY}"
+                f"`specs[{bucket}]` is a batch of shape {batch.bucket}. {_REMEDY}"
             )
 
 
@@ -48,17 +48,17 @@ def _check_leaf(name: str, leaf: Any) -> None:
     is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     if not is_array and not isinstance(leaf, bool | int | float | complex):
         raise ValueError(
-            f"{name} is {short(leaf)}, not an array: a state is a pytree of arrays, or "
-            "of their shapes, dtypes and shardings."
+            f"{name} is {short(leaf)}, not an array. Pass a pytree of arrays, or of "
+            "their shapes, dtypes and shardings."
         )
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
         raise ValueError(
-            f"{name} is a shape without a sharding, and executables depend on that: "
-            "give the shapes that `jax.eval_shape` returns to `replicate`, or "
-            "shardings of your own."
+            f"{name} is a shape without a sharding, on which executables depend. Pass "
+            "the result of `jax.eval_shape` through `jb.sharding.replicate`, or add "
+            "shardings yourself."
         )
 
 
 def short(value: Any) -> str:
-    """A value of any kind in a few words, for a message."""
+    """Returns a short text for any value, with its type, for a message."""
     return f"{reprlib.repr(value)} ({type(value).__name__})"

@@ -1,4 +1,4 @@
-"""What jax's public monitoring events tell of compiling."""
+"""Observes compilations by jax's public monitoring events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class Trace(NamedTuple):
-    """A function, and the shapes that it was traced with."""
+    """A function, and the shapes of the arguments that it was traced with."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -29,7 +29,7 @@ _last_trace: ContextVar[Trace | None] = ContextVar("last trace", default=None)
 
 @contextlib.contextmanager
 def count_compiles() -> Iterator[collections.Counter[str]]:
-    """Counts what XLA compiles inside a `with` block, by the function's name.
+    """Counts the functions that XLA compiles inside a `with` block, by name.
 
     Example:
       >>> import jax.numpy as jnp
@@ -41,12 +41,12 @@ def count_compiles() -> Iterator[collections.Counter[str]]:
       >>> compiles["double"]
       2
 
-    It listens to jax's public monitoring events, so eager operations (`zeros` above)
-    are counted too, under their own names; and what jax's compilation cache had,
-    because the step waits for that as well.
+    It listens to jax's public monitoring events. So it also counts eager operations
+    (such as `zeros` above) under their own names, and programs that were loaded from
+    jax's compilation cache, because a step waits for these as well.
 
     Yields:
-      Name -> how often a function of that name was compiled so far, in any thread.
+      Name -> number of compilations of functions of that name so far, in any thread.
     """
     compiles: collections.Counter[str] = collections.Counter()
 
@@ -61,10 +61,13 @@ def count_compiles() -> Iterator[collections.Counter[str]]:
 
 
 def listen_to_compiles(listener: Callable[[str], None]) -> Callable[[], None]:
-    """Calls a function with the name of each function that XLA has compiled.
+    """Calls a listener with the name of each function that XLA compiles.
 
-    It is called where the compiling is done, in that thread; what it raises is raised
-    there. Returns a function that ends it.
+    Args:
+      listener: is called in the thread that compiles. Its errors are raised there.
+
+    Returns:
+      A function that removes the listener.
     """
 
     def listen(event: str, duration_secs: float, **details: Any) -> None:
@@ -87,24 +90,25 @@ def set_within(variable: ContextVar[_T], value: _T) -> Iterator[None]:
 
 
 def compiling_as(name: str) -> contextlib.AbstractContextManager[None]:
-    """Inside, what is compiled has this name, and not one of jax's own."""
+    """Reports compilations inside a `with` block under this name."""
     return set_within(_name, name)
 
 
 def on_purpose() -> contextlib.AbstractContextManager[None]:
-    """Inside, no guard minds what is compiled."""
+    """Turns guards off for compilations inside a `with` block."""
     return set_within(_is_on_purpose, True)
 
 
 def is_on_purpose() -> bool:
-    """Whether what this thread compiles now is compiled on purpose."""
+    """Returns whether guards are turned off in this thread."""
     return _is_on_purpose.get()
 
 
 def record_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function to be jitted, which records what it is traced with.
+    """Returns a function that records the arguments with which it is traced.
 
-    It is compiled right after that, in the same thread.
+    The result is meant to be jitted. jax compiles it in the same thread, right after it
+    was traced, so that the record belongs to the next compilation.
     """
 
     @functools.wraps(fn)
@@ -112,20 +116,20 @@ def record_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
         record_call(recording, (*args, *named.values()))
         return fn(*args, **named)
 
-    # A partial has no name of its own.
+    # A partial has no name.
     inner = getattr(fn, "func", fn)
     recording.__name__ = getattr(inner, "__name__", type(inner).__name__)
     return recording
 
 
 def record_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Records that a function is traced with these, and compiled next."""
-    # Their shapes: tracers would keep all that was traced.
+    """Records the arguments of a function that is being traced."""
+    # Only their shapes, because tracers would keep the whole trace alive.
     _last_trace.set(Trace(fn, shapes_of(args)))
 
 
 def take_trace(name: str) -> Trace | None:
-    """Returns what this thread has recorded of a function that it compiles, once."""
+    """Returns and removes this thread's last trace, if its function has this name."""
     trace = _last_trace.get()
     if trace is None or getattr(trace.fn, "__name__", None) != name:
         return None
@@ -134,7 +138,7 @@ def take_trace(name: str) -> Trace | None:
 
 
 def shapes_of(tree: Any) -> Any:
-    """Returns a tree with the shapes and dtypes of its arrays in place of these."""
+    """Returns a tree in which each array is replaced by its shape and dtype."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x,
         tree,

@@ -1,8 +1,8 @@
-"""The folder that executables are kept in, and how it is used.
+"""The options of a folder in which executables are saved.
 
-An executable's file is named by all it depends on: the lowered program with its
-constants, the arguments, versions, devices and flags. If any of it has changed, there
-is no such file, and the program is compiled.
+The name of an executable's file depends on everything that the executable depends on:
+the lowered program with its constants, the arguments, versions, devices and flags. If
+any of these has changed, no file of that name exists, and the program is compiled.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ Verify: TypeAlias = Literal["all", "one", "none"]
 class ExecutableCache:
     """A folder of executables, for `compile_steps(..., executables=)`.
 
-    What is in it is loaded as code: name a folder that only you and those you trust can
-    write to. A file that is cut, damaged or foreign is named in a warning, and compiled
-    anew; so is one that cannot be written, on a full disk perhaps.
+    Its files are loaded as code, so choose a folder to which only people you trust can
+    write. If a file is truncated, damaged or not from jaxbucket, a warning names it and
+    the program is compiled again. A warning also names a file that cannot be written,
+    for example because the disk is full.
 
     Example:
       >>> import tempfile
@@ -42,17 +43,17 @@ class ExecutableCache:
       >>> folder.cleanup()
 
     Attributes:
-      folder: made if it is not there.
-      verify: how many programs are traced at the start, to compare what they are now
-        with what was compiled: "all"; "one" of each function, where a change of code
-        that one bucket shows shows in all; "none", where `key` says what the code is.
-      key: anything else that executables depend on: a version of your code, say.
-      max_gb: the most that the folder holds, in 1e9 bytes; what was not used for
-        longest goes first, and what a start needs stays.
+      folder: the path of the folder. It is created if necessary.
+      verify: which programs are traced at the start, to check that the code has not
+        changed since they were compiled: "all"; "one" per function, if every change of
+        your code affects all buckets; or "none", if `key` identifies your code.
+      key: anything else that executables depend on, such as a version of your code.
+      max_gb: the maximum size of the folder, in units of 1e9 bytes. The least recently
+        used files are removed first, but none that the current start uses.
 
     Raises:
-      ValueError: for an unknown `verify`, for "none" without a key, for a bound that
-        is not positive, and for a folder that is not on a file system.
+      ValueError: if `verify` is unknown, or "none" without a `key`; if `max_gb` is not
+        positive; or if `folder` is not on a file system.
     """
 
     folder: str | os.PathLike[str]
@@ -64,13 +65,13 @@ class ExecutableCache:
         check_choice("verify", self.verify, get_args(Verify))
         if not isinstance(self.folder, str | os.PathLike) or "://" in str(self.folder):
             raise ValueError(
-                f"`folder={self.folder!r}`: executables are kept on a file system, so "
-                "give the path of a folder; mount what is elsewhere."
+                f"`folder={self.folder!r}` must be the path of a folder on a file "
+                "system. Mount remote storage to use it."
             )
         if not (isinstance(self.max_gb, int | float) and self.max_gb > 0):
-            raise ValueError(f"`max_gb={self.max_gb!r}`: give a positive number.")
+            raise ValueError(f"`max_gb={self.max_gb!r}` must be a positive number.")
         if self.verify == "none" and not self.key:
             raise ValueError(
-                "`verify='none'` takes what is in the folder for what your code is: "
-                "give a `key` that changes with the code, or choose 'one'."
+                "`verify='none'` does not check whether your code has changed. Pass a "
+                "`key` that changes with the code, or choose 'one'."
             )

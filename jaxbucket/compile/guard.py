@@ -1,4 +1,4 @@
-"""A guard over what XLA compiles once all is compiled."""
+"""Reports functions that XLA compiles although they were compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ OnCompile: TypeAlias = Literal["warn", "raise", "ignore"]
 
 
 class CompileGuard:
-    """Warns or raises where a function is compiled again, wherever it was called.
+    """Warns or raises if a function is compiled again, wherever it is called.
 
-    jax's public monitoring events tell a function's name. Of functions that record
-    their arguments it is known which one it was, too.
+    jax's public monitoring events contain the name of the compiled function. Functions
+    that record their arguments can also be told apart if they have the same name.
 
     Args:
       step_fn: the jitted function.
-      name: what jax calls it.
-      action: what to do when it was compiled; "raise" raises where it was called.
-      explain: says what differs from what was compiled, as far as the trace tells.
+      name: the name that jax uses for it.
+      action: the action after a compilation; "raise" raises in the calling code.
+      explain: returns how the call differs from the compiled programs, given the trace
+        if it is known.
     """
 
     def __init__(
@@ -49,26 +50,26 @@ class CompileGuard:
                 _guards.add(self)
 
     def is_of(self, name: str, trace: Trace | None) -> bool:
-        """Whether what was compiled is this function."""
+        """Returns whether a compiled function is the guarded one."""
         return name == self._name and (trace is None or trace.fn is self._fn)
 
-    def report(self, why: str) -> None:
-        """Warns or raises, or ignores it."""
-        message = f"XLA compiled `{self._name}` again: {why}"
+    def report(self, reason: str) -> None:
+        """Takes the action for a compilation that had this reason."""
+        message = f"XLA compiled `{self._name}` again: {reason}"
         if self._action == "raise":
             raise RuntimeError(message)
         if self._action == "warn":
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-# They come and go with the steps that they are of.
+# Weak references, because a guard must not outlive its steps.
 _guards: weakref.WeakSet[CompileGuard] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
 @functools.cache
 def _listen() -> None:
-    """One listener for all guards, because a trace is taken once."""
+    """Starts the listener of all guards. There is one, because it consumes traces."""
     listen_to_compiles(_on_compile)
 
 
@@ -78,6 +79,6 @@ def _on_compile(name: str) -> None:
         return
     with _lock:
         guards = [guard for guard in _guards if guard.is_of(name, trace)]
-    # Steps that were compiled twice have two.
+    # A function that was compiled ahead twice has two guards. One report is enough.
     for guard in guards[:1]:
         guard.report(guard.explain(trace))

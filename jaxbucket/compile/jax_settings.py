@@ -1,7 +1,8 @@
-"""jax's flags and contexts, as JSON that is the same in every process.
+"""jax's flags and contexts, as JSON that is equal in all processes.
 
-jax names what changes tracing, but not all of it: its PRNG implementation is missing.
-So every flag counts that is not known to be immaterial, a flag of a later jax, too.
+jax lists the settings that change tracing, but not completely: the PRNG implementation
+is missing. Therefore every flag is included unless it is known to be irrelevant. This
+covers the flags of later versions of jax, too.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import Any
 
 import jax
 
-# There is no public way to the contexts that tracing depends on, such as a mesh, or to
-# the names of the flags that it depends on.
+# jax has no public access to the contexts on which tracing depends, such as a mesh, or
+# to the names of the flags on which it depends.
 from jax._src import config as jax_config
 
 from jaxbucket.compile.canonical import canonical
 
-# Caches, logs, dumps, error messages, guards, timeouts and connections. Which devices
-# there are is seen by the devices themselves.
+# Flags on caches, logs, dumps, error messages, guards, timeouts and connections. Flags
+# that select devices are here because the keys contain the devices themselves.
 _IMMATERIAL = re.compile(
     r"jax_("
     r"(enable_)?compilation_cache.*|persistent_cache_.*|raise_persistent_cache_errors"
@@ -40,34 +41,34 @@ _IMMATERIAL = re.compile(
     r"|num_cpu_devices"
     r")"
 )
-# Flags that change tracing, and what XLA makes of a program as well.
-_OF_THE_COMPILER = {
+# Flags that change tracing, but also the result of compiling a given program.
+_COMPILER_FLAGS = {
     "jax_enable_pgle",
     "jax_pgle_profiling_runs",
     "jax_xla_profile_version",
     "jax_use_shardy_partitioner",
 }
-# What jax calls everything that `jax.make_user_context` returns.
+# The name in jax of every context that `jax.make_user_context` returns.
 _USER_CONTEXT = "user_context"
-# The PRNG implementation, for jax's caches of what it has traced and lowered. The one
-# that jax starts with is None there: most processes have no other, and what is compiled
-# ahead for it is shared with direct calls, those before the first compilation included.
+# Adds the PRNG implementation to the keys of jax's caches of traced and lowered
+# functions. The initial implementation is None there, so that programs that are
+# compiled ahead of time are shared with direct calls in most processes.
 _prng: Any = jax.make_user_context(None)
 _PRNG_AT_START = os.environ.get("JAX_DEFAULT_PRNG_IMPL", "threefry2x32")
 
 
 def following_prng() -> AbstractContextManager[None]:
-    """Inside, jax traces anew what it has traced with another PRNG implementation.
+    """Makes jax's caches depend on the PRNG implementation inside a `with` block.
 
-    jax's caches, those of jitted functions inside of others too, take any other setting
-    into account, but not this one.
+    By themselves, jax's caches of traced functions, including nested ones, depend on
+    all other settings, but not on this one.
     """
     prng = _prng_name()
     return _prng(None if prng == _PRNG_AT_START else prng)
 
 
 def trace_key() -> tuple[Any, ...]:
-    """What tracing in this thread depends on: hashable, and quick enough for a step."""
+    """Returns a hashable key of the settings of tracing, fast enough for every step."""
     return (_prng_name(), *jax_config.trace_context())
 
 
@@ -76,16 +77,16 @@ def _prng_name() -> str:
 
 
 def is_traced_alike(call: Callable[..., Any]) -> bool:
-    """Whether jax traces in another thread, by `call`, as it does in this one."""
+    """Returns whether `call` makes another thread trace as this one does."""
     try:
         return _in_new_thread(call, trace_key) == trace_key()
     except (AttributeError, TypeError):
-        # A later jax without these names.
+        # A later version of jax may not have these names.
         return False
 
 
 def trace_settings() -> dict[str, Any]:
-    """What tracing in this thread depends on, apart from code and arguments."""
+    """Returns what tracing in this thread depends on, besides code and arguments."""
     return {
         "flags": _flags(),
         "contexts": _contexts(),
@@ -94,9 +95,9 @@ def trace_settings() -> dict[str, Any]:
 
 
 def compiler_flags() -> dict[str, Any]:
-    """The flags that may change what XLA makes of a program."""
-    shown_by_the_program = set(_trace_names()) - _OF_THE_COMPILER
-    return {name: x for name, x in _flags().items() if name not in shown_by_the_program}
+    """Returns the flags that may change the result of compiling a given program."""
+    only_tracing = set(_trace_names()) - _COMPILER_FLAGS
+    return {name: x for name, x in _flags().items() if name not in only_tracing}
 
 
 def _flags() -> dict[str, Any]:
@@ -111,10 +112,10 @@ def _flags() -> dict[str, Any]:
 
 
 def _contexts() -> list[Any]:
-    """Meshes, metadata and whatever else was entered, as `with` does."""
+    """Returns the contexts that were entered, such as meshes and metadata."""
     try:
         values = tuple(jax_config.trace_context())
-        # Those of a thread in which nothing was entered.
+        # The values in a thread that has entered no context.
         defaults = tuple(_in_new_thread(jax_config.trace_context))
     except (AttributeError, TypeError):
         return [_unique()]
@@ -122,10 +123,10 @@ def _contexts() -> list[Any]:
     entered: list[Any] = [_canonical(jax.sharding.get_mesh())]
     for name, value, default in zip(names, values, defaults, strict=True):
         if name == _USER_CONTEXT:
-            # Which user context it is cannot be told in another process.
+            # A user context cannot be identified in another process.
             if value is not default:
                 entered.append([name, _unique()])
-        # Packages add contexts when they are imported, which nobody may have entered.
+        # Imported packages may add contexts that have not been entered.
         elif value is not None and value is not False:
             entered.append([name, _canonical(value)])
     return entered
@@ -135,7 +136,7 @@ def _trace_names() -> tuple[str, ...]:
     try:
         return jax_config.trace_context_names()
     except (AttributeError, NotImplementedError):
-        # A later jax: what changes tracing counts for the compiler, too.
+        # In a later version of jax, count all flags as flags of the compiler.
         return ()
 
 
@@ -149,17 +150,17 @@ def _canonical(value: Any) -> Any:
 
 
 def _pickle_digest(value: Any) -> Any:
-    # What xla_metadata is kept in has a hash beside it, another one in every process.
+    # xla_metadata is stored with a hash, which differs between processes.
     metadata = getattr(value, "val", None)
     if isinstance(metadata, dict):
         return _canonical(metadata)
     try:
         return hashlib.sha256(pickle.dumps(value)).hexdigest()
-    # Pickling fails in many ways.
+    # Pickling raises many types of errors.
     except Exception:
         return _unique()
 
 
 def _unique() -> str:
-    """For what is unknown: no start is like another one, and all is traced."""
+    """Returns a value for unknown settings: no two starts agree, and all is traced."""
     return uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""How a batch or a state differs from what was compiled for, in a sentence."""
+"""Messages on how a batch or a state differs from the one that was compiled for."""
 
 from __future__ import annotations
 
@@ -12,64 +12,65 @@ from jaxbucket.base.buckets import Bucket
 from jaxbucket.compile.program import Label
 
 _REMEDY = {
-    "batch": "Convert the batch, or make `batch_specs` from an example like it.",
-    "state": "Give back a state as it was, or compile for this one.",
+    "batch": "Convert the batch, or call `batch_specs` with an example like it.",
+    "state": "Pass a state like the one that was compiled for, or compile again.",
 }
 _MAX_LENGTH = 80
 
 
 def check_is_batch(name: str, batch: Any) -> None:
-    """Raises a ValueError if this is not a batch."""
+    """Raises a ValueError if a value is not a batch."""
     if not isinstance(batch, Batch):
         raise ValueError(
-            f"`{name}` is a {type(batch).__name__}, not a `jaxbucket.Batch`: pass what "
-            "`prefetch_to_mesh` gives."
+            f"`{name}` is a {type(batch).__name__}, not a `jaxbucket.Batch`. Pass a "
+            "batch from `prefetch_to_mesh`."
         )
 
 
 def batch_difference(batch: Batch, specs: Mapping[Bucket, Batch]) -> str | None:
-    """Says how a batch differs from the plan; None if it does not."""
+    """Returns how a batch differs from the plan, or None."""
     bucket = batch.bucket
     if bucket not in specs:
         planned = ", ".join(map(str, specs))
         return (
             f"A batch of shape {bucket} is outside the plan, which has {planned}. Pass "
-            "global batches of this plan, or compile for another one."
+            "global batches of this plan, or compile for a plan with this shape."
         )
     return _difference("batch", batch, specs[bucket], bucket)
 
 
 def state_difference(state: Any, spec: Any, label: Label) -> str | None:
-    """Says how a state differs from what was compiled for; None if it does not."""
+    """Returns how a state differs from the one that was compiled for, or None."""
     return _difference("state", state, spec, label)
 
 
 def _difference(kind: str, tree: Any, spec: Any, label: Label) -> str | None:
-    now, then = avals(tree), avals(spec)
-    if now != then:
-        return f"{_changed_leaf(kind, now, then, label)} {_REMEDY[kind]}"
+    actual, expected = avals(tree), avals(spec)
+    if actual != expected:
+        return f"{_changed_leaf(kind, actual, expected, label)} {_REMEDY[kind]}"
     constant = _changed_constant(jax.tree.structure(tree), jax.tree.structure(spec))
     if constant is None:
         return None
-    owner, value, expected = constant
+    owner, value, expected_value = constant
     return (
         f"A constant of `{owner}` in `{kind}` is {_short(value)}, but {label} was "
-        f"compiled for {_short(expected)}. {_REMEDY[kind]}"
+        f"compiled for {_short(expected_value)}. {_REMEDY[kind]}"
     )
 
 
 def _changed_leaf(
-    kind: str, now: dict[str, str], then: dict[str, str], label: Label
+    kind: str, actual: dict[str, str], expected: dict[str, str], label: Label
 ) -> str:
-    name = min(name for name in now | then if now.get(name) != then.get(name))
-    if name not in then:
-        return f"`{kind}{name}` was not there when {label} was compiled."
-    aval = now.get(name, "missing")
-    return f"`{kind}{name}` is {aval}, but {label} was compiled for {then[name]}."
+    names = actual | expected
+    name = min(name for name in names if actual.get(name) != expected.get(name))
+    if name not in expected:
+        return f"`{kind}{name}` did not exist when {label} was compiled."
+    aval = actual.get(name, "missing")
+    return f"`{kind}{name}` is {aval}, but {label} was compiled for {expected[name]}."
 
 
 def avals(tree: Any) -> dict[str, str]:
-    """The path of each leaf -> its dtype and shape."""
+    """Returns the path of each leaf -> its dtype and shape."""
     leaves, _ = jax.tree.flatten_with_path(tree)
     return {jax.tree_util.keystr(path): _aval(leaf) for path, leaf in leaves}
 
@@ -81,23 +82,23 @@ def _aval(leaf: Any) -> str:
 
 
 def _changed_constant(tree: Any, spec: Any) -> tuple[str, Any, Any] | None:
-    """The first node whose static data differ: its type, its data and the expected."""
+    """Returns the type, data and expected data of the first node that differs."""
     if tree == spec:
         return None
-    now, then = tree.node_data(), spec.node_data()
-    if now is None or then is None or now[0] is not then[0]:
-        return "state", now, then
+    actual, expected = tree.node_data(), spec.node_data()
+    if actual is None or expected is None or actual[0] is not expected[0]:
+        return "state", actual, expected
     children = tree.children(), spec.children()
-    if now[1] == then[1] or len(children[0]) != len(children[1]):
+    if actual[1] == expected[1] or len(children[0]) != len(children[1]):
         for pair in zip(*children, strict=False):
             if (constant := _changed_constant(*pair)) is not None:
                 return constant
-    # A dataclass has its static fields in a tuple.
-    if isinstance(now[1], tuple) and isinstance(then[1], tuple):
-        for pair in zip(now[1], then[1], strict=False):
+    # The data of a dataclass is the tuple of its static fields.
+    if isinstance(actual[1], tuple) and isinstance(expected[1], tuple):
+        for pair in zip(actual[1], expected[1], strict=False):
             if pair[0] != pair[1]:
-                return now[0].__name__, *pair
-    return now[0].__name__, now[1], then[1]
+                return actual[0].__name__, *pair
+    return actual[0].__name__, actual[1], expected[1]
 
 
 def _short(value: Any) -> str:

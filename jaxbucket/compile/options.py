@@ -1,4 +1,4 @@
-"""How a step is compiled: the arguments of `compile_steps`, checked."""
+"""The checked options of `compile_steps`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Unplanned: TypeAlias = Literal["raise", "longer", "jit"]
 
 @dataclasses.dataclass(frozen=True)
 class CompileOptions:
-    """How to compile: the arguments of `compile_steps`.
+    """The options of `compile_steps`, which documents most of them.
 
     Attributes:
-      keep_going: compile the other buckets where one fails, and raise nothing.
-      pad_value: what fills batches that are padded to a longer bucket.
+      keep_going: whether to compile the remaining buckets if one fails, and to raise no
+        error.
     """
 
     workers: int | None
@@ -41,27 +41,27 @@ class CompileOptions:
         check_choice("on_compile", self.on_compile, get_args(OnCompile))
         if self.unplanned == "jit" and self.on_compile == "raise":
             raise ValueError(
-                "`unplanned='jit'` compiles for what is not as planned, and "
-                "`on_compile='raise'` forbids it: choose one of them."
+                "`unplanned='jit'` compiles unplanned batches, which "
+                "`on_compile='raise'` forbids. Change one of them."
             )
 
     def order(self, buckets: Mapping[Bucket, Any]) -> list[Bucket]:
-        """The buckets of the opening first, then the longest.
+        """Returns the opening buckets, and then the others, the longest first.
 
         Raises:
-          ValueError: if one of the opening is not there.
+          ValueError: if `opening` names an unknown bucket.
         """
         for bucket in self.opening:
             if bucket not in buckets:
                 raise ValueError(
-                    f"`opening` names {bucket}, which is not in `specs`: choose from "
+                    f"`opening` names {bucket}, which is not in `specs`. Choose from "
                     f"{', '.join(map(str, buckets))}."
                 )
         rest = sorted(buckets, key=lambda bucket: bucket.seq_len, reverse=True)
         return list(dict.fromkeys([*self.opening, *rest]))
 
     def build(self, first: list[Program], others: list[Program]) -> CompileJob:
-        """Builds programs; if there is an opening, the others in the background."""
+        """Builds all programs; `others` in the background if there is an opening."""
         programs = first + others
         session = self.executables and CacheSession(self.executables, programs)
         job = CompileJob(programs, session, self.workers, keep_going=self.keep_going)

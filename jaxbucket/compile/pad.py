@@ -1,4 +1,4 @@
-"""Batches of unplanned shapes, padded to a bucket of the plan."""
+"""Pads batches of unplanned shapes to a bucket of the plan."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class BucketPadder:
     """Pads a batch, with empty rows and `pad_value`, to a bucket that it fits in.
 
     Args:
-      specs: a batch's shapes for every bucket.
-      pad_value: what fills sequences: name -> number, 0 for those without one.
+      specs: bucket -> the shapes, dtypes and shardings of a batch.
+      pad_value: the value that fills sequences: name -> number, with 0 for others.
 
     Raises:
-      ValueError: if `pad_value` is one number other than 0 for several sequences, names
-        none of them, or is beyond a dtype.
+      ValueError: if `pad_value` is a nonzero number for several sequences, names an
+        unknown feature, or does not fit a dtype.
     """
 
     def __init__(self, specs: Mapping[Bucket, Batch], pad_value: PadValue):
@@ -33,11 +33,15 @@ class BucketPadder:
         self._pads: dict[Any, Callable[[Batch], Batch]] = {}
 
     def __call__(self, batch: Batch, difference: str) -> Batch:
-        """Returns a batch, padded to the cheapest bucket; warns once for each shape.
+        """Returns a batch padded to the cheapest bucket. Warns once for each shape.
+
+        Args:
+          batch: a batch of an unplanned shape.
+          difference: a message on how the batch differs from the plan.
 
         Raises:
-          ValueError: with this difference, if there is no such bucket; or if more than
-            the bucket differs.
+          ValueError: if the batch fits into no bucket, with `difference` as its
+            message, or if more than its shape differs.
         """
         bucket = batch.bucket
         large_enough = [
@@ -53,42 +57,43 @@ class BucketPadder:
         if key not in self._pads:
             self._pads[key] = self._padder(batch, self._specs[target])
             warnings.warn(
-                f"{difference} It was padded to {target}, as all of this shape are.",
+                f"{difference} It was padded to {target}, like all batches of this "
+                "shape.",
                 RuntimeWarning,
                 stacklevel=4,
             )
         return self._pads[key](batch)
 
     def _padder(self, batch: Batch, spec: Batch) -> Callable[[Batch], Batch]:
-        """Returns a function that pads batches like this one to a shape.
+        """Returns a function that pads batches like this one to the shape of `spec`.
 
         Raises:
           ValueError: if they differ in more than the bucket.
         """
-        now, then = batch.bucket, spec.bucket
+        source, target = batch.bucket, spec.bucket
 
         def unpadded(leaf: Any, is_sequence: bool = True) -> jax.ShapeDtypeStruct:
-            shape = [now.batch_size, *leaf.shape[1:]]
-            # Of several sequences in a row each has a length of its own.
-            if is_sequence and leaf.shape[1] == then.seq_len:
-                shape[1] = now.seq_len
+            shape = [source.batch_size, *leaf.shape[1:]]
+            # If a row has several sequences, each has its own length.
+            if is_sequence and leaf.shape[1] == target.seq_len:
+                shape[1] = source.seq_len
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
-        want = Batch(
+        expected = Batch(
             {
                 name: unpadded(x, name in self._fills)
                 for name, x in spec.features.items()
             },
             *jax.tree.map(unpadded, (spec.segment_ids, spec.positions)),
         )
-        difference = batch_difference(batch, {now: want})
+        difference = batch_difference(batch, {source: expected})
         if difference is not None:
             raise ValueError(difference)
         zeros = jax.tree.map(lambda _: 0, spec)
         fills = zeros._replace(features=zeros.features | self._fills)
 
-        def pad(leaf: jax.Array, want: Any, fill: Any) -> jax.Array:
-            widths = [(0, b - a) for a, b in zip(leaf.shape, want.shape, strict=True)]
+        def pad(leaf: jax.Array, spec: Any, fill: Any) -> jax.Array:
+            widths = [(0, b - a) for a, b in zip(leaf.shape, spec.shape, strict=True)]
             return jnp.pad(leaf, widths, constant_values=fill)
 
         return jax.jit(
@@ -98,7 +103,7 @@ class BucketPadder:
 
 
 def _dtypes_of_sequences(specs: Mapping[Bucket, Batch]) -> dict[str, Any]:
-    """Name -> dtype of the features that are as long as a sequence in every bucket."""
+    """Returns name -> dtype of the features with the length of a sequence."""
 
     def are_sequences(batch: Batch) -> set[str]:
         seq_lens = {ids.shape[1] for ids in batch.segment_ids.values()}

@@ -1,4 +1,4 @@
-"""A function for arguments of fixed shapes."""
+"""A function together with the shapes of its arguments."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from jaxbucket.base.buckets import Bucket
 from jaxbucket.compile.flops import count_flops
 from jaxbucket.compile.jax_settings import following_prng
 
-# A bucket, or the name of a phase that all have in common.
+# A bucket, or the name of a phase that all buckets share.
 Label: TypeAlias = Bucket | str
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is to be compiled.
+    """A program to be compiled.
 
     Attributes:
-      label: the bucket it is for, or the phase.
+      label: its bucket or phase.
       fn: a jitted function.
-      args: its arguments, or their shapes, dtypes and shardings.
+      args: the arguments, or their shapes, dtypes and shardings.
     """
 
     label: Label
@@ -29,11 +29,13 @@ class Program:
 
     @property
     def name(self) -> str:
+        """The name of the function."""
         return getattr(self.fn, "__name__", "step")
 
     def lower(self) -> tuple[Any, int | None]:
-        """Traces it; returns that, and how many operations it has."""
-        # What a file keeps of this process is run by others.
+        """Returns the lowered function and its number of operations, if known."""
+        # Other processes may load the executable, so it must not be traced from a
+        # cached function with a different PRNG implementation.
         with following_prng():
             if not hasattr(self.fn, "trace"):
                 return self.fn.lower(*self.args), None

@@ -1,9 +1,10 @@
-"""Compiling the shapes of a plan for a job that is yet to come.
+"""Compiles the shapes of a plan before a job starts.
 
-A recipe is a function that gives what the job will give to `compile_steps`:
-`recipe(plan) -> (step_fn, state, specs)`, or a dict of such triples by name, for
-training and evaluation. Its state may be of shapes, dtypes and shardings alone, as
-`replicate(jax.eval_shape(...), mesh)` has them: nothing is initialised.
+A recipe is a function that returns the arguments that the job will pass to
+`compile_steps`: `recipe(plan) -> (step_fn, state, specs)`, or a dict of such triples by
+name, for example for training and evaluation. Its state may consist of shapes, dtypes
+and shardings only, such as `replicate(jax.eval_shape(...), mesh)`, so that nothing is
+initialized.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from jaxbucket.compile.steps import compile_by
 
 Recipe: TypeAlias = Callable[..., Any]
 _REMEDY = (
-    "Have it return (step_fn, state, specs), as `compile_steps` takes them, or a dict "
-    "of such triples."
+    "It must return (step_fn, state, specs), the arguments of `compile_steps`, or a "
+    "dict of such triples."
 )
 
 
@@ -36,9 +37,9 @@ class Failure:
     """A program that did not compile.
 
     Attributes:
-      step: which of the recipe's steps.
-      label: the bucket's `[B, T]`, or the phase.
-      error: its type, and the first line of its message.
+      step: the name of the step in the recipe's dict.
+      label: the bucket's `[B, T]`, or the name of the phase.
+      error: the type of the error, and the first line of its message.
     """
 
     step: str
@@ -48,12 +49,12 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Precompiled:
-    """What was compiled or loaded, and what was not.
+    """The result of `precompile`.
 
     Attributes:
-      report: seconds, bytes and operations of each program.
+      report: the seconds, bytes and operations of each program.
       failures: the programs that did not compile.
-      seconds: what it took in all.
+      seconds: the total time.
     """
 
     report: CompileReport
@@ -61,13 +62,14 @@ class Precompiled:
     seconds: float
 
     def not_kept(self) -> list[str]:
-        """The programs that are in no file, for the job to compile once more."""
+        """Returns the programs without a file, which the job will compile again."""
         return [f"{p.name} {p.label}" for p in self.report.programs if p.file is None]
 
     def above(self, memory_gb: float) -> list[str]:
-        """The programs whose peak is above so many 1e9 bytes of a device, or unknown.
+        """Returns the programs whose peak memory is above a limit, or unknown.
 
-        What a backend does not tell is not within a limit.
+        Args:
+          memory_gb: the limit per device, in units of 1e9 bytes.
         """
         return [
             f"{p.name} {p.label}"
@@ -76,7 +78,7 @@ class Precompiled:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number, as plain Python."""
+        """Returns all numbers as plain Python values."""
         return {
             "programs": self.report.to_dict(),
             "failures": [dataclasses.asdict(failure) for failure in self.failures],
@@ -92,7 +94,7 @@ def precompile(
     workers: int | None = None,
     progress: bool = True,
 ) -> Precompiled:
-    """Compiles every shape of a plan; one that fails does not keep the others.
+    """Compiles every shape of a plan, including those after one that fails.
 
     Example:
       >>> import jax, numpy as np
@@ -109,17 +111,21 @@ def precompile(
     Args:
       recipe: called with the plan and the arguments; returns `(step_fn, state, specs)`,
         or a dict of such triples by name.
-      plan: the shapes.
-      arguments: of the job, handed on to the recipe.
-      executables: where they are kept, for the job to find.
-      workers: how many are compiled at a time; by default one for two cores.
-      progress: show a progress bar on a terminal.
+      plan: the plan with the shapes to compile.
+      *arguments: arguments of the job, passed on to the recipe.
+      executables: the folder in which executables are saved for the job.
+      workers: the number of programs to compile at the same time; defaults to half the
+        number of CPU cores.
+      progress: whether to show a progress bar on a terminal.
+
+    Returns:
+      The report of the programs, and the programs that failed.
 
     Raises:
-      ValueError: if the recipe does not take these arguments, raises an exception, or
-        returns something else: no such triples, or not for all shapes of the plan.
+      ValueError: if the recipe does not accept these arguments, raises an exception, or
+        returns anything but such triples for all shapes of the plan.
     """
-    _check_takes(recipe, arguments)
+    _check_signature(recipe, arguments)
     start = time.perf_counter()
     options = CompileOptions(
         workers, (), executables, "raise", "ignore", progress, keep_going=True
@@ -134,12 +140,12 @@ def precompile(
                 for label, error in steps.failures.items()
             ]
     except BaseException as error:
-        # Other processes may wait for what this one has not come to.
+        # Other processes may be waiting for programs that this one has not reached.
         leave_all(error)
         raise
     if executables is not None:
         folder = pathlib.Path(executables.folder)
-        # Some had to make room for others.
+        # Files may have been removed to make room for later ones.
         programs = [
             p if p.file and (folder / p.file).exists() else _without_file(p)
             for p in programs
@@ -153,26 +159,26 @@ def _without_file(program: ProgramReport) -> ProgramReport:
     return dataclasses.replace(program, file=None)
 
 
-def _check_takes(recipe: Recipe, arguments: tuple[str, ...]) -> None:
+def _check_signature(recipe: Recipe, arguments: tuple[str, ...]) -> None:
     try:
         inspect.signature(recipe).bind(None, *arguments)
     except TypeError as error:
         raise ValueError(
-            f"`{_name(recipe)}`: The recipe is called with the plan and "
-            f"{list(arguments)}: {error}. Give it other arguments."
+            f"`{_name(recipe)}`: The recipe cannot be called with the plan and "
+            f"{list(arguments)}: {error}. Pass arguments that it accepts."
         ) from None
     except ValueError:
-        # Some functions of C have no signature: calling them tells.
+        # Some functions written in C have no signature. The call will show.
         return
 
 
 def _call(
     recipe: Recipe, plan: BucketPlan, arguments: tuple[str, ...]
 ) -> Mapping[str, tuple[Any, Any, Any]]:
-    """Returns the steps of a recipe, by name.
+    """Returns the triples of a recipe by name.
 
     Raises:
-      ValueError: if it raises an exception, or returns something else.
+      ValueError: if the recipe raises an exception, or returns an invalid value.
     """
     try:
         returned = recipe(plan, *arguments)
@@ -191,7 +197,7 @@ def _call(
 
 
 def _place(recipe: Recipe, error: Exception) -> str:
-    """The last line of the recipe's own file that an exception came through."""
+    """Returns the last line of the recipe's own file in an exception's traceback."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     code = getattr(inspect.unwrap(recipe), "__code__", None)
     in_file = [frame for frame in frames if code and frame.filename == code.co_filename]
@@ -203,7 +209,7 @@ def _place(recipe: Recipe, error: Exception) -> str:
 
 def _check_steps(steps: Mapping[Any, Any], plan: BucketPlan) -> None:
     if not steps:
-        raise ValueError(f"no steps: there is nothing to compile. {_REMEDY}")
+        raise ValueError(f"no steps, so there is nothing to compile. {_REMEDY}")
     for name, triple in steps.items():
         if not isinstance(triple, tuple) or len(triple) != 3:
             raise ValueError(f"{short(triple)} for {name!r}. {_REMEDY}")
@@ -211,15 +217,15 @@ def _check_steps(steps: Mapping[Any, Any], plan: BucketPlan) -> None:
             check_step(*triple)
         except ValueError as error:
             raise ValueError(
-                f"something else for {name!r}: {error} {_REMEDY}"
+                f"an invalid triple for {name!r}: {error} {_REMEDY}"
             ) from None
-    # An evaluation may have a plan of its own beside it.
+    # The evaluation step may use the buckets of a different plan.
     specs = {bucket for _, _, specs in steps.values() for bucket in specs}
     missing = [str(bucket) for bucket in plan.buckets if bucket not in specs]
     if missing:
         raise ValueError(
-            f"`specs` without {', '.join(missing)}, which the plan has. Make them from "
-            "the plan that it is called with: `jb.sharding.batch_specs(plan, example, "
+            f"`specs` without {', '.join(missing)}, which the plan has. Compute them "
+            "from the plan that is passed in: `jb.sharding.batch_specs(plan, example, "
             "mesh)`."
         )
 

@@ -1,4 +1,4 @@
-"""What executables took to make, and take to run."""
+"""Reports of what executables cost to build and to run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from typing import Any, Literal
 
 import jax
 
-# Of a file's name, enough to find it by.
-_DIGITS = 8
+# Characters of a file's name that the table shows.
+_DIGITS = 6
 _WIDEST = 1000
-# What jax calls the memory of a program.
+_CAPTION = (
+    "trace, XLA: seconds of tracing and compiling. args, out, temp, peak: MB on each "
+    "device, for arguments, outputs without donated memory, temporary buffers, and all "
+    "of these. GFLOP: 1e9 operations of matrix products and convolutions, over all "
+    "devices and loop iterations. file: the first characters of its name."
+)
+# Our names -> jax's names of the kinds of memory.
 _MEMORY = {
     "argument": "argument",
     "output": "output",
@@ -22,23 +28,23 @@ _MEMORY = {
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-    """What an executable took to make, and takes to run; bytes are those of a device.
+    """The cost of building and running one executable. Bytes are per device.
 
     Attributes:
-      name: the function's.
-      label: the bucket's `[B, T]`, or the phase.
+      name: the name of the function.
+      label: the bucket's `[B, T]`, or the name of the phase.
       source: "compiled", or "loaded" from a file.
-      trace_seconds: until it was lowered; 0 where it was not traced.
-      compile_seconds: in XLA, other programs beside it perhaps; of a loaded one, when
-        it was compiled.
-      load_seconds: 0 where it was compiled.
-      argument_bytes: parameters, optimizer and batch.
-      output_bytes: what it returns.
-      aliased_bytes: the part of the outputs that takes the place of donated arguments.
-      temporary_bytes: what is in between.
-      flops: matrix products and convolutions of all devices, loops counted; None if
-        it was not traced and no file says so.
-      file: where it is kept, if it is.
+      trace_seconds: time to trace and lower the function; 0 if it was not traced.
+      compile_seconds: time in XLA, possibly while other programs were compiled. For a
+        loaded executable, the time when it was originally compiled.
+      load_seconds: time to load it from a file; 0 if it was compiled.
+      argument_bytes: size of the parameters, optimizer state and batch.
+      output_bytes: size of the outputs.
+      aliased_bytes: the part of the outputs that reuses donated arguments.
+      temporary_bytes: size of the temporary buffers.
+      flops: operations of matrix products and convolutions over all devices and loop
+        iterations; None if unknown.
+      file: the name of its file, or None if it has no file.
     """
 
     name: str
@@ -56,20 +62,20 @@ class ProgramReport:
 
     @property
     def seconds(self) -> float:
-        """What this start waited for."""
+        """Time to trace and then compile or load it, in this process."""
         ready = self.compile_seconds if self.source == "compiled" else self.load_seconds
         return self.trace_seconds + ready
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that a device holds at a time, the arguments in it."""
+        """The most memory that it needs at a time, arguments included."""
         parts = (self.argument_bytes, self.output_bytes, self.temporary_bytes)
         if None in parts:
             return None
         return sum(parts) - (self.aliased_bytes or 0)  # pyright: ignore
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number, as plain Python."""
+        """Returns all numbers as plain Python values."""
         return dataclasses.asdict(self) | {
             "seconds": self.seconds,
             "peak_bytes": self.peak_bytes,
@@ -77,20 +83,22 @@ class ProgramReport:
 
 
 def memory_of(executable: Any) -> dict[str, int | None]:
-    """The bytes of a report, as far as the backend tells."""
+    """Returns the bytes of a report; None for those that the backend cannot tell."""
     try:
         memory = executable.memory_analysis()
     except (NotImplementedError, jax.errors.JaxRuntimeError):
         memory = None
     return {
-        f"{name}_bytes": getattr(memory, f"{short}_size_in_bytes", None)
-        for name, short in _MEMORY.items()
+        f"{name}_bytes": getattr(memory, f"{jax_name}_size_in_bytes", None)
+        for name, jax_name in _MEMORY.items()
     }
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CompileReport:
-    """What all programs of a step cost: `print` shows a table, `to_json` has it all.
+    """The costs of all programs of a step function.
+
+    `print(report)` prints a table, and `to_json` returns all numbers.
 
     Example:
       >>> program = ProgramReport(
@@ -102,36 +110,43 @@ class CompileReport:
       >>> report = CompileReport((program,))
       >>> report.num_compiled, report.programs[0].peak_bytes
       (1, 5000000)
-      >>> print(str(report).splitlines()[2])
-       train_step [8, 4]     0.25   1.50   3.0      0.0   2.0   5.0      4
+      >>> print("\\n".join(str(report).splitlines()[:3]))
+      program            trace   XLA  args  out  temp  peak  GFLOP  file
+      ──────────────────────────────────────────────────────────────────
+      train_step [8, 4]   0.25  1.50   3.0  0.0   2.0   5.0      4
 
     Attributes:
-      programs: those that are ready, in the order they were given.
+      programs: the reports of the programs that are ready, in compilation order.
     """
 
     programs: tuple[ProgramReport, ...]
 
     @property
     def num_compiled(self) -> int:
-        """How many XLA has compiled; the others were loaded."""
+        """The number of programs that XLA compiled; the others were loaded."""
         return sum(program.source == "compiled" for program in self.programs)
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """Every number, as plain Python."""
+        """Returns all numbers as plain Python values."""
         return [program.to_dict() for program in self.programs]
 
     def to_json(self) -> str:
-        """Every number, as JSON."""
+        """Returns all numbers as JSON."""
         return json.dumps(self.to_dict())
 
     def __repr__(self) -> str:
         return f"<{len(self.programs)} programs, {self.num_compiled} of them compiled>"
 
     def __str__(self) -> str:
-        """The table as text, as wide as it is: no number is cut."""
+        """Returns the table as text.
+
+        It fits in 80 columns, unless names or numbers are exceptionally long. No number
+        is truncated.
+        """
         from rich.console import Console
 
-        # What is printed without `rich` knows neither colors nor a terminal's width.
+        # The text may be printed anywhere, so it has no colors, and does not depend on
+        # the width of the terminal.
         console = Console(
             width=_WIDEST, color_system=None, force_terminal=False, force_jupyter=False
         )
@@ -140,22 +155,22 @@ class CompileReport:
         return "\n".join(line.rstrip() for line in text.get().splitlines()).strip("\n")
 
     def __rich__(self) -> Any:
-        """The report as a `rich` table, for a terminal."""
+        """Returns the report as a `rich` table."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
 
         table = Table(
             box=box.SIMPLE_HEAD,
-            caption="Memory in MB of one device: arguments, outputs, temporaries, all. "
-            "Operations are of all devices, loops counted.",
+            caption=f"\n{_CAPTION}",
             caption_justify="left",
             padding=(0, 0, 0, 1),
             pad_edge=False,
+            show_edge=False,
         )
         table.add_column("program", no_wrap=True)
-        # Short ones: a page has 100 characters, and no number is to be cut.
-        for name in ("trace s", "XLA s", "args", "outputs", "temp", "peak", "GFLOP"):
+        # Short titles, so that the table fits in 80 columns.
+        for name in ("trace", "XLA", "args", "out", "temp", "peak", "GFLOP"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("file", no_wrap=True)
         for p in self.programs:
@@ -167,14 +182,19 @@ class CompileReport:
                 _megabytes(p.output_bytes, p.aliased_bytes),
                 _megabytes(p.temporary_bytes),
                 _megabytes(p.peak_bytes),
-                "" if p.flops is None else f"{p.flops / 1e9:.3g}",
+                "" if p.flops is None else _gigaflops(p.flops),
                 (p.file or "")[:_DIGITS],
             )
         return table
 
 
-def _megabytes(size: int | None, less: int | None = 0) -> str:
+def _gigaflops(flops: int) -> str:
+    gigaflops = flops / 1e9
+    return f"{gigaflops:.0f}" if 1e3 <= gigaflops < 1e6 else f"{gigaflops:.3g}"
+
+
+def _megabytes(size: int | None, aliased: int | None = 0) -> str:
     if size is None:
         return ""
-    megabytes = (size - (less or 0)) / 1e6
+    megabytes = (size - (aliased or 0)) / 1e6
     return f"{megabytes:.1f}" if megabytes < 1000 else f"{megabytes:.0f}"

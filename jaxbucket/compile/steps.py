@@ -1,4 +1,4 @@
-"""One executable per bucket, made before the step that needs it."""
+"""Compiles one executable per bucket, before the step that needs it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxbucket.compile.program import Label, Program
 from jaxbucket.compile.report import CompileReport
 from jaxbucket.compile.xla_cache import use_xla_cache
 
-# Enough to keep a device busy, however short a step is.
+# Enough to keep a device busy even if steps are short.
 _MAX_IN_FLIGHT = 8
 
 
@@ -46,11 +46,11 @@ def compile_steps(
     on_compile: OnCompile = "warn",
     progress: bool = True,
 ) -> CompiledSteps:
-    """Compiles a step for every bucket ahead of time.
+    """Compiles a step function for every bucket ahead of time.
 
-    Programs are traced one after another and compiled several at a time, the longest
-    first, so that a bucket that does not fit is known at once. In several processes all
-    must call this, in the same order.
+    Programs are traced one after another and compiled several at a time. The longest
+    bucket comes first, so that one that does not fit into memory fails early. With
+    several processes, all of them must call this function, in the same order.
 
     Example:
       >>> import numpy as np
@@ -68,46 +68,48 @@ def compile_steps(
       Array(6, dtype=int32)
 
     Args:
-      step_fn: `(state, batch) -> anything`, jitted or not, such as what
-        `make_train_step` returns. What it donates is its own choice:
+      step_fn: `(state, batch) -> anything`, jitted or not, such as the result of
+        `make_train_step`. To donate the state, jit it yourself:
         `jax.jit(step_fn, donate_argnums=0)`. A step that returns a new state must
-        return it in the sharding it came in, as `make_train_step`'s does.
-      state: the first state, a pytree of arrays, or the shapes, dtypes and shardings of
-        one.
+        return it with the sharding of the old one, as `make_train_step`'s does.
+      state: the initial state, a pytree of arrays; or its shapes, dtypes and shardings.
       specs: bucket -> a `Batch` of shapes, dtypes and shardings, from `batch_specs`.
-      workers: how many programs are compiled at a time, beside the next one's tracing;
-        by default one for two cores, because XLA's compiler uses more than one itself.
-      opening: a bucket that is compiled first and alone, for training to begin on it
-        (`BatchSchedule(..., opening=[(bucket, steps)])`): the others are compiled in
-        threads meanwhile, and a step waits only where its bucket is not ready. Of
-        several buckets the first is that one, and the others follow in this order.
-      executables: a folder, or an `ExecutableCache`, where executables are kept and
-        found again, without compiling.
-      xla_cache: a folder for jax's own compilation cache, which holds for all that is
-        compiled in this process from here on, and spares XLA's work, not tracing. On a
-        CPU, what is kept in `executables` is not kept there, too.
-      unplanned: what becomes of a batch that is not as planned: "raise" refuses it;
-        "longer" pads one of another shape, with empty rows and `pad_value`, to the
-        cheapest bucket that it fits in; "jit" compiles for it. Each is warned about
-        once.
-      pad_value: what "longer" fills sequences with, as the batches were: name ->
-        number, 0 for those without one. A number alone is of the only one there is.
-      on_compile: what happens where XLA compiles a function of this name after all is
-        ready: "warn", "raise" or "ignore".
-      progress: show a progress bar on a terminal.
+      workers: the number of programs to compile at the same time, while the next one is
+        traced. Defaults to half the number of CPU cores, because XLA's compiler itself
+        uses more than one.
+      opening: a bucket to compile first and alone, so that training can start with it
+        (`BatchSchedule(..., opening=[(bucket, steps)])`). The other buckets are then
+        compiled in background threads, and a step waits only if its bucket is not
+        ready. Of a sequence of buckets, the first is compiled alone, and the others
+        follow in the given order.
+      executables: a folder, or an `ExecutableCache`, to save executables in, and to
+        load them from instead of compiling.
+      xla_cache: a folder for jax's own compilation cache. It applies to everything that
+        this process compiles from now on, and saves the time of XLA, but not of
+        tracing. On CPUs, programs saved in `executables` are not added to it.
+      unplanned: how to treat a batch that differs from the plan. "raise" raises a
+        ValueError. "longer" pads a batch of a different shape, with empty rows and
+        `pad_value`, to the cheapest bucket that it fits in. "jit" compiles a program
+        for it. The last two warn once about each difference.
+      pad_value: the value with which "longer" pads sequences: name -> number, with 0
+        for other features; or a single number if there is only one sequence. Pass the
+        value with which the batches were padded.
+      on_compile: the action if XLA compiles a function of this name after all programs
+        are ready: "warn", "raise" or "ignore".
+      progress: whether to show a progress bar on a terminal.
 
     Returns:
       `steps(state, batch)`, which runs the executable of the batch's bucket.
 
     Raises:
-      ValueError: if `step_fn` cannot be called; if `state` has something else than
-        arrays, or a shape without a sharding; if `specs` is empty or not from
-        `batch_specs`, or `opening` names a bucket that is not in it; for an unknown
-        choice; if `workers` is not positive; if `pad_value` is one number other than 0
-        for several sequences, names none of them, or is beyond a dtype; if jax's
-        compilation cache is another folder.
-      RuntimeError: if another process compiles something else, or has failed.
-      Exception: what tracing or XLA raised for a bucket, with a note of which.
+      ValueError: if `step_fn` is not callable; if `state` contains values that are not
+        arrays, or shapes without a sharding; if `specs` is empty or not from
+        `batch_specs`; if `opening` names a bucket that is not in `specs`; if an option
+        is unknown; if `workers` is not positive; if `pad_value` is a nonzero number for
+        several sequences, names an unknown feature, or does not fit a dtype; if jax's
+        compilation cache already uses a different folder.
+      RuntimeError: if another process compiles different programs, or has failed.
+      Exception: any error of tracing or compiling, with a note that names the bucket.
     """
     options = CompileOptions(
         workers,
@@ -131,10 +133,10 @@ def compile_by(
     state: Any,
     specs: Mapping[Bucket, Batch],
 ) -> CompiledSteps:
-    """Does what `compile_steps` does, with options that are checked."""
+    """Compiles as `compile_steps` does, with options that are already checked."""
     check_step(step_fn, state, specs)
     if hasattr(step_fn, "compile_steps"):
-        # A step of several phases knows them.
+        # A step that consists of several phases compiles them itself.
         return step_fn.compile_steps(state, specs, options)  # pyright: ignore
     if not hasattr(step_fn, "lower"):
         step_fn = jax.jit(record_arguments(step_fn))
@@ -142,9 +144,9 @@ def compile_by(
 
 
 class CompiledSteps(Mapping[Bucket, Any]):
-    """`steps(state, batch)`; also a mapping from bucket to its executable.
+    """A compiled step, `steps(state, batch)`, and a mapping: bucket -> executable.
 
-    `compile_steps` makes it.
+    It is the result of `compile_steps`.
 
     Example:
       >>> import numpy as np
@@ -163,15 +165,15 @@ class CompiledSteps(Mapping[Bucket, Any]):
       <1 programs, 1 of them compiled>
 
     Args:
-      step_fn: jitted.
-      whole: shapes of the arguments before the batch, the state first.
+      step_fn: a jitted function.
+      whole: the shapes of the arguments before the batch; the first one is the state.
       specs: bucket -> a `Batch` of shapes, dtypes and shardings.
-      options: how it is compiled.
-      phases: programs beside those of the buckets, that every step needs.
+      options: the options of the compilation.
+      phases: further programs that every step needs, besides those of the buckets.
 
     Raises:
       ValueError: if the options do not fit these specs.
-      Exception: what tracing or XLA raised for a bucket.
+      Exception: any error of tracing or compiling a bucket.
     """
 
     def __init__(
@@ -192,7 +194,8 @@ class CompiledSteps(Mapping[Bucket, Any]):
         self._compiled_for: set[str] = set()
         self._in_flight: collections.deque[jax.Array] = collections.deque()
         self._job = options.build([*phases, *programs[:1]], programs[1:])
-        # Not a method, because a guard is not to outlive its steps in a cycle.
+        # Not a method, which would keep these steps alive in a reference cycle with
+        # their guard.
         explain = functools.partial(_explain, self._specs, self._state)
         self._guard = CompileGuard(
             step_fn, programs[0].name, options.on_compile, explain
@@ -211,30 +214,30 @@ class CompiledSteps(Mapping[Bucket, Any]):
 
     @property
     def report(self) -> CompileReport:
-        """Seconds, bytes and operations of each program that is ready."""
+        """The seconds, bytes and operations of each program that is ready."""
         return self._job.report
 
     @property
     def seconds(self) -> dict[Bucket, float]:
-        """Bucket -> seconds it took to be ready, other buckets beside it perhaps."""
+        """Bucket -> seconds to build it, possibly while others were built as well."""
         by_label = {p.label: p.seconds for p in self.report.programs}
         return {b: by_label[str(b)] for b in self._specs if str(b) in by_label}
 
     @property
     def seconds_waited(self) -> float:
-        """Until steps could begin, and for buckets that were not ready later on."""
+        """Seconds spent waiting, at the start and later for buckets not yet ready."""
         return self._job.seconds_waited
 
     @property
     def failures(self) -> dict[Label, BaseException]:
-        """What went wrong with buckets and phases so far."""
+        """The errors of buckets and phases so far."""
         return self._job.failures()
 
     def wait(self) -> None:
-        """Waits for all that is compiled in the background.
+        """Waits until all programs are ready.
 
         Raises:
-          Exception: what tracing or XLA raised for a bucket.
+          Exception: any error of tracing or compiling a bucket.
         """
         for label in self._job:
             self._job[label]
@@ -243,23 +246,27 @@ class CompiledSteps(Mapping[Bucket, Any]):
         """Runs the executable of the batch's bucket.
 
         Args:
-          state: of the shapes, dtypes and shardings that were compiled for.
+          state: a state with the shapes, dtypes and shardings of the initial one.
           batch: a global batch, from `prefetch_to_mesh`.
 
         Returns:
-          What the step function returns.
+          The outputs of the step function.
 
         Raises:
           ValueError: if the batch has a shape, dtype or feature outside the plan, or
-            the state is another than was compiled for.
+            the state differs from the initial one in shape, dtype or sharding.
         """
         return self.run(state, self.fit(batch))
 
     def fit(self, batch: Batch) -> Batch:
-        """Returns a batch as it was planned, padded if `unplanned` is "longer".
+        """Returns the batch, padded to a bucket if `unplanned` is "longer".
+
+        Args:
+          batch: a global batch, from `prefetch_to_mesh`.
 
         Raises:
-          ValueError: if it is not as planned, and `unplanned` is not "jit".
+          ValueError: if the batch differs from the plan and `unplanned` is "raise"; or
+            if `unplanned` is "longer" and the batch fits in no bucket.
         """
         check_is_batch("batch", batch)
         difference = batch_difference(batch, self._specs)
@@ -270,7 +277,22 @@ class CompiledSteps(Mapping[Bucket, Any]):
         return self._pad(batch, difference)
 
     def run(self, state: Any, *args: Any) -> Any:
-        """Runs the executable of the bucket of the last argument, a batch that fits."""
+        """Runs the executable of the batch's bucket.
+
+        If `unplanned` is "jit", it compiles a program for other arguments.
+
+        Args:
+          state: a state with the shapes, dtypes and shardings of the initial one.
+          *args: the remaining arguments of the step function. The last one is the
+            batch, as `fit` returns it.
+
+        Returns:
+          The outputs of the step function.
+
+        Raises:
+          ValueError: if the arguments differ from those that were compiled for, unless
+            `unplanned` is "jit".
+        """
         batch, may_compile = args[-1], self._unplanned == "jit"
         difference = batch_difference(batch, self._specs) if may_compile else None
         if difference is None:
@@ -287,29 +309,42 @@ class CompiledSteps(Mapping[Bucket, Any]):
             return self.throttle(self._step_fn(state, *args))
 
     def run_program(self, label: Label, *args: Any) -> Any:
-        """Runs one of its programs, if its arguments are what it was compiled for.
+        """Runs the program of a bucket or a phase.
+
+        Args:
+          label: a bucket, or the name of a phase.
+          *args: the arguments of the program; the first one is the state.
+
+        Returns:
+          The outputs of the program.
 
         Raises:
-          ValueError: if they are not.
+          ValueError: if the arguments differ from those that were compiled for.
         """
         executable = self._job[label]
         try:
             return self.throttle(executable(*args))
         except (TypeError, ValueError) as error:
-            # Compared after a refusal, because before every step it would cost time.
+            # Only compared after a failure, because each comparison takes time.
             difference = args and state_difference(args[0], self._state, label)
             raise ValueError(difference or str(error)) from error
 
     def throttle(self, result: Any) -> Any:
-        """Returns a result, and waits for one of a few steps before.
+        """Returns a result, after waiting for that of an earlier step.
 
-        So a loop that never looks at its metrics does not run far ahead. Every step
-        that waits holds its batch; and two processes of two CPU devices each have hung
-        where nothing held them back (jax 0.10, one run in nine).
+        This limits how far a loop that never reads its metrics runs ahead of the
+        devices. Every pending step keeps its batch in memory; and without a limit, two
+        processes with two CPU devices each sometimes hang (jax 0.10, one run in nine).
+
+        Args:
+          result: the outputs of a step. Its last leaf must not be donated later.
+
+        Returns:
+          The same result.
         """
         leaves = jax.tree.leaves(result)
         if leaves:
-            # A state, which comes first, is soon donated; metrics are not.
+            # The state comes first and is donated to the next step; metrics are not.
             self._in_flight.append(leaves[-1])
         if len(self._in_flight) > _MAX_IN_FLIGHT:
             earlier = self._in_flight.popleft()
@@ -321,17 +356,19 @@ class CompiledSteps(Mapping[Bucket, Any]):
 def _explain(
     specs: Mapping[Bucket, Batch], state_shapes: Any, trace: Trace | None
 ) -> str:
-    """Why the step was compiled although it was compiled ahead."""
+    """Returns why a step was compiled again, as part of a message."""
     if trace is None:
         return (
-            "it, or another function of this name, was called directly. Call what "
-            "`compile_steps` returned, or rename the other one."
+            "it, or a different function of the same name, was called directly. Call "
+            "the result of `compile_steps`, or rename the other function."
         )
     state, *_, batch = trace.args
-    what = (
+    difference = (
         batch_difference(batch, specs)
         or state_difference(state, state_shapes, batch.bucket)
-        or f"for {batch.bucket}, of which there is an executable, in another "
-        "sharding perhaps."
+        or f"{batch.bucket} has an executable, perhaps for different shardings."
     )
-    return f"{what} It was called directly: call what `compile_steps` returned."
+    return (
+        f"{difference} The step function was called directly. Call the result of "
+        "`compile_steps` instead."
+    )

@@ -1,4 +1,4 @@
-"""jax's own compilation cache, turned on by one argument, and off for a while."""
+"""Turns jax's own compilation cache on, and temporarily off."""
 
 from __future__ import annotations
 
@@ -11,50 +11,55 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-# What it has is not known to type checkers, of older versions at least.
+# Type checkers do not know its attributes, at least in older versions of jax.
 _config: Any = jax.config
 
 
 def use_xla_cache(folder: str | os.PathLike[str]) -> None:
-    """Has jax keep all that XLA compiles from here on in a folder, however small.
+    """Stores everything that XLA compiles from now on in a folder.
+
+    It turns on jax's own compilation cache, for programs of every size.
+
+    Args:
+      folder: the folder of the cache.
 
     Raises:
-      ValueError: if this process has another such folder already.
+      ValueError: if jax's cache already uses a different folder in this process.
     """
     before, folder = _config.jax_compilation_cache_dir, os.fspath(folder)
     if before is not None and not _is_same(before, folder):
         raise ValueError(
-            f"`xla_cache={folder!r}`: jax's compilation cache is {before!r} in this "
-            "process already. Leave out `xla_cache`, or name that one."
+            f"`xla_cache={folder!r}`: jax's compilation cache is already {before!r} in "
+            "this process. Leave out `xla_cache`, or pass that folder."
         )
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if before is None:
         jax.config.update("jax_compilation_cache_dir", folder)
-        # What was compiled before this has settled that there is none.
+        # An earlier compilation has recorded that there is no cache.
         compilation_cache.reset_cache()
 
 
 def _is_same(folder: str, other: str) -> bool:
-    # Of a URL this makes the same for the same.
+    # Equal URLs remain equal, too.
     return os.path.abspath(folder) == os.path.abspath(other)
 
 
 _lock = threading.Lock()
-# How many threads have it off.
+# The number of threads that have turned the cache off.
 _num_off = 0
 
 
 @contextlib.contextmanager
 def without_xla_cache() -> Iterator[None]:
-    """Has jax compile what is compiled inside, even if its cache has it.
+    """Turns jax's compilation cache off inside a `with` block.
 
-    An executable of a CPU that came from there has no code in it when it is serialised
-    once more: it is loaded, and fails when it runs.
+    A CPU executable that was loaded from that cache does not contain its code when it
+    is serialized again: it can be loaded, but fails when it runs.
     """
     global _num_off
     with _lock:
-        # It may be off anyway.
+        # The user may have turned it off.
         is_used = _num_off > 0 or _config.jax_enable_compilation_cache
         _num_off += is_used
         _switch(False)
@@ -67,7 +72,7 @@ def without_xla_cache() -> Iterator[None]:
 
 
 def may_lack_code(platform: str) -> bool:
-    """Whether an executable may have come from jax's cache, and lost its code."""
+    """Returns whether an executable may have lost its code in jax's cache."""
     return platform == "cpu" and _config.jax_compilation_cache_dir is not None
 
 

@@ -1,8 +1,8 @@
-"""The processes of one run: they start, agree, and stop together.
+"""Processes that start, agree and stop together.
 
-`processes` connects them and checks that they agree, `watchdog` ends all where one is
-lost, and `stop` ends them before the same step. They meet in the `store` of jax's
-coordination service.
+`processes` connects the processes of a run and checks that they agree, `watchdog` ends
+all of them when one is lost, and `stop` stops all of them before the same step. They
+communicate through the key-value store of jax's coordination service (`store`).
 """
 
 from etils import epy as _epy

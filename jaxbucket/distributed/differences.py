@@ -1,4 +1,4 @@
-"""In what the processes of a run differ, in words."""
+"""Phrases for messages: the fields in which processes differ, and lists of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _MAX_LISTED = 8
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Returns a phrase for each field in which the processes differ.
+    """Yields a phrase for each field in which the processes differ.
 
     Example:
       >>> list(differences([{"seed": 0}, {"seed": 0}, {"seed": 5}]))
       ['seed is 0 in processes 0 and 1, 5 in process 2']
 
     Args:
-      configs: the fields of each process, for JSON.
+      configs: the fields of each process, which must be serializable as JSON.
     """
     for name in dict.fromkeys(itertools.chain(*configs)):
         groups: dict[str, list[int]] = {}
@@ -26,7 +26,7 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             value = json.dumps(fields.get(name), sort_keys=True)
             groups.setdefault(value, []).append(process)
         if len(groups) > 1:
-            # Most of them first; of equally many, the one with process 0.
+            # The largest group first; of equally large ones, the one of process 0.
             largest = sorted(groups.items(), key=lambda group: -len(group[1]))
             phrases = (f"{value} in {list_processes(who)}" for value, who in largest)
             yield f"{name} is {', '.join(phrases)}"
@@ -39,9 +39,9 @@ def list_processes(processes: Sequence[int]) -> str:
       >>> print(list_processes(range(20)))
       processes 0, 1, 2, 3, 4, 5, 6, 7 and 12 more
     """
-    words = [str(process) for process in processes]
-    if len(words) > _MAX_LISTED:
-        words[_MAX_LISTED:] = [f"{len(words) - _MAX_LISTED} more"]
-    if len(words) == 1:
-        return f"process {words[0]}"
-    return f"processes {', '.join(words[:-1])} and {words[-1]}"
+    names = [str(process) for process in processes]
+    if len(names) > _MAX_LISTED:
+        names[_MAX_LISTED:] = [f"{len(names) - _MAX_LISTED} more"]
+    if len(names) == 1:
+        return f"process {names[0]}"
+    return f"processes {', '.join(names[:-1])} and {names[-1]}"

@@ -1,4 +1,4 @@
-"""How a process finds the others: by arguments, or by the environment."""
+"""Reads the settings that connect the processes, from arguments or the environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ class Settings(NamedTuple):
 
 
 def read_settings(*values: Any) -> Settings | None:
-    """Returns what was passed or is in the environment, checked; None if nothing is."""
+    """Returns the checked settings, or None if there are none at all.
+
+    Args:
+      values: one per field of `Settings`. None stands for the environment variable of
+        that field, such as JAX_PROCESS_ID.
+
+    Raises:
+      ValueError: if only some of the settings are given, or one of them is invalid.
+    """
     names = {name: f"JAX_{name.upper()}" for name in Settings._fields}
     pairs = zip(values, names.values(), strict=True)
     settings = Settings(*(os.environ.get(n) if x is None else x for x, n in pairs))
@@ -28,14 +36,14 @@ def read_settings(*values: Any) -> Settings | None:
     for name, value in settings._asdict().items():
         if value is None:
             raise ValueError(
-                f"`{name}` is missing, beside {settings}: pass all three, or set "
-                f"{names[name]}."
+                f"`{name}` is missing from {settings}. Pass all three arguments, or "
+                f"set {names[name]}."
             )
     address, port = settings[0], str(settings[0]).rpartition(":")[2]
     if not (port.isdecimal() and 0 < int(port) < _NUM_PORTS):
         raise ValueError(
-            f"`coordinator_address={address!r}`: make it host:port of process 0, "
-            f"with a port from 1 to {_NUM_PORTS - 1}."
+            f"`coordinator_address={address!r}` must be host:port of process 0, with "
+            f"a port from 1 to {_NUM_PORTS - 1}."
         )
     count, index = (
         _to_int("num_processes", settings[1]),

@@ -1,4 +1,4 @@
-"""How a process ends at once, and still says why."""
+"""Ends a process immediately, after printing a message."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from typing import NoReturn
 _SECONDS_TO_FLUSH = 1.0
 
 
-def exit_now(status: int, sentence: str = "") -> NoReturn:
-    """Ends the process without jax's own exit, which waits for the other processes."""
-    print_to_stderr(sentence)
-    # In a thread, because the main one may hang in the middle of a write.
+def exit_now(status: int, message: str = "") -> NoReturn:
+    """Exits without jax's own exit handlers, which wait for the other processes.
+
+    Args:
+      status: the exit status.
+      message: printed to stderr first, if it is not empty.
+    """
+    print_to_stderr(message)
+    # In a thread, because the main thread may hang in the middle of a write.
     flush = threading.Thread(target=_flush, daemon=True)
-    # Python starts no threads while it exits, and flushes by itself.
+    # While Python exits, it starts no threads, but flushes the streams itself.
     with contextlib.suppress(RuntimeError):
         flush.start()
         flush.join(_SECONDS_TO_FLUSH)
     os._exit(status)
 
 
-def print_to_stderr(sentence: str) -> None:
-    """Prints a sentence of the library past Python's buffers and their locks."""
+def print_to_stderr(message: str) -> None:
+    """Prints a message, if not empty, bypassing Python's buffers and their locks."""
     with contextlib.suppress(OSError):
-        os.write(2, f"\njaxbucket: {sentence}\n".encode() if sentence else b"")
+        os.write(2, f"\njaxbucket: {message}\n".encode() if message else b"")
 
 
 def _flush() -> None:

@@ -1,4 +1,4 @@
-"""Several processes that train as one: they agree, they stop and they end together."""
+"""Connects the processes of a run, checks that they agree, and ends them together."""
 
 from __future__ import annotations
 
@@ -28,22 +28,24 @@ from jaxbucket.distributed.exit import exit_now, print_to_stderr
 from jaxbucket.distributed.store import Store
 from jaxbucket.distributed.watchdog import Watchdog, describe_error
 
-# What of jax's configuration makes for other numbers, or other collectives.
+# jax's settings that change the numbers or the collectives of a program.
 _CONFIG = (
     *("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable"),
     *("jax_default_matmul_precision", "jax_numpy_dtype_promotion"),
 )
-# Every process enters as often as the others.
-_entered = itertools.count()
+# Numbers the contexts of this process. A context has the same number in all processes,
+# because each of them enters as many as the others.
+_context_numbers = itertools.count()
 _MIN_TIMEOUT = 2.0
-# jax aborts without naming anyone: later than we do, then. It may do so in half of it,
-# because a process beats so often.
-_JAX_TIMEOUTS = 4
-_TIMEOUTS_TO_WAIT = 2
-_SECONDS_TO_FAIL = 5.0
-_SECONDS_TO_NAME = 0.2
-# Python hears no signal while the store is waited for.
+# jax aborts without naming the lost process, so its timeout is longer than ours. The
+# factor is large because jax may notice a loss after half of its timeout.
+_JAX_TIMEOUT_FACTOR = 4
+_TIMEOUTS_TO_HINT = 2
+_SECONDS_TO_EXIT = 5.0
+_SECONDS_FOR_WATCHDOG = 0.2
+# Python handles no signals while it waits for the store.
 _SECONDS_BETWEEN_SIGNALS = 0.5
+# The status codes of errors that the loss of another process may cause.
 _SECONDARY_ERRORS = {
     *("ABORTED", "CANCELLED", "DATA_LOSS", "DEADLINE_EXCEEDED"),
     *("FAILED_PRECONDITION", "INTERNAL", "UNAVAILABLE", "UNKNOWN"),
@@ -51,15 +53,17 @@ _SECONDARY_ERRORS = {
 
 
 class Processes:
-    """The processes of a run; a context around all that it does.
+    """The processes of a run: a context manager around everything that it does.
 
-    Within it, a process that is killed, stopped or raises makes all others end, within
-    `timeout` and a few seconds, with a sentence that names it. So does the one that
-    raises, within 5 s of the error that leaves the context, caught or not. SIGTERM is
-    jax's preemption notice, which `StopRequest` hears. A single process is left alone.
+    If a process is killed, suspended or raises within the context, all others exit
+    within `timeout` and a few seconds, with a message that names it. The process that
+    raises exits within 5 s after the error has left the context, even if the error is
+    caught there. SIGTERM is jax's preemption notice, which `StopRequest` handles. A
+    single process runs as it would without the context.
 
-    To see one that hangs with Python's lock held it takes
-    `faulthandler.dump_traceback_later`, of which a process has one.
+    A process that hangs while it holds Python's global lock prints its stacks by
+    `faulthandler.dump_traceback_later`. Python has only one such timer per process, so
+    do not set it within the context.
 
     Example:
       >>> with Processes() as processes:
@@ -67,27 +71,29 @@ class Processes:
       0 1
 
     Args:
-      coordinator_address: host:port of process 0. It, and the next two, are given to
-        `jax.distributed.initialize`, unless that was called before, as it is where a
-        cluster tells them (SLURM, TPU pods). By default the environment's
-        JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; without these
-        there is one process.
-      num_processes: how many there are.
-      process_id: which of them this is.
-      timeout: seconds without a sign of life after which a process is lost, the same
-        in all. Longer than any call that keeps Python from running its other threads.
-      start_timeout: seconds to wait, on entering, for all processes to come; jax aborts
-        those that have waited in vain.
+      coordinator_address: host:port of process 0. This argument and the next two are
+        passed to `jax.distributed.initialize`, unless it has been called before, as it
+        is on clusters that jax recognizes (SLURM, TPU pods). They default to the
+        environment variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+        JAX_PROCESS_ID. Without arguments and variables there is a single process.
+      num_processes: the number of processes.
+      process_id: the index of this process.
+      timeout: seconds without a heartbeat after which a process counts as lost. It must
+        be the same in all processes, and longer than any call that keeps Python from
+        running its other threads.
+      start_timeout: seconds to wait, on entering, for all processes to start. After
+        that, jax aborts the waiting processes.
 
     Attributes:
-      index: of this process.
-      count: of all.
-      store: what they write to one another; only where they are several.
+      index: the index of this process.
+      count: the number of processes.
+      store: the key-value store that the processes share; only set if `count` > 1.
 
     Raises:
-      ValueError: if some of the three are missing or wrong, or a timeout is too short
-        or not finite; on entering, if the port is in use, `num_processes` is not the
-        same in all, or an earlier context has connected this process.
+      ValueError: if one of the first three arguments is missing or invalid, or if a
+        timeout is too short or not finite. On entering, if the port is in use,
+        `num_processes` differs between processes, or an earlier context has already
+        connected this process.
     """
 
     index: int = 0
@@ -108,7 +114,7 @@ class Processes:
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._settings = None
-        # Whoever has connected the processes has had settings of their own.
+        # If the processes are connected already, the settings are not needed.
         if not jax.distributed.is_initialized():
             settings = coordinator_address, num_processes, process_id
             self._settings = read_settings(*settings)
@@ -121,7 +127,7 @@ class Processes:
         if self._settings and self._settings.num_processes > 1:
             self._connect(self._settings)
         if jax.distributed.is_initialized():
-            self.store = Store(f"jaxbucket/{next(_entered)}")
+            self.store = Store(f"jaxbucket/{next(_context_numbers)}")
             self.index, self.count = self.store.index, self.store.count
         if self.count > 1:
             self._start()
@@ -130,16 +136,16 @@ class Processes:
     def _connect(self, settings: Settings) -> None:
         if Processes._has_disconnected:
             raise ValueError(
-                "`Processes` was entered before, and jax connects a process only once: "
-                "keep one context around all, or call `jax.distributed.initialize`, "
-                "which stays."
+                "`Processes` was entered before, and jax connects a process only once. "
+                "Use one context for the whole program, or call "
+                "`jax.distributed.initialize` yourself, which stays connected."
             )
         if settings.process_id == 0:
             _check_port(settings.coordinator_address)
         jax.distributed.initialize(
             *settings,
             initialization_timeout=math.ceil(self._start_timeout),
-            heartbeat_timeout_seconds=_JAX_TIMEOUTS * math.ceil(self._timeout),
+            heartbeat_timeout_seconds=_JAX_TIMEOUT_FACTOR * math.ceil(self._timeout),
         )
         self._owns_connection = True
 
@@ -155,7 +161,7 @@ class Processes:
             if count != str(self.count):
                 raise ValueError(
                     f"`num_processes` is {count} in process 0, {self.count} in process "
-                    f"{self.index}. Give all of them the same."
+                    f"{self.index}. Pass the same number to all processes."
                 )
         except BaseException as error:
             self._fail(watchdog, error)
@@ -171,60 +177,64 @@ class Processes:
             for callback in self._callbacks:
                 callback()
             self.gather("end", "")
-        except BaseException as late:
-            self._fail(self._watchdog, late)
+        except BaseException as late_error:
+            self._fail(self._watchdog, late_error)
             raise
         self._watchdog.stop()
         if self._owns_connection:
-            # Or jax would do it when they exit, and each may take its time until then.
+            # jax would do this at exit, but the processes may exit at different times.
             jax.distributed.shutdown()
             Processes._has_disconnected = True
-            _return_sigterm()
+            _restore_sigterm_handler()
 
     def _fail(self, watchdog: Watchdog, error: BaseException) -> None:
-        """Tells the others of an error that leaves the context, and ends in time."""
-        # jax would wait for the others on its way out, and threads for collectives.
+        """Reports an error that leaves the context, and has this process exit soon."""
+        # A normal exit waits: jax for the other processes, threads for collectives.
         code = error.code if isinstance(error, SystemExit) else 1
         status = code if isinstance(code, int) else 1
         atexit.register(exit_now, status)
         self._report(watchdog, error)
-        late = threading.Timer(_SECONDS_TO_FAIL, exit_now, (status,))
-        late.daemon = True
-        late.start()
+        timer = threading.Timer(_SECONDS_TO_EXIT, exit_now, (status,))
+        timer.daemon = True
+        timer.start()
 
     def at_end(self, callback: Callable[[], None]) -> None:
-        """Calls a function at the end of the context, before this process leaves it.
+        """Registers a function to call before this process leaves the context.
+
+        Functions are called in the order in which they were registered. They are not
+        called if an error leaves the context, or in a single process.
 
         Args:
-          callback: called without arguments, in the order of the calls of `at_end`;
-            not where an error leaves the context, nor in a single process.
+          callback: a function without arguments.
         """
         self._callbacks.append(callback)
 
     def fail(self, error: BaseException) -> None:
-        """Ends this process, from any thread, and so all others.
+        """Ends this process, and therefore all others. Any thread may call it.
 
-        For an error that no other thread would hear of in time, such as of a file that
-        is written beside the loop, for which all others wait. A single process goes on.
+        It is meant for an error in a background thread, such as one that writes a file
+        that the other processes wait for. A single process continues.
 
         Args:
-          error: whose type and message the others are told. If it may come from the
-            loss of another process, they have `timeout` seconds to name that one.
+          error: an exception whose type and message are reported to the others. If the
+            loss of another process may have caused it, this process first waits
+            `timeout` seconds for that loss to be reported.
         """
         if self._watchdog is not None:
             reason = self._report(self._watchdog, error)
-            exit_now(1, f"process {self.index} ends because it {reason}")
+            exit_now(1, f"Process {self.index} is exiting: it {reason}")
 
     def _report(self, watchdog: Watchdog, error: BaseException) -> str:
-        """Tells the others of an error of this process; returns in which words."""
+        """Reports an error of this process to the others; returns its description."""
         if _may_be_secondary(error):
-            # Where process 0 is lost, jax aborts in a moment: the watchdog needs it.
-            time.sleep(_SECONDS_TO_NAME)
-            # Printed now, because this process may be ended before it is raised.
+            # If process 0 is lost, jax aborts soon. Leave the time to the watchdog.
+            time.sleep(_SECONDS_FOR_WATCHDOG)
+            # Printed now, because this process may exit before the error is raised.
             traceback.print_exception(error)
             print_to_stderr(
-                f"process {self.index} has met what the loss of another one may cause, "
-                f"and waits {self._timeout:g} s to hear of one."
+                f"Process {self.index} raised an error that the loss of another "
+                f"process may have caused. It waits {self._timeout:g} s for a report "
+                "of that loss."
             )
             with contextlib.suppress(KeyboardInterrupt):
                 watchdog.wait_for_failure()
@@ -233,10 +243,10 @@ class Processes:
         return reason
 
     def gather(self, name: str, value: str) -> list[str]:
-        """Returns the values of all processes, in order. All of them have to call it.
+        """Returns the values of all processes, in their order. All must call it.
 
-        It waits until all are here, or one is lost. A message names those that let the
-        others wait for long.
+        It waits until every process has called it, or one is lost. After a long wait it
+        prints a message that names the missing processes.
 
         Example:
           >>> with Processes() as processes:
@@ -244,8 +254,8 @@ class Processes:
           ['7']
 
         Args:
-          name: what it is for, as messages name it.
-          value: that of this process.
+          name: the purpose of the call, used in messages.
+          value: the value of this process.
         """
         if self.count == 1:
             return [value]
@@ -255,25 +265,25 @@ class Processes:
         self.store.set(f"{folder}/values/{self.index}", value)
         if self.store.increment(f"{folder}/arrived") == self.count:
             self.store.set(f"{folder}/complete", "")
-        # Later than one that is lost is named.
-        hint = time.monotonic() + _TIMEOUTS_TO_WAIT * self._timeout
+        # A lost process is reported before this hint is printed.
+        hint_time = time.monotonic() + _TIMEOUTS_TO_HINT * self._timeout
         while self.store.get(f"{folder}/complete", _SECONDS_BETWEEN_SIGNALS) is None:
-            if time.monotonic() > hint:
-                hint = math.inf
-                self._name_missing(name, self.store.below(f"{folder}/values"))
-        values = self.store.below(f"{folder}/values")
+            if time.monotonic() > hint_time:
+                hint_time = math.inf
+                self._name_missing(name, self.store.read_folder(f"{folder}/values"))
+        values = self.store.read_folder(f"{folder}/values")
         if number and self.index == 0:
-            # Whoever is here has read what was there before.
+            # Every process has read the previous values, because it has come here.
             self.store.delete(f"{name}/{number - 1}")
         return [values[str(index)] for index in range(self.count)]
 
     def _name_missing(self, name: str, values: Mapping[str, str]) -> None:
         missing = [x for x in range(self.count) if str(x) not in values]
-        seconds = _TIMEOUTS_TO_WAIT * self._timeout
+        seconds = _TIMEOUTS_TO_HINT * self._timeout
         if missing:
             print_to_stderr(
-                f"process {self.index} has waited {seconds:g} s at {name!r} for "
-                f"{list_processes(missing)}. Where they wait for it, too, one of them "
+                f"Process {self.index} has waited {seconds:g} s at {name!r} for "
+                f"{list_processes(missing)}. If all processes are waiting, one of them "
                 "has left a loop before the others."
             )
 
@@ -283,7 +293,7 @@ class Processes:
         mesh: Mesh,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Checks that all processes are about to do the same. All have to call it.
+        """Checks that all processes are about to run the same job. All must call it.
 
         Example:
           >>> import jaxbucket as jb
@@ -295,13 +305,14 @@ class Processes:
           ...     processes.check_agreement(dataset.position(0), mesh, {"lr": 0.1})
 
         Args:
-          position: where each of them begins, from `BatchDataset.position`: its step,
-            plan, data and schedule.
-          mesh: what each of them runs on.
-          extra: what else must be the same, for JSON.
+          position: the starting position of this process, from
+            `BatchDataset.position`: its step, plan, data and schedule.
+          mesh: the mesh that this process uses.
+          extra: further fields that must be equal, serializable as JSON.
 
         Raises:
-          ValueError: in every process, if they differ; it names who and in what.
+          ValueError: in every process, if they differ. The message names the fields
+            that differ, and the processes.
         """
         config = {
             "version of jaxbucket": __version__,
@@ -320,38 +331,38 @@ class Processes:
         if phrases:
             raise ValueError(
                 f"The processes do not agree: {'; '.join(phrases)}. Start all of "
-                "them with the same arguments, data and packages."
+                "them with the same arguments, data and package versions."
             )
 
 
 def _check_timeouts(timeout: float, start_timeout: float) -> None:
     if not timeout >= _MIN_TIMEOUT:
         raise ValueError(
-            f"`timeout={timeout}` must be at least {_MIN_TIMEOUT:g} s: a process "
-            "that is only busy is not lost."
+            f"`timeout={timeout}` must be at least {_MIN_TIMEOUT:g} s, so that a busy "
+            "process does not count as lost."
         )
     if not start_timeout > 0:
         raise ValueError(
-            f"`start_timeout={start_timeout}` must be positive: so many seconds "
-            "may pass between the first process and the last."
+            f"`start_timeout={start_timeout}` must be positive. It is the time in "
+            "seconds in which all processes must start."
         )
     times = {"timeout": timeout, "start_timeout": start_timeout}
     for name, value in times.items():
         if math.isinf(value):
             raise ValueError(
-                f"`{name}={value}` must be finite, because jax counts its seconds: "
-                f"give a number, such as `{name}=86400` for a day."
+                f"`{name}={value}` must be finite. Pass a number of seconds, such as "
+                f"`{name}=86400` for a day."
             )
 
 
 def _check_port(address: str) -> None:
-    """Because jax may crash where it cannot listen to the port."""
+    """Raises a ValueError if the port is not free, because jax may crash then."""
     try:
         socket.create_server(("", int(address.rpartition(":")[2]))).close()
     except OSError as error:
         raise ValueError(
-            f"`coordinator_address={address!r}`: its port cannot be listened to "
-            f"({error.strerror}). Choose another."
+            f"`coordinator_address={address!r}`: cannot listen on this port "
+            f"({error.strerror}). Choose a different port."
         ) from None
 
 
@@ -359,20 +370,20 @@ def _prefixed(part: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{part} {name.replace('_', ' ')}": x for name, x in fields.items()}
 
 
-def _return_sigterm() -> None:
-    """Installs Python's handler again: jax has put one of C over it, which stays."""
+def _restore_sigterm_handler() -> None:
+    """Reinstalls Python's SIGTERM handler, which jax has replaced by its own in C."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
 
 def _may_be_secondary(error: BaseException | None) -> bool:
-    """Whether it may be what a lost process causes in a collective of this one.
+    """Returns whether the loss of another process may have caused an error here.
 
-    jax gives it as one error or the other; its text begins with the status code.
+    jax raises such errors with one of two types; the text starts with a status code.
     """
     seen: set[int] = set()
-    # Errors can be each other's cause.
+    # Two errors can be each other's cause.
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):

@@ -1,8 +1,8 @@
 """The key-value store of jax's coordination service.
 
 `jax.distributed.initialize` starts the service in process 0 and connects every process
-to it. No device takes part, so it works beside a step, and while a step hangs. What is
-private in jax is used here alone.
+to it. It involves no devices, so it also works while a step runs or hangs. Only this
+module uses the private parts of jax that give access to it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 
 import jax
 
-# There is no public way to the store. Orbax takes this one, too.
+# jax has no public access to the store. Orbax uses this one, too.
 from jax._src import distributed
 
-# Where jax's preemption service looks for the time at which a process has to end.
+# The key under which jax's preemption service looks for the time of a preemption.
 _NOTICE = "RECEIVED_PREEMPTION_NOTICE"
 
 
 class Store:
-    """The service's key-value store, below a folder.
+    """A folder in the key-value store of the coordination service.
 
     Args:
-      folder: the prefix of all keys, which keeps them apart from those of others.
+      folder: the prefix of all keys, which separates them from other users' keys.
 
     Attributes:
-      index: of this process.
-      count: of all processes.
+      index: the index of this process.
+      count: the number of processes.
 
     Raises:
       ValueError: if `jax.distributed.initialize` has not been called.
@@ -39,7 +39,8 @@ class Store:
         client = distributed.global_state.client
         if client is None:
             raise ValueError(
-                "There is no coordination service: call `jax.distributed.initialize`."
+                "jax's coordination service is not running. Call "
+                "`jax.distributed.initialize` first."
             )
         self._client = client
         self._folder = folder
@@ -49,21 +50,21 @@ class Store:
         self._addresses: list[tuple[Any, ...]] = []
 
     def set(self, key: str, value: str) -> None:
-        """Sets a key, whether it was set before or not."""
+        """Sets a key, and overwrites its value if it has one."""
         self._client.key_value_set(f"{self._folder}/{key}", value, allow_overwrite=True)
 
     def increment(self, key: str) -> int:
-        """Adds one to a key, which begins at zero; returns the sum."""
+        """Adds one to a counter that starts at zero, and returns the sum."""
         return self._client.key_value_increment(f"{self._folder}/{key}", 1)
 
     def delete(self, key: str) -> None:
-        """Deletes a key, and all keys below it."""
+        """Deletes a key and all keys below it."""
         self._client.key_value_delete(f"{self._folder}/{key}")
 
     def get(self, key: str, timeout: float) -> str | None:
         """Waits for a key to be set; returns None after `timeout` seconds.
 
-        It is the only call that returns in time where process 0 is stopped.
+        It is the only call that returns in time if process 0 is suspended.
         """
         try:
             return self._client.blocking_key_value_get(
@@ -74,14 +75,14 @@ class Store:
                 return None
             raise
 
-    def below(self, folder: str) -> dict[str, str]:
-        """Returns everything below `folder/`, by the rest of its key."""
+    def read_folder(self, folder: str) -> dict[str, str]:
+        """Returns the values of all keys below `folder/`, by the rest of the key."""
         prefix = f"{self._folder}/{folder}/"
         entries = self._client.key_value_dir_get(prefix)
         return {key.removeprefix(prefix): value for key, value in entries}
 
     def has_preemption_notice(self) -> bool:
-        """Whether jax's preemption service was told to stop the processes."""
+        """Returns whether jax's preemption service has been notified to stop."""
         try:
             self._client.key_value_try_get(_NOTICE)
         except jax.errors.JaxRuntimeError as error:
@@ -90,13 +91,13 @@ class Store:
             raise
         return True
 
-    def give_preemption_notice(self) -> None:
-        """Tells jax's preemption service what SIGTERM would tell it."""
+    def set_preemption_notice(self) -> None:
+        """Notifies jax's preemption service, as SIGTERM would."""
         now = datetime.datetime.now(datetime.UTC)
         self._client.key_value_set(_NOTICE, now.isoformat(), allow_overwrite=True)
 
     def resolve(self) -> None:
-        """Looks up the addresses of process 0; a slow name server takes its time."""
+        """Looks up the addresses of process 0, which may take long."""
         address = str(distributed.global_state.coordinator_address)
         host, _, port = address.rpartition(":")
         with contextlib.suppress(OSError):
@@ -105,12 +106,13 @@ class Store:
             )
 
     def connect(self, timeout: float) -> socket.socket | None:
-        """Returns a connection to process 0, which the system closes when it ends.
+        """Returns a connection that the system closes when process 0 ends.
 
-        It asks no name server. None where `resolve` found no address that answers.
+        It uses the addresses that `resolve` has found, without a name server. Returns
+        None if none of them answers.
 
         Args:
-          timeout: seconds to wait for each address, until one has answered.
+          timeout: seconds to wait for each address.
         """
         for entry in self._addresses:
             with contextlib.suppress(OSError):
@@ -133,5 +135,5 @@ def _connect(entry: tuple[Any, ...], timeout: float) -> socket.socket:
 
 
 def has_preemption_service() -> bool:
-    """Whether `jax_enable_preemption_service` was on as jax connected this process."""
+    """Returns whether jax started its preemption service with this process."""
     return distributed.global_state.preemption_sync_manager is not None

@@ -1,12 +1,13 @@
-"""Ends this process, with a sentence, when another one of the run is lost.
+"""Ends this process, with a message, when another process of the run is lost.
 
-A collective waits for a process that died. jax notices in the end, and aborts without
-naming it; this thread notices first.
+A collective waits for a process that has died. jax notices this eventually, and aborts
+without naming the process. The thread of this module notices first.
 
-Every process writes a beat into the store, in which a failure of its own may stand.
-Process 0, which has the store, reads all beats, and repeats in its own the first
-failure it finds; all others read that one beat. Because the store is lost with process
-0, they also hold a connection to it, which the system closes whenever it ends.
+Every process writes heartbeats to the store, and puts a failure of its own into them.
+Process 0, which hosts the store, reads all heartbeats and copies the first failure into
+its own heartbeat, which is the only one that the others read. Because the store is lost
+with process 0, the others also hold a connection to it, which the system closes when
+process 0 ends.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ import jax
 from jaxbucket.distributed.exit import exit_now
 from jaxbucket.distributed.store import Store
 
-# "Try again later", as sendmail's sysexits.h has it: what a launcher may restart.
+# EX_TEMPFAIL of sysexits.h, "try again later": a launcher may restart the process.
 EXIT_STATUS = 75
 _BEATS_PER_TIMEOUT = 10
 _LONGEST_INTERVAL = 1.0
-# A process that holds Python's lock for so long is lost to the others.
-_TIMEOUTS_TO_HANG = 2
-# What made one process raise may make all of them do so, each in its own words.
-_SECONDS_TO_FAIL_TOO = 0.5
+# A process that holds Python's lock for this long has been given up by the others.
+_TIMEOUTS_TO_ABORT = 2
+# An error often occurs in all processes. Each of them has this long to report its own.
+_SECONDS_FOR_OWN_ERROR = 0.5
 _SECONDS_TO_PUBLISH = 1.0
-_BEATS_TO_JUDGE = 3
+_BEATS_TO_DECIDE = 3
 _SECONDS_TO_CONNECT = 1.0
-# jax's service closes a connection that says nothing after 60 s.
+# jax's service closes an idle connection after 60 s.
 _SECONDS_TO_RENEW = 20.0
-_MAX_MESSAGE = 500
-# Of faulthandler, where there is no file to print to.
+_MAX_MESSAGE_LENGTH = 500
+# The errors of faulthandler if there is no file to print to.
 _NO_FILE = AttributeError, OSError, ValueError, RuntimeError
 
 
 class _Beat(NamedTuple):
-    """What a process last wrote: its name, and the failure that it knows of."""
+    """A heartbeat: its number, and the name and known failure of its process."""
 
     number: int
     name: str
@@ -54,13 +55,13 @@ class _Beat(NamedTuple):
 
 
 class Watchdog:
-    """A thread that beats for this process, and watches the beats of others.
+    """A thread that writes heartbeats for this process and watches those of others.
 
     Args:
-      store: of the coordination service.
+      store: the store that all processes share.
       name: the host and the pid of this process.
-      timeout: seconds without a beat after which a process is lost.
-      start_timeout: seconds that a process has until its first beat.
+      timeout: seconds without a heartbeat after which a process counts as lost.
+      start_timeout: seconds until a process must have written its first heartbeat.
     """
 
     def __init__(self, store: Store, name: str, timeout: float, start_timeout: float):
@@ -69,17 +70,17 @@ class Watchdog:
         self._interval = min(timeout / _BEATS_PER_TIMEOUT, _LONGEST_INTERVAL)
         self._beat = _Beat(0, name)
         peers = [0] if store.index else range(1, store.count)
-        self._peers = dict.fromkeys(peers, _Beat(0, "no beat yet"))
+        self._peers = dict.fromkeys(peers, _Beat(0, "no heartbeat yet"))
         first = time.monotonic() + max(timeout, start_timeout)
         self._deadlines = dict.fromkeys(peers, first)
-        # Of this process, as it says itself.
+        # The failure of this process itself.
         self._failure = ""
         self._published = threading.Event()
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._link: socket.socket | None = None
         self._renewal = 0.0
         self._wake, self._waker = socket.socketpair()
-        # `select.select` takes no descriptor from 1024 on.
+        # Not `select.select`, which accepts no file descriptor above 1023.
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._enabled_faulthandler = False
@@ -88,17 +89,18 @@ class Watchdog:
         )
 
     def start(self) -> None:
-        # By the thread, it would keep the first beats from being written.
+        """Starts the thread."""
+        # Not in the thread, where a slow name server would delay the first heartbeats.
         if self._store.index:
             self._store.resolve()
         self._enable_faulthandler()
-        # It may hang before its first beat.
-        self._arm()
+        # This process may hang before its first heartbeat.
+        self._restart_abort_timer()
         self._thread.start()
 
     def stop(self) -> None:
-        """Leaves the others alone from here on; all must have agreed on it."""
-        self._over.set()
+        """Stops the thread. All processes must have agreed to end."""
+        self._stopped.set()
         self._waker.send(b"\0")
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
@@ -110,33 +112,37 @@ class Watchdog:
         self._waker.close()
 
     def report_failure(self, reason: str) -> None:
-        """Tells the others that this process is lost; returns when they could read it.
+        """Reports a failure of this process; returns once the others could read it.
 
         Args:
-          reason: what follows "process 3 (host, pid 7)".
+          reason: a predicate, which follows "process 3 (host, pid 7)" in the message.
         """
         self._failure = self._name_failure(reason)
         self._waker.send(b"\0")
         self._published.wait(self._interval + _SECONDS_TO_PUBLISH)
-        self._linger(2 * _SECONDS_TO_FAIL_TOO)
+        self._linger(2 * _SECONDS_FOR_OWN_ERROR)
 
     def wait_for_failure(self) -> None:
-        """Returns only if no other process is lost: otherwise this one is ended."""
+        """Waits for a report of another lost process, which ends this process.
+
+        Returns if no process is lost.
+        """
         time.sleep(self._timeout)
-        # Process 0 judges, which may be busy: until it has looked and told it.
-        last = self._judge().number + _BEATS_TO_JUDGE
-        while self._judge().number < last:
+        # Process 0 decides who is lost, and may be busy. Wait until it has read all
+        # heartbeats and published the result.
+        last = self._beat_of_process_0().number + _BEATS_TO_DECIDE
+        while self._beat_of_process_0().number < last:
             time.sleep(self._interval)
 
-    def _judge(self) -> _Beat:
+    def _beat_of_process_0(self) -> _Beat:
         return self._peers[0] if self._store.index else self._beat
 
     def _name_failure(self, reason: str) -> str:
         return f"process {self._store.index} ({self._beat.name}) {reason}"
 
     def _enable_faulthandler(self) -> None:
-        """jax may abort a process that hangs, which then says where."""
-        # Whoever has enabled it may have given it a file.
+        """Enables stack traces, for the case that jax aborts this process."""
+        # If it is enabled already, it may print to a file of the user's.
         if not faulthandler.is_enabled():
             with contextlib.suppress(*_NO_FILE):
                 faulthandler.enable()
@@ -144,49 +150,49 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            while not self._over.is_set():
+            while not self._stopped.is_set():
                 self._watch_once()
         except Exception as error:
-            # After the end the others are left alone, whatever happens.
-            if not self._over.is_set():
+            # After `stop`, an error of this thread concerns nobody.
+            if not self._stopped.is_set():
                 self._give_up(error)
 
     def _watch_once(self) -> None:
-        self._arm()
+        self._restart_abort_timer()
         beats = self._read_beats()
         failure = self._failure or self._find_failure(beats)
-        # Setting a key waits for ever where process 0 is stopped.
+        # Setting a key would block forever if process 0 is suspended.
         if beats or self._store.index == 0:
             self._publish(failure)
         if failure and not self._failure:
-            time.sleep(_SECONDS_TO_FAIL_TOO)
+            time.sleep(_SECONDS_FOR_OWN_ERROR)
             if not self._failure:
                 self._linger()
                 self._end(failure)
         self._pause()
 
     def _give_up(self, error: Exception) -> None:
-        """Ends this process by an error of this thread, before its silence does."""
+        """Ends this process after an error, because it can send no more heartbeats."""
         traceback.print_exception(error)
         reason = describe_error(error, " in its watchdog")
         self._failure = self._failure or self._name_failure(reason)
         with contextlib.suppress(Exception):
             self._publish(self._failure)
-        self._linger(2 * _SECONDS_TO_FAIL_TOO)
-        exit_now(1, f"process {self._store.index} ends because it {reason}")
+        self._linger(2 * _SECONDS_FOR_OWN_ERROR)
+        exit_now(1, f"Process {self._store.index} is exiting: it {reason}")
 
-    def _arm(self) -> None:
-        """Has this process ended from C, with all stacks, if no beat follows."""
+    def _restart_abort_timer(self) -> None:
+        """Has C code print all stacks and exit, unless it is called again in time."""
         with contextlib.suppress(*_NO_FILE):
             faulthandler.dump_traceback_later(
-                _TIMEOUTS_TO_HANG * self._timeout, exit=True, file=sys.stderr
+                _TIMEOUTS_TO_ABORT * self._timeout, exit=True, file=sys.stderr
             )
 
     def _read_beats(self) -> dict[int, _Beat]:
-        """Returns the beats of the peers, or nothing where process 0 is silent."""
+        """Returns the peers' heartbeats; an empty dict if process 0 does not answer."""
         try:
             if self._store.index == 0:
-                texts = self._store.below("beats")
+                texts = self._store.read_folder("beats")
             else:
                 text = self._store.get("beats/0", self._interval)
                 texts = {} if text is None else {"0": text}
@@ -201,17 +207,17 @@ class Watchdog:
             if beat != self._peers[process]:
                 self._peers[process] = beat
                 self._deadlines[process] = now + self._timeout
-        # One that is silent may be what made others raise.
+        # A missing heartbeat comes first, because it may explain the others' errors.
         for process, beat in self._peers.items():
             if now > self._deadlines[process] and not beat.failure:
                 return (
-                    f"process {process} ({beat.name}) has given no sign of life for "
+                    f"no heartbeat from process {process} ({beat.name}) for "
                     f"{self._timeout:g} s"
                 )
         return next((x.failure for x in self._peers.values() if x.failure), "")
 
     def _publish(self, failure: str) -> None:
-        # Only process 0 speaks of others.
+        # Only process 0 publishes the failures of others.
         failure = self._failure if self._store.index else failure
         self._beat = _Beat(self._beat.number + 1, self._beat.name, failure)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -220,7 +226,7 @@ class Watchdog:
                 self._published.set()
 
     def _pause(self) -> None:
-        """Waits for the next beat, or for process 0 to end."""
+        """Waits until the next heartbeat is due, or process 0 ends."""
         if self._store.index and time.monotonic() > self._renewal:
             self._connect()
         ready = [key.fileobj for key, _ in self._selector.select(self._interval)]
@@ -228,10 +234,10 @@ class Watchdog:
             self._wake.recv(1)
         if self._link in ready and _is_closed(self._link):
             self._disconnect()
-            # At once: jax aborts for the same reason, without naming anyone.
-            if not self._failure and not self._over.is_set():
+            # Without delay, because jax aborts for the same reason.
+            if not self._failure and not self._stopped.is_set():
                 name = self._peers[0].name
-                self._end(f"process 0 ({name}) cannot be reached any more")
+                self._end(f"lost the connection to process 0 ({name})")
 
     def _connect(self) -> None:
         self._disconnect()
@@ -246,25 +252,25 @@ class Watchdog:
             self._link.close()
             self._link = None
 
-    def _linger(self, longer: float = 0.0) -> None:
-        """The store ends with process 0: until then the others may read why, and end.
+    def _linger(self, extra_seconds: float = 0.0) -> None:
+        """Gives the others time to read the failure before process 0 exits.
 
-        jax aborts those that have not, without naming anyone.
+        The store ends with process 0, and jax then aborts the remaining processes.
         """
         if self._store.index == 0:
-            time.sleep(1.5 * self._interval + longer)
+            time.sleep(1.5 * self._interval + extra_seconds)
 
     def _end(self, failure: str) -> None:
-        sentence = (
-            f"process {self._store.index} ends because {failure}. Start all of them "
-            "again, to go on from the last checkpoint."
+        message = (
+            f"Process {self._store.index} is exiting: {failure}. Restart all processes "
+            "to resume from the last checkpoint."
         )
-        exit_now(EXIT_STATUS, sentence)
+        exit_now(EXIT_STATUS, message)
 
 
 def describe_error(error: BaseException, where: str = "") -> str:
-    """Returns what follows the name of a process in `report_failure`."""
-    message = " ".join(str(error).split())[:_MAX_MESSAGE]
+    """Returns an error as a predicate, for `Watchdog.report_failure`."""
+    message = " ".join(str(error).split())[:_MAX_MESSAGE_LENGTH]
     return f"raised {type(error).__name__}{where}: {message}"
 
 

@@ -1,4 +1,4 @@
-"""Executables kept in a folder: found again, and refused where something is wrong."""
+"""Tests of executables in a folder: reused, and refused if anything differs."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ exhaustive = pytest.mark.exhaustive
 
 
 def also(*values):
-    """Parameters of the exhaustive tests alone."""
+    """Parameters that only the exhaustive tests use."""
     return [pytest.param(value, marks=exhaustive) for value in values]
 
 
@@ -59,7 +59,7 @@ def make_step(factor=3.0, table=None):
 
 
 def start(folder, step=None, specs=SPECS, state=STATE, **options):
-    """Compiles; returns the steps, and how many XLA has compiled."""
+    """Compiles; returns the steps, and the number of programs that XLA compiled."""
     cache = jb.ExecutableCache(folder, **options)
     with jb.compile.count_compiles() as compiles:
         steps = jb.compile_steps(
@@ -72,7 +72,7 @@ def start(folder, step=None, specs=SPECS, state=STATE, **options):
 
 
 def losses(steps):
-    state, found = jb.sharding.replicate(STATE, MESH), []
+    state, result = jb.sharding.replicate(STATE, MESH), []
     for bucket in PLAN.buckets:
         rows = [{"x": np.full(n, n, np.float32)} for n in range(1, 3)]
         batch = jb.data.collate_rows(rows, bucket)
@@ -80,13 +80,13 @@ def losses(steps):
         before = state
         state, metrics = steps(state, batch)
         assert before["w"].is_deleted()
-        found.append(float(metrics["loss"]))
-    return found
+        result.append(float(metrics["loss"]))
+    return result
 
 
-@pytest.fixture(name="kept", scope="module")
-def kept_fixture(tmp_path_factory):
-    """A folder that one start has left, and what its steps gave."""
+@pytest.fixture(name="saved", scope="module")
+def saved_fixture(tmp_path_factory):
+    """The folder of a first start, and the losses of its steps."""
     folder = tmp_path_factory.mktemp("executables")
     steps, compiled = start(folder, key="a")
     assert compiled == len(PLAN)
@@ -94,9 +94,9 @@ def kept_fixture(tmp_path_factory):
 
 
 @pytest.fixture(name="folder")
-def folder_fixture(kept, tmp_path):
-    """A copy of it."""
-    for path in kept[0].iterdir():
+def folder_fixture(saved, tmp_path):
+    """A copy of the folder of a first start."""
+    for path in saved[0].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path
 
@@ -106,8 +106,8 @@ def executables(folder):
 
 
 @pytest.mark.parametrize("verify", ["all", "one", "none"])
-def test_a_second_start_compiles_nothing_and_gives_the_same(kept, verify):
-    folder, want = kept
+def test_a_second_start_loads_all_programs_with_equal_results(saved, verify):
+    folder, want = saved
     steps, compiled = start(folder, verify=verify, key="a")
     assert compiled == 0
     assert losses(steps) == want
@@ -135,46 +135,47 @@ if sys.argv[2] == "fill":
     sys.exit()
 steps, compiled = t.start(sys.argv[2])
 print(compiled, t.losses(steps))
-# What is compiled beside it is kept in jax's own cache as before.
+# Other programs are still saved in jax's own cache.
 assert jax.config.jax_enable_compilation_cache
 """
 
 
 @exhaustive
-def test_what_the_cache_of_jax_has_is_not_kept_without_its_code(tmp_path, kept):
+def test_programs_from_the_cache_of_jax_are_saved_with_their_code(tmp_path, saved):
     code = JAX_CACHE.format(folder=str(pathlib.Path(__file__).parent))
-    said = []
-    for words in ("fill", tmp_path / "own", tmp_path / "own", tmp_path / "other"):
-        command = [sys.executable, "-c", code, tmp_path / "xla", words]
+    outputs = []
+    for folder in ("fill", tmp_path / "one", tmp_path / "one", tmp_path / "other"):
+        command = [sys.executable, "-c", code, tmp_path / "xla", folder]
         run = subprocess.run(
             list(map(str, command)), capture_output=True, text=True, check=False
         )
         assert run.returncode == 0, run.stderr
-        said.append(run.stdout)
-    assert said == ["", f"3 {kept[1]}\n", f"0 {kept[1]}\n", f"3 {kept[1]}\n"]
+        outputs.append(run.stdout)
+    want = saved[1]
+    assert outputs == ["", f"3 {want}\n", f"0 {want}\n", f"3 {want}\n"]
 
 
-def test_code_that_is_lost_within_a_process_is_not_kept(tmp_path):
+def test_an_executable_that_has_lost_its_code_is_not_saved(tmp_path):
     step, compiled = make_step(), jb.ExecutableCache(tmp_path / "first")
     bucket = PLAN.buckets[0]
     program = Program(bucket, step, (jb.sharding.replicate(STATE, MESH), SPECS[bucket]))
-    start = CacheSession(compiled, [program])
+    session = CacheSession(compiled, [program])
     lowered, _ = program.lower()
-    start.note(program, lowered)
+    session.record(program, lowered)
     with on_purpose():
         executable = lowered.compile()
     report = ProgramReport("my_step", "", "compiled", *(0.0,) * 3, *(0,) * 5)
-    assert start.save(program, executable, report).file is not None
-    again, _ = start.load(program)
+    assert session.save(program, executable, report).file is not None
+    again, _ = session.load(program)
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
     try:
-        with pytest.warns(RuntimeWarning, match="it has no code any more"):
-            assert start.save(program, again, report).file is None
+        with pytest.warns(RuntimeWarning, match="returned it without its code"):
+            assert session.save(program, again, report).file is None
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
 
 
-def test_a_folder_is_enough(tmp_path):
+def test_executables_may_be_a_path(tmp_path):
     for times in (len(PLAN), 0):
         with jb.compile.count_compiles() as compiles:
             state = jb.sharding.replicate(STATE, MESH)
@@ -186,9 +187,9 @@ TABLE = np.arange(3000, dtype=np.float32)
 OTHER_PROGRAMS = {
     "a constant": lambda: make_step(3.0000002),
     "a closed-over array": lambda: make_step(table=TABLE),
-    "another array": lambda: make_step(table=np.where(TABLE == 1500, 1600, TABLE)),
+    "a different array": lambda: make_step(table=np.where(TABLE == 1500, 1600, TABLE)),
     "no donation": lambda: jax.jit(make_step().__wrapped__),
-    "another name": lambda: jax.jit(lambda *args: make_step().__wrapped__(*args)),
+    "a different name": lambda: jax.jit(lambda *args: make_step().__wrapped__(*args)),
     "other options": lambda: jax.jit(
         make_step().__wrapped__,
         donate_argnums=0,
@@ -209,32 +210,32 @@ OTHER_PROGRAMS = {
         ),
     ],
 )
-def test_what_is_another_program_is_not_found(folder, name, verify):
-    if name == "another array":
+def test_a_different_program_is_compiled(folder, name, verify):
+    if name == "a different array":
         start(folder, OTHER_PROGRAMS["a closed-over array"](), key="a")
     before = len(executables(folder))
     steps, _ = start(folder, OTHER_PROGRAMS[name](), verify=verify, key="a")
     assert {p.source for p in steps.report.programs} == {"compiled"}
-    # And kept beside the others.
+    # It is saved alongside the others.
     assert len(executables(folder)) == before + len(PLAN)
     assert start(folder, verify=verify, key="a")[1] == 0
 
 
 @exhaustive
-def test_the_rate_of_an_optimizer_is_in_the_program(tmp_path):
+def test_a_different_learning_rate_is_a_different_program(tmp_path):
     def loss(params, batch, keys):
         errors = params["w"] * batch.features["x"]
         return jnp.where(batch.mask, errors, 0).sum(), batch.num_tokens
 
-    found = []
+    counts = []
     for rate in (1e-3, 1e-3, 2e-3):
         tx = optax.sgd(rate)
         state = jb.create_state({"w": jnp.ones(())}, tx, MESH)
         step = jb.make_train_step(loss, tx, MESH)
         with jb.compile.count_compiles() as compiles:
             jb.compile_steps(step, state, SPECS, executables=tmp_path)
-        found.append(compiles["train_step"])
-    assert found == [len(PLAN), 0, len(PLAN)]
+        counts.append(compiles["train_step"])
+    assert counts == [len(PLAN), 0, len(PLAN)]
 
 
 @pytest.mark.parametrize("verify", ["none", *also("all", "one")])
@@ -251,7 +252,7 @@ def test_the_rate_of_an_optimizer_is_in_the_program(tmp_path):
         },
     ],
 )
-def test_other_arguments_are_another_program(folder, other, verify):
+def test_programs_for_different_arguments_are_compiled(folder, other, verify):
     def my_step(state, batch):
         return state, {"loss": batch.features["x"].astype(jnp.float32).sum()}
 
@@ -268,7 +269,7 @@ def test_other_arguments_are_another_program(folder, other, verify):
     assert {p.source for p in steps.report.programs} == {"compiled"}
 
 
-def test_other_versions_devices_and_flags_are_another_program(folder, monkeypatch):
+def test_programs_for_different_versions_and_flags_are_compiled(folder, monkeypatch):
     monkeypatch.setattr(jax, "__version__", "0.0.1")
     assert start(folder, key="a")[1] == len(PLAN)
     monkeypatch.undo()
@@ -284,7 +285,7 @@ NOISY_SPECS = jb.sharding.batch_specs(NOISY_PLAN, EXAMPLE, MESH)
 
 
 def noisy_step(name="my_step"):
-    """Depends on jax's flags, but in its longest bucket, which is traced first."""
+    """Depends on jax's flags, except in its longest bucket, which is traced first."""
 
     def my_step(state, batch):
         loss = state["w"] * batch.num_tokens.astype(jnp.float32)
@@ -295,7 +296,7 @@ def noisy_step(name="my_step"):
             loss += 100 * jax.sharding.get_abstract_mesh().size
         return state, {"loss": loss}
 
-    # Of a function of the same name the guard would warn.
+    # The guard would warn about a function of the same name.
     my_step.__name__ = name
     return jax.jit(my_step)
 
@@ -308,7 +309,7 @@ def noisy_loss(steps, state=STATE):
 
 @pytest.fixture(name="noisy", scope="module")
 def noisy_fixture(tmp_path_factory):
-    """A folder that a start without any flags has left, and its loss."""
+    """The folder of a start with the default flags, and its loss."""
     folder = tmp_path_factory.mktemp("noisy")
     steps, _ = start(folder, noisy_step(), NOISY_SPECS, key="a")
     return folder, noisy_loss(steps)
@@ -344,12 +345,12 @@ TIMES = jax.make_user_context(1)
 
 
 @pytest.mark.parametrize("name", TRACE_SETTINGS)
-def test_every_setting_of_jax_is_known(name):
+def test_every_setting_of_jax_changes_the_trace_settings(name):
     before = jax_settings.trace_settings()
     with TRACE_SETTINGS[name]():
         inside = jax_settings.trace_settings()
         assert inside != before
-        # Which user context it is has no words that another start would know.
+        # A user context cannot be identified in a different process.
         is_known = name != "with user context"
         assert (jax_settings.trace_settings() == inside) == is_known
     assert jax_settings.trace_settings() == before
@@ -368,19 +369,19 @@ def test_every_setting_of_jax_is_known(name):
         ),
     ],
 )
-def test_other_settings_of_jax_are_another_start(noisy, tmp_path, name, verify):
-    folder, before = shutil.copytree(noisy[0], tmp_path / "kept"), noisy[1]
+def test_different_settings_of_jax_are_a_different_start(noisy, tmp_path, name, verify):
+    folder, before = shutil.copytree(noisy[0], tmp_path / "saved"), noisy[1]
     with TRACE_SETTINGS[name]():
         want = noisy_loss(noisy_step("direct"))
         steps, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
-        # What has changed is compiled, and nothing taken for granted.
+        # All programs are traced, and those that differ are compiled.
         assert all(p.trace_seconds > 0 for p in steps.report.programs)
         assert noisy_loss(steps) == want
-        # The list of this start is there now, and not taken for another one's.
+        # The folder has a list for these settings now.
         again, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
         assert again.report.num_compiled == 0 and noisy_loss(again) == want
         traced = sum(p.trace_seconds > 0 for p in again.report.programs)
-        # Which user context it is has no words that another start would know.
+        # A user context cannot be identified in a different process.
         is_known = name != "with user context"
         assert traced == ((verify == "one") if is_known else 2)
     steps, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
@@ -396,7 +397,7 @@ COMPILER_FLAGS = {
 
 
 @pytest.mark.parametrize("name", COMPILER_FLAGS)
-def test_every_flag_of_the_compiler_is_known(name):
+def test_every_flag_of_the_compiler_changes_the_compiler_flags(name):
     before = jax_settings.compiler_flags()
     with updated(name, COMPILER_FLAGS[name]):
         assert jax_settings.compiler_flags() != before
@@ -406,14 +407,14 @@ def test_every_flag_of_the_compiler_is_known(name):
 @pytest.mark.parametrize(
     "name", ["jax_optimization_level", *also(*list(COMPILER_FLAGS)[1:])]
 )
-def test_other_flags_of_the_compiler_are_another_program(noisy, name):
+def test_programs_for_different_compiler_flags_are_compiled(noisy, name):
     with updated(name, COMPILER_FLAGS[name]):
         for num_compiled in (2, 0):
             steps, _ = start(noisy[0], noisy_step(), NOISY_SPECS, key="a")
             assert steps.report.num_compiled == num_compiled
 
 
-def test_flags_that_change_no_program_find_it(noisy, tmp_path):
+def test_irrelevant_flags_do_not_prevent_loading(noisy, tmp_path):
     with contextlib.ExitStack() as stack:
         for name, value in (
             ("jax_log_compiles", True),
@@ -451,14 +452,14 @@ print(compiled, want)
 
 
 @exhaustive
-def test_settings_of_the_environment_are_known_to_other_processes(tmp_path):
+def test_settings_of_the_environment_are_equal_in_all_processes(tmp_path):
     code = FLAGS.format(folder=str(pathlib.Path(__file__).parent))
     settings = {
         "JAX_DEFAULT_PRNG_IMPL": "rbg",
         "JAX_ENABLE_X64": "1",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
     }
-    found = []
+    outputs = []
     for seed, environment in enumerate(
         ({}, settings, settings, {"JAX_LOGGING_LEVEL": "ERROR"})
     ):
@@ -470,13 +471,14 @@ def test_settings_of_the_environment_are_known_to_other_processes(tmp_path):
             check=False,
         )
         assert run.returncode == 0, run.stderr
-        found.append(run.stdout.split())
-    assert [int(compiled) for compiled, _ in found[1:]] == [2, 0, 0]
-    assert found[1][1] == found[2][1] != found[0][1] == found[3][1]
+        outputs.append(run.stdout.split())
+    assert [int(compiled) for compiled, _ in outputs[1:]] == [2, 0, 0]
+    losses = [loss for _, loss in outputs]
+    assert losses[1] == losses[2] != losses[0] == losses[3]
 
 
-def test_a_function_is_traced_anew_for_another_prng(tmp_path):
-    """jax itself does not, and other processes would run what is kept of it."""
+def test_a_function_is_traced_again_for_a_different_prng(tmp_path):
+    """jax alone does not do so, and other processes would load the wrong program."""
     step = noisy_step()
     start(tmp_path, step, NOISY_SPECS, key="a")
     with jax.default_prng_impl("rbg"):
@@ -485,11 +487,11 @@ def test_a_function_is_traced_anew_for_another_prng(tmp_path):
 
 
 @pytest.mark.parametrize("verify", ["none", *also("one")])
-def test_pmap_steps_are_traced_anew_for_another_prng(tmp_path, verify):
-    """Also where one step is compiled for both."""
+def test_pmap_steps_are_traced_again_for_a_different_prng(tmp_path, verify):
+    """Even if the same step is compiled for both."""
 
     def by_noise(params, batch, keys):
-        # Keys of rows are always of threefry.
+        # The keys of rows always use threefry.
         noise = jax.random.uniform(jax.random.key(3))
         return noise * params["w"], batch.num_tokens
 
@@ -512,12 +514,12 @@ def test_pmap_steps_are_traced_anew_for_another_prng(tmp_path, verify):
     with jax.default_prng_impl("rbg"):
         want, _ = compiled_loss(new_step(), None)
         assert compiled_loss(step) == (want, 1)
-        # As another process would find it.
+        # As in a different process.
         assert compiled_loss(new_step()) == (want, 0)
     assert compiled_loss(step) == (first, 0) and first != want
 
 
-def test_functions_inside_are_traced_anew_for_another_prng(tmp_path):
+def test_nested_functions_are_traced_again_for_a_different_prng(tmp_path):
     noise = jax.jit(lambda: jax.random.uniform(jax.random.key(3)))
 
     def new_step():
@@ -562,7 +564,7 @@ assert np.isclose(steps(state, batch)[1], want), (steps(state, batch)[1], want)
 
 
 @exhaustive
-def test_functions_called_before_the_first_compilation_are_traced_anew(tmp_path):
+def test_functions_called_before_the_first_compilation_are_traced_again(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", CALLED_BEFORE, str(tmp_path)],
         capture_output=True,
@@ -572,7 +574,7 @@ def test_functions_called_before_the_first_compilation_are_traced_anew(tmp_path)
     assert run.returncode == 0, run.stderr
 
 
-def test_user_contexts_are_not_taken_for_one_another(tmp_path):
+def test_user_contexts_are_distinguished(tmp_path):
     def my_step(state, batch):
         unit = batch.num_tokens.astype(jnp.float32)
         entered = 10 * (USER_CONTEXT.value or 0) + 100 * (OTHER_CONTEXT.value or 0)
@@ -586,7 +588,7 @@ def test_user_contexts_are_not_taken_for_one_another(tmp_path):
                 steps
             )
 
-    # One has a value where nobody has entered it, which is no reason to trace.
+    # A default value, in a context that nobody has entered, is no reason to trace.
     assert traced_and_loss(contextlib.nullcontext()) == ({True}, 3)
     assert traced_and_loss(contextlib.nullcontext()) == ({False}, 3)
     assert traced_and_loss(TIMES(2)) == ({True}, 6)
@@ -594,7 +596,9 @@ def test_user_contexts_are_not_taken_for_one_another(tmp_path):
     assert traced_and_loss(OTHER_CONTEXT(2)) == ({True}, 203)
 
 
-def test_a_jax_that_does_not_name_its_settings_is_safe(tmp_path, monkeypatch):
+def test_all_programs_are_traced_if_jax_does_not_name_its_settings(
+    tmp_path, monkeypatch
+):
     def sources(verify):
         steps, _ = start(tmp_path, noisy_step(), NOISY_SPECS, verify=verify, key="a")
         return [(p.source, p.trace_seconds > 0) for p in steps.report.programs]
@@ -609,7 +613,7 @@ def test_a_jax_that_does_not_name_its_settings_is_safe(tmp_path, monkeypatch):
     assert sources("none") == [("loaded", True)] * 2
 
 
-def test_a_number_of_weak_type_is_another_start(tmp_path):
+def test_a_weakly_typed_number_is_a_different_start(tmp_path):
     def my_step(state, batch):
         return state, {"loss": state["w"] * batch.features["x"].sum()}
 
@@ -625,26 +629,27 @@ def test_a_number_of_weak_type_is_another_start(tmp_path):
             assert steps(state, batch)[1]["loss"].dtype == want
 
 
-def test_without_verifying_the_key_is_what_counts(folder):
+def test_without_verification_only_the_key_counts(folder):
     other = make_step(4.0)
     steps, compiled = start(folder, other, verify="none", key="a")
     assert compiled == 0
-    # That is what was asked for: the key says that nothing has changed.
+    # As requested, because the key says that nothing has changed.
     assert losses(steps) == losses(start(folder, key="a")[0])
     assert start(folder, other, verify="none", key="b")[1] == len(PLAN)
 
 
-def test_a_bucket_that_is_new_is_the_only_one_compiled(folder):
+def test_only_a_new_bucket_is_compiled(folder):
     plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (2, 16), (2, 20)])
     specs = jb.sharding.batch_specs(plan, EXAMPLE, MESH)
     steps, compiled = start(folder, specs=specs, key="a")
     assert compiled == 1
-    found = {p.label: p.source for p in steps.report.programs}
-    assert found["[2, 20]"] == "compiled" and list(found.values()).count("loaded") == 3
+    sources = {p.label: p.source for p in steps.report.programs}
+    assert sources.pop("[2, 20]") == "compiled"
+    assert list(sources.values()) == ["loaded"] * 3
 
 
 def damage(path, rng):
-    """Cuts a file, flips some of its bits, or makes it somebody else's."""
+    """Truncates a file, flips some of its bits, or replaces its content."""
     content = bytearray(path.read_bytes())
     kind = rng.integers(4)
     if kind == 0:
@@ -653,7 +658,7 @@ def damage(path, rng):
         for place in rng.integers(len(content), size=rng.integers(1, 4)):
             content[place] ^= 1 << rng.integers(8)
     elif kind == 2:
-        # Where the header is, and the checksum.
+        # In the header or the checksum.
         content[rng.integers(min(900, len(content)))] ^= 1 << rng.integers(8)
     else:
         content = bytearray(rng.bytes(int(rng.integers(200))))
@@ -669,7 +674,7 @@ def damage(path, rng):
         *(pytest.param(seed, 20, marks=exhaustive) for seed in range(3, 13)),
     ],
 )
-def test_every_damaged_file_is_named_and_none_is_loaded(folder, kept, seed, times):
+def test_damaged_files_are_named_and_not_loaded(folder, saved, seed, times):
     rng = np.random.default_rng(seed)
     verify = ["all", "one", "none"][seed % 3]
     for _ in range(times):
@@ -686,29 +691,29 @@ def test_every_damaged_file_is_named_and_none_is_loaded(folder, kept, seed, time
             assert compiled == len(damaged - lists)
         if verify != "all":
             assert all(name in named for name in lists)
-        assert losses(steps) == kept[1]
+        assert losses(steps) == saved[1]
     assert start(folder, verify=verify, key="a")[1] == 0
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "problem"),
     [
-        (b"", "is cut"),
-        (b"jaxbuck", "is cut"),
-        (b"\x80\x04\x95", "is not one of jaxbucket's"),
-        (b"jaxbucket 1 " + b"0" * 64, "is not one of jaxbucket's"),
-        (b"jaxbucket 2 " + b"0" * 64 + b"{}\n", "is cut or damaged"),
+        (b"", "is truncated"),
+        (b"jaxbuck", "is truncated"),
+        (b"\x80\x04\x95", "is not from jaxbucket"),
+        (b"jaxbucket 1 " + b"0" * 64, "is not from jaxbucket"),
+        (b"jaxbucket 2 " + b"0" * 64 + b"{}\n", "is truncated or damaged"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(folder, content, said):
+def test_the_warning_names_the_problem_of_a_file(folder, content, problem):
     path = executables(folder)[0]
     path.write_bytes(content)
-    with pytest.warns(RuntimeWarning, match=re.escape(f"{path} {said}")):
+    with pytest.warns(RuntimeWarning, match=re.escape(f"{path} {problem}")):
         assert start(folder, key="a")[1] == 1
 
 
 class Raises:
-    """Its pickle raises what it was given, when it is read."""
+    """Raises an error of the given type when it is unpickled."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -722,7 +727,7 @@ def _raise(kind):
 
 
 def fields_of(body):
-    """What a file begins with, and the executable behind that."""
+    """Returns the fields at the start of a file, and the executable after them."""
     file = io.BytesIO(body)
     return pickle.load(file), file.read()
 
@@ -735,16 +740,16 @@ def bodies(body, other):
     yield from (pickle.dumps(fields) + pickle.dumps(x) for x in (None, 5, "name"))
     for kind in (ValueError, AttributeError, RecursionError, MemoryError, SystemExit):
         yield pickle.dumps(Raises(kind))
-    # Of another program, under this one's name.
+    # The body of a different program.
     yield other
 
 
-def test_a_foreign_body_is_named_whatever_it_is(folder):
+def test_any_foreign_body_is_named(folder):
     state = jb.sharding.replicate(STATE, MESH)
     programs = [Program(b, make_step(), (state, SPECS[b])) for b in PLAN.buckets]
     session = CacheSession(jb.ExecutableCache(folder, key="a"), programs)
     for program in programs[:2]:
-        session.note(program, program.lower()[0])
+        session.record(program, program.lower()[0])
     paths = [folder / session.load(program)[1].file for program in programs[:2]]
     for body in bodies(*map(files.read, paths)):
         files.write(paths[0], body)
@@ -753,25 +758,25 @@ def test_a_foreign_body_is_named_whatever_it_is(folder):
 
 
 @pytest.mark.parametrize("verify", ["one", "none"])
-def test_a_foreign_list_is_named_whatever_it_is(folder, verify):
+def test_any_foreign_list_is_named(folder, verify):
     (path,) = folder.glob("*.programs")
     hashes = json.loads(files.read(path))
     first = next(iter(hashes))
     for other in (None, [], {}, hashes | {first: "0" * 64}, {first: hashes[first]}):
         files.write(path, json.dumps(other).encode())
-        with pytest.warns(RuntimeWarning, match=re.escape(f"{path} is of other prog")):
+        with pytest.warns(RuntimeWarning, match=re.escape(f"{path} lists different")):
             steps, compiled = start(folder, verify=verify, key="a")
-        # All are traced, found, and listed again.
+        # All programs are traced, loaded, and listed again.
         assert compiled == 0
         assert all(p.trace_seconds > 0 for p in steps.report.programs)
         assert json.loads(files.read(path)) == hashes
 
 
-@pytest.mark.parametrize("kind", ["folder", "loop", "pipe", "device", "nobody's"])
-def test_what_is_no_file_is_named_and_left(folder, kept, kind):
+@pytest.mark.parametrize("kind", ["folder", "loop", "pipe", "device", "unreadable"])
+def test_a_path_that_is_not_a_readable_file_is_named(folder, saved, kind):
     paths = [*executables(folder)[:1], *folder.glob("*.programs")]
     for path in paths:
-        if kind == "nobody's":
+        if kind == "unreadable":
             path.chmod(0)
             continue
         path.unlink()
@@ -783,18 +788,18 @@ def test_what_is_no_file_is_named_and_left(folder, kept, kind):
             os.mkfifo(path)
         else:
             path.symlink_to("/dev/zero")
-    if kind == "nobody's" and os.access(paths[0], os.R_OK):
+    if kind == "unreadable" and os.access(paths[0], os.R_OK):
         pytest.skip("this user may read every file")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         steps, compiled = start(folder, verify="one", key="a")
     named = " ".join(str(w.message) for w in caught)
     assert all(f"{path} " in named for path in paths), named
-    assert compiled == len(PLAN) or (compiled == 1 and losses(steps) == kept[1])
-    assert losses(steps) == kept[1]
+    assert compiled == len(PLAN) or (compiled == 1 and losses(steps) == saved[1])
+    assert losses(steps) == saved[1]
 
 
-def test_a_folder_called_like_an_executable_does_not_keep_others_from_room(folder):
+def test_folders_with_the_names_of_executables_are_not_removed(folder):
     odd = [folder / "x.executable", folder / "y.executable.ab.partial"]
     for path in odd:
         path.mkdir()
@@ -807,17 +812,19 @@ def test_a_folder_called_like_an_executable_does_not_keep_others_from_room(folde
     assert len(executables(folder)) < 2 * len(PLAN) + 1
 
 
-def test_a_file_under_another_name_is_not_loaded(folder):
+def test_a_renamed_file_is_not_loaded(folder):
     first, second, *_ = executables(folder)
     first.write_bytes(second.read_bytes())
-    with pytest.warns(RuntimeWarning, match="of another program than its name says"):
+    with pytest.warns(
+        RuntimeWarning, match="has a different program than its name says"
+    ):
         steps, compiled = start(folder, key="a")
     assert compiled == 1
 
 
 @pytest.mark.parametrize("verify", ["one", "none"])
 @pytest.mark.parametrize("first", [PLAN.buckets[1], *also(*PLAN.buckets[::2])])
-def test_what_was_built_in_one_order_is_found_in_another(folder, first, verify):
+def test_executables_do_not_depend_on_the_order_of_compilation(folder, first, verify):
     cache = jb.ExecutableCache(folder, verify=verify, key="a")
     state = jb.sharding.replicate(STATE, MESH)
     steps = jb.compile_steps(
@@ -838,11 +845,11 @@ def test_what_was_built_in_one_order_is_found_in_another(folder, first, verify):
         pytest.param("pmap", "loss", marks=exhaustive),
     ],
 )
-def test_one_of_each_function_is_verified(tmp_path, mode, changed):
+def test_verify_one_checks_one_program_per_function(tmp_path, mode, changed):
     def run(rate, factor, verify):
         def loss(params, batch, rng):
-            kept = jnp.where(batch.mask, batch.features["x"], 0)
-            return factor * (params["w"] * kept).sum(), batch.num_tokens
+            x = jnp.where(batch.mask, batch.features["x"], 0)
+            return factor * (params["w"] * x).sum(), batch.num_tokens
 
         tx = optax.sgd(rate)
         step = jb.make_train_step(loss, tx, MESH, accumulate=True, mode=mode)
@@ -860,9 +867,9 @@ def test_one_of_each_function_is_verified(tmp_path, mode, changed):
     again, same = run(0.1, 1.0, "one")
     assert same == before and again.report.num_compiled == 0
     other = (0.5, 1.0) if changed == "rate" else (0.1, 3.0)
-    _, found = run(*other, "one")
+    _, result = run(*other, "one")
     _, want = run(*other, "all")
-    assert found == want != before
+    assert result == want != before
 
 
 @jax.tree_util.register_dataclass
@@ -873,11 +880,11 @@ class Loss:
 
 
 class Plain:
-    """Printed by its address, and like no other."""
+    """Has no value that could be compared in a different process."""
 
 
 @pytest.mark.parametrize("verify", ["all", "one"])
-def test_a_constant_of_what_is_returned_is_seen(tmp_path, verify):
+def test_a_different_constant_in_the_outputs_is_a_different_program(tmp_path, verify):
     def run(unit):
         def my_step(state, batch):
             return state, Loss(batch.features["x"].sum(), unit)
@@ -893,26 +900,28 @@ def test_a_constant_of_what_is_returned_is_seen(tmp_path, verify):
     if verify == "all":
         assert isinstance(run(Plain()), Plain)
         other = Plain()
-        with pytest.warns(RuntimeWarning, match="has other constants in what it retur"):
+        with pytest.warns(
+            RuntimeWarning, match="has different constants in its outputs"
+        ):
             assert run(other) is other
 
 
-def test_the_last_start_is_the_one_before_an_interrupted_one(tmp_path):
+def test_an_interrupted_start_does_not_count_as_the_last_one(tmp_path):
     for factor in (1.0, 2.0, 3.0):
         start(tmp_path, make_step(factor), key="a")
     *_, last = sorted(tmp_path.glob("*.programs"), key=lambda x: x.stat().st_mtime_ns)
-    # One that reads all lists, and does not come to its end.
+    # A start that reads all lists, and does not finish.
     cache = jb.ExecutableCache(tmp_path, verify="one", key="a")
     state = jb.sharding.replicate(STATE, MESH)
     bucket = PLAN.buckets[0]
     programs = [Program(b, make_step(9.0), (state, SPECS[b])) for b in PLAN.buckets]
-    CacheSession(cache, programs).note(programs[0], programs[0].lower()[0])
-    found, _ = start(tmp_path, make_step(1.0), verify="none", key="a")
-    assert losses(found) == losses(start(tmp_path, make_step(3.0))[0])
-    assert bucket in found and last.exists()
+    CacheSession(cache, programs).record(programs[0], programs[0].lower()[0])
+    steps, _ = start(tmp_path, make_step(1.0), verify="none", key="a")
+    assert losses(steps) == losses(start(tmp_path, make_step(3.0))[0])
+    assert bucket in steps and last.exists()
 
 
-def test_files_that_had_to_make_room_are_not_kept(tmp_path):
+def test_removed_files_are_reported_as_not_kept(tmp_path):
     def recipe(plan):
         def other_step(state, batch):
             return state, (state["w"] * batch.features["x"]).max()
@@ -956,8 +965,8 @@ print(t.start(sys.argv[1], jax.jit(my_step), state=state)[1])
 
 
 @exhaustive
-def test_another_hash_seed_finds_the_same(tmp_path):
-    found = []
+def test_executables_do_not_depend_on_the_hash_seed(tmp_path):
+    outputs = []
     for seed in "123":
         run = subprocess.run(
             [sys.executable, "-W", "error", "-c", SEEDED, str(tmp_path)],
@@ -967,51 +976,51 @@ def test_another_hash_seed_finds_the_same(tmp_path):
             check=False,
         )
         assert run.returncode == 0, run.stderr
-        found.append(run.stdout.strip())
-    assert found == ["3", "0", "0"]
+        outputs.append(run.stdout.strip())
+    assert outputs == ["3", "0", "0"]
 
 
-def test_a_folder_stays_where_it_was(tmp_path, monkeypatch):
+def test_a_relative_folder_survives_a_change_of_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     state = jb.sharding.replicate(STATE, MESH)
     steps = jb.compile_steps(
-        make_step(), state, SPECS, executables="kept", opening=PLAN.buckets[0]
+        make_step(), state, SPECS, executables="saved", opening=PLAN.buckets[0]
     )
     monkeypatch.chdir("/")
     steps.wait()
-    assert len(executables(tmp_path / "kept")) == len(PLAN)
+    assert len(executables(tmp_path / "saved")) == len(PLAN)
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, kept):
+def test_an_unwritable_folder_causes_one_warning(tmp_path, saved):
     place = tmp_path / "file"
     place.write_text("")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         steps, compiled = start(place / "folder", key="a")
-    assert compiled == len(PLAN) and losses(steps) == kept[1]
-    said = [str(w.message) for w in caught if "not kept" in str(w.message)]
-    assert len(said) == 1 and "Make room, or name another folder" in said[0]
+    assert compiled == len(PLAN) and losses(steps) == saved[1]
+    messages = [str(w.message) for w in caught if "not saved" in str(w.message)]
+    assert len(messages) == 1 and "choose a different folder" in messages[0]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
-def test_a_disk_that_is_really_full(tmp_path, kept):
+def test_a_full_disk_is_not_an_error(tmp_path, saved):
     mount = ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("there is no tmpfs to mount here")
     try:
         with pytest.warns(RuntimeWarning, match="No space left on device"):
             steps, compiled = start(tmp_path, key="a")
-        assert compiled == len(PLAN) and losses(steps) == kept[1]
+        assert compiled == len(PLAN) and losses(steps) == saved[1]
         left = [path.name for path in tmp_path.iterdir()]
         assert not [name for name in left if name.endswith(".partial")]
         with pytest.warns(RuntimeWarning, match="No space left on device"):
             steps, _ = start(tmp_path, key="a")
-        assert losses(steps) == kept[1]
+        assert losses(steps) == saved[1]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_what_was_not_used_for_longest_goes_first(tmp_path):
+def test_the_least_recently_used_files_are_removed_first(tmp_path):
     for number, factor in enumerate((1.0, 2.0, 3.0)):
         start(tmp_path, make_step(factor))
         for path in tmp_path.iterdir():
@@ -1021,7 +1030,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path):
     other = tmp_path / "notes.txt"
     other.write_text("mine")
     os.utime(other, (0, 0))
-    # As many as now, and none more: a fourth start takes the place of the first.
+    # There is no more room, so that a fourth start replaces an earlier one.
     assert start(tmp_path, make_step(1.0), max_gb=size / 1e9)[1] == 0
     assert start(tmp_path, make_step(4.0), max_gb=size * 1.01 / 1e9)[1] == len(PLAN)
     assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= size * 1.01
@@ -1030,14 +1039,14 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path):
     assert start(tmp_path, make_step(2.0))[1] > 0
 
 
-def test_a_bound_that_is_less_than_one_start_is_said(tmp_path):
+def test_a_limit_below_the_size_of_one_start_causes_a_warning(tmp_path):
     with pytest.warns(RuntimeWarning, match="`max_gb=1e-06` is less than the"):
         _, compiled = start(tmp_path, max_gb=1e-6)
-    # What is in use stays.
+    # Files in use are not removed.
     assert compiled == len(PLAN) == len(executables(tmp_path))
 
 
-def test_what_a_writer_has_left_is_cleaned_up(folder):
+def test_old_partial_files_are_removed(folder):
     old, new = folder / "x.executable.ab.partial", folder / "y.executable.cd.partial"
     for path in (old, new):
         path.write_text("")
@@ -1046,7 +1055,7 @@ def test_what_a_writer_has_left_is_cleaned_up(folder):
     assert not old.exists() and new.exists()
 
 
-def test_what_calls_back_to_python_is_compiled_each_time(tmp_path):
+def test_programs_that_call_python_are_compiled_at_every_start(tmp_path):
     def my_step(state, batch):
         jax.debug.callback(lambda x: None, state["w"])
         return state, {"loss": state["w"]}
@@ -1056,11 +1065,13 @@ def test_what_calls_back_to_python_is_compiled_each_time(tmp_path):
             warnings.simplefilter("always")
             steps, _ = start(tmp_path, jax.jit(my_step))
         assert {p.source for p in steps.report.programs} == {"compiled"}
-        assert any("because it calls back to Python" in str(w.message) for w in caught)
+        assert any(
+            "because it calls Python functions" in str(w.message) for w in caught
+        )
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_is_never_seen_in_parts(tmp_path):
+def test_files_are_written_atomically(tmp_path):
     path, bodies = tmp_path / "x.executable", [bytes([n]) * 10**5 for n in range(4)]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(10):
@@ -1071,17 +1082,18 @@ def test_a_file_is_never_seen_in_parts(tmp_path):
     assert [x.name for x in tmp_path.iterdir()] == [path.name]
 
 
-def test_constants_are_the_same_in_every_process():
-    def words(value):
+def test_canonical_json_is_the_same_in_every_process():
+    def to_json(value):
         return canonical(value, fallback=lambda x: type(x).__name__)
 
     letters = [frozenset("embed"), {"a": {1, 2}, "b": (3.0, None)}, Plain()]
-    assert words(letters) == [
+    assert to_json(letters) == [
         *("list", ["frozenset", "'b'", "'d'", "'e'", "'m'"]),
         ["dict", ["'a'", ["set", "1", "2"]], ["'b'", ["tuple", "3.0", "None"]]],
         "Plain",
     ]
-    assert words({"b": 1, "a": 2}) == words({"a": 2, "b": 1}) != words({"a": 1, "b": 2})
+    assert to_json({"b": 1, "a": 2}) == to_json({"a": 2, "b": 1})
+    assert to_json({"b": 1, "a": 2}) != to_json({"a": 1, "b": 2})
 
 
 SEVERAL = """
@@ -1096,7 +1108,7 @@ print(compiled, t.losses(steps))
 
 
 @exhaustive
-def test_several_processes_may_write_one_folder_at_once(tmp_path, kept):
+def test_several_processes_may_write_to_a_folder_simultaneously(tmp_path, saved):
     code = SEVERAL.format(
         folder=str(pathlib.Path(__file__).parent), cache=str(tmp_path / "cache")
     )
@@ -1118,7 +1130,7 @@ def test_several_processes_may_write_one_folder_at_once(tmp_path, kept):
     for run in runs:
         output, errors = run.communicate(timeout=200)
         assert run.returncode == 0, errors
-        assert output.split(maxsplit=1)[1].strip() == str(kept[1])
+        assert output.split(maxsplit=1)[1].strip() == str(saved[1])
     assert len(list((tmp_path / "cache").iterdir())) == len(PLAN) + 1
     assert start(tmp_path / "cache", key="a")[1] == 0
 
@@ -1127,15 +1139,15 @@ def test_several_processes_may_write_one_folder_at_once(tmp_path, kept):
     ("options", "message"),
     [
         ({"verify": "some"}, "`verify='some'`: choose 'all', 'one' or 'none'."),
-        ({"verify": "none"}, "`verify='none'` takes what is in the folder for what"),
-        ({"max_gb": "8"}, "`max_gb='8'`: give a positive number."),
-        ({"folder": 3}, "`folder=3`: executables are kept on a file system"),
-        ({"folder": "gs://bucket/x"}, "`folder='gs://bucket/x'`: executables are"),
-        ({"max_gb": 0}, "`max_gb=0`: give a positive number."),
-        ({"max_gb": float("nan")}, "`max_gb=nan`: give a positive number."),
+        ({"verify": "none"}, "`verify='none'` does not check whether your code has"),
+        ({"max_gb": "8"}, "`max_gb='8'` must be a positive number."),
+        ({"folder": 3}, "`folder=3` must be the path of a folder on a file"),
+        ({"folder": "gs://bucket/x"}, "`folder='gs://bucket/x'` must be the path"),
+        ({"max_gb": 0}, "`max_gb=0` must be a positive number."),
+        ({"max_gb": float("nan")}, "`max_gb=nan` must be a positive number."),
     ],
 )
-def test_what_is_no_cache_is_refused(options, message):
+def test_invalid_cache_options_are_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         jb.ExecutableCache(**{"folder": "folder", **options})
 
@@ -1145,7 +1157,7 @@ import os, pathlib, time
 import jax, jax.numpy as jnp, numpy as np
 import jaxbucket as jb
 
-# Without `Processes`, which would end them all.
+# Without `Processes`, which would end all of them at the first error.
 address, count, index = (
     os.environ["JAX_" + name]
     for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
@@ -1183,12 +1195,12 @@ start(folder / "all", verify="none")
 start(folder / "all", verify="one", opening=plan.buckets[0])
 if index == "1":
     next((folder / "all").glob("*.executable")).unlink()
-    # Of its own devices alone: nobody else takes part.
+    # On local devices only, so that no other process takes part.
     jb.compile_steps(
         lambda state, batch: state,
-        jb.sharding.replicate(np.float32(2), own := jb.data_mesh(jax.local_devices())),
-        jb.sharding.batch_specs(plan, example, own),
-        executables=folder / "own",
+        jb.sharding.replicate(np.float32(2), one := jb.data_mesh(jax.local_devices())),
+        jb.sharding.batch_specs(plan, example, one),
+        executables=folder / "local",
     )
 start(folder / "all", verify="one")
 for options in ({{"shape": (3 + int(index),)}}, {{"fails": index == "1"}}):
@@ -1196,7 +1208,7 @@ for options in ({{"shape": (3 + int(index),)}}, {{"fails": index == "1"}}):
         start(folder / "none", **options)
     except (ArithmeticError, RuntimeError) as error:
         say(type(error).__name__, error)
-# The program is over, and another one's thread still at it.
+# The main thread ends while a background thread is still compiling.
 jb.compile_steps(
     lambda state, batch: (time.sleep(1), state)[1],
     jb.sharding.replicate(np.float32(2), mesh := jb.data_mesh()),
@@ -1212,11 +1224,11 @@ def test_processes_agree_on_what_they_compile(launch, tmp_path, opening):
     code = TOGETHER.format(folder=str(tmp_path), opening=opening)
     done = launch(code, devices=2)
     assert done.status == 0, done.output
-    (*one, other_programs, heard), (*other, _, failed) = done.said(0), done.said(1)
-    # Compiled by both of them, or by none.
-    assert one == other == [f"{count} 9.0 9.0" for count in (2, 0, 0, 1)]
-    assert "Process 1 compiles other programs than process 0" in other_programs
+    (*first, other_programs, stopped), (*second, _, failed) = done.said(0), done.said(1)
+    # Both processes compile a program, or neither does.
+    assert first == second == [f"{count} 9.0 9.0" for count in (2, 0, 0, 1)]
+    assert "Process 1 compiles different programs from process 0" in other_programs
     assert failed == "ArithmeticError only here"
-    assert heard == (
-        "AgreementError Process 1 does not compile any more: ArithmeticError: only here"
+    assert stopped == (
+        "AgreementError Process 1 has stopped compiling: ArithmeticError: only here"
     )

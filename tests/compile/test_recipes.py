@@ -1,4 +1,4 @@
-"""Every shape of a plan, compiled before its job: the function and the command."""
+"""Tests of precompiling the shapes of a plan: the function and the command."""
 
 import dataclasses
 import io
@@ -32,7 +32,7 @@ def my_step(state, batch):
 
 
 def recipe(plan, dtype="float32"):
-    """For the command, too: `test_recipes:recipe`."""
+    """A recipe that the command finds as `test_recipes:recipe`."""
     state = jb.sharding.replicate(
         {"w": jax.ShapeDtypeStruct((), np.dtype(dtype))}, MESH
     )
@@ -66,7 +66,7 @@ def of_another_plan(plan):
 
 
 def start(folder, dtype=np.float32):
-    """What the job does; how many programs XLA has compiled for it."""
+    """Runs the job; returns the number of programs that XLA compiled for it."""
     step, _, specs = recipe(PLAN, np.dtype(dtype).name)
     state = jb.sharding.replicate({"w": dtype(2)}, MESH)
     jax.clear_caches()
@@ -78,7 +78,7 @@ def start(folder, dtype=np.float32):
     return compiles["my_step"]
 
 
-def test_what_is_precompiled_is_found_by_the_job(tmp_path):
+def test_the_job_loads_precompiled_programs(tmp_path):
     jax.clear_caches()
     done = precompile(recipe, PLAN, executables=jb.ExecutableCache(tmp_path))
     assert [p.label for p in done.report.programs] == ["[2, 16]", "[4, 8]", "[8, 4]"]
@@ -87,12 +87,12 @@ def test_what_is_precompiled_is_found_by_the_job(tmp_path):
     assert start(tmp_path) == 0
     again = precompile(recipe, PLAN, executables=jb.ExecutableCache(tmp_path))
     assert {p.source for p in again.report.programs} == {"loaded"}
-    # Arguments are handed on, and make another program.
+    # Arguments are passed on, and result in a different program.
     precompile(recipe, PLAN, "float64", executables=jb.ExecutableCache(tmp_path))
     assert start(tmp_path) == 0
 
 
-def test_a_bucket_that_fails_does_not_keep_the_others(tmp_path):
+def test_the_other_buckets_are_compiled_if_one_fails(tmp_path):
     cache = jb.ExecutableCache(tmp_path)
     done = precompile(recipe, PLAN, "float16", executables=cache)
     assert [p.label for p in done.report.programs] == ["[4, 8]", "[8, 4]"]
@@ -108,7 +108,7 @@ def test_a_recipe_may_have_several_steps():
     assert len(done.report.programs) == 6
 
 
-def test_what_is_too_large_is_named():
+def test_programs_above_the_memory_limit_are_listed():
     done = precompile(recipe, PLAN)
     largest = max(p.peak_bytes for p in done.report.programs)
     assert done.above(largest / 1e9) == []
@@ -118,10 +118,10 @@ def test_what_is_too_large_is_named():
     assert done.above(1e9) == ["my_step [2, 16]"]
 
 
-@pytest.mark.parametrize("made", [nothing, lambda plan: None, lambda plan: (1, 2)])
-def test_what_is_no_recipe_is_refused(made):
+@pytest.mark.parametrize("invalid", [nothing, lambda plan: None, lambda plan: (1, 2)])
+def test_a_function_that_is_not_a_recipe_is_refused(invalid):
     with pytest.raises(ValueError, match="The recipe returned .* return .step_fn, st"):
-        precompile(made, PLAN)
+        precompile(invalid, PLAN)
 
 
 def specs_of(plan):
@@ -135,7 +135,7 @@ def swapped(plan):
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("invalid", "message"),
     [
         (lambda plan: None, "The recipe returned None (NoneType) for 'step'"),
         (lambda plan: (1, 2), "The recipe returned (1, 2) (tuple) for 'step'"),
@@ -145,7 +145,7 @@ def swapped(plan):
             lambda plan: {"train": recipe(plan), "eval": 3},
             "returned 3 (int) for 'eval'",
         ),
-        (lambda plan: (1, 2, 3), "`step_fn` is 1 (int), which cannot be called"),
+        (lambda plan: (1, 2, 3), "`step_fn` is 1 (int), which is not callable"),
         (lambda plan: ("f", *recipe(plan)[1:]), "`step_fn` is 'f' (str)"),
         (
             lambda plan: (my_step, {"w": "a"}, specs_of(plan)),
@@ -159,14 +159,14 @@ def swapped(plan):
         (of_another_plan, "returned `specs` without [4, 8], [2, 16], which the plan"),
     ],
 )
-def test_what_a_recipe_returns_beside_steps_is_named(made, said):
-    with pytest.raises(ValueError, match=re.escape(said)) as caught:
-        precompile(made, PLAN)
+def test_the_message_names_the_invalid_result_of_a_recipe(invalid, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        precompile(invalid, PLAN)
     assert "The recipe returned" in str(caught.value)
-    assert made.__name__ in str(caught.value) and len(str(caught.value)) < 600
+    assert invalid.__name__ in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_an_evaluation_may_have_a_plan_of_its_own():
+def test_evaluation_may_have_its_own_plan():
     def two(plan):
         return {"train": recipe(plan), "eval": of_another_plan(plan)}
 
@@ -192,7 +192,7 @@ def test_a_recipe_may_end_the_program(error):
 
 @pytest.fixture(name="plan")
 def plan_fixture(tmp_path, monkeypatch):
-    """The plan's file; and the folder of this module, which has the recipes."""
+    """The file of the plan. The working directory contains this module's recipes."""
     monkeypatch.chdir(pathlib.Path(__file__).parent)
     path = tmp_path / "plan.json"
     path.write_text(PLAN.to_json())
@@ -218,16 +218,16 @@ def test_the_command_fills_the_folder_and_prints_a_table(plan, tmp_path):
     assert numbers["not_kept"] == []
 
 
-def test_the_command_fails_where_nothing_is_kept(plan):
+def test_the_command_fails_if_executables_cannot_be_saved(plan):
     options = ("--recipe", "test_recipes:recipe", "--plan", plan, "--json")
-    with pytest.warns(RuntimeWarning, match="Executables are not kept"):
+    with pytest.warns(RuntimeWarning, match="Executables are not saved"):
         run = command(*options, "--cache", "/proc/cache")
     assert run.exit_code == 1
     assert "my_step [2, 16] is not kept in /proc/cache: the job" in run.stderr
     assert len(json.loads(run.stdout)["not_kept"]) == 3
 
 
-def test_the_command_fails_where_a_bucket_does(plan):
+def test_the_command_fails_if_a_bucket_fails(plan):
     options = ("--recipe", "test_recipes:recipe", "--plan", plan)
     run = command(*options, "--", "float16")
     assert run.exit_code == 1
@@ -256,7 +256,7 @@ def test_the_command_fails_where_a_bucket_does(plan):
         (("--recipe", "test_recipes:recipe", "--max-gb", 0), "`max_gb=0.0`"),
     ],
 )
-def test_what_the_command_does_not_take_is_said(plan, tmp_path, options, message):
+def test_invalid_options_of_the_command_are_named(plan, tmp_path, options, message):
     run = command("--plan", plan, "--cache", tmp_path / "cache", *options)
     assert run.exit_code != 0
     assert len(run.output.splitlines()) < 10
@@ -271,7 +271,7 @@ def test_a_recipe_that_ends_the_program_ends_the_command(plan):
 
 
 @pytest.mark.exhaustive
-def test_the_script_says_one_sentence_of_a_recipe_that_raises(plan):
+def test_the_script_prints_one_line_if_a_recipe_raises(plan):
     command = [sys.executable, ROOT / "scripts" / "precompile_shapes.py"]
     command += ["--recipe", "test_recipes:raising", "--plan", plan]
     run = subprocess.run(
@@ -282,15 +282,15 @@ def test_the_script_says_one_sentence_of_a_recipe_that_raises(plan):
     assert len(run.stderr.splitlines()) == 1
 
 
-def test_a_file_that_is_no_plan_is_refused(plan):
+def test_a_file_that_is_not_a_plan_is_refused(plan):
     plan.write_text(plan.read_text()[:20])
     run = command("--recipe", "test_recipes:recipe", "--plan", plan)
     assert run.exit_code == 1 and "plan.json" in run.output
 
 
 @pytest.mark.exhaustive
-def test_the_example_finds_what_the_script_has_compiled(tmp_path):
-    """From a file of lengths to a training job that compiles nothing."""
+def test_the_example_loads_the_programs_of_the_script(tmp_path):
+    """From a file of examples to a training job that compiles nothing."""
     lines = "".join(
         json.dumps({"text": f"document {n} " + "x" * (n % 90)}) + "\n"
         for n in range(200)
@@ -298,16 +298,16 @@ def test_the_example_finds_what_the_script_has_compiled(tmp_path):
     (tmp_path / "data.jsonl").write_text(lines)
     plan = jb.BucketPlan.from_shapes([(8, 32), (4, 64), (4, 128)])
     (tmp_path / "plan.json").write_text(plan.to_json())
-    words = (
+    arguments = (
         *("--data", tmp_path / "data.jsonl", "--plan", tmp_path / "plan.json"),
         *("--steps", 6, "--width", 16, "--layers", 1, "--max-len", 128),
         *("--max-tokens", 512, "--devices", 2),
     )
-    words = tuple(map(str, words))
+    arguments = tuple(map(str, arguments))
     script = [
         *(sys.executable, ROOT / "scripts" / "precompile_shapes.py"),
         *("--recipe", "recipe:steps", "--plan", tmp_path / "plan.json"),
-        *("--cache", tmp_path / "cache", "--json", "--", *words),
+        *("--cache", tmp_path / "cache", "--json", "--", *arguments),
     ]
     run = subprocess.run(
         script, cwd=ROOT / "examples", capture_output=True, text=True, check=False
@@ -320,7 +320,8 @@ def test_the_example_finds_what_the_script_has_compiled(tmp_path):
         out = tmp_path / "out.json"
         run = subprocess.run(
             [
-                *(sys.executable, ROOT / "examples" / "train_lm.py", *words, *options),
+                *(sys.executable, ROOT / "examples" / "train_lm.py", *arguments),
+                *options,
                 *("--executables", tmp_path / "cache", "--json", out),
             ],
             capture_output=True,
@@ -333,22 +334,41 @@ def test_the_example_finds_what_the_script_has_compiled(tmp_path):
             assert (compiled["ahead"], compiled["later"]) == (0, 0)
 
 
-def test_a_printed_report_is_a_table(monkeypatch):
+def test_print_shows_a_report_as_a_table(monkeypatch):
+    """Whatever the width of the terminal."""
     monkeypatch.setenv("COLUMNS", "40")
     report = precompile(recipe, PLAN).report
     text = str(report)
     header, *_ = text.splitlines()
-    assert header.split()[:3] == ["program", "trace", "s"]
+    assert header.split()[:3] == ["program", "trace", "XLA"]
     for program in report.programs:
         (row,) = (x for x in text.splitlines() if f"my_step {program.label}" in x)
         assert f"{program.compile_seconds:.2f}" in row
+    assert max(map(len, text.splitlines())) <= 80
     assert "\u2026" not in text and "\x1b" not in text
     assert repr(report) == "<3 programs, 3 of them compiled>"
     assert "program" in str(jb.compile.CompileReport(()))
 
 
-def test_no_number_of_the_table_is_cut():
-    """On a page, with names and numbers as long as they come."""
+def test_a_report_with_files_and_large_numbers_has_80_columns(capsys):
+    program = ProgramReport(
+        *("train_step", "[128, 4096]", "compiled", 12.34, 123.45, 0.0),
+        *(3_000_000_000, 1_000_000_000, 0, 22_000_000_000, 12_345_678_901_234),
+        file="0123456789abcdef.executable",
+    )
+    print(jb.compile.CompileReport((program,)))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    header, _, row, _, *caption = lines
+    names = header.split()
+    numbers = ["12.34", "123.45", "3000", "1000", "22000", "26000", "12346", "012345"]
+    assert row.split() == ["train_step", "[128,", "4096]", *numbers]
+    # The caption explains every column.
+    assert all(name in " ".join(caption) for name in names[1:])
+
+
+def test_the_table_does_not_truncate_numbers():
+    """With the longest names and numbers that are likely."""
     program = ProgramReport(
         *("train_step", "[65536, 131072]", "compiled", 123.45, 1234.56, 0.0),
         *(81_234_567_890, 79_234_567_890, 0, 81_234_567_890, 123_456_789_012_345),
@@ -359,6 +379,6 @@ def test_no_number_of_the_table_is_cut():
     console = Console(file=text, width=100)
     console.print(jb.compile.CompileReport((program, loaded)))
     assert "\u2026" not in text.getvalue()
-    for number in ("123.45", "1234.56", "loaded", "81235", "241704", "1.23e+05"):
+    for number in ("123.45", "1234.56", "loaded", "81235", "241704", "123457"):
         assert number in text.getvalue()
-    assert "01234567" in text.getvalue()
+    assert "012345" in text.getvalue()

@@ -1,4 +1,4 @@
-"""One executable per bucket: counted by XLA's events and by Python's own traces."""
+"""Tests of `compile_steps`, which count XLA's compilations and Python's traces."""
 
 import collections
 import dataclasses
@@ -29,7 +29,7 @@ exhaustive = pytest.mark.exhaustive
 
 
 class Examples:
-    """Examples of given lengths, made from their index when they are read."""
+    """Examples of given lengths, computed from their index."""
 
     def __init__(self, lengths: np.ndarray):
         self.lengths = lengths
@@ -70,17 +70,17 @@ def small_setup(num_buckets=3, num_devices=2):
 
 
 def first_batches(source, plan, mesh):
-    """The first global batch of every bucket."""
+    """Returns the first global batch of every bucket."""
     schedule = jb.BatchSchedule(plan, source.lengths)
-    found = {}
+    batches = {}
     for batch in jb.sharding.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh):
-        found.setdefault(batch.bucket, batch)
-    assert found.keys() == set(plan.buckets)
-    return found
+        batches.setdefault(batch.bucket, batch)
+    assert batches.keys() == set(plan.buckets)
+    return batches
 
 
 def some_steps_of_every_bucket(schedule, count=2):
-    """Steps of epochs 0 and 1, at most `count` of a bucket from each, in order."""
+    """Returns at most `count` steps per bucket of each of epochs 0 and 1, in order."""
     steps = []
     for epoch in range(2):
         left = dict.fromkeys(schedule.plan.buckets, count)
@@ -96,7 +96,7 @@ def some_steps_of_every_bucket(schedule, count=2):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """(steps, plan, mesh, first batches) of a step that gives the loss."""
+    """(steps, plan, mesh, first batches) of a step that returns a loss."""
     source, plan, mesh = small_setup()
 
     def loss_step(state, batch):
@@ -108,7 +108,7 @@ def compiled():
     return steps, plan, mesh, first_batches(source, plan, mesh)
 
 
-# Once per bucket (invariant 1)
+# One compilation per bucket (invariant 1)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_real_lengths_compile_once_per_bucket(real_lengths):
 
 
 def check_counts(lengths, plan, seed):
-    """Trains and evaluates some steps of every bucket, in two epochs."""
+    """Trains and evaluates with some steps of every bucket, in two epochs."""
     source, mesh = Examples(lengths), jb.data_mesh(jax.devices()[:2])
     schedule = jb.BatchSchedule(plan, lengths, seed=seed)
     train_loss, eval_loss = TracedLoss(), TracedLoss()
@@ -213,7 +213,7 @@ def check_counts(lengths, plan, seed):
             evaluate(state, batch)
             state, _ = train(state, batch)
     assert len(order) > len(ran) > 0
-    # A bucket all of whose examples went up into a longer one has no batch.
+    # A bucket whose examples all moved to a longer one has no batch.
     counts = zip(plan.buckets, schedule.flow.batches, strict=True)
     assert ran == {bucket for bucket, batches in counts if batches}
     for loss in (train_loss, eval_loss):
@@ -258,7 +258,7 @@ def test_parameters_given_as_python_numbers_do_not_compile_twice():
     assert compiles["train_step"] == 1
 
 
-def test_the_state_may_be_shapes_alone():
+def test_the_state_may_consist_of_shapes():
     source, plan, mesh = small_setup(num_buckets=1)
     state = new_state(mesh)
     shapes = jax.tree.map(
@@ -269,15 +269,15 @@ def test_the_state_may_be_shapes_alone():
     steps = jb.compile_steps(step, shapes, specs, progress=False)
     (batch,) = first_batches(source, plan, mesh).values()
     expected, _ = step(new_state(mesh), batch)
-    got, _ = steps(state, batch)
-    assert got.params["w"] == expected.params["w"] != 0.5
+    result, _ = steps(state, batch)
+    assert result.params["w"] == expected.params["w"] != 0.5
 
 
 # Any step function
 
 
 @pytest.mark.parametrize("jitted", [False, True])
-def test_it_compiles_a_step_of_your_own(jitted):
+def test_custom_steps_are_compiled(jitted):
     source, plan, mesh = small_setup()
     traces = collections.Counter()
 
@@ -300,11 +300,11 @@ def test_it_compiles_a_step_of_your_own(jitted):
     assert (state, rows) == (source.lengths.sum(), len(source))
     assert traces == dict.fromkeys(plan.buckets, 1)
     assert compiles["my_step"] == len(plan)
-    # What is donated is the step's own choice.
+    # Only the step decides what is donated.
     assert first_state.is_deleted() == jitted
 
 
-def test_a_step_without_a_name_is_welcome(compiled):
+def test_a_step_may_have_no_name(compiled):
     _, plan, mesh, batches = compiled
     source, _, _ = small_setup()
     step = functools.partial(lambda scale, state, batch: scale * state, 3)
@@ -323,7 +323,7 @@ def test_buckets_run_their_own_executable(compiled):
         assert steps[bucket](state, batch) == want
 
 
-def test_steps_keep_a_sharding_over_other_axes():
+def test_the_state_may_be_sharded_over_other_axes():
     source, plan, _ = small_setup(num_buckets=2)
     mesh = jax.make_mesh(
         (2, 2),
@@ -362,7 +362,7 @@ def test_steps_are_a_mapping_from_bucket_to_executable(compiled):
     assert len({id(executable) for executable in steps.values()}) == 3
 
 
-def test_a_bucket_outside_the_plan_is_no_key(compiled):
+def test_a_bucket_outside_the_plan_is_not_a_key(compiled):
     steps, _, _, _ = compiled
     other = jb.Bucket(1, 1)
     assert other not in steps
@@ -377,15 +377,15 @@ def test_seconds_are_known_for_every_bucket(compiled):
     assert all(seconds > 0 for seconds in steps.seconds.values())
 
 
-# What is refused
+# Refused batches
 
 
-def test_what_is_no_batch_is_refused(compiled):
+def test_a_value_that_is_not_a_batch_is_refused(compiled):
     with pytest.raises(ValueError, match="`batch` is a dict, not a `jaxbucket.Batch`"):
         compiled[0](None, {"tokens": 1})
 
 
-def test_a_loop_that_looks_at_nothing_runs_a_few_steps_ahead():
+def test_a_loop_that_reads_no_metrics_runs_a_few_steps_ahead():
     lengths = [8] * 16
     plan = jb.plan_buckets(lengths, max_tokens=64, num_buckets=1)
     mesh, source = jb.data_mesh(jax.devices()[:1]), Examples(np.array(lengths))
@@ -406,7 +406,7 @@ def test_a_loop_that_looks_at_nothing_runs_a_few_steps_ahead():
         sums.append(metrics["sum"])
         ahead.append(sum(not x.is_ready() for x in sums))
     assert max(ahead) <= 8
-    # It does run ahead: else nothing is shown here.
+    # The loop does run ahead. Otherwise this would test nothing.
     assert max(ahead) > 2
 
 
@@ -419,7 +419,7 @@ def test_a_shape_outside_the_plan_is_refused(compiled):
     message = str(refusal.value)
     assert "shape [16, 5] is outside the plan" in message
     assert all(str(bucket) in message for bucket in plan.buckets)
-    assert "compile for another" in message
+    assert "compile for a plan with this shape" in message
 
 
 CHANGES = {
@@ -435,31 +435,31 @@ CHANGES = {
         lambda batch: {},
         r"\['x'\]` is missing, but \[{b}, {t}\] was compiled for float32\[{b}, {t}\]",
     ),
-    "another": (
+    "additional": (
         lambda batch: {**batch.features, "y": batch.features["x"]},
-        r"batch.features\['y'\]` was not there when \[{b}, {t}\] was compiled",
+        r"batch.features\['y'\]` did not exist when \[{b}, {t}\] was compiled",
     ),
     "renamed": (
         lambda batch: {"inputs": batch.features["x"]},
-        r"\['inputs'\]` was not there when \[{b}, {t}\] was compiled",
+        r"\['inputs'\]` did not exist when \[{b}, {t}\] was compiled",
     ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_features_other_than_the_planned_are_refused(compiled, change):
+def test_features_that_differ_from_the_plan_are_refused(compiled, change):
     steps, plan, mesh, batches = compiled
     to_features, message = CHANGES[change]
     for bucket, batch in batches.items():
         wrong = batch._replace(features=to_features(batch))
         pattern = message.replace("{b}", str(bucket.batch_size))
         pattern = pattern.replace("{t}", str(bucket.seq_len))
-        pattern += ".*Convert the batch, or make `batch_specs` from an example like it"
+        pattern += ".*Convert the batch, or call `batch_specs` with an example like it"
         with pytest.raises(ValueError, match=pattern):
             steps(jb.sharding.replicate(np.float32(2), mesh), wrong)
 
 
-def test_other_positions_than_the_planned_are_refused(compiled):
+def test_positions_that_differ_from_the_plan_are_refused(compiled):
     steps, plan, mesh, batches = compiled
     batch = batches[plan.buckets[0]]
     wrong = batch._replace(
@@ -474,7 +474,7 @@ def test_other_positions_than_the_planned_are_refused(compiled):
 # count_compiles
 
 
-def test_count_compiles_counts_by_name_and_only_inside():
+def test_count_compiles_counts_by_name_within_the_block():
     def triple(x):
         return 3 * x
 
@@ -507,11 +507,11 @@ def test_count_compiles_stops_when_the_block_fails():
     assert not compiles
 
 
-# Several at a time, and the first one alone
+# Concurrent compilation, and an opening bucket
 
 
 def slow_to_trace(name="slow", seconds=0.0, fails_at=None):
-    """A step whose trace takes a while, in which others may see what is done."""
+    """Returns a step that is slow to trace, and the list of buckets traced so far."""
     order = []
 
     def step(state, batch):
@@ -552,7 +552,7 @@ def small_batch(bucket, example=X):
 def test_any_number_of_workers_gives_the_same(workers):
     step, order = slow_to_trace()
     steps = jb.compile_steps(step, small_state(), small_specs(), workers=workers)
-    # The longest first, in one thread, whatever compiles them.
+    # The longest first, and in order, independent of the number of workers.
     assert order == list(reversed(SMALL.buckets))
     for bucket in SMALL.buckets:
         _, metrics = steps(small_state(), small_batch(bucket))
@@ -561,16 +561,16 @@ def test_any_number_of_workers_gives_the_same(workers):
     assert {p.label for p in steps.report.programs} == set(map(str, SMALL.buckets))
 
 
-def test_what_fails_is_raised_and_says_for_which_bucket():
+def test_an_error_names_its_bucket():
     step, order = slow_to_trace(fails_at=8)
     with pytest.raises(ArithmeticError, match="has no program") as failure:
         jb.compile_steps(step, small_state(), small_specs())
-    assert failure.value.__notes__[-1] == "This was `slow` for [4, 8]."
-    # What comes behind it is left.
+    assert failure.value.__notes__[-1] == "Raised while compiling `slow` for [4, 8]."
+    # Later buckets are not traced.
     assert jb.Bucket(8, 4) not in order
 
 
-def test_training_begins_on_the_opening_while_others_are_compiled():
+def test_training_starts_while_other_buckets_are_compiled():
     first = SMALL.buckets[1]
     step, order = slow_to_trace(seconds=0.3)
     steps = jb.compile_steps(step, small_state(), small_specs(), opening=first)
@@ -579,7 +579,7 @@ def test_training_begins_on_the_opening_while_others_are_compiled():
     _, metrics = steps(small_state(), small_batch(first))
     assert metrics["sum"] == 6
     assert steps.seconds_waited == waited
-    # It waits where a step comes to a bucket that is not ready, and there alone.
+    # A step only waits if its bucket is not ready.
     last = SMALL.buckets[0]
     _, metrics = steps(small_state(), small_batch(last))
     assert metrics["sum"] == 6 and steps.seconds_waited > waited
@@ -589,14 +589,14 @@ def test_training_begins_on_the_opening_while_others_are_compiled():
     assert steps.seconds.keys() == set(SMALL.buckets)
 
 
-def test_the_rest_is_compiled_in_the_order_that_is_given():
-    order_given = [SMALL.buckets[i] for i in (0, 2, 1)]
+def test_opening_buckets_are_compiled_in_their_order():
+    opening = [SMALL.buckets[i] for i in (0, 2, 1)]
     step, order = slow_to_trace()
-    jb.compile_steps(step, small_state(), small_specs(), opening=order_given).wait()
-    assert order == order_given
+    jb.compile_steps(step, small_state(), small_specs(), opening=opening).wait()
+    assert order == opening
 
 
-def test_what_fails_in_the_background_is_told_at_the_next_step():
+def test_an_error_in_the_background_is_raised_at_the_next_step():
     first = SMALL.buckets[0]
     step, _ = slow_to_trace(fails_at=16)
     steps = jb.compile_steps(step, small_state(), small_specs(), opening=first)
@@ -607,7 +607,7 @@ def test_what_fails_in_the_background_is_told_at_the_next_step():
     assert list(steps.failures) != []
 
 
-def test_an_opening_that_does_not_compile_is_told_at_once():
+def test_an_opening_that_does_not_compile_raises_immediately():
     step, _ = slow_to_trace(fails_at=4)
     with pytest.raises(ArithmeticError, match="has no program"):
         jb.compile_steps(step, small_state(), small_specs(), opening=SMALL.buckets[0])
@@ -615,16 +615,16 @@ def test_an_opening_that_does_not_compile_is_told_at_once():
 
 @pytest.mark.parametrize("opening", [(), SMALL.buckets[0]])
 def test_threads_have_the_configuration_of_the_caller(opening):
-    found = []
+    settings = []
 
     def step(state, batch):
-        found.append(
+        settings.append(
             (
                 *(jnp.zeros(()).dtype, jax.config.jax_default_matmul_precision),
                 *(jax.config.jax_threefry_partitionable, UNIT.get()),
             )
         )
-        # Mixed dtypes, for which the tests are strict.
+        # Mixed dtypes, which the strict promotion of the tests would refuse.
         return state, state["w"] * batch.num_tokens
 
     with (
@@ -638,12 +638,12 @@ def test_threads_have_the_configuration_of_the_caller(opening):
         steps.wait()
         _, tokens = steps(small_state(), small_batch(SMALL.buckets[2]))
     assert tokens == 6
-    assert found == [(jnp.float64, "float32", False, "bits")] * 3
+    assert settings == [(jnp.float64, "float32", False, "bits")] * 3
     UNIT.set("")
 
 
-def test_buckets_behind_an_opening_have_the_contexts_of_the_caller():
-    """Those which a thread cannot be given, too."""
+def test_buckets_after_an_opening_have_the_contexts_of_the_caller():
+    """Including contexts that cannot be passed to a thread."""
     threads = []
 
     def step(state, batch):
@@ -658,7 +658,7 @@ def test_buckets_behind_an_opening_have_the_contexts_of_the_caller():
     assert set(threads) == {threading.main_thread()}
 
 
-def test_buckets_behind_an_opening_are_traced_in_the_background():
+def test_buckets_after_an_opening_are_traced_in_the_background():
     threads = []
 
     def step(state, batch):
@@ -673,7 +673,7 @@ def test_buckets_behind_an_opening_are_traced_in_the_background():
     assert threading.main_thread() not in threads[1:] and len(threads) == 3
 
 
-def test_what_fails_is_raised_and_not_what_it_has_cancelled():
+def test_the_error_is_raised_and_not_the_cancellation_it_caused():
     def step(state, batch):
         if batch.bucket == min(SMALL.buckets, key=lambda x: x.seq_len):
             raise ArithmeticError("the last one")
@@ -683,7 +683,7 @@ def test_what_fails_is_raised_and_not_what_it_has_cancelled():
         jb.compile_steps(step, small_state(), small_specs(), workers=1)
 
 
-def test_what_ends_the_thread_is_told():
+def test_system_exit_in_the_background_is_raised():
     def step(state, batch):
         if batch.bucket != SMALL.buckets[0]:
             raise SystemExit(3)
@@ -702,8 +702,8 @@ def test_shapes_without_a_sharding_are_refused():
         jb.compile_steps(lambda *x: x, state, small_specs())
 
 
-def test_what_must_be_compiled_may_not_be_forbidden():
-    with pytest.raises(ValueError, match="unplanned=.jit.. compiles for what is not"):
+def test_unplanned_jit_excludes_on_compile_raise():
+    with pytest.raises(ValueError, match="unplanned=.jit.. compiles unplanned"):
         jb.compile_steps(
             lambda *x: x,
             *(small_state(), small_specs()),
@@ -712,7 +712,7 @@ def test_what_must_be_compiled_may_not_be_forbidden():
         )
 
 
-def test_a_batch_may_be_given_by_its_name():
+def test_a_batch_may_be_a_keyword_argument():
     def loss(params, batch, rng):
         tokens = batch.num_tokens.astype(jnp.float32)
         return params["w"] * tokens, tokens
@@ -725,7 +725,7 @@ def test_a_batch_may_be_given_by_its_name():
 
 
 def run_alone(code, *args):
-    """In a process of its own, on one device, without a cache of jax."""
+    """Runs code in a new process with one device and without jax's cache."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -753,16 +753,16 @@ plan = jb.BucketPlan.from_shapes([(4, n) for n in range(4, 64)])
 specs = jb.sharding.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
 state = jb.sharding.replicate(np.float32(1), mesh)
 steps = jb.compile_steps(step, state, specs, opening=plan.buckets[0])
-print("began", flush=True)
+print("started", flush=True)
 """
 
 
 @exhaustive
-def test_a_program_that_is_over_does_not_compile_the_rest():
+def test_a_program_that_ends_does_not_compile_the_rest():
     start = time.perf_counter()
     run = run_alone(LEAVING)
-    assert run.returncode == 0 and run.stdout == "began\n", run.stderr
-    # All of them would take half a minute.
+    assert run.returncode == 0 and run.stdout == "started\n", run.stderr
+    # Compiling all of them would take half a minute.
     assert time.perf_counter() - start < 25
 
 
@@ -775,16 +775,16 @@ def test_a_program_that_is_over_does_not_compile_the_rest():
         ({"on_compile": "log"}, "`on_compile='log'`: choose 'warn', 'raise'"),
     ],
 )
-def test_what_is_no_option_is_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     step, _ = slow_to_trace()
     with pytest.raises(ValueError, match=re.escape(message)):
         jb.compile_steps(step, small_state(), small_specs(), **options)
 
 
-# What is not as it was
+# Different states
 
 
-def test_another_state_is_named():
+def test_the_message_names_the_leaf_of_the_state_that_differs():
     step, _ = slow_to_trace()
     steps = jb.compile_steps(step, small_state(), small_specs())
     batch, where = small_batch(SMALL.buckets[0]), r"\[8, 4\] was compiled for"
@@ -792,7 +792,7 @@ def test_another_state_is_named():
         ({"w": np.float16(2)}, rf"`state\['w'\]` is float16\[\], but {where} float32"),
         ({"w": np.ones(3, "f4")}, rf"`state\['w'\]` is float32\[3\], but {where}"),
         ({}, rf"`state\['w'\]` is missing, but {where}"),
-        ({"w": 2.0, "v": 1}, r"`state\['v'\]` was not there when \[8, 4\] was compi"),
+        ({"w": 2.0, "v": 1}, r"`state\['v'\]` did not exist when \[8, 4\] was compi"),
     ]:
         with pytest.raises(ValueError, match=message):
             steps(jb.sharding.replicate(jax.tree.map(np.asarray, state), ONE), batch)
@@ -807,7 +807,7 @@ class WithConstant:
     rate: float
 
 
-def test_a_constant_in_the_state_is_named():
+def test_the_message_names_the_constant_of_the_state_that_differs():
     def step(state, batch):
         return state, state.w * state.rate * batch.num_tokens.astype(jnp.float32)
 
@@ -817,13 +817,13 @@ def test_a_constant_in_the_state_is_named():
     assert steps(state, batch)[1] == 3
     message = (
         "A constant of `WithConstant` in `state` is 0.25, but [8, 4] was compiled for "
-        "0.5. Give back a state as it was"
+        "0.5. Pass a state like the one that was compiled for"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         steps(dataclasses.replace(state, rate=0.25), batch)
 
 
-def test_a_state_somewhere_else_is_named():
+def test_a_state_on_a_different_device_is_refused():
     step, _ = slow_to_trace()
     steps = jb.compile_steps(step, small_state(), small_specs())
     other = jb.sharding.replicate(
@@ -833,7 +833,7 @@ def test_a_state_somewhere_else_is_named():
         steps(other, small_batch(SMALL.buckets[0]))
 
 
-# Fall-backs
+# Unplanned batches
 
 
 def batch_with(example, name, value):
@@ -841,7 +841,7 @@ def batch_with(example, name, value):
     return batch._replace(features=batch.features | {name: value})
 
 
-def test_a_batch_of_another_shape_goes_into_a_longer_bucket():
+def test_an_unplanned_batch_is_padded_to_a_longer_bucket():
     example = {"x": np.ones(3, np.float32), "label": np.int32(7)}
     specs = small_specs(example)
     steps = jb.compile_steps(
@@ -856,14 +856,14 @@ def test_a_batch_of_another_shape_goes_into_a_longer_bucket():
     assert padded.num_tokens == odd.num_tokens
     assert padded.num_examples == odd.num_examples
     np.testing.assert_array_equal(padded.features["label"], [7, 0, 0, 0])
-    # Said once.
+    # It warns only once.
     steps(small_state(), odd)
     with pytest.raises(ValueError, match="outside the plan"):
         steps(small_state(), small_batch(jb.Bucket(8, 5), example))
     half = {"x": np.ones(3, np.float16), "label": np.int32(7)}
     with pytest.raises(ValueError, match="is float16"):
         steps(small_state(), small_batch(jb.Bucket(3, 5), half))
-    with pytest.raises(ValueError, match="was not there|is missing"):
+    with pytest.raises(ValueError, match="did not exist|is missing"):
         steps(small_state(), small_batch(jb.Bucket(3, 5)))
     wide = {"x": np.ones((3, 2), np.float32), "label": np.int32(7)}
     with pytest.raises(ValueError, match=r"is float32\[3, 5, 2\].*float32\[3, 5\]"):
@@ -881,7 +881,7 @@ LABELS = {
 }
 
 
-def test_a_longer_bucket_is_filled_as_batches_are():
+def test_padding_to_a_longer_bucket_uses_the_pad_value():
     steps = jb.compile_steps(
         slow_to_trace()[0],
         small_state(),
@@ -895,8 +895,8 @@ def test_a_longer_bucket_is_filled_as_batches_are():
     )
     (odd,) = jb.sharding.prefetch_to_mesh([odd], ONE)
     with pytest.warns(RuntimeWarning, match=r"padded to \[4, 8\]"):
-        got = steps.fit(odd)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+        padded = steps.fit(odd)
+    jax.tree.map(np.testing.assert_array_equal, padded, want)
 
 
 @pytest.mark.parametrize(
@@ -908,7 +908,7 @@ def test_a_longer_bucket_is_filled_as_batches_are():
         ("0", "is not a number"),
     ],
 )
-def test_what_cannot_fill_the_sequences_is_refused(pad_value, message):
+def test_invalid_pad_values_are_refused(pad_value, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         jb.compile_steps(
             *(slow_to_trace()[0], small_state(), small_specs(LABELS)),
@@ -919,7 +919,7 @@ def test_what_cannot_fill_the_sequences_is_refused(pad_value, message):
 @pytest.mark.parametrize(
     "mode", ["jit", *(pytest.param(x, marks=exhaustive) for x in ("shard_map", "pmap"))]
 )
-def test_padding_to_a_longer_bucket_changes_no_gradient(mode):
+def test_padding_to_a_longer_bucket_does_not_change_gradients(mode):
     source, plan, mesh = small_setup()
     specs = jb.sharding.batch_specs(plan, source[0], mesh)
     rows = [source[index] for index in range(6)]
@@ -932,11 +932,11 @@ def test_padding_to_a_longer_bucket_changes_no_gradient(mode):
     steps = jb.compile_steps(step, new_state(mesh), specs, unplanned="longer")
     with pytest.warns(RuntimeWarning, match="was padded to"):
         (batch,) = jb.sharding.prefetch_to_mesh([odd], mesh)
-        got, _ = steps(new_state(mesh), batch)
-    np.testing.assert_allclose(got.params["w"], want.params["w"], rtol=1e-6)
+        result, _ = steps(new_state(mesh), batch)
+    np.testing.assert_allclose(result.params["w"], want.params["w"], rtol=1e-6)
 
 
-def test_a_batch_of_another_shape_may_be_compiled_for():
+def test_an_unplanned_batch_may_be_compiled_for():
     step, _ = slow_to_trace()
     steps = jb.compile_steps(step, small_state(), small_specs(), unplanned="jit")
     with jb.compile.count_compiles() as compiles:
@@ -955,9 +955,9 @@ def test_a_batch_of_another_shape_may_be_compiled_for():
     assert compiles["slow"] == 2
 
 
-def test_a_pmap_step_that_is_called_directly_follows_the_settings_of_jax():
+def test_a_pmap_step_called_directly_follows_the_settings_of_jax():
     def loss_fn(params, batch, keys):
-        # Keys of rows are always of threefry.
+        # The keys of rows always use threefry.
         noise = jax.random.uniform(jax.random.key(3))
         return noise * params["w"] * SCALE.value, batch.num_tokens
 
@@ -973,7 +973,7 @@ def test_a_pmap_step_that_is_called_directly_follows_the_settings_of_jax():
     for entered in (SCALE(2), jax.default_prng_impl("rbg")):
         with entered:
             assert loss_of(step) == loss_of(new_step()) != first
-    # What was compiled is still there.
+    # The first program is still cached.
     with jb.compile.count_compiles() as compiles:
         assert loss_of(step) == first
     assert not compiles["train_step"]
@@ -982,7 +982,7 @@ def test_a_pmap_step_that_is_called_directly_follows_the_settings_of_jax():
 # The guard
 
 
-def test_a_step_that_is_called_directly_is_told_what_has_changed():
+def test_the_guard_explains_a_direct_call():
     mesh = jb.data_mesh(jax.devices()[:1])
     source, plan, _ = small_setup(num_devices=1)
     step = jb.make_train_step(TracedLoss(), TX, mesh)
@@ -995,7 +995,7 @@ def test_a_step_that_is_called_directly_is_told_what_has_changed():
         pytest.warns(
             RuntimeWarning,
             match=r"XLA compiled `train_step` again: `batch.features\['x'\]` is "
-            "float16.* It was called directly: call what `compile_steps` returned",
+            "float16.* The step function was called directly",
         ),
         jax.numpy_dtype_promotion("standard"),
     ):
@@ -1004,7 +1004,7 @@ def test_a_step_that_is_called_directly_is_told_what_has_changed():
     (odd,) = jb.sharding.prefetch_to_mesh([odd], mesh)
     with pytest.warns(RuntimeWarning, match=r"shape \[8, 41\] is outside the plan"):
         step(new_state(mesh), odd)
-    # Through the steps nothing is compiled, and nothing said.
+    # The compiled steps compile nothing, and cause no warning.
     steps(new_state(mesh), batch)
 
 
@@ -1023,7 +1023,7 @@ def test_the_guard_may_raise_and_may_be_off():
         del steps
 
 
-def test_another_step_of_the_same_name_is_no_concern_of_the_guard():
+def test_the_guard_ignores_a_different_step_of_the_same_name():
     mesh = jb.data_mesh(jax.devices()[:1])
     source, plan, _ = small_setup(num_devices=1)
     specs = jb.sharding.batch_specs(plan, source[0], mesh)
@@ -1032,12 +1032,12 @@ def test_another_step_of_the_same_name_is_no_concern_of_the_guard():
     other = jb.make_train_step(TracedLoss(), TX, mesh)
     for batch in first_batches(source, plan, mesh).values():
         other(new_state(mesh), batch)
-    # Nor is what is compiled on purpose.
+    # It also ignores compilation ahead of time.
     jb.compile_steps(guarded, new_state(mesh), specs, on_compile="raise")
     assert len(steps) == len(plan)
 
 
-def test_a_guard_goes_with_its_steps():
+def test_a_guard_ends_with_its_steps():
     step, _ = slow_to_trace("forgotten")
     steps = jb.compile_steps(step, small_state(), small_specs(), on_compile="raise")
     del steps
@@ -1082,7 +1082,7 @@ def test_the_report_has_seconds_bytes_and_operations():
         assert f"matmul_step {bucket}" in text.getvalue()
 
 
-def test_operations_are_those_of_all_devices_in_all_modes():
+def test_operations_of_all_devices_are_counted_in_all_modes():
     mesh = jb.data_mesh(jax.devices()[:2])
     plan = jb.BucketPlan.from_shapes([(8, 4)])
     specs = jb.sharding.batch_specs(plan, {"x": np.ones((3, 6), np.float32)}, mesh)
@@ -1090,16 +1090,16 @@ def test_operations_are_those_of_all_devices_in_all_modes():
     def loss(params, batch, keys):
         return (batch.features["x"] @ params["w"]).sum(), batch.num_tokens
 
-    found = {}
+    flops = {}
     for mode in ("jit", "shard_map"):
         tx = optax.sgd(0.1)
         state = jb.create_state({"w": jnp.ones((6, 3))}, tx, mesh)
         step = jb.make_train_step(loss, tx, mesh, mode=mode)
         (program,) = jb.compile_steps(step, state, specs).report.programs
-        found[mode] = program.flops
+        flops[mode] = program.flops
     forward = 2 * 8 * 4 * 6 * 3
-    # And the gradient of the weights.
-    assert found == {"jit": 2 * forward, "shard_map": 2 * forward}
+    # The gradient of the weights doubles the operations.
+    assert flops == {"jit": 2 * forward, "shard_map": 2 * forward}
 
 
 def traced(fn, *args):
@@ -1111,7 +1111,7 @@ PRODUCT = 2 * 4**3
 OPERATIONS = {
     "a product": (lambda x: x @ x, PRODUCT),
     "none": (lambda x: x + x, 0),
-    "a batch of them": (
+    "a batch of products": (
         lambda x: jax.vmap(lambda y: x @ y)(jnp.ones((3, 4, 4))),
         3 * PRODUCT,
     ),
@@ -1130,7 +1130,7 @@ OPERATIONS = {
         lambda x: jax.lax.cond(x.sum() > 0, lambda y: y @ y @ y, lambda y: y, x),
         2 * PRODUCT,
     ),
-    "rematerialised": (
+    "rematerialization": (
         lambda x: jax.grad(lambda y: jax.checkpoint(lambda z: jnp.sin(z @ x))(y).sum())(
             x
         ),
@@ -1193,7 +1193,7 @@ except ValueError as error:
 """
 
 
-def test_the_cache_of_jax_is_turned_on_and_not_replaced(tmp_path):
+def test_xla_cache_turns_the_cache_of_jax_on_without_replacing_it(tmp_path):
     folder = tmp_path / "xla"
     before = {
         name: jax.config.values[name]
@@ -1216,11 +1216,11 @@ def test_the_cache_of_jax_is_turned_on_and_not_replaced(tmp_path):
 
 
 @exhaustive
-def test_the_cache_of_jax_is_filled_and_found(tmp_path):
+def test_xla_cache_is_written_and_read(tmp_path):
     for times in (0, 2):
         run = run_alone(XLA_CACHE, tmp_path / "xla")
         assert run.returncode == 0, run.stderr
         hits, message = run.stdout.splitlines()
         assert int(hits) >= times
-        assert "`xla_cache='another'`: jax's compilation cache is " in message
+        assert "`xla_cache='another'`: jax's compilation cache is already " in message
     assert len(list((tmp_path / "xla").iterdir())) >= 2

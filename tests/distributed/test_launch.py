@@ -1,4 +1,4 @@
-"""The launcher: processes that find one another, and that it leaves none of."""
+"""Tests of the launcher: its processes find each other, and none outlives it."""
 
 import os
 import pathlib
@@ -24,7 +24,7 @@ def launch(code: str, *options: object) -> subprocess.Popen[str]:
 
 
 def pids(run: subprocess.Popen[str], count: int) -> list[int]:
-    """What the first lines of so many processes say."""
+    """Returns the process ids that the first lines of `count` processes contain."""
     assert run.stdout is not None
     lines = [run.stdout.readline() for _ in range(count)]
     return [int(line.split()[1]) for line in lines]
@@ -35,7 +35,7 @@ def is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # What nobody has waited for yet is no longer running either.
+    # A zombie has ended, too.
     state = pathlib.Path(f"/proc/{pid}/stat")
     return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
 
@@ -50,38 +50,38 @@ def assert_all_end(numbers: list[int]) -> None:
 SLEEP = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 
 
-def test_each_process_is_told_which_it_is_and_its_lines_are_told_apart():
+def test_processes_know_their_index_and_their_lines_are_prefixed():
     code = (
         "import os; names = 'COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID'\n"
-        "told = [os.environ[f'JAX_{name}'] for name in names]\n"
-        "print(*told, os.environ['XLA_FLAGS'])"
+        "settings = [os.environ[f'JAX_{name}'] for name in names]\n"
+        "print(*settings, os.environ['XLA_FLAGS'])"
     )
     out, error = launch(code, "-n", 3, "-d", 5).communicate(timeout=60)
     assert error == ""
     addresses = set()
     for index, line in enumerate(sorted(out.splitlines())):
-        found = re.fullmatch(rf"\[{index}\] (127.0.0.1:\d+) 3 {index} .*=5", line)
-        assert found, line
-        addresses.add(found[1])
+        match = re.fullmatch(rf"\[{index}\] (127.0.0.1:\d+) 3 {index} .*=5", line)
+        assert match, line
+        addresses.add(match[1])
     assert len(addresses) == 1
 
 
 @pytest.mark.parametrize(
-    ("ends", "status"),
+    ("action", "status"),
     [
         ("os._exit(0)", 0),
         ("os._exit(7 if i == '1' else 0)", 7),
         ("os.kill(os.getpid(), 9) if i == '1' else 0", 137),
     ],
 )
-def test_the_status_is_that_of_the_first_that_failed(ends, status):
-    code = f"import os; i = os.environ['JAX_PROCESS_ID']; {ends}"
+def test_the_status_is_that_of_the_first_failed_process(action, status):
+    code = f"import os; i = os.environ['JAX_PROCESS_ID']; {action}"
     run = launch(code, "-n", 3)
     run.communicate(timeout=60)
     assert run.returncode == status
 
 
-def test_those_that_outlive_a_failure_are_ended_after_a_grace():
+def test_processes_that_outlive_a_failure_are_killed():
     code = (
         "import os, time\nif os.environ['JAX_PROCESS_ID'] == '1': os._exit(7)\n" + SLEEP
     )
@@ -89,12 +89,12 @@ def test_those_that_outlive_a_failure_are_ended_after_a_grace():
     others = pids(run, 2)
     _, error = run.communicate(timeout=60)
     assert run.returncode == 7
-    assert "0.5 s after one failed, 0, 2 still ran: ended by force" in error
+    assert "0.5 s after a process failed" in error and "are killed: 0, 2." in error
     assert_all_end(others)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_handed_on(number):
+def test_signals_are_forwarded(number):
     run = launch(SLEEP, "-n", 2)
     children = pids(run, 2)
     run.send_signal(number)
@@ -103,8 +103,8 @@ def test_a_signal_is_handed_on(number):
     assert_all_end(children)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a child of its parent")
-def test_none_is_left_where_the_launcher_is_killed():
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has prctl")
+def test_processes_end_if_the_launcher_is_killed():
     run = launch(SLEEP, "-n", 2)
     children = pids(run, 2)
     run.kill()
@@ -112,7 +112,7 @@ def test_none_is_left_where_the_launcher_is_killed():
     assert_all_end(children)
 
 
-def test_where_nobody_reads_any_more_all_are_asked_to_end():
+def test_processes_are_asked_to_end_if_nobody_reads_the_output():
     chatty = "import os; print(os.getpid(), flush=True)\nwhile True: print('x' * 999)"
     run = launch(chatty, "-n", 2)
     children = pids(run, 1)
@@ -123,8 +123,8 @@ def test_where_nobody_reads_any_more_all_are_asked_to_end():
     assert_all_end(children)
 
 
-def test_what_cannot_be_started_is_refused():
+def test_a_program_that_does_not_exist_is_refused():
     command = [sys.executable, str(LAUNCH), "-n", "2", "--", "no-such-program"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 2
-    assert "no-such-program is no program" in run.stderr
+    assert "`no-such-program` is not an executable program" in run.stderr

@@ -1,4 +1,4 @@
-"""How one of several processes is lost, and what the others say of it."""
+"""Tests of real processes that lose one of them, and of the messages of the others."""
 
 import re
 import time
@@ -8,7 +8,7 @@ import pytest
 from jaxbucket.distributed.watchdog import EXIT_STATUS
 
 TIMEOUT = 4.0
-# What the end of all may take beyond the timeout.
+# Seconds that the exit of all processes may take beyond the timeout.
 GRACE = 5.0
 
 START = f"""
@@ -18,7 +18,7 @@ import jax
 import jaxbucket as jb
 
 processes = jb.Processes(timeout={TIMEOUT})
-# Writes when this process ends, which it may not be able to do itself.
+# Writes the time at which this process ends, which it may not be able to do itself.
 subprocess.Popen([sys.executable, "-c", '''
 import os, sys, time
 while os.getppid() == int(sys.argv[1]):
@@ -46,36 +46,36 @@ with processes:
 """
 
 
-def sentence(run, index: int) -> str:
-    """The last words of one process."""
-    words = [x for x in run.lines(index) if x.startswith("jaxbucket: ")]
-    assert words, run.output
-    return words[-1]
+def last_message(run, index: int) -> str:
+    """Returns the last message of one process."""
+    messages = [x for x in run.lines(index) if x.startswith("jaxbucket: ")]
+    assert messages, run.output
+    return messages[-1]
 
 
 FAULTS = {
-    "killed worker": (1, "os.kill(os.getpid(), signal.SIGKILL)", "no sign of life"),
-    "killed coordinator": (0, "os.kill(os.getpid(), signal.SIGKILL)", "be reached"),
+    "killed worker": (1, "os.kill(os.getpid(), signal.SIGKILL)", "no heartbeat"),
+    "killed coordinator": (0, "os.kill(os.getpid(), signal.SIGKILL)", "lost the"),
     "raising worker": (1, "raise KeyError('row 7')", "raised KeyError: 'row 7'"),
 }
 SLOW_FAULTS = {
     "raising coordinator": (0, "raise KeyError('row 7')", "raised KeyError: 'row 7'"),
-    "stopped worker": (1, "os.kill(os.getpid(), signal.SIGSTOP)", "no sign of life"),
+    "stopped worker": (1, "os.kill(os.getpid(), signal.SIGSTOP)", "no heartbeat"),
     "leaving worker": (1, "sys.exit('bad row')", "raised SystemExit: bad row"),
-    "stopped coordinator": (0, "os.kill(os.getpid(), signal.SIGSTOP)", "no sign of"),
-    # It holds Python's lock: of its threads none runs, but the store still answers.
-    "hung coordinator": (0, "ctypes.PyDLL(None).usleep(10**8)", "no sign of life"),
-    "worker that watches no more": (
+    "stopped coordinator": (0, "os.kill(os.getpid(), signal.SIGSTOP)", "no heart"),
+    # Holds Python's lock, so that no Python thread runs, but the store still answers.
+    "hung coordinator": (0, "ctypes.PyDLL(None).usleep(10**8)", "no heartbeat"),
+    "worker with a failing watchdog": (
         1,
         "processes._watchdog._pause = lambda: 1 / 0; time.sleep(100)",
         "raised ZeroDivisionError in its watchdog: division by zero",
     ),
-    "coordinator that watches no more": (
+    "coordinator with a failing watchdog": (
         0,
         "processes._watchdog._pause = lambda: 1 / 0; time.sleep(100)",
         "raised ZeroDivisionError in its watchdog: division by zero",
     ),
-    "hung worker": (1, "ctypes.PyDLL(None).usleep(10**8)", "no sign of life"),
+    "hung worker": (1, "ctypes.PyDLL(None).usleep(10**8)", "no heartbeat"),
 }
 
 
@@ -83,34 +83,34 @@ SLOW_FAULTS = {
     "name",
     [*FAULTS, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in SLOW_FAULTS)],
 )
-def test_all_end_in_time_and_name_whom_they_lost(launch, tmp_path, name):
-    victim, how, why = (FAULTS | SLOW_FAULTS)[name]
+def test_all_processes_exit_in_time_and_name_the_lost_one(launch, tmp_path, name):
+    victim, action, reason = (FAULTS | SLOW_FAULTS)[name]
     fault = f"""
 def fault():
     if processes.index == {victim}:
         open(sys.argv[0] + ".fault", "w").write(f"{{time.time()}} {{os.getpid()}}")
-        {how}
+        {action}
 """
     run = launch(START + fault + LOOP, count=3)
-    began, pid = (tmp_path / "script.py.fault").read_text().split()
+    start, pid = (tmp_path / "script.py.fault").read_text().split()
     for index in {0, 1, 2} - {victim}:
-        # jax may be faster where process 0 is killed: then it aborts, in its own words.
+        # If process 0 is killed, jax may be faster, and aborts with its own message.
         aborted = any("Terminating process because" in x for x in run.lines(index))
         if name != "killed coordinator" or not aborted:
-            words = sentence(run, index)
-            assert f"because process {victim} (" in words and f"pid {pid})" in words
-            assert why in words
+            message = last_message(run, index)
+            assert f" process {victim} (" in message and f"pid {pid})" in message
+            assert reason in message
         path = tmp_path / f"script.py.{index}"
         deadline = time.monotonic() + 5
         while not path.exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert float(path.read_text()) - float(began) < TIMEOUT + GRACE
+        assert float(path.read_text()) - float(start) < TIMEOUT + GRACE
     if "killed" in name:
-        # A launcher sees the one that was lost, or that the others may be restarted.
+        # The status of the lost process, or the one that asks for a restart.
         assert run.status in (EXIT_STATUS, 128 + 9)
     if "hung" in name:
-        # It says where, in time to be ended by nobody.
+        # It prints its stacks before the launcher ends it.
         assert any("most recent call first" in x for x in run.lines(victim)), run.output
     if "raising" in name or "leaving" in name:
         assert any("row" in line for line in run.lines(victim))
@@ -118,7 +118,7 @@ def fault():
 
 
 @pytest.mark.exhaustive
-def test_one_that_hangs_before_its_first_beat_says_where(launch):
+def test_a_hang_before_the_first_heartbeat_prints_the_stacks(launch):
     code = """
 with processes:
     if processes.index == 0:
@@ -126,13 +126,13 @@ with processes:
     processes.gather("never", "")
 """
     run = launch(START + code)
-    assert "because process 0 (" in sentence(run, 1)
+    assert " process 0 (" in last_message(run, 1)
     assert any("most recent call first" in x for x in run.lines(0)), run.output
 
 
 @pytest.mark.exhaustive
-def test_one_that_is_lost_while_they_start_ends_the_others(launch):
-    # In the place of the store, when jax has connected them and nobody watches yet.
+def test_a_loss_during_the_start_ends_the_others(launch):
+    # Between the connection by jax and the start of the watchdogs.
     code = """
 from jaxbucket.distributed import processes as module
 class Store(module.Store):
@@ -151,12 +151,12 @@ with processes:
     run = launch(START + code, count=3, grace=30)
     assert run.status != 0
     assert run.said(1) == []
-    # By jax, which gives it the number alone.
-    assert "ended by force" not in run.output
+    # jax ends them, and reports only the index of the lost process.
+    assert "are killed: " not in run.output
 
 
 UNWRITABLE = {
-    # As on a full disk: what is written, and the folders, which process 0 makes.
+    # As on a full disk: files, and folders, which process 0 creates.
     "files": "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))",
     "folders": "os.mkdir = full",
 }
@@ -164,9 +164,9 @@ UNWRITABLE = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("victim", "how"), [(0, "files"), (1, "files"), (0, "folders")]
+    ("victim", "obstacle"), [(0, "files"), (1, "files"), (0, "folders")]
 )
-def test_one_that_cannot_write_its_checkpoint_ends_all(launch, tmp_path, victim, how):
+def test_a_failed_checkpoint_ends_all_processes(launch, tmp_path, victim, obstacle):
     code = f"""
 import resource
 def full(*args, **kwargs):
@@ -184,20 +184,21 @@ with processes:
         checkpoints.wait()
         say("saved")
         if processes.index == {victim}:
-            {UNWRITABLE[how]}
+            {UNWRITABLE[obstacle]}
         checkpoints.save({{"x": big}}, position(1))
         checkpoints.wait()
 """
     run = launch(START + code, count=2)
     assert run.status != 0
     assert [run.said(0), run.said(1)] == [["saved"]] * 2
-    assert re.search(r"raised .*File too large", sentence(run, 1 - victim)), run.output
-    assert f"process {victim} (" in sentence(run, 1 - victim)
+    message = last_message(run, 1 - victim)
+    assert re.search(r"raised .*File too large", message), run.output
+    assert f"process {victim} (" in message
     assert sorted(x.name for x in (tmp_path / "runs").glob("[0-9]")) == ["0"]
 
 
 @pytest.mark.exhaustive
-def test_a_checkpoint_on_its_way_is_there_at_the_end(launch, tmp_path):
+def test_an_unfinished_checkpoint_is_completed_at_the_end(launch, tmp_path):
     code = f"""
 plan = jb.plan_buckets([4], max_tokens=8)
 dataset = jb.batch_dataset([{{"x": np.arange(4)}}] * 8, jb.BatchSchedule(plan, [4] * 8))
@@ -213,8 +214,8 @@ with processes:
 
 
 @pytest.mark.exhaustive
-def test_a_secondary_error_is_not_blamed_while_the_one_who_judges_is_busy(launch):
-    # Process 0 holds Python's lock when the time of the one that was killed runs out.
+def test_a_secondary_error_is_not_blamed_while_process_0_is_busy(launch):
+    # Process 0 holds Python's lock when the timeout of the killed process ends.
     fault = f"""
 def hold():
     time.sleep({TIMEOUT} - 0.5)
@@ -227,4 +228,4 @@ def fault():
 """
     run = launch(START + fault + LOOP, count=4, grace=3 * TIMEOUT)
     for index in (0, 2, 3):
-        assert "because process 1 (" in sentence(run, index), run.output
+        assert " process 1 (" in last_message(run, index), run.output

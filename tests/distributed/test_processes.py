@@ -1,4 +1,4 @@
-"""Processes: one of them, and real ones that meet, agree and end together."""
+"""Tests of `Processes`: a single process, and real ones that agree and end together."""
 
 import math
 import re
@@ -24,10 +24,10 @@ processes = jb.Processes(timeout={TIMEOUT})
 """
 
 
-# One process
+# A single process
 
 
-def test_alone_there_is_nothing_to_agree_on():
+def test_a_single_process_agrees_with_itself():
     with jb.Processes() as processes:
         assert (processes.index, processes.count) == (0, 1)
         assert processes.gather("x", "mine") == ["mine"]
@@ -35,13 +35,13 @@ def test_alone_there_is_nothing_to_agree_on():
     assert not jax.distributed.is_initialized()
 
 
-def test_one_of_one_starts_no_service():
+def test_one_of_one_process_starts_no_service():
     with jb.Processes("127.0.0.1:1", 1, 0) as processes:
         assert processes.count == 1
     assert not jax.distributed.is_initialized()
 
 
-def test_an_error_passes_through():
+def test_an_error_leaves_the_context():
     with pytest.raises(KeyError, match="mine"), jb.Processes():
         raise KeyError("mine")
 
@@ -55,23 +55,23 @@ def position() -> jb.data.DataPosition:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("host:1", 2, None), "`process_id` is missing, .*set JAX_PROCESS_ID"),
+        (("host:1", 2, None), "`process_id` is missing .*set JAX_PROCESS_ID"),
         ((None, 2, 0), "`coordinator_address` is missing"),
         (("host:1", 2, 2), "`process_id=2` must be from 0 to `num_processes=2` - 1"),
         (("host:1", 0, 0), "`process_id=0` must be from 0 to `num_processes=0` - 1"),
         (("host:1", 2, "x"), "`process_id='x'` is not an integer"),
-        (("host", 2, 0), "`coordinator_address='host'`: make it host:port"),
-        (("host:port", 2, 0), "`coordinator_address='host:port'`: make it host:port"),
-        (("host:0", 2, 0), "`coordinator_address='host:0'`: .* port from 1 to 65535"),
-        (("host:70000", 2, 0), "`coordinator_address='host:70000'`: make it host:port"),
+        (("host", 2, 0), "`coordinator_address='host'` must be host:port"),
+        (("host:port", 2, 0), "`coordinator_address='host:port'` must be host:port"),
+        (("host:0", 2, 0), "`coordinator_address='host:0'` .* port from 1 to 65535"),
+        (("host:70000", 2, 0), "`coordinator_address='host:70000'` must be host:port"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(given, message):
+def test_invalid_settings_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         jb.Processes(*given)
 
 
-def test_settings_of_the_environment_are_checked(monkeypatch):
+def test_settings_from_the_environment_are_checked(monkeypatch):
     monkeypatch.setenv("JAX_NUM_PROCESSES", "3")
     with pytest.raises(ValueError, match="`coordinator_address` is missing"):
         jb.Processes()
@@ -82,7 +82,7 @@ def test_settings_of_the_environment_are_checked(monkeypatch):
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])
-def test_no_time_to_start_is_refused(timeout):
+def test_a_start_timeout_that_is_not_positive_is_refused(timeout):
     with pytest.raises(ValueError, match="`start_timeout=.*` must be positive"):
         jb.Processes(start_timeout=timeout)
 
@@ -96,13 +96,13 @@ def test_a_timeout_that_is_too_short_is_refused(timeout):
 def test_a_port_in_use_is_named():
     with socket.create_server(("", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        message = f"`coordinator_address='{address}'`: its port cannot be listened to"
+        message = f"`coordinator_address='{address}'`: cannot listen on this port"
         with pytest.raises(ValueError, match=message), jb.Processes(address, 2, 0):
             pass
 
 
 @pytest.mark.parametrize("name", ["timeout", "start_timeout"])
-def test_a_timeout_without_end_is_refused(name):
+def test_an_infinite_timeout_is_refused(name):
     arguments: dict[str, Any] = {name: math.inf}
     with pytest.raises(ValueError, match=f"`{name}=inf` must be finite"):
         jb.Processes("127.0.0.1:1", 2, 0, **arguments)
@@ -114,26 +114,26 @@ def errors_in_a_cycle(message: str) -> ValueError:
     return second
 
 
-def test_errors_that_are_each_others_cause_are_looked_at_once():
+def test_errors_that_are_each_others_cause_are_classified():
     first = errors_in_a_cycle("row 7").__cause__
     assert not module._may_be_secondary(first)
     first = errors_in_a_cycle("UNAVAILABLE: closed").__cause__
     assert module._may_be_secondary(first)
 
 
-# One process that takes itself for one of several
+# One process with fake peers
 
 
 class FakeStore:
-    """What process 0 says of its `count`, and nobody to wait for."""
+    """Returns the `count` that process 0 has published, and never waits."""
 
-    index, count, said = 1, 3, "3"
+    index, count, published = 1, 3, "3"
 
     def __init__(self, folder: str):
         pass
 
     def get(self, key: str, timeout: float) -> str:
-        return self.said
+        return self.published
 
     def set(self, key: str, value: str) -> None:
         pass
@@ -141,7 +141,7 @@ class FakeStore:
     def increment(self, key: str) -> int:
         return self.count
 
-    def below(self, folder: str) -> dict[str, str]:
+    def read_folder(self, folder: str) -> dict[str, str]:
         return {str(index): "" for index in range(self.count)}
 
     def delete(self, key: str) -> None:
@@ -168,8 +168,8 @@ class FakeWatchdog:
 
 @pytest.fixture(name="fake")
 def fake_fixture(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """In the place of jax's connection, and of all that ends this process."""
-    fake = types.SimpleNamespace(is_connected=False, ends=[], left=[])
+    """Replaces jax's connection, and everything that would end this process."""
+    fake = types.SimpleNamespace(is_connected=False, exits=[], errors=[])
 
     def connect(*args: Any, **kwargs: Any) -> None:
         fake.is_connected = True
@@ -182,26 +182,26 @@ def fake_fixture(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: fake.is_connected)
     monkeypatch.setattr(module, "Store", FakeStore)
     monkeypatch.setattr(module, "Watchdog", FakeWatchdog)
-    monkeypatch.setattr(module, "exit_now", lambda *args: fake.ends.append(args))
+    monkeypatch.setattr(module, "exit_now", lambda *args: fake.exits.append(args))
     monkeypatch.setattr(
-        jb.Processes, "_fail", lambda *args: fake.left.append(str(args[-1]))
+        jb.Processes, "_fail", lambda *args: fake.errors.append(str(args[-1]))
     )
     monkeypatch.setattr(jb.Processes, "_has_disconnected", False)
     return fake
 
 
-def test_a_second_context_that_would_connect_again_is_refused(fake):
+def test_a_second_context_cannot_connect_again(fake):
     processes = jb.Processes("127.0.0.1:1", 3, 1)
     with processes:
         assert processes.count == 3
     assert not fake.is_connected
     for again in (processes, jb.Processes("127.0.0.1:1", 3, 1)):
-        message = "`Processes` was entered before.* keep one context around all"
+        message = "`Processes` was entered before.* Use one context for the whole"
         with pytest.raises(ValueError, match=message), again:
             pass
 
 
-def test_where_others_have_connected_them_a_second_context_is_none_too_many(fake):
+def test_contexts_can_follow_each_other_if_the_user_has_connected_jax(fake):
     fake.is_connected = True
     for _ in range(2):
         with jb.Processes():
@@ -209,35 +209,35 @@ def test_where_others_have_connected_them_a_second_context_is_none_too_many(fake
     assert fake.is_connected
 
 
-def test_another_count_than_in_process_0_is_refused(fake, monkeypatch):
-    monkeypatch.setattr(FakeStore, "said", "2")
+def test_a_count_that_differs_from_process_0_is_refused(fake, monkeypatch):
+    monkeypatch.setattr(FakeStore, "published", "2")
     message = "`num_processes` is 2 in process 0, 3 in process 1"
     with pytest.raises(ValueError, match=message):
         jb.Processes("127.0.0.1:1", 3, 1).__enter__()
-    (left,) = fake.left
-    assert message in left
+    (error,) = fake.errors
+    assert message in error
 
 
 @pytest.mark.parametrize("text", ["UNAVAILABLE: closed", "row 7"])
-def test_an_error_of_which_another_may_be_the_cause_waits_for_it(fake, capfd, text):
+def test_a_possibly_secondary_error_waits_for_the_primary_one(fake, capfd, text):
     with jb.Processes("127.0.0.1:1", 3, 1, timeout=7) as processes:
         processes.fail(ValueError(text))
     watchdog = processes._watchdog
     assert isinstance(watchdog, FakeWatchdog)
     assert watchdog.failure == f"raised ValueError: {text}"
-    assert fake.ends == [(1, f"process 1 ends because it raised ValueError: {text}")]
-    sentence = (
-        "jaxbucket: process 1 has met what the loss of another one may cause, and "
-        "waits 7 s to hear of one."
+    assert fake.exits == [(1, f"Process 1 is exiting: it raised ValueError: {text}")]
+    message = (
+        "jaxbucket: Process 1 raised an error that the loss of another process may "
+        "have caused. It waits 7 s for a report of that loss."
     )
-    assert (sentence in capfd.readouterr().err) == watchdog.has_waited
+    assert (message in capfd.readouterr().err) == watchdog.has_waited
     assert watchdog.has_waited == text.startswith("UNAVAILABLE")
 
 
-# Several
+# Several processes
 
 
-# What one process has otherwise -> what all of them say.
+# What one process changes -> the message in all of them.
 DIFFERENCES = {
     "if i == 2: seed = 5": "schedule seed is 0 in processes 0 and 1, 5 in process 2",
     "if i == 0: seed = 5": "schedule seed is 0 in processes 1 and 2, 5 in process 0",
@@ -253,21 +253,21 @@ DIFFERENCES = {
         'jax_default_matmul_precision is "highest" in processes 1 and 2, "None" in'
     ),
     "if i: module.__version__ = 'x'": 'jaxbucket is "x" in processes 1 and 2, "0.* in',
-    # The order in which a dict was filled is no difference.
+    # The order of a dict does not matter.
     "extra = {'o': dict([('a', 1), ('b', 2)][::1 - 2 * (i == 1)])}": "agreed",
     "": "agreed",
 }
 TOGETHER = """
 from jaxbucket.distributed import processes as module
 
-def agree(differ):
+def agree(change):
     module.__version__ = jb.__version__
     jax.config.update("jax_default_matmul_precision", None)
     fields = dict(
         i=processes.index, module=module, jax=jax, seed=0, size=12,
         lengths=[3, 1, 2, 4] * 3, extra={"lr": 0.1}, max_tokens=16, start=0, order=1,
     )
-    exec(differ, fields)
+    exec(change, fields)
     lengths = fields["lengths"][:fields["size"]]
     source = [{"x": np.arange(n)} for n in lengths]
     plan = jb.plan_buckets([3, 1, 2, 4], max_tokens=fields["max_tokens"])
@@ -280,42 +280,42 @@ def agree(differ):
     except ValueError as error:
         say(error)
 
-def hear(number, frame):
+def handle(number, frame):
     say("handler")
-signal.signal(signal.SIGTERM, hear)
+signal.signal(signal.SIGTERM, handle)
 
 with processes:
-    for differ in DIFFERENCES:
-        agree(differ)
+    for change in DIFFERENCES:
+        agree(change)
     say(processes.count, processes.gather("x", "abc"[processes.index]))
     say(processes.gather("x", str(processes.index)))
     processes.gather("y", "")
-    say(processes.store.below("x/0/values"))
-    # Each has a folder of its own under the same name.
+    say(processes.store.read_folder("x/0/values"))
+    # Each process has its own folder, under the same relative path.
     try:
         os.mkdir(FOLDER + str(processes.index))
         os.chdir(FOLDER + str(processes.index))
         jb.Checkpoints("runs", processes=processes)
     except ValueError as error:
         say(error)
-    # Busy Python is not lost, three times in a row.
+    # A process in which Python is busy three times in a row is not lost.
     for _ in range(3):
         if processes.index == 1:
             ctypes.PyDLL(None).usleep(int(TIMEOUT / 2 * 1e6))
         processes.gather("turn", "")
-    # Whoever waits for others hears a signal.
+    # A process that waits for others handles signals.
     if processes.index == 1:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             processes.gather("never", "")
         except KeyboardInterrupt:
-            say("heard")
+            say("interrupted")
     processes.gather("go", "")
     time.sleep(LATE if processes.index == 1 else 0)
 signal.raise_signal(signal.SIGTERM)
 if processes.index == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-# From here on each is on its own.
+# After the context, the loss of a process does not end the others.
 time.sleep(REST)
 say("end")
 """
@@ -325,11 +325,11 @@ say("end")
     ("late", "rest"),
     [
         (0, 1),
-        # Longer than others wait in silence, and than jax takes to miss one.
+        # Longer than others wait without a message, and than jax tolerates.
         pytest.param(2.5 * TIMEOUT, 4 * TIMEOUT, marks=pytest.mark.exhaustive),
     ],
 )
-def test_they_agree_and_meet_and_end_together(launch, tmp_path, late, rest):
+def test_processes_agree_gather_values_and_end_together(launch, tmp_path, late, rest):
     code = TOGETHER.replace("DIFFERENCES", repr(list(DIFFERENCES)))
     code = code.replace("TIMEOUT", str(TIMEOUT))
     code = code.replace("FOLDER", repr(str(tmp_path / "folder")))
@@ -341,19 +341,19 @@ def test_they_agree_and_meet_and_end_together(launch, tmp_path, late, rest):
     for line, message in zip(lines[0], DIFFERENCES.values(), strict=False):
         start = "" if message == "agreed" else "The processes do not agree: .*"
         assert re.match(start + message, line), line
-    met = ["3 ['a', 'b', 'c']", "['0', '1', '2']", "{}"]
-    assert [x[count : count + 3] for x in lines] == [met] * 3, run.output
+    gathered = ["3 ['a', 'b', 'c']", "['0', '1', '2']", "{}"]
+    assert [x[count : count + 3] for x in lines] == [gathered] * 3, run.output
     for line in (x.pop(count + 3) for x in lines):
         assert "what process 0 writes there, processes 1 and 2 cannot see" in line
-    assert lines[1][count + 3 :] == ["heard", "handler"]
+    assert lines[1][count + 3 :] == ["interrupted", "handler"]
     for index in (0, 2):
         assert lines[index][count + 3 :] == ["handler", "end"], run.output
-        waited = f"has waited {2 * TIMEOUT:g} s at 'end' for process 1."
-        assert (waited in run.output) == (late > 0)
+        hint = f"has waited {2 * TIMEOUT:g} s at 'end' for process 1."
+        assert (hint in run.output) == (late > 0)
 
 
 @pytest.mark.exhaustive
-def test_those_who_do_not_agree_end_each_with_the_sentence(launch):
+def test_every_process_raises_if_they_do_not_agree(launch):
     code = """
 plan = jb.plan_buckets([1], max_tokens=1)
 position = jb.batch_dataset([{"x": [1]}], jb.BatchSchedule(plan, [1])).position(0)
@@ -368,8 +368,8 @@ with processes:
 
 
 @pytest.mark.exhaustive
-def test_those_who_expect_other_numbers_are_told_so(launch):
-    # jax itself lets them in.
+def test_different_numbers_of_processes_are_refused(launch):
+    # jax itself accepts them.
     code = """
 import os
 import jaxbucket as jb
@@ -392,7 +392,7 @@ jax.distributed.initialize(
     int(os.environ["JAX_PROCESS_ID"]),
 )
 import jaxbucket as jb
-# Connected by somebody else, they stay so from one context to the next.
+# Processes that the user has connected stay connected after a context.
 for _ in range(2):
     with jb.Processes(timeout=4) as processes:
         say(processes.index, processes.gather("x", ""))
@@ -400,7 +400,7 @@ for _ in range(2):
 
 
 @pytest.mark.exhaustive
-def test_who_has_connected_them_needs_no_settings(launch):
+def test_processes_that_are_connected_already_need_no_settings(launch):
     run = launch(CONNECTED, count=2)
     assert run.status == 0, run.output
     assert [run.said(i) for i in range(2)] == [[f"{i} ['', '']"] * 2 for i in range(2)]

@@ -1,4 +1,4 @@
-"""A request to stop, in one process and in several."""
+"""Tests of `StopRequest`, in one process and in several."""
 
 import re
 import signal
@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_it_stops_before_the_next_step(number):
+def test_a_signal_stops_before_the_next_step(number):
     steps = []
     with jb.StopRequest(jb.Processes()) as stop:
         assert stop.signal is None
@@ -29,7 +29,7 @@ def test_it_stops_before_the_next_step(number):
     assert stop.signal == number
 
 
-def test_handlers_are_again_what_they_were():
+def test_signal_handlers_are_restored():
     before = [signal.getsignal(number) for number in SIGNALS]
     with jb.StopRequest(jb.Processes()):
         assert all(
@@ -42,7 +42,7 @@ def test_handlers_are_again_what_they_were():
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_a_second_signal_ends_the_process_at_once():
+def test_a_second_signal_ends_the_process_immediately():
     code = (
         "import os, signal, jaxbucket as jb\n"
         "with jb.StopRequest(jb.Processes()) as stop:\n"
@@ -59,24 +59,24 @@ def test_a_second_signal_ends_the_process_at_once():
 
 
 @pytest.mark.parametrize("step", [2, 4, 5])
-def test_a_step_that_is_left_out_is_refused(step):
+def test_a_skipped_or_repeated_step_is_refused(step):
     with jb.StopRequest(jb.Processes()) as stop:
         assert not stop.before(3) and not stop.before(4)
         if step == 5:
             assert not stop.before(step)
         else:
-            with pytest.raises(ValueError, match=f"`step={step}` comes after 4: ask"):
+            with pytest.raises(ValueError, match=f"`step={step}` follows step 4"):
                 stop.before(step)
 
 
-def test_without_the_service_several_processes_are_refused():
+def test_several_processes_need_the_preemption_service():
     several = cast(Any, types.SimpleNamespace(count=2))
-    message = "leave `jax_enable_preemption_service` on"
+    message = "Set `jax_enable_preemption_service` to True"
     with pytest.raises(ValueError, match=message), jb.StopRequest(several):
         pass
 
 
-# They begin at the step of a resumed run, and are up to two steps apart.
+# The loops start at the step of a resumed run, and are up to two steps apart.
 LOOP = """
 import os, random, signal, time
 import numpy as np
@@ -84,8 +84,8 @@ import jax
 import jaxbucket as jb
 
 FIRST, LAST = 500, {last}
-def ask():
-    if processes.index == {asked}:
+def send_signal():
+    if processes.index == {target}:
         os.kill(os.getpid(), signal.{name})
 with jb.Processes(timeout=4) as processes:
     mesh = jb.data_mesh()
@@ -103,19 +103,19 @@ with jb.Processes(timeout=4) as processes:
                 assert float(total) == 4 * mesh.size
             time.sleep(0.003)
             if step == FIRST + 60:
-                ask()
+                send_signal()
     say(step, stop.signal and stop.signal.name)
-    # Whoever was asked to stop begins no other loop.
+    # The request also stops a later loop.
     with jb.StopRequest(processes) as stop:
         say(stop.before(7))
 say("end")
 """
 
 
-def stopped(launch, name: str, asked: int, **options) -> int:
-    """The step before which all of three processes have stopped."""
+def stopping_step(launch, name: str, target: int, **options) -> int:
+    """Returns the step before which all of three processes have stopped."""
     code = LOOP.format(
-        **{"name": name, "asked": asked, "last": 10**6, "early": ""} | options
+        **{"name": name, "target": target, "last": 10**6, "early": ""} | options
     )
     run = launch(code, count=3, devices=2)
     assert run.status == 0, run.output
@@ -126,36 +126,36 @@ def stopped(launch, name: str, asked: int, **options) -> int:
     return int(first[0].split()[0])
 
 
-@pytest.mark.parametrize(("name", "asked"), [("SIGTERM", 0), ("SIGINT", 2)])
-def test_all_stop_before_the_same_step(launch, name, asked):
-    assert stopped(launch, name, asked) > 560
+@pytest.mark.parametrize(("name", "target"), [("SIGTERM", 0), ("SIGINT", 2)])
+def test_all_processes_stop_before_the_same_step(launch, name, target):
+    assert stopping_step(launch, name, target) > 560
 
 
 @pytest.mark.exhaustive
-def test_a_request_before_the_first_step_is_heard_at_it(launch):
-    # jax looks for SIGTERM once a second.
-    early = "ask(); time.sleep(3)"
-    assert stopped(launch, "SIGTERM", 1, early=early) == 500
+def test_a_request_before_the_first_step_stops_before_it(launch):
+    # jax checks for SIGTERM once a second.
+    early = "send_signal(); time.sleep(3)"
+    assert stopping_step(launch, "SIGTERM", 1, early=early) == 500
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(6))
-def test_a_request_about_the_first_step_is_heard(launch, seed):
+def test_a_request_around_the_first_step_is_not_lost(launch, seed):
     early = (
         f"time.sleep(random.Random({seed}).uniform(0, 0.6)) "
-        "if processes.index != {asked} else ask()"
-    ).replace("{asked}", "1")
-    step = stopped(launch, "SIGTERM", 1, early=early)
+        "if processes.index != 1 else send_signal()"
+    )
+    step = stopping_step(launch, "SIGTERM", 1, early=early)
     assert 500 <= step < 10**5
 
 
 @pytest.mark.exhaustive
-def test_a_request_with_the_last_step_is_known_to_all(launch):
-    assert stopped(launch, "SIGINT", 1, last=561) == 560
+def test_a_request_in_the_last_step_is_known_to_all_processes(launch):
+    assert stopping_step(launch, "SIGINT", 1, last=561) == 560
 
 
 @pytest.mark.exhaustive
-def test_without_the_preemption_service_it_is_refused(launch):
+def test_real_processes_need_the_preemption_service(launch):
     code = """
 import jax
 import jaxbucket as jb
@@ -169,4 +169,4 @@ with jb.Processes(timeout=4) as processes:
 """
     run = launch(code)
     for index in range(2):
-        assert "leave `jax_enable_preemption_service` on" in run.said(index)[0]
+        assert "Set `jax_enable_preemption_service` to True" in run.said(index)[0]

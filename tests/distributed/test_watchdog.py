@@ -1,4 +1,4 @@
-"""The thread that watches, in one process: its store is a dict."""
+"""Tests of the watchdog thread in one process, with a fake store."""
 
 import faulthandler
 import json
@@ -23,7 +23,7 @@ MANY = 1100
 
 
 class FakeStore:
-    """Of process 1, where process 0 is well, or of process 0, where 1 is."""
+    """The store of process 0 or 1, in which the other process is alive."""
 
     count = 2
 
@@ -32,7 +32,7 @@ class FakeStore:
         self.beats: list[list[Any]] = []
         self.error: Exception | None = None
         self.resolved_by = ""
-        self.ends: list[socket.socket] = []
+        self.sockets: list[socket.socket] = []
 
     def get(self, key: str, timeout: float) -> str:
         time.sleep(0.01)
@@ -40,7 +40,7 @@ class FakeStore:
             raise self.error
         return json.dumps([time.monotonic_ns(), "host, pid 7", ""])
 
-    def below(self, folder: str) -> dict[str, str]:
+    def read_folder(self, folder: str) -> dict[str, str]:
         return {"1": self.get("beats/1", 0.0)}
 
     def set(self, key: str, value: str) -> None:
@@ -51,25 +51,25 @@ class FakeStore:
         self.resolved_by = threading.current_thread().name
 
     def connect(self, timeout: float) -> socket.socket:
-        own, other = socket.socketpair()
-        self.ends += [own, other]
-        return own
+        client, server = socket.socketpair()
+        self.sockets += [client, server]
+        return client
 
 
-@pytest.fixture(name="ends")
-def ends_fixture(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What would have ended this process."""
-    ends: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(module, "exit_now", lambda *args: ends.append(args))
-    return ends
+@pytest.fixture(name="exits")
+def exits_fixture(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The arguments of the calls that would have ended this process."""
+    exits: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module, "exit_now", lambda *args: exits.append(args))
+    return exits
 
 
 @pytest.fixture(name="many_files")
 def many_files_fixture() -> Iterator[None]:
-    """So many open files that the next one is beyond what `select` can take."""
+    """Opens more files than `select.select` accepts."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= limits[1] < 2 * MANY:
-        pytest.skip(f"no more than {limits[1]} files can be open")
+        pytest.skip(f"only {limits[1]} files can be open")
     if 0 <= limits[0] < 2 * MANY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (2 * MANY, limits[1]))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(MANY)]
@@ -90,57 +90,57 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_it_beats_and_sees_the_end_of_process_0_beyond_1024_files(many_files, ends):
+def test_the_end_of_process_0_is_noticed_with_many_open_files(many_files, exits):
     store = FakeStore()
     watchdog = watch(store)
     watchdog.start()
     wait_until(lambda: len(store.beats) > 3)
-    assert not ends
-    own, other = store.ends
-    assert own.fileno() >= 1024
-    other.close()
-    wait_until(lambda: ends)
-    ((status, sentence),) = ends
+    assert not exits
+    client, server = store.sockets
+    assert client.fileno() >= 1024
+    server.close()
+    wait_until(lambda: exits)
+    ((status, message),) = exits
     assert status == module.EXIT_STATUS
-    assert "process 0 (host, pid 7) cannot be reached any more" in sentence
+    assert "lost the connection to process 0 (host, pid 7)" in message
     watchdog.stop()
 
 
-def test_a_connection_is_renewed(monkeypatch, ends):
+def test_the_connection_is_renewed(monkeypatch, exits):
     monkeypatch.setattr(module, "_SECONDS_TO_RENEW", 0.3)
     store = FakeStore()
     watchdog = watch(store)
     watchdog.start()
-    wait_until(lambda: len(store.ends) >= 6)
+    wait_until(lambda: len(store.sockets) >= 6)
     watchdog.stop()
-    assert not ends
-    assert all(own.fileno() == -1 for own in store.ends[::2])
-    for other in store.ends[1::2]:
-        other.close()
+    assert not exits
+    assert all(client.fileno() == -1 for client in store.sockets[::2])
+    for server in store.sockets[1::2]:
+        server.close()
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_an_error_of_its_own_is_said_and_not_taken_for_silence(index, ends, capsys):
+def test_an_error_of_the_watchdog_itself_is_reported(index, exits, capsys):
     store = FakeStore(index)
     watchdog = watch(store)
     watchdog.start()
     wait_until(lambda: store.beats)
     store.error = KeyError("odd")
-    wait_until(lambda: ends)
+    wait_until(lambda: exits)
     watchdog.stop()
-    for other in store.ends:
-        other.close()
+    for connection in store.sockets:
+        connection.close()
     reason = "raised KeyError in its watchdog: 'odd'"
     assert store.beats[-1][1:] == [
         "host, pid 8",
         f"process {index} (host, pid 8) {reason}",
     ]
-    assert ends == [(1, f"process {index} ends because it {reason}")]
+    assert exits == [(1, f"Process {index} is exiting: it {reason}")]
     assert "KeyError: 'odd'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("was_enabled", [False, True])
-def test_a_faulthandler_that_was_enabled_stays_as_it_was(monkeypatch, was_enabled):
+def test_a_faulthandler_that_was_enabled_stays_enabled(monkeypatch, was_enabled):
     calls = []
     monkeypatch.setattr(faulthandler, "is_enabled", lambda: was_enabled)
     monkeypatch.setattr(faulthandler, "enable", lambda: calls.append("enable"))
@@ -153,13 +153,13 @@ def test_a_faulthandler_that_was_enabled_stays_as_it_was(monkeypatch, was_enable
     assert calls == ([] if was_enabled else ["enable", "disable"])
 
 
-def test_the_thread_asks_no_name_server():
+def test_the_thread_does_not_use_a_name_server():
     store = FakeStore()
     watchdog = watch(store)
     watchdog.start()
-    wait_until(lambda: store.ends)
+    wait_until(lambda: store.sockets)
     watchdog.stop()
-    store.ends[1].close()
+    store.sockets[1].close()
     assert store.resolved_by == threading.current_thread().name
 
 
@@ -176,10 +176,10 @@ def test_the_name_of_process_0_is_looked_up_once(monkeypatch):
         assert store.connect(1.0) is None
         store.resolve()
 
-        def ask(*args: Any, **kwargs: Any) -> None:
-            pytest.fail("asked a name server")
+        def look_up(*args: Any, **kwargs: Any) -> None:
+            pytest.fail("used a name server")
 
-        monkeypatch.setattr(socket, "getaddrinfo", ask)
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
         for _ in range(2):
             connection = store.connect(1.0)
             assert connection is not None
@@ -188,15 +188,15 @@ def test_the_name_of_process_0_is_looked_up_once(monkeypatch):
     assert store.connect(1.0) is None
 
 
-def test_a_name_that_nobody_knows_is_no_error(monkeypatch):
-    def ask(*args: Any, **kwargs: Any) -> None:
+def test_an_unknown_name_is_not_an_error(monkeypatch):
+    def look_up(*args: Any, **kwargs: Any) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "unknown")
 
     state = types.SimpleNamespace(
         client=object(), process_id=1, num_processes=2, coordinator_address="x:1"
     )
     monkeypatch.setattr(store_module.distributed, "global_state", state)
-    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
     store = Store("folder")
     store.resolve()
     assert store.connect(1.0) is None
