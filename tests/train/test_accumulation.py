@@ -515,7 +515,7 @@ def test_a_micro_batch_outside_the_plan_is_refused_before_the_state_is_gone():
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_sharded_state_under_pmap_is_refused(accumulate):
-    with pytest.raises(ValueError, match="under `mode='pmap'` every device holds"):
+    with pytest.raises(ValueError, match="is not supported by `mode='pmap'`"):
         jb.make_train_step(
             by_tokens,
             optax.sgd(1),

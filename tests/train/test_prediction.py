@@ -1,6 +1,7 @@
 """Outputs of every example, against the model called on that example alone."""
 
 import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -144,8 +145,12 @@ def test_sequences_that_are_no_outputs_are_refused():
     step, state = jb.make_predict_step(predict_fn, mesh), make_state(mesh)
     batches = jb.MeshLoader(source, schedule, mesh)
     for names in (["logits"], "logits", ["running", "total"]):
-        with pytest.raises(ValueError, match=r"\[B, T, ...\] are \['running'\]"):
+        with pytest.raises(ValueError, match=r"Choose from \['running'\]"):
             jb.predict(step, state, batches, sequences=names)
+
+
+def test_type_hints_of_predict_can_be_resolved():
+    assert typing.get_type_hints(jb.predict)["batches"] is jb.MeshLoader
 
 
 def index_of(params, batch):
@@ -225,7 +230,7 @@ def test_what_knows_of_no_schedule_is_refused():
     source, _, schedule = named_job([3] * 40)
     batches = jb.MeshLoader(source, schedule, ONE)
     for other in (list(batches), iter(batches), batches.dataset, batches.dataset[1:]):
-        message = f"`batches` is a {type(other).__name__}: give a `MeshLoader"
+        message = rf"`batches` is a {type(other).__name__}\. Pass a `MeshLoader"
         with pytest.raises(ValueError, match=message):
             predicted(other)
 
@@ -273,9 +278,15 @@ def test_steps_that_do_something_else_are_refused():
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        (lambda p, b: b.features["values"], "returned .*: make it a dict of arrays"),
-        (lambda p, b: {"x": jnp.float32(3)}, r"'x' of shape \[\]: its first axis"),
-        (lambda p, b: {"x": b.features["values"].T}, "'x' of shape .*: its first axis"),
+        (
+            lambda p, b: b.features["values"],
+            "type .* Return a dict of",
+        ),
+        (lambda p, b: {"x": jnp.float32(3)}, r"'x' with shape \[\]. Its first axis"),
+        (
+            lambda p, b: {"x": b.features["values"].T},
+            "'x' with shape .* Its first axis",
+        ),
     ],
 )
 def test_outputs_that_have_no_rows_are_refused(outputs, message):

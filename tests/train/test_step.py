@@ -1312,7 +1312,7 @@ def replicated_run():
 def test_pmap_refuses_a_sharded_state():
     mesh = jb.data_mesh()
     sharding = NamedSharding(mesh, PartitionSpec("data"))
-    with pytest.raises(ValueError, match="under `mode='pmap'` every device holds the"):
+    with pytest.raises(ValueError, match="is not supported by `mode='pmap'`"):
         jb.make_train_step(
             loss_fn, optax.sgd(0.1), mesh, mode="pmap", state_sharding=sharding
         )
@@ -1463,7 +1463,7 @@ def test_a_mesh_with_explicit_axes_is_named_where_the_loss_cannot_take_it(mode):
 
 
 def test_what_is_no_model_is_refused():
-    message = "`model` is a Dense: pass an NNX module, or parameters"
+    message = "`model` is a Dense. Pass an NNX module, or parameters"
     with pytest.raises(ValueError, match=message):
         jb.create_state(linen.Dense(3), optax.sgd(0.1))
 
@@ -1523,78 +1523,78 @@ def test_an_axis_the_mesh_lacks_is_refused(mode):
 BROKEN = {
     "no-tuple": (
         lambda total, weight: total,
-        r"returned one array: return \(loss_sum, weight\) or .* not means",
+        r"returned a single array\. Return \(loss_sum, weight\) or .* not means",
     ),
     "list": (
         lambda total, weight: [total, weight],
-        r"returned list: return \(loss_sum, weight\)",
+        r"returned a value of type list\. Return \(loss_sum, weight\)",
     ),
     "nothing": (
         lambda total, weight: None,
-        r"returned NoneType: return \(loss_sum, weight\)",
+        r"returned a value of type NoneType\. Return \(loss_sum, weight\)",
     ),
     "too-short": (
         lambda total, weight: (total,),
-        r"returned a tuple of 1: return \(loss_sum, weight\)",
+        r"returned a tuple of length 1\. Return \(loss_sum, weight\)",
     ),
     "too-long": (
         lambda total, weight: (total, weight, {}, 1),
-        r"returned a tuple of 4: return \(loss_sum, weight\)",
+        r"returned a tuple of length 4\. Return \(loss_sum, weight\)",
     ),
     "integer-loss": (
         lambda total, weight: (weight, weight),
-        r"returned 'loss_sum' as int32: make it a float",
+        r"returned 'loss_sum' as int32\. Return a float",
     ),
     "loss-by-row": (
         lambda total, weight: (total * jnp.ones(3), weight),
-        r"returned 'loss_sum' of shape \[3\]: sum it to a scalar",
+        r"returned 'loss_sum' with shape \[3\]\. Sum it to a scalar",
     ),
     "weight-by-row": (
         lambda total, weight: (total, jnp.ones((2, 1))),
-        r"returned 'weight' of shape \[2, 1\]: sum it to a scalar",
+        r"returned 'weight' with shape \[2, 1\]\. Sum it to a scalar",
     ),
     "sum-by-row": (
         lambda total, weight: (total, weight, {"correct": jnp.ones(4)}),
-        r"returned 'correct' of shape \[4\]: sum it to a scalar",
+        r"returned 'correct' with shape \[4\]\. Sum it to a scalar",
     ),
     "constant-loss": (
         lambda total, weight: (1.5, weight),
-        r"returned 'loss_sum' as float: return a scalar jax.Array",
+        r"returned 'loss_sum' as float\. Return a scalar jax.Array",
     ),
     "constant-weight": (
         lambda total, weight: (total, 8),
-        r"returned 'weight' as int: return a scalar jax.Array, a sum over the batch",
+        r"returned 'weight' as int\. Return a scalar jax.Array, a sum over the batch",
     ),
     "no-weight": (
         lambda total, weight: (total, None),
-        r"returned 'weight' as NoneType: return a scalar jax.Array",
+        r"returned 'weight' as NoneType\. Return a scalar jax.Array",
     ),
     "constant-sum": (
         lambda total, weight: (total, weight, {"rows": np.float32(2)}),
-        r"returned 'rows' as float32: return a scalar jax.Array",
+        r"returned 'rows' as float32\. Return a scalar jax.Array",
     ),
     "nested-sum": (
         lambda total, weight: (total, weight, {"tasks": {"a": weight}}),
-        r"returned 'tasks' as dict: return a scalar jax.Array",
+        r"returned 'tasks' as dict\. Return a scalar jax.Array",
     ),
     "sums-list": (
         lambda total, weight: (total, weight, [weight]),
-        r"returned `sums` as list: make it a dict",
+        r"returned `sums` as list\. Return a dict",
     ),
     "mean-twice": (
         lambda total, weight: (total, weight, {"loss": total}),
-        r"\['loss'\] in `sums` are names of the step's own metrics. Rename",
+        r"\['loss'\], which are reserved for the metrics of the step. Rename",
     ),
     "name-twice": (
         lambda total, weight: (total, weight, {"weight": weight, "mine": weight}),
-        r"\['weight'\] in `sums` are names of the step's own metrics. Rename",
+        r"\['weight'\], which are reserved for the metrics of the step. Rename",
     ),
     "names-twice": (
         lambda total, weight: (
             *(total, weight),
             dict.fromkeys(("num_tokens", "num_examples", "loss_sum"), weight),
         ),
-        r"\['loss_sum', 'num_examples', 'num_tokens'\] in `sums` .* Rename",
+        r"\['loss_sum', 'num_examples', 'num_tokens'\], which are .* Rename",
     ),
 }
 
@@ -1739,6 +1739,21 @@ def test_accumulate_is_a_bool(accumulate):
         jb.make_train_step(None, optax.sgd(0.1), mesh, accumulate=accumulate)
 
 
-def test_a_state_is_put_on_a_mesh_alone():
+@pytest.mark.parametrize("mode", MODES)
+def test_micro_batches_need_accumulate(mode):
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    tx, mesh = optax.sgd(0.1), four_devices()
+    step = jb.make_train_step(loss_fn, tx, mesh, mode=mode)
+    state = jb.create_state(make_params(), tx, mesh)
+    (micro_batches,) = jb.sharding.prefetch_to_mesh([(batch, batch)], mesh)
+    for kind in (tuple, list):
+        message = f"`batch` is a {kind.__name__}, .* Pass `accumulate=True` to `make_"
+        with pytest.raises(TypeError, match=message):
+            step(state, kind(micro_batches))
+    state, _ = step(state, micro_batches[0])
+    assert state.step == 1
+
+
+def test_create_state_refuses_a_mesh_that_is_not_one():
     with pytest.raises(ValueError, match="`mesh` is a str: make one by `data_mesh"):
         jb.create_state({"w": jnp.ones(2)}, optax.sgd(0.1), "mesh")
