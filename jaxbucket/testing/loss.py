@@ -20,7 +20,7 @@ from jaxbucket.testing.variants import (
     with_other_padding,
     without_neighbours,
 )
-from jaxbucket.train.global_rows import MappedRows, rows_at_hand
+from jaxbucket.train.global_rows import MappedRows, rows_context
 from jaxbucket.train.gradients import gradient_sums
 from jaxbucket.train.loss import row_keys
 from jaxbucket.train.state import create_state
@@ -178,7 +178,7 @@ class _Results:
         gradients = gradient_sums(loss_fn)
 
         def of_half(state: Any, batch: Batch, keys: Any) -> Any:
-            with rows_at_hand(_HALVES):
+            with rows_context(_HALVES):
                 return gradients(state, batch, keys)
 
         mapped = jax.vmap(of_half, in_axes=(None, 0, 0), axis_name=_HALVES.axes[0])

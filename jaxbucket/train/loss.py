@@ -38,7 +38,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice
 from jaxbucket.sharding import Axes, axis_names
-from jaxbucket.train.global_rows import MappedRows, WholeBatch, rows_at_hand
+from jaxbucket.train.global_rows import MappedRows, WholeBatch, rows_context
 from jaxbucket.train.pmap import Rows as PmapRows
 
 LossFn: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple]
@@ -76,7 +76,7 @@ def over_batch(
         rows = PmapRows.of(mesh, axes)
 
     def on_rows(state: Any, batch: Batch, micro_batch: Any = 0) -> Any:
-        with rows_at_hand(rows):
+        with rows_context(rows):
             keys = None
             if seed is not None:
                 num_rows = batch.bucket.batch_size

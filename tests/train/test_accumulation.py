@@ -397,9 +397,9 @@ OTHER = jb.data.collate_rows(make_examples(4), jb.Bucket(8, 25))
 @pytest.mark.parametrize(
     ("micro_batches", "message"),
     [
-        ((), "`micro_batches` is empty: give a tuple of `jaxbucket.Batch`"),
-        (BATCH, "`micro_batches` is a Batch: give a tuple"),
-        (None, "`micro_batches` is a NoneType: give a tuple"),
+        ((), "`micro_batches` is empty. Pass a tuple of `jaxbucket.Batch`"),
+        (BATCH, "`micro_batches` is a Batch. Pass a tuple"),
+        (None, "`micro_batches` is a NoneType. Pass a tuple"),
     ],
 )
 def test_what_are_no_micro_batches_is_refused(micro_batches, message, compiled):
@@ -418,7 +418,7 @@ def test_what_are_no_micro_batches_is_refused(micro_batches, message, compiled):
         ),
         (
             lambda: on(jb.data_mesh(jax.devices()[2:4]), [BATCH])[0],
-            "`micro_batches[1]` is on 2 devices that are not the 2 of the step.",
+            "`micro_batches[1]` is on 2 devices, which differ from the 2 devices",
         ),
     ],
 )

@@ -248,14 +248,14 @@ def calibrate(step=lambda s, b: (s, b.num_tokens), shapes=SHAPES, **options):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: calibrate(shapes=[]), "`shapes` is empty: pass those of `calib"),
+        (lambda: calibrate(shapes=[]), "`shapes` is empty. Pass at least one"),
         (
             lambda: calibrate(shapes=[(4, 8)]),
-            "`shapes` holds (4, 8): make it a `Bucket(batch_size, seq_len)`.",
+            "`shapes` contains (4, 8). Pass `Bucket(batch_size, seq_len)`.",
         ),
         (
             lambda: calibrate(shapes=[SHAPES[0], SHAPES[0]]),
-            "`shapes` holds [16, 8] twice: name each shape once.",
+            "`shapes` contains [16, 8] more than once. Remove",
         ),
         (lambda: calibrate(repeats=0), "`repeats=0` must be a positive integer"),
         (
@@ -264,16 +264,16 @@ def calibrate(step=lambda s, b: (s, b.num_tokens), shapes=SHAPES, **options):
         ),
         (
             lambda: calibrate(example={"tokens": np.zeros(0, np.int32)}),
-            "`example` has an empty 'tokens': give one that has something",
+            "`example` has an empty 'tokens'. Pass an example",
         ),
         (lambda: calibrate(example={"label": 3}), "has no sequence"),
         (
             lambda: calibrate(step=lambda s, b: s),
-            "returned a ArrayImpl: let it return (state, metrics).",
+            "returned a value of type ArrayImpl. Return (state, metrics).",
         ),
         (
             lambda: calibrate(step=lambda s, b: (s, {})),
-            "`step_fn` returned no metrics: let it return (state, metrics) with one",
+            "`step_fn` returned no metrics, so that its end cannot be observed.",
         ),
     ],
 )

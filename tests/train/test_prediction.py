@@ -362,4 +362,4 @@ def test_every_process_has_all_outputs_in_order(launch):
     assert len(refused) == 3
     *found, last = (line for line in said if line not in refused)
     assert len(found) == 3
-    assert re.match(r"`mode='pmap'` needs .* those of processes \[0, 1, 0, 1\]", last)
+    assert re.match(r"`mode='pmap'` needs .* belong to processes \[0, 1, 0, 1\]", last)

@@ -1016,7 +1016,7 @@ def test_sums_that_half_precision_may_not_hold_are_warned_of(of_loss, of_weight,
 def test_a_parameter_without_a_gradient_is_named():
     params = make_params() | {"step": np.int32(3)}
     batch = jb.data.collate_rows(make_examples([3]), jb.Bucket(1, 4))
-    with pytest.raises(ValueError, match=r"parameter \['step'\] is of int32, which"):
+    with pytest.raises(ValueError, match=r"parameter \['step'\] of dtype int32, which"):
         run_batch(batch, jb.data_mesh(jax.devices()[:1]), params=params)
 
 
