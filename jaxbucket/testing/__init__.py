@@ -1,7 +1,7 @@
-"""The guarantees of the README as checks: of any loader, and of any loss.
+"""The guarantees of the README as checks of any loader and of any loss.
 
-`check_batches` (`batches`) needs numpy alone. `check_loss` (`loss`) compares what a
-loss gives for a batch with what it gives for that batch in other forms (`variants`).
+`check_batches` (in `batches`) only needs numpy. `check_loss` (in `loss`) compares the
+results of a loss for a batch with its results for variants of that batch (`variants`).
 """
 
 from etils import epy as _epy

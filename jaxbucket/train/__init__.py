@@ -1,10 +1,11 @@
 """The parts of a training loop: batches on a mesh, steps, predictions, checkpoints.
 
-`loader` gives the batches, and `state` what a step changes. A loss (`loss`) returns
-sums over the rows that it is given, and gets those of other devices by `global_rows`;
-`step` and `accumulation` make train and evaluation steps of it, by jit, shard_map or
-`pmap`, of `gradients` and an `update`. `prediction` gives outputs in the order of the
-source, and `checkpoint` saves a state with its position in the data.
+`loader` yields the batches, and `state` defines the training state. `loss` describes
+the contract of losses, which return sums over rows and reach the rows of other devices
+through `global_rows`. `step` and `accumulation` build train and evaluation steps from a
+loss, for jit, shard_map or `pmap`; a train step combines `gradients` and an `update`.
+`prediction` returns outputs in the order of the source, `checkpoint` saves a state with
+its position in the data, and `calibration` measures step times.
 """
 
 from etils import epy as _epy

@@ -1,10 +1,11 @@
-"""Train steps of several micro-batches, of the same bucket or of different ones.
+"""Train steps of several micro-batches, of the same bucket or of different buckets.
 
-A step of G micro-batches would need an executable for every sequence of G buckets. It
-is taken in phases instead: `add`, of which each bucket has an executable, adds up what
-a micro-batch gives; `begin` and `update`, of which there is one, make zeros, and divide
-once by the weight of all micro-batches. So the gradient is that of the mean over all
-their tokens, and the optimizer, which clips it perhaps, sees nothing else.
+A single executable for a step of G micro-batches would have to be compiled for every
+sequence of G buckets. The step therefore runs in phases. `begin` creates zeros, `add`
+adds the gradients and sums of one micro-batch, and `update` divides by the weight of
+all micro-batches and runs the optimizer. `add` is compiled once per bucket, the others
+only once. The optimizer sees the gradient of the mean over all tokens of the step, so
+that clipping, for example, is applied to that gradient.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from jaxbucket.train.state import TrainState
 )
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
-    """What the micro-batches of a step have given so far.
+    """Gradients and sums over the micro-batches of a step so far.
 
     Attributes:
-      grads: sums of gradients, like the parameters, in float32 at least.
-      sums: sums of the loss, its weight and all else that is counted.
-      micro_batches: `[]` int32, how many were added.
+      grads: gradient sums, in the structure of the parameters, in float32 or wider.
+      sums: sums of the loss, its weight and everything else that is counted.
+      micro_batches: `[]` int32, the number of micro-batches added.
     """
 
     grads: Any
@@ -63,12 +64,12 @@ def accumulating_step(
     """Returns a train step over several micro-batches, `(state, micro_batches)`.
 
     Args:
-      local_sums: `(state, batch, keys) -> (gradients, sums)` over the rows given.
+      local_sums: `(state, batch, keys) -> (gradients, sums)` over the rows of `batch`.
       global_sums: `(state, batch, micro_batch) -> (gradients, sums)` over all rows.
       update: `(state, gradients, sums) -> (state, metrics)`.
-      mesh: where batches are sharded.
-      state_sharding: sharding of the state, or a tree of them.
-      pmap_axes: the mesh axes that cut the rows under `pmap`; None for `jit`.
+      mesh: the mesh on which batches are sharded.
+      state_sharding: sharding of the state, or a tree of shardings.
+      pmap_axes: the mesh axes over which rows are sharded under `pmap`; None for `jit`.
     """
 
     @record_arguments
@@ -87,17 +88,17 @@ def accumulating_step(
         return update(state, accumulated.grads, accumulated.sums)
 
     replicated = NamedSharding(mesh, PartitionSpec())
-    of_grads = state_sharding
+    grads_sharding = state_sharding
     if isinstance(state_sharding, TrainState):
-        of_grads = state_sharding.params
-    shardings = Accumulated(of_grads, replicated, replicated)
+        grads_sharding = state_sharding.params
+    shardings = Accumulated(grads_sharding, replicated, replicated)
     if pmap_axes is not None:
         add = PmapStep(add_micro_batch, mesh, pmap_axes, donate=(1,), num_replicated=2)
     else:
         add = jax.jit(add_micro_batch, donate_argnums=1, out_shardings=shardings)
     return AccumulatingStep(
         add=add,
-        # Gradients are not donated: nothing that comes out could take their place.
+        # Gradients are not donated, because no output could reuse their buffers.
         update=jax.jit(
             update_state, donate_argnums=0, out_shardings=(state_sharding, replicated)
         ),
@@ -107,7 +108,7 @@ def accumulating_step(
 
 
 class AccumulatingStep:
-    """`step(state, micro_batches) -> (state, metrics)`, jitted phase by phase.
+    """A step `(state, micro_batches) -> (state, metrics)` whose phases are jitted.
 
     Attributes:
       add: `(state, accumulated, batch) -> accumulated`.
@@ -130,13 +131,20 @@ class AccumulatingStep:
     def __call__(
         self, state: TrainState, micro_batches: Sequence[Batch]
     ) -> tuple[TrainState, Metrics]:
-        """Takes a step.
+        """Takes a step over all micro-batches.
+
+        Args:
+          state: the state, which is donated in the last phase.
+          micro_batches: a tuple of batches on the mesh of the step.
+
+        Returns:
+          The new state and the metrics over all micro-batches.
 
         Raises:
-          ValueError: if these are no micro-batches.
+          ValueError: if `micro_batches` is not a tuple of matching batches.
         """
         batches = _checked(micro_batches, self._shardings.sums)
-        accumulated = self._begin_of(state, batches[0])()
+        accumulated = self._begin_for(state, batches[0])()
         for batch in batches:
             accumulated = self.add(state, accumulated, batch)
         return self.update(state, accumulated)
@@ -144,7 +152,13 @@ class AccumulatingStep:
     def compile_steps(
         self, state: Any, specs: Mapping[Bucket, Batch], options: CompileOptions
     ) -> CompiledAccumulation:
-        """Compiles all phases ahead of time, as `jaxbucket.compile_steps` does."""
+        """Compiles all phases ahead of time, for `jaxbucket.compile_steps`.
+
+        Args:
+          state: a state, or its shapes, dtypes and shardings.
+          specs: bucket -> shapes, dtypes and shardings of its batches.
+          options: the options of `jaxbucket.compile_steps`.
+        """
         zeros = self._zeros(state, next(iter(specs.values())))
         accumulated = self._spec(state, zeros)
         return CompiledAccumulation(
@@ -157,16 +171,17 @@ class AccumulatingStep:
                 Program("begin", self._new_begin(zeros), ()),
                 Program("update", self.update, (state, accumulated)),
             ],
-            # How pmap leaves its results on devices is known when there are some.
+            # The shardings of pmap's results are not known before it has run.
             ahead=not isinstance(self.add, PmapStep),
         )
 
-    def _begin_of(self, state: Any, batch: Batch) -> Any:
+    def _begin_for(self, state: Any, batch: Batch) -> Any:
+        """Returns the jitted `begin` for states and batches of these shapes."""
         leaves, structure = jax.tree.flatten(state)
         key = (
             structure,
             *((leaf.shape, leaf.dtype) for leaf in leaves),
-            # What sums a loss has may depend on the features that there are.
+            # The sums of a loss may depend on which features a batch has.
             *sorted(_dtypes(batch).items()),
         )
         if key not in self._begins:
@@ -174,7 +189,7 @@ class AccumulatingStep:
         return self._begins[key]
 
     def _zeros(self, state: Any, batch: Batch) -> Any:
-        """What is added up of a micro-batch, as shapes: the same for all of them."""
+        """Returns shapes and dtypes of the gradients and sums of any micro-batch."""
 
         def sums(state: TrainState, batch: Batch) -> Any:
             keys = row_keys(0, state.step, 0, batch.bucket.batch_size)
@@ -191,7 +206,7 @@ class AccumulatingStep:
         return jax.jit(begin, out_shardings=self._shardings)
 
     def _spec(self, state: Any, zeros: Any) -> Accumulated:
-        """The shapes of a step that has begun, where they will be."""
+        """Returns shapes, dtypes and shardings of the result of `begin`."""
         grads, sums = zeros
         replicated = self._shardings.sums
         number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -201,7 +216,7 @@ class AccumulatingStep:
 
 
 class CompiledAccumulation(CompiledSteps):
-    """`steps(state, micro_batches)`; also a mapping from bucket to what adds up."""
+    """Compiled `steps(state, micro_batches)`, and a mapping from bucket to `add`."""
 
     def __init__(
         self,
@@ -221,14 +236,21 @@ class CompiledAccumulation(CompiledSteps):
     def __call__(self, state: Any, batch: Sequence[Batch]) -> Any:  # pyright: ignore
         """Takes a step over all micro-batches.
 
+        Args:
+          state: the state, which is donated in the last phase.
+          batch: the micro-batches, a tuple of batches on the mesh of the step.
+
+        Returns:
+          The new state and the metrics over all micro-batches.
+
         Raises:
-          ValueError: if these are no micro-batches, or one has a shape, dtype or
-            feature outside the plan.
+          ValueError: if `batch` is not a tuple of matching batches, or one of them has
+            a shape, dtype or feature outside the plan.
         """
-        batches = [self.fit(one) for one in _checked(batch, self._replicated)]
+        micro_batches = [self.fit(x) for x in _checked(batch, self._replicated)]
         accumulated = self._phase("begin")
-        for one in batches:
-            accumulated = self.run(state, accumulated, one)
+        for micro_batch in micro_batches:
+            accumulated = self.run(state, accumulated, micro_batch)
         return self._phase("update", state, accumulated)
 
     def _phase(self, label: str, *args: Any) -> Any:
@@ -238,39 +260,39 @@ class CompiledAccumulation(CompiledSteps):
 
 
 def _checked(micro_batches: Any, replicated: NamedSharding) -> Sequence[Batch]:
-    """Says what is wrong with a group of micro-batches, before any of them is used."""
-    # A batch is a tuple, too: of its arrays.
+    """Returns the micro-batches if they are valid, before any of them is used."""
+    # A `Batch` is a tuple, too.
     is_group = isinstance(micro_batches, tuple | list) and not isinstance(
         micro_batches, Batch
     )
     if not (is_group and micro_batches):
-        what = "empty" if is_group else f"a {type(micro_batches).__name__}"
+        kind = "empty" if is_group else f"a {type(micro_batches).__name__}"
         raise ValueError(
-            f"`micro_batches` is {what}: "
-            "give a tuple of `jaxbucket.Batch`, as a schedule with `accumulate` does."
+            f"`micro_batches` is {kind}. Pass a tuple of `jaxbucket.Batch`, as yielded "
+            "by a schedule with `accumulate`."
         )
     for number, batch in enumerate(micro_batches):
         name = f"micro_batches[{number}]"
         check_is_batch(name, batch)
         if _dtypes(batch) != _dtypes(micro_batches[0]):
             raise ValueError(
-                f"`{name}` has {_dtypes(batch)}, and the first one has "
-                f"{_dtypes(micro_batches[0])}. Load all from the same source."
+                f"`{name}` has {_dtypes(batch)}, but the first micro-batch has "
+                f"{_dtypes(micro_batches[0])}. Load all of them from the same source."
             )
         for leaf in jax.tree.leaves(batch):
-            # Those of numpy are put where they belong.
+            # jax places numpy arrays on the devices of the step.
             sharding = getattr(leaf, "sharding", replicated)
             if sharding.device_set != replicated.device_set:
                 raise ValueError(
-                    f"`{name}` is on {len(sharding.device_set)} devices that are "
-                    f"not the {len(replicated.device_set)} of the step. Give "
-                    "`prefetch_to_mesh` the mesh of the step."
+                    f"`{name}` is on {len(sharding.device_set)} devices, which differ "
+                    f"from the {len(replicated.device_set)} devices of the step. Pass "
+                    "the mesh of the step to `prefetch_to_mesh`."
                 )
     return micro_batches
 
 
 def _dtypes(batch: Any) -> dict[str, str]:
-    """What each array of a batch is called -> its dtype."""
+    """Returns the dtype of each array of a batch by its path."""
     leaves, _ = jax.tree.flatten_with_path(batch)
     return {jax.tree_util.keystr(path): str(leaf.dtype) for path, leaf in leaves}
 

@@ -1,7 +1,7 @@
-"""What a step takes on this machine, measured on a few shapes: time, and compiling.
+"""Step times and compile times on this machine, measured on a few shapes.
 
-Few shapes say what all others take, for a step's time is a sum of three terms
-(`StepTime`). A plan by time follows:
+A few shapes are enough to predict the time of all others, because the time of a step is
+a sum of three terms (`StepTime`). The measurement lets you plan by time:
 
     shapes = calibration_shapes(limits, lengths)
     measured = calibrate(step_fn, state, shapes, source[0], mesh)
@@ -43,21 +43,21 @@ from jaxbucket.sharding import (
 
 _T = TypeVar("_T")
 
-# Among lengths, the one near which the shortest bucket of a plan ends.
+# The percentile of lengths that approximates the shortest bucket of a plan.
 _SHORT_PERCENTILE = 5
 _NUM_LENGTHS = 6
-# Of the budget, what the small shape has: enough to keep a device as busy as others do.
+# The small shape has 1 / 4 of the budget, which still keeps a device busy.
 _SMALL_PART = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Step times and compile times of some shapes.
+    """Step times and compile times of several shapes.
 
     Attributes:
-      step_seconds: bucket -> what a step takes, the median of several.
-      compile_seconds: bucket -> what it took to trace and compile it; next to nothing
-        where this very step was compiled for it before.
+      step_seconds: bucket -> median seconds per step.
+      compile_seconds: bucket -> seconds to trace and compile the step; close to zero if
+        the same step was compiled for this bucket before.
     """
 
     step_seconds: dict[Bucket, float]
@@ -65,16 +65,16 @@ class Calibration:
 
     @functools.cached_property
     def cost(self) -> StepTime:
-        """What a step of any shape takes: `cost_fn` of a plan."""
+        """The step time of any shape, for `cost_fn` of a plan."""
         return StepTime.fit(self.step_seconds)
 
     @property
     def seconds_per_compile(self) -> float:
-        """The median: the first shape has to load what the others find loaded."""
+        """The median compile time, because the first compilation is slower."""
         return float(np.median(list(self.compile_seconds.values())))
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number, as plain Python."""
+        """Returns all measurements and the fitted cost as plain Python values."""
         return {
             "shapes": [
                 {
@@ -90,11 +90,12 @@ class Calibration:
 
 
 def calibration_shapes(limits: Limits, lengths: ArrayLike) -> list[Bucket]:
-    """Returns the few shapes whose times say what those of a plan take.
+    """Returns a few shapes whose times determine the time of all shapes of a plan.
 
-    Six of the whole budget, from the shortest T that a plan may want to the longest,
-    in constant ratio; and one of a quarter of it, which tells what a step takes however
-    small it is from what its tokens take. Fewer, where there are not so many.
+    Up to six shapes use the whole budget, with T in constant ratio from the shortest to
+    the longest T that a plan may use. One more shape uses a quarter of the budget. It
+    separates the constant time of a step from the time per token. Duplicates are
+    removed.
 
     Example:
       >>> limits = Limits(max_tokens=8192, seq_len_multiple=32)
@@ -102,22 +103,22 @@ def calibration_shapes(limits: Limits, lengths: ArrayLike) -> list[Bucket]:
       [85, 96] [64, 128] [36, 224] [23, 352] [13, 608] [8, 1024] [21, 96]
 
     Args:
-      limits: what every shape keeps to.
+      limits: the limits of every shape.
       lengths: `[N]` integers, one per example.
 
     Raises:
-      ValueError: for lengths or limits that `plan_buckets` refuses.
+      ValueError: for lengths or limits that `plan_buckets` does not accept.
     """
     lengths = check_lengths(lengths)
     candidates = limits.candidates(lengths)
     shortest = min(np.percentile(lengths, _SHORT_PERCENTILE), candidates.seq_lens[-1])
     wanted = np.geomspace(shortest, candidates.seq_lens[-1], _NUM_LENGTHS)
-    # Rounded: without the slack an end on a candidate can miss it.
+    # The slack keeps rounding errors from skipping a candidate that is hit exactly.
     places = np.searchsorted(candidates.seq_lens, wanted * (1 - 1e-12))
     chosen = candidates.take(np.unique(np.minimum(places, len(candidates) - 1)))
     batch_sizes = limits.batch_sizes(chosen.seq_lens).tolist()
     shapes = list(map(Bucket, batch_sizes, chosen.seq_lens.tolist()))
-    # Of the shortest there are the most rows, and so the most to choose from.
+    # The shortest T has the most rows, so rounding a quarter of them matters least.
     multiple = limits.batch_size_multiple
     rows = shapes[0].batch_size // _SMALL_PART // multiple * multiple
     small = Bucket(max(rows, multiple), shapes[0].seq_len)
@@ -136,12 +137,13 @@ def calibrate(
     sequences: Sequence[str] | None = None,
     progress: bool = True,
 ) -> Calibration:
-    """Compiles a step for each of some shapes, and times it on full batches.
+    """Compiles a step for several shapes, and times it on full batches.
 
-    The steps are dispatched as in a training loop, the next one while the last is still
-    running, and the shapes take turns, so that a busy moment meets all of them. The
-    first turn is not counted. All processes of a mesh have to call it, and each has
-    times of its own: let all plan by those of one.
+    Steps are dispatched as in a training loop: each one while the previous one is still
+    running. The shapes take turns, so that other load on the machine affects all of
+    them. The first round is not counted. All processes of a mesh must call this
+    function. Their measurements differ, so that all of them should plan with those of a
+    single process.
 
     Example:
       >>> import jaxbucket as jb
@@ -157,24 +159,28 @@ def calibrate(
     Args:
       step_fn: `(state, batch) -> (state, metrics)`, jitted or not, as for
         `compile_steps`. It may donate its state.
-      state: the first state, on the mesh. It survives: steps are run on a copy, which
-        takes as much memory again.
-      shapes: which, such as those of `calibration_shapes`.
-      example: any example of the source; batches are made of it, cut or repeated.
-      mesh: where the rows go.
+      state: the first state, on the mesh. It is not donated: steps run on a copy, which
+        needs the same amount of memory again.
+      shapes: the shapes to time, such as those of `calibration_shapes`.
+      example: any example of the source; batches contain it truncated or repeated.
+      mesh: the mesh on which batches are sharded.
       repeats: how often each shape is timed.
-      batch_axes: the mesh axes that cut the rows.
+      batch_axes: the mesh axes over which rows are sharded.
       sequences: the features that are padded, by default all with a leading axis.
       progress: show progress bars on a terminal.
 
+    Returns:
+      The step times and compile times of the shapes.
+
     Raises:
-      ValueError: if there are no shapes, or one is there twice; if the batch axes do
-        not divide a B; for an empty example; for a step that returns anything else.
+      ValueError: if `shapes` is empty or has duplicates; if the batch axes do not
+        divide a B; if the example is empty; or if `step_fn` does not return a state and
+        metrics.
     """
     if hasattr(step_fn, "compile_steps"):
         raise ValueError(
-            "`step_fn` takes several micro-batches: calibrate a step of one, such as "
-            "that of `make_train_step`."
+            "`step_fn` takes several micro-batches. Calibrate a step of a single batch "
+            "instead: `make_train_step` without `accumulate`."
         )
     repeats = check_positive("repeats", repeats)
     shapes = _checked_shapes(shapes)
@@ -194,20 +200,20 @@ def calibrate(
         )
         for b in shapes
     ]
-    # One at a time, for what a compile takes is told, too.
+    # A single worker, because parallel compilations would slow each other down.
     steps = compile_steps(step_fn, state, specs, workers=1, progress=progress)
-    turns = itertools.chain.from_iterable([batches] * (repeats + 1))
+    rounds = itertools.chain.from_iterable([batches] * (repeats + 1))
     seconds = _time_steps(
         steps,
         _copy(state),
         prefetch_to_mesh(
-            _tracked(turns, len(batches) * (repeats + 1), progress),
+            _tracked(rounds, len(batches) * (repeats + 1), progress),
             mesh,
             batch_axes=batch_axes,
         ),
     )
-    turn_seconds = np.reshape(seconds, (repeats + 1, len(shapes)))[1:]
-    medians = np.median(turn_seconds, axis=0).tolist()
+    round_seconds = np.reshape(seconds, (repeats + 1, len(shapes)))[1:]
+    medians = np.median(round_seconds, axis=0).tolist()
     return Calibration(dict(zip(shapes, medians, strict=True)), steps.seconds)
 
 
@@ -215,29 +221,32 @@ def _checked_shapes(shapes: Iterable[Bucket]) -> list[Bucket]:
     shapes = list(shapes)
     if not shapes:
         raise ValueError(
-            "`shapes` is empty: pass those of `calibration_shapes`, or others."
+            "`shapes` is empty. Pass at least one shape, such as those of "
+            "`calibration_shapes`."
         )
     for shape in shapes:
         if not isinstance(shape, Bucket):
             raise ValueError(
-                f"`shapes` holds {shape!r}: make it a `Bucket(batch_size, seq_len)`."
+                f"`shapes` contains {shape!r}. Pass `Bucket(batch_size, seq_len)`."
             )
         if shapes.count(shape) > 1:
-            raise ValueError(f"`shapes` holds {shape} twice: name each shape once.")
+            raise ValueError(
+                f"`shapes` contains {shape} more than once. Remove the duplicate."
+            )
     return shapes
 
 
 def _full_batch(
     example: Example, bucket: Bucket, sequences: Sequence[str] | None
 ) -> Batch:
-    """A batch without padding, every row the example's, as long as the bucket."""
+    """Returns a batch without padding, whose rows all repeat one example."""
     arrays = as_arrays(example)
     for name in sequence_names(arrays, sequences):
         value = arrays[name]
         if not len(value):
             raise ValueError(
-                f"`example` has an empty {name!r}: give one that has something to fill "
-                "a batch with."
+                f"`example` has an empty {name!r}. Pass an example whose sequences are "
+                "not empty."
             )
         arrays[name] = np.resize(value, (bucket.seq_len, *value.shape[1:]))
     return collate_rows([arrays] * bucket.batch_size, bucket, sequences=sequences)
@@ -260,12 +269,12 @@ def _tracked(items: Iterable[_T], total: int, progress: bool) -> Iterator[_T]:
 def _time_steps(
     steps: Callable[[Any, Batch], Any], state: Any, batches: Iterable[Batch]
 ) -> list[float]:
-    """Seconds from the end of the step before to the end of each."""
+    """Returns the seconds of each step, from the end of the previous one to its end."""
     jax.block_until_ready(state)
     ends: list[Future[float]] = []
     start = time.perf_counter()
-    # When a step is done is seen from beside: some backends run it within the call
-    # that dispatches it, others long after.
+    # A separate thread records when a step ends, because some backends run it within
+    # the call that dispatches it, and others long after.
     with ThreadPoolExecutor(1) as waiter:
         for batch in batches:
             state, metrics = _checked_result(steps(state, batch))
@@ -278,14 +287,14 @@ def _time_steps(
 def _checked_result(result: Any) -> tuple[Any, Any]:
     if not (isinstance(result, tuple) and len(result) == 2):
         raise ValueError(
-            f"`step_fn` returned a {type(result).__name__}: let it return (state, "
-            "metrics)."
+            f"`step_fn` returned a value of type {type(result).__name__}. Return "
+            "(state, metrics)."
         )
-    # The next step takes the state's own buffers: only metrics can be waited for.
+    # Only metrics can be waited for, because the state may be donated to the next step.
     if not jax.tree.leaves(result[1]):
         raise ValueError(
-            "`step_fn` returned no metrics: let it return (state, metrics) with one "
-            "array at least, such as the loss, whose end can be waited for."
+            "`step_fn` returned no metrics, so that its end cannot be observed. Return "
+            "(state, metrics) with at least one array, such as the loss."
         )
     return result
 

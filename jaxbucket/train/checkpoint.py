@@ -1,8 +1,8 @@
-"""Checkpoints of a state and of its place in the data, written by Orbax.
+"""Checkpoints of a state and of its position in the data, written by Orbax.
 
-Orbax writes beside the training and makes a checkpoint appear whole or not at all. What
-it does not notice later is a file that was deleted, cut or changed: so every checkpoint
-is sealed with the sizes and digests of its files before it appears.
+Orbax writes in the background, and publishes a checkpoint atomically. It does not
+notice files that are deleted, truncated or changed later. Every checkpoint is therefore
+sealed with the sizes and digests of its files before it is published.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from jaxbucket.train.checkpoint_state import (
     like_template,
 )
 
-# The system releases it, however its process ends.
+# The operating system releases the lock when its process ends, even if it is killed.
 _LOCK = ".lock"
 _HALF_WRITTEN = ".orbax-checkpoint-tmp"
 _TOKEN = ".seen-by-all"
-# A file system over a network may show a new file a little later.
+# A network file system may show a new file with a delay.
 _SECONDS_TO_SEE = 5.0
 
 
 class Restored(NamedTuple):
-    """What `Checkpoints.restore` returns.
+    """The result of `Checkpoints.restore`.
 
     Attributes:
-      state: the state, in the shardings asked for.
-      position: where in the data to go on, for `MeshLoader.resume`.
-      extra: what else was saved.
+      state: the state, in the requested shardings.
+      position: the position in the data to resume from, for `MeshLoader.resume`.
+      extra: the extra values that were saved with the state.
     """
 
     state: Any
@@ -57,17 +57,18 @@ class Restored(NamedTuple):
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's, which leaves it to the loop whether a process is asked to stop."""
+    """Orbax's manager, without its own check for preemption."""
 
     def reached_preemption(self, step: int) -> bool:
-        # jax counts the steps that it is asked about. Those of checkpoints, which a
-        # thread of Orbax asks about later, would keep it from stopping the loops of
-        # all processes before the same step (`StopRequest`).
+        # The training loop checks for preemption (`StopRequest`). jax counts the steps
+        # it is asked about, and Orbax asks later, in a thread of its own, about the
+        # steps of checkpoints. The processes would then not agree on the step before
+        # which all of them stop.
         return False
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a directory of their own.
+    """The checkpoints of a single run, in a directory.
 
     Example:
       >>> import tempfile, jaxbucket as jb
@@ -82,14 +83,15 @@ class Checkpoints:
       [1. 1. 1.] 0
 
     Args:
-      directory: a path, or a URL that Orbax knows, such as gs://...
-      keep: how many of the newest checkpoints stay.
-      processes: those that save together; all have to make this. Where one cannot
-        write, it ends, and so all: they would wait for its part of the checkpoint.
+      directory: a path, or a URL that Orbax supports, such as gs://...
+      keep: how many of the newest checkpoints to keep.
+      processes: the processes that save together. All of them must create this object.
+        If one of them cannot write, all of them exit, because the others would wait for
+        its part of the checkpoint.
 
     Raises:
-      ValueError: if `keep` is not positive, or the directory cannot be one, or some of
-        the processes do not see what process 0 writes there.
+      ValueError: if `keep` is not positive, the directory cannot be created, or some
+        processes do not see the files that process 0 writes there.
     """
 
     def __init__(
@@ -104,8 +106,8 @@ class Checkpoints:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"`directory={str(directory)!r}` cannot be a folder: {error}. Name "
-                "another."
+                f"`directory={str(directory)!r}` cannot be created: {error}. Choose a "
+                "different one."
             ) from None
         self._processes = processes
         if processes is not None:
@@ -125,8 +127,9 @@ class Checkpoints:
                 ),
             ),
         )
-        # The step that was last saved or restored here: what the run goes on from.
+        # The step that this object last saved or restored.
         self._last: int | None = None
+        # The thread that last called `save`.
         self._saving: int | None = None
         self._is_open = True
         if processes is not None:
@@ -141,19 +144,22 @@ class Checkpoints:
         self.close()
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Where Orbax waits for all processes beside the training.
+        """Waits for all processes, in a background thread of Orbax.
 
-        The one that cannot write waits there, too, before it raises: it ends here, and
-        so all others.
+        A process that could not write enters this barrier, too, before it raises its
+        error. It exits here instead, and all others follow.
         """
         error = sys.exception()
-        # The one that saves may do so where it handles another error.
+        # The thread that called `save` may be handling an unrelated error.
         if error and self._processes and threading.get_ident() != self._saving:
             self._processes.fail(error)
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def _check_shared(self, processes: Processes) -> None:
-        """Where each has a directory of its own, saving would wait for ever."""
+        """Raises a ValueError unless all processes see the directory of process 0.
+
+        If each process had its own directory, saving would wait forever.
+        """
         (name, *_) = processes.gather("token", f"{_TOKEN}-{uuid.uuid4().hex}")
         token = self._directory / name
         if processes.index == 0:
@@ -162,16 +168,16 @@ class Checkpoints:
         seen = processes.gather("token seen", str(_appears(token)))
         if processes.index == 0:
             token.unlink()
-        blind = [index for index, answer in enumerate(seen) if answer != str(True)]
+        blind = [index for index, reply in enumerate(seen) if reply != str(True)]
         if blind:
             raise ValueError(
-                f"`directory={str(self._directory)!r}` is not the same everywhere: "
-                f"what process 0 writes there, {list_processes(blind)} cannot see. "
-                "Name one that all of them share."
+                f"`directory={str(self._directory)!r}` is not shared by all processes: "
+                f"{list_processes(blind)} cannot see the files that process 0 writes "
+                "there. Choose a directory that all of them share."
             )
 
     def close(self) -> None:
-        """Waits until what is being written is there, and lets other runs save here."""
+        """Waits until the last checkpoint is written, and unlocks the directory."""
         self._is_open = False
         try:
             self._manager.close()
@@ -185,10 +191,10 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until what is being written is there.
+        """Waits until the last checkpoint is written.
 
         Raises:
-          OSError: for what could not be written, such as on a full disk.
+          OSError: if it could not be written, for example because the disk is full.
         """
         try:
             self._manager.wait_until_finished()
@@ -196,15 +202,17 @@ class Checkpoints:
             failed = self._last
             self._manager.reload()
             self._last = self._manager.latest_step()
-            newest = "none" if self._last is None else f"that of step {self._last}"
+            remaining = "There is no earlier checkpoint."
+            if self._last is not None:
+                remaining = f"The newest checkpoint is of step {self._last}."
             raise OSError(
                 f"The checkpoint of step {failed} could not be written to "
-                f"{self._directory}: {error}. The newest that is there is {newest}."
+                f"{self._directory}: {error}. {remaining}"
             ) from error
 
     @property
     def latest_step(self) -> int | None:
-        """The newest checkpoint's step, or None if there is none."""
+        """The step of the newest checkpoint, or None if there is no checkpoint."""
         self.wait()
         return self._manager.latest_step()
 
@@ -214,42 +222,45 @@ class Checkpoints:
         position: DataPosition,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copies the state, and returns while it is being written.
+        """Copies the state, and writes the copy in the background.
 
-        The state may be donated at once. At the step that was saved or restored last
-        it does nothing: the state is the same.
+        The state may be donated as soon as this method returns. Nothing happens at the
+        step that was last saved or restored, because the state is the same.
 
         Args:
-          state: a pytree of arrays, as after `position.step` updates.
-          position: from `MeshLoader.position`, or a dataset's.
-          extra: what else to keep, for JSON.
+          state: a pytree of arrays, the state after `position.step` updates.
+          position: the position from `MeshLoader.position`, or from a dataset.
+          extra: further values to save, which must be JSON serializable.
 
         Raises:
-          ValueError: if the state has something other than arrays and numbers, or two
-            leaves of one name; if the directory has the checkpoints of another run, or
-            another process saves there, the step is before the last one, or `extra` is
-            no JSON.
+          ValueError: if the state contains anything but arrays and numbers, or two
+            leaves with the same name; if the directory has checkpoints of a different
+            run, or another run is saving there; if the step is before the newest
+            checkpoint; or if `extra` is not JSON serializable.
+          OSError: if the previous checkpoint could not be written.
         """
         check_can_be_saved(state)
         self.claim()
         newest = self.latest_step
         if newest != self._last:
             raise ValueError(
-                f"{self._directory} has a checkpoint of step {newest}, which this run "
-                "did not begin with: restore it, or name another folder."
+                f"{self._directory} has a checkpoint of step {newest}, from which this "
+                "run did not start. Restore it, or choose a different directory."
             )
         if newest is not None and position.step <= newest:
             if position.step == newest:
                 return
             raise ValueError(
-                f"`position.step={position.step}` is before step {newest}, the last "
-                f"one in {self._directory}: name another folder."
+                f"`position.step={position.step}` is before step {newest}, the newest "
+                f"checkpoint in {self._directory}. Choose a different directory."
             )
         try:
             text = json.dumps(dict(extra or {}), allow_nan=False)
-            more: dict[str, Any] = json.loads(text)
+            values: dict[str, Any] = json.loads(text)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"`extra` is no JSON: {error}.") from None
+            raise ValueError(
+                f"`extra` is not JSON serializable: {error}. Convert or remove it."
+            ) from None
         self._clear_half_written()
         self._last = position.step
         self._saving = threading.get_ident()
@@ -258,7 +269,7 @@ class Checkpoints:
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(state),
                 position=ocp.args.JsonSave(position.to_dict()),
-                extra=ocp.args.JsonSave(more),
+                extra=ocp.args.JsonSave(values),
             ),
         )
 
@@ -266,22 +277,26 @@ class Checkpoints:
         """Reads the newest checkpoint.
 
         Args:
-          state: a state like the one saved, or the shapes, dtypes and shardings of
-            one; arrays are read straight into these shardings. Where it has a Python
-            number, such as the `step=0` of a new Flax `TrainState`, one comes back;
-            scalars stay weakly typed, and arrays on no device in particular
-            uncommitted. A step that was compiled for `state` takes what comes back.
+          state: a state like the saved one, or the shapes, dtypes and shardings of
+            such a state. Arrays are read directly into these shardings. A Python
+            number, such as the `step=0` of a new Flax `TrainState`, is restored as a
+            Python number; weakly typed scalars stay weakly typed, and uncommitted
+            arrays stay uncommitted. A step that was compiled for `state` therefore
+            accepts the restored state.
+
+        Returns:
+          The state, the position in the data, and the extra values.
 
         Raises:
-          ValueError: if there is no checkpoint, a file of it is missing, cut or
-            changed, or the state was of another model or optimizer. Nothing is
-            written, and no other checkpoint is taken instead.
+          ValueError: if there is no checkpoint; if one of its files is missing,
+            truncated or changed; or if it was saved with a different model or
+            optimizer. Nothing is written, and older checkpoints are not used instead.
         """
         step = self.latest_step
         if step is None:
             raise ValueError(
-                f"There is no checkpoint in {self._directory}: name the folder of a "
-                "run, or begin one."
+                f"There is no checkpoint in {self._directory}. Pass the directory of "
+                "an existing run, or start a new run."
             )
         folder = self._directory / str(step)
         if damage := find_damage(folder):
@@ -298,51 +313,54 @@ class Checkpoints:
         )
         position = DataPosition.from_dict(saved.position)
         if position.step != step:
-            raise self._damaged(folder, f"position is of step {position.step}")
+            raise self._damaged(folder, f"its position is at step {position.step}")
         check_keys(folder, state, saved.state)
         self._last = step
         restored = jax.tree.map(like_template, state, saved.state)
         return Restored(restored, position, saved.extra)
 
     def claim(self) -> None:
-        """Makes this the only run that saves here, for as long as it lives.
+        """Locks the directory, so that no other run can save there until `close`.
 
-        The first `save` does it, if it was not done before: best at the beginning.
+        The first `save` calls this method. Call it at the start of a run to fail early.
 
         Raises:
-          ValueError: if another run saves in this folder.
+          ValueError: if another run is saving to this directory.
         """
         if self._claimed:
             return
         if jax.process_index() == 0 and "://" not in os.fspath(self._directory):
-            self._lock = self._locked()
-        # What another one has saved since it was looked at is seen now.
+            self._lock = self._acquire_lock()
+        # Another run may have saved since the directory was last read.
         self._manager.reload()
         self._claimed = True
 
-    def _locked(self) -> IO[str]:
+    def _acquire_lock(self) -> IO[str]:
         lock = open(self._directory / _LOCK, "a")  # noqa: SIM115
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
             raise ValueError(
-                f"Another run saves in {self._directory}: wait for its end, or name "
-                "another folder."
+                f"Another run is saving to {self._directory}. Wait until it has ended, "
+                "or choose a different directory."
             ) from None
         except OSError:
-            # Not every file system has locks.
+            # Not every file system supports locks.
             pass
         return lock
 
     def _clear_half_written(self) -> None:
-        """Removes what a killed process left; nothing else is being written now."""
+        """Removes the partial checkpoint of a killed process.
+
+        Call it only while no checkpoint is being written.
+        """
         if jax.process_index() == 0:
             for path in self._directory.glob(f"*{_HALF_WRITTEN}*"):
                 path.rmtree()
 
     def _seal(self) -> None:
-        """Called when all files are written, before the checkpoint appears."""
+        """Seals a checkpoint whose files are complete, before it is published."""
         if jax.process_index() != 0:
             return
         folder = self._directory / str(self._last)
@@ -352,15 +370,14 @@ class Checkpoints:
 
     def _damaged(self, folder: epath.Path, damage: str) -> ValueError:
         older = [step for step in self._manager.all_steps() if str(step) != folder.name]
-        remedy = "there is no older one to go on from"
+        remedy = "There is no older checkpoint to resume from."
         if older:
-            remedy = f"delete that folder to go on from step {max(older)}"
-        return ValueError(
-            f"The checkpoint {folder} is damaged, because {damage}: {remedy}."
-        )
+            remedy = f"Delete this directory to resume from step {max(older)}."
+        return ValueError(f"The checkpoint {folder} is damaged: {damage}. {remedy}")
 
 
 def _appears(path: epath.Path) -> bool:
+    """Returns whether a file becomes visible within `_SECONDS_TO_SEE`."""
     deadline = time.monotonic() + _SECONDS_TO_SEE
     while not path.exists():
         if time.monotonic() > deadline:

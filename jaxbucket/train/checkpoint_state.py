@@ -1,4 +1,4 @@
-"""Which states a checkpoint can hold, and whether one is of the same kind."""
+"""Checks of states that are saved or restored, and conversion of their leaves."""
 
 from __future__ import annotations
 
@@ -13,48 +13,54 @@ from jax.tree_util import keystr
 
 
 def check_like(folder: epath.Path, metadata: Any, abstract: Any) -> None:
-    """Raises a ValueError that names a leaf that is another than was saved.
+    """Raises a ValueError that names a leaf that differs from the saved one.
 
     Args:
-      folder: of the checkpoint.
-      metadata: what Orbax says of the state in it.
-      abstract: the shapes, dtypes and shardings that are asked for.
+      folder: the directory of the checkpoint.
+      metadata: Orbax's metadata of the saved state.
+      abstract: the requested shapes, dtypes and shardings.
     """
     saved, wanted = _leaves(metadata), _leaves(abstract)
-    # What was chosen is named before what follows from it.
+    # Parameters come first, because differences in the optimizer state follow from
+    # them.
     names = saved.keys() | wanted.keys()
     for name in sorted(names, key=lambda name: ("params" not in name, name)):
         was, now = saved.get(name), wanted.get(name)
         if not _same_type(was, now):
-            raise _another_state(folder, name, _type_name(now), _type_name(was))
-    # Lists and dicts may have the same names. Empty nodes, because states of optax
-    # without numbers keep their places in a chain.
+            raise _different_state(folder, name, _type_name(now), _type_name(was))
+    # Leaves of lists and of dicts may have the same names. Empty nodes are kept,
+    # because empty optax states count as elements of a chain.
     serialized = ocp.tree.serialize_tree(abstract, keep_empty_nodes=True)
     was, now = _paths(metadata.tree), _paths(serialized)
     for name, path in now.items():
         if path != was[name]:
-            raise _another_state(folder, name, f"`state{path}`", f"`state{was[name]}`")
+            raise _different_state(
+                folder, name, f"`state{path}`", f"`state{was[name]}`"
+            )
 
 
 def check_keys(folder: epath.Path, state: Any, restored: Any) -> None:
-    """What Orbax takes for the same: keys of any kind, and their words."""
+    """Raises a ValueError that names a random key of a different implementation.
+
+    Orbax does not distinguish implementations, nor keys from their uint32 data.
+    """
     leaves = zip(
         jax.tree.leaves_with_path(state), jax.tree.leaves(restored), strict=True
     )
     for (path, leaf), read in leaves:
         if hasattr(leaf, "dtype") and leaf.dtype != read.dtype:
-            raise _another_state(folder, _name(path), leaf.dtype, read.dtype)
+            raise _different_state(folder, _name(path), leaf.dtype, read.dtype)
 
 
-def _another_state(folder: epath.Path, name: str, now: Any, was: Any) -> ValueError:
+def _different_state(folder: epath.Path, name: str, now: Any, was: Any) -> ValueError:
     return ValueError(
-        f"The checkpoint {folder} is of another model or optimizer, because {name} is "
-        f"{now}, but was {was}: build what was saved."
+        f"The checkpoint {folder} is of a different model or optimizer: {name} is "
+        f"{now}, but was {was}. Use the model and optimizer that were saved."
     )
 
 
 def check_can_be_saved(state: Any) -> None:
-    """Raises a ValueError that names the leaf that is not an array or a number."""
+    """Raises a ValueError that names a leaf that cannot be saved."""
     names: dict[str, str] = {}
     for path, leaf in jax.tree.leaves_with_path(state):
         where = f"`state{keystr(path)}`"
@@ -62,54 +68,54 @@ def check_can_be_saved(state: Any) -> None:
         name = _name(path)
         if name in names:
             raise ValueError(
-                f"{where} and {names[name]} are both called {name!r} in a checkpoint: "
-                "rename one of them."
+                f"{where} and {names[name]} are both called {name!r} in a checkpoint. "
+                "Rename one of them."
             )
         names[name] = where
 
 
 def _check_leaf(where: str, leaf: Any) -> None:
-    # Words, objects and times of numpy are not numbers.
+    # Numpy arrays of strings, objects and times are not numeric.
     is_array = isinstance(leaf, jax.Array) or (
         isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "USOmM"
     )
     if is_array or isinstance(leaf, bool | float):
         if np.size(leaf) == 0:
             raise ValueError(
-                f"{where} has shape {np.shape(leaf)}, and Orbax saves no empty arrays: "
-                "leave it out, or put None in its place."
+                f"{where} has shape {np.shape(leaf)}, but Orbax cannot save empty "
+                "arrays. Leave it out, or replace it by None."
             )
     elif isinstance(leaf, int):
         if not -(2**63) <= leaf < 2**63:
             raise ValueError(
-                f"{where} is {leaf}, and an integer must fit into 64 bits: make it "
-                "an array of several."
+                f"{where} is {leaf}, which does not fit into 64 bits. Split it into "
+                "an array of smaller integers."
             )
     else:
         raise ValueError(
-            f"{where} is a {type(leaf).__name__}, and a checkpoint holds arrays, "
-            "numbers and keys of jax: put it into `extra`, or make it static."
+            f"{where} is a {type(leaf).__name__}, but a checkpoint holds only arrays, "
+            "numbers and jax random keys. Put it into `extra`, or make it static."
         )
 
 
 def abstract_leaf(leaf: Any) -> Any:
-    """What Orbax is asked for in place of a leaf."""
-    # It restores arrays and Python's numbers, and not numpy's.
+    """Returns the specification of a leaf that Orbax is asked to restore."""
+    # Orbax restores arrays and Python numbers, but not numpy scalars.
     leaf = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
     return ocp.utils.to_shape_dtype_struct(leaf)
 
 
 def like_template(template: Any, leaf: Any) -> Any:
-    """A leaf that was read, as free to move and as weakly typed as was asked for.
+    """Returns a restored leaf, weakly typed and uncommitted if the template is.
 
-    Orbax knows neither: a step would be compiled again for it, or refuse it beside
-    batches on several devices.
+    Orbax restores neither property. Without them, a step would be compiled again, or
+    would refuse the leaf together with batches on several devices.
     """
-    free = isinstance(template, jax.Array) and not template.committed
+    uncommitted = isinstance(template, jax.Array) and not template.committed
     if getattr(template, "weak_type", False) and leaf.shape == ():
         # The type of a Python number is weak.
-        return jax.device_put(leaf.item(), None if free else leaf.sharding)
-    if not free:
+        return jax.device_put(leaf.item(), None if uncommitted else leaf.sharding)
+    if not uncommitted:
         return leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = jnp.array(np.asarray(jax.random.key_data(leaf)))
@@ -118,19 +124,19 @@ def like_template(template: Any, leaf: Any) -> Any:
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """The arrays and numbers of a tree by name."""
+    """Returns the arrays and numbers of a tree by name."""
     leaves = ocp.tree.to_flat_dict(tree, sep=".").items()
     return {name: leaf for name, leaf in leaves if leaf is not None}
 
 
 def _paths(tree: Any) -> dict[str, str]:
-    """Name -> where it is, as Python writes it: `['a'][0]`."""
+    """Returns the path of each leaf by its name, in Python syntax: `['a'][0]`."""
     leaves = jax.tree.leaves_with_path(tree)
     return {_name(path): keystr(path) for path, _ in leaves}
 
 
 def _name(path: Any) -> str:
-    """What Orbax calls a leaf."""
+    """Returns Orbax's name of a leaf."""
     return keystr(path, simple=True, separator=".")
 
 
@@ -138,18 +144,18 @@ _KINDS = {bool: np.bool_, int: np.integer, float: np.floating}
 
 
 def _same_type(was: Any, now: Any) -> bool:
-    """Whether a leaf can be restored as what is asked for, without a loss."""
+    """Returns whether a saved leaf can be restored as the requested one, losslessly."""
     if was is None or now is None:
         return False
     if hasattr(now, "dtype"):
         return (was.dtype, tuple(was.shape)) == (now.dtype, tuple(now.shape))
-    # A jitted step returns an array where it was given a Python number.
+    # A jitted step that is given a Python number returns an array.
     return was.shape == () and jnp.issubdtype(was.dtype, _KINDS[type(now)])
 
 
 def _type_name(leaf: Any) -> str:
     if leaf is None:
-        return "not there"
+        return "missing"
     if hasattr(leaf, "dtype"):
         return f"{leaf.dtype}{list(leaf.shape)}"
     return f"a Python {type(leaf).__name__}"

@@ -1,7 +1,7 @@
-"""Rows of other devices, for losses that look at more than the rows they are given.
+"""Access to the rows of other devices, for losses that need them.
 
 Under `jit` a loss is given the whole batch, under `shard_map` and `pmap` the rows of
-one device. `gather_rows` and `row_numbers` mean the same in all of them.
+one device. `gather_rows` and `row_numbers` return the same values in all modes.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ _Tree = TypeVar("_Tree")
 
 
 class Rows(Protocol):
-    """Which rows of the global batch are at hand, and how to reach the others.
+    """The local rows of the global batch, and how to reach the others.
 
-    Hashable, because what jax has traced for one is not reused for another.
+    Implementations are hashable, because they are part of the key of jax's trace cache.
     """
 
     def first_row(self, num_rows: int) -> Any:
-        """The place in the global batch of the first of the `num_rows` at hand."""
+        """Returns the global index of the first of the `num_rows` local rows."""
         ...
 
     def add_up(self, sums: Any) -> Any:
-        """The sums over all rows, from those over the rows at hand."""
+        """Returns the sums over all rows, given the sums over the local rows."""
         ...
 
     def gather(self, tree: Any) -> Any:
-        """All rows `[B, ...]`, from those at hand."""
+        """Returns all rows `[B, ...]`, given the local rows."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeBatch:
-    """All rows are at hand."""
+    """All rows of the batch are local."""
 
     def first_row(self, num_rows: int) -> int:
         return 0
@@ -53,10 +53,10 @@ class WholeBatch:
 
 @dataclasses.dataclass(frozen=True)
 class MappedRows:
-    """The rows of one device, inside of a function mapped over named axes.
+    """The rows of one device, in a function that is mapped over named axes.
 
     Attributes:
-      axes: the axes that cut the rows, the slowest first.
+      axes: the axes over which rows are sharded, the slowest varying first.
     """
 
     axes: tuple[str, ...]
@@ -75,10 +75,10 @@ class MappedRows:
 
 
 def in_single(collective: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
-    """Returns the collective such that half precision goes through it in float32.
+    """Wraps a collective so that it runs in float32 on half precision arrays.
 
-    Its transpose adds up over devices, in which half precision loses bits; and XLA on
-    CPUs aborts where it adds up bfloat16 on a mesh with an axis for the model.
+    Its transpose adds up over devices, which would lose bits in half precision. Also,
+    XLA on CPUs aborts when it adds up bfloat16 on a mesh with a model axis.
     """
 
     def wide(x: jax.Array) -> jax.Array:
@@ -89,18 +89,18 @@ def in_single(collective: Callable[[jax.Array], jax.Array]) -> Callable[..., jax
     return wide
 
 
-# The rows that the loss being traced is given. A context of jax and not of Python: a
-# jitted function inside of a loss is traced anew where the rows are others.
-rows_at_hand: Any = jax.make_user_context(None)
+# The local rows of the loss that is being traced. This is a jax context, not a Python
+# one, so that a jitted function inside a loss is traced again for different `Rows`.
+rows_context: Any = jax.make_user_context(None)
 
 
 def gather_rows(x: _Tree) -> _Tree:
     """Returns the rows of all devices, in the order of the global batch.
 
-    For losses that look at other rows, such as in-batch negatives; call it inside of
-    the loss. Gradients flow back to the device that a row came from. Of several
-    micro-batches, those are the rows of one. Where a device has the whole batch, as
-    under `mode="jit"`, it returns `x` itself.
+    Call it inside a loss that needs other rows, for instance for in-batch negatives.
+    Gradients flow back to the device that a row came from. With accumulation, these are
+    the rows of a single micro-batch. If a device has the whole batch, as under
+    `mode="jit"`, `x` itself is returned.
 
     Example:
       >>> def loss_fn(model, batch, keys):
@@ -110,31 +110,31 @@ def gather_rows(x: _Tree) -> _Tree:
       ...     picked = logits[jnp.arange(len(queries)), row_numbers(batch)]
       ...     nats = jax.nn.logsumexp(logits, axis=1) - picked
       ...     return jnp.sum(nats), jnp.float32(len(nats))
-      >>> gather_rows(jnp.arange(3)).tolist()  # outside of a step there are no others
+      >>> gather_rows(jnp.arange(3)).tolist()  # outside a step, all rows are local
       [0, 1, 2]
 
     Args:
-      x: an array `[B / D, ...]`, or a tree of them, of the rows that this one of D
-        devices was given.
+      x: an array `[B / D, ...]`, or a tree of such arrays, with the local rows of this
+        one of D devices.
 
     Returns:
-      The same of all rows, `[B, ...]`.
+      The arrays `[B, ...]` of all rows.
 
     Raises:
-      ValueError: for an array without rows, or inside of your own `shard_map` or
-        `pmap`, whose axes it does not know.
+      ValueError: for a scalar, or inside your own `shard_map` or `pmap`, whose axes are
+        not known here.
     """
     for leaf in jax.tree.leaves(x):
         if not jnp.shape(leaf):
             raise ValueError(
-                "`gather_rows` was given a scalar: give it arrays whose first axis is "
-                "the rows."
+                "`x` contains a scalar. Pass arrays with the rows as first axis to "
+                "`gather_rows`."
             )
-    return rows().gather(x)
+    return current_rows().gather(x)
 
 
 def row_numbers(batch: Batch) -> jax.Array:
-    """Returns the place of each row in the global batch, and in `gather_rows`.
+    """Returns the index of each local row in the global batch and in `gather_rows`.
 
     Example:
       >>> ids = jnp.array([[1, 1], [1, 0]])
@@ -142,29 +142,29 @@ def row_numbers(batch: Batch) -> jax.Array:
       [0, 1]
 
     Args:
-      batch: the rows that the loss was given.
+      batch: the batch that the loss was given.
 
     Returns:
       `[B / D]` int32 on each of D devices.
 
     Raises:
-      ValueError: inside of your own `shard_map` or `pmap`.
+      ValueError: inside your own `shard_map` or `pmap`.
     """
     num_rows = batch.bucket.batch_size
-    return rows().first_row(num_rows) + jnp.arange(num_rows, dtype=jnp.int32)
+    return current_rows().first_row(num_rows) + jnp.arange(num_rows, dtype=jnp.int32)
 
 
-def rows() -> Rows:
-    """Those that the loss being traced is given; all, where no step says otherwise."""
-    at_hand = rows_at_hand.value
-    if not (at_hand is None or isinstance(at_hand, WholeBatch)):
-        return at_hand
-    # What cuts them is the user's own, in a step of ours, too.
+def current_rows() -> Rows:
+    """Returns the local rows of the loss that is being traced, or `WholeBatch`."""
+    local = rows_context.value
+    if not (local is None or isinstance(local, WholeBatch)):
+        return local
+    # Manual axes are the user's own here, even inside a step of this package.
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
         raise ValueError(
-            f"`gather_rows` and `row_numbers` do not know which of the axes "
-            f"{sorted(axes)} of your own `shard_map` or `pmap` cut the rows. There, "
-            "use `jax.lax.all_gather(x, axes, tiled=True)` and `jax.lax.axis_index`."
+            "`gather_rows` and `row_numbers` cannot tell which of the axes "
+            f"{sorted(axes)} of your own `shard_map` or `pmap` shard the rows. Use "
+            "`jax.lax.all_gather(x, axes, tiled=True)` and `jax.lax.axis_index` there."
         )
     return WholeBatch()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.optim.precision import computes_in, single_at_least
-from jaxbucket.train.global_rows import rows
+from jaxbucket.train.global_rows import current_rows
 from jaxbucket.train.loss import LossFn, Metrics, checked_loss
 from jaxbucket.train.state import TrainState
 
@@ -20,8 +20,8 @@ from jaxbucket.train.state import TrainState
 def gradient_sums(loss_fn: LossFn) -> Callable[..., tuple[Any, Metrics]]:
     """Returns `(state, batch, keys) -> (gradients of the loss sum, sums)`.
 
-    Gradients in half precision come in float32, which holds the sum of many, and in
-    which devices can add them up.
+    Gradients in half precision are returned in float32, so that adding them up over
+    micro-batches and devices does not lose precision.
     """
 
     def sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
@@ -31,8 +31,9 @@ def gradient_sums(loss_fn: LossFn) -> Callable[..., tuple[Any, Metrics]]:
 
         _check_differentiable(state.params)
         loss_sum, pull_back, sums = jax.vjp(loss, state.params, has_aux=True)
-        # Of all devices, because a gradient may come from another one's loss.
-        weight = rows().add_up(sums["weight"])
+        # The weight of all devices, because a gradient may come from the loss of
+        # another device.
+        weight = current_rows().add_up(sums["weight"])
 
         def gradients(least: int, most: int) -> Any:
             exponent = _cotangent_exponent(weight, loss_sum.dtype, least, most)
@@ -44,8 +45,9 @@ def gradient_sums(loss_fn: LossFn) -> Callable[..., tuple[Any, Metrics]]:
         if computes_in(jnp.float16, pull_back, loss_sum):
             overflows = (~all_finite(grads, (), ())).astype(jnp.int32)
             grads = jax.lax.cond(
-                # The same on all devices, which may gather rows of each other.
-                rows().add_up(overflows) > 0,
+                # All devices take the same branch, because they may gather rows from
+                # each other in it.
+                current_rows().add_up(overflows) > 0,
                 functools.partial(gradients, -1, -1),
                 lambda: grads,
             )
@@ -58,56 +60,59 @@ def _check_differentiable(params: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
-                f"`model`: parameter {jax.tree_util.keystr(path)} is of {leaf.dtype}, "
-                "which has no gradient here. Make it a float, or let `loss_fn` close "
-                "over what is not trained (in an NNX model: any other variable than "
-                "`nnx.Param`)."
+                f"`model` has the parameter {jax.tree_util.keystr(path)} of dtype "
+                f"{leaf.dtype}, which cannot be differentiated. Convert it to a float, "
+                "or keep it out of the parameters: close over it in `loss_fn`, or use "
+                "a variable other than `nnx.Param` in an NNX model."
             )
 
 
-# What is differentiated is the sum if it is from 2**0 to 2**7 times the mean, and else
-# that many times the mean, up to a factor of two. float16 ends at 65,504 and loses bits
-# below 2**-14: gradients of a sum over a batch are beyond the one, a token's share of
-# the mean (1 / weight) below the other. So a token's share keeps all its bits down to
-# 2**-21. Means beyond 2**8 overflow; they are differentiated again, as less than the
-# mean itself.
+# The loss sum is differentiated unscaled if it is 2**0 to 2**7 times the mean.
+# Otherwise it is scaled to the nearer of these multiples of the mean, up to a factor of
+# two. float16 overflows beyond 65,504 and loses bits below 2**-14. Gradients of a sum
+# over a batch may exceed the upper limit, and a token's share of the mean (1 / weight)
+# may fall below the lower one. With this range, a token's share keeps all its bits down
+# to 2**-21. Mean gradients beyond 2**8 overflow. They are computed again from a loss
+# that is scaled below the mean.
 _MEAN_EXPONENTS = (0, 7)
 
 
 def _cotangent_exponent(
     weight: jax.Array, dtype: jnp.dtype, least: int, most: int
 ) -> jax.Array:
-    """The power of two by which `loss_sum` of this dtype is differentiated.
+    """Returns the exponent of the power of two that is the cotangent of `loss_sum`.
 
-    A cotangent of 1 gives the gradient of the sum, 1 / weight that of the mean: this is
-    the sum's where it is 2**least to 2**most times the mean's, up to a factor of two,
-    and else what is nearest. A power of two is exact.
+    A cotangent of 1 gives the gradient of the sum, and 1 / weight the gradient of the
+    mean. The result is 0 if the gradient of the sum is 2**least to 2**most times that
+    of the mean, up to a factor of two, and otherwise moves it to the nearest of these
+    limits. Scaling by a power of two is exact.
     """
-    # From the bits of float32: there and back through logarithms may be inexact.
+    # Read the exponent from the bits of float32, because logarithms may be inexact.
     bits = jax.lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.int32)
     floor_log2 = ((bits >> 23) & 0xFF) - 127
     exponent = jnp.clip(floor_log2, least, most) - floor_log2
     usable = (weight > 0) & jnp.isfinite(weight)
-    # No subnormals, which devices flush to zero, in either direction.
+    # Neither the factor nor its inverse may be subnormal: devices flush those to zero.
     normal = min(126, -jnp.finfo(dtype).minexp)
     return jnp.clip(jnp.where(usable, exponent, 0), -normal, normal)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """float32, for exponents of normal numbers."""
+    """Returns 2**exponent as float32, which must be a normal number."""
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def _times(factor: jax.Array, grad: jax.Array) -> jax.Array:
-    """The product, in float32 at least."""
+    """Returns the product in float32 or wider."""
     grad = single_at_least(grad)
     return grad * factor.astype(grad.dtype)
 
 
 def all_finite(tree: Any, new: Any, old: Any) -> jax.Array:
-    """Whether everything is, and all of a new state that was so in the old one.
+    """Returns whether a tree is finite, and a new state wherever the old one was.
 
-    An average that has overflown gives updates of zero from then on.
+    The state is checked because an average that has overflowed yields updates of zero
+    from then on.
     """
     finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
     finite += [

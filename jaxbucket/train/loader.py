@@ -1,6 +1,7 @@
 """Batches of a schedule as global arrays on a mesh.
 
-The one module that knows both Grain, which loads batches, and jax, which places them.
+This is the only module that uses both Grain, which loads batches, and jax, which places
+them on devices.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from jaxbucket.sharding import (
 class MeshLoader:
     """The global batches of a run, each a `Batch` of `jax.Array`s on a mesh.
 
-    It is `batch_dataset` of the rows that this process holds, `load_in_workers` and
-    `prefetch_to_mesh` in one. Every loop over it begins at `start_step`; where the
-    schedule accumulates, it gives tuples of batches. All processes of the mesh make one
-    with the same arguments.
+    This class combines `batch_dataset` for the rows of this process, `load_in_workers`
+    and `prefetch_to_mesh`. Every iteration starts at `start_step`. If the schedule
+    accumulates, it yields tuples of batches. All processes of the mesh must create a
+    loader with the same arguments.
 
     Example:
       >>> import jax, jaxbucket as jb
@@ -54,40 +55,45 @@ class MeshLoader:
       (2, 1, 1)
 
     Args:
-      source: examples by index, the ones that were measured.
-      schedule: which examples fill which bucket at which step.
-      mesh: where the rows go.
-      start_step: the first step to give; by default the schedule's first.
-      num_steps: where the run ends, counted from step 0 and over epochs; `math.inf`
-        for a run without end. By default the end of the epoch that `start_step` is in.
-      num_epochs: the same in epochs of the schedule, instead.
-      batch_axes: the mesh axes that cut the rows.
-      sequences: the features that are padded, by default those of the source, if it
-        has its own as a token file has, or else all with a leading axis. A mapping,
-        name -> features, of several sequences with lengths of their own.
-      pad_value: what fills them behind their end: name -> number, 0 for those without
-        one. A number alone is of the only one there is.
-      transform: `(example, rng) -> example`, random augmentation that keeps the length.
-        It gets a copy of the example, and a `np.random.Generator` that depends on the
-        schedule's seed and first step, the epoch and the index of the example alone.
-      num_workers: processes that load; 0 for threads of this one alone. A script with
-        workers keeps what it runs behind `if __name__ == "__main__":`.
-      num_threads: of each of these processes, which read batches.
-      buffer_size: batches that each of these processes has ready, beside those that its
-        threads read.
-      prefetch: how many batches to keep in transfer beside the one in use.
+      source: examples by index, the same ones that were measured.
+      schedule: assigns examples to the rows of a bucket for each step.
+      mesh: the mesh on which batches are sharded.
+      start_step: the first step to yield; by default the schedule's first.
+      num_steps: the step at which the run ends, counted from step 0 over all epochs;
+        `math.inf` for an endless run. By default the end of the epoch of `start_step`.
+      num_epochs: the length of the run in epochs of the schedule, as an alternative to
+        `num_steps`.
+      batch_axes: the mesh axes over which rows are sharded.
+      sequences: the features that are padded; by default those that the source
+        declares, as a token file does, or else all features with a leading axis. For
+        several sequences with lengths of their own, a mapping from sequence name to
+        features.
+      pad_value: the padding value of each sequence, name -> number, 0 if not given; or
+        a single number if there is only one sequence.
+      transform: `(example, rng) -> example`, a random augmentation that preserves the
+        length. It receives a copy of the example and a `np.random.Generator` that
+        depends only on the schedule's seed and first step, the epoch and the index of
+        the example.
+      num_workers: the number of loading processes; 0 to load in threads of this
+        process. A script with workers must guard its entry point with
+        `if __name__ == "__main__":`.
+      num_threads: the number of reading threads in each loading process.
+      buffer_size: the number of batches that each loading process keeps ready, in
+        addition to those that its threads are reading.
+      prefetch: the number of batches in transfer, in addition to the one in use.
 
     Attributes:
       dataset: the rows of this process, a `grain.MapDataset` of numpy batches.
-      mesh: where the rows go.
-      batch_axes: the mesh axes that cut the rows.
+      mesh: the mesh on which batches are sharded.
+      batch_axes: the mesh axes over which rows are sharded.
 
     Raises:
-      ValueError: if the source has not one example for each length, the batch axes do
-        not divide a bucket's B, the mesh lacks one of them or has no device of this
-        process, the steps are negative or in the wrong order, or a number of workers,
-        threads or batches is negative. And from a batch, if an example cannot be read,
-        is not as long as it was measured, or has a number that devices cannot hold.
+      ValueError: if the source does not have one example for each length, the batch
+        axes do not divide a bucket's B, the mesh lacks one of them or has no device of
+        this process, the steps are negative or in the wrong order, or a number of
+        workers, threads or batches is negative. While iterating, if an example cannot
+        be read, differs in length from its measurement, or contains a number that
+        devices cannot represent.
     """
 
     def __init__(
@@ -127,7 +133,7 @@ class MeshLoader:
             num_threads=num_threads,
             buffer_size=buffer_size,
         )
-        # Nothing is read before the first batch is asked for: this checks the numbers.
+        # This checks the numbers. Nothing is read before the first batch is requested.
         self._load(self.dataset)
         if check_integer("prefetch", prefetch) < 0:
             raise ValueError(f"`prefetch={prefetch}` must not be negative.")
@@ -147,20 +153,20 @@ class MeshLoader:
 
     @property
     def schedule(self) -> Schedule:
-        """Which examples are in which rows at which step."""
+        """The schedule, which assigns examples to rows for each step."""
         return self.dataset.schedule
 
     @property
     def start_step(self) -> int:
-        """The step that the first batch is of."""
+        """The step of the first batch."""
         return self.dataset.start_step
 
     @functools.cached_property
     def specs(self) -> dict[Bucket, Batch]:
-        """Bucket -> shapes, dtypes and shardings of its batches, for `compile_steps`.
+        """Shapes, dtypes and shardings of the batches per bucket, for `compile_steps`.
 
         Raises:
-          ValueError: if jax has no arrays of a feature's dtype.
+          ValueError: if jax does not support the dtype of a feature.
         """
         return batch_specs(
             self.schedule.plan,
@@ -173,24 +179,25 @@ class MeshLoader:
         )
 
     def position(self, step: int) -> DataPosition:
-        """Returns what to save beside a state that has done `step` updates.
+        """Returns the position to save together with a state after `step` updates.
 
         Args:
-          step: how many updates the state has done, `int(state.step)`.
+          step: the number of updates that the state has seen, `int(state.step)`.
         """
         return self.dataset.position(step)
 
     def resume(self, position: DataPosition) -> MeshLoader:
-        """Returns the batches that follow a position, bit for bit those of its run.
+        """Returns a loader that continues at a position with the same batches.
+
+        The batches are bit for bit those of the run that was never interrupted.
 
         Args:
-          position: what `position` returned in the run that is resumed.
+          position: the position to resume from, as returned by `position`.
 
         Raises:
           ValueError: if the plan, the data, the seed, the order, `sequences`,
-            `pad_value` or the name of the transform is not what it was; it names what
-            has changed. Or if the run ends before the position, or `position` is not a
-            `DataPosition`.
+            `pad_value` or the name of the transform has changed, naming the change; if
+            the run ends before the position; or if `position` is not a `DataPosition`.
         """
         resumed = copy.copy(self)
         resumed.dataset = self.dataset.resume(position)

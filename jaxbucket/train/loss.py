@@ -1,23 +1,25 @@
-"""The loss contract: sums over rows, added up over all devices, and divided once.
+"""The loss contract: a loss returns sums over rows; steps add them up and divide once.
 
 A loss is `loss_fn(model, batch, keys) -> (loss_sum, weight)` or `(loss_sum, weight,
-sums)`: sums over the examples it is given, without collectives. `weight` is what the
-mean is taken over, usually `batch.num_tokens`; `sums` is a dict of further sums to
+sums)`. It returns sums over the rows it is given, without collectives. `weight` is the
+divisor of the mean, usually `batch.num_tokens`; `sums` is a dict of further sums to
 report. Steps differentiate `loss_sum`, add gradients and sums over all devices and
-micro-batches, and divide once, so that a token counts the same wherever it is. Where
-every example shall count the same, or tasks have weights of their own, `weight` is the
-sum of these weights, and `loss_sum` that of the losses times them.
+micro-batches, and divide once, so that every token counts the same on any device. To
+weight examples or tasks, multiply each loss by its weight before summing, and return
+the sum of these weights as `weight`.
 
-`keys` are `[B]` random keys, one for each row, or None in evaluation. They depend on
-the seed, the step, the micro-batch and the row's place in it alone: use them row by row
-(`jax.vmap`), and dropout is the same on every mesh and after every resume. They are of
-"threefry2x32", whatever jax's default, because what "rbg" draws for a row depends on
-the rows beside it. Where its speed counts more, make such keys of them:
+`keys` are `[B]` random keys, one for each row, or None in evaluation. A key depends
+only on the seed, the step, the micro-batch and the row's index in the global batch. Use
+the keys row by row (`jax.vmap`): dropout is then the same on every mesh and after every
+resume. They always use "threefry2x32", whatever jax's default is, because the bits that
+"rbg" draws for a row depend on the other rows of the same call. If speed matters more,
+convert them:
 `jax.random.wrap_key_data(jnp.tile(jax.random.key_data(keys), 2), impl="rbg")`.
 
-A loss is given all rows or those of one device, as `mode` is. One that looks at other
-rows, such as in-batch negatives, gets them by `gather_rows`, and the places of its own
-among them by `row_numbers`; `jaxbucket.testing.check_loss` finds one that does not.
+Depending on `mode`, a loss is given all rows or the rows of one device. A loss that
+needs other rows, for instance for in-batch negatives, gets them from `gather_rows`, and
+the indices of its own rows among them from `row_numbers`.
+`jaxbucket.testing.check_loss` detects a loss that breaks this contract.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice
 from jaxbucket.sharding import Axes, axis_names
-from jaxbucket.train.global_rows import MappedRows, WholeBatch, rows_at_hand
+from jaxbucket.train.global_rows import MappedRows, WholeBatch, rows_context
 from jaxbucket.train.pmap import Rows as PmapRows
 
 LossFn: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple]
@@ -47,7 +49,7 @@ _STEP_METRICS = {
     *("loss", "loss_sum", "weight", *_COUNTS),
     *("padding", "grad_norm", "lr_factor", "learning_rate", "skipped"),
 }
-# (state, batch, keys of the rows given here) -> sums over these rows
+# (state, batch, keys of the batch's rows) -> sums over these rows
 _Sums: TypeAlias = Callable[[Any, Batch, jax.Array | None], Any]
 
 
@@ -57,11 +59,12 @@ def over_batch(
     """Returns `(state, batch, micro_batch=0) -> sums` over the rows of all devices.
 
     Args:
-      sums: of the rows of one device.
-      mesh: where batches are sharded.
-      mode: how the devices' parts come together; "pmap" is inside of `jax.pmap`.
-      batch_axes: the mesh axes that cut the rows.
-      seed: what the rows' keys are derived from; None where there are none.
+      sums: `(state, batch, keys) -> sums` over the rows of one device.
+      mesh: the mesh on which batches are sharded.
+      mode: how sums are added up over devices. The function that is returned for "pmap"
+        must be called inside `jax.pmap`.
+      batch_axes: the mesh axes over which rows are sharded.
+      seed: the seed of the rows' keys; None to pass no keys.
 
     Raises:
       ValueError: for an unknown mode or axis.
@@ -73,7 +76,7 @@ def over_batch(
         rows = PmapRows.of(mesh, axes)
 
     def on_rows(state: Any, batch: Batch, micro_batch: Any = 0) -> Any:
-        with rows_at_hand(rows):
+        with rows_context(rows):
             keys = None
             if seed is not None:
                 num_rows = batch.bucket.batch_size
@@ -89,8 +92,8 @@ def over_batch(
             if not explicit or isinstance(error, ValueError):
                 raise
             raise ValueError(
-                f"`mesh` has axis types {mesh.axis_types}, and `loss_fn` is not "
-                "written for Explicit ones. Build the mesh by `data_mesh()`, or by "
+                f"`mesh` has axis types {mesh.axis_types}, but `loss_fn` does not "
+                "support Explicit axes. Build the mesh with `data_mesh()`, or with "
                 "`jax.make_mesh(..., axis_types=(AxisType.Auto,) * n)`."
             ) from error
 
@@ -98,8 +101,8 @@ def over_batch(
         return on_all_rows
     if mode == "pmap":
         return on_rows
-    # check_vma would refuse ordinary models, such as a scan that starts from zeros;
-    # gradients are of local sums, so the explicit psum is all they need.
+    # `check_vma` would reject ordinary models, such as a scan that starts from zeros.
+    # Gradients are taken of local sums, so the explicit psum is all they need.
     mapped = jax.shard_map(
         on_rows,
         mesh=mesh,
@@ -116,18 +119,20 @@ def over_batch(
 def row_keys(
     seed: int, step: Any, first_row: Any, num_rows: int, micro_batch: Any = 0
 ) -> jax.Array:
-    """Returns `[num_rows]` random keys, one for each row of a step's global batch.
+    """Returns `[num_rows]` random keys, one for each row.
 
     Args:
-      seed: of the run.
+      seed: the seed of the run.
       step: the step, static or traced.
-      first_row: place of the first row in the global batch.
-      num_rows: how many rows.
-      micro_batch: place of the micro-batch in the step.
+      first_row: the index of the first row in the global batch.
+      num_rows: the number of rows.
+      micro_batch: the index of the micro-batch in the step.
     """
-    # jax takes 32 bits of a seed, or all of them, as it is configured: take them here.
+    # Split the seed here, because jax uses 32 or 64 bits of it, depending on its
+    # configuration.
     low, high = seed & 0xFFFFFFFF, seed >> 32
-    # And not the default: "rbg" gives a row other bits where others are beside it.
+    # Do not use jax's default implementation, because the bits that "rbg" draws for a
+    # row depend on the other rows.
     key = jax.random.key(np.uint32(low), impl="threefry2x32")
     for number in (np.uint32(high), step, micro_batch):
         key = jax.random.fold_in(key, number)
@@ -138,24 +143,25 @@ def row_keys(
 def checked_loss(
     loss_fn: LossFn, model: Any, batch: Batch, keys: jax.Array | None
 ) -> tuple[jax.Array, Metrics]:
-    """The loss, and every sum that is to be added up over devices."""
+    """Returns the loss sum, and all sums that are to be added up over devices."""
     try:
         result = loss_fn(model, batch, keys)
     except TraceContextError as error:
         raise ValueError(
             "`loss_fn` changes the model's own variables, which these steps hold "
-            "fixed. Draw dropout from `keys` (`dropout(x, rngs=key)`, row by row) and "
+            "fixed. Draw dropout from `keys` (`dropout(x, rngs=key)`, row by row), "
             "not from the model's `nnx.Rngs`."
         ) from error
     sums = _named_sums(result)
     loss_sum, weight = result[:2]
-    # Half precision cannot count the tokens of a batch, nor add up many.
+    # Half precision is too coarse to count the tokens of a batch or to sum over them.
     exact = jnp.float64 if loss_sum.dtype == jnp.float64 else jnp.float32
     for name, value in sums.items():
         if jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4:
             sums[name] = value.astype(exact)
     sums["weight"] = weight.astype(exact)
-    # Of rows and positions, too: what a device sees of a batch is not all of it.
+    # Rows and positions are counted, too, because a device may hold only a part of
+    # the batch.
     bucket = batch.bucket
     sizes = (batch.num_tokens, batch.num_examples, bucket.batch_size, bucket.num_tokens)
     counts = [jnp.asarray(size, jnp.int32) for size in sizes]
@@ -163,40 +169,40 @@ def checked_loss(
 
 
 def _named_sums(result: Any) -> Metrics:
-    """What a loss returned, by name, if it is what the contract says."""
+    """Returns the sums of a loss by name, after checking them against the contract."""
     if not isinstance(result, tuple) or len(result) not in (2, 3):
-        what = type(result).__name__
+        kind = f"a value of type {type(result).__name__}"
         if isinstance(result, tuple):
-            what = f"a tuple of {len(result)}"
+            kind = f"a tuple of length {len(result)}"
         elif isinstance(result, jax.Array):
-            what = "one array"
+            kind = "a single array"
         raise ValueError(
-            f"`loss_fn` returned {what}: return (loss_sum, weight) or (loss_sum, "
-            "weight, sums), sums over the batch and not means."
+            f"`loss_fn` returned {kind}. Return (loss_sum, weight) or (loss_sum, "
+            "weight, sums), all of them sums over the batch, not means."
         )
-    more = result[2] if len(result) == 3 else {}
-    if not isinstance(more, Mapping):
+    extra = result[2] if len(result) == 3 else {}
+    if not isinstance(extra, Mapping):
         raise ValueError(
-            f"`loss_fn` returned `sums` as {type(more).__name__}: make it a dict."
+            f"`loss_fn` returned `sums` as {type(extra).__name__}. Return a dict."
         )
-    if _STEP_METRICS & more.keys():
+    if reserved := _STEP_METRICS & extra.keys():
         raise ValueError(
-            f"`loss_fn`: {sorted(_STEP_METRICS & more.keys())} in `sums` are names of "
-            "the step's own metrics. Rename them."
+            f"`loss_fn` returned `sums` with the names {sorted(reserved)}, which are "
+            "reserved for the metrics of the step. Rename them."
         )
-    sums = {"loss_sum": result[0], "weight": result[1], **more}
+    sums = {"loss_sum": result[0], "weight": result[1], **extra}
     for name, value in sums.items():
         _check_sum(name, value)
     if not jnp.issubdtype(sums["loss_sum"].dtype, jnp.floating):
         raise ValueError(
-            f"`loss_fn` returned 'loss_sum' as {result[0].dtype}: make it a float."
+            f"`loss_fn` returned 'loss_sum' as {result[0].dtype}. Return a float."
         )
     _warn_of_half_precision(sums)
     return sums
 
 
 def _warn_of_half_precision(sums: Metrics) -> None:
-    """Small batches are right, and larger ones infinite or miscounted."""
+    """Warns of sums that are right for small batches only."""
     names = [
         name
         for name, value in sums.items()
@@ -205,40 +211,40 @@ def _warn_of_half_precision(sums: Metrics) -> None:
     ]
     if names:
         warnings.warn(
-            f"`loss_fn` returned {names} in half precision: float16 is infinite beyond "
-            "65,504 and counts to 2,048, bfloat16 to 256. Sum in float32: "
-            "`jnp.sum(x, dtype=jnp.float32)`.",
+            f"`loss_fn` returned {names} in half precision. float16 overflows beyond "
+            "65,504 and counts exactly only up to 2,048, bfloat16 up to 256. Sum in "
+            "float32: `jnp.sum(x, dtype=jnp.float32)`.",
             stacklevel=2,
         )
 
 
 def _check_sum(name: str, value: Any) -> None:
     if not isinstance(value, jax.Array):
-        # A Python number would be added once for each device.
+        # A Python number would be counted once per device.
         raise ValueError(
-            f"`loss_fn` returned {name!r} as {type(value).__name__}: return a scalar "
+            f"`loss_fn` returned {name!r} as {type(value).__name__}. Return a scalar "
             "jax.Array, a sum over the batch."
         )
     if value.dtype == jnp.bool_:
         raise ValueError(
-            f"`loss_fn` returned {name!r} as bool, which does not add up: count, with "
-            "`.astype(jnp.int32)`."
+            f"`loss_fn` returned {name!r} as bool, which cannot be summed. Convert it "
+            "with `.astype(jnp.int32)`."
         )
     if value.shape:
         raise ValueError(
-            f"`loss_fn` returned {name!r} of shape {list(value.shape)}: sum it to a "
+            f"`loss_fn` returned {name!r} with shape {list(value.shape)}. Sum it to a "
             "scalar."
         )
 
 
 def mean_metrics(sums: Metrics) -> Metrics:
-    """The mean loss, every sum, and the share of positions that were padding."""
+    """Returns the mean loss, all sums, and the share of positions that are padding."""
     weight = sums["weight"]
     loss = sums["loss_sum"].astype(weight.dtype) / jnp.where(weight == 0, 1, weight)
-    # Divided by infinity it would be a loss of zero.
+    # Dividing by an infinite weight would report a loss of zero.
     loss = jnp.where(jnp.isfinite(weight), loss, jnp.nan)
     positions = sums["num_positions"].astype(jnp.float32)
     padding = 1 - sums["num_tokens"].astype(jnp.float32) / positions
-    # Nothing has a mean of zero; what is not a number has none.
+    # The mean over no tokens is zero, unless the loss sum is NaN.
     empty = (weight == 0) & ~jnp.isnan(loss)
     return {"loss": jnp.where(empty, 0, loss), **sums, "padding": padding}

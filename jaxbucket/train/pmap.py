@@ -1,8 +1,8 @@
-"""A step that `jax.pmap` runs on every device, called as a jitted one is.
+"""Steps that `jax.pmap` runs on every device, with the interface of `jax.jit`.
 
-`jax.pmap` has one axis, over all devices, and wants it in front of every array it maps:
-`[D, B / D, T]`. Batches are `[B, T]` and cut by the mesh, so each device first puts an
-axis in front of the rows it has. Between processes nothing moves for it.
+`jax.pmap` has a single axis over all devices, which must be the first axis of every
+mapped array: `[D, B / D, T]`. Batches are `[B, T]`, sharded over a mesh. Each device
+therefore adds a leading axis to its rows first, which moves no data between devices.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ _DEVICES = "devices"
 
 
 class PmapStep:
-    """`fn(*replicated, batch)` on the rows of every device, with one result for all.
+    """Runs `fn(*replicated, batch)` on the rows of every device.
 
-    Called, lowered and compiled as what `jax.jit` returns.
+    `fn` returns the same result on all devices. This object can be called, lowered and
+    compiled like the result of `jax.jit`.
 
     Args:
-      fn: what each device runs.
-      mesh: where batches are sharded.
-      axes: the mesh axes that cut the rows.
-      donate: which of the arguments are donated.
-      num_replicated: how many arguments stand before the batch, whole on every device.
+      fn: the function that each device runs.
+      mesh: the mesh on which batches are sharded.
+      axes: the mesh axes over which rows are sharded.
+      donate: the indices of the arguments that are donated.
+      num_replicated: the number of arguments before the batch, which are replicated.
 
     Attributes:
-      mesh: where batches are sharded.
-      axes: the mesh axes that cut the rows.
+      mesh: the mesh on which batches are sharded.
+      axes: the mesh axes over which rows are sharded.
 
     Raises:
-      ValueError: if the mesh has devices of another process between those of one.
+      ValueError: if the devices of a process are not adjacent in the mesh.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class PmapStep:
         self._name = getattr(fn, "__name__", "step")
         self.mesh = mesh
         self.axes = axes
-        _check_neighbours(mesh)
+        _check_adjacent(mesh)
         self._mapped = jax.pmap(
             fn,
             _DEVICES,
@@ -83,18 +84,18 @@ class PmapStep:
         self._compiled: dict[Any, PmapCompiled] = {}
 
     def lower(self, *args: Any) -> PmapLowered:
-        """Traces the step for these shapes."""
+        """Traces the step for arguments of these shapes."""
         *replicated, batch = args
         with_axis = jax.eval_shape(self._put_axis, batch)
         with following_prng():
             lowered = PmapLowered(
                 self._name,
                 self._put_axis.lower(batch),
-                # Of a `ShapeDtypeStruct` pmap would make an array, where processes are
-                # several; this it leaves alone.
+                # With several processes, pmap would turn a `ShapeDtypeStruct` into an
+                # array. It leaves a `ShapedArray` unchanged.
                 self._mapped.lower(*jax.tree.map(_abstract, (*replicated, with_axis))),
             )
-        # Not what one device is given of them.
+        # Record the global shapes, not those of a single device.
         record_call(self._fn, args)
         return lowered
 
@@ -107,15 +108,18 @@ class PmapStep:
         return self._compiled[key](*args)
 
 
-def _check_neighbours(mesh: Mesh) -> None:
-    """`jax.pmap` takes the devices of a process for one piece of its axis."""
+def _check_adjacent(mesh: Mesh) -> None:
+    """Raises a ValueError unless the devices of each process are adjacent in the mesh.
+
+    `jax.pmap` assumes that they form a contiguous part of its axis.
+    """
     owners = [device.process_index for device in mesh.devices.flat]
-    pieces = [owner for owner, _ in itertools.groupby(owners)]
-    if len(set(pieces)) < len(pieces):
+    groups = [owner for owner, _ in itertools.groupby(owners)]
+    if len(set(groups)) < len(groups):
         raise ValueError(
-            "`mode='pmap'` needs the devices of each process side by side in the mesh, "
-            f"but they are those of processes {owners}. Order them by process, or "
-            "choose 'jit' or 'shard_map'."
+            "`mode='pmap'` needs the devices of each process next to each other in "
+            f"`mesh`, but they belong to processes {owners}. Order them by process, or "
+            "use 'jit' or 'shard_map'."
         )
 
 
@@ -129,7 +133,7 @@ def _abstract(leaf: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PmapLowered:
-    """What `PmapStep.lower` returns."""
+    """The result of `PmapStep.lower`, similar to `jax.stages.Lowered`."""
 
     name: str
     put_axis: jax.stages.Lowered
@@ -137,7 +141,7 @@ class PmapLowered:
 
     def compile(self) -> PmapCompiled:
         put_axis = self.put_axis.compile()
-        # Whatever it is given, jax calls it `_fun`.
+        # jax reports every pmapped function as `_fun`.
         with compiling_as(self.name):
             return PmapCompiled(put_axis, self.mapped.compile())
 
@@ -151,7 +155,7 @@ class PmapLowered:
 
 @dataclasses.dataclass(frozen=True)
 class PmapCompiled:
-    """Two executables; what is asked about them is answered by the step's own."""
+    """A compiled step, whose attributes are those of the mapped executable."""
 
     put_axis: jax.stages.Compiled
     mapped: jax.stages.Compiled
@@ -162,24 +166,25 @@ class PmapCompiled:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            # Of a copy that has no `mapped` yet, too.
+            # While an instance is copied, it has no `mapped` yet.
             raise AttributeError(name)
         return getattr(self.mapped, name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Which rows each device has; to be asked inside the mapped function.
+    """The rows of each device, for use inside the mapped function.
 
     Attributes:
-      replicas: for every copy of the batch, the devices that have it, by their place in
-        the mesh and in the order of its rows.
+      replicas: the devices of each replica of the batch, as indices into the flattened
+        mesh, in the order of the rows.
     """
 
     replicas: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, mesh: Mesh, axes: tuple[str, ...]) -> Rows:
+        """Returns the rows of a batch that is sharded over these axes of a mesh."""
         devices = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
         order = [mesh.axis_names.index(axis) for axis in axes]
         devices = np.moveaxis(devices, order, range(len(order)))
@@ -187,13 +192,13 @@ class Rows:
         return cls(tuple(map(tuple, devices.reshape(num_parts, -1).T.tolist())))
 
     def first_row(self, num_rows: int) -> jax.Array:
-        """The place in the global batch of this device's first row."""
-        places = np.empty(np.size(self.replicas), np.int32)
-        places[np.array(self.replicas)] = np.arange(len(self.replicas[0]))
-        return jnp.asarray(places)[_device()] * num_rows
+        """Returns the index of this device's first row in the global batch."""
+        parts = np.empty(np.size(self.replicas), np.int32)
+        parts[np.array(self.replicas)] = np.arange(len(self.replicas[0]))
+        return jnp.asarray(parts)[_device()] * num_rows
 
     def add_up(self, sums: Any) -> Any:
-        """The sums of all devices, every row counted once."""
+        """Returns the sums over all devices, counting every row once."""
         first, *others = self.replicas
         if others:
             counts = jnp.isin(_device(), np.array(first))
@@ -201,8 +206,9 @@ class Rows:
         return jax.lax.psum(sums, _DEVICES)
 
     def gather(self, tree: Any) -> Any:
-        """The rows of all devices `[B, ...]`, every row once, in order."""
-        # Within a replica, so that its gradients stay there: `add_up` takes one.
+        """Returns the rows of all devices `[B, ...]`, every row once, in order."""
+        # Gather within a replica, so that gradients stay in it: `add_up` counts only
+        # the first replica.
         return jax.tree.map(in_single(self._gather), tree)
 
     def _gather(self, x: jax.Array) -> jax.Array:

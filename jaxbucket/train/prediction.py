@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+# `train.MeshLoader` is imported on first use, because its module imports Grain.
+from jaxbucket import train
 from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices
 from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.checks import check_choice
@@ -23,9 +25,6 @@ from jaxbucket.train.loss import Mode
 from jaxbucket.train.pmap import PmapStep, Rows
 from jaxbucket.train.state import TrainState
 
-if TYPE_CHECKING:
-    from jaxbucket.train.loader import MeshLoader
-
 Outputs: TypeAlias = Mapping[str, jax.Array]
 PredictFn: TypeAlias = Callable[[Any, Batch], Outputs]
 
@@ -37,7 +36,7 @@ def make_predict_step(
     mode: Mode = "jit",
     batch_axes: Axes = DATA_AXIS,
 ) -> Callable[[TrainState, Batch], Batch]:
-    """Returns a jitted step that gives every process the outputs of all rows.
+    """Returns a jitted step that returns the outputs of all rows to every process.
 
     Example:
       >>> import jaxbucket as jb, optax
@@ -52,19 +51,20 @@ def make_predict_step(
       [[2.0, 6.0], [4.0, 0.0]]
 
     Args:
-      predict_fn: `(model, batch) -> outputs`, a dict of `[B, ...]` arrays. What it
-        does with a row may not depend on others.
-      mesh: where batches are sharded.
-      mode: how devices come together, "jit", "shard_map" or "pmap". Equal results.
-      batch_axes: the mesh axes that cut the rows.
+      predict_fn: `(model, batch) -> outputs`, a dict of `[B, ...]` arrays. The outputs
+        of a row must not depend on other rows.
+      mesh: the mesh on which batches are sharded.
+      mode: how the step runs on the devices: "jit", "shard_map" or "pmap". Results are
+        equal.
+      batch_axes: the mesh axes over which rows are sharded.
 
     Returns:
-      `(state, batch) -> Batch` with the outputs in the place of the features, whole
-      on every device.
+      `(state, batch) -> Batch`, with the outputs as features, replicated on all
+      devices.
 
     Raises:
-      ValueError: for an unknown mode or axis; when traced, for outputs that are no
-        dict of arrays with a row for each of the batch.
+      ValueError: for an unknown mode or axis; when traced, for outputs that are not a
+        dict of arrays with one entry per row.
     """
     check_choice("mode", mode, get_args(Mode))
     axes = axis_names(mesh, batch_axes)
@@ -100,14 +100,14 @@ def make_predict_step(
 def predict(
     steps: Callable[[Any, Batch], Batch],
     state: Any,
-    batches: MeshLoader,
+    batches: train.MeshLoader,
     *,
     sequences: Sequence[str] | None = None,
     progress: bool = True,
 ) -> list[dict[str, np.ndarray] | None]:
-    """Returns the outputs for every example of the source, in its order.
+    """Returns the outputs for all examples of the source, in the order of the source.
 
-    All processes of the mesh have to call it, and each has all outputs then.
+    All processes of the mesh must call this function. Each of them returns all outputs.
 
     Example:
       >>> import jaxbucket as jb, optax
@@ -124,23 +124,23 @@ def predict(
       [[0.0, 2.0, 4.0], [0.0], [0.0, 2.0, 4.0, 6.0]]
 
     Args:
-      steps: from `make_predict_step`, compiled by `compile_steps` or not.
-      state: whose model predicts.
-      batches: exactly one epoch, any, whose schedule has every example once, in a row
-        of its own.
-      sequences: outputs that have padding to be cut off, by default all that are of
-        shape `[B, T, ...]` in every batch. Name them where an epoch has one bucket
-        only, and another output's second axis may be as long.
+      steps: the step from `make_predict_step`, optionally compiled by `compile_steps`.
+      state: a state that holds the model.
+      batches: the batches of exactly one epoch, in which each example appears once and
+        in a row of its own.
+      sequences: the outputs whose padding is removed; by default all outputs that have
+        shape `[B, T, ...]` in every batch. Pass their names if the plan has a single
+        bucket and the second axis of another output may also have length T.
       progress: show a progress bar on a terminal.
 
     Returns:
-      A dict for each example: `[length, ...]` for sequences, `[...]` for the rest; None
-      where `overlong="drop"` leaves the example out.
+      A dict for each example, with arrays `[length, ...]` for sequences and `[...]` for
+      other outputs; None for an example that is dropped by `overlong="drop"`.
 
     Raises:
-      ValueError: if `batches` is something else, or not exactly one epoch, or has
-        packed rows, or its epoch leaves out or repeats an example; if another process
-        has other batches; or if `sequences` names an output that is not one.
+      ValueError: if `batches` is not a `MeshLoader`, is not exactly one epoch, has
+        packed rows, or leaves out or repeats an example; if the processes have
+        different batches; or if `sequences` names an output that is not a sequence.
     """
     epoch = _epoch(batches)
     schedule = batches.schedule
@@ -148,23 +148,24 @@ def predict(
         sequences = [sequences]
     padded: set[str] | None = None if sequences is None else set(sequences)
     examples: list[dict[str, np.ndarray] | None] = [None] * len(schedule.lengths)
-    # The next step runs while the host reads the last one's.
+    # The next step runs while the host reads the outputs of the previous one.
     outputs = ahead((steps(state, batch) for batch in _micro_batches(batches)), 1)
     with progress_bar(progress) as bar:
         tracked = bar.track(epoch, description="Predicting")
         for indices, output in zip(tracked, outputs, strict=True):
             _check_output(output, indices.bucket)
             output = jax.tree.map(np.asarray, output)
-            names = _with_positions(output)
+            names = _sequence_names(output)
             if sequences is None:
                 padded = names if padded is None else padded & names
             elif not names.issuperset(sequences):
                 raise ValueError(
-                    f"`sequences={list(sequences)}`: the outputs of shape [B, T, ...] "
-                    f"are {sorted(names)}. Choose from these."
+                    f"`sequences={list(sequences)}` must name outputs of shape "
+                    f"[B, T, ...]. Choose from {sorted(names)}."
                 )
             rows = indices.rows[indices.rows != EMPTY_ROW]
-            # Uncut, because a later batch may show that an output is not a sequence.
+            # Padding is removed at the end, because a later batch may show that an
+            # output is not a sequence.
             for index, example in zip(rows, unbatch(output, sequences=()), strict=True):
                 examples[index] = example
     last = schedule.plan.max_seq_len
@@ -175,26 +176,26 @@ def predict(
     return examples
 
 
-def _epoch(batches: MeshLoader) -> list[BatchIndices]:
-    """The indices of an epoch that has every example of the plan once."""
+def _epoch(batches: train.MeshLoader) -> list[BatchIndices]:
+    """Returns the indices of an epoch, after checking that it has each example once."""
     schedule = getattr(batches, "schedule", None)
     if not isinstance(schedule, Schedule) or not hasattr(batches, "mesh"):
         raise ValueError(
-            f"`batches` is a {type(batches).__name__}: give a "
-            "`MeshLoader(source, schedule, mesh)`, which knows the examples of its "
-            "rows."
+            f"`batches` is a {type(batches).__name__}. Pass a "
+            "`MeshLoader(source, schedule, mesh)`, whose schedule maps rows to "
+            "examples."
         )
     start, stop = batches.start_step, batches.start_step + len(batches)
     if len(batches) != len(schedule) or (start - schedule.first_step) % len(schedule):
         raise ValueError(
             f"`batches` has steps {start} to {stop - 1}, which are not exactly one "
-            f"epoch of {len(schedule)} steps. Make another loader for predictions, "
-            "`MeshLoader(source, schedule, mesh)`."
+            f"epoch of {len(schedule)} steps. Create a separate loader for "
+            "predictions: `MeshLoader(source, schedule, mesh)`."
         )
     if schedule.max_segments is not None:
         raise ValueError(
-            "The schedule of `batches` has packed rows: predict with one of a single "
-            "example in every row."
+            "The schedule of `batches` has packed rows. Predict with a schedule that "
+            "has one example per row."
         )
     epoch = [x for step in range(start, stop) for x in schedule.micro_batches(step)]
     _check_once(schedule, epoch)
@@ -203,29 +204,29 @@ def _epoch(batches: MeshLoader) -> list[BatchIndices]:
 
 
 def _check_once(schedule: Schedule, epoch: Sequence[BatchIndices]) -> None:
-    """Raises a ValueError unless every example that the plan keeps is in one row."""
+    """Raises a ValueError unless each example that the plan keeps is in one row."""
     expected = (schedule.plan.assign(schedule.lengths) >= 0).astype(np.int64)
     rows = np.concatenate([indices.rows for indices in epoch])
-    times = np.bincount(rows[rows != EMPTY_ROW], minlength=len(expected))
-    if not np.array_equal(times, expected):
-        index = int(np.argmax(times != expected))
+    counts = np.bincount(rows[rows != EMPTY_ROW], minlength=len(expected))
+    if not np.array_equal(counts, expected):
+        index = int(np.argmax(counts != expected))
         raise ValueError(
-            f"The schedule of `batches` has example {index} in {times[index]} rows of "
-            "this epoch, and one output is needed of each. Predict with a "
-            "`BatchSchedule` of the same plan and lengths in its usual order, which "
-            'leaves out no remainder: not with `replacement=True`, `remainder="drop"` '
-            "or a `Mixture`."
+            f"The schedule of `batches` has example {index} in {counts[index]} rows of "
+            "this epoch, but each example needs exactly one output. Predict with a "
+            "`BatchSchedule` of the same plan and lengths in the default order, not "
+            'with `replacement=True`, `remainder="drop"` or a `Mixture`.'
         )
 
 
-def _check_same(batches: MeshLoader) -> None:
-    """Raises a ValueError if the processes of the mesh have other batches each."""
+def _check_same(batches: train.MeshLoader) -> None:
+    """Raises a ValueError if the processes of the mesh have different batches."""
     mesh = batches.mesh
     if len({device.process_index for device in mesh.devices.flat}) == 1:
         return
     position = json.dumps(batches.position(batches.start_step).to_dict())
     local = np.frombuffer(bytes.fromhex(digest(position.encode())), np.uint32)
-    # One row for each device, from its process; then all processes have all rows.
+    # Each process fills the rows of its devices; replicating them shows every process
+    # the digests of all others.
     digests = jax.make_array_from_callback(
         (mesh.size, len(local)),
         NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
@@ -235,14 +236,13 @@ def _check_same(batches: MeshLoader) -> None:
     digests = jax.jit(lambda x: x, out_shardings=replicated)(digests)
     if np.any(np.asarray(digests) != local):
         raise ValueError(
-            "The processes have different batches, so that their rows are not of the "
-            "same ones. Give all of them the same source, plan, lengths, seed and "
-            "epoch."
+            "The processes have different batches. Use the same source, plan, lengths, "
+            "seed and epoch in all of them."
         )
 
 
 def _micro_batches(elements: Iterable[Any]) -> Iterator[Batch]:
-    """Those of steps with accumulation one after another."""
+    """Yields single batches, also from steps of several micro-batches."""
     for element in elements:
         if isinstance(element, Batch):
             yield element
@@ -253,17 +253,18 @@ def _micro_batches(elements: Iterable[Any]) -> Iterator[Batch]:
 def _check_output(output: Any, bucket: Bucket) -> None:
     if not isinstance(output, Batch):
         raise ValueError(
-            f"`steps` returned a {type(output).__name__}, not a `Batch` of outputs: "
-            "make them by `make_predict_step`."
+            f"`steps` returned a {type(output).__name__}, not a `Batch` of outputs. "
+            "Create the step with `make_predict_step`."
         )
     if output.bucket != bucket:
         raise ValueError(
             f"`steps` returned outputs of bucket {output.bucket} for a batch of "
-            f"{bucket}: compile them for the buckets of the plan of `batches`."
+            f"{bucket}. Compile the step for the buckets of the plan of `batches`."
         )
 
 
-def _with_positions(batch: Batch) -> set[str]:
+def _sequence_names(batch: Batch) -> set[str]:
+    """Returns the names of the outputs of shape `[B, T, ...]`."""
     shape = (batch.bucket.batch_size, batch.bucket.seq_len)
     return {name for name, x in batch.features.items() if x.shape[:2] == shape}
 
@@ -271,13 +272,14 @@ def _with_positions(batch: Batch) -> set[str]:
 def _checked(outputs: Any, num_rows: int) -> dict[str, jax.Array]:
     if not isinstance(outputs, Mapping):
         raise ValueError(
-            f"`predict_fn` returned {type(outputs).__name__}: make it a dict of arrays."
+            f"`predict_fn` returned a value of type {type(outputs).__name__}. Return a "
+            "dict of arrays."
         )
     for name, value in outputs.items():
         shape = getattr(value, "shape", ())
         if not shape or shape[0] != num_rows:
             raise ValueError(
-                f"`predict_fn` returned {name!r} of shape {list(shape)}: its first "
-                f"axis must be the batch's, of {num_rows} rows here."
+                f"`predict_fn` returned {name!r} with shape {list(shape)}. Its first "
+                f"axis must have one entry per row of the batch, {num_rows} here."
             )
     return dict(outputs)

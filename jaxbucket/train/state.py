@@ -1,4 +1,4 @@
-"""What a train step changes."""
+"""The training state: step, parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from jaxbucket.sharding import replicate
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes.
+    """The state of training, which a train step updates.
 
     Attributes:
-      step: `[]` int32, steps done, skipped updates counted.
-      params: what is differentiated.
-      variables: the other variables of an NNX model, held fixed; else ().
-      opt_state: state of the optimizer.
+      step: `[]` int32, the number of steps done, including skipped updates.
+      params: the parameters that are trained.
+      variables: the other variables of an NNX model, which are held fixed; () for plain
+        parameters.
+      opt_state: the state of the optimizer.
       graphdef: the structure of an NNX model; None for plain parameters.
     """
 
@@ -63,35 +64,36 @@ def create_state(
     Args:
       model: a Flax NNX module, or any pytree of parameters (Linen, plain functions).
       tx: the optimizer.
-      mesh: where every device is to hold a copy of the state; by default it is left
-        where the parameters are.
+      mesh: the mesh on which the state is replicated; by default it stays on the
+        devices of the parameters.
 
     Raises:
-      ValueError: if an NNX model has batch statistics, which these steps would not
-        update: they differ from device to device; if `model` is neither a module nor
-        parameters.
+      ValueError: if `model` has batch statistics, which these steps do not update,
+        because they would differ between devices; or if `model` is neither an NNX
+        module nor parameters.
     """
     graphdef, params, variables = None, model, ()
     if isinstance(model, nnx.Module):
         if jax.tree.leaves(nnx.state(model, nnx.BatchStat)):
             raise ValueError(
-                "The model has batch statistics (`nnx.BatchStat`), which these steps "
-                "do not update. Use LayerNorm, RMSNorm or GroupNorm, or write your own "
-                "step: `compile_steps` takes any."
+                "`model` has batch statistics (`nnx.BatchStat`), which these steps do "
+                "not update. Use LayerNorm, RMSNorm or GroupNorm, or write your own "
+                "step: `compile_steps` accepts any."
             )
         graphdef, params, variables = nnx.split(model, nnx.Param, ...)
     elif isinstance(model, Mapping) and "batch_stats" in model:
         raise ValueError(
-            "`model` has batch statistics, which would be trained as parameters: pass "
-            '`variables["params"]`, and use LayerNorm, RMSNorm or GroupNorm, or write '
-            "your own step: `compile_steps` takes any."
+            "`model` has batch statistics, which would be trained as parameters. Pass "
+            '`variables["params"]` and use LayerNorm, RMSNorm or GroupNorm, or write '
+            "your own step: `compile_steps` accepts any."
         )
     elif not all(map(_is_array, jax.tree.leaves(model))):
         raise ValueError(
-            f"`model` is a {type(model).__name__}: pass an NNX module, or parameters "
+            f"`model` is a {type(model).__name__}. Pass an NNX module, or parameters "
             'such as `module.init(key, x)["params"]` of a Linen module.'
         )
-    # A Python number's weak dtype would change, and recompile, after the first step.
+    # The weak dtype of a Python number would become a strong one in the first step, and
+    # the second step would be compiled again.
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)
     step = jnp.zeros((), jnp.int32)
     state = TrainState(step, params, variables, tx.init(params), graphdef)

@@ -1,4 +1,4 @@
-"""Train and evaluation steps over a mesh, for losses as `loss` has them."""
+"""Train and evaluation steps over a mesh, for losses as described in `loss`."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def make_train_step(
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """Returns a jitted train step over a mesh: `(state, batch) -> (state, metrics)`.
 
-    The step donates its state. With `accumulate` this happens in the last of its
-    phases: where a micro-batch is refused, or its loss cannot be traced, the state is
-    what it was; what fails on the devices is known only later.
+    The step donates its state. With `accumulate`, only the final phase of the step
+    does: if a micro-batch is refused or its loss cannot be traced, the state is still
+    usable. Errors on the devices are reported only later.
 
     Example:
       >>> import jaxbucket as jb, numpy as np
@@ -62,50 +62,52 @@ def make_train_step(
 
     Args:
       loss_fn: `(model, batch, keys) -> (loss_sum, weight)` or `(loss_sum, weight,
-        sums)`, sums over the rows it is given. The top of `jaxbucket.train.loss` has
-        the whole contract.
-      tx: the optimizer. It is given the mean gradient over the global batch, and as
-        extra arguments `num_examples`, `num_tokens` and `num_rows` of this batch, the
-        `step` and the mean loss, `value`.
-      mesh: where batches are sharded.
-      accumulate: whether the step takes tuples of micro-batches, as a schedule with
-        `accumulate` gives. Gradients and sums are added up over all of them, in
-        float32 at least, and divided once. `compile_steps` compiles such a step in
-        phases: one extra trace of the loss finds out which sums it has.
-      mode: "jit" leaves the partitioning to the compiler; "shard_map" runs the loss on
-        each device's rows and adds up by an explicit `psum`; "pmap" runs the whole
-        step so, by `jax.pmap`. Equal results.
-      batch_axes: the mesh axes that cut the rows.
-      seed: what dropout keys are derived from.
-      state_sharding: sharding of the state, or a tree of them; by default replicated.
-        Under "pmap" it always is.
-      skip_nonfinite: leave parameters and the optimizer's averages as they are where
-        the loss, a gradient, its norm, an update or an average is not finite. The step
-        counts, and schedules go on (`skip_where`), so that neither the data nor the
-        learning rate drifts from the step.
+        sums)`, sums over the rows it is given. See `jaxbucket.train.loss` for the full
+        contract.
+      tx: the optimizer. It receives the mean gradient over the global batch, and these
+        extra arguments: `num_examples`, `num_tokens` and `num_rows` of the batch,
+        `step`, and `value`, the mean loss.
+      mesh: the mesh on which batches are sharded.
+      accumulate: whether the step is called with tuples of micro-batches, which is what
+        a schedule with `accumulate` yields. Gradients and sums are added up over all of
+        them, in float32 or wider, and divided once. `compile_steps` compiles such a
+        step in phases, and traces the loss once more to find out which sums it returns.
+      mode: "jit" leaves the partitioning to the compiler. "shard_map" runs the loss on
+        the rows of each device and adds the results up with an explicit `psum`. "pmap"
+        runs the whole step on each device with `jax.pmap`. Results are equal.
+      batch_axes: the mesh axes over which rows are sharded.
+      seed: the seed of the dropout keys.
+      state_sharding: sharding of the state, or a tree of shardings; by default
+        replicated. "pmap" supports a replicated state only.
+      skip_nonfinite: leave parameters and the optimizer's averages unchanged if the
+        loss, a gradient, its norm, an update or an average is not finite. The step
+        still counts, and learning rate schedules advance (`skip_where`), so that data
+        and learning rate stay in line with the step.
 
     Returns:
-      The step. Metrics, over all micro-batches: "loss" (`loss_sum / weight`),
-      "loss_sum", "weight", "num_tokens", "num_examples"; "num_rows" and
-      "num_positions", B and B * T of the bucket; "padding", the share of positions;
-      "grad_norm", of the mean gradient; "lr_factor" and "learning_rate", as far as the
-      optimizer's state tells what is in force; "skipped", 1 or 0, with
+      The step. Its metrics, over all micro-batches, are "loss" (`loss_sum / weight`),
+      "loss_sum", "weight", "num_tokens" and "num_examples"; "num_rows" and
+      "num_positions", the B and B * T of the bucket; "padding", the share of positions
+      that are padding; "grad_norm", the norm of the mean gradient; "lr_factor" and
+      "learning_rate", if the optimizer's state contains them; "skipped" (1 or 0), with
       `skip_nonfinite`; and the loss's own sums.
 
     Raises:
-      ValueError: for an unknown mode or axis, a seed out of range, `accumulate` that is
-        not a bool, or a sharded state or a mesh that mixes the devices of processes
-        under "pmap"; when traced, for a loss that breaks the contract.
+      ValueError: for an unknown mode or axis, a seed out of range, or an `accumulate`
+        that is not a bool; with "pmap", for a sharded state or a mesh in which the
+        devices of a process are not adjacent; when traced, for a loss that breaks the
+        contract.
+      TypeError: when traced, for a tuple of micro-batches without `accumulate`.
     """
     if not isinstance(accumulate, bool):
         raise ValueError(
-            f"`accumulate={accumulate!r}` must be True or False: its schedule says how "
-            "many micro-batches a step has, `BatchSchedule(accumulate=...)`."
+            f"`accumulate={accumulate!r}` must be True or False. Pass the number of "
+            "micro-batches to the schedule: `BatchSchedule(accumulate=...)`."
         )
     if mode == "pmap" and state_sharding is not None:
         raise ValueError(
-            "`state_sharding`: under `mode='pmap'` every device holds the whole state. "
-            "Shard it under 'jit' or 'shard_map'."
+            "`state_sharding` is not supported by `mode='pmap'`, under which every "
+            "device holds the whole state. Use 'jit' or 'shard_map' to shard it."
         )
     local_sums = gradient_sums(loss_fn)
     global_sums = over_batch(local_sums, mesh, mode, batch_axes, check_seed(seed))
@@ -126,6 +128,12 @@ def make_train_step(
 
     @record_arguments
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        if isinstance(batch, tuple | list) and not isinstance(batch, Batch):
+            raise TypeError(
+                f"`batch` is a {type(batch).__name__}, not a `jaxbucket.Batch`. Pass "
+                "`accumulate=True` to `make_train_step` for a step that takes "
+                "micro-batches."
+            )
         return update(state, *global_sums(state, batch))
 
     if mode == "pmap":
@@ -159,20 +167,22 @@ def make_eval_step(
       14.0 3.0
 
     Args:
-      loss_fn: the loss, as `make_train_step` takes it. It is called with keys None.
-      mesh: where batches are sharded.
-      mode: how devices come together, "jit", "shard_map" or "pmap". Equal results.
-      batch_axes: the mesh axes that cut the rows.
+      loss_fn: the loss, as for `make_train_step`. It is called with `keys=None`.
+      mesh: the mesh on which batches are sharded.
+      mode: how the step runs on the devices: "jit", "shard_map" or "pmap". Results are
+        equal.
+      batch_axes: the mesh axes over which rows are sharded.
 
     Returns:
-      The step. Metrics: "loss" (`loss_sum / weight`), "loss_sum", "weight",
+      The step. Its metrics are "loss" (`loss_sum / weight`), "loss_sum", "weight",
       "num_tokens", "num_examples", "num_rows", "num_positions", "padding", and the
-      loss's own sums. Over several batches add `loss_sum` and `weight`, and divide at
-      the end.
+      loss's own sums. To average over several batches, add up `loss_sum` and `weight`,
+      and divide at the end.
 
     Raises:
-      ValueError: for an unknown mode or axis, or a mesh that mixes the devices of
-        processes under "pmap"; when traced, for a loss that breaks the contract.
+      ValueError: for an unknown mode or axis; with "pmap", for a mesh in which the
+        devices of a process are not adjacent; when traced, for a loss that breaks the
+        contract.
     """
 
     def local_sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Metrics:

@@ -1,4 +1,4 @@
-"""The update of a state by the sums of a step."""
+"""The optimizer update of a state, given the gradients and sums of a step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ from jaxbucket.train.state import TrainState
 def updater(
     tx: optax.GradientTransformation, skip_nonfinite: bool
 ) -> Callable[[TrainState, Any, Metrics], tuple[TrainState, Metrics]]:
-    """Returns `(state, gradients, sums) -> (state, metrics)`: sums of a whole step."""
+    """Returns `(state, gradients, sums) -> (state, metrics)`.
+
+    Args:
+      tx: the optimizer.
+      skip_nonfinite: skip updates that are not finite, see `make_train_step`.
+    """
     tx = optax.with_extra_args_support(tx)
 
     def update(
         state: TrainState, grads: Any, sums: Metrics
     ) -> tuple[TrainState, Metrics]:
         metrics = mean_metrics(sums)
-        # A batch of zero weight has zero gradients, and a mean of zero; one of infinite
-        # weight has none.
+        # With zero weight, the mean gradient is zero; with infinite weight, it is NaN.
         divisor = jnp.where(sums["weight"] == 0, jnp.inf, sums["weight"])
         divisor = jnp.where(jnp.isinf(sums["weight"]), jnp.nan, divisor)
         grads = jax.tree.map(
@@ -64,13 +68,14 @@ def updater(
 
 
 def _divide(value: jax.Array, divisor: jax.Array) -> jax.Array:
-    # Half precision is divided in the divisor's: 1 / 65,536 is not exact in float16.
+    # Half precision is divided in the dtype of the divisor, because 1 / 65,536 is not
+    # exact in float16.
     wide = max(value.dtype, divisor.dtype, key=lambda dtype: dtype.itemsize)
     return value.astype(wide) / divisor.astype(wide)
 
 
 def _norm(tree: Any) -> jax.Array:
-    """The square root of the sum of squares, in single precision at least."""
+    """Returns the global norm of a tree, in single precision or wider."""
     leaves = [jnp.abs(x) for x in jax.tree.leaves(tree)]
     dtypes = [jnp.dtype(jnp.float32), *(x.dtype for x in leaves)]
     wide = max(dtypes, key=lambda dtype: dtype.itemsize)

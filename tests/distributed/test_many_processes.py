@@ -129,7 +129,7 @@ DIFFERENCES = {
     ),
     # Relative to where it is, as one on its own disk.
     "sys.argv += ['--checkpoint', 'own']; os.mkdir(index); os.chdir(index)": (
-        "is not the same everywhere: what process 0 writes there, process 1 cannot see"
+        "is not shared by all processes: process 1 cannot see the files that process 0"
     ),
 }
 

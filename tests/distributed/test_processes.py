@@ -344,7 +344,7 @@ def test_processes_agree_gather_values_and_end_together(launch, tmp_path, late, 
     gathered = ["3 ['a', 'b', 'c']", "['0', '1', '2']", "{}"]
     assert [x[count : count + 3] for x in lines] == [gathered] * 3, run.output
     for line in (x.pop(count + 3) for x in lines):
-        assert "what process 0 writes there, processes 1 and 2 cannot see" in line
+        assert "processes 1 and 2 cannot see the files that process 0 writes" in line
     assert lines[1][count + 3 :] == ["interrupted", "handler"]
     for index in (0, 2):
         assert lines[index][count + 3 :] == ["handler", "end"], run.output

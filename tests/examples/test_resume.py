@@ -268,13 +268,13 @@ REFUSED = {
     "plan": (["--resume", "--max-tokens", 640], {}, "plan max tokens 512 -> 640"),
     "data": (["--resume"], {"data": "less.jsonl"}, r"data examples \d+ -> \d+"),
     "held-out data": (["--resume"], {"data": "held.jsonl"}, "held-out documents have"),
-    "model": (["--resume", "--width", 32], {}, "is of another model or optimizer"),
+    "model": (["--resume", "--width", 32], {}, "is of a different model or optimizer"),
     "no --resume": ([], {}, "has a run at step .*: go on with it by `--resume`"),
     "steps": (["--resume", "--steps", 9], {}, "`--steps 9` ends before step"),
     "policy": (["--resume", "--policy", "dynamic"], {}, "cannot be resumed"),
 }
 DAMAGED = (
-    "The checkpoint .* is damaged, because .*: delete that folder to go on from step"
+    r"The checkpoint .* is damaged: .*\. Delete this directory to resume from step"
 )
 # What ends a run is printed in its place, and the next one begins.
 SEVERAL = f"""

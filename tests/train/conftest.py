@@ -1,8 +1,8 @@
-"""Quick compiles for the tests of steps."""
+"""Faster compilation for the tests of steps."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def compile_quickly(few_optimizations: None) -> None:
-    """Most of these tests spend their time compiling."""
+    """Disables most optimizations, because these tests mostly compile."""

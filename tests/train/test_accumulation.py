@@ -18,7 +18,7 @@ SYMBOLS, WIDTH = 12, 6
 
 
 def only(mode):
-    """That mode in the quick tests; the others, which are equal, in all tests."""
+    """Parameters for all modes; those other than `mode` are exhaustive tests."""
     return [
         pytest.param(m, marks=() if m == mode else pytest.mark.exhaustive)
         for m in MODES
@@ -47,7 +47,7 @@ def by_tokens(params, batch, keys):
 
 
 def by_examples(params, batch, keys):
-    """Every example counts the same, however long it is."""
+    """A loss in which every example counts the same, independent of its length."""
     mask = batch.mask
     losses = jnp.where(mask, token_losses(params, batch.features["tokens"]), 0)
     lengths = mask.sum(axis=1).astype(losses.dtype)
@@ -55,7 +55,7 @@ def by_examples(params, batch, keys):
 
 
 def by_task(params, batch, keys):
-    """Tokens of a task count as much as its weight says."""
+    """A loss in which tokens count according to the weight of their task."""
     weights = jnp.asarray([1.0, 0.0, 2.5], params["out"].dtype)
     weight = jnp.where(batch.mask, weights[batch.features["task"]][:, None], 0)
     losses = token_losses(params, batch.features["tokens"])
@@ -80,8 +80,8 @@ def make_examples(size, seed=0):
     ]
 
 
-def cut(examples, seed):
-    """The same examples in micro-batches of random buckets, empty rows among them."""
+def split(examples, seed):
+    """Splits examples into micro-batches of random buckets with some empty rows."""
     rng = np.random.default_rng(seed)
     order, batches = rng.permutation(len(examples)), []
     while order.size:
@@ -104,7 +104,7 @@ def recorder():
     )
 
 
-def begin(loss, tx, mesh, params=None, **options):
+def make_step(loss, tx, mesh, params=None, **options):
     step = jb.make_train_step(loss, tx, mesh, accumulate=True, **options)
     params = make_params() if params is None else params
     return step, jb.create_state(params, tx, mesh)
@@ -116,7 +116,7 @@ def on(mesh, batches):
 
 
 def distance(got, want):
-    """The largest over tensors of the relative distance of two trees."""
+    """Returns the largest relative distance between tensors of two trees."""
     norms = jax.tree.map(
         lambda a, b: np.linalg.norm(np.subtract(a, b)) / np.linalg.norm(b), got, want
     )
@@ -155,9 +155,9 @@ def test_any_split_has_the_gradient_of_one_padded_batch(
 
         want_loss, want = jax.value_and_grad(mean)(params)
         mesh = jb.data_mesh(jax.devices()[:num_devices])
-        step, state = begin(LOSSES[loss], recorder(), mesh, params, mode=mode)
+        step, state = make_step(LOSSES[loss], recorder(), mesh, params, mode=mode)
         for seed in range(2):
-            batches = cut(examples, seed)
+            batches = split(examples, seed)
             state, metrics = step(state, on(mesh, batches))
             assert distance(state.opt_state, want) < limit
             np.testing.assert_allclose(metrics["loss"], want_loss, rtol=10 * limit)
@@ -188,7 +188,7 @@ def scheduled(order="shuffled", size=90, **options):
 
 @pytest.mark.parametrize("mode", only("pmap"))
 @pytest.mark.parametrize("group", [pytest.param("same", marks=EXHAUSTIVE), "mixed"])
-def test_each_bucket_is_compiled_once_and_each_phase(mode, group):
+def test_each_bucket_and_each_phase_is_compiled_once(mode, group):
     examples, schedule = scheduled(group=group)
     mesh = jb.data_mesh(jax.devices()[:4])
     traces = []
@@ -198,7 +198,7 @@ def test_each_bucket_is_compiled_once_and_each_phase(mode, group):
         return with_dropout(params, batch, keys)
 
     tx = optax.adam(1e-3)
-    step, state = begin(loss, tx, mesh, mode=mode)
+    step, state = make_step(loss, tx, mesh, mode=mode)
     specs = jb.sharding.batch_specs(schedule.plan, examples[0], mesh)
     with jax.numpy_dtype_promotion("standard"), jb.compile.count_compiles() as compiles:
         steps = jb.compile_steps(step, state, specs)
@@ -209,17 +209,17 @@ def test_each_bucket_is_compiled_once_and_each_phase(mode, group):
     assert compiles["add_micro_batch"] == len(schedule.plan)
     assert compiles["begin"] == compiles["update_state"] == 1
     assert list(steps) == list(schedule.plan.buckets)
-    # Once for each bucket, and once for the names of its sums.
+    # Once for each bucket, and once more to find the names of the sums.
     devices_once = len(schedule.plan) + 1
     assert len(traces) == devices_once
 
 
 @pytest.mark.parametrize("mode", only("jit"))
-def test_compiled_or_not_the_step_is_the_same_and_its_state_is_donated(mode):
+def test_compiled_and_jitted_steps_agree_and_donate_their_state(mode):
     examples, schedule = scheduled(group="mixed")
     mesh = jb.data_mesh(jax.devices()[:2])
     tx = optax.sgd(0.1, momentum=0.9)
-    step, state = begin(with_dropout, tx, mesh, mode=mode, seed=3)
+    step, state = make_step(with_dropout, tx, mesh, mode=mode, seed=3)
     twin = jb.create_state(make_params(), tx, mesh)
     specs = jb.sharding.batch_specs(schedule.plan, examples[0], mesh)
     steps = jb.compile_steps(step, state, specs)
@@ -237,27 +237,27 @@ def test_compiled_or_not_the_step_is_the_same_and_its_state_is_donated(mode):
             np.testing.assert_array_equal(a, b)
 
 
-def test_dropout_is_of_the_micro_batch_and_the_same_on_every_mesh():
+def test_dropout_differs_between_micro_batches_but_not_between_meshes():
     batch = jb.data.collate_rows(make_examples(8), jb.Bucket(8, 24))
-    found = {}
+    losses_by_count = {}
     for num_devices, mode in ((1, "jit"), (8, "shard_map"), (4, "pmap")):
         mesh = jb.data_mesh(jax.devices()[:num_devices])
-        step, state = begin(with_dropout, recorder(), mesh, mode=mode, seed=5)
+        step, state = make_step(with_dropout, recorder(), mesh, mode=mode, seed=5)
         for count in (1, 2):
             _, metrics = step(
                 jb.sharding.replicate(state, mesh), on(mesh, [batch] * count)
             )
-            found.setdefault(count, []).append(float(metrics["loss"]))
-    for losses in found.values():
+            losses_by_count.setdefault(count, []).append(float(metrics["loss"]))
+    for losses in losses_by_count.values():
         np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
-    # The same rows twice drop other things.
-    assert abs(found[1][0] / found[2][0] - 1) > 1e-3
+    # The same rows in a second micro-batch have different dropout.
+    assert abs(losses_by_count[1][0] / losses_by_count[2][0] - 1) > 1e-3
 
 
-def test_one_micro_batch_is_a_step_without_accumulation():
+def test_a_single_micro_batch_equals_a_step_without_accumulation():
     batch = jb.data.collate_rows(make_examples(8), jb.Bucket(8, 24))
     mesh, tx = jb.data_mesh(jax.devices()[:4]), optax.sgd(0.1)
-    step, state = begin(with_dropout, tx, mesh, seed=5)
+    step, state = make_step(with_dropout, tx, mesh, seed=5)
     plain = jb.make_train_step(with_dropout, tx, mesh, seed=5)
     want, want_metrics = plain(jb.sharding.replicate(state, mesh), on(mesh, [batch])[0])
     got, metrics = step(state, on(mesh, [batch]))
@@ -267,7 +267,7 @@ def test_one_micro_batch_is_a_step_without_accumulation():
         np.testing.assert_allclose(metrics[name], want_metrics[name], rtol=1e-5)
 
 
-def test_clipping_and_the_rate_see_the_whole_step():
+def test_clipping_and_learning_rate_depend_on_the_whole_step():
     examples = make_examples(40)
     whole = jb.data.collate_rows(examples, jb.Bucket(40, 32))
     tx = optax.chain(
@@ -285,8 +285,8 @@ def test_clipping_and_the_rate_see_the_whole_step():
     norm = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(grads)))
     assert norm > 0.1
     mesh = jb.data_mesh(jax.devices()[:2])
-    step, state = begin(by_tokens, tx, mesh)
-    state, metrics = step(state, on(mesh, cut(examples, 0)))
+    step, state = make_step(by_tokens, tx, mesh)
+    state, metrics = step(state, on(mesh, split(examples, 0)))
     want = jax.tree.map(lambda p, g: p - 4 * 0.05 / norm * g, params, grads)
     assert distance(state.params, want) < 1e-5
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
@@ -294,17 +294,17 @@ def test_clipping_and_the_rate_see_the_whole_step():
 
 
 @pytest.mark.parametrize("mode", only("shard_map"))
-def test_a_gradient_that_is_not_finite_is_skipped_as_a_whole(mode):
-    batches = cut(make_examples(40), 0)
+def test_a_nonfinite_micro_batch_skips_the_whole_step(mode):
+    batches = split(make_examples(40), 0)
     mesh = jb.data_mesh(jax.devices()[:2])
 
     def loss(params, batch, keys):
         loss_sum, weight, _ = by_tokens(params, batch, keys)
-        # One of the micro-batches has it.
+        # Only one of the micro-batches has this task.
         bad = jnp.any(batch.features["task"] == 9)
         return jnp.where(bad, jnp.nan, 1) * loss_sum, weight
 
-    step, state = begin(loss, optax.sgd(0.1), mesh, mode=mode, skip_nonfinite=True)
+    step, state = make_step(loss, optax.sgd(0.1), mesh, mode=mode, skip_nonfinite=True)
     batches[1].features["task"][0] = 9
     before = jax.tree.map(np.array, state.params)
     state, metrics = step(state, on(mesh, batches))
@@ -325,14 +325,14 @@ jax.config.update("jax_enable_x64", {is_wide})
 params = make_params({dtype!r})
 with jb.Processes() as processes:
     mesh = jb.data_mesh()
-    step, state = begin(
+    step, state = make_step(
         with_dropout, recorder(), mesh, params, mode={mode!r}, seed=5
     )
     shard = jb.sharding.local_rows(mesh)
     groups = [
         tuple(
             jax.tree.map(lambda x: x[shard.rows(len(x))], batch)
-            for batch in cut(make_examples(40), seed)
+            for batch in split(make_examples(40), seed)
         )
         for seed in range(3)
     ]
@@ -343,7 +343,7 @@ with jb.Processes() as processes:
 """
 
 
-# In several processes "shard_map" is tested with plain steps.
+# "shard_map" in several processes is tested with steps without accumulation.
 @pytest.mark.parametrize(
     ("mode", "dtype", "limit"),
     [
@@ -351,12 +351,20 @@ with jb.Processes() as processes:
         ("pmap", "float64", 1e-12),
     ],
 )
-def test_two_processes_have_the_gradient_of_one(launch, mode, dtype, limit):
+def test_two_processes_compute_the_gradient_of_one(launch, mode, dtype, limit):
     import inspect
     import json
 
-    own = (make_params, token_losses, with_dropout, make_examples, cut, recorder, begin)
-    model = "\n".join(map(inspect.getsource, own))
+    helpers = (
+        make_params,
+        token_losses,
+        with_dropout,
+        make_examples,
+        split,
+        recorder,
+        make_step,
+    )
+    model = "\n".join(map(inspect.getsource, helpers))
     names = f"import jax.numpy as jnp, optax\nSYMBOLS, WIDTH = {SYMBOLS}, {WIDTH}\n"
     is_wide = dtype == "float64"
     code = textwrap.dedent(TWO).format(
@@ -366,9 +374,11 @@ def test_two_processes_have_the_gradient_of_one(launch, mode, dtype, limit):
     assert done.status == 0, done.output
     with jax.enable_x64(is_wide):
         mesh = jb.data_mesh(jax.devices()[:1])
-        step, state = begin(with_dropout, recorder(), mesh, make_params(dtype), seed=5)
+        step, state = make_step(
+            with_dropout, recorder(), mesh, make_params(dtype), seed=5
+        )
         for seed in range(3):
-            state, metrics = step(state, on(mesh, cut(make_examples(40), seed)))
+            state, metrics = step(state, on(mesh, split(make_examples(40), seed)))
             for process in range(2):
                 grads, loss, rows = json.loads(done.said(process)[seed])
                 leaves = [np.array(x, dtype) for x in grads]
@@ -381,7 +391,7 @@ MESH = jb.data_mesh(jax.devices()[:2])
 
 
 def refuse(micro_batches, compiled=False):
-    step, state = begin(by_tokens, optax.sgd(0.1), MESH)
+    step, state = make_step(by_tokens, optax.sgd(0.1), MESH)
     if compiled:
         plan = jb.BucketPlan.from_shapes([(8, 24)])
         specs = jb.sharding.batch_specs(plan, make_examples(1)[0], MESH)
@@ -397,12 +407,12 @@ OTHER = jb.data.collate_rows(make_examples(4), jb.Bucket(8, 25))
 @pytest.mark.parametrize(
     ("micro_batches", "message"),
     [
-        ((), "`micro_batches` is empty: give a tuple of `jaxbucket.Batch`"),
-        (BATCH, "`micro_batches` is a Batch: give a tuple"),
-        (None, "`micro_batches` is a NoneType: give a tuple"),
+        ((), "`micro_batches` is empty. Pass a tuple of `jaxbucket.Batch`"),
+        (BATCH, "`micro_batches` is a Batch. Pass a tuple"),
+        (None, "`micro_batches` is a NoneType. Pass a tuple"),
     ],
 )
-def test_what_are_no_micro_batches_is_refused(micro_batches, message, compiled):
+def test_micro_batches_must_be_a_tuple_of_batches(micro_batches, message, compiled):
     with pytest.raises(ValueError, match=re.escape(message)):
         refuse(micro_batches, compiled)
 
@@ -418,12 +428,12 @@ def test_what_are_no_micro_batches_is_refused(micro_batches, message, compiled):
         ),
         (
             lambda: on(jb.data_mesh(jax.devices()[2:4]), [BATCH])[0],
-            "`micro_batches[1]` is on 2 devices that are not the 2 of the step.",
+            "`micro_batches[1]` is on 2 devices, which differ from the 2 devices",
         ),
     ],
 )
-def test_a_micro_batch_that_is_refused_leaves_the_state(other, message, compiled):
-    step, state = begin(by_tokens, optax.sgd(0.1), MESH)
+def test_a_refused_micro_batch_leaves_the_state_unchanged(other, message, compiled):
+    step, state = make_step(by_tokens, optax.sgd(0.1), MESH)
     if compiled:
         specs = jb.sharding.batch_specs(
             jb.BucketPlan.from_shapes([(8, 24)]), make_examples(1)[0], MESH
@@ -436,8 +446,8 @@ def test_a_micro_batch_that_is_refused_leaves_the_state(other, message, compiled
     assert state.step == 1
 
 
-def test_a_step_is_good_for_more_than_one_model():
-    step, state = begin(by_tokens, optax.sgd(0.1), MESH)
+def test_a_step_accepts_models_of_different_shapes():
+    step, state = make_step(by_tokens, optax.sgd(0.1), MESH)
     batches = on(MESH, [BATCH])
     step(state, batches)
     wide = {
@@ -459,26 +469,26 @@ def test_a_step_is_good_for_more_than_one_model():
         ),
     ],
 )
-def test_a_state_that_is_cut_stays_so_and_what_adds_up_is_donated(mode, ahead):
+def test_a_sharded_state_keeps_its_sharding_and_sums_are_donated(mode, ahead):
     mesh = jb.data_mesh(jax.devices()[:2])
     tx = optax.sgd(0.1, momentum=0.9)
     whole = jb.create_state(make_params(), tx)
     rows = NamedSharding(mesh, PartitionSpec("data"))
     replicated = NamedSharding(mesh, PartitionSpec())
-    cut_first = jax.tree.map(lambda x: rows if x.ndim == 2 else replicated, whole)
+    shardings = jax.tree.map(lambda x: rows if x.ndim == 2 else replicated, whole)
     step = jb.make_train_step(
-        with_dropout, tx, mesh, accumulate=True, mode=mode, state_sharding=cut_first
+        with_dropout, tx, mesh, accumulate=True, mode=mode, state_sharding=shardings
     )
     plain = jb.make_train_step(with_dropout, tx, mesh, accumulate=True, mode=mode)
-    state, want = jax.device_put(whole, cut_first), jb.sharding.replicate(whole, mesh)
-    given, add = [], step.add
+    state, want = jax.device_put(whole, shardings), jb.sharding.replicate(whole, mesh)
+    received, add = [], step.add
 
-    class Noted:
+    class Recorded:
         def __getattr__(self, name):
             return getattr(add, name)
 
         def __call__(self, state, accumulated, batch):
-            given.append(accumulated.grads)
+            received.append(accumulated.grads)
             return add(state, accumulated, batch)
 
     if ahead:
@@ -487,7 +497,7 @@ def test_a_state_that_is_cut_stays_so_and_what_adds_up_is_donated(mode, ahead):
         )
         step = jb.compile_steps(step, state, specs, progress=False)
     else:
-        step.add = Noted()
+        step.add = Recorded()
     for _ in range(2):
         batches = on(mesh, [BATCH, BATCH])
         state, _ = step(state, batches)
@@ -495,17 +505,17 @@ def test_a_state_that_is_cut_stays_so_and_what_adds_up_is_donated(mode, ahead):
         for name, value in state.params.items():
             assert value.sharding.is_equivalent_to(rows, 2)
             np.testing.assert_allclose(value, want.params[name], rtol=2e-5, atol=1e-6)
-    for grads in given:
+    for grads in received:
         assert all(
             x.is_deleted() and x.sharding.is_equivalent_to(rows, 2)
             for x in jax.tree.leaves(grads)
         )
 
 
-def test_a_micro_batch_outside_the_plan_is_refused_before_the_state_is_gone():
+def test_a_micro_batch_outside_the_plan_leaves_the_state_unchanged():
     plan = jb.BucketPlan.from_shapes([(8, 24)])
     specs = jb.sharding.batch_specs(plan, make_examples(1)[0], MESH)
-    step, state = begin(by_tokens, optax.sgd(0.1), MESH)
+    step, state = make_step(by_tokens, optax.sgd(0.1), MESH)
     steps = jb.compile_steps(step, state, specs, progress=False)
     with pytest.raises(ValueError, match=r"shape \[8, 25\] is outside the plan"):
         steps(state, on(MESH, [BATCH, OTHER]))
@@ -515,7 +525,7 @@ def test_a_micro_batch_outside_the_plan_is_refused_before_the_state_is_gone():
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_sharded_state_under_pmap_is_refused(accumulate):
-    with pytest.raises(ValueError, match="under `mode='pmap'` every device holds"):
+    with pytest.raises(ValueError, match="is not supported by `mode='pmap'`"):
         jb.make_train_step(
             by_tokens,
             optax.sgd(1),
@@ -527,19 +537,19 @@ def test_a_sharded_state_under_pmap_is_refused(accumulate):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sums_of_gradients_are_donated(mode):
-    given = []
-    step, state = begin(by_tokens, optax.sgd(0.1), MESH, mode=mode)
+def test_gradient_sums_are_donated(mode):
+    received = []
+    step, state = make_step(by_tokens, optax.sgd(0.1), MESH, mode=mode)
     add = step.add
 
-    def noted(state, accumulated, batch):
-        given.append(accumulated)
+    def recorded(state, accumulated, batch):
+        received.append(accumulated)
         return add(state, accumulated, batch)
 
-    step.add = noted
+    step.add = recorded
     state, _ = step(state, on(MESH, [BATCH, BATCH, BATCH]))
-    # The first has not been on the devices as pmap leaves it.
-    for accumulated in given[1:]:
+    # The first sums are copied, because they lack the sharding of pmap's results.
+    for accumulated in received[1:]:
         assert all(x.is_deleted() for x in jax.tree.leaves(accumulated))
 
 
@@ -560,19 +570,19 @@ def counts_long_rows(params, batch, keys):
 
 @pytest.mark.parametrize("mode", only("jit"))
 @pytest.mark.parametrize("loss", [fails_for_long_rows, counts_long_rows])
-def test_a_loss_that_fails_for_one_micro_batch_leaves_the_state(loss, mode):
-    step, state = begin(loss, optax.sgd(0.1), MESH, mode=mode)
+def test_a_loss_that_fails_for_a_micro_batch_leaves_the_state_unchanged(loss, mode):
+    step, state = make_step(loss, optax.sgd(0.1), MESH, mode=mode)
     with pytest.raises((RuntimeError, ValueError)):
         step(state, on(MESH, [BATCH, OTHER]))
     state, _ = step(state, on(MESH, [BATCH]))
     assert state.step == 1
 
 
-def test_a_micro_batch_in_another_order_of_devices_leaves_the_state():
+def test_a_different_device_order_leaves_the_state_unchanged():
     other = jb.data_mesh(jax.devices()[1::-1])
     plan = jb.BucketPlan.from_shapes([(8, 24)])
     specs = jb.sharding.batch_specs(plan, make_examples(1)[0], MESH)
-    step, state = begin(by_tokens, optax.sgd(0.1), MESH)
+    step, state = make_step(by_tokens, optax.sgd(0.1), MESH)
     steps = jb.compile_steps(step, state, specs, progress=False)
     with pytest.raises(ValueError, match="sharding"):
         steps(state, (*on(MESH, [BATCH]), *on(other, [BATCH])))
@@ -588,7 +598,7 @@ def test_the_sums_of_a_loss_may_depend_on_the_features():
         )
         return loss_sum, weight, sums | more
 
-    step, state = begin(loss, optax.sgd(0.1), MESH)
+    step, state = make_step(loss, optax.sgd(0.1), MESH)
     state, metrics = step(state, on(MESH, [BATCH]))
     assert "tasks" in metrics
     tokens = BATCH._replace(features={"tokens": BATCH.features["tokens"]})
@@ -596,8 +606,8 @@ def test_the_sums_of_a_loss_may_depend_on_the_features():
     assert "tasks" not in metrics and state.step == 2
 
 
-def test_batches_of_numpy_are_put_where_they_belong():
-    step, state = begin(by_tokens, optax.sgd(0.1), MESH)
+def test_numpy_batches_are_accepted():
+    step, state = make_step(by_tokens, optax.sgd(0.1), MESH)
     _, want = step(jax.tree.map(jnp.copy, state), on(MESH, [BATCH, BATCH]))
     _, metrics = step(state, (BATCH, BATCH))
     assert metrics["loss"] == want["loss"]
@@ -606,8 +616,8 @@ def test_batches_of_numpy_are_put_where_they_belong():
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=EXHAUSTIVE)]
 )
-def test_many_gradients_in_half_precision_are_all_counted(dtype):
-    """Their sum is far beyond what a sum in half precision comes to."""
+def test_many_half_precision_gradients_do_not_lose_precision(dtype):
+    """Their sum is far larger than a sum computed in half precision."""
 
     def loss(params, batch, keys):
         count = batch.num_tokens.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Steps are timed on a few shapes, on a copy of the state; what follows is a plan."""
+"""Steps are timed on a few shapes, with a copy of the state."""
 
 import dataclasses
 import itertools
@@ -47,7 +47,7 @@ def make_step(mesh, mode="jit"):
         ),
     ],
 )
-def test_every_shape_is_compiled_once_and_the_state_survives(mode, num_devices):
+def test_every_shape_is_compiled_once_and_the_state_is_not_donated(mode, num_devices):
     mesh = jb.data_mesh(jax.devices()[:num_devices])
     step_fn, state = make_step(mesh, mode)
     before = jax.tree.map(np.array, state)
@@ -60,13 +60,13 @@ def test_every_shape_is_compiled_once_and_the_state_survives(mode, num_devices):
         assert all(value > 0 for value in seconds.values())
     after = jax.tree.map(np.array, state)
     jax.tree.map(np.testing.assert_array_equal, before, after)
-    # Not donated, and so good for the first step.
+    # The state is not donated, and can be used for training.
     specs = jb.sharding.batch_specs(jb.BucketPlan.from_shapes([(8, 8)]), EXAMPLE, mesh)
     jb.compile_steps(step_fn, state, specs)
 
 
 class Recorded:
-    """A step that notes the batches it is given, and has times by the shape."""
+    """A step that records its batches, and is slow for one shape."""
 
     def __init__(self, seconds=0.0):
         self.batches = []
@@ -75,7 +75,7 @@ class Recorded:
     def step(self, state, batch):
         tokens = batch.features["tokens"]
 
-        def note(*leaves):
+        def record(*leaves):
             self.batches.append(jax.tree.unflatten(structure, leaves))
             if tokens.shape == (16, 8):
                 time.sleep(self._seconds)
@@ -83,12 +83,12 @@ class Recorded:
 
         leaves, structure = jax.tree.flatten(batch)
         shape = jax.ShapeDtypeStruct((), np.float32)
-        done = jax.pure_callback(note, shape, *leaves)
+        done = jax.pure_callback(record, shape, *leaves)
         return state + done, {"done": done}
 
 
 @pytest.mark.parametrize("donated", [(), (0,)])
-def test_batches_are_full_of_the_example_and_take_turns(donated):
+def test_batches_repeat_the_example_and_shapes_take_turns(donated):
     recorded = Recorded()
     step_fn = jax.jit(recorded.step, donate_argnums=donated)
     mesh = jb.data_mesh(jax.devices()[:1])
@@ -103,7 +103,7 @@ def test_batches_are_full_of_the_example_and_take_turns(donated):
     assert float(state) == 0
 
 
-def test_the_time_of_a_step_is_that_of_its_shape():
+def test_each_shape_has_its_own_step_time():
     step_fn = Recorded(seconds=0.15).step
     mesh = jb.data_mesh(jax.devices()[:1])
     state = jb.sharding.replicate(jnp.zeros(()), mesh)
@@ -114,7 +114,7 @@ def test_the_time_of_a_step_is_that_of_its_shape():
     assert max(others) < 0.1 < slow
 
 
-def test_only_the_sequences_that_are_named_are_stretched():
+def test_only_named_sequences_are_stretched():
     shapes = []
 
     def step(state, batch):
@@ -137,7 +137,7 @@ def test_only_the_sequences_that_are_named_are_stretched():
     assert shapes == [{"tokens": (4, 8), "pair": (4, 2)}]
 
 
-def test_a_sharded_state_stays_where_it_is():
+def test_a_sharded_state_keeps_its_sharding():
     mesh = jb.data_mesh()
     sharding = batch_sharding(mesh)
     state = jax.device_put(jnp.arange(16.0), sharding)
@@ -151,7 +151,7 @@ def test_a_sharded_state_stays_where_it_is():
     np.testing.assert_array_equal(state, np.arange(16.0))
 
 
-def test_a_plan_by_time_follows():
+def test_the_measured_cost_can_be_planned_with():
     mesh = jb.data_mesh(jax.devices()[:1])
     step_fn, state = make_step(mesh)
     lengths = np.random.default_rng(0).integers(1, 60, 300)
@@ -175,7 +175,7 @@ def test_a_plan_by_time_follows():
     ]
 
 
-def test_compiling_is_told_by_the_median():
+def test_seconds_per_compile_is_the_median():
     bucket = SHAPES[0]
     compiled = dict(zip(SHAPES, (9.0, 2.0, 3.0), strict=True))
     measured = jb.train.Calibration({bucket: 0.1}, compiled)
@@ -184,7 +184,7 @@ def test_compiling_is_told_by_the_median():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_shapes_keep_to_the_limits_and_span_the_lengths(seed):
+def test_shapes_respect_the_limits_and_span_the_lengths(seed):
     rng = np.random.default_rng(seed)
     multiples = int(rng.choice([1, 4, 8])), int(rng.choice([1, 32, 100]))
     lengths = rng.lognormal(rng.uniform(1, 7), 1, 500).clip(1, 5000).astype(int)
@@ -205,12 +205,12 @@ def test_shapes_keep_to_the_limits_and_span_the_lengths(seed):
     assert min(seq_lens) < np.percentile(lengths, 5) + multiples[1]
     largest = max(shape.batch_size for shape in shapes)
     if largest >= 4 * multiples[0]:
-        # One that tells the constant from the tokens.
+        # A small shape separates the constant time from the time per token.
         small = min(shape.num_tokens for shape in shapes)
         assert 3 * small < max(shape.num_tokens for shape in shapes)
 
 
-def test_one_length_gives_two_shapes_or_one():
+def test_a_single_length_needs_at_most_two_shapes():
     limits = jb.Limits(max_tokens=64)
     assert jb.train.calibration_shapes(limits, [8, 8, 8]) == [
         jb.Bucket(8, 8),
@@ -228,7 +228,7 @@ def test_overlong_examples_do_not_stretch_the_shapes():
     assert {shape.seq_len for shape in shapes} == {16}
 
 
-def test_lengths_and_limits_that_no_plan_is_made_of_are_refused():
+def test_invalid_lengths_and_limits_are_refused():
     with pytest.raises(ValueError, match="`lengths` is empty"):
         jb.train.calibration_shapes(jb.Limits(max_tokens=8), [])
     with pytest.raises(ValueError, match="holds 0 rows of `seq_len=9`"):
@@ -248,14 +248,14 @@ def calibrate(step=lambda s, b: (s, b.num_tokens), shapes=SHAPES, **options):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: calibrate(shapes=[]), "`shapes` is empty: pass those of `calib"),
+        (lambda: calibrate(shapes=[]), "`shapes` is empty. Pass at least one"),
         (
             lambda: calibrate(shapes=[(4, 8)]),
-            "`shapes` holds (4, 8): make it a `Bucket(batch_size, seq_len)`.",
+            "`shapes` contains (4, 8). Pass `Bucket(batch_size, seq_len)`.",
         ),
         (
             lambda: calibrate(shapes=[SHAPES[0], SHAPES[0]]),
-            "`shapes` holds [16, 8] twice: name each shape once.",
+            "`shapes` contains [16, 8] more than once. Remove",
         ),
         (lambda: calibrate(repeats=0), "`repeats=0` must be a positive integer"),
         (
@@ -264,20 +264,20 @@ def calibrate(step=lambda s, b: (s, b.num_tokens), shapes=SHAPES, **options):
         ),
         (
             lambda: calibrate(example={"tokens": np.zeros(0, np.int32)}),
-            "`example` has an empty 'tokens': give one that has something",
+            "`example` has an empty 'tokens'. Pass an example",
         ),
         (lambda: calibrate(example={"label": 3}), "has no sequence"),
         (
             lambda: calibrate(step=lambda s, b: s),
-            "returned a ArrayImpl: let it return (state, metrics).",
+            "returned a value of type ArrayImpl. Return (state, metrics).",
         ),
         (
             lambda: calibrate(step=lambda s, b: (s, {})),
-            "`step_fn` returned no metrics: let it return (state, metrics) with one",
+            "`step_fn` returned no metrics, so that its end cannot be observed.",
         ),
     ],
 )
-def test_what_cannot_be_measured_is_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
 

@@ -1,4 +1,4 @@
-"""Losses that look at rows of other devices, against the loss of the whole batch."""
+"""Losses that use rows of other devices, against the loss of the whole batch."""
 
 import functools
 
@@ -14,7 +14,7 @@ import jaxbucket as jb
 MODES = ["jit", "shard_map", "pmap"]
 EXHAUSTIVE = pytest.mark.exhaustive
 WIDTH, NUM_ROWS, SEQ_LEN = 5, 16, 4
-# (shape of the mesh, its axes, which of them cut the rows)
+# (shape of the mesh, its axes, axes that shard the rows)
 LAYOUTS = {
     "1": ((1,), ("data",), "data"),
     "2": ((2,), ("data",), "data"),
@@ -30,7 +30,7 @@ def make_params():
 
 
 def make_batch(num_examples, num_rows=NUM_ROWS, seed=0):
-    """Examples in the first rows, so that the last devices have empty rows only."""
+    """Returns a batch whose examples are in the first rows; the others are empty."""
     rng = np.random.default_rng(seed)
     rows = [
         {
@@ -44,7 +44,7 @@ def make_batch(num_examples, num_rows=NUM_ROWS, seed=0):
 
 
 def contrastive(params, batch, keys, gather=jb.train.gather_rows):
-    """Of each query, that its document is the one of its row, and no other's."""
+    """Contrastive loss, in which the document of a query is the one of its row."""
     real = batch.mask.any(axis=1)
     queries = batch.features["query"] @ params["query"]
     tokens = jnp.where(batch.mask[..., None], batch.features["tokens"], 0)
@@ -58,7 +58,7 @@ def contrastive(params, batch, keys, gather=jb.train.gather_rows):
 
 @functools.cache
 def expected(num_examples):
-    """The mean and its gradient, over the examples alone and in numpy's order."""
+    """Returns the mean and its gradient, computed over the examples only."""
     batch = make_batch(num_examples)
     real = np.asarray(batch.mask.any(axis=1))
 
@@ -110,7 +110,7 @@ def assert_equal_means(got, metrics, want):
     )
 
 
-# 5: so that most devices have empty rows only, and weights differ.
+# With 5 examples, most devices have only empty rows, and weights differ.
 @pytest.mark.parametrize("num_examples", [pytest.param(NUM_ROWS, marks=EXHAUSTIVE), 5])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_in_batch_negatives_are_the_same_on_every_mesh(layout, mode, num_example
         "pmap",
     ],
 )
-def test_of_several_micro_batches_rows_are_those_of_one(mode):
+def test_rows_are_gathered_within_a_micro_batch(mode):
     batches = [make_batch(9, seed=0), make_batch(16, seed=1)]
     got, metrics = run("4x2-model", mode, batches, accumulate=True)
     want, want_metrics = run("1", "jit", batches, accumulate=True)
@@ -142,7 +142,7 @@ def test_of_several_micro_batches_rows_are_those_of_one(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_evaluation_sees_the_same_rows(mode):
+def test_evaluation_gathers_the_same_rows(mode):
     mesh = jb.data_mesh(jax.devices()[:4])
     state = jb.create_state(make_params(), optax.sgd(0.1), mesh)
     (batch,) = jb.sharding.prefetch_to_mesh([make_batch(7)], mesh)
@@ -153,8 +153,8 @@ def test_evaluation_sees_the_same_rows(mode):
     np.testing.assert_allclose(metrics["loss_sum"], want, rtol=1e-5)
 
 
-def test_what_is_jitted_inside_of_a_loss_is_traced_for_each_step():
-    """Rows of one shape, which a cache by shapes would take for the same."""
+def test_a_jitted_function_in_a_loss_is_traced_for_each_step():
+    """The local rows have the same shape, so that a cache by shapes would fail."""
     gather = jax.jit(jb.train.gather_rows)
     loss = functools.partial(contrastive, gather=gather)
     for layout, mode in (("8", "pmap"), ("4x2-model", "pmap"), ("1", "jit")):
@@ -165,18 +165,18 @@ def test_what_is_jitted_inside_of_a_loss_is_traced_for_each_step():
         assert_equal_means(got, metrics, (want_metrics["loss"], want))
 
 
-def test_one_device_has_all_rows():
+def test_gather_rows_returns_its_argument_outside_of_a_step():
     x = {"a": jnp.arange(3), "b": jnp.ones((3, 2))}
     assert jb.train.gather_rows(x) is x
 
 
-def test_scalars_have_no_rows():
-    with pytest.raises(ValueError, match="`gather_rows` was given a scalar: give"):
+def test_scalars_are_refused():
+    with pytest.raises(ValueError, match="`x` contains a scalar. Pass arrays"):
         jb.train.gather_rows(jnp.float32(1))
 
 
 @pytest.mark.parametrize("mapped", ["shard_map", "pmap"])
-def test_a_mapped_step_of_your_own_is_told_what_to_use(mapped):
+def test_gathering_in_a_custom_mapped_step_is_refused(mapped):
     x = jnp.ones((2, 3))
     if mapped == "pmap":
         fn = jax.pmap(jb.train.gather_rows, "i", devices=jax.devices()[:2])
@@ -186,14 +186,14 @@ def test_a_mapped_step_of_your_own_is_told_what_to_use(mapped):
         fn = jax.shard_map(
             jb.train.gather_rows, mesh=mesh, in_specs=spec, out_specs=spec
         )
-    with pytest.raises(ValueError, match="of your own `shard_map` or `pmap` cut the"):
+    with pytest.raises(ValueError, match="of your own `shard_map` or `pmap` shard"):
         fn(x)
 
 
 @pytest.mark.parametrize(
     "fn", [jb.train.gather_rows, lambda x: x + jb.train.row_numbers(make_batch(1, 2))]
 )
-def test_so_is_one_inside_of_a_loss_that_is_given_all_rows(fn):
+def test_gathering_in_a_custom_shard_map_within_a_loss_is_refused(fn):
     spec = PartitionSpec("data")
 
     def loss(params, batch, keys):
@@ -201,7 +201,7 @@ def test_so_is_one_inside_of_a_loss_that_is_given_all_rows(fn):
         mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
         return jnp.sum(mapped(batch.features["query"][:, 0])), batch.num_tokens
 
-    with pytest.raises(ValueError, match="of your own `shard_map` or `pmap` cut the"):
+    with pytest.raises(ValueError, match="of your own `shard_map` or `pmap` shard"):
         run("2", "jit", [make_batch(4)], loss=loss)
 
 
@@ -209,8 +209,8 @@ def test_so_is_one_inside_of_a_loss_that_is_given_all_rows(fn):
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=EXHAUSTIVE)]
 )
-def test_rows_in_half_precision_are_gathered_on_a_mesh_for_the_model(dtype, mode):
-    """Of parameters in half precision, too, which have such gradients."""
+def test_half_precision_rows_are_gathered_on_a_mesh_with_a_model_axis(dtype, mode):
+    """The parameters, and so their gradients, are in half precision, too."""
     gathered = []
 
     def gather(tree):

@@ -1,4 +1,4 @@
-"""`MeshLoader` against the parts that it is made of."""
+"""`MeshLoader` against the functions that it combines."""
 
 import math
 
@@ -44,7 +44,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_batches_are_those_of_its_parts_and_fit_the_specs(name):
+def test_batches_equal_those_of_its_parts_and_match_the_specs(name):
     schedule = SCHEDULES[name]()
     source = jb.data.concatenate([SOURCE, SOURCE]) if name == "mixture" else SOURCE
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("model", "rows"))
@@ -53,7 +53,7 @@ def test_batches_are_those_of_its_parts_and_fit_the_specs(name):
     dataset = jb.batch_dataset(source, schedule, shard=shard)
     expected = list(jb.sharding.prefetch_to_mesh(dataset, mesh, batch_axes="rows"))
     assert len(batches) == len(expected)
-    # Every loop begins anew.
+    # Every iteration starts from the beginning.
     for _ in range(2):
         assert_same_batches(batches, expected)
     for micro_batches in expected:
@@ -67,7 +67,7 @@ def test_batches_are_those_of_its_parts_and_fit_the_specs(name):
             assert shapes == spec
 
 
-def test_a_run_that_is_resumed_goes_on_with_the_same_batches():
+def test_a_resumed_run_continues_with_the_same_batches():
     batches = jb.MeshLoader(SOURCE, SCHEDULE, MESH, num_epochs=2)
     expected = list(batches)
     for step in range(0, len(batches) + 1, 3):
@@ -82,13 +82,13 @@ def test_a_run_that_is_resumed_goes_on_with_the_same_batches():
         jb.MeshLoader(SOURCE, other, MESH).resume(batches.position(3))
 
 
-def test_workers_give_the_same_batches():
+def test_workers_yield_the_same_batches():
     batches = jb.MeshLoader(SOURCE, SCHEDULE, MESH)
     in_workers = jb.MeshLoader(SOURCE, SCHEDULE, MESH, num_workers=1, num_threads=1)
     assert_same_batches(in_workers, list(batches))
 
 
-def test_sequences_padding_and_the_transform_are_those_of_the_dataset():
+def test_sequences_pad_value_and_transform_are_passed_to_the_dataset():
     def halve(example, rng):
         return {"y": example["x"].astype(np.float16) / 2, "noise": rng.random()}
 
@@ -102,7 +102,7 @@ def test_sequences_padding_and_the_transform_are_those_of_the_dataset():
     assert batches.position(2) == dataset.position(2)
 
 
-def test_a_token_file_has_specs_of_its_own_sequences(tmp_path):
+def test_a_token_file_declares_its_sequences(tmp_path):
     jb.data.write_token_file(tmp_path / "tokens", SOURCE)
     file = jb.data.TokenFile(tmp_path / "tokens")
     batches = jb.MeshLoader(file, jb.BatchSchedule(PLAN, file.lengths), MESH)
@@ -156,7 +156,7 @@ def test_arguments_are_checked_before_anything_is_read(options, message):
         jb.MeshLoader(SOURCE, SCHEDULE, MESH, **options)
 
 
-def test_other_things_than_a_source_a_schedule_and_a_mesh_are_refused():
+def test_arguments_of_the_wrong_type_are_refused():
     with pytest.raises(ValueError, match="`source` is a generator"):
         jb.MeshLoader((x for x in SOURCE), SCHEDULE, MESH)  # pyright: ignore
     with pytest.raises(ValueError, match="`schedule` is a BucketPlan"):
@@ -168,7 +168,7 @@ def test_other_things_than_a_source_a_schedule_and_a_mesh_are_refused():
         jb.MeshLoader(SOURCE, odd, MESH)
 
 
-def test_an_endless_run_has_batches_of_every_epoch():
+def test_an_endless_run_yields_batches_of_every_epoch():
     start = 7 * len(SCHEDULE)
     batches = jb.MeshLoader(
         SOURCE, SCHEDULE, MESH, start_step=start, num_steps=math.inf

@@ -1,6 +1,7 @@
 """Outputs of every example, against the model called on that example alone."""
 
 import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ PARAMS = {"scale": np.float32(3.0)}
 
 
 def predict_fn(params, batch):
-    """Of each example, its running sum and its total."""
+    """Returns the running sum and the total of each example."""
     values = jnp.where(batch.mask, batch.features["values"], 0) * params["scale"]
     return {"running": jnp.cumsum(values, axis=1), "total": values.sum(axis=1)}
 
@@ -34,7 +35,7 @@ def expected(example):
 
 def make_job(order="shuffled", **options):
     rng = np.random.default_rng(0)
-    # Small integers, whose sums are exact in any order.
+    # Sums of small integers are exact in any order.
     source = [
         {"values": rng.integers(-9, 9, n).astype(np.float32)}
         for n in rng.integers(1, 20, 150)
@@ -65,9 +66,9 @@ def make_state(mesh):
     return jb.create_state(PARAMS, optax.sgd(0.1), mesh)
 
 
-def assert_same(found, examples):
-    assert len(found) == len(examples)
-    for got, example in zip(found, examples, strict=True):
+def assert_same(outputs, examples):
+    assert len(outputs) == len(examples)
+    for got, example in zip(outputs, examples, strict=True):
         want = expected(example)
         assert got.keys() == want.keys()
         np.testing.assert_array_equal(got["running"], want["running"])
@@ -85,27 +86,27 @@ def assert_same(found, examples):
         ),
     ],
 )
-def test_every_example_has_its_own_outputs_in_the_order_of_the_source(layout, mode):
+def test_outputs_are_in_the_order_of_the_source(layout, mode):
     source, schedule = make_job()
     mesh, axes = make_mesh(layout)
     assert_same(run(source, schedule, mesh, axes, mode), source)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_it_runs_without_compiling_ahead(mode):
+def test_steps_need_not_be_compiled_ahead_of_time(mode):
     source, schedule = make_job(order="source")
     mesh, axes = make_mesh("8")
     assert_same(run(source, schedule, mesh, axes, mode, compiled=False), source)
 
 
-def test_dropped_examples_have_none_and_cut_ones_have_what_is_left():
+def test_dropped_examples_are_none_and_truncated_ones_are_shorter():
     source, schedule = make_job(max_seq_len=10, overlong="drop")
     mesh, _ = make_mesh("8")
-    found = run(source, schedule, mesh)
+    outputs = run(source, schedule, mesh)
     kept = [len(example["values"]) <= 10 for example in source]
-    assert [output is not None for output in found] == kept
+    assert [output is not None for output in outputs] == kept
     assert_same(
-        [output for output in found if output],
+        [output for output in outputs if output],
         [example for example, keep in zip(source, kept, strict=True) if keep],
     )
     source, schedule = make_job(max_seq_len=10, overlong="truncate")
@@ -113,17 +114,17 @@ def test_dropped_examples_have_none_and_cut_ones_have_what_is_left():
     assert_same(run(source, schedule, mesh), cut)
 
 
-def test_named_sequences_alone_lose_their_padding():
+def test_only_named_sequences_lose_their_padding():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
     step = jb.make_predict_step(predict_fn, mesh)
     batches = jb.MeshLoader(source, schedule, mesh)
-    found = jb.predict(step, make_state(mesh), batches, sequences=[])
-    lengths = {len(output["running"]) for output in found}
+    outputs = jb.predict(step, make_state(mesh), batches, sequences=[])
+    lengths = {len(output["running"]) for output in outputs}
     assert lengths <= {bucket.seq_len for bucket in schedule.plan.buckets}
 
 
-def test_scores_as_many_as_a_bucket_has_positions_are_not_cut():
+def test_scores_as_wide_as_one_bucket_are_not_shortened():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
     width = schedule.plan.buckets[0].seq_len
@@ -134,18 +135,22 @@ def test_scores_as_many_as_a_bucket_has_positions_are_not_cut():
 
     step = jb.make_predict_step(scores, mesh)
     batches = jb.MeshLoader(source, schedule, mesh)
-    found = jb.predict(step, make_state(mesh), batches)
-    assert {output["scores"].shape for output in found} == {(width,)}
+    outputs = jb.predict(step, make_state(mesh), batches)
+    assert {output["scores"].shape for output in outputs} == {(width,)}
 
 
-def test_sequences_that_are_no_outputs_are_refused():
+def test_sequences_must_name_outputs_of_shape_b_t():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
     step, state = jb.make_predict_step(predict_fn, mesh), make_state(mesh)
     batches = jb.MeshLoader(source, schedule, mesh)
     for names in (["logits"], "logits", ["running", "total"]):
-        with pytest.raises(ValueError, match=r"\[B, T, ...\] are \['running'\]"):
+        with pytest.raises(ValueError, match=r"Choose from \['running'\]"):
             jb.predict(step, state, batches, sequences=names)
+
+
+def test_type_hints_of_predict_can_be_resolved():
+    assert typing.get_type_hints(jb.predict)["batches"] is jb.MeshLoader
 
 
 def index_of(params, batch):
@@ -153,7 +158,7 @@ def index_of(params, batch):
 
 
 def named_job(lengths, **options):
-    """Examples that say who they are, all in one bucket."""
+    """Examples with a feature `index`, all in one bucket."""
     source = [{"x": np.ones(n), "index": np.int32(i)} for i, n in enumerate(lengths)]
     plan = jb.plan_buckets(lengths, max_tokens=64, boundaries=[8], overlong="drop")
     schedule = jb.BatchSchedule(plan, lengths, **options)
@@ -170,7 +175,7 @@ def predicted(batches):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"order": "descending"}])
-def test_every_schedule_predicts_its_own_batches(options):
+def test_every_order_and_epoch_can_be_predicted(options):
     lengths = np.random.default_rng(0).integers(1, 10, 61)
     want = [i if length <= 8 else None for i, length in enumerate(lengths)]
     for seed in range(3):
@@ -190,7 +195,7 @@ def test_micro_batches_of_several_buckets_are_predicted():
     assert_same(run(source, groups, mesh, compiled=False), source)
 
 
-def test_what_was_generated_is_not_cut():
+def test_generated_outputs_of_fixed_width_are_not_shortened():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
 
@@ -200,13 +205,13 @@ def test_what_was_generated_is_not_cut():
 
     step = jb.make_predict_step(generate, mesh)
     batches = jb.MeshLoader(source, schedule, mesh)
-    found = jb.predict(step, make_state(mesh), batches)
-    for output, example in zip(found, source, strict=True):
+    outputs = jb.predict(step, make_state(mesh), batches)
+    for output, example in zip(outputs, source, strict=True):
         want = example["values"].sum() + np.arange(8)
         np.testing.assert_array_equal(output["new"], want)
 
 
-def test_what_is_not_one_epoch_is_refused():
+def test_batches_must_be_exactly_one_epoch():
     source, _, schedule = named_job([3] * 40)
     epoch = len(schedule)
     for options in (
@@ -221,11 +226,11 @@ def test_what_is_not_one_epoch_is_refused():
             predicted(batches)
 
 
-def test_what_knows_of_no_schedule_is_refused():
+def test_batches_must_have_a_schedule():
     source, _, schedule = named_job([3] * 40)
     batches = jb.MeshLoader(source, schedule, ONE)
     for other in (list(batches), iter(batches), batches.dataset, batches.dataset[1:]):
-        message = f"`batches` is a {type(other).__name__}: give a `MeshLoader"
+        message = rf"`batches` is a {type(other).__name__}\. Pass a `MeshLoader"
         with pytest.raises(ValueError, match=message):
             predicted(other)
 
@@ -257,7 +262,7 @@ def test_packed_rows_are_refused():
         predicted(batches)
 
 
-def test_steps_that_do_something_else_are_refused():
+def test_steps_must_return_outputs_of_the_same_bucket():
     source, _, schedule = named_job([3] * 40)
     batches = jb.MeshLoader(source, schedule, ONE)
     with pytest.raises(ValueError, match="`steps` returned a dict, not a `Batch`"):
@@ -273,12 +278,18 @@ def test_steps_that_do_something_else_are_refused():
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        (lambda p, b: b.features["values"], "returned .*: make it a dict of arrays"),
-        (lambda p, b: {"x": jnp.float32(3)}, r"'x' of shape \[\]: its first axis"),
-        (lambda p, b: {"x": b.features["values"].T}, "'x' of shape .*: its first axis"),
+        (
+            lambda p, b: b.features["values"],
+            "type .* Return a dict of",
+        ),
+        (lambda p, b: {"x": jnp.float32(3)}, r"'x' with shape \[\]. Its first axis"),
+        (
+            lambda p, b: {"x": b.features["values"].T},
+            "'x' with shape .* Its first axis",
+        ),
     ],
 )
-def test_outputs_that_have_no_rows_are_refused(outputs, message):
+def test_outputs_must_have_one_entry_per_row(outputs, message):
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
     step = jb.make_predict_step(outputs, mesh)
@@ -310,10 +321,10 @@ with jb.Processes() as processes:
     meshes = [
         Mesh(devices, ("data",)),
         Mesh(devices.reshape(2, 2), ("data", "model")),
-        # The same rows in both processes.
+        # Both processes have the same rows.
         Mesh(devices.reshape(2, 2).T, ("data", "model")),
     ]
-    # Every mode on some mesh, and the one that pmap refuses.
+    # Every mode on some mesh, including the mesh that pmap refuses.
     modes = [("jit",), ("pmap",), ("shard_map", "pmap")]
     for mesh, modes_of_mesh in zip(meshes, modes, strict=True):
         for mode in modes_of_mesh:
@@ -326,13 +337,13 @@ with jb.Processes() as processes:
             state = jb.create_state(params, optax.sgd(0.1), mesh)
             batches = jb.MeshLoader(source, schedule, mesh)
             steps = jb.compile_steps(step, state, batches.specs)
-            found = jb.predict(steps, state, batches)
-            for example, got in zip(source, found, strict=True):
+            outputs = jb.predict(steps, state, batches)
+            for example, got in zip(source, outputs, strict=True):
                 want = np.cumsum(3 * example["values"])
                 np.testing.assert_array_equal(got["running"], want)
                 assert got["total"] == want[-1]
             say(mesh.shape_tuple, mode)
-        # Each process with batches of its own.
+        # Each process has different batches.
         other = jb.BatchSchedule(plan, lengths, seed=processes.index)
         batches = jb.MeshLoader(source, other, mesh)
         try:
@@ -349,6 +360,6 @@ def test_every_process_has_all_outputs_in_order(launch):
     said = run.said(0)
     refused = [line for line in said if "The processes have different" in line]
     assert len(refused) == 3
-    *found, last = (line for line in said if line not in refused)
-    assert len(found) == 3
-    assert re.match(r"`mode='pmap'` needs .* those of processes \[0, 1, 0, 1\]", last)
+    *predicted_on, last = (line for line in said if line not in refused)
+    assert len(predicted_on) == 3
+    assert re.match(r"`mode='pmap'` needs .* belong to processes \[0, 1, 0, 1\]", last)

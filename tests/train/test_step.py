@@ -1,4 +1,4 @@
-"""Train and evaluation steps against gradients of plainly written, unpadded losses."""
+"""Train and evaluation steps against gradients of simple losses without padding."""
 
 import contextlib
 import dataclasses
@@ -23,14 +23,14 @@ VOCABULARY, WIDTH = 12, 6
 
 
 def only(mode):
-    """That mode in the quick tests; the others, which are equal, in all tests."""
+    """Parameters for all modes; those other than `mode` are exhaustive tests."""
     return [
         pytest.param(m, marks=() if m == mode else pytest.mark.exhaustive)
         for m in MODES
     ]
 
 
-# (shape of the mesh, its axes, which of them cut the rows, permuted devices)
+# (shape of the mesh, its axes, axes that shard the rows, whether devices are permuted)
 LAYOUTS = {
     "1": ((1,), ("data",), "data", False),
     "2": ((2,), ("data",), "data", False),
@@ -41,7 +41,7 @@ LAYOUTS = {
 }
 
 
-# All but one in the exhaustive tests.
+# All but one are exhaustive tests.
 SOME_LAYOUTS = [
     *(pytest.param(name, marks=EXHAUSTIVE) for name in LAYOUTS if name != "2x2x2"),
     "2x2x2",
@@ -63,7 +63,7 @@ def standard_promotion():
         yield
 
 
-# A model, its loss, and the same without batches
+# A model, its loss, and the same loss without batches
 
 
 def make_params(dtype=np.float32):
@@ -111,9 +111,9 @@ def draw(keys, seq_len):
 
 
 def digest(bits, labels):
-    """Names all bits and in which row they are; in uint32 it adds up exactly."""
-    of_row = bits.sum(axis=(1, 2), dtype=jnp.uint32)
-    return (of_row * (2 * labels + 1).astype(jnp.uint32)).sum(dtype=jnp.uint32)
+    """Identifies the bits of each row by its label; sums of uint32 are exact."""
+    row_sums = bits.sum(axis=(1, 2), dtype=jnp.uint32)
+    return (row_sums * (2 * labels + 1).astype(jnp.uint32)).sum(dtype=jnp.uint32)
 
 
 def real_tokens(examples):
@@ -121,7 +121,7 @@ def real_tokens(examples):
 
 
 def mean_loss(params, examples):
-    """The oracle: the real tokens end to end, without batch, padding or mesh."""
+    """The reference: a mean over all real tokens, without batch, padding or mesh."""
     return _loss_and_grads(params, real_tokens(examples))[0]
 
 
@@ -154,7 +154,7 @@ def recorder():
 
 
 def run_batch(batch, mesh, *, loss=loss_fn, params=None, tx=None, **options):
-    """One train step on one batch: the new state and the metrics."""
+    """Runs one train step on one batch; returns the new state and the metrics."""
     tx = recorder() if tx is None else tx
     axes = options.get("batch_axes", "data")
     step = jb.make_train_step(loss, tx, mesh, **options)
@@ -165,7 +165,7 @@ def run_batch(batch, mesh, *, loss=loss_fn, params=None, tx=None, **options):
 
 
 def assert_close(got, want, limit):
-    """Relative distance of each tensor, by norms."""
+    """Asserts that the relative distance of each tensor is below a limit."""
     jax.tree.map(
         lambda a, b: assert_near(np.asarray(a), np.asarray(b), limit), got, want
     )
@@ -199,7 +199,7 @@ def four_devices():
 
 # Gradients
 
-# Rows 6 and 7 are empty, so that the last of four devices has nothing but padding.
+# Rows 6 and 7 are empty, so that the last of four devices has only padding.
 UNEQUAL = [7, 1, 4, 2, 8, 5]
 
 
@@ -209,7 +209,7 @@ UNEQUAL = [7, 1, 4, 2, 8, 5]
     [pytest.param(np.float32, 1e-5, marks=EXHAUSTIVE), (np.float64, 1e-12)],
     ids=["f32", "f64"],
 )
-def test_four_devices_give_the_gradient_of_the_unpadded_mean(mode, dtype, limit):
+def test_four_devices_yield_the_gradient_of_the_unpadded_mean(mode, dtype, limit):
     examples = make_examples(UNEQUAL)
     batch = jb.data.collate_rows(examples, jb.Bucket(8, 9))
     with contextlib.ExitStack() as stack:
@@ -228,7 +228,7 @@ def test_four_devices_give_the_gradient_of_the_unpadded_mean(mode, dtype, limit)
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)
-def test_every_mesh_gives_the_gradient_of_the_unpadded_mean(layout, mode):
+def test_every_mesh_yields_the_gradient_of_the_unpadded_mean(layout, mode):
     mesh, axes = make_mesh(layout)
     examples = make_examples(UNEQUAL)
     batch = jb.data.collate_rows(examples, jb.Bucket(8, 8))
@@ -238,7 +238,7 @@ def test_every_mesh_gives_the_gradient_of_the_unpadded_mean(layout, mode):
 
 @pytest.mark.parametrize("mode", only("shard_map"))
 def test_devices_of_unequal_weight_are_not_averaged(mode):
-    # One token against 8: a mean of the devices' means would be far off.
+    # With 8 tokens and 1 token, the mean of the devices' means would be far off.
     examples = make_examples([8, 1])
     batch = jb.data.collate_rows(examples, jb.Bucket(2, 8))
     mesh = jb.data_mesh(jax.devices()[:2])
@@ -255,7 +255,7 @@ def test_devices_of_unequal_weight_are_not_averaged(mode):
 
 @pytest.mark.parametrize("mode", only("pmap"))
 def test_steps_equal_plain_training_on_unpadded_examples(mode):
-    # Parameters as Flax Linen's `init` gives them.
+    # Parameters in the structure that Flax Linen's `init` returns.
     source, schedule = setup_run(num_buckets=2)
     flat, tx = make_params(), optax.sgd(0.1, momentum=0.9)
     linen = {
@@ -296,10 +296,10 @@ def test_steps_equal_plain_training_on_unpadded_examples(mode):
     assert_close(flatten(state.params), flat, 1e-5)
 
 
-# Dropout keys: a function of seed, step, micro-batch and row
+# Dropout keys are a function of seed, step, micro-batch and row
 
 
-def test_row_keys_are_those_of_the_rows_wherever_they_are():
+def test_row_keys_depend_on_the_global_row_only():
     whole = jax.random.key_data(row_keys(5, 7, 0, 8))
     assert len(np.unique(whole, axis=0)) == 8
     traced = jax.jit(lambda step, first: row_keys(5, step, first, 2))
@@ -310,8 +310,8 @@ def test_row_keys_are_those_of_the_rows_wherever_they_are():
             )
 
 
-def test_row_keys_are_the_same_whatever_the_default_implementation():
-    """What rbg draws for a row depends on the rows beside it."""
+def test_row_keys_do_not_depend_on_the_default_implementation():
+    """The bits that rbg draws for a row would depend on the other rows."""
     want = jax.random.key_data(row_keys(5, 7, 0, 4))
     with jax.default_prng_impl("rbg"):
         keys = row_keys(5, 7, 0, 4)
@@ -334,7 +334,7 @@ def test_row_keys_differ_by_seed_step_and_micro_batch():
 
 @functools.cache
 def dropout_run(layout, mode, seed=0, num_steps=5):
-    """Parameters and digests after some steps with dropout."""
+    """Returns parameters and digests after some steps with dropout."""
     source, schedule = setup_run()
     mesh, axes = make_mesh(layout)
     tx = optax.sgd(0.1, momentum=0.9)
@@ -361,18 +361,18 @@ def test_dropout_is_the_same_on_every_mesh(layout, mode):
         keys = row_keys(0, step, 0, batch.bucket.batch_size)
         bits = draw(keys, batch.bucket.seq_len)
         assert digests[step] == int(digest(bits, batch.features["label"]))
-    # Floating point sums differ by their order alone.
+    # Floating point sums differ only because of their order.
     assert_close(params, dropout_run("1", "jit")[0], 1e-5)
 
 
-def test_another_seed_drops_others():
+def test_dropout_differs_between_seeds():
     params, digests = dropout_run("1", "jit")
     others, other_digests = dropout_run("1", "jit", seed=1)
     assert not set(digests) & set(other_digests)
     assert not np.array_equal(params["kernel"], others["kernel"])
 
 
-def test_another_step_drops_others_from_the_same_batch():
+def test_dropout_differs_between_steps():
     mesh, tx = four_devices(), optax.sgd(0.0)
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     step = jb.make_train_step(dropout_loss_fn, tx, mesh)
@@ -385,7 +385,7 @@ def test_another_step_drops_others_from_the_same_batch():
 
 
 @pytest.mark.parametrize(("mode", "num_keys"), [("jit", 8), ("shard_map", 2)])
-def test_the_loss_gets_one_key_for_each_of_its_rows(mode, num_keys):
+def test_the_loss_receives_one_key_per_row(mode, num_keys):
     shapes = set()
 
     def loss(params, batch, keys):
@@ -402,7 +402,7 @@ def test_the_loss_gets_one_key_for_each_of_its_rows(mode, num_keys):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("mode", only("jit"))
-def test_resuming_at_any_step_is_bit_for_bit_the_uninterrupted_run(mode):
+def test_a_run_resumed_at_any_step_equals_the_uninterrupted_run_bit_for_bit(mode):
     source, schedule = setup_run(num_buckets=2)
     mesh, num_steps = four_devices(), len(schedule) + 2
     tx = optax.chain(optax.adamw(1e-2), jb.scale_by_batch_size(base_examples=8))
@@ -410,7 +410,7 @@ def test_resuming_at_any_step_is_bit_for_bit_the_uninterrupted_run(mode):
     template = jb.create_state(make_params(), tx)
 
     def run_from(state, start):
-        """The saved states before each step from `start` on, and after the last."""
+        """Returns the states before each step from `start` on, and the last one."""
         saved = [jax.tree.map(np.array, state)]
         state = jb.sharding.replicate(state, mesh)
         dataset = jb.batch_dataset(
@@ -425,7 +425,7 @@ def test_resuming_at_any_step_is_bit_for_bit_the_uninterrupted_run(mode):
     assert len(saved) == num_steps + 1 > len(schedule) + 1
     assert not np.array_equal(saved[-2].params["out"], saved[-1].params["out"])
     for start in range(num_steps):
-        # As from a checkpoint: nothing but the arrays is kept.
+        # Only the arrays are kept, as in a checkpoint.
         leaves = jax.tree.leaves(saved[start])
         state = jax.tree.unflatten(jax.tree.structure(template), leaves)
         assert int(state.step) == start
@@ -467,7 +467,7 @@ def test_more_padding_changes_nothing(bucket, pad_value, mode):
 
 
 @pytest.mark.parametrize("mode", only("shard_map"))
-def test_it_does_not_matter_in_which_rows_the_examples_are(mode):
+def test_results_do_not_depend_on_the_rows_of_examples(mode):
     examples = make_examples(UNEQUAL)
     scattered = [None, examples[3], None, *examples[4:], *examples[:3]]
     batch = jb.data.collate_rows(scattered, jb.Bucket(8, 8))
@@ -479,7 +479,7 @@ def test_it_does_not_matter_in_which_rows_the_examples_are(mode):
 
 @pytest.mark.parametrize("mode", only("shard_map"))
 @pytest.mark.parametrize("empty", [True, False], ids=["no-rows", "no-weight"])
-def test_a_batch_of_zero_weight_is_a_gradient_of_zero(empty, mode):
+def test_a_batch_of_zero_weight_has_a_gradient_of_zero(empty, mode):
     examples, tx = make_examples(UNEQUAL), optax.sgd(0.1, momentum=0.9)
     rows = [] if empty else examples
     batch = jb.data.collate_rows(rows, jb.Bucket(8, 8), like=examples[0])
@@ -511,7 +511,7 @@ def test_metrics_are_those_of_the_global_batch(mode):
     batch = jb.data.collate_rows(examples, jb.Bucket(8, 8))
 
     def weighted(params, batch, keys):
-        # Only even symbols count: the weight is not the number of tokens.
+        # The weight is not the number of tokens, because only even symbols count.
         counts = batch.mask & (batch.features["tokens"] % 2 == 0)
         losses = token_losses(params, batch.features["tokens"])
         labels = jnp.where(batch.mask[:, 0], batch.features["label"], 0)
@@ -541,7 +541,7 @@ def test_metrics_are_those_of_the_global_batch(mode):
 @pytest.mark.parametrize(
     "dtype", [np.float16, pytest.param(np.float32, marks=EXHAUSTIVE)]
 )
-def test_the_norm_is_of_the_mean_gradient(mode, dtype):
+def test_grad_norm_is_the_norm_of_the_mean_gradient(mode, dtype):
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     params = make_params(dtype)
     state, metrics = run_batch(batch, four_devices(), params=params, mode=mode)
@@ -552,11 +552,11 @@ def test_the_norm_is_of_the_mean_gradient(mode, dtype):
     np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(sum(squares)), rtol=1e-5)
 
 
-def test_an_optimizer_is_told_the_loss_the_step_and_all_sizes():
-    told = []
+def test_the_optimizer_receives_the_loss_the_step_and_all_sizes():
+    received = []
 
     def update(updates, state, params=None, **extra):
-        told.append(extra)
+        received.append(extra)
         return jax.tree.map(jnp.zeros_like, updates), {**extra}
 
     tx = optax.GradientTransformationExtraArgs(
@@ -581,16 +581,16 @@ def test_an_optimizer_is_told_the_loss_the_step_and_all_sizes():
     }
 
 
-# Updates that are skipped
+# Skipped updates
 
 
 def rate(step):
-    """A schedule in which every step has its own value."""
+    """A schedule with a different value at every step."""
     return 0.05 / (1 + jnp.asarray(step, jnp.float32))
 
 
 def skipping(rate_of_tx):
-    """Adam whose rate is that schedule, in three ways."""
+    """Adam with the learning rate `rate`, set in one of three ways."""
     base = {"base_examples": 6, "rule": "linear"}
     if rate_of_tx == "outside":
         return optax.chain(
@@ -604,7 +604,7 @@ def skipping(rate_of_tx):
 
 
 def poisoned(params, batch, keys):
-    """The loss, which is not a number where a label says so."""
+    """A loss that is NaN if a label is 99."""
     loss_sum, weight, sums = loss_fn(params, batch, keys)
     bad = jnp.any(batch.features["label"] == 99)
     return jnp.where(bad, jnp.nan, 1) * loss_sum, weight, sums
@@ -620,10 +620,10 @@ def poisoned(params, batch, keys):
     ],
 )
 @pytest.mark.parametrize("mode", only("jit"))
-def test_skipped_updates_leave_rate_data_and_counters_together(
+def test_skipped_updates_keep_learning_rate_data_and_step_in_line(
     mode, rate_of_tx, tmp_path
 ):
-    """And a run that is resumed in between is the one that was not interrupted."""
+    """A run that is resumed in between also equals the uninterrupted run."""
     rng = np.random.default_rng(0)
     source = make_examples([5] * 72)
     bad_steps = sorted(rng.choice(12, 5, replace=False).tolist())
@@ -644,7 +644,7 @@ def test_skipped_updates_leave_rate_data_and_counters_together(
             state, metrics = step_fn(state, batch)
             assert int(state.step) == step + 1
             assert bool(metrics["skipped"]) == (step in bad_steps)
-            # That of the step of the data, whatever was skipped before.
+            # The learning rate follows the step, even after skipped updates.
             np.testing.assert_allclose(metrics["learning_rate"], rate(step), rtol=1e-6)
             assert metrics["lr_factor"] == 1
             if check and step not in bad_steps:
@@ -662,7 +662,7 @@ def test_skipped_updates_leave_rate_data_and_counters_together(
     state = jb.create_state(make_params(), tx, mesh)
     dataset = jb.batch_dataset(source, schedule)
     whole = run(state, dataset, check=True)
-    # Saved just behind a skipped step.
+    # Save right after a skipped step.
     stop = bad_steps[2] + 1
     state = jb.create_state(make_params(), tx, mesh)
     state = run(state, jb.batch_dataset(source, schedule, num_steps=stop))
@@ -687,7 +687,7 @@ def test_skipped_updates_leave_rate_data_and_counters_together(
     ],
     ids=["gradient", "weight", "zero times inf", "loss", "norm"],
 )
-def test_whatever_is_not_finite_is_skipped(mode, make):
+def test_updates_of_nonfinite_losses_are_skipped(mode, make):
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
 
     def loss(params, batch, keys):
@@ -706,7 +706,7 @@ def test_whatever_is_not_finite_is_skipped(mode, make):
     )
 
 
-def test_an_update_that_is_not_finite_is_skipped():
+def test_nonfinite_updates_are_skipped():
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     endless = jb.scale_by_batch_size(base_examples=2, rule=lambda r: 1 / (r - r))
     state, metrics = run_batch(
@@ -721,7 +721,7 @@ def test_an_update_that_is_not_finite_is_skipped():
 
 @pytest.mark.filterwarnings("ignore:.* in half precision")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_half_precision_sums_are_added_in_single(dtype):
+def test_half_precision_sums_are_added_in_single_precision(dtype):
     batch = jb.data.collate_rows(make_examples([8] * 8), jb.Bucket(8, 8))
 
     def loss(params, batch, keys):
@@ -736,7 +736,7 @@ def test_half_precision_sums_are_added_in_single(dtype):
 
 
 def wide_batch(num_tokens=2**17):
-    """Ones, more than float16 counts, cut into rows for eight devices."""
+    """A batch of ones, more than float16 can count, in rows for eight devices."""
     x = np.ones((16, num_tokens // 16), np.float32)
     ids = np.ones(x.shape, np.int32)
     return jb.Batch({"x": x}, {"x": ids}, {"x": np.zeros_like(ids)})
@@ -773,7 +773,7 @@ def test_the_gradient_of_many_tokens_does_not_overflow(accumulate, dtype, mode):
 
 @pytest.mark.parametrize("layout", [pytest.param("1", marks=EXHAUSTIVE), "4x2-model"])
 @pytest.mark.parametrize("mode", only("pmap"))
-def test_a_model_that_computes_in_float16_has_the_gradient_of_the_mean(mode, layout):
+def test_a_float16_model_has_the_gradient_of_the_mean(mode, layout):
     model = nnx.Linear(1, 1, dtype=jnp.float16, rngs=nnx.Rngs(0))
 
     def loss(model, batch, keys):
@@ -785,7 +785,7 @@ def test_a_model_that_computes_in_float16_has_the_gradient_of_the_mean(mode, lay
     (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh, batch_axes=axes)
     tx = recorder()
     step = jb.make_train_step(loss, tx, mesh, mode=mode, batch_axes=axes)
-    # Of every x, which is 1, and of a kernel and a bias that are both inside of y.
+    # The kernel and the bias have the same gradient, because every x is 1.
     want = 2 * (float(model.kernel[0, 0]) - 7)
     state, _ = step(jb.create_state(model, tx, mesh), batch)
     for grad in jax.tree.leaves(state.opt_state):
@@ -794,7 +794,7 @@ def test_a_model_that_computes_in_float16_has_the_gradient_of_the_mean(mode, lay
 
 
 def rows_in_float16(params, batch, keys):
-    """Whose gradient is `scale`, and on its way back in float16 whatever `w` is."""
+    """A loss with gradient `scale`, whose backward pass is in float16 for any `w`."""
     x = batch.features["x"].astype(jnp.float16)
     y = x[:, :1] * params["w"].astype(jnp.float16)
     losses = jnp.where(batch.mask, y, 0).astype(jnp.float32) * batch.features["scale"]
@@ -803,7 +803,7 @@ def rows_in_float16(params, batch, keys):
 
 @pytest.mark.parametrize("mode", only("shard_map"))
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_a_mean_that_float16_holds_is_finite(accumulate, mode):
+def test_mean_gradients_that_fit_into_float16_are_finite(accumulate, mode):
     mesh, tx = make_mesh("4x2-model")[0], optax.sgd(1.0)
     step = jb.make_train_step(
         rows_in_float16, tx, mesh, accumulate=accumulate, mode=mode, skip_nonfinite=True
@@ -826,14 +826,14 @@ def test_a_mean_that_float16_holds_is_finite(accumulate, mode):
 
 
 def scaled_batch(scale):
-    """2,047 ones: nearly twice a power of two."""
+    """A batch of 2,047 ones, which is nearly twice a power of two."""
     examples = [{"x": np.ones(n, np.float32)} for n in [256] * 7 + [255]]
     batch = jb.data.collate_rows(examples, jb.Bucket(8, 256))
     scales = np.full((8, 1), scale, np.float32)
     return batch._replace(features=batch.features | {"scale": scales})
 
 
-def test_what_is_infinite_in_the_mean_too_is_skipped():
+def test_infinite_mean_gradients_are_skipped():
     state, metrics = run_batch(
         scaled_batch(1e5),
         four_devices(),
@@ -844,9 +844,9 @@ def test_what_is_infinite_in_the_mean_too_is_skipped():
     assert metrics["skipped"] == 1
 
 
-def test_only_float16_is_differentiated_again():
+def test_only_float16_losses_are_differentiated_again():
     def loss(params, batch, keys, dtype):
-        # Nothing in its residuals tells of the dtype.
+        # The residuals do not reveal the dtype.
         inside = jax.checkpoint(lambda w: jnp.sin(w.astype(dtype)).astype(jnp.float32))
         return inside(params["w"]), batch.num_tokens
 
@@ -858,32 +858,32 @@ def test_only_float16_is_differentiated_again():
         assert ("cond[" in program) == (dtype == jnp.float16)
 
 
-def test_a_dtype_on_the_way_back_is_found_without_jaxs_own_program():
+def test_dtypes_of_the_backward_pass_are_detected_in_any_callable():
     def loss(w):
         return jax.lax.scan(
             lambda c, _: (c.astype(jnp.float16).astype(jnp.float32), None), w, None, 2
         )[0]
 
     loss_sum, pull_back = jax.vjp(loss, jnp.float32(1))
-    for way in (pull_back, lambda cotangent: pull_back(cotangent)):
-        assert computes_in(jnp.float16, way, loss_sum)
-        assert not computes_in(jnp.bfloat16, way, loss_sum)
+    for backward in (pull_back, lambda cotangent: pull_back(cotangent)):
+        assert computes_in(jnp.float16, backward, loss_sum)
+        assert not computes_in(jnp.bfloat16, backward, loss_sum)
 
 
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=EXHAUSTIVE)]
 )
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
-def test_gradients_in_half_precision_are_added_up_in_single(mode, dtype):
-    """Beside an axis for the model, where XLA on CPUs cannot add up bfloat16."""
+def test_half_precision_gradients_are_added_in_single_precision(mode, dtype):
+    """On a mesh with a model axis, XLA on CPUs cannot add up bfloat16."""
 
-    # Ones, which half precision does not count beside 2,048.
+    # In half precision, adding ones to 2,048 has no effect.
     weights = np.array([2048, 0, *[1] * 6], np.float32)
 
     def loss(params, batch, keys):
-        own = jnp.asarray(weights)[jb.train.row_numbers(batch)]
-        y = jnp.broadcast_to(params["w"], own.shape).astype(jnp.float32)
-        return jnp.sum(y * own), batch.num_tokens
+        local = jnp.asarray(weights)[jb.train.row_numbers(batch)]
+        y = jnp.broadcast_to(params["w"], local.shape).astype(jnp.float32)
+        return jnp.sum(y * local), batch.num_tokens
 
     mesh, _ = make_mesh("4x2-model")
     batch = jb.data.collate_rows(make_examples([1] * 8), jb.Bucket(8, 1))
@@ -894,9 +894,9 @@ def test_gradients_in_half_precision_are_added_up_in_single(mode, dtype):
 
 
 def test_a_tokens_share_of_the_mean_does_not_underflow():
-    """As 1 / weight does, times the error of a prediction that is nearly right.
+    """1 / weight times the error of a nearly correct prediction would underflow.
 
-    1e-3 / 131,072 is no float16, of which the least is 6e-8.
+    1e-3 / 131,072 is below 6e-8, the smallest float16.
     """
 
     def loss(params, batch, keys):
@@ -908,16 +908,15 @@ def test_a_tokens_share_of_the_mean_does_not_underflow():
 
 
 @pytest.mark.parametrize("mode", only("jit"))
-def test_gradients_in_single_precision_are_what_they_were_bit_for_bit(
+def test_single_precision_gradients_equal_those_of_the_sum_bit_for_bit(
     mode, monkeypatch
 ):
-    def of_the_sum(loss_fn):
+    def unscaled_sums(loss_fn):
         def sums(state, batch, keys):
             def loss(params):
                 return checked_loss(loss_fn, params, batch, keys)
 
-            grads, own = jax.grad(loss, has_aux=True)(state.params)
-            return grads, own
+            return jax.grad(loss, has_aux=True)(state.params)
 
         return sums
 
@@ -927,13 +926,13 @@ def test_gradients_in_single_precision_are_what_they_were_bit_for_bit(
 
     batch = jb.data.collate_rows(make_examples([60, 3, 97, 11, 24]), jb.Bucket(8, 100))
     got, metrics = run_batch(batch, four_devices(), loss=odd_weight, mode=mode)
-    monkeypatch.setattr("jaxbucket.train.step.gradient_sums", of_the_sum)
+    monkeypatch.setattr("jaxbucket.train.step.gradient_sums", unscaled_sums)
     want, _ = run_batch(batch, four_devices(), loss=odd_weight, mode=mode)
     assert metrics["weight"] == 195 * 17
     assert_same_bits(got.opt_state, want.opt_state)
 
 
-def test_the_cotangent_is_the_power_of_two_that_its_comment_says():
+def test_the_cotangent_is_the_documented_power_of_two():
     rng = np.random.default_rng(0)
     random = np.exp2(rng.uniform(-120, 120, 500)) * rng.uniform(1, 2, 500)
     powers = np.exp2(np.arange(-126.0, 128))
@@ -951,7 +950,7 @@ def test_the_cotangent_is_the_power_of_two_that_its_comment_says():
 
 
 @pytest.mark.parametrize("weight", [2.0**-100, 1e-3, 1.0, 2.0**100])
-def test_a_gradient_is_the_mean_whatever_its_weight(weight):
+def test_gradients_are_means_for_any_weight(weight):
     def loss(params, batch, keys):
         loss_sum = weight * params["w"] * batch.num_tokens.astype(jnp.float32)
         return loss_sum, jnp.asarray(weight, jnp.float32)
@@ -963,7 +962,7 @@ def test_a_gradient_is_the_mean_whatever_its_weight(weight):
 
 
 @pytest.mark.parametrize("mode", only("jit"))
-def test_a_loss_that_is_no_number_is_told_of_no_tokens_too(mode):
+def test_a_nan_loss_of_zero_weight_is_reported_as_nan(mode):
     def loss(params, batch, keys):
         return jnp.sum(params["w"]) * jnp.nan, batch.num_tokens * 0
 
@@ -980,7 +979,7 @@ def test_a_loss_that_is_no_number_is_told_of_no_tokens_too(mode):
 
 
 @pytest.mark.parametrize("mode", only("jit"))
-def test_an_infinite_weight_is_no_loss_of_zero(mode):
+def test_an_infinite_weight_is_reported_as_a_nan_loss(mode):
     def loss(params, batch, keys):
         loss_sum, _, _ = loss_fn(params, batch, keys)
         return loss_sum, jnp.asarray(np.inf, jnp.float32)
@@ -1002,7 +1001,7 @@ def test_an_infinite_weight_is_no_loss_of_zero(mode):
         (jnp.float16, jnp.float16, r"\['loss_sum', 'weight'\]"),
     ],
 )
-def test_sums_that_half_precision_may_not_hold_are_warned_of(of_loss, of_weight, names):
+def test_sums_in_half_precision_raise_a_warning(of_loss, of_weight, names):
     def loss(params, batch, keys):
         loss_sum, weight, _ = loss_fn(params, batch, keys)
         return loss_sum.astype(of_loss), weight.astype(of_weight)
@@ -1013,16 +1012,16 @@ def test_sums_that_half_precision_may_not_hold_are_warned_of(of_loss, of_weight,
         checked_loss(loss, make_params(), jax.tree.map(jnp.asarray, batch), keys)
 
 
-def test_a_parameter_without_a_gradient_is_named():
+def test_a_parameter_that_cannot_be_differentiated_is_named():
     params = make_params() | {"step": np.int32(3)}
     batch = jb.data.collate_rows(make_examples([3]), jb.Bucket(1, 4))
-    with pytest.raises(ValueError, match=r"parameter \['step'\] is of int32, which"):
+    with pytest.raises(ValueError, match=r"parameter \['step'\] of dtype int32, which"):
         run_batch(batch, jb.data_mesh(jax.devices()[:1]), params=params)
 
 
 @pytest.mark.exhaustive
-def test_training_in_float16_reaches_the_loss_of_single_precision():
-    """32,736 tokens a step: the gradient of their sum is beyond 65,504."""
+def test_float16_training_reaches_the_loss_of_single_precision():
+    """The gradient of the sum over 32,736 tokens is beyond 65,504."""
     rng = np.random.default_rng(0)
     starts = rng.integers(0, VOCABULARY, (32, 1))
     tokens = (starts + np.arange(1023)) % VOCABULARY
@@ -1053,17 +1052,16 @@ def test_training_in_float16_reaches_the_loss_of_single_precision():
     np.testing.assert_allclose(losses[jnp.float16][-1], last, atol=0.02 * first)
 
 
-# From sort to loss
+# Curriculum, batch size and learning rate together
 
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])
 def test_a_curriculum_by_length_under_a_budget_scales_every_rate(rule):
-    """Early steps have many short rows, late ones few long ones, each with its rate."""
+    """Early steps have many short rows, late steps have few long rows."""
     rng = np.random.default_rng(0)
     source = make_examples(rng.permutation(np.repeat(np.arange(1, 16), 12)))
     lengths = jb.measure_lengths(source, progress=False)
-    # The budget of the seed, and its base.
     plan = jb.plan_buckets(lengths, max_tokens=30, num_buckets=6)
     schedule = jb.BatchSchedule(plan, lengths, order="ascending")
     mesh, lr = jb.data_mesh(jax.devices()[:1]), 0.05
@@ -1105,7 +1103,7 @@ def test_a_weight_may_be_small(mode):
     want, want_metrics = unpadded_run(mode)
     got, metrics = run_batch(batch, four_devices(), loss=scaled, mode=mode)
     assert metrics["weight"] == sum(UNEQUAL) / 4096
-    # A power of two, so that nothing is rounded.
+    # Scaling by a power of two does not round.
     assert metrics["loss"] == want_metrics["loss"]
     assert_close(got.opt_state, want.opt_state, 1e-6)
 
@@ -1113,7 +1111,7 @@ def test_a_weight_may_be_small(mode):
 @pytest.mark.filterwarnings("ignore:.* in half precision")
 @pytest.mark.parametrize("mode", only("shard_map"))
 def test_a_loss_in_half_precision_is_divided_by_the_exact_weight(mode):
-    # 4,099 is no float16, and the whole weight beyond its largest.
+    # 4,099 is not a float16 number, and the total weight is beyond the largest.
     def half(params, batch, keys):
         loss_sum = params["a"] * batch.num_examples.astype(jnp.float16)
         return loss_sum, batch.num_examples * 4099
@@ -1131,7 +1129,7 @@ def test_a_loss_in_half_precision_is_divided_by_the_exact_weight(mode):
 
 @pytest.mark.parametrize("layout", [pytest.param("2", marks=EXHAUSTIVE), "4x2-model"])
 @pytest.mark.parametrize("mode", only("pmap"))
-def test_evaluation_over_an_epoch_is_the_sum_over_examples(mode, layout):
+def test_evaluation_over_an_epoch_adds_up_to_the_sum_over_examples(mode, layout):
     lengths = np.random.default_rng(2).integers(1, 17, 77)
     source = make_examples(lengths)
     plan = jb.plan_buckets(
@@ -1160,10 +1158,10 @@ def test_evaluation_over_an_epoch_is_the_sum_over_examples(mode, layout):
 
 @pytest.mark.parametrize("mode", only("shard_map"))
 def test_evaluation_calls_the_loss_without_keys_and_keeps_the_state(mode):
-    given = []
+    received = []
 
     def loss(params, batch, keys):
-        given.append(keys)
+        received.append(keys)
         return loss_fn(params, batch, keys)
 
     mesh = four_devices()
@@ -1171,8 +1169,8 @@ def test_evaluation_calls_the_loss_without_keys_and_keeps_the_state(mode):
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
     jb.make_eval_step(loss, mesh, mode=mode)(state, batch)
-    assert given
-    assert set(given) == {None}
+    assert received
+    assert set(received) == {None}
     assert_same_bits(state.params, make_params())
 
 
@@ -1180,11 +1178,11 @@ def test_evaluation_calls_the_loss_without_keys_and_keeps_the_state(mode):
 
 
 class Scale(nnx.Variable):
-    """A variable that is no parameter."""
+    """A variable that is not a parameter."""
 
 
 class Net(nnx.Module):
-    """`token_losses` as an NNX module, with a fixed scale beside its parameters."""
+    """`token_losses` as an NNX module, with a fixed scale that is not a parameter."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
@@ -1208,7 +1206,7 @@ def net_loss_fn(model, batch, keys):
 
 
 def make_net():
-    # Off the devices: a state made of it is then nobody else's.
+    # Numpy arrays, so that a state made of them shares no memory with others.
     graphdef, state = nnx.split(Net(nnx.Rngs(0)))
     return nnx.merge(graphdef, jax.tree.map(np.asarray, state))
 
@@ -1223,7 +1221,7 @@ def test_an_nnx_model_trains_like_its_plain_parameters(mode):
     )
     before = make_net().as_params()
     grads = mean_grads(before, examples)
-    # The module differentiates `out` behind a scale of 2: twice the gradient, twice.
+    # The scale of 2 doubles the gradient of `out` as well as the effect of its update.
     rates = {"embedding": 0.1, "kernel": 0.1, "bias": 0.1, "out": 0.4}
     want = {name: before[name] - rates[name] * grads[name] for name in before}
     assert_close(net.model.as_params(), want, 1e-5)
@@ -1241,7 +1239,7 @@ def test_other_variables_of_an_nnx_model_are_held_fixed():
     assert isinstance(state.model.scale, Scale)
 
 
-def test_the_state_gives_back_its_model():
+def test_the_model_of_a_state_equals_the_original():
     net = make_net()
     model = jb.create_state(net, optax.sgd(0.1)).model
     assert isinstance(model, Net)
@@ -1298,7 +1296,7 @@ def test_half_precision_parameters_keep_their_dtype(mode):
 
 @functools.cache
 def replicated_run():
-    """Parameters after three steps, whole on every device."""
+    """Returns the parameters after three steps with a replicated state."""
     source, schedule = setup_run()
     mesh, tx = four_devices(), optax.sgd(0.1, momentum=0.9)
     step = jb.make_train_step(loss_fn, tx, mesh)
@@ -1312,13 +1310,13 @@ def replicated_run():
 def test_pmap_refuses_a_sharded_state():
     mesh = jb.data_mesh()
     sharding = NamedSharding(mesh, PartitionSpec("data"))
-    with pytest.raises(ValueError, match="under `mode='pmap'` every device holds the"):
+    with pytest.raises(ValueError, match="is not supported by `mode='pmap'`"):
         jb.make_train_step(
             loss_fn, optax.sgd(0.1), mesh, mode="pmap", state_sharding=sharding
         )
 
 
-def test_pmap_gives_back_the_memory_of_its_state():
+def test_pmap_donates_the_state():
     source, schedule = setup_run()
     mesh, tx = four_devices(), optax.sgd(0.1)
     first = jb.create_state(make_params(), tx, mesh)
@@ -1343,8 +1341,8 @@ def test_pmap_gives_back_the_memory_of_its_state():
         ),
     ],
 )
-def test_a_fully_sharded_state_trains_as_a_whole_one(ahead, mode):
-    """Every parameter and moment cut over the axis of the rows (ZeRO, FSDP)."""
+def test_a_fully_sharded_state_trains_like_a_replicated_one(ahead, mode):
+    """Every parameter and moment is sharded over the data axis (ZeRO, FSDP)."""
     source, schedule = setup_run()
     mesh, tx = four_devices(), optax.adam(0.1)
     params = {
@@ -1383,14 +1381,16 @@ def test_a_fully_sharded_state_trains_as_a_whole_one(ahead, mode):
 
     with jax.numpy_dtype_promotion("standard"):
         shardings = jax.tree.map(sharding_of, jb.create_state(params, tx))
-        whole, of_whole = train(None)
-        cut, of_cut = train(shardings)
-    assert cut.params["kernel"].addressable_data(0).shape == (2, 8)
-    moments = cut.opt_state[0].mu["embedding"]
+        replicated, replicated_metrics = train(None)
+        sharded, sharded_metrics = train(shardings)
+    assert sharded.params["kernel"].addressable_data(0).shape == (2, 8)
+    moments = sharded.opt_state[0].mu["embedding"]
     assert moments.addressable_data(0).shape == (VOCABULARY // 4, WIDTH)
-    np.testing.assert_allclose(of_cut["loss"], of_whole["loss"], rtol=1e-5)
+    np.testing.assert_allclose(
+        sharded_metrics["loss"], replicated_metrics["loss"], rtol=1e-5
+    )
     for got, want in zip(
-        jax.tree.leaves(cut.params), jax.tree.leaves(whole.params), strict=True
+        jax.tree.leaves(sharded.params), jax.tree.leaves(replicated.params), strict=True
     ):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
@@ -1405,7 +1405,7 @@ def test_a_fully_sharded_state_trains_as_a_whole_one(ahead, mode):
         ),
     ],
 )
-def test_a_sharded_state_stays_as_it_is_sharded(ahead, mode):
+def test_a_sharded_state_keeps_its_sharding(ahead, mode):
     source, schedule = setup_run()
     mesh, _ = make_mesh("4x2-model")
     tx = optax.sgd(0.1, momentum=0.9)
@@ -1444,11 +1444,11 @@ def test_a_sharded_state_stays_as_it_is_sharded(ahead, mode):
     assert_close(state.params, replicated_run(), 1e-5)
 
 
-# What is refused
+# Refused arguments and losses
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mesh_with_explicit_axes_is_named_where_the_loss_cannot_take_it(mode):
+def test_explicit_axes_are_named_if_the_loss_does_not_support_them(mode):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     tx = optax.sgd(0.1)
     state = jb.create_state(make_net(), tx, mesh)
@@ -1462,13 +1462,13 @@ def test_a_mesh_with_explicit_axes_is_named_where_the_loss_cannot_take_it(mode):
         step(state, batch)
 
 
-def test_what_is_no_model_is_refused():
-    message = "`model` is a Dense: pass an NNX module, or parameters"
+def test_a_linen_module_is_refused():
+    message = "`model` is a Dense. Pass an NNX module, or parameters"
     with pytest.raises(ValueError, match=message):
         jb.create_state(linen.Dense(3), optax.sgd(0.1))
 
 
-def test_batch_statistics_are_refused():
+def test_nnx_batch_statistics_are_refused():
     class Normed(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
             self.norm = nnx.BatchNorm(4, rngs=rngs)
@@ -1478,8 +1478,8 @@ def test_batch_statistics_are_refused():
 
 
 @pytest.mark.parametrize("mode", only("jit"))
-def test_dropout_from_the_random_state_of_a_model_is_refused(mode):
-    # It would drop the same units at every step, and differ between meshes.
+def test_dropout_from_the_rngs_of_a_model_is_refused(mode):
+    # Such dropout would be the same at every step, and differ between meshes.
     class Dropped(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
             self.scale = nnx.Param(jnp.ones(()))
@@ -1511,7 +1511,7 @@ def test_an_unknown_mode_is_refused():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_axis_the_mesh_lacks_is_refused(mode):
+def test_an_unknown_axis_is_refused(mode):
     message = r"`batch_axes='rows'`, but the mesh has axes \('data',\). Pass one"
     options = {"mode": mode, "batch_axes": "rows"}
     with pytest.raises(ValueError, match=message):
@@ -1523,78 +1523,78 @@ def test_an_axis_the_mesh_lacks_is_refused(mode):
 BROKEN = {
     "no-tuple": (
         lambda total, weight: total,
-        r"returned one array: return \(loss_sum, weight\) or .* not means",
+        r"returned a single array\. Return \(loss_sum, weight\) or .* not means",
     ),
     "list": (
         lambda total, weight: [total, weight],
-        r"returned list: return \(loss_sum, weight\)",
+        r"returned a value of type list\. Return \(loss_sum, weight\)",
     ),
     "nothing": (
         lambda total, weight: None,
-        r"returned NoneType: return \(loss_sum, weight\)",
+        r"returned a value of type NoneType\. Return \(loss_sum, weight\)",
     ),
     "too-short": (
         lambda total, weight: (total,),
-        r"returned a tuple of 1: return \(loss_sum, weight\)",
+        r"returned a tuple of length 1\. Return \(loss_sum, weight\)",
     ),
     "too-long": (
         lambda total, weight: (total, weight, {}, 1),
-        r"returned a tuple of 4: return \(loss_sum, weight\)",
+        r"returned a tuple of length 4\. Return \(loss_sum, weight\)",
     ),
     "integer-loss": (
         lambda total, weight: (weight, weight),
-        r"returned 'loss_sum' as int32: make it a float",
+        r"returned 'loss_sum' as int32\. Return a float",
     ),
     "loss-by-row": (
         lambda total, weight: (total * jnp.ones(3), weight),
-        r"returned 'loss_sum' of shape \[3\]: sum it to a scalar",
+        r"returned 'loss_sum' with shape \[3\]\. Sum it to a scalar",
     ),
     "weight-by-row": (
         lambda total, weight: (total, jnp.ones((2, 1))),
-        r"returned 'weight' of shape \[2, 1\]: sum it to a scalar",
+        r"returned 'weight' with shape \[2, 1\]\. Sum it to a scalar",
     ),
     "sum-by-row": (
         lambda total, weight: (total, weight, {"correct": jnp.ones(4)}),
-        r"returned 'correct' of shape \[4\]: sum it to a scalar",
+        r"returned 'correct' with shape \[4\]\. Sum it to a scalar",
     ),
     "constant-loss": (
         lambda total, weight: (1.5, weight),
-        r"returned 'loss_sum' as float: return a scalar jax.Array",
+        r"returned 'loss_sum' as float\. Return a scalar jax.Array",
     ),
     "constant-weight": (
         lambda total, weight: (total, 8),
-        r"returned 'weight' as int: return a scalar jax.Array, a sum over the batch",
+        r"returned 'weight' as int\. Return a scalar jax.Array, a sum over the batch",
     ),
     "no-weight": (
         lambda total, weight: (total, None),
-        r"returned 'weight' as NoneType: return a scalar jax.Array",
+        r"returned 'weight' as NoneType\. Return a scalar jax.Array",
     ),
     "constant-sum": (
         lambda total, weight: (total, weight, {"rows": np.float32(2)}),
-        r"returned 'rows' as float32: return a scalar jax.Array",
+        r"returned 'rows' as float32\. Return a scalar jax.Array",
     ),
     "nested-sum": (
         lambda total, weight: (total, weight, {"tasks": {"a": weight}}),
-        r"returned 'tasks' as dict: return a scalar jax.Array",
+        r"returned 'tasks' as dict\. Return a scalar jax.Array",
     ),
     "sums-list": (
         lambda total, weight: (total, weight, [weight]),
-        r"returned `sums` as list: make it a dict",
+        r"returned `sums` as list\. Return a dict",
     ),
     "mean-twice": (
         lambda total, weight: (total, weight, {"loss": total}),
-        r"\['loss'\] in `sums` are names of the step's own metrics. Rename",
+        r"\['loss'\], which are reserved for the metrics of the step. Rename",
     ),
     "name-twice": (
         lambda total, weight: (total, weight, {"weight": weight, "mine": weight}),
-        r"\['weight'\] in `sums` are names of the step's own metrics. Rename",
+        r"\['weight'\], which are reserved for the metrics of the step. Rename",
     ),
     "names-twice": (
         lambda total, weight: (
             *(total, weight),
             dict.fromkeys(("num_tokens", "num_examples", "loss_sum"), weight),
         ),
-        r"\['loss_sum', 'num_examples', 'num_tokens'\] in `sums` .* Rename",
+        r"\['loss_sum', 'num_examples', 'num_tokens'\], which are .* Rename",
     ),
 }
 
@@ -1617,7 +1617,7 @@ def test_a_loss_that_breaks_the_contract_is_refused(case, mode):
         jb.make_eval_step(broken, mesh, mode=mode)(state, batch)
 
 
-def test_a_users_model_survives_training():
+def test_the_original_model_is_not_donated():
     from flax import nnx
 
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -1636,7 +1636,7 @@ def test_a_users_model_survives_training():
 
 
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])
-def test_x64_with_strict_promotion(mode):
+def test_x64_works_with_strict_promotion(mode):
     with jax.enable_x64(True):
         mesh, tx = jb.data_mesh(), optax.sgd(0.1)
         state = jb.create_state({"w": np.ones(())}, tx, mesh)
@@ -1652,7 +1652,7 @@ def test_x64_with_strict_promotion(mode):
         step(state, b)
 
 
-def test_seeds_beyond_32_bits_differ():
+def test_seeds_that_agree_in_32_bits_have_different_keys():
     from jaxbucket.train.loss import row_keys
 
     a, b = (jax.random.key_data(row_keys(s, 0, 0, 2)) for s in (5, 2**40 + 5))
@@ -1665,7 +1665,7 @@ def test_a_seed_out_of_range_is_refused(seed):
         jb.make_train_step(loss_fn, optax.sgd(0.1), jb.data_mesh(), seed=seed)
 
 
-def test_an_optimizer_that_hands_nothing_on_is_named():
+def test_an_optimizer_that_drops_extra_arguments_is_named():
     tx = optax.chain(optax.sgd(0.1), jb.scale_by_batch_size(base_examples=4))
     tx = optax.MultiSteps(tx, 2).gradient_transformation()
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
@@ -1678,7 +1678,7 @@ def test_an_optimizer_that_hands_nothing_on_is_named():
 
 @pytest.mark.parametrize("mode", only("jit"))
 def test_an_average_that_overflows_is_skipped(mode):
-    """It would give updates of zero, which are finite, from then on."""
+    """Later updates would be zero, and therefore finite."""
 
     def loss(params, batch, keys):
         return 400 * jnp.sum(params.astype(jnp.float32)) * 8, jnp.asarray(8)
@@ -1696,7 +1696,7 @@ def test_an_average_that_overflows_is_skipped(mode):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
-def test_statistics_of_batches_are_no_parameters():
+def test_linen_batch_statistics_are_refused():
     variables = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(2)}}
     with pytest.raises(
         ValueError, match="`model` has batch statistics, which would be"
@@ -1704,7 +1704,7 @@ def test_statistics_of_batches_are_no_parameters():
         jb.create_state(variables, optax.sgd(0.1))
 
 
-def test_the_norm_of_complex_gradients_is_a_number():
+def test_the_norm_of_complex_gradients_is_real():
     from jaxbucket.train.update import _norm
 
     assert _norm({"w": jnp.asarray([3 + 4j, 0])}) == 5
@@ -1719,7 +1719,7 @@ def test_a_batch_without_weight_has_a_loss_of_zero():
     assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
 
 
-def test_examples_that_are_packed_are_counted_and_not_their_rows():
+def test_packed_examples_are_counted_individually():
     ids = np.zeros((4, 8), np.int32)
     ids[0, :6], ids[1, :3] = [1, 1, 2, 2, 3, 3], 1
     batch = jb.Batch(
@@ -1737,6 +1737,21 @@ def test_accumulate_is_a_bool(accumulate):
         jb.make_train_step(None, optax.sgd(0.1), mesh, accumulate=accumulate)
 
 
-def test_a_state_is_put_on_a_mesh_alone():
+@pytest.mark.parametrize("mode", MODES)
+def test_micro_batches_need_accumulate(mode):
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    tx, mesh = optax.sgd(0.1), four_devices()
+    step = jb.make_train_step(loss_fn, tx, mesh, mode=mode)
+    state = jb.create_state(make_params(), tx, mesh)
+    (micro_batches,) = jb.sharding.prefetch_to_mesh([(batch, batch)], mesh)
+    for kind in (tuple, list):
+        message = f"`batch` is a {kind.__name__}, .* Pass `accumulate=True` to `make_"
+        with pytest.raises(TypeError, match=message):
+            step(state, kind(micro_batches))
+    state, _ = step(state, micro_batches[0])
+    assert state.step == 1
+
+
+def test_create_state_refuses_a_mesh_that_is_not_one():
     with pytest.raises(ValueError, match="`mesh` is a str, not a mesh. Make one by"):
         jb.create_state({"w": jnp.ones(2)}, optax.sgd(0.1), "mesh")
