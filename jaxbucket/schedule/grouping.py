@@ -63,7 +63,7 @@ def examples_by_bucket(
 def _length_ranks(
     plan: BucketPlan, lengths: np.ndarray, within: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns `[M]` distinct lengths, their ranks or -1, and the bucket of each rank."""
+    """Returns `[M]` distinct lengths, `[M]` ranks or -1, and the bucket of a rank."""
     distinct = np.empty(0, lengths.dtype)
     for part in _chunks(lengths):
         distinct = np.union1d(distinct, part)

@@ -78,7 +78,7 @@ class OpeningSteps:
         return number + self._skipped[index]
 
     def prepend_to(self, order: np.ndarray) -> np.ndarray:
-        """Returns the planned batches, followed by the others as they are in `order`."""
+        """Returns the planned batches, followed by the others as in `order`."""
         return np.concatenate([self.batches, order[~np.isin(order, self.batches)]])
 
 

@@ -198,7 +198,7 @@ class _Pool:
         return self._difficulty[self._closed[last]].item()
 
     def open(self, position: int, *, has_fallen: bool) -> None:
-        """Opens the examples that the pace allows; first closes all if it has fallen."""
+        """Opens the examples that the pace allows, after closing all if it fell."""
         if has_fallen:
             left = (self._open[: self._num_open], self._closed[self._next :])
             self._closed = np.sort(np.concatenate(left))
