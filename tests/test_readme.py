@@ -162,7 +162,7 @@ def test_a_plan_by_time_is_made_as_printed(printed):
 
 
 def test_rows_are_packed_as_printed(printed):
-    reason = "Rows are packed, attention counted over whole rows"
+    reason = "Rows are packed, with attention counted over whole rows"
     assert reason in printed["packed"]
     assert printed["packed"].split()[-1] == "True"
 

@@ -19,7 +19,7 @@ from jaxbucket.base.batch import EMPTY_ROW
 from jaxbucket.base.permutation import fold, mix, mix_each, permute, permute_each
 from jaxbucket.data.segments import row_segments
 from jaxbucket.packing.best_fit import best_fit
-from jaxbucket.packing.pattern import Pattern, positions
+from jaxbucket.packing.pattern import Pattern, num_positions
 from jaxbucket.packing.row_patterns import fewest_positions
 from jaxbucket.packing.subset_sum import fullest_rows
 from jaxbucket.plan.histogram import grouped, value_counts
@@ -159,7 +159,7 @@ def test_no_rows_are_fewer_than_the_bound(seed):
     fewest = fewest_positions(values, counts, [seq_len])
     assert fewest == seq_len * plain_fewest_rows(lengths, seq_len)
     for packer in (best_fit, fullest_rows):
-        assert positions(packer(values, counts, [seq_len], 10**6)) >= fewest
+        assert num_positions(packer(values, counts, [seq_len], 10**6)) >= fewest
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,13 @@ def test_no_rows_are_fewer_than_the_bound(seed):
 )
 def test_the_fuller_rows_win(lengths, seq_len, of_best_fit, of_fullest):
     problem = *value_counts(np.array(lengths)), [seq_len], 10
-    assert positions(best_fit(*problem)) == of_best_fit * seq_len
-    assert positions(fullest_rows(*problem)) == of_fullest * seq_len
+    assert num_positions(best_fit(*problem)) == of_best_fit * seq_len
+    assert num_positions(fullest_rows(*problem)) == of_fullest * seq_len
     assert jb.packing.pack(lengths, seq_len).num_rows == min(of_best_fit, of_fullest)
 
 
 def test_what_would_take_long_is_left_out(monkeypatch):
-    monkeypatch.setattr("jaxbucket.packing.subset_sum._MOST_LOOKED_AT", 1)
+    monkeypatch.setattr("jaxbucket.packing.subset_sum._MAX_LENGTHS_TRIED", 1)
     lengths = [7, 7, 8, 11, 12, 16]
     assert fullest_rows(*value_counts(np.array(lengths)), [32], 10) is None
     assert jb.packing.pack(lengths, 32).num_rows == 3
@@ -1147,11 +1147,11 @@ def test_rows_that_will_not_be_found_in_time_are_given_up_early(monkeypatch):
         return Pattern(*pattern)
 
     monkeypatch.setattr("jaxbucket.packing.subset_sum.Pattern", counted)
-    monkeypatch.setattr("jaxbucket.packing.subset_sum._MOST_LOOKED_AT", 4000)
+    monkeypatch.setattr("jaxbucket.packing.subset_sum._MAX_LENGTHS_TRIED", 4000)
     values = np.arange(1, 600)
     assert fullest_rows(values, np.full(599, 2), [5000], 10**9) is None
     early = len(begun)
     begun.clear()
-    monkeypatch.setattr("jaxbucket.packing.subset_sum._EARLY", 1, raising=False)
+    monkeypatch.setattr("jaxbucket.packing.subset_sum._EARLY_SHARE", 1, raising=False)
     assert fullest_rows(values, np.full(599, 2), [5000], 10**9) is None
     assert early < len(begun) / 4

@@ -15,7 +15,7 @@ import jaxbucket as jb
 from jaxbucket import Bucket
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import Pattern
-from jaxbucket.packing.sequences import kinds_of
+from jaxbucket.packing.sequences import count_kinds
 from jaxbucket.packing.vector_best_fit import fit_sequences
 from jaxbucket.packing.vector_pool import pooled_rows
 from jaxbucket.plan.histogram import value_counts
@@ -147,7 +147,7 @@ def test_a_row_gets_what_it_lacks():
 
 def test_many_examples_are_not_packed_from_a_pool(monkeypatch):
     lengths, capacities, _ = pairs_problem(5)
-    monkeypatch.setattr("jaxbucket.packing.vector_pool._MOST_EXAMPLES", 1)
+    monkeypatch.setattr("jaxbucket.packing.vector_pool._MAX_EXAMPLES", 1)
     every = np.stack(list(lengths.values()), axis=1)
     kinds, counts = np.unique(every, axis=0, return_counts=True)
     assert pooled_rows(kinds, counts, list(capacities.values()), 9) is None
@@ -525,7 +525,7 @@ def test_a_pool_that_cannot_win_is_given_up(monkeypatch):
 
     monkeypatch.setattr("jaxbucket.packing.vector_pool.Pattern", counted)
     # From so small a pool rows are not filled well.
-    monkeypatch.setattr("jaxbucket.packing.vector_pool._POOL", 4)
+    monkeypatch.setattr("jaxbucket.packing.vector_pool._POOL_SIZE", 4)
     rng = np.random.default_rng(0)
     lengths = {name: rng.integers(1, 1000, 2000) for name in ("a", "b")}
     packing = jb.packing.pack(lengths, {"a": 1000, "b": 1000})
@@ -534,7 +534,7 @@ def test_a_pool_that_cannot_win_is_given_up(monkeypatch):
 
 @pytest.mark.parametrize("seed", seeds(4, 12))
 def test_many_kinds_are_packed_by_groups_of_them(seed, monkeypatch):
-    monkeypatch.setattr("jaxbucket.packing.rows._MOST_KINDS", 150)
+    monkeypatch.setattr("jaxbucket.packing.rows._MAX_KINDS", 150)
     rng = np.random.default_rng(seed)
     names = "abcd"[: int(rng.integers(1, 5))]
     capacities = {name: int(rng.choice([300, 1000, 1 << 20])) for name in names}
@@ -562,7 +562,7 @@ def test_many_kinds_are_packed_by_groups_of_them(seed, monkeypatch):
 def test_kinds_are_those_of_numpy(size):
     # Of lengths that one number of 64 bits holds together, and of others.
     lengths = np.random.default_rng(0).integers(1, min(size, 6), (500, 4))
-    kinds, counts = kinds_of(lengths, [size] * 4)
+    kinds, counts = count_kinds(lengths, [size] * 4)
     expected = np.unique(lengths, axis=0, return_counts=True)
     np.testing.assert_array_equal(kinds, expected[0])
     np.testing.assert_array_equal(counts, expected[1])
