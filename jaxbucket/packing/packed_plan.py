@@ -221,8 +221,8 @@ def plan_packing(
     is_possible = packed.padding <= max_padding
     if pack == "always" and not is_possible:
         raise ValueError(
-            f"`max_padding={max_padding}` is not possible: the rows with the least "
-            f"padding have {packed.padding:.2%}. Raise `max_padding`, `max_seq_len` or "
+            f"`max_padding={max_padding}` cannot be met: the best rows found have "
+            f"{packed.padding:.2%} padding. Raise `max_padding`, `max_seq_len` or "
             "`num_buckets`."
         )
     # Padded rows gain nothing from a T beyond the longest length.
