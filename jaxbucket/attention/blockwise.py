@@ -198,7 +198,7 @@ class _Logits(NamedTuple):
     scale: float
 
     def __call__(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Returns `[B, K, G, block, block]` logits for query block i and key block j."""
+        """Returns `[B, K, G, block, block]` logits of query block i and key block j."""
         logits = _einsum(
             "bkgqh,bksh->bkgqs",
             *(_take(self.query, i, self.block), _take(self.key, j, self.block)),

@@ -263,7 +263,7 @@ def _segment_ids(batch: Batch, sequence: str | None) -> Any:
         (sequence,) = batch.segment_ids
     if sequence not in batch.segment_ids:
         raise ValueError(
-            f"`sequence={sequence!r}` is not a sequence of the batch. Choose one of "
+            f"`sequence={sequence!r}` must name a sequence of the batch. Choose one of "
             f"{sorted(batch.segment_ids)}."
         )
     return batch.segment_ids[sequence]

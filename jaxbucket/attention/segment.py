@@ -74,7 +74,7 @@ def segment_attention(
 
 
 def _is_for_one_tpu() -> bool:
-    """Returns whether the traced program runs on single TPUs, each with its own rows."""
+    """Returns whether every TPU runs the traced program on its own rows."""
     # In 64-bit mode the kernel mixes integer dtypes.
     if jax.config.read("jax_enable_x64"):
         return False

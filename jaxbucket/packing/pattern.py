@@ -25,7 +25,7 @@ class Pattern:
     seq_len: int
 
 
-def num_positions(patterns: Iterable[Pattern]) -> int:
+def positions(patterns: Iterable[Pattern]) -> int:
     """Returns the number of positions in all rows, padding included."""
     return sum(pattern.rows * pattern.seq_len for pattern in patterns)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxbucket.packing.best_fit import best_fit
-from jaxbucket.packing.pattern import Pattern, num_positions
+from jaxbucket.packing.pattern import Pattern, positions
 from jaxbucket.packing.subset_sum import fullest_rows
 
 # The second packer runs only if it may save more than this share of the rows.
@@ -51,9 +51,7 @@ def fuller_patterns(
     values, counts = values[first:], counts[first:]
     fewest = fewest_positions(values, counts, seq_lens)
     other = functools.partial(fullest_rows, values, counts, seq_lens, cap)
-    return patterns[:first] + choose_fuller(
-        patterns[first:], other, num_positions, fewest
-    )
+    return patterns[:first] + choose_fuller(patterns[first:], other, positions, fewest)
 
 
 def choose_fuller(

@@ -19,7 +19,7 @@ from jaxbucket.base.batch import EMPTY_ROW
 from jaxbucket.base.permutation import fold, mix, mix_each, permute, permute_each
 from jaxbucket.data.segments import row_segments
 from jaxbucket.packing.best_fit import best_fit
-from jaxbucket.packing.pattern import Pattern, num_positions
+from jaxbucket.packing.pattern import Pattern, positions
 from jaxbucket.packing.row_patterns import fewest_positions
 from jaxbucket.packing.subset_sum import fullest_rows
 from jaxbucket.plan.histogram import grouped, value_counts
@@ -159,7 +159,7 @@ def test_packers_need_at_least_as_many_rows_as_the_bound(seed):
     fewest = fewest_positions(values, counts, [seq_len])
     assert fewest == seq_len * plain_fewest_rows(lengths, seq_len)
     for packer in (best_fit, fullest_rows):
-        assert num_positions(packer(values, counts, [seq_len], 10**6)) >= fewest
+        assert positions(packer(values, counts, [seq_len], 10**6)) >= fewest
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_pack_returns_the_fuller_rows_of_two_packers(
     lengths, seq_len, num_best_fit, num_fullest
 ):
     problem = *value_counts(np.array(lengths)), [seq_len], 10
-    assert num_positions(best_fit(*problem)) == num_best_fit * seq_len
-    assert num_positions(fullest_rows(*problem)) == num_fullest * seq_len
+    assert positions(best_fit(*problem)) == num_best_fit * seq_len
+    assert positions(fullest_rows(*problem)) == num_fullest * seq_len
     assert jb.packing.pack(lengths, seq_len).num_rows == min(num_best_fit, num_fullest)
 
 
@@ -681,7 +681,7 @@ def test_a_packed_plan_renders_as_a_table():
         ({"max_padding": 1.5}, "`max_padding=1.5` must be a share"),
         (
             {"max_padding": 1e-9, "max_seq_len": 9},
-            "the least padding have 2.08%. Raise",
+            "found have 2.08% padding. Raise",
         ),
         ({"max_segments_per_row": 0}, "`max_segments_per_row=0`"),
         ({"num_buckets": 0}, "`num_buckets=0`"),

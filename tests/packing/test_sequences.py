@@ -506,9 +506,9 @@ def test_a_changed_length_is_refused():
 def test_masks_and_weights_of_several_sequences_require_a_name():
     pair = {"a": [1, 2], "b": [4]}
     batch = jb.data.collate_rows([pair], Bucket(1, 4), capacities={"a": 2, "b": 2})
-    with pytest.raises(ValueError, match=r"choose one of \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"Choose one of \['a', 'b'\]"):
         jb.attention.token_weights(batch)
-    with pytest.raises(ValueError, match="come neither before a query nor after it"):
+    with pytest.raises(ValueError, match="neither before nor after a query"):
         jb.attention.attention_mask(
             batch.segment_ids["a"],
             batch.positions["a"],
