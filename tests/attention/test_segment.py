@@ -285,8 +285,8 @@ def test_64_bit_grouped_heads_run_on_a_mesh(how):
             )
             result = run(*heads, ids)
         else:
-            cut = [x.reshape(4, 1, *x.shape[1:]) for x in (*heads, ids)]
-            result = jax.pmap(jb.segment_attention)(*cut).reshape(heads[0].shape)
+            sharded = [x.reshape(4, 1, *x.shape[1:]) for x in (*heads, ids)]
+            result = jax.pmap(jb.segment_attention)(*sharded).reshape(heads[0].shape)
         # `jax.nn.dot_product_attention` would use 32-bit weights, so the reference is
         # the same function on one device.
         want = jax.jit(jb.segment_attention)(*heads, ids)
