@@ -1,7 +1,8 @@
-"""Attention within the segments of packed rows, and masks.
+"""Attention within the segments of packed rows, and masks and weights for such rows.
 
-`segment` chooses between `blockwise`, in plain jax, and `splash`, a TPU kernel; neither
-makes a mask `[B, T, T]`. `masks` has that, and what losses of packed rows need.
+`segment` chooses between `blockwise`, in plain jax, and `splash`, a TPU kernel. Neither
+of them creates a mask of `[B, T, T]`. `masks` computes such a mask, and the weights and
+targets of losses on packed rows.
 """
 
 from etils import epy as _epy

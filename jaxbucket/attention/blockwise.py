@@ -1,9 +1,10 @@
-"""Attention over packed rows, block by block in plain jax, forward and backward.
+"""Blockwise attention over packed rows in plain jax, forward and backward.
 
-Each segment is contiguous, so a block of queries sees a span of keys: no other block is
-computed, and at most one block of weights is held. Softmax is accumulated over the
-blocks of keys (Milakov and Gimelshein, arXiv:1805.02867), and weights are recomputed in
-the backward pass (Dao et al., arXiv:2205.14135).
+Segments are contiguous, so a block of queries attends to a contiguous span of blocks of
+keys. Only these blocks are computed, and only one block of weights is in memory at a
+time. Softmax is accumulated over the blocks of keys (Milakov and Gimelshein,
+arXiv:1805.02867), and weights are recomputed in the backward pass (Dao et al.,
+arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Of queries and of keys: the fastest in benchmarks/attention.py.
+# The size of blocks of queries and keys, the fastest in benchmarks/attention.py.
 _BLOCK = 128
 _MULTIPLE = 8
-# Finite, so that rows without a key give no NaN.
+# Finite, so that queries without a key do not yield NaN.
 _MASKED = 0.5 * float(jnp.finfo(jnp.float32).min)
 
 
@@ -38,17 +39,18 @@ def attend(
       query: `[B, T, N, H]` floating point.
       key: `[B, T, K, H]`, K a divisor of N.
       value: `[B, T, K, H]`.
-      segment_ids: `[B, T]` int, 0 for padding, whose output is finite, but arbitrary.
-      is_causal: whether later keys are hidden.
-      scale: of the logits.
-      block: the most queries at a time, and the most keys.
+      segment_ids: `[B, T]` int, 0 for padding, where the output is finite but
+        arbitrary.
+      is_causal: whether queries attend only to keys up to their own position.
+      scale: the factor of the logits.
+      block: the maximum size of a block of queries or keys.
 
     Returns:
       `[B, T, N, H]` in the dtype of the values.
     """
     size, seq_len, heads, width = query.shape
     count = -(-seq_len // block)
-    # Blocks of one size, with little padding behind the last.
+    # All blocks have the same size, chosen for little padding after the last one.
     block = -(-seq_len // count // _MULTIPLE) * _MULTIPLE
     padding = count * block - seq_len
 
@@ -76,12 +78,15 @@ def _attend(
     is_causal: bool,
     scale: float,
 ) -> jax.Array:
-    """The same for `[B, K, G, T, H]` and `[B, K, T, H]`, T a multiple of the block."""
+    """Computes `attend` for `[B, K, G, T, H]` queries and `[B, K, T, H]` keys.
+
+    T is a multiple of the block size.
+    """
     return _forward(query, key, value, ids, block, is_causal, scale)[0]
 
 
 class _Residuals(NamedTuple):
-    """Inputs and results of the forward pass, for the backward pass.
+    """The inputs and results of the forward pass that the backward pass needs.
 
     Attributes:
       normalizer: `[B, K, G, T]` float32, the logarithm of the sum of the weights.
@@ -108,8 +113,8 @@ def _forward(
     logits = _Logits(query, key, ids, block, is_causal, scale)
     sum_dtype = _sum_dtype(query.dtype)
 
-    def of_queries(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def with_keys(j: jax.Array, carry: tuple[jax.Array, ...]):
+    def attend_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def add_keys(j: jax.Array, carry: tuple[jax.Array, ...]):
             total, weight, maximum = carry
             block_logits = logits(i, j)
             new_maximum = jnp.maximum(maximum, block_logits.max(-1))
@@ -128,13 +133,13 @@ def _forward(
             jnp.zeros(shape, sum_dtype),
             jnp.full(shape, _MASKED, sum_dtype),
         )
-        total, weight, maximum = lax.fori_loop(first[i], end[i], with_keys, start)
-        # Only padding has no weight.
+        total, weight, maximum = lax.fori_loop(first[i], end[i], add_keys, start)
+        # Only queries that are padding have no weight.
         weight = jnp.where(weight > 0, weight, 1)
         output = (total / weight[..., None]).astype(value.dtype)
         return output, maximum + jnp.log(weight)
 
-    output, normalizer = map(_join, lax.map(of_queries, jnp.arange(len(first))))
+    output, normalizer = map(_join, lax.map(attend_block, jnp.arange(len(first))))
     return output, _Residuals(query, key, value, ids, output, normalizer)
 
 
@@ -149,15 +154,15 @@ def _backward(
     first, end = _spans(ids, block, is_causal)
     logits = _Logits(query, key, ids, block, is_causal, scale)
     sum_dtype = _sum_dtype(query.dtype)
-    # Of the gradient of softmax: the mean over the weights of a query.
+    # In the gradient of softmax: the mean gradient over the weights of each query.
     mean = _einsum("bkgqh,bkgqh->bkgq", output, output_grad)
 
-    def of_queries(carry: tuple[jax.Array, jax.Array], i: jax.Array):
+    def backward_block(carry: tuple[jax.Array, jax.Array], i: jax.Array):
         queries, grads = _take(query, i, block), _take(output_grad, i, block)
         means = _take(mean[..., None], i, block)
         normalizers = _take(normalizer[..., None], i, block)
 
-        def with_keys(j: jax.Array, carry: tuple[jax.Array, ...]):
+        def add_keys(j: jax.Array, carry: tuple[jax.Array, ...]):
             dquery, dkey, dvalue = carry
             keys, values = _take(key, j, block), _take(value, j, block)
             weights = jnp.exp(logits(i, j) - normalizers)
@@ -170,12 +175,12 @@ def _backward(
             return dquery, dkey, dvalue
 
         dquery, dkey, dvalue = lax.fori_loop(
-            first[i], end[i], with_keys, (jnp.zeros(queries.shape, sum_dtype), *carry)
+            first[i], end[i], add_keys, (jnp.zeros(queries.shape, sum_dtype), *carry)
         )
         return (dkey, dvalue), dquery.astype(query.dtype)
 
     start = jnp.zeros(key.shape, sum_dtype), jnp.zeros(value.shape, sum_dtype)
-    (dkey, dvalue), dquery = lax.scan(of_queries, start, jnp.arange(len(first)))
+    (dkey, dvalue), dquery = lax.scan(backward_block, start, jnp.arange(len(first)))
     return _join(dquery), dkey.astype(key.dtype), dvalue.astype(value.dtype), None
 
 
@@ -183,7 +188,7 @@ _attend.defvjp(_forward, _backward)
 
 
 class _Logits(NamedTuple):
-    """The logits of a block of queries and one of keys, masked by segment."""
+    """Computes the logits of a block of queries and a block of keys, with masking."""
 
     query: jax.Array
     key: jax.Array
@@ -193,7 +198,7 @@ class _Logits(NamedTuple):
     scale: float
 
     def __call__(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """`[B, K, G, block, block]`."""
+        """Returns `[B, K, G, block, block]` logits of query block i and key block j."""
         logits = _einsum(
             "bkgqh,bksh->bkgqs",
             *(_take(self.query, i, self.block), _take(self.key, j, self.block)),
@@ -208,10 +213,10 @@ class _Logits(NamedTuple):
 
 
 def _spans(ids: jax.Array, block: int, is_causal: bool) -> tuple[jax.Array, jax.Array]:
-    """The span of blocks of keys that any row needs for each block of queries.
+    """Returns the span of key blocks that any row needs for each block of queries.
 
     Returns:
-      `[count]` int32, the first block, and `[count]` int32, the one after the last.
+      `[count]` int32, the first block, and `[count]` int32, the end of the span.
     """
     size, seq_len = ids.shape
     places = jnp.arange(seq_len, dtype=jnp.int32)
@@ -224,7 +229,7 @@ def _spans(ids: jax.Array, block: int, is_causal: bool) -> tuple[jax.Array, jax.
     else:
         last = jnp.where(jnp.concatenate([is_new, edge], 1), places, seq_len)
         last = lax.cummin(last, axis=1, reverse=True)
-    # Padding sees nothing.
+    # Padding needs no keys.
     first = jnp.where(ids > 0, first // block, seq_len // block)
     end = jnp.where(ids > 0, last // block + 1, 0)
     first = first.reshape(size, -1, block).min((0, 2))
@@ -232,7 +237,7 @@ def _spans(ids: jax.Array, block: int, is_causal: bool) -> tuple[jax.Array, jax.
 
 
 def _sum_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """float32, or the dtype itself if that is wider."""
+    """Returns the dtype of sums: float32, or the given dtype if it is wider."""
     return max(dtype, jnp.dtype(jnp.float32), key=lambda x: x.itemsize)
 
 
@@ -241,18 +246,18 @@ def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _take(x: jax.Array, i: jax.Array, block: int) -> jax.Array:
-    """A block of `[..., T, H]`."""
+    """Returns block i of `[..., T, H]`."""
     return lax.dynamic_slice_in_dim(x, i * block, block, axis=-2)
 
 
 def _add(x: jax.Array, i: jax.Array, update: jax.Array) -> jax.Array:
-    """`[..., T, H]` with an update added to a block."""
+    """Returns `[..., T, H]` with an update added to block i."""
     block = update.shape[-2]
     update += _take(x, i, block)
     return lax.dynamic_update_slice_in_dim(x, update, i * block, axis=-2)
 
 
 def _join(blocks: jax.Array) -> jax.Array:
-    """`[count, B, K, G, block, ...]` -> `[B, K, G, T, ...]`."""
+    """Joins blocks `[count, B, K, G, block, ...]` to `[B, K, G, T, ...]`."""
     blocks = jnp.moveaxis(blocks, 0, 3)
     return blocks.reshape(*blocks.shape[:3], -1, *blocks.shape[5:])

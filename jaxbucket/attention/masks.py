@@ -1,6 +1,7 @@
-"""Masks, weights and targets of packed rows, derived inside of jit.
+"""Masks, loss weights and targets for packed rows, computed inside of jit.
 
-Segment ids are 0 for padding, then 1, 2, ...; positions count from 0 in each segment.
+Segment ids are 0 for padding and 1, 2, ... for examples. Positions count from 0 in each
+segment.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ def attention_mask(
     *,
     key_segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns which keys a query may see: real ones of its own example.
+    """Returns a mask in which each query attends to the real keys of its own example.
 
-    For `jax.nn.dot_product_attention(query, key, value, mask=)`, or Flax's. It takes
-    B * T * S bytes, unless the compiler fuses it; a query that is padding sees nothing.
+    Pass it to `jax.nn.dot_product_attention(query, key, value, mask=)` or to the
+    attention of Flax. The mask takes B * T * S bytes unless the compiler fuses it. A
+    query that is padding attends to no key.
 
     Example:
       >>> print(attention_mask(jnp.array([[1, 1, 2, 0]]))[0, 0].astype(int))
@@ -36,25 +38,25 @@ def attention_mask(
        [0 0 0 0]]
 
     Args:
-      segment_ids: `[B, T]` int, of queries and keys.
-      positions: `[B, T]` int, for causal attention: keys up to the query's position.
-        None for attention in both directions.
-      key_segment_ids: `[B, S]` int, of keys from another sequence, such as inputs that
-        targets attend to; by default `segment_ids`.
+      segment_ids: `[B, T]` int, the segment ids of queries and keys.
+      positions: `[B, T]` int, for causal attention, in which queries attend to keys up
+        to their own position; None for attention in both directions.
+      key_segment_ids: `[B, S]` int, the segment ids of keys from a different sequence,
+        such as inputs that targets attend to; by default `segment_ids`.
 
     Returns:
       `[B, 1, T, S]` bool: batch, heads, queries, keys.
 
     Raises:
-      ValueError: for positions where queries and keys are different sequences.
+      ValueError: if both `positions` and `key_segment_ids` are given.
     """
     if key_segment_ids is None:
         key_segment_ids = segment_ids
     elif positions is not None:
         raise ValueError(
-            "`positions` are of one sequence, and `key_segment_ids` of another: keys "
-            "of another sequence come neither before a query nor after it. Leave "
-            "either out."
+            "`positions` and `key_segment_ids` exclude each other, because keys of a "
+            "different sequence are neither before nor after a query. Remove one of "
+            "the two."
         )
     queries, keys = segment_ids[:, :, None], key_segment_ids[:, None, :]
     mask = (queries == keys) & (keys > 0)
@@ -64,9 +66,9 @@ def attention_mask(
 
 
 def sequence_lengths(segment_ids: jax.Array) -> jax.Array:
-    """Returns the number of tokens of each row.
+    """Returns the number of tokens in each row.
 
-    Rows of one example need no mask: give these numbers to
+    Rows of one example need no mask. Instead, pass these numbers to
     `jax.nn.dot_product_attention` as `query_seq_lengths` and `key_value_seq_lengths`.
 
     Example:
@@ -89,9 +91,9 @@ def token_weights(
     sequence: str | None = None,
     where: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the weight of each token in a loss, packed or not.
+    """Returns the weight of each token in a loss.
 
-    Their sum is the number of tokens, or of sequences. A loss is then
+    The weights add up to the number of tokens or of sequences. A loss is then
     `(jnp.sum(nats * weights), jnp.sum(weights))`.
 
     Example:
@@ -101,20 +103,21 @@ def token_weights(
       [[0.5 0.5 1.  0. ]]
 
     Args:
-      batch: packed or not.
+      batch: a batch of padded or packed rows.
       per: "token" for the mean over all tokens; "sequence" for the mean over sequences
-        of the mean over the tokens of each.
-      sequence: whose tokens, if several sequences have lengths of their own.
-      where: `[B, T]` bool, the tokens that count, or numbers that are 0 for others,
-        such as `next_tokens(batch).weights`; by default all real tokens. A sequence
-        without any has no weight.
+        of the mean over the tokens of each sequence.
+      sequence: the name of the sequence; required if the batch has several sequences
+        with their own lengths.
+      where: `[B, T]` bool, the tokens that count, or numbers that are 0 for the other
+        tokens, such as `next_tokens(batch).weights`; by default all real tokens. A
+        sequence in which no token counts has no weight.
 
     Returns:
       `[B, T]` float32.
 
     Raises:
-      ValueError: if several sequences have lengths of their own and none of them is
-        named, for an unknown `per`, or if `batch` is not a `Batch`.
+      ValueError: if `batch` is not a `Batch`, `per` is unknown, or `sequence` is
+        missing although there are several sequences.
     """
     check_choice("per", per, get_args(Per))
     _check_is_batch(batch)
@@ -124,7 +127,7 @@ def token_weights(
         return mask.astype(jnp.float32)
 
     def of_row(ids: jax.Array, mask: jax.Array) -> jax.Array:
-        # No more segments than tokens, and 0 for padding.
+        # Ids range from 0, for padding, to at most the number of tokens.
         counts = jnp.zeros(ids.shape[0] + 1, jnp.float32).at[ids].add(mask)
         return mask / jnp.maximum(counts[ids], 1)
 
@@ -132,7 +135,7 @@ def token_weights(
 
 
 class NextTokens(NamedTuple):
-    """Inputs, targets and weights of a model that predicts the next token.
+    """Inputs, targets and weights for next-token prediction.
 
     Example:
       >>> from jaxbucket import Bucket
@@ -161,11 +164,12 @@ def next_tokens(
     loss_weights: str | None = None,
     begin: int | None = None,
 ) -> NextTokens:
-    r"""Returns inputs, targets and weights to train a model on next tokens.
+    r"""Returns inputs, targets and weights for next-token prediction.
 
-    Right for padded rows and packed ones: no token is predicted from another example,
-    nor from padding. T stays what it is, so that segment ids and positions go with the
-    inputs. A loss is `(jnp.sum(nats * weights), jnp.sum(weights))`.
+    The result is correct for padded and packed rows: no token is predicted from a
+    different example or from padding. T does not change, so the segment ids and
+    positions of the batch remain valid for the inputs. A loss is
+    `(jnp.sum(nats * weights), jnp.sum(weights))`.
 
     Example:
       >>> rows = [[{"tokens": [7, 3, 9]}, {"tokens": [5, 2]}]]
@@ -182,22 +186,25 @@ def next_tokens(
       [[1. 1. 1. 1. 1. 0.]]
 
     Args:
-      batch: numpy or `jax.Array`s, also inside of jit; packed or not.
-      name: the feature that holds the tokens, `[B, T]` integers; by default the only
-        feature of this kind.
-      sequence: whose lengths it has, if several have their own; by default its own.
-      loss_weights: a feature `[B, T]`, the weight of each token as a target, such as 0
-        in a prompt. By default all are 1.
-      begin: a token before the first one of every example. It makes the first token a
-        target as well; inputs are shifted then, and targets are not.
+      batch: a batch of padded or packed rows, with numpy arrays or `jax.Array`s. It may
+        be traced by jit.
+      name: the feature with the tokens, `[B, T]` integers; by default the only feature
+        of this kind.
+      sequence: the sequence whose segment ids apply to the tokens; by default the
+        sequence named `name`, or the only sequence.
+      loss_weights: a `[B, T]` feature with the weight of each token as a target, such
+        as 0 in a prompt; by default all weights are 1.
+      begin: a token to insert before the first token of every example, which makes the
+        first token a target as well. The inputs are then shifted instead of the
+        targets.
 
     Returns:
       `(inputs, targets, weights)`. Tokens of less than 32 bits become int32.
 
     Raises:
-      ValueError: if a feature is missing or not `[B, T]`, the tokens are not integers,
-        or `name` or `sequence` is missing where there are several; if `batch` is not a
-        `Batch`.
+      ValueError: if `batch` is not a `Batch`; if a feature is missing or not `[B, T]`;
+        if the tokens are not integers; if `name` or `sequence` is missing although
+        there are several candidates.
     """
     _check_is_batch(batch)
     if name is None:
@@ -208,8 +215,8 @@ def next_tokens(
     tokens = _feature(batch, "name", name, ids)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
-            f"`name={name!r}`: the feature is {tokens.dtype}, and tokens are integers. "
-            "Name the feature that holds them."
+            f"`name={name!r}` is a feature of {tokens.dtype}, but tokens must be "
+            "integers. Name the feature that holds the tokens."
         )
     if tokens.dtype.itemsize < 4:
         tokens = tokens.astype(np.int32)
@@ -235,7 +242,7 @@ def next_tokens(
         first = _check_token("begin", begin, tokens.dtype)
         inputs, targets = xp.where(is_first, first, from_left(tokens)), tokens
         is_target = is_real
-    # Weights may have any value in padding.
+    # Features may hold any value in padding, including NaN.
     values: Any = np.float32(1) if counts is None else counts
     weights = xp.where(is_target, values, np.float32(0))
     targets = xp.where(weights != 0, targets, tokens.dtype.type(0))
@@ -245,25 +252,25 @@ def next_tokens(
 def _check_is_batch(batch: Any) -> None:
     if not isinstance(batch, Batch):
         raise ValueError(
-            f"`batch` is a {type(batch).__name__}: give a `jaxbucket.Batch`, as "
-            "`collate_rows` makes one of examples. Segment ids say where they end."
+            f"`batch` is a {type(batch).__name__}, not a `jaxbucket.Batch`. Create one "
+            "from examples with `collate_rows`."
         )
 
 
 def _segment_ids(batch: Batch, sequence: str | None) -> Any:
-    """`[B, T]`, those of a sequence, or of the only one."""
+    """Returns the segment ids `[B, T]` of a sequence, by default of the only one."""
     if sequence is None and len(batch.segment_ids) == 1:
         (sequence,) = batch.segment_ids
     if sequence not in batch.segment_ids:
         raise ValueError(
-            f"`sequence={sequence!r}`: choose one of {sorted(batch.segment_ids)}, "
-            "which have lengths of their own."
+            f"`sequence={sequence!r}` must name a sequence of the batch. Choose one of "
+            f"{sorted(batch.segment_ids)}."
         )
     return batch.segment_ids[sequence]
 
 
 def _token_feature(batch: Batch) -> str:
-    """The only feature that can hold tokens."""
+    """Returns the name of the only feature that can hold tokens."""
     shapes = [ids.shape for ids in batch.segment_ids.values()]
     names = [
         name
@@ -272,34 +279,35 @@ def _token_feature(batch: Batch) -> str:
     ]
     if len(names) != 1:
         raise ValueError(
-            f"`name` is missing: {sorted(names)} are features of [B, T] integers. Name "
-            "the one that holds the tokens."
+            f"`name` is required, because the features of [B, T] integers are "
+            f"{sorted(names)}. Name the feature that holds the tokens."
         )
     return names[0]
 
 
 def _feature(batch: Batch, argument: str, name: str, ids: Any) -> Any:
-    """A feature with a value for every position."""
+    """Returns a feature, which must have a value for every position."""
     if name not in batch.features:
         raise ValueError(
-            f"`{argument}={name!r}`: the features are {sorted(batch.features)}. Choose "
-            "from these."
+            f"`{argument}={name!r}` is not a feature of the batch. Choose one of "
+            f"{sorted(batch.features)}."
         )
     value = batch.features[name]
     if value.shape != ids.shape:
         raise ValueError(
-            f"`{argument}={name!r}`: the feature is {list(value.shape)}, and must be "
-            f"[B, T], {list(ids.shape)} here. Name one with a value for every token."
+            f"`{argument}={name!r}` is a feature of shape {list(value.shape)}, but it "
+            f"must be [B, T], here {list(ids.shape)}. Name a feature with a value for "
+            "every token."
         )
     return value
 
 
 def _check_token(argument: str, token: int, dtype: Any) -> Any:
-    """The token in the dtype of the others."""
+    """Returns a token in the dtype of the other tokens."""
     limits = jnp.iinfo(dtype)
     if not limits.min <= check_integer(argument, token) <= limits.max:
         raise ValueError(
-            f"`{argument}={token}`: tokens are {dtype}, which cannot hold it. Choose "
-            "another token."
+            f"`{argument}={token}` does not fit the dtype of the tokens, {dtype}. "
+            "Choose a different token."
         )
     return limits.dtype.type(token)

@@ -23,11 +23,11 @@ def segment_attention(
     scale: float | jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Returns dot-product attention within segments, without a mask `[B, 1, T, T]`.
+    """Returns dot-product attention within segments, without a mask of `[B, 1, T, T]`.
 
-    The result is that of `jax.nn.dot_product_attention` with an `attention_mask`.
-    Memory grows with T, not with its square, forward and backward. Blocks of keys that
-    no row of the batch needs for a block of queries are skipped.
+    The result equals `jax.nn.dot_product_attention` with an `attention_mask`. Memory
+    grows linearly with T, both forward and backward. A block of keys is skipped if no
+    row of the batch needs it for a block of queries.
 
     Example:
       >>> ids = jnp.array([[1, 1, 2, 0]])
@@ -37,22 +37,23 @@ def segment_attention(
 
     Args:
       query: `[B, T, N, H]` floating point: batch, tokens, heads, width.
-      key: `[B, T, K, H]` of the same dtype; K divides N, and each serves N / K heads.
+      key: `[B, T, K, H]` of the same dtype. K divides N, and each key head serves N / K
+        query heads.
       value: `[B, T, K, H]` of the same dtype.
       segment_ids: `[B, T]` int, 0 for padding; each segment is contiguous.
-      is_causal: whether a query sees no key behind its own.
-      scale: factor of the logits, a number or a scalar array; 1 / sqrt(H) by default.
-      implementation: "blockwise" is plain jax and runs on any platform and mesh, but
-        inside a `jax.shard_map` only with `check_vma=False`; "splash" is jax's kernel
-        for TPUs, which the compiler cannot partition. None for the kernel on a single
-        TPU and inside such a `jax.shard_map` on TPUs, and "blockwise" elsewhere.
+      is_causal: whether queries attend only to keys up to their own position.
+      scale: the factor of the logits, a number or a scalar array; by default
+        1 / sqrt(H).
+      implementation: "blockwise" for plain jax, which runs on any platform and mesh,
+        but inside a `jax.shard_map` only with `check_vma=False`; "splash" for jax's TPU
+        kernel, which the compiler cannot partition. By default the kernel is used on a
+        single TPU and inside such a `jax.shard_map` on TPUs, and "blockwise" elsewhere.
 
     Returns:
       `[B, T, N, H]` of the same dtype, 0 in padding.
 
     Raises:
-      ValueError: if shapes or dtypes do not go together, or for an unknown
-        `implementation`.
+      ValueError: if shapes or dtypes do not match, or `implementation` is unknown.
     """
     _check(query, key, value, segment_ids)
     if implementation is not None:
@@ -61,20 +62,20 @@ def segment_attention(
         implementation = "splash" if _is_for_one_tpu() else "blockwise"
     attend = splash.attend if implementation == "splash" else blockwise.attend
     if isinstance(scale, jax.Array):
-        # It may be traced, and the kernels take a number.
+        # The scale may be a tracer, but the kernels require a number.
         query, scale = query * scale.astype(query.dtype), 1.0
     output = attend(
         *(query, key, value, segment_ids),
         is_causal=is_causal,
-        # A numpy scalar would promote all of it to float64.
+        # A numpy scalar would promote the logits to float64.
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
     )
     return jnp.where(segment_ids[..., None, None] > 0, output, 0)
 
 
 def _is_for_one_tpu() -> bool:
-    """Whether each TPU runs the traced program on rows of its own."""
-    # With 64 bits the kernel mixes integer dtypes.
+    """Returns whether every TPU runs the traced program on its own rows."""
+    # In 64-bit mode the kernel mixes integer dtypes.
     if jax.config.read("jax_enable_x64"):
         return False
     mesh = jax.sharding.get_abstract_mesh()
@@ -91,38 +92,39 @@ def _check(
 ) -> None:
     if query.ndim != 4:
         raise ValueError(
-            f"`query` has shape {query.shape}: pass [B, T, N, H], batch, tokens, heads "
+            f"`query` has shape {query.shape}. Pass [B, T, N, H]: batch, tokens, heads "
             "and width."
         )
     if 0 in query.shape:
         raise ValueError(
-            f"`query` has shape {query.shape}: every axis needs at least one entry. "
-            "Leave out empty batches."
+            f"`query` has shape {query.shape}, and no axis may be empty. Leave out "
+            "empty batches."
         )
     size, seq_len, heads, width = query.shape
     for name, x in (("key", key), ("value", value)):
         if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != (size, seq_len, width):
             raise ValueError(
-                f"`{name}` has shape {x.shape}: with `query` of {query.shape} it is "
-                f"[{size}, {seq_len}, heads, {width}]: rows attend to themselves."
+                f"`{name}` has shape {x.shape}, which does not match `query` of shape "
+                f"{query.shape}. Pass [{size}, {seq_len}, heads, {width}]."
             )
         if x.dtype != query.dtype:
             raise ValueError(
-                f"`{name}` is {x.dtype} and `query` {query.dtype}: cast one of them."
+                f"`{name}` is {x.dtype}, but `query` is {query.dtype}. Cast one of "
+                "them."
             )
     if key.shape != value.shape or heads % key.shape[2]:
         raise ValueError(
-            f"`key` has {key.shape[2]} heads and `value` {value.shape[2]}: pass as "
-            f"many of both, a divisor of the {heads} of `query`."
+            f"`key` has {key.shape[2]} heads and `value` has {value.shape[2]}. Pass "
+            f"equal numbers that divide the {heads} heads of `query`."
         )
     if not jnp.issubdtype(query.dtype, jnp.floating):
-        raise ValueError(f"`query` is {query.dtype}: pass floating point numbers.")
+        raise ValueError(f"`query` is {query.dtype}. Pass floating point numbers.")
     if segment_ids.shape != (size, seq_len):
         raise ValueError(
-            f"`segment_ids` has shape {segment_ids.shape}: pass one for each token, "
+            f"`segment_ids` has shape {segment_ids.shape}. Pass one id for each token, "
             f"[{size}, {seq_len}]."
         )
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise ValueError(
-            f"`segment_ids` is {segment_ids.dtype}: pass integers, 0 for padding."
+            f"`segment_ids` is {segment_ids.dtype}. Pass integers, with 0 for padding."
         )

@@ -1,11 +1,12 @@
-"""Attention over packed rows by "splash attention", jax's kernel for TPUs."""
+"""Attention over packed rows with "splash attention", jax's TPU kernel."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-# The largest that divides T is taken; the kernel takes multiples of 128.
+# The largest block that divides the padded T is used. The kernel requires multiples of
+# 128.
 _BLOCKS = (512, 256, 128)
 
 
@@ -25,15 +26,16 @@ def attend(
       query: `[B, T, N, H]` float32 or bfloat16.
       key: `[B, T, K, H]`, K a divisor of N.
       value: `[B, T, K, H]`.
-      segment_ids: `[B, T]` int, 0 for padding, whose output is finite, but arbitrary.
-      is_causal: whether later keys are hidden.
-      scale: of the logits.
-      interpret: whether jax interprets the kernel, for tests on any platform.
+      segment_ids: `[B, T]` int, 0 for padding, where the output is finite but
+        arbitrary.
+      is_causal: whether queries attend only to keys up to their own position.
+      scale: the factor of the logits.
+      interpret: whether to run the kernel in interpret mode, for tests on any platform.
 
     Returns:
       `[B, T, N, H]` in the dtype of the queries.
     """
-    # Slow to import, and needed on TPUs alone.
+    # Imported here because it is slow and needed only on TPUs.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     seq_len, heads = query.shape[1:3]
@@ -45,7 +47,7 @@ def attend(
         x = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
         return x.transpose(0, 2, 1, 3)
 
-    # Positions in the row are enough, because each segment is contiguous.
+    # A causal mask by position in the row suffices, because segments are contiguous.
     mask = (splash.CausalMask if is_causal else splash.FullMask)((padded, padded))
     kernel = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([mask] * heads),
@@ -57,7 +59,7 @@ def attend(
         ),
         interpret=interpret,
     )
-    # Padding sees padding here, so that every query has a key.
+    # Padding attends to padding here, so that every query has a key.
     ids = jnp.pad(segment_ids, ((0, 0), (0, padding)))
     output: jax.Array = jax.vmap(kernel)(
         *(

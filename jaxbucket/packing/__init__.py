@@ -1,8 +1,8 @@
-"""From lengths to rows of several examples, and whether that pays.
+"""Packing: rows of several examples, and the choice between packed and padded rows.
 
-`rows` packs one sequence per example (`best_fit`, `subset_sum`) or several
-(`vector_best_fit`, `vector_pool`); `packed_plan` chooses between packed and padded
-rows.
+`rows` packs examples with one sequence (`best_fit`, `subset_sum`) or with several
+(`vector_best_fit`, `vector_pool`). `packed_plan` compares the costs of packed and
+padded rows.
 """
 
 from etils import epy as _epy

@@ -1,8 +1,8 @@
-"""Best fit decreasing, of a histogram: the longest first, each into the fullest row.
+"""Best fit decreasing on a histogram: the longest first, each into the fullest row.
 
-It is done for all examples of a length at once, so that it takes as long as there are
-lengths, and not examples (Krell et al., "Efficient Sequence Packing without
-Cross-contamination", 2021, arXiv:2107.02027, pack a histogram as well).
+All examples of a length are packed together, so the time depends on the number of
+distinct lengths and not on the number of examples. Krell et al., "Efficient Sequence
+Packing without Cross-contamination", 2021, arXiv:2107.02027, also pack a histogram.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jaxbucket.packing.pattern import OpenRows, Pattern
 def best_fit(
     values: np.ndarray, counts: np.ndarray, seq_lens: Sequence[int], cap: int
 ) -> list[Pattern]:
-    """Returns the rows of best fit decreasing, all examples of a length at once.
+    """Returns the rows of best fit decreasing.
 
     Args:
-      values: `[V]` lengths, increasing, the last at most the last of `seq_lens`.
-      counts: `[V]` how many examples of each there are.
-      seq_lens: T of rows, increasing.
-      cap: the most slots of a row.
+      values: `[V]` distinct lengths, increasing, at most the last of `seq_lens`.
+      counts: `[V]` integers, the number of examples of each length.
+      seq_lens: the possible T of a row, increasing.
+      cap: the maximum number of slots in a row.
     """
     packed: list[OpenRows[int]] = []
     rooms = _Rooms(cap)
@@ -35,7 +35,7 @@ def best_fit(
             rows = rooms.take_tightest(length)
             if rows is None:
                 rows = OpenRows(seq_lens[start], seq_lens[start], left)
-            # A row that took one is the tightest again until no more fit.
+            # A row that took an example remains the tightest until no more fit.
             times = min(rows.room // length, cap - rows.segments, left)
             number = min(rows.number, left // times)
             fuller = rows.take(length, times, rows.room - times * length, number)
@@ -48,16 +48,19 @@ def best_fit(
 
 
 class _Rooms:
-    """Rows that may take more, by the room that is left in them."""
+    """Rows with room for more examples, indexed by their room."""
 
     def __init__(self, cap: int):
         self._cap = cap
         self._by_room: dict[int, list[OpenRows[int]]] = {}
-        # The keys, increasing. However long rows are, they are few.
+        # The sorted keys of `_by_room`. They are few, even if rows are very long.
         self._rooms: list[int] = []
 
     def take_tightest(self, length: int) -> OpenRows[int] | None:
-        """Takes out rows with the least room for a length, the last come first."""
+        """Removes and returns the rows with the least room that a length fits.
+
+        Of several groups of rows with this room, returns the one added last.
+        """
         place = bisect.bisect_left(self._rooms, length)
         if place == len(self._rooms):
             return None

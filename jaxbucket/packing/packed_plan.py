@@ -1,4 +1,4 @@
-"""Whether rows are packed, and of which T they are: what the cheapest epoch has."""
+"""Packed plans: padded or packed rows, with the T that make an epoch the cheapest."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ PACK: tuple[str, ...] = get_args(Pack)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedPlan:
-    """Shapes, and the rows that fill them.
+    """A bucket plan and, if rows are packed, the packing for it.
 
     Attributes:
-      plan: the shapes; what their steps cost is known to it.
-      packing: rows of several examples; None where each has one.
-      report: an epoch of these.
-      others: what epochs of the other ways cost, by name: "padded", "packed", and
-        "packed in one T"; in `plan.cost_unit`.
-      rows: for each bucket, how many rows have its T before remainders flow.
-      segments: for each bucket, how many examples a row of it has, on average.
-      padded_up_to: T up to which examples are alone in their rows, also where
-        remainders flow: attention needs no mask there. 0 if there is none.
-      block_sparse: whether attention was counted within examples alone.
+      plan: the buckets, with the cost of their steps.
+      packing: rows of several examples; None if every row has one example.
+      report: the report of one epoch.
+      others: the cost of an epoch for each alternative, "padded", "packed" and
+        "packed in one T", in `plan.cost_unit`.
+      rows: the number of rows of each bucket, before remainders move up.
+      segments: the mean number of examples in a row of each bucket.
+      padded_up_to: examples up to this length are alone in their rows, including
+        remainders, so that attention needs no mask in these buckets; 0 if all buckets
+        are packed.
+      block_sparse: whether attention was assumed to take time within examples only.
     """
 
     plan: BucketPlan
@@ -70,22 +71,21 @@ class PackedPlan:
 
     @property
     def why(self) -> str:
-        """The choice in a sentence, with what it was made by."""
+        """A sentence that states the choice and the costs behind it."""
         name = "packed" if self.is_packed else "padded"
         is_sparse = self.is_packed and self.block_sparse
         attention = "within examples" if is_sparse else "over whole rows"
         unit = self.plan.cost_unit
         costs = ", ".join(f"{k} {in_unit(v, unit)}" for k, v in self.others.items())
-        up_to = ""
         if self.is_packed and self.padded_up_to:
-            up_to = f" beyond T={self.padded_up_to}, padded up to there"
+            name += f" (padded up to T={self.padded_up_to})"
         return (
-            f"Rows are {name}{up_to}, attention counted {attention}; an epoch costs "
+            f"Rows are {name}, with attention counted {attention}. An epoch costs "
             f"{costs}."
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number, as plain Python."""
+        """Returns all numbers as plain Python objects."""
         return {
             "packed": self.is_packed,
             "block_sparse": self.block_sparse,
@@ -97,19 +97,19 @@ class PackedPlan:
         }
 
     def to_json(self) -> str:
-        """Every number, as one JSON object."""
+        """Returns all numbers as a JSON object."""
         return json.dumps(self.to_dict())
 
     def __rich__(self) -> Any:
-        """A `rich` table, for a terminal."""
+        """Returns a `rich` table for the terminal."""
         from rich import box
         from rich.table import Table
 
         table = Table(box=box.SIMPLE_HEAD, caption=self.why, caption_justify="left")
-        for name in ("B", "T", "", "rows", "examples a row", "padding", "cost"):
+        for name in ("B", "T", "", "rows", "examples per row", "padding", "cost"):
             table.add_column(name, justify="right")
-        for row in zip(self.rows, self.segments, self.report.buckets, strict=True):
-            rows, segments, b = row
+        columns = self.rows, self.segments, self.report.buckets
+        for rows, segments, b in zip(*columns, strict=True):
             is_padded = b.seq_len <= self.padded_up_to
             table.add_row(
                 *(str(b.batch_size), str(b.seq_len)),
@@ -135,55 +135,62 @@ def plan_packing(
     batch_size_multiple: int = 1,
     seq_len_multiple: int = 1,
 ) -> PackedPlan:
-    """Returns shapes for padded rows or for packed ones, whichever cost less.
+    """Plans buckets for padded or packed rows, whichever makes an epoch cheaper.
 
-    Packed rows are of several T: where attention is quadratic in T, long rows cost more
-    than the padding that they save, and short examples are better packed in short rows.
-    These T are searched for, one more at a time, by packing the lengths into them. With
-    `packed_cost_fn`, examples up to some T may stay alone in their rows as well: those
-    shapes cost what padded ones do.
+    Packed rows may have several T. Because attention is quadratic in T, long rows can
+    cost more than the padding that they save, so short examples are better packed into
+    short rows. The search adds one T at a time, and evaluates each choice by packing
+    the lengths. With `packed_cost_fn`, examples up to some T may also stay alone in
+    their rows, which then cost as much as padded rows.
 
     Example:
       >>> lengths = np.random.default_rng(0).integers(1, 500, size=1000)
       >>> from jaxbucket.plan import TransformerCost
-      >>> found = plan_packing(
+      >>> packed = plan_packing(
       ...     lengths, max_tokens=4096, cost_fn=TransformerCost(width=64, depth=2)
       ... )
-      >>> found.is_packed, found.others["packed"] < found.others["padded"]
+      >>> packed.is_packed, packed.others["packed"] < packed.others["padded"]
       (True, True)
 
     Args:
       lengths: `[N]` integers, one per example.
-      max_tokens: the hard budget of a global batch, padding counted; or a function of
-        T that returns it.
-      max_seq_len: the longest T there may be; by default the longest length, rounded
-        up. Padded rows are not longer than that.
-      num_buckets: how many shapes at most.
-      pack: "auto", or "always" and "never" to have it one way.
-      cost_fn: `(batch_size, seq_len)` -> what a step costs; by default its tokens.
-        Of a `packed_cost_fn` it must be given, and count the same.
-      packed_cost_fn: the same of a step of packed rows, where that is another: its
-        attention may be slower for it has a mask. By default `cost_fn`, by which rows
-        with room for more are filled always.
+      max_tokens: the maximum B * T of a global batch, padding included; or a function
+        from T to this maximum.
+      max_seq_len: the maximum T of packed rows; by default the longest length, rounded
+        up. Padded rows are never longer than the longest length, rounded up.
+      num_buckets: the maximum number of buckets.
+      pack: "auto" for the cheaper rows, "always" for packed or "never" for padded rows.
+      cost_fn: `(batch_size, seq_len)` -> cost of a step; by default its tokens. It is
+        required with `packed_cost_fn`, and both must use the same unit.
+      packed_cost_fn: like `cost_fn`, for steps of packed rows, whose attention may be
+        slower because it needs a mask. By default it is `cost_fn`, and then all rows
+        with enough room are packed.
       block_sparse: whether the attention of packed rows takes time within examples
-        alone, as that of fused kernels with segment ids; not so with a mask.
-      max_padding: the share of packed rows that may be padding, whatever is cheaper:
-        in the rows of an epoch, before the last ones of a T go up into longer ones.
-      max_segments_per_row: the most examples of a row; by default as many as fit.
-      batch_size_multiple: every B is a multiple of it.
-      seq_len_multiple: every T is a multiple of it.
+        only. This is so for fused kernels with segment ids, but not with a mask.
+      max_padding: the maximum share of padding in packed rows, even if more padding
+        would be cheaper. It refers to the rows before remainders move up to longer T.
+      max_segments_per_row: the maximum number of examples in a row; by default as many
+        as fit.
+      batch_size_multiple: every B is a multiple of this number.
+      seq_len_multiple: every T is a multiple of this number.
+
+    Returns:
+      A `PackedPlan`. Its `packing` is None if rows are padded.
 
     Raises:
-      ValueError: for lengths that `check_lengths` refuses, or beyond `max_seq_len`, or
-        limits that no batch keeps to; if rows with so little padding are not found.
+      ValueError: if a length is not a positive integer or exceeds `max_seq_len`; if no
+        batch fits the limits; if `pack="always"` and the search finds no rows within
+        `max_padding`.
     """
     check_choice("pack", pack, PACK)
     if not 0 < check_number("max_padding", max_padding) <= 1:
-        raise ValueError(f"`max_padding={max_padding}` must be a share, at most 1.")
+        raise ValueError(
+            f"`max_padding={max_padding}` must be a share, above 0 and at most 1."
+        )
     if isinstance(max_tokens, Sequence):
         raise ValueError(
-            f"`max_tokens={max_tokens}` is one for each of some boundaries, which are "
-            "not given here: pass an integer, or a function of T."
+            f"`max_tokens={max_tokens}` has one entry per boundary, but `plan_packing` "
+            "chooses the boundaries itself. Pass an integer, or a function of T."
         )
     _check_units(cost_fn, packed_cost_fn)
     lengths = check_lengths(lengths)
@@ -214,11 +221,11 @@ def plan_packing(
     is_possible = packed.padding <= max_padding
     if pack == "always" and not is_possible:
         raise ValueError(
-            f"`max_padding={max_padding}`: of the rows that were tried, "
-            f"{packed.padding:.2%} at least is padding. Raise it, or `max_seq_len`, or "
+            f"`max_padding={max_padding}` cannot be met: the best rows found have "
+            f"{packed.padding:.2%} padding. Raise `max_padding`, `max_seq_len` or "
             "`num_buckets`."
         )
-    # No longer than it has to be, as packed rows are.
+    # Padded rows gain nothing from a T beyond the longest length.
     tight = dataclasses.replace(limits, max_seq_len=None)
     padded = plan_within(lengths, tight, num_buckets, "optimal")
     epoch = report(padded, lengths)
@@ -244,13 +251,12 @@ def plan_packing(
 
 
 def _check_units(cost_fn: CostFn | None, packed_cost_fn: CostFn | None) -> None:
-    """Raises a ValueError if two costs cannot be compared, so far as they say."""
+    """Raises a ValueError if the cost functions are known to have different units."""
     units = {getattr(x, "unit", None) for x in (cost_fn, packed_cost_fn)} - {None}
     if packed_cost_fn is not None and (cost_fn is None or len(units) > 1):
         raise ValueError(
-            f"`packed_cost_fn` counts {unit_of(packed_cost_fn)}, and `cost_fn` "
-            f"{unit_of(cost_fn or TokenCost())}: give both, in one unit, to compare "
-            "them."
+            f"`packed_cost_fn` counts {unit_of(packed_cost_fn)}, but `cost_fn` counts "
+            f"{unit_of(cost_fn or TokenCost())}. Pass both functions, in the same unit."
         )
 
 

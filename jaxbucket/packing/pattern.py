@@ -1,4 +1,4 @@
-"""Rows that are alike: what packers of a histogram find."""
+"""Patterns, groups of identical rows that packers of a histogram produce."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Room = TypeVar("Room")
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Rows that are alike.
+    """A group of identical rows.
 
     Attributes:
-      slots: their lengths, the longest first; their kinds, where examples have several
-        sequences.
-      rows: how many there are.
-      seq_len: T that they were begun with.
+      slots: the lengths of the slots, the longest first; or their kinds, if examples
+        have several sequences.
+      rows: the number of rows.
+      seq_len: the T of the rows.
     """
 
     slots: tuple[int, ...]
@@ -26,22 +26,24 @@ class Pattern:
 
 
 def positions(patterns: Iterable[Pattern]) -> int:
-    """Returns how many there are in all rows, padding counted."""
+    """Returns the number of positions in all rows, padding included."""
     return sum(pattern.rows * pattern.seq_len for pattern in patterns)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class OpenRows(Generic[Room]):
-    """Rows that are alike so far: those `before` them, with more of one slot.
+    """A group of rows that are identical so far and may be filled further.
+
+    The slots are a linked list: those of `before`, followed by `times` times `slot`.
 
     Attributes:
-      seq_len: T that they were begun with.
-      room: what is left in each of them.
-      number: how many there are.
-      segments: slots in each of them.
-      before: the rows that they were, if they have a slot.
-      slot: a length, or a kind.
-      times: how many of it came last.
+      seq_len: the T of the rows.
+      room: the room that is left in each row.
+      number: the number of rows.
+      segments: the number of slots in each row.
+      before: the rows before the last slots were added; None if there are no slots.
+      slot: the length or kind of the last slots.
+      times: the number of these last slots.
     """
 
     seq_len: int
@@ -53,12 +55,13 @@ class OpenRows(Generic[Room]):
     times: int = 0
 
     def take(self, slot: int, times: int, room: Room, number: int) -> OpenRows[Room]:
-        """Splits off a number of these rows, to each of which so many slots go."""
+        """Splits off `number` rows and adds `times` slots to each of them."""
         self.number -= number
         segments = self.segments + times
         return OpenRows(self.seq_len, room, number, segments, self, slot, times)
 
     def pattern(self) -> Pattern:
+        """Returns the pattern of these rows."""
         parts = []
         rows: OpenRows[Room] | None = self
         while rows is not None and rows.segments:

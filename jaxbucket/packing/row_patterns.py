@@ -1,4 +1,4 @@
-"""Rows of one sequence: the fuller ones of two ways to pack a histogram of lengths."""
+"""Packs the histogram of one sequence by two packers and takes the fuller rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import Pattern, positions
 from jaxbucket.packing.subset_sum import fullest_rows
 
-# A second way is tried if it may save this share of the rows.
-_WORTH_MORE = 1e-4
+# The second packer runs only if it may save more than this share of the rows.
+_MIN_SAVING = 1e-4
 
 
 def row_patterns(
@@ -22,14 +22,14 @@ def row_patterns(
     cap: int,
     padded_up_to: int,
 ) -> list[Pattern]:
-    """Returns the rows of examples that are alone, and of all others by best fit.
+    """Returns rows of single short examples, and rows of the others by best fit.
 
     Args:
-      values: `[V]` lengths, increasing, the last at most the last of `seq_lens`.
-      counts: `[V]` how many examples of each there are.
-      seq_lens: T of rows, increasing.
-      cap: the most slots of a row.
-      padded_up_to: an example is alone if its length is at most this.
+      values: `[V]` distinct lengths, increasing, at most the last of `seq_lens`.
+      counts: `[V]` integers, the number of examples of each length.
+      seq_lens: the possible T of a row, increasing.
+      cap: the maximum number of slots in a row.
+      padded_up_to: examples up to this length are alone in their rows.
     """
     first = int(np.searchsorted(values, padded_up_to, side="right"))
     places = np.searchsorted(seq_lens, values[:first]).tolist()
@@ -46,29 +46,30 @@ def fuller_patterns(
     cap: int,
     padded_up_to: int,
 ) -> list[Pattern]:
-    """Returns rows that `row_patterns` made, or those of `fullest_rows` if fuller."""
+    """Returns the rows of `row_patterns`, or those of `fullest_rows` if fuller."""
     first = int(np.searchsorted(values, padded_up_to, side="right"))
     values, counts = values[first:], counts[first:]
     fewest = fewest_positions(values, counts, seq_lens)
     other = functools.partial(fullest_rows, values, counts, seq_lens, cap)
-    return patterns[:first] + fuller_of(patterns[first:], other, positions, fewest)
+    return patterns[:first] + choose_fuller(patterns[first:], other, positions, fewest)
 
 
-def fuller_of(
+def choose_fuller(
     patterns: list[Pattern],
     other: Callable[[], list[Pattern] | None],
     size: Callable[[list[Pattern]], int],
     fewest: int,
 ) -> list[Pattern]:
-    """Returns rows, or those of another way where they are fewer.
+    """Returns the given rows, or the rows of another packer if they are fewer.
 
     Args:
-      patterns: the rows.
-      other: the other way, which may give up.
-      size: what there is less of in fuller rows.
-      fewest: a bound of it; where little can be saved the other way is not tried.
+      patterns: the given rows.
+      other: the other packer, which returns None if it gives up.
+      size: the quantity to minimize, such as the number of rows.
+      fewest: a lower bound of `size`. The other packer is not run if the given rows are
+        already close to this bound.
     """
-    if size(patterns) <= fewest * (1 + _WORTH_MORE):
+    if size(patterns) <= fewest * (1 + _MIN_SAVING):
         return patterns
     others = other()
     return others if others and size(others) < size(patterns) else patterns
@@ -77,10 +78,11 @@ def fuller_of(
 def fewest_positions(
     values: np.ndarray, counts: np.ndarray, seq_lens: Sequence[int]
 ) -> int:
-    """A bound for rows of any packer, of one T (Martello and Toth, 1990, their L2).
+    """Returns a lower bound on the positions that any packer needs.
 
-    Above half a row examples share none with each other, and beyond T - k none with
-    those that are k long.
+    For a single T it is the bound L2 of Martello and Toth, 1990. Two examples longer
+    than half a row cannot share a row, and neither can an example longer than T - k
+    and one of length k or more.
     """
     tokens = int(values @ counts)
     if len(seq_lens) > 1 or not len(values):
@@ -90,7 +92,7 @@ def fewest_positions(
     sums = np.concatenate([[0], np.cumsum(values * counts)])
     half = np.searchsorted(values, seq_len // 2, side="right")
     k = np.arange(half + 1)
-    # Between these, examples leave room for some that are at least k long.
+    # Lengths between half a row and T - k leave room for examples of length k or more.
     beyond = np.searchsorted(values, seq_len - np.append(values[:half], 0), "right")
     beyond = np.maximum(beyond, half)
     alone = examples[-1] - examples[half]

@@ -1,4 +1,4 @@
-"""A search for the T of packed rows: each choice is packed, and its epoch counted."""
+"""Searches for the T of packed rows by packing each choice and costing its epoch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from jaxbucket.plan.histogram import grouped
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.remainder import flow_remainders
 
-# T that are tried lie apart by this factor at first, and then by steps between them.
+# The ratio between neighbouring T of the first grid. Refinements use smaller ratios.
 _RATIO = math.sqrt(2)
 _REFINEMENTS = 3
-# With more different lengths T are searched for by so many groups of these. Then so
-# many are packed as they are, in one choice of T after the other: about a second.
-_MOST_LENGTHS, _GROUPS, _MOST_PACKED = 1024, 512, 100_000
-# Of a step without any pairs, of what its cost function says.
-_LEAST = 1e-3
+# With more distinct lengths than this, the search merges them into groups. The most
+# promising choices are then packed with all lengths, up to a total number of lengths
+# that takes about a second.
+_MAX_LENGTHS, _NUM_GROUPS, _MAX_LENGTHS_PACKED = 1024, 512, 100_000
+# The minimum cost of a step with sparse attention, as a share of its full cost.
+_MIN_COST_SHARE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowChoice:
-    """Rows of some T.
+    """The packed rows for one choice of T.
 
     Attributes:
-      seq_lens: these T.
-      padded_up_to: that of them up to which examples are alone in their rows, or 0.
+      seq_lens: the chosen T, increasing.
+      padded_up_to: the T up to which examples are alone in their rows; 0 if none.
       patterns: the rows.
-      plan: the shapes, with what a step of each costs.
-      rows: `[K]` how many have each T.
-      segments: `[K]` examples in them.
-      padding: share of the rows behind their last example.
-      cost: of an epoch, remainders included.
+      plan: the buckets, with the cost of a step of each.
+      rows: `[K]` int64, the number of rows of each T.
+      segments: `[K]` numbers, the examples in the rows of each T.
+      padding: the share of padding in the rows.
+      cost: the cost of an epoch, remainders included.
     """
 
     seq_lens: tuple[int, ...]
@@ -53,18 +54,19 @@ class RowChoice:
 
 @dataclasses.dataclass(eq=False)
 class RowSearch:
-    """Packs the same lengths into rows of any T, and says what an epoch of it costs.
+    """Packs given lengths into rows of any T, and computes the cost of an epoch.
 
     Attributes:
-      values: `[V]` lengths, increasing.
-      counts: `[V]` how many examples of each there are.
+      values: `[V]` distinct lengths, increasing.
+      counts: `[V]` integers, the number of examples of each length.
       longest: the longest length.
-      padded_limits: of rows with one example each.
-      limits: of packed rows; the same object if these cost the same.
-      cap: the most slots of a row.
-      block_sparse: whether attention takes time within examples alone.
-      max_padding: the share of the rows that may be padding, whatever is cheaper.
-      last: T of the longest row.
+      padded_limits: the limits and costs of rows with one example.
+      limits: the limits and costs of packed rows; the same object if the costs are the
+        same.
+      cap: the maximum number of slots in a row.
+      block_sparse: whether attention takes time within examples only.
+      max_padding: the maximum share of padding in the rows.
+      last: the T of the longest row.
     """
 
     values: np.ndarray
@@ -82,31 +84,33 @@ class RowSearch:
         self._choices: dict[tuple[tuple[int, ...], int], RowChoice] = {}
 
     def search(self, num_buckets: int) -> RowChoice:
-        """Returns the cheapest choice that is found, of at most so many T.
+        """Returns the cheapest choice found, with at most `num_buckets` different T.
 
-        Where there are very many lengths, neighbours are taken as equal first, and the
-        most promising T are packed as they are.
+        If there are very many distinct lengths, the search first merges neighbours, and
+        then packs all lengths for the most promising choices.
         """
         size = len(self.values)
-        if size <= _MOST_LENGTHS:
-            # The shortest T, which few fit into, may lead away from what is better.
-            ways = [self._descend(num_buckets, self._grid(more)) for more in (0, 1)]
-            return min(ways, key=self._rank)
-        values, counts = grouped(self.values, self.counts, _GROUPS)
+        if size <= _MAX_LENGTHS:
+            # The shortest T of the grid fits few examples and may mislead the greedy
+            # search, so try without it as well.
+            choices = [self._descend(num_buckets, self._grid(x)) for x in (0, 1)]
+            return min(choices, key=self._rank)
+        values, counts = grouped(self.values, self.counts, _NUM_GROUPS)
         coarse = dataclasses.replace(self, values=values, counts=counts)
         coarse.search(num_buckets)
         promising = sorted(coarse._choices.values(), key=self._rank)
-        number = max(1, _MOST_PACKED // size)
+        number = max(1, _MAX_LENGTHS_PACKED // size)
         choices = [self.packed(x.seq_lens, x.padded_up_to) for x in promising[:number]]
         best = min([self.packed((self.last,)), *choices], key=self._rank)
-        return self._cheapest([self._needed(best)], best)
+        return self._cheapest([self._tightened(best)], best)
 
     def packed(self, seq_lens: tuple[int, ...], padded_up_to: int = 0) -> RowChoice:
-        """Returns the rows of some T, increasing; the last one holds every length.
+        """Returns the rows for a choice of T.
 
         Args:
-          seq_lens: these T.
-          padded_up_to: one of them, up to which examples have a row each; or 0.
+          seq_lens: the T, increasing; every length must fit the last one.
+          padded_up_to: one of the T, up to which examples are alone in their rows; or
+            0.
         """
         key = seq_lens, padded_up_to
         if key not in self._choices:
@@ -117,7 +121,7 @@ class RowSearch:
         return self._choices[key]
 
     def fuller(self, choice: RowChoice) -> RowChoice:
-        """Returns rows of the same T, of another way to pack if these are cheaper."""
+        """Returns the same choice of T with rows of the second packer if cheaper."""
         key = choice.seq_lens, choice.padded_up_to
         patterns = fuller_patterns(
             *(choice.patterns, self.values, self.counts, key[0], self.cap, key[1])
@@ -125,7 +129,7 @@ class RowSearch:
         return min([choice, self._choice(*key, patterns)], key=self._rank)
 
     def _descend(self, num_buckets: int, grid: list[int]) -> RowChoice:
-        """One T more at a time, and then each of them moved in ever smaller steps."""
+        """Adds one T at a time, and then moves each of them in ever smaller steps."""
         best = self._cheapest([(x,) for x in grid], self.packed((self.last,)))
         for _ in range(num_buckets - 1):
             cheapest = self._cheapest([(*best.seq_lens, x) for x in grid], best)
@@ -134,22 +138,23 @@ class RowSearch:
             best = cheapest
         for turn in range(_REFINEMENTS):
             best = self._refined(best, _RATIO ** (0.5**turn))
-        return self._cheapest([self._needed(best)], best)
+        return self._cheapest([self._tightened(best)], best)
 
-    def _grid(self, more: int) -> list[int]:
-        steps = more + int(math.log(self.last / self.values[0], _RATIO))
+    def _grid(self, extra_steps: int) -> list[int]:
+        """Returns a geometric grid of T, from the longest to the shortest length."""
+        steps = extra_steps + int(math.log(self.last / self.values[0], _RATIO))
         return sorted({self._rounded(self.last / _RATIO**i) for i in range(steps)})
 
     def _refined(self, best: RowChoice, ratio: float) -> RowChoice:
-        """The cheapest with each T in turn moved by a factor, or left out."""
+        """Returns the cheapest choice after moving or removing each T in turn."""
         for seq_len in best.seq_lens:
             others = [x for x in best.seq_lens if x != seq_len]
             moved = [self._rounded(seq_len * x) for x in (ratio, 1 / ratio)]
             best = self._cheapest([others, *([*others, x] for x in moved)], best)
         return best
 
-    def _needed(self, choice: RowChoice) -> list[int]:
-        """T that its rows need, as long as the longest of them."""
+    def _tightened(self, choice: RowChoice) -> list[int]:
+        """Returns the T of a choice, shortened to the fullest row of each."""
         longest: dict[int, int] = {}
         for row in choice.patterns:
             longest[row.seq_len] = max(longest.get(row.seq_len, 0), sum(row.slots))
@@ -159,23 +164,26 @@ class RowSearch:
     def _cheapest(
         self, candidates: Iterable[Iterable[int]], best: RowChoice
     ) -> RowChoice:
-        """Of those that hold the longest, and the best so far."""
+        """Returns the cheapest choice among valid candidates and the best so far."""
         choices = [best]
         for seq_lens in [tuple(sorted(set(x))) for x in candidates]:
-            holds_all = seq_lens and seq_lens[-1] >= self.longest
-            if holds_all and all(map(self._holds_batch, seq_lens)):
-                # Without a mask that costs something, the fuller rows are the better.
+            fits_all = seq_lens and seq_lens[-1] >= self.longest
+            if fits_all and all(map(self._fits_batch, seq_lens)):
+                # If packed rows cost no more than padded ones, packing is never worse.
                 is_same = self.padded_limits is self.limits
                 limits = (0,) if is_same else (0, *seq_lens[:-1])
                 choices += [self.packed(seq_lens, up_to) for up_to in limits]
         return min(choices, key=self._rank)
 
     def _rank(self, choice: RowChoice) -> tuple[float, float]:
-        """What is too much padding, and then the cost."""
+        """Returns the sort key of a choice: excess padding first, and then the cost."""
         return max(choice.padding - self.max_padding, 0.0), choice.cost
 
-    def _holds_batch(self, seq_len: int) -> bool:
-        """Whether the budget has room for a batch; a function of T may have none."""
+    def _fits_batch(self, seq_len: int) -> bool:
+        """Returns whether the budget allows a batch of this T.
+
+        A budget that is a function of T may allow none.
+        """
         if seq_len not in self._has_batch:
             self._has_batch[seq_len] = False
             with contextlib.suppress(ValueError):
@@ -189,7 +197,7 @@ class RowSearch:
     def _choice(
         self, seq_lens: tuple[int, ...], padded_up_to: int, patterns: list[Pattern]
     ) -> RowChoice:
-        """What an epoch of these rows costs."""
+        """Returns the choice for given rows, with the cost of an epoch."""
         size = len(seq_lens)
         bucket = np.searchsorted(seq_lens, [x.seq_len for x in patterns])
         number = np.array([x.rows for x in patterns])
@@ -225,7 +233,7 @@ class RowSearch:
         )
 
     def _sparse_costs(self, plan: BucketPlan, share: np.ndarray) -> list[float]:
-        """What steps cost where of all pairs of a row only a share is attended."""
+        """Returns the costs of steps that attend to a share of all pairs, `[K]`."""
         cost_fn = self.limits.cost_fn
         assert cost_fn is not None
         costs = []
@@ -233,8 +241,9 @@ class RowSearch:
             size, seq_len = bucket.batch_size, bucket.seq_len
             x = [seq_len, self._rounded(seq_len / 2), self._rounded(seq_len / 4)]
             y = np.array([cost_fn(size, n) for n in x])
-            # What grows with T squared is that of pairs.
+            # The quadratic coefficient in T is the cost of the pairs.
             per_pair = np.polyfit(x, y, 2)[0] if len(set(x)) == 3 else 0.0
             pairs = np.clip(per_pair * seq_len**2, 0.0, y[0])
-            costs.append(float(max(y[0] - pairs * (1 - attended), _LEAST * y[0])))
+            sparse = max(y[0] - pairs * (1 - attended), _MIN_COST_SHARE * y[0])
+            costs.append(float(sparse))
         return costs

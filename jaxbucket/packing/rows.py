@@ -1,8 +1,8 @@
-"""Rows of several examples: which lengths fill a row, before any example is read.
+"""Packs lengths into rows of several examples, before any example is read.
 
-Lengths are known, so what is packed is their histogram: a row is a *pattern* of
-lengths, and thousands of rows have the same one. Which example takes a *slot* of a row
-is drawn by the schedule, among all of the slot's length.
+The packers work on the histogram of the lengths. A row follows a *pattern* of lengths,
+which may be shared by thousands of rows. It has a *slot* for each of its lengths. The
+schedule later draws the example for each slot from all examples of the slot's length.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from jaxbucket.base.checks import (
 from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.packing.pattern import Pattern
-from jaxbucket.packing.row_patterns import fuller_of, fuller_patterns, row_patterns
+from jaxbucket.packing.row_patterns import choose_fuller, fuller_patterns, row_patterns
 from jaxbucket.packing.sequences import (
     MAX_ROW,
     check_capacities,
     check_parts,
-    grouped_kinds,
-    kinds_of,
+    count_kinds,
+    group_kinds,
 )
 from jaxbucket.packing.vector_best_fit import fit_sequences
 from jaxbucket.packing.vector_pool import pooled_rows
 from jaxbucket.plan.histogram import value_counts
 
-# Of a pattern with so many rows the slots are made together.
-_FEW_ROWS = 16
-# Of more examples that differ neighbours are taken as equal: about three seconds.
-_MOST_KINDS = 300_000
+# Patterns with at least this many rows get an array of their own.
+_MIN_ROWS_PER_ARRAY = 16
+# With more kinds, neighbouring kinds are grouped. Packing takes about three seconds.
+_MAX_KINDS = 300_000
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packing:
-    """Rows of slots, each for one example of a certain length.
+    """Rows of slots, where each slot holds one example of a certain length.
 
     Example:
       >>> packing = pack([3, 5, 2, 4, 6], max_seq_len=8)
@@ -55,16 +55,18 @@ class Packing:
       (array([4, 8, 8]), '83.3%')
 
     Attributes:
-      seq_lens: T that rows may have, increasing. A row has the first that holds it.
-      slot_lengths: `[S]` int32, those of the first row, then those of the next; as
-        many of each as there are examples of this length.
-      row_splits: `[R + 1]` int64: row r has slots `row_splits[r]` up to, and without,
-        `row_splits[r + 1]`.
-      max_segments: the most slots a row may have, as features of one number for each
-        example are `[B, max_segments]`.
-      capacities: what a row holds of each sequence, where examples have several; these
-        are T together.
-      slot_parts: `[S, Q]` int32: the lengths of these sequences, in that order.
+      seq_lens: the possible T of a row, increasing. A row uses the shortest T that it
+        fits.
+      slot_lengths: `[S]` int32, the lengths of the slots of all rows, concatenated.
+        Every length has as many slots as there are examples of this length.
+      row_splits: `[R + 1]` int64: row r has the slots from `row_splits[r]` to
+        `row_splits[r + 1] - 1`.
+      max_segments: the maximum number of slots in a row. Features with one value per
+        example have the shape `[B, max_segments]`.
+      capacities: sequence name -> tokens of this sequence that a row can hold, which
+        add up to T; None unless examples have several sequences.
+      slot_parts: `[S, Q]` int32, the length of each sequence in each slot, in the order
+        of `capacities`; None unless examples have several sequences.
     """
 
     seq_lens: tuple[int, ...]
@@ -76,26 +78,26 @@ class Packing:
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """The number of rows, R."""
         return len(self.row_splits) - 1
 
     @property
     def num_examples(self) -> int:
-        """S, one for each slot."""
+        """The number of examples, S, which is also the number of slots."""
         return len(self.slot_lengths)
 
     def slots(self, row: int) -> np.ndarray:
-        """Returns the lengths of a row's slots."""
+        """Returns the lengths of the slots of a row."""
         return self.slot_lengths[self.row_splits[row] : self.row_splits[row + 1]]
 
     @functools.cached_property
     def row_lengths(self) -> np.ndarray:
-        """`[R]` int64: tokens of each row."""
+        """`[R]` int64, the number of tokens in each row."""
         return np.add.reduceat(self.slot_lengths, self.row_splits[:-1], dtype=np.int64)
 
     @functools.cached_property
     def row_work(self) -> np.ndarray:
-        """`[R]` int64: pairs of positions that attention within examples looks at."""
+        """`[R]` int64, the number of query-key pairs of attention within examples."""
         parts = self.slot_parts
         if parts is None:
             parts = self.slot_lengths[:, None]
@@ -104,12 +106,12 @@ class Packing:
 
     @functools.cached_property
     def row_segments(self) -> np.ndarray:
-        """`[R]` int64: slots of each row."""
+        """`[R]` int64, the number of slots in each row."""
         return np.diff(self.row_splits)
 
     @property
     def fill(self) -> float:
-        """Tokens by positions of all rows, each as long as its T."""
+        """The share of all positions, padding included, that hold a token."""
         seq_lens = np.array(self.seq_lens)
         rows = np.bincount(np.searchsorted(seq_lens, self.row_lengths))
         positions = rows @ seq_lens[: len(rows)]
@@ -117,7 +119,7 @@ class Packing:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """32 hex digits that name every row."""
+        """32 hex digits that identify all rows."""
         parts = [
             str((self.seq_lens, self.max_segments)).encode(),
             np.ascontiguousarray(self.slot_lengths, "<i4").data,
@@ -144,20 +146,23 @@ def pack(
     max_segments_per_row: int | None = None,
     padded_up_to: int = 0,
 ) -> Packing:
-    """Returns rows that examples of these lengths fill, the fuller ones of two ways.
+    """Packs lengths into as few rows as possible.
 
-    Best fit decreasing: the longest first, each into the row that has the least room
-    for it. Where there may be fewer, by more than 1 in 10,000, one row after the other
-    is made as full as it can be, too, if that takes no more than seconds. Both pack the
-    histogram of lengths: they take as long as there are lengths, and not examples.
+    The rows come from best fit decreasing, which puts each length, the longest first,
+    into the row with the least room that it fits. If a lower bound shows that more than
+    1 in 10,000 rows may be saved, a second packer fills one row after the other as full
+    as possible, unless that would take more than seconds, and the fuller result wins.
+    Both packers work on the histogram of lengths, so their time depends on the number
+    of distinct lengths and not on the number of examples.
 
-    With several T, a row is begun with the shortest that holds its longest example;
-    shorter examples fill up the rows of any T.
+    With several T, a new row gets the shortest T that its longest example fits. Shorter
+    examples then fill up the rows of any T.
 
-    Examples with several sequences, such as inputs and targets, are packed in all of
-    them at once, into rows of one shape: a row has a capacity for each sequence, and
-    the n-th segments of all are of one example. These take as long as there are pairs,
-    and up to 100,000 examples are packed in a second way, again, from a pool.
+    Examples with several sequences, such as inputs and targets, are packed into rows of
+    a single shape. A row has a capacity for each sequence, and the n-th segments of all
+    sequences belong to the same example. The packing time then depends on the number of
+    distinct combinations of lengths. Up to 100,000 examples are also packed by a second
+    packer, from a pool of examples.
 
     Example:
       >>> pack([3, 5, 2, 4, 6], max_seq_len=(4, 8))
@@ -168,15 +173,20 @@ def pack(
       ((12,), 2)
 
     Args:
-      lengths: `[N]` integers, one per example; or name -> `[N]` for each sequence.
-      max_seq_len: T of a row, or several; or name -> what a row holds of the sequence.
-      max_segments_per_row: the most examples of a row; by default as many as fit.
-      padded_up_to: examples that are at most so long are alone in their rows.
+      lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
+      max_seq_len: T of the rows, or several T in increasing order; or sequence name ->
+        tokens of this sequence that a row can hold.
+      max_segments_per_row: the maximum number of examples in a row; by default as many
+        as fit.
+      padded_up_to: examples up to this length are alone in their rows.
+
+    Returns:
+      The `Packing` with fewer padded positions.
 
     Raises:
-      ValueError: for lengths that `check_lengths` refuses or that are beyond the
-        longest row, or for a T or a number of segments that is not positive; if
-        sequences and capacities are not of the same names and examples.
+      ValueError: if a length is not a positive integer or exceeds the longest row, or
+        `lengths` is empty; if a T or `max_segments_per_row` is not positive; if the
+        sequences differ in their numbers of examples, or do not match the capacities.
     """
     cap = check_cap(max_segments_per_row)
     up_to = min(check_integer("padded_up_to", padded_up_to), MAX_LENGTH)
@@ -200,13 +210,13 @@ def _check_both(lengths: Any, max_seq_len: Any, padded_up_to: int) -> None:
     for name, value in (("lengths", lengths), ("max_seq_len", max_seq_len)):
         if not isinstance(value, Mapping):
             raise ValueError(
-                f"`{name}={value!r}` is no mapping, and the other one is: "
-                "of several sequences, give lengths and capacities by name."
+                f"`{name}={value!r}` is not a mapping, but the other argument is. For "
+                "several sequences, pass lengths and capacities by sequence name."
             )
     if padded_up_to:
         raise ValueError(
-            f"`padded_up_to={padded_up_to}`: rows of several sequences have one shape. "
-            "Leave it out."
+            f"`padded_up_to={padded_up_to}` requires examples with one sequence, "
+            "because rows of several sequences have a single shape. Remove it."
         )
 
 
@@ -215,23 +225,23 @@ def _pack_sequences(
     max_seq_len: Mapping[str, int],
     max_segments_per_row: int | None,
 ) -> Packing:
-    """Rows with a room for each sequence."""
+    """Returns the packing of examples with several sequences."""
     parts = check_parts(lengths)
     capacities = check_capacities(max_seq_len, parts)
     rooms = list(capacities.values())
     cap = check_cap(max_segments_per_row)
-    kinds, counts = kinds_of(np.stack(list(parts.values()), axis=1), rooms)
-    groups, number, members = grouped_kinds(kinds, counts, rooms, _MOST_KINDS)
-    fitted = fit_sequences(groups, number, rooms, cap)
+    kinds, counts = count_kinds(np.stack(list(parts.values()), axis=1), rooms)
+    groups, sizes, members = group_kinds(kinds, counts, rooms, _MAX_KINDS)
+    fitted = fit_sequences(groups, sizes, rooms, cap)
     rows = _num_rows(fitted)
-    patterns = fuller_of(
+    patterns = choose_fuller(
         fitted,
-        functools.partial(pooled_rows, groups, number, rooms, cap, fewer_than=rows),
+        functools.partial(pooled_rows, groups, sizes, rooms, cap, fewer_than=rows),
         _num_rows,
         int(max(-(-(counts @ kinds.astype(np.int64)) // rooms))),
     )
     slots = _slots(patterns)
-    # Each slot of a group takes the next of its members.
+    # The slots of a group are assigned to its members in order.
     order = np.argsort(slots, kind="stable")
     slots[order] = np.repeat(members, counts[members])
     slot_parts = kinds[slots]
@@ -250,7 +260,7 @@ def from_patterns(
     seq_lens: tuple[int, ...],
     max_segments_per_row: int | None,
 ) -> Packing:
-    """Returns the rows of patterns, one after the other."""
+    """Returns the packing whose rows are those of the patterns, in order."""
     fits = seq_lens[-1] // min(pattern.slots[-1] for pattern in patterns)
     segments = _segments(patterns, max_segments_per_row, fits)
     return Packing(seq_lens, _slots(patterns), *segments)
@@ -263,9 +273,10 @@ def _num_rows(patterns: Iterable[Pattern]) -> int:
 def _segments(
     patterns: Sequence[Pattern], max_segments_per_row: int | None, fits: int
 ) -> tuple[np.ndarray, int]:
-    """`[R + 1]` splits of the slots into rows, and the most slots of a row.
+    """Returns `[R + 1]` splits of the slots into rows, and the maximum slots of a row.
 
-    With a limit, rows of other data may have as many as `fits`, too.
+    With a limit, the maximum depends only on the limit and on `fits`, the number of
+    shortest examples that fit a row.
     """
     segments = np.array([len(pattern.slots) for pattern in patterns])
     sizes = np.repeat(segments, [pattern.rows for pattern in patterns])
@@ -276,12 +287,12 @@ def _segments(
 
 
 def _slots(patterns: Iterable[Pattern]) -> np.ndarray:
-    """`[S]` int32: the slots of each pattern, as often as there are rows of it."""
+    """Returns `[S]` int32, the slots of each pattern, repeated for each of its rows."""
     pieces: list[np.ndarray] = []
     few: list[int] = []
     for pattern in patterns:
-        # Arrays of a few numbers each would take longer than the numbers.
-        if pattern.rows < _FEW_ROWS:
+        # Creating many small arrays would be slower than extending a list.
+        if pattern.rows < _MIN_ROWS_PER_ARRAY:
             few += pattern.slots * pattern.rows
             continue
         pieces.append(np.array(few, np.int32))
@@ -295,42 +306,42 @@ def check_longest(lengths: np.ndarray, max_seq_len: int) -> None:
     if lengths.max() > max_seq_len:
         example = int(np.argmax(lengths > max_seq_len))
         raise ValueError(
-            f"`lengths[{example}]={lengths[example]}` is beyond the longest row, "
-            f"`max_seq_len={max_seq_len}`. Give longer rows, or split the source: "
-            f"`{split_line(max_seq_len)}` and `source.lengths`."
+            f"`lengths[{example}]={lengths[example]}` exceeds the longest row, "
+            f"`max_seq_len={max_seq_len}`. Raise `max_seq_len`, or split the source "
+            f"with `{split_line(max_seq_len)}` and pack `source.lengths`."
         )
 
 
 def check_seq_lens(max_seq_len: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns T of rows as a tuple.
+    """Returns the T of rows as a tuple.
 
     Raises:
-      ValueError: if there are none, or they are not positive and increasing.
+      ValueError: if there is no T, or they are not positive and increasing.
     """
     values = max_seq_len if isinstance(max_seq_len, Sequence) else [max_seq_len]
     if isinstance(max_seq_len, np.ndarray):
         values = np.atleast_1d(max_seq_len).tolist() if max_seq_len.ndim < 2 else []
     elif isinstance(max_seq_len, Iterable) and values is not max_seq_len:
-        # A set has no order, and a generator yields once.
+        # Sets have no order, and generators can be used only once.
         values = []
     seq_lens = tuple(check_positive("max_seq_len", x) for x in values)
     if not seq_lens or any(np.diff(seq_lens) <= 0):
         raise ValueError(
-            f"`max_seq_len={max_seq_len}` must be one T, or a list of several that "
-            "increase."
+            f"`max_seq_len={max_seq_len}` must be one T, or a list of several T in "
+            "increasing order."
         )
     if seq_lens[-1] > MAX_ROW:
         raise ValueError(
-            f"`max_seq_len={seq_lens[-1]}` is beyond {MAX_ROW}: give shorter rows."
+            f"`max_seq_len={seq_lens[-1]}` exceeds {MAX_ROW}. Use shorter rows."
         )
     return seq_lens
 
 
 def check_cap(max_segments_per_row: int | None) -> int:
-    """Returns the most examples of a row.
+    """Returns the maximum number of examples in a row.
 
     Raises:
-      ValueError: if it is not positive.
+      ValueError: if `max_segments_per_row` is not positive.
     """
     if max_segments_per_row is None:
         return MAX_LENGTH

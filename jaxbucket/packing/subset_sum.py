@@ -1,12 +1,13 @@
-"""One row after the other, each as full as the lengths that are left can make it.
+"""Fills one row after the other as full as possible, by subset sums.
 
-A row is begun with the longest example that is left, and the rest of it is a subset
-sum: all sums that shorter ones have are the bits of one integer. Of subsets that fill
-it alike, the one with the longest examples is taken, for short ones fill any gap later.
+Every row starts with the longest remaining example. The rest of the row is a subset sum
+problem: all sums of shorter examples are the bits of one integer. Among subsets that
+fill the row equally, the one with the longest examples is chosen, because short
+examples fill later gaps more easily.
 
-This is minimum bin slack with the longest always in (Gupta and Ho, "A new heuristic
+This is minimum bin slack with the longest item fixed (Gupta and Ho, "A new heuristic
 algorithm for the one-dimensional bin-packing problem", 1999; Fleszar and Hindi, "New
-heuristics for one-dimensional bin-packing", 2002), of a histogram.
+heuristics for one-dimensional bin-packing", 2002), applied to a histogram.
 """
 
 from __future__ import annotations
@@ -19,32 +20,33 @@ import numpy as np
 
 from jaxbucket.packing.pattern import Pattern
 
-# Lengths that are looked at for all rows together, a second or two; those of rows that
-# are longer than this count for more.
-_MOST_LOOKED_AT = 3_000_000
-_ROOM_OF_ONE = 8192
-# After so much of them it ends where they are not going to be enough: where they have
-# packed a fourth of this share of all tokens, and no more.
-_EARLY = 1 / 8
-# Sums of one row, 256 MB.
-_MOST_BITS = 1 << 31
+# The work limit over all rows, in lengths tried: a second or two. A length counts once
+# more for every `_ROOM_UNIT` tokens of room, because long integers are slower.
+_MAX_LENGTHS_TRIED = 3_000_000
+_ROOM_UNIT = 8192
+# After this share of the work the packer gives up if it has packed less than a quarter
+# of the same share of all tokens, because then it would not finish.
+_EARLY_SHARE = 1 / 8
+# The limit on the bits of all sums of one row, 256 MB.
+_MAX_BITS = 1 << 31
 
 
 def fullest_rows(
     values: np.ndarray, counts: np.ndarray, seq_lens: Sequence[int], cap: int
 ) -> list[Pattern] | None:
-    """Returns these rows, or None if it takes too long to find them, or too much.
+    """Returns the rows, or None if finding them takes too much time or memory.
 
     Args:
-      values: `[V]` lengths, increasing, the last at most the last of `seq_lens`.
-      counts: `[V]` how many examples of each there are.
-      seq_lens: T of rows, increasing: a row has the first that holds its longest.
-      cap: the most slots of a row.
+      values: `[V]` distinct lengths, increasing, at most the last of `seq_lens`.
+      counts: `[V]` integers, the number of examples of each length.
+      seq_lens: the possible T of a row, increasing. A row gets the shortest T that its
+        longest example fits.
+      cap: the maximum number of slots in a row.
     """
     lengths = values.tolist()
     left = dict(zip(lengths, counts.tolist(), strict=True))
     patterns = []
-    looked_at = packed = 0
+    tried = packed = 0
     tokens = int(values @ counts)
     while lengths:
         longest = lengths[-1]
@@ -52,12 +54,13 @@ def fullest_rows(
         room = seq_len - longest
         left[longest] -= 1
         shorter = lengths[: bisect.bisect_right(lengths, room)] if cap > 1 else []
-        looked_at += len(shorter) * (1 + room // _ROOM_OF_ONE)
-        if looked_at > _MOST_LOOKED_AT or len(shorter) * room > _MOST_BITS:
+        tried += len(shorter) * (1 + room // _ROOM_UNIT)
+        if tried > _MAX_LENGTHS_TRIED or len(shorter) * room > _MAX_BITS:
             return None
-        if looked_at > _EARLY * _MOST_LOOKED_AT and packed < _EARLY / 4 * tokens:
+        is_early = tried > _EARLY_SHARE * _MAX_LENGTHS_TRIED
+        if is_early and packed < _EARLY_SHARE / 4 * tokens:
             return None
-        slots = (longest, *_subset(shorter, left, room)[: cap - 1])
+        slots = (longest, *_fullest_subset(shorter, left, room)[: cap - 1])
         left[longest] += 1
         needed = collections.Counter(slots) if len(slots) > 1 else {longest: 1}
         rows = min([left[length] // times for length, times in needed.items()])
@@ -70,8 +73,14 @@ def fullest_rows(
     return patterns
 
 
-def _subset(lengths: list[int], left: dict[int, int], room: int) -> list[int]:
-    """The lengths, the longest first, that leave the least of a room."""
+def _fullest_subset(lengths: list[int], left: dict[int, int], room: int) -> list[int]:
+    """Returns the lengths, the longest first, that fill a room as far as possible.
+
+    Args:
+      lengths: distinct lengths, increasing.
+      left: length -> number of examples that are left.
+      room: the room to fill.
+    """
     if not lengths:
         return []
     within = (1 << (room + 1)) - 1
@@ -83,7 +92,8 @@ def _subset(lengths: list[int], left: dict[int, int], room: int) -> list[int]:
         if times > 1:
             times = min(times, room // length)
         while times > 0:
-            # Any number of copies is a sum of 1, 2, 4, ... and a rest.
+            # Every number of copies up to `times` is a sum of some of 1, 2, 4, ... and
+            # a final remainder.
             if together > times:
                 together = times
             reached |= (reached << (together * length)) & within

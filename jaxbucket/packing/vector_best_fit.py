@@ -1,8 +1,8 @@
-"""Best fit decreasing where rows have a room for each of several sequences.
+"""Best fit decreasing for rows with separate room for each of several sequences.
 
-Examples whose sequences are all as long as another's are of one *kind*. The kind that
-needs the largest share of any room is first; all examples of it at once go into the
-rows with the least room for one sequence, and then for the others.
+Examples with the same length in every sequence are of one *kind*. The kinds with the
+largest share of any capacity come first. All examples of a kind are packed together,
+into the rows with the least room for the first sequence, ties broken by the others.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ import numpy as np
 
 from jaxbucket.packing.pattern import OpenRows, Pattern
 
-# Rows that are looked at for one example, of those with the least room. Two sequences
-# need one: the tree knows whether it is there.
-_MOST_TRIED = 64
-# Shares of a row are counted in these; their squares add up in 64 bits.
+# The rows that are tried for one example, from the tightest. With two sequences the
+# first one always fits, because the tree stores the room for both.
+_MAX_TRIED = 64
+# The integer that represents a whole row. Sums of its squares fit in 64 bits.
 _WHOLE = 1 << 20
 
 
 def fit_sequences(
     kinds: np.ndarray, counts: np.ndarray, capacities: Sequence[int], cap: int
 ) -> list[Pattern]:
-    """Returns the rows, whose slots are kinds.
+    """Returns the rows of best fit decreasing, whose slots are kinds.
 
     Args:
       kinds: `[V, Q]` lengths of the sequences of each kind, at most `capacities`.
-      counts: `[V]` how many examples of each there are.
-      capacities: `[Q]` what a row holds of each sequence.
-      cap: the most slots of a row.
+      counts: `[V]` integers, the number of examples of each kind.
+      capacities: `[Q]` integers, the tokens of each sequence that a row can hold.
+      cap: the maximum number of slots in a row.
     """
-    shares, _ = shares_of(kinds, capacities)
-    # The one of many lengths is looked for first: few rows have the same room for it.
+    shares, _ = row_shares(kinds, capacities)
+    # The sequence with the most distinct lengths comes first, because few rows have the
+    # same room for it.
     order = sorted(range(len(capacities)), key=lambda i: -len(np.unique(kinds[:, i])))
     needs = kinds[:, order].tolist()
     whole = tuple(capacities[i] for i in order)
@@ -62,12 +63,13 @@ def fit_sequences(
     return [rows.pattern() for rows in packed if rows.number]
 
 
-def shares_of(
+def row_shares(
     kinds: np.ndarray, capacities: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `[V, Q]` how much of a row sequences fill, and `[Q]` a whole row.
+    """Returns the shares of a row that each kind fills, and the shares of a whole row.
 
-    In integers, which are the same on every machine.
+    These are `[V, Q]` and `[Q]` int64, a share for each sequence. Integers make the
+    results the same on every machine.
     """
     sizes = np.array(capacities, np.int64)
     return kinds.astype(np.int64) * _WHOLE // sizes, np.full(len(sizes), _WHOLE)
@@ -78,10 +80,10 @@ _room_of = operator.attrgetter("room")
 
 
 class _Rooms:
-    """Rows that may take more: a tree over the room for the first sequence.
+    """Rows with room for more examples, in a tree over the room for the first sequence.
 
-    Each node knows the most room that rows below it have for the second one (for the
-    first, if there is no other), so that a search turns back where there is not enough.
+    Each node stores the maximum room for the second sequence among the rows below it
+    (for the first, if there is only one), so that a search skips nodes without enough.
     """
 
     def __init__(self, whole: tuple[int, ...], cap: int):
@@ -89,7 +91,8 @@ class _Rooms:
         self._second = min(1, len(whole) - 1)
         self._leaves = 1 << whole[0].bit_length()
         self._rows: dict[int, list[_Rows]] = {}
-        # Node 1 is the root, and 2 n and 2 n + 1 are below n; none has any room yet.
+        # Node 1 is the root, and the children of node n are 2 n and 2 n + 1. There are
+        # no rows yet.
         self._most = [-1] * (2 * self._leaves)
 
     def put(self, rows: _Rows) -> None:
@@ -99,8 +102,8 @@ class _Rooms:
             self._update(leaf)
 
     def take_tightest(self, need: list[int]) -> _Rows | None:
-        """Takes out rows that have room for lengths, with the least for the first."""
-        for leaf, place in itertools.islice(self._tight(need), _MOST_TRIED):
+        """Removes and returns the rows with the least room that the lengths fit."""
+        for leaf, place in itertools.islice(self._candidates(need), _MAX_TRIED):
             rows = self._rows[leaf]
             if place < len(rows) and all(map(operator.ge, rows[place].room, need)):
                 tightest = rows.pop(place)
@@ -108,19 +111,19 @@ class _Rooms:
                 return tightest
         return None
 
-    def _tight(self, need: list[int]) -> Iterator[tuple[int, int]]:
-        """Rows that may fit, from those with the least room: their leaf and place."""
+    def _candidates(self, need: list[int]) -> Iterator[tuple[int, int]]:
+        """Yields the leaf and place of rows that may fit, from the tightest."""
         leaf = self._next_leaf(need[0], need[self._second])
         while leaf is not None:
             rows = self._rows[leaf]
             first = bisect.bisect_left(rows, (leaf, *need[1:]), key=_room_of)
-            # A leaf without any counts as well: looking there has taken its time.
+            # A leaf without candidates counts as one, because visiting it takes time.
             for place in range(first, max(len(rows), first + 1)):
                 yield leaf, place
             leaf = self._next_leaf(leaf + 1, need[self._second])
 
     def _next_leaf(self, leaf: int, least: int) -> int | None:
-        """The first leaf from one on where rows have the least room for the second."""
+        """Returns the first leaf, from `leaf`, with room `least` for the second."""
         node = leaf + self._leaves
         while node < 2 * self._leaves:
             if self._most[node] >= least:
@@ -128,7 +131,7 @@ class _Rooms:
                     return node - self._leaves
                 node *= 2
                 continue
-            # On to what lies right of it: up while it is a right one, then beside it.
+            # Go to the next subtree: up while the node is a right child, then right.
             while node & 1:
                 node >>= 1
             if not node:
@@ -137,10 +140,10 @@ class _Rooms:
         return None
 
     def _update(self, leaf: int) -> None:
-        """Renews what the nodes above a leaf know of it.
+        """Updates the nodes above a leaf after its rows have changed.
 
-        Rows of a leaf are sorted by their rooms, of which the first is the same for
-        all: the last rows have the most room for the second sequence.
+        All rows of a leaf have the same room for the first sequence, and they are
+        sorted by room. So the last row has the most room for the second sequence.
         """
         rows = self._rows[leaf]
         most = rows[-1].room[self._second] if rows else -1

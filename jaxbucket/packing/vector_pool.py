@@ -1,9 +1,10 @@
-"""One row after the other from a pool of examples, where these have several sequences.
+"""Fills one row after the other from a pool of examples with several sequences.
 
-Each time the example is taken that leaves the least room: the sum of squared shares of
-the row, where a sequence counts as it fills rows in all (Panigrahy et al., "Heuristics
-for Vector Bin Packing", 2011, their norm-based greedy). So what a row lacks is what it
-gets, inputs or targets. All of it is integer arithmetic, the same on every machine.
+At each step, the example that leaves the least room is added to the row. The room is
+the sum of squared shares that are left, weighted by how many rows each sequence fills
+overall (norm-based greedy; Panigrahy et al., "Heuristics for Vector Bin Packing",
+2011). So a row with much room for targets gets an example with long targets. All
+arithmetic uses integers, so that results are the same on every machine.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import numpy as np
 from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.permutation import permute
 from jaxbucket.packing.pattern import Pattern
-from jaxbucket.packing.vector_best_fit import shares_of
+from jaxbucket.packing.vector_best_fit import row_shares
 
-# Examples that are chosen from. More fill rows better, and take as much longer.
-_POOL = 2048
-# Beyond so many examples it takes more than some three seconds, and best fit is fuller.
-_MOST_EXAMPLES = 100_000
+# The examples to choose from. A larger pool fills rows better and takes longer.
+_POOL_SIZE = 2048
+# More examples would take over three seconds, and best fit would fill rows better.
+_MAX_EXAMPLES = 100_000
 _SEED = 0x5E9
 
 
@@ -31,24 +32,24 @@ def pooled_rows(
     cap: int,
     fewer_than: int = MAX_LENGTH,
 ) -> list[Pattern] | None:
-    """Returns these rows, or None if it takes too long to find them, or for nothing.
+    """Returns the rows, or None if there are too many examples or too many rows.
 
     Args:
       kinds: `[V, Q]` lengths of the sequences of each kind, at most `capacities`.
-      counts: `[V]` how many examples of each there are.
-      capacities: `[Q]` what a row holds of each sequence.
-      cap: the most slots of a row.
-      fewer_than: it ends where there are going to be so many rows.
+      counts: `[V]` integers, the number of examples of each kind.
+      capacities: `[Q]` integers, the tokens of each sequence that a row can hold.
+      cap: the maximum number of slots in a row.
+      fewer_than: the packer gives up as soon as it needs at least this many rows.
     """
-    waiting = np.repeat(np.arange(len(counts)), counts)
-    if len(waiting) > _MOST_EXAMPLES:
+    pending = np.repeat(np.arange(len(counts)), counts)
+    if len(pending) > _MAX_EXAMPLES:
         return None
-    waiting = waiting[permute(np.arange(len(waiting)), len(waiting), _SEED)]
-    shares, whole = shares_of(kinds, capacities)
+    pending = pending[permute(np.arange(len(pending)), len(pending), _SEED)]
+    shares, whole = row_shares(kinds, capacities)
     weights = _weights(kinds, counts, capacities).tolist()
-    # `[Q, V]` and `[Q, pool]`: what is looked at for every example is contiguous.
+    # `[2 * Q, V]` and `[2 * Q, pool]`: each length and share is a contiguous row.
     table = np.ascontiguousarray(np.concatenate([kinds, shares], axis=1).T)
-    pool, rest = waiting[:_POOL].copy(), iter(waiting[_POOL:].tolist())
+    pool, rest = pending[:_POOL_SIZE].copy(), iter(pending[_POOL_SIZE:].tolist())
     columns = table[:, pool]
     tokens = (counts @ kinds.astype(np.int64)).tolist()
     patterns = []
@@ -71,7 +72,7 @@ def pooled_rows(
                 pool[place] = kind
                 columns[:, place] = table[:, kind]
         patterns.append(Pattern(tuple(row), 1, sum(capacities)))
-        # What is left takes at least as many rows as the sequence that needs most.
+        # The sequence that needs the most rows is a bound for the remaining examples.
         tokens = [n - (c - x) for n, c, x in zip(tokens, capacities, room, strict=True)]
         left_over = max(-(-n // c) for n, c in zip(tokens, capacities, strict=True))
         if len(patterns) + left_over >= fewer_than:
@@ -82,33 +83,33 @@ def pooled_rows(
 def _best_place(
     columns: np.ndarray, room: list[int], left: list[int], weights: list[int]
 ) -> int | None:
-    """Which of a pool leaves the least room, or None where none fits.
+    """Returns the place in the pool that leaves the least room, or None if none fits.
 
     Args:
-      columns: `[2 * Q, pool]` lengths, and behind them shares of a row.
-      room: `[Q]` that is left for lengths.
-      left: `[Q]` that is left of the whole.
-      weights: `[Q]` of each sequence.
+      columns: `[2 * Q, pool]` integers, the lengths followed by the shares of a row.
+      room: `[Q]` integers, the tokens that are left in the row.
+      left: `[Q]` integers, the shares that are left in the row.
+      weights: `[Q]` integers, the weight of each sequence.
     """
     size = len(room)
     fits = columns[0] <= room[0]
     for index in range(1, size):
         fits &= columns[index] <= room[index]
-    lost = np.zeros(columns.shape[1], np.int64)
+    remaining = np.zeros(columns.shape[1], np.int64)
     for index, weight in enumerate(weights):
-        over = left[index] - columns[size + index]
-        over *= over
-        over *= weight
-        lost += over
-    lost[~fits] = np.iinfo(np.int64).max
-    place = int(lost.argmin())
+        share = left[index] - columns[size + index]
+        share *= share
+        share *= weight
+        remaining += share
+    remaining[~fits] = np.iinfo(np.int64).max
+    place = int(remaining.argmin())
     return place if fits[place] else None
 
 
 def _weights(
     kinds: np.ndarray, counts: np.ndarray, capacities: Sequence[int]
 ) -> np.ndarray:
-    """`[Q]` integers up to 1,024: of how many rows each sequence fills the whole."""
+    """Returns `[Q]` weights up to 1,024, proportional to the rows a sequence fills."""
     tokens = (counts @ kinds).tolist()
     rows = [-(-n // size) for n, size in zip(tokens, capacities, strict=True)]
     return np.array([-(-1024 * n // max(rows)) for n in rows])

@@ -1,8 +1,8 @@
-"""From a step to the examples of its batch, as pure functions of the step.
+"""Schedules: pure functions from a step to the examples of its batch.
 
-`BatchSchedule` deals the rows of an epoch (`epoch_rows`) in an order (`orders`,
-`curriculum`); `Mixture` takes steps from several schedules. Nothing advances, so that a
-run resumes from one integer.
+A `BatchSchedule` arranges the rows of each epoch (`epoch_rows`) in an order (`orders`,
+`curriculum`). A `Mixture` takes its steps from several schedules. No schedule has a
+state that advances, so a run resumes from a single integer.
 """
 
 from etils import epy as _epy

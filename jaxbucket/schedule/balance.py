@@ -1,4 +1,4 @@
-"""Balance: rows in an order in which every device has about the same work."""
+"""Balancing: sorts rows so that every device has about the same work."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 
 
 def balance_rows(work: np.ndarray) -> np.ndarray:
-    """Returns the rows in an order whose parts have even sums of work.
+    """Returns an order of the rows whose equal parts have about the same work.
 
-    It is the same however many devices there are: rows are divided by the smallest
-    prime factor of their number, and so are these parts. The next largest row goes to
-    the part that has least, until it has its number of rows (Graham, "Bounds on
-    multiprocessing timing anomalies", 1969: the longest first). So it is even for 2, 4,
-    8, ... devices, and for another number not worse than as rows come.
+    The order does not depend on the number of devices. The rows are divided into as
+    many parts as the smallest prime factor of their number, and each part is divided
+    again in the same way. At each level, rows are assigned from the largest to the
+    smallest, each to the part with the least work that is not full (longest processing
+    time first; Graham, "Bounds on multiprocessing timing anomalies", 1969). So the work
+    is balanced for 2, 4, 8, ... devices, and no worse than unsorted for other numbers.
 
     Example:
       >>> balance_rows(np.array([9, 8, 1, 2]))
       array([0, 2, 1, 3])
 
     Args:
-      work: `[n]` numbers, of each row.
+      work: `[n]` numbers, the work of each row.
 
     Returns:
-      `[n]` int64.
+      `[n]` int64, indices of the rows.
     """
     weights = work.tolist()
     order = np.argsort(-work, kind="stable").tolist()
-    return np.array(_divided(order, weights), np.int64)
+    return np.array(_divide(order, weights), np.int64)
 
 
-def _divided(rows: list[int], weights: list[float]) -> list[int]:
-    """The rows, the largest first, as one part behind the other."""
+def _divide(rows: list[int], weights: list[float]) -> list[int]:
+    """Divides rows, sorted by falling weight, and returns the concatenated parts."""
     if len(rows) < 3:
         return rows
     count = next(n for n in range(2, len(rows) + 1) if len(rows) % n == 0)
     if count == len(rows):
-        # No device has one of these alone: in turn, and not by their size.
+        # For a prime number of rows, parts of one row would stay sorted by weight.
         return rows[::2] + rows[1::2]
     parts: list[list[int]] = [[] for _ in range(count)]
     sums = [0.0] * count
@@ -48,19 +49,19 @@ def _divided(rows: list[int], weights: list[float]) -> list[int]:
         least = min(free, key=sums.__getitem__)
         parts[least].append(row)
         sums[least] += weights[row]
-    return [row for part in parts for row in _divided(part, weights)]
+    return [row for part in parts for row in _divide(part, weights)]
 
 
 def imbalance(work: np.ndarray, num_parts: int) -> float:
-    """Returns the work of the part that has most, by the mean of all equal parts.
+    """Returns the work of the part with the most work, divided by the mean of all.
 
     Example:
       >>> imbalance(np.array([9, 1, 8, 2]), num_parts=2)
       1.0
 
     Args:
-      work: `[n]` numbers, of rows in order.
-      num_parts: of as many rows each.
+      work: `[n]` numbers, the work of each row, in order.
+      num_parts: the number of parts, all with the same number of rows.
     """
     sums = work.reshape(num_parts, -1).sum(axis=1)
     return float(sums.max() / sums.mean()) if sums.any() else 1.0
@@ -72,9 +73,9 @@ def mean_imbalance(
     """Returns the mean `imbalance` of batches.
 
     Args:
-      batches: whose rows are divided among the devices.
-      work: `[N]` numbers, of each example.
-      num_devices: by which every B can be divided.
+      batches: the batches whose rows are divided among the devices.
+      work: `[N]` numbers, the work of each example.
+      num_devices: the number of devices, a divisor of every batch size.
     """
     ratios = []
     for batch in batches:

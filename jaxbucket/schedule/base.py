@@ -1,4 +1,4 @@
-"""What all schedules have: steps from the first one on, epochs and fingerprints."""
+"""The base class of all schedules: steps, epochs and fingerprints."""
 
 from __future__ import annotations
 
@@ -17,24 +17,29 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.position import DataPosition, check_position
 from jaxbucket.schedule.example_draws import BatchDraws
 
-# In search of the first step of every bucket.
-_MOST_LOOKED_AT = 4096
+# Steps that are searched for the first batch of every bucket.
+_MAX_STEPS_SEARCHED = 4096
 
 
 class Schedule(abc.ABC):
-    """Step -> `BatchIndices`, or a tuple of `accumulate` of them; without end.
+    """An endless sequence of batches, indexed by the step.
+
+    `schedule[step]` is a `BatchIndices`, or a tuple of `accumulate` of them.
 
     Attributes:
-      plan: the shapes.
-      lengths: `[N]` integers.
-      accumulate: micro-batches of a step.
-      max_segments: the most examples of a packed row; None where a row has one example.
-      capacities: what a row holds of each sequence, where examples have several.
-      parts: name -> `[N]` integers, the lengths of each of these; they add up to
-        `lengths`.
-      first_step: the step that its first epoch begins with; 0, but for a schedule made
-        by `continue_with`.
-      continues: fingerprint of the schedule that has the steps before; None if none.
+      plan: the buckets.
+      lengths: `[N]` integers, one per example.
+      accumulate: the number of micro-batches in a step.
+      max_segments: the maximum number of examples in a packed row; None if every row
+        holds one example.
+      capacities: sequence name -> tokens of this sequence that a row can hold; None
+        unless examples have several sequences.
+      parts: sequence name -> `[N]` integers, the lengths of this sequence, which add
+        up to `lengths`; None unless examples have several sequences.
+      first_step: the step at which the first epoch starts; 0 unless the schedule was
+        created by `continue_with`.
+      continues: the fingerprint of the schedule that provides the earlier steps; None
+        if there is no such schedule.
     """
 
     plan: BucketPlan
@@ -49,30 +54,30 @@ class Schedule(abc.ABC):
     @property
     @abc.abstractmethod
     def steps_per_epoch(self) -> int:
-        """Steps until every example was in one row."""
+        """The number of steps in one epoch."""
 
     @abc.abstractmethod
     def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
-        """Those of a step, counted from `first_step` on."""
+        """Returns the micro-batches of a step, counted from `first_step`."""
 
     @abc.abstractmethod
     def _draws(self, step: int) -> tuple[BatchDraws, ...]:
-        """What is random in the examples of each of them."""
+        """Returns the `BatchDraws` of each micro-batch of a step, counted likewise."""
 
     @abc.abstractmethod
     def config(self) -> dict[str, Any]:
-        """What it does beside the plan and the lengths, as plain Python."""
+        """Returns all options except the plan and the lengths, as plain Python."""
 
     @abc.abstractmethod
     def _fingerprint_parts(self) -> list[str]:
-        """What its fingerprint is made of, beside the plan and the lengths."""
+        """Returns the contents of the fingerprint except the plan and the lengths."""
 
     def continue_with(self, position: DataPosition) -> Self:
-        """Returns this schedule, taking over from another one at a position.
+        """Returns a copy of this schedule that takes over from another at a position.
 
-        The explicit way to go on with grown data, another plan or another seed: an
-        epoch of this schedule begins with the position's step, and those before it
-        stay the other's.
+        Use this to continue a run with more data, a different plan or a different
+        seed. The first epoch of the copy starts at the step of the position. Earlier
+        steps belong to the schedule that the position comes from.
 
         Example:
           >>> from jaxbucket import BatchSchedule, batch_dataset, plan_buckets
@@ -84,61 +89,80 @@ class Schedule(abc.ABC):
           >>> grown.first_step, len(grown)
           (7, 2)
 
+        Args:
+          position: the position of the dataset that used the previous schedule.
+
+        Returns:
+          A schedule of the same type whose `first_step` is the step of `position`.
+
         Raises:
-          ValueError: if `position` is no `DataPosition`.
+          ValueError: if `position` is not a `DataPosition`.
         """
         check_position(position)
         return self.beginning_at(position.step, position.schedule["fingerprint"])
 
     def beginning_at(self, first_step: int, continues: str | None) -> Self:
-        """Returns this schedule with another `first_step` and `continues`."""
+        """Returns a copy of this schedule with new `first_step` and `continues`."""
         moved = copy.copy(self)
         moved.first_step = first_step
         moved.continues = continues
         return moved
 
     def __len__(self) -> int:
-        """Steps of one epoch; larger steps are later epochs."""
+        """Returns the number of steps in one epoch.
+
+        Larger steps are valid and belong to later epochs.
+        """
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        """The steps of the first epoch."""
+        """Returns an iterator over the batches of the first epoch."""
         return (self[self.first_step + step] for step in range(len(self)))
 
     def __getitem__(self, step: int) -> Any:
-        """Returns the bucket and the rows of any step, of any epoch.
+        """Returns the buckets and rows of any step of any epoch.
 
-        One `BatchIndices`, or a tuple of `accumulate` of them if that is not 1.
+        Args:
+          step: the step, counted over all epochs.
+
+        Returns:
+          A `BatchIndices` if `accumulate` is 1, and a tuple of them otherwise.
 
         Raises:
-          IndexError: if `step` is negative, or before `first_step`.
+          IndexError: if `step` is negative or before `first_step`.
         """
         micro = self.micro_batches(step)
         return micro[0] if self.accumulate == 1 else micro
 
     def micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
-        """Returns the same as a tuple, however many there are.
+        """Returns the micro-batches of a step, as a tuple even if there is only one.
+
+        Args:
+          step: the step, counted over all epochs.
 
         Raises:
-          IndexError: if `step` is negative, or before `first_step`.
+          IndexError: if `step` is negative or before `first_step`.
         """
-        return self._micro_batches(self._checked(step) - self.first_step)
+        return self._micro_batches(self._check_step(step) - self.first_step)
 
     def draws(self, step: int) -> tuple[BatchDraws, ...]:
-        """Returns the random numbers of the examples of each micro-batch of a step.
+        """Returns the random numbers for the examples of each micro-batch of a step.
+
+        Args:
+          step: the step, counted over all epochs.
 
         Raises:
-          IndexError: if `step` is negative, or before `first_step`.
+          IndexError: if `step` is negative or before `first_step`.
         """
         first = self.first_step
-        draws = self._draws(self._checked(step) - first)
-        return tuple(one._replace(first_step=first) for one in draws)
+        draws = self._draws(self._check_step(step) - first)
+        return tuple(draw._replace(first_step=first) for draw in draws)
 
     def bucket_order(self, start_step: int = 0) -> list[Bucket]:
-        """Returns the buckets in the order in which steps first come to them.
+        """Returns the buckets in the order in which the schedule first uses them.
 
-        For `compile_steps(..., opening=)`. Those that thousands of steps do not come
-        to are last, the longest first.
+        Pass the result to `compile_steps(..., opening=)`. Only a few thousand steps are
+        searched. Buckets that they do not use come last, the longest first.
 
         Example:
           >>> from jaxbucket import BatchSchedule, plan_buckets
@@ -147,45 +171,52 @@ class Schedule(abc.ABC):
           >>> print(*BatchSchedule(plan, lengths, order="descending").bucket_order())
           [2, 9] [9, 2]
 
+        Args:
+          start_step: the first step of the search.
+
         Raises:
-          IndexError: if `start_step` is negative, or before `first_step`.
+          IndexError: if `start_step` is negative or before `first_step`.
         """
-        # As the keys of a dict: each once, in the order in which they came.
+        # A dict serves as an ordered set.
         order: dict[Bucket, None] = {}
-        for step in range(start_step, start_step + min(len(self), _MOST_LOOKED_AT)):
+        num_steps = min(len(self), _MAX_STEPS_SEARCHED)
+        for step in range(start_step, start_step + num_steps):
             order.update(dict.fromkeys(x.bucket for x in self.micro_batches(step)))
             if len(order) == len(self.plan):
                 break
         return list(order | dict.fromkeys(reversed(self.plan.buckets)))
 
     def epoch_at(self, step: int) -> int:
-        """Returns the epoch that a step is in, from 0 on: derived, never kept.
+        """Returns the epoch of a step, counted from 0.
+
+        Args:
+          step: the step, counted over all epochs.
 
         Raises:
-          IndexError: if `step` is negative, or before `first_step`.
+          IndexError: if `step` is negative or before `first_step`.
         """
-        return (self._checked(step) - self.first_step) // len(self)
+        return (self._check_step(step) - self.first_step) // len(self)
 
-    def _checked(self, step: int) -> int:
+    def _check_step(self, step: int) -> int:
         step = operator.index(step)
         if step < 0:
             raise IndexError(f"`step={step}` must not be negative.")
         if step < self.first_step:
             raise IndexError(
-                f"`step={step}` is one of the schedule that this one continues from "
-                f"step {self.first_step} on."
+                f"`step={step}` is before the first step of this schedule, "
+                f"{self.first_step}. Use the schedule that it continues."
             )
         return step
 
     @functools.cached_property
     def data_fingerprint(self) -> str:
-        """32 hex digits that name the lengths, whatever their integer dtype."""
+        """32 hex digits that identify the lengths, whatever their integer dtype."""
         columns = [self.lengths] if self.parts is None else self.parts.values()
         return digest(*(np.ascontiguousarray(x, "<i4").data for x in columns))
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits that name every batch: plan, lengths, and its configuration."""
+        """32 hex digits that identify all batches: plan, lengths and configuration."""
         parts = [
             self.plan.fingerprint,
             self.data_fingerprint,

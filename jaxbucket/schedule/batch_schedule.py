@@ -1,7 +1,8 @@
-"""Which examples fill which bucket at which step: a pure function of the step.
+"""The batch schedule: which examples fill which bucket at which step.
 
-Nothing here advances. `schedule[step]` is computed from the plan, the lengths and the
-seed alone, so every host computes the same, and resuming takes one integer.
+A schedule has no state that advances. `schedule[step]` depends only on the plan, the
+lengths and the options, such as the seed. So every host computes the same batches, and
+a run resumes from a single integer.
 """
 
 from __future__ import annotations
@@ -36,29 +37,29 @@ from jaxbucket.schedule.opening import Opening, OpeningSteps
 from jaxbucket.schedule.orders import Order, OrderName, check_order
 from jaxbucket.schedule.packed_rows import PackedRows
 
-# Steps of an epoch whose balance is counted.
-_MOST_COUNTED = 4096
+# Steps of an epoch over which the imbalance is averaged.
+_MAX_STEPS_MEASURED = 4096
 
 
 class BatchSchedule(Schedule):
-    """Step -> `BatchIndices`, without end: after one epoch follows the next.
+    """An endless sequence of batches, computed from lengths, a plan and a seed.
 
     Within an epoch every example that the plan keeps is in exactly one row. Examples
-    that do not fill their bucket's last batch go up into a longer bucket, or stay as
-    one batch with empty rows, whichever costs fewer padded tokens; `remainder` may say
-    otherwise.
+    that do not fill the last batch of their bucket either move up into a longer bucket
+    or form one batch with empty rows, whichever costs less. Set `remainder` to choose
+    one of these yourself.
 
     Orders:
 
-    * "shuffled": every epoch draws new batches, and a new order of them, by keyed
-      integer permutations: no pass over the data, no state.
+    * "shuffled": every epoch draws new batches in a new order. Both come from keyed
+      integer permutations, which need neither a pass over the data nor a state.
     * "source": every epoch is the same. Each bucket takes its examples in source
-      order, and batches come in the order in which they fill up.
+      order, and a batch comes as soon as it is full.
     * "ascending", "descending": every epoch is the same. Each bucket takes its examples
-      by length, and batches come by the length of their longest example.
-    * a `Curriculum`: every epoch draws new batches, at every step of what is easy
-      enough.
-    * any other `Order`, such as a subclass of your own.
+      by length, and batches are sorted by the length of their longest example.
+    * a `Curriculum`: every epoch draws new batches, and every step draws from the
+      examples that are easy enough.
+    * any other subclass of `Order`, such as your own.
 
     Example:
       >>> from jaxbucket import Bucket
@@ -70,43 +71,46 @@ class BatchSchedule(Schedule):
       [5, 4] [ 0  2  4 -1 -1]
       [2, 10] [ 5 -1]
 
-    Of packed rows, what is said here of an example and its length is said of a row and
-    the sum of its lengths: plan for `packing.row_lengths`, with `packing.seq_lens` as
-    boundaries. Which examples of the same length share rows with which others is drawn
-    anew in every epoch that is.
+    With packed rows, "example" and "length" above mean a row and the sum of its
+    lengths. Plan for `packing.row_lengths` with `boundaries=packing.seq_lens`. If the
+    order redraws epochs, examples of the same length also swap rows in every epoch.
 
-    It keeps 4 bytes per example beside `lengths`, which it refers to and does not
-    copy: do not change the array afterwards.
+    A schedule stores 4 bytes per example. It refers to `lengths` instead of copying the
+    array, so do not modify the array afterwards.
 
     Attributes:
-      plan: the shapes.
-      lengths: `[N]` integers. Of examples with several sequences, which are packed,
-        name -> `[N]` is given, and these are the sums.
-      seed: any integer from 0 to 2**63 - 1.
+      plan: the buckets.
+      lengths: `[N]` integers, one per example. For packed examples with several
+        sequences, pass sequence name -> `[N]`; the attribute holds the sums.
+      seed: an integer from 0 to 2**63 - 1.
       order: one of the orders above.
-      remainder: what becomes of the examples that fill no batch: "cheapest", "promote"
-        to go up always, "pad" to stay always, or "drop" to leave them out, other ones
-        in every epoch unless that is always the same.
-      opening: how the first epoch begins: pairs of a bucket and a number of steps, or
-        "largest_first" for one batch of the bucket with the most tokens. The rest of
-        that epoch follows in order.
-      accumulate: micro-batches of a step, which is a tuple of them if it is not 1.
-      packing: rows of several examples, by `pack`; None for rows of one.
-      group: whether the micro-batches of a step have the "same" bucket, as pipelines
-        need it, or are "mixed", one after another in order. Those of one bucket are
-        filled up together, and may be empty at their end; mixed ones are filled up
-        each for itself, and the last step of an epoch is made full by empty ones.
-      flow: how many rows and batches every bucket has in one epoch; those of the same
-        bucket in a step count as one.
-      first_step: the step that its first epoch begins with; 0, but for a schedule made
-        by `continue_with`.
-      continues: fingerprint of the schedule that has the steps before; None if none.
+      remainder: the policy for examples that do not fill a batch: "cheapest" as above,
+        "promote" to always move them up, "pad" to always keep them in their bucket, or
+        "drop" to leave them out. If epochs are redrawn, each drops different examples.
+      opening: the first batches of the first epoch: pairs of a bucket and a number of
+        steps, or "largest_first" for one batch of the bucket with the most tokens. The
+        other batches of that epoch follow in the usual order.
+      accumulate: the number of micro-batches in a step; if it is not 1,
+        `schedule[step]` is a tuple.
+      packing: rows of several examples, created by `pack`; None for one example per
+        row.
+      group: "same" if all micro-batches of a step share a bucket, as pipeline
+        parallelism requires, or "mixed" if a step takes consecutive batches of the
+        order. With "same", the micro-batches of a step are filled together, and the
+        last ones may be empty. With "mixed", each is filled separately, and empty
+        batches complete the last step of an epoch.
+      flow: the number of rows and batches of every bucket in one epoch. Micro-batches
+        that share a step because of `group="same"` count as one batch.
+      first_step: the step at which the first epoch starts; 0 unless the schedule was
+        created by `continue_with`.
+      continues: the fingerprint of the schedule that provides the earlier steps; None
+        if there is no such schedule.
 
     Raises:
-      ValueError: for lengths the plan refuses or drops altogether, an unknown order,
-        remainder or group, an opening that the epoch has not, or a seed out of range;
-        for a packing of other lengths, one whose rows the plan does not hold, or one
-        that is given with a `Curriculum`.
+      ValueError: if the plan refuses the lengths or no example is left; if `order`,
+        `remainder` or `group` is unknown; if the first epoch does not have the batches
+        of `opening`; if `seed` is out of range; if `packing` is for different lengths,
+        does not fit the plan, or is combined with a `Curriculum`.
     """
 
     def __init__(
@@ -133,21 +137,21 @@ class BatchSchedule(Schedule):
         self.order: OrderName | Order = order
         self.seed = check_seed(seed)
         self.packing = packing
-        self._row_lengths, self._packed = self.lengths, None
+        self._row_lengths, self._packed_rows = self.lengths, None
         if packing is not None:
             _check_packing(packing, plan)
             self.max_segments = packing.max_segments
             self.capacities = packing.capacities
             self._row_lengths = packing.row_lengths
-            drawn = self.seed if self._order.is_redrawn else None
-            self._packed = PackedRows(packing, self.lengths, self.parts, drawn)
+            slot_seed = self.seed if self._order.is_redrawn else None
+            self._packed_rows = PackedRows(packing, self.lengths, self.parts, slot_seed)
         self.remainder: Remainder = remainder
         if opening is not None and not isinstance(opening, str):
             opening = list(opening)
         self.opening: Opening | None = opening
         self.accumulate = check_accumulate(accumulate)
         self.group: Group = group
-        # A step is one high batch of one bucket, or several batches of any.
+        # A step is either one tall batch of a single bucket or several batches.
         batches_together = self.accumulate if group == "same" else 1
         self._batches_per_step = self.accumulate // batches_together
         self._rows = EpochRows(
@@ -168,12 +172,12 @@ class BatchSchedule(Schedule):
 
     @property
     def flow(self) -> RowFlow:
-        """How many rows and batches every bucket has in one epoch."""
+        """The number of rows and batches of every bucket in one epoch."""
         return self._rows.flow
 
     @property
     def opening_pairs(self) -> list[list[int]]:
-        """`[[B, T, batches], ...]` of the opening; empty if there is none."""
+        """The opening as `[[B, T, num_batches], ...]`; empty without an opening."""
         return [] if self._opening is None else self._opening.pairs
 
     @property
@@ -207,7 +211,7 @@ class BatchSchedule(Schedule):
         )
 
     def _batches(self, epoch: int, number: int) -> list[BatchIndices]:
-        """A batch of the order, cut into the micro-batches that it counts for."""
+        """Returns the micro-batches that one batch of the order consists of."""
         if number >= self._rows.num_batches:
             return [self._filler]
         index, examples = self._epochs.batch(epoch, number)
@@ -215,24 +219,23 @@ class BatchSchedule(Schedule):
         rows = np.full(int(self._rows.sizes[index]), EMPTY_ROW, np.int64)
         rows[: len(examples)] = examples
         parts = rows.reshape(-1, bucket.batch_size)
-        if self._packed is None:
+        if (packed := self._packed_rows) is None:
             return [BatchIndices(bucket, part) for part in parts]
-        packed = self._packed
         return [BatchIndices(bucket, packed.examples(epoch, part)) for part in parts]
 
     @functools.cached_property
     def _filler(self) -> BatchIndices:
-        """An empty batch, of the bucket that costs the least."""
+        """An empty batch of the cheapest bucket."""
         bucket = filler_bucket(self.plan)
         segments = () if self.max_segments is None else (self.max_segments,)
         shape = (bucket.batch_size, *segments)
         return BatchIndices(bucket, np.full(shape, EMPTY_ROW, np.int64))
 
     def report(self, epoch: int = 0) -> Report:
-        """Returns what an epoch costs, exactly, and how its batches follow each other.
+        """Returns the exact cost of an epoch and the autocorrelation of its batches.
 
-        Where other examples are dropped in every epoch, real tokens are the mean, and
-        so are the examples of packed rows.
+        If each epoch drops different examples, the real tokens and the examples of
+        packed rows are means over the epochs.
 
         Example:
           >>> from jaxbucket import Bucket
@@ -241,8 +244,11 @@ class BatchSchedule(Schedule):
           >>> BatchSchedule(plan, lengths, order="ascending").report().autocorrelation
           0.625
 
+        Args:
+          epoch: the epoch whose batch order is reported, counted from 0.
+
         Raises:
-          ValueError: if it draws with replacement.
+          ValueError: if the order draws with replacement.
         """
         seq_lens = self.plan.boundaries[self._epochs.buckets(epoch)]
         return dataclasses.replace(
@@ -250,15 +256,15 @@ class BatchSchedule(Schedule):
         )
 
     def cost(self) -> Report:
-        """Returns the same, but for what follows what.
+        """Returns the same report without the autocorrelation of the batches.
 
         Raises:
-          ValueError: if it draws with replacement.
+          ValueError: if the order draws with replacement.
         """
         if self._order.replacement:
             raise ValueError(
-                "A report counts an epoch that has every example once, which one with "
-                "`replacement=True` has not. Count its batches."
+                "A report requires that an epoch has every example once, which is not "
+                "so with `replacement=True`. Count the batches of the schedule instead."
             )
         epoch = report(
             self.plan,
@@ -281,10 +287,10 @@ class BatchSchedule(Schedule):
         return epoch.with_real_tokens(int(lengths.sum()))
 
     def imbalance(self, num_devices: int, epoch: int = 0) -> float:
-        """Returns what the busiest device does by what all do on average.
+        """Returns the work of the busiest device relative to the mean of all devices.
 
-        Of attention within examples, whose work is the sum of their squared lengths:
-        the mean over the batches of an epoch, of 4,096 at most.
+        The work is that of attention within examples, the sum of their squared lengths.
+        The ratio is averaged over the batches of the first 4,096 steps of an epoch.
 
         Example:
           >>> from jaxbucket import plan_buckets
@@ -296,25 +302,29 @@ class BatchSchedule(Schedule):
           >>> print(f"{schedule.imbalance(num_devices=8):.2f}")
           1.05
 
+        Args:
+          num_devices: the number of devices that share the rows of a batch.
+          epoch: the epoch to measure, counted from 0.
+
         Raises:
-          ValueError: if the devices do not divide a bucket's B.
+          ValueError: if `num_devices` does not divide the batch size of every bucket.
         """
         check_positive("num_devices", num_devices)
         for bucket in self.plan.buckets:
             if bucket.batch_size % num_devices:
                 raise ValueError(
-                    f"`num_devices={num_devices}` do not divide the rows of bucket "
-                    f"{bucket}. Plan with that `batch_size_multiple`."
+                    f"`num_devices={num_devices}` does not divide the batch size of "
+                    f"bucket {bucket}. Plan with `batch_size_multiple={num_devices}`."
                 )
         parts = [self.lengths] if self.parts is None else self.parts.values()
         work = np.sum([np.square(x, dtype=np.int64) for x in parts], axis=0)
         first = epoch * len(self)
-        steps = range(first, first + min(len(self), _MOST_COUNTED))
+        steps = range(first, first + min(len(self), _MAX_STEPS_MEASURED))
         batches = (x for step in steps for x in self._micro_batches(step))
         return mean_imbalance(batches, work, num_devices)
 
     def _fixed_rows(self) -> np.ndarray | None:
-        """The rows of every epoch, where all leave out the same; None otherwise."""
+        """Returns the rows of every epoch if all epochs drop the same, else None."""
         if self.remainder != "drop" or self._order.is_redrawn:
             return None
         num_rows = enumerate(self.flow.rows.tolist())
@@ -336,7 +346,7 @@ class BatchSchedule(Schedule):
 
     def _fingerprint_parts(self) -> list[str]:
         parts = [str(self.seed), str(self._order)]
-        # Defaults leave no trace, because runs that knew no options have none of them.
+        # Defaults are left out, so that fingerprints from before an option stay valid.
         if self.remainder != "cheapest":
             parts += ["remainder", self.remainder]
         if self.opening_pairs:
@@ -353,9 +363,8 @@ def _check_packed_parts(
 ) -> dict[str, np.ndarray]:
     if packing is None:
         raise ValueError(
-            f"`lengths` are those of several sequences, {sorted(lengths)}, which are "
-            "bucketed where they are packed: give the `packing` that "
-            "`jb.packing.pack(lengths, max_seq_len)` made."
+            f"`lengths` has several sequences, {sorted(lengths)}, and such examples "
+            "must be packed. Pass `packing=jb.packing.pack(lengths, max_seq_len)`."
         )
     return check_parts(lengths)
 
@@ -363,21 +372,21 @@ def _check_packed_parts(
 def _check_packing(packing: Any, plan: BucketPlan) -> None:
     if not isinstance(packing, Packing):
         raise ValueError(
-            f"`packing` is a {type(packing).__name__}: make it by "
-            "`jb.packing.pack(lengths, max_seq_len)`."
+            f"`packing` is a {type(packing).__name__}, not a `Packing`. Create one "
+            "with `jb.packing.pack(lengths, max_seq_len)`."
         )
     longest = int(packing.row_lengths.max())
     if longest > plan.max_seq_len:
         raise ValueError(
-            f"`packing` has rows of {longest} tokens, beyond the last bucket, "
-            f"`seq_len={plan.max_seq_len}`. Plan for `packing.row_lengths`, with "
-            "`boundaries=packing.seq_lens`."
+            f"`packing` has rows of {longest} tokens, which do not fit the longest "
+            f"bucket, `seq_len={plan.max_seq_len}`. Plan for `packing.row_lengths` "
+            "with `boundaries=packing.seq_lens`."
         )
     if packing.capacities is not None and plan.boundaries.tolist() != [
         *packing.seq_lens
     ]:
         raise ValueError(
-            f"`plan` has T of {plan.boundaries.tolist()}, and rows of `packing` hold "
-            f"{packing.capacities}, {packing.seq_lens[0]} together: plan with "
-            "`boundaries=packing.seq_lens`."
+            f"`plan` has boundaries {plan.boundaries.tolist()}, but rows of `packing` "
+            f"hold {packing.capacities}, {packing.seq_lens[0]} tokens in total. Plan "
+            "with `boundaries=packing.seq_lens`."
         )

@@ -1,4 +1,4 @@
-"""From the easy to the hard: orders by a difficulty that a pacing function opens up."""
+"""Curricula: orders from easy to hard, with a pacing function that unlocks examples."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from jaxbucket.schedule.pacing import (
     pacing_name,
 )
 
-# Below this, every integer is a float.
-_EXACT = 2.0**53
+# Below this, every integer has an exact float64.
+_MAX_EXACT_FLOAT = 2.0**53
 
 
 class Curriculum(Order):
-    """An order: at every step, only what is easy enough.
+    """An order in which every step draws only from examples that are easy enough.
 
-    The pacing function opens a share of the examples, the easiest ones and all that are
-    as easy. A batch is drawn at random among those that are open and were not in the
-    epoch yet; only where they fill no batch of any bucket, the easiest of the others
-    fill up the batch that needs the least hard ones. So an epoch still holds every
-    example once, and what is drawn early is missing later on.
+    The pacing function opens a share of the examples: the easiest ones, including all
+    ties. A batch is drawn at random from the open examples that have not been in this
+    epoch yet. If these cannot fill a batch of any bucket, the easiest closed examples
+    complete the batch whose hardest example is the least difficult. So an epoch still
+    has every example once, and easy examples drawn early are used up later in it.
 
-    With `replacement=True` every step draws from all that is open, whatever was
-    drawn before: easy examples come again and again, and an epoch is only a number of
-    steps.
+    With `replacement=True` every step draws from all open examples, including those
+    that were drawn before. Easy examples then repeat often, and an epoch is merely a
+    number of steps.
 
     Example:
       >>> from jaxbucket import BatchSchedule, Bucket, BucketPlan
@@ -46,16 +46,16 @@ class Curriculum(Order):
       [0, 5]
 
     Args:
-      difficulty: `[N]` finite numbers, one for each example, or a `DifficultyIndex`. It
-        is referred to and not copied: do not change the array afterwards.
-      pacing: epochs done -> share that is open, from 0 to 1; by default
-        `LinearPacing()`. It may fall, for example in cycles. A schedule that was made
-        by `continue_with` counts its own epochs.
-      replacement: see above.
+      difficulty: `[N]` finite numbers, one per example, or a `DifficultyIndex`. The
+        array is not copied, so do not modify it afterwards.
+      pacing: a function from the number of completed epochs to the share of examples
+        that is open, from 0 to 1; by default `LinearPacing()`. The share may fall, for
+        example in cycles. A schedule created by `continue_with` counts its own epochs.
+      replacement: whether every step draws from all open examples, as described above.
 
     Raises:
-      ValueError: if `difficulty` is empty, not `[N]` or not finite, or `pacing` is no
-        function.
+      ValueError: if `difficulty` is empty, not `[N]` or not finite, or if `pacing` is
+        not callable.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Curriculum(Order):
         )
 
     def __str__(self) -> str:
-        """A name that tells it from others, by what it does."""
+        """Returns a name that identifies the difficulties and the options."""
         kind = "curriculum with replacement" if self.replacement else "curriculum"
         return f"{kind} {self._fingerprint[:16]}"
 
@@ -87,12 +87,12 @@ class Curriculum(Order):
         if len(self.difficulty) != num_examples:
             raise ValueError(
                 f"`difficulty` has {len(self.difficulty)} entries for {num_examples} "
-                "lengths. Give one for each example."
+                "lengths. Pass one difficulty for each example."
             )
         if is_packed:
             raise ValueError(
-                "`order` is a `Curriculum`, which ranks examples, and `packing` puts "
-                "easy ones and hard ones into one row. Leave out either."
+                "`order` is a `Curriculum`, which ranks single examples, but `packing` "
+                "puts several examples into a row. Remove one of the two."
             )
 
     def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
@@ -103,55 +103,56 @@ class Curriculum(Order):
             return PacedOrder(self.difficulty, pace, rows, seed, opening)
         if opening is not None:
             raise ValueError(
-                "`opening` plans the beginning of an epoch that has every example "
-                "once, which one with `replacement=True` has not. Leave out either."
+                "`opening` requires `replacement=False`, because it rearranges the "
+                "batches of an epoch that has every example once. Remove one of the "
+                "two."
             )
         return EasyDraws(self.difficulty, pace, rows, seed)
 
     def in_order(self, is_kept: np.ndarray | None) -> np.ndarray:
-        """Returns the difficulties of all examples, or of `[N]` kept ones, sorted."""
+        """Returns the sorted difficulties of the kept examples, all if None."""
         difficulty = self.difficulty
         if self._index is None or self._index.sorted_by != "all":
             return np.sort(difficulty if is_kept is None else difficulty[is_kept])
-        # The index has sorted them already.
+        # The index already holds the sorted order.
         examples = self._index.examples
         return difficulty[examples if is_kept is None else examples[is_kept[examples]]]
 
     @functools.cached_property
     def _fingerprint(self) -> str:
         pacing = "\n".join(pacing_name(self.pacing))
-        return digest(_same_bytes(self.difficulty), pacing.encode())
+        return digest(_canonical_bytes(self.difficulty), pacing.encode())
 
 
 def _check_difficulty(difficulty: ArrayLike | DifficultyIndex) -> np.ndarray:
     if isinstance(difficulty, DifficultyIndex):
-        # Of examples that are not in the order of all, their place is what counts.
-        is_by_all = difficulty.sorted_by == "all"
-        return difficulty.difficulty if is_by_all else difficulty.ranks()
+        # Without a global order, the place in the index defines the difficulty.
+        is_global = difficulty.sorted_by == "all"
+        return difficulty.difficulty if is_global else difficulty.ranks()
     try:
         array = np.asarray(difficulty)
     except ValueError:
         raise ValueError(
-            "`difficulty` is ragged: give one number for each example, [N]."
+            "`difficulty` is ragged. Pass one number for each example, [N]."
         ) from None
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iuf":
         raise ValueError(
-            f"`difficulty` is {array.dtype}{list(array.shape)}: give one number for "
+            f"`difficulty` is {array.dtype}{list(array.shape)}. Pass one number for "
             "each example, [N]."
         )
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         bad = int(np.argmin(np.isfinite(array)))
         raise ValueError(
-            f"`difficulty[{bad}]={array[bad]}` is not finite. Give the example a "
-            "number, or leave it out."
+            f"`difficulty[{bad}]={array[bad]}` is not finite. Pass a finite number or "
+            "leave the example out."
         )
     return array
 
 
-def _same_bytes(difficulty: np.ndarray) -> bytes | memoryview:
-    """The numbers, whatever their dtype."""
+def _canonical_bytes(difficulty: np.ndarray) -> bytes | memoryview:
+    """Returns bytes that depend on the values but not on their dtype."""
     as_floats = np.ascontiguousarray(difficulty, "<f8")
-    if difficulty.dtype.kind != "f" and np.any(abs(as_floats) >= _EXACT):
-        # Not all of these are floats.
+    if difficulty.dtype.kind != "f" and np.any(abs(as_floats) >= _MAX_EXACT_FLOAT):
+        # Some of these integers have no exact float.
         return "\n".join(map(str, difficulty.tolist())).encode()
     return as_floats.data

@@ -1,8 +1,8 @@
-"""Examples from the easiest to the hardest, in files that are mapped into memory.
+"""Difficulty indexes: examples from easiest to hardest, in memory-mapped files.
 
-An index is a folder: the difficulties in the order of the source, the examples in the
-order of their difficulty, and a few words about both. A folder that is there is whole,
-for it is named last of all.
+An index is a folder with three files: the difficulties in source order, the examples
+sorted by difficulty, and metadata in JSON. A writer renames the folder to its final
+name as the last step, so a folder with that name is always complete.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ SortedBy: TypeAlias = Literal["all", "process"]
 DTYPES = ("<i4", "<i8", "<f4", "<f8")
 DIFFICULTY, EXAMPLES, WORDS = "difficulty.npy", "examples.npy", "index.json"
 VERSION = 1
-# Examples that are looked at together.
-_PART = 1 << 20
+# Examples that are processed at a time.
+_CHUNK = 1 << 20
 
 
 class DifficultyIndex:
-    """An index that `write_difficulty_index` has written.
+    """A sorted index of difficulties, written by `write_difficulty_index`.
 
-    A `Curriculum` takes it in place of difficulties. Views of the order are slices of a
-    mapped file: nothing is read before it is asked for.
+    A `Curriculum` accepts it in place of difficulties. Views of the order are slices of
+    a memory-mapped file, so data is read only when it is used.
 
     Args:
-      folder: of the index.
+      folder: the folder of the index.
 
     Attributes:
-      difficulty: `[N]`, in the order of the source.
-      examples: `[N]` int32, or int64 for 2**31 and more, the easiest first; of equal
-        difficulty in the order of the source.
-      words: what else is said of it.
+      difficulty: `[N]` numbers, in source order.
+      examples: `[N]` int32, or int64 for 2**31 examples or more: the examples from
+        easiest to hardest, with ties in source order.
+      words: the metadata of the index.
 
     Raises:
-      ValueError: if there is no index, or one that is cut or foreign.
+      ValueError: if there is no index in the folder, or its files are truncated or have
+        an unknown format.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -60,36 +61,44 @@ class DifficultyIndex:
 
     @property
     def sorted_by(self) -> SortedBy:
-        """ "all", or "process": each process's examples alone, taken in turn."""
+        """The scope of the order, "all" or "process".
+
+        With "process", every process has sorted its own examples, and the order takes
+        one example of each process in turn.
+        """
         return self.words.sorted_by
 
     def _mapped(self, name: str, dtype: str, size: int) -> np.ndarray:
         path = self._folder / name
         try:
             array = np.lib.format.open_memmap(path, mode="r")
-        # A header that is damaged fails in many ways.
+        # A damaged header can raise many types of errors.
         except Exception as error:
             raise ValueError(f"{path} cannot be read: {error}. {_REMEDY}") from None
         if array.shape != (size,) or array.dtype != np.dtype(dtype):
             raise ValueError(
-                f"{path} is {array.dtype}{list(array.shape)}, and not the {dtype} of "
-                f"{size} examples. {_REMEDY}"
+                f"{path} holds {array.dtype}{list(array.shape)}, but the index expects "
+                f"{dtype} for {size} examples. {_REMEDY}"
             )
         return np.asarray(array)
 
     def percentiles(self, low: float, high: float) -> np.ndarray:
         """Returns the examples between two percentiles, `[n]`, the easiest first.
 
-        Those of (0, 25) and (25, 100) are all examples, each once: a percentile is cut
-        at the nearest example.
+        Percentiles are rounded to the nearest example. So adjacent ranges, such as
+        (0, 25) and (25, 100), together have every example once.
+
+        Args:
+          low: the lower percentile, from 0 to 100.
+          high: the upper percentile, from `low` to 100.
 
         Raises:
           ValueError: unless `0 <= low <= high <= 100`.
         """
         if not 0 <= low <= high <= 100:
             raise ValueError(
-                f"`low={low}`, `high={high}`: percentiles are from 0 to 100, the lower "
-                "one first."
+                f"`low={low}` and `high={high}` must be percentiles from 0 to 100, and "
+                "`low` must not exceed `high`."
             )
         first, last = (round(len(self) * x / 100) for x in (low, high))
         return self.examples[first:last]
@@ -97,17 +106,23 @@ class DifficultyIndex:
     def between(self, low: float, high: float) -> np.ndarray:
         """Returns the examples with `low <= difficulty < high`, `[n]`, in order.
 
+        Args:
+          low: the smallest difficulty to include.
+          high: the smallest difficulty to exclude.
+
         Raises:
-          ValueError: if the order is not that of all examples, or for NaN.
+          ValueError: if `sorted_by` is not "all", or a bound is NaN.
         """
         if low != low or high != high:
-            raise ValueError(f"`low={low}`, `high={high}`: NaN is no bound.")
+            raise ValueError(
+                f"`low={low}` and `high={high}` must not be NaN. Pass numbers."
+            )
         if self.sorted_by != "all":
             raise ValueError(
-                "`sorted_by='process'` has no order of all difficulties: take "
-                "`percentiles`, or write an index with `sorted_by='all'`."
+                "`between` requires an index with `sorted_by='all'`, and this one has "
+                "`sorted_by='process'`. Use `percentiles`, or write a new index."
             )
-        # As Python's numbers, which are compared exactly.
+        # Python numbers compare exactly.
         ends = (np.asarray(x).item() for x in (low, high))
         first, last = (self._count_below(x) for x in ends)
         return self.examples[first : max(first, last)]
@@ -119,61 +134,71 @@ class DifficultyIndex:
         )
 
     def ranks(self) -> np.ndarray:
-        """Returns the place of each example in the order, `[N]`."""
+        """Returns the place of each example in the order, `[N]` integers."""
         ranks = np.empty_like(self.examples)
         ranks[self.examples] = np.arange(len(self), dtype=ranks.dtype)
         return ranks
 
     def check(self) -> None:
-        """Reads all of it.
+        """Reads the whole index and verifies it.
 
         Raises:
-          ValueError: if the files are not as they were written.
+          ValueError: if a file has changed since it was written.
         """
         inside = (self.examples >= 0) & (self.examples < len(self))
         counts = np.bincount(self.examples[inside], minlength=len(self))
         if np.any(counts != 1):
             raise ValueError(
-                f"{self._folder / EXAMPLES} does not have every example once. {_REMEDY}"
+                f"{self._folder / EXAMPLES} does not contain every example once. "
+                f"{_REMEDY}"
             )
         total = share_sum(self.difficulty, 0)
         if difficulty_digest(total, len(self)) != self.words.digest:
             raise ValueError(
-                f"{self._folder / DIFFICULTY} is not what was written. {_REMEDY}"
+                f"{self._folder / DIFFICULTY} has changed since it was written. "
+                f"{_REMEDY}"
             )
         keys, examples = self.difficulty[self.examples], self.examples
         falls = keys[1:] < keys[:-1]
         falls |= (keys[1:] == keys[:-1]) & (examples[1:] < examples[:-1])
         if self.sorted_by == "all" and falls.any():
-            raise ValueError(f"{self._folder / EXAMPLES} is not in order. {_REMEDY}")
+            raise ValueError(f"{self._folder / EXAMPLES} is not sorted. {_REMEDY}")
 
 
-_REMEDY = "Delete the folder, and write the index again."
+_REMEDY = "Delete the folder and write the index again."
 
 
 def index_dtype(size: int) -> np.dtype:
-    """What examples of a source of this size are kept as."""
+    """Returns the dtype in which the examples of a source of this size are stored."""
     return np.dtype("<i4" if size < 2**31 else "<i8")
 
 
 def share_sum(difficulty: np.ndarray, first: int) -> int:
-    """Returns a number for difficulties from an example on, to be added to others'.
+    """Returns the checksum of a share of the difficulties.
 
-    However examples are divided, the sum is the same.
+    The sum of the checksums of all shares, modulo 2**64, is the same however the
+    examples are divided into shares.
+
+    Args:
+      difficulty: `[n]` numbers.
+      first: the index of the first example of the share.
     """
     total = np.uint64(0)
-    for start in range(0, len(difficulty), _PART):
-        part = difficulty[start : start + _PART]
+    for start in range(0, len(difficulty), _CHUNK):
+        part = difficulty[start : start + _CHUNK]
         index = np.arange(first + start, first + start + len(part), dtype=np.uint64)
-        # Of the same size whatever the dtype, and no two integers the same.
+        # 64 bits for every dtype, and different bits for different integers.
         kind = "<f8" if part.dtype.kind == "f" else "<i8"
         bits = np.ascontiguousarray(part, kind).view(np.uint64)
-        total += _mixed(bits ^ _mixed(index)).sum(dtype=np.uint64)
+        total += _mix(bits ^ _mix(index)).sum(dtype=np.uint64)
     return int(total)
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014."""
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Returns the SplitMix64 hash of 64-bit integers.
+
+    See Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -181,20 +206,20 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def difficulty_digest(total: int, size: int) -> str:
-    """Returns the name of all difficulties, of the sum of all shares."""
+    """Returns the digest of all difficulties from the sum of their checksums."""
     return digest(f"{total % 2**64} {size}".encode())
 
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """What is said of an index.
+    """The metadata of an index.
 
     Attributes:
-      size: how many examples it has.
-      dtype: of their difficulties.
-      sorted_by: by whom.
-      shares: how many each process had, where that makes a difference.
-      digest: of the difficulties.
+      size: the number of examples.
+      dtype: the dtype of the difficulties.
+      sorted_by: the scope of the order, "all" or "process".
+      shares: the number of examples of each process, if the order depends on it.
+      digest: the digest of the difficulties.
     """
 
     size: int
@@ -208,10 +233,10 @@ class Words:
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> Words:
-        """Returns what a folder says.
+        """Returns the metadata in a folder.
 
         Raises:
-          ValueError: if it says nothing, or nothing that is known.
+          ValueError: if the folder has no metadata, or metadata of an unknown format.
         """
         path = folder / WORDS
         try:
@@ -221,13 +246,16 @@ class Words:
                 words = cls(**fields)
                 if words.dtype in DTYPES and words.sorted_by in get_args(SortedBy):
                     return words
-                raise ValueError(f"it speaks of {words.dtype}, {words.sorted_by}")
+                raise ValueError(
+                    f"`dtype={words.dtype!r}` or `sorted_by={words.sorted_by!r}` is "
+                    "unknown"
+                )
         except FileNotFoundError:
             raise ValueError(
-                f"{folder} is no index: {WORDS} is not there. Write one by "
-                "`write_difficulty_index`."
+                f"{folder} is not a difficulty index, because it has no {WORDS}. Write "
+                "one with `write_difficulty_index`."
             ) from None
-        # So do words.
+        # Damaged JSON can raise many types of errors.
         except Exception as error:
             raise ValueError(f"{path} cannot be read: {error!r}. {_REMEDY}") from None
-        raise ValueError(f"{path} is of version {version}, not {VERSION}. {_REMEDY}")
+        raise ValueError(f"{path} has version {version}, not {VERSION}. {_REMEDY}")

@@ -1,8 +1,8 @@
-"""The rows of an epoch: what fills each batch of each bucket.
+"""The rows of an epoch: which examples fill each batch of each bucket.
 
-Rows are numbered within a bucket, all its batches end to end, and batches over all
-buckets, those of the first bucket first. How many there are is the same in every
-epoch; which example is in a row may differ.
+Rows are numbered within a bucket, through all of its batches. Batches are numbered over
+all buckets, starting with those of the first bucket. The numbers of rows and batches
+are the same in every epoch; the example in a row may differ.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ from jaxbucket.base.permutation import fold, permute
 from jaxbucket.plan.remainder import Remainder, flow_remainders
 from jaxbucket.schedule.grouping import Within, examples_by_bucket
 
-# (bucket, `[n]` rows, how many there are) -> `[n]` slots, a permutation of them.
+# (bucket, `[n]` rows, number of slots) -> `[n]` slots, by a permutation of all slots.
 Slots: TypeAlias = Callable[[int, np.ndarray, int], np.ndarray]
 
 
 def shuffled_slots(seed: int, epoch: int) -> Slots:
-    """Returns the slots of an epoch that is drawn anew."""
+    """Returns the function from rows to slots of one shuffled epoch."""
     return lambda bucket, row, size: permute(row, size, fold(seed, epoch, bucket))
 
 
 class EpochRows:
-    """Which examples are in which rows.
+    """Maps rows to examples.
 
-    A bucket has a slot for each of its own examples, and behind them one for each row
-    that the bucket below hands on. Rows are slots, in order or permuted.
+    A bucket has a slot for each of its own examples, followed by a slot for each row
+    that the next shorter bucket carries up. Each row takes one slot, either in order or
+    by a permutation.
 
     Args:
       plan: the buckets.
-      lengths: `[N]` integers that the plan takes.
-      remainder: what becomes of examples that fill no batch.
+      lengths: `[N]` integers that the plan accepts.
+      remainder: the policy for examples that do not fill a batch.
       within: how the examples of a bucket are sorted.
-      group: how many batches of one bucket belong together, and count as one here.
+      group: the number of batches of a bucket that are treated as one batch here.
 
     Attributes:
-      plan: the same.
-      sizes: `[K]` int64, rows of a full batch.
-      flow: how many rows and batches every bucket has.
-      num_batches: batches of one epoch.
+      plan: the buckets.
+      sizes: `[K]` int64, the rows of a full batch of each bucket.
+      flow: the number of rows and batches of each bucket.
+      num_batches: the number of batches in one epoch.
 
     Raises:
-      ValueError: if no example is left, or an unknown remainder.
+      ValueError: if no example is left, or `remainder` is unknown.
     """
 
     def __init__(
@@ -71,29 +72,30 @@ class EpochRows:
     def _check_not_empty(self) -> None:
         if not self.flow.counts.any():
             raise ValueError(
-                "`overlong='drop'` leaves out every example: all are longer than "
-                f"`seq_len={self.plan.max_seq_len}`. Plan with a larger `max_seq_len`."
+                "`overlong='drop'` leaves out every example, because all are longer "
+                f"than `seq_len={self.plan.max_seq_len}`. Plan with a larger "
+                "`max_seq_len`."
             )
         if not self.num_batches:
             raise ValueError(
-                "`remainder='drop'` leaves out every example: none of the buckets "
-                f"{', '.join(map(str, self.plan.buckets))} is filled once. Keep "
-                "remainders, or plan with a smaller `max_tokens`."
+                "`remainder='drop'` leaves out every example, because none of the "
+                f"buckets {', '.join(map(str, self.plan.buckets))} has a full batch. "
+                "Keep remainders, or plan with a smaller `max_tokens`."
             )
 
     def bucket_of(self, batch: int | np.ndarray) -> np.ndarray:
-        """Returns the bucket of each batch, as an index into the plan's."""
+        """Returns the index of the bucket of each batch."""
         return np.searchsorted(self._first_batch, batch, side="right") - 1
 
-    def of_batch(self, batch: int) -> tuple[int, np.ndarray]:
-        """Returns a batch's bucket, and the numbers of the rows that are filled."""
+    def batch_rows(self, batch: int) -> tuple[int, np.ndarray]:
+        """Returns the bucket of a batch, and the numbers of its non-empty rows."""
         bucket = int(self.bucket_of(batch))
         first = (batch - int(self._first_batch[bucket])) * int(self.sizes[bucket])
         last = min(first + int(self.sizes[bucket]), int(self.flow.rows[bucket]))
         return bucket, np.arange(first, last)
 
     def bucket_examples(self, bucket: int) -> np.ndarray:
-        """Returns the examples whose shortest bucket this is, as they are sorted."""
+        """Returns the sorted examples whose shortest bucket this is."""
         first = int(self._offsets[bucket])
         return self._examples[first : first + int(self.flow.counts[bucket])]
 
@@ -113,7 +115,7 @@ class EpochRows:
             examples[missing[here]] = self._examples[places]
             if here.all():
                 return examples
-            # Slots beyond the bucket's own are the rows that the one below left over.
+            # The other slots are rows that the next shorter bucket has carried up.
             bucket -= 1
             missing = missing[~here]
             row = slot[~here] - count + int(self.flow.rows[bucket])

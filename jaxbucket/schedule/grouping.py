@@ -1,7 +1,7 @@
-"""Examples by bucket, sorted without a copy of the lengths: a counting sort in chunks.
+"""Sorts examples by bucket without copying the lengths, by a chunked counting sort.
 
-It needs 4 bytes per example for what it returns, and little beside, so that a hundred
-million examples are a matter of seconds and of less than half a gigabyte.
+The result takes 4 bytes per example, and temporary memory is small. A hundred million
+examples take a few seconds and less than half a gigabyte.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DROPPED = -1
 def examples_by_bucket(
     plan: BucketPlan, lengths: np.ndarray, within: Within | ArrayLike = "source"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns all examples that the plan keeps, those of the first bucket first.
+    """Returns all examples that the plan keeps, sorted by bucket.
 
     Example:
       >>> from jaxbucket import Bucket
@@ -35,12 +35,14 @@ def examples_by_bucket(
 
     Args:
       plan: the buckets.
-      lengths: `[N]` integers, that the plan takes.
-      within: how those of one bucket are sorted: as in the source, by length, or by
-        any `[N]` array, the least first. Equal ones stay as in the source.
+      lengths: `[N]` integers that the plan accepts.
+      within: how the examples of a bucket are sorted: in "source" order, "ascending" or
+        "descending" by length, or ascending by an `[N]` array. Ties stay in source
+        order.
 
     Returns:
-      `[N']` uint32 examples (wider only beyond 2**32 of them), `[K]` int64 counts.
+      `[N']` uint32 examples (int64 for more than 2**32 lengths), and `[K]` int64
+      numbers of examples per bucket.
     """
     if isinstance(within, str) and within != "source":
         distinct, rank, bucket = _length_ranks(plan, lengths, within)
@@ -61,7 +63,7 @@ def examples_by_bucket(
 def _length_ranks(
     plan: BucketPlan, lengths: np.ndarray, within: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`[M]` distinct lengths, `[M]` their ranks or -1, the bucket of each rank."""
+    """Returns `[M]` distinct lengths, `[M]` ranks or -1, and the bucket of a rank."""
     distinct = np.empty(0, lengths.dtype)
     for part in _chunks(lengths):
         distinct = np.union1d(distinct, part)
@@ -77,18 +79,19 @@ def _length_ranks(
 def _counting_sort(
     lengths: np.ndarray, keys_of: Callable[[np.ndarray], np.ndarray], num_keys: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Examples sorted by key, stably; how many have each key. Keys of -1 are left out.
+    """Returns examples in a stable sort by key, and the number of examples per key.
 
-    The keys are computed twice: they are cheap, and keeping them takes 2 bytes each.
+    Examples with the key -1 are left out. The keys are computed twice, because storing
+    them would take 2 bytes per example.
     """
     sizes = np.zeros(num_keys + 1, np.int64)
     for part in _chunks(lengths):
         sizes += np.bincount(keys_of(part) + 1, minlength=num_keys + 1)
-    # Where the next example of each key goes; those of the key -1 stand in front.
+    # Where the next example of each key goes. Examples with the key -1 come first.
     cursor = np.cumsum(sizes) - sizes
     dtype = np.uint32 if len(lengths) <= 2**32 else np.int64
     examples = np.empty(int(sizes.sum()), dtype)
-    # numpy sorts integers of up to 16 bits by radix: one pass, however many keys.
+    # numpy uses a radix sort, which is linear, for integers of up to 16 bits.
     narrow = np.uint16 if num_keys < 2**16 else np.uint32
     for index, part in enumerate(_chunks(lengths)):
         keys = (keys_of(part) + 1).astype(narrow)

@@ -1,4 +1,4 @@
-"""Several datasets by weight, each of them with epochs of its own."""
+"""Mixtures of several schedules by weight, each with its own epochs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _MAX_ERROR = 0.05
 
 
 class Mixture(Schedule):
-    """Steps of several schedules, each as often as its weight says.
+    """A schedule that takes its steps from several schedules, in proportion to weights.
 
-    A batch is of one component. Its steps are those of its own schedule, one after the
-    other: every example once in each of its epochs, in its own order. Which component
-    a step takes is fixed: after any number of steps each has had its share to within
-    one step, and so over any window of steps to within two.
+    Every batch comes from one component. A component takes the steps of its own
+    schedule one after the other, so it keeps its own order, and each of its own epochs
+    has every example once. The sequence of components is fixed: after any number of
+    steps, each has had its share to within one step. Hence its share of any window of
+    steps is right to within two steps.
 
     Example:
       >>> from jaxbucket import Bucket, BucketPlan
@@ -39,23 +40,25 @@ class Mixture(Schedule):
       >>> [int(mixture[step].rows[0]) for step in range(9)]
       [0, 6, 1, 2, 7, 3, 4, 6, 5]
 
-    Rows count through all components: those of the second one begin where the first
-    one ends, as in `concatenate(sources)`.
+    Rows are numbered over all components: the rows of the second component start where
+    the first one ends, as in `concatenate(sources)`.
 
     Attributes:
-      schedules: the components, of one plan.
-      weights: a positive number for each. Shares that are not in proportion of small
-        integers are rounded to parts of 2**16 of all steps, and it is these that are
-        held; what that would change by more than 5% is refused.
-      by: what is in proportion to them in the long run: "steps", real "tokens" or
-        "examples". Batches with the same budget make steps and tokens nearly the same.
-      accumulate: micro-batches of a step. If the components have them, those are taken
-        whole; if not, a step has so many of the mixture's, one after another.
+      schedules: the components, which must share one plan.
+      weights: a positive number for each component. Weights whose exact ratio would
+        take a period of more than 2**16 turns are rounded to multiples of 2**-16 of
+        all turns. A weight that rounding would change by more than 5% is refused.
+      by: the quantity that is proportional to the weights in the long run: "steps",
+        real "tokens" or "examples". If all batches have about the same token budget,
+        "steps" and "tokens" are nearly the same.
+      accumulate: the number of micro-batches in a step. If the components already
+        accumulate, their steps are taken as they are. Otherwise a step consists of
+        `accumulate` consecutive batches of the mixture.
 
     Raises:
-      ValueError: if the components are no `BatchSchedule`s, or have other plans or
-        micro-batches; for weights that are not positive and finite, or too small; or
-        `by` other than steps where a component draws with replacement.
+      ValueError: if a component is not a `BatchSchedule`; if the components differ in
+        their plan or in `accumulate`; if a weight is not positive and finite, or is too
+        small; if `by` is not "steps" and a component draws with replacement.
     """
 
     def __init__(
@@ -84,52 +87,52 @@ class Mixture(Schedule):
         if not self.schedules or len(self.schedules) != len(self.weights):
             raise ValueError(
                 f"`weights` has {len(self.weights)} entries for {len(self.schedules)} "
-                "schedules. Give one for each, and at least one."
+                "schedules. Pass at least one schedule, and one weight for each."
             )
         for index, schedule in enumerate(self.schedules):
             if not isinstance(schedule, BatchSchedule):
                 raise ValueError(
                     f"`schedules[{index}]` is a {type(schedule).__name__}, not a "
-                    "`BatchSchedule`. Mix the components of a mixture directly."
+                    "`BatchSchedule`. Instead of a mixture, pass its components."
                 )
         for index, weight in enumerate(self.weights):
             if not 0 < weight < math.inf:
                 raise ValueError(
                     f"`weights[{index}]={weight}` must be positive and finite. Leave "
-                    "the component out if it has no share."
+                    "out components that have no share."
                 )
         if any(x.capacities for x in self.schedules):
             raise ValueError(
-                "`schedules` are of examples with several sequences, which are not "
-                "mixed: concatenate the sources and pack all of their lengths."
+                "`schedules` have examples with several sequences, which cannot be "
+                "mixed. Concatenate the sources and pack all of their lengths together."
             )
         if len({x.plan.fingerprint for x in self.schedules}) > 1:
             raise ValueError(
-                "`schedules` have different plans. Plan once, for the lengths of all "
-                "components together, and give every schedule this plan."
+                "`schedules` have different plans. Plan once for the lengths of all "
+                "components together, and pass this plan to every schedule."
             )
         if len({x.packing is None for x in self.schedules}) > 1:
             raise ValueError(
-                "`schedules` have packed rows, and rows of one example: pack all of "
-                "them, or none."
+                "`schedules` have both packed rows and rows of one example. Pack all "
+                "components or none."
             )
 
     def _group(self, accumulate: int) -> int:
-        """Sets `accumulate`, and returns how many turns a step has."""
+        """Sets `accumulate` and returns the number of turns in a step."""
         numbers = sorted({schedule.accumulate for schedule in self.schedules})
         if len(numbers) > 1 or (numbers[0] > 1 and accumulate > 1):
             raise ValueError(
                 f"`schedules` have `accumulate` of {numbers}, and the mixture has "
-                f"{accumulate}. Let either the mixture accumulate, or all components "
-                "alike."
+                f"{accumulate}. Set `accumulate` for the mixture alone, or the same "
+                "number for every component alone."
             )
         self.accumulate = max(numbers[0], accumulate)
         return accumulate
 
     def _share(self, index: int) -> Fraction:
-        """What a component has of all turns, up to a common factor."""
+        """Returns the share of a component in all turns, up to a common factor."""
         schedule = self.schedules[index]
-        # As it was written: 7/10 for 0.7.
+        # The decimal that the user wrote, 7/10 for 0.7, gives a short period.
         weight = Fraction(repr(self.weights[index]))
         if self.by == "steps":
             return weight
@@ -141,7 +144,7 @@ class Mixture(Schedule):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps until every component has been through its own epoch."""
+        """The number of steps until every component has completed its own epoch."""
         turns = max(
             self._turns.until(index, len(schedule))
             for index, schedule in enumerate(self.schedules)
@@ -152,24 +155,29 @@ class Mixture(Schedule):
         return f"Mixture({self.schedules}, weights={self.weights}, by={self.by!r})"
 
     def component_at(self, step: int) -> int:
-        """Returns which component a step takes, the first one if it accumulates.
+        """Returns the index of the component that a step comes from.
+
+        If a step has batches of several components, returns that of the first batch.
+
+        Args:
+          step: the step, counted over all epochs.
 
         Raises:
-          IndexError: if `step` is negative, or before `first_step`.
+          IndexError: if `step` is negative or before `first_step`.
         """
-        turn = (self._checked(step) - self.first_step) * self._turns_per_step
+        turn = (self._check_step(step) - self.first_step) * self._turns_per_step
         return self._turns.at(turn)[0]
 
     def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
         return tuple(
-            BatchIndices(x.bucket, self._shifted(x.rows, self._starts[index]))
+            BatchIndices(x.bucket, self._shift_rows(x.rows, self._starts[index]))
             for index, component_step in self._components(step)
             for x in self.schedules[index]._micro_batches(component_step)
         )
 
     def _draws(self, step: int) -> tuple[BatchDraws, ...]:
-        # By seeds and epochs of the components; rows count through all of them, so
-        # that no two share an index.
+        # Seeds and epochs are those of the components. Draws still differ between
+        # components, because rows are numbered over all of them.
         return tuple(
             x
             for index, component_step in self._components(step)
@@ -177,17 +185,17 @@ class Mixture(Schedule):
         )
 
     def _components(self, step: int) -> list[tuple[int, int]]:
-        """Whose turns a step has, and which of their own steps these are."""
+        """Returns (component, step of the component) for each turn of a step."""
         first = step * self._turns_per_step
         return [self._turns.at(first + i) for i in range(self._turns_per_step)]
 
-    def _shifted(self, rows: np.ndarray, start: int) -> np.ndarray:
-        """Rows as they count through all components; packed ones as wide as any."""
+    def _shift_rows(self, rows: np.ndarray, start: int) -> np.ndarray:
+        """Returns rows numbered over all components, padded to `max_segments`."""
         rows = np.where(rows < 0, EMPTY_ROW, rows + start)
         if self.max_segments is None:
             return rows
-        more = self.max_segments - rows.shape[1]
-        return np.pad(rows, ((0, 0), (0, more)), constant_values=EMPTY_ROW)
+        missing = self.max_segments - rows.shape[1]
+        return np.pad(rows, ((0, 0), (0, missing)), constant_values=EMPTY_ROW)
 
     def config(self) -> dict[str, Any]:
         return {
@@ -208,16 +216,17 @@ def _to_float(index: int, weight: Any) -> float:
     try:
         return float(weight)
     except (TypeError, ValueError):
-        raise ValueError(f"`weights[{index}]={weight!r}` is no number.") from None
+        raise ValueError(
+            f"`weights[{index}]={weight!r}` is not a number. Pass a positive one."
+        ) from None
 
 
 class Turns:
-    """Whose turn it is, in proportion to shares, as evenly as can be.
+    """A periodic sequence of turns, spread as evenly as the shares allow.
 
-    After any number of turns each has had its share to within
-    `1 - 1 / (2 * n - 2)` of a turn, where n is their number (Tijdeman, "The chairman
-    assignment problem", Discrete Mathematics 1980). They repeat after a period, and
-    that is all that is kept.
+    After any number of turns each of the n members has had its share to within
+    `1 - 1 / (2 * n - 2)` of a turn (Tijdeman, "The chairman assignment problem",
+    Discrete Mathematics 1980). Only one period of the sequence is stored.
 
     Example:
       >>> turns = Turns([Fraction(2), Fraction(1), Fraction(1)])
@@ -225,11 +234,12 @@ class Turns:
       [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2)]
 
     Args:
-      shares: positive; rounded to parts of 2**16 unless so many make them exact.
+      shares: `[n]` positive numbers. They are rounded to multiples of 2**-16 of their
+        sum if an exact period would be longer than 2**16 turns.
 
     Attributes:
-      parts: `[n]` int64, how many turns of a period each has.
-      period: the sum of these.
+      parts: `[n]` int64, the turns of each member in a period.
+      period: the sum of `parts`.
 
     Raises:
       ValueError: if rounding changes a share by more than 5%.
@@ -238,29 +248,30 @@ class Turns:
     def __init__(self, shares: Sequence[Fraction]):
         self.parts = _parts(shares)
         self.period = int(self.parts.sum())
-        who = _chairmen(self.parts)
-        self._who = who.astype(np.uint16)
-        # Stably, so that each one's turns stay in order.
-        turns = np.argsort(who, kind="stable")
-        self._of_each = np.split(turns, np.cumsum(self.parts)[:-1])
-        self._before = np.empty(self.period, np.int64)
-        for of_one in self._of_each:
-            self._before[of_one] = np.arange(len(of_one))
+        members = _assign_turns(self.parts)
+        self._members = members.astype(np.uint16)
+        # A stable sort keeps the turns of each member in order.
+        turns = np.argsort(members, kind="stable")
+        self._turns_by_member = np.split(turns, np.cumsum(self.parts)[:-1])
+        self._turns_before = np.empty(self.period, np.int64)
+        for member_turns in self._turns_by_member:
+            self._turns_before[member_turns] = np.arange(len(member_turns))
 
     def at(self, turn: int) -> tuple[int, int]:
-        """Returns whose turn it is, and how many it has had before."""
+        """Returns the member of a turn, and the number of its earlier turns."""
         periods, turn = divmod(turn, self.period)
-        who = int(self._who[turn])
-        return who, periods * int(self.parts[who]) + int(self._before[turn])
+        member = int(self._members[turn])
+        before = int(self._turns_before[turn])
+        return member, periods * int(self.parts[member]) + before
 
-    def until(self, who: int, count: int) -> int:
-        """Returns how many turns there are until one has had so many, 1 at least."""
-        periods, last = divmod(count - 1, int(self.parts[who]))
-        return periods * self.period + int(self._of_each[who][last]) + 1
+    def until(self, member: int, count: int) -> int:
+        """Returns the number of turns after which a member has had `count` >= 1."""
+        periods, last = divmod(count - 1, int(self.parts[member]))
+        return periods * self.period + int(self._turns_by_member[member][last]) + 1
 
 
 def _parts(shares: Sequence[Fraction]) -> np.ndarray:
-    """The shares as whole numbers, `[n]`, that have no common factor if exact."""
+    """Returns `[n]` integers proportional to the shares, rounded if necessary."""
     common = math.lcm(*(share.denominator for share in shares))
     whole = [int(share * common) for share in shares]
     whole = [number // math.gcd(*whole) for number in whole]
@@ -272,23 +283,24 @@ def _parts(shares: Sequence[Fraction]) -> np.ndarray:
         if abs(round(share) - share) > _MAX_ERROR * share:
             raise ValueError(
                 f"`weights`: component {index} has {share:.3g} of {_MAX_PERIOD} steps, "
-                f"which cannot be rounded to within {_MAX_ERROR:.0%}. Give it more, "
-                "leave it out, or choose weights that are in proportion of small "
-                "integers."
+                f"which cannot be rounded to within {_MAX_ERROR:.0%}. Raise its "
+                "weight, leave the component out, or choose weights whose ratios are "
+                "ratios of small integers."
             )
     return np.array([round(share) for share in exact])
 
 
-def _chairmen(parts: np.ndarray) -> np.ndarray:
-    """Tijdeman's algorithm, for one period: `[period]`, whose turn it is."""
-    period, most = int(parts.sum()), max(2 * len(parts) - 2, 1)
-    who = np.zeros(period, np.int64)
-    # How far each is behind what it is due, in parts of a period.
-    due = np.zeros(len(parts), np.int64)
+def _assign_turns(parts: np.ndarray) -> np.ndarray:
+    """Returns the member of each turn of one period, by Tijdeman's algorithm."""
+    period, scale = int(parts.sum()), max(2 * len(parts) - 2, 1)
+    members = np.zeros(period, np.int64)
+    # How much each member has had too little so far, in units of 1 / period turns.
+    deficit = np.zeros(len(parts), np.int64)
     for turn in range(period):
-        due += parts
-        # Of those that are due, the one whose time would be over first.
-        left = ((most - 1) * period - most * due) / parts
-        who[turn] = np.argmin(np.where(most * due >= period, left, np.inf))
-        due[who[turn]] -= period
-    return who
+        deficit += parts
+        # Among the members with a large enough deficit, the one with the earliest
+        # deadline takes the turn.
+        deadline = ((scale - 1) * period - scale * deficit) / parts
+        members[turn] = np.argmin(np.where(scale * deficit >= period, deadline, np.inf))
+        deficit[members[turn]] -= period
+    return members

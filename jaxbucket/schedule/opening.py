@@ -1,7 +1,7 @@
-"""A planned beginning: the buckets of the first steps, in an order that is given.
+"""Openings, which fix the buckets of the first steps.
 
-It takes the first batches of the buckets it names, and the other batches of the first
-epoch follow in the epoch's own order. So that epoch has the same examples, each once.
+An opening takes the first batches of the buckets that it names. The other batches of
+the first epoch follow in the usual order, so that epoch still has every example once.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ Opening: TypeAlias = Literal["largest_first"] | Sequence[tuple[Bucket, int]]
 
 
 class OpeningSteps:
-    """Which batches are the first ones, and which ones are left.
+    """The batches of an opening, and the batches that remain for the rest of the epoch.
 
-    They are numbered by bucket, all those of the first bucket first.
+    Batches are numbered by bucket: first all batches of the first bucket, and so on.
 
     Args:
       plan: the buckets.
-      batches: `[K]`, how many batches each has in an epoch.
-      opening: pairs of a bucket and a number of steps, in their order;
-        "largest_first" for one batch of the bucket with the most tokens.
-      batches_per_step: how many batches a step has.
+      batches: `[K]` integers, the number of batches of each bucket in an epoch.
+      opening: pairs of a bucket and a number of steps, in order, or "largest_first" for
+        one batch of the bucket with the most tokens.
+      batches_per_step: the number of batches in a step.
 
     Attributes:
-      batches: `[num_batches]` int64, those that are planned.
-      num_batches: how many there are.
-      pairs: the pairs, as `[[B, T, batches], ...]`, for a fingerprint.
+      batches: `[num_batches]` int64, the numbers of the planned batches.
+      num_batches: the number of planned batches.
+      pairs: the opening as `[[B, T, num_batches], ...]`, for fingerprints.
 
     Raises:
-      ValueError: if a bucket is not of the plan, or has not so many batches.
+      ValueError: if a bucket is not in the plan or does not have enough batches.
     """
 
     def __init__(
@@ -59,47 +59,48 @@ class OpeningSteps:
             if count > int(batches[index] - taken[index]):
                 steps = (int(taken[index]) + count) // batches_per_step
                 raise ValueError(
-                    f"`opening` takes {steps} steps of bucket {bucket}, which has "
-                    f"{batches[index] // batches_per_step} in an epoch. Take fewer."
+                    f"`opening` takes {steps} steps of bucket {bucket}, which has only "
+                    f"{batches[index] // batches_per_step} in an epoch. Take fewer "
+                    "steps."
                 )
             taken[index] += count
             numbers.append(np.arange(start, start + count))
             self.pairs.append([bucket.batch_size, bucket.seq_len, count])
         self.batches = np.concatenate(numbers)
         self.num_batches = len(self.batches)
-        # The batches that are left, counted on, begin in each bucket behind these.
+        # By bucket: the planned batches up to its end, the remaining ones before it.
         self._skipped = np.cumsum(taken)
-        self._left_before = first_batch - self._skipped + taken
+        self._first_remaining = first_batch - self._skipped + taken
 
-    def nth_left(self, number: np.ndarray) -> np.ndarray:
-        """The batches that are number so and so of those that are left, `[n]`."""
-        index = np.searchsorted(self._left_before, number, side="right") - 1
+    def nth_remaining(self, number: np.ndarray) -> np.ndarray:
+        """Returns the batches at `[n]` places among the batches that remain."""
+        index = np.searchsorted(self._first_remaining, number, side="right") - 1
         return number + self._skipped[index]
 
-    def before(self, order: np.ndarray) -> np.ndarray:
-        """Its own batches, and all others as they are ordered, `[steps]`."""
+    def prepend_to(self, order: np.ndarray) -> np.ndarray:
+        """Returns the planned batches, followed by the others as in `order`."""
         return np.concatenate([self.batches, order[~np.isin(order, self.batches)]])
 
 
 def _largest(plan: BucketPlan, batches: np.ndarray) -> Bucket:
-    """Of the buckets that have a batch, the one with the most tokens."""
+    """Returns the bucket with the most tokens among those that have a batch."""
     used = [b for b, n in zip(plan.buckets, batches, strict=True) if n]
-    # Of equally many tokens, the longest rows cost the most.
+    # For equal numbers of tokens, the longest rows cost the most.
     return max(used, key=lambda b: (b.num_tokens, b.seq_len))
 
 
 def _pairs(opening: Opening) -> Sequence[tuple[Bucket, int]]:
     if isinstance(opening, str):
         raise ValueError(
-            f"`opening={opening!r}`: choose 'largest_first', or give pairs of a "
+            f"`opening={opening!r}` is unknown. Pass 'largest_first', or pairs of a "
             "bucket and a number of steps."
         )
     pairs = list(opening)
     for pair in pairs:
         if not isinstance(pair, Sequence) or len(pair) != 2:
             raise ValueError(
-                f"`opening` holds {pair!r}: make it a pair of a bucket and a number of "
-                "steps."
+                f"`opening` contains {pair!r}, which is not a pair. Pass pairs of a "
+                "bucket and a number of steps."
             )
     return pairs
 
@@ -107,7 +108,7 @@ def _pairs(opening: Opening) -> Sequence[tuple[Bucket, int]]:
 def _index(plan: BucketPlan, bucket: Bucket) -> int:
     if bucket not in plan.buckets:
         raise ValueError(
-            f"`opening` names {bucket}, which is no bucket of the plan: choose from "
+            f"`opening` names {bucket}, which is not a bucket of the plan. Choose from "
             f"{', '.join(map(str, plan.buckets))}."
         )
     return plan.buckets.index(bucket)

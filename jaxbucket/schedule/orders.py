@@ -1,7 +1,7 @@
-"""Orders of the batches of an epoch: what they are, and those that have names.
+"""The interface of orders, which arrange the batches of an epoch, and the named orders.
 
-A new order is one class: a subclass of `Order` that any `BatchSchedule` takes as its
-`order=`. A name for it is a line of `NAMED`.
+To add an order, subclass `Order` and pass an instance to a `BatchSchedule` as `order=`.
+To give it a name, add it to `NAMED`.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from jaxbucket.schedule.opening import OpeningSteps
 
 OrderName: TypeAlias = Literal["shuffled", "source", "ascending", "descending"]
 
-# Rows looked at together.
+# Rows that are processed at a time.
 _CHUNK = 1 << 20
-# Of all orders, because a lock of their own could not be sent to worker processes.
-# Reentrant, because a pacing function may look into another order.
+# All orders share this lock, because an order with its own lock could not be sent to
+# worker processes. It is reentrant, because a pacing function may use another order.
 LOCK = threading.RLock()
 
 
 class EpochOrder(Protocol):
-    """The batches of every epoch, in order; they are those of `EpochRows`."""
+    """The batches of `EpochRows` in the order of every epoch."""
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
         """Returns a batch of an epoch.
 
         Args:
-          epoch: from 0 on.
-          position: of the batch in the epoch.
+          epoch: the epoch, counted from 0.
+          position: the position of the batch in the epoch.
 
         Returns:
-          The bucket, as an index into the plan's, and the `[n]` int64 examples of the
-          rows that are filled.
+          The index of the bucket in the plan, and the `[n]` int64 examples of the rows
+          that are not empty.
         """
         ...
 
     def buckets(self, epoch: int) -> np.ndarray:
-        """Returns the `[num_batches]` buckets of an epoch, in order."""
+        """Returns the bucket indices of the batches of an epoch, `[num_batches]`."""
         ...
 
 
 class Order(abc.ABC):
-    """Which examples share a batch, and how the batches of an epoch follow each other.
+    """Decides which examples share a batch, and in which order the batches come.
 
-    Its `str` is a part of the schedule's fingerprint: it must differ from that of any
-    order with other batches.
+    The `str` of an order is part of the fingerprint of the schedule. Two orders with
+    different batches must have different strings.
 
     Attributes:
-      is_redrawn: whether another epoch has other batches.
+      is_redrawn: whether every epoch has different batches.
       replacement: whether an epoch may have an example several times.
-      within: how the examples of a bucket are sorted before they fill rows: as in the
-        "source", "ascending" or "descending" by length, or by `[N]` numbers.
+      within: how the examples of a bucket are sorted before they fill rows: in "source"
+        order, "ascending" or "descending" by length, or by `[N]` numbers.
     """
 
     is_redrawn: bool = True
@@ -81,27 +81,27 @@ class Order(abc.ABC):
 
         Args:
           rows: the rows of an epoch, sorted by `within`.
-          lengths: `[N]` integers, of examples or of packed rows.
-          seed: of all that is drawn.
-          opening: how the first epoch begins, if that is planned.
+          lengths: `[N]` integers, the lengths of the examples or packed rows.
+          seed: the seed of all random choices.
+          opening: the first batches of the first epoch; None if they are not planned.
 
         Raises:
-          ValueError: for an opening that it cannot keep to.
+          ValueError: if the order does not support `opening`.
         """
 
     def check(self, num_examples: int, *, is_packed: bool) -> None:  # noqa: B027
-        """Raises a ValueError if it is not one of these examples.
+        """Raises a ValueError if the order does not fit the examples of a schedule.
 
         Args:
-          num_examples: how many there are.
-          is_packed: whether rows have several examples.
+          num_examples: the number of examples, N.
+          is_packed: whether rows hold several examples.
         """
 
 
 class Shuffled(Order):
-    """Every epoch draws new batches, and a new order of them, by integer permutations.
+    """Draws new batches in a new order in every epoch, by integer permutations.
 
-    There is no pass over the data, and no state.
+    This needs neither a pass over the data nor a state.
     """
 
     def __str__(self) -> str:
@@ -112,10 +112,10 @@ class Shuffled(Order):
 
 
 class Fixed(Order):
-    """Every epoch is the same, and rows are filled as the examples are sorted.
+    """Repeats the same batches in every epoch, filling rows with sorted examples.
 
-    Batches in source order come as they fill up, others by the length of their longest
-    example.
+    In source order a batch comes as soon as it is full. Otherwise batches are sorted by
+    the length of their longest example.
 
     Args:
       within: how the examples of a bucket are sorted.
@@ -143,18 +143,18 @@ NAMED: dict[str, Order] = {
 
 
 def check_order(order: Any, num_examples: int, *, is_packed: bool) -> Order:
-    """Returns an order of these examples, given itself or by its name.
+    """Returns an order, which may be given by its name.
 
     Raises:
-      ValueError: if there is none of that name, or it is not one of these examples.
+      ValueError: if the name is unknown, or the order does not fit the examples.
     """
     if isinstance(order, str):
         check_choice("order", order, list(NAMED))
         order = NAMED[order]
     elif not isinstance(order, Order):
         raise ValueError(
-            f"`order` is a {type(order).__name__}: choose one of {', '.join(NAMED)}, "
-            "or give a `Curriculum` of difficulties."
+            f"`order` is a {type(order).__name__}. Pass one of the names "
+            f"{', '.join(NAMED)}, or an `Order` such as `Curriculum(difficulty)`."
         )
     order.check(num_examples, is_packed=is_packed)
     return order
@@ -168,7 +168,7 @@ class _ShuffledEpochs:
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
         (number,) = self._numbers(epoch, np.array([position]))
-        bucket, row = self._rows.of_batch(int(number))
+        bucket, row = self._rows.batch_rows(int(number))
         slots = shuffled_slots(self._seed, epoch)
         return bucket, self._rows.examples(bucket, row, slots)
 
@@ -177,7 +177,7 @@ class _ShuffledEpochs:
         return self._rows.bucket_of(self._numbers(epoch, positions))
 
     def _numbers(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """The batches at `[n]` positions of an epoch."""
+        """Returns the numbers of the batches at `[n]` positions of an epoch."""
         size = self._rows.num_batches
         key = fold(self._seed, epoch, len(self._rows.plan))
         opening = self._opening
@@ -188,18 +188,19 @@ class _ShuffledEpochs:
         numbers[is_planned] = opening.batches[positions[is_planned]]
         later = positions[~is_planned] - opening.num_batches
         drawn = permute(later, size - opening.num_batches, key)
-        numbers[~is_planned] = opening.nth_left(drawn)
+        numbers[~is_planned] = opening.nth_remaining(drawn)
         return numbers
 
 
 class _FixedEpochs:
-    """By the length of the longest example of each batch, or by the last one's place.
+    """Sorts batches by their longest example or by their last example in the source.
 
     Args:
       rows: the rows of an epoch.
-      lengths: `[N]`; None for batches in the order in which they fill up.
-      descending: the longest first.
-      opening: how the first epoch begins, if that is planned.
+      lengths: `[N]` lengths to sort by; None to sort by the last example, which is the
+        order in which batches fill up.
+      descending: whether the longest come first.
+      opening: the first batches of the first epoch; None if they are not planned.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class _FixedEpochs:
         self._opening = opening
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
-        bucket, row = self._rows.of_batch(int(self._order(epoch)[position]))
+        bucket, row = self._rows.batch_rows(int(self._order(epoch)[position]))
         return bucket, self._rows.examples(bucket, row)
 
     def buckets(self, epoch: int) -> np.ndarray:
@@ -227,7 +228,7 @@ class _FixedEpochs:
 
     @functools.cached_property
     def _sorted(self) -> np.ndarray:
-        """`[num_batches]`: batches by their last example, or by their longest one."""
+        """`[num_batches]` batches, sorted by their largest example or length."""
         largest = [self._largest(k) for k in range(len(self._rows.plan))]
         key = np.concatenate(largest)
         return np.argsort(-key if self._descending else key, kind="stable")
@@ -235,12 +236,13 @@ class _FixedEpochs:
     @functools.cached_property
     def _opened(self) -> np.ndarray:
         assert self._opening is not None
-        return self._opening.before(self._sorted)
+        return self._opening.prepend_to(self._sorted)
 
     def _largest(self, bucket: int) -> np.ndarray:
-        """The largest example, or length, of each batch of a bucket.
+        """Returns the largest example, or length, of each batch of a bucket.
 
-        Of all rows, because those carried up may come early in the source.
+        It is the maximum over all rows, because rows that were carried up from shorter
+        buckets come last in a batch but may come early in the source.
         """
         size = int(self._rows.sizes[bucket])
         num_rows = int(self._rows.flow.rows[bucket])

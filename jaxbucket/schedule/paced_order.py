@@ -1,4 +1,4 @@
-"""Orders by a pace: every example once, dealt from pools, or draws with replacement."""
+"""The orders of a curriculum: from pools without replacement, or with replacement."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from jaxbucket.schedule.opening import OpeningSteps
 from jaxbucket.schedule.orders import LOCK
 from jaxbucket.schedule.pacing import Pacing, open_share
 
-# A share is rounded to so many parts: powers differ between machines in the last bit.
-_PARTS = 10**9
-_EPOCHS_KEPT = 2
-# Weights of buckets as integers.
-_ONE = 2**32
+# Shares are rounded to multiples of 1 / _SHARE_UNITS, because powers differ between
+# machines in the last bit.
+_SHARE_UNITS = 10**9
+_NUM_CACHED_EPOCHS = 2
+# The unit in which numbers of batches become integer weights of buckets.
+_WEIGHT_UNIT = 2**32
 
 
 class Pace:
-    """The greatest difficulty that is open, by batch.
+    """The greatest difficulty that is open at each batch.
 
     Args:
-      pacing: epochs done -> share that is open.
-      difficulty: `[N]`, of the examples that the plan keeps, sorted.
-      num_batches: of an epoch.
+      pacing: a function from completed epochs to the share that is open.
+      difficulty: `[N]` sorted difficulties of the examples that the plan keeps.
+      num_batches: the number of batches in an epoch.
     """
 
     def __init__(self, pacing: Pacing, difficulty: np.ndarray, num_batches: int):
@@ -37,28 +38,29 @@ class Pace:
         self._num_batches = num_batches
 
     def at(self, epoch: int, position: int) -> Any:
-        """Returns what a batch may have at most, as a number of the array's dtype."""
+        """Returns the greatest open difficulty at one batch, in the array's dtype."""
         share = open_share(self._pacing, epoch + position / self._num_batches)
-        count = -(-round(share * _PARTS) * len(self._sorted) // _PARTS)
+        units = round(share * _SHARE_UNITS)
+        count = -(-units * len(self._sorted) // _SHARE_UNITS)
         return self._sorted[max(count, 1) - 1]
 
     def of_epoch(self, epoch: int) -> np.ndarray:
-        """Returns it for all batches of an epoch, `[num_batches]`."""
+        """Returns the greatest open difficulty at each batch, `[num_batches]`."""
         return np.array([self.at(epoch, p) for p in range(self._num_batches)])
 
 
 class PacedOrder:
-    """Draws without replacement, so that an epoch has to be dealt from its beginning.
+    """Draws without replacement, which requires dealing each epoch from its start.
 
-    The last two epochs asked for are kept, because loaders that read ahead are in the
-    next one already: 4 bytes per example each.
+    The two most recent epochs are cached, at 4 bytes per example each, because loaders
+    that read ahead may already be in the next epoch.
 
     Args:
       difficulty: `[N]` numbers.
-      pace: which of them are open at a batch.
+      pace: the greatest open difficulty at each batch.
       rows: the rows of an epoch.
-      seed: another one has other batches.
-      opening: how the first epoch begins, if that is planned.
+      seed: the seed of all random choices.
+      opening: the first batches of the first epoch; None if they are not planned.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class PacedOrder:
         with LOCK:
             if epoch not in self._epochs:
                 self._epochs[epoch] = self._deal(epoch)
-                for old in list(self._epochs)[:-_EPOCHS_KEPT]:
+                for old in list(self._epochs)[:-_NUM_CACHED_EPOCHS]:
                     del self._epochs[old]
             return self._epochs[epoch]
 
@@ -99,9 +101,9 @@ class PacedOrder:
         opening = self._opening if epoch == 0 else []
         buckets, batches = [], []
         for position in range(self._rows.num_batches):
-            falls = position > 0 and pace[position] < pace[position - 1]
+            has_fallen = position > 0 and pace[position] < pace[position - 1]
             for pool in pools:
-                pool.open(position, again=bool(falls))
+                pool.open(position, has_fallen=bool(has_fallen))
             key = fold(self._seed, epoch, len(pools), position)
             if position < len(opening):
                 bucket = opening[position]
@@ -129,7 +131,13 @@ class PacedOrder:
 
 
 class _DealtEpoch(NamedTuple):
-    """`[S]` buckets, `[S + 1]` ends of the batches, and their examples end to end."""
+    """All batches of one epoch.
+
+    Attributes:
+      buckets: `[S]` integers, the bucket of each batch.
+      ends: `[S + 1]` integers: batch s has `examples[ends[s] : ends[s + 1]]`.
+      examples: the examples of all batches, concatenated.
+    """
 
     buckets: np.ndarray
     ends: np.ndarray
@@ -137,13 +145,14 @@ class _DealtEpoch(NamedTuple):
 
 
 class _Pool:
-    """What is left of a bucket in an epoch: open, or still closed.
+    """The remaining examples of a bucket in an epoch, which are open or still closed.
 
     Args:
-      examples: `[n]`, the easiest first.
-      difficulty: `[n]` theirs.
-      open_at: `[S]`, how many of all are open at each batch of the epoch.
-      size: rows of a full batch.
+      examples: `[n]` integers, the easiest first.
+      difficulty: `[n]` numbers, the difficulty of each example.
+      open_at: `[S]` integers, the number of examples, including those already drawn,
+        that the pace opens at each batch of the epoch.
+      size: the number of rows of a full batch.
     """
 
     def __init__(
@@ -157,7 +166,7 @@ class _Pool:
         self._difficulty = difficulty
         self._open_at = open_at
         self._size = size
-        # Places in `examples`; those before `_next` are open, or were drawn.
+        # Places in `examples`. The places before `_next` are open or were drawn.
         self._closed = np.arange(len(examples), dtype=_narrow(len(examples)))
         self._next = 0
         self._open = np.empty_like(self._closed)
@@ -169,32 +178,32 @@ class _Pool:
 
     @property
     def _need(self) -> int:
-        """Rows of the next batch; the last one may have fewer."""
+        """The number of rows of the next batch; the last batch may be smaller."""
         return min(self._size, self._left)
 
     @property
     def batches_open(self) -> int:
-        """How many batches can be filled with what is open."""
+        """The number of batches that the open examples can fill."""
         if self._num_open == self._left:
             return -(-self._left // self._size)
         return self._num_open // self._size
 
     @property
     def hardest_needed(self) -> float:
-        """The difficulty that the next batch needs; inf if there is no next one."""
+        """The difficulty that must be open for the next batch; inf if none is left."""
         if not self._left:
             return math.inf
         last = self._next + max(self._need - self._num_open, 1) - 1
-        # As Python's number: exact, also among integers that no float equals.
+        # Python numbers compare exactly, even integers that have no exact float.
         return self._difficulty[self._closed[last]].item()
 
-    def open(self, position: int, *, again: bool) -> None:
-        """Opens what the pace allows; `again`, if it has fallen."""
-        if again:
+    def open(self, position: int, *, has_fallen: bool) -> None:
+        """Opens the examples that the pace allows, after closing all if it fell."""
+        if has_fallen:
             left = (self._open[: self._num_open], self._closed[self._next :])
             self._closed = np.sort(np.concatenate(left))
             self._next = self._num_open = 0
-        # Of the same dtype: for another one numpy would convert the whole array.
+        # With a different dtype numpy would convert the whole array.
         limit = self._closed.dtype.type(self._open_at[position])
         self._move(int(np.searchsorted(self._closed[self._next :], limit)))
 
@@ -205,12 +214,12 @@ class _Pool:
         self._next += count
 
     def draw(self, key: int) -> np.ndarray:
-        """Returns the examples of the next batch, opening more if it needs them."""
+        """Returns the examples of the next batch, and opens more if necessary."""
         need = self._need
         self._move(max(0, need - self._num_open))
         slots = permute(np.arange(need), self._num_open, key)
         drawn = self._open[slots]
-        # The last ones take the places of those that were drawn.
+        # Open examples from the end move to the places of those that were drawn.
         end = self._num_open - need
         stays = np.ones(need, bool)
         stays[slots[slots >= end] - end] = False
@@ -220,12 +229,15 @@ class _Pool:
 
 
 def _narrow(size: int) -> type[np.integer]:
-    """The dtype that takes the least memory for indices below `size`."""
+    """Returns the smallest dtype that holds indices below `size`."""
     return np.uint32 if size < 2**32 else np.int64
 
 
 def _choose(pools: list[_Pool], key: int) -> int:
-    """A bucket at random by the batches it can fill, or the one that comes nearest."""
+    """Returns a random bucket, weighted by the batches that its open examples can fill.
+
+    If no bucket can fill a batch, returns the one whose next batch is the easiest.
+    """
     weights = [pool.batches_open for pool in pools]
     if any(weights):
         return _draw_index(weights, key)
@@ -235,19 +247,19 @@ def _choose(pools: list[_Pool], key: int) -> int:
 
 def _draw_index(weights: list[int], key: int) -> int:
     ends = list(itertools.accumulate(weights))
-    # 64 bits scaled to [0, total).
+    # The 64-bit hash is scaled to [0, total).
     return bisect.bisect_right(ends, (fold(key) * ends[-1]) >> 64)
 
 
 class EasyDraws:
-    """Draws with replacement: any step from all that is open.
+    """Draws with replacement: every step draws from all open examples.
 
     Args:
       difficulty: `[N]` numbers.
-      pace: which of them are open at a batch.
-      rows: the rows of an epoch, of which the numbers alone count; sorted by difficulty
-        within each bucket.
-      seed: another one has other batches.
+      pace: the greatest open difficulty at each batch.
+      rows: the rows of an epoch, sorted by difficulty within each bucket. They define
+        the examples of a bucket and the number of batches in an epoch.
+      seed: the seed of all random choices.
     """
 
     def __init__(self, difficulty: np.ndarray, pace: Pace, rows: EpochRows, seed: int):
@@ -262,7 +274,7 @@ class EasyDraws:
         bucket, num_open, key = self._bucket(epoch, position)
         size = int(self._rows.sizes[bucket])
         drawn = permute(np.arange(min(size, num_open)), num_open, key)
-        # Fewer than a batch come more than once, so that each is drawn as often.
+        # If fewer examples than rows are open, they are repeated evenly.
         drawn = np.resize(drawn, size)
         return bucket, self._rows.bucket_examples(bucket)[drawn].astype(np.int64)
 
@@ -271,11 +283,12 @@ class EasyDraws:
         return np.array([self._bucket(epoch, position)[0] for position in positions])
 
     def _bucket(self, epoch: int, position: int) -> tuple[int, int, int]:
-        """The bucket, how many of its examples are open, and a key."""
+        """Returns the bucket, the number of its open examples, and a key."""
         pace = self._pace.at(epoch, position)
         counts = [int(np.searchsorted(x, pace, side="right")) for x in self._sorted]
         sizes = self._rows.sizes.tolist()
-        weights = [n * _ONE // size for n, size in zip(counts, sizes, strict=True)]
+        pairs = zip(counts, sizes, strict=True)
+        weights = [count * _WEIGHT_UNIT // size for count, size in pairs]
         key = fold(self._seed, epoch, len(sizes), position)
         bucket = _draw_index(weights, key)
         return bucket, counts[bucket], key

@@ -1,8 +1,9 @@
-"""Pacing functions: which share of the examples, the easiest ones, is open, and when.
+"""Pacing functions, which decide how many of the easiest examples are open and when.
 
-A pacing function takes how many epochs are done, a float from 0 on, and returns a share
-from 0 to 1. Any function will do; these are the usual ones. They are dataclasses, so
-that they can be printed, compared and sent to worker processes.
+A pacing function maps the number of completed epochs, a float from 0, to a share of the
+examples, from 0 to 1. Any function with this signature works. The classes in this
+module are the usual choices. They are dataclasses, so that they can be printed,
+compared and sent to worker processes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Pacing: TypeAlias = Callable[[float], float]
 
 @dataclasses.dataclass(frozen=True)
 class LinearPacing:
-    """From `start` to 1 in equal strides.
+    """A share that grows linearly from `start` to 1.
 
     Example:
       >>> pacing = LinearPacing(start=0.5, epochs=2)
@@ -27,11 +28,11 @@ class LinearPacing:
       (0.5, 0.75, 1.0, 1.0)
 
     Attributes:
-      start: the share at the beginning.
-      epochs: how many it takes until all is open.
+      start: the initial share.
+      epochs: the number of epochs after which all examples are open.
 
     Raises:
-      ValueError: if `start` is not from 0 to 1, or `epochs` not positive.
+      ValueError: if `start` is not from 0 to 1, or `epochs` is not positive.
     """
 
     start: float = 0.1
@@ -47,11 +48,11 @@ class LinearPacing:
 
 @dataclasses.dataclass(frozen=True)
 class RootPacing:
-    """Quickly at first, then ever more slowly: each new share has as much time.
+    """A share that grows quickly at first and then more and more slowly.
 
-    The competence of Platanios et al., "Competence-based Curriculum Learning for Neural
-    Machine Translation", NAACL 2019: `(t * (1 - start**p) + start**p) ** (1 / p)`,
-    where t runs from 0 to 1.
+    It is the competence function of Platanios et al., "Competence-based Curriculum
+    Learning for Neural Machine Translation", NAACL 2019:
+    `(t * (1 - start**p) + start**p) ** (1 / p)`, where t runs from 0 to 1.
 
     Example:
       >>> pacing = RootPacing(start=0.6, epochs=1)
@@ -59,12 +60,13 @@ class RootPacing:
       (0.6, 0.8, 1.0)
 
     Attributes:
-      start: the share at the beginning.
-      epochs: how many it takes until all is open.
-      degree: p; 2 for the square root.
+      start: the initial share.
+      epochs: the number of epochs after which all examples are open.
+      degree: the exponent p; 2 for the square root.
 
     Raises:
-      ValueError: if `start` is not from 0 to 1, or another one not positive.
+      ValueError: if `start` is not from 0 to 1, or `epochs` or `degree` is not
+        positive.
     """
 
     start: float = 0.1
@@ -84,9 +86,9 @@ class RootPacing:
 
 @dataclasses.dataclass(frozen=True)
 class StepPacing:
-    """A share that stays, and then another one.
+    """A share that is constant between given epochs.
 
-    Hacohen and Weinshall, "On the Power of Curriculum Learning in Training Deep
+    See Hacohen and Weinshall, "On the Power of Curriculum Learning in Training Deep
     Networks", ICML 2019.
 
     Example:
@@ -95,11 +97,13 @@ class StepPacing:
       (0.25, 0.5, 1.0)
 
     Attributes:
-      shares: each from 0 to 1, one more than `epochs`.
-      epochs: when the next share begins, positive and ascending.
+      shares: the shares, each from 0 to 1; one entry more than `epochs`.
+      epochs: the number of completed epochs at which the next share applies, positive
+        and ascending.
 
     Raises:
-      ValueError: if they are something else.
+      ValueError: if a share is not from 0 to 1, the numbers of entries do not match,
+        or `epochs` is not positive and ascending.
     """
 
     shares: tuple[float, ...]
@@ -113,7 +117,8 @@ class StepPacing:
         if len(self.shares) != len(self.epochs) + 1:
             raise ValueError(
                 f"`shares` has {len(self.shares)} entries for {len(self.epochs)} in "
-                "`epochs`: give one more, for the beginning."
+                "`epochs`. Pass one share more than `epochs`, the first one for the "
+                "start."
             )
         pairs = zip(self.epochs, self.epochs[1:], strict=False)
         if not all(a < b for a, b in pairs) or not all(x > 0 for x in self.epochs):
@@ -125,7 +130,7 @@ class StepPacing:
 
 @dataclasses.dataclass(frozen=True)
 class CyclicPacing:
-    """Another one, again and again from its beginning.
+    """Another pacing function that restarts periodically.
 
     Example:
       >>> pacing = CyclicPacing(LinearPacing(start=0.5, epochs=0.5), every=1)
@@ -133,11 +138,11 @@ class CyclicPacing:
       (0.5, 0.75, 1.0, 0.5)
 
     Attributes:
-      pacing: what is repeated.
-      every: after how many epochs.
+      pacing: the pacing function of one cycle.
+      every: the length of a cycle, in epochs.
 
     Raises:
-      ValueError: if `every` is not positive.
+      ValueError: if `pacing` is not callable, or `every` is not positive.
     """
 
     pacing: Pacing
@@ -152,37 +157,37 @@ class CyclicPacing:
 
 
 def check_pacing(pacing: Pacing) -> None:
-    """Raises a ValueError unless it is a function."""
+    """Raises a ValueError if `pacing` is not callable."""
     if not callable(pacing):
         raise ValueError(
-            f"`pacing={pacing!r}` is not a function: give one from epochs to a share, "
+            f"`pacing={pacing!r}` is not a function. Pass one from epochs to a share, "
             "such as `jb.schedule.LinearPacing(start=0.5)`."
         )
 
 
 def open_share(pacing: Pacing, epochs: float) -> float:
-    """Returns the share that is open.
+    """Returns the share that is open after a number of epochs.
 
     Raises:
-      ValueError: if the function gives no number from 0 to 1.
+      ValueError: if the function does not return a number from 0 to 1.
     """
     share = pacing(epochs)
-    # Those of numpy are numbers, too.
+    # `numbers.Real` also covers the scalars of numpy.
     if not (isinstance(share, numbers.Real) and 0 <= share <= 1):
         raise ValueError(
-            f"`pacing({epochs})` is {share!r}: a share of the examples is a number "
-            "from 0 to 1."
+            f"`pacing({epochs})` returned {share!r}. Return a share of the examples, "
+            "a number from 0 to 1."
         )
     return float(share)
 
 
 def pacing_name(pacing: Pacing) -> list[str]:
-    """Returns what tells a pacing function from others, the same in every process.
+    """Returns strings that identify a pacing function, the same in every process.
 
-    Those of this file by their parameters; others by what they give at each 256th of
-    the first 16 epochs, and each 16th of the first 256.
+    The functions of this module are identified by their parameters. Other functions are
+    sampled: every 1/256 of an epoch up to epoch 16, and every 1/16 up to epoch 256.
     """
-    # Not those that are derived from them, which may give something else.
+    # `type(...) is` excludes subclasses, which may return different shares.
     if isinstance(pacing, CyclicPacing) and type(pacing) is CyclicPacing:
         return ["CyclicPacing", repr(float(pacing.every)), *pacing_name(pacing.pacing)]
     if type(pacing) in (LinearPacing, RootPacing, StepPacing):
@@ -191,16 +196,16 @@ def pacing_name(pacing: Pacing) -> list[str]:
             x for part in parts for x in (part if type(part) is tuple else [part])
         ]
         return [type(pacing).__name__, str([float(value) for value in values])]
-    parts = [i / 256 for i in range(16 * 256)] + [i / 16 for i in range(256 * 16)]
-    # Powers differ between machines in the last bit.
-    return [f"{open_share(pacing, epochs):.9g}" for epochs in parts]
+    samples = [i / 256 for i in range(16 * 256)] + [i / 16 for i in range(256 * 16)]
+    # Rounded, because powers differ between machines in the last bit.
+    return [f"{open_share(pacing, epochs):.9g}" for epochs in samples]
 
 
 def _check_share(name: str, share: float) -> None:
     if not 0 <= share <= 1:
-        raise ValueError(f"`{name}={share!r}`: a share is from 0 to 1.")
+        raise ValueError(f"`{name}={share!r}` must be a share from 0 to 1.")
 
 
 def _check_positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:
-        raise ValueError(f"`{name}={value!r}` must be positive.")
+        raise ValueError(f"`{name}={value!r}` must be positive and finite.")

@@ -1,7 +1,8 @@
-"""The examples of packed rows: which one takes a slot, among all of the slot's length.
+"""The examples of packed rows: which example of the right length takes each slot.
 
-In every epoch anew, by one keyed permutation for each length, or in source order. It is
-evaluated only for the rows that are asked for: another epoch costs nothing.
+For every length, a keyed permutation that changes with the epoch assigns the examples
+of this length to the slots, or they are assigned in source order. It is evaluated only
+for the rows that are requested, so starting a new epoch costs nothing.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ from jaxbucket.base.permutation import fold, mix_each, permute_each
 from jaxbucket.packing.rows import Packing
 from jaxbucket.schedule.balance import balance_rows
 
-# Other keys than those of rows and batches.
-_SLOTS = 0x510
+# Keeps these keys distinct from the keys of rows and batches.
+_SLOT_KEY = 0x510
 
 
 class PackedRows:
-    """Row -> the examples of its slots.
+    """Maps packed rows to the examples of their slots.
 
     Args:
-      packing: made for these lengths.
+      packing: the packing of these lengths.
       lengths: `[N]` integers, one per example.
-      parts: those of each sequence, where examples have several.
-      seed: what is drawn in every epoch; None for source order in all of them.
+      parts: sequence name -> `[N]` lengths; None unless examples have several
+        sequences.
+      seed: the seed of the permutations; None for source order in every epoch.
 
     Raises:
-      ValueError: if `packing` was made for other lengths.
+      ValueError: if `packing` was created for different lengths.
     """
 
     def __init__(
@@ -45,17 +47,17 @@ class PackedRows:
         packed, sequences = list(packing.capacities or ()), list(parts or ())
         if packed != sequences:
             raise ValueError(
-                f"`packing` is of the sequences {packed}, and `lengths` of "
-                f"{sequences}: pack these lengths."
+                f"`packing` has the sequences {packed}, but `lengths` has {sequences}. "
+                "Pack these lengths."
             )
         if parts is not None and packing.slot_parts is not None:
-            # In place of a length, the kind that all lengths together make.
+            # A kind stands for a combination of lengths, one of each sequence.
             lengths, slot_lengths = _kinds(parts, packing.slot_parts)
         self._examples = _by_length(lengths)
         slots = _by_length(slot_lengths)
         ordered = lengths[self._examples]
         self._check_same(ordered, slot_lengths[slots])
-        # Slots of a length, in order, are as many as its examples.
+        # Every length has as many slots as examples, so sorted slots match examples.
         self._places = np.empty(len(slots), slots.dtype)
         self._places[slots] = np.arange(len(slots), dtype=slots.dtype)
         self._starts = np.flatnonzero(np.diff(ordered, prepend=0))
@@ -65,19 +67,23 @@ class PackedRows:
     def _check_same(self, lengths: np.ndarray, packed: np.ndarray) -> None:
         if len(packed) != len(lengths) or np.any(packed != lengths):
             raise ValueError(
-                f"`packing` is of {len(packed)} examples with "
-                f"{self._packing.slot_lengths.sum()} tokens, and `lengths` of "
-                f"{len(lengths)}, or of others: the data changed since it was packed. "
-                "Pack these lengths."
+                f"`packing` was created for {len(packed)} examples with "
+                f"{self._packing.slot_lengths.sum()} tokens, which are not the "
+                f"{len(lengths)} examples of `lengths`. The data changed since it was "
+                "packed: pack these lengths."
             )
 
     def examples(self, epoch: int, rows: np.ndarray) -> np.ndarray:
-        """Returns the examples of `[B]` rows, -1 for an empty one, in an even order.
+        """Returns the examples of the rows of a batch, in a balanced order.
 
-        2, 4, 8, ... devices have rows of about the same work.
+        The order gives each of 2, 4, 8, ... devices rows with about the same work.
+
+        Args:
+          epoch: the epoch, counted from 0.
+          rows: `[B]` rows, -1 for an empty row.
 
         Returns:
-          `[B, max_segments]` int64, -1 behind the last of a row.
+          `[B, max_segments]` int64, -1 after the last example of a row.
         """
         packing = self._packing
         work = np.where(rows == EMPTY_ROW, 0, packing.row_work[rows])
@@ -93,20 +99,20 @@ class PackedRows:
         return examples
 
     def _drawn(self, epoch: int, slots: np.ndarray) -> np.ndarray:
-        """The examples of `[n]` slots."""
+        """Returns the examples in `[n]` slots."""
         places = self._places[slots].astype(np.int64)
         if self._seed is None:
             return self._examples[places]
-        which = np.searchsorted(self._starts, places, side="right") - 1
-        starts, sizes = self._starts[which], self._sizes[which]
-        keys = mix_each(self._lengths[which], fold(self._seed, epoch, _SLOTS))
+        group = np.searchsorted(self._starts, places, side="right") - 1
+        starts, sizes = self._starts[group], self._sizes[group]
+        keys = mix_each(self._lengths[group], fold(self._seed, epoch, _SLOT_KEY))
         return self._examples[starts + permute_each(places - starts, sizes, keys)]
 
 
 def _kinds(
     parts: Mapping[str, np.ndarray], slot_parts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`[N]` and `[S]` numbers from 1 on, the same where all lengths are the same."""
+    """Returns `[N]` and `[S]` numbers from 1, equal where all lengths are equal."""
     examples = np.stack(list(parts.values()), axis=1)
     both = np.concatenate([examples, slot_parts])
     kinds = np.unique(both, axis=0, return_inverse=True)[1].reshape(-1) + 1
@@ -114,8 +120,8 @@ def _kinds(
 
 
 def _by_length(lengths: np.ndarray) -> np.ndarray:
-    """`[N]` indices, by length, and in order among those of one length."""
-    # numpy sorts 16 bits by radix.
+    """Returns `[N]` indices in a stable sort by length."""
+    # numpy uses a radix sort, which is linear, for 16-bit integers.
     small = lengths.max() < 1 << 16
     order = np.argsort(lengths.astype(np.uint16) if small else lengths, kind="stable")
     return order.astype(np.int32) if len(order) < 1 << 31 else order

@@ -1,4 +1,4 @@
-"""Next tokens of padded and packed rows, against a loop over the examples."""
+"""Next tokens and loss weights of padded and packed rows."""
 
 import re
 from collections import Counter
@@ -26,7 +26,7 @@ def make_examples(seed: int) -> list[dict[str, np.ndarray]]:
     ]
 
 
-def batches_of(examples, rows: str, seed: int) -> list[jb.Batch]:
+def make_batches(examples, rows: str, seed: int) -> list[jb.Batch]:
     names = ["loss_weights", "tokens"]
     lengths = jb.measure_lengths(examples, sequences=names, progress=False)
     packing = None
@@ -40,26 +40,26 @@ def batches_of(examples, rows: str, seed: int) -> list[jb.Batch]:
     else:
         plan = jb.plan_buckets(lengths, max_tokens=48, num_buckets=3)
     schedule = jb.BatchSchedule(plan, lengths, seed=seed, packing=packing)
-    # What fills the padding is not to be seen.
+    # Unusual pad values reveal any use of padding.
     pads = {"tokens": 99, "loss_weights": np.nan}
     return list(jb.batch_dataset(examples, schedule, sequences=names, pad_value=pads))
 
 
-def pairs_of_examples(examples, weighted: bool, begin: bool) -> Counter:
-    """The oracle: (input, target) -> the sum of its weights, one example at a time."""
-    found = Counter()
+def count_pairs_of_examples(examples, weighted: bool, begin: bool) -> Counter:
+    """Returns the total weight of each (input, target), by a loop over the examples."""
+    result = Counter()
     for example in examples:
         tokens, weights = example["tokens"].tolist(), example["loss_weights"].tolist()
         if begin:
             tokens, weights = [BEGIN, *tokens], [0, *weights]
         for place in range(1, len(tokens)):
             weight = weights[place] if weighted else 1
-            found[tokens[place - 1], tokens[place]] += weight
-    return +found
+            result[tokens[place - 1], tokens[place]] += weight
+    return +result
 
 
-def pairs_of_batches(batches, next_tokens) -> Counter:
-    found = Counter()
+def count_pairs_of_batches(batches, next_tokens) -> Counter:
+    result = Counter()
     for batch in batches:
         inputs, targets, weights = next_tokens(batch)
         for x in (inputs, targets, weights):
@@ -68,17 +68,17 @@ def pairs_of_batches(batches, next_tokens) -> Counter:
         assert not np.asarray(targets)[np.asarray(weights) == 0].any()
         places = (np.ravel(x).tolist() for x in (inputs, targets, weights))
         for token, target, weight in zip(*places, strict=True):
-            found[token, target] += weight
-    return +found
+            result[token, target] += weight
+    return +result
 
 
 @pytest.mark.parametrize("begin", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("rows", ["padded", "packed"])
 @pytest.mark.parametrize("seed", range(8))
-def test_pairs_and_weights_are_those_of_the_examples_alone(seed, rows, weighted, begin):
+def test_next_tokens_agree_with_a_loop_over_examples(seed, rows, weighted, begin):
     examples = make_examples(seed)
-    want = pairs_of_examples(examples, weighted, begin)
+    want = count_pairs_of_examples(examples, weighted, begin)
 
     def next_tokens(batch):
         return jb.next_tokens(
@@ -87,34 +87,36 @@ def test_pairs_and_weights_are_those_of_the_examples_alone(seed, rows, weighted,
             begin=BEGIN if begin else None,
         )
 
-    assert pairs_of_batches(batches_of(examples, rows, seed), next_tokens) == want
+    assert (
+        count_pairs_of_batches(make_batches(examples, rows, seed), next_tokens) == want
+    )
 
 
 @pytest.mark.parametrize("begin", [None, BEGIN])
-def test_they_are_the_same_inside_of_jit(begin):
-    for batch in batches_of(make_examples(0), "packed", 0)[:2]:
+def test_next_tokens_are_the_same_inside_of_jit(begin):
+    for batch in make_batches(make_examples(0), "packed", 0)[:2]:
         options = {"loss_weights": "loss_weights", "begin": begin}
         want = jb.next_tokens(batch, **options)
         assert all(isinstance(x, np.ndarray) for x in want)
         on_device = jax.tree.map(jnp.asarray, batch)
-        found = jax.jit(lambda b: jb.next_tokens(b, **options))(on_device)  # noqa: B023
-        for a, b in zip(found, want, strict=True):
+        result = jax.jit(lambda b: jb.next_tokens(b, **options))(on_device)  # noqa: B023
+        for a, b in zip(result, want, strict=True):
             assert isinstance(a, jax.Array) and a.dtype == b.dtype
             np.testing.assert_array_equal(a, b)
 
 
-def test_a_neighbour_is_no_target_and_no_input():
+def test_next_tokens_never_cross_examples():
     rows = [[{"x": [7, 3, 9]}, {"x": [5]}, {"x": [2, 4]}]]
     batch = jb.data.collate_rows(rows, jb.Bucket(1, 8), max_segments=3)
-    found = jb.next_tokens(batch)
-    assert found.targets.tolist() == [[3, 9, 0, 0, 4, 0, 0, 0]]
-    assert found.weights.tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
-    found = jb.next_tokens(batch, begin=0)
-    assert found.inputs.tolist() == [[0, 7, 3, 0, 0, 2, 0, 0]]
-    assert found.targets.tolist() == [[7, 3, 9, 5, 2, 4, 0, 0]]
+    result = jb.next_tokens(batch)
+    assert result.targets.tolist() == [[3, 9, 0, 0, 4, 0, 0, 0]]
+    assert result.weights.tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
+    result = jb.next_tokens(batch, begin=0)
+    assert result.inputs.tolist() == [[0, 7, 3, 0, 0, 2, 0, 0]]
+    assert result.targets.tolist() == [[7, 3, 9, 5, 2, 4, 0, 0]]
 
 
-def test_each_sequence_has_next_tokens_of_its_own():
+def test_next_tokens_of_several_sequences():
     example = {"inputs": [7, 3, 5], "targets": [9, 8], "kind": [1, 2]}
     batch = jb.data.collate_rows(
         [[example, example]],
@@ -123,29 +125,31 @@ def test_each_sequence_has_next_tokens_of_its_own():
         capacities={"inputs": 7, "targets": 6},
         max_segments=2,
     )
-    found = jb.next_tokens(batch, "targets", loss_weights="kind")
-    assert found.targets.tolist() == [[8, 0, 8, 0, 0, 0]]
-    assert found.weights.tolist() == [[2, 0, 2, 0, 0, 0]]
-    found = jb.next_tokens(batch, "kind", sequence="targets")
-    assert found.targets.tolist() == [[2, 0, 2, 0, 0, 0]]
-    with pytest.raises(ValueError, match=r"`name` is missing: \['inputs', 'kind', 'ta"):
+    result = jb.next_tokens(batch, "targets", loss_weights="kind")
+    assert result.targets.tolist() == [[8, 0, 8, 0, 0, 0]]
+    assert result.weights.tolist() == [[2, 0, 2, 0, 0, 0]]
+    result = jb.next_tokens(batch, "kind", sequence="targets")
+    assert result.targets.tolist() == [[2, 0, 2, 0, 0, 0]]
+    with pytest.raises(
+        ValueError, match=r"`name` is required.*\['inputs', 'kind', 'ta"
+    ):
         jb.next_tokens(batch)
-    with pytest.raises(ValueError, match="`sequence=None`: choose one of"):
+    with pytest.raises(ValueError, match="`sequence=None` must name a sequence"):
         jb.next_tokens(batch, "kind")
 
 
-def test_a_mean_over_sequences_takes_its_tokens_from_them():
+def test_token_weights_accept_next_token_weights():
     rows = [[{"x": [7, 3, 9]}, {"x": [5]}, {"x": [2, 4]}]]
     batch = jb.data.collate_rows(rows, jb.Bucket(1, 7), max_segments=3)
-    found = jb.next_tokens(batch).weights
-    for where in (found > 0, found, jnp.asarray(found), found.astype(int)):
+    result = jb.next_tokens(batch).weights
+    for where in (result > 0, result, jnp.asarray(result), result.astype(int)):
         weights = jb.attention.token_weights(batch, "sequence", where=where)
         assert weights.tolist() == [[0.5, 0.5, 0, 0, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("fn", [jb.next_tokens, jb.attention.token_weights])
-def test_what_is_no_batch_is_told_what_to_give(fn):
-    with pytest.raises(ValueError, match="`batch` is a dict: give a `jaxbucket.Batch`"):
+def test_a_dict_instead_of_a_batch_is_refused(fn):
+    with pytest.raises(ValueError, match="`batch` is a dict, not a `jaxbucket.Batch`"):
         fn({"tokens": np.ones((1, 2), np.int32)})
 
 
@@ -155,19 +159,31 @@ def test_what_is_no_batch_is_told_what_to_give(fn):
         (
             "x",
             {},
-            "`name='x'`: the features are ['frames', 'labels', 'size', 'tokens']",
+            "`name='x'` is not a feature of the batch. Choose one of ['frames'",
         ),
-        ("size", {}, "`name='size'`: the feature is [2], and must be [B, T], [2, 4]"),
-        ("frames", {}, "`name='frames'`: the feature is [2, 4, 3], and must be"),
-        ("tokens", {"loss_weights": "w"}, "`loss_weights='w'`: the features are"),
-        ("tokens", {"loss_weights": "size"}, "`loss_weights='size'`: the feature is"),
-        ("labels", {}, "`name='labels'`: the feature is float32, and tokens are int"),
-        ("tokens", {"sequence": "x"}, "`sequence='x'`: choose one of ['tokens']"),
+        (
+            "size",
+            {},
+            "`name='size'` is a feature of shape [2], but it must be [B, T], here",
+        ),
+        ("frames", {}, "`name='frames'` is a feature of shape [2, 4, 3], but it must"),
+        ("tokens", {"loss_weights": "w"}, "`loss_weights='w'` is not a feature"),
+        ("tokens", {"loss_weights": "size"}, "`loss_weights='size'` is a feature of"),
+        ("labels", {}, "`name='labels'` is a feature of float32, but tokens must"),
+        (
+            "tokens",
+            {"sequence": "x"},
+            "`sequence='x'` must name a sequence of the batch. Choose one of ['",
+        ),
         ("tokens", {"begin": 0.5}, "`begin=0.5` is not an integer"),
-        ("tokens", {"begin": 2**31}, "`begin=2147483648`: tokens are int32, which"),
+        (
+            "tokens",
+            {"begin": 2**31},
+            "`begin=2147483648` does not fit the dtype of the tokens, int32",
+        ),
     ],
 )
-def test_what_is_no_feature_of_tokens_is_refused(name, options, message):
+def test_invalid_token_features_are_refused(name, options, message):
     example = {
         "tokens": np.arange(3, dtype=np.int16),
         "labels": np.ones(3, np.float32),
@@ -179,9 +195,9 @@ def test_what_is_no_feature_of_tokens_is_refused(name, options, message):
         jb.next_tokens(batch, name, **options)
 
 
-def test_tokens_that_are_not_the_only_integers_are_named():
+def test_tokens_must_be_named_if_there_are_several_integer_features():
     example = {"labels": [1, 2], "tokens": [3, 4]}
     batch = jb.data.collate_rows([example], jb.Bucket(1, 3))
-    with pytest.raises(ValueError, match=r"`name` is missing: \['labels', 'tokens'\]"):
+    with pytest.raises(ValueError, match=r"`name` is required.*\['labels', 'tokens'\]"):
         jb.next_tokens(batch)
     assert jb.next_tokens(batch, "tokens").targets.tolist() == [[4, 0, 0]]

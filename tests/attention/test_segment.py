@@ -18,64 +18,64 @@ CAUSAL = [True, pytest.param(False, marks=SLOW)]
 
 
 def packed_rows(seed, size=3, seq_len=96, longest=60):
-    """`[B, T]` segment ids of random lengths that were packed, the last row empty."""
+    """Returns `[B, T]` segment ids of random packed rows; the last row is empty."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.geometric(1 / 20, 60), min(longest, seq_len))
     packing = jb.packing.pack(lengths, seq_len)
     rows = rng.permutation(packing.num_rows)[: size - 1]
     slots = np.zeros((size, int(packing.row_segments.max())), np.int64)
     for place, row in enumerate(rows):
-        own = packing.slots(int(row))
-        slots[place, : len(own)] = rng.permutation(own)
+        lengths = packing.slots(int(row))
+        slots[place, : len(lengths)] = rng.permutation(lengths)
     return jnp.asarray(row_segments(slots, seq_len)[0])
 
 
-def random_heads(ids, *, heads=2, of_keys=None, width=8, dtype=jnp.float32, seed=0):
-    """Query, key and value, by numpy: jax would compile a generator for each shape."""
+def random_heads(ids, *, heads=2, key_heads=None, width=8, dtype=jnp.float32, seed=0):
+    """Returns query, key and value, by numpy because jax would compile each shape."""
     rng = np.random.default_rng(seed)
-    counts = (heads, of_keys or heads, of_keys or heads)
+    counts = (heads, key_heads or heads, key_heads or heads)
     return tuple(
         jnp.asarray(rng.standard_normal((*ids.shape, count, width)), dtype)
         for count in counts
     )
 
 
-def with_mask(query, key, value, ids, *, is_causal=False, scale=None):
-    """What it must be, padding left out."""
+def masked_attention(query, key, value, ids, *, is_causal=False, scale=None):
+    """Returns the expected output: attention with a mask, and 0 in padding."""
     places = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     mask = jb.attention.attention_mask(ids, places if is_causal else None)
-    found = jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale)
-    return jnp.where(ids[..., None, None] > 0, found, 0)
+    result = jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale)
+    return jnp.where(ids[..., None, None] > 0, result, 0)
 
 
-def found_and_changes(attend, ids, *heads):
-    """What it gives, and what a loss of it gives back to query, key and value."""
+def output_and_gradients(attend, ids, *heads):
+    """Returns the output, and the gradients of a loss to query, key and value."""
     rng = np.random.default_rng(9)
-    wanted = rng.standard_normal(heads[0].shape, np.float32)
+    weights = rng.standard_normal(heads[0].shape, np.float32)
 
     def loss(*heads):
-        found = attend(*heads, ids)
-        return jnp.sum(found.astype(jnp.float32) * wanted), found
+        result = attend(*heads, ids)
+        return jnp.sum(result.astype(jnp.float32) * weights), result
 
-    changes, found = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*heads)
-    return (found, *changes)
+    gradients, result = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*heads)
+    return (result, *gradients)
 
 
-def assert_near(found, want, tolerance):
+def assert_near(result, want, tolerance):
     off = []
-    for a, b in zip(found, want, strict=True):
+    for a, b in zip(result, want, strict=True):
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         assert np.isfinite(a).all()
         off.append((np.linalg.norm(a - b), np.linalg.norm(b)))
-    # Of the values, and of all gradients: those of queries with one key each are 0.
-    for own in (off[:1], off[1:]):
-        distance, size = np.linalg.norm(own, axis=0)
+    # Gradients are compared together, because those of some inputs may be all 0.
+    for group in (off[:1], off[1:]):
+        distance, size = np.linalg.norm(group, axis=0)
         assert size > 0 and distance < tolerance * size
 
 
 @pytest.mark.parametrize(
     ("seed", "is_causal", "seq_len"),
-    # T of one block, of several, and of none exactly.
+    # T of one block, of several blocks, and of no whole number of blocks.
     [
         pytest.param(0, True, 8, marks=SLOW),
         pytest.param(1, False, 70, marks=SLOW),
@@ -83,130 +83,132 @@ def assert_near(found, want, tolerance):
         (3, False, 256),
     ],
 )
-def test_it_is_attention_with_a_mask(seed, is_causal, seq_len):
+def test_segment_attention_agrees_with_a_mask(seed, is_causal, seq_len):
     ids = packed_rows(seed, seq_len=seq_len)
-    heads = random_heads(ids, heads=4, of_keys=[4, 2, 1][seed % 3], seed=seed)
+    heads = random_heads(ids, heads=4, key_heads=[4, 2, 1][seed % 3], seed=seed)
     options = {"is_causal": is_causal, "scale": [None, 0.7][seed % 2]}
-    want = found_and_changes(functools.partial(with_mask, **options), ids, *heads)
+    want = output_and_gradients(
+        functools.partial(masked_attention, **options), ids, *heads
+    )
     attend = functools.partial(jb.segment_attention, **options)
-    found = found_and_changes(attend, ids, *heads)
-    assert_near(found, want, 1e-5)
-    # Padding has nothing, and gives nothing.
-    for x in found:
+    result = output_and_gradients(attend, ids, *heads)
+    assert_near(result, want, 1e-5)
+    # Output and gradients are 0 in padding.
+    for x in result:
         assert not x[np.asarray(ids) == 0].any()
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("seed", range(25))
-def test_blocks_of_any_size_give_the_same(seed, is_causal):
+def test_the_result_does_not_depend_on_the_block_size(seed, is_causal):
     rng = np.random.default_rng(seed)
     ids = packed_rows(seed, seq_len=96, longest=int(rng.choice([1, 10, 96])))
-    heads = random_heads(ids, heads=2, of_keys=1, seed=seed)
+    heads = random_heads(ids, heads=2, key_heads=1, seed=seed)
     run = _compiled([40, 16][is_causal], is_causal)
-    found, want = run(ids, *heads)
-    assert_near(found, want, 1e-5)
+    result, want = run(ids, *heads)
+    assert_near(result, want, 1e-5)
 
 
 @functools.cache
 def _compiled(block, is_causal):
     def in_blocks(query, key, value, ids):
-        found = blockwise.attend(
+        result = blockwise.attend(
             query, key, value, ids, is_causal=is_causal, scale=8**-0.5, block=block
         )
-        return jnp.where(ids[..., None, None] > 0, found, 0)
+        return jnp.where(ids[..., None, None] > 0, result, 0)
 
-    by_mask = functools.partial(with_mask, is_causal=is_causal)
+    by_mask = functools.partial(masked_attention, is_causal=is_causal)
     return jax.jit(
         lambda ids, *heads: [
-            found_and_changes(x, ids, *heads) for x in (in_blocks, by_mask)
+            output_and_gradients(x, ids, *heads) for x in (in_blocks, by_mask)
         ]
     )
 
 
-def test_numbers_of_half_the_size_are_near():
+def test_bfloat16_is_close_to_float32():
     ids = packed_rows(0, seq_len=200)
     heads = random_heads(ids, dtype=jnp.bfloat16)
     attend = functools.partial(jb.segment_attention, is_causal=True)
-    found = found_and_changes(attend, ids, *heads)
-    assert all(x.dtype == jnp.bfloat16 for x in found)
+    result = output_and_gradients(attend, ids, *heads)
+    assert all(x.dtype == jnp.bfloat16 for x in result)
     exact = [x.astype(jnp.float32) for x in heads]
-    by_mask = functools.partial(with_mask, is_causal=True)
-    assert_near(found, found_and_changes(by_mask, ids, *exact), 0.01)
+    by_mask = functools.partial(masked_attention, is_causal=True)
+    assert_near(result, output_and_gradients(by_mask, ids, *exact), 0.01)
 
 
 @pytest.mark.parametrize("is_causal", CAUSAL)
-def test_rows_of_padding_are_zero_and_change_nothing(is_causal):
+def test_rows_of_padding_have_zero_output_and_gradients(is_causal):
     ids = jnp.zeros((2, 40), jnp.int32)
     heads = random_heads(ids)
     attend = functools.partial(jb.segment_attention, is_causal=is_causal)
-    for x in found_and_changes(attend, ids, *heads):
+    for x in output_and_gradients(attend, ids, *heads):
         assert not np.asarray(x).any()
 
 
 @pytest.mark.parametrize("is_causal", CAUSAL)
-def test_a_neighbour_changes_nothing(is_causal):
+def test_segments_are_independent_of_their_neighbours(is_causal):
     ids = jnp.repeat(jnp.array([[1, 2, 3, 0]]), jnp.array([50, 90, 100, 20]), axis=1)
     heads = random_heads(ids)
     attend = functools.partial(jb.segment_attention, is_causal=is_causal)
-    own = np.asarray(ids)[0] == 2
+    in_segment = np.asarray(ids)[0] == 2
 
     @jax.jit
-    def of_segment(heads):
-        found, pullback = jax.vjp(lambda *x: attend(*x, ids), *heads)
-        changes = pullback(jnp.where((ids == 2)[..., None, None], found, 0))
-        return [x[0, own] for x in (found, *changes)]
+    def attend_to_segment(heads):
+        result, pullback = jax.vjp(lambda *x: attend(*x, ids), *heads)
+        gradients = pullback(jnp.where((ids == 2)[..., None, None], result, 0))
+        return [x[0, in_segment] for x in (result, *gradients)]
 
-    others = ~own[None, :, None, None]
+    others = ~in_segment[None, :, None, None]
     loud = tuple(jnp.where(others, 100 * x + 3, x) for x in heads)
-    for a, b in zip(of_segment(heads), of_segment(loud), strict=True):
+    for a, b in zip(attend_to_segment(heads), attend_to_segment(loud), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert np.abs(of_segment(tuple(2 * x for x in heads))[0]).max() > 0
+    assert np.abs(attend_to_segment(tuple(2 * x for x in heads))[0]).max() > 0
 
 
-def test_keys_that_nothing_sees_are_not_looked_at():
-    # What is not a number spoils whatever is multiplied by it, be it by zero.
+def test_blocks_of_keys_that_no_query_needs_are_skipped():
+    # NaN spreads to every output that it is part of, even with a weight of 0.
     ids = jnp.repeat(jnp.array([[1, 2, 0]]), jnp.array([16, 16, 16]), axis=1)
     query, key, value = random_heads(ids)
     value = value.at[:, :16].set(jnp.nan)
     attend = functools.partial(blockwise.attend, is_causal=True, scale=1.0, block=16)
-    found = jax.jit(attend)(query, key, value, ids)
-    assert np.isfinite(found[:, 16:]).all() and np.isnan(found[:, :16]).all()
+    result = jax.jit(attend)(query, key, value, ids)
+    assert np.isfinite(result[:, 16:]).all() and np.isnan(result[:, :16]).all()
 
 
-def test_what_it_holds_grows_with_the_row_and_not_with_its_square():
-    def held(attend, seq_len):
+def test_memory_grows_linearly_with_the_row():
+    def temporary_bytes(attend, seq_len):
         ids = jax.ShapeDtypeStruct((2, seq_len), jnp.int32)
         heads = [jax.ShapeDtypeStruct((2, seq_len, 2, 8), jnp.float32)] * 3
         attend = functools.partial(attend, is_causal=True)
-        run = jax.jit(functools.partial(found_and_changes, attend))
+        run = jax.jit(functools.partial(output_and_gradients, attend))
         compiled = run.lower(ids, *heads).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    sizes = [held(jb.segment_attention, seq_len) for seq_len in (1024, 2048)]
-    # The logits of all heads, where there is a mask.
-    assert held(with_mask, 1024) >= 4 * 2 * 2 * 1024**2
+    sizes = [temporary_bytes(jb.segment_attention, seq_len) for seq_len in (1024, 2048)]
+    # With a mask, the logits of all heads are in memory.
+    assert temporary_bytes(masked_attention, 1024) >= 4 * 2 * 2 * 1024**2
     assert sizes[1] < 2.2 * sizes[0]
-    # Not even one number for each pair of one head.
+    # Without a mask, not even one number per pair of a single head.
     assert sizes[1] < 4 * 2 * 2048**2 / 4
 
 
-def test_devices_have_rows_of_their_own():
+def test_rows_can_be_sharded_over_devices():
     mesh = jb.data_mesh()
     ids = packed_rows(3, size=8, seq_len=40)
     arrays = (*random_heads(ids), ids)
     attend = functools.partial(jb.segment_attention, is_causal=True)
     rows = jax.sharding.NamedSharding(mesh, P(mesh.axis_names[0]))
-    of_own_rows = jax.shard_map(
+    shard_rows = jax.shard_map(
         attend, mesh=mesh, in_specs=rows.spec, out_specs=rows.spec, check_vma=False
     )
     on_mesh = jax.device_put(arrays, rows)
     want = jax.jit(attend)(*arrays)
-    for over in (attend, of_own_rows):
+    for over in (attend, shard_rows):
         np.testing.assert_allclose(jax.jit(over)(*on_mesh), want, atol=1e-6)
 
 
 @pytest.mark.exhaustive
-def test_rows_may_be_mapped_over():
+def test_rows_can_be_mapped_with_vmap():
     ids = packed_rows(3, size=8, seq_len=40)
     arrays = (*random_heads(ids), ids)
     attend = functools.partial(jb.segment_attention, is_causal=True)
@@ -219,40 +221,40 @@ def test_rows_may_be_mapped_over():
 
 
 @pytest.mark.parametrize("is_causal", CAUSAL)
-def test_the_kernel_gives_the_same(is_causal):
+def test_the_kernel_agrees_with_a_mask(is_causal):
     ids = packed_rows(1, size=2, seq_len=200, longest=150)
-    heads = random_heads(ids, heads=2, of_keys=1, width=32)
+    heads = random_heads(ids, heads=2, key_heads=1, width=32)
 
     def by_kernel(query, key, value, ids):
-        found = splash.attend(
+        result = splash.attend(
             *(query, key, value, ids),
             is_causal=is_causal,
             scale=32**-0.5,
             interpret=True,
         )
-        return jnp.where(ids[..., None, None] > 0, found, 0)
+        return jnp.where(ids[..., None, None] > 0, result, 0)
 
-    want = found_and_changes(
-        functools.partial(with_mask, is_causal=is_causal), ids, *heads
+    want = output_and_gradients(
+        functools.partial(masked_attention, is_causal=is_causal), ids, *heads
     )
-    assert_near(found_and_changes(by_kernel, ids, *heads), want, 1e-5)
+    assert_near(output_and_gradients(by_kernel, ids, *heads), want, 1e-5)
 
 
 KERNEL = "tpu_custom_call"
 
 
 def lowered(attend, platform):
-    """The program of a gradient for a platform that is not here."""
+    """Returns the program of a gradient, lowered for any platform."""
     ids = jax.ShapeDtypeStruct((8, 256), jnp.int32)
     query = jax.ShapeDtypeStruct((8, 256, 4, 64), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((8, 256, 2, 64), jnp.bfloat16)
-    run = jax.jit(functools.partial(found_and_changes, attend))
+    run = jax.jit(functools.partial(output_and_gradients, attend))
     traced = run.trace(ids, query, key, key)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-def of_own_rows(attend, platform):
-    """Each device of a mesh that is not here has rows of its own."""
+def shard_rows(attend, platform):
+    """Returns `attend` for an abstract mesh, in which each device has its own rows."""
     here = jb.data_mesh().abstract_mesh.abstract_device
     there = dataclasses.replace(here, platform=platform)
     mesh = jax.sharding.AbstractMesh(
@@ -265,10 +267,10 @@ def of_own_rows(attend, platform):
 
 
 @pytest.mark.parametrize("how", ["shard_map", pytest.param("pmap", marks=SLOW)])
-def test_grouped_heads_of_64_bits_run_on_every_mesh(how):
+def test_64_bit_grouped_heads_run_on_a_mesh(how):
     with jax.enable_x64(True):
         ids = packed_rows(2, size=4, seq_len=16, longest=9)
-        heads = random_heads(ids, heads=2, of_keys=1, dtype=jnp.float64)
+        heads = random_heads(ids, heads=2, key_heads=1, dtype=jnp.float64)
         mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,))
         spec = P("data")
         if how == "shard_map":
@@ -281,36 +283,37 @@ def test_grouped_heads_of_64_bits_run_on_every_mesh(how):
                     check_vma=False,
                 )
             )
-            found = run(*heads, ids)
+            result = run(*heads, ids)
         else:
-            cut = [x.reshape(4, 1, *x.shape[1:]) for x in (*heads, ids)]
-            found = jax.pmap(jb.segment_attention)(*cut).reshape(heads[0].shape)
-        # On one device; `jax.nn.dot_product_attention` has weights of 32 bits.
+            sharded = [x.reshape(4, 1, *x.shape[1:]) for x in (*heads, ids)]
+            result = jax.pmap(jb.segment_attention)(*sharded).reshape(heads[0].shape)
+        # `jax.nn.dot_product_attention` would use 32-bit weights, so the reference is
+        # the same function on one device.
         want = jax.jit(jb.segment_attention)(*heads, ids)
-        np.testing.assert_allclose(found, want, atol=1e-12)
+        np.testing.assert_allclose(result, want, atol=1e-12)
 
 
-def test_a_scale_may_be_learned():
+def test_the_scale_can_be_learned():
     ids = packed_rows(2, size=2, seq_len=16, longest=9)
     heads = random_heads(ids)
 
     def total(scale, attend):
         return jnp.sum(attend(*heads, ids, scale=scale) ** 2)
 
-    found, want = (
+    result, want = (
         jax.jit(jax.value_and_grad(functools.partial(total, attend=attend)))(0.7)
-        for attend in (jb.segment_attention, with_mask)
+        for attend in (jb.segment_attention, masked_attention)
     )
-    np.testing.assert_allclose(found, want, rtol=1e-5)
+    np.testing.assert_allclose(result, want, rtol=1e-5)
 
 
-def test_a_scale_of_numpy_changes_no_dtype():
+def test_a_numpy_scale_does_not_change_dtypes():
     ids = packed_rows(2, size=2, seq_len=16, longest=9)
     heads = tuple(x.astype(jnp.bfloat16) for x in random_heads(ids, width=32))
     scale = 1 / np.sqrt(32)
     attend = functools.partial(jb.segment_attention, scale=scale)
-    found = jax.jit(attend)(*heads, ids)
-    assert found.dtype == jnp.bfloat16
+    result = jax.jit(attend)(*heads, ids)
+    assert result.dtype == jnp.bfloat16
     products = [
         x.aval.dtype
         for equation in jax.make_jaxpr(attend)(*heads, ids).eqns
@@ -318,48 +321,52 @@ def test_a_scale_of_numpy_changes_no_dtype():
         if x.aval.ndim == 5
     ]
     assert jnp.float32 not in products
-    # What is rounded is no more than what a mask has.
+    # The rounding error is about the same as with a mask.
     exact = [x.astype(jnp.float32) for x in heads]
-    want = jax.jit(with_mask)(*exact, ids)
+    want = jax.jit(masked_attention)(*exact, ids)
     with jax.numpy_dtype_promotion("standard"):
-        masked = jax.jit(with_mask)(*heads, ids)
+        masked = jax.jit(masked_attention)(*heads, ids)
     errors = [
         jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32) - want)))
-        for x in (found, masked)
+        for x in (result, masked)
     ]
     assert errors[0] < 1.2 * errors[1]
 
 
-def test_platforms_have_what_they_can_run():
+def test_the_kernel_is_used_only_where_it_can_run():
     attend = functools.partial(jb.segment_attention, is_causal=True)
-    # Of several devices the compiler would have to cut up a kernel, which it cannot.
+    # With several devices the compiler would have to partition a kernel, which it
+    # cannot do.
     for platform in ("cuda", "rocm", "tpu", "cpu"):
         assert KERNEL not in lowered(attend, platform)
     for platform in ("cuda", "rocm", "cpu"):
-        assert KERNEL not in lowered(of_own_rows(attend, platform), platform)
-    assert lowered(of_own_rows(attend, "tpu"), "tpu").count(KERNEL) >= 3
+        assert KERNEL not in lowered(shard_rows(attend, platform), platform)
+    assert lowered(shard_rows(attend, "tpu"), "tpu").count(KERNEL) >= 3
     named = functools.partial(attend, implementation="splash")
     assert lowered(named, "tpu").count(KERNEL) >= 3
 
 
-# Refusals
+# Invalid input
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"query": (2, 8, 16)}, r"`query` has shape \(2, 8, 16\): pass \[B, T, N, H\]"),
-        ({"key": (2, 9, 4, 4)}, r"`key` has shape \(2, 9, 4, 4\): with `query` of"),
+        ({"query": (2, 8, 16)}, r"`query` has shape \(2, 8, 16\). Pass \[B, T, N, H\]"),
+        (
+            {"key": (2, 9, 4, 4)},
+            r"`key` has shape \(2, 9, 4, 4\), which does not match",
+        ),
         ({"value": (2, 8, 4, 5)}, r"`value` has shape .* \[2, 8, heads, 4\]"),
-        ({"key": (2, 8, 2, 4)}, "`key` has 2 heads and `value` 4: pass as many of"),
+        ({"key": (2, 8, 2, 4)}, "`key` has 2 heads and `value` has 4. Pass equal"),
         (
             {"key": (2, 8, 3, 4), "value": (2, 8, 3, 4)},
-            "`key` has 3 heads and `value` 3: .* a divisor of the 4 of `query`",
+            "`key` has 3 heads and `value` has 3. .* the 4 heads of `query`",
         ),
-        ({"segment_ids": (2, 9)}, r"`segment_ids` has shape \(2, 9\): pass one"),
+        ({"segment_ids": (2, 9)}, r"`segment_ids` has shape \(2, 9\). Pass one"),
     ],
 )
-def test_shapes_that_do_not_go_together_are_refused(changed, message):
+def test_mismatched_shapes_are_refused(changed, message):
     shapes = dict.fromkeys(("query", "key", "value"), (2, 8, 4, 4))
     shapes = {**shapes, "segment_ids": (2, 8), **changed}
     arrays = {
@@ -373,12 +380,12 @@ def test_shapes_that_do_not_go_together_are_refused(changed, message):
 @pytest.mark.parametrize(
     ("dtypes", "message"),
     [
-        (("f4", "f2", "f4", "i4"), "`key` is float16 and `query` float32: cast one"),
-        (("i4", "i4", "i4", "i4"), "`query` is int32: pass floating point numbers"),
-        (("f4", "f4", "f4", "f4"), "`segment_ids` is float32: pass integers, 0 for"),
+        (("f4", "f2", "f4", "i4"), "`key` is float16, but `query` is float32. Cast"),
+        (("i4", "i4", "i4", "i4"), "`query` is int32. Pass floating point numbers"),
+        (("f4", "f4", "f4", "f4"), "`segment_ids` is float32. Pass integers, with 0"),
     ],
 )
-def test_dtypes_that_do_not_go_together_are_refused(dtypes, message):
+def test_mismatched_dtypes_are_refused(dtypes, message):
     shapes = (*[(2, 8, 4, 4)] * 3, (2, 8))
     arrays = [jnp.ones(x, dtype) for x, dtype in zip(shapes, dtypes, strict=True)]
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Packed rows against a plain best fit, and against the same examples unpacked."""
+"""Packed rows: packers, schedules, plans, batches and losses."""
 
 import bisect
 import functools
@@ -28,13 +28,13 @@ from jaxbucket.testing import check_batches
 
 
 def seeds(quick, count):
-    """The first ones for every run, and the rest for the exhaustive part."""
+    """Returns `count` seeds; all but the first `quick` are for exhaustive runs."""
     rest = (pytest.param(i, marks=pytest.mark.exhaustive) for i in range(quick, count))
     return [*range(quick), *rest]
 
 
 def plain_best_fit(lengths, seq_lens, cap):
-    """Each example into the fullest row that holds it, the longest first; rooms."""
+    """Returns (room, slots) of rows, from best fit with one example after the other."""
     open_rows: list[tuple[int, int]] = []
     closed = []
     for length in sorted(lengths, reverse=True):
@@ -52,7 +52,7 @@ def plain_best_fit(lengths, seq_lens, cap):
 
 
 def packing_problem(seed):
-    """Lengths, several T, and a cap."""
+    """Returns random lengths, one or several T, and a maximum number of segments."""
     rng = np.random.default_rng(seed)
     last = int(rng.choice([1, 5, 30, 300, 4000]))
     size = int(rng.choice([1, 7, 100, 3000]))
@@ -65,7 +65,7 @@ def packing_problem(seed):
     return lengths.astype(np.int32), seq_lens, cap
 
 
-def rows_of(packing):
+def row_slots(packing):
     return [packing.slots(row) for row in range(packing.num_rows)]
 
 
@@ -73,24 +73,24 @@ def rows_of(packing):
 
 
 @pytest.mark.parametrize("seed", seeds(40, 200))
-def test_rows_hold_every_example_and_are_as_few_as_those_of_best_fit(seed):
+def test_rows_hold_every_example_and_are_no_more_than_those_num_best_fit(seed):
     lengths, seq_lens, cap = packing_problem(seed)
     packing = jb.packing.pack(lengths, seq_lens, max_segments_per_row=cap)
     assert sorted(packing.slot_lengths) == sorted(lengths)
     positions = 0
-    for slots in rows_of(packing):
+    for slots in row_slots(packing):
         assert 1 <= len(slots) <= cap
-        # A row is begun with the shortest T that holds its longest.
+        # A row has the shortest T that its longest example fits.
         seq_len = seq_lens[bisect.bisect_left(seq_lens, int(slots.max()))]
         assert slots.sum() <= seq_len
         positions += seq_len
     if cap == 10**6:
-        # With a cap, which of the rows with equal room is taken makes a difference.
+        # With a cap, the result depends on the choice among rows with equal room.
         plain = plain_best_fit(lengths, seq_lens, cap)
         rooms = sum(room for room, _ in plain)
         assert positions <= lengths.sum() + rooms
-    assert packing.row_lengths.tolist() == [int(x.sum()) for x in rows_of(packing)]
-    assert packing.row_segments.tolist() == [len(x) for x in rows_of(packing)]
+    assert packing.row_lengths.tolist() == [int(x.sum()) for x in row_slots(packing)]
+    assert packing.row_segments.tolist() == [len(x) for x in row_slots(packing)]
 
 
 def patterns_problem(seed):
@@ -98,13 +98,13 @@ def patterns_problem(seed):
     return (*value_counts(lengths), seq_lens, cap), lengths
 
 
-def rooms_of(patterns):
+def sorted_rooms(patterns):
     rooms = [x.seq_len - sum(x.slots) for x in patterns for _ in range(x.rows)]
     return sorted(rooms)
 
 
 @pytest.mark.parametrize("seed", seeds(40, 100))
-def test_best_fit_is_best_fit_decreasing(seed):
+def test_best_fit_agrees_with_a_plain_best_fit_decreasing(seed):
     problem, lengths = patterns_problem(seed)
     *_, seq_lens, cap = problem
     patterns = best_fit(*problem)
@@ -112,13 +112,13 @@ def test_best_fit_is_best_fit_decreasing(seed):
     assert sorted(slots) == sorted(lengths.tolist())
     assert max(len(x.slots) for x in patterns) <= cap
     if cap == 10**6:
-        # Where rows have equal room, another one of them may have been taken.
+        # Among rows with equal room, the packers may choose different ones.
         plain = plain_best_fit(lengths.tolist(), seq_lens, cap)
-        assert rooms_of(patterns) == [room for room, _ in plain]
+        assert sorted_rooms(patterns) == [room for room, _ in plain]
 
 
 @pytest.mark.parametrize("seed", seeds(25, 100))
-def test_each_of_the_fullest_rows_is_as_full_as_can_be(seed):
+def test_each_of_the_fullest_rows_is_as_full_as_possible(seed):
     problem, lengths = patterns_problem(seed)
     *_, seq_lens, cap = problem
     left = sorted(lengths.tolist())
@@ -138,20 +138,20 @@ def test_each_of_the_fullest_rows_is_as_full_as_can_be(seed):
 
 
 def plain_fewest_rows(lengths, seq_len):
-    """The bound L2 of Martello and Toth, one k after the other."""
-    found = []
+    """Returns the bound L2 of Martello and Toth, computed by a loop over k."""
+    bounds = []
     for k in {0, *lengths[lengths <= seq_len // 2].tolist()}:
         alone = lengths > seq_len - k
         large = ~alone & (lengths > seq_len // 2)
         small = (lengths >= k) & (lengths <= seq_len // 2)
         room = (seq_len - lengths[large]).sum()
         rest = -(-int(lengths[small].sum() - room) // seq_len)
-        found.append(alone.sum() + large.sum() + max(0, rest))
-    return max(found)
+        bounds.append(alone.sum() + large.sum() + max(0, rest))
+    return max(bounds)
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_no_rows_are_fewer_than_the_bound(seed):
+def test_packers_need_at_least_as_many_rows_as_the_bound(seed):
     rng = np.random.default_rng(seed)
     seq_len = int(rng.integers(1, 60))
     lengths = rng.integers(1, seq_len + 1, int(rng.integers(1, 80)))
@@ -163,29 +163,31 @@ def test_no_rows_are_fewer_than_the_bound(seed):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "seq_len", "of_best_fit", "of_fullest"),
+    ("lengths", "seq_len", "num_best_fit", "num_fullest"),
     [
         ([7, 7, 8, 11, 12, 16], 32, 3, 2),
         ([5, 8, 9, 10, 12, 12, 12, 17], 30, 3, 4),
     ],
 )
-def test_the_fuller_rows_win(lengths, seq_len, of_best_fit, of_fullest):
+def test_pack_returns_the_fuller_rows_of_two_packers(
+    lengths, seq_len, num_best_fit, num_fullest
+):
     problem = *value_counts(np.array(lengths)), [seq_len], 10
-    assert positions(best_fit(*problem)) == of_best_fit * seq_len
-    assert positions(fullest_rows(*problem)) == of_fullest * seq_len
-    assert jb.packing.pack(lengths, seq_len).num_rows == min(of_best_fit, of_fullest)
+    assert positions(best_fit(*problem)) == num_best_fit * seq_len
+    assert positions(fullest_rows(*problem)) == num_fullest * seq_len
+    assert jb.packing.pack(lengths, seq_len).num_rows == min(num_best_fit, num_fullest)
 
 
-def test_what_would_take_long_is_left_out(monkeypatch):
-    monkeypatch.setattr("jaxbucket.packing.subset_sum._MOST_LOOKED_AT", 1)
+def test_a_packer_that_takes_too_long_is_skipped(monkeypatch):
+    monkeypatch.setattr("jaxbucket.packing.subset_sum._MAX_LENGTHS_TRIED", 1)
     lengths = [7, 7, 8, 11, 12, 16]
     assert fullest_rows(*value_counts(np.array(lengths)), [32], 10) is None
     assert jb.packing.pack(lengths, 32).num_rows == 3
 
 
-def test_real_lengths_fill_rows_at_least_as_best_fit_does(real_lengths):
+def test_a_real_dataset_needs_no_more_rows_than_best_fit(real_lengths):
     for seq_len in (2048, 4096):
-        # Tails apart: what is longer has rows of its own.
+        # Longer examples do not fit.
         lengths = real_lengths[real_lengths <= seq_len][:6000]
         packing = jb.packing.pack(lengths, seq_len)
         rooms = plain_best_fit(lengths.tolist(), [seq_len], 10**9)
@@ -193,7 +195,7 @@ def test_real_lengths_fill_rows_at_least_as_best_fit_does(real_lengths):
         assert packing.fill == lengths.sum() / (seq_len * packing.num_rows)
 
 
-def test_a_packing_names_itself():
+def test_the_fingerprint_of_a_packing_depends_on_its_rows():
     packing = jb.packing.pack([3, 5, 2], 8)
     assert packing.fingerprint == jb.packing.pack(np.array([2, 3, 5]), [8]).fingerprint
     assert packing.fingerprint != jb.packing.pack([3, 5, 2], 9).fingerprint
@@ -205,8 +207,8 @@ def test_a_packing_names_itself():
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
-        ([3, 9], {"max_seq_len": 8}, r"`lengths\[1\]=9` is beyond the longest row"),
-        ([3, 9], {"max_seq_len": [4, 8]}, "`max_seq_len=8`. Give longer rows, or spl"),
+        ([3, 9], {"max_seq_len": 8}, r"`lengths\[1\]=9` exceeds the longest row"),
+        ([3, 9], {"max_seq_len": [4, 8]}, "`max_seq_len=8`. Raise `max_seq_len`, or"),
         ([], {"max_seq_len": 8}, "`lengths` is empty"),
         ([3, 0], {"max_seq_len": 8}, r"`lengths\[1\]=0`"),
         ([3, -1], {"max_seq_len": 8}, r"`lengths\[1\]=-1`"),
@@ -220,8 +222,8 @@ def test_a_packing_names_itself():
         ),
         ([3], {"max_seq_len": []}, "must be one T, or a list of several"),
         ([3], {"max_seq_len": 2.5}, "`max_seq_len=2.5` is not an integer"),
-        ([3], {"max_seq_len": 2**40}, "`max_seq_len=1099511627776` is beyond"),
-        ([3], {"max_seq_len": np.array(2)}, "beyond the longest row, `max_seq_len=2`"),
+        ([3], {"max_seq_len": 2**40}, "`max_seq_len=1099511627776` exceeds"),
+        ([3], {"max_seq_len": np.array(2)}, "exceeds the longest row, `max_seq_len=2`"),
         ([3], {"max_seq_len": {4, 8}}, "must be one T, or a list of several"),
         ([3], {"max_seq_len": 8, "padded_up_to": -1}, "`padded_up_to=-1` must not"),
         (
@@ -231,7 +233,7 @@ def test_a_packing_names_itself():
         ),
     ],
 )
-def test_what_cannot_be_packed_is_refused(lengths, options, message):
+def test_invalid_arguments_of_pack_are_refused(lengths, options, message):
     with pytest.raises(ValueError, match=message):
         jb.packing.pack(lengths, **options)
 
@@ -256,7 +258,7 @@ def epoch_rows(schedule, epoch):
 
 
 @pytest.mark.parametrize("seed", seeds(24, 100))
-def test_every_example_is_in_one_row_of_an_epoch(seed):
+def test_each_example_is_in_one_packed_row_per_epoch(seed):
     lengths, seq_lens, cap = packing_problem(seed)
     schedule = packed_schedule(
         lengths,
@@ -268,37 +270,37 @@ def test_every_example_is_in_one_row_of_an_epoch(seed):
         group=["same", "mixed"][seed % 2],
     )
     for epoch in (0, 3):
-        found = []
+        examples = []
         for indices in epoch_rows(schedule, epoch):
             rows = indices.rows
             assert rows.shape == (indices.bucket.batch_size, schedule.max_segments)
             filled = rows != EMPTY_ROW
-            # Behind the last example of a row there is none.
+            # Empty slots come after all examples of a row.
             assert not (filled[:, 1:] & ~filled[:, :-1]).any()
             tokens = np.where(filled, lengths[rows], 0).sum(axis=1)
             assert tokens.max() <= indices.bucket.seq_len
-            found.append(rows[filled])
-        assert sorted(np.concatenate(found)) == list(range(len(lengths)))
+            examples.append(rows[filled])
+        assert sorted(np.concatenate(examples)) == list(range(len(lengths)))
 
 
-def test_real_lengths_are_in_one_row_each(real_lengths):
+def test_each_example_of_a_real_dataset_is_in_one_packed_row(real_lengths):
     last = int(real_lengths.max())
     schedule = packed_schedule(real_lengths, [(last + 1) // 2, last], seed=1)
     rows = [x.rows[x.rows >= 0] for x in epoch_rows(schedule, 1)]
     assert sorted(np.concatenate(rows)) == list(range(len(real_lengths)))
 
 
-def test_another_epoch_has_other_neighbours():
+def test_epochs_have_different_neighbours_in_rows():
     lengths = np.repeat([5, 7, 20], 400)
     schedule = packed_schedule(lengths, 32)
 
     def neighbours(epoch):
-        found = set()
+        pairs = set()
         for indices in epoch_rows(schedule, epoch):
             for row in indices.rows:
-                own = row[row >= 0]
-                found |= {(int(a), int(b)) for a in own for b in own if a < b}
-        return found
+                filled = row[row >= 0]
+                pairs |= {(int(a), int(b)) for a in filled for b in filled if a < b}
+        return pairs
 
     first, second = neighbours(0), neighbours(1)
     assert len(first & second) < 0.05 * len(first)
@@ -307,8 +309,8 @@ def test_another_epoch_has_other_neighbours():
     assert np.array_equal(again[0].rows, again[len(again)].rows)
 
 
-def test_a_slot_takes_any_example_of_its_length():
-    # One of eight for each slot, evenly.
+def test_a_slot_takes_each_example_of_its_length_equally_often():
+    # Each slot should have each of the eight examples in about 100 of 800 epochs.
     lengths = np.full(8, 4)
     schedule = packed_schedule(lengths, 4, rows=8, seed=5)
     counts = np.zeros((8, 8))
@@ -317,13 +319,13 @@ def test_a_slot_takes_any_example_of_its_length():
     assert np.abs(counts - 100).max() < 45
 
 
-def test_the_choice_of_a_seed_is_kept():
+def test_packed_batches_match_golden_rows():
     lengths = np.random.default_rng(0).integers(1, 60, 500)
     rows = packed_schedule(lengths, 64, rows=2, seed=7)[11].rows
     assert rows.tolist() == [[191, 425, 96, -1], [57, 70, -1, -1]]
 
 
-def test_its_report_counts_rows_and_examples():
+def test_the_report_counts_rows_and_examples():
     lengths = [4, 4, 3, 5, 8, 2]
     schedule = packed_schedule(lengths, 8, rows=2)
     report = schedule.report()
@@ -335,46 +337,44 @@ def test_its_report_counts_rows_and_examples():
     assert "packed" not in jb.BatchSchedule(schedule.plan, lengths).report().summary
 
 
-def test_what_a_packing_does_not_go_with_is_refused():
+def test_incompatible_packings_are_refused():
     lengths = np.array([3, 5, 2, 4])
     packing = jb.packing.pack(lengths, 8)
     plan = jb.plan_buckets([8], max_tokens=16)
-    with pytest.raises(ValueError, match="`packing` is of 4 examples with 14 tokens"):
+    with pytest.raises(ValueError, match="created for 4 examples with 14 tokens"):
         jb.BatchSchedule(plan, lengths[:3], packing=packing)
-    with pytest.raises(ValueError, match="or of others: the data changed"):
+    with pytest.raises(ValueError, match="of `lengths`. The data changed since"):
         jb.BatchSchedule(plan, [3, 5, 3, 3], packing=packing)
-    with pytest.raises(
-        ValueError, match="`packing` is a list: make it by `jb.packing.pack"
-    ):
+    with pytest.raises(ValueError, match="`packing` is a list, not a `Packing`"):
         jb.BatchSchedule(plan, lengths, packing=[[0, 1]])  # pyright: ignore
     short = jb.plan_buckets([5], max_tokens=16)
-    with pytest.raises(ValueError, match="rows of 8 tokens, beyond the last bucket"):
+    with pytest.raises(ValueError, match="rows of 8 tokens, which do not fit the lon"):
         jb.BatchSchedule(short, lengths, packing=packing)
     with pytest.raises(ValueError, match="`order` is a `Curriculum`"):
         order = jb.Curriculum(lengths, jb.schedule.LinearPacing(0.5, 2))
         jb.BatchSchedule(plan, lengths, packing=packing, order=order)
     packed = jb.BatchSchedule(plan, lengths, packing=packing)
-    with pytest.raises(ValueError, match="have packed rows, and rows of one"):
+    with pytest.raises(ValueError, match="have both packed rows and rows of one"):
         jb.Mixture([packed, jb.BatchSchedule(plan, lengths)], [1, 1])
 
 
-def test_a_mixture_of_packed_rows_counts_through():
+def test_a_mixture_numbers_packed_examples_over_all_components():
     lengths = np.array([3, 5, 2, 4])
     plan = jb.plan_buckets([8], max_tokens=8)
-    # One has two in a row, the other has one.
+    # One component has two examples in a row, and the other has one.
     packings = [jb.packing.pack(lengths, 8, max_segments_per_row=n) for n in (2, 1)]
-    own = [jb.BatchSchedule(plan, lengths, packing=x) for x in packings]
-    mixture = jb.Mixture(own, [1, 1])
+    schedules = [jb.BatchSchedule(plan, lengths, packing=x) for x in packings]
+    mixture = jb.Mixture(schedules, [1, 1])
     assert mixture.max_segments == 2
     rows = np.concatenate([mixture[step].rows for step in range(len(mixture))])
     assert set(rows[rows >= 0]) == set(range(8))
 
 
-# Even work
+# Balanced work
 
 
 def longest_first(work, num_parts):
-    """For so many devices and no others: the largest to the one with least so far."""
+    """Returns work balanced for `num_parts` only, by longest processing time first."""
     parts = [[] for _ in range(num_parts)]
     for x in sorted(work.tolist(), reverse=True):
         free = [part for part in parts if len(part) < len(work) // num_parts]
@@ -383,7 +383,7 @@ def longest_first(work, num_parts):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_rows_are_spread_evenly(seed):
+def test_rows_are_balanced(seed):
     rng = np.random.default_rng(seed)
     size = int(rng.choice([1, 2, 8, 12, 24, 64, 96]))
     work = rng.integers(0, 1000, size) ** 2
@@ -391,31 +391,33 @@ def test_rows_are_spread_evenly(seed):
     assert sorted(order) == list(range(size))
     for num_parts in (2, 4, 8):
         if size % num_parts == 0:
-            found = imbalance(work[order], num_parts)
-            assert found <= 1.25 * imbalance(longest_first(work, num_parts), num_parts)
+            balanced = imbalance(work[order], num_parts)
+            assert balanced <= 1.25 * imbalance(
+                longest_first(work, num_parts), num_parts
+            )
     assert imbalance(np.zeros(size), 1) == 1
 
 
 @pytest.mark.parametrize(("size", "num_parts"), [(9, 3), (15, 5), (18, 6), (36, 12)])
-def test_other_numbers_of_devices_are_no_worse_off(size, num_parts):
+def test_other_numbers_of_devices_are_no_worse_than_unsorted(size, num_parts):
     rng = np.random.default_rng(0)
     draws = [rng.integers(1, 100, size) ** 2 for _ in range(200)]
-    found = np.mean([imbalance(x[balance_rows(x)], num_parts) for x in draws])
-    assert found < 1.1 * np.mean([imbalance(x, num_parts) for x in draws])
+    balanced = np.mean([imbalance(x[balance_rows(x)], num_parts) for x in draws])
+    assert balanced < 1.1 * np.mean([imbalance(x, num_parts) for x in draws])
 
 
-def test_devices_have_even_work_however_many_they_are():
+def test_schedules_balance_work_over_devices():
     lengths = np.minimum(np.random.default_rng(0).geometric(1 / 80, 5000), 512)
     schedule = packed_schedule(lengths, 512, rows=32)
     packing = schedule.packing
     rows = np.random.default_rng(0).permutation(packing.num_rows)
     batches = rows[: len(rows) // 32 * 32].reshape(-1, 32)
     for num_devices in (2, 4, 8):
-        as_they_come = [imbalance(packing.row_work[x], num_devices) for x in batches]
-        found = schedule.imbalance(num_devices)
-        # Of what is too much, at least four fifths are gone.
-        assert found - 1 < 0.2 * (np.mean(as_they_come) - 1)
-    with pytest.raises(ValueError, match="`num_devices=5` do not divide"):
+        unsorted = [imbalance(packing.row_work[x], num_devices) for x in batches]
+        balanced = schedule.imbalance(num_devices)
+        # At least four fifths of the excess work of the busiest device are gone.
+        assert balanced - 1 < 0.2 * (np.mean(unsorted) - 1)
+    with pytest.raises(ValueError, match="`num_devices=5` does not divide"):
         schedule.imbalance(5)
     with pytest.raises(ValueError, match="`num_devices=0`"):
         schedule.imbalance(0)
@@ -426,15 +428,15 @@ def test_devices_have_even_work_however_many_they_are():
 
 
 @pytest.mark.parametrize("largest", [3, 1024, 1025, 10**6, 2**40])
-def test_each_is_permuted_as_if_alone(largest):
+def test_permute_each_agrees_with_permute(largest):
     rng = np.random.default_rng(largest)
     which = rng.integers(0, 9, 300)
     sizes = rng.integers(1, largest, 9, endpoint=True)[which]
     keys = np.array([fold(i) for i in range(9)], np.uint64)[which]
     index = rng.integers(0, sizes)
-    found = permute_each(index, sizes, keys)
-    for i, size, key, got in zip(index, sizes, keys, found, strict=True):
-        assert permute(np.array([i]), int(size), int(key))[0] == got
+    permuted = permute_each(index, sizes, keys)
+    for i, size, key, result in zip(index, sizes, keys, permuted, strict=True):
+        assert permute(np.array([i]), int(size), int(key))[0] == result
     numbers = np.array([0, 5, 2**40])
     assert mix_each(numbers, 77).tolist() == [mix(int(x) ^ 77) for x in numbers]
 
@@ -456,36 +458,36 @@ def epoch_cost(lengths, seq_lens, max_tokens, cost_fn=QUADRATIC):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_packed_plan_is_no_worse_than_any_two_lengths_of_a_grid(seed):
+def test_a_packed_plan_is_about_as_cheap_as_the_best_pair_of_a_grid(seed):
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.geometric(1 / 40, 400), 256)
     last = int(lengths.max())
-    found = jb.plan_packing(
+    result = jb.plan_packing(
         lengths, max_tokens=2048, cost_fn=QUADRATIC, num_buckets=3, pack="always"
     )
-    assert found.packing is not None
-    seq_lens = found.plan.boundaries.tolist()
-    assert tuple(seq_lens) == found.packing.seq_lens and len(seq_lens) <= 3
-    # What it promises is what its rows cost, and its schedule has.
-    assert found.others["packed"] == epoch_cost(lengths, seq_lens, 2048)
-    schedule = jb.BatchSchedule(found.plan, lengths, packing=found.packing)
-    assert found.others["packed"] == schedule.report().epoch_cost
-    assert found.report == schedule.cost()
-    assert found.others["packed in one T"] == epoch_cost(lengths, [last], 2048)
-    rows = np.bincount(found.plan.assign(found.packing.row_lengths), minlength=3)
-    assert tuple(rows[: len(seq_lens)]) == found.rows
-    assert np.dot(found.rows, found.segments) == pytest.approx(len(lengths))
-    assert found.others["packed"] <= found.others["packed in one T"]
-    # A few of the grid's pairs may be better than where steps led to.
+    assert result.packing is not None
+    seq_lens = result.plan.boundaries.tolist()
+    assert tuple(seq_lens) == result.packing.seq_lens and len(seq_lens) <= 3
+    # The reported costs are those of the rows and of the schedule.
+    assert result.others["packed"] == epoch_cost(lengths, seq_lens, 2048)
+    schedule = jb.BatchSchedule(result.plan, lengths, packing=result.packing)
+    assert result.others["packed"] == schedule.report().epoch_cost
+    assert result.report == schedule.cost()
+    assert result.others["packed in one T"] == epoch_cost(lengths, [last], 2048)
+    rows = np.bincount(result.plan.assign(result.packing.row_lengths), minlength=3)
+    assert tuple(rows[: len(seq_lens)]) == result.rows
+    assert np.dot(result.rows, result.segments) == pytest.approx(len(lengths))
+    assert result.others["packed"] <= result.others["packed in one T"]
+    # The greedy search may miss a slightly better pair of the grid.
     grid = [last // 4, last // 2, last * 3 // 4]
     pairs = [epoch_cost(lengths, [x, last], 2048) for x in grid]
-    assert found.others["packed"] <= 1.03 * min(pairs)
+    assert result.others["packed"] <= 1.03 * min(pairs)
 
 
-def test_real_lengths_cost_less_in_several_lengths_than_in_one(real_lengths):
+def test_a_real_dataset_is_cheaper_in_rows_of_several_lengths(real_lengths):
     lengths = real_lengths[real_lengths <= 4096]
     is_short = real_lengths.max() < 4096
-    found = jb.plan_packing(
+    result = jb.plan_packing(
         lengths,
         max_tokens=65_536,
         max_seq_len=4096,
@@ -493,19 +495,19 @@ def test_real_lengths_cost_less_in_several_lengths_than_in_one(real_lengths):
         pack="always",
         max_padding=0.015 if is_short else 1.0,
     )
-    assert len(found.plan) <= 4
-    assert found.others["packed"] < found.others["packed in one T"]
-    assert found.packing is not None
+    assert len(result.plan) <= 4
+    assert result.others["packed"] < result.others["packed in one T"]
+    assert result.packing is not None
     if is_short:
-        assert 1 - found.packing.fill <= 0.015
+        assert 1 - result.packing.fill <= 0.015
 
 
-def test_lengths_of_a_short_range_get_rows_that_they_fill():
+def test_lengths_of_a_short_range_get_rows_that_fit_them():
     lengths = np.random.default_rng(0).integers(300, 311, 2000)
-    found = jb.plan_packing(lengths, max_tokens=2048, max_seq_len=512, pack="always")
-    assert found.plan.boundaries.tolist() == [310]
-    # Two of these fill a row well, and one does not.
-    found = jb.plan_packing(
+    result = jb.plan_packing(lengths, max_tokens=2048, max_seq_len=512, pack="always")
+    assert result.plan.boundaries.tolist() == [310]
+    # Two examples of length 19 fill a row of 40 well, and one does not.
+    result = jb.plan_packing(
         [19] * 61,
         max_tokens=4096,
         max_seq_len=64,
@@ -515,16 +517,16 @@ def test_lengths_of_a_short_range_get_rows_that_they_fill():
         pack="always",
         max_padding=0.1,
     )
-    assert found.plan.boundaries.tolist() == [40]
+    assert result.plan.boundaries.tolist() == [40]
 
 
-def test_auto_takes_what_costs_less():
+def test_auto_chooses_the_cheaper_rows():
     lengths = np.repeat([30, 31, 32], 200)
     options = {"max_tokens": 1024, "max_seq_len": 512, "cost_fn": QUADRATIC}
-    # Rows of one fit as they are; a longer row would only cost more.
+    # Padded rows have little padding here, and longer rows would only cost more.
     padded = jb.plan_packing(lengths, **options)
     assert not padded.is_packed and padded.packing is None
-    assert padded.why.startswith("Rows are padded, attention counted over whole rows")
+    assert padded.why.startswith("Rows are padded, with attention counted over whole")
     assert padded.report == jb.report(padded.plan, lengths)
     assert padded.segments == (1.0,) * len(padded.plan)
     assert jb.plan_packing(lengths, **options, pack="always").is_packed
@@ -533,19 +535,19 @@ def test_auto_takes_what_costs_less():
     assert packed.is_packed and "Rows are packed" in packed.why
     never = jb.plan_packing(uneven, **options, pack="never")
     assert not never.is_packed and never.others == packed.others
-    # A mask that makes steps slower can be too much.
+    # With slower steps because of a mask, padded rows are cheaper.
     slow = jb.plan_packing(
         uneven, **options, packed_cost_fn=lambda b, t: 1.5 * QUADRATIC(b, t)
     )
     assert not slow.is_packed
-    told = json.loads(packed.to_json())
-    assert told["epoch_costs"] == packed.others and told["packed"]
-    assert told["report"]["packed_examples"] == 600
+    loaded = json.loads(packed.to_json())
+    assert loaded["epoch_costs"] == packed.others and loaded["packed"]
+    assert loaded["report"]["packed_examples"] == 600
 
 
-def test_where_a_mask_costs_short_rows_stay_padded():
+def test_short_rows_stay_padded_if_masks_are_expensive():
     rng = np.random.default_rng(0)
-    # Those of 64 fit as they are; the others leave much of their rows empty.
+    # Examples of length 64 need no padding, and the others need much.
     lengths = np.concatenate([np.full(3000, 64), rng.integers(300, 600, 2000)])
     options = {"max_tokens": 8192, "max_seq_len": 1024, "cost_fn": QUADRATIC}
     free = jb.plan_packing(lengths, **options, pack="always")
@@ -556,13 +558,13 @@ def test_where_a_mask_costs_short_rows_stay_padded():
         pack="always",
         packed_cost_fn=lambda b, t: 1.15 * QUADRATIC(b, t),
     )
-    assert slow.padded_up_to >= 64 and "padded up to there" in slow.why
+    assert slow.padded_up_to >= 64 and "Rows are packed (padded up to T=" in slow.why
     assert slow.packing is not None
     again = jb.packing.pack(
         lengths, slow.plan.boundaries.tolist(), padded_up_to=slow.padded_up_to
     )
     assert again.fingerprint == slow.packing.fingerprint
-    # Not one of its batches has several examples in a row, remainders included.
+    # Rows of these buckets have one example, including the remainders of others.
     schedule = jb.BatchSchedule(slow.plan, lengths, packing=slow.packing)
     assert slow.others["packed"] == schedule.report().epoch_cost
     for indices in epoch_rows(schedule, 0):
@@ -570,19 +572,19 @@ def test_where_a_mask_costs_short_rows_stay_padded():
             assert (indices.rows[:, 1:] == EMPTY_ROW).all()
     for bucket, cost in zip(slow.plan.buckets, slow.plan.costs, strict=True):
         factor = 1 if bucket.seq_len <= slow.padded_up_to else 1.15
-        own = QUADRATIC(bucket.batch_size, bucket.seq_len)
-        assert cost == pytest.approx(factor * own)
+        padded_cost = QUADRATIC(bucket.batch_size, bucket.seq_len)
+        assert cost == pytest.approx(factor * padded_cost)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_examples_up_to_a_length_are_alone(seed):
+def test_examples_up_to_padded_up_to_are_alone(seed):
     lengths, seq_lens, cap = packing_problem(seed)
     up_to = int(np.random.default_rng(seed).integers(0, lengths.max() + 2))
     packing = jb.packing.pack(
         lengths, seq_lens, max_segments_per_row=cap, padded_up_to=up_to
     )
     assert sorted(packing.slot_lengths) == sorted(lengths)
-    alone = [x for x in rows_of(packing) if x.min() <= up_to]
+    alone = [x for x in row_slots(packing) if x.min() <= up_to]
     assert all(len(x) == 1 for x in alone)
     assert len(alone) == (lengths <= up_to).sum()
     if (lengths > up_to).any():
@@ -592,7 +594,7 @@ def test_examples_up_to_a_length_are_alone(seed):
         assert packing.num_rows == len(alone) + rest.num_rows
 
 
-def test_odd_costs_and_budgets_are_planned_for():
+def test_unusual_costs_and_budgets_are_supported():
     rng = np.random.default_rng(0)
     mixed = np.concatenate([np.full(3000, 60), rng.integers(300, 500, 300)])
     slow = {"max_tokens": 4096, "packed_cost_fn": lambda b, t: 3 * QUADRATIC(b, t)}
@@ -608,30 +610,32 @@ def test_odd_costs_and_budgets_are_planned_for():
         for is_sparse in (False, True)
     ]
     assert costs[1] <= costs[0]
-    # Padded rows are as long as they must be, whatever may be.
+    # Padded rows are no longer than necessary, even if `max_seq_len` is larger.
     short = rng.integers(20, 100, 2000)
-    own = {"max_tokens": 8192, "cost_fn": QUADRATIC, "num_buckets": 1}
-    own["packed_cost_fn"] = lambda b, t: 1.9 * QUADRATIC(b, t)
-    some, more = (jb.plan_packing(short, **own, max_seq_len=n) for n in (None, 512))
-    assert not more.is_packed and more.others["padded"] == some.others["padded"]
-    # Too much padding is no reason to fail where rows may stay padded.
+    options = {"max_tokens": 8192, "cost_fn": QUADRATIC, "num_buckets": 1}
+    options["packed_cost_fn"] = lambda b, t: 1.9 * QUADRATIC(b, t)
+    default, longer = (
+        jb.plan_packing(short, **options, max_seq_len=n) for n in (None, 512)
+    )
+    assert not longer.is_packed and longer.others["padded"] == default.others["padded"]
+    # Rows that exceed `max_padding` are an error only with `pack="always"`.
     pairs = np.array([51] * 500 + [100] * 500)
     few = {"max_tokens": 1024, "num_buckets": 1, "max_padding": 0.001}
     assert not jb.plan_packing(pairs, **few).is_packed
-    # A budget that no batch of short rows keeps to, and a cost of pairs alone.
+    # A budget that allows no batch of short rows, and a cost that is only quadratic.
     lengths = rng.integers(1, 1000, 2000)
     budget = {"batch_size_multiple": 8, "cost_fn": QUADRATIC}
-    found = jb.plan_packing(
+    result = jb.plan_packing(
         lengths, max_tokens=lambda t: 16 * t if t > 64 else 4 * t, **budget
     )
-    assert found.plan.boundaries.min() > 64
+    assert result.plan.boundaries.min() > 64
     jb.plan_packing(
         lengths,
         max_tokens=8192,
         cost_fn=lambda b, t: float(b * t * t),
         block_sparse=True,
     )
-    with pytest.raises(ValueError, match="give both, in one unit"):
+    with pytest.raises(ValueError, match="Pass both functions, in the same unit"):
         jb.plan_packing(lengths, max_tokens=8192, packed_cost_fn=QUADRATIC)
 
 
@@ -644,29 +648,29 @@ def test_block_sparse_attention_makes_long_rows_cheap():
     assert sparse.packing is not None and dense.packing is not None
     assert sparse.packing.fill > dense.packing.fill
     assert sparse.others["packed in one T"] < dense.others["packed in one T"]
-    # Pairs within examples alone, and no others.
+    # The cost has only the pairs within examples.
     (bucket,) = jb.plan_packing(
         lengths, **options, pack="always", block_sparse=True, num_buckets=1
     ).plan.buckets
-    found = jb.plan_packing(
+    result = jb.plan_packing(
         lengths, **options, pack="always", block_sparse=True, num_buckets=1
     )
-    assert found.packing is not None
+    assert result.packing is not None
     size, seq_len = bucket.batch_size, bucket.seq_len
     per_token, per_pair = 72 * 2 * 64**2, 12 * 2 * 64
-    pairs = size * found.packing.row_work.mean()
+    pairs = size * result.packing.row_work.mean()
     want = size * seq_len * per_token + per_pair * pairs
-    assert found.plan.costs[0] == pytest.approx(want, rel=1e-6)
+    assert result.plan.costs[0] == pytest.approx(want, rel=1e-6)
 
 
-def test_a_packed_plan_is_a_table():
+def test_a_packed_plan_renders_as_a_table():
     import rich.console
 
-    found = jb.plan_packing([5, 3, 8, 1], max_tokens=32)
+    result = jb.plan_packing([5, 3, 8, 1], max_tokens=32)
     console = rich.console.Console(width=120, record=True, file=io.StringIO())
-    console.print(found)
+    console.print(result)
     text = " ".join(console.export_text().split())
-    assert "examples a row" in text and "an epoch costs" in text
+    assert "examples per row" in text and "An epoch costs" in text
 
 
 @pytest.mark.parametrize(
@@ -675,15 +679,18 @@ def test_a_packed_plan_is_a_table():
         ({"pack": "maybe"}, "`pack='maybe'`: choose"),
         ({"max_padding": 0}, "`max_padding=0` must be"),
         ({"max_padding": 1.5}, "`max_padding=1.5` must be a share"),
-        ({"max_padding": 1e-9, "max_seq_len": 9}, "2.08% at least is padding"),
+        (
+            {"max_padding": 1e-9, "max_seq_len": 9},
+            "found have 2.08% padding. Raise",
+        ),
         ({"max_segments_per_row": 0}, "`max_segments_per_row=0`"),
         ({"num_buckets": 0}, "`num_buckets=0`"),
-        ({"max_seq_len": 5}, "is beyond the longest row, `max_seq_len=5`"),
+        ({"max_seq_len": 5}, "exceeds the longest row, `max_seq_len=5`"),
         ({"max_tokens": 5}, "`max_tokens=5`"),
-        ({"max_tokens": [64, 32]}, "pass an integer, or a function of T"),
+        ({"max_tokens": [64, 32]}, "Pass an integer, or a function of T"),
     ],
 )
-def test_a_packed_plan_that_cannot_be_is_refused(options, message):
+def test_invalid_arguments_of_plan_packing_are_refused(options, message):
     given = {"max_tokens": 64, "pack": "always", **options}
     with pytest.raises(ValueError, match=message):
         jb.plan_packing([8, 7, 8, 8, 8, 8], **given)
@@ -692,7 +699,7 @@ def test_a_packed_plan_that_cannot_be_is_refused(options, message):
 # Batches
 
 
-def examples_of(lengths, seed=0):
+def make_examples(lengths, seed=0):
     rng = np.random.default_rng(seed)
     return [
         {
@@ -705,9 +712,9 @@ def examples_of(lengths, seed=0):
     ]
 
 
-def assert_same_examples(found, source):
-    assert [int(x["index"]) for x in found] == list(range(len(source)))
-    for example, want in zip(found, source, strict=True):
+def assert_same_examples(examples, source):
+    assert [int(x["index"]) for x in examples] == list(range(len(source)))
+    for example, want in zip(examples, source, strict=True):
         assert example.keys() == want.keys()
         for name, value in want.items():
             np.testing.assert_array_equal(example[name], value)
@@ -716,29 +723,29 @@ def assert_same_examples(found, source):
 SEQUENCES = ["tokens", "vectors"]
 
 
-def loaded(source, schedule, *, sequences=SEQUENCES, **options):
+def load_batches(source, schedule, *, sequences=SEQUENCES, **options):
     return list(jb.batch_dataset(source, schedule, sequences=sequences, **options))
 
 
-def unpacked(batches, schedule):
-    found = [
+def unpack_examples(batches, schedule):
+    examples = [
         example
         for batch in batches
         for example in jb.data.unbatch(
             batch, sequences=SEQUENCES, max_segments=schedule.max_segments
         )
     ]
-    return sorted(found, key=lambda example: example["index"])
+    return sorted(examples, key=lambda example: example["index"])
 
 
 @pytest.mark.parametrize("seed", seeds(30, 200))
-def test_batches_come_back_as_examples(seed):
+def test_unbatch_returns_the_packed_examples(seed):
     lengths, seq_lens, cap = packing_problem(seed)
     lengths = lengths[:60]
-    source = examples_of(lengths, seed)
+    source = make_examples(lengths, seed)
     schedule = packed_schedule(lengths, [*seq_lens[:-1], 4000], cap=cap, seed=seed)
-    batches = loaded(source, schedule)
-    assert_same_examples(unpacked(batches, schedule), source)
+    batches = load_batches(source, schedule)
+    assert_same_examples(unpack_examples(batches, schedule), source)
     for batch in batches:
         ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
         assert ids.dtype == positions.dtype == np.int32
@@ -749,9 +756,9 @@ def test_batches_come_back_as_examples(seed):
     assert sum(int(batch.num_examples) for batch in batches) == len(source)
 
 
-def test_a_loader_of_packed_rows_keeps_the_promises():
+def test_a_packed_loader_passes_check_batches():
     lengths = np.random.default_rng(1).integers(1, 30, 90)
-    source = examples_of(lengths)
+    source = make_examples(lengths)
     schedule = packed_schedule(lengths, [16, 64], rows=4)
 
     def loader(host, start_step):
@@ -766,23 +773,23 @@ def test_a_loader_of_packed_rows_keeps_the_promises():
         check_batches(loader, num_examples=91, **promises)
 
 
-def test_row_shards_are_rows_of_the_whole():
+def test_row_shards_are_slices_of_the_global_batch():
     lengths = np.random.default_rng(1).integers(1, 30, 200)
-    source = examples_of(lengths)
+    source = make_examples(lengths)
     schedule = packed_schedule(lengths, 64, rows=6)
-    whole = loaded(source, schedule)
+    whole = load_batches(source, schedule)
     for parts, count in (((0,), 2), ((1,), 2), ((0, 2), 3)):
         shard = jb.data.RowShard(parts, count)
-        for batch, own in zip(
-            whole, loaded(source, schedule, shard=shard), strict=True
+        for batch, local in zip(
+            whole, load_batches(source, schedule, shard=shard), strict=True
         ):
-            cut = jax.tree.map(operator.itemgetter(shard.rows(6)), batch)
-            jax.tree.map(np.testing.assert_array_equal, cut, own)
+            expected = jax.tree.map(operator.itemgetter(shard.rows(6)), batch)
+            jax.tree.map(np.testing.assert_array_equal, expected, local)
 
 
-def test_it_resumes_at_every_step_and_refuses_another_packing():
+def test_resuming_works_at_every_step_and_refuses_a_different_packing():
     lengths = np.random.default_rng(2).integers(1, 30, 100)
-    source = examples_of(lengths)
+    source = make_examples(lengths)
     schedule = packed_schedule(lengths, 64, rows=4)
     options = {"sequences": SEQUENCES, "num_epochs": 2}
     dataset = jb.batch_dataset(source, schedule, **options)
@@ -800,50 +807,50 @@ def test_it_resumes_at_every_step_and_refuses_another_packing():
 
 
 @pytest.mark.parametrize("seed", seeds(6, 20))
-def test_a_token_file_gathers_the_same(seed, tmp_path: pathlib.Path):
+def test_a_token_file_yields_the_same_packed_batches(seed, tmp_path: pathlib.Path):
     lengths, seq_lens, cap = packing_problem(seed)
-    source = examples_of(lengths[:80], seed)
+    source = make_examples(lengths[:80], seed)
     schedule = packed_schedule(lengths[:80], [*seq_lens[:-1], 4000], cap=cap)
     file = jb.data.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
     pad = {"vectors": 0.5, "tokens": 7}
-    want = loaded(source, schedule, pad_value=pad)
-    for a, b in zip(loaded(file, schedule, pad_value=pad), want, strict=True):
+    want = load_batches(source, schedule, pad_value=pad)
+    for a, b in zip(load_batches(file, schedule, pad_value=pad), want, strict=True):
         jax.tree.map(np.testing.assert_array_equal, a, b)
     both = jb.data.concatenate([file, file])
     twice = packed_schedule(np.tile(lengths[:80], 2), [*seq_lens[:-1], 4000], cap=cap)
-    found = sum(int(batch.num_examples) for batch in loaded(both, twice))
-    assert found == 2 * len(source)
+    num_examples = sum(int(batch.num_examples) for batch in load_batches(both, twice))
+    assert num_examples == 2 * len(source)
 
 
-def test_a_plan_that_truncates_has_nothing_to_cut_in_packed_rows(tmp_path):
+def test_a_truncating_plan_never_truncates_packed_rows(tmp_path):
     lengths = [5, 3, 8, 2]
-    source = examples_of(lengths)
+    source = make_examples(lengths)
     file = jb.data.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
     plan = jb.plan_buckets([8], max_tokens=16, overlong="truncate")
     packing = jb.packing.pack(lengths, 8)
     schedule = jb.BatchSchedule(plan, lengths, packing=packing)
     for given, sequences in ((source, SEQUENCES), (file, None)):
-        batches = loaded(given, schedule, sequences=sequences)
+        batches = load_batches(given, schedule, sequences=sequences)
         assert sum(int(batch.num_tokens) for batch in batches) == 18
 
 
-def test_a_source_that_was_split_is_packed():
-    source = examples_of([30, 3, 17, 8])
+def test_a_split_source_can_be_packed():
+    source = make_examples([30, 3, 17, 8])
     chunks = jb.data.split_source(
         source, 10, lengths=[30, 3, 17, 8], sequences=SEQUENCES
     )
     schedule = packed_schedule(chunks.lengths, 10)
-    batches = loaded(chunks, schedule)
+    batches = load_batches(chunks, schedule)
     assert sum(int(batch.num_tokens) for batch in batches) == 58
     assert all(batch.mask.sum() == batch.num_tokens for batch in batches)
 
 
 @pytest.mark.parametrize("seed", seeds(6, 20))
-def test_examples_that_run_on_fill_every_row(seed):
+def test_concat_then_split_fills_every_row(seed):
     rng = np.random.default_rng(seed)
     size, seq_len = int(rng.choice([1, 3, 50, 2000])), int(rng.choice([1, 7, 64]))
     lengths = rng.integers(1, 3 * seq_len, size, endpoint=True)
-    source = examples_of(lengths, seed)
+    source = make_examples(lengths, seed)
     parts = jb.data.concat_then_split(
         source, seq_len, lengths=lengths, seed=seed, sequences=SEQUENCES
     )
@@ -851,17 +858,17 @@ def test_examples_that_run_on_fill_every_row(seed):
     assert packing.num_rows == -(-lengths.sum() // seq_len)
     assert (packing.row_lengths[:-1] == seq_len).all()
     assert packing.num_examples == len(parts) <= size + packing.num_rows - 1
-    # Every token once, and in order.
-    found = {}
+    # The parts of every example have each of its tokens once, in order.
+    parts_by_example = {}
     for part in range(len(parts)):
         example = parts[part]
-        found.setdefault(int(example["index"]), []).append(part)
-    for index, own in found.items():
-        own.sort(key=lambda part: parts._begins[part])
-        tokens = np.concatenate([parts[part]["tokens"] for part in own])
+        parts_by_example.setdefault(int(example["index"]), []).append(part)
+    for index, example_parts in parts_by_example.items():
+        example_parts.sort(key=lambda part: parts._begins[part])
+        tokens = np.concatenate([parts[part]["tokens"] for part in example_parts])
         np.testing.assert_array_equal(tokens, source[index]["tokens"])
-    assert sorted(found) == list(range(size))
-    # In a row they stand as they run on, with the seed's own choice of parts.
+    assert sorted(parts_by_example) == list(range(size))
+    # The same seed gives the same parts.
     again = jb.data.concat_then_split(
         source, seq_len, lengths=lengths, seed=seed, sequences=SEQUENCES
     )
@@ -873,15 +880,15 @@ def test_examples_that_run_on_fill_every_row(seed):
         assert other.fingerprint != parts.fingerprint
 
 
-def test_parts_that_run_on_train_as_any_packed_rows():
+def test_batches_of_concat_then_split_have_every_token():
     lengths = np.random.default_rng(0).integers(1, 90, 80)
-    source = examples_of(lengths)
+    source = make_examples(lengths)
     parts = jb.data.concat_then_split(source, 64, lengths=lengths, sequences=SEQUENCES)
     plan = jb.plan_buckets(
         parts.packing.row_lengths, max_tokens=4 * 64, boundaries=[64]
     )
     schedule = jb.BatchSchedule(plan, parts.lengths, packing=parts.packing, seed=3)
-    batches = loaded(parts, schedule)
+    batches = load_batches(parts, schedule)
     assert sum(int(batch.num_tokens) for batch in batches) == lengths.sum()
     assert schedule.report().padding_in_rows < 64 / lengths.sum()
     with pytest.raises(
@@ -892,13 +899,17 @@ def test_parts_that_run_on_train_as_any_packed_rows():
         parts[len(parts)]
     with pytest.raises(ValueError, match=r"`source\[0\]`, before it was split, has"):
         wrong = lengths + 1
-        own = jb.data.concat_then_split(source, 64, lengths=wrong, sequences=SEQUENCES)
-        own[int(np.flatnonzero(own._examples == 0)[0])]
+        changed = jb.data.concat_then_split(
+            source, 64, lengths=wrong, sequences=SEQUENCES
+        )
+        changed[int(np.flatnonzero(changed._examples == 0)[0])]
 
 
-def test_of_a_token_file_parts_are_read_and_no_more(tmp_path, monkeypatch):
+def test_concat_then_split_reads_only_the_parts_from_a_token_file(
+    tmp_path, monkeypatch
+):
     lengths = np.random.default_rng(0).integers(1, 90, 40)
-    source = examples_of(lengths)
+    source = make_examples(lengths)
     file = jb.data.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
     want = jb.data.concat_then_split(source, 16, lengths=lengths, sequences=SEQUENCES)
     parts = jb.data.concat_then_split(file, 16, lengths=lengths)
@@ -912,19 +923,19 @@ def test_of_a_token_file_parts_are_read_and_no_more(tmp_path, monkeypatch):
         jb.data.concat_then_split(file, 16, lengths=lengths + 1)
 
 
-def test_segments_of_real_shapes():
+def test_row_segments_agrees_with_a_loop():
     rng = np.random.default_rng(0)
     for _ in range(100):
         lengths = np.zeros((5, 6), np.int64)
         for row in lengths:
-            own = rng.integers(1, 9, rng.integers(0, 7))
-            row[: len(own)] = own
+            filled = rng.integers(1, 9, rng.integers(0, 7))
+            row[: len(filled)] = filled
         seq_len = max(1, int(lengths.sum(axis=1).max()))
         ids, positions = row_segments(lengths, seq_len)
-        for row, own in enumerate(lengths):
-            want = [i + 1 for i, n in enumerate(own) for _ in range(n)]
+        for row, slots in enumerate(lengths):
+            want = [i + 1 for i, n in enumerate(slots) for _ in range(n)]
             assert ids[row].tolist() == want + [0] * (seq_len - len(want))
-            places = [j for n in own for j in range(n)]
+            places = [j for n in slots for j in range(n)]
             assert positions[row].tolist() == places + [0] * (seq_len - len(want))
 
 
@@ -940,15 +951,15 @@ def test_segments_of_real_shapes():
         ([[]], {"max_segments": 1}, "All rows are empty. Pass `like=`"),
     ],
 )
-def test_rows_that_cannot_be_packed_are_refused(rows, options, message):
-    source = examples_of([5, 4, 1])
+def test_invalid_packed_rows_are_refused(rows, options, message):
+    source = make_examples([5, 4, 1])
     given = [[source[i] for i in x] if isinstance(x, list) else source[x] for x in rows]
     with pytest.raises(ValueError, match=message):
         jb.data.collate_rows(given, Bucket(1, 8), sequences=SEQUENCES, **options)
 
 
-def test_holes_in_rows_and_wrong_segments_are_refused(tmp_path):
-    source = examples_of([5, 4, 1])
+def test_invalid_packed_rows_of_a_token_file_are_refused(tmp_path):
+    source = make_examples([5, 4, 1])
     file = jb.data.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
     with pytest.raises(ValueError, match="after an empty entry"):
         file.collate(np.array([[-1, 2]]), Bucket(1, 8))
@@ -963,29 +974,29 @@ def test_holes_in_rows_and_wrong_segments_are_refused(tmp_path):
         jb.data.unbatch(batch)
 
 
-def test_an_example_that_changed_is_named():
+def test_errors_name_the_example_that_changed():
     lengths = np.array([3, 5, 2])
-    source = examples_of(lengths)
+    source = make_examples(lengths)
     schedule = packed_schedule(lengths, 8)
     source[2]["tokens"] = np.zeros(4, np.int32)
     with pytest.raises(ValueError, match=r"`source\[2\]`"):
-        loaded(source, schedule)
-    source = examples_of(lengths)
+        load_batches(source, schedule)
+    source = make_examples(lengths)
     source[1]["label"] = "text"
     with pytest.raises(ValueError, match=r"`source\[1\]`, for step"):
-        loaded(source, schedule)
+        load_batches(source, schedule)
 
 
 # Attention and losses
 
 
 def attend(params, tokens, positions, mask):
-    """One layer of attention over embeddings, `[B, T]` -> `[B, T, V]`."""
+    """Returns the logits of one attention layer over embeddings, `[B, T, V]`."""
     x = params["embed"][tokens] + params["places"][positions]
     query, key, value = (x @ params[name] for name in ("query", "key", "value"))
     heads = [y.reshape(*y.shape[:2], 2, -1) for y in (query, key, value)]
-    found = jax.nn.dot_product_attention(*heads, mask=mask)
-    return (x + found.reshape(x.shape)) @ params["embed"].T
+    output = jax.nn.dot_product_attention(*heads, mask=mask)
+    return (x + output.reshape(x.shape)) @ params["embed"].T
 
 
 def make_params(seed=0, width=8):
@@ -1014,11 +1025,14 @@ def sums_and_gradients(params, batch, causal, per):
 
 
 def mean_loss(params, batches, causal, per):
-    """The loss of all batches and its gradients: weights do not depend on `params`."""
-    found = [sums_and_gradients(params, batch, causal, per) for batch in batches]
-    weight = sum(weight for (_, weight), _ in found)
-    loss = sum(loss for (loss, _), _ in found) / weight
-    gradients = [gradients for _, gradients in found]
+    """Returns the mean loss of all batches and its gradients.
+
+    The gradients may be summed, because the weights do not depend on `params`.
+    """
+    results = [sums_and_gradients(params, batch, causal, per) for batch in batches]
+    weight = sum(weight for (_, weight), _ in results)
+    loss = sum(loss for (loss, _), _ in results) / weight
+    gradients = [gradients for _, gradients in results]
     return loss, jax.tree.map(lambda *x: sum(x) / weight, *gradients)
 
 
@@ -1035,21 +1049,21 @@ def norm(tree):
         pytest.param(False, "token", marks=pytest.mark.exhaustive),
     ],
 )
-def test_packed_losses_and_gradients_are_those_of_padded_rows(causal, per):
+def test_packed_and_padded_rows_have_the_same_loss_and_gradients(causal, per):
     lengths = np.random.default_rng(3).integers(1, 40, 60)
-    source = [{"tokens": x["tokens"]} for x in examples_of(lengths)]
-    packed = loaded(source, packed_schedule(lengths, 64), sequences=None)
+    source = [{"tokens": x["tokens"]} for x in make_examples(lengths)]
+    packed = load_batches(source, packed_schedule(lengths, 64), sequences=None)
     plan = jb.plan_buckets(lengths, max_tokens=256, num_buckets=1)
-    padded = loaded(source, jb.BatchSchedule(plan, lengths), sequences=None)
+    padded = load_batches(source, jb.BatchSchedule(plan, lengths), sequences=None)
     params = make_params()
-    found, want = (mean_loss(params, x, causal, per) for x in (packed, padded))
-    assert abs(found[0] / want[0] - 1) < 1e-5
-    assert norm(jax.tree.map(jnp.subtract, found[1], want[1])) < 1e-5 * norm(want[1])
-    assert jnp.isfinite(found[0])
+    result, want = (mean_loss(params, x, causal, per) for x in (packed, padded))
+    assert abs(result[0] / want[0] - 1) < 1e-5
+    assert norm(jax.tree.map(jnp.subtract, result[1], want[1])) < 1e-5 * norm(want[1])
+    assert jnp.isfinite(result[0])
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_neighbour_changes_nothing(causal):
+def test_attention_is_independent_of_neighbours_in_the_row(causal):
     rows = [[{"tokens": np.arange(1, 5)}, {"tokens": np.arange(5, 8)}]]
     other = [[rows[0][0], {"tokens": np.array([90, 91, 92])}]]
     logits = []
@@ -1087,21 +1101,21 @@ def sequence_weights(batch, where):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_weights_are_those_of_a_loop(seed):
+def test_token_weights_agree_with_a_loop(seed):
     rng = np.random.default_rng(seed)
     lengths = np.zeros((4, 5), np.int64)
     for row in lengths:
-        own = rng.integers(1, 6, rng.integers(0, 6))
-        row[: len(own)] = own
+        filled = rng.integers(1, 6, rng.integers(0, 6))
+        row[: len(filled)] = filled
     ids, positions = row_segments(lengths, 26)
     batch = jb.Batch({}, {"x": jnp.asarray(ids)}, {"x": jnp.asarray(positions)})
     where = rng.random(ids.shape) < 0.7
-    found = sequence_weights(batch, where)
+    result = sequence_weights(batch, where)
     want = np.zeros(ids.shape)
     for row, segment in zip(*np.nonzero(lengths), strict=True):
-        own = (ids[row] == segment + 1) & where[row]
-        want[row, own] = 1 / max(own.sum(), 1)
-    np.testing.assert_allclose(found, want, rtol=1e-6)
+        is_counted = (ids[row] == segment + 1) & where[row]
+        want[row, is_counted] = 1 / max(is_counted.sum(), 1)
+    np.testing.assert_allclose(result, want, rtol=1e-6)
     np.testing.assert_array_equal(
         jb.attention.token_weights(batch, where=where), (ids > 0) & where
     )
@@ -1113,24 +1127,24 @@ def test_weights_are_those_of_a_loop(seed):
     "cost_fn",
     [None, pytest.param(jb.plan.TransformerCost(64, 2), marks=pytest.mark.exhaustive)],
 )
-def test_of_many_lengths_few_choices_are_packed_as_they_are(cost_fn, monkeypatch):
-    looked_at = []
+def test_the_search_groups_many_distinct_lengths(cost_fn, monkeypatch):
+    numbers_packed = []
 
     def counted(values, *options):
-        looked_at.append(len(values))
+        numbers_packed.append(len(values))
         return best_fit(values, *options)
 
     monkeypatch.setattr("jaxbucket.packing.row_patterns.best_fit", counted)
     lengths = np.random.default_rng(0).permutation(np.arange(1, 8001))
-    found = jb.plan_packing(lengths, max_tokens=80_000, cost_fn=cost_fn)
-    # Of all that are tried it would be 28 and 92 times as many as there are.
-    assert sum(looked_at) < 20 * 8000
-    assert found.others["packed"] <= found.others["packed in one T"]
-    assert found.packing is not None
-    assert found.packing.row_lengths.sum() == lengths.sum()
+    result = jb.plan_packing(lengths, max_tokens=80_000, cost_fn=cost_fn)
+    # Packing all lengths for every choice would take 28 * 8000 and 92 * 8000.
+    assert sum(numbers_packed) < 20 * 8000
+    assert result.others["packed"] <= result.others["packed in one T"]
+    assert result.packing is not None
+    assert result.packing.row_lengths.sum() == lengths.sum()
 
 
-def test_groups_of_lengths_keep_examples_and_about_their_tokens():
+def test_grouped_lengths_preserve_examples_and_approximate_tokens():
     rng = np.random.default_rng(0)
     values, counts = value_counts(rng.integers(1, 5000, 20_000))
     means, together = grouped(values, counts, 300)
@@ -1139,19 +1153,19 @@ def test_groups_of_lengths_keep_examples_and_about_their_tokens():
     assert means @ together == pytest.approx(values @ counts, rel=1e-3)
 
 
-def test_rows_that_will_not_be_found_in_time_are_given_up_early(monkeypatch):
-    begun = []
+def test_fullest_rows_gives_up_early_if_it_would_not_finish(monkeypatch):
+    rows = []
 
     def counted(*pattern):
-        begun.append(pattern)
+        rows.append(pattern)
         return Pattern(*pattern)
 
     monkeypatch.setattr("jaxbucket.packing.subset_sum.Pattern", counted)
-    monkeypatch.setattr("jaxbucket.packing.subset_sum._MOST_LOOKED_AT", 4000)
+    monkeypatch.setattr("jaxbucket.packing.subset_sum._MAX_LENGTHS_TRIED", 4000)
     values = np.arange(1, 600)
     assert fullest_rows(values, np.full(599, 2), [5000], 10**9) is None
-    early = len(begun)
-    begun.clear()
-    monkeypatch.setattr("jaxbucket.packing.subset_sum._EARLY", 1, raising=False)
+    num_early_rows = len(rows)
+    rows.clear()
+    monkeypatch.setattr("jaxbucket.packing.subset_sum._EARLY_SHARE", 1)
     assert fullest_rows(values, np.full(599, 2), [5000], 10**9) is None
-    assert early < len(begun) / 4
+    assert num_early_rows < len(rows) / 4

@@ -1,4 +1,4 @@
-"""Examples of several sequences: packed in all of them at once, and unpacked again."""
+"""Packing of examples with several sequences."""
 
 import itertools
 import pathlib
@@ -15,7 +15,7 @@ import jaxbucket as jb
 from jaxbucket import Bucket
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import Pattern
-from jaxbucket.packing.sequences import kinds_of
+from jaxbucket.packing.sequences import count_kinds
 from jaxbucket.packing.vector_best_fit import fit_sequences
 from jaxbucket.packing.vector_pool import pooled_rows
 from jaxbucket.plan.histogram import value_counts
@@ -25,13 +25,13 @@ NAMES = ("inputs", "notes", "targets")
 
 
 def seeds(quick, count):
-    """The first ones for every run, and the rest for the exhaustive part."""
+    """Returns `count` seeds; all but the first `quick` are for exhaustive runs."""
     rest = (pytest.param(i, marks=pytest.mark.exhaustive) for i in range(quick, count))
     return [*range(quick), *rest]
 
 
 def pairs_problem(seed):
-    """Lengths and capacities of several sequences, and a cap."""
+    """Returns lengths and capacities of some sequences, and a maximum of segments."""
     rng = np.random.default_rng(seed)
     names = NAMES[: int(rng.integers(1, 4))]
     capacities = {name: int(rng.choice([1, 7, 30, 200])) for name in names}
@@ -43,30 +43,30 @@ def pairs_problem(seed):
     return lengths, capacities, rng.choice([None, 1, 3])
 
 
-def source_of(lengths):
-    """Tokens say whose they are; a label is one number, weights go with the last."""
+def make_source(lengths):
+    """Returns examples with tokens, weights for the last sequence, and an index."""
     rng = np.random.default_rng(len(lengths))
     names = list(lengths)
     return [
         {
             **{
                 name: rng.integers(1, 9, int(n)).astype(np.int32)
-                for name, n in zip(names, own, strict=True)
+                for name, n in zip(names, sizes, strict=True)
             },
-            "weights": rng.random(int(own[-1])).astype(np.float32),
+            "weights": rng.random(int(sizes[-1])).astype(np.float32),
             "index": np.int32(index),
         }
-        for index, own in enumerate(zip(*lengths.values(), strict=True))
+        for index, sizes in enumerate(zip(*lengths.values(), strict=True))
     ]
 
 
-def groups_of(lengths):
+def make_groups(lengths):
     groups = {name: [name] for name in lengths}
     groups[list(lengths)[-1]].append("weights")
     return groups
 
 
-def schedule_of(lengths, capacities, batch_size=4, **options):
+def make_schedule(lengths, capacities, batch_size=4, **options):
     cap = options.pop("max_segments_per_row", None)
     packing = jb.packing.pack(lengths, capacities, max_segments_per_row=cap)
     (seq_len,) = packing.seq_lens
@@ -79,11 +79,11 @@ def schedule_of(lengths, capacities, batch_size=4, **options):
 
 
 def plain_fit(lengths, capacities):
-    """One example after the other into the tightest of all rows; rows."""
+    """Returns the number of rows of best fit with one example after the other."""
     whole = np.array(list(capacities.values()))
     every = np.stack(list(lengths.values()), axis=1)
     shares = every / whole
-    distinct = [len(np.unique(own)) for own in every.T]
+    distinct = [len(np.unique(column)) for column in every.T]
     order = np.argsort(-np.array(distinct), kind="stable")
     _, kinds = np.unique(every, axis=0, return_inverse=True)
     largest = np.lexsort((kinds.reshape(-1), -shares.sum(axis=1), -shares.max(axis=1)))
@@ -99,7 +99,7 @@ def plain_fit(lengths, capacities):
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_rows_hold_all_sequences_of_every_example(seed):
+def test_rows_hold_every_example_within_the_capacities(seed):
     lengths, capacities, cap = pairs_problem(seed)
     packing = jb.packing.pack(lengths, capacities, max_segments_per_row=cap)
     assert packing.capacities == capacities
@@ -114,32 +114,32 @@ def test_rows_hold_all_sequences_of_every_example(seed):
     squares = np.square(parts.astype(np.int64)).sum(axis=1)
     assert packing.row_work.sum() == squares.sum()
     if cap is None:
-        # Which of the rows with equal room takes one may make a difference of few.
+        # The choice among rows with equal room may change the result slightly.
         plain = plain_fit(lengths, capacities)
         assert packing.num_rows <= plain + max(1, plain // 50)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_both_ways_hold_every_kind_within_capacities(seed):
+def test_both_packers_hold_every_kind_within_the_capacities(seed):
     lengths, capacities, cap = pairs_problem(seed)
     every = np.stack(list(lengths.values()), axis=1)
     kinds, counts = np.unique(every, axis=0, return_counts=True)
     rooms = list(capacities.values())
     rows = []
     for packer in (fit_sequences, pooled_rows):
-        found = packer(kinds, counts, rooms, cap or 10**6)
-        slots = np.concatenate([np.tile(np.array(x.slots), x.rows) for x in found])
+        patterns = packer(kinds, counts, rooms, cap or 10**6)
+        slots = np.concatenate([np.tile(np.array(x.slots), x.rows) for x in patterns])
         assert np.bincount(slots, minlength=len(kinds)).tolist() == counts.tolist()
-        for pattern in found:
+        for pattern in patterns:
             assert (kinds[list(pattern.slots)].sum(axis=0) <= rooms).all()
             assert 1 <= len(pattern.slots) <= (cap or 10**6)
-        rows.append(sum(x.rows for x in found))
+        rows.append(sum(x.rows for x in patterns))
     packing = jb.packing.pack(lengths, capacities, max_segments_per_row=cap)
     assert packing.num_rows == min(rows)
 
 
-def test_a_row_gets_what_it_lacks():
-    # Long inputs with short targets go beside short inputs with long targets.
+def test_rows_combine_long_inputs_with_long_targets():
+    # Long inputs with short targets fill a row with short inputs and long targets.
     lengths = {"inputs": [8, 8, 8, 2, 2, 2], "targets": [1, 1, 1, 9, 9, 9]}
     packing = jb.packing.pack(lengths, {"inputs": 10, "targets": 10})
     assert (packing.num_rows, packing.fill) == (3, 1.0)
@@ -147,24 +147,24 @@ def test_a_row_gets_what_it_lacks():
 
 def test_many_examples_are_not_packed_from_a_pool(monkeypatch):
     lengths, capacities, _ = pairs_problem(5)
-    monkeypatch.setattr("jaxbucket.packing.vector_pool._MOST_EXAMPLES", 1)
+    monkeypatch.setattr("jaxbucket.packing.vector_pool._MAX_EXAMPLES", 1)
     every = np.stack(list(lengths.values()), axis=1)
     kinds, counts = np.unique(every, axis=0, return_counts=True)
     assert pooled_rows(kinds, counts, list(capacities.values()), 9) is None
     assert jb.packing.pack(lengths, capacities).num_examples == len(every)
 
 
-def test_real_pairs_fill_rows_at_least_as_grain_does():
+def test_real_pairs_need_no_more_rows_than_with_grain():
     path = pathlib.Path(__file__).parents[3] / "shared" / "data" / "gsm8k.npz"
     if not path.exists():
-        pytest.skip("shared/data is not there.")
+        pytest.skip("shared/data is missing.")
     with np.load(path) as columns:
         lengths = {x: columns[x][:2000] for x in ("question_bytes", "answer_bytes")}
     capacities = {"question_bytes": 2048, "answer_bytes": 2560}
     packing = jb.packing.pack(lengths, capacities)
     examples = [
-        {name: np.zeros(n, np.uint8) for name, n in zip(lengths, own, strict=True)}
-        for own in zip(*(x.tolist() for x in lengths.values()), strict=True)
+        {name: np.zeros(n, np.uint8) for name, n in zip(lengths, sizes, strict=True)}
+        for sizes in zip(*(x.tolist() for x in lengths.values()), strict=True)
     ]
     dataset = grain.MapDataset.source(examples).to_iter_dataset()
     packed = grain.experimental.BestFitPackIterDataset(
@@ -173,20 +173,20 @@ def test_real_pairs_fill_rows_at_least_as_grain_does():
     assert packing.num_rows <= sum(1 for _ in packed)
 
 
-def test_of_one_sequence_rows_are_those_of_best_fit():
+def test_one_sequence_is_packed_like_best_fit():
     lengths = np.random.default_rng(0).integers(1, 60, 500)
     values, counts = value_counts(lengths)
     plain = sum(x.rows for x in best_fit(values, counts, [100], 10**6))
-    found = fit_sequences(values[:, None], counts, [100], 10**6)
-    assert sum(x.rows for x in found) == plain
+    patterns = fit_sequences(values[:, None], counts, [100], 10**6)
+    assert sum(x.rows for x in patterns) == plain
 
 
 @pytest.mark.parametrize("seed", seeds(15, 40))
-def test_every_example_comes_back_once_per_epoch(seed):
+def test_unbatch_returns_every_example_once_per_epoch(seed):
     lengths, capacities, cap = pairs_problem(seed)
-    schedule = schedule_of(lengths, capacities, seed=seed, max_segments_per_row=cap)
-    source = source_of(lengths)
-    groups = groups_of(lengths)
+    schedule = make_schedule(lengths, capacities, seed=seed, max_segments_per_row=cap)
+    source = make_source(lengths)
+    groups = make_groups(lengths)
     first = {}
     for epoch in range(2):
         begin = epoch * len(schedule)
@@ -197,17 +197,17 @@ def test_every_example_comes_back_once_per_epoch(seed):
             num_steps=begin + len(schedule),
             sequences=groups,
         )
-        found = []
+        examples = []
         for batch in dataset:
             assert batch.bucket in schedule.plan.buckets
             for name, capacity in capacities.items():
                 assert batch.features[name].shape[1] == capacity
                 assert batch.features["index"].shape[1] == schedule.max_segments
             segments = schedule.max_segments
-            found += jb.data.unbatch(batch, sequences=groups, max_segments=segments)
-        found.sort(key=lambda example: int(example["index"]))
-        assert len(found) == len(source)
-        for a, b in zip(found, source, strict=True):
+            examples += jb.data.unbatch(batch, sequences=groups, max_segments=segments)
+        examples.sort(key=lambda example: int(example["index"]))
+        assert len(examples) == len(source)
+        for a, b in zip(examples, source, strict=True):
             assert a.keys() == b.keys()
             for name in a:
                 np.testing.assert_array_equal(a[name], b[name])
@@ -218,11 +218,11 @@ def test_every_example_comes_back_once_per_epoch(seed):
         )
 
 
-def test_hosts_resume_and_agree():
+def test_a_loader_of_several_sequences_passes_check_batches():
     lengths, capacities, _ = pairs_problem(5)
     assert len(capacities) > 1
-    schedule = schedule_of(lengths, capacities, seed=3)
-    source = source_of(lengths)
+    schedule = make_schedule(lengths, capacities, seed=3)
+    source = make_source(lengths)
 
     def loader(host, start):
         return jb.batch_dataset(
@@ -230,7 +230,7 @@ def test_hosts_resume_and_agree():
             schedule,
             shard=jb.data.RowShard((host,), 2),
             start_step=start,
-            sequences=groups_of(lengths),
+            sequences=make_groups(lengths),
         )
 
     check_batches(
@@ -243,7 +243,7 @@ def test_hosts_resume_and_agree():
     )
 
 
-def test_segments_of_sequences_belong_together():
+def test_segment_ids_match_across_sequences():
     rows = [
         [{"a": [1, 2], "b": [3], "c": 7}, {"a": [4], "b": [5, 6], "c": 8}],
         [{"a": [9], "b": [9], "c": 9}],
@@ -273,7 +273,7 @@ def test_segments_of_sequences_belong_together():
 
 
 class Translator(nnx.Module):
-    """Attention of targets to themselves and to inputs: each once."""
+    """Self-attention of inputs and of targets, and cross-attention between them."""
 
     def __init__(self, rngs):
         self.inputs = nnx.Embed(16, 8, rngs=rngs)
@@ -306,12 +306,12 @@ def norm(tree):
 @pytest.mark.parametrize(
     "per", ["sequence", pytest.param("token", marks=pytest.mark.exhaustive)]
 )
-def test_losses_and_gradients_are_those_of_padded_examples(per):
+def test_packed_and_padded_pairs_have_the_same_loss_and_gradients(per):
     rng = np.random.default_rng(0)
     lengths = {"inputs": rng.integers(1, 30, 40), "targets": rng.integers(1, 9, 40)}
-    source = [{name: x[name] for name in lengths} for x in source_of(lengths)]
+    source = [{name: x[name] for name in lengths} for x in make_source(lengths)]
     capacities = {"inputs": 64, "targets": 32}
-    schedule = schedule_of(lengths, capacities)
+    schedule = make_schedule(lengths, capacities)
     graph, params = nnx.split(Translator(nnx.Rngs(0)))
 
     def loss(params, batch):
@@ -324,11 +324,11 @@ def test_losses_and_gradients_are_those_of_padded_examples(per):
     loss_and_gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))
 
     def total(batches):
-        # Weights do not depend on the parameters.
-        found = [loss_and_gradients(params, batch) for batch in batches]
-        weight = sum(n for (_, n), _ in found)
-        gradients = [gradients for _, gradients in found]
-        mean = sum(x for (x, _), _ in found) / weight
+        # Gradients may be summed, because the weights do not depend on the parameters.
+        results = [loss_and_gradients(params, batch) for batch in batches]
+        weight = sum(n for (_, n), _ in results)
+        gradients = [gradients for _, gradients in results]
+        mean = sum(x for (x, _), _ in results) / weight
         return mean, jax.tree.map(lambda *x: sum(x) / weight, *gradients)
 
     packed = list(jb.batch_dataset(source, schedule))
@@ -340,25 +340,25 @@ def test_losses_and_gradients_are_those_of_padded_examples(per):
     assert difference < 1e-5 * norm(grads_b)
 
 
-def test_specs_are_those_of_the_batches():
+def test_batch_specs_match_the_batches():
     lengths, capacities, _ = pairs_problem(5)
-    schedule = schedule_of(lengths, capacities, batch_size=8)
-    source = source_of(lengths)
+    schedule = make_schedule(lengths, capacities, batch_size=8)
+    source = make_source(lengths)
     specs = jb.sharding.batch_specs(
         schedule.plan,
         source[0],
         jb.data_mesh(),
-        sequences=groups_of(lengths),
+        sequences=make_groups(lengths),
         max_segments=schedule.max_segments,
         capacities=schedule.capacities,
     )
-    dataset = jb.batch_dataset(source, schedule, sequences=groups_of(lengths))
+    dataset = jb.batch_dataset(source, schedule, sequences=make_groups(lengths))
     batch = next(iter(dataset))
     spec = specs[batch.bucket]
     assert jax.tree.map(np.shape, batch) == jax.tree.map(lambda x: x.shape, spec)
 
 
-def test_a_packing_of_sequences_names_itself():
+def test_the_fingerprint_of_a_packing_depends_on_all_sequences():
     lengths = {"a": [3, 5, 2], "b": [1, 1, 2]}
     packing = jb.packing.pack(lengths, {"a": 8, "b": 4})
     names = {
@@ -372,7 +372,7 @@ def test_a_packing_of_sequences_names_itself():
     assert packing.fingerprint == again.fingerprint
 
 
-def test_the_order_of_names_makes_no_difference():
+def test_the_order_of_sequence_names_is_irrelevant():
     lengths = {"a": [3, 5, 2], "b": [1, 1, 2]}
     capacities = {"a": 8, "b": 4}
     turned = [dict(reversed(x.items())) for x in (lengths, capacities)]
@@ -393,64 +393,64 @@ def test_many_rows_with_the_same_room_are_packed_in_time():
     assert packing.num_rows == size // 2
 
 
-def test_schedules_tell_sequences_apart():
+def test_the_data_fingerprint_depends_on_each_sequence():
     lengths = {"a": np.array([3, 5, 2]), "b": np.array([1, 1, 2])}
     other = {"a": np.array([3, 4, 2]), "b": np.array([1, 2, 2])}
-    a, b = (schedule_of(x, {"a": 8, "b": 4}) for x in (lengths, other))
+    a, b = (make_schedule(x, {"a": 8, "b": 4}) for x in (lengths, other))
     assert a.lengths.tolist() == b.lengths.tolist()
     assert a.data_fingerprint != b.data_fingerprint
 
 
-# Bad input
+# Invalid input
 
 
 @pytest.mark.parametrize(
     ("lengths", "capacities", "message"),
     [
         ({"a": [1, 2], "b": [1]}, {"a": 4, "b": 4}, "different numbers of examples"),
-        ({"a": [1], "b": [0]}, {"a": 4, "b": 4}, r"sequence 'b'.*between 1 and"),
-        ({"a": [1], "b": [1.5]}, {"a": 4, "b": 4}, r"sequence 'b'.*not an integer"),
-        ({"a": [1], "b": [9]}, {"a": 4, "b": 4}, r"lengths\['b'\]\[0\]=9` is beyond"),
-        ({"a": [1], "b": [1]}, {"a": 4}, "name the same sequences"),
+        ({"a": [1], "b": [0]}, {"a": 4, "b": 4}, r"Sequence 'b'.*between 1 and"),
+        ({"a": [1], "b": [1.5]}, {"a": 4, "b": 4}, r"Sequence 'b'.*not an integer"),
+        ({"a": [1], "b": [9]}, {"a": 4, "b": 4}, r"lengths\['b'\]\[0\]=9` exceeds"),
+        ({"a": [1], "b": [1]}, {"a": 4}, "Pass the same sequences"),
         ({"a": [1], "b": [1]}, {"a": 4, "b": 0}, r"max_seq_len\['b'\]=0"),
-        ({"a": [1], "b": [1]}, 4, "`max_seq_len=4` is no mapping, and the other"),
-        ([1, 2], {"a": 4}, r"`lengths=\[1, 2\]` is no mapping, and the other one is"),
-        ({"a": [1], "b": [1]}, {"a": 1, "b": 10**9}, r"\['b'\]=1000000000` is beyond"),
+        ({"a": [1], "b": [1]}, 4, "`max_seq_len=4` is not a mapping, but the other"),
+        ([1, 2], {"a": 4}, r"`lengths=\[1, 2\]` is not a mapping, but the other arg"),
+        ({"a": [1], "b": [1]}, {"a": 1, "b": 10**9}, r"\['b'\]=1000000000` exceeds"),
         ({}, {}, "has no sequence"),
-        ({1: [1], "a": [1]}, {1: 4, "a": 4}, r"sequences \[1\]: name them by strings"),
+        ({1: [1], "a": [1]}, {1: 4, "a": 4}, r"names that are not strings: \[1\]"),
     ],
 )
-def test_lengths_and_capacities_that_do_not_go_together(lengths, capacities, message):
+def test_incompatible_lengths_and_capacities_are_refused(lengths, capacities, message):
     with pytest.raises(ValueError, match=message):
         jb.packing.pack(lengths, capacities)
 
 
 @pytest.mark.parametrize("plan", [jb.plan_buckets, jb.plan_packing])
-def test_plans_of_one_length_say_what_several_are_for(plan):
+def test_planners_of_one_sequence_refuse_several(plan):
     with pytest.raises(
         ValueError, match=r"mapping with the keys \['a', 'b'\].* `jb.packing.pack"
     ):
         plan({"a": [1], "b": [2]}, max_tokens=64)
 
 
-def test_schedules_want_the_sequences_of_their_packing():
+def test_schedules_require_the_sequences_of_their_packing():
     lengths = {"a": [3, 5], "b": [1, 1]}
     packing = jb.packing.pack(lengths, {"a": 8, "b": 4})
     plan = jb.plan_buckets(packing.row_lengths, max_tokens=12, boundaries=[12])
-    with pytest.raises(ValueError, match="bucketed where they are packed"):
+    with pytest.raises(ValueError, match="such examples must be packed"):
         jb.BatchSchedule(plan, lengths)
-    with pytest.raises(ValueError, match=r"sequences \['a', 'b'\], and `lengths` of"):
+    with pytest.raises(ValueError, match=r"sequences \['a', 'b'\], but `lengths` has"):
         jb.BatchSchedule(plan, [4, 6], packing=packing)
     with pytest.raises(ValueError, match="changed since it was packed"):
         jb.BatchSchedule(plan, {"a": [3, 4], "b": [1, 2]}, packing=packing)
     with pytest.raises(ValueError, match="padded_up_to=3"):
         jb.packing.pack(lengths, {"a": 8, "b": 4}, padded_up_to=3)
     schedule = jb.BatchSchedule(plan, lengths, packing=packing)
-    with pytest.raises(ValueError, match="several sequences, which are not mixed"):
+    with pytest.raises(ValueError, match="several sequences, which cannot be mixed"):
         jb.Mixture([schedule, schedule], [1, 1])
 
 
-def test_plans_have_the_one_shape_of_such_rows():
+def test_a_plan_must_have_the_single_shape_of_the_rows():
     lengths, capacities, _ = pairs_problem(5)
     packing = jb.packing.pack(lengths, capacities)
     plan = jb.plan_buckets(packing.row_lengths, max_tokens=1000, num_buckets=3)
@@ -458,15 +458,15 @@ def test_plans_have_the_one_shape_of_such_rows():
         jb.BatchSchedule(plan, lengths, packing=packing)
 
 
-def test_more_sequences_take_no_longer_than_they_must():
+def test_four_sequences_are_packed_densely():
     rng = np.random.default_rng(0)
     lengths = {name: rng.integers(1, 1000, 5000) for name in "abcd"}
     packing = jb.packing.pack(lengths, dict.fromkeys("abcd", 4096))
-    fewest = max(own.sum() for own in lengths.values()) / 4096
+    fewest = max(column.sum() for column in lengths.values()) / 4096
     assert packing.num_rows < 1.05 * fewest
 
 
-def test_what_is_no_sequence_is_one_for_each_segment():
+def test_unbatch_checks_features_with_one_value_per_segment():
     rows = [[{"a": [1, 2], "w": [0.5, 1.0]}, {"a": [3], "w": [2.0]}]]
     batch = jb.data.collate_rows(rows, Bucket(1, 4), max_segments=2)
     with pytest.raises(ValueError, match=r"Feature 'w' is \[1, 4\], but with `max_s"):
@@ -474,7 +474,7 @@ def test_what_is_no_sequence_is_one_for_each_segment():
     assert len(jb.data.unbatch(batch, max_segments=2)) == 2
 
 
-def test_batches_of_other_capacities_are_refused():
+def test_collate_refuses_capacities_that_do_not_fit():
     pair = {"a": [1, 2, 3], "b": [4]}
     with pytest.raises(ValueError, match=r"add up to 5, but bucket \[1, 6\]"):
         jb.data.collate_rows([pair], Bucket(1, 6), capacities={"a": 3, "b": 2})
@@ -495,20 +495,20 @@ def test_batches_of_other_capacities_are_refused():
         jb.data.collate_rows([pair], Bucket(1, 4), sequences={"a": [], "b": []})
 
 
-def test_data_that_changed_is_named():
+def test_a_changed_length_is_refused():
     lengths = {"a": np.array([3, 5]), "b": np.array([1, 1])}
-    schedule = schedule_of(lengths, {"a": 8, "b": 4})
+    schedule = make_schedule(lengths, {"a": 8, "b": 4})
     source = [{"a": [1] * 3, "b": [1]}, {"a": [1] * 5, "b": [1, 2]}]
     with pytest.raises(ValueError, match="changed since it was measured"):
         list(jb.batch_dataset(source, schedule))
 
 
-def test_masks_and_weights_of_several_sequences_want_a_name():
+def test_masks_and_weights_of_several_sequences_require_a_name():
     pair = {"a": [1, 2], "b": [4]}
     batch = jb.data.collate_rows([pair], Bucket(1, 4), capacities={"a": 2, "b": 2})
-    with pytest.raises(ValueError, match=r"choose one of \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"Choose one of \['a', 'b'\]"):
         jb.attention.token_weights(batch)
-    with pytest.raises(ValueError, match="come neither before a query nor after it"):
+    with pytest.raises(ValueError, match="neither before nor after a query"):
         jb.attention.attention_mask(
             batch.segment_ids["a"],
             batch.positions["a"],
@@ -516,7 +516,7 @@ def test_masks_and_weights_of_several_sequences_want_a_name():
         )
 
 
-def test_a_pool_that_cannot_win_is_given_up(monkeypatch):
+def test_the_pool_packer_gives_up_if_it_cannot_win(monkeypatch):
     rows = []
 
     def counted(*pattern):
@@ -524,8 +524,8 @@ def test_a_pool_that_cannot_win_is_given_up(monkeypatch):
         return Pattern(*pattern)
 
     monkeypatch.setattr("jaxbucket.packing.vector_pool.Pattern", counted)
-    # From so small a pool rows are not filled well.
-    monkeypatch.setattr("jaxbucket.packing.vector_pool._POOL", 4)
+    # Rows from such a small pool are not filled well.
+    monkeypatch.setattr("jaxbucket.packing.vector_pool._POOL_SIZE", 4)
     rng = np.random.default_rng(0)
     lengths = {name: rng.integers(1, 1000, 2000) for name in ("a", "b")}
     packing = jb.packing.pack(lengths, {"a": 1000, "b": 1000})
@@ -533,8 +533,8 @@ def test_a_pool_that_cannot_win_is_given_up(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", seeds(4, 12))
-def test_many_kinds_are_packed_by_groups_of_them(seed, monkeypatch):
-    monkeypatch.setattr("jaxbucket.packing.rows._MOST_KINDS", 150)
+def test_many_kinds_are_grouped_before_packing(seed, monkeypatch):
+    monkeypatch.setattr("jaxbucket.packing.rows._MAX_KINDS", 150)
     rng = np.random.default_rng(seed)
     names = "abcd"[: int(rng.integers(1, 5))]
     capacities = {name: int(rng.choice([300, 1000, 1 << 20])) for name in names}
@@ -549,7 +549,7 @@ def test_many_kinds_are_packed_by_groups_of_them(seed, monkeypatch):
     packing = jb.packing.pack(lengths, capacities)
     assert packed_kinds[0] <= 150
     assert packing.slot_parts is not None
-    # Every example as it is, and no row beyond what it holds.
+    # Slots have the exact lengths of the examples, and no row exceeds its capacities.
     np.testing.assert_array_equal(
         kinds[np.lexsort(kinds.T)],
         packing.slot_parts[np.lexsort(packing.slot_parts.T)],
@@ -559,10 +559,10 @@ def test_many_kinds_are_packed_by_groups_of_them(seed, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [100, 1 << 20])
-def test_kinds_are_those_of_numpy(size):
-    # Of lengths that one number of 64 bits holds together, and of others.
+def test_count_kinds_agrees_with_numpy_unique(size):
+    # With and without lengths that fit a single 64-bit integer together.
     lengths = np.random.default_rng(0).integers(1, min(size, 6), (500, 4))
-    kinds, counts = kinds_of(lengths, [size] * 4)
+    kinds, counts = count_kinds(lengths, [size] * 4)
     expected = np.unique(lengths, axis=0, return_counts=True)
     np.testing.assert_array_equal(kinds, expected[0])
     np.testing.assert_array_equal(counts, expected[1])

@@ -423,5 +423,5 @@ def test_lengths_with_a_time_dtype_are_refused(dtype):
 
 
 def test_rows_too_long_for_packing_are_refused():
-    with pytest.raises(ValueError, match=r"`max_seq_len=67108928` is beyond 67108864"):
+    with pytest.raises(ValueError, match=r"`max_seq_len=67108928` exceeds 67108864"):
         plan_packing([2**26 + 1], max_tokens=2**40, seq_len_multiple=64)

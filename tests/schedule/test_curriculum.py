@@ -1,4 +1,4 @@
-"""Orders by difficulty: once each and as easy as can be, or with replacement."""
+"""Curricula: as easy as possible with every example once, or with replacement."""
 
 import math
 import pickle
@@ -22,12 +22,12 @@ PACINGS = {
     "root": RootPacing(start=0.01, epochs=2, degree=2),
     "steps": StepPacing(shares=(0, 0.3, 0.6), epochs=(0.2, 0.5)),
     "cycles": CyclicPacing(LinearPacing(start=0.1, epochs=0.25), every=0.3),
-    "own": lambda epochs: 0.5 + 0.5 * math.sin(9 * epochs),
+    "custom": lambda epochs: 0.5 + 0.5 * math.sin(9 * epochs),
 }
 
 
 def difficulties(lengths: np.ndarray) -> np.ndarray:
-    """Of every kind: floats, many ties, the lengths themselves."""
+    """Returns floats, integers with many ties, or the lengths themselves."""
     rng = np.random.default_rng(len(lengths))
     return [
         rng.normal(size=len(lengths)),
@@ -36,28 +36,28 @@ def difficulties(lengths: np.ndarray) -> np.ndarray:
     ][len(lengths) % 3]
 
 
-def kept(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
+def kept_examples(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
     if plan.overlong == "drop":
         return np.flatnonzero(lengths <= plan.max_seq_len)
     return np.arange(len(lengths))
 
 
 def open_at(curriculum: Curriculum, ids: np.ndarray, epochs: float) -> float:
-    """The greatest difficulty that is open, as its definition says."""
+    """Returns the greatest open difficulty, computed from its definition."""
     count = max(1, math.ceil(round(curriculum.pacing(epochs), 9) * len(ids) - 1e-6))
     return np.sort(curriculum.difficulty[ids])[count - 1]
 
 
 @pytest.mark.parametrize("pacing", PACINGS)
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_nothing_is_harder_than_it_has_to_be(problem, pacing, epoch):
+def test_batches_are_as_easy_as_the_pacing_allows(problem, pacing, epoch):
     plan, lengths = problem
     curriculum = Curriculum(difficulties(lengths), PACINGS[pacing])
     difficulty = curriculum.difficulty
     schedule = BatchSchedule(plan, lengths, seed=3, order=curriculum)
     size = len(schedule)
     batches = [schedule[epoch * size + position] for position in range(size)]
-    ids = kept(plan, lengths)
+    ids = kept_examples(plan, lengths)
     rows = np.concatenate([batch.rows for batch in batches])
     np.testing.assert_array_equal(np.sort(rows[rows >= 0]), ids)
     left = {
@@ -66,11 +66,11 @@ def test_nothing_is_harder_than_it_has_to_be(problem, pacing, epoch):
     }
     for position, batch in enumerate(batches):
         limit = open_at(curriculum, ids, epoch + position / size)
-        # What the hardest example of each bucket's next batch would be at best.
+        # The lowest possible maximum difficulty of each bucket's next batch.
         best = {
-            bucket: np.sort(difficulty[own])[min(bucket.batch_size, len(own)) - 1]
-            for bucket, own in left.items()
-            if own
+            bucket: np.sort(difficulty[rest])[min(bucket.batch_size, len(rest)) - 1]
+            for bucket, rest in left.items()
+            if rest
         }
         drawn = batch.rows[batch.rows >= 0]
         assert batch.bucket in best
@@ -79,12 +79,12 @@ def test_nothing_is_harder_than_it_has_to_be(problem, pacing, epoch):
         if least <= limit:
             assert difficulty[drawn].max() <= limit
         else:
-            # Too few are open for any batch: the one that needs the least.
+            # No bucket can fill a batch, so the easiest batch comes next.
             assert difficulty[drawn].max() == least
         left[batch.bucket] = [i for i in left[batch.bucket] if i not in set(drawn)]
 
 
-def job(order, **options) -> tuple[BucketPlan, np.ndarray, BatchSchedule]:
+def build_schedule(order, **options) -> tuple[BucketPlan, np.ndarray, BatchSchedule]:
     lengths = np.random.default_rng(0).integers(1, 200, 4000)
     plan = plan_buckets(lengths, max_tokens=3000, num_buckets=5)
     return plan, lengths, BatchSchedule(plan, lengths, order=order, **options)
@@ -96,33 +96,33 @@ def compositions(schedule: BatchSchedule, epoch: int) -> set[frozenset[int]]:
 
 
 @pytest.mark.parametrize("replacement", [False, True])
-def test_epochs_and_seeds_have_other_batches(replacement):
+def test_epochs_and_seeds_have_different_batches(replacement):
     difficulty = np.random.default_rng(1).normal(size=4000)
     order = Curriculum(difficulty, LinearPacing(0.3), replacement=replacement)
-    _, _, schedule = job(order)
-    _, _, other = job(order, seed=1)
+    _, _, schedule = build_schedule(order)
+    _, _, other = build_schedule(order, seed=1)
     seen = [compositions(x, n) for x, n in ((schedule, 0), (schedule, 1), (other, 0))]
     for i, a in enumerate(seen):
         for b in seen[:i]:
-            # Where the hardest are opened last, all that is left may be one batch.
+            # The hardest examples open last and may all be in the last batch.
             assert len(a & b) <= 0.05 * len(a)
 
 
 @pytest.mark.parametrize("replacement", [False, True])
-def test_any_step_is_the_same_on_a_schedule_made_anew(replacement):
+def test_a_new_schedule_returns_the_same_batch_for_any_step(replacement):
     order = Curriculum(np.arange(4000) % 17, replacement=replacement)
-    _, _, schedule = job(order)
+    _, _, schedule = build_schedule(order)
     steps = np.random.default_rng(0).permutation(3 * len(schedule))[:60]
     ahead = {int(step): schedule[int(step)] for step in sorted(steps)}
-    _, _, again = job(order)
+    _, _, again = build_schedule(order)
     sent = pickle.loads(pickle.dumps(again))
     for step in steps.tolist():
-        for found in (again[step], sent[step]):
-            assert found.bucket == ahead[step].bucket
-            np.testing.assert_array_equal(found.rows, ahead[step].rows)
+        for result in (again[step], sent[step]):
+            assert result.bucket == ahead[step].bucket
+            np.testing.assert_array_equal(result.rows, ahead[step].rows)
 
 
-def test_draws_with_replacement_are_easy_and_even():
+def test_draws_with_replacement_are_easy_and_uniform():
     rng = np.random.default_rng(2)
     lengths = rng.integers(1, 100, 300)
     plan = plan_buckets(lengths, max_tokens=800, num_buckets=4)
@@ -133,7 +133,7 @@ def test_draws_with_replacement_are_easy_and_even():
     num_steps = 4000
     for step in range(num_steps):
         batch = schedule[step]
-        # No row is empty, for nothing has to be over at the end of an epoch.
+        # No row is empty, because an epoch does not need to have every example once.
         assert batch.rows.min() >= 0
         assert lengths[batch.rows].max() <= batch.bucket.seq_len
         np.add.at(counts, batch.rows, 1)
@@ -144,21 +144,23 @@ def test_draws_with_replacement_are_easy_and_even():
     assert np.all(abs(easy - mean) < 6 * np.sqrt(mean) + 0.02 * mean)
 
 
-def test_the_shares_of_cycles_fall_again():
+def test_cyclic_pacing_returns_to_easy_examples():
     difficulty = np.arange(4000) * 0.5
     order = Curriculum(difficulty, CyclicPacing(LinearPacing(0.1, 0.5), every=0.5))
-    _, _, schedule = job(order)
+    _, _, schedule = build_schedule(order)
     hardest = [difficulty[batch.rows].max() for batch in schedule]
     half = len(hardest) // 2
     falls = np.diff(np.array(hardest[half - 5 : half + 5])) < -300
     assert falls.sum() == 1
 
 
-def test_an_opening_takes_what_is_easy():
+def test_an_opening_draws_easy_examples():
     difficulty = np.random.default_rng(3).permutation(4000)
-    plan, lengths, plain = job(Curriculum(difficulty, LinearPacing(0.6)))
+    plan, lengths, plain = build_schedule(Curriculum(difficulty, LinearPacing(0.6)))
     opening = [(plan.buckets[4], 3), (plan.buckets[0], 2)]
-    _, _, schedule = job(Curriculum(difficulty, LinearPacing(0.6)), opening=opening)
+    _, _, schedule = build_schedule(
+        Curriculum(difficulty, LinearPacing(0.6)), opening=opening
+    )
     batches = list(schedule)
     assert [b.bucket for b in batches[:5]] == [plan.buckets[4]] * 3 + [
         plan.buckets[0]
@@ -169,12 +171,12 @@ def test_an_opening_takes_what_is_easy():
     for step, batch in enumerate(batches[:5]):
         limit = open_at(plain.order, np.arange(4000), step / len(batches))
         assert difficulty[batch.rows].max() <= limit
-    with pytest.raises(ValueError, match="`opening` plans the beginning of an epoch"):
-        job(Curriculum(difficulty, replacement=True), opening=opening)
+    with pytest.raises(ValueError, match="`opening` requires `replacement=False`"):
+        build_schedule(Curriculum(difficulty, replacement=True), opening=opening)
 
 
 class Lookup:
-    """A pacing that looks into a schedule, as one by what was seen so far may."""
+    """A pacing function that uses a schedule, for example to count examples so far."""
 
     def __init__(self, schedule):
         self._schedule = schedule
@@ -183,13 +185,13 @@ class Lookup:
         return 1 / len(self._schedule[0].rows)
 
 
-def test_a_pacing_may_look_into_another_schedule():
-    _, _, inner = job(Curriculum(np.arange(4000)))
-    _, _, schedule = job(Curriculum(np.arange(4000), Lookup(inner)))
+def test_a_pacing_may_use_another_schedule():
+    _, _, inner = build_schedule(Curriculum(np.arange(4000)))
+    _, _, schedule = build_schedule(Curriculum(np.arange(4000), Lookup(inner)))
     assert schedule[0].num_examples
 
 
-def test_large_integers_are_compared_as_they_are():
+def test_large_integers_are_compared_exactly():
     plan = BucketPlan((Bucket(2, 4), Bucket(2, 8)), max_tokens=16)
     difficulty = 2**60 + np.array([3, 4, 1, 2])
     order = Curriculum(difficulty, LinearPacing(0.0))
@@ -217,7 +219,7 @@ class Late(CyclicPacing):
     [
         (LinearPacing(), Slow()),
         (CyclicPacing(LinearPacing()), Late(LinearPacing())),
-        # Late, and between the points where an own function is asked.
+        # Steps after the last sample of custom functions, or between two samples.
         (StepPacing((0.1, 1), (20,)), StepPacing((0.1, 1), (30,))),
         (StepPacing((0.1, 1), (0.501,)), StepPacing((0.1, 1), (0.5011,))),
         (CyclicPacing(StepPacing((0, 1), (0.9,)), 5000), StepPacing((0, 1), (0.9,))),
@@ -225,7 +227,7 @@ class Late(CyclicPacing):
         (lambda epochs: 0.5, lambda epochs: 0.5 + 0.5 * (epochs > 1 / 300)),
     ],
 )
-def test_another_pacing_is_refused_at_a_resume(a, b):
+def test_resuming_with_a_different_pacing_is_refused(a, b):
     lengths = [1, 2, 3, 4]
     plan = plan_buckets(lengths, max_tokens=8)
     source = [{"x": [0] * n} for n in lengths]
@@ -239,7 +241,7 @@ def test_another_pacing_is_refused_at_a_resume(a, b):
         after.resume(before.position(1))
 
 
-def test_the_fingerprint_names_difficulty_and_pacing():
+def test_the_fingerprint_depends_on_difficulty_and_pacing():
     difficulty = np.arange(4000)
     orders = [
         Curriculum(difficulty),
@@ -248,18 +250,22 @@ def test_the_fingerprint_names_difficulty_and_pacing():
         Curriculum(difficulty, LinearPacing(0.1, epochs=9)),
         Curriculum(difficulty, replacement=True),
     ]
-    assert len({job(order)[2].fingerprint for order in orders}) == len(orders)
-    # Whatever its dtype, and whoever made it.
+    assert len({build_schedule(order)[2].fingerprint for order in orders}) == len(
+        orders
+    )
+    # The dtype and the identity of the objects make no difference.
     same = Curriculum(difficulty.astype("f4"), LinearPacing())
     assert str(same) == str(orders[0])
     assert re.fullmatch("curriculum [0-9a-f]{16}", str(same))
-    assert job(same)[2].fingerprint == job(orders[0])[2].fingerprint
+    assert (
+        build_schedule(same)[2].fingerprint == build_schedule(orders[0])[2].fingerprint
+    )
 
 
 @pytest.mark.parametrize(
     ("difficulty", "message"),
     [
-        ([], r"`difficulty` is float64\[0\]: give one number for each"),
+        ([], r"`difficulty` is float64\[0\]. Pass one number for each"),
         ([[1.0]], r"`difficulty` is float64\[1, 1\]"),
         (["a"], r"`difficulty` is <U1\[1\]"),
         ([True], r"`difficulty` is bool\[1\]"),
@@ -267,12 +273,12 @@ def test_the_fingerprint_names_difficulty_and_pacing():
         ([np.inf, 1.0], r"`difficulty\[0\]=inf` is not finite"),
     ],
 )
-def test_difficulties_that_are_none_are_refused(difficulty, message):
+def test_invalid_difficulties_are_refused(difficulty, message):
     with pytest.raises(ValueError, match=message):
         Curriculum(difficulty)
 
 
-def test_a_difficulty_for_each_example_is_asked_for():
+def test_a_wrong_number_of_difficulties_is_refused():
     plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
     with pytest.raises(ValueError, match="`difficulty` has 3 entries for 2 lengths"):
         BatchSchedule(plan, [3, 4], order=Curriculum([1, 2, 3]))
@@ -280,23 +286,23 @@ def test_a_difficulty_for_each_example_is_asked_for():
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), None, "half"])
 @pytest.mark.parametrize("replacement", [False, True])
-def test_a_share_that_is_none_is_refused(share, replacement):
+def test_an_invalid_share_is_refused(share, replacement):
     plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
     order = Curriculum([1, 2], lambda epochs: share, replacement=replacement)
     schedule = BatchSchedule(plan, [3, 4], order=order)
-    for ask in (lambda: schedule[0], lambda: schedule.fingerprint):
-        with pytest.raises(ValueError, match=r"`pacing\(0.0\)` is .*: a share of the"):
-            ask()
+    for use in (lambda: schedule[0], lambda: schedule.fingerprint):
+        with pytest.raises(ValueError, match=r"`pacing\(0.0\)` returned .* Return a"):
+            use()
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LinearPacing(start=1.5), "`start=1.5`: a share is from 0 to 1"),
+        (lambda: LinearPacing(start=1.5), "`start=1.5` must be a share from 0 to 1"),
         (lambda: LinearPacing(epochs=0), "`epochs=0` must be positive"),
-        (lambda: RootPacing(start=-1), "`start=-1`: a share is"),
+        (lambda: RootPacing(start=-1), "`start=-1` must be a share"),
         (lambda: RootPacing(degree=0), "`degree=0` must be positive"),
-        (lambda: StepPacing((0.5, 2), (1,)), "`shares=2`: a share is"),
+        (lambda: StepPacing((0.5, 2), (1,)), "`shares=2` must be a share"),
         (lambda: StepPacing((0.5,), (1,)), "`shares` has 1 entries for 1 in `epochs`"),
         (
             lambda: StepPacing((0, 0.5, 1), (2, 1)),
@@ -309,6 +315,6 @@ def test_a_share_that_is_none_is_refused(share, replacement):
         (lambda: Curriculum([[1], [1, 2]]), "`difficulty` is ragged"),
     ],
 )
-def test_pacing_that_is_none_is_refused(make, message):
+def test_invalid_pacing_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -7,7 +7,7 @@ from jaxbucket.schedule.grouping import examples_by_bucket
 
 
 @pytest.mark.parametrize("within", ["source", "ascending", "descending", "other"])
-def test_it_sorts_as_lexsort_does(problem, within, monkeypatch):
+def test_examples_by_bucket_agrees_with_lexsort(problem, within, monkeypatch):
     # Several chunks, the last of them not full.
     monkeypatch.setattr(grouping, "_CHUNK", 37)
     plan, lengths = problem
@@ -21,29 +21,29 @@ def test_it_sorts_as_lexsort_does(problem, within, monkeypatch):
     bucket = plan.assign(lengths)
     expected = np.lexsort((np.arange(len(lengths)), key, bucket))
     expected = expected[bucket[expected] >= 0]
-    found, counts = examples_by_bucket(
+    result, counts = examples_by_bucket(
         plan, lengths, other if within == "other" else within
     )
-    assert found.dtype == np.uint32
-    np.testing.assert_array_equal(found, expected)
+    assert result.dtype == np.uint32
+    np.testing.assert_array_equal(result, expected)
     np.testing.assert_array_equal(
         counts, np.bincount(bucket + 1, minlength=len(plan) + 1)[1:]
     )
 
 
-def test_more_distinct_lengths_than_16_bits_can_hold():
+def test_more_distinct_lengths_than_16_bits_hold_are_sorted():
     lengths = np.random.default_rng(1).permutation(70_000).astype(np.int32) + 1
     plan = BucketPlan((Bucket(1, 40_000), Bucket(1, 70_000)), max_tokens=70_000)
-    found, counts = examples_by_bucket(plan, lengths, "descending")
+    result, counts = examples_by_bucket(plan, lengths, "descending")
     assert counts.tolist() == [40_000, 30_000]
-    np.testing.assert_array_equal(lengths[found[:40_000]], np.arange(40_000, 0, -1))
+    np.testing.assert_array_equal(lengths[result[:40_000]], np.arange(40_000, 0, -1))
     np.testing.assert_array_equal(
-        lengths[found[40_000:]], np.arange(70_000, 40_000, -1)
+        lengths[result[40_000:]], np.arange(70_000, 40_000, -1)
     )
 
 
-def test_all_may_be_dropped():
+def test_a_plan_may_drop_all_examples():
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
     for within in ("source", "ascending"):
-        found, counts = examples_by_bucket(plan, np.array([9, 10]), within)
-        assert (found.tolist(), counts.tolist()) == ([], [0])
+        result, counts = examples_by_bucket(plan, np.array([9, 10]), within)
+        assert (result.tolist(), counts.tolist()) == ([], [0])

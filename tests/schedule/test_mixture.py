@@ -1,4 +1,4 @@
-"""Several datasets by weight."""
+"""Mixtures of several schedules by weight."""
 
 import itertools
 from fractions import Fraction
@@ -22,7 +22,7 @@ SIZES = (300, 40, 7)
 
 
 def seeds(quick, count):
-    """The first ones for every run, and the rest for the exhaustive part."""
+    """Returns `count` seeds; all but the first `quick` are for exhaustive runs."""
     rest = (pytest.param(i, marks=pytest.mark.exhaustive) for i in range(quick, count))
     return [*range(quick), *rest]
 
@@ -34,13 +34,13 @@ def components(**options) -> list[BatchSchedule]:
         np.concatenate(lengths), max_tokens=400, num_buckets=3, batch_size_multiple=2
     )
     return [
-        BatchSchedule(plan, own, seed=seed, **options)
-        for seed, own in enumerate(lengths)
+        BatchSchedule(plan, component_lengths, seed=seed, **options)
+        for seed, component_lengths in enumerate(lengths)
     ]
 
 
 @pytest.mark.parametrize("seed", seeds(16, 60))
-def test_turns_are_shared_to_within_one(seed):
+def test_shares_of_turns_are_right_to_within_one_turn(seed):
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 9))
     shares = [rng.random(count) + 1e-3, 10.0 ** rng.integers(-2, 3, count)][seed % 2]
@@ -50,7 +50,7 @@ def test_turns_are_shared_to_within_one(seed):
     num_turns = 2 * turns.period if turns.period < 5000 else 5000
     who = np.array([turns.at(turn)[0] for turn in range(num_turns)])
     had = np.cumsum(who[:, None] == np.arange(count), axis=0)
-    # How many each has had before its own turn.
+    # The number of turns that each member has had before a turn.
     before = had[np.arange(num_turns), who] - 1
     assert [turns.at(turn)[1] for turn in range(num_turns)] == before.tolist()
     for index in range(count):
@@ -61,11 +61,11 @@ def test_turns_are_shared_to_within_one(seed):
     off = np.vstack([np.zeros(count), had - due])
     bound = 1 - 1 / max(2 * count - 2, 1) + 1e-9
     assert abs(off).max() <= bound
-    # Over any window: the difference of two beginnings.
+    # The error over a window is the difference of the errors at its two ends.
     assert (off.max(axis=0) - off.min(axis=0)).max() <= 2 * bound
 
 
-def test_turns_far_away_are_exact():
+def test_turns_of_large_numbers_are_exact():
     turns = Turns([Fraction(x, 10) for x in (7, 2, 1)])
     assert turns.parts.tolist() == [7, 2, 1]
     far = 10**15
@@ -75,47 +75,48 @@ def test_turns_far_away_are_exact():
 
 
 @pytest.mark.parametrize("order", ["shuffled", "source", "curriculum"])
-def test_each_component_has_its_own_steps(order):
+def test_each_component_keeps_its_own_order(order):
     if order == "curriculum":
         plan = components()[0].plan
-        own = [
+        schedules = [
             BatchSchedule(plan, x.lengths, order=Curriculum(x.lengths))
             for x in components()
         ]
     else:
-        own = components(order=order)
-    mixture = Mixture(own, [5, 2, 1])
+        schedules = components(order=order)
+    mixture = Mixture(schedules, [5, 2, 1])
     starts = np.cumsum([0, *SIZES])
-    seen = [0] * len(own)
+    seen = [0] * len(schedules)
     for step in range(2 * len(mixture)):
         index = mixture.component_at(step)
-        expected = own[index][seen[index]]
+        expected = schedules[index][seen[index]]
         seen[index] += 1
-        found = mixture[step]
-        assert found.bucket == expected.bucket
+        result = mixture[step]
+        assert result.bucket == expected.bucket
         np.testing.assert_array_equal(
-            found.rows, np.where(expected.rows < 0, -1, expected.rows + starts[index])
+            result.rows, np.where(expected.rows < 0, -1, expected.rows + starts[index])
         )
-    # So each of them has every example once in each of its own epochs.
-    assert min(n / len(x) for n, x in zip(seen, own, strict=True)) >= 2
+    # Every component has completed at least two of its own epochs.
+    assert min(n / len(x) for n, x in zip(seen, schedules, strict=True)) >= 2
 
 
-def test_an_epoch_ends_when_all_have_been_through_theirs():
+def test_an_epoch_ends_when_every_component_has_completed_one():
     for weights in ([5, 2, 1], [1, 1, 1], [0.01, 1, 3]):
-        own = components()
-        mixture = Mixture(own, weights)
+        schedules = components()
+        mixture = Mixture(schedules, weights)
         who = [mixture.component_at(step) for step in range(len(mixture))]
-        done = [who.count(i) / len(x) for i, x in enumerate(own)]
+        done = [who.count(i) / len(x) for i, x in enumerate(schedules)]
         assert min(done) == 1
-        # With its last step.
-        assert [who[:-1].count(i) / len(x) >= 1 for i, x in enumerate(own)].count(False)
+        # Some component completes its epoch only with the last step of the mixture.
+        is_done = [who[:-1].count(i) >= len(x) for i, x in enumerate(schedules)]
+        assert not all(is_done)
 
 
 @pytest.mark.parametrize("by", ["steps", "tokens", "examples"])
-def test_weights_count_what_they_are_said_to_count(by):
-    own = components()
+def test_weights_are_proportional_to_the_chosen_unit(by):
+    schedules = components()
     weights = np.array([0.5, 0.3, 0.2])
-    mixture = Mixture(own, weights.tolist(), by=by)
+    mixture = Mixture(schedules, weights.tolist(), by=by)
     starts = np.cumsum([0, *SIZES])
     had = np.zeros(3)
     for step in range(6000):
@@ -131,19 +132,19 @@ def test_weights_count_what_they_are_said_to_count(by):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
-def test_micro_batches_follow_one_another(accumulate):
+def test_micro_batches_are_consecutive_batches(accumulate):
     single = Mixture(components(), [5, 2, 1])
     several = Mixture(components(), [5, 2, 1], accumulate=accumulate)
     assert len(several) == -(-len(single) // accumulate)
-    found = itertools.chain.from_iterable(
+    batches = itertools.chain.from_iterable(
         several.micro_batches(step) for step in range(20)
     )
-    for step, batch in enumerate(found):
+    for step, batch in enumerate(batches):
         assert batch.bucket == single[step].bucket
         np.testing.assert_array_equal(batch.rows, single[step].rows)
 
 
-def test_micro_batches_of_the_components_are_kept_together():
+def test_steps_of_accumulating_components_stay_whole():
     mixture = Mixture(components(accumulate=3), [5, 2, 1])
     assert mixture.accumulate == 3
     for step in range(40):
@@ -159,11 +160,11 @@ def examples(lengths: np.ndarray, first: int) -> list[dict]:
 
 
 @pytest.mark.parametrize("kind", ["list", "token file", "both"])
-def test_batches_hold_the_examples_of_all(tmp_path, kind):
-    own = components()
-    mixture = Mixture(own, [5, 2, 1], accumulate=2)
+def test_batches_contain_the_examples_of_all_components(tmp_path, kind):
+    schedules = components()
+    mixture = Mixture(schedules, [5, 2, 1], accumulate=2)
     sources = []
-    for index, schedule in enumerate(own):
+    for index, schedule in enumerate(schedules):
         source = examples(schedule.lengths, sum(SIZES[:index]))
         if kind == "token file" or (kind == "both" and index == 1):
             source = write_token_file(tmp_path / str(index), source)
@@ -183,28 +184,28 @@ def test_batches_hold_the_examples_of_all(tmp_path, kind):
             )
 
 
-def test_it_goes_on_where_it_was():
-    own = components()
-    source = concatenate([examples(x.lengths, 0) for x in own])
-    dataset = batch_dataset(source, Mixture(own, [5, 2, 1]), num_steps=30)
+def test_a_mixture_resumes_where_it_stopped():
+    schedules = components()
+    source = concatenate([examples(x.lengths, 0) for x in schedules])
+    dataset = batch_dataset(source, Mixture(schedules, [5, 2, 1]), num_steps=30)
     whole = list(dataset)
     position = dataset.position(17)
     rest = list(dataset.resume(position))
     for a, b in zip(whole[17:], rest, strict=True):
         np.testing.assert_array_equal(a.features["index"], b.features["index"])
-    other = batch_dataset(source, Mixture(own, [5, 2, 2]), num_steps=30)
+    other = batch_dataset(source, Mixture(schedules, [5, 2, 2]), num_steps=30)
     with pytest.raises(ValueError, match=r"schedule weights \[5.0, 2.0, 1.0\] -> \[5"):
         other.resume(position)
 
 
-def test_fingerprints_name_all_that_counts():
-    own = components()
+def test_the_fingerprint_depends_on_all_options():
+    schedules = components()
     mixtures = [
-        Mixture(own, [5, 2, 1]),
-        Mixture(own[::-1], [5, 2, 1]),
-        Mixture(own, [5, 2, 2]),
-        Mixture(own, [5, 2, 1], by="tokens"),
-        Mixture(own, [5, 2, 1], accumulate=2),
+        Mixture(schedules, [5, 2, 1]),
+        Mixture(schedules[::-1], [5, 2, 1]),
+        Mixture(schedules, [5, 2, 2]),
+        Mixture(schedules, [5, 2, 1], by="tokens"),
+        Mixture(schedules, [5, 2, 1], accumulate=2),
         Mixture(components(order="source"), [5, 2, 1]),
     ]
     assert len({mixture.fingerprint for mixture in mixtures}) == len(mixtures)
@@ -218,46 +219,46 @@ OTHER = BucketPlan((Bucket(1, 8),), max_tokens=16)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda own: Mixture([], []), "`weights` has 0 entries for 0 schedules"),
-        (lambda own: Mixture([own], [1, 2]), "`weights` has 2 entries for 1 schedules"),
-        (lambda own: Mixture([own], [0]), r"`weights\[0\]=0.0` must be positive"),
-        (lambda own: Mixture([own] * 2, [1, -2]), r"`weights\[1\]=-2.0` must be"),
-        (lambda own: Mixture([own], [float("nan")]), r"`weights\[0\]=nan` must be"),
+        (lambda x: Mixture([], []), "`weights` has 0 entries for 0 schedules"),
+        (lambda x: Mixture([x], [1, 2]), "`weights` has 2 entries for 1 schedules"),
+        (lambda x: Mixture([x], [0]), r"`weights\[0\]=0.0` must be positive"),
+        (lambda x: Mixture([x] * 2, [1, -2]), r"`weights\[1\]=-2.0` must be"),
+        (lambda x: Mixture([x], [float("nan")]), r"`weights\[0\]=nan` must be"),
         (
-            lambda own: Mixture([own] * 2, [1, 1e-7]),
+            lambda x: Mixture([x] * 2, [1, 1e-7]),
             "`weights`: component 1 has 0.00655 of 65536 steps, which cannot be round",
         ),
-        (lambda own: Mixture([own] * 2, [1, 1e-5]), "component 1 has 0.655 of 65536"),
-        (lambda own: Mixture([own], ["a"]), r"`weights\[0\]='a'` is no number"),
-        (lambda own: Mixture([own], [None]), r"`weights\[0\]=None` is no number"),
-        (lambda own: Mixture([[1]], [1]), r"`schedules\[0\]` is a list, not a `Batch"),
+        (lambda x: Mixture([x] * 2, [1, 1e-5]), "component 1 has 0.655 of 65536"),
+        (lambda x: Mixture([x], ["a"]), r"`weights\[0\]='a'` is not a number"),
+        (lambda x: Mixture([x], [None]), r"`weights\[0\]=None` is not a number"),
+        (lambda x: Mixture([[1]], [1]), r"`schedules\[0\]` is a list, not a `Batch"),
         (
-            lambda own: Mixture([Mixture([own], [1])], [1]),
-            r"`schedules\[0\]` is a Mixture, .* Mix the components",
+            lambda x: Mixture([Mixture([x], [1])], [1]),
+            r"`schedules\[0\]` is a Mixture, .* pass its components",
         ),
-        (lambda own: Mixture([own], [1], by="rows"), "`by='rows'`: choose 'steps'"),
+        (lambda x: Mixture([x], [1], by="rows"), "`by='rows'`: choose 'steps'"),
         (
-            lambda own: Mixture([own, BatchSchedule(OTHER, [3])], [1, 1]),
+            lambda x: Mixture([x, BatchSchedule(OTHER, [3])], [1, 1]),
             "`schedules` have different plans. Plan once",
         ),
         (
-            lambda own: Mixture([own, BatchSchedule(PLAN, [3], accumulate=2)], [1, 1]),
+            lambda x: Mixture([x, BatchSchedule(PLAN, [3], accumulate=2)], [1, 1]),
             r"`schedules` have `accumulate` of \[1, 2\], and the mixture has 1",
         ),
         (
-            lambda own: Mixture(
+            lambda x: Mixture(
                 [BatchSchedule(PLAN, [3], accumulate=2)], [1], accumulate=2
             ),
             r"`schedules` have `accumulate` of \[2\], and the mixture has 2",
         ),
     ],
 )
-def test_mixtures_that_are_none_are_refused(make, message):
+def test_invalid_mixtures_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make(BatchSchedule(PLAN, [3, 4]))
 
 
-def test_sources_that_do_not_fit_are_refused(tmp_path):
+def test_incompatible_sources_are_refused(tmp_path):
     with pytest.raises(ValueError, match="`sources` is empty"):
         concatenate([])
     files = [

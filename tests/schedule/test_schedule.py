@@ -1,3 +1,5 @@
+"""Batch schedules: epochs, orders, openings, micro-batches and fingerprints."""
+
 import hashlib
 
 import numpy as np
@@ -25,28 +27,28 @@ def epoch(schedule: BatchSchedule, number: int) -> list[BatchIndices]:
     return [schedule[first + position] for position in range(len(schedule))]
 
 
-def real(batch: BatchIndices) -> np.ndarray:
+def real_rows(batch: BatchIndices) -> np.ndarray:
     return batch.rows[batch.rows >= 0]
 
 
 ORDERS = ["shuffled", "source", "ascending", "descending"]
 
 
-def kept(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
-    """The examples that an epoch must hold."""
+def kept_examples(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
+    """Returns the examples that an epoch must contain."""
     if plan.overlong == "drop":
         return np.flatnonzero(lengths <= plan.max_seq_len)
     return np.arange(len(lengths))
 
 
 def compositions(batches: list[BatchIndices]) -> set[frozenset[int]]:
-    return {frozenset(real(batch).tolist()) for batch in batches}
+    return {frozenset(real_rows(batch).tolist()) for batch in batches}
 
 
 def check_epoch(
     plan: BucketPlan, lengths: np.ndarray, batches: list[BatchIndices]
 ) -> None:
-    """Invariants 1, 2 and 3 on all batches of one epoch."""
+    """Checks the shapes of all batches, and that each example is in exactly one row."""
     for batch in batches:
         bucket = batch.bucket
         assert bucket in plan.buckets
@@ -54,16 +56,16 @@ def check_epoch(
         assert bucket.batch_size % plan.batch_size_multiple == 0
         assert bucket.seq_len % plan.seq_len_multiple == 0
         assert (batch.rows.dtype, batch.rows.shape) == (np.int64, (bucket.batch_size,))
-        longest = np.minimum(lengths[real(batch)], plan.max_seq_len).max(initial=0)
+        longest = np.minimum(lengths[real_rows(batch)], plan.max_seq_len).max(initial=0)
         # Not all rows are empty, and every example fits its row.
         assert 0 < longest <= bucket.seq_len
-    rows = np.concatenate([real(batch) for batch in batches])
-    np.testing.assert_array_equal(np.sort(rows), kept(plan, lengths))
+    rows = np.concatenate([real_rows(batch) for batch in batches])
+    np.testing.assert_array_equal(np.sort(rows), kept_examples(plan, lengths))
 
 
 @pytest.mark.parametrize("remainder", ["cheapest", "promote", "pad"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_example_is_in_one_row_of_every_epoch(problem, order, remainder):
+def test_each_example_is_in_one_row_per_epoch(problem, order, remainder):
     schedule = BatchSchedule(*problem, seed=3, order=order, remainder=remainder)
     for number in EPOCHS:
         check_epoch(*problem, epoch(schedule, number))
@@ -83,10 +85,12 @@ def test_dropped_remainders_leave_full_batches_only(problem, order):
         batches = epoch(schedule, number)
         rows = np.concatenate([batch.rows for batch in batches])
         assert rows.min() >= 0 and len(np.unique(rows)) == len(rows)
-        assert len(rows) == len(kept(plan, lengths)) - schedule.flow.dropped.sum()
+        assert (
+            len(rows) == len(kept_examples(plan, lengths)) - schedule.flow.dropped.sum()
+        )
 
 
-def test_dropped_remainders_are_others_in_other_epochs():
+def test_each_epoch_drops_different_examples():
     plan = BucketPlan((Bucket(4, 8),), max_tokens=32)
     schedule = BatchSchedule(plan, [8] * 7, remainder="drop")
     seen = {int(row) for step in range(30) for row in schedule[step].rows}
@@ -94,24 +98,24 @@ def test_dropped_remainders_are_others_in_other_epochs():
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending"])
-def test_batches_come_by_length(problem, order):
+def test_batches_are_sorted_by_length(problem, order):
     plan, lengths = problem
     schedule = BatchSchedule(plan, lengths, order=order, remainder="pad")
     batches = epoch(schedule, 3)
     sign = 1 if order == "ascending" else -1
-    longest = [lengths[real(batch)].max() for batch in batches]
+    longest = [lengths[real_rows(batch)].max() for batch in batches]
     assert np.all(np.diff(longest) * sign >= 0)
     for bucket in plan.buckets:
-        own = [lengths[real(batch)] for batch in batches if batch.bucket == bucket]
-        if own:
-            assert np.all(np.diff(np.concatenate(own)) * sign >= 0)
+        in_bucket = [lengths[real_rows(b)] for b in batches if b.bucket == bucket]
+        if in_bucket:
+            assert np.all(np.diff(np.concatenate(in_bucket)) * sign >= 0)
 
 
 # Openings
 
 
-def opened(problem, order, seed):
-    """An opening that the plan has, drawn at random; empty now and then."""
+def random_opening(problem, order, seed):
+    """Returns a random opening, sometimes empty, and a schedule with this opening."""
     plan, lengths = problem
     flow = BatchSchedule(plan, lengths).flow
     rng = np.random.default_rng(seed)
@@ -127,14 +131,15 @@ def opened(problem, order, seed):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_an_opening_is_a_beginning_of_the_same_epoch(problem, order, seed):
-    pairs, schedule = opened(problem, order, seed)
+def test_an_opening_only_reorders_the_first_epoch(problem, order, seed):
+    pairs, schedule = random_opening(problem, order, seed)
     plain = BatchSchedule(*problem, seed=4, order=order)
     planned = [bucket for bucket, steps in pairs for _ in range(steps)]
     batches = epoch(schedule, 0)
     assert [batch.bucket for batch in batches[: len(planned)]] == planned
     check_epoch(*problem, batches)
-    # The very batches of that epoch, and of others in their own order.
+    # The first epoch has the same batches as without the opening, and later epochs
+    # also have the same order.
     assert compositions(batches) == compositions(epoch(plain, 0))
     for a, b in zip(epoch(schedule, 1), epoch(plain, 1), strict=True):
         np.testing.assert_array_equal(a.rows, b.rows)
@@ -142,19 +147,19 @@ def test_an_opening_is_a_beginning_of_the_same_epoch(problem, order, seed):
     assert (schedule.fingerprint == plain.fingerprint) == (not pairs)
 
 
-def test_what_follows_an_opening_is_shuffled():
-    plan, lengths = many()
+def test_batches_after_an_opening_are_shuffled():
+    plan, lengths = random_problem()
     opening = [(plan.buckets[3], 5), (plan.buckets[0], 2), (plan.buckets[3], 1)]
     schedule = BatchSchedule(plan, lengths, opening=opening)
     rest = [plan.buckets.index(b.bucket) for b in epoch(schedule, 0)[8:]]
     assert abs(np.corrcoef(rest[:-1], rest[1:])[0, 1]) < 5 / np.sqrt(len(rest))
 
 
-def test_the_largest_comes_first():
+def test_largest_first_starts_with_the_largest_bucket():
     plan = BucketPlan((Bucket(4, 8), Bucket(3, 10), Bucket(2, 16)), max_tokens=32)
     for lengths, first in [
         ([8] * 9 + [10] * 4 + [16] * 5, Bucket(2, 16)),
-        # Of those that have a batch.
+        # Only buckets with a batch count.
         ([8] * 9 + [10] * 4, Bucket(4, 8)),
     ]:
         schedule = BatchSchedule(plan, lengths, opening="largest_first", seed=7)
@@ -165,22 +170,25 @@ def test_the_largest_comes_first():
 @pytest.mark.parametrize(
     ("opening", "message"),
     [
-        ("smallest", "`opening='smallest'`: choose 'largest_first', or give pairs"),
-        ([(Bucket(4, 9), 1)], r"`opening` names \[4, 9\], which is no bucket of the"),
-        ([(Bucket(4, 8), 3)], r"takes 3 steps of bucket \[4, 8\], which has 2 in an"),
-        ([(Bucket(4, 8), 1)] * 3, r"takes 3 steps of bucket \[4, 8\], which has 2"),
-        ([Bucket(4, 8)], "`opening` holds Bucket.*: make it a pair of a bucket and a"),
+        ("smallest", "`opening='smallest'` is unknown. Pass 'largest_first', or pairs"),
+        ([(Bucket(4, 9), 1)], r"`opening` names \[4, 9\], which is not a bucket of"),
+        ([(Bucket(4, 8), 3)], r"takes 3 steps of bucket \[4, 8\], which has only 2 in"),
+        ([(Bucket(4, 8), 1)] * 3, r"takes 3 steps of bucket \[4, 8\], which has only"),
+        (
+            [Bucket(4, 8)],
+            "`opening` contains Bucket.*, which is not a pair. Pass pairs",
+        ),
         ([(Bucket(4, 8), 0)], "`steps=0` must be a positive integer"),
     ],
 )
-def test_an_opening_that_the_epoch_has_not_is_refused(opening, message):
+def test_an_impossible_opening_is_refused(opening, message):
     plan = BucketPlan((Bucket(4, 8),), max_tokens=32)
     with pytest.raises(ValueError, match=message):
         BatchSchedule(plan, [8] * 8, opening=opening)
 
 
 @pytest.mark.parametrize("order", ["shuffled", "source"])
-def test_every_real_example_is_in_one_row_of_every_epoch(real_lengths, order):
+def test_each_example_of_a_real_dataset_is_in_one_row_per_epoch(real_lengths, order):
     plan = plan_buckets(
         real_lengths,
         max_tokens=16 * int(real_lengths.max()),
@@ -192,13 +200,13 @@ def test_every_real_example_is_in_one_row_of_every_epoch(real_lengths, order):
         check_epoch(plan, real_lengths, epoch(schedule, number))
 
 
-def test_empty_rows_stand_last_and_in_the_last_batch_of_a_bucket(problem):
+def test_only_the_last_batch_of_a_bucket_has_empty_rows_at_its_end(problem):
     schedule = BatchSchedule(*problem)
     for bucket in problem.plan.buckets:
-        own = [batch for batch in epoch(schedule, 2) if batch.bucket == bucket]
-        empty = [bucket.batch_size - batch.num_examples for batch in own]
+        batches = [batch for batch in epoch(schedule, 2) if batch.bucket == bucket]
+        empty = [bucket.batch_size - batch.num_examples for batch in batches]
         assert np.count_nonzero(empty) <= 1
-        for batch in own:
+        for batch in batches:
             assert np.all(batch.rows[: batch.num_examples] >= 0)
 
 
@@ -209,10 +217,10 @@ def test_empty_rows_stand_last_and_in_the_last_batch_of_a_bucket(problem):
 @pytest.mark.parametrize("accumulate", [2, 5])
 @pytest.mark.parametrize("order", ORDERS)
 def test_micro_batches_of_a_step_have_the_same_bucket(order, accumulate, remainder):
-    plan, lengths = many()
+    plan, lengths = random_problem()
     options = {"order": order, "remainder": remainder, "seed": 2}
     schedule = BatchSchedule(plan, lengths, accumulate=accumulate, **options)
-    # They are cut from batches so many times as high.
+    # The micro-batches are slices of batches that are `accumulate` times as high.
     high = BucketPlan(
         tuple(Bucket(accumulate * b.batch_size, b.seq_len) for b in plan.buckets),
         max_tokens=accumulate * plan.max_tokens,
@@ -230,7 +238,7 @@ def test_micro_batches_of_a_step_have_the_same_bucket(order, accumulate, remaind
 
 @pytest.mark.parametrize("accumulate", [2, 5])
 @pytest.mark.parametrize("order", ORDERS)
-def test_mixed_micro_batches_follow_one_another(problem, order, accumulate):
+def test_mixed_micro_batches_are_consecutive_batches(problem, order, accumulate):
     options = {"order": order, "seed": 2, "opening": "largest_first"}
     single = BatchSchedule(*problem, **options)
     schedule = BatchSchedule(*problem, accumulate=accumulate, group="mixed", **options)
@@ -238,9 +246,9 @@ def test_mixed_micro_batches_follow_one_another(problem, order, accumulate):
     for number in EPOCHS:
         micro = [batch for step in epoch(schedule, number) for batch in step]
         assert len(micro) == accumulate * len(schedule)
-        for found, expected in zip(micro, epoch(single, number), strict=False):
-            assert found.bucket == expected.bucket
-            np.testing.assert_array_equal(found.rows, expected.rows)
+        for result, expected in zip(micro, epoch(single, number), strict=False):
+            assert result.bucket == expected.bucket
+            np.testing.assert_array_equal(result.rows, expected.rows)
         plan = problem.plan
         costs = dict(zip(plan.buckets, plan.costs.tolist(), strict=True))
         for filler in micro[len(single) :]:
@@ -249,14 +257,14 @@ def test_mixed_micro_batches_follow_one_another(problem, order, accumulate):
 
 
 @pytest.mark.parametrize("group", ["same", "mixed"])
-def test_an_opening_of_micro_batches_has_its_buckets(group):
-    plan, lengths = many()
+def test_an_opening_counts_steps_of_micro_batches(group):
+    plan, lengths = random_problem()
     opening = [(plan.buckets[1], 2), (plan.buckets[3], 1)]
     schedule = BatchSchedule(plan, lengths, accumulate=3, group=group, opening=opening)
-    found = [{batch.bucket for batch in schedule[step]} for step in range(3)]
-    assert found == [{plan.buckets[1]}, {plan.buckets[1]}, {plan.buckets[3]}]
+    buckets = [{batch.bucket for batch in schedule[step]} for step in range(3)]
+    assert buckets == [{plan.buckets[1]}, {plan.buckets[1]}, {plan.buckets[3]}]
     micro = [batch for step in epoch(schedule, 0) for batch in step]
-    rows = np.concatenate([real(batch) for batch in micro])
+    rows = np.concatenate([real_rows(batch) for batch in micro])
     np.testing.assert_array_equal(np.sort(rows), np.arange(len(lengths)))
     batches = 3 if group == "mixed" else 1
     assert schedule.opening_pairs == [
@@ -268,8 +276,8 @@ def test_an_opening_of_micro_batches_has_its_buckets(group):
         )
 
 
-def test_one_micro_batch_is_a_batch_by_itself():
-    plan, lengths = many()
+def test_a_step_with_one_micro_batch_is_not_a_tuple():
+    plan, lengths = random_problem()
     schedules = [
         BatchSchedule(plan, lengths, group=group) for group in ("same", "mixed")
     ]
@@ -287,28 +295,28 @@ def test_one_micro_batch_is_a_batch_by_itself():
         ({"group": "both"}, "`group='both'`: choose 'same' or 'mixed'"),
     ],
 )
-def test_groups_that_are_none_are_refused(options, message):
+def test_invalid_accumulate_and_group_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        BatchSchedule(*many(), **options)
+        BatchSchedule(*random_problem(), **options)
 
 
 def test_the_epoch_is_derived_from_the_step():
-    schedule = BatchSchedule(*many())
+    schedule = BatchSchedule(*random_problem())
     size = len(schedule)
     assert [schedule.epoch_at(s) for s in (0, size - 1, size, 7 * size)] == [0, 0, 1, 7]
     moved = schedule.beginning_at(5, "other")
     assert [moved.epoch_at(s) for s in (5, size + 4, size + 5)] == [0, 0, 1]
-    with pytest.raises(IndexError, match="`step=4` is one of the schedule that this"):
+    with pytest.raises(IndexError, match="`step=4` is before the first step of this"):
         moved.epoch_at(4)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 4}])
-def test_shuffled_batches_say_nothing_about_the_next(options):
-    plan, lengths = many()
+def test_shuffled_batches_are_not_autocorrelated(options):
+    plan, lengths = random_problem()
     near = 4 / np.sqrt(len(BatchSchedule(plan, lengths)))
-    found = BatchSchedule(plan, lengths, **options).report()
-    assert abs(found.autocorrelation) < near
-    assert "Autocorrelation of T from batch to batch: " in found.summary
+    shuffled = BatchSchedule(plan, lengths, **options).report()
+    assert abs(shuffled.autocorrelation) < near
+    assert "Autocorrelation of T from batch to batch: " in shuffled.summary
     ascending = BatchSchedule(plan, lengths, order="ascending").report()
     assert ascending.autocorrelation > 0.9
 
@@ -316,60 +324,60 @@ def test_shuffled_batches_say_nothing_about_the_next(options):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("group", ["same", "mixed"])
 @pytest.mark.parametrize("remainder", ["cheapest", "drop"])
-def test_the_report_is_what_an_epoch_costs(accumulate, group, remainder):
-    plan, lengths = many()
+def test_the_report_matches_the_batches_of_an_epoch(accumulate, group, remainder):
+    plan, lengths = random_problem()
     schedule = BatchSchedule(
         plan, lengths, accumulate=accumulate, group=group, remainder=remainder
     )
-    found = schedule.report()
+    epoch_report = schedule.report()
     micro = [batch for s in range(len(schedule)) for batch in schedule.micro_batches(s)]
-    assert found.steps_per_epoch == len(schedule)
-    assert found.padded_tokens == sum(batch.bucket.num_tokens for batch in micro)
-    assert found.examples == sum(batch.num_examples for batch in micro)
-    for own in found.buckets:
-        bucket = Bucket(own.batch_size, own.seq_len)
-        mine = [batch for batch in micro if batch.bucket == bucket]
-        assert own.batches == len(mine)
-        rows = len(mine) * bucket.batch_size
-        assert own.empty_rows == rows - sum(batch.num_examples for batch in mine)
+    assert epoch_report.steps_per_epoch == len(schedule)
+    assert epoch_report.padded_tokens == sum(b.bucket.num_tokens for b in micro)
+    assert epoch_report.examples == sum(batch.num_examples for batch in micro)
+    for entry in epoch_report.buckets:
+        bucket = Bucket(entry.batch_size, entry.seq_len)
+        batches = [batch for batch in micro if batch.bucket == bucket]
+        assert entry.batches == len(batches)
+        rows = len(batches) * bucket.batch_size
+        assert entry.empty_rows == rows - sum(b.num_examples for b in batches)
 
 
-def test_any_step_is_the_same_on_a_schedule_made_anew(problem):
+def test_a_new_schedule_returns_the_same_batch_for_any_step(problem):
     first = BatchSchedule(*problem, seed=9)
     ahead = list(range(2 * len(first)))
     batches = [first[step] for step in ahead]
     for step in np.random.default_rng(0).permutation(ahead)[:50]:
-        # Resumed: nothing was run before it.
+        # A resumed run creates a new schedule and starts at an arbitrary step.
         again = BatchSchedule(*problem, seed=9)[int(step)]
         assert again.bucket == batches[step].bucket
         np.testing.assert_array_equal(again.rows, batches[step].rows)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 8])
-def test_shards_divide_a_batch_whatever_parts_they_hold(shards):
+def test_shards_cover_every_row_of_a_batch_once(shards):
     lengths = np.random.default_rng(shards).integers(1, 100, 500)
     plan = plan_buckets(lengths, max_tokens=3200, batch_size_multiple=8)
     parts = np.random.default_rng(1).permutation(8).reshape(shards, -1)
     for batch in BatchSchedule(plan, lengths):
         size = batch.bucket.batch_size
-        rows = [RowShard(sorted(own), 8).rows(size) for own in parts]
+        rows = [RowShard(sorted(part), 8).rows(size) for part in parts]
         np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(size))
 
 
-def many() -> tuple[BucketPlan, np.ndarray]:
+def random_problem() -> tuple[BucketPlan, np.ndarray]:
     lengths = np.random.default_rng(0).integers(1, 200, 4000)
     return plan_buckets(lengths, max_tokens=3000, num_buckets=5), lengths
 
 
-def test_another_epoch_has_other_batches():
-    schedule = BatchSchedule(*many())
+def test_different_epochs_share_no_batches():
+    schedule = BatchSchedule(*random_problem())
     seen = [compositions(epoch(schedule, number)) for number in (0, 1, 2, 10**6)]
     for i, a in enumerate(seen):
         for b in seen[:i]:
             assert not a & b
 
 
-def test_real_epochs_have_other_batches(real_lengths):
+def test_epochs_of_a_real_dataset_share_no_full_batches(real_lengths):
     plan = plan_buckets(
         real_lengths, max_tokens=32 * int(real_lengths.max()), num_buckets=4
     )
@@ -382,13 +390,13 @@ def test_real_epochs_have_other_batches(real_lengths):
 @pytest.mark.parametrize("order", ["source", "ascending", "descending"])
 @pytest.mark.parametrize("remainder", ["cheapest", "drop"])
 def test_fixed_orders_have_the_same_batches_in_every_epoch(order, remainder):
-    plan, lengths = many()
+    plan, lengths = random_problem()
     schedule = BatchSchedule(plan, lengths, order=order, remainder=remainder)
     assert compositions(epoch(schedule, 0)) == compositions(epoch(schedule, 7))
 
 
-def test_what_a_remainder_leaves_out_is_drawn_anew_and_counted():
-    plan, lengths = many()
+def test_dropped_examples_are_redrawn_and_counted():
+    plan, lengths = random_problem()
     schedule = BatchSchedule(plan, lengths, remainder="drop")
     number = int(schedule.flow.dropped.sum())
     assert number == schedule.report().left_over_examples > 0
@@ -401,20 +409,22 @@ def test_what_a_remainder_leaves_out_is_drawn_anew_and_counted():
     assert left_out[0] != left_out[1]
 
 
-def test_another_seed_has_other_batches():
-    a, b = (compositions(epoch(BatchSchedule(*many(), seed=s), 0)) for s in (0, 1))
+def test_different_seeds_share_no_batches():
+    a, b = (
+        compositions(epoch(BatchSchedule(*random_problem(), seed=s), 0)) for s in (0, 1)
+    )
     assert not a & b
 
 
-def test_another_epoch_has_another_order_of_buckets():
-    schedule = BatchSchedule(*many())
+def test_different_epochs_have_different_orders_of_buckets():
+    schedule = BatchSchedule(*random_problem())
     orders = [[b.bucket for b in epoch(schedule, number)] for number in (0, 1)]
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == sorted(orders[1])
 
 
-def test_examples_carried_up_are_drawn_anew():
-    # 7 short examples for rows of 4: three go up, other ones in other epochs.
+def test_examples_that_move_up_are_redrawn():
+    # Of 7 short examples in batches of 4, three move up, different ones in each epoch.
     plan = BucketPlan((Bucket(4, 8), Bucket(2, 10)), max_tokens=32)
     schedule = BatchSchedule(plan, [8] * 7 + [10] * 5)
     assert schedule.flow.carried.tolist() == [0, 3]
@@ -425,8 +435,8 @@ def test_examples_carried_up_are_drawn_anew():
     assert seen == set(range(7))
 
 
-def test_batches_of_one_bucket_do_not_follow_one_another():
-    schedule = BatchSchedule(*many())
+def test_shuffled_buckets_are_not_autocorrelated():
+    schedule = BatchSchedule(*random_problem())
     lengths = np.array([b.bucket.seq_len for n in range(5) for b in epoch(schedule, n)])
     lag1 = np.corrcoef(lengths[:-1], lengths[1:])[0, 1]
     assert abs(lag1) < 5 / np.sqrt(len(lengths))
@@ -439,21 +449,21 @@ def test_source_order_is_the_same_in_every_epoch(problem):
         np.testing.assert_array_equal(a.rows, b.rows)
 
 
-def test_source_order_fills_buckets_as_examples_come(problem):
+def test_source_order_fills_each_bucket_in_source_order(problem):
     plan, lengths = problem
     batches = list(BatchSchedule(plan, lengths, order="source"))
     for bucket in plan.buckets:
-        rows = [real(batch) for batch in batches if batch.bucket == bucket]
+        rows = [real_rows(batch) for batch in batches if batch.bucket == bucket]
         if rows:
-            own = np.concatenate(rows)
-            own = own[plan.assign(lengths)[own] == plan.buckets.index(bucket)]
-            assert np.all(np.diff(own) > 0)
-    ends = [real(batch).max() for batch in batches]
+            examples = np.concatenate(rows)
+            is_own = plan.assign(lengths)[examples] == plan.buckets.index(bucket)
+            assert np.all(np.diff(examples[is_own]) > 0)
+    ends = [real_rows(batch).max() for batch in batches]
     assert ends == sorted(ends)
 
 
 def test_rows_do_not_depend_on_the_dtype_of_lengths():
-    plan, lengths = many()
+    plan, lengths = random_problem()
     schedules = [BatchSchedule(plan, lengths.astype(t)) for t in ("u1", "i4", "i8")]
     assert len({s.fingerprint for s in schedules}) == 1
     for step in (0, 100):
@@ -461,8 +471,8 @@ def test_rows_do_not_depend_on_the_dtype_of_lengths():
         assert rows[0] == rows[1] == rows[2]
 
 
-def test_the_fingerprint_names_plan_lengths_seed_and_order():
-    plan, lengths = many()
+def test_the_fingerprint_depends_on_plan_lengths_and_options():
+    plan, lengths = random_problem()
     other = lengths.copy()
     other[[0, 1]] = other[[1, 0]] + [0, 1]
     wider = BucketPlan(plan.buckets, plan.max_tokens + 1)
@@ -483,13 +493,13 @@ def test_the_fingerprint_names_plan_lengths_seed_and_order():
 
 
 def test_steps_per_epoch_is_the_length():
-    schedule = BatchSchedule(*many())
+    schedule = BatchSchedule(*random_problem())
     assert len(schedule) == schedule.steps_per_epoch == len(list(schedule))
     assert f"{len(schedule)} steps per epoch" in repr(schedule)
 
 
 def test_lengths_are_not_copied():
-    plan, lengths = many()
+    plan, lengths = random_problem()
     assert BatchSchedule(plan, lengths).lengths is lengths
 
 
@@ -512,8 +522,8 @@ GOLDEN_FINGERPRINTS = {
 
 
 @pytest.mark.parametrize("order", ["shuffled", "source"])
-def test_schedules_never_change(order):
-    # A run is resumed with these: a new digest means that old runs cannot be.
+def test_batches_match_the_golden_digests(order):
+    # If a digest changes, runs that were started before the change cannot resume.
     schedule = golden_schedule(order)
     state = hashlib.blake2b(digest_size=8)
     for number in (0, 1, 77):
@@ -522,7 +532,7 @@ def test_schedules_never_change(order):
     assert state.hexdigest() == GOLDEN_ROWS[order]
 
 
-def test_fingerprints_never_change():
+def test_fingerprints_match_the_golden_ones():
     shuffled, source = golden_schedule("shuffled"), golden_schedule("source")
     assert shuffled.plan.fingerprint == GOLDEN_FINGERPRINTS["plan"]
     assert shuffled.data_fingerprint == GOLDEN_FINGERPRINTS["data"]
@@ -531,19 +541,19 @@ def test_fingerprints_never_change():
 
 
 def test_a_negative_step_is_refused():
-    schedule = BatchSchedule(*many())
+    schedule = BatchSchedule(*random_problem())
     with pytest.raises(IndexError, match="`step=-1` must not be negative"):
         schedule[-1]
 
 
 @pytest.mark.parametrize("step", [1.5, "3", slice(0, 2)])
-def test_a_step_that_is_no_integer_is_refused(step):
+def test_a_non_integer_step_is_refused(step):
     with pytest.raises(TypeError):
-        BatchSchedule(*many())[step]
+        BatchSchedule(*random_problem())[step]
 
 
 class Backwards(Order):
-    """As in the source, with the last batch first."""
+    """Source order with the last batch first."""
 
     is_redrawn = False
 
@@ -569,8 +579,8 @@ class BackwardsEpochs:
 
 
 @pytest.mark.parametrize("remainder", ["cheapest", "drop"])
-def test_a_schedule_takes_an_order_that_it_does_not_know(remainder):
-    plan, lengths = many()
+def test_a_schedule_accepts_a_custom_order(remainder):
+    plan, lengths = random_problem()
     schedule, source = (
         BatchSchedule(plan, lengths, order=order, remainder=remainder)
         for order in (Backwards(), "source")
@@ -578,7 +588,7 @@ def test_a_schedule_takes_an_order_that_it_does_not_know(remainder):
     for a, b in zip(reversed(epoch(source, 3)), epoch(schedule, 3), strict=True):
         assert a.bucket == b.bucket
         np.testing.assert_array_equal(a.rows, b.rows)
-    # All that asks what kind of order it is: reports, names, packed rows.
+    # Everything that depends on the kind of order: reports, names and packed rows.
     assert schedule.cost() == source.cost()
     assert schedule.report().autocorrelation == pytest.approx(
         source.report().autocorrelation
@@ -593,22 +603,22 @@ def test_a_schedule_takes_an_order_that_it_does_not_know(remainder):
 
 def test_an_unknown_order_is_refused():
     with pytest.raises(ValueError, match="`order='random'`: choose 'shuffled', "):
-        BatchSchedule(*many(), order="random")
+        BatchSchedule(*random_problem(), order="random")
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63])
 def test_a_seed_out_of_range_is_refused(seed):
     with pytest.raises(ValueError, match=f"`seed={seed}` must be between 0 and"):
-        BatchSchedule(*many(), seed=seed)
+        BatchSchedule(*random_problem(), seed=seed)
 
 
 @pytest.mark.parametrize("seed", [1.5, "3", None])
-def test_a_seed_that_is_no_integer_is_refused(seed):
+def test_a_non_integer_seed_is_refused(seed):
     with pytest.raises(ValueError, match=f"`seed={seed!r}` is not an integer"):
-        BatchSchedule(*many(), seed=seed)
+        BatchSchedule(*random_problem(), seed=seed)
 
 
-def test_lengths_that_are_all_dropped_are_refused():
+def test_a_plan_that_drops_every_example_is_refused():
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
     with pytest.raises(ValueError, match="leaves out every example.*larger `max_seq"):
         BatchSchedule(plan, [9, 10])
@@ -621,22 +631,22 @@ def test_a_length_beyond_the_last_bucket_is_refused():
 
 
 @pytest.mark.parametrize("order", ["shuffled", "source"])
-def test_an_example_may_be_carried_through_thousands_of_buckets(order):
+def test_an_example_can_move_up_through_thousands_of_buckets(order):
     size = 3000
     buckets = tuple(Bucket(2, t) for t in range(1, size + 1))
     plan = BucketPlan(buckets, max_tokens=2 * size)
-    # Two examples of length 1 after the first: each bucket hands one on to the next.
+    # Two more examples of length 1 make every bucket carry one example up to the next.
     lengths = np.append(np.arange(1, size + 1), [1, 1])
     schedule = BatchSchedule(plan, lengths, order=order)
     rows = np.concatenate([batch.rows for batch in schedule])
     assert sorted(rows[rows >= 0]) == list(range(size + 2))
 
 
-# Going on from another schedule
+# Continuing another schedule
 
 
 @pytest.mark.parametrize("order", ["shuffled", "source"])
-def test_an_epoch_begins_where_a_schedule_takes_over(problem, order):
+def test_the_first_epoch_starts_where_a_schedule_takes_over(problem, order):
     schedule = BatchSchedule(problem.plan, problem.lengths, seed=5, order=order)
     position = DataPosition(17, {}, {}, {"fingerprint": "other"})
     moved = schedule.continue_with(position)
@@ -644,21 +654,21 @@ def test_an_epoch_begins_where_a_schedule_takes_over(problem, order):
     for step in range(len(schedule) + 3):
         assert moved[17 + step].bucket == schedule[step].bucket
         np.testing.assert_array_equal(moved[17 + step].rows, schedule[step].rows)
-    for got, want in zip(moved, schedule, strict=True):
-        np.testing.assert_array_equal(got.rows, want.rows)
+    for result, expected in zip(moved, schedule, strict=True):
+        np.testing.assert_array_equal(result.rows, expected.rows)
 
 
 def test_steps_before_a_schedule_takes_over_are_refused():
     plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
     position = DataPosition(7, {}, {}, {"fingerprint": "other"})
     moved = BatchSchedule(plan, [3, 8, 5]).continue_with(position)
-    with pytest.raises(IndexError, match="`step=6` is one of the schedule that this"):
+    with pytest.raises(IndexError, match="`step=6` is before the first step of this"):
         moved[6]
     with pytest.raises(IndexError, match="`step=-1` must not be negative"):
         moved[-1]
 
 
-def test_the_fingerprint_names_what_a_schedule_continues():
+def test_the_fingerprint_depends_on_the_continued_schedule():
     plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
     schedule = BatchSchedule(plan, [3, 8, 5])
     moved = {
@@ -679,7 +689,7 @@ def test_the_fingerprint_counts_the_batches_of_an_opening():
         BatchSchedule(plan, lengths, opening=opening, **options)
         for opening in ("largest_first", [(plan.buckets[1], 1)], None)
     )
-    # One batch of the largest bucket, and a step of three of them.
+    # "largest_first" is a single batch, and one step has three batches.
     assert [batch.bucket.seq_len for batch in b[0]] == [8, 8, 8]
     assert [batch.bucket.seq_len for batch in a[0]] != [8, 8, 8]
     assert a[0][0].bucket.seq_len == 8
@@ -688,7 +698,7 @@ def test_the_fingerprint_counts_the_batches_of_an_opening():
 
 @pytest.mark.parametrize("order", ["source", "ascending", "descending"])
 @pytest.mark.parametrize("group", [(1, "same"), (2, "same"), (3, "mixed")])
-def test_what_is_dropped_always_is_counted_exactly(order, group):
+def test_examples_that_every_epoch_drops_are_counted_exactly(order, group):
     rng = np.random.default_rng(group[0])
     lengths = rng.integers(1, 60, 400)
     plan = plan_buckets(
@@ -703,23 +713,23 @@ def test_what_is_dropped_always_is_counted_exactly(order, group):
         group=group[1],
     )
     batches = [x for step in range(len(schedule)) for x in schedule.micro_batches(step)]
-    real = sum(
+    real_tokens = sum(
         int(np.minimum(lengths[x.rows[x.rows >= 0]], x.bucket.seq_len).sum())
         for x in batches
     )
-    padded = sum(x.bucket.num_tokens for x in batches)
-    found = schedule.report()
-    assert (found.real_tokens, found.padded_tokens) == (real, padded)
-    assert found.padding == pytest.approx(1 - real / padded)
-    parts = found.padding_in_rows + found.padding_in_empty_rows
-    assert parts == pytest.approx(found.padding)
+    padded_tokens = sum(x.bucket.num_tokens for x in batches)
+    result = schedule.report()
+    assert (result.real_tokens, result.padded_tokens) == (real_tokens, padded_tokens)
+    assert result.padding == pytest.approx(1 - real_tokens / padded_tokens)
+    parts = result.padding_in_rows + result.padding_in_empty_rows
+    assert parts == pytest.approx(result.padding)
 
 
-def test_draws_with_replacement_have_no_report():
+def test_a_report_of_draws_with_replacement_is_refused():
     plan = plan_buckets([1, 2], max_tokens=2)
     order = Curriculum([1, 2], replacement=True)
     schedule = BatchSchedule(plan, [1, 2], order=order)
-    with pytest.raises(ValueError, match="`replacement=True` has not. Count its"):
+    with pytest.raises(ValueError, match="not so with `replacement=True`. Count the"):
         schedule.report()
 
 
@@ -728,15 +738,15 @@ def test_draws_with_replacement_have_no_report():
     [
         (
             {"order": np.arange(2)},
-            "`order` is a ndarray: choose one of .* `Curriculum`",
+            "`order` is a ndarray. Pass one of .* `Curriculum",
         ),
-        ({"order": None}, "`order` is a NoneType: choose one of shuffled, source"),
+        ({"order": None}, "`order` is a NoneType. Pass one of the names shuffled, sou"),
         ({"accumulate": 2**61}, "`accumulate=2305843009213693952` exceeds 65536"),
         ({"accumulate": 0}, "`accumulate=0` must be a positive integer"),
         ({"group": "foo"}, "`group='foo'`: choose 'same' or 'mixed'"),
     ],
 )
-def test_orders_and_groups_that_are_none_are_refused(options, message):
+def test_invalid_orders_and_groups_are_refused(options, message):
     plan = plan_buckets([1, 2], max_tokens=2)
     with pytest.raises(ValueError, match=message):
         BatchSchedule(plan, [1, 2], **options)
