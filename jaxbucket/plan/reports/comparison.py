@@ -180,9 +180,9 @@ class Comparison:
             *(f"epoch\n({unit})", "times\nbest"),
         )
         legend = (
-            "Padding: share of an epoch's positions. Empty rows: the part of it in rows "
-            "without an example. Largest batch: its B * T. Times best: cost over that "
-            "of the first plan."
+            "Padding: share of all positions. Empty rows: its part in rows without an "
+            "example. Largest batch: its B * T. Times best: relative to the first "
+            "plan."
         )
         rows = map(self._row, self.plans)
         table = number_table(names, rows, f"{self.summary}\n{legend}")

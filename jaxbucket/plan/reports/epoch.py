@@ -187,7 +187,7 @@ class Report:
         if self.packed_examples:
             lines.append(
                 f"{self.packed_examples:,} examples are packed in {self.examples:,} "
-                "rows; an attention mask [B, 1, T, T] takes up to "
+                "rows; a boolean attention mask takes up to "
                 f"{self.mask_bytes / 2**20:,.1f} MiB."
             )
         if self.autocorrelation is not None:

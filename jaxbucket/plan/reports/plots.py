@@ -1,4 +1,7 @@
-"""Pictures of lengths and of a plan. matplotlib is imported where one is drawn."""
+"""Pictures of lengths and of a plan. matplotlib is imported when one is drawn.
+
+Colours differ in brightness, and padding is hatched, so that they differ in grey too.
+"""
 
 from __future__ import annotations
 
@@ -11,96 +14,133 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.buckets import Bucket, BucketPlan
 from jaxbucket.base.checks import check_lengths
 from jaxbucket.plan.formatting import count_shapes
-from jaxbucket.plan.reports.epoch import report, row_lengths
+from jaxbucket.plan.reports.epoch import Report, report, row_lengths
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-# Examples and buckets that a picture names or draws one by one, at most.
-_MAX_POINTS, _MAX_SHAPES = 4096, 8
-REAL, PADDING, _OTHER = "#1f4e79", "#f0a04b", "0.88"
+# The most examples drawn one by one, and the most characters of a list of shapes.
+_MAX_POINTS, _MAX_CHARACTERS = 4096, 100
+REAL, PADDING, _OTHER = "#1f4e79", "#f0a04b", "0.9"
+HATCHED: Any = {"color": PADDING, "edgecolor": "white", "linewidth": 0, "hatch": "////"}
 _LINE: Any = {"color": "0.2", "linewidth": 0.8, "linestyle": ":"}
 
 
-def plot_plan(plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None) -> Axes:
-    """Draws every example as a line as long as it is, and the padding behind it.
+def plot_plan(
+    plan: BucketPlan,
+    lengths: ArrayLike,
+    ax: Axes | None = None,
+    *,
+    epoch: Report | None = None,
+) -> Axes:
+    """Draws every example as a line of its length, followed by its padding.
 
-    Examples stand side by side, the shortest first, so that areas are tokens: real
-    ones, the padding that the plan adds, and what the last bucket alone would add.
+    The shortest example is on the left. Areas are tokens: the real ones, the padding
+    up to the end of each example's bucket, and the padding up to the longest T.
 
     Args:
       plan: the shapes.
-      lengths: `[N]` integers.
+      lengths: `[N]` integers, one per example or per packed row.
       ax: where to draw; by default a new figure.
+      epoch: the report that the legend quotes; by default `report(plan, lengths)`.
 
     Raises:
-      ValueError: for lengths the plan refuses.
+      ValueError: for lengths that the plan refuses.
     """
     if ax is None:
         ax = _axes()
+    epoch = epoch or report(plan, lengths)
     real, padded = row_tokens(plan, lengths)
     order = np.argsort(real, kind="stable")
     shown = np.linspace(0, len(order) - 1, min(len(order), _MAX_POINTS)).astype(int)
     real, padded = real[order][shown], padded[order][shown]
     share = np.linspace(0, 100, len(shown))
     longest = np.full(len(shown), plan.max_seq_len)
-    epoch = report(plan, lengths)
-    in_one = 1 - epoch.real_tokens / (epoch.examples * plan.max_seq_len)
-    for low, high, color, label in (
-        (padded, longest, _OTHER, f"padding in one shape: {in_one:.0%}"),
-        (real, padded, PADDING, f"padding of this plan: {epoch.padding:.0%}"),
-        (np.zeros(len(real)), real, REAL, "real tokens"),
-    ):
-        ax.fill_between(share, low, high, color=color, label=label)
+    in_one = 1 - epoch.real_tokens / max(epoch.examples * plan.max_seq_len, 1)
+    other: Any = {"color": _OTHER, "linewidth": 0}
+    areas: Any = (
+        (np.zeros(len(real)), real, {"color": REAL}, f"real {epoch.unit}"),
+        (real, padded, HATCHED, _padding_label(epoch)),
+        (padded, longest, other, f"with T={plan.max_seq_len} alone: {in_one:.1%}"),
+    )
+    for low, high, style, label in areas:
+        ax.fill_between(share, low, high, label=label, **style)
+    what = "packed rows" if epoch.packed_examples else "examples"
     ax.set(
-        xlabel="examples, shortest first (%)",
-        ylabel="positions",
-        title=_shapes(plan.buckets),
+        xlabel=f"{what}, shortest first (%)",
+        ylabel=f"length ({epoch.unit})",
         xlim=(0, 100),
         ylim=(0, plan.max_seq_len),
     )
-    ax.title.set_fontsize("small")
-    ax.legend(loc="upper left")
+    ax.yaxis.set_major_formatter("{x:,.0f}")
+    _add_title(ax, plan.buckets)
     return ax
 
 
 def plot_lengths(
-    plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None, *, bins: int = 64
+    plan: BucketPlan,
+    lengths: ArrayLike,
+    ax: Axes | None = None,
+    *,
+    bins: int = 64,
+    epoch: Report | None = None,
 ) -> Axes:
-    """Draws a histogram of lengths, weighted by tokens, and the padding on top of it.
+    """Draws a histogram of lengths, weighted by tokens, with padding on top of it.
 
-    Areas are tokens: those of the examples of a length, and above them the padding that
-    fills their rows up to the end of their bucket. Lines are the buckets' ends.
+    Areas are tokens: those of the examples of a length, and above them the padding up
+    to the end of their bucket. Dotted lines mark the ends of buckets.
 
     Args:
       plan: the shapes.
-      lengths: `[N]` integers.
+      lengths: `[N]` integers, one per example or per packed row.
       ax: where to draw; by default a new figure.
       bins: bars of the histogram.
+      epoch: the report that the legend quotes; by default `report(plan, lengths)`.
 
     Raises:
-      ValueError: for lengths the plan refuses.
+      ValueError: for lengths that the plan refuses.
     """
     if ax is None:
         ax = _axes()
+    epoch = epoch or report(plan, lengths)
     real, padded = row_tokens(plan, lengths)
-    padding = padded - real
     edges = np.linspace(0, plan.max_seq_len, bins + 1)
     # Lengths are integers: one at an edge belongs to the bar that ends there.
     bar = np.clip(np.ceil(real * bins / plan.max_seq_len).astype(int) - 1, 0, bins - 1)
     tokens = np.bincount(bar, real, minlength=bins)
-    wasted = np.bincount(bar, padding, minlength=bins)
-    label = f"padding in rows: {wasted.sum() / (tokens.sum() + wasted.sum()):.0%}"
+    padding = np.bincount(bar, padded - real, minlength=bins)
     bars: Any = {"x": edges[:-1], "width": edges[1], "align": "edge"}
-    ax.bar(height=tokens, color=REAL, label="real tokens", **bars)
-    ax.bar(height=wasted, color=PADDING, label=label, bottom=tokens, **bars)
+    hatched = bars | HATCHED | {"label": _padding_label(epoch)}
+    ax.bar(height=tokens, color=REAL, label=f"real {epoch.unit}", **bars)
+    ax.bar(height=padding, bottom=tokens, **hatched)
     for number, end in enumerate(plan.boundaries):
         ax.axvline(end, **_LINE, label="ends of buckets" if number == 0 else None)
-    ax.set(xlabel="length", ylabel="tokens", xlim=(0, plan.max_seq_len))
-    ax.set_title(_shapes(plan.buckets), fontsize="small")
-    ax.legend()
+    what = "length of a packed row" if epoch.packed_examples else "length"
+    ax.set(
+        xlabel=f"{what} ({epoch.unit})",
+        ylabel=f"{epoch.unit} in rows of this length",
+        xlim=(0, plan.max_seq_len),
+    )
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
+    _add_title(ax, plan.buckets)
     return ax
+
+
+def _padding_label(epoch: Report) -> str:
+    """Returns the padding of an epoch as the report's summary has it."""
+    return (
+        f"padding: {epoch.padding:.1%} ({epoch.padding_in_rows:.1%} in rows, "
+        f"{epoch.padding_in_empty_rows:.1%} in empty rows)"
+    )
+
+
+def _add_title(ax: Axes, buckets: Sequence[Bucket]) -> None:
+    """Writes the shapes and the legend above the axes, where they cover nothing."""
+    ax.set_title(_shapes(buckets), fontsize="small", pad=24)
+    place: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
+    ax.legend(ncols=3, fontsize="small", frameon=False, borderaxespad=0.2, **place)
 
 
 def plot_histogram(
@@ -110,17 +150,17 @@ def plot_histogram(
     unit: str = "tokens",
     bins: int = 48,
 ) -> Figure | SubFigure:
-    """Draws how many examples are how long, and how many of all tokens they have.
+    """Draws the distribution of lengths, by examples and by tokens.
 
-    Above are the shares of examples and of tokens by length, below both added up, with
-    the lengths that a half, 90% and 99% of the examples do not exceed. Lengths that
-    spread far are on a logarithmic scale.
+    The upper panel has the shares of examples and of tokens by length, the lower panel
+    both added up, with the lengths that 50%, 90% and 99% of the examples do not exceed.
+    The scale is logarithmic if the longest example is far longer than the median.
 
     Args:
       lengths: `[N]` integers.
       figure: where to draw; by default a new one.
-      unit: what lengths count.
-      bins: bars at most.
+      unit: the name of what lengths count.
+      bins: the most bars.
 
     Raises:
       ValueError: if there are no lengths, or one is not a positive integer.
@@ -155,22 +195,23 @@ def plot_histogram(
     return figure
 
 
-# A length that is so many times the median would press all others together.
+# If the longest length is more than this many medians, a linear axis would squeeze all
+# other lengths into a few bars.
 _WIDE = 8
 
 
 def _bin_edges(low: int, high: int, bins: int, wide: bool) -> np.ndarray:
-    """Integers from `low` to `high`: no bar is empty for want of an integer in it."""
+    """Returns integers from `low` to `high`, so that each bar covers some integer."""
     if wide:
         return np.unique(np.geomspace(low, high, bins + 1).round())
     least = -(-(high - low) // bins)
-    # The last bar should be as full as the others.
+    # The last bar should be about as wide as the others.
     width = min(range(least, 2 * least), key=lambda width: -(high - low) % width)
     return np.arange(low, high + width, width)
 
 
 def _length_of_share(values: np.ndarray, counts: np.ndarray, share: float) -> int:
-    """The length that this share of all examples does not exceed."""
+    """Returns the length that this share of all examples does not exceed."""
     below = np.cumsum(counts)
     return int(values[np.searchsorted(below, share * below[-1])])
 
@@ -194,10 +235,10 @@ def _integer_axis(ax: Axes, wide: bool) -> None:
 
 
 def row_tokens(plan: BucketPlan, lengths: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each row's real tokens and T of its bucket, without dropped examples.
+    """Returns the real tokens and T of each row, without dropped examples.
 
     Raises:
-      ValueError: for lengths the plan refuses, or if it drops all of them.
+      ValueError: for lengths that the plan refuses, or if it drops all of them.
     """
     lengths = row_lengths(plan, check_lengths(lengths))
     index = plan.assign(lengths)
@@ -213,13 +254,13 @@ def row_tokens(plan: BucketPlan, lengths: ArrayLike) -> tuple[np.ndarray, np.nda
 
 def _shapes(buckets: Sequence[Bucket]) -> str:
     names = "  ".join(map(str, buckets))
-    if len(buckets) > _MAX_SHAPES:
+    if len(names) > _MAX_CHARACTERS:
         names = f"{buckets[0]} to {buckets[-1]}"
     return f"{count_shapes(len(buckets))}: {names}"
 
 
 def new_page(width: float, height: float) -> Figure:
-    """Returns an empty figure, so many inches wide and high."""
+    """Returns an empty figure of this width and height in inches."""
     from matplotlib import pyplot
 
     return pyplot.figure(figsize=(width, height), layout="constrained")
