@@ -94,8 +94,8 @@ def plan(
     """Plan shapes for LENGTHS.
 
     LENGTHS is a file of any kind that `jaxbucket measure` reads. A plan has shapes
-    (B, T): batches of B rows of T tokens. Of a plan with packed rows, a job makes the
-    rows by `jb.packing.pack(lengths, plan.boundaries)`.
+    (B, T): batches of B rows of T tokens. With --pack, a job fills the rows by
+    `jb.packing.pack(lengths, plan.boundaries.tolist())`.
     """
     check_outputs([lengths, *shape.inputs], output=output, plot=plot)
     if shapes is not None:

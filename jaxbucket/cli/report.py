@@ -60,7 +60,7 @@ def report(
     """Report the padding and cost of PLAN on LENGTHS.
 
     PLAN is a file that `jaxbucket plan -o` wrote; LENGTHS may be those it was made for,
-    or others. Of a plan for packed rows, --packed reports the packed rows.
+    or others. For a plan that `jaxbucket plan --pack` wrote, add --packed.
     """
     check_outputs([plan_file, lengths], plot=plot)
     with new_figure(plot, 8, 7) as figure:

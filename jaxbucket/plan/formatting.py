@@ -62,6 +62,6 @@ def in_unit(cost: float, cost_unit: str, unit: str = "tokens") -> str:
 
 def number_in_unit(cost: float, cost_unit: str) -> str:
     """Returns the text of `in_unit` without the unit."""
-    if cost_unit == "tokens" and cost < 1e11:
+    if (cost_unit == "tokens" and cost < 1e11) or 1e5 <= cost < 1e9:
         return f"{cost:,.0f}"
     return f"{cost:,.1f}" if 10 <= cost < 1e9 else f"{cost:.3g}"

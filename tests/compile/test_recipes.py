@@ -223,7 +223,7 @@ def test_the_command_fails_where_nothing_is_kept(plan):
     with pytest.warns(RuntimeWarning, match="Executables are not kept"):
         run = command(*options, "--cache", "/proc/cache")
     assert run.exit_code == 1
-    assert "my_step [2, 16] is not kept in /proc/cache: the job" in run.stderr
+    assert "my_step [2, 16] is not stored in /proc/cache: the job" in run.stderr
     assert len(json.loads(run.stdout)["not_kept"]) == 3
 
 
@@ -235,7 +235,7 @@ def test_the_command_fails_where_a_bucket_does(plan):
     assert "[4, 8]" in run.stdout
     run = command(*options, "--memory-gb", 1e-9, "--json")
     assert run.exit_code == 1
-    assert "my_step [2, 16] takes more than --memory-gb 1e-09, or nobody" in run.stderr
+    assert "my_step [2, 16] needs more than --memory-gb 1e-09" in run.stderr
     assert len(json.loads(run.stdout)["above"]) == 3
 
 

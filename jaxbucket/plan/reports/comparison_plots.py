@@ -9,7 +9,12 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.plan.curve import PlanCurve
 from jaxbucket.plan.formatting import count_shapes, in_unit
-from jaxbucket.plan.reports.comparison import OPTIMAL, Comparison
+from jaxbucket.plan.reports.comparison import (
+    ONE_SHAPE,
+    OPTIMAL,
+    ComparedPlan,
+    Comparison,
+)
 from jaxbucket.plan.reports.plots import HATCHED, PADDING, REAL, new_page, row_tokens
 
 if TYPE_CHECKING:
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
 # A bar longer than this many times the best is cut off, and the longest name of a plan
 # that is printed in full.
 _WIDEST, _LONGEST_NAME = 2.5, 32
+# Up to this ratio of the longest T to the shortest, ticks are powers of two.
+_FEW_DOUBLINGS = 32
 
 
 def plot_comparison(
@@ -76,7 +83,7 @@ def _draw_tokens(lengths: np.ndarray, ax: Axes, unit: str) -> None:
     # The bar of all truncated examples would flatten the others.
     highest = 1.3 * np.sort(tokens)[-2] or None
     ax.set(yticks=[], ylim=(0, highest), ylabel=unit)
-    ax.tick_params(labelbottom=False)
+    ax.tick_params(which="both", labelbottom=False)
     ax.spines[["top", "right", "left"]].set_visible(False)
 
 
@@ -89,9 +96,19 @@ def _draw_ends(comparison: Comparison, ax: Axes) -> None:
     shortest = min(int(compared.plan.boundaries[0]) for compared in plans)
     ax.set(xscale="log", xlabel=f"T of the shapes ({comparison.unit})")
     ax.set(ylim=(len(plans) - 0.5, -0.5), xlim=(shortest / 1.5, longest * 1.1))
-    names = [f"{_short(one.name)}, {count_shapes(len(one.plan))}" for one in plans]
-    ax.set_yticks(range(len(plans)), names)
+    if longest < _FEW_DOUBLINGS * shortest:
+        # Powers of 10 may be outside of a short axis.
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.xaxis.set_minor_formatter("")
+    ax.set_yticks(range(len(plans)), [_name(compared) for compared in plans])
     ax.grid(axis="y", alpha=0.3)
+
+
+def _name(compared: ComparedPlan) -> str:
+    if compared.name.endswith(ONE_SHAPE):
+        return compared.name
+    return f"{_short(compared.name)}, {count_shapes(len(compared.plan))}"
 
 
 def _short(name: str) -> str:
@@ -108,7 +125,7 @@ def _draw_padding(comparison: Comparison, ax: Axes) -> None:
     ax.barh(places, in_rows, label="padding in rows", **HATCHED)
     hollow: Any = {"color": "white", "edgecolor": PADDING}
     ax.barh(places, empty, left=in_rows, label="padding in empty rows", **hollow)
-    ax.set(xlabel="padding of an epoch (%)", xlim=(0, None))
+    ax.set(xlabel="padding (%)", xlim=(0, None))
     _label_bars(ax, [f"{r.padding:.1%}" for r in reports])
 
 
@@ -119,18 +136,15 @@ def _draw_costs(comparison: Comparison, ax: Axes) -> None:
     end = min(over.max(), _WIDEST)
     ax.barh(range(len(over)), np.minimum(over, end), color=REAL)
     for place in np.flatnonzero(over > end).tolist():
-        ax.text(end, place, f"{over[place]:.1f}x > ", color="white", **_INSIDE)
-    ax.set(xlabel=f"cost of an epoch, {_short(comparison.plans[0].name)} = 1")
-    ax.set_xlim(0, 1.05 * end)
+        ax.text(end, place, f"{over[place]:,.3g}x > ", color="white", **_INSIDE)
+    ax.set(xlabel="relative cost", xlim=(0, 1.05 * end))
     unit = comparison.unit
     _label_bars(ax, [in_unit(r.epoch_cost, r.cost_unit, unit) for r in reports])
-    ax.axvline(
-        comparison.least_cost / reports[0].epoch_cost,
-        color="0.2",
-        linewidth=0.8,
-        linestyle=":",
-        label="full batches, one example per row",
-    )
+    least = comparison.least_cost / reports[0].epoch_cost
+    # White below the dots, so that they are seen on dark bars too.
+    ax.axvline(least, color="white", linewidth=2)
+    dots: Any = {"color": "black", "linewidth": 1, "linestyle": ":"}
+    ax.axvline(least, label="full batches, one example per row", **dots)
 
 
 _INSIDE: Any = {"ha": "right", "va": "center", "fontsize": "small"}
@@ -164,14 +178,23 @@ def plot_curve(
     compiling = np.array([point.compile_seconds for point in points])
     running = np.array([curve.num_epochs * point.epoch_seconds for point in points])
     right.bar(sizes, running, color=REAL, label=f"{curve.num_epochs:g} epochs")
-    right.bar(sizes, compiling, bottom=running, color=PADDING, label="compiling")
-    label = f"{count_shapes(chosen.num_buckets)}: {chosen.total_seconds:,.0f} s"
-    mark = {"color": "0.2", "ms": 9, "label": label}
+    right.bar(sizes, compiling, bottom=running, label="compiling", **HATCHED)
+    label = f"{count_shapes(chosen.num_buckets)}: {in_unit(chosen.total_seconds, 's')}"
+    mark: Any = {"color": "0.2", "mec": "white", "ms": 10, "label": label}
     right.plot(chosen.num_buckets, chosen.total_seconds, "v", **mark)
     right.set(xlabel="shapes", ylabel="seconds in all")
-    right.set_ylim(0, min((running + compiling).max() * 1.1, 3 * chosen.total_seconds))
-    right.legend()
+    total = running + compiling
+    top = min(total.max() * 1.1, 3 * chosen.total_seconds)
+    right.set_ylim(0, top)
+    right.yaxis.set_major_formatter("{x:,g}")
+    for size, seconds in zip(sizes, total.tolist(), strict=True):
+        if seconds > top:
+            text = right.text(size, top, f"{in_unit(seconds, 's')} > ", color="white")
+            text.set(rotation=90, ha="center", va="top", fontsize="small")
+    place: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
+    right.legend(ncols=3, fontsize="small", frameon=False, **place)
     for ax in (left, right):
         ax.grid(axis="y", alpha=0.3)
+        ax.locator_params("x", integer=True)
     figure.suptitle(curve.reason, fontsize="small", wrap=True)
     return figure

@@ -125,16 +125,16 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number, as plain Python."""
+        """Returns every number, as plain Python."""
         mask = {"mask_bytes": self.mask_bytes} if self.packed_examples else {}
         return dataclasses.asdict(self) | mask
 
     def to_json(self) -> str:
-        """Every number, as one JSON object."""
+        """Returns every number, as one JSON object."""
         return json.dumps(self.to_dict())
 
     def __rich__(self) -> Any:
-        """The report as a `rich` table, for a terminal."""
+        """Returns the report as a `rich` table, for a terminal."""
         what = "rows" if self.packed_examples else "examples"
         names = ["B", "T", what, "moved\nin", "batches", "empty\nrows", "padding"]
         names.append(f"share of\n{self.unit}")

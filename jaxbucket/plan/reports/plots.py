@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 # The most examples drawn one by one, and the most characters of a list of shapes.
 _MAX_POINTS, _MAX_CHARACTERS = 4096, 100
 REAL, PADDING, _OTHER = "#1f4e79", "#f0a04b", "0.9"
-HATCHED: Any = {"color": PADDING, "edgecolor": "white", "linewidth": 0, "hatch": "////"}
+HATCHED: Any = {
+    **{"facecolor": PADDING, "edgecolor": "white"},
+    **{"linewidth": 0, "hatch": "////"},
+}
 _LINE: Any = {"color": "0.2", "linewidth": 0.8, "linestyle": ":"}
 
 
@@ -62,7 +65,12 @@ def plot_plan(
     areas: Any = (
         (np.zeros(len(real)), real, {"color": REAL}, f"real {epoch.unit}"),
         (real, padded, HATCHED, _padding_label(epoch)),
-        (padded, longest, other, f"with T={plan.max_seq_len} alone: {in_one:.1%}"),
+        (
+            padded,
+            longest,
+            other,
+            f"in rows of T={plan.max_seq_len} alone: {in_one:.1%}",
+        ),
     )
     for low, high, style, label in areas:
         ax.fill_between(share, low, high, label=label, **style)
@@ -132,13 +140,17 @@ def _padding_label(epoch: Report) -> str:
     """Returns the padding of an epoch as the report's summary has it."""
     return (
         f"padding: {epoch.padding:.1%} ({epoch.padding_in_rows:.1%} in rows, "
-        f"{epoch.padding_in_empty_rows:.1%} in empty rows)"
+        f"{epoch.padding_in_empty_rows:.1%} empty rows)"
     )
 
 
 def _add_title(ax: Axes, buckets: Sequence[Bucket]) -> None:
     """Writes the shapes and the legend above the axes, where they cover nothing."""
     ax.set_title(_shapes(buckets), fontsize="small", pad=24)
+    _legend_above(ax)
+
+
+def _legend_above(ax: Axes) -> None:
     place: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
     ax.legend(ncols=3, fontsize="small", frameon=False, borderaxespad=0.2, **place)
 
@@ -183,15 +195,16 @@ def plot_histogram(
         sums = np.concatenate([[0], np.cumsum(share), [100]])
         ends = np.concatenate([values[:1], values, edges[-1:]])
         below.step(ends, sums, linestyle=style, where="post", **look)
-    _mark_shares(below, values, counts)
     _integer_axis(below, wide)
     above.set(ylabel="share in a bar (%)", xlim=(edges[0], edges[-1]))
-    above.set_title(f"{counts.sum():,} examples, {int(tokens.sum()):,} {unit}")
+    title = f"{counts.sum():,} examples, {int(tokens.sum()):,} {unit}"
+    above.set_title(title, fontsize="medium", pad=24)
     below.set(xlabel=f"length ({unit})", ylabel="share up to a length (%)")
     below.set_ylim(0, 103)
+    _mark_shares(below, values, counts)
     for ax in (above, below):
         ax.grid(alpha=0.3)
-        ax.legend()
+        _legend_above(ax)
     return figure
 
 
@@ -217,11 +230,15 @@ def _length_of_share(values: np.ndarray, counts: np.ndarray, share: float) -> in
 
 
 def _mark_shares(ax: Axes, values: np.ndarray, counts: np.ndarray) -> None:
-    for share in (0.5, 0.9, 0.99):
+    # One above the other, because the lengths may be close or equal.
+    for height, share in ((5, 0.5), (17, 0.9), (29, 0.99)):
         length = _length_of_share(values, counts, share)
         ax.axvline(length, **_LINE)
-        text = ax.text(length, 4, f"{share:.0%}: {length:,}", rotation=90, ha="right")
-        text.set(fontsize="small", bbox={"color": "white", "alpha": 0.8, "pad": 1})
+        # Towards the other side of the axes, where there is room.
+        place = (ax.transScale + ax.transLimits).transform((length, 1))[0]
+        text = ax.text(length, height, f" {share:.0%}: {length:,} ")
+        text.set(ha="left" if place < 0.5 else "right", fontsize="small")
+        text.set_bbox({"color": "white", "alpha": 0.8, "pad": 1})
 
 
 def _integer_axis(ax: Axes, wide: bool) -> None:

@@ -122,7 +122,7 @@ def test_the_table_has_a_line_for_every_bucket():
 def test_what_is_lost_is_said():
     for overlong, words in (
         ("drop", "2 examples are too long: dropped."),
-        ("truncate", "2 examples are too long: cut by 14 tokens."),
+        ("truncate", "2 examples are too long: truncated by 14 tokens."),
     ):
         plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong=overlong)
         assert words in report(plan, [8, 10, 20]).summary
