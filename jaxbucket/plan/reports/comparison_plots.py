@@ -136,7 +136,7 @@ def _draw_costs(comparison: Comparison, ax: Axes) -> None:
     end = min(over.max(), _WIDEST)
     ax.barh(range(len(over)), np.minimum(over, end), color=REAL)
     for place in np.flatnonzero(over > end).tolist():
-        ax.text(end, place, f"{over[place]:,.3g}x > ", color="white", **_INSIDE)
+        ax.text(end, place, f"{over[place]:,.2f}x > ", color="white", **_INSIDE)
     ax.set(xlabel="relative cost", xlim=(0, 1.05 * end))
     unit = comparison.unit
     _label_bars(ax, [in_unit(r.epoch_cost, r.cost_unit, unit) for r in reports])

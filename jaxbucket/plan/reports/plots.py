@@ -130,6 +130,7 @@ def plot_lengths(
         ylabel=f"{epoch.unit} in rows of this length",
         xlim=(0, plan.max_seq_len),
     )
+    ax.locator_params("x", nbins=_num_ticks(plan.max_seq_len))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:,.0f}")
     _add_title(ax, plan.buckets)
@@ -195,8 +196,8 @@ def plot_histogram(
         sums = np.concatenate([[0], np.cumsum(share), [100]])
         ends = np.concatenate([values[:1], values, edges[-1:]])
         below.step(ends, sums, linestyle=style, where="post", **look)
-    _integer_axis(below, wide)
     above.set(ylabel="share in a bar (%)", xlim=(edges[0], edges[-1]))
+    _integer_axis(below, wide)
     title = f"{counts.sum():,} examples, {int(tokens.sum()):,} {unit}"
     above.set_title(title, fontsize="medium", pad=24)
     below.set(xlabel=f"length ({unit})", ylabel="share up to a length (%)")
@@ -247,8 +248,14 @@ def _integer_axis(ax: Axes, wide: bool) -> None:
     if wide:
         ax.set_xscale("log", base=2)
     else:
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        nbins = _num_ticks(ax.get_xlim()[1])
+        ax.xaxis.set_major_locator(MaxNLocator(nbins, integer=True))
     ax.xaxis.set_major_formatter("{x:,.0f}")
+
+
+def _num_ticks(longest: float) -> int:
+    """Returns the most ticks of an axis of lengths: long numbers need more room."""
+    return 9 if longest < 1_000_000 else 5
 
 
 def row_tokens(plan: BucketPlan, lengths: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
