@@ -48,7 +48,7 @@ def test_a_packed_plan_is_that_of_python(pack_option, block_sparse):
         return
     options = (*LIMITS, *WIDE, "--pack", pack_option)
     options += ("--block-sparse",) if block_sparse else ()
-    found = numbers("plan", "lengths.npy", *options)
+    result = numbers("plan", "lengths.npy", *options)
     output = run("plan", "lengths.npy", *options, "-o", "plan.json", "--plot", "p.png")
     expected = plan_packing(
         LENGTHS,
@@ -59,13 +59,13 @@ def test_a_packed_plan_is_that_of_python(pack_option, block_sparse):
     )
     plan = BucketPlan.from_json(pathlib.Path("plan.json").read_text())
     assert plan == expected.plan
-    assert found["report"] == json.loads(json.dumps(expected.report.to_dict()))
-    assert found["fingerprint"] == plan.fingerprint
+    assert result["report"] == json.loads(json.dumps(expected.report.to_dict()))
+    assert result["fingerprint"] == plan.fingerprint
     assert matplotlib.image.imread("p.png").std() > 0.1
     if pack_option == "never":
-        assert "packing" not in found and "Packing:" not in output
+        assert "packing" not in result and "Packing:" not in output
         return
-    packing = found["packing"]
+    packing = result["packing"]
     why = packing.pop("reason")
     assert packing == json.loads(expected.to_json())
     assert why in one_line(output)
@@ -77,8 +77,8 @@ def test_a_packed_plan_is_that_of_python(pack_option, block_sparse):
 def test_the_table_of_a_packed_plan_has_the_numbers_of_the_json():
     options = ("lengths.npy", *LIMITS, "--pack", "always")
     table = run("plan", *options)
-    found = numbers("plan", *options)
-    epoch = found["report"]
+    result = numbers("plan", *options)
+    epoch = result["report"]
     assert epoch["packed_examples"] == len(LENGTHS)
     assert (
         f"{epoch['steps_per_epoch']:,} steps per epoch, {epoch['real_tokens']:,} real "
@@ -93,7 +93,7 @@ def test_the_table_of_a_packed_plan_has_the_numbers_of_the_json():
         (line,) = [line for line in lines if line[:2] == shape]
         assert line[2] == f"{bucket['examples']:,}"
         assert line[6] == f"{bucket['padding']:.1%}"
-    costs = found["packing"]["epoch_costs"]
+    costs = result["packing"]["epoch_costs"]
     less = 1 - costs["packed"] / costs["padded"]
     assert (
         f"Packing: an epoch costs {costs['packed']:,.0f} tokens packed, {less:.1%} "
@@ -105,11 +105,11 @@ def test_rows_that_cost_more_packed_stay_padded():
     # Neither leaves room for a second example.
     np.save("lengths.npy", np.repeat([96, 128], 64))
     options = ("lengths.npy", "--max-tokens", 1024, *WIDE, "--pack")
-    found = numbers("plan", *options, "auto")
-    assert not found["packing"]["packed"]
-    assert found["packing"]["reason"].startswith("Padding: an epoch costs ")
-    assert "packed_examples" in found["report"]
-    assert found["report"]["packed_examples"] == 0
+    result = numbers("plan", *options, "auto")
+    assert not result["packing"]["packed"]
+    assert result["packing"]["reason"].startswith("Padding: an epoch costs ")
+    assert "packed_examples" in result["report"]
+    assert result["report"]["packed_examples"] == 0
     forced = numbers("plan", *options, "always")["packing"]
     assert forced["packed"] and forced["reason"].startswith("Packing: ")
 
@@ -130,12 +130,12 @@ def test_too_long_examples_are_counted_and_the_rest_is_packed(overlong):
 
 
 def test_a_job_packs_rows_of_the_plan():
-    found = numbers("plan", "lengths.npy", *LIMITS, "--pack", "always")
-    plan = BucketPlan.from_json(json.dumps(found["plan"]))
+    result = numbers("plan", "lengths.npy", *LIMITS, "--pack", "always")
+    plan = BucketPlan.from_json(json.dumps(result["plan"]))
     packing = pack(LENGTHS, plan.boundaries.tolist())
     schedule = BatchSchedule(plan, LENGTHS, packing=packing)
     # Rows of the same T may be packed in a second way.
-    assert abs(len(schedule) - found["report"]["steps_per_epoch"]) <= 1
+    assert abs(len(schedule) - result["report"]["steps_per_epoch"]) <= 1
 
 
 def test_a_report_packs_the_lengths_of_a_packed_plan():
@@ -146,12 +146,12 @@ def test_a_report_packs_the_lengths_of_a_packed_plan():
     assert numbers(*command, "--packed")["report"] == expected
     assert numbers(*command)["report"]["packed_examples"] == 0
     options = ("--packed", "--remainder", "pad", "--accumulate", 2, "--plot", "r.png")
-    found = numbers(*command, *options)["report"]
+    result = numbers(*command, *options)["report"]
     plan = BucketPlan.from_json(pathlib.Path("plan.json").read_text())
     rows = pack(np.minimum(LENGTHS, 96), plan.boundaries.tolist()).row_lengths
     epoch = report(plan, rows, remainder="pad", accumulate=2)
-    assert found["padded_tokens"] == epoch.padded_tokens
-    assert found["truncated_examples"] == int((LENGTHS > 96).sum())
+    assert result["padded_tokens"] == epoch.padded_tokens
+    assert result["truncated_examples"] == int((LENGTHS > 96).sum())
     assert matplotlib.image.imread("r.png").std() > 0.1
 
 
@@ -174,11 +174,11 @@ def test_limits_that_packing_does_not_support_are_named(options, names):
         assert f"Error: `--pack {pack_option}` does not support {names}." in output
     message = f"does not support {names}."
     assert message in run("compare", "lengths.npy", *command, code=1)
-    found = numbers("compare", "lengths.npy", *LIMITS, *options)
-    assert found["note"] == f"Packed rows are not compared: packing {message}"
-    assert not any(plan["packed"] for plan in found["plans"])
+    result = numbers("compare", "lengths.npy", *LIMITS, *options)
+    assert result["note"] == f"Packed rows are not compared: packing {message}"
+    assert not any(plan["packed"] for plan in result["plans"])
     table = run("compare", "lengths.npy", *LIMITS, *options)
-    assert found["note"] in one_line(table)
+    assert result["note"] in one_line(table)
 
 
 @pytest.mark.parametrize(
@@ -206,12 +206,12 @@ def test_block_sparse_needs_packed_rows():
 @pytest.mark.parametrize("cost", [(), WIDE, (*WIDE, "--block-sparse")])
 def test_packed_rows_are_compared_with_padded_plans(cost):
     command = ("compare", "lengths.npy", *LIMITS, *cost)
-    found = numbers(*command)
+    result = numbers(*command)
     table = run(*command, "--plot", "c.png")
-    plans = {plan["name"]: plan for plan in found["plans"]}
-    costs = [plan["report"]["epoch_cost"] for plan in found["plans"]]
+    plans = {plan["name"]: plan for plan in result["plans"]}
+    costs = [plan["report"]["epoch_cost"] for plan in result["plans"]]
     assert costs == sorted(costs)
-    assert {plan["report"]["cost_unit"] for plan in found["plans"]} == {
+    assert {plan["report"]["cost_unit"] for plan in result["plans"]} == {
         "FLOP" if cost else "tokens"
     }
     options = {
@@ -235,11 +235,11 @@ def test_packed_rows_are_compared_with_padded_plans(cost):
         assert f"{epoch['padding']:.1%}" in line and line.rstrip().endswith("x")
         assert f"{epoch['steps_per_epoch']:,}" in line.split()
     assert {plan["report"]["real_tokens"] for plan in plans.values()} == {LENGTHS.sum()}
-    assert "attention must stay within each, by segment ids" in found["note"]
-    assert found["note"] in one_line(table)
+    assert "attention must stay within each, by segment ids" in result["note"]
+    assert result["note"] in one_line(table)
     assert matplotlib.image.imread("c.png").std() > 0.1
     without = numbers(*command, "--pack", "never")
-    assert [plan for plan in found["plans"] if not plan["packed"]] == without["plans"]
+    assert [plan for plan in result["plans"] if not plan["packed"]] == without["plans"]
     assert not without["note"]
 
 
@@ -258,8 +258,8 @@ def test_packed_rows_have_the_remainder_that_is_asked_for():
 def test_rows_that_cannot_be_packed_do_not_stop_a_comparison():
     np.save("lengths.npy", np.array([5, 1 << 27], np.int32))
     command = ("compare", "lengths.npy", "--max-tokens", 1 << 27)
-    found = numbers(*command)
-    assert found["note"].startswith("Packed rows are not compared: `max_seq_len=")
+    result = numbers(*command)
+    assert result["note"].startswith("Packed rows are not compared: `max_seq_len=")
     assert "give shorter rows" in run(*command, "--pack", "always", code=1)
 
 
@@ -280,10 +280,10 @@ def test_lengths_are_called_what_they_are():
             "--max-tok", ""
         )
         assert "bytes" in table
-        found, plain = numbers(*command, "--unit", "bytes"), numbers(*command)
-        texts = [json.dumps(x).replace('"unit": "bytes"', "") for x in (found, plain)]
-        assert found.keys() == plain.keys()
-        assert '"unit": "bytes"' in json.dumps(found)
+        result, plain = numbers(*command, "--unit", "bytes"), numbers(*command)
+        texts = [json.dumps(x).replace('"unit": "bytes"', "") for x in (result, plain)]
+        assert result.keys() == plain.keys()
+        assert '"unit": "bytes"' in json.dumps(result)
         if "--pack" not in command:
             plain = texts[1].replace('"unit": "tokens"', "")
             assert texts[0].replace('"unit": "tokens"', "") == plain

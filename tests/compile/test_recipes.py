@@ -246,7 +246,7 @@ def test_the_command_fails_where_a_bucket_does(plan):
         (("--recipe", "recipe"), "must be `module:function`"),
         (("--recipe", "test_recipes:nothing"), "return (step_fn, state, specs)"),
         (("--recipe", "test_recipes:recipe", "--memory-gb", 0), "--memory-gb"),
-        (("--recipe", "test_recipes:recipe", "--memory-gb", "nan"), "no limit"),
+        (("--recipe", "test_recipes:recipe", "--memory-gb", "nan"), "not a limit"),
         (("--recipe", "test_recipes:raising"), "raised KeyError: 'no such model"),
         (("--recipe", "test_recipes:deep"), "in deep). It was called with the plan"),
         (("--recipe", "test_recipes:of_another_plan"), "without [4, 8], [2, 16]"),

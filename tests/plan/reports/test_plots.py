@@ -20,7 +20,7 @@ def close_figures():
 
 
 def area(ax, label: str) -> float:
-    """What a filled area covers, in examples times positions per 100."""
+    """Returns a filled area, in percent of examples times positions."""
     (filled,) = [c for c in ax.collections if c.get_label().startswith(label)]
     x, y = filled.get_paths()[0].vertices.T
     return abs(np.sum(x * np.roll(y, 1) - y * np.roll(x, 1))) / 2
@@ -39,13 +39,13 @@ def test_areas_are_tokens():
     assert real + rest == pytest.approx(whole)
 
 
-def test_examples_left_out_are_not_drawn():
+def test_dropped_examples_are_not_drawn():
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
     ax = plot_plan(plan, [8, 8, 100])
     assert area(ax, "real") == pytest.approx(800)
 
 
-def test_lengths_the_plan_refuses_are_refused():
+def test_lengths_that_the_plan_refuses_cannot_be_drawn():
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8)
     with pytest.raises(ValueError, match=r"`lengths\[0\]=9`"):
         plot_plan(plan, [9])
