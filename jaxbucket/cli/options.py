@@ -24,10 +24,19 @@ _RATE = click.FloatRange(min=0, min_open=True)
 column_option = click.option(
     "--column", help="The array, column or field to read if the file has several."
 )
+
+
+def _check_unit(_: click.Context, __: click.Parameter, unit: str) -> str:
+    if not unit.strip():
+        raise click.BadParameter("Name what lengths count, such as bytes.")
+    return unit
+
+
 unit_option = click.option(
     "--unit",
     metavar="NAME",
     default="tokens",
+    callback=_check_unit,
     help="What lengths count, such as bytes: a name for tables and pictures.",
 )
 block_sparse_option = click.option(

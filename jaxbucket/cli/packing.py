@@ -67,11 +67,11 @@ def plan_rows(
 ) -> PackedPlan:
     """Returns the plan of `plan_packing` within the limits of the options.
 
-    Too long examples are dropped, truncated or split first, as `--overlong` says, and
-    the report counts them.
+    Examples that are too long are first dropped, truncated or split, according to
+    `--overlong`, and the report counts them.
     """
     limits = shape.limits()
-    found = plan_packing(
+    packed = plan_packing(
         kept_lengths(lengths, limits.overlong, limits.max_seq_len),
         max_tokens=limits.max_tokens,
         max_seq_len=limits.max_seq_len,
@@ -84,12 +84,12 @@ def plan_rows(
     )
     last = limits.max_seq_len
     if last is None:
-        return found
+        return packed
     lost = _lost(limits.plan([last]), lengths)
     return dataclasses.replace(
-        found,
-        plan=dataclasses.replace(found.plan, overlong=limits.overlong),
-        report=dataclasses.replace(found.report, **lost),
+        packed,
+        plan=dataclasses.replace(packed.plan, overlong=limits.overlong),
+        report=dataclasses.replace(packed.report, **lost),
     )
 
 
@@ -123,7 +123,9 @@ def packed_report(
     kept = kept_lengths(lengths, plan.overlong, plan.max_seq_len)
     packing = pack(kept, plan.boundaries.tolist())
     epoch = report(plan, packing.row_lengths, **options)
-    epoch = dataclasses.replace(epoch, packed_examples=packing.num_examples, **lost)
+    # The mean over epochs, if rows are dropped.
+    examples = round(epoch.examples / packing.num_rows * packing.num_examples)
+    epoch = dataclasses.replace(epoch, packed_examples=examples, **lost)
     return packing.row_lengths, epoch
 
 
@@ -133,17 +135,17 @@ def _lost(plan: BucketPlan, lengths: np.ndarray) -> dict[str, int]:
     return {name: getattr(padded, name) for name in _LOST}
 
 
-def reason(found: PackedPlan, shape: ShapeOptions, unit: str) -> str:
+def reason(packed: PackedPlan, shape: ShapeOptions, unit: str) -> str:
     """Returns why rows are packed or padded, as one line."""
-    chosen, other = ("packed", "padded") if found.is_packed else ("padded", "packed")
-    verb = "Packing" if found.is_packed else "Padding"
-    costs, cost_unit = found.others, found.plan.cost_unit
+    chosen, other = ("packed", "padded") if packed.is_packed else ("padded", "packed")
+    verb = "Packing" if packed.is_packed else "Padding"
+    costs, cost_unit = packed.others, packed.plan.cost_unit
     shown = {x: in_unit(costs[x], cost_unit, unit) for x in (chosen, other)}
     change = 1 - costs[chosen] / costs[other]
     than = "less than" if change >= 0 else "more than"
     return (
         f"{verb}: an epoch costs {shown[chosen]} {chosen}, {abs(change):.1%} {than} "
-        f"{shown[other]} {other}. {_attention(shape, found.block_sparse)}"
+        f"{shown[other]} {other}. {_attention(shape, packed.block_sparse)}"
     )
 
 
@@ -197,11 +199,11 @@ def _packed_plans(
 ) -> list[ComparedPlan]:
     plans = []
     for name, num_buckets in (("packed", comparison.num_buckets), (_ONE_SHAPE, 1)):
-        found = plan_rows(lengths, shape, num_buckets, "always", block_sparse)
-        assert found.packing is not None
-        rows = report(found.plan, found.packing.row_lengths, remainder=remainder)
-        fields = {x: getattr(found.report, x) for x in ("packed_examples", *_LOST)}
+        packed = plan_rows(lengths, shape, num_buckets, "always", block_sparse)
+        assert packed.packing is not None
+        rows = report(packed.plan, packed.packing.row_lengths, remainder=remainder)
+        fields = {x: getattr(packed.report, x) for x in ("packed_examples", *_LOST)}
         epoch = dataclasses.replace(rows, **fields)
-        plans.append(ComparedPlan(name, found.plan, epoch))
+        plans.append(ComparedPlan(name, packed.plan, epoch))
     # One T may be the best choice anyway.
     return plans[:1] if len(plans[0].plan) == 1 else plans

@@ -95,7 +95,7 @@ def plan(
 
     LENGTHS is a file of any kind that `jaxbucket measure` reads. A plan has shapes
     (B, T): batches of B rows of T tokens. With --pack, a job fills the rows by
-    `jb.packing.pack(lengths, plan.boundaries.tolist())`.
+    `jb.packing.pack(lengths, plan.boundaries)`.
     """
     check_outputs([lengths, *shape.inputs], output=output, plot=plot)
     if shapes is not None:
@@ -135,7 +135,8 @@ def plan(
     why = ""
     if chosen.packed:
         why = reason(chosen.packed, shape, unit)
-        numbers["packing"] = chosen.packed.to_dict() | {"reason": why}
+        packed = dataclasses.replace(chosen.packed, report=epoch)
+        numbers["packing"] = packed.to_dict() | {"reason": why}
     show(as_json, numbers, epoch, sentence=why)
 
 
@@ -181,9 +182,9 @@ def _by_curve(
 def _packed(
     lengths: np.ndarray, shape: ShapeOptions, size: int, pack: Pack, block_sparse: bool
 ) -> _Chosen:
-    found = plan_rows(lengths, shape, size, pack, block_sparse)
-    rows = lengths if found.packing is None else found.packing.row_lengths
-    return _Chosen(found.plan, rows, packed=found)
+    packed = plan_rows(lengths, shape, size, pack, block_sparse)
+    rows = lengths if packed.packing is None else packed.packing.row_lengths
+    return _Chosen(packed.plan, rows, packed=packed)
 
 
 def _check_pack(

@@ -38,10 +38,13 @@ def show(
 
     # Not `Console.is_terminal`, which is also true under FORCE_COLOR.
     width = Console().width if sys.stdout.isatty() else _PAGE
-    for table in tables:
+    for number, table in enumerate(tables):
+        if number:
+            click.echo()
         needed = Console(width=_WIDEST).measure(table.__rich__()).maximum
         Console(highlight=False, width=max(width, needed)).print(table)
     if sentence:
+        click.echo()
         Console(highlight=False, width=width).print(Text(sentence))
 
 

@@ -22,10 +22,11 @@ def number_table(
 
     table = Table(
         box=box.SIMPLE_HEAD,
-        caption=Text(caption),
+        caption=Text(f"\n{caption}"),
         caption_justify="left",
         padding=(0, 0, 0, 1),
         pad_edge=False,
+        show_edge=False,
     )
     for name in columns:
         table.add_column(Text(name), justify="right", no_wrap=True)

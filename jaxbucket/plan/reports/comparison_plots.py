@@ -114,7 +114,10 @@ def _name(compared: ComparedPlan) -> str:
 def _short(name: str) -> str:
     """Returns a name without its middle if it is too long for a picture."""
     half = _LONGEST_NAME // 2 - 1
-    return name if len(name) <= _LONGEST_NAME else f"{name[:half]}...{name[-half:]}"
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[:half]}...{name[-half:]}"
+    # matplotlib reads formulas between dollar signs.
+    return name.replace("$", r"\$")
 
 
 def _draw_padding(comparison: Comparison, ax: Axes) -> None:
