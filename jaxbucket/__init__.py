@@ -1,14 +1,14 @@
 """Shape buckets for training on variable-length data in JAX.
 
-The names of the ordinary training loop are here; the others are in their packages, such
-as `jaxbucket.plan.plan_curve`. Everything is imported on first use: planning runs where
-there is no jax.
+The names of a typical training loop are available here, and all other public names in
+their packages, for example `jaxbucket.plan.plan_curve`. Everything is imported on first
+use, so that planning does not require jax.
 """
 
 from etils import epy as _epy
 
-# All facades now, which are light: while `lazy_api_imports` runs, it replaces Python's
-# import in all threads, so it must not run in the middle of a program.
+# All packages are imported now, which is cheap, because `lazy_api_imports` replaces
+# Python's import in all threads while it runs. It must not run later in a program.
 from jaxbucket import (
     attention,
     compile,

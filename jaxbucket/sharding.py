@@ -1,7 +1,7 @@
-"""Meshes, the rows a process loads for them, and batches as global arrays.
+"""Meshes, the rows that each process loads for them, and batches as global arrays.
 
-The rows of a batch are cut over the *batch axes* of a mesh; over all other axes (the
-model's own) they are repeated.
+The rows of a batch are sharded over the *batch axes* of a mesh and replicated over all
+other axes, such as those of the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Device: TypeAlias = jax.Device  # pyright: ignore
 _T = TypeVar("_T")
 
 DATA_AXIS = "data"
-# Of what numpy calls numbers, and bytes; text and objects are in no batch.
+# The dtypes of numpy that jax does not have.
 _NOT_IN_JAX: tuple[type, ...] = (
     *(np.longdouble, np.clongdouble, np.datetime64, np.timedelta64, np.void),
     *(np.character, np.object_),
@@ -35,7 +35,7 @@ _NOT_IN_JAX: tuple[type, ...] = (
 
 
 def data_mesh(devices: Sequence[Device] | None = None) -> Mesh:
-    """Returns a mesh of one axis, "data", which cuts the rows of batches.
+    """Returns a mesh with one axis, "data", which shards the rows of batches.
 
     Example:
       >>> mesh = data_mesh(jax.devices()[:1])
@@ -43,52 +43,67 @@ def data_mesh(devices: Sequence[Device] | None = None) -> Mesh:
       (('data',), 1)
 
     Args:
-      devices: those of the mesh, in its order; by default all, of all processes.
+      devices: the devices in mesh order; by default all devices of all processes.
+
+    Returns:
+      The mesh, with an axis of type `Auto`.
 
     Raises:
       ValueError: if `devices` is empty.
     """
     devices = jax.devices() if devices is None else devices
     if not len(devices):
-        raise ValueError("`devices` is empty: a mesh needs at least one.")
-    # Explicit axes, a default in some releases, make a plain embedding lookup fail.
+        raise ValueError("`devices` is empty. Pass at least one device.")
+    # Explicit axes, the default in some releases, make a plain embedding lookup fail.
     return jax.make_mesh(
         (len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices
     )
 
 
 def batch_sharding(mesh: Mesh, batch_axes: Axes = DATA_AXIS) -> NamedSharding:
-    """Returns the sharding that cuts the leading axis over the batch axes."""
+    """Returns the sharding of the leading axis over the batch axes.
+
+    Args:
+      mesh: the mesh.
+      batch_axes: the mesh axes that shard the rows.
+
+    Raises:
+      ValueError: if the mesh lacks one of the axes.
+    """
     return NamedSharding(mesh, PartitionSpec(axis_names(mesh, batch_axes)))
 
 
 def axis_names(mesh: Mesh, batch_axes: Axes) -> tuple[str, ...]:
-    """Returns the batch axes as a tuple, or raises a ValueError if it cannot."""
+    """Returns the batch axes as a tuple.
+
+    Raises:
+      ValueError: if `mesh` is not a mesh or lacks one of the axes.
+    """
     check_mesh(mesh)
     names = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     known = [name for name in names if name in mesh.axis_names]
     if not names or len(set(known)) < len(names):
         raise ValueError(
-            f"`batch_axes={batch_axes!r}`: the mesh has axes {mesh.axis_names}. Name "
-            "one or several of them, each once."
+            f"`batch_axes={batch_axes!r}`, but the mesh has axes {mesh.axis_names}. "
+            "Pass one or more of them, without repetition."
         )
     return names
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raises a ValueError for anything else."""
+    """Raises a ValueError if `mesh` is not a mesh."""
     if not isinstance(mesh, Mesh):
         raise ValueError(
-            f"`mesh` is a {type(mesh).__name__}: make one by `data_mesh()`, or by "
-            "`jax.make_mesh`."
+            f"`mesh` is a {type(mesh).__name__}, not a mesh. Make one by "
+            "`data_mesh()` or `jax.make_mesh`."
         )
 
 
 def local_rows(mesh: Mesh, *, batch_axes: Axes = DATA_AXIS) -> RowShard:
-    """Returns which rows of every global batch the devices of this process hold.
+    """Returns the rows of every global batch that the devices of this process hold.
 
-    It is read off the mesh's own sharding, so a model axis across processes (several
-    of them need the same rows) and devices in any order are right.
+    They are derived from the sharding of the mesh. This handles devices in any order,
+    and a model axis across processes, which makes several processes need the same rows.
 
     Example:
       >>> shard = local_rows(data_mesh(jax.devices()[:1]))
@@ -96,14 +111,14 @@ def local_rows(mesh: Mesh, *, batch_axes: Axes = DATA_AXIS) -> RowShard:
       array([0, 1, 2, 3])
 
     Args:
-      mesh: where batches are cut.
-      batch_axes: the mesh axes that cut the rows.
+      mesh: the mesh over which batches are sharded.
+      batch_axes: the mesh axes that shard the rows.
 
     Returns:
       The rows, for `batch_dataset` and `stream_batches`.
 
     Raises:
-      ValueError: if the mesh lacks one of the axes, or has no device here.
+      ValueError: if the mesh lacks one of the axes, or has no device of this process.
     """
     axes = axis_names(mesh, batch_axes)
     return rows_of_devices(mesh, mesh.local_devices, axes)
@@ -112,16 +127,16 @@ def local_rows(mesh: Mesh, *, batch_axes: Axes = DATA_AXIS) -> RowShard:
 def rows_of_devices(
     mesh: Mesh, devices: Iterable[Device], batch_axes: Axes = DATA_AXIS
 ) -> RowShard:
-    """Returns which rows of every global batch these devices of the mesh hold."""
+    """Returns the rows of every global batch that some devices of the mesh hold."""
     names = axis_names(mesh, batch_axes)
     num_parts = math.prod(mesh.shape[name] for name in names)
-    # In an array of one row per part, the row a device holds is its part.
-    held = batch_sharding(mesh, names).devices_indices_map((num_parts,))
-    parts = {held[device][0].indices(num_parts)[0] for device in devices}
+    # In an array with one row per part, the row of a device is the index of its part.
+    indices = batch_sharding(mesh, names).devices_indices_map((num_parts,))
+    parts = {indices[device][0].indices(num_parts)[0] for device in devices}
     if not parts:
         raise ValueError(
-            "No device of the mesh belongs to this process: build the mesh from "
-            "`jax.devices()`, those of all processes."
+            "No device of the mesh belongs to this process. Build the mesh from "
+            "`jax.devices()`, the devices of all processes."
         )
     return RowShard(tuple(sorted(parts)), num_parts, names)
 
@@ -133,9 +148,9 @@ def prefetch_to_mesh(
     batch_axes: Axes = DATA_AXIS,
     size: int = 2,
 ) -> Iterator[_T]:
-    """Yields each local numpy batch as one of global `jax.Array`s, `size` ahead.
+    """Yields local numpy batches as batches of global `jax.Array`s, `size` ahead.
 
-    A tuple of batches, as a step with accumulation has it, is given as such a tuple.
+    A tuple of micro-batches is converted to a tuple of global batches.
 
     Example:
       >>> mesh = data_mesh(jax.devices()[:1])
@@ -146,23 +161,26 @@ def prefetch_to_mesh(
       [2, 4] True
 
     Args:
-      batches: what this process loaded for `local_rows(mesh)`: a dataset of
-        `batch_dataset`, or any iterable.
-      mesh: where the rows go.
-      batch_axes: the mesh axes that cut the rows.
-      size: how many batches to keep in transfer beside the one in use.
+      batches: batches of the rows `local_rows(mesh)`: a dataset of `batch_dataset`, or
+        any iterable.
+      mesh: the mesh over which batches are sharded.
+      batch_axes: the mesh axes that shard the rows.
+      size: the number of batches to transfer ahead of the current one.
+
+    Yields:
+      The global batches.
 
     Raises:
-      ValueError: if the mesh lacks one of the axes, or a batch does not have the rows
-        of this process, or a number that its dtype on devices cannot hold, or a dtype
-        that jax does not have.
+      ValueError: if the mesh lacks one of the axes, `size` is negative, a batch does
+        not have the rows of this process, a number does not fit into its dtype on
+        devices, or jax does not have the dtype.
     """
     if check_integer("size", size) < 0:
         raise ValueError(f"`size={size}` must not be negative.")
     shard = local_rows(mesh, batch_axes=batch_axes)
     sharding = batch_sharding(mesh, batch_axes)
 
-    # device_put returns before the copy is done, so a queue of its results suffices.
+    # Transfers are asynchronous, so a queue of their results is enough to overlap them.
     def to_global(batch: Any) -> Any:
         if isinstance(batch, Batch):
             return _to_global(batch, shard, sharding)
@@ -172,7 +190,7 @@ def prefetch_to_mesh(
 
 
 def ahead(items: Iterator[_T], size: int) -> Iterator[_T]:
-    """Yields the items, `size` of them asked for beside the one in use."""
+    """Yields the items, after requesting `size` further ones."""
     queue = collections.deque(itertools.islice(items, size))
     for item in items:
         queue.append(item)
@@ -184,12 +202,12 @@ def _to_global(batch: Batch, shard: RowShard, sharding: NamedSharding) -> Batch:
     num_local = batch.bucket.batch_size
     if num_local % len(shard.parts):
         raise ValueError(
-            f"A local batch has {num_local} rows, which is no multiple of the "
-            f"{len(shard.parts)} parts this process holds. Load the rows of "
+            f"A local batch has {num_local} rows, which is not a multiple of the "
+            f"{len(shard.parts)} parts of this process. Load the rows of "
             "`jb.sharding.local_rows(mesh)`."
         )
     part_size = num_local // len(shard.parts)
-    # Part p of the batch is the slot-th part that was loaded.
+    # The position of each part of the global batch in the local batch.
     slots = {part: slot for slot, part in enumerate(shard.parts)}
 
     def to_global(path: Any, leaf: np.ndarray) -> jax.Array:
@@ -197,7 +215,8 @@ def _to_global(batch: Batch, shard: RowShard, sharding: NamedSharding) -> Batch:
 
         def rows_for_device(index: Any) -> np.ndarray:
             start = slots[(index[0].start or 0) // part_size] * part_size
-            # jax on CPU uses a numpy array as it is, and loaders reuse their arrays.
+            # Copied, because jax on CPU may share memory with numpy arrays, and
+            # loaders reuse their arrays.
             return leaf[start : start + part_size].copy()
 
         shape = (part_size * shard.num_parts, *leaf.shape[1:])
@@ -207,17 +226,25 @@ def _to_global(batch: Batch, shard: RowShard, sharding: NamedSharding) -> Batch:
 
 
 def _device_dtype(name: str, dtype: np.dtype) -> np.dtype:
-    """What jax has for a dtype: its 32 bits, unless told otherwise, in native order."""
+    """Returns the dtype that jax uses for a dtype, with 32 bits unless x64 is enabled.
+
+    Raises:
+      ValueError: if jax has no such dtype.
+    """
     if issubclass(dtype.type, _NOT_IN_JAX):
         raise ValueError(
-            f"`batch{name}` is {dtype}, and jax has no such arrays. Convert it in the "
-            "source, or leave it out."
+            f"`batch{name}` is {dtype}, which jax does not support. Convert it in the "
+            "source, or remove it."
         )
     return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
 
 
 def _as_on_device(name: str, leaf: np.ndarray) -> np.ndarray:
-    """The array in the dtype that jax has for it: 32 bits, unless told otherwise."""
+    """Returns the array in the dtype that jax uses for it.
+
+    Raises:
+      ValueError: if the conversion would change an integer or overflow a float.
+    """
     dtype = _device_dtype(name, leaf.dtype)
     if dtype == leaf.dtype:
         return leaf
@@ -226,23 +253,24 @@ def _as_on_device(name: str, leaf: np.ndarray) -> np.ndarray:
     if np.issubdtype(dtype, np.integer):
         lost = converted != leaf
     else:
-        # Rounding is expected of floats, and infinity only where it was before.
+        # Floats may be rounded, but must not become infinite.
         lost = np.isinf(converted)
         if lost.any():
             lost &= np.isfinite(leaf)
     if lost.any():
         value = leaf[lost].flat[0]
         raise ValueError(
-            f"`batch{name}` holds {value}, which {dtype} cannot hold. Set "
-            "`jax.config.update('jax_enable_x64', True)`, or map it to smaller numbers."
+            f"`batch{name}` holds {value}, which does not fit into {dtype}. Set "
+            "`jax.config.update('jax_enable_x64', True)`, or use smaller numbers."
         )
     return converted
 
 
 def replicate(tree: _T, mesh: Mesh) -> _T:
-    """Returns a copy of a state on every device of the mesh.
+    """Returns a copy of a state, replicated on every device of the mesh.
 
-    Always a copy: the original survives a step that donates its state.
+    The result never shares memory with the original, so the original stays valid if a
+    step donates the copy.
 
     Example:
       >>> mesh = data_mesh(jax.devices()[:1])
@@ -251,9 +279,13 @@ def replicate(tree: _T, mesh: Mesh) -> _T:
       True
 
     Args:
-      tree: arrays and numbers; or shapes, such as `jax.eval_shape` returns, of which
-        the same with that sharding are returned.
-      mesh: the devices.
+      tree: a pytree of arrays and numbers, or of `jax.ShapeDtypeStruct`, such as
+        `jax.eval_shape` returns.
+      mesh: the mesh.
+
+    Returns:
+      The same pytree, replicated. A `jax.ShapeDtypeStruct` gets the replicated
+      sharding.
 
     Raises:
       ValueError: if `mesh` is not a mesh.
@@ -264,8 +296,8 @@ def replicate(tree: _T, mesh: Mesh) -> _T:
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
-    # Where the sharding changes, the copy on the original's own device may still be
-    # the original, whatever `may_alias` says; where it does not change, it is obeyed.
+    # Two transfers, because `may_alias` is respected only if the sharding does not
+    # change. The first may still alias the original on the device of the original.
     spread = jax.device_put(tree, sharding)
     return jax.device_put(spread, sharding, may_alias=False)
 
@@ -280,7 +312,7 @@ def batch_specs(
     max_segments: int | None = None,
     capacities: Mapping[str, int] | None = None,
 ) -> dict[Bucket, Batch]:
-    """Returns the shape, dtype and sharding of every batch the plan can give.
+    """Returns the shapes, dtypes and shardings of the batches of each bucket.
 
     Example:
       >>> plan = BucketPlan.from_shapes([(4, 8), (2, 16)])
@@ -291,24 +323,25 @@ def batch_specs(
       [2, 16] int32 (2, 16)
 
     Args:
-      plan: the buckets.
+      plan: the plan of the batches.
       example: any example of the source, for its features and dtypes.
-      mesh: where the rows go.
-      batch_axes: the mesh axes that cut the rows.
-      sequences: the features that are padded, by default all with a leading axis. A
-        mapping, name -> features, of several sequences with lengths of their own.
-      max_segments: that of the schedule, where rows are packed.
-      capacities: those of the schedule, where examples have several sequences.
+      mesh: the mesh over which batches are sharded.
+      batch_axes: the mesh axes that shard the rows.
+      sequences: the features that are padded; by default all with a leading axis. A
+        mapping from names to features if examples have several sequences, each with
+        its own length.
+      max_segments: `max_segments` of the schedule, if rows are packed.
+      capacities: `capacities` of the schedule, if examples have several sequences.
 
     Returns:
-      For each bucket a `Batch` of `jax.ShapeDtypeStruct`.
+      A `Batch` of `jax.ShapeDtypeStruct` for each bucket.
 
     Raises:
-      ValueError: if the batch axes do not divide a bucket's B, or jax has no arrays of
-        a feature's dtype.
+      ValueError: if the batch axes do not divide the B of a bucket, or jax does not
+        have the dtype of a feature.
     """
     sharding = batch_sharding(mesh, batch_axes)
-    cut = rows_of_devices(mesh, mesh.devices.flat, batch_axes)
+    shard = rows_of_devices(mesh, mesh.devices.flat, batch_axes)
 
     def spec(path: Any, leaf: np.ndarray) -> jax.ShapeDtypeStruct:
         dtype = _device_dtype(jax.tree_util.keystr(path), leaf.dtype)
@@ -316,7 +349,8 @@ def batch_specs(
 
     specs = {}
     for bucket in plan.buckets:
-        cut.part_size(bucket.batch_size)
+        # Raises if the batch axes do not divide the batch size.
+        shard.part_size(bucket.batch_size)
         empty = collate_rows(
             [],
             bucket,

@@ -1,4 +1,7 @@
-"""Eight virtual devices and strict dtype promotion for every test."""
+"""Fixtures for all tests, which run on eight virtual devices.
+
+Dtype promotion is strict.
+"""
 
 import os
 import pathlib
@@ -7,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-# Before jax starts its backend.
+# Set before jax is imported, because its backend reads them once.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -25,9 +28,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What a process that a test starts has compiled, the next one reads.
+    """Sets up a compilation cache that is shared by the processes that tests start.
 
-    This process has read its environment, and compiles anew.
+    The test process itself does not use it: its jax has already read the environment.
     """
     folder = tmp_path_factory.mktemp("compiled")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
@@ -38,7 +41,8 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 LAUNCH = pathlib.Path(__file__).parents[1] / "scripts" / "launch_local.py"
 
 
-# Lines of its own for each process: what others print may land within a line.
+# Each process writes to its own file, because their standard outputs may interleave
+# within a line.
 _SAY = """
 import os, sys
 def say(*words):
@@ -48,27 +52,30 @@ def say(*words):
 
 
 class Launched(NamedTuple):
-    """What real processes of one script did."""
+    """The result of running a script in several processes."""
 
     status: int
     output: str
     script: pathlib.Path
 
     def said(self, index: int) -> list[str]:
-        """The lines that one of them has written by `say`."""
+        """Returns the lines that a process has written with `say`."""
         path = pathlib.Path(f"{self.script}.said.{index}")
         return path.read_text().splitlines() if path.exists() else []
 
     def lines(self, index: int) -> list[str]:
-        """What one of them has printed."""
-        mark = f"[{index}] "
-        lines = [line for line in self.output.splitlines() if line.startswith(mark)]
-        return [line.removeprefix(mark) for line in lines]
+        """Returns the lines that a process has printed."""
+        prefix = f"[{index}] "
+        lines = [line for line in self.output.splitlines() if line.startswith(prefix)]
+        return [line.removeprefix(prefix) for line in lines]
 
 
 @pytest.fixture(name="launch")
 def launch_fixture(tmp_path: pathlib.Path) -> Callable[..., Launched]:
-    """Runs a script in so many processes of so many virtual devices."""
+    """Returns a function that runs a script in `count` processes.
+
+    Each process has `devices` virtual devices.
+    """
 
     def launch(
         code: str, *, count: int = 2, devices: int = 1, grace: float = 6
@@ -93,15 +100,15 @@ def launch_fixture(tmp_path: pathlib.Path) -> Callable[..., Launched]:
     return launch
 
 
-# Real lengths, beside the repository where they are present.
+# Files of real lengths, if present next to the repository.
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
-# All others are for the exhaustive part.
+# All other files are used only by the exhaustive tests.
 QUICK_SETS = ("gsm8k-answer_bytes", "multi30k-en_words")
 QUICK_PROBLEMS = 12
 
 
 def real_length_sets() -> list[tuple[str, np.ndarray]]:
-    """(name, lengths of at least 1) of every column of every file, or nothing."""
+    """Returns (name, positive lengths) for every column of every file."""
     sets = []
     for path in sorted(DATA.glob("*.npz")):
         with np.load(path) as columns:
@@ -112,7 +119,7 @@ def real_length_sets() -> list[tuple[str, np.ndarray]]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc):
-    """`real_lengths` runs a test once for every real length set."""
+    """Parametrizes tests with an argument `real_lengths` by the real length sets."""
     if "real_lengths" in metafunc.fixturenames:
         sets = real_length_sets()
         missing = pytest.param(
@@ -131,14 +138,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc):
 
 
 class Problem(NamedTuple):
-    """A random plan, and random lengths it takes."""
+    """A random plan and random lengths that it accepts."""
 
     plan: BucketPlan
     lengths: np.ndarray
 
 
 def random_problem(seed: int) -> Problem:
-    """Few and many examples, tight and wide budgets, every policy."""
+    """Returns a random plan and lengths, which vary widely in size and in policy."""
     rng = np.random.default_rng(seed)
     longest = int(rng.choice([1, 7, 60, 500]))
     size = int(rng.choice([1, 5, 40, 400, 2000]))
@@ -172,13 +179,13 @@ def random_problem(seed: int) -> Problem:
     ]
 )
 def problem(request: pytest.FixtureRequest) -> Problem:
-    """Runs a test on 40 random plans, 12 of them in the quick part."""
+    """Runs a test with 40 random plans, 28 of which only in the exhaustive part."""
     return random_problem(request.param)
 
 
 @pytest.fixture
 def few_optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
-    """XLA leaves out what takes it long; the exhaustive tests have all of it."""
+    """Disables slow XLA optimizations, except in exhaustive tests."""
     is_exhaustive = request.node.get_closest_marker("exhaustive") is not None
     jax.config.update("jax_disable_most_optimizations", not is_exhaustive)
     yield

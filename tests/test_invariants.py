@@ -1,4 +1,4 @@
-"""The promises, for every order, remainder, group, number of hosts and of workers."""
+"""The invariants hold for all orders, remainders, groups, hosts and workers."""
 
 import itertools
 import json
@@ -29,10 +29,10 @@ REMAINDERS = ("cheapest", "promote", "pad", "drop")
 GROUPS = ((1, "same"), (2, "same"), (3, "mixed"))
 CASES = tuple(itertools.product(ORDERS, REMAINDERS, GROUPS))
 HOSTS = (1, 2, 3, 8)
-# Enough long ones for each half to fill a batch of twice the size.
+# Mostly long, so that each half fills a batch of twice the size.
 LENGTHS = np.ceil(39 * np.random.default_rng(0).random(160) ** 0.3).astype(int)
 HALVES = np.split(LENGTHS, 2)
-# Rows for 1, 2, 3 and 8 hosts.
+# The batch sizes are divisible by 1, 2, 3 and 8 hosts.
 PLAN = plan_buckets(
     LENGTHS, max_tokens=960, boundaries=[14, 27, 39], batch_size_multiple=24
 )
@@ -40,7 +40,7 @@ TESTS = pathlib.Path(__file__).parent
 
 
 class Source:
-    """Examples of given lengths, which say who they are."""
+    """Examples of the given lengths, each with its index."""
 
     def __len__(self) -> int:
         return len(LENGTHS)
@@ -51,7 +51,7 @@ class Source:
 
 
 def schedule_of(order, remainder, group) -> tuple[Schedule, int]:
-    """The schedule, and how many examples an epoch leaves out."""
+    """Returns the schedule, and the number of examples that an epoch leaves out."""
     options = {
         "remainder": remainder,
         "accumulate": group[0],
@@ -59,13 +59,13 @@ def schedule_of(order, remainder, group) -> tuple[Schedule, int]:
         "seed": 5,
     }
     if order == "mixture":
-        parts = [BatchSchedule(PLAN, own, **options) for own in HALVES]
-        # In proportion to their epochs, so that these end together.
+        parts = [BatchSchedule(PLAN, half, **options) for half in HALVES]
+        # Proportional to the epochs, so that they end together.
         weights = [len(part) for part in parts]
         left_out = sum(int(part.flow.dropped.sum()) for part in parts)
         return Mixture(parts, weights), left_out
     if order == "curriculum":
-        # One that rises and falls within an epoch.
+        # The difficulty rises and falls within an epoch.
         order = Curriculum(LENGTHS % 7, CyclicPacing(LinearPacing(0.2, 0.4), every=0.5))
     elif order != "descending" and remainder != "drop":
         options["opening"] = "largest_first"
@@ -79,7 +79,7 @@ def ids(case) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
-def test_every_promise_is_kept(case):
+def test_every_invariant_holds(case):
     schedule, left_out = schedule_of(*case)
     for num_hosts in HOSTS:
 
@@ -94,7 +94,7 @@ def test_every_promise_is_kept(case):
             max_tokens=PLAN.max_tokens,
             num_hosts=num_hosts,
             left_out=left_out,
-            # At every step where it is one host, at some where they are many.
+            # With one host, resume at every step.
             resume_at=None if num_hosts == 1 else (1, len(schedule) - 1),
         )
 
@@ -110,13 +110,13 @@ def leaves(step: Batch | tuple[Batch, ...]) -> bytes:
 
 
 def three_epochs(case):
-    """A dataset of a case, for this process and for workers alike."""
+    """Returns the dataset of a case, for this process or for workers."""
     schedule, _ = schedule_of(*case)
     return batch_dataset(Source(), schedule, num_epochs=3)
 
 
 def digests(steps, cases=CASES) -> list[str]:
-    """One for each case, of datasets that come one after another."""
+    """Returns one digest per case, given the concatenated steps of all cases."""
     steps = iter(steps)
     return [
         digest(*(leaves(next(steps)) for _ in range(len(three_epochs(case)))))
@@ -125,16 +125,16 @@ def digests(steps, cases=CASES) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def own_digests() -> list[str]:
+def expected_digests() -> list[str]:
     return [digest(*map(leaves, three_epochs(case))) for case in CASES]
 
 
 @pytest.mark.parametrize("threads", [8, pytest.param(0, marks=pytest.mark.exhaustive)])
-def test_threads_change_nothing(own_digests, threads):
+def test_threads_do_not_change_the_batches(expected_digests, threads):
     all_cases = grain.MapDataset.concatenate([*map(three_epochs, CASES)])
-    found = digests(load_in_workers(all_cases, 0, num_threads=threads))
-    assert dict(zip(map(ids, CASES), found, strict=True)) == dict(
-        zip(map(ids, CASES), own_digests, strict=True)
+    result = digests(load_in_workers(all_cases, 0, num_threads=threads))
+    assert dict(zip(map(ids, CASES), result, strict=True)) == dict(
+        zip(map(ids, CASES), expected_digests, strict=True)
     )
 
 
@@ -142,14 +142,14 @@ SCRIPT = f"""
 import json, sys
 sys.path.insert(0, {str(TESTS)!r})
 import grain
-import test_invariants as room
+import test_invariants as tests
 from jaxbucket.data import load_in_workers
 
 if __name__ == "__main__":
-    all_cases = grain.MapDataset.concatenate([*map(room.three_epochs, room.CASES)])
+    all_cases = grain.MapDataset.concatenate([*map(tests.three_epochs, tests.CASES)])
     workers, threads = map(int, sys.argv[1:])
     steps = load_in_workers(all_cases, workers, num_threads=threads)
-    print(json.dumps(room.digests(steps)))
+    print(json.dumps(tests.digests(steps)))
 """
 
 
@@ -157,7 +157,9 @@ if __name__ == "__main__":
     ("workers", "threads"),
     [(2, 4), pytest.param(3, 1, marks=pytest.mark.exhaustive)],
 )
-def test_workers_and_threads_change_nothing(tmp_path, own_digests, workers, threads):
+def test_workers_and_threads_do_not_change_the_batches(
+    tmp_path, expected_digests, workers, threads
+):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     run = subprocess.run(
@@ -168,15 +170,15 @@ def test_workers_and_threads_change_nothing(tmp_path, own_digests, workers, thre
         timeout=200,
     )
     assert run.returncode == 0, run.stderr
-    found = dict(zip(map(ids, CASES), json.loads(run.stdout), strict=True))
-    assert found == dict(zip(map(ids, CASES), own_digests, strict=True))
+    result = dict(zip(map(ids, CASES), json.loads(run.stdout), strict=True))
+    assert result == dict(zip(map(ids, CASES), expected_digests, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
-def test_it_goes_on_at_every_step_of_three_epochs(case):
+def test_a_run_resumes_at_every_step_of_three_epochs(case):
     whole = [leaves(step) for step in three_epochs(case)]
     for start in range(len(whole)):
-        # Anew, as after a restart: of the run before there is the position alone.
+        # A new dataset, as after a restart, which only knows the position.
         dataset = three_epochs(case)
         rest = dataset.resume(dataset.position(start))
         assert len(rest) == len(whole) - start
@@ -185,7 +187,7 @@ def test_it_goes_on_at_every_step_of_three_epochs(case):
 
 
 def rows_of(batches: list[Batch | tuple[Batch, ...]]) -> list[list[int]]:
-    """The examples of the hosts' parts of one step, in the order of the rows."""
+    """Returns the examples of one step in row order, given all hosts' batches."""
     micro = [(x,) if isinstance(x, Batch) else x for x in batches]
     return [
         np.concatenate(
@@ -196,14 +198,14 @@ def rows_of(batches: list[Batch | tuple[Batch, ...]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
-def test_hosts_go_on_in_another_number(case):
+def test_a_run_resumes_with_a_different_number_of_hosts(case):
     schedule, _ = schedule_of(*case)
     num_steps = 2 * len(schedule)
     expected = [
         [batch.rows.tolist() for batch in schedule.micro_batches(step)]
         for step in range(num_steps)
     ]
-    found = []
+    result = []
     third = num_steps // 3
     for num_hosts, start, end in (
         (4, 0, third),
@@ -220,11 +222,11 @@ def test_hosts_go_on_in_another_number(case):
             )
             for host in range(num_hosts)
         ]
-        found += [rows_of(list(step)) for step in zip(*hosts, strict=True)]
-    assert found == expected
+        result += [rows_of(list(step)) for step in zip(*hosts, strict=True)]
+    assert result == expected
 
 
-def test_draws_with_replacement_keep_all_but_one_promise():
+def test_sampling_with_replacement_violates_only_one_invariant():
     order = Curriculum(LENGTHS, replacement=True)
     schedule = BatchSchedule(PLAN, LENGTHS, order=order, accumulate=2, group="mixed")
 

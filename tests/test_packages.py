@@ -1,4 +1,4 @@
-"""Imports only go down the table of packages, which is the README's."""
+"""Packages only import packages below them in the table, which the README shows."""
 
 import ast
 import importlib
@@ -13,7 +13,7 @@ import jaxbucket
 
 ROOT = pathlib.Path(jaxbucket.__file__).parent
 
-# Package or module, from top to bottom -> packages and libraries that it may import.
+# Package or module, from top to bottom -> packages and libraries it may import.
 PACKAGES = {
     "__main__": ({"cli"}, set()),
     "cli": (
@@ -44,19 +44,19 @@ PACKAGES = {
     "attention": ({"base"}, {"numpy", "jax"}),
     "base": (set(), {"numpy", "ml_dtypes", "rich"}),
 }
-# Too heavy for planning on a laptop: never imported before they are used.
+# Libraries that are too slow to import before they are needed.
 LATE = {"rich", "matplotlib", "pyarrow"}
 
 
 def files(package: str) -> list[pathlib.Path]:
-    """The file of a module, or all files of a package."""
+    """Returns the file of a module, or all files of a package."""
     return sorted({*ROOT.glob(f"{package}.py"), *ROOT.glob(f"{package}/**/*.py")})
 
 
 def imports(tree: ast.AST) -> set[str]:
-    """Every module imported below a node.
+    """Returns the names of all modules imported below a node.
 
-    Except those that only types need, and those that a facade imports on first use.
+    Imports for type checking only, and imports on first use in a facade, are left out.
     """
     names = set()
     for node in ast.iter_child_nodes(tree):
@@ -80,7 +80,7 @@ def parse(path: pathlib.Path) -> ast.Module:
 
 
 def public_names(facade: pathlib.Path) -> dict[str, str]:
-    """Name -> the module that it comes from."""
+    """Returns the names that a facade exports, name -> module that defines it."""
     return {
         alias.name: str(node.module)
         for block in ast.walk(parse(facade))
@@ -101,7 +101,7 @@ def test_every_package_is_in_the_table():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_imports_what_its_row_allows(package):
+def test_a_package_imports_only_what_its_row_allows(package):
     packages, libraries = PACKAGES[package]
     for path in files(package):
         for name in imports(parse(path)):
@@ -118,15 +118,15 @@ def test_imports_only_go_down():
         assert all(order.index(package) < order.index(name) for name in below), package
 
 
-def test_the_readme_has_the_table():
+def test_the_readme_lists_the_packages_in_order():
     readme = (ROOT.parent / "README.md").read_text()
-    table = readme.partition("## What is where")[2]
+    table = readme.partition("| package | purpose |")[2]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [
         name for name in PACKAGES if name != "__main__"
     ]
 
 
-def test_folders_inside_of_a_package_have_no_cycle():
+def test_subpackages_and_their_package_do_not_import_each_other():
     arrows = set()
     for path in ROOT.glob("*/*/*.py"):
         package, folder = path.relative_to(ROOT).parts[:2]
@@ -159,7 +159,7 @@ def test_grain_and_jax_are_not_imported_together():
                 reached[module] |= below
         return reached[module]
 
-    # Where the two meet.
+    # Only these modules may import both.
     both = ("jaxbucket.cli", "jaxbucket.__main__", "jaxbucket.train.loader")
     for module in direct:
         if not module.startswith(both):
@@ -170,7 +170,7 @@ def test_grain_and_jax_are_not_imported_together():
         assert "jax" in libraries(f"jaxbucket.{package}")
 
 
-def test_heavy_libraries_are_imported_where_they_are_used():
+def test_heavy_libraries_are_not_imported_at_module_level():
     for path in ROOT.glob("**/*.py"):
         tree = parse(path)
         inner = ast.FunctionDef | ast.ClassDef
@@ -198,8 +198,9 @@ print(*sorted(x for x in sys.modules if x.startswith("jaxbucket.")))
 """
 
 
-def test_importing_loads_the_facades_and_nothing_else():
-    # While a facade loads, what other threads import is lazy, too: none loads later.
+def test_importing_jaxbucket_loads_only_the_facades():
+    # No facade may be imported later, because the imports of other threads are lazy as
+    # well while it is imported.
     run = subprocess.run(
         [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
     )
@@ -208,7 +209,7 @@ def test_importing_loads_the_facades_and_nothing_else():
     assert set(run.stdout.split()) == facades | light
 
 
-def test_planning_loads_numpy_alone():
+def test_planning_loads_no_heavy_library():
     run = subprocess.run(
         [sys.executable, "-c", PLANNING], capture_output=True, text=True, check=True
     )
@@ -216,7 +217,7 @@ def test_planning_loads_numpy_alone():
 
 
 @pytest.mark.parametrize("facade", FACADES, ids=lambda path: path.parent.name)
-def test_a_facade_shows_documented_names_of_its_package_or_of_those_below(facade):
+def test_a_facade_exports_documented_names_of_allowed_packages(facade):
     shown = importlib.import_module(module_name(facade))
     package = facade.parent.name
     below = set(PACKAGES) if facade.parent == ROOT else PACKAGES[package][0] | {package}
@@ -224,15 +225,15 @@ def test_a_facade_shows_documented_names_of_its_package_or_of_those_below(facade
         value = getattr(shown, name)
         assert name in dir(shown) and value.__doc__, name
         if module != "jaxbucket":
-            assert module.split(".")[1] in below, f"{name} is of {module}"
+            assert module.split(".")[1] in below, f"{name} is from {module}"
             assert value is getattr(importlib.import_module(module), name)
 
 
-def test_every_package_is_reached_from_the_door():
+def test_every_package_is_an_attribute_of_jaxbucket():
     for package in PACKAGES.keys() - {"__main__", "cli"}:
         assert getattr(jaxbucket, package).__name__ == f"jaxbucket.{package}"
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_an_unknown_name_raises_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'plan_bucket'"):
         _ = jaxbucket.plan_bucket

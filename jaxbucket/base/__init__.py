@@ -1,5 +1,6 @@
-"""The types that every package speaks, argument checks, and integer permutations.
+"""Types shared by all packages, argument checks, and integer permutations.
 
-A `Bucket` is one shape (B, T), a `BucketPlan` a set of them, `BatchIndices` the rows of
-one step, and a `Batch` its arrays. This package imports no other.
+A `Bucket` is one batch shape (B, T) and a `BucketPlan` is a set of buckets.
+`BatchIndices` lists the examples of a batch, and a `Batch` holds its arrays. This
+package does not import any other package of jaxbucket.
 """

@@ -1,10 +1,10 @@
-"""One step's rows, and their arrays.
+"""The rows of a batch and their arrays.
 
-Index kinds, so that no two are mixed up:
+Three kinds of index are used throughout:
 
-* an *example* is one record of the source, named by its index in `lengths`;
-* a *row* is one line of a batch: it holds an example, or nothing (`-1`);
-* a *step* is one optimizer update, of one batch, or of several micro-batches.
+* an *example* is one record of the source, identified by its index in `lengths`;
+* a *row* is one line of a batch, which holds an example or is empty (`-1`);
+* a *step* is one optimizer update, with one batch or with several micro-batches.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ EMPTY_ROW = -1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchIndices:
-    """What one step trains on.
+    """The bucket of a batch, and the examples in its rows.
 
     Attributes:
       bucket: the global shape (B, T).
-      rows: `[B]` int64, the example in each row; -1 marks an empty row. Of packed rows
-        `[B, max_segments]`: the examples of each row, and -1 behind the last.
+      rows: `[B]` int64, the example in each row; -1 marks an empty row. For packed rows
+        `[B, max_segments]` int64, the examples in each row, followed by -1.
     """
 
     bucket: Bucket
@@ -35,26 +35,29 @@ class BatchIndices:
 
     @property
     def num_examples(self) -> int:
-        """Those that are in its rows."""
+        """The number of examples in the batch."""
         return int(np.count_nonzero(self.rows != EMPTY_ROW))
 
 
 @dataclasses.dataclass(frozen=True)
 class RowShard:
-    """Which rows of every global batch this process must load.
+    """The rows of every global batch that this process must load.
 
-    A mesh cuts the B rows into `num_parts` equal, contiguous parts; the devices of
-    this process hold `parts` of them. Two processes may need the same part (a model
-    axis across hosts), and the parts of one process need not be neighbours.
+    A mesh shards the B rows into `num_parts` equal, contiguous parts, and the devices
+    of this process hold the given `parts`. Two processes may need the same part, for
+    example if a model axis spans hosts. The parts of a process need not be adjacent.
 
     Example:
       >>> RowShard(parts=(0, 3), num_parts=4).rows(8)
       array([0, 1, 6, 7])
 
     Attributes:
-      parts: the parts to load, ascending.
-      num_parts: into how many parts the batch is cut.
-      axes: the mesh axes that cut it, for messages.
+      parts: the indices of the parts to load, ascending.
+      num_parts: the number of parts of a batch.
+      axes: the mesh axes that shard the batch, for error messages.
+
+    Raises:
+      ValueError: if `parts` are not ascending integers in `[0, num_parts)`.
     """
 
     parts: tuple[int, ...] = (0,)
@@ -76,44 +79,54 @@ class RowShard:
             )
 
     def part_size(self, batch_size: int) -> int:
-        """Returns how many rows of a global batch one part has.
+        """Returns the number of rows of one part.
+
+        Args:
+          batch_size: B, the number of rows of the global batch.
 
         Raises:
           ValueError: if `num_parts` does not divide `batch_size`.
         """
         if batch_size % self.num_parts:
             raise ValueError(
-                f"`batch_size={batch_size}` cannot be cut into {self.num_parts} equal "
-                f"parts by the mesh axes {self.axes}. Plan with `batch_size_multiple="
-                f"{self.num_parts}` or a multiple of it, or use a mesh whose batch "
-                f"axes divide {batch_size}."
+                f"`batch_size={batch_size}` cannot be split into {self.num_parts} "
+                f"equal parts along the mesh axes {self.axes}. Plan with "
+                f"`batch_size_multiple={self.num_parts}` or a multiple of it, or use a "
+                f"mesh whose batch axes divide {batch_size}."
             )
         return batch_size // self.num_parts
 
     def rows(self, batch_size: int) -> np.ndarray:
-        """Returns `[B_local]` int64: the rows of a global batch, ascending."""
+        """Returns the rows of this process, `[B_local]` int64, ascending.
+
+        Args:
+          batch_size: B, the number of rows of the global batch.
+
+        Raises:
+          ValueError: if `num_parts` does not divide `batch_size`.
+        """
         size = self.part_size(batch_size)
         starts = np.array(self.parts, np.int64)[:, None] * size
         return (starts + np.arange(size)).reshape(-1)
 
 
 class Batch(NamedTuple):
-    """One batch, on the host (numpy) or on devices (`jax.Array`): a pytree for both.
+    """A batch of arrays: a pytree, on the host (numpy) or on devices (`jax.Array`).
 
-    In `segment_ids` 0 is padding and examples in a row count from 1; `positions`
-    restart at 0 with every example:
+    In `segment_ids`, 0 is padding and the examples of a row are numbered from 1. In
+    `positions`, every example starts at 0:
 
         tokens       7 3 9 5 0 0
         segment_ids  1 1 1 1 0 0
         positions    0 1 2 3 0 0
 
-    Everything else about validity is derived from them, never carried beside them.
+    The mask and the number of tokens and examples are computed from `segment_ids`.
 
     Attributes:
-      features: name -> `[B, T, ...]` for sequences, `[B, ...]` for the rest.
-      segment_ids: name -> `[B, T]` int32, one entry for each sequence that has
-        lengths of its own (one in the ordinary case).
-      positions: name -> `[B, T]` int32, the same names.
+      features: name -> `[B, T, ...]` for sequences, `[B, ...]` for other features.
+      segment_ids: name -> `[B, T]` int32, one entry for each sequence that has its own
+        lengths (usually just one).
+      positions: name -> `[B, T]` int32, with the same names as `segment_ids`.
     """
 
     features: dict[str, Any]
@@ -122,15 +135,15 @@ class Batch(NamedTuple):
 
     @property
     def mask(self) -> Any:
-        """`[B, T]` bool: True where a token is real.
+        """`[B, T]` bool: True for real tokens, False for padding.
 
         Raises:
-          ValueError: if several sequences have lengths of their own.
+          ValueError: if the batch has several sequences, each with its own lengths.
         """
         if len(self.segment_ids) != 1:
             raise ValueError(
-                f"`mask` is ambiguous: {sorted(self.segment_ids)} have lengths of "
-                "their own. Use `segment_ids[name] > 0`."
+                f"`mask` is ambiguous: the sequences {sorted(self.segment_ids)} have "
+                "different lengths. Use `segment_ids[name] > 0`."
             )
         return next(iter(self.segment_ids.values())) > 0
 
@@ -154,14 +167,14 @@ class Batch(NamedTuple):
         return Bucket(shapes[0][0], sum(seq_len for _, seq_len in shapes))
 
     def as_dict(self, style: Literal["grain", "maxtext"] = "grain") -> dict[str, Any]:
-        """Returns one flat dict under the names that other libraries use.
+        """Returns all arrays in one flat dict, with the names of another library.
 
         Args:
-          style: "grain" gives `x`, `x_segment_ids`, `x_positions`; "maxtext" gives
-            `x`, `x_segmentation`, `x_position`.
+          style: "grain" for the names `x`, `x_segment_ids` and `x_positions`, "maxtext"
+            for `x`, `x_segmentation` and `x_position`.
 
         Raises:
-          ValueError: for another style, or features that have such names already.
+          ValueError: if the style is unknown, or a feature already has such a name.
         """
         suffixes = {
             "grain": ("segment_ids", "positions"),
@@ -176,5 +189,5 @@ class Batch(NamedTuple):
         }
         taken = sorted(derived.keys() & self.features.keys())
         if taken:
-            raise ValueError(f"`features` already has {taken}: rename them.")
+            raise ValueError(f"`features` already has {taken}. Rename these features.")
         return {**self.features, **derived}

@@ -1,4 +1,4 @@
-"""Batch shapes `[B, T]`, and a closed set of them."""
+"""`Bucket`, one batch shape `[B, T]`, and `BucketPlan`, a closed set of shapes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Group: TypeAlias = Literal["same", "mixed"]
 
 OVERLONG: tuple[str, ...] = get_args(Overlong)
 GROUPS: tuple[str, ...] = get_args(Group)
-# `assign` gives 16-bit integers.
+# `assign` returns 16-bit integers.
 _MAX_BUCKETS = 2**15 - 1
 _PLAN_FORMAT = "jaxbucket.BucketPlan"
-# Plans that know what a step costs are of version 2; all others are as they were.
+# Plans with step costs are written as version 2, all others still as version 1.
 _PLAN_VERSIONS = (1, 2)
 
 
@@ -40,8 +40,11 @@ class Bucket:
     """One static batch shape `[B, T]`, in array order.
 
     Attributes:
-      batch_size: B, rows of the global batch, over all devices.
-      seq_len: T, positions in each row.
+      batch_size: B, the number of rows of the global batch, over all devices.
+      seq_len: T, the number of positions in each row.
+
+    Raises:
+      ValueError: if a size is not a positive integer, or B * T is not below 2**62.
     """
 
     batch_size: int
@@ -52,14 +55,14 @@ class Bucket:
             object.__setattr__(self, name, check_positive(name, getattr(self, name)))
         check_countable(
             self.num_tokens,
-            f"The tokens of `batch_size={self.batch_size}` rows of "
+            f"The number of tokens in `batch_size={self.batch_size}` rows of "
             f"`seq_len={self.seq_len}`",
-            "Lower one of these.",
+            "Lower one of the two.",
         )
 
     @property
     def num_tokens(self) -> int:
-        """B * T, padding counted."""
+        """B * T, including padding."""
         return self.batch_size * self.seq_len
 
     def __str__(self) -> str:
@@ -68,7 +71,7 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
-    """A closed set of batch shapes, and what happens to examples too long for it.
+    """A closed set of batch shapes, and a policy for examples that are too long.
 
     Example:
       >>> plan = BucketPlan((Bucket(8, 128), Bucket(2, 512)), max_tokens=1024)
@@ -79,18 +82,19 @@ class BucketPlan:
 
     Attributes:
       buckets: the shapes, by strictly increasing `seq_len`.
-      max_tokens: no bucket's B * T exceeds it, padding counted.
-      batch_size_multiple: every B is a multiple of it.
-      seq_len_multiple: every T is a multiple of it.
-      overlong: what happens to an example longer than the last bucket: "error"
-        refuses it, "drop" leaves it out, "truncate" cuts it to the last bucket,
-        "split" makes chunks of it, by `split_source`: the plan takes their lengths.
-      step_costs: what a step of each bucket costs, by which remainders flow and an
-        epoch is predicted; None counts tokens, B * T.
-      cost_unit: what they are counted in, such as "s".
+      max_tokens: the largest allowed B * T, padding counted.
+      batch_size_multiple: every B is a multiple of this number.
+      seq_len_multiple: every T is a multiple of this number.
+      overlong: what happens to an example longer than the last bucket: "error" raises
+        an error, "drop" leaves the example out, "truncate" shortens it to the last
+        bucket. With "split", the plan is for the chunks from `split_source`, and
+        expects their lengths.
+      step_costs: the cost of a step of each bucket, used to assign remainders to
+        buckets and to predict the cost of an epoch; None counts tokens, B * T.
+      cost_unit: the unit of `step_costs`, such as "s".
 
     Raises:
-      ValueError: if a bucket breaks one of these promises.
+      ValueError: if a field is invalid, or a bucket violates one of these constraints.
     """
 
     buckets: tuple[Bucket, ...]
@@ -107,30 +111,32 @@ class BucketPlan:
             object.__setattr__(self, name, check_positive(name, getattr(self, name)))
         check_choice("overlong", self.overlong, OVERLONG)
         if not self.buckets:
-            raise ValueError("`buckets` is empty: a plan needs at least one shape.")
+            raise ValueError("`buckets` is empty. A plan needs at least one shape.")
         if len(self.buckets) > _MAX_BUCKETS:
             raise ValueError(
                 f"`buckets` has {len(self.buckets)} shapes, more than {_MAX_BUCKETS}. "
-                "Each costs a compilation: plan with fewer."
+                "Plan with fewer: each shape costs a compilation."
             )
         for bucket in self.buckets:
             if not isinstance(bucket, Bucket):
                 raise ValueError(
-                    f"`buckets` holds {bucket!r}: make it a `Bucket(batch_size, "
-                    "seq_len)`."
+                    f"`buckets` contains {bucket!r}. Use `Bucket(batch_size, seq_len)`."
                 )
             self._check_bucket(bucket)
         if np.any(np.diff(self.boundaries) <= 0):
             raise ValueError(
-                f"`buckets` has seq_lens {self.boundaries.tolist()}: sort them in "
-                "strictly increasing order."
+                f"`buckets` has seq_lens {self.boundaries.tolist()}. Sort the buckets "
+                "by strictly increasing `seq_len`."
             )
         if not isinstance(self.cost_unit, str):
-            raise ValueError(f"`cost_unit={self.cost_unit!r}` is no name of a unit.")
+            raise ValueError(
+                f"`cost_unit={self.cost_unit!r}` is not a string. Pass the name of a "
+                "unit, such as 's'."
+            )
         if self.step_costs is None and self.cost_unit != "tokens":
             raise ValueError(
-                f"`cost_unit={self.cost_unit!r}` is of no `step_costs`: give them, or "
-                "leave it out."
+                f"`cost_unit={self.cost_unit!r}` requires `step_costs`. Pass both, or "
+                "remove `cost_unit`."
             )
         if self.step_costs is not None:
             costs = check_costs("step_costs", self.step_costs, len(self.buckets))
@@ -144,7 +150,7 @@ class BucketPlan:
         max_tokens: int | None = None,
         **fields: Any,
     ) -> BucketPlan:
-        """Returns the plan of given shapes (B, T), in any order.
+        """Returns a plan with the given shapes.
 
         Example:
           >>> plan = BucketPlan.from_shapes([(16, 256), (8, 512), (32, 128)])
@@ -152,12 +158,13 @@ class BucketPlan:
           (array([128, 256, 512]), 4096)
 
         Args:
-          shapes: each B and T.
-          max_tokens: by default the largest B * T.
-          **fields: the plan's others.
+          shapes: pairs (B, T), in any order.
+          max_tokens: the largest allowed B * T; by default that of the largest shape.
+          **fields: the other attributes of the plan.
 
         Raises:
-          ValueError: if one is no pair of positive integers, or breaks a promise.
+          ValueError: if a shape is not a pair of positive integers, or violates a
+            constraint of the plan.
         """
         buckets = []
         for shape in shapes:
@@ -165,7 +172,7 @@ class BucketPlan:
                 batch_size, seq_len = shape
             except (TypeError, ValueError):
                 raise ValueError(
-                    f"`shapes` holds {shape!r}: give (B, T) for each."
+                    f"`shapes` contains {shape!r}. Pass pairs (B, T)."
                 ) from None
             buckets.append(Bucket(batch_size, seq_len))
         buckets.sort(key=lambda bucket: bucket.seq_len)
@@ -177,7 +184,7 @@ class BucketPlan:
         if bucket.num_tokens > self.max_tokens:
             raise ValueError(
                 f"Bucket {bucket} holds {bucket.num_tokens} tokens, more than "
-                f"`max_tokens={self.max_tokens}`. Lower its batch_size to "
+                f"`max_tokens={self.max_tokens}`. Lower its `batch_size` to "
                 f"{self.max_tokens // bucket.seq_len}."
             )
         for name in ("batch_size", "seq_len"):
@@ -193,17 +200,17 @@ class BucketPlan:
 
     @functools.cached_property
     def boundaries(self) -> np.ndarray:
-        """`[K]` int64: the inclusive upper length of every bucket."""
+        """`[K]` int64: the longest length of each bucket, inclusive."""
         return np.array([bucket.seq_len for bucket in self.buckets], np.int64)
 
     @functools.cached_property
     def batch_sizes(self) -> np.ndarray:
-        """`[K]` int64: B of every bucket."""
+        """`[K]` int64: B of each bucket."""
         return np.array([bucket.batch_size for bucket in self.buckets], np.int64)
 
     @functools.cached_property
     def costs(self) -> np.ndarray:
-        """`[K]`: what a step of each bucket costs, in `cost_unit`; B * T by default."""
+        """`[K]`: the cost of a step of each bucket in `cost_unit`; B * T by default."""
         if self.step_costs is None:
             return self.batch_sizes * self.boundaries
         return np.array(self.step_costs)
@@ -214,11 +221,15 @@ class BucketPlan:
         return self.buckets[-1].seq_len
 
     def check(self, lengths: ArrayLike) -> np.ndarray:
-        """Returns `lengths` as an integer array `[N]`, if the plan takes them all.
+        """Returns `lengths` as an integer array `[N]`, after checking them.
+
+        Args:
+          lengths: `[N]` integers, one per example; with `overlong="split"`, one per
+            chunk.
 
         Raises:
-          ValueError: for lengths that `check_lengths` refuses, or beyond the last
-            bucket under `overlong="error"` or "split": there these are the chunks'.
+          ValueError: if the lengths are not positive integers, or if one is longer than
+            the last bucket and `overlong` is "error" or "split".
         """
         lengths = check_lengths(lengths)
         if self.overlong == "error" and lengths.max() > self.max_seq_len:
@@ -228,20 +239,20 @@ class BucketPlan:
         return lengths
 
     def assign(self, lengths: ArrayLike) -> np.ndarray:
-        """Returns the bucket of each example: the shortest one that holds it.
+        """Returns the bucket of each example: the shortest bucket that it fits in.
 
         Args:
-          lengths: `[N]` integers.
+          lengths: `[N]` integers, as for `check`.
 
         Returns:
           `[N]` int16: an index into `buckets`, or -1 for an example that
           `overlong="drop"` leaves out.
 
         Raises:
-          ValueError: for lengths that `check` refuses.
+          ValueError: if `check` raises it.
         """
         lengths = self.check(lengths)
-        # Equal dtypes keep searchsorted from converting the long array.
+        # With equal dtypes, searchsorted does not convert the long array.
         edges = np.minimum(self.boundaries, MAX_LENGTH).astype(lengths.dtype)
         index = _searchsorted_in_chunks(edges, lengths)
         over = index == len(self)
@@ -252,38 +263,45 @@ class BucketPlan:
         return index
 
     def kept(self, lengths: ArrayLike) -> np.ndarray:
-        """Returns the positions that rows hold of each example, `[n]`.
+        """Returns the lengths of the examples in batches, `[n]`.
 
-        Without those that `overlong="drop"` leaves out, and cut by "truncate".
+        Examples that `overlong="drop"` leaves out are missing, and "truncate" limits
+        the length to the last bucket.
+
+        Args:
+          lengths: `[N]` integers, as for `check`.
 
         Raises:
-          ValueError: for lengths that `check` refuses.
+          ValueError: if `check` raises it.
         """
         lengths = self.check(lengths)
         longest = min(self.max_seq_len, MAX_LENGTH)
         return np.minimum(lengths[self.assign(lengths) >= 0], longest)
 
     def rows_together(self, accumulate: int) -> np.ndarray:
-        """Returns `[K]` int64, the rows of so many batches of each bucket.
+        """Returns the rows of `accumulate` batches of each bucket, `[K]` int64.
+
+        Args:
+          accumulate: the number of micro-batches per step.
 
         Raises:
-          ValueError: if 64 bits do not count their tokens.
+          ValueError: if the tokens of that many batches do not fit in 64 bits.
         """
         most = max(bucket.num_tokens for bucket in self.buckets) * accumulate
         check_countable(
             most,
-            f"The tokens of a step of `accumulate={accumulate}` batches",
-            "Lower it, or plan with a smaller `max_tokens`.",
+            f"The number of tokens in a step of `accumulate={accumulate}` batches",
+            "Lower `accumulate`, or plan with a smaller `max_tokens`.",
         )
         return self.batch_sizes * accumulate
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """32 hex digits that name these shapes and this policy."""
+        """32 hex digits that identify the plan: a hash of its JSON."""
         return digest(self.to_json().encode())
 
     def to_json(self) -> str:
-        """Returns the plan as one JSON object; `from_json` is the inverse."""
+        """Returns the plan as a JSON object; `from_json` is the inverse."""
         fields: dict[str, Any] = {
             "format": _PLAN_FORMAT,
             "version": 1 if self.step_costs is None else 2,
@@ -299,11 +317,14 @@ class BucketPlan:
 
     @classmethod
     def from_json(cls, text: str) -> BucketPlan:
-        """Reads a plan that `to_json` wrote.
+        """Returns the plan that `to_json` wrote.
+
+        Args:
+          text: the JSON object.
 
         Raises:
-          ValueError: if `text` is truncated, foreign, of another version, or breaks
-            a promise of the plan.
+          ValueError: if `text` is not valid JSON, does not hold a plan or holds one of
+            an unknown version, or if the plan itself is invalid.
         """
         remedy = "Write the plan again with `plan.to_json()`."
         try:
@@ -332,7 +353,7 @@ class BucketPlan:
                 names = [n for n in names if n not in ("step_costs", "cost_unit")]
             return cls(buckets, **{name: fields[name] for name in names})
         except KeyError as error:
-            raise ValueError(f"The plan lacks the field {error}. {remedy}") from None
+            raise ValueError(f"The plan has no field {error}. {remedy}") from None
 
 
 def _is_pair(value: Any) -> bool:
@@ -340,7 +361,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _searchsorted_in_chunks(edges: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    # int16 straight away: the int64 result for 10M lengths would be 80 MB.
+    # Converted to int16 chunk by chunk: an int64 result for 10M lengths needs 80 MB.
     index = np.empty(lengths.size, np.int16)
     for start in range(0, lengths.size, 1 << 18):
         part = slice(start, start + (1 << 18))

@@ -1,4 +1,4 @@
-"""What an argument must be, and the sentence that says so where it is not."""
+"""Argument checks: each returns a valid value or raises a ValueError with a remedy."""
 
 from __future__ import annotations
 
@@ -12,40 +12,44 @@ from numpy.typing import ArrayLike
 
 MAX_LENGTH = 2**31 - 1
 MAX_ACCUMULATE = 2**16
-# Twice as many are still counted in 64 bits: two of them may be added.
+# Half the range of int64, so that the sum of two counts does not overflow.
 MAX_COUNT = 2**62
 
 
 def check_lengths(lengths: ArrayLike) -> np.ndarray:
-    """Returns `lengths` as an integer array `[N]`, or says what is wrong with it.
+    """Returns `lengths` as an int32 or int64 array `[N]`, after checking it.
 
-    An int32 or int64 array comes back uncopied.
+    An array of one of these dtypes is returned without a copy.
+
+    Args:
+      lengths: `[N]` integers, one per example.
 
     Raises:
-      ValueError: if `lengths` is empty, not one-dimensional, not of integers, or
-        holds a value below 1 or above 2**31 - 1.
+      ValueError: if `lengths` is empty, is not one-dimensional, does not hold integers,
+        or holds a value below 1 or above 2**31 - 1.
     """
     if isinstance(lengths, Mapping):
         raise ValueError(
-            f"`lengths` is a mapping of {list(lengths)}: pass one length per example, "
-            "[N]. Several sequences are for `jb.packing.pack(lengths, max_seq_len)`, "
-            "with a capacity for each, and a `BatchSchedule` of that packing."
+            f"`lengths` is a mapping with the keys {list(lengths)}. Pass one length "
+            "per example, [N]. For examples with several sequences, pass "
+            "`jb.packing.pack(lengths, max_seq_len)`, with a capacity for each "
+            "sequence, to `BatchSchedule`."
         )
     try:
         array = np.asarray(lengths)
     except ValueError:
         raise ValueError(
-            "`lengths` is ragged: pass one length per example, [N]."
+            "`lengths` is ragged. Pass one length per example, [N]."
         ) from None
     if array.ndim != 1:
         raise ValueError(
-            f"`lengths` has shape {array.shape}; pass one length per example, [N]."
+            f"`lengths` has shape {array.shape}. Pass one length per example, [N]."
         )
     if array.size == 0:
         raise ValueError(
-            "`lengths` is empty: there is no example to batch. Check the source."
+            "`lengths` is empty: there are no examples to batch. Check the source."
         )
-    # By kind, because numpy counts timedelta64 as an integer as well.
+    # By kind, because numpy also treats timedelta64 as an integer dtype.
     if array.dtype.kind not in "iu":
         raise ValueError(_not_integers(array))
     low, high = int(array.min()), int(array.max())
@@ -55,23 +59,24 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
             f"`lengths[{bad}]={array[bad]}`: a length must be between 1 and "
             f"{MAX_LENGTH}. Remove the example or measure it again."
         )
-    # Narrow and unsigned integers cannot be compared with every T.
+    # Narrow and unsigned dtypes cannot represent every T.
     return array if array.dtype in (np.int32, np.int64) else array.astype(np.int32)
 
 
 def _not_integers(array: np.ndarray) -> str:
+    """Returns the error message for lengths that are not integers."""
     if np.issubdtype(array.dtype, np.floating):
         odd = ~np.isfinite(array) | (array != np.floor(array))
         if odd.any():
             bad = int(np.argmax(odd))
             return (
-                f"`lengths[{bad}]={array[bad]}` is not an integer. Lengths count "
-                "positions: measure the example again, or round it yourself."
+                f"`lengths[{bad}]={array[bad]}` is not an integer. Measure the example "
+                "again, or round the length."
             )
     if array.dtype.kind in "mM":
         return (
-            f"`lengths` has dtype {array.dtype}, which is time. Pass positions, such "
-            "as `lengths.astype(np.int64)` of a unit that counts them."
+            f"`lengths` has dtype {array.dtype}, which represents time. Pass integers, "
+            "for example `lengths.astype(np.int64)`."
         )
     return (
         f"`lengths` has dtype {array.dtype}, not an integer dtype. "
@@ -80,32 +85,32 @@ def _not_integers(array: np.ndarray) -> str:
 
 
 def overlong_message(lengths: np.ndarray, max_seq_len: int) -> str:
-    """Says which example is longer than the last bucket, and what to do."""
+    """Returns the error message for an example longer than the last bucket."""
     example = int(np.argmax(lengths > max_seq_len))
     return (
         f"`lengths[{example}]={lengths[example]}` is beyond the last bucket, "
-        f"`seq_len={max_seq_len}`. Plan with a larger `max_seq_len`, or choose "
+        f"`seq_len={max_seq_len}`. Plan with a larger `max_seq_len`, or with "
         "`overlong='drop'`, `overlong='truncate'` or `overlong='split'`."
     )
 
 
 def unsplit_message(lengths: np.ndarray, max_seq_len: int) -> str:
-    """Says which example has not been split though the plan says so, and how to."""
+    """Returns the error message for an example that should have been split."""
     example = int(np.argmax(lengths > max_seq_len))
     return (
         f"`lengths[{example}]={lengths[example]}` is beyond the last bucket, "
-        f"`seq_len={max_seq_len}`, and `overlong='split'` makes several rows of it. "
-        f"Go on with the chunks: `{split_line(max_seq_len)}` and `source.lengths`."
+        f"`seq_len={max_seq_len}`, and the plan has `overlong='split'`. Split the "
+        f"source first: `{split_line(max_seq_len)}`. Then use `source.lengths`."
     )
 
 
 def split_line(max_seq_len: int) -> str:
-    """The line to paste that splits a source."""
+    """Returns a line of code that splits a source, for messages."""
     return f"source = jb.data.split_source(source, {max_seq_len}, lengths=lengths)"
 
 
 def check_integer(name: str, value: Any) -> int:
-    """Returns `value` as an int, or raises a ValueError that names it."""
+    """Returns `value` as an int, or raises a ValueError with its name."""
     try:
         return operator.index(value)
     except TypeError:
@@ -115,7 +120,7 @@ def check_integer(name: str, value: Any) -> int:
 
 
 def check_positive(name: str, value: Any) -> int:
-    """Returns `value` as an int of 1 to 2**62 - 1, or raises a ValueError."""
+    """Returns `value` as an int from 1 to 2**62 - 1, or raises a ValueError."""
     number = check_integer(name, value)
     if number < 1 or isinstance(value, bool):
         raise ValueError(f"`{name}={value!r}` must be a positive integer.")
@@ -124,18 +129,16 @@ def check_positive(name: str, value: Any) -> int:
     return number
 
 
-def check_countable(number: int, what: str, remedy: str) -> None:
-    """Raises a ValueError if 64 bits do not count so many.
+def check_countable(number: int, quantity: str, remedy: str) -> None:
+    """Raises a ValueError if a number of tokens is too large for 64-bit arithmetic.
 
     Args:
-      number: of Python, which has no end.
-      what: is counted, with the arguments that it is made of.
-      remedy: what to lower.
+      number: the number, a Python integer so that it cannot have overflowed.
+      quantity: the counted quantity, as the subject of the error message.
+      remedy: the sentence that ends the error message.
     """
     if number >= MAX_COUNT:
-        raise ValueError(
-            f"{what} would be {number}, and must be below 2**62 to be counted. {remedy}"
-        )
+        raise ValueError(f"{quantity} is {number}, but must be below 2**62. {remedy}")
 
 
 def check_costs(name: str, costs: Any, size: int) -> np.ndarray:
@@ -148,12 +151,12 @@ def check_costs(name: str, costs: Any, size: int) -> np.ndarray:
 
 
 def check_cost(name: str, value: Any) -> float:
-    """Returns `value` as a float of which sums have no end, or raises a ValueError."""
+    """Returns `value` as a float whose sums stay finite, or raises a ValueError."""
     number = check_number(name, value)
     if not 1e-100 <= number <= 1e100:
         raise ValueError(
-            f"`{name}={value!r}`: a cost must be between 1e-100 and 1e100. Count in "
-            "another unit."
+            f"`{name}={value!r}`: a cost must be between 1e-100 and 1e100. Use a "
+            "different unit."
         )
     return number
 
@@ -170,17 +173,18 @@ def check_number(name: str, value: Any) -> float:
 
 
 def check_accumulate(accumulate: Any) -> int:
-    """Returns the micro-batches of a step as an int, or raises a ValueError."""
+    """Returns the number of micro-batches as an int, or raises a ValueError."""
     number = check_positive("accumulate", accumulate)
     if number > MAX_ACCUMULATE:
         raise ValueError(
-            f"`accumulate={number}`: a step has at most {MAX_ACCUMULATE} micro-batches."
+            f"`accumulate={number}` exceeds {MAX_ACCUMULATE}, the largest number of "
+            "micro-batches per step."
         )
     return number
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raises a ValueError that names them if `value` is none of the choices."""
+    """Raises a ValueError that lists the choices if `value` is not one of them."""
     if value not in choices:
         *others, last = map(repr, choices)
         raise ValueError(f"`{name}={value!r}`: choose {', '.join(others)} or {last}.")

@@ -1,10 +1,10 @@
-"""Names for contents."""
+"""A digest of bytes."""
 
 import hashlib
 
 
 def digest(*parts: bytes | memoryview) -> str:
-    """Returns 32 hex digits of BLAKE2b over the parts in turn."""
+    """Returns the BLAKE2b digest of the concatenated parts, 32 hex digits."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         state.update(part)

@@ -1,4 +1,4 @@
-"""What fills sequences behind their end, and in empty rows."""
+"""Padding values: they fill sequences after their end, and empty rows."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import TypeAlias
 
 import numpy as np
 
-# One number, or name -> number and 0 for features not named.
+# One number, or name -> number, with 0 for features that are not named.
 PadValue: TypeAlias = float | Mapping[str, float]
 
 
 def check_pad_value(pad_value: PadValue) -> float | dict[str, float]:
-    """Returns it as plain Python, the names sorted.
+    """Returns `pad_value` as plain Python, sorted by name, after checking it.
 
     Raises:
-      ValueError: if it is neither a number nor a mapping of numbers.
+      ValueError: if `pad_value` is neither a number nor a mapping of numbers.
     """
     if not isinstance(pad_value, Mapping):
         return _number("pad_value", pad_value)
-    other = [name for name in pad_value if not isinstance(name, str)]
-    if other:
+    invalid = [name for name in pad_value if not isinstance(name, str)]
+    if invalid:
         raise ValueError(
-            f"`pad_value` names {other}, which are not strings: features are named by "
-            "these."
+            f"`pad_value` names {invalid}, which are not strings. Use feature names as "
+            "keys."
         )
     names = sorted(pad_value)
     return {name: _number(f"pad_value[{name!r}]", pad_value[name]) for name in names}
@@ -32,19 +32,19 @@ def check_pad_value(pad_value: PadValue) -> float | dict[str, float]:
 
 def _number(name: str, value: float) -> float:
     array = np.asarray(value)
-    # Integers beyond 64 bits are objects.
+    # Integers that do not fit in 64 bits have dtype object.
     if array.ndim == 0 and (array.dtype.kind in "biuf" or isinstance(value, int)):
         return array.item()
     raise ValueError(
-        f"`{name}={value!r}` is not a number. Give one, or a dict with one for each "
-        "feature that 0 does not fill."
+        f"`{name}={value!r}` is not a number. Pass a number, or a dict from feature "
+        "name to number. Features that are not named are padded with 0."
     )
 
 
 def pad_arrays(
     pad_value: PadValue, dtypes: Mapping[str, np.dtype]
 ) -> dict[str, np.ndarray]:
-    """Returns what fills each padded feature, `[]` of its dtype.
+    """Returns the padding value of each feature as a scalar array of its dtype.
 
     Example:
       >>> dtypes = {"tokens": np.dtype("u1"), "labels": np.dtype("i4")}
@@ -52,29 +52,29 @@ def pad_arrays(
       {'tokens': array(0, dtype=uint8), 'labels': array(-100, dtype=int32)}
 
     Args:
-      pad_value: name -> number, 0 for those without one; or a number for all, which is
-        0 unless there is one feature only.
-      dtypes: name -> dtype, of the features that are padded.
+      pad_value: name -> number, with 0 for features that are not named. Or one number
+        for all features, which must be 0 if there are several.
+      dtypes: name -> dtype of each padded feature.
 
     Raises:
-      ValueError: if it names another feature, or is one number for several features,
-        or one that a dtype cannot hold.
+      ValueError: if `pad_value` names an unknown feature, is a single nonzero number
+        for several features, or contains a number that a dtype cannot hold.
     """
     pad_value = check_pad_value(pad_value)
     if not isinstance(pad_value, dict):
-        # Not a number is not 0 either.
+        # `not ... == 0` is also true for NaN.
         if len(dtypes) > 1 and not pad_value == 0:
             each = dict.fromkeys(dtypes, pad_value)
             raise ValueError(
-                f"`pad_value={pad_value}` would fill {len(dtypes)} features. Say which "
-                f"of them: `pad_value={each}`, without those that 0 fills."
+                f"`pad_value={pad_value}` would fill {len(dtypes)} features. Pass a "
+                f"dict of the features that are not padded with 0: `pad_value={each}`."
             )
         pad_value = dict.fromkeys(dtypes, pad_value)
     unknown = [name for name in pad_value if name not in dtypes]
     if unknown:
         raise ValueError(
-            f"`pad_value` names {unknown}, and the padded features are "
-            f"{sorted(dtypes)}. Choose from these."
+            f"`pad_value` names {unknown}, but the padded features are "
+            f"{sorted(dtypes)}. Use their names."
         )
     return {
         name: _pad_array(pad_value.get(name, 0), name, dtype)
@@ -85,21 +85,27 @@ def pad_arrays(
 def _pad_array(value: float, name: str, dtype: np.dtype) -> np.ndarray:
     try:
         with np.errstate(all="ignore"):
-            # Integers beyond 64 bits are objects, which are not cast to every float.
-            exact = value if _is_integral(dtype) else float(value)
-            pad = np.asarray(exact).astype(dtype)
+            # An integer that does not fit in 64 bits has dtype object, which cannot be
+            # cast to every floating-point dtype.
+            number = value if _is_integral(dtype) else float(value)
+            pad = np.asarray(number).astype(dtype)
     except (OverflowError, TypeError):
         pad = None
     if pad is None or not _is_held(value, pad):
         raise ValueError(
             f"`pad_value={value}`: feature {name!r} is {dtype}, which cannot hold it. "
-            "Pad with another value, or give the source another dtype."
+            "Use a different padding value, or a different dtype in the source."
         )
     return pad
 
 
 def _is_held(value: float, pad: np.ndarray) -> bool:
-    """Integers exactly; of floats, what is finite stays so."""
+    """Returns whether a dtype holds a value: integers exactly, floats without overflow.
+
+    Args:
+      value: the padding value.
+      pad: the value after the cast to the dtype.
+    """
     if _is_integral(pad.dtype):
         return int(pad) == value
     if issubclass(pad.dtype.type, np.void):
@@ -112,13 +118,14 @@ def _is_held(value: float, pad: np.ndarray) -> bool:
 
 
 def _is_integral(dtype: np.dtype) -> bool:
-    # Those of ml_dtypes, such as int4, are known by their names alone.
+    # The integers of ml_dtypes, such as int4, can only be identified by name.
     return dtype.kind in "biu" or dtype.name.startswith(("int", "uint"))
 
 
 def _largest(dtype: np.dtype) -> float:
     if dtype.type.__module__ == "numpy":
-        # What is beyond it becomes infinite, in the narrow ones of ml_dtypes 6.0.
+        # In numpy, a value that is too large becomes infinite. The narrow dtypes of
+        # ml_dtypes saturate instead: 4-bit floats at 6.0.
         return math.inf
     import ml_dtypes
 

@@ -1,11 +1,11 @@
-"""Permutations as integer arithmetic: no table, no library's random stream.
+"""Keyed permutations as integer arithmetic, without tables or random generators.
 
-`permute(index, size, key)` is a bijection of `range(size)` that is evaluated only
-where it is asked for. It is a Feistel network over a rectangle just larger than
-`size`, with cycle walking for the few indices that land outside (Black and Rogaway,
-"Ciphers with Arbitrary Finite Domains", CT-RSA 2002). So few rounds would be visibly
-uneven on a small set, which is sorted by its hashes instead. The result is part of the
-format of a schedule: golden digests guard it.
+`permute(index, size, key)` is a bijection of `range(size)` that can be evaluated at
+single indices. It is a Feistel network over a rectangle just larger than `size`, with
+cycle walking for the few indices that land outside (Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains", CT-RSA 2002). On a small set, a few rounds would be visibly
+non-uniform, so its elements are sorted by their hashes instead. A schedule depends on
+the exact values, so they must never change; golden digests in the tests check this.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import numpy as np
 _MASK = 2**64 - 1
 _ROUNDS = 6
 _SORTED_SIZE = 1024
-# Kept for small sizes, 8 MB each thousand at most.
-_TABLES = 8192
-# So many numbers are done sooner one by one.
+# Tables of small permutations that `permute_each` caches, at most 8 kB each.
+_MAX_TABLES = 8192
+# Up to this many indices, Python integers are faster than numpy arrays.
 _FEW = 8
 # splitmix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
 # Generators", OOPSLA 2014.
 _INCREMENT = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
-# The same as 0-d arrays: numpy takes twice as long with its scalars.
+# The same constants as 0-d arrays, because numpy is half as fast with scalars.
 _INCREMENT_ARRAY = np.array(_INCREMENT, np.uint64)
 _SHIFT_ARRAYS = [
     (np.array(shift, np.uint64), np.array(multiplier, np.uint64))
@@ -46,7 +46,7 @@ def mix(number: int) -> int:
 
 
 def fold(*numbers: int) -> int:
-    """Returns one 64-bit key that depends on every number and on their order."""
+    """Returns a 64-bit key that depends on all numbers and on their order."""
     key = len(numbers)
     for number in numbers:
         key = mix(key ^ mix(number & _MASK))
@@ -54,12 +54,12 @@ def fold(*numbers: int) -> int:
 
 
 def mix_each(numbers: np.ndarray, key: int) -> np.ndarray:
-    """Returns `[n]` uint64 keys, one for each number, of one key."""
+    """Returns one key for each number, `[n]` uint64, derived from a single key."""
     return _hash(np.asarray(numbers).astype(np.uint64), key)
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Returns where a keyed permutation of `range(size)` sends each index.
+    """Returns the image of each index under a keyed permutation of `range(size)`.
 
     Example:
       >>> permute(np.arange(5), 5, key=1)
@@ -67,11 +67,11 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
 
     Args:
       index: `[n]` integers in `[0, size)`.
-      size: number of elements permuted, below 2**62.
-      key: any 64-bit number; another key is another permutation.
+      size: the number of permuted elements, below 2**62.
+      key: any 64-bit number, which selects the permutation.
 
     Returns:
-      `[n]` int64 in `[0, size)`, distinct where `index` is.
+      `[n]` int64 in `[0, size)`, distinct for distinct indices.
     """
     if size <= _SORTED_SIZE:
         hashed = _hash(np.arange(size, dtype=np.uint64), fold(key))
@@ -84,9 +84,9 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
         out = np.array([_encrypt_one(int(i), sides, keys) for i in index], np.int64)
     else:
         out = _encrypt(index.astype(np.uint64), sides, keys).astype(np.int64)
-    for place in np.flatnonzero(out >= size):
-        while out[place] >= size:
-            out[place] = _encrypt_one(int(out[place]), sides, keys)
+    for i in np.flatnonzero(out >= size):
+        while out[i] >= size:
+            out[i] = _encrypt_one(int(out[i]), sides, keys)
     return out
 
 
@@ -98,12 +98,12 @@ def permute_each(index: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.n
       array([4, 2, 0])
 
     Args:
-      index: `[n]` integers, each in the range of its size.
-      sizes: `[n]` integers below 2**52, of the permutations.
-      keys: `[n]` uint64; of one size and key, it is one permutation.
+      index: `[n]` integers, each in `[0, sizes[i])`.
+      sizes: `[n]` integers below 2**52, the sizes of the permutations.
+      keys: `[n]` uint64, the keys of the permutations.
 
     Returns:
-      `[n]` int64.
+      `[n]` int64 in `[0, sizes[i])`.
     """
     sizes, keys = np.asarray(sizes, np.int64), np.asarray(keys, np.uint64)
     out = np.empty(len(index), np.int64)
@@ -120,14 +120,15 @@ def permute_each(index: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.n
     return out
 
 
-# A batch asks for many of the same: lengths of which there are few examples.
-@functools.lru_cache(maxsize=_TABLES)
+# Cached, because a batch uses the same permutation many times if few examples have the
+# same length.
+@functools.lru_cache(maxsize=_MAX_TABLES)
 def _table(size: int, key: int) -> np.ndarray:
     return permute(np.arange(size), size, key)
 
 
 def _encrypt_each(index: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """What `_encrypt` does, with sides and keys of their own."""
+    """Does the same as `_encrypt`, with a different size and key for each index."""
     width = np.sqrt(sizes - 1).astype(np.int64) + 1
     sides = (width.astype(np.uint64), (-(-sizes // width)).astype(np.uint64))
     halves = [*np.divmod(index.astype(np.uint64), sides[1])]
@@ -140,7 +141,7 @@ def _encrypt_each(index: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.
 
 
 def _fold_each(keys: np.ndarray, *numbers: int) -> np.ndarray:
-    """`fold(key, *numbers)` of `[n]` uint64 keys."""
+    """Returns `fold(key, *numbers)` for each of `[n]` uint64 keys."""
     folded = _hash(_hash(keys, 0), 1 + len(numbers))
     for number in numbers:
         folded = _hash(folded, mix(number))
@@ -148,7 +149,7 @@ def _fold_each(keys: np.ndarray, *numbers: int) -> np.ndarray:
 
 
 def _encrypt_one(index: int, sides: tuple[int, int], keys: list[int]) -> int:
-    """What `_encrypt` does, for a single number much sooner than an array of one."""
+    """Does the same as `_encrypt` for one number, faster than with an array."""
     halves = [*divmod(index, sides[1])]
     for turn, key in enumerate(keys):
         changed, kept = turn % 2, 1 - turn % 2
@@ -158,26 +159,27 @@ def _encrypt_one(index: int, sides: tuple[int, int], keys: list[int]) -> int:
 
 
 def _encrypt(index: np.ndarray, sides: tuple[int, int], keys: list[int]) -> np.ndarray:
-    """A bijection of `range(sides[0] * sides[1])` on `[n]` uint64."""
+    """Applies a bijection of `range(sides[0] * sides[1])` to `[n]` uint64."""
     high = index // np.uint64(sides[1])
     halves = [high, index - high * np.uint64(sides[1])]
     for turn, key in enumerate(keys):
         changed, kept = turn % 2, 1 - turn % 2
         side = np.uint64(sides[changed])
         shifted = _hash(halves[kept], key)
-        # The high 32 bits, scaled to [0, side): Lemire, "Fast Random Integer
-        # Generation in an Interval", 2019. Far cheaper than a remainder.
+        # The high 32 bits are scaled to [0, side), which is far cheaper than a
+        # remainder (Lemire, "Fast Random Integer Generation in an Interval", 2019).
         shifted >>= _HALF_WORD
         shifted *= side
         shifted >>= _HALF_WORD
         shifted += halves[changed]
-        # Modulo side: below side the subtraction wraps around to a huge number.
+        # This is the sum modulo side: if the sum is below side, the subtraction wraps
+        # around to a huge number, and the minimum is the sum.
         halves[changed] = np.minimum(shifted, shifted - side)
     return halves[0] * np.uint64(sides[1]) + halves[1]
 
 
 def _hash(values: np.ndarray, key: int | np.ndarray) -> np.ndarray:
-    """`mix(value ^ key)` of `[n]` uint64, with one key or `[n]` of them."""
+    """Returns `mix(value ^ key)` for `[n]` uint64, with one key or `[n]` keys."""
     hashed = values ^ (key if isinstance(key, np.ndarray) else np.uint64(key))
     hashed += _INCREMENT_ARRAY
     for shift, multiplier in _SHIFT_ARRAYS:

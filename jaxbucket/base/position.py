@@ -1,4 +1,4 @@
-"""Where in its data a run is: what a checkpoint keeps beside the state."""
+"""The position of a run in its data, which a checkpoint stores next to the state."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ _FINGERPRINT = "fingerprint"
 
 @dataclasses.dataclass(frozen=True)
 class DataPosition:
-    """A step, and what is trained on: enough to go on with the very next batch.
+    """A step, and descriptions of the plan, the data and the schedule.
 
-    Each part has its own "fingerprint", which decides, beside a few numbers that can
-    be named when it has changed.
+    A run resumes from its position at exactly the next batch, unless the plan, the data
+    or the schedule has changed. Each description holds a "fingerprint", and a few
+    entries that name the change in an error message, such as the number of examples.
 
     Attributes:
-      step: updates done, which is the step to go on with.
-      plan: the shapes and the policy.
-      data: how many examples and tokens; lengths and samples of the contents.
-      schedule: the seed and the order, and what the schedule continues, if anything.
+      step: the number of completed updates, which is also the next step.
+      plan: a description of the shapes and the overlong policy.
+      data: a description of the data: the number of examples and tokens, with a
+        fingerprint of the lengths and of a few examples.
+      schedule: the seed and the order, and the position that the schedule continues, if
+        any.
 
     Raises:
-      ValueError: if `step` is no integer, or negative.
+      ValueError: if `step` is not an integer, or is negative.
     """
 
     step: int
@@ -41,15 +44,18 @@ class DataPosition:
         object.__setattr__(self, "step", step)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain Python, for JSON; `from_dict` is the inverse."""
+        """Returns the position as a dict for JSON; `from_dict` is the inverse."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Any) -> DataPosition:
-        """Reads what `to_dict` returned.
+        """Returns the position from the result of `to_dict`.
+
+        Args:
+          fields: the dict from `to_dict`.
 
         Raises:
-          ValueError: if it is something else.
+          ValueError: if `fields` is not such a dict.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         parts = names[1:]
@@ -60,53 +66,62 @@ class DataPosition:
             or not all(isinstance(fields[p].get(_FINGERPRINT), str) for p in parts)
         ):
             raise ValueError(
-                f"{fields!r} is no `DataPosition`. Pass what `position.to_dict()` gave."
+                f"{fields!r} is not a valid `DataPosition`. Pass the result of "
+                "`position.to_dict()`."
             )
         return cls(fields["step"], *(fields[part] for part in parts))
 
-    def check_same(self, now: DataPosition) -> None:
-        """Raises a ValueError that names every change, if `now` is of another run."""
+    def check_same(self, other: DataPosition) -> None:
+        """Raises a ValueError if another position is not from the same run.
+
+        Args:
+          other: the position to compare with, at any step. The message names each entry
+            of the plan, the data or the schedule that has changed.
+        """
         changes = [
             change
             for part in ("plan", "data", "schedule")
-            for change in _changes(part, getattr(self, part), getattr(now, part))
+            for change in _changes(part, getattr(self, part), getattr(other, part))
         ]
         if changes:
             raise ValueError(
-                f"Cannot go on at step {self.step}, for what is trained on has "
-                f"changed: {'; '.join(changes)}. Give back what it was, or go on "
-                "deliberately with `schedule.continue_with(position)`."
+                f"Cannot resume at step {self.step}, because the plan, the data or the "
+                f"schedule has changed: {'; '.join(changes)}. Restore the previous "
+                "settings, or continue deliberately with "
+                "`schedule.continue_with(position)`."
             )
 
 
-def _changes(part: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _changes(part: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Returns a description of each change in one part of a position."""
     changes = [
         f"{part} {name.replace('_', ' ')} "
-        f"{was.get(name, 'absent')} -> {now.get(name, 'absent')}"
-        for name in {**was, **now}
-        if name != _FINGERPRINT and not is_same(was.get(name), now.get(name))
+        f"{old.get(name, 'absent')} -> {new.get(name, 'absent')}"
+        for name in {**old, **new}
+        if name != _FINGERPRINT and not is_same(old.get(name), new.get(name))
     ]
-    # That of the schedule is made of the two others and of what is named here.
+    # The fingerprint of the schedule is computed from the other two and from its own
+    # entries, so that it adds no information.
     if part != "schedule" and not changes:
-        before, after = was[_FINGERPRINT], now[_FINGERPRINT]
+        before, after = old[_FINGERPRINT], new[_FINGERPRINT]
         if before != after:
             changes = [f"{part} fingerprint {before[:8]} -> {after[:8]}"]
     return changes
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two traits are equal, also as text: NaN differs from itself."""
+    """Returns whether two values are equal, or have the same JSON, as two NaN do."""
     return a == b or _as_json(a) == _as_json(b)
 
 
-def _as_json(trait: Any) -> str:
-    return json.dumps(trait, sort_keys=True, default=str)
+def _as_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def check_position(position: Any) -> None:
     """Raises a ValueError unless it is a `DataPosition`."""
     if not isinstance(position, DataPosition):
         raise ValueError(
-            f"`position` is a {type(position).__name__}, not a `DataPosition`: "
-            "pass what `Checkpoints.restore` or `MeshLoader.position` returned."
+            f"`position` is a {type(position).__name__}, not a `DataPosition`. "
+            "Pass a position from `Checkpoints.restore` or `MeshLoader.position`."
         )

@@ -1,4 +1,4 @@
-"""What functions that run in several processes need of them; `Processes` has it."""
+"""The interface of a group of processes, which `Processes` implements."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from typing import Protocol
 
 
 class ProcessGroup(Protocol):
-    """Processes that exchange text, each as often as the others.
+    """A group of processes that exchange strings in lockstep.
 
     Attributes:
-      index: of this process.
-      count: of all.
+      index: the index of this process.
+      count: the number of processes.
     """
 
     index: int
     count: int
 
     def gather(self, name: str, value: str) -> list[str]:
-        """Returns the values of all processes, in order. All of them have to call it.
+        """Returns the values of all processes, by index. All processes must call it.
 
         Args:
-          name: what it is for, as messages name it.
-          value: that of this process.
+          name: the purpose of the exchange, for error messages.
+          value: the value of this process.
         """
         ...
 
 
 class SingleProcess:
-    """The group of a process that is alone."""
+    """The group of a single process."""
 
     index = 0
     count = 1

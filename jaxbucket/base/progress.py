@@ -1,4 +1,4 @@
-"""Progress bars: on a terminal, and nowhere else."""
+"""Progress bars, shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
-# Seconds that pass without a bar.
-_PATIENCE = 1.0
-_shown = threading.Lock()
+# Seconds before `bar_if_slow` shows a bar.
+_DELAY = 1.0
+# Held while `bar_if_slow` may show a bar, so that nested calls show only one.
+_bar_lock = threading.Lock()
 
 
 def progress_bar(shown: bool = True, *more: ProgressColumn) -> Progress:
-    """Returns a bar of `rich` on standard error, which is gone when it is over.
+    """Returns a `rich` progress bar on standard error that disappears when it ends.
 
-    Not where results are printed, for these may well be read by a program.
+    Standard output stays free for results, because a program may read them.
 
     Args:
-      shown: show it, if standard error is a terminal.
-      more: columns beside the usual ones.
+      shown: whether to show the bar if standard error is a terminal.
+      more: columns to add to the default columns.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -36,8 +37,8 @@ def progress_bar(shown: bool = True, *more: ProgressColumn) -> Progress:
         *(*Progress.get_default_columns(), *more),
         console=Console(stderr=True),
         transient=True,
-        # On none it would leave an empty line among errors. Not `is_terminal`, which
-        # believes FORCE_COLOR.
+        # Without a terminal, even a hidden bar would print an empty line. This does not
+        # use rich's `is_terminal`, because FORCE_COLOR overrides it.
         disable=not (shown and sys.stderr.isatty()),
     )
 
@@ -45,10 +46,11 @@ def progress_bar(shown: bool = True, *more: ProgressColumn) -> Progress:
 def bar_if_slow(
     description: str,
 ) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
-    """Returns a decorator that shows a bar, on a terminal, once a second has passed.
+    """Returns a decorator that shows a progress bar for calls longer than a second.
 
-    Of searches nobody knows how long they take: the bar moves, and tells the time. A
-    function that is called by another one with a bar has none of its own.
+    The bar shows the elapsed time but no percentage, because the duration of a search
+    is unknown. If decorated functions call one another, only the outermost one shows a
+    bar. Without a terminal, no bar is shown.
 
     Example:
       >>> @bar_if_slow("Adding")
@@ -71,28 +73,25 @@ def bar_if_slow(
 
 @contextlib.contextmanager
 def _late_bar(description: str) -> Iterator[None]:
-    # No thread where nobody looks, and one bar at a time.
-    if not sys.stderr.isatty() or not _shown.acquire(blocking=False):
+    if not sys.stderr.isatty() or not _bar_lock.acquire(blocking=False):
         yield
         return
-    is_over = threading.Event()
-    thread = threading.Thread(
-        target=_show_until, args=(description, is_over), daemon=True
-    )
+    done = threading.Event()
+    thread = threading.Thread(target=_show_until, args=(description, done), daemon=True)
     thread.start()
     try:
         yield
     finally:
-        is_over.set()
+        done.set()
         thread.join()
-        _shown.release()
+        _bar_lock.release()
 
 
-def _show_until(description: str, is_over: threading.Event) -> None:
-    if is_over.wait(_PATIENCE):
+def _show_until(description: str, done: threading.Event) -> None:
+    if done.wait(_DELAY):
         return
     from rich.progress import TimeElapsedColumn
 
     with progress_bar(True, TimeElapsedColumn()) as bar:
         bar.add_task(description, total=None)
-        is_over.wait()
+        done.wait()

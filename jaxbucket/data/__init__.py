@@ -1,8 +1,9 @@
-"""From a source of examples to batches, `grain.MapDataset[Batch]`.
+"""Turns a source of examples into a `grain.MapDataset` of batches.
 
-`source` says what a source has to have, `collate` makes a batch of its examples,
-`pipeline` those of every step of a schedule, and `workers` loads them ahead. `lengths`
-measures how long examples are. This package does not import jax.
+`source` defines what a source must provide, `collate` builds one batch from examples,
+`pipeline` builds the batches of every step of a schedule, and `workers` loads them
+ahead of use. `lengths` measures the lengths of examples. This package does not import
+jax.
 """
 
 from etils import epy as _epy

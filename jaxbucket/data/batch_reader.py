@@ -1,4 +1,4 @@
-"""The batches of a schedule, read from a source: those rows that a process loads."""
+"""Reads the batches of a schedule from a source, limited to one process's rows."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from jaxbucket.data.source import (
     check_measured,
     check_sequences,
     contents,
+    raise_length_changed,
     read_example,
-    refuse_changed,
 )
 from jaxbucket.data.transform import Transform, apply_transform
 from jaxbucket.schedule.base import Schedule
@@ -40,13 +40,13 @@ from jaxbucket.schedule.example_draws import BatchDraws
 def padded_features(
     source: Source, schedule: Schedule, sequences: Sequences
 ) -> Sequences:
-    """Returns the features that are padded: by default those that a source has."""
+    """Returns the features to pad, by default those that the source declares."""
     if (
         sequences is None
         and schedule.capacities is None
         and isinstance(source, RowSource | PartSource)
     ):
-        # Also where its examples are read one by one.
+        # These also apply if its examples are read one at a time.
         return source.sequences
     return sequences
 
@@ -56,16 +56,16 @@ class BatchReader:
     """Reads the batches of a schedule from a source.
 
     Attributes:
-      source: examples by index.
-      schedule: which examples fill which bucket at which step.
-      shard: the rows that are read of each batch.
-      sequences: the features that are padded.
-      pad_value: what fills them after their end.
-      transform: what is done to each example; None for nothing.
+      source: random-access source of examples.
+      schedule: determines which examples fill which bucket at each step.
+      shard: the rows to read of each batch.
+      sequences: names of the features that are padded.
+      pad_value: value that fills padded positions.
+      transform: function applied to each example, or None.
 
     Raises:
-      ValueError: if the source has not one example for each length of the schedule, or
-        knows other lengths or sequences, or the shard does not divide a bucket.
+      ValueError: if the numbers of examples and lengths differ, if the source declares
+        different lengths or sequences, or if the shard does not divide a bucket.
     """
 
     source: Source
@@ -78,10 +78,11 @@ class BatchReader:
 
     def __post_init__(self):
         if len(self.source) != len(self.schedule.lengths):
-            raise ValueError(_other_size_message(self.source, self.schedule))
+            raise ValueError(_size_mismatch_message(self.source, self.schedule))
         for bucket in self.schedule.plan.buckets:
             self.shard.part_size(bucket.batch_size)
-        # Rows are gathered by one length for each example, and without a transform.
+        # A row source gathers whole rows only if each example has one length and is not
+        # transformed.
         if (
             isinstance(self.source, RowSource)
             and self.schedule.capacities is None
@@ -96,11 +97,11 @@ class BatchReader:
 
     @functools.cached_property
     def contents(self) -> str:
-        """32 hex digits that name what is in the source."""
+        """32 hex digits that identify the contents of the source."""
         return contents(self.source)
 
     def read(self, step: int) -> Batch | tuple[Batch, ...]:
-        """Returns the batch of a step, or its micro-batches, numpy arrays."""
+        """Returns the numpy batch of a step, or a tuple of its micro-batches."""
         micro = zip(
             self.schedule.micro_batches(step), self.schedule.draws(step), strict=True
         )
@@ -117,7 +118,7 @@ class BatchReader:
             return self._row_source.collate(
                 rows, bucket, pad_value=self.pad_value, truncate=truncate
             )
-        # In the whole batch, whoever loads which of its rows.
+        # Places in the global batch, so that random numbers do not depend on the shard.
         places = np.arange(indices.rows.size).reshape(indices.rows.shape)[local]
         examples = [
             self._row(row, place, draws, step)
@@ -142,14 +143,16 @@ class BatchReader:
                 rows = rows[rows != EMPTY_ROW]
                 examples = [example for row in examples for example in row]
             _check_each(collate, rows, examples, step)
-            # A `pad_value` that does not fit is not the fault of an example.
+            # No single example is at fault, so it is the `pad_value` that does not fit.
             raise
 
     def _row(self, row: Any, place: Any, draws: BatchDraws, step: int) -> Any:
-        """An example, or a list of those of a packed row; None for an empty one."""
+        """Returns the example of a row, the list of a packed row, or None if empty."""
         if np.ndim(row):
-            both = zip(row.tolist(), place.tolist(), strict=True)
-            return [self._example(i, p, draws, step) for i, p in both if i != EMPTY_ROW]
+            pairs = zip(row.tolist(), place.tolist(), strict=True)
+            return [
+                self._example(i, p, draws, step) for i, p in pairs if i != EMPTY_ROW
+            ]
         if row == EMPTY_ROW:
             return None
         return self._example(int(row), int(place), draws, step)
@@ -158,13 +161,13 @@ class BatchReader:
         purpose = f", for step {step},"
         example = self._transformed(index, place, draws, purpose)
         try:
-            # A source may lend its arrays until the next example is read.
+            # The source may reuse its arrays for the next example.
             example = copied(example)
             lengths = self._lengths(example)
         except Exception as error:
-            done = "read" if self.transform is None else "transformed"
+            action = "read" if self.transform is None else "transformed"
             raise ValueError(
-                f"`source[{index}]`{purpose} cannot be {done}: "
+                f"`source[{index}]`{purpose} cannot be {action}: "
                 f"{type(error).__name__}: {error}"
             ) from error
         parts = self.schedule.parts
@@ -194,28 +197,29 @@ class BatchReader:
         self, index: int, name: str, length: int, measured: int, step: int
     ) -> NoReturn:
         if self.transform is None:
-            refuse_changed(index, length, measured)
+            raise_length_changed(index, length, measured)
         try:
             before = self._lengths(self.source[index])[name]
         except Exception:
-            # Before it is transformed it may have other features.
+            # The untransformed example may have different features.
             before = measured
         if before != measured:
-            refuse_changed(index, before, measured, ", before `transform`,")
+            raise_length_changed(index, before, measured, ", before `transform`,")
         raise ValueError(
-            f"`transform` gave `source[{index}]`, for step {step}, the length {length} "
-            f"in place of {measured}, by which its batch was planned. Keep the length, "
-            "or let `stream_batches(..., transform=)` batch what has another one."
+            f"`transform` changed the length of `source[{index}]`, for step {step}, "
+            f"from {measured} to {length}, but its batch was planned for {measured}. "
+            "Keep the length, or use `stream_batches(..., transform=)`, which batches "
+            "transformed examples by their new lengths."
         )
 
     @functools.cached_property
     def like(self) -> Example:
-        """`source[0]`, transformed, whose features all batches have.
+        """`source[0]` after `transform`, the template for the features of all batches.
 
         Raises:
-          ValueError: if it cannot be read, or cannot be an example of a batch.
+          ValueError: if the example cannot be read, or cannot be part of a batch.
         """
-        purpose = ", whose features all batches have,"
+        purpose = ", the template for all batches,"
         draws, *_ = self.schedule.draws(self.schedule.first_step)
         example = self._transformed(0, 0, draws, purpose)
         collate = functools.partial(
@@ -239,7 +243,7 @@ def _check_each(
     examples: Sequence[Example | None],
     step: int,
 ) -> None:
-    """Raises a ValueError that names the example which cannot be in a batch."""
+    """Raises a ValueError that names the first example that cannot be collated."""
     for index, example in zip(indices, examples, strict=True):
         try:
             collate([example])
@@ -247,11 +251,11 @@ def _check_each(
             raise ValueError(f"`source[{index}]`, for step {step}: {error}") from None
 
 
-def _other_size_message(source: Source, schedule: Schedule) -> str:
+def _size_mismatch_message(source: Source, schedule: Schedule) -> str:
     remedy = "Measure the source again."
     if schedule.plan.overlong == "split":
         line = split_line(schedule.plan.max_seq_len)
-        remedy = f"Those of chunks, perhaps: `{line}`. If not, measure it again."
+        remedy = f"If they are lengths of chunks, use `{line}`. If not, measure again."
     return (
         f"`source` has {len(source)} examples, but the schedule was made for "
         f"{len(schedule.lengths)} lengths. {remedy}"

@@ -1,4 +1,4 @@
-"""A source whose examples that are too long are cut into chunks, as one of chunks."""
+"""A source that splits examples that are too long into chunks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def split_source(
     lengths: ArrayLike | None = None,
     sequences: Sequence[str] | None = None,
 ) -> ChunkSource:
-    """Returns the source with every example that is too long cut into chunks.
+    """Splits every example longer than `max_seq_len` into chunks.
 
-    An index of it is a chunk; those of an example follow each other. A chunk has its
-    part of the sequences, and everything else of its example as it is. No token is
-    lost, and none is in two chunks. Positions count from 0 in each of them.
+    Each element of the returned source is a chunk, and the chunks of an example are
+    consecutive. A chunk has its span of each sequence feature, and all other features
+    of its example unchanged. Every token is in exactly one chunk. Positions restart at
+    0 in each chunk.
 
-    It gathers rows at once if the source does, as token files do. Of another source,
-    reading a chunk reads its whole example.
+    If the source gathers whole batches, as a token file does, so does the returned
+    source. For all other sources, reading a chunk reads its whole example.
 
     Example:
       >>> examples = [{"x": [1, 2], "name": 7}, {"x": [3, 4, 5, 6, 7], "name": 8}]
@@ -47,32 +48,34 @@ def split_source(
       (array([0, 1]), array([0, 1]))
 
     Args:
-      source: examples by index, dicts of arrays.
-      max_seq_len: what a chunk has at most: that of the plan.
-      lengths: `[N]` integers, those of the examples, from `measure_lengths`. Not
-        needed of a source that knows them, such as a token file.
-      sequences: the features that are cut, by default all with a leading axis.
+      source: random-access source of examples, which are dicts of arrays.
+      max_seq_len: maximum number of tokens in a chunk, the plan's `max_seq_len`.
+      lengths: `[N]` integers, the lengths of the examples, from `measure_lengths`. Not
+        needed if the source provides them, as a token file does.
+      sequences: names of the features that are split. By default all features with a
+        leading axis.
+
+    Returns:
+      The source of chunks.
 
     Raises:
-      ValueError: if `max_seq_len` is not positive, or the lengths or the sequences are
-        missing or not those of the source. And from a chunk, if its example cannot be
-        read or is not as long as it was measured.
+      ValueError: if `max_seq_len` is not positive, or `lengths` or `sequences` are
+        missing or do not match the source. Reading a chunk raises if its example cannot
+        be read or its length has changed.
     """
     if isinstance(source, SpanSource):
-        return _GatheredChunks(source, max_seq_len, lengths, sequences)
+        return _SpanChunkSource(source, max_seq_len, lengths, sequences)
     return ChunkSource(source, max_seq_len, lengths, sequences)
 
 
 class ChunkSource(PartSource):
-    """What `split_source` returns.
+    """The source that `split_source` returns.
 
     Attributes:
-      max_seq_len: what a chunk has at most.
-      lengths: `[M]` int32, those of the chunks; not to be written to.
-      sequences: the features that are cut; None for all with a leading axis.
+      max_seq_len: maximum number of tokens in a chunk.
+      lengths: `[M]` int32, the lengths of the chunks, read-only.
+      sequences: names of the features that are split; None for all with a leading axis.
     """
-
-    _before = ", before it was split,"
 
     def __init__(
         self,
@@ -87,11 +90,11 @@ class ChunkSource(PartSource):
         self.lengths.setflags(write=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Chunks are found anew by a worker: they would be several times as much.
+        # Workers compute the chunks again, which is cheaper than pickling them.
         source = self._source
-        known = isinstance(source, RowSource)
-        sequences = None if known else self.sequences
-        lengths = None if known else self._example_lengths
+        is_row_source = isinstance(source, RowSource)
+        sequences = None if is_row_source else self.sequences
+        lengths = None if is_row_source else self._example_lengths
         return type(self), (source, self.max_seq_len, lengths, sequences)
 
     def __repr__(self) -> str:
@@ -101,35 +104,36 @@ class ChunkSource(PartSource):
         )
 
     def example_of(self, indices: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-        """Returns which example each chunk is of, and which of its chunks it is.
+        """Returns the example of each chunk, and the chunk's number in its example.
 
-        What belongs to examples goes to their chunks by it: with
-        `examples, _ = source.example_of(range(len(source)))` difficulties for a
-        `Curriculum` are `difficulty[examples]`.
+        Use it to map values of examples to chunks. For example, after
+        `examples, _ = source.example_of(range(len(source)))`, the difficulties of the
+        chunks for a `Curriculum` are `difficulty[examples]`.
 
         Args:
-          indices: integers of any shape; -1, an empty row, stays -1 in both.
+          indices: integers of any shape, indices of chunks or -1 for an empty row.
 
         Returns:
-          The examples, and the numbers of their chunks from 0 on, int64.
+          Two int64 arrays of the same shape: the indices of the examples, and the
+          number of each chunk in its example, from 0. Both are -1 for an empty row.
 
         Raises:
-          ValueError: if one of them is not a chunk.
+          ValueError: if an index is neither a chunk nor -1.
         """
         indices = np.asarray(indices)
         if indices.dtype.kind not in "iu":
             raise ValueError(
-                f"`indices` has dtype {indices.dtype}: give the integers of chunks."
+                f"`indices` has dtype {indices.dtype}. Pass integer indices of chunks."
             )
-        known = (indices >= EMPTY_ROW) & (indices < len(self))
-        if not known.all():
+        valid = (indices >= EMPTY_ROW) & (indices < len(self))
+        if not valid.all():
             raise ValueError(
-                f"`indices` has {indices[~known][0]}: chunks are from 0 to "
-                f"{len(self) - 1}, and -1 is an empty row."
+                f"`indices` has {indices[~valid][0]}. Pass indices from 0 to "
+                f"{len(self) - 1}, or -1 for an empty row."
             )
         empty = indices == EMPTY_ROW
-        examples, begins = self._spans(indices.astype(np.int64))
-        chunks = begins // self.max_seq_len
+        examples, starts = self._spans(indices.astype(np.int64))
+        chunks = starts // self.max_seq_len
         return np.where(empty, EMPTY_ROW, examples), np.where(empty, EMPTY_ROW, chunks)
 
     def _spans(self, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -139,22 +143,22 @@ class ChunkSource(PartSource):
 
     @functools.cached_property
     def _origin(self) -> tuple[np.ndarray, np.ndarray]:
-        """`[M]`, the example of each chunk; `[N]` int64, the first chunk of each."""
+        """`[M]` the example of each chunk; `[N]` the first chunk of each example."""
         counts = chunk_counts(self._example_lengths, self.max_seq_len)
-        # Half as much as int64, and there is one for each chunk.
+        # int32 halves the memory of this array, which has an entry for each chunk.
         dtype = np.int32 if len(counts) <= MAX_LENGTH else np.int64
         examples = np.repeat(np.arange(len(counts), dtype=dtype), counts)
         return examples, np.cumsum(counts, dtype=np.int64) - counts
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """32 hex digits that name the source, as `contents` does, and how it is cut."""
+        """32 hex digits that identify the source and how it is split."""
         how = f"chunks of {self.max_seq_len}\n{contents(self._source)}"
         return digest(how.encode(), self._example_lengths.astype("<i4").data)
 
 
-class _GatheredChunks(ChunkSource):
-    """Chunks of a source that gathers spans, whose rows are spans of its own."""
+class _SpanChunkSource(ChunkSource):
+    """Chunks of a source that gathers spans, gathered as spans of its examples."""
 
     _source: SpanSource
     sequences: tuple[str, ...]
@@ -167,10 +171,12 @@ class _GatheredChunks(ChunkSource):
         pad_value: PadValue = 0,
         truncate: bool = False,
     ) -> Batch:
-        """Returns the batch of some chunks, as `TokenFile.collate` does of examples."""
+        """Returns a batch of chunks, like `TokenFile.collate` for examples."""
         rows = check_rows(rows, len(self), bucket)
         lengths = fit_lengths(self._lengths_of(rows), bucket, truncate)
-        return self._gathered(rows, np.zeros_like(rows), lengths, bucket, pad_value)
+        return self._collate_spans(
+            rows, np.zeros_like(rows), lengths, bucket, pad_value
+        )
 
     def collate_spans(
         self,
@@ -181,16 +187,16 @@ class _GatheredChunks(ChunkSource):
         *,
         pad_value: PadValue = 0,
     ) -> Batch:
-        """Returns the batch of parts of chunks, which may be cut again."""
+        """Returns a batch of spans of chunks, so that chunks can be split again."""
         rows = check_rows(rows, len(self), bucket)
         lengths = span_lengths(rows, begins, lengths, self._lengths_of(rows))
-        return self._gathered(rows, begins, lengths, bucket, pad_value)
+        return self._collate_spans(rows, begins, lengths, bucket, pad_value)
 
     def _lengths_of(self, rows: np.ndarray) -> np.ndarray:
-        """`[B]`: those of the chunks in the rows; 0 of an empty one."""
+        """Returns the `[B]` lengths of the chunks in the rows, 0 for empty rows."""
         return np.where(rows == EMPTY_ROW, 0, self.lengths[rows])
 
-    def _gathered(
+    def _collate_spans(
         self,
         rows: np.ndarray,
         begins: np.ndarray,
@@ -198,8 +204,8 @@ class _GatheredChunks(ChunkSource):
         bucket: Bucket,
         pad_value: PadValue,
     ) -> Batch:
-        examples, first = self._spans(rows)
+        examples, starts = self._spans(rows)
         examples = np.where(rows == EMPTY_ROW, EMPTY_ROW, examples)
         return self._source.collate_spans(
-            examples, first + begins, lengths, bucket, pad_value=pad_value
+            examples, starts + begins, lengths, bucket, pad_value=pad_value
         )

@@ -1,4 +1,4 @@
-"""Rows of examples -> one numpy `Batch` of the bucket's shape."""
+"""Collates rows of examples into one numpy `Batch` of a bucket's shape."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxbucket.data.example import (
     matching_arrays,
     sequence_groups,
 )
-from jaxbucket.data.row_checks import beyond
+from jaxbucket.data.row_checks import too_long_error
 from jaxbucket.data.segments import row_mask, row_segments, with_segments
 from jaxbucket.packing.sequences import check_capacities
 
@@ -38,10 +38,11 @@ def collate_rows(
 ) -> Batch:
     """Returns one batch of the bucket's shape; `unbatch` is the inverse.
 
-    An example is a dict of arrays. Its sequences, `[n, ...]` each with the same n, are
-    padded to `[T, ...]`; everything else is stacked as it is. With `max_segments` a row
-    has several examples, one after another, and what is not a sequence is stacked to
-    `[B, max_segments, ...]`, zeros after the last example.
+    An example is a dict of arrays. Its sequence features, which have shape `[n, ...]`
+    with a common length n, are padded to `[T, ...]`; all other features are stacked.
+    With `max_segments`, each row holds several examples one after another, and features
+    that are not sequences are stacked to `[B, max_segments, ...]`, with zeros after the
+    last example of a row.
 
     Example:
       >>> from jaxbucket.data.uncollate import unbatch
@@ -63,8 +64,8 @@ def collate_rows(
       >>> unbatch(packed, max_segments=2)[1]
       {'tokens': array([5]), 'label': array(0)}
 
-    Several sequences with lengths of their own have a capacity each, T together, and
-    segment ids each:
+    Examples may have several sequences with different lengths. Each sequence then has
+    its own capacity, and its own segment ids; the capacities add up to T:
 
       >>> pair = {"inputs": [7, 3, 5], "targets": [9]}
       >>> capacities = {"inputs": 4, "targets": 2}
@@ -73,95 +74,102 @@ def collate_rows(
       (array([[7, 3, 5, 0]]), array([[9, 0]]))
 
     Args:
-      rows: at most B examples, None for an empty row. Rows beyond are empty. With
-        `max_segments`, at most so many examples for each row.
+      rows: up to B examples; None for an empty row, and missing rows are empty. With
+        `max_segments`, each entry is a list of up to `max_segments` examples.
       bucket: the shape (B, T).
-      like: an example to take names, dtypes and trailing shapes from; by default the
-        first of `rows`. Needed where all rows are empty.
-      sequences: the features that are padded, by default all that have a leading
-        axis. The first of them names the entry in `segment_ids` and `positions`. With
-        `capacities`, name -> the features that are as long as this sequence; by default
-        none but itself.
-      pad_value: what fills the sequences after their end, and in empty rows: name ->
-        number, 0 for those without one. A number alone is of the only one there is.
-      truncate: cut examples longer than T instead of refusing them.
-      max_segments: the most examples of a row, where rows are packed.
-      capacities: what a row holds of each of several sequences; T is their sum.
+      like: an example that determines names, dtypes and trailing shapes. By default the
+        first example of `rows`. Required if all rows are empty.
+      sequences: names of the features that are padded. By default all features with a
+        leading axis. The first one names the entry in `segment_ids` and `positions`.
+        With `capacities`: a mapping from each sequence to the features that share its
+        length, by default only itself.
+      pad_value: number that fills padded positions and empty rows, or a mapping from
+        sequence feature to number (0 for features not named). A single nonzero number
+        is allowed only if there is one sequence feature.
+      truncate: whether to truncate examples longer than T instead of raising.
+      max_segments: maximum number of examples in a packed row; None for unpacked rows.
+      capacities: mapping from each sequence to its share of a row's T tokens.
+
+    Returns:
+      The batch, with new numpy arrays.
 
     Raises:
-      ValueError: if an example is longer than T, or those of a row are together, or it
-        has length 0, or differs from `like` in its features, dtypes or trailing shapes;
-        if its sequences differ in length, or one is ragged; if `pad_value` is one
-        number other than 0 for several, names no sequence, or is beyond a dtype; if
-        capacities are not T together; if there are more than B rows, or more than
-        `max_segments` in one of them, or only empty ones and no `like`; if packed ones
-        are to be truncated.
+      ValueError: if an example, or the examples of a row together, are longer than T;
+        if an example is empty, or differs from `like` in its features, dtypes or
+        trailing shapes; if its sequences differ in length or are ragged; if `pad_value`
+        is one nonzero number for several features, names an unknown feature, or does
+        not fit a dtype; if the capacities do not add up to T; if there are more than B
+        rows, or more than `max_segments` examples in a row; if all rows are empty and
+        `like` is missing; or if `truncate` is set for packed rows.
     """
     if len(rows) > bucket.batch_size:
         raise ValueError(
-            f"`rows` has {len(rows)} entries, more than the {bucket.batch_size} of "
-            f"bucket {bucket}."
+            f"`rows` has {len(rows)} entries, but bucket {bucket} has "
+            f"{bucket.batch_size} rows. Pass at most {bucket.batch_size} entries."
         )
     if max_segments is not None:
         check_positive("max_segments", max_segments)
     segments = [_segments(row, x, max_segments) for row, x in enumerate(rows)]
     if max_segments is not None and truncate:
         raise ValueError(
-            f"`truncate=True` and `max_segments={max_segments}`: what does not fit is "
-            "put into another row. Leave out either."
+            f"`truncate=True` is not supported for packed rows "
+            f"(`max_segments={max_segments}`). Remove `truncate`, and move examples "
+            "that do not fit to a different row."
         )
     template = _template(segments, like)
     groups = sequence_groups(template, sequences, capacities)
     seq_lens = _seq_lens(bucket, groups, capacities)
     widths = {name: seq_lens[key] for key, names in groups.items() for name in names}
-    # Of examples, which all features that are not sequences begin with.
-    places = (bucket.batch_size, *(() if max_segments is None else (max_segments,)))
-    features = _padding(template, widths, places, pad_value)
-    size = (bucket.batch_size, max_segments or 1)
-    lengths = {key: np.zeros(size, np.int64) for key in groups}
+    # The leading axes of all features that are not sequences.
+    leading = (bucket.batch_size, *(() if max_segments is None else (max_segments,)))
+    features = _padding(template, widths, leading, pad_value)
+    lengths_shape = (bucket.batch_size, max_segments or 1)
+    lengths = {key: np.zeros(lengths_shape, np.int64) for key in groups}
     for row, examples in enumerate(segments):
         for segment, example in enumerate(examples):
             arrays = matching_arrays(example, template, list(widths), row)
             for key, names in groups.items():
-                begin, seq_len = int(lengths[key][row].sum()), seq_lens[key]
-                end = begin + common_length(arrays, names, row)
+                start, seq_len = int(lengths[key][row].sum()), seq_lens[key]
+                end = start + common_length(arrays, names, row)
                 if end > seq_len and not truncate:
-                    of = "" if capacities is None else f" of {key!r}"
-                    raise beyond(row, end, seq_len, of, max_segments is not None)
+                    suffix = "" if capacities is None else f" of {key!r}"
+                    packed = max_segments is not None
+                    raise too_long_error(row, end, seq_len, suffix, packed)
                 end = min(end, seq_len)
                 for name in names:
-                    features[name][row, begin:end] = arrays[name][: end - begin]
-                lengths[key][row, segment] = end - begin
+                    features[name][row, start:end] = arrays[name][: end - start]
+                lengths[key][row, segment] = end - start
             for name in arrays.keys() - widths.keys():
-                features[name][(row, segment)[: len(places)]] = arrays[name]
+                features[name][(row, segment)[: len(leading)]] = arrays[name]
     if max_segments is None and capacities is None:
         (key,) = groups
         return with_segments(features, key, row_mask(lengths[key][:, 0], bucket))
-    made = {key: row_segments(lengths[key], seq_lens[key]) for key in groups}
+    segment_arrays = {key: row_segments(lengths[key], seq_lens[key]) for key in groups}
     return Batch(
         features,
-        {key: ids for key, (ids, _) in made.items()},
-        {key: positions for key, (_, positions) in made.items()},
+        {key: ids for key, (ids, _) in segment_arrays.items()},
+        {key: positions for key, (_, positions) in segment_arrays.items()},
     )
 
 
 def _segments(
     row: int, entry: Example | Sequence[Example] | None, max_segments: int | None
 ) -> Sequence[Example]:
-    """The examples of a row."""
+    """Returns the examples of a row, of which there may be none."""
     if entry is None:
         return ()
     if max_segments is None:
         return (cast(Example, entry),)
     if isinstance(entry, Mapping) or not isinstance(entry, Sequence):
         raise ValueError(
-            f"Row {row} is a {type(entry).__name__}: with `max_segments` give a list "
-            "of its examples."
+            f"Row {row} is a {type(entry).__name__}. With `max_segments`, pass a list "
+            "of examples for each row."
         )
     if len(entry) > max_segments:
         raise ValueError(
             f"Row {row} has {len(entry)} examples, more than `max_segments="
-            f"{max_segments}`. Put them into another row, or raise it."
+            f"{max_segments}`. Move some to a different row, or increase "
+            "`max_segments`."
         )
     return entry
 
@@ -169,7 +177,7 @@ def _segments(
 def _template(
     segments: Sequence[Sequence[Example]], like: Example | None
 ) -> dict[str, np.ndarray]:
-    """An example that says which features all have, by default the first one."""
+    """Returns the features of `like`, by default of the first example, as arrays."""
     row = None
     if like is None:
         filled = (
@@ -177,7 +185,7 @@ def _template(
         )
         row, like = next(filled, (None, None))
     if like is None:
-        raise ValueError("All rows are empty: pass `like=`, an example of the source.")
+        raise ValueError("All rows are empty. Pass `like=`, an example of the source.")
     template = as_arrays(like, row)
     check_numbers(template)
     return template
@@ -186,14 +194,15 @@ def _template(
 def _seq_lens(
     bucket: Bucket, groups: Iterable[str], capacities: Mapping[str, int] | None
 ) -> dict[str, int]:
-    """T of each sequence."""
+    """Returns the number of tokens that a row has for each sequence."""
     if capacities is None:
         return dict.fromkeys(groups, bucket.seq_len)
     capacities = check_capacities(capacities)
     if sum(capacities.values()) != bucket.seq_len:
         raise ValueError(
-            f"`capacities={capacities}` are {sum(capacities.values())} together, and "
-            f"bucket {bucket} has `seq_len={bucket.seq_len}`: it must be their sum."
+            f"`capacities={capacities}` add up to {sum(capacities.values())}, but "
+            f"bucket {bucket} has `seq_len={bucket.seq_len}`. Pass capacities that add "
+            "up to `seq_len`."
         )
     return capacities
 
@@ -201,21 +210,21 @@ def _seq_lens(
 def _padding(
     template: dict[str, np.ndarray],
     widths: dict[str, int],
-    places: tuple[int, ...],
+    leading: tuple[int, ...],
     pad_value: PadValue,
 ) -> dict[str, np.ndarray]:
-    """The features of a batch before an example is in it.
+    """Returns the features of a batch without examples.
 
     Args:
       template: the features of an example.
-      widths: T of those which are sequences, `[B, T, ...]` and padded.
-      places: of examples, `[B]` or `[B, max_segments]`, which all others begin with.
-      pad_value: what fills the sequences.
+      widths: mapping from each sequence feature to its number of tokens in a row.
+      leading: leading axes of all other features, `[B]` or `[B, max_segments]`.
+      pad_value: value that fills the sequences.
     """
     pads = pad_arrays(pad_value, {name: template[name].dtype for name in widths})
     return {
-        name: np.full((places[0], widths[name], *value.shape[1:]), pads[name])
+        name: np.full((leading[0], widths[name], *value.shape[1:]), pads[name])
         if name in widths
-        else np.zeros((*places, *value.shape), value.dtype)
+        else np.zeros((*leading, *value.shape), value.dtype)
         for name, value in template.items()
     }

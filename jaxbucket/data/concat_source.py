@@ -1,4 +1,4 @@
-"""A source whose examples run on from row to row, so that every row is full."""
+"""A source that concatenates examples and splits them, so that every row is full."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxbucket.data.part_source import PartSource
 from jaxbucket.data.source import Source, contents
 from jaxbucket.packing.rows import Packing
 
-# Another key than those of schedules, which may have the same seed.
+# Separates this permutation from those of schedules with the same seed.
 _CONCAT = 0xC0A7
 
 
@@ -27,16 +27,16 @@ def concat_then_split(
     seed: int = 0,
     sequences: Sequence[str] | None = None,
 ) -> ConcatSource:
-    """Returns the source with examples end to end, cut where rows of T tokens end.
+    """Concatenates shuffled examples and splits them into rows of T tokens.
 
-    An index of it is a part of an example, and `packing` says which parts fill a row:
-    all rows but the last are full. No token is lost, and none is in two rows. Which
-    part of the same length takes a place is drawn in every epoch; where examples are
-    cut depends on the seed alone.
+    Each element of the returned source is a part of an example. Its `packing` assigns
+    the parts to rows, of which all but the last are full. Every token is in exactly one
+    row. The points at which examples are split depend on the seed alone; parts of equal
+    length exchange their ranks at random in every epoch.
 
-    Parts in a row do not see one another where attention has their segment ids. Where
-    it may run across them, as in some pretraining, leave these out, and count positions
-    by `jnp.arange(T)`.
+    Attention that uses the segment ids keeps the parts of a row apart. To attend across
+    parts, as some pretraining does, ignore the segment ids and use `jnp.arange(T)` as
+    positions.
 
     Example:
       >>> examples = [{"x": [1] * 5}, {"x": [2] * 4}, {"x": [3] * 3}]
@@ -47,30 +47,32 @@ def concat_then_split(
       [[1, 1, 1, 1], [1], [3, 3, 3], [2, 2, 2, 2]]
 
     Args:
-      source: examples by index.
-      max_seq_len: T of every row.
-      lengths: `[N]` integers, those of the examples, from `measure_lengths`.
-      seed: of the order in which examples stand end to end.
-      sequences: the features that are cut, by default all with a leading axis.
+      source: random-access source of examples.
+      max_seq_len: number of tokens T in every row.
+      lengths: `[N]` integers, the lengths of the examples, from `measure_lengths`.
+      seed: seed of the order in which examples are concatenated.
+      sequences: names of the features that are split. By default all features with a
+        leading axis.
+
+    Returns:
+      The source of parts, with the rows that they fill as `packing`.
 
     Raises:
-      ValueError: if `max_seq_len` is not positive, or the lengths or the sequences are
-        not those of the source. And from a part, if its example cannot be read or is
-        not as long as it was measured.
+      ValueError: if `max_seq_len` is not positive, or `lengths` or `sequences` do not
+        match the source. Reading a part raises if its example cannot be read or its
+        length has changed.
     """
     return ConcatSource(source, max_seq_len, lengths, seed, sequences)
 
 
 class ConcatSource(PartSource):
-    """What `concat_then_split` returns.
+    """The source that `concat_then_split` returns.
 
     Attributes:
-      lengths: `[M]` int32, those of the parts; not to be written to.
-      packing: the rows that they fill.
-      sequences: the features that are cut; None for all with a leading axis.
+      lengths: `[M]` int32, the lengths of the parts, read-only.
+      packing: the rows that the parts fill.
+      sequences: names of the features that are split; None for all with a leading axis.
     """
-
-    _before = ", before it was cut,"
 
     def __init__(
         self,
@@ -90,9 +92,9 @@ class ConcatSource(PartSource):
         starts = np.unique(np.concatenate([rows, ends[:-1]]))
         self.lengths = np.diff(starts, append=total).astype(np.int32)
         self.lengths.setflags(write=False)
-        places = np.searchsorted(ends, starts, side="right")
-        self._examples = order[places]
-        self._begins = starts - (ends[places] - lengths[self._examples])
+        ranks = np.searchsorted(ends, starts, side="right")
+        self._examples = order[ranks]
+        self._begins = starts - (ends[ranks] - lengths[self._examples])
         splits = np.append(np.searchsorted(starts, rows), len(starts))
         most = int(np.diff(splits).max())
         self.packing = Packing((seq_len,), self.lengths, splits, most)
@@ -107,6 +109,6 @@ class ConcatSource(PartSource):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """32 hex digits that name the source, as `contents` does, and how it is cut."""
+        """32 hex digits that identify the source and how it is split."""
         parts = (self._examples.astype("<i8"), self._begins.astype("<i8"))
         return digest(contents(self._source).encode(), *(x.data for x in parts))

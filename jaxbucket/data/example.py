@@ -1,7 +1,7 @@
-"""One example of a source: a dict of arrays, of which some are sequences.
+"""One example of a source: a dict of arrays, some of which are sequences.
 
-Its sequences, `[n, ...]` each with the same n, are what is padded and cut; everything
-else is one for the whole example.
+The sequence features have shape `[n, ...]` with a common length n, and are padded,
+truncated or split. All other features have one value for the whole example.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 Example: TypeAlias = Mapping[str, ArrayLike]
-# Names of features, or those of each of several sequences.
+# Names of features; with several sequences, a mapping from each to its features.
 Sequences: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]] | None
-# Name -> (dtype, shape).
+# Mapping from feature name to (dtype, shape).
 Features: TypeAlias = Mapping[str, tuple[str, Sequence[int]]]
 
 
@@ -25,17 +25,17 @@ def as_arrays(example: Example, row: int | None = None) -> dict[str, np.ndarray]
 
     Args:
       example: a dict of arrays.
-      row: where it stands in a batch or a file, for messages.
+      row: index of the example in its batch or file, for messages.
 
     Raises:
-      ValueError: if the example is not a dict, or a feature is ragged or has values
-        that are masked.
+      ValueError: if the example is not a dict, or a feature is ragged or has masked
+        values.
     """
     if not isinstance(example, Mapping):
         where = "The example" if row is None else f"Row {row}"
         raise ValueError(
-            f"{where} is a {type(example).__name__}, not a dict of arrays. Name "
-            'what it holds, for example {"tokens": array}.'
+            f"{where} is a {type(example).__name__}, not a dict of arrays. Pass "
+            'a dict, for example {"tokens": array}.'
         )
     return {name: _as_array(name, value, row) for name, value in example.items()}
 
@@ -44,25 +44,24 @@ def _as_array(name: str, value: ArrayLike, row: int | None) -> np.ndarray:
     feature = "Feature" if row is None else f"Row {row}: feature"
     if np.ma.is_masked(value):
         raise ValueError(
-            f"{feature} {name!r} is a masked array, and a batch has no room for its "
-            "mask. Fill it by `.filled(0)`, and make the mask a feature of its own."
+            f"{feature} {name!r} is a masked array, and a batch cannot store its mask. "
+            "Fill it by `.filled(0)`, and pass the mask as a separate feature."
         )
     try:
         array = np.asarray(value)
         if array.dtype.kind == "S" and not isinstance(value, np.ndarray):
-            # Arrays of bytes forget zeros at the end.
+            # Arrays of bytes drop trailing zero bytes.
             array = np.asarray(value, object)
         return array
     except ValueError:
         raise ValueError(
-            f"{feature} {name!r} is ragged, so that it is not an array. Give "
-            "all of its positions the same number of values, as in [n, 3], or flatten "
-            "it to [n]."
+            f"{feature} {name!r} is ragged, so it cannot be an array. Give all "
+            "positions the same number of values, as in [n, 3], or flatten it to [n]."
         ) from None
 
 
 def copied(example: Example) -> dict[str, np.ndarray]:
-    """Returns the features as new arrays, with copies of the objects that they hold.
+    """Returns the features as new arrays, including copies of contained objects.
 
     Raises:
       ValueError: if the example is not a dict, or an object cannot be copied.
@@ -78,13 +77,13 @@ def _copied(name: str, array: np.ndarray) -> np.ndarray:
     except Exception as error:
         raise ValueError(
             f"Feature {name!r} holds an object that cannot be copied: "
-            f"{type(error).__name__}: {error}. Leave it out, or give what it is made "
-            "of, such as a path or bytes."
+            f"{type(error).__name__}: {error}. Remove it, or pass plain data "
+            "instead, such as a path or bytes."
         ) from error
 
 
 def features_of(example: Example | None) -> Features:
-    """Returns the dtype and the shape of each feature; nothing without an example.
+    """Returns the dtype and shape of each feature, empty if `example` is None.
 
     Example:
       >>> features_of({"x": [1.0, 2.0]})
@@ -95,7 +94,7 @@ def features_of(example: Example | None) -> Features:
 
 
 def example_of(features: Features) -> Example | None:
-    """Returns an example that has such features; None where there are none."""
+    """Returns an example of zeros with these features, or None if there are none."""
     if not features:
         return None
     return {name: np.zeros(shape, dtype) for name, (dtype, shape) in features.items()}
@@ -104,51 +103,56 @@ def example_of(features: Features) -> Example | None:
 def sequence_names(
     arrays: Mapping[str, np.ndarray], sequences: Sequence[str] | None
 ) -> list[str]:
-    """Returns the features that have a position for each token, `[n, ...]`.
+    """Returns the names of the sequence features, which have shape `[n, ...]`.
 
     Args:
       arrays: the features of an example.
-      sequences: their names, by default those of all with a leading axis.
+      sequences: names of the sequence features. By default all features with a leading
+        axis.
 
     Raises:
-      ValueError: if there are none, or one that is named has no leading axis.
+      ValueError: if there are none, or a named feature has no leading axis.
     """
     if sequences is None:
         names = [name for name, value in arrays.items() if value.ndim]
-        remedy = "Give it an array with a leading axis of positions."
+        remedy = "Add a feature that has one entry per token, `[n, ...]`."
     else:
         names = listed_names(sequences)
         missing = [n for n in names if n not in arrays or not arrays[n].ndim]
         if missing:
             raise ValueError(
-                f"`sequences={names}`: {missing} are not arrays with a leading axis "
-                f"in an example with features {sorted(arrays)}."
+                f"`sequences={names}`: {missing} are not arrays with a leading axis. "
+                f"The example has features {sorted(arrays)}."
             )
         remedy = "Name at least one in `sequences`."
     if not names:
-        raise ValueError(f"The example {sorted(arrays)} has no sequence. {remedy}")
+        raise ValueError(
+            f"The example {sorted(arrays)} has no sequence feature. {remedy}"
+        )
     return names
 
 
 def listed_names(sequences: Sequence[str]) -> list[str]:
-    """Returns the names of sequences, of which one may be given alone.
+    """Returns the names of sequence features as a list; a string is a single name.
 
     Example:
       >>> listed_names("tokens")
       ['tokens']
 
     Raises:
-      ValueError: if one is there twice, or they are of several sequences.
+      ValueError: if a name is repeated, or `sequences` is a mapping.
     """
     if isinstance(sequences, Mapping):
         raise ValueError(
-            f"`sequences={dict(sequences)}` is of several sequences, which only packed "
-            "rows hold, by `jb.packing.pack` with a capacity for each. Name "
-            "those of one by a list."
+            f"`sequences={dict(sequences)}` names several sequences, which requires "
+            "packing with capacities, `jb.packing.pack`. Pass a list of names for a "
+            "single sequence."
         )
     names = [sequences] if isinstance(sequences, str) else list(sequences)
     if len(set(names)) < len(names):
-        raise ValueError(f"`sequences={names}` has a feature twice. Name each once.")
+        raise ValueError(
+            f"`sequences={names}` repeats a feature. Name each feature once."
+        )
     return names
 
 
@@ -157,17 +161,18 @@ def sequence_groups(
     sequences: Sequences,
     capacities: Mapping[str, int] | None = None,
 ) -> dict[str, list[str]]:
-    """Returns the features that share the lengths of each sequence, by its name.
+    """Returns the features of each sequence, which share its length.
 
     Args:
       arrays: the features of an example.
-      sequences: their names, or for several sequences name -> names; by default all
-        with a leading axis, or of several each alone.
-      capacities: what a row holds of each sequence; None if an example has one.
+      sequences: names of the sequence features, or for several sequences a mapping from
+        each to its features. By default all features with a leading axis; for several
+        sequences, each one alone.
+      capacities: capacity of a row for each sequence; None for a single sequence.
 
     Raises:
-      ValueError: if one has no leading axis, or is in two groups, or in that of
-        another name than `capacities` have.
+      ValueError: if a named feature has no leading axis or belongs to two sequences, or
+        if the sequences are not those of `capacities`.
     """
     if capacities is None:
         names = sequence_names(arrays, cast(Sequence[str] | None, sequences))
@@ -176,7 +181,7 @@ def sequence_groups(
         sequences = {name: [name] for name in capacities}
     if not isinstance(sequences, Mapping) or sequences.keys() != capacities.keys():
         raise ValueError(
-            f"`sequences={sequences}` must name the features of each of "
+            f"`sequences={sequences}` must be a mapping with the features of each of "
             f"{sorted(capacities)}."
         )
     groups = {
@@ -187,69 +192,76 @@ def sequence_groups(
     }
     features = [name for names in groups.values() for name in names]
     if len(set(features)) < len(features):
-        raise ValueError(f"`sequences={dict(sequences)}` has a feature twice.")
+        raise ValueError(
+            f"`sequences={dict(sequences)}` repeats a feature. Name each feature once."
+        )
     return groups
 
 
 def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises a ValueError if a feature is text, an object or a time."""
+    """Raises a ValueError if a feature is text, an object, a date or a duration."""
     for name, value in arrays.items():
         if value.dtype.kind in "USO":
             raise ValueError(
-                f"Feature {name!r} is text or an object, {value.dtype}: a batch is "
-                "made of numbers, so leave it out."
+                f"Feature {name!r} is text or an object, {value.dtype}, but a batch "
+                "contains only numbers. Remove it, or encode it as numbers."
             )
         if value.dtype.kind in "mM":
             raise ValueError(
-                f"Feature {name!r} is a time, {value.dtype}, which jax does not have: "
-                'give the number, `x.astype("int64")`, or leave it out.'
+                f"Feature {name!r} is a time, {value.dtype}, which jax does not "
+                'support. Convert it by `x.astype("int64")`, or remove it.'
             )
 
 
 def matching_arrays(
     example: Example, template: dict[str, np.ndarray], names: list[str], row: int
 ) -> dict[str, np.ndarray]:
-    """Returns the features as arrays, which are as those of another example.
+    """Returns the features as arrays, after checking them against a template.
 
     Args:
       example: a dict of arrays.
-      template: the features of the other example, as arrays.
-      names: which of them are sequences; only their lengths may differ.
-      row: where the example stands in a batch or a file, for messages.
+      template: the expected features, as arrays.
+      names: names of the sequence features, whose lengths may differ.
+      row: index of the example in its batch or file, for messages.
 
     Raises:
-      ValueError: if names, dtypes or shapes differ.
+      ValueError: if the names, dtypes or shapes differ.
     """
     arrays = as_arrays(example, row)
     if arrays.keys() != template.keys():
         raise ValueError(
-            f"Row {row} has features {sorted(example)}, others have "
+            f"Row {row} has features {sorted(example)}, but others have "
             f"{sorted(template)}. Give every example the same features."
         )
     for name, value in arrays.items():
-        drop = 1 if name in names else 0
-        is_as = (value.dtype, value.ndim, value.shape[drop:])
+        skip = 1 if name in names else 0
         expected = template[name]
-        if is_as != (expected.dtype, expected.ndim, expected.shape[drop:]):
+        if (value.dtype, value.ndim, value.shape[skip:]) != (
+            expected.dtype,
+            expected.ndim,
+            expected.shape[skip:],
+        ):
             if value.dtype.kind in "USO":
                 raise ValueError(
-                    f"Row {row}: feature {name!r} is text or an object, "
-                    f"{value.dtype}: a batch is made of numbers, so leave it out."
+                    f"Row {row}: feature {name!r} is text or an object, {value.dtype}, "
+                    "but a batch contains only numbers. Remove it, or encode it as "
+                    "numbers."
                 )
             raise ValueError(
-                f"Row {row}: feature {name!r} is {value.dtype}{list(value.shape)}, in "
-                f"the first example {expected.dtype}{list(expected.shape)}. Give all "
-                "examples one dtype and one shape behind the sequence axis, or name "
-                "the features with a sequence axis in `sequences`."
+                f"Row {row}: feature {name!r} is {value.dtype}{list(value.shape)}, but "
+                f"{expected.dtype}{list(expected.shape)} in the first example. Give "
+                "all examples the same dtype and the same shape after the sequence "
+                "axis, or name the features with a sequence axis in `sequences`."
             )
     return arrays
 
 
 def example_length(example: Example, sequences: Sequence[str] | None = None) -> int:
-    """Returns the common length of an example's sequences.
+    """Returns the common length of an example's sequence features.
 
     Raises:
-      ValueError: if there is none, or they differ, or the example is not a dict.
+      ValueError: if there are no sequences, if their lengths differ, or if the example
+        is not a dict.
     """
     arrays = as_arrays(example)
     return common_length(arrays, sequence_names(arrays, sequences))
@@ -258,16 +270,16 @@ def example_length(example: Example, sequences: Sequence[str] | None = None) -> 
 def example_lengths(
     example: Example, sequences: Sequences, capacities: Mapping[str, int] | None
 ) -> dict[str, int]:
-    """Returns the length of each sequence, by its name.
+    """Returns the length of each sequence.
 
     Args:
       example: a dict of arrays.
-      sequences: the features that share the lengths of each sequence, name -> names.
-      capacities: what a row holds of each sequence; None if an example has one.
+      sequences: mapping from each sequence to its features, which share its length.
+      capacities: capacity of a row for each sequence; None for a single sequence.
 
     Raises:
-      ValueError: if there is none, or those of one differ, or the example is not a
-        dict.
+      ValueError: if there are no sequences, if the features of one differ in length, or
+        if the example is not a dict.
     """
     arrays = as_arrays(example)
     groups = sequence_groups(arrays, sequences, capacities)
@@ -277,26 +289,26 @@ def example_lengths(
 def common_length(
     arrays: Mapping[str, np.ndarray], names: list[str], row: int | None = None
 ) -> int:
-    """Returns n, the length that all sequences of an example have.
+    """Returns n, the common length of the sequence features.
 
     Args:
       arrays: the features of the example.
-      names: which of them are sequences.
-      row: where it stands in a batch or a file, for messages.
+      names: names of the sequence features.
+      row: index of the example in its batch or file, for messages.
 
     Raises:
-      ValueError: if they differ, or it is 0.
+      ValueError: if the lengths differ or are 0.
     """
     where = "The example" if row is None else f"Row {row}"
     lengths = {name: len(arrays[name]) for name in names}
     if len(set(lengths.values())) != 1:
         raise ValueError(
-            f"{where} has sequences of different lengths, {lengths}. Name those that "
-            "share one in `sequences`."
+            f"{where} has sequences of different lengths, {lengths}. Name the features "
+            "that share a length in `sequences`."
         )
     length = lengths[names[0]]
     if length == 0:
         raise ValueError(
-            f"{where} has length 0. Leave empty examples out of the source."
+            f"{where} has length 0. Remove empty examples from the source."
         )
     return length

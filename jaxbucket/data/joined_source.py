@@ -1,4 +1,4 @@
-"""Several sources as one, end to end."""
+"""Concatenates several sources into one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jaxbucket.data.source import RowSource, Source, SpanSource, fingerprints
 
 
 def concatenate(sources: Sequence[Source]) -> Source:
-    """Returns several sources as one, for a `Mixture` or one schedule over all.
+    """Concatenates several sources, for a `Mixture` or for one schedule over all.
 
-    It gathers rows at once if all of them do.
+    If all sources gather whole batches, as token files do, so does the returned source.
 
     Example:
       >>> both = concatenate([["a", "b"], ["c"]])
@@ -28,18 +28,18 @@ def concatenate(sources: Sequence[Source]) -> Source:
       (3, 'c')
 
     Args:
-      sources: one or more, whose examples have the same features.
+      sources: one or more sources, whose examples have the same features.
 
     Returns:
-      A source of the examples of the first, then those of the next.
+      A source of the examples of the first source, followed by those of the next ones.
 
     Raises:
-      ValueError: if there is none, or sources that gather rows have other features,
-        dtypes or trailing shapes.
+      ValueError: if `sources` is empty, or if sources that gather batches differ in
+        features, dtypes or trailing shapes.
     """
     sources = list(sources)
     if not sources:
-        raise ValueError("`sources` is empty: give at least one.")
+        raise ValueError("`sources` is empty. Pass at least one source.")
     gathering = [source for source in sources if isinstance(source, RowSource)]
     if len(gathering) < len(sources):
         return _Concatenation(sources)
@@ -53,7 +53,8 @@ def _check_alike(sources: Sequence[RowSource]) -> None:
     names = {tuple(source.sequences) for source in sources}
     if len(names) > 1:
         raise ValueError(
-            f"`sources` have sequences {sorted(names)}. Give all the same ones."
+            f"`sources` differ in their sequence features: {sorted(names)}. Pass "
+            "sources with the same ones."
         )
     template = as_arrays(sources[0][0])
     for number, source in enumerate(sources):
@@ -61,7 +62,7 @@ def _check_alike(sources: Sequence[RowSource]) -> None:
             matching_arrays(source[0], template, list(source.sequences), 0)
         except ValueError as error:
             raise ValueError(
-                f"`sources[{number}]` is not as `sources[0]`: {error}"
+                f"`sources[{number}]` differs from `sources[0]`: {error}"
             ) from None
 
 
@@ -72,7 +73,7 @@ class _Concatenation:
 
     @property
     def fingerprint(self) -> str:
-        """Names the sources that can name themselves."""
+        """A digest of the fingerprints of the sources and of their lengths."""
         return digest(f"{fingerprints(self._sources)}\n{self._ends}".encode())
 
     def __len__(self) -> int:
@@ -115,7 +116,7 @@ class _RowConcatenation(_Concatenation):
     def _merged(
         self, rows: np.ndarray, gather: Callable[[Any, np.ndarray], Batch]
     ) -> Batch:
-        """One batch of what each source gathers, of which the other rows are empty."""
+        """Merges the batches of all sources, each of which fills only its own rows."""
         which = np.searchsorted(self._ends, rows, side="right")
         which[rows == EMPTY_ROW] = EMPTY_ROW
         present = [int(k) for k in np.unique(which) if k != EMPTY_ROW] or [0]
@@ -125,9 +126,9 @@ class _RowConcatenation(_Concatenation):
             parts.append(gather(self._sources[k], local))
         merged, *others = parts
         for k, part in zip(present[1:], others, strict=True):
-            for into, values in zip(merged, part, strict=True):
-                for name in into:
-                    into[name][which == k] = values[name][which == k]
+            for target, values in zip(merged, part, strict=True):
+                for name in target:
+                    target[name][which == k] = values[name][which == k]
         return merged
 
 

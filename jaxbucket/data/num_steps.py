@@ -1,4 +1,4 @@
-"""Where a run begins and ends, in steps of its schedule."""
+"""Where a run starts and ends, in steps of its schedule."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from jaxbucket.schedule.base import Schedule
 
 
 class RunEnd(NamedTuple):
-    """Where a run ends: at a step, or after some epochs of whatever schedule it has."""
+    """The end of a run: a step, or a number of epochs of its schedule."""
 
     num_steps: int = 0
     num_epochs: int | None = None
 
     def step(self, schedule: Schedule) -> int:
-        """Returns the first step that does not belong to the run."""
+        """Returns the first step after the run."""
         if self.num_epochs is None:
             return self.num_steps
         return schedule.first_step + self.num_epochs * len(schedule)
 
 
 def run_end(num_steps: float | None, num_epochs: int | None) -> RunEnd | None:
-    """Returns where a run ends; None if neither argument says so.
+    """Returns the end of a run, or None if neither argument is given.
 
     Raises:
-      ValueError: if both are given, or one is not such a number.
+      ValueError: if both are given, or the one given is not a valid number.
     """
     if num_steps is not None and num_epochs is not None:
         raise ValueError(
-            f"`num_steps={num_steps}` and `num_epochs={num_epochs}` both say where "
-            "the run ends. Give one of them."
+            f"`num_steps={num_steps}` and `num_epochs={num_epochs}` both set the "
+            "end of the run. Pass only one of them."
         )
     if num_epochs is not None:
         return RunEnd(num_epochs=check_positive("num_epochs", num_epochs))
     if num_steps is None:
         return None
-    # Python has no longer sequences.
+    # A Python sequence cannot have more elements.
     endless = num_steps == math.inf
     return RunEnd(sys.maxsize if endless else check_integer("num_steps", num_steps))
 
 
 def epoch_end(schedule: Schedule, step: int) -> RunEnd:
-    """Returns the end of the epoch that `step` is in."""
+    """Returns the end of the epoch that contains `step`."""
     return RunEnd(num_epochs=max(1, (step - schedule.first_step) // len(schedule) + 1))
 
 
 def check_steps(schedule: Schedule, start_step: int, end: RunEnd) -> int:
-    """Returns the step that a run from `start_step` on ends at.
+    """Returns the step at which a run ends.
 
     Raises:
-      ValueError: if it begins before the schedule does, or after its end, or ends
-        beyond the longest sequence that Python knows.
+      ValueError: if `start_step` is before the schedule's first step or after the end
+        of the run, or if the end is beyond `sys.maxsize`.
     """
     first_step, num_steps = schedule.first_step, end.step(schedule)
     if num_steps > sys.maxsize:
         raise ValueError(
-            f"The run ends at step {num_steps}, beyond {sys.maxsize}. Give "
-            "`num_steps=math.inf` for one without end."
+            f"The run ends at step {num_steps}, beyond {sys.maxsize}. Pass "
+            "`num_steps=math.inf` for a run without end."
         )
     if not first_step <= start_step <= num_steps:
         raise ValueError(

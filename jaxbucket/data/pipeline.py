@@ -1,4 +1,4 @@
-"""From a source of examples to a `grain.MapDataset` of batches."""
+"""Builds a `grain.MapDataset` of batches from a source and a schedule."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def batch_dataset(
     pad_value: PadValue = 0,
     transform: Transform | None = None,
 ) -> BatchDataset:
-    """Returns the schedule's batches as a `grain.MapDataset`, numpy arrays.
+    """Returns the schedule's batches as a `grain.MapDataset` of numpy batches.
 
-    Element 0 is the batch of `start_step`, so that resuming takes one integer; where
-    the schedule accumulates, it is a tuple of batches. Only the examples in the rows of
-    `shard` are read.
+    Element 0 is the batch of `start_step`, so a single integer is enough to resume. If
+    the schedule accumulates gradients, each element is a tuple of micro-batches. Only
+    the examples in the rows of `shard` are read.
 
     Example:
       >>> from jaxbucket import BatchSchedule, measure_lengths, plan_buckets
@@ -52,48 +52,55 @@ def batch_dataset(
       [Bucket(batch_size=2, seq_len=3), Bucket(batch_size=2, seq_len=4)]
 
     Args:
-      source: examples by index, the ones that were measured.
-      schedule: which examples fill which bucket at which step.
-      shard: the rows this process loads, from `local_rows(mesh)`; by default all.
-      start_step: the first step to give; by default the schedule's first.
-      num_steps: where the run ends, counted from step 0 and over epochs; `math.inf`
-        for a run without end. By default the end of the epoch that `start_step` is in.
-      num_epochs: the same in epochs of the schedule, instead.
-      sequences: the features that are padded, by default those of the source, if it
-        has its own as a token file has, or else all with a leading axis. Of several
-        sequences with lengths of their own, name -> the features that are as long as
-        this sequence; by default none but itself.
-      pad_value: what fills them after their end: name -> number, 0 for those without
-        one. A number alone is of the only one there is.
-      transform: `(example, rng) -> example`, random augmentation. It gets a copy of
-        the example, arrays, bytes as `[]` of objects: `example["audio"].item()`. And a
-        `np.random.Generator` that depends on the schedule's seed and first step, the
-        epoch and the index of the example alone; where an epoch may have an example
-        several times, on its place, too. Other generators are seeded by what it draws,
-        `rng.integers(2**63)`, or spawned by it. The length has to stay.
+      source: random-access source of the examples whose lengths were measured.
+      schedule: determines which examples fill which bucket at each step.
+      shard: the rows this process loads, from `local_rows(mesh)`. By default all rows.
+      start_step: the step of element 0. By default the schedule's first step.
+      num_steps: the step at which the run ends, counted from step 0 across epochs;
+        `math.inf` for a run without end. By default the run ends with the epoch of
+        `start_step`.
+      num_epochs: the end of the run in epochs of the schedule, as an alternative to
+        `num_steps`.
+      sequences: names of the features that are padded. By default those of the source
+        if it declares them, as a token file does; else all with a leading axis. If
+        examples have several sequences, each with its own length: a mapping from each
+        sequence to the features that share its length, by default only itself.
+      pad_value: number that fills padded positions and empty rows, or a mapping from
+        sequence feature to number (0 for features not named). A single nonzero number
+        is allowed only if there is one sequence feature.
+      transform: random augmentation, `(example, rng) -> example`, which must keep the
+        length. `example` is a copy whose values are arrays; a `bytes` value is a 0-d
+        object array, read by `example["audio"].item()`. `rng` is a
+        `np.random.Generator` determined by the schedule's seed and first step, the
+        epoch and the example's index; if an epoch may contain an example several
+        times, also by its place in the batch. Seed other random generators from it,
+        for example with `rng.integers(2**63)` or `rng.spawn`.
+
+    Returns:
+      The dataset. Its length is the number of steps from `start_step` to the end.
 
     Raises:
-      ValueError: if the source has not one example for each length, the shard's parts
-        do not divide a bucket, or the steps are negative or in the wrong order. And
-        from an element, if an example is not as long as it was measured, or `transform`
+      ValueError: if the numbers of examples and lengths differ, if the shard's parts do
+        not divide a bucket, or if the steps are negative or in the wrong order. Reading
+        an element raises if the length of an example has changed, or if `transform`
         raises, does not return a dict, or changes the length.
     """
     for method in ("__len__", "__getitem__"):
         if not hasattr(source, method):
             raise ValueError(
-                f"`source` is a {type(source).__name__}, without `{method}`: give "
-                "examples by index, such as a list. Of a stream `stream_batches` "
-                "makes batches."
+                f"`source` is a {type(source).__name__}, which has no `{method}`. Pass "
+                "a random-access source, such as a list, or use `stream_batches` for "
+                "a stream of examples."
             )
     if not isinstance(schedule, Schedule):
         raise ValueError(
-            f"`schedule` is a {type(schedule).__name__}: make one by "
+            f"`schedule` is a {type(schedule).__name__}, not a schedule. Pass "
             "`BatchSchedule(plan, lengths)`."
         )
     if not isinstance(shard, RowShard | None):
         raise ValueError(
-            f"`shard` is a {type(shard).__name__}: give "
-            "`jb.sharding.local_rows(mesh)`, or a `jb.data.RowShard`."
+            f"`shard` is a {type(shard).__name__}, not a `RowShard`. Pass "
+            "`jb.sharding.local_rows(mesh)` or a `jb.data.RowShard`."
         )
     reader = BatchReader(
         source,
@@ -107,7 +114,10 @@ def batch_dataset(
 
 
 class BatchDataset(grain.MapDataset[Any]):
-    """What `batch_dataset` returns; elements beyond its length are later steps."""
+    """The dataset that `batch_dataset` returns.
+
+    Indices beyond its length are valid and return the batches of later steps.
+    """
 
     def __init__(
         self, reader: BatchReader, start_step: int | None, end: RunEnd | None = None
@@ -117,33 +127,33 @@ class BatchDataset(grain.MapDataset[Any]):
             start_step = reader.schedule.first_step
         self._reader = reader
         self._start_step = check_integer("start_step", start_step)
-        self._ends_by_itself = end is None
+        self._ends_with_epoch = end is None
         self._end = end or epoch_end(reader.schedule, self._start_step)
         self._num_steps = check_steps(reader.schedule, self._start_step, self._end)
 
     @property
     def schedule(self) -> Schedule:
-        """Which examples are in which rows at which step."""
+        """The schedule that assigns examples to rows at each step."""
         return self._reader.schedule
 
     @property
     def shard(self) -> RowShard:
-        """The rows of every global batch that are loaded."""
+        """The rows of every global batch that this dataset loads."""
         return self._reader.shard
 
     @property
     def sequences(self) -> Sequences:
-        """The features that are padded: those asked for, or the source's own."""
+        """The padded features, as passed or as declared by the source."""
         return self._reader.sequences
 
     @property
     def start_step(self) -> int:
-        """The step that element 0 is of."""
+        """The step of element 0."""
         return self._start_step
 
     @property
     def example(self) -> dict[str, np.ndarray]:
-        """`source[0]` as batches have it, transformed: for `batch_specs`."""
+        """`source[0]` after `transform`, as arrays: an argument for `batch_specs`."""
         return copied(self._reader.like)
 
     def __len__(self) -> int:
@@ -163,24 +173,25 @@ class BatchDataset(grain.MapDataset[Any]):
         step = self._start_step + index
         if step > sys.maxsize:
             raise IndexError(
-                f"`index={index}` is of step {step}, beyond {sys.maxsize}."
+                f"`index={index}` is step {step}, which is beyond {sys.maxsize}."
             )
         return self._reader.read(step)
 
     def position(self, step: int) -> DataPosition:
-        """Returns what to save beside a state that has done `step` updates.
+        """Returns the position to save alongside a state that has done `step` updates.
 
         Args:
-          step: the updates that are done, and so the step to go on with.
+          step: the number of completed updates, which is also the next step.
 
         Returns:
-          The step, and what names the plan, the data and the schedule: `resume`
-          compares them. Of a transform it has the name, not what it does.
+          The step and the fingerprints of the plan, the data and the schedule, which
+          `resume` compares. A transform is identified by its name only, not by its
+          code.
         """
         return _position(self._reader, step)
 
     def resume(self, position: DataPosition) -> BatchDataset:
-        """Returns the batches that follow a position, bit for bit those of its run.
+        """Returns the rest of a run, bit for bit the same, from a saved position.
 
         Example:
           >>> from jaxbucket import BatchSchedule, plan_buckets
@@ -192,36 +203,38 @@ class BatchDataset(grain.MapDataset[Any]):
           (4, 1, 3)
 
         Args:
-          position: what `position` gave in the run that goes on.
+          position: the result of `position` in the run to resume.
+
+        Returns:
+          A dataset that starts at the position's step.
 
         Raises:
           ValueError: if the plan, the data, the seed, the order, `sequences`,
-            `pad_value` or the name of the transform is not what it was; it names what
-            has changed. Or if the run ends before the position, or `position` is not a
-            `DataPosition`.
+            `pad_value` or the name of the transform differs, naming each change; if the
+            run ends before the position; or if `position` is not a `DataPosition`.
         """
         check_position(position)
         reader, end = self._reader, self._end
-        schedule = _continued(reader.schedule, position)
+        schedule = _continue_like(reader.schedule, position)
         if schedule is not reader.schedule:
             reader = dataclasses.replace(reader, schedule=schedule)
-            if self._ends_by_itself:
-                # With the epoch that the position is in, or has just been through.
+            if self._ends_with_epoch:
+                # End with the epoch of the last completed step.
                 end = epoch_end(schedule, position.step - 1)
-        # Before the end, because that of another run says nothing.
+        # Compared first: the end of a different run would be a misleading error.
         position.check_same(_position(reader, position.step))
         if position.step > end.step(schedule):
             raise ValueError(
                 f"The run ends at step {end.step(schedule)}, before the position's "
-                f"step {position.step}. Raise `num_steps` or `num_epochs`."
+                f"step {position.step}. Increase `num_steps` or `num_epochs`."
             )
         return BatchDataset(reader, position.step, end)
 
 
-def _continued(schedule: Schedule, position: DataPosition) -> Schedule:
-    """The schedule, with what the run of the position has deliberately gone on with.
+def _continue_like(schedule: Schedule, position: DataPosition) -> Schedule:
+    """Returns the schedule, continued as the run of the position was.
 
-    That is not a change any more.
+    A run that deliberately continued a different one may then be resumed unchanged.
     """
     continues = position.schedule.get("continues")
     if schedule.continues is not None or continues is None:
@@ -234,8 +247,8 @@ def _continued(schedule: Schedule, position: DataPosition) -> Schedule:
     ):
         raise ValueError(
             f"`position` is damaged: it continues {continues!r} from step "
-            f"{first_step!r} on, and is at step {position.step}. Restore an "
-            "earlier checkpoint."
+            f"{first_step!r} but is at step {position.step}. Restore an earlier "
+            "checkpoint."
         )
     return schedule.beginning_at(first_step, continues)
 
@@ -270,7 +283,7 @@ def _position(reader: BatchReader, step: int) -> DataPosition:
 
 
 def _names(sequences: Sequences) -> Any:
-    """The names of sequences as lists, which JSON has."""
+    """Returns the names of sequences as lists, which JSON supports."""
     if sequences is None:
         return None
     if isinstance(sequences, Mapping):

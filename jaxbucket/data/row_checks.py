@@ -1,4 +1,4 @@
-"""Checks of the rows of a batch, before their tokens are gathered."""
+"""Checks the rows of a batch before their tokens are gathered."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from jaxbucket.base.buckets import Bucket
 
 
 def check_rows(rows: ArrayLike, num_examples: int, bucket: Bucket) -> np.ndarray:
-    """Returns the rows of a batch as int64, so that one can be added to them.
+    """Returns the rows of a batch as int64, which cannot overflow when 1 is added.
 
     Args:
-      rows: `[B]` or `[B, max_segments]` integers, -1 where there is no example.
-      num_examples: how many there are.
+      rows: `[B]` or `[B, max_segments]` integers, -1 for an empty entry.
+      num_examples: number of examples in the source.
       bucket: the shape (B, T).
 
     Raises:
-      ValueError: if they are not integers, or not those of such a batch.
+      ValueError: if the dtype, shape or values of `rows` are invalid.
     """
     rows = np.asarray(rows)
     if rows.dtype.kind not in "iu":
-        raise ValueError(f"`rows` has dtype {rows.dtype}: give integers.")
+        raise ValueError(f"`rows` has dtype {rows.dtype}. Pass integers.")
     if rows.ndim not in (1, 2):
         raise ValueError(
-            f"`rows` has {rows.ndim} dimensions: give [B], or [B, max_segments]."
+            f"`rows` has {rows.ndim} dimensions. Pass `[B]` or `[B, max_segments]`."
         )
     if len(rows) != bucket.batch_size:
         raise ValueError(
             f"`rows` has {len(rows)} entries, but bucket {bucket} has "
-            f"{bucket.batch_size} rows. Give one for each, -1 for an empty one."
+            f"{bucket.batch_size} rows. Pass one entry for each, -1 for an empty row."
         )
     if rows.ndim == 2 and np.any((rows[:, :-1] < 0) & (rows[:, 1:] >= 0)):
         raise ValueError(
-            "`rows` has examples of a row behind an empty place: put -1 behind the "
-            "last of them."
+            "`rows` has an example after an empty entry of the same row. Put all -1 "
+            "entries after the last example."
         )
     if rows.min(initial=0) < EMPTY_ROW or rows.max(initial=0) >= num_examples:
         raise ValueError(
-            f"`rows` has {rows.min()} to {rows.max()}: they must be from 0 to "
-            f"{num_examples - 1}, or -1 for an empty one."
+            f"`rows` has values from {rows.min()} to {rows.max()}. They must be from 0 "
+            f"to {num_examples - 1}, or -1 for an empty row."
         )
     return rows.astype(np.int64, copy=False)
 
 
 def fit_lengths(lengths: np.ndarray, bucket: Bucket, truncate: bool) -> np.ndarray:
-    """Returns the `[B]` lengths that rows of these lengths have in a bucket.
+    """Returns the `[B]` lengths after truncation to the bucket's T.
 
     Raises:
-      ValueError: if one is longer than T, unless it may be truncated.
+      ValueError: if a length exceeds T and `truncate` is False.
     """
     if not truncate and lengths.max(initial=0) > bucket.seq_len:
         row = int(lengths.argmax())
-        raise beyond(row, lengths[row], bucket.seq_len)
+        raise too_long_error(row, lengths[row], bucket.seq_len)
     return np.minimum(lengths, bucket.seq_len)
 
 
@@ -63,44 +63,44 @@ def span_lengths(
     lengths: np.ndarray,
     example_lengths: np.ndarray,
 ) -> np.ndarray:
-    """Returns the `[B]` lengths of parts of examples, 0 of an empty row.
+    """Returns the `[B]` lengths of spans of examples, 0 for empty rows.
 
     Args:
       rows: `[B]` integers, the example in each row; -1 for an empty row.
-      begins: `[B]` integers, the first token of each part.
-      lengths: `[B]` integers, the tokens it has.
-      example_lengths: `[B]` integers, the tokens that its example has.
+      begins: `[B]` integers, the first token of each span within its example.
+      lengths: `[B]` integers, the number of tokens of each span.
+      example_lengths: `[B]` integers, the lengths of the whole examples.
 
     Raises:
-      ValueError: if a part has no token, or one that its example does not have.
+      ValueError: if a span is empty or not within its example.
     """
     filled = rows != EMPTY_ROW
     inside = (begins >= 0) & (lengths >= 1) & (lengths <= example_lengths - begins)
     if not inside[filled].all():
         row = int(np.argmin(inside | ~filled))
         raise ValueError(
-            f"Row {row}: {lengths[row]} tokens from {begins[row]} on are not a part of "
-            f"example {rows[row]}, which has {example_lengths[row]}. Give at "
-            "least one token, and none beyond its end."
+            f"Row {row}: a span of {lengths[row]} tokens from token {begins[row]} is "
+            f"not within example {rows[row]}, which has {example_lengths[row]} tokens. "
+            "Pass a non-empty span that ends within the example."
         )
     return np.where(filled, lengths, 0)
 
 
-def beyond(
-    row: int, length: int, seq_len: int, of: str = "", packed: bool = False
+def too_long_error(
+    row: int, length: int, seq_len: int, suffix: str = "", packed: bool = False
 ) -> ValueError:
-    """Returns the error of a row that is longer than T.
+    """Returns the error for a row that is longer than T.
 
     Args:
-      row: where it stands in the batch.
-      length: of the row.
+      row: index of the row in the batch.
+      length: length of the row.
       seq_len: T.
-      of: which sequence it is of, for messages.
-      packed: whether a row has several examples.
+      suffix: text that names the sequence, such as " of 'inputs'".
+      packed: whether rows hold several examples.
     """
-    remedy = "Put it into a longer bucket, or pass `truncate=True`."
-    if packed or of:
-        remedy = "Give it fewer examples, or rows that hold more."
+    remedy = "Use a longer bucket, or pass `truncate=True`."
+    if packed or suffix:
+        remedy = "Put fewer examples into the row, or use longer rows."
     return ValueError(
-        f"Row {row} has length {length}{of}, beyond `seq_len={seq_len}`. {remedy}"
+        f"Row {row} has length {length}{suffix}, beyond `seq_len={seq_len}`. {remedy}"
     )

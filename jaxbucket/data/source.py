@@ -1,4 +1,4 @@
-"""Sources of examples: what they must have, and what names their contents."""
+"""Protocols of sources of examples, and digests of their contents."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
 from jaxbucket.data.example import listed_names
 
-# How many examples stand for the contents of all.
+# Number of examples whose contents represent the whole source.
 _SAMPLES = 16
 
 
 class Source(Protocol):
-    """Random access to examples: a list, a `grain` source or `MapDataset`, ..."""
+    """Random access to examples, such as a list, a `grain` source or a `MapDataset`."""
 
     def __len__(self) -> int: ...
 
@@ -28,11 +28,11 @@ class Source(Protocol):
 
 @runtime_checkable
 class RowSource(Protocol):
-    """A source that gathers the rows of a batch at once, such as a `TokenFile`.
+    """A source that gathers all rows of a batch in one call, such as a `TokenFile`.
 
     Attributes:
       lengths: `[N]` int32, known without reading an example.
-      sequences: the features that are padded.
+      sequences: names of the features that are padded.
     """
 
     @property
@@ -52,14 +52,14 @@ class RowSource(Protocol):
 
 @runtime_checkable
 class PackedSource(RowSource, Protocol):
-    """One whose `collate` gathers packed rows as well, `[B, max_segments]`."""
+    """A row source whose `collate` also accepts packed rows, `[B, max_segments]`."""
 
     gathers_packed_rows: Literal[True]
 
 
 @runtime_checkable
 class SpanSource(RowSource, Protocol):
-    """One that gathers parts of examples as well, so that these can be split."""
+    """A row source that also gathers spans of examples, so that they can be split."""
 
     def collate_spans(
         self,
@@ -75,32 +75,31 @@ class SpanSource(RowSource, Protocol):
 def check_sequences(
     source: Source | RowSource, sequences: Sequence[str] | None
 ) -> Sequence[str] | None:
-    """Returns the sequences of a source; None for all features with a leading axis.
+    """Returns the sequence features of a source; None for all with a leading axis.
 
     Raises:
-      ValueError: if they are not those of a source that gathers rows, which has its
-        own.
+      ValueError: if the source declares its sequences, and `sequences` differs.
     """
     names = None if sequences is None else listed_names(sequences)
     if not isinstance(source, RowSource):
         return names
     if names not in (None, list(source.sequences)):
         raise ValueError(
-            f"`sequences={names}`: the source has {list(source.sequences)}, by itself. "
-            "Leave them out, or write it with these."
+            f"`sequences={names}`, but the source has {list(source.sequences)}. Remove "
+            "`sequences`, or write the source with these sequences."
         )
     return source.sequences
 
 
 def contents(source: Source) -> str:
-    """Returns 32 hex digits: of some fixed examples, and the source's fingerprint."""
+    """Returns a digest of a fixed sample of examples and the source's fingerprint."""
     indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLES).astype(int))
     examples = (read_example(source, int(index)) for index in indices)
     return digest(_fingerprint(source).encode(), *map(_to_bytes, examples))
 
 
 def fingerprints(sources: Sequence[Source]) -> str:
-    """Returns the fingerprints that sources have of themselves, one on each line."""
+    """Returns the fingerprints of sources, one per line, empty if there is none."""
     return "\n".join(map(_fingerprint, sources))
 
 
@@ -112,7 +111,7 @@ def read_example(source: Source, index: int, purpose: str = "") -> Any:
     """Returns `source[index]`.
 
     Raises:
-      ValueError: if that raises anything; it names the index and the purpose.
+      ValueError: if reading raises; the message names the index and the purpose.
     """
     try:
         return source[index]
@@ -123,28 +122,30 @@ def read_example(source: Source, index: int, purpose: str = "") -> Any:
         ) from error
 
 
-def refuse_changed(index: int, length: int, measured: int, which: str = "") -> NoReturn:
-    """Raises a ValueError that says which example has another length than before."""
+def raise_length_changed(
+    index: int, length: int, measured: int, which: str = ""
+) -> NoReturn:
+    """Raises a ValueError for an example whose length differs from the measured one."""
     raise ValueError(
         f"`source[{index}]`{which} has length {length}, but `lengths[{index}]="
-        f"{measured}`: the data changed since it was measured, or these are the "
-        "lengths of another source, or `length_fn` counts in another unit, such as "
-        "words or seconds. Measure again, and leave out a `length_fn` that does not "
-        "return the length of the arrays."
+        f"{measured}`. The data changed since it was measured, or the lengths belong "
+        "to a different source, or `length_fn` counts a different unit, such as words "
+        "or seconds. Measure the lengths again, with a `length_fn` that returns the "
+        "length of the arrays."
     )
 
 
 def check_measured(lengths: np.ndarray, measured: np.ndarray) -> None:
-    """Raises a ValueError if an example is not as long as it was measured.
+    """Raises a ValueError if the length of an example has changed.
 
     Args:
-      lengths: `[N]` integers, as the source knows them.
-      measured: `[N]` integers.
+      lengths: `[N]` integers, the lengths that the source declares.
+      measured: `[N]` integers, the lengths that were measured.
     """
     changed = np.flatnonzero(lengths != measured)
     if len(changed):
         index = int(changed[0])
-        refuse_changed(index, int(lengths[index]), int(measured[index]))
+        raise_length_changed(index, int(lengths[index]), int(measured[index]))
 
 
 def _to_bytes(example: Any) -> bytes:
@@ -161,11 +162,11 @@ def _to_bytes(example: Any) -> bytes:
 
 
 def _object_text(values: np.ndarray) -> str:
-    """What objects hold, the same in every process."""
+    """Returns a text of objects that is the same in every process."""
     text = str(values.tolist())
     if " at 0x" not in text:
         return text
-    # Some of them are shown by their addresses.
+    # The text contains memory addresses, which differ between processes.
     try:
         return str(pickle.dumps(values.tolist(), protocol=4))
     except Exception:

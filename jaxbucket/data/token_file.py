@@ -1,8 +1,8 @@
-"""Examples end to end in memory-mapped arrays, gathered a batch at a time.
+"""Examples end to end in memory-mapped arrays, gathered one batch at a time.
 
-A token file is a folder of plain `.npy` files: one for each feature, `offsets.npy` that
-says where each example begins, and `index.json` that says what each of them is. numpy
-reads them without this library.
+A token file is a folder of plain `.npy` files, which numpy can read without this
+library: one file for each feature, and `offsets.npy` with the start of each example.
+`index.json` describes these files.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from jaxbucket.data.segments import row_mask, row_segments, with_segments
 from jaxbucket.data.token_index import (
     OFFSETS,
     array_path,
-    digest_of,
-    fingerprint_of,
+    file_digest,
+    index_fingerprint,
     map_array,
     read_index,
 )
 
 
 class TokenFile:
-    """A source of examples, `[index]`, that gathers the rows of a batch at once.
+    """A random-access source that gathers the rows of a batch without a Python loop.
 
     Example:
       >>> import tempfile
@@ -47,18 +47,18 @@ class TokenFile:
              [0, 0, 0, 0]], dtype=uint16)
 
     Args:
-      path: what `write_token_file` wrote.
+      path: a folder written by `write_token_file`.
 
     Attributes:
-      path: the folder, absolute.
-      lengths: `[N]` int32, of every example; not to be written to.
-      sequences: the features that have a position for each token.
-      fingerprint: 32 hex digits that name all contents, as they were written.
+      path: the absolute path of the folder.
+      lengths: `[N]` int32, the length of every example, read-only.
+      sequences: names of the features with one entry per token.
+      fingerprint: 32 hex digits that identify the contents.
 
     Raises:
-      ValueError: if the folder is not a token file, is of another version, or has a
-        file that is missing, cut or changed, as far as headers and some pages tell in a
-        time that does not depend on its size; `verify` reads everything.
+      ValueError: if the folder is not a token file, has a different version, or has a
+        missing, truncated or changed file. Opening checks only headers and a few pages
+        of each file, in constant time; `verify` reads everything.
     """
 
     gathers_packed_rows: Literal[True] = True
@@ -72,11 +72,11 @@ class TokenFile:
         }
         self._offsets = self._arrays.pop(OFFSETS)
         self.sequences: tuple[str, ...] = tuple(self._index["sequences"])
-        self.fingerprint = fingerprint_of(self._index)
+        self.fingerprint = index_fingerprint(self._index)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Worker processes map the files anew: a pickled map would be all its contents.
-        return _reopened, (self.path, self.fingerprint)
+        # Workers map the files again: a pickled memory map would contain all the data.
+        return _reopen, (self.path, self.fingerprint)
 
     def __repr__(self) -> str:
         return f"TokenFile({str(self.path)!r}, {len(self)} examples)"
@@ -86,7 +86,7 @@ class TokenFile:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if not 0 <= index < len(self):
-            raise IndexError(f"`index={index}` is not from 0 to {len(self) - 1}.")
+            raise IndexError(f"`index={index}` must be from 0 to {len(self) - 1}.")
         start, end = (int(x) for x in self._offsets[index : index + 2])
         return {
             name: np.array(
@@ -101,7 +101,8 @@ class TokenFile:
         if lengths.min() < 1 or lengths.max() > MAX_LENGTH:
             raise ValueError(
                 f"{array_path(self.path, OFFSETS)} has examples of {lengths.min()} to "
-                f"{lengths.max()} tokens: it was changed. Write the token file again."
+                f"{lengths.max()} tokens, so it was changed. Write the token file "
+                "again."
             )
         lengths = lengths.astype(np.int32)
         lengths.setflags(write=False)
@@ -115,34 +116,34 @@ class TokenFile:
         pad_value: PadValue = 0,
         truncate: bool = False,
     ) -> Batch:
-        """Returns what `collate_rows` gives for the examples, without a loop over them.
+        """Returns the batch that `collate_rows` would return for these examples.
 
         Args:
-          rows: `[B]` integers, the example in each row; -1 for an empty row. Of packed
-            rows `[B, max_segments]`, and -1 after the last of a row.
+          rows: `[B]` integers, the example in each row, -1 for an empty row; or, for
+            packed rows, `[B, max_segments]` with -1 after the last example of a row.
           bucket: the shape (B, T).
-          pad_value: what fills the sequences after their end, and in empty rows: name
-            -> number, 0 for those without one. A number alone is of the only one there
-            is.
-          truncate: cut examples longer than T instead of refusing them; not those of
-            packed rows.
+          pad_value: number that fills padded positions and empty rows, or a mapping
+            from sequence feature to number (0 for features not named). A single nonzero
+            number is allowed only if there is one sequence feature.
+          truncate: whether to truncate examples longer than T instead of raising. Not
+            supported for packed rows.
 
         Raises:
-          ValueError: if an example is longer than T, or those of a row are together, or
-            a row is not an example.
+          ValueError: if an example, or the examples of a row together, are longer than
+            T, or if `rows` contains an index that is not an example.
         """
         rows = check_rows(rows, len(self), bucket)
         starts, lengths = self._bounds(rows)
         if rows.ndim == 2:
             if truncate:
                 raise ValueError(
-                    "`truncate=True`: packed rows are not truncated. Put what does not "
-                    "fit into another row."
+                    "`truncate=True` is not supported for packed rows. Move examples "
+                    "that do not fit to a different row."
                 )
             fit_lengths(lengths.sum(axis=1), bucket, truncate=False)
-            return self._gathered_packed(rows, starts, lengths, bucket, pad_value)
+            return self._collate_packed(rows, starts, lengths, bucket, pad_value)
         lengths = fit_lengths(lengths, bucket, truncate)
-        return self._gathered(rows, starts, lengths, bucket, pad_value)
+        return self._collate_spans(rows, starts, lengths, bucket, pad_value)
 
     def collate_spans(
         self,
@@ -153,36 +154,36 @@ class TokenFile:
         *,
         pad_value: PadValue = 0,
     ) -> Batch:
-        """Returns a batch of a span of each example, such as one chunk of it.
+        """Returns a batch of one span of each example, such as a chunk.
 
         Args:
           rows: `[B]` integers, the example in each row; -1 for an empty row.
-          begins: `[B]` integers, the first token of the span, counted in its example.
-          lengths: `[B]` integers, how many tokens it has. What `begins` and `lengths`
-            say of an empty row counts for nothing.
+          begins: `[B]` integers, the first token of each span within its example.
+          lengths: `[B]` integers, the number of tokens of each span. Both `begins` and
+            `lengths` are ignored for empty rows.
           bucket: the shape (B, T).
-          pad_value: what fills the sequences after their end, and in empty rows: name
-            -> number, 0 for those without one. A number alone is of the only one there
-            is.
+          pad_value: number that fills padded positions and empty rows, or a mapping
+            from sequence feature to number (0 for features not named). A single nonzero
+            number is allowed only if there is one sequence feature.
 
         Raises:
-          ValueError: if a span is not within its example or is longer than T, or a row
-            is not an example.
+          ValueError: if a span is not within its example or is longer than T, or if
+            `rows` contains an index that is not an example.
         """
         rows = check_rows(rows, len(self), bucket)
         starts, example_lengths = self._bounds(rows)
         lengths = span_lengths(rows, begins, lengths, example_lengths)
         lengths = fit_lengths(lengths, bucket, truncate=False)
-        return self._gathered(rows, starts + begins, lengths, bucket, pad_value)
+        return self._collate_spans(rows, starts + begins, lengths, bucket, pad_value)
 
     def _bounds(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`[B]` first tokens of the examples, `[B]` lengths: 0 of an empty row."""
+        """Returns the start of each example in the file and its length, 0 if empty."""
         starts = self._offsets[rows]
         lengths = self._offsets[rows + 1] - starts
         lengths[rows == EMPTY_ROW] = 0
         return starts, lengths
 
-    def _gathered(
+    def _collate_spans(
         self,
         rows: np.ndarray,
         starts: np.ndarray,
@@ -190,20 +191,20 @@ class TokenFile:
         bucket: Bucket,
         pad_value: PadValue,
     ) -> Batch:
-        """The batch of `[B]` spans, one in each row: where they start, and lengths."""
+        """Gathers a batch with one span in each row, from `[B]` starts and lengths."""
         filled = np.flatnonzero(rows != EMPTY_ROW)
         starts = starts[filled]
         mask = row_mask(lengths, bucket)
 
         def gather(values: np.ndarray, pad: np.ndarray) -> np.ndarray:
-            tokens = _gather(values, starts, filled, lengths, bucket)
-            np.copyto(tokens, pad, where=_as_wide_as(values, ~mask))
+            tokens = _gather_windows(values, starts, filled, lengths, bucket)
+            np.copyto(tokens, pad, where=_expand_mask(values, ~mask))
             return tokens
 
         features = self._features(rows, pad_value, gather)
         return with_segments(features, self.sequences[0], mask)
 
-    def _gathered_packed(
+    def _collate_packed(
         self,
         rows: np.ndarray,
         starts: np.ndarray,
@@ -211,12 +212,12 @@ class TokenFile:
         bucket: Bucket,
         pad_value: PadValue,
     ) -> Batch:
-        """The batch of `[B, S]` examples, one after another in each row."""
+        """Gathers a batch of packed rows, from `[B, S]` starts and lengths."""
         ids, positions = row_segments(lengths, bucket.seq_len)
         mask = ids > 0
-        # The index in the file of each token of the batch.
-        begins = np.take_along_axis(starts, np.maximum(ids - 1, 0), axis=1)
-        indices = (begins + positions)[mask]
+        # The position in the file of each token of the batch.
+        example_starts = np.take_along_axis(starts, np.maximum(ids - 1, 0), axis=1)
+        indices = (example_starts + positions)[mask]
 
         def gather(values: np.ndarray, pad: np.ndarray) -> np.ndarray:
             tokens = np.full((*mask.shape, *values.shape[1:]), pad)
@@ -233,62 +234,66 @@ class TokenFile:
         pad_value: PadValue,
         gather: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ) -> dict[str, np.ndarray]:
-        """Sequences as they are gathered, and what is one for an example, by `rows`."""
+        """Gathers sequences with `gather`, and all other features by `rows`."""
         arrays, sequences = self._arrays, self.sequences
         pads = pad_arrays(pad_value, {name: arrays[name].dtype for name in sequences})
         return {
-            name: gather(x, pads[name]) if name in sequences else _by_row(x, rows)
+            name: gather(x, pads[name])
+            if name in sequences
+            else _gather_examples(x, rows)
             for name, x in arrays.items()
         }
 
     def verify(self) -> None:
-        """Reads everything, and compares it with the digests that were written.
+        """Reads all files and compares them with the digests in the index.
 
         Raises:
           ValueError: if a file has changed.
         """
         for name, entry in self._index["files"].items():
             path = array_path(self.path, name)
-            now = digest_of(path)
-            if now != entry["digest"]:
+            digest = file_digest(path)
+            if digest != entry["digest"]:
                 raise ValueError(
-                    f"{path} is not what was written: its digest is {now}, not "
-                    f"{entry['digest']}. Write the token file again."
+                    f"{path} has changed since it was written: its digest is {digest}, "
+                    f"not {entry['digest']}. Write the token file again."
                 )
 
 
-def _reopened(path: pathlib.Path, fingerprint: str) -> TokenFile:
-    """The file that had this fingerprint when it was pickled."""
+def _reopen(path: pathlib.Path, fingerprint: str) -> TokenFile:
+    """Opens the file again in a worker and checks that it is unchanged."""
     file = TokenFile(path)
     if file.fingerprint != fingerprint:
         raise ValueError(
-            f"{path} was changed since it was opened: its fingerprint is "
-            f"{file.fingerprint}, not {fingerprint}. Open it again, and measure it."
+            f"{path} has changed since it was opened: its fingerprint is "
+            f"{file.fingerprint}, not {fingerprint}. Open it again, and measure the "
+            "lengths again."
         )
     return file
 
 
-def _by_row(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The values of the examples in `rows`, `[*rows, ...]`; 0 where there is none."""
+def _gather_examples(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Returns the values of the examples in `rows`, `[*rows, ...]`; 0 if empty."""
     gathered = np.zeros((*rows.shape, *values.shape[1:]), values.dtype)
     filled = rows != EMPTY_ROW
     gathered[filled] = values[rows[filled]]
     return gathered
 
 
-def _gather(
+def _gather_windows(
     values: np.ndarray,
     starts: np.ndarray,
     filled: np.ndarray,
     lengths: np.ndarray,
     bucket: Bucket,
 ) -> np.ndarray:
-    """`[B, T, ...]`: the tokens from each start on, in the rows that are filled.
+    """Returns `[B, T, ...]`, the T tokens from each start in the filled rows.
 
-    What stands after the `[B]` lengths is any token.
+    Values after the length of a row are arbitrary.
     """
     window = (bucket.seq_len, *values.shape[1:])
-    # A window must not reach beyond the last token; those that would are few.
+    # A window must not extend beyond the last token. The few spans that are too close
+    # to it are copied one at a time.
     num_windows = max(0, len(values) - bucket.seq_len + 1)
     windows = np.lib.stride_tricks.as_strided(
         values,
@@ -306,6 +311,6 @@ def _gather(
     return out
 
 
-def _as_wide_as(values: np.ndarray, where: np.ndarray) -> np.ndarray:
-    """`[B, T]` with as many axes of 1 behind as the feature has."""
-    return where.reshape(*where.shape, *(1,) * (values.ndim - 1))
+def _expand_mask(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Adds trailing axes of size 1 to a `[B, T]` mask, to broadcast with a feature."""
+    return mask.reshape(*mask.shape, *(1,) * (values.ndim - 1))

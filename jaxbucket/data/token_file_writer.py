@@ -1,4 +1,4 @@
-"""Writing a token file: examples end to end in arrays that grow."""
+"""Writes token files: examples end to end in arrays that grow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def write_token_file(
     *,
     sequences: Sequence[str] | None = None,
 ) -> TokenFile:
-    """Writes examples to a folder, which appears when all of them are there.
+    """Writes examples to a new token file.
+
+    The folder appears under its name once all examples are written.
 
     Example:
       >>> import tempfile
@@ -41,22 +43,23 @@ def write_token_file(
       array([2, 3], dtype=int32)
 
     Args:
-      path: where no file or folder is yet.
-      examples: dicts of arrays, all with the same features, dtypes and trailing
-        shapes; read once, one at a time.
-      sequences: the features with a position for each token, `[n, ...]`, by default
-        all with a leading axis. Everything else is stacked.
+      path: the folder to create. It must not exist.
+      examples: dicts of arrays, all with the same features, dtypes and trailing shapes.
+        They are read once, one at a time.
+      sequences: names of the features with one entry per token, `[n, ...]`. By default
+        all features with a leading axis. All other features are stacked.
 
     Returns:
-      The file, opened.
+      The new token file, opened for reading.
 
     Raises:
-      ValueError: if there is something at `path`, there are no examples, one has no
-        tokens or differs from the first, or a feature's name cannot be a file's.
+      ValueError: if `path` exists; if there are no examples; if an example is empty or
+        differs from the first one; or if a feature cannot be stored, because of its
+        dtype or because its name is not a valid file name.
     """
     path = pathlib.Path(path)
     if path.exists():
-        raise ValueError(f"`path={str(path)!r}` exists already: name another.")
+        raise ValueError(f"`path={str(path)!r}` already exists. Pass a new path.")
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     draft.mkdir()
@@ -72,24 +75,24 @@ def write_token_file(
 def _write(
     folder: pathlib.Path, examples: Iterable[Example], sequences: Sequence[str] | None
 ) -> tuple[list[str], list[str]]:
-    """Writes all arrays; returns the features, and which of them are sequences."""
+    """Writes all arrays. Returns the names of the features and of the sequences."""
     examples = iter(examples)
     first = next(examples, None)
     if first is None:
-        raise ValueError("`examples` is empty: there is nothing to write.")
+        raise ValueError("`examples` is empty. Pass at least one example.")
     template = as_arrays(first)
     names = sequence_names(template, sequences)
     with contextlib.ExitStack() as stack:
 
-        def column(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> _Column:
-            opened = _Column(folder, name, dtype, shape)
-            return stack.enter_context(contextlib.closing(opened))
+        def open_column(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> _Column:
+            column = _Column(folder, name, dtype, shape)
+            return stack.enter_context(contextlib.closing(column))
 
         columns = {
-            name: column(name, x.dtype, x.shape[1:] if name in names else x.shape)
+            name: open_column(name, x.dtype, x.shape[1:] if name in names else x.shape)
             for name, x in template.items()
         }
-        offsets = column(OFFSETS, np.dtype(np.int64), ())
+        offsets = open_column(OFFSETS, np.dtype(np.int64), ())
         offsets.append(np.zeros(1, np.int64))
         total = 0
         for number, example in enumerate(itertools.chain([first], examples)):
@@ -97,7 +100,7 @@ def _write(
             length = common_length(arrays, names, number)
             if length > MAX_LENGTH:
                 raise ValueError(
-                    f"Row {number} has length {length}, beyond {MAX_LENGTH}: split it."
+                    f"Row {number} has length {length}, beyond {MAX_LENGTH}. Split it."
                 )
             total += length
             for name, value in arrays.items():
@@ -119,15 +122,14 @@ class _Column:
         path = array_path(folder, name)
         if not is_array_name(name) or path.exists():
             raise ValueError(
-                f"Feature {name!r} cannot be a file of this name: call it otherwise, "
-                "by letters, digits, '_' and '-'."
+                f"Feature {name!r} cannot be stored as a file of this name. Rename it, "
+                "using letters, digits, '_' and '-'."
             )
-        if dtype.kind not in "biufc" or not _is_of_numpy(dtype):
+        if dtype.kind not in "biufc" or not _is_numpy_dtype(dtype):
             raise ValueError(
-                f"Feature {name!r} is {dtype}, which is not numpy's own dtype of a "
-                "number, so that a `.npy` file would lose it: give it another, such as "
-                "float32 or int32, or write its bits, `x.view(np.uint16)`, and view "
-                "them back."
+                f"Feature {name!r} is {dtype}, which is not one of numpy's numeric "
+                "dtypes, so a `.npy` file cannot store it. Convert it, for example to "
+                "float32 or int32, or store its bits as `x.view(np.uint16)`."
             )
         self._dtype = dtype
         self._shape = shape
@@ -140,7 +142,7 @@ class _Column:
         self._length += len(values)
 
     def close(self) -> None:
-        # numpy leaves room in the header for the first axis to grow.
+        # numpy pads the header, so a longer first axis fits into the same space.
         self._file.seek(0)
         self._write_header()
         self._file.flush()
@@ -156,8 +158,8 @@ class _Column:
         np.lib.format.write_array_header_1_0(self._file, header)
 
 
-def _is_of_numpy(dtype: np.dtype) -> bool:
-    """Whether the header of a file says which dtype it is."""
+def _is_numpy_dtype(dtype: np.dtype) -> bool:
+    """Returns whether the header of a `.npy` file preserves this dtype."""
     descr = np.lib.format.dtype_to_descr(dtype)
     try:
         return np.lib.format.descr_to_dtype(descr) == dtype

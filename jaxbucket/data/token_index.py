@@ -1,8 +1,9 @@
-"""The index of a token file: what its arrays are, under a seal.
+"""The index of a token file, which describes and protects its arrays.
 
-`index.json` names every array with its dtype, shape and size, a digest of all of it,
-and one of a few fixed pages, and is sealed by a digest of itself. So whatever is opened
-is compared with what was written, in a time that does not depend on its size.
+`index.json` lists every array with its dtype, shape and size, a digest of the whole
+file and a digest of a few fixed pages. The index also contains a digest of itself, its
+seal. Opening a token file checks everything but the whole-file digests, in constant
+time.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _VERSION = 1
 _INDEX = "index.json"
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 _PAGE_BYTES, _PAGES = 4096, 16
-_REMEDY = "Name the folder that `write_token_file` wrote, or write it again."
-_AGAIN = "Write the token file again."
+_REMEDY = "Pass a folder written by `write_token_file`, or write it again."
+_REWRITE = "Write the token file again."
 
 
 def is_array_name(name: str) -> bool:
-    """Whether a feature of this name has a file in the folder, and none elsewhere."""
+    """Returns whether a feature name is valid as a file name inside the folder."""
     return bool(_NAME.fullmatch(name))
 
 
@@ -38,9 +39,9 @@ def write_index(folder: pathlib.Path, names: list[str], sequences: list[str]) ->
     """Writes the index of the arrays in a folder.
 
     Args:
-      folder: where they are.
-      names: of the features.
-      sequences: those with a position for each token.
+      folder: the folder of the token file.
+      names: names of all features.
+      sequences: names of the features with one entry per token.
     """
     index = {
         "format": _FORMAT,
@@ -53,41 +54,41 @@ def write_index(folder: pathlib.Path, names: list[str], sequences: list[str]) ->
 
 
 def array_path(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """Returns where the array of a feature is."""
+    """Returns the path of the array of a feature."""
     return folder / f"{name}.npy"
 
 
 def _entry(path: pathlib.Path) -> dict[str, Any]:
-    """What the index says of an array."""
+    """Returns the index entry of an array."""
     dtype, shape, _ = _read_header(path)
     return {
         "bytes": path.stat().st_size,
-        "digest": digest_of(path),
+        "digest": file_digest(path),
         "dtype": dtype.str,
         "shape": list(shape),
-        "pages": _digest_of_pages(path),
+        "pages": _pages_digest(path),
     }
 
 
-def digest_of(path: pathlib.Path) -> str:
-    """Returns 32 hex digits of all that is in a file."""
+def file_digest(path: pathlib.Path) -> str:
+    """Returns the digest of a whole file, 32 hex digits."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, _new_digest).hexdigest()
+        return hashlib.file_digest(file, _new_hasher).hexdigest()
 
 
-def _digest_of_pages(path: pathlib.Path) -> str:
-    """32 hex digits of some pages of a file, its first and its last among them."""
-    pages = _new_digest()
+def _pages_digest(path: pathlib.Path) -> str:
+    """Returns the digest of 16 evenly spaced pages, including the first and last."""
+    hasher = _new_hasher()
     last = max(0, path.stat().st_size - _PAGE_BYTES)
     with path.open("rb") as file:
         for page in range(_PAGES):
-            # Of a small file these overlap, and leave out nothing.
+            # In a small file the pages overlap and cover all of it.
             file.seek(last * page // (_PAGES - 1))
-            pages.update(file.read(_PAGE_BYTES))
-    return pages.hexdigest()
+            hasher.update(file.read(_PAGE_BYTES))
+    return hasher.hexdigest()
 
 
-def _new_digest() -> Any:
+def _new_hasher() -> Any:
     return hashlib.blake2b(digest_size=16)
 
 
@@ -96,8 +97,8 @@ def _seal(index: Mapping[str, Any]) -> str:
     return digest(json.dumps(parts, sort_keys=True).encode())
 
 
-def fingerprint_of(index: Mapping[str, Any]) -> str:
-    """Returns 32 hex digits that name all contents."""
+def index_fingerprint(index: Mapping[str, Any]) -> str:
+    """Returns 32 hex digits that identify the contents."""
     parts = {name: index[name] for name in ("format", "version", "sequences")}
     parts["files"] = {
         name: {"bytes": entry["bytes"], "digest": entry["digest"]}
@@ -107,17 +108,19 @@ def fingerprint_of(index: Mapping[str, Any]) -> str:
 
 
 def read_index(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns the index of a folder.
+    """Reads the index of a folder.
 
     Raises:
-      ValueError: if there is none, or it is of another version, cut or changed.
+      ValueError: if it is missing, truncated or changed, or has a different version.
     """
     try:
         index = json.loads((folder / _INDEX).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder} is not a token file: {error}. {_REMEDY}") from None
     if not isinstance(index, dict) or index.get("format") != _FORMAT:
-        raise ValueError(f'{folder}: its index has no "format": "{_FORMAT}". {_REMEDY}')
+        raise ValueError(
+            f'The index of {folder} has no "format": "{_FORMAT}". {_REMEDY}'
+        )
     if index.get("version") != _VERSION:
         raise ValueError(
             f"{folder} has version {index.get('version')!r}; this jaxbucket reads "
@@ -125,61 +128,61 @@ def read_index(folder: pathlib.Path) -> dict[str, Any]:
         )
     if index.get("seal") != _seal(index):
         raise ValueError(
-            f"{folder / _INDEX} is not what was written: its seal is missing, or of "
-            f"another index. {_REMEDY}"
+            f"{folder / _INDEX} has changed since it was written: its seal is missing "
+            f"or wrong. {_REMEDY}"
         )
     for name in index["files"]:
         if not is_array_name(name):
             raise ValueError(
-                f"{folder / _INDEX} names {name!r}, which is not a file in this "
-                f"folder. {_REMEDY}"
+                f"{folder / _INDEX} names {name!r}, which is not a valid name for a "
+                f"file in this folder. {_REMEDY}"
             )
     return index
 
 
 def map_array(path: pathlib.Path, entry: Mapping[str, Any]) -> np.ndarray:
-    """Returns an array, mapped.
+    """Returns a memory-mapped array.
 
     Args:
-      path: of its file.
-      entry: what the index says of it.
+      path: path of the `.npy` file.
+      entry: its entry in the index.
 
     Raises:
-      ValueError: if the file is missing, cut or changed, or is that of another feature,
-        as far as its header and a few pages tell.
+      ValueError: if the file is missing, truncated or changed, or belongs to a
+        different feature. Only its header and a few pages are checked.
     """
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise ValueError(f"{path} is missing: {error}. Write it again.") from None
+        raise ValueError(f"{path} is missing: {error}. {_REWRITE}") from None
     if size != entry["bytes"]:
         raise ValueError(
-            f"{path} has {size} bytes, but {entry['bytes']} were written: it was cut "
-            f"or changed. {_AGAIN}"
+            f"{path} has {size} bytes, but {entry['bytes']} were written, so it was "
+            f"truncated or changed. {_REWRITE}"
         )
     try:
-        dtype, shape, begin = _read_header(path)
+        dtype, shape, start = _read_header(path)
     except Exception as error:
-        # What numpy raises of bytes that are not a header is of many kinds.
+        # numpy raises many kinds of exceptions for a damaged header.
         raise ValueError(
-            f"{path} is not an array of numpy: {error}. {_AGAIN}"
+            f"{path} is not a numpy array file: {error}. {_REWRITE}"
         ) from None
     if (dtype.str, [*shape]) != (entry["dtype"], entry["shape"]):
         raise ValueError(
             f"{path} is {dtype.str}{[*shape]}, but {entry['dtype']}{entry['shape']} "
-            f"was written: it was changed, or is another array. {_AGAIN}"
+            f"was written, so it was changed or replaced. {_REWRITE}"
         )
-    if _digest_of_pages(path) != entry["pages"]:
+    if _pages_digest(path) != entry["pages"]:
         raise ValueError(
-            f"{path} is not what was written: it was changed, or is the array of "
-            f"another feature. {_AGAIN}"
+            f"{path} has changed since it was written, or is the array of a different "
+            f"feature. {_REWRITE}"
         )
-    # Not as a `memmap`, whose every slice costs a microsecond more.
-    return np.asarray(np.memmap(path, dtype, "r", begin, shape))
+    # A plain view, because slicing a `memmap` takes a microsecond longer.
+    return np.asarray(np.memmap(path, dtype, "r", start, shape))
 
 
 def _read_header(path: pathlib.Path) -> tuple[np.dtype, tuple[int, ...], int]:
-    """The dtype and the shape of an array, and where in the file it begins."""
+    """Returns the dtype and shape of an array, and the file offset of its data."""
     with path.open("rb") as file:
         np.lib.format.read_magic(file)
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)

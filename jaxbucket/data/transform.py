@@ -1,4 +1,4 @@
-"""A function of the user's that changes examples at random, as they are read."""
+"""Random augmentation: a user function that is applied to examples as they are read."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import numpy as np
 from jaxbucket.data.example import Example, copied
 from jaxbucket.schedule.example_draws import example_rng
 
-# (example, its random numbers) -> the example that is put into a row.
+# (example, random generator) -> transformed example.
 Transform: TypeAlias = Callable[[dict[str, np.ndarray], np.random.Generator], Example]
 
 
 def check_transform(transform: Transform | None) -> Transform | None:
-    """Returns the transform, or None.
+    """Returns the transform after checking it.
 
     Raises:
-      ValueError: if it cannot be called.
+      ValueError: if it is neither callable nor None.
     """
     if transform is None or callable(transform):
         return transform
-    remedy = "Give a function `(example, rng) -> example`."
+    remedy = "Pass a function `(example, rng) -> example`."
     if hasattr(transform, "random_map"):
-        remedy = "Give its method, `transform.random_map`."
+        remedy = "Pass its method, `transform.random_map`."
     raise ValueError(
-        f"`transform` is a {type(transform).__name__}, which cannot be called. {remedy}"
+        f"`transform` is a {type(transform).__name__}, which is not callable. {remedy}"
     )
 
 
 def transform_name(transform: Transform) -> str:
-    """Returns the name of the function, or of its class: what positions keep of it.
+    """Returns the name of the function or of its class, as stored in positions.
 
     Example:
       >>> transform_name(functools.partial(check_transform, 1))
@@ -46,38 +46,39 @@ def transform_name(transform: Transform) -> str:
 def apply_transform(
     transform: Transform, example: Example, rng: np.random.Generator
 ) -> Example:
-    """Returns what a transform makes of an example, of which it gets a copy.
+    """Applies a transform to a copy of an example.
 
     Raises:
-      ValueError: if the transform raises or does not return a dict, or the example is
-        not a dict.
+      ValueError: if the transform raises or does not return a dict, or if the example
+        is not a dict.
     """
-    # The source may keep its arrays for the next epoch.
+    # The source may reuse its arrays in the next epoch.
     copy = copied(example)
     try:
-        changed = transform(copy, rng)
+        transformed = transform(copy, rng)
     except Exception as error:
         raise ValueError(
             f"`transform` raised {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(changed, Mapping):
-        kind = "None" if changed is None else f"a {type(changed).__name__}"
+    if not isinstance(transformed, Mapping):
+        kind = "None" if transformed is None else f"a {type(transformed).__name__}"
         raise ValueError(
-            f"`transform` returned {kind}, not a dict of arrays. Return the example, "
-            "even if it was changed in place."
+            f"`transform` returned {kind}, not a dict of arrays. Return the "
+            "example, even if it is modified in place."
         )
-    return changed
+    return transformed
 
 
 class StreamTransform(NamedTuple):
     """A transform of the examples of one stream.
 
     Attributes:
-      transform: the function; None for none.
-      seed: of what it draws.
-      part: of the rows, the first one that this process fills: others have streams of
-        their own.
-      worker: the first step of this worker, which has a share of the stream.
+      transform: the function, or None.
+      seed: seed of its random numbers.
+      part: first part of the rows that this process fills. It separates the streams of
+        different processes.
+      worker: first step of this worker. It separates the workers of a process, each of
+        which reads a share of the stream.
     """
 
     transform: Transform | None
@@ -86,7 +87,12 @@ class StreamTransform(NamedTuple):
     worker: int = 0
 
     def apply(self, example: Example, epoch: int, number: int) -> Example:
-        """Returns what is made of an example, the so many-th of an epoch.
+        """Returns the transformed example.
+
+        Args:
+          example: the example as it was read.
+          epoch: the epoch of the stream.
+          number: index of the example in the epoch.
 
         Raises:
           ValueError: as `apply_transform`.

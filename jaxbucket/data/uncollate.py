@@ -1,4 +1,4 @@
-"""A batch -> the examples in it, without padding: the inverse of `collate_rows`."""
+"""Recovers the examples of a batch without padding: the inverse of `collate_rows`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ def unbatch(
       [{'x': array([7, 3]), 'label': array(1)}]
 
     Args:
-      batch: numpy or fully addressable `jax.Array`s.
-      sequences: the features that were padded, by default all of shape `[B, T, ...]`.
-        Name them where others may have that shape by chance. Of several sequences with
-        lengths of their own, name -> the features that are as long as this sequence; by
-        default none but itself.
-      max_segments: the most examples of a row, where rows are packed; None for one
-        example in a row.
+      batch: a batch of numpy arrays or fully addressable `jax.Array`s.
+      sequences: names of the features that were padded. By default all features of
+        shape `[B, T, ...]`; pass the names if other features happen to have that shape.
+        If examples have several sequences, each with its own length: a mapping from
+        each sequence to the features that share its length, by default only itself.
+      max_segments: maximum number of examples in a packed row; None for unpacked rows.
+
+    Returns:
+      One dict of arrays per example.
 
     Raises:
-      ValueError: if rows have more examples than that, or `sequences` names a feature
-        that is missing or not `[B, T, ...]`.
+      ValueError: if a row has more than `max_segments` examples, or if `sequences`
+        names a feature that is missing or does not have shape `[B, T, ...]`.
     """
     ids = {name: np.asarray(x) for name, x in batch.segment_ids.items()}
     features = {name: np.asarray(value) for name, value in batch.features.items()}
@@ -45,8 +47,8 @@ def unbatch(
     most = int(first.max(initial=0))
     if most > (max_segments or 1):
         raise ValueError(
-            f"`max_segments={max_segments}`, but a row has {most} examples. Pass what "
-            "they were packed with."
+            f"`max_segments={max_segments}`, but a row has {most} examples. Pass the "
+            "`max_segments` that the rows were packed with."
         )
     if len(ids) > 1 or isinstance(sequences, Mapping):
         groups = sequence_groups(features, sequences, dict.fromkeys(ids, 0))
@@ -59,20 +61,20 @@ def unbatch(
     _check_shapes(features, keys, ids, max_segments)
     examples = []
     for row in np.flatnonzero(first.any(axis=1)):
-        # Where each segment of the row ends.
+        # The end of each segment of the row, after a leading 0.
         ends = {
             key: [0, *np.cumsum(np.bincount(x[row])[1:]).tolist()]
             for key, x in ids.items()
         }
         for segment in range(int(first[row].max())):
-            place = (row, ...) if max_segments is None else (row, segment, ...)
+            index = (row, ...) if max_segments is None else (row, segment, ...)
             example = {}
             for name, value in features.items():
                 if name in keys:
-                    begin, end = ends[keys[name]][segment : segment + 2]
-                    example[name] = value[row, begin:end]
+                    start, end = ends[keys[name]][segment : segment + 2]
+                    example[name] = value[row, start:end]
                 else:
-                    example[name] = value[place]
+                    example[name] = value[index]
             examples.append(example)
     return examples
 
@@ -83,13 +85,13 @@ def _check_shapes(
     ids: Mapping[str, np.ndarray],
     max_segments: int | None,
 ) -> None:
-    """Raises a ValueError if a feature has not the shape that its place demands.
+    """Raises a ValueError if the shape of a feature does not match its role.
 
     Args:
-      features: those of the batch.
-      keys: the feature -> the sequence whose lengths it has, for those which have some.
-      ids: the segment ids of each sequence.
-      max_segments: the most examples of a row, where rows are packed.
+      features: features of the batch.
+      keys: mapping from each sequence feature to the sequence whose length it shares.
+      ids: segment ids of each sequence.
+      max_segments: maximum number of examples in a packed row; None for unpacked rows.
     """
     for name, key in keys.items():
         expected = ids[key].shape
@@ -103,7 +105,7 @@ def _check_shapes(
         shape = features[name].shape
         if shape[1:2] != (max_segments,):
             raise ValueError(
-                f"Feature {name!r} is {list(shape)}, and of packed rows what is not a "
-                f"sequence is [B, {max_segments}, ...], by `max_segments`. Name it in "
-                "`sequences` if it is one."
+                f"Feature {name!r} is {list(shape)}, but with `max_segments` a feature "
+                f"that is not a sequence is [B, {max_segments}, ...]. Name it in "
+                "`sequences` if it is a sequence."
             )

@@ -1,4 +1,4 @@
-"""Workers: they end with their parent, and start none while they import its script."""
+"""When worker processes exit: with their parent, or if the script has no guard."""
 
 from __future__ import annotations
 
@@ -7,37 +7,40 @@ import sys
 import threading
 from multiprocessing import current_process, parent_process
 
-# The exit status of a worker that was to start workers while it imported the script.
-UNGUARDED = 97
+# Exit code of a worker that would start workers while it imports the main script.
+MISSING_GUARD = 97
 
 
-def end_with_parent() -> None:
-    """Ends this process, however busy, once the one that started it has ended."""
-    threading.Thread(target=_wait, name="jaxbucket parent", daemon=True).start()
+def exit_with_parent() -> None:
+    """Makes this process exit when its parent process exits, even if it is busy."""
+    threading.Thread(
+        target=_exit_after_parent, name="jaxbucket parent watcher", daemon=True
+    ).start()
 
 
-def _wait() -> None:
+def _exit_after_parent() -> None:
     parent = parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-def end_if_importing() -> None:
-    """Ends a worker that still imports the script that started it.
+def exit_if_importing() -> None:
+    """Exits if this is a worker that is still importing the main script.
 
-    There is no guard in the script, then: every worker would start workers. Its parent
-    sees by the exit status what to say, once.
+    The script then has no `if __name__ == "__main__":` guard, and every worker would
+    start workers. The parent recognizes the exit code and reports the error once.
     """
-    # Where `multiprocessing` itself looks for it.
+    # `multiprocessing` checks the same attribute.
     if getattr(current_process(), "_inheriting", False):
-        sys.exit(UNGUARDED)
+        sys.exit(MISSING_GUARD)
 
 
-def unguarded(call: str) -> str:
-    """Returns what a script without a guard is told."""
+def missing_guard_message(call: str) -> str:
+    """Returns the error message for a script without a guard around `call`."""
     return (
-        "Workers import the script that starts them, and this one has no guard: each "
-        "would start workers of its own. Put what it runs behind one:\n\n"
+        "Worker processes import the main script, which has no "
+        '`if __name__ == "__main__":` guard, so each of them would start workers. Put '
+        "the code that the script runs under a guard:\n\n"
         f'if __name__ == "__main__":\n    {call}\n'
     )

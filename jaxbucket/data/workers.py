@@ -1,4 +1,4 @@
-"""Batches loaded ahead by threads and by processes: the same ones, however many."""
+"""Loads batches ahead in threads and worker processes, always in the same order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from absl import flags
 
 from jaxbucket.base.checks import check_integer
 from jaxbucket.data.worker_exit import (
-    UNGUARDED,
-    end_if_importing,
-    end_with_parent,
-    unguarded,
+    MISSING_GUARD,
+    exit_if_importing,
+    exit_with_parent,
+    missing_guard_message,
 )
 
 _T = TypeVar("_T")
-_LOST = "terminated unexpectedly"
+_WORKER_DIED = "terminated unexpectedly"
 
 
 def load_in_workers(
@@ -28,11 +28,11 @@ def load_in_workers(
     num_threads: int = 4,
     buffer_size: int = 2,
 ) -> Iterator[_T]:
-    """Yields the elements of a dataset in order, loaded ahead.
+    """Yields the elements of a dataset in order, loaded ahead of use.
 
-    Workers are started with the first element, and ended with the iterator. A script
-    has to keep what it runs behind `if __name__ == "__main__":`, because they import
-    it.
+    The workers start when the first element is requested, and exit when the iterator
+    is closed. They import the main script, so the code that the script runs must be
+    under `if __name__ == "__main__":`.
 
     Example:
       >>> import grain
@@ -41,20 +41,24 @@ def load_in_workers(
       [0, 1, 4, 9, 16]
 
     Args:
-      dataset: of `batch_dataset`, or any other.
-      num_workers: processes; 0 for none but this one. The dataset is sent to each.
-      num_threads: of each process, which read elements.
-      buffer_size: elements that each process has ready, beside those that its threads
-        read.
+      dataset: dataset from `batch_dataset`, or any other `grain.MapDataset`.
+      num_workers: number of worker processes; 0 loads in threads of this process only.
+        The dataset is pickled and sent to each worker.
+      num_threads: number of threads per process that read elements.
+      buffer_size: number of finished elements that each process keeps ready, in
+        addition to those its threads are reading.
+
+    Returns:
+      An iterator over the elements.
 
     Raises:
-      ValueError: if a number is negative, or `dataset` something else.
-      RuntimeError: if a worker is lost, or the script does not have that line.
+      ValueError: if a number is negative, or `dataset` is not a `grain.MapDataset`.
+      RuntimeError: if a worker process dies, or the main script has no guard.
     """
     if not isinstance(dataset, grain.MapDataset):
         raise ValueError(
-            f"`dataset` is a {type(dataset).__name__}, not a `grain.MapDataset`: pass "
-            "what `batch_dataset` returned, or `grain.MapDataset.source(...)`."
+            f"`dataset` is a {type(dataset).__name__}, not a `grain.MapDataset`. Pass "
+            "the result of `batch_dataset`, or `grain.MapDataset.source(...)`."
         )
     for name, value in (
         ("num_workers", num_workers),
@@ -69,55 +73,57 @@ def load_in_workers(
 def _load(
     dataset: grain.MapDataset[_T], num_workers: int, num_threads: int, buffer_size: int
 ) -> Iterator[_T]:
-    # Grain warns of threads that have no element of their own to read.
+    # Grain warns if there are more threads than buffered elements.
     reading = grain.ReadOptions(
         num_threads=num_threads, prefetch_buffer_size=max(num_threads, buffer_size)
     )
     elements = dataset.to_iter_dataset(reading)
     if num_workers:
-        end_if_importing()
-        # Grain reads flags of absl, which nobody has parsed outside its own programs.
+        exit_if_importing()
+        # Grain reads absl flags, which are not parsed outside of absl programs.
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()
         elements = elements.mp_prefetch(
             grain.MultiprocessingOptions(num_workers, max(1, buffer_size)),
-            worker_init_fn=_begin,
+            worker_init_fn=_init_worker,
         )
     iterator = iter(elements)
     number = 0
     try:
         for element in iterator:
             number += 1
-            yield _copied(element) if num_workers else element
+            yield _copy(element) if num_workers else element
     except RuntimeError as error:
-        if _LOST not in str(error):
+        if _WORKER_DIED not in str(error):
             raise
-        if f"exit code {UNGUARDED}." in str(error):
+        if f"exit code {MISSING_GUARD}." in str(error):
             raise RuntimeError(
-                unguarded("for batch in jb.data.load_in_workers(...):\n        ...")
+                missing_guard_message(
+                    "for batch in jb.data.load_in_workers(...):\n        ..."
+                )
             ) from None
         raise RuntimeError(
-            f"A worker was lost before element {number}: killed, perhaps for want of "
-            "memory. Nothing is wrong with the elements before: go on with "
-            f"`start_step` {number} steps later, or resume from the last checkpoint."
+            f"A worker process died before element {number}, possibly for lack of "
+            "memory. The elements before it are valid. Continue with `start_step` "
+            f"increased by {number}, or resume from the last checkpoint."
         ) from error
     finally:
         iterator.close()
 
 
-def _begin(index: int, count: int) -> None:
+def _init_worker(index: int, count: int) -> None:
     del index, count
-    end_with_parent()
+    exit_with_parent()
 
 
-def _copied(element: Any) -> Any:
-    """The element out of the memory that Grain shares with a worker, which is small."""
+def _copy(element: Any) -> Any:
+    """Copies the arrays of an element, because worker shared memory is limited."""
     if isinstance(element, np.ndarray) and not isinstance(element, np.ma.MaskedArray):
         return np.array(element)
     if type(element) is dict:
-        return {name: _copied(value) for name, value in element.items()}
+        return {name: _copy(value) for name, value in element.items()}
     if isinstance(element, tuple) and hasattr(element, "_fields"):
-        return type(element)(*map(_copied, element))
+        return type(element)(*map(_copy, element))
     if isinstance(element, list | tuple):
-        return type(element)(map(_copied, element))
+        return type(element)(map(_copy, element))
     return element

@@ -1,21 +1,22 @@
-"""Learning rates that follow the batch, as optax transformations and schedules.
+"""Optax transformations and schedules that adapt the learning rate to the batch size.
 
-A batch says its own size: it comes with the gradients, as an extra argument of
-`update`. So neither a skipped step nor a resume can part the two. There are two ways:
+The size of a batch is passed to `update` along with the gradients, as an extra
+argument. So the two stay in step if updates are skipped or a run is resumed. There are
+two ways to scale the learning rate:
 
-`scale_by_batch_size` multiplies what an optimizer before it returns. That is the same
-as scaling its learning rate where the update is the learning rate times something that
-has not seen it (`is_linear_in_lr`): SGD with and without momentum, Adam(W), Lion,
-RMSProp, and most others of optax.
+`scale_by_batch_size` multiplies the updates of the optimizer before it. This equals
+scaling the learning rate if the update is linear in it (see `is_linear_in_lr`), as for
+SGD with and without momentum, Adam(W), Lion, RMSProp and most other optimizers of
+optax.
 
 `scale_schedule` scales the learning rate inside the optimizer, through
-`optax.inject_hyperparams`, and is right for all that have one. It is the way for those
-that are not linear: Adafactor with momentum or weight decay, and LARS, which keep
-what was multiplied by earlier learning rates; Fromage, which has its square; and
-whatever takes it for a bound or a first guess only, as Polyak's step and Rprop do.
+`optax.inject_hyperparams`, and is correct for every optimizer with a learning rate. Use
+it for optimizers that are not linear: Adafactor with momentum or weight decay and LARS,
+whose state depends on earlier learning rates; Fromage, which uses its square; and
+Polyak's step and Rprop, which use it only as a bound or an initial value.
 
 `schedule_by_work` counts examples or tokens instead of steps, and `scale_by_adam_sde`
-changes Adam's averages with the batch.
+adapts the averages of Adam to the batch size.
 """
 
 from etils import epy as _epy

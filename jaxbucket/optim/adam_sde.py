@@ -1,4 +1,4 @@
-"""Adam for batches that change: all of its constants follow the batch."""
+"""Adam whose constants follow the batch size."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ class ScaleByAdamSdeState(NamedTuple):
     """State of `scale_by_adam_sde`.
 
     Attributes:
-      mu: average of gradients, like the parameters, in float32 at least.
-      nu: average of their squares, real, likewise.
-      mu_seen: `[]` float, the total weight of gradients in the first average, 1 minus
-        the product of all b1; the rest is that of the initial zero.
-      nu_seen: `[]` float, the same for the second average and b2.
-      factor: `[]` float32, by which the last update was multiplied.
+      mu: average of the gradients, with the shapes of the parameters, in float32 or
+        wider.
+      nu: average of the squared gradients, likewise, real.
+      mu_seen: `[]` float, the total weight of the gradients in `mu`: 1 minus the
+        product of all b1. The rest is the weight of the initial zero.
+      nu_seen: `[]` float, the same for `nu` and b2.
+      factor: `[]` float32, the factor of the last update.
     """
 
     mu: optax.Updates
@@ -41,17 +42,17 @@ def scale_by_adam_sde(
     b2: float = 0.999,
     eps: float = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam by the square root rule of Malladi et al., 2022 (arXiv:2205.10287).
+    """Rescales updates by Adam with the square root rule of Malladi et al., 2022.
 
-    In place of `optax.scale_by_adam`, before the learning rate. With a batch k times
-    the base the updates are those of Adam with a learning rate multiplied by sqrt(k),
-    1 - b1 and 1 - b2 multiplied by k, and eps divided by sqrt(k), so that averages span
-    the same examples, and the noise of the stochastic differential equation that Adam
-    follows is the same. Its derivation takes k (1 - b1) to be small; beyond 1 the
-    averages are the last gradient's own.
+    Use it in place of `optax.scale_by_adam`, before the learning rate. For a batch k
+    times the base, the updates are those of Adam with the learning rate multiplied by
+    sqrt(k), 1 - b1 and 1 - b2 multiplied by k, and eps divided by sqrt(k). So the
+    averages span the same number of examples, and the stochastic differential equation
+    that approximates Adam has the same noise (arXiv:2205.10287). The derivation assumes
+    that k (1 - b1) is small. If it exceeds 1, the averages equal the last gradient.
 
-    Batches may differ from step to step: the bias of an average is corrected by the
-    product of all its b, which for one size is Adam's power of b.
+    Batch sizes may differ from step to step: the bias of an average is corrected by
+    the product of all its b, which for a constant size is the power of b of Adam.
 
     Example:
       >>> tx = optax.chain(
@@ -63,33 +64,33 @@ def scale_by_adam_sde(
       [-0.002]
 
     Args:
-      base_examples: the number of examples for which all constants were tuned.
-      base_tokens: the same in real tokens.
-      base_rows: the same in rows; give one of the three.
-      b1: decay of the average of gradients, at the base.
-      b2: decay of the average of their squares, at the base.
-      eps: added to the root of the latter, at the base.
+      base_examples: the number of examples per batch for which all constants were
+        tuned.
+      base_tokens: the number of real tokens instead of examples.
+      base_rows: the number of rows instead of examples. Pass exactly one of the three.
+      b1: decay of the average of gradients, at the base size.
+      b2: decay of the average of squared gradients, at the base size.
+      eps: added to the square root of the latter average, at the base size.
 
     Returns:
-      A transformation whose `update` takes `num_examples`, `num_tokens` or `num_rows`,
-      of the whole global batch, static or traced.
+      A transformation whose `update` requires `num_examples`, `num_tokens` or
+      `num_rows` of the whole global batch, static or traced.
 
     Raises:
       ValueError: if not exactly one base is given, or it is not positive; if b1 or b2
-        is not from 0 to below 1, or eps is negative. From `update`, if the size is
-        missing.
+        is not in [0, 1), or eps is negative. From `update`: if the size is missing.
     """
     scaling = BatchScaling.by(
         base_examples=base_examples, base_tokens=base_tokens, base_rows=base_rows
     )
     for name, value in {"b1": b1, "b2": b2}.items():
         if not isinstance(value, numbers.Real) or not 0 <= value < 1:
-            raise ValueError(f"`{name}={value!r}` must be from 0 to below 1.")
+            raise ValueError(f"`{name}={value!r}` must be in [0, 1).")
     if not isinstance(eps, numbers.Real) or not 0 <= eps < float("inf"):
-        raise ValueError(f"`eps={eps!r}` must be a number that is not negative.")
+        raise ValueError(f"`eps={eps!r}` must be a finite, non-negative number.")
 
     def init(params: optax.Params) -> ScaleByAdamSdeState:
-        # Arrays of their own each, for a step that donates its state.
+        # The zeros are separate arrays, so that a step can donate the state.
         return ScaleByAdamSdeState(
             mu=jax.tree.map(lambda p: jnp.zeros_like(single_at_least(p)), params),
             nu=jax.tree.map(lambda p: jnp.zeros_like(single_at_least(p).real), params),
@@ -106,7 +107,7 @@ def scale_by_adam_sde(
     ) -> tuple[optax.Updates, ScaleByAdamSdeState]:
         del params
         ratio, root = scaling.ratio(extra), scaling.factor(extra)
-        # Not as 1 minus a decay, which would round a small gain away.
+        # Computed without the scaled decay, because 1 - decay would round small gains.
         gains = [jnp.minimum(1, ratio * (1 - b)) for b in (b1, b2)]
         grads = jax.tree.map(single_at_least, updates)
         mu = _average(gains[0], state.mu, grads)
@@ -115,8 +116,8 @@ def scale_by_adam_sde(
         nu_seen = state.nu_seen + gains[1] * (1 - state.nu_seen)
 
         def scaled(mu: jax.Array, nu: jax.Array, update: jax.Array) -> jax.Array:
-            # root * mean / (root of squares + eps / root), without dividing by zero
-            # where a batch is empty.
+            # root * mean / (sqrt(squares) + eps / root), without a division by zero if
+            # the batch is empty.
             mean, squares = _corrected(mu, mu_seen), _corrected(nu, nu_seen)
             factor = root.astype(nu.dtype)
             denominator = factor * jnp.sqrt(squares) + _at_least_tiny(eps, nu)
@@ -142,10 +143,10 @@ def _average(gain: jax.Array, old: optax.Updates, new: optax.Updates) -> Any:
 
 
 def _corrected(average: jax.Array, seen: jax.Array) -> jax.Array:
-    """The average without the bias of its initial zero; zero before any gradient."""
+    """Returns the bias-corrected average; zero before the first gradient."""
     return average / jnp.where(seen > 0, seen, 1).astype(average.dtype)
 
 
 def _at_least_tiny(eps: float, like: jax.Array) -> jax.Array:
-    """eps, or the least number of the dtype if that is more: 0 / 0 is no update."""
+    """Returns eps, or the smallest number of the dtype if larger, to avoid 0 / 0."""
     return jnp.maximum(eps, jnp.finfo(like.dtype).tiny).astype(like.dtype)

@@ -1,4 +1,4 @@
-"""Updates multiplied by a factor of the batch size."""
+"""Scales updates by a factor that depends on the batch size."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ScaleByBatchSizeState(NamedTuple):
     """State of `scale_by_batch_size`.
 
     Attributes:
-      factor: `[]` float32, by which the last update was multiplied.
-      learning_rate: `[]` float32, of the last update, times the factor; None if
-        `scale_by_batch_size` was not given the learning rate.
+      factor: `[]` float32, the factor of the last update.
+      learning_rate: `[]` float32, the learning rate of the last update, factor
+        included; None if it was not passed to `scale_by_batch_size`.
       num_updates: `[]` int32, the number of updates.
     """
 
@@ -41,19 +41,19 @@ def scale_by_batch_size(
     max_factor: float = math.inf,
     learning_rate: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Multiplies updates by `rule(batch size / base)`.
+    """Scales updates by `rule(batch size / base)`.
 
-    Put it last in a chain, after the learning rate. The size comes with the batch, as
-    an extra argument of `update`, so the factor cannot drift from it by skipped steps
-    or by resuming.
+    Put it last in a chain, after the learning rate. The batch size is an extra argument
+    of `update`, so the factor always belongs to the batch, even if steps are skipped or
+    a run is resumed.
 
-    For SGD, Adam(W), Lion and most others this equals scaling the learning rate
-    (`is_linear_in_lr` says for which; `scale_schedule` is for the rest). As in optax,
-    the momentum of SGD is kept apart from the learning rate, which is the reference of
-    Goyal et al. (section 3): nothing has to be corrected when the factor changes. Put
-    first in the chain, it gives every gradient in the momentum the factor of its own
-    batch. Last in the chain, it scales weight decay with the rest; before
-    `optax.add_decayed_weights`, it does not.
+    For SGD, Adam(W), Lion and most other optimizers this equals scaling the learning
+    rate. Check yours by `is_linear_in_lr`, and use `scale_schedule` if it is not
+    linear. The momentum of SGD in optax does not include the learning rate, as in the
+    reference of Goyal et al. (section 3), so it needs no correction when the factor
+    changes. First in the chain, the transformation scales each gradient in the momentum
+    by the factor of its own batch. Last in the chain, it also scales weight decay;
+    before `optax.add_decayed_weights`, it does not.
 
     Example:
       >>> tx = optax.chain(optax.sgd(1e-3), scale_by_batch_size(base_examples=2))
@@ -63,24 +63,26 @@ def scale_by_batch_size(
       [-0.002]
 
     Args:
-      base_examples: the number of examples for which the learning rate was tuned.
-      base_tokens: the same in real tokens.
-      base_rows: the same in rows, empty ones included, so that all batches of a bucket
-        have one factor; give one of the three.
+      base_examples: the number of examples per batch for which the learning rate was
+        tuned.
+      base_tokens: the number of real tokens instead of examples.
+      base_rows: the number of rows instead of examples, including empty rows, so that
+        all batches of a bucket have the same factor. Pass exactly one of the three.
       rule: "linear" (Goyal et al., arXiv:1706.02677), "sqrt" (Krizhevsky,
         arXiv:1404.5997), "none", or a function from ratio to factor.
-      min_factor: the least factor.
+      min_factor: the smallest factor.
       max_factor: the largest factor.
-      learning_rate: of the optimizer before it, a number or the same schedule; only for
-        the state to report the learning rate in force.
+      learning_rate: the learning rate of the optimizer, the same number or schedule. It
+        is only used to report the scaled learning rate in the state.
 
     Returns:
-      A transformation whose `update` takes `num_examples`, `num_tokens` or `num_rows`,
-      of the whole global batch, static or traced; `make_train_step` passes all of them.
+      A transformation whose `update` requires `num_examples`, `num_tokens` or
+      `num_rows` of the whole global batch, static or traced. `make_train_step` passes
+      all of them.
 
     Raises:
       ValueError: if not exactly one base is given, it is not positive, the rule is
-        unknown, or the bounds are negative or out of order. From `update`, if the size
+        unknown, or the bounds are negative or out of order. From `update`: if the size
         is missing.
     """
     scaling = BatchScaling.by(
@@ -93,8 +95,8 @@ def scale_by_batch_size(
     )
     if isinstance(learning_rate, WorkSchedule | ScaledSchedule):
         raise ValueError(
-            "`learning_rate` is a schedule that follows the batch only inside an "
-            "optimizer: give it to `optax.inject_hyperparams`, and leave it out here."
+            "`learning_rate` is a schedule that works only inside an optimizer. Pass "
+            "it to `optax.inject_hyperparams`, and omit it here."
         )
     if learning_rate is not None and not callable(learning_rate):
         learning_rate = check_number("learning_rate", learning_rate)
@@ -128,6 +130,6 @@ def scale_by_batch_size(
 
 
 def _multiplied(factor: jax.Array, update: jax.Array) -> jax.Array:
-    # A factor may overflow half precision where the product does not.
+    # Multiplied in float32, because the factor alone may overflow half precision.
     wide = single_at_least(update)
     return (wide * factor.astype(wide.dtype)).astype(update.dtype)

@@ -1,4 +1,4 @@
-"""Whether scaling an optimizer's updates is scaling its learning rate."""
+"""Tests whether the updates of an optimizer are linear in its learning rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import optax
 from jaxbucket.base.checks import check_number
 
 _STEPS = 6
-# More than rounding in single precision, less than the trace of an old learning rate.
+# Above the rounding errors of float32, below the effect of an old learning rate.
 _TOLERANCE = 1e-4
 
 
@@ -22,11 +22,12 @@ def is_linear_in_lr(
     *,
     learning_rate: float = 1e-2,
 ) -> bool:
-    """Returns whether updates scale with the learning rate, and nothing else does.
+    """Returns whether scaling updates equals scaling the learning rate.
 
-    It runs the optimizer on a few parameters, with a factor that changes from step to
-    step, once outside and once in the learning rate. If they agree,
-    `scale_by_batch_size` may stand behind it; if not, use `scale_schedule` inside it.
+    Runs the optimizer twice for a few steps on a few parameters, with a factor that
+    changes from step to step: once applied to the updates, once to the learning rate.
+    If both agree, `scale_by_batch_size` may follow the optimizer. If not, use
+    `scale_schedule` inside it.
 
     Example:
       >>> is_linear_in_lr(optax.adamw)
@@ -35,14 +36,14 @@ def is_linear_in_lr(
       False
 
     Args:
-      make_tx: from a learning rate to the optimizer, without `inject_hyperparams`. An
-        optimizer that does nothing is not linear; a difference that shows only after
-        more than a few steps is not found.
-      learning_rate: around which it is tried. A bound of steps, such as Polyak's, is
-        found only where the bound is met.
+      make_tx: a function from a learning rate to the optimizer, without
+        `inject_hyperparams`. An optimizer that does nothing is not linear. A difference
+        that appears only after more than a few steps is not detected.
+      learning_rate: the learning rates are drawn around this value. A bound on the
+        step, such as Polyak's, is detected only if these learning rates reach it.
 
     Returns:
-      Whether the two runs agree to within rounding.
+      True if the two runs agree within rounding errors.
 
     Raises:
       ValueError: if `learning_rate` is not positive, or `make_tx` is not a function.
@@ -50,10 +51,10 @@ def is_linear_in_lr(
     rate = check_number("learning_rate", learning_rate)
     if not callable(make_tx):
         raise ValueError(
-            f"`make_tx` is a {type(make_tx).__name__}: give a function from a learning "
+            f"`make_tx` is a {type(make_tx).__name__}. Pass a function from a learning "
             "rate to the optimizer, such as `optax.adamw`."
         )
-    # Optimizers may mix dtypes, which does not matter here.
+    # Allows optimizers that mix dtypes, which does not matter here.
     with jax.numpy_dtype_promotion("standard"):
         return _is_linear(make_tx, rate)
 
@@ -76,15 +77,18 @@ def _is_linear(
         scaled = make_tx(rate * factor)
         updates, inside_state = _update(scaled, inside, inside_state, target)
         inside = optax.apply_updates(inside, updates)
-    apart = optax.tree.norm(optax.tree.sub(inside, outside))
-    moved = optax.tree.norm(optax.tree.sub(inside, start))
-    return bool(moved > 0 and apart <= _TOLERANCE * moved)
+    difference = optax.tree.norm(optax.tree.sub(inside, outside))
+    distance = optax.tree.norm(optax.tree.sub(inside, start))
+    return bool(distance > 0 and difference <= _TOLERANCE * distance)
 
 
 def _update(
     tx: optax.GradientTransformation, params: Any, state: Any, target: Any
 ) -> tuple[Any, Any]:
-    """An update towards a target, with every extra argument of optax's optimizers."""
+    """Returns the update towards a target, and the new state of the optimizer.
+
+    All extra arguments that the optimizers of optax use are passed.
+    """
 
     def loss(params: Any) -> jax.Array:
         return 0.5 * optax.tree.norm(optax.tree.sub(params, target), squared=True)

@@ -1,4 +1,4 @@
-"""Dtypes wider than half precision."""
+"""Functions for dtypes that are wider than half precision."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ import jax.numpy as jnp
 
 
 def wide_float() -> Any:
-    """The widest float that jax is configured for."""
+    """Returns float64 if jax is configured for it, or else float32."""
     return jax.dtypes.canonicalize_dtype(jnp.float64)
 
 
 def single_at_least(value: jax.Array) -> jax.Array:
-    """In float32, or what is wider: half precision cannot add up 1,000 gradients."""
+    """Casts to float32 unless the dtype is wider.
+
+    Half precision is too coarse to sum 1,000 gradients.
+    """
     single = jnp.dtype(jnp.float32)
     return value.astype(max(single, value.dtype, key=lambda dtype: dtype.itemsize))
 
 
 def computes_in(dtype: Any, pull_back: Any, cotangent: jax.Array) -> bool:
-    """Whether a function that `jax.vjp` returned computes in a dtype.
+    """Returns whether a function that `jax.vjp` returned computes in a dtype.
 
     Args:
-      dtype: to look for.
+      dtype: the dtype to look for.
       pull_back: the function.
       cotangent: an argument of the function.
     """
-    # Traced only if jax does not keep the linear program.
+    # Traced only if this version of jax does not expose the linear program.
     program = getattr(pull_back, "jaxpr", None)
     return _has(dtype, program or jax.make_jaxpr(pull_back)(cotangent))
 
 
 def _has(dtype: Any, program: Any) -> bool:
-    # Of a closed program, the inner one.
+    # Unwraps a ClosedJaxpr.
     program = getattr(program, "jaxpr", program)
     outputs = (x for equation in program.eqns for x in equation.outvars)
     return any(

@@ -1,4 +1,4 @@
-"""From the size of a batch to the factor of its learning rate."""
+"""Rules from the size of a batch to the factor of its learning rate."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _RULES: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class BatchScaling:
-    """The factor of a batch of some size.
+    """Computes the factor of a batch from its size.
 
     Attributes:
-      size: the extra argument of `update` that is the batch's size.
+      size: the name of the extra argument of `update` with the batch size.
       base: the size for which the learning rate was tuned.
-      rule: from ratio to factor.
-      min_factor: the least factor.
+      rule: a function from ratio to factor.
+      min_factor: the smallest factor.
       max_factor: the largest factor.
     """
 
@@ -52,7 +52,7 @@ class BatchScaling:
         min_factor: float = 0.0,
         max_factor: float = math.inf,
     ) -> BatchScaling:
-        """Checks the arguments of `scale_by_batch_size`."""
+        """Makes it from the arguments of `scale_by_batch_size`, after checking them."""
         bases = {
             "base_examples": base_examples,
             "base_tokens": base_tokens,
@@ -61,22 +61,22 @@ class BatchScaling:
         names = [name for name, base in bases.items() if base is not None]
         if len(names) != 1:
             listed = ", ".join(f"`{name}={base}`" for name, base in bases.items())
-            raise ValueError(f"{listed}: give one of them.")
+            raise ValueError(f"{listed}: pass exactly one of them.")
         (name,) = names
         base = bases[name]
         if not _is_number(base) or not 0 < base < math.inf:  # pyright: ignore
             raise ValueError(f"`{name}={base!r}` must be a positive number.")
         if not callable(rule) and (not isinstance(rule, str) or rule not in _RULES):
             raise ValueError(
-                f"`rule={rule!r}`: choose one of {sorted(_RULES)}, or pass a function "
-                "from ratio to factor."
+                f"`rule={rule!r}` is unknown. Choose one of {sorted(_RULES)}, or pass "
+                "a function from ratio to factor."
             )
         bounds = (min_factor, max_factor)
         in_order = all(map(_is_number, bounds)) and 0 <= min_factor <= max_factor
         if not in_order or min_factor == math.inf:
             raise ValueError(
-                f"`min_factor={min_factor!r}`, `max_factor={max_factor!r}`: give "
-                "numbers that are not negative, the smaller one first."
+                f"`min_factor={min_factor!r}`, `max_factor={max_factor!r}`: pass "
+                "numbers with 0 <= `min_factor` <= `max_factor`."
             )
         return cls(
             size=f"num_{name.removeprefix('base_')}",
@@ -87,36 +87,36 @@ class BatchScaling:
         )
 
     def ratio(self, extra: Mapping[str, Any]) -> jax.Array:
-        """`[]`, the batch's size over the base.
+        """Returns `[]`, the batch size divided by the base.
 
         Raises:
-          ValueError: if the size is not among the extra arguments of `update`, or is
-            not a size.
+          ValueError: if the size is missing from the extra arguments of `update`, or is
+            not a valid size.
         """
         size = extra.get(self.size)
         if size is None:
             raise ValueError(
-                "Scaling by the batch size needs the batch size: call "
+                f"Scaling by the batch size requires `{self.size}`. Call "
                 f"`tx.update(grads, state, params, {self.size}=batch.{self.size})`. "
-                "A wrapper must pass extra arguments on, as `optax.chain` does."
+                "Wrappers must forward extra arguments, as `optax.chain` does."
                 if self.size != "num_rows"
-                else "Scaling by the rows of a batch needs their number: call "
+                else "Scaling by the batch size requires `num_rows`. Call "
                 "`tx.update(grads, state, params, num_rows=batch.bucket.batch_size)`, "
-                "of all micro-batches."
+                "summed over all micro-batches."
             )
         return jnp.asarray(check_size(self.size, size), wide_float()) / self.base
 
     def factor(self, extra: Mapping[str, Any]) -> jax.Array:
-        """`[]`, by which the learning rate of this batch is multiplied."""
+        """Returns `[]`, the factor of the learning rate for this batch."""
         factor = self.rule(self.ratio(extra))
         if not isinstance(factor, jax.Array | numbers.Real | np.ndarray):
             raise ValueError(
-                f"`rule` returned a {type(factor).__name__}: return one number."
+                f"`rule` returned a {type(factor).__name__}. Return one number."
             )
         factor = jnp.asarray(factor)
         if factor.shape:
             raise ValueError(
-                f"`rule` returned a factor of shape {list(factor.shape)}: return one "
+                f"`rule` returned a factor of shape {list(factor.shape)}. Return one "
                 "number."
             )
         if self.min_factor > 0 or self.max_factor < math.inf:
@@ -125,24 +125,24 @@ class BatchScaling:
 
 
 def check_size(name: str, size: Any) -> jax.Array | np.ndarray:
-    """Returns an extra argument of `update` as an array, of numpy if it is static.
+    """Returns an extra argument of `update` as an array, a numpy array if static.
 
     Raises:
-      ValueError: if it is not one number, or is known not to be a size.
+      ValueError: if it is not one number, or is known not to be a valid size.
     """
-    # Values on a device are not read, because the step would wait for them.
+    # Values on a device are not checked, because reading them would block the step.
     if isinstance(size, jax.Array):
         is_size = size.dtype != jnp.bool_
     else:
         is_size = _is_number(size) and 0 <= size < math.inf
     if not is_size:
         raise ValueError(
-            f"`{name}={size!r}` must be a number that is not negative, such as "
+            f"`{name}={size!r}` must be a finite, non-negative number, such as "
             f"`batch.{name}`."
         )
     if jnp.shape(size):
         raise ValueError(
-            f"`{name}` has shape {list(jnp.shape(size))}: give one number, of the "
+            f"`{name}` has shape {list(jnp.shape(size))}. Pass one number for the "
             "whole global batch."
         )
     return size if isinstance(size, jax.Array) else np.asarray(size)

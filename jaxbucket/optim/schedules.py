@@ -1,11 +1,11 @@
-"""Schedules that follow the batch, for `optax.inject_hyperparams`.
+"""Schedules that depend on the batch, for `optax.inject_hyperparams`.
 
     tx = optax.inject_hyperparams(optax.adamw)(
         learning_rate=scale_schedule(schedule_by_work(schedule), base_tokens=65_536)
     )
 
-They are optax's stateful schedules: the optimizer's state has their counts, and the
-learning rate in force.
+They are stateful schedules of optax: the state of the optimizer holds their counts and
+the current learning rate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxbucket.optim.precision import wide_float
 from jaxbucket.optim.scaling_rules import BatchScaling, Rule, check_size
 
 Work: TypeAlias = Literal["examples", "tokens"]
-# A count is two integers, because an int32 alone ends at two billion tokens.
+# A count is stored as two integers, because int32 overflows at two billion tokens.
 _LOW_BITS = 30
 
 
@@ -33,9 +33,9 @@ class ScaledScheduleState(NamedTuple):
     """State of `scale_schedule`.
 
     Attributes:
-      factor: `[]` float32, of the last batch.
-      inner: state of the schedule that is scaled: `[]` int32, the next step, or the
-        state of a stateful schedule.
+      factor: `[]` float32, the factor of the last batch.
+      inner: the state of the inner schedule: `[]` int32, the next step, or the state of
+        a stateful schedule.
     """
 
     factor: jax.Array
@@ -57,7 +57,7 @@ class ScaledSchedule:
     def __call__(self, state: ScaledScheduleState, **extra: Any) -> jax.Array:
         _check_is_state(state, ScaledScheduleState)
         value = self._unscaled(state.inner, extra)
-        # Before the first batch, for the first state.
+        # There is no batch yet when optax initializes the state.
         if not extra:
             return value
         return value * _like_a_number(self.scaling.factor(extra))
@@ -88,15 +88,18 @@ def scale_schedule(
     min_factor: float = 0.0,
     max_factor: float = math.inf,
 ) -> ScaledSchedule:
-    """Returns a schedule that is multiplied by `rule(batch size / base)` of each batch.
+    """Returns a schedule multiplied by `rule(batch size / base)` for each batch.
 
-    It scales the learning rate inside an optimizer, so it is right for every optimizer
-    with a learning rate. (Some arguments of Adafactor are not numbers:
+    It scales the learning rate inside the optimizer, so it is correct for every
+    optimizer with a learning rate. The schedule is evaluated at the extra argument
+    `step` of `update`, which `make_train_step` passes; without it, the schedule counts
+    updates.
+
+    Some arguments of Adafactor are not numbers. Wrap it by
     `optax.inject_hyperparams(optax.adafactor, static_args=("dtype_momentum",
     "min_dim_size_to_factor"))`. For parameters in half precision pass
-    `hyperparam_dtype=jnp.float32`, or optax rounds b2 to 1.) If the extra arguments of
-    `update` have the `step` of the data, as those of `make_train_step` do, the
-    schedule is evaluated at that step; else it counts updates.
+    `hyperparam_dtype=jnp.float32` to `optax.inject_hyperparams`, or optax rounds b2
+    to 1.
 
     Example:
       >>> rate = scale_schedule(1e-3, base_examples=2, rule="linear")
@@ -107,14 +110,15 @@ def scale_schedule(
       [-0.005] 0.005
 
     Args:
-      schedule: a number, a schedule of optax, or one of `schedule_by_work`.
-      base_examples: the number of examples for which the learning rate was tuned.
-      base_tokens: the same in real tokens.
-      base_rows: the same in rows, empty ones included, so that all batches of a bucket
-        have one factor; give one of the three.
+      schedule: a number, a schedule of optax, or the result of `schedule_by_work`.
+      base_examples: the number of examples per batch for which the learning rate was
+        tuned.
+      base_tokens: the number of real tokens instead of examples.
+      base_rows: the number of rows instead of examples, including empty rows, so that
+        all batches of a bucket have the same factor. Pass exactly one of the three.
       rule: "linear" (Goyal et al., arXiv:1706.02677), "sqrt" (Krizhevsky,
         arXiv:1404.5997), "none", or a function from ratio to factor.
-      min_factor: the least factor.
+      min_factor: the smallest factor.
       max_factor: the largest factor.
 
     Returns:
@@ -123,12 +127,12 @@ def scale_schedule(
     Raises:
       ValueError: if not exactly one base is given, it is not positive, the rule is
         unknown, the bounds are negative or out of order, or `schedule` is not one of
-        the above. From `update`, if the size is missing.
+        the above. From `update`: if the size is missing.
     """
     if isinstance(schedule, ScaledSchedule):
         raise ValueError(
-            "`schedule` is scaled already: give the schedule inside it, with a `rule` "
-            "that has both factors."
+            "`schedule` is already scaled. Pass its inner schedule, with a `rule` that "
+            "multiplies both factors."
         )
     if not callable(schedule):
         check_number("schedule", schedule)
@@ -144,10 +148,10 @@ def scale_schedule(
 
 
 class WorkScheduleState(NamedTuple):
-    """State of `schedule_by_work`: examples or tokens so far, `high * 2**30 + low`.
+    """State of `schedule_by_work`: the work so far is `high * 2**30 + low`.
 
     Attributes:
-      high: `[]` uint32.
+      high: `[]` uint32, in units of 2**30.
       low: `[]` uint32, below 2**30.
     """
 
@@ -171,21 +175,22 @@ class WorkSchedule:
         wide = wide_float()
         done = state.high.astype(wide) * 2**_LOW_BITS + state.low.astype(wide)
         try:
-            # Some schedules of optax mix dtypes, because steps are integers.
+            # Allows schedules of optax that mix dtypes, since they expect integers.
             with jax.numpy_dtype_promotion("standard"):
                 return _like_a_number(self.schedule(done))
         except OverflowError as error:
             raise ValueError(
-                "`schedule` has an integer that jax cannot hold. Give lengths of more "
-                f"than 2**31 - 1 {self.work} as floats, such as 1e10 ({error})."
+                "`schedule` has an integer that is too large for jax. Pass lengths of "
+                f"more than 2**31 - 1 {self.work} as floats, such as 1e10 ({error})."
             ) from error
 
     def update(self, state: WorkScheduleState, **extra: Any) -> WorkScheduleState:
         size = extra.get(f"num_{self.work}")
         if size is None:
             raise ValueError(
-                f"A schedule by {self.work} needs their number: call `tx.update(grads, "
-                f"state, params, num_{self.work}=batch.num_{self.work})`."
+                f"A schedule by {self.work} requires `num_{self.work}`. Call "
+                f"`tx.update(grads, state, params, num_{self.work}="
+                f"batch.num_{self.work})`."
             )
         high, low = _high_and_low(check_size(f"num_{self.work}", size))
         low = state.low + low
@@ -199,8 +204,8 @@ def schedule_by_work(
 ) -> WorkSchedule:
     """Returns a schedule that counts examples or tokens instead of steps.
 
-    The same data gives the same curve, however it is cut into batches. Lengths of the
-    schedule, such as of its warm-up, are in examples or real tokens.
+    The same data yields the same curve for any batch sizes. The durations of the
+    schedule, such as its warm-up, are in examples or real tokens.
 
     Example:
       >>> warmup = optax.linear_schedule(0.0, 1e-3, transition_steps=1_000_000)
@@ -213,26 +218,26 @@ def schedule_by_work(
       0.0005
 
     Args:
-      schedule: any schedule of optax; lengths of more than 2**31 - 1 as floats.
-      work: "tokens" or "examples", of the whole global batch.
+      schedule: any schedule of optax. Durations of more than 2**31 - 1 must be floats.
+      work: whether to count the "tokens" or "examples" of the whole global batch.
 
     Returns:
       A stateful schedule for `optax.inject_hyperparams` or `scale_schedule`.
 
     Raises:
-      ValueError: if `schedule` is not a schedule of optax, or `work` is neither; when
-        called, if a length is an integer that jax cannot hold.
+      ValueError: if `schedule` is not a schedule of optax, or `work` is invalid. When
+        called: if a duration is an integer that is too large for jax.
     """
     check_choice("work", work, ("examples", "tokens"))
     if isinstance(schedule, ScaledSchedule | WorkSchedule):
         raise ValueError(
-            "`schedule` follows the batch already: give a schedule of optax here, and "
-            "the result to `scale_schedule`."
+            "`schedule` already depends on the batch. Pass a schedule of optax here, "
+            "and the result to `scale_schedule`."
         )
     if not callable(schedule):
         raise ValueError(
-            f"`schedule={schedule!r}` does not change: give a schedule of optax, such "
-            "as `optax.warmup_cosine_decay_schedule(...)`."
+            f"`schedule={schedule!r}` is not a schedule. Pass a schedule of optax, "
+            "such as `optax.warmup_cosine_decay_schedule(...)`."
         )
     return WorkSchedule(schedule, work)
 
@@ -240,9 +245,10 @@ def schedule_by_work(
 def warmup_inverse_sqrt_schedule(
     peak_value: float, warmup_steps: float
 ) -> Callable[[Any], jax.Array]:
-    """Returns a schedule that rises linearly, then falls with the inverse square root.
+    """Returns a schedule with linear warm-up and inverse square root decay.
 
-    peak * min(n / w, sqrt(w / n)), Vaswani et al., 2017, arXiv:1706.03762, section 5.3.
+    Its value after n steps with w warm-up steps is peak * min(n / w, sqrt(w / n)), as
+    in Vaswani et al., 2017, arXiv:1706.03762, section 5.3.
 
     Example:
       >>> schedule = warmup_inverse_sqrt_schedule(1e-3, 100)
@@ -251,20 +257,21 @@ def warmup_inverse_sqrt_schedule(
 
     Args:
       peak_value: the largest value.
-      warmup_steps: until the peak: steps, or examples or tokens in `schedule_by_work`.
+      warmup_steps: the number of steps until the peak; of examples or tokens in
+        `schedule_by_work`.
 
     Returns:
       A function from a count to the value.
 
     Raises:
-      ValueError: if one of them is not positive.
+      ValueError: if an argument is not positive.
     """
     peak_value = check_number("peak_value", peak_value)
     warmup_steps = check_number("warmup_steps", warmup_steps)
 
     def schedule(count: Any) -> jax.Array:
-        part = jnp.asarray(count).astype(wide_float()) / warmup_steps
-        return peak_value * jnp.minimum(part, jax.lax.rsqrt(jnp.maximum(part, 1)))
+        ratio = jnp.asarray(count).astype(wide_float()) / warmup_steps
+        return peak_value * jnp.minimum(ratio, jax.lax.rsqrt(jnp.maximum(ratio, 1)))
 
     return schedule
 
@@ -277,19 +284,19 @@ def _step(counted: jax.Array, extra: dict[str, Any]) -> jax.Array:
 def _check_is_state(state: Any, kind: type) -> None:
     if not isinstance(state, kind):
         raise ValueError(
-            "This schedule follows the batch, of which only "
-            "`optax.inject_hyperparams` tells it: write "
+            "This schedule depends on the batch, so it works only inside "
+            "`optax.inject_hyperparams`. Write "
             "`optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)`."
         )
 
 
 def _like_a_number(value: Any) -> jax.Array:
-    """A weakly typed float, which does not change the dtype of momentum after it."""
+    """Returns a weakly typed float, which keeps the dtype of momentum unchanged."""
     return jax.lax.full_like(1.0, value)
 
 
 def _high_and_low(size: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """A number of examples or tokens in units of 2**30, and the rest."""
+    """Splits a number of examples or tokens into units of 2**30 and the rest."""
     if isinstance(size, jax.Array):
         return jnp.zeros((), jnp.uint32), size.astype(jnp.uint32)
     high, low = divmod(int(size), 2**_LOW_BITS)

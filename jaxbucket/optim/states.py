@@ -1,4 +1,4 @@
-"""The learning rate in an optimizer's state, and the state of skipped updates."""
+"""Reads the learning rate from optimizer states, and restores skipped states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxbucket.optim.adam_sde import ScaleByAdamSdeState
 from jaxbucket.optim.batch_size import ScaleByBatchSizeState
 from jaxbucket.optim.schedules import ScaledScheduleState
 
-# Wrappers with a count of their own are held with everything inside.
+# Wrappers that count updates themselves are restored with everything inside.
 _WRAPPERS = (
     *(optax.MultiStepsState, optax.ApplyIfFiniteState),
     *(optax.contrib.ScheduleFreeState, optax.contrib.MechanicState),
@@ -25,9 +25,9 @@ _Injected = optax.schedules.InjectStatefulHyperparamsState
 
 
 def in_force(opt_state: optax.OptState) -> dict[str, jax.Array]:
-    """Returns the learning rate and the factor of an optimizer's last update.
+    """Returns the learning rate and the factor of the last update of an optimizer.
 
-    It looks along a chain, not into the branches of `optax.multi_transform`.
+    Searches chains, but not the branches of `optax.multi_transform`.
 
     Example:
       >>> from jaxbucket.optim import scale_by_batch_size
@@ -39,13 +39,13 @@ def in_force(opt_state: optax.OptState) -> dict[str, jax.Array]:
       {'lr_factor': 2.0, 'learning_rate': 1.0}
 
     Args:
-      opt_state: of the optimizer.
+      opt_state: the state of the optimizer.
 
     Returns:
-      "lr_factor", the product of all factors, if the batch size scales something.
-      "learning_rate", if `optax.inject_hyperparams`, `scale_schedule` or
-      `scale_by_batch_size(learning_rate=...)` say it, times the factors behind it in
-      the chain and that of `scale_by_adam_sde`, which stands before it.
+      A dict with "lr_factor", the product of all factors, if anything is scaled by the
+      batch size; and "learning_rate", if `optax.inject_hyperparams`, `scale_schedule`
+      or `scale_by_batch_size(learning_rate=...)` report it. The latter includes the
+      factors of later transformations in the chain and of `scale_by_adam_sde`.
     """
     rate, factors, sde_factors = None, [], []
     for state in _in_chain(opt_state):
@@ -57,7 +57,7 @@ def in_force(opt_state: optax.OptState) -> dict[str, jax.Array]:
                 factors.append(scaled.factor)
         elif isinstance(state, ScaleByBatchSizeState):
             factors.append(state.factor)
-            # In front of the learning rate it scales gradients.
+            # Before the learning rate, the transformation scales gradients.
             rate = state.learning_rate if rate is None else rate * state.factor
         elif isinstance(state, ScaleByAdamSdeState):
             factors.append(state.factor)
@@ -73,10 +73,10 @@ def in_force(opt_state: optax.OptState) -> dict[str, jax.Array]:
 def skip_where(
     skipped: Any, new: optax.OptState, old: optax.OptState
 ) -> optax.OptState:
-    """Returns the state after an update that may be skipped.
+    """Returns the optimizer state after an update that may be skipped.
 
-    A skipped update leaves averages and their counts. Schedules go on with the data:
-    the learning rate of a step does not depend on skipped updates before it.
+    A skipped update leaves averages and their counts unchanged. Schedules advance with
+    the data, so the learning rate of a step does not depend on skipped updates.
 
     Example:
       >>> tx = optax.sgd(optax.linear_schedule(1.0, 0.0, 10), momentum=0.9)
@@ -89,10 +89,10 @@ def skip_where(
     Args:
       skipped: `[]` bool, static or traced.
       new: the state after the update.
-      old: the state before it.
+      old: the state before the update.
 
     Returns:
-      `old`, with the schedules of `new`, where `skipped`; else `new`.
+      `old` with the schedules of `new` if `skipped` is true, otherwise `new`.
     """
 
     def is_known(state: Any) -> bool:
@@ -112,16 +112,17 @@ def skip_where(
 
 @functools.cache
 def _schedule_states() -> tuple[type, ...]:
-    """The states that count steps of the data."""
-    # The state of `add_decayed_weights` has no public name; to make one starts jax.
+    """Returns the types of states that count steps of the data."""
+    # The state of `add_decayed_weights` has no public name. It is looked up on first
+    # use, because making one initializes jax.
     decay = optax.add_decayed_weights(optax.constant_schedule(0.0))
     decay_state = jax.eval_shape(decay.init, ())
     return ScaleByBatchSizeState, optax.ScaleByScheduleState, type(decay_state)
 
 
 def _in_chain(opt_state: Any) -> Iterator[Any]:
-    """The states of a chain in order, with those inside `inject_hyperparams`."""
-    # A chain's state is a plain tuple, all others have types of their own.
+    """Yields the states of a chain in order, also inside `inject_hyperparams`."""
+    # Only the state of a chain is a plain tuple.
     if type(opt_state) is tuple:
         for state in opt_state:
             yield from _in_chain(state)

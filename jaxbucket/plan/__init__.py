@@ -1,9 +1,9 @@
-"""From lengths to a `BucketPlan`: which shapes (B, T) an epoch costs least in.
+"""From lengths to a `BucketPlan`: the shapes (B, T) that minimize the cost of an epoch.
 
-`limits` says how many rows a T may have, `histogram` counts the lengths, and `costs`
-prices a step of each shape; `optimal` and `boundary_rules` choose where buckets end,
-and `remainder` says what becomes of examples that fill no batch. `planner` puts them
-together, and `reports` shows what a plan costs.
+`limits` determines the batch size for each T, `histogram` counts the lengths, and
+`costs` defines the cost of a step of each shape. `optimal` and `boundary_rules` choose
+the boundaries of buckets, and `remainder` assigns the examples that do not fill a
+batch. `planner` combines these modules, and `reports` describes a plan and its cost.
 """
 
 from etils import epy as _epy

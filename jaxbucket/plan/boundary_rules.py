@@ -1,7 +1,7 @@
-"""Rules of thumb for where one bucket ends and the next begins.
+"""Heuristic rules that choose the boundaries of buckets.
 
-A chooser takes `Candidates` and a number of buckets, and returns the increasing
-positions of the chosen `seq_lens`, the last of which is always the last candidate.
+A chooser is a function of `Candidates` and a number of buckets. It returns the
+increasing indices of the chosen candidates, which always include the last candidate.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from jaxbucket.plan.remainder import RowFlow, epoch_cost, flow_remainders
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """Everything that a function which chooses boundaries is given.
+    """The lengths at which a bucket may end: the input of a chooser.
 
     Attributes:
-      seq_lens: `[G]` int64, increasing: lengths at which a bucket may end.
-      examples: `[G]` int64, how many examples are at most that long.
-      tokens: `[G]` int64, the real tokens of those.
-      batch_sizes: `[G]` int64, the rows of a step at that length.
-      costs: `[G]` float64 or int64, what such a step costs.
-      complete: whether no other length could be a boundary; else there were too many.
+      seq_lens: `[G]` int64, the candidates, increasing.
+      examples: `[G]` int64, the number of examples that are at most this long.
+      tokens: `[G]` int64, the number of real tokens in these examples.
+      batch_sizes: `[G]` int64, the number of rows in a step of this length.
+      costs: `[G]` float64 or int64, the cost of a step of this length.
+      complete: whether every possible boundary is a candidate. False if there were too
+        many, so that some are left out.
     """
 
     seq_lens: np.ndarray
@@ -39,23 +40,39 @@ class Candidates:
         return len(self.seq_lens)
 
     def take(self, index: np.ndarray) -> Candidates:
-        """Returns some of them."""
+        """Returns some of the candidates.
+
+        Args:
+          index: `[K]` integers, the indices of the candidates, or a `[G]` bool mask.
+        """
         names = ("seq_lens", "examples", "tokens", "batch_sizes", "costs")
         columns = {name: getattr(self, name)[index] for name in names}
         return dataclasses.replace(self, **columns)
 
     def counts(self, chosen: np.ndarray) -> np.ndarray:
-        """`[K]`: examples of every bucket when the chosen candidates are its ends."""
+        """Returns the number of examples in each bucket, `[K]`.
+
+        Args:
+          chosen: `[K]` increasing indices of the candidates at which buckets end.
+        """
         return np.diff(self.examples[chosen], prepend=0)
 
     def flow(self, chosen: np.ndarray) -> RowFlow:
-        """How many rows and batches each of these buckets has in one epoch."""
+        """Returns the rows and batches of each bucket in one epoch.
+
+        Args:
+          chosen: `[K]` increasing indices of the candidates at which buckets end.
+        """
         return flow_remainders(
             self.counts(chosen), self.batch_sizes[chosen], self.costs[chosen]
         )
 
     def epoch_cost(self, chosen: np.ndarray) -> float:
-        """The costs of the batches of one epoch, summed, remainders included."""
+        """Returns the total cost of the batches of one epoch, remainders included.
+
+        Args:
+          chosen: `[K]` increasing indices of the candidates at which buckets end.
+        """
         return epoch_cost(self.flow(chosen).batches, self.costs[chosen])
 
 
@@ -63,52 +80,56 @@ Chooser: TypeAlias = Callable[[Candidates, int], np.ndarray]
 
 
 def quantile(candidates: Candidates, num_buckets: int) -> np.ndarray:
-    """Equal numbers of examples in every bucket."""
+    """Chooses boundaries such that all buckets have equally many examples."""
     return _equal_shares(candidates, candidates.examples, num_buckets)
 
 
 def equal_tokens(candidates: Candidates, num_buckets: int) -> np.ndarray:
-    """Equal numbers of real tokens in every bucket: Lhotse's and NeMo's durations."""
+    """Chooses boundaries such that all buckets have equally many real tokens.
+
+    This is the rule by which Lhotse and NeMo divide durations.
+    """
     return _equal_shares(candidates, candidates.tokens, num_buckets)
 
 
 def equal_width(candidates: Candidates, num_buckets: int) -> np.ndarray:
-    """Boundaries at equal distances, from 0 to the longest."""
+    """Chooses boundaries at equal distances between 0 and the longest candidate."""
     ends = np.arange(1, num_buckets + 1) * candidates.seq_lens[-1] / num_buckets
     return _at(candidates, ends)
 
 
 def quarters(candidates: Candidates, num_buckets: int) -> np.ndarray:
-    """Boundaries at the quarters of the longest, however many buckets there may be."""
+    """Chooses four boundaries at equal distances, even if more buckets are allowed."""
     return equal_width(candidates, min(4, num_buckets))
 
 
 def geometric(candidates: Candidates, num_buckets: int) -> np.ndarray:
-    """Boundaries in constant ratio, from the shortest example to the longest."""
+    """Chooses boundaries in constant ratio between the shortest and longest example."""
     shortest = candidates.seq_lens[np.argmax(candidates.examples > 0)]
     ends = np.geomspace(shortest, candidates.seq_lens[-1], num_buckets + 1)[1:]
     return _at(candidates, ends)
 
 
 def powers_of_two(candidates: Candidates, num_buckets: int) -> np.ndarray:
-    """Boundaries at powers of two, the largest below the longest, and the longest."""
+    """Chooses the longest candidate, and the largest powers of two below it."""
     longest = int(candidates.seq_lens[-1])
-    below = (longest - 1).bit_length()
-    return _at(candidates, 2.0 ** np.arange(max(0, below - num_buckets + 1), below))
+    stop = (longest - 1).bit_length()
+    return _at(candidates, 2.0 ** np.arange(max(0, stop - num_buckets + 1), stop))
 
 
 def _equal_shares(
-    candidates: Candidates, below: np.ndarray, num_buckets: int
+    candidates: Candidates, cumulative: np.ndarray, num_buckets: int
 ) -> np.ndarray:
-    total = int(below[-1])
-    # The last bucket has the last share, and ends with the last candidate.
+    total = int(cumulative[-1])
+    # The last share is left out, because the last candidate is always chosen.
     shares = [-(-share * total // num_buckets) for share in range(1, num_buckets)]
-    return _with_last(candidates, np.searchsorted(below, shares))
+    return _with_last(candidates, np.searchsorted(cumulative, shares))
 
 
 def _at(candidates: Candidates, ends: np.ndarray) -> np.ndarray:
-    """The shortest candidates that are at least so long."""
-    # Ends are rounded: without the slack one on a candidate can miss it.
+    """Returns the index of the shortest candidate that reaches each end."""
+    # Ends have rounding errors. Without the slack, an end that equals a candidate could
+    # be rounded up to the next one.
     chosen = np.searchsorted(candidates.seq_lens, ends * (1 - 1e-12))
     return _with_last(candidates, chosen)
 

@@ -1,7 +1,8 @@
-"""A search for the cheapest epoch, remainders included: branch and bound.
+"""A branch-and-bound search for the cheapest epoch, remainders included.
 
-Partial choices are extended bucket by bucket. Those go on whose lower bound is below
-the best complete choice known, and of which no other is at least as good.
+Partial choices of boundaries are extended bucket by bucket. A partial choice is pruned
+if its lower bound is not below the cost of the best known complete choice, or if
+another partial choice is at least as good.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ import numpy as np
 
 from jaxbucket.plan.lower_bound import INFINITE, Problem
 
-# Pairs of a state and an end that are looked at together: bounds memory.
+# The number of pairs of a state and an end that are processed at a time, which limits
+# the memory.
 _CHUNK = 1 << 20
-# A pair that is extended takes as long as so many that are ruled out.
-_CLOSING = 16
-# States that are compared for each one that goes on: most are not as good as another
-# of the same end.
+# Extending a pair takes as long as pruning this many pairs.
+_EXTENSION_COST = 16
+# The number of states that are compared for each state that is kept. Most of them are
+# dominated by another state with the same end.
 _SURPLUS = 64
-# States that are held while others are looked at: bounds memory.
-_MOST_STATES = 4 * _CHUNK
-# Ends are cut into about so many blocks, most of which are ruled out as a whole.
-_BLOCKS = 1024
+# The number of states that are held at a time, which limits the memory.
+_MAX_STATES = 4 * _CHUNK
+# The ends are divided into about this many blocks, most of which are pruned as a whole.
+_NUM_BLOCKS = 1024
 
 
 @dataclasses.dataclass
@@ -31,10 +33,11 @@ class _States:
     """Partial choices of boundaries, `[S]` int64 each.
 
     Attributes:
-      end: the last candidate chosen, -1 at the start.
-      carry: rows that go up into the next bucket.
+      end: the last chosen candidate, -1 at the start.
+      carry: the number of rows promoted to the next bucket.
       cost: the cost so far.
-      parent: the entry this one extends, in the states of one bucket fewer.
+      parent: the index of the state that this state extends, among the states with one
+        bucket fewer.
     """
 
     end: np.ndarray
@@ -52,13 +55,20 @@ class _States:
 
 
 class Search:
-    """Branch and bound over partial choices, at most `width` for each level.
+    """A branch-and-bound search over partial choices of boundaries.
 
-    It looks at no more than about `most_pairs`.
+    Args:
+      problem: the candidates.
+      bounds: lower bounds of the cost of all longer buckets, from `lower_bounds`.
+      ahead: lower bounds of the cost of all longer examples, from `cost_ahead`, if
+        available.
+      width: the largest number of states that are kept for each number of buckets.
+      most_pairs: about how many pairs to examine at most.
 
     Attributes:
-      cut: whether states were given up: a wider search may find a better choice.
-      pairs: pairs of a state and an end, or a block of ends, that were looked at.
+      incomplete: whether promising states were discarded, so that a wider search may
+        find a better choice.
+      pairs: the number of examined pairs of a state and an end or a block of ends.
     """
 
     def __init__(
@@ -74,17 +84,21 @@ class Search:
         self.ahead = ahead
         self.width = width
         self.most_pairs = most_pairs
-        self.cut = False
+        self.incomplete = False
         self.pairs = 0
-        # `[n, block]`: the ends in blocks, G where there is none.
-        block = -(-len(problem) // _BLOCKS)
+        # `[n, block]`: the ends in blocks, padded with G.
+        block = -(-len(problem) // _NUM_BLOCKS)
         ends = np.arange(-(-len(problem) // block) * block).reshape(-1, block)
         self.blocks = np.minimum(ends, len(problem))
-        # `[G]`: the least cost of a row that is carried beyond a candidate.
+        # `[G]`: the least cost of a row that is promoted from a bucket.
         self.next_rate = np.append(problem.rates[1:], INFINITE >> 31)
 
     def better_than(self, known: np.ndarray) -> np.ndarray:
-        """Returns the best choice, or `known` where none is cheaper."""
+        """Returns the best choice, or `known` if no cheaper choice is found.
+
+        Args:
+          known: `[K]` increasing indices of candidates, including the last one.
+        """
         limit = self.problem.epoch_cost(known)
         zero = np.zeros(1, np.int64)
         levels = [_States(zero - 1, zero, zero, zero)]
@@ -101,39 +115,46 @@ class Search:
         return known
 
     def _extend(self, states: _States, left: int, limit: int) -> _States:
-        """Every state with one more bucket, padded and promoted, below the limit."""
+        """Returns the states extended by one bucket, if their bound is below the limit.
+
+        Args:
+          states: the states to extend.
+          left: the number of buckets that remain after this one.
+          limit: the cost of the best known complete choice.
+        """
         empty = np.zeros(0, np.int64)
         parts = [_States(empty, empty, empty, empty)]
         for parent, end in self._open_pairs(states, left, limit):
-            for closed in self._closed(states, parent, end):
-                promising = self._least(closed, left) < limit
-                parts.append(closed.take(np.flatnonzero(promising)))
-            self.pairs += _CLOSING * len(end)
-            if sum(len(part.end) for part in parts) > _MOST_STATES:
+            for extended in self._extensions(states, parent, end):
+                promising = self._bound(extended, left) < limit
+                parts.append(extended.take(np.flatnonzero(promising)))
+            self.pairs += _EXTENSION_COST * len(end)
+            if sum(len(part.end) for part in parts) > _MAX_STATES:
                 parts = [self._best_of(_States.concatenate(parts), left, limit)]
             if self.pairs > self.most_pairs:
-                self.cut = True
+                self.incomplete = True
                 break
         return _States.concatenate(parts)
 
     def _best_of(self, states: _States, left: int, limit: int) -> _States:
-        """Those that `_prune` may keep, and the cheapest that is complete."""
-        is_open = states.end < len(self.problem) - 1
-        done = np.flatnonzero(~is_open)
-        least = self._least(states, left)
-        promising = is_open & (least <= self._cutoff(least[is_open], limit))
+        """Returns the states that `_prune` may keep, and the cheapest complete one."""
+        is_partial = states.end < len(self.problem) - 1
+        done = np.flatnonzero(~is_partial)
+        bound = self._bound(states, left)
+        promising = is_partial & (bound <= self._cutoff(bound[is_partial], limit))
         cheapest = done[np.argsort(states.cost[done], kind="stable")[:1]]
         return states.take(np.append(np.flatnonzero(promising), cheapest))
 
     def _open_pairs(
         self, states: _States, left: int, limit: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields pairs of a state and an end beyond it, `[n]` and `[n]`.
+        """Yields chunks of pairs of a state and an end after it, `[n]` and `[n]`.
 
-        Of the rows that a state holds at an end, those up to the end are the same for
-        all states, and those before its beginning for all ends. A block of ends is left
-        out where none of them can be below the limit: were all as cheap as its first,
-        with as little beyond as any.
+        The number of rows of a bucket is a difference of two terms: the examples up to
+        its end, which do not depend on the state, and the examples before its start,
+        which do not depend on the end. A block of ends is skipped if its bound reaches
+        the limit. This bound uses the lowest rate in the block, that of its first end,
+        and the least cost after any of its ends.
         """
         blocks, lasts = self.blocks, self.blocks[:, -1]
         rates = np.append(self.problem.rates, 0)
@@ -143,26 +164,26 @@ class Search:
         of_end = fixed + beyond
         rows = states.carry - self.problem.below[states.end + 1]
         for parent in _chunks(len(rows), _CHUNK // len(blocks)):
-            least = rows[parent, None] * rates[blocks[:, 0]] + of_block
-            least += states.cost[parent, None]
+            bound = rows[parent, None] * rates[blocks[:, 0]] + of_block
+            bound += states.cost[parent, None]
             row, block = np.nonzero(
-                (least < limit) & (lasts > states.end[parent, None])
+                (bound < limit) & (lasts > states.end[parent, None])
             )
-            self.pairs += least.size + len(row) * blocks.shape[1]
+            self.pairs += bound.size + len(row) * blocks.shape[1]
             for part in _chunks(len(row), _CHUNK // blocks.shape[1]):
-                owner, end = parent[row[part], None], blocks[block[part]]
-                least = rows[owner] * rates[end] + of_end[end] + states.cost[owner]
-                pair = np.nonzero((least < limit) & (end > states.end[owner]))
-                yield owner[pair[0], 0], end[pair]
+                state, end = parent[row[part], None], blocks[block[part]]
+                bound = rows[state] * rates[end] + of_end[end] + states.cost[state]
+                pair = np.nonzero((bound < limit) & (end > states.end[state]))
+                yield state[pair[0], 0], end[pair]
 
-    def _closed(
+    def _extensions(
         self, states: _States, parent: np.ndarray, end: np.ndarray
     ) -> list[_States]:
-        """The pairs with their remainders padded, and with these promoted."""
+        """Returns the pairs as states: with padded, and with promoted remainders."""
         problem = self.problem
-        begin = problem.below[states.end[parent] + 1]
-        held = problem.examples[end] - begin + states.carry[parent]
-        full, rest = np.divmod(held, problem.batch_sizes[end])
+        before = problem.below[states.end[parent] + 1]
+        rows = problem.examples[end] - before + states.carry[parent]
+        full, rest = np.divmod(rows, problem.batch_sizes[end])
         cost = states.cost[parent] + full * problem.costs[end]
         padded = cost + (rest > 0) * problem.costs[end]
         up = np.flatnonzero((rest > 0) & (end < len(problem) - 1))
@@ -172,80 +193,87 @@ class Search:
         ]
 
     def _prune(self, states: _States, left: int, limit: int) -> _States:
-        """Drops what cannot win: bound at the limit, or another state at least as good.
+        """Returns the states to extend further, at most `width`.
 
-        At the same end, fewer carried rows at no more cost are never worse; nor, with
-        the same examples taken, is a shorter end.
+        A state is dominated by a state of no higher cost with the same end and fewer
+        carried rows, or with the same examples in rows and a shorter end.
         """
-        least = self._least(states, left)
-        promising = np.flatnonzero(least <= self._cutoff(least, limit))
-        least, states = least[promising], states.take(promising)
+        bound = self._bound(states, left)
+        promising = np.flatnonzero(bound <= self._cutoff(bound, limit))
+        bound, states = bound[promising], states.take(promising)
         best = _undominated(states.end, states.carry, states.cost)
-        least, states = least[best], states.take(best)
-        taken = self._taken(states)
-        best = _undominated(taken, states.end, states.cost)
+        bound, states = bound[best], states.take(best)
+        num_in_rows = self._num_in_rows(states)
+        best = _undominated(num_in_rows, states.end, states.cost)
         if best.size > self.width:
-            self.cut = True
-            best = best[_most_promising(least[best], taken[best], self.width)]
+            self.incomplete = True
+            best = best[_most_promising(bound[best], num_in_rows[best], self.width)]
         return states.take(best)
 
-    def _taken(self, states: _States) -> np.ndarray:
-        """`[S]`: how many of the shortest examples have a row."""
+    def _num_in_rows(self, states: _States) -> np.ndarray:
+        """Returns how many of the shortest examples have a row, `[S]`."""
         return self.problem.below[states.end + 1] - states.carry
 
-    def _least(self, states: _States, left: int) -> np.ndarray:
-        """The least cost of a choice that begins so."""
+    def _bound(self, states: _States, left: int) -> np.ndarray:
+        """Returns lower bounds of the complete choices that extend a state, `[S]`."""
         carried = states.carry * self.next_rate[states.end]
-        least = carried + self.bounds[left][states.end + 1]
+        bound = carried + self.bounds[left][states.end + 1]
         if self.ahead is not None:
-            least = np.maximum(least, self.ahead[self._taken(states)])
-        return states.cost + least
+            bound = np.maximum(bound, self.ahead[self._num_in_rows(states)])
+        return states.cost + bound
 
-    def _cutoff(self, least: np.ndarray, limit: int) -> int:
-        """The largest bound that is looked at: a value, so that ties stay together."""
+    def _cutoff(self, bound: np.ndarray, limit: int) -> int:
+        """Returns the largest bound to keep; states with equal bounds stay together."""
         most = _SURPLUS * self.width
-        if least.size <= most:
+        if bound.size <= most:
             return limit - 1
-        self.cut = True
-        return min(limit - 1, int(np.partition(least, most)[most]))
+        self.incomplete = True
+        return min(limit - 1, int(np.partition(bound, most)[most]))
 
 
 def _undominated(group: np.ndarray, value: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """Those `[m]` of a group of which no other has neither a higher value nor cost."""
+    """Returns the indices of undominated entries, `[m]`.
+
+    An entry is dominated by another entry of the same group if neither the value nor
+    the cost of that entry is higher.
+    """
     order = np.lexsort((cost, value, group))
-    # One running minimum serves all groups: each one's ranks lie below the last's.
+    # A single running minimum works for all groups, because all ranks of a group are
+    # below those of the previous group.
     rank = np.unique(cost, return_inverse=True)[1]
     level = (rank - group * (len(rank) + 1))[order]
     cheapest_before = np.minimum.accumulate(np.append(INFINITE, level))[:-1]
     return order[level < cheapest_before]
 
 
-def _most_promising(least: np.ndarray, taken: np.ndarray, width: int) -> np.ndarray:
-    """Up to `width` states: half by bound, half the best of each number of examples.
+def _most_promising(bound: np.ndarray, group: np.ndarray, width: int) -> np.ndarray:
+    """Returns the indices of `width` states: half by bound, half by rank in a group.
 
-    Bounds know little of remainders to come. Where these are most of the cost, the
-    states with the fewest batches would seem the best, and none would go far.
+    The bounds underestimate the cost of future remainders. If remainders dominate the
+    cost, the states with the fewest batches so far would have the lowest bounds, and
+    would displace all states that have progressed further.
     """
-    # Stable, as a plan must not depend on how a machine sorts equal bounds.
-    by_bound = np.argsort(least, kind="stable")
-    by_taken = by_bound[np.argsort(taken[by_bound], kind="stable")]
-    rank = np.empty(len(least), np.int64)
-    sorted_taken = taken[by_taken]
-    rank[by_taken] = np.arange(len(least)) - np.searchsorted(sorted_taken, sorted_taken)
+    # Stable, because a plan must not depend on how a machine sorts equal bounds.
+    by_bound = np.argsort(bound, kind="stable")
+    by_group = by_bound[np.argsort(group[by_bound], kind="stable")]
+    rank = np.empty(len(bound), np.int64)
+    groups = group[by_group]
+    rank[by_group] = np.arange(len(bound)) - np.searchsorted(groups, groups)
     by_rank = by_bound[np.argsort(rank[by_bound], kind="stable")]
-    chosen = np.zeros(len(least), bool)
+    chosen = np.zeros(len(bound), bool)
     chosen[by_bound[: width // 2]] = True
     chosen[by_rank[~chosen[by_rank]][: width - width // 2]] = True
     return np.flatnonzero(chosen)
 
 
 def _chunks(size: int, most: int) -> Iterator[np.ndarray]:
-    """`range(size)` in parts of at most so many."""
+    """Yields `range(size)` in parts of at most `most` numbers."""
     for start in range(0, size, max(1, most)):
         yield np.arange(start, min(start + max(1, most), size))
 
 
 def _trace(levels: list[_States], last: int) -> np.ndarray:
+    """Returns the choice of a state of the last level, by following its parents."""
     chosen = []
     for states in reversed(levels[1:]):
         chosen.append(int(states.end[last]))

@@ -1,7 +1,7 @@
-"""Lengths of the chunks that examples are cut into where they are too long.
+"""Lengths of the chunks that overlong examples are split into.
 
-The chunks of an example stand together and in order: full ones first, then the rest.
-No chunk is empty, and an example that is not too long is one chunk.
+The chunks of an example are adjacent and in order: full chunks first, then the rest.
+No chunk is empty, and an example that is not too long is a single chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxbucket.base.checks import MAX_LENGTH, check_lengths, check_positive
 
 
 def chunk_lengths(lengths: ArrayLike, max_seq_len: int) -> np.ndarray:
-    """Returns the lengths of the chunks that `split_source` cuts examples into.
+    """Returns the lengths of the chunks that `split_source` splits examples into.
 
     Example:
       >>> chunk_lengths([3, 10, 8], max_seq_len=4)
@@ -24,67 +24,73 @@ def chunk_lengths(lengths: ArrayLike, max_seq_len: int) -> np.ndarray:
 
     Args:
       lengths: `[N]` integers, one per example.
-      max_seq_len: the length of every chunk but an example's last one, which has the
-        rest.
+      max_seq_len: the length of every chunk except the last chunk of an example, which
+        holds the rest.
 
     Returns:
-      `[M]` int32: the chunks of the first example, then those of the next.
+      `[M]` int32: the chunk lengths of the first example, then of the second, and so
+      on.
 
     Raises:
-      ValueError: for lengths that `check_lengths` refuses, `max_seq_len` that is not a
-        positive integer, or more chunks than this machine has memory for.
+      ValueError: if `lengths` or `max_seq_len` are not positive integers, or if the
+        chunk lengths do not fit in the memory of this machine.
     """
     lengths = check_lengths(lengths)
     counts = chunk_counts(lengths, max_seq_len)
-    longest = _longest(max_seq_len)
+    longest = _checked(max_seq_len)
     ends = np.cumsum(counts, dtype=np.int64)
-    chunks = _full(int(ends[-1]), longest)
+    chunks = _full_chunks(int(ends[-1]), longest)
     chunks[ends - 1] = lengths - (counts - 1) * longest
     return chunks
 
 
 def chunk_counts(lengths: np.ndarray, max_seq_len: int) -> np.ndarray:
-    """Returns how many chunks each example is cut into, `[N]` integers.
+    """Returns the number of chunks of each example, `[N]` integers.
 
     Raises:
       ValueError: if `max_seq_len` is not a positive integer.
     """
-    longest = _longest(max_seq_len)
+    longest = _checked(max_seq_len)
     return -(-lengths // longest)
 
 
 def last_chunks(lengths: np.ndarray, max_seq_len: int) -> tuple[np.ndarray, int]:
-    """Returns the lengths of last chunks, and how many full ones stand before them.
+    """Returns the lengths of the last chunks, and the number of chunks before them.
 
-    Unlike `chunk_lengths` it takes no memory for full chunks.
+    Unlike `chunk_lengths`, this needs no memory for the full chunks.
 
     Example:
       >>> last_chunks(np.array([3, 10, 8]), max_seq_len=4)
       (array([3, 2, 4]), 3)
 
     Returns:
-      `[N]` integers, the length of each example's last chunk; and the number of chunks
-      before these, of `max_seq_len` each.
+      `[N]` integers, the length of each example's last chunk; and the total number of
+      chunks before these, all of length `max_seq_len`.
     """
-    longest = _longest(max_seq_len)
-    before = (lengths - 1) // longest
-    return lengths - before * longest, int(before.sum(dtype=np.int64))
+    longest = _checked(max_seq_len)
+    num_full = (lengths - 1) // longest
+    return lengths - num_full * longest, int(num_full.sum(dtype=np.int64))
 
 
-def _full(number: int, longest: int) -> np.ndarray:
-    """Chunks that are as long as can be."""
+def _full_chunks(num_chunks: int, longest: int) -> np.ndarray:
+    """Returns the lengths of full chunks, `[num_chunks]` int32.
+
+    Raises:
+      ValueError: if they do not fit in memory.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Beyond it, some systems promise memory and end the process that writes to it.
-    if 4 * number <= memory:
+    # Checked first, because systems that overcommit memory allow a larger array, and
+    # kill the process when it is written.
+    if 4 * num_chunks <= memory:
         with contextlib.suppress(MemoryError):
-            return np.full(number, longest, np.int32)
+            return np.full(num_chunks, longest, np.int32)
     raise ValueError(
-        f"`max_seq_len={longest}` makes {number} chunks, whose lengths take "
-        f"{4 * number / 2**30:.1f} GiB: more memory than there is. Raise "
-        "`max_seq_len`, or split the corpus in parts."
+        f"`max_seq_len={longest}` yields {num_chunks} chunks, whose lengths need "
+        f"{4 * num_chunks / 2**30:.1f} GiB: more memory than this machine has. Raise "
+        "`max_seq_len`, or process the corpus in parts."
     )
 
 
-def _longest(max_seq_len: int) -> int:
-    """`max_seq_len` as a number that divides lengths of 32 bits."""
+def _checked(max_seq_len: int) -> int:
+    """Returns `max_seq_len`, limited to the 32-bit range of lengths."""
     return min(check_positive("max_seq_len", max_seq_len), MAX_LENGTH)

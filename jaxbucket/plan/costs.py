@@ -1,8 +1,8 @@
-"""What a step of a shape (B, T) costs: in tokens, in operations, or in time.
+"""Costs of a step of shape (B, T), in tokens, floating-point operations or seconds.
 
 A cost function is any function of `(batch_size, seq_len)` that returns a positive
-number. A plan has the least sum of these over the steps of an epoch. The attribute
-`unit`, if the function has one, says what it counts.
+number. An optimal plan minimizes the sum of the costs over the steps of an epoch. A
+cost function may have an attribute `unit`, the name of the unit of its costs.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from jaxbucket.base.checks import check_number, check_positive
 
 CostFn: TypeAlias = Callable[[int, int], float]
 SECONDS = "s"
-# A shape is between others if it is at most so many times beyond all of them.
-_BEYOND = 1.1
-# Up to so many shapes are left out of the fit in turn.
-_FEW = 40
-# Weights of the terms beside the errors, for times that do not tell them apart: a
-# constant or pairs only where tokens do not say the same.
-_TIES = np.array([1e-6, 0, 1e-6])
+# A shape still lies between others if it is up to this factor beyond all of them.
+_BETWEEN_FACTOR = 1.1
+# The error is cross-validated for at most this many shapes: with more, leaving one out
+# hardly changes the fit.
+_MAX_CROSS_VALIDATED = 40
+# Small penalties on the constant and the pair term. If the times do not distinguish the
+# terms, they are attributed to the tokens.
+_PENALTIES = np.array([1e-6, 0, 1e-6])
 
 
 def unit_of(cost_fn: CostFn) -> str:
-    """Returns the unit of a cost function, "cost" where it has none."""
+    """Returns the unit of a cost function, or "cost" if it has no `unit`."""
     return str(getattr(cost_fn, "unit", "cost"))
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenCost:
-    """B * T: every position costs the same, padding counted.
+    """Costs proportional to B * T: every position costs the same, padding included.
 
     Example:
       >>> TokenCost()(8, 128), TokenCost(tokens_per_second=4096)(8, 128)
       (1024, 0.25)
 
     Attributes:
-      tokens_per_second: positions that the machine does in a second; without it the
-        cost is in tokens, with it in seconds.
+      tokens_per_second: the number of positions that the machine processes in a
+        second. If given, the cost is in seconds, otherwise in tokens.
 
     Raises:
-      ValueError: for a speed that is not a positive, finite number.
+      ValueError: if `tokens_per_second` is not a positive, finite number.
     """
 
     tokens_per_second: float | None = None
@@ -56,6 +57,7 @@ class TokenCost:
 
     @property
     def unit(self) -> str:
+        """The unit of the cost: "tokens", or "s" with `tokens_per_second`."""
         return "tokens" if self.tokens_per_second is None else SECONDS
 
     def __call__(self, batch_size: int, seq_len: int) -> float:
@@ -65,10 +67,11 @@ class TokenCost:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerCost:
-    """Operations of a train step of a transformer, whose attention is quadratic in T.
+    """Floating-point operations of a train step of a transformer.
 
-    72 B T L d^2 (1 + T / 6d + V / 12 L d) for L layers of width d and V outputs
-    (Narayanan et al., 2021, arXiv:2104.04473, section 5.1, without recomputation).
+    The cost is 72 B T L d^2 (1 + T / 6d + V / 12 L d) for L layers of width d and V
+    outputs (Narayanan et al., 2021, arXiv:2104.04473, section 5.1, without
+    recomputation). Attention makes it quadratic in T.
 
     Example:
       >>> cost = TransformerCost(width=512, depth=8)
@@ -76,14 +79,14 @@ class TransformerCost:
       2.667
 
     Attributes:
-      width: d, of the residual stream.
-      depth: L, layers.
-      vocab_size: V, outputs for each position; 0 leaves them out.
-      flops_per_second: operations that the machine does in a second; without it the
-        cost is in operations, with it in seconds.
+      width: d, the width of the residual stream.
+      depth: L, the number of layers.
+      vocab_size: V, the number of outputs per position; 0 leaves out the output layer.
+      flops_per_second: the number of operations that the machine performs in a second.
+        If given, the cost is in seconds, otherwise in operations.
 
     Raises:
-      ValueError: for a size that is not a positive integer, or a speed that is not a
+      ValueError: if a size is not a positive integer, or `flops_per_second` is not a
         positive, finite number.
     """
 
@@ -102,6 +105,7 @@ class TransformerCost:
 
     @property
     def unit(self) -> str:
+        """The unit of the cost: "FLOP", or "s" with `flops_per_second`."""
         return "FLOP" if self.flops_per_second is None else SECONDS
 
     def __call__(self, batch_size: int, seq_len: int) -> float:
@@ -113,26 +117,31 @@ class TransformerCost:
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: a + b * B * T + c * B * T^2, or its shape's measured time.
+    """The time of a step in seconds, from a model fitted to measured step times.
 
-    Example: four measured shapes tell the time of others.
+    The time of a measured shape is its measurement. Other shapes have the time
+    a + b * B * T + c * B * T^2.
+
+    Example: predict the time of a shape from four measured shapes.
       >>> times = {(4, 64): 0.3, (2, 128): 0.42, (1, 256): 0.6, (1, 64): 0.1125}
       >>> cost = StepTime.fit({Bucket(*shape): time for shape, time in times.items()})
       >>> print(f"{cost(1, 128):.3f} s, off by up to {cost.error:.1%}")
       0.225 s, off by up to 10.0%
 
     Attributes:
-      per_step: a, seconds of starting a step.
-      per_token: b, seconds of a position.
-      per_pair: c, seconds of a pair of positions in one row, as attention has.
-      error: the largest relative error of the three terms on a measured step; NaN
-        unless there are more of these than terms. For a shape that lies between others
-        in T and in B * T it is the error of a fit without that shape.
-      measured: `(batch_size, seq_len)` -> seconds, in place of the terms.
+      per_step: a, the constant overhead of a step in seconds.
+      per_token: b, the seconds per position.
+      per_pair: c, the seconds per pair of positions in a row, for attention.
+      error: the largest relative error of the three terms on a measured step. The error
+        of a shape that lies between others in T and in B * T is cross-validated: it is
+        the error of a fit without that shape. NaN if there are no more measured shapes
+        than terms.
+      measured: `(batch_size, seq_len)` -> seconds, which take precedence over the
+        terms.
 
     Raises:
-      ValueError: for terms that are negative, not finite or all zero, or measured times
-        that are not positive.
+      ValueError: if a term is negative or not finite, all terms are zero, or a measured
+        time is not positive.
     """
 
     per_step: float
@@ -150,7 +159,8 @@ class StepTime:
         numbers = all(isinstance(x, Real) and 0 <= x < np.inf for x in terms)
         if not (numbers and any(terms)):
             raise ValueError(
-                f"`StepTime{terms}`: give numbers, none negative and one positive."
+                f"`StepTime{terms}` is not a valid step time. Pass numbers that are "
+                "not negative, at least one of them positive."
             )
         for shape, seconds in self.measured.items():
             check_number(f"measured[{shape}]", seconds)
@@ -163,55 +173,54 @@ class StepTime:
         return self.per_step + tokens * (self.per_token + seq_len * self.per_pair)
 
     def to_dict(self) -> dict[str, float | None]:
-        """The three terms and their error, as plain Python."""
+        """Returns the three terms and their error as plain Python numbers."""
         names = ("per_step", "per_token", "per_pair")
         error = None if np.isnan(self.error) else float(self.error)
         return {**{name: float(getattr(self, name)) for name in names}, "error": error}
 
     @classmethod
     def fit(cls, seconds: Mapping[Bucket, float]) -> StepTime:
-        """Returns the function that is closest to measured step times.
+        """Returns the step time that fits measured step times best.
 
-        Closest is the least sum of relative errors; no term is negative. So where five
-        or more shapes are measured, one that takes longer than its neighbors, as a T
-        that is a power of two may on a CPU, does not bend the times of the others. Few
-        shapes are enough if they differ as those of `calibration_shapes` do: the
-        shortest and the longest T, some in between, and one of a smaller B * T, which
-        tells a and b apart. Without it, a is 0 where times do not tell.
+        The fit minimizes the sum of the relative errors, and no term is negative. With
+        five or more shapes it is robust to an outlier: for example, a T that is a power
+        of two may be slow on a CPU. A few shapes are enough if they are as different as
+        those of `calibration_shapes`: the shortest and the longest T, some T in
+        between, and one shape with a smaller B * T, which distinguishes a from b.
+        If no measurement distinguishes the two, a is 0.
 
-        Example: steps that take 10 ms and 20 us for each position.
+        Example: steps that take 10 ms, and 20 us for each position.
           >>> shapes = [Bucket(8, 64), Bucket(4, 128), Bucket(2, 256), Bucket(2, 64)]
           >>> cost = StepTime.fit({b: 0.01 + 2e-5 * b.num_tokens for b in shapes})
           >>> print(f"{cost.per_step:.3f} {cost.per_token:.1e} {cost.per_pair:.1f}")
           0.010 2.0e-05 0.0
 
         Args:
-          seconds: `Bucket` -> measured seconds of one step.
+          seconds: `Bucket` -> the measured time of one step in seconds.
 
         Raises:
           ValueError: if `seconds` is empty or not a dict of `Bucket`, or a time is not
             positive.
         """
         _check_measured(seconds)
-        # Sorted, because sums in another order would differ in their last digits.
+        # Sorted, because the result of a floating-point sum depends on the order.
         seconds = {shape: seconds[shape] for shape in sorted(seconds)}
         shapes = np.array([(b.batch_size, b.seq_len) for b in seconds], np.float64)
         times = np.array([check_number(f"seconds[{b}]", seconds[b]) for b in seconds])
         tokens = shapes.prod(axis=1)
         terms = np.stack([np.ones_like(tokens), tokens, tokens * shapes[:, 1]], axis=1)
-        # Relative: each row over its own time, so that all of them should come out 1.
+        # Each row is divided by its time: `relative @ terms` is 1 for a perfect fit.
         with np.errstate(over="ignore"):
             relative = terms / times[:, None]
         if not np.isfinite(relative).all():
             raise ValueError(
-                f"`seconds` has {times.min()} s, which is next to nothing for B * T^2 "
-                f"of {terms.max():g}. Measure it again."
+                f"`seconds` contains {times.min()} s, which is too small for B * T^2 = "
+                f"{terms.max():g}. Measure the step again."
             )
         fitted = _non_negative(relative)
         errors = abs(relative @ fitted - 1)
         between = np.flatnonzero(_between(tokens) & _between(shapes[:, 1]))
-        # Where there are many, one that is left out changes nothing.
-        for index in between if len(times) <= _FEW else ():
+        for index in between if len(times) <= _MAX_CROSS_VALIDATED else ():
             others = np.delete(relative, index, axis=0)
             if len(others) >= terms.shape[1]:
                 errors[index] = abs(relative[index] @ _non_negative(others) - 1)
@@ -225,45 +234,45 @@ class StepTime:
 def _check_measured(seconds: Mapping[Bucket, float]) -> None:
     if not isinstance(seconds, Mapping):
         raise ValueError(
-            f"`seconds` is a {type(seconds).__name__}: make it a dict of `Bucket` -> "
+            f"`seconds` is a {type(seconds).__name__}. Pass a dict from `Bucket` to "
             "seconds."
         )
     if not seconds:
-        raise ValueError("`seconds` is empty: measure a step of one shape at least.")
+        raise ValueError("`seconds` is empty. Measure a step of at least one shape.")
     for bucket in seconds:
         if not isinstance(bucket, Bucket):
             raise ValueError(
-                f"`seconds` is of {bucket!r}: make it a `Bucket(batch_size, seq_len)`."
+                f"`seconds` has the key {bucket!r}. Use `Bucket(batch_size, seq_len)`."
             )
 
 
 def _between(values: np.ndarray) -> np.ndarray:
-    """`[n]` bool: which have others that are about as small, and as large.
+    """Returns which values lie between others, up to a tolerance, `[n]` bool.
 
-    Without the smallest or the largest the fit would guess beyond all that it has seen,
-    which a plan never asks of it.
+    The smallest and the largest value are not cross-validated: without them, the fit
+    would have to extrapolate, which a plan never needs.
     """
     if len(values) == 1:
         return np.zeros(1, bool)
     others = [np.delete(values, index) for index in range(len(values))]
     least, most = np.min(others, axis=1), np.max(others, axis=1)
-    return (least <= values * _BEYOND) & (values <= most * _BEYOND)
+    return (least <= values * _BETWEEN_FACTOR) & (values <= most * _BETWEEN_FACTOR)
 
 
 def _non_negative(relative: np.ndarray) -> np.ndarray:
-    """`[3]`: the terms, none negative, with which the rows `[n, 3]` are closest to 1.
+    """Returns the non-negative terms, `[3]`, for which `relative @ terms` is nearest 1.
 
-    Least absolute deviations as a linear program: errors e are made as small as
-    -e <= row @ terms - 1 <= e leaves them.
+    This is a fit by least absolute deviations, as a linear program: it minimizes the
+    sum of the errors e under the constraints -e <= relative @ terms - 1 <= e.
     """
     from scipy.optimize import linprog
 
     size, num_terms = relative.shape
-    # Scaled, because the columns are of very different size.
+    # Scaled, because the columns differ by orders of magnitude.
     scale = relative.max(axis=0)
     rows, ones, errors = relative / scale, np.ones(size), np.eye(size)
     solution = linprog(
-        np.concatenate([_TIES, ones]),
+        np.concatenate([_PENALTIES, ones]),
         A_ub=np.block([[rows, -errors], [-rows, -errors]]),
         b_ub=np.concatenate([ones, -ones]),
     )

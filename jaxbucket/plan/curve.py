@@ -1,4 +1,4 @@
-"""How many buckets: what each more costs to compile, against what it saves an epoch."""
+"""The best number of buckets: compile time against the epoch time that it saves."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.remainder import epoch_cost
 
-# Every number up to twice as many is tried, and beyond so many in each doubling.
-_STEPS = 32
-# So many more than the chosen number are shown, so that one sees the curve turn.
-_SHOWN_BEYOND = 4
+# Numbers of buckets that are tried per doubling; every number up to twice as many.
+_SIZES_PER_DOUBLING = 32
+# Points after the chosen one that are computed, so that the curve visibly turns.
+_POINTS_BEYOND = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class CurvePoint:
-    """The best plan of a number of buckets.
+    """The best plan with a given number of buckets.
 
     Attributes:
-      plan: its shapes.
-      padding: share of an epoch's positions that are padding.
-      steps_per_epoch: batches of an epoch.
-      epoch_seconds: predicted time of one epoch's steps.
-      compile_seconds: time to compile all its shapes.
-      total_seconds: time of compiling and of all epochs.
+      plan: the shapes and their costs.
+      padding: the fraction of an epoch's positions that are padding.
+      steps_per_epoch: the number of batches per epoch.
+      epoch_seconds: the predicted time of one epoch in seconds.
+      compile_seconds: the time to compile all shapes of the plan in seconds.
+      total_seconds: the time to compile the shapes and to run all epochs in seconds.
     """
 
     plan: BucketPlan
@@ -47,11 +47,11 @@ class CurvePoint:
 
     @property
     def num_buckets(self) -> int:
-        """Shapes of the plan."""
+        """The number of shapes of the plan."""
         return len(self.plan)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number, as plain Python."""
+        """Returns all numbers as plain Python."""
         numbers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {
             "num_buckets": self.num_buckets,
@@ -62,14 +62,14 @@ class CurvePoint:
 
 @dataclasses.dataclass(frozen=True)
 class PlanCurve:
-    """The best plans of 1, 2, ... buckets, and which of them takes the least time.
+    """The best plans with 1, 2, ... buckets, and the one with the least total time.
 
     Attributes:
-      points: by number of buckets; each takes less time for an epoch than the last.
-      num_epochs: epochs for which the shapes are used.
-      max_buckets: the largest number of shapes that was tried.
-      turned: whether no larger number of shapes could take less time.
-      exact: whether each plan is proven to be the best of so many buckets.
+      points: the plans, by increasing number of buckets and decreasing epoch time.
+      num_epochs: the number of epochs that use the shapes.
+      max_buckets: the largest number of buckets that was tried.
+      turned: whether it is proven that more buckets cannot reduce the total time.
+      exact: whether each plan is proven to be the best with its number of buckets.
     """
 
     points: tuple[CurvePoint, ...]
@@ -80,16 +80,16 @@ class PlanCurve:
 
     @property
     def chosen(self) -> CurvePoint:
-        """The one that takes the least time in all."""
+        """The point with the least total time."""
         return min(self.points, key=lambda point: point.total_seconds)
 
     @property
     def reason(self) -> str:
-        """Why it is chosen, in a sentence."""
+        """An explanation of the choice, as text for the user."""
         chosen = self.chosen
-        place = self.points.index(chosen)
+        index = self.points.index(chosen)
         neighbors = (
-            self.points[max(place - 1, 0) : place] + self.points[place + 1 :][:1]
+            self.points[max(index - 1, 0) : index] + self.points[index + 1 :][:1]
         )
         epochs = "1 epoch" if self.num_epochs == 1 else f"{self.num_epochs:g} epochs"
         text = (
@@ -104,16 +104,16 @@ class PlanCurve:
             )
         text += "."
         if not self.exact:
-            text += " Not all plans are proven to be the best of as many shapes."
+            text += " Some plans are not proven to be optimal."
         if not self.turned:
-            text += f" More than {self.max_buckets} shapes were not looked at."
+            text += f" More than {self.max_buckets} shapes were not tried."
         return text
 
     def __len__(self) -> int:
         return len(self.points)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number, as plain Python."""
+        """Returns all numbers as plain Python."""
         return {
             "num_epochs": self.num_epochs,
             "max_buckets": self.max_buckets,
@@ -125,11 +125,11 @@ class PlanCurve:
         }
 
     def to_json(self) -> str:
-        """Every number, as one JSON object."""
+        """Returns all numbers as one JSON object."""
         return json.dumps(self.to_dict())
 
     def __rich__(self) -> Any:
-        """The curve as a `rich` table, for a terminal."""
+        """Returns the curve as a `rich` table for a terminal."""
         table = number_table(
             ("", "shapes", "padding", "steps", "epoch s", "compile s", "all s"),
             (
@@ -159,13 +159,14 @@ def plan_curve(
     num_epochs: float = 1,
     max_buckets: int = 32,
 ) -> PlanCurve:
-    """Returns the best plans of 1, 2, ... buckets, and the total time of each.
+    """Returns the best plans with 1, 2, ... buckets, and the total time of each.
 
-    Beyond 64 buckets it skips some numbers: each is about 3% above the last. It stops
-    a little beyond the best number, where no number up to `max_buckets` can be better
-    because each plan's time is at least that of full batches.
+    Above 64 buckets, the number grows by about 3% from one point to the next. The curve
+    ends shortly after the best number of buckets, once a lower bound, the time of full
+    batches, proves that no larger number up to `max_buckets` can be better.
 
-    Example: compiling a shape takes as long as 25 steps, and pays after a few epochs.
+    Example: compiling a shape takes as long as 25 steps, and pays off after a few
+    epochs.
       >>> import numpy as np
       >>> from jaxbucket.plan.costs import TokenCost
       >>> lengths = np.random.default_rng(0).integers(1, 500, size=500)
@@ -180,28 +181,28 @@ def plan_curve(
 
     Args:
       lengths: `[N]` integers, one per example.
-      limits: of every shape; its `cost_fn` counts seconds.
-      compile_seconds: seconds that compiling one shape takes.
-      num_epochs: epochs for which the shapes are used.
+      limits: the limits on every shape. `limits.cost_fn` must return seconds.
+      compile_seconds: the time to compile one shape in seconds.
+      num_epochs: the number of epochs that use the shapes.
       max_buckets: the largest number of buckets to try.
 
     Raises:
-      ValueError: for lengths that are empty, not integers, not positive, or too long
-        for the limits; for `compile_seconds`, `num_epochs` or `max_buckets` that are
-        not positive; for a cost function that counts something other than seconds.
+      ValueError: if the lengths are empty, not positive integers, or too long for the
+        limits; if `compile_seconds`, `num_epochs` or `max_buckets` is not positive; if
+        the cost function returns another unit than seconds.
     """
     _check_seconds(limits)
     if compile_seconds is None:
         raise ValueError(
-            "`compile_seconds` is missing: say what compiling one shape takes, such as "
-            "`compile_steps(...).seconds` shows."
+            "`compile_seconds` is missing. Pass the time to compile one shape; "
+            "`compile_steps(...).seconds` reports it."
         )
     compile_seconds = check_number("compile_seconds", compile_seconds)
     num_epochs = check_number("num_epochs", num_epochs)
     candidates = limits.candidates(check_lengths(lengths))
     max_buckets = min(check_positive("max_buckets", max_buckets), len(candidates))
     optimum = Optimum(candidates, max_buckets)
-    # Lower bounds: no plan of so many buckets takes less in all.
+    # Lower bounds of the total time with 1, 2, ... buckets.
     bounds = [
         size * compile_seconds + num_epochs * optimum.steady_cost(size)
         for size in range(1, max_buckets + 1)
@@ -213,26 +214,28 @@ def plan_curve(
         chosen = optimum.choice(size, chosen)
         exact &= optimum.exact
         if len(chosen) < size:
-            # One bucket more would save nothing, even if compiling were free.
+            # Another bucket would save nothing, even if compiling were free.
             continue
         points.append(_point(candidates, chosen, limits, compile_seconds, num_epochs))
         best = min(points, key=lambda point: point.total_seconds)
-        if size >= best.num_buckets + _SHOWN_BEYOND and all(
+        if size >= best.num_buckets + _POINTS_BEYOND and all(
             bound >= best.total_seconds for bound in bounds[size:]
         ):
             break
     best = min(point.total_seconds for point in points)
-    # What full batches save by one shape more never grows: the bounds rise from here.
+    # The bounds are convex: each shape saves at most as much as the previous one. Once
+    # they rise, they never fall again.
     rises = len(bounds) > 1 and bounds[-1] >= max(bounds[-2], best)
     turned = max_buckets == len(candidates) or rises
     return PlanCurve(tuple(points), num_epochs, max_buckets, turned, exact)
 
 
 def _sizes(max_buckets: int) -> list[int]:
-    """The numbers of buckets to try: not every large one."""
+    """Returns the numbers of buckets to try: not all of the large ones."""
     sizes = [1]
     while sizes[-1] < max_buckets:
-        sizes.append(min(sizes[-1] + max(1, sizes[-1] // _STEPS), max_buckets))
+        increase = max(1, sizes[-1] // _SIZES_PER_DOUBLING)
+        sizes.append(min(sizes[-1] + increase, max_buckets))
     return sizes
 
 
@@ -258,12 +261,12 @@ def _point(
 
 
 def _check_seconds(limits: Limits) -> None:
-    """Raises a ValueError for other units; a function without one counts seconds."""
+    """Raises a ValueError if the cost function is known to count another unit."""
     unit = "tokens" if limits.cost_fn is None else unit_of(limits.cost_fn)
     if unit not in (SECONDS, "cost"):
         raise ValueError(
-            f"`cost_fn={limits.cost_fn}` counts {unit}, and compiling is weighed in "
-            "seconds: give `jb.plan.StepTime.fit(...)` of measured steps, or "
-            "`jb.plan.TokenCost(tokens_per_second=...)`; by command, `--step-times` or "
-            "`--per-second`."
+            f"`cost_fn={limits.cost_fn}` counts {unit}, but compile time is measured "
+            "in seconds. Use `jb.plan.StepTime.fit(...)` with measured step times, or "
+            "`jb.plan.TokenCost(tokens_per_second=...)`. On the command line, use "
+            "`--step-times` or `--per-second`."
         )

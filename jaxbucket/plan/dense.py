@@ -1,7 +1,7 @@
-"""Boundaries of very many buckets, of which no search can look at all.
+"""Boundaries for very many buckets, when a search over all candidates is too slow.
 
-They begin as close together as is best for full batches on average. Then a few of them
-at a time are made the best there are between two others, by dynamic programming.
+The initial boundaries follow the density that is best for full batches on average. Then
+dynamic programming improves groups of neighboring boundaries, one group at a time.
 """
 
 from __future__ import annotations
@@ -10,54 +10,61 @@ import numpy as np
 
 from jaxbucket.plan.lower_bound import Problem, lower_bounds, traced_ends
 
-# Lengths are counted in so many bins, because the count of a single one is noise.
-_BINS = 1024
-# The fewest boundaries that are solved together.
-_LEAST = 4
+# Lengths are counted in this many bins, because counts of single lengths are noisy.
+_NUM_BINS = 1024
+# The smallest group of boundaries that are improved together.
+_MIN_GROUP = 4
 
 
 def evenly_dense(problem: Problem, num_buckets: int) -> np.ndarray:
-    """Returns so many boundaries, or fewer: positions `[K]`, increasing.
+    """Returns at most `num_buckets` boundaries: increasing indices, `[K]`.
 
-    Near a length with n examples, where a row costs r more for each position, buckets
-    are best in inverse proportion to the square root of n * r (Panter and Dite,
-    "Quantization distortion in pulse-count modulation with nonuniform spacing of
-    levels", 1951).
+    At a length with n examples, where the cost of a row increases by r per position,
+    the best bucket width is inversely proportional to the square root of n * r (Panter
+    and Dite, "Quantization distortion in pulse-count modulation with nonuniform spacing
+    of levels", 1951).
     """
     last = len(problem) - 1
-    ends = np.unique(np.arange(min(last, _BINS) + 1) * last // min(max(last, 1), _BINS))
+    num_bins = min(last, _NUM_BINS)
+    ends = np.unique(np.arange(num_bins + 1) * last // max(num_bins, 1))
     examples, rates = np.diff(problem.examples[ends]), np.diff(problem.rates[ends])
     density = np.sqrt(examples.astype(np.float64) * rates)
-    # Where there is nothing to save a few are enough.
+    # A small constant keeps the density positive where a boundary saves nothing.
     density += density.sum() / (1 << 20) + 1
-    below = np.append(0, np.cumsum(density))
-    shares = below[-1] * np.arange(1, num_buckets) / num_buckets
-    return np.unique(np.append(np.interp(shares, below, ends).astype(np.int64), last))
+    total = np.append(0, np.cumsum(density))
+    shares = total[-1] * np.arange(1, num_buckets) / num_buckets
+    return np.unique(np.append(np.interp(shares, total, ends).astype(np.int64), last))
 
 
 def improved(problem: Problem, chosen: np.ndarray, most_pairs: int) -> np.ndarray:
-    """Returns boundaries whose full batches cost no more: positions `[K]`.
+    """Returns improved boundaries: indices, `[K]`, whose full batches cost no more.
 
-    Neighbors are solved together, as many as take about `most_pairs` pairs of a
-    beginning and an end in all; then others, shifted by half of them.
+    Groups of neighboring boundaries are optimized together, and then once more with the
+    groups shifted by half their size.
+
+    Args:
+      problem: the candidates.
+      chosen: increasing indices of candidates, the initial boundaries.
+      most_pairs: about how many pairs of a bucket's start and end to examine. It
+        determines the size of the groups.
     """
     pairs = len(problem) * len(problem).bit_length()
-    together = max(_LEAST, most_pairs // (2 * pairs))
-    for first in (together, together // 2):
-        ends, begin = [], 0
-        for part in np.split(chosen, range(first, len(chosen), together)):
-            end = int(part[-1]) + 1
+    group_size = max(_MIN_GROUP, most_pairs // (2 * pairs))
+    for first in (group_size, group_size // 2):
+        ends, start = [], 0
+        for group in np.split(chosen, range(first, len(chosen), group_size)):
+            end = int(group[-1]) + 1
             _, best = lower_bounds(
-                problem.part(begin, end), min(len(part), end - begin)
+                problem.part(start, end), min(len(group), end - start)
             )
-            ends.append(begin + traced_ends(best))
-            begin = end
+            ends.append(start + traced_ends(best))
+            start = end
         chosen = np.concatenate(ends)
     return chosen
 
 
-def beside(chosen: np.ndarray, size: int, num_candidates: int) -> np.ndarray:
-    """Returns the chosen `[K]` and those on both sides of each, about `size` in all."""
+def near(chosen: np.ndarray, size: int, num_candidates: int) -> np.ndarray:
+    """Returns the chosen indices, `[K]`, and their neighbors: about `size` indices."""
     reach = size // (2 * len(chosen))
-    near = chosen[:, None] + np.arange(-reach, reach + 1)
-    return np.unique(np.clip(near, 0, num_candidates - 1))
+    neighbors = chosen[:, None] + np.arange(-reach, reach + 1)
+    return np.unique(np.clip(neighbors, 0, num_candidates - 1))

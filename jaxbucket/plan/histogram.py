@@ -1,4 +1,4 @@
-"""Counts of lengths: how many examples and tokens are at most so long."""
+"""Cumulative counts of examples and tokens by length."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import numpy as np
 from jaxbucket.base.buckets import Overlong
 from jaxbucket.plan.chunks import last_chunks
 
-# Up to here one count for every length is cheaper than sorting them.
-_DENSE = 1 << 24
-# Lengths that are counted together: bounds memory.
+# Up to this length, a table of counts is cheaper than sorting the lengths.
+_MAX_TABLE = 1 << 24
+# The number of lengths that are counted at a time, which limits the memory.
 _CHUNK = 1 << 20
 
 
 def cumulative(
     lengths: np.ndarray, last: int, multiple: int, overlong: Overlong
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns lengths at which a bucket may end, and the examples up to each.
+    """Returns lengths at which a bucket may end, and counts of the examples up to each.
 
     Example:
       >>> cumulative(np.array([3, 5, 5, 9]), 8, 4, "truncate")
@@ -24,17 +24,17 @@ def cumulative(
 
     Args:
       lengths: `[N]` positive integers.
-      last: the longest length of a bucket, a multiple of `multiple`.
-      multiple: a divisor of every length at which a bucket may end.
-      overlong: examples longer than `last` count as `last` when truncated, as their
-        chunks when split, and not at all when dropped.
+      last: the length of the last bucket, a multiple of `multiple`.
+      multiple: the number of which every boundary is a multiple.
+      overlong: the policy for examples longer than `last`: "truncate" counts them with
+        the length `last`, "split" counts their chunks, and "drop" leaves them out.
 
     Returns:
-      `[G]` int64 lengths, increasing, the last of them `last`; `[G]` int64 examples and
-      `[G]` int64 their tokens.
+      `[G]` int64, increasing lengths that end with `last`; `[G]` int64, the number of
+      examples that are at most this long; and `[G]` int64, the number of their tokens.
 
     Raises:
-      ValueError: if no example is left.
+      ValueError: if all examples are dropped.
     """
     full = 0
     if overlong == "split":
@@ -45,35 +45,35 @@ def cumulative(
     values, over = values.astype(np.int64), 0
     if values[-1] > last:
         values, counts, over = values[:-1], counts[:-1], int(counts[-1])
-    if last <= _DENSE:
+    if last <= _MAX_TABLE:
         ends = np.arange(multiple, last + 1, multiple)
     else:
         ends = np.unique(np.append(-(-values // multiple) * multiple, last))
-    # Where each end lies among the lengths, with nothing at all before the first.
-    below = np.searchsorted(values, ends, side="right")
-    examples = np.append(0, np.cumsum(counts))[below]
-    tokens = np.append(0, np.cumsum(counts * values))[below]
+    # The number of different lengths up to each end, which may be 0 for the first ends.
+    num_values = np.searchsorted(values, ends, side="right")
+    examples = np.append(0, np.cumsum(counts))[num_values]
+    tokens = np.append(0, np.cumsum(counts * values))[num_values]
     if overlong == "truncate":
         full = over
     examples[-1] += full
     tokens[-1] += full * last
     if examples[-1] == 0:
         raise ValueError(
-            f"Every example is longer than `max_seq_len={last}` and "
-            "`overlong='drop'` leaves it out. Raise `max_seq_len`."
+            f"Every example is longer than `max_seq_len={last}`, and "
+            "`overlong='drop'` leaves all of them out. Raise `max_seq_len`."
         )
     return ends, examples, tokens
 
 
 def value_counts(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the different lengths, `[V]` increasing, and how many have each, `[V]`.
+    """Returns the distinct lengths, `[V]` increasing, and their counts, `[V]`.
 
     Example:
       >>> value_counts(np.array([5, 3, 5]))
       (array([3, 5]), array([1, 2]))
     """
     last = int(lengths.max())
-    if last > _DENSE:
+    if last > _MAX_TABLE:
         return np.unique(lengths, return_counts=True)
     counts = np.zeros(last + 1, np.int64)
     for start in range(0, lengths.size, _CHUNK):
@@ -86,7 +86,10 @@ def value_counts(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def grouped(
     values: np.ndarray, counts: np.ndarray, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns at most so many lengths: each the mean of equally many neighbors.
+    """Returns at most `most` lengths with counts, by averaging neighboring lengths.
+
+    Each group consists of the same number of consecutive lengths. Its length is their
+    mean, weighted by the counts and rounded, and its count is the sum of the counts.
 
     Example:
       >>> grouped(np.array([1, 3, 8, 9]), np.array([3, 1, 1, 1]), most=2)
@@ -94,6 +97,6 @@ def grouped(
     """
     size = -(-len(values) // most)
     starts = np.arange(0, len(values), size)
-    together = np.add.reduceat(counts, starts)
-    means = np.rint(np.add.reduceat(values * counts, starts) / together)
-    return means.astype(np.int64), together
+    totals = np.add.reduceat(counts, starts)
+    means = np.rint(np.add.reduceat(values * counts, starts) / totals)
+    return means.astype(np.int64), totals

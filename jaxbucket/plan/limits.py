@@ -1,4 +1,4 @@
-"""Limits of a plan's shapes, and how many rows a shape may have under them."""
+"""Limits on the shapes of a plan, and the largest batch size that they allow."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.costs import CostFn, unit_of
 from jaxbucket.plan.histogram import cumulative
 
-# With more possible T only those are candidates that some example needs, rounded up:
-# others could save little, in the last batches of a bucket, but not provably nothing.
-_MOST_ENDS = 1 << 18
+# With more possible T, only the rounded-up lengths of examples are candidates. Other T
+# could save a little, in the last batch of a bucket, so the plan is not proven optimal.
+_MAX_CANDIDATES = 1 << 18
 
 Budget: TypeAlias = int | Callable[[int], int] | Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of every shape (B, T), and the cost of a step, as `plan_buckets` has them.
+    """Limits on every shape (B, T), and the cost of a step.
 
-    Example: the largest B at some T, and a plan of these.
+    These are the options of `plan_buckets`, collected for functions such as
+    `plan_curve`.
+
+    Example: the largest B for several T, and a plan with these shapes.
       >>> limits = Limits(max_tokens=4096, batch_size_multiple=8, seq_len_multiple=64)
       >>> limits.batch_sizes([128, 320, 512])
       array([32,  8,  8])
@@ -41,20 +44,21 @@ class Limits:
 
     Attributes:
       max_tokens: the largest B * T, padding counted: an integer, a function of T, or
-        one integer for each of the boundaries that you give.
-      batch_size_multiple: every B is a multiple of it.
-      seq_len_multiple: every T is a multiple of it.
+        one integer for each boundary if the boundaries are given.
+      batch_size_multiple: every B is a multiple of this number.
+      seq_len_multiple: every T is a multiple of this number.
       max_seq_len: T of the last bucket; None for the longest length, rounded up.
-      min_batch_size: the fewest rows of a batch.
-      max_batch_size: the most rows of a batch, whatever the budget; None for no limit.
+      min_batch_size: the smallest number of rows in a batch.
+      max_batch_size: the largest number of rows in a batch, even if more would fit in
+        the budget; None for no limit.
       overlong: what happens to examples longer than the last bucket: "error", "drop",
         "truncate" or "split" (into chunks, by `split_source`).
       cost_fn: `(batch_size, seq_len)` -> the cost of a step; None counts tokens.
-      accumulate: micro-batches of a step, of the same bucket, that are filled together.
+      accumulate: the number of micro-batches per step, all of the same bucket.
 
     Raises:
-      ValueError: for a value out of range, a `max_seq_len` that is not a multiple of
-        `seq_len_multiple`, or limits of B that no B fulfills.
+      ValueError: if a value is out of range, `max_seq_len` is not a multiple of
+        `seq_len_multiple`, or no B satisfies the limits on the batch size.
     """
 
     max_tokens: Budget
@@ -104,20 +108,23 @@ class Limits:
         if most < multiple:
             raise ValueError(
                 f"`max_batch_size={most}` is less than `batch_size_multiple="
-                f"{multiple}`: no B fits. Raise it to {multiple}."
+                f"{multiple}`. Raise `max_batch_size` to {multiple}."
             )
         if most // multiple * multiple < self.min_batch_size:
             raise ValueError(
-                f"`max_batch_size={most}` and `batch_size_multiple={multiple}` leave B "
-                f"no room above `min_batch_size={self.min_batch_size}`. Lower that to "
-                f"{most // multiple * multiple}."
+                f"`batch_size_multiple={multiple}` has no multiple from "
+                f"`min_batch_size={self.min_batch_size}` to `max_batch_size={most}`. "
+                f"Lower `min_batch_size` to {most // multiple * multiple}."
             )
 
     def longest(self, lengths: np.ndarray) -> int:
         """Returns T of the last bucket.
 
+        Args:
+          lengths: `[N]` integers, one per example.
+
         Raises:
-          ValueError: if a length is beyond it and `overlong` is "error".
+          ValueError: if a length exceeds `max_seq_len` and `overlong` is "error".
         """
         last = self.max_seq_len
         if last is None:
@@ -130,28 +137,31 @@ class Limits:
     def candidates(self, lengths: np.ndarray) -> Candidates:
         """Returns every T at which a bucket may end, with its examples, rows and cost.
 
+        Args:
+          lengths: `[N]` integers, one per example.
+
         Raises:
-          ValueError: if no row of the last bucket fits `max_tokens`, or `max_tokens`
-            has a budget for each of some boundaries.
+          ValueError: if no row of the last bucket fits in `max_tokens`, or if
+            `max_tokens` is a sequence, whose budgets belong to given boundaries.
         """
         if isinstance(self.max_tokens, tuple):
             raise ValueError(
                 f"`max_tokens` has {len(self.max_tokens)} budgets, one for each "
-                "bucket, which goes with your own `boundaries`: rules and optima take "
-                "one budget, or a function of T."
+                f"bucket, which requires {len(self.max_tokens)} `boundaries`. Pass "
+                "them, or pass `max_tokens` as an integer or a function of T."
             )
         last = self.longest(lengths)
         self._check_rows([last], self.batch_sizes([last]))
         ends, examples, tokens = cumulative(
             lengths, last, self.seq_len_multiple, self.overlong
         )
-        # The histogram leaves out lengths of no example where there are too many.
-        complete = len(ends) == last // self.seq_len_multiple <= _MOST_ENDS
+        # If `last` is very large, `cumulative` returns only lengths that are needed.
+        complete = len(ends) == last // self.seq_len_multiple <= _MAX_CANDIDATES
         if not complete:
-            reached = np.append(np.diff(examples, prepend=0)[:-1] > 0, True)
-            ends, examples, tokens = ends[reached], examples[reached], tokens[reached]
+            needed = np.append(np.diff(examples, prepend=0)[:-1] > 0, True)
+            ends, examples, tokens = ends[needed], examples[needed], tokens[needed]
         batch_sizes = self.batch_sizes(ends)
-        # A budget that grows with T may hold long rows and no short ones.
+        # A budget that grows with T may be too small for any short row.
         fit = np.flatnonzero(batch_sizes)
         self._check_step(batch_sizes[fit], ends[fit])
         return Candidates(
@@ -164,16 +174,20 @@ class Limits:
         )
 
     def _check_step(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> None:
-        """Raises a ValueError if 64 bits do not count the tokens of a step."""
+        """Raises a ValueError if the tokens of a step do not fit in 64 bits."""
         check_countable(
             int((batch_sizes * seq_lens).max()) * self.accumulate,
-            "The tokens of a step, by `max_tokens` and "
+            "The number of tokens per step, from `max_tokens` and "
             f"`accumulate={self.accumulate}`,",
-            "Lower one of these.",
+            "Lower one of the two.",
         )
 
     def batch_sizes(self, seq_lens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """`[n]` int64: the largest B at each T; 0 where there is none."""
+        """Returns the largest B for each T, `[n]` int64; 0 if no row fits.
+
+        Args:
+          seq_lens: `[n]` integers, the T.
+        """
         seq_lens = np.asarray(seq_lens, np.int64)
         rows = self._budgets(seq_lens) // seq_lens
         if self.max_batch_size is not None:
@@ -191,23 +205,34 @@ class Limits:
         return np.array([check_positive(f"max_tokens({t})", x) for t, x in budgets])
 
     def costs(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-        """`[n]`: the cost of a step of each shape; int64 tokens, or float64."""
+        """Returns the cost of a step of each shape, `[n]`.
+
+        Args:
+          batch_sizes: `[n]` integers, the B.
+          seq_lens: `[n]` integers, the T.
+
+        Returns:
+          The tokens as int64 without a `cost_fn`, float64 costs with one.
+        """
         if self.cost_fn is None:
             return batch_sizes * seq_lens
         return _costs(self.cost_fn, batch_sizes, seq_lens)
 
     def plan(self, seq_lens: Sequence[int] | np.ndarray) -> BucketPlan:
-        """Returns the plan of the buckets that end at these T.
+        """Returns the plan whose buckets have the given T.
+
+        Args:
+          seq_lens: `[K]` increasing integers, the boundaries.
 
         Raises:
-          ValueError: if no row fits one of them, or `max_tokens` has other than one
-            budget for each.
+          ValueError: if a bucket cannot hold a single row, or if `max_tokens` is a
+            sequence of a different size.
         """
         seq_lens = np.asarray(seq_lens, np.int64)
         if isinstance(self.max_tokens, tuple) and len(self.max_tokens) != len(seq_lens):
             raise ValueError(
                 f"`max_tokens` has {len(self.max_tokens)} budgets for "
-                f"{len(seq_lens)} boundaries. Give one for each."
+                f"{len(seq_lens)} boundaries. Pass one for each boundary."
             )
         batch_sizes = self.batch_sizes(seq_lens)
         self._check_rows(seq_lens, batch_sizes)
@@ -226,7 +251,7 @@ class Limits:
     def _check_rows(
         self, seq_lens: Sequence[int] | np.ndarray, batch_sizes: np.ndarray
     ) -> None:
-        """Raises a ValueError if no row fits one of them."""
+        """Raises a ValueError if a bucket cannot hold a single row."""
         if batch_sizes.all():
             return
         bucket = int(np.argmin(batch_sizes))
@@ -244,10 +269,15 @@ class Limits:
 
 
 def costed(plan: BucketPlan, cost_fn: CostFn | None) -> BucketPlan:
-    """Returns the plan with the costs of its steps by a function; None counts tokens.
+    """Returns a plan with the same shapes and new step costs.
+
+    Args:
+      plan: the plan.
+      cost_fn: `(batch_size, seq_len)` -> the cost of a step; None counts tokens.
 
     Raises:
-      ValueError: if a cost is not positive.
+      ValueError: if `cost_fn` raises an exception or returns a cost that is not
+        positive.
     """
     if cost_fn is None:
         return dataclasses.replace(plan, step_costs=None, cost_unit="tokens")
@@ -261,18 +291,18 @@ def costed(plan: BucketPlan, cost_fn: CostFn | None) -> BucketPlan:
 def _costs(
     cost_fn: CostFn, batch_sizes: np.ndarray, seq_lens: np.ndarray
 ) -> np.ndarray:
-    """`[n]` float64: the cost of a step of each shape."""
+    """Returns the cost of a step of each shape, `[n]` float64."""
     shapes = zip(batch_sizes.tolist(), seq_lens.tolist(), strict=True)
     costs = ((shape, _call("cost_fn", cost_fn, *shape)) for shape in shapes)
     return np.array([check_cost(f"cost_fn{shape}", cost) for shape, cost in costs])
 
 
 def _call(name: str, function: Callable[..., Any], *args: int) -> Any:
-    """Calls the user's function; whatever it raises becomes a ValueError."""
+    """Calls the user's function, and turns any exception into a ValueError."""
     try:
         return function(*args)
     except Exception as error:
         raise ValueError(
             f"`{name}({', '.join(map(str, args))})` raised {type(error).__name__}: "
-            f"{error}. Mend the function."
+            f"{error}. Fix the function."
         ) from error

@@ -1,8 +1,8 @@
-"""Lower bounds of an epoch's cost, for every partial choice of boundaries.
+"""Lower bounds of the cost of an epoch, for every partial choice of boundaries.
 
-Ignoring remainders, the cost of boundaries is a sum over buckets, and dynamic
-programming gives its minimum. Ignoring the number of buckets, batches follow one
-another, and dynamic programming over examples gives the minimum, remainders counted.
+There are two bounds, both by dynamic programming. The first ignores remainders, so that
+the cost is a sum over buckets. The second includes remainders but ignores the limit on
+the number of buckets, so that the cost is a sum over batches.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import numpy as np
 from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.remainder import least_cost
 
-# Costs are counted in integers, so that a plan does not depend on how a machine rounds.
-# The cost of an epoch has this many bits; sums of a few of them stay below 2**63.
+# Costs are scaled to integers, so that a plan does not depend on rounding errors.
+# The cost of an epoch has this many bits, so that the sum of a few stays below 2**63.
 _TOTAL_BITS = 59
 INFINITE = 2**61
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The candidates, costs in integers.
+    """The candidates, with costs as integers.
 
     Attributes:
-      below: `[G + 1]` int64, examples shorter than every candidate may hold, from 0.
-      batch_sizes: `[G]` int64.
-      costs: `[G]` int64, of a batch.
-      rates: `[G]` int64, the least cost of a row in this bucket or a longer one; never
-        falls.
-      scale: units of these costs in one of the candidates' costs.
+      below: `[G + 1]` int64, the number of examples that fit before each candidate:
+        entry j counts the examples up to candidate j - 1, and entry 0 is 0.
+      batch_sizes: `[G]` int64, the number of rows of a batch.
+      costs: `[G]` int64, the cost of a batch.
+      rates: `[G]` int64, the least cost of a row in this bucket or a longer one;
+        non-decreasing.
+      scale: the factor from the candidates' costs to these integers.
     """
 
     below: np.ndarray
@@ -42,10 +43,11 @@ class Problem:
 
     @classmethod
     def of(cls, candidates: Candidates, max_buckets: int) -> Problem:
+        """Returns the problem of choosing at most `max_buckets` of the candidates."""
         costs = candidates.costs.astype(np.float64)
         worst = (costs / candidates.batch_sizes).max() * candidates.examples[-1]
         worst += costs.max() * max_buckets
-        # A power of two, so that integers stay what they are.
+        # A power of two, so that integer costs are represented exactly.
         scale = 2.0 ** (_TOTAL_BITS - math.frexp(worst)[1])
         units = np.maximum(1, np.rint(costs * scale)).astype(np.int64)
         rates = units // candidates.batch_sizes
@@ -62,38 +64,42 @@ class Problem:
 
     @property
     def examples(self) -> np.ndarray:
-        """`[G]`: how many examples a candidate and all shorter ones hold."""
+        """`[G]`: the number of examples that are at most as long as each candidate."""
         return self.below[1:]
 
     def take(self, index: np.ndarray) -> Problem:
-        """Returns the problem of some of the candidates, the last among them."""
+        """Returns the problem restricted to some candidates, including the last."""
         below = np.append(0, self.examples[index])
         columns = (self.batch_sizes[index], self.costs[index], self.rates[index])
         return Problem(below, *columns, self.scale)
 
-    def part(self, begin: int, end: int) -> Problem:
-        """Returns the problem of the examples that candidates `begin` to `end` add."""
-        part = self.take(np.arange(begin, end))
-        below = self.below[begin : end + 1] - self.below[begin]
+    def part(self, start: int, end: int) -> Problem:
+        """Returns the problem restricted to candidates `start` to `end - 1`.
+
+        Its examples are longer than candidate `start - 1`.
+        """
+        part = self.take(np.arange(start, end))
+        below = self.below[start : end + 1] - self.below[start]
         return dataclasses.replace(part, below=below)
 
     def relaxed(self, index: np.ndarray) -> Problem:
-        """Returns a problem of some of the candidates whose bounds hold for all.
+        """Returns a problem with some of the candidates, whose bounds hold for all.
 
-        A row costs what it does in the shortest bucket that ends beyond the candidate
-        before. So whatever choice there is, the next of these ends cost no more.
+        The rate of each selected candidate is lowered to that of the first candidate
+        after the previous selected one. So moving every end of a choice up to the next
+        selected candidate does not increase the cost.
         """
-        before = np.append(-1, index[:-1])
-        return dataclasses.replace(self.take(index), rates=self.rates[before + 1])
+        previous = np.append(-1, index[:-1])
+        return dataclasses.replace(self.take(index), rates=self.rates[previous + 1])
 
     def shapes(self, chosen: np.ndarray) -> tuple[list[int], list[int], list[int]]:
-        """`[K]` each: examples, batch sizes and costs of the buckets that end there."""
+        """Returns the counts, batch sizes and costs of chosen buckets, `[K]` each."""
         counts = np.diff(self.examples[chosen], prepend=0)
         sizes, costs = self.batch_sizes[chosen], self.costs[chosen]
         return counts.tolist(), sizes.tolist(), costs.tolist()
 
     def epoch_cost(self, chosen: np.ndarray) -> int:
-        """As `Candidates.epoch_cost`, in units."""
+        """Returns the same as `Candidates.epoch_cost`, as a scaled integer."""
         cost, _ = least_cost(*self.shapes(chosen), [0] * len(chosen), 2**63)
         assert cost is not None
         return cost
@@ -102,17 +108,17 @@ class Problem:
 def lower_bounds(
     problem: Problem, num_buckets: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The least that all examples beyond a boundary cost, remainders ignored.
+    """Returns the least cost of all examples after a boundary, ignoring remainders.
 
     Returns:
-      For k = 0 to `num_buckets` a `[G + 1]` int64 array: entry j is the cost of the
-      examples that candidates j, j + 1, ... hold beyond candidate j - 1, when at most
-      k buckets may end there; entry G, nothing left, is 0. And for k = 1 to
-      `num_buckets` a `[G]` array: where the first of these buckets ends.
+      For k = 0 to `num_buckets`, a `[G + 1]` int64 array: entry j is the cost of the
+      examples longer than candidate j - 1 in at most k buckets. Entry G is 0, because
+      no examples are left. And for k = 1 to `num_buckets`, a `[G]` array: entry j is
+      the candidate at which the first of these buckets ends.
     """
-    nothing_left = np.full(len(problem) + 1, INFINITE, np.int64)
-    nothing_left[-1] = 0
-    bounds, ends = [nothing_left], []
+    no_buckets = np.full(len(problem) + 1, INFINITE, np.int64)
+    no_buckets[-1] = 0
+    bounds, ends = [no_buckets], []
     for _ in range(num_buckets):
         costs, best = _best_ends(problem, bounds[-1])
         bounds.append(np.append(costs, 0))
@@ -121,51 +127,51 @@ def lower_bounds(
 
 
 def _best_ends(problem: Problem, beyond: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For a bucket that begins after candidate j - 1: its least cost and best end.
+    """Returns the least cost and best end of a bucket after each candidate j - 1.
 
-    The cost of ending at i, examples in between times rate plus `beyond[i + 1]`, obeys
-    the Monge condition, for rates never fall. So the best end never moves back as j
-    grows, and solving the middle j first halves the range of all others (divide and
-    conquer, one level at a time).
+    The cost of ending at i is the number of examples in between times the rate, plus
+    `beyond[i + 1]`. It satisfies the Monge condition, because the rates never decrease.
+    Therefore the best end is monotone in j, and solving the middle j first halves the
+    range of all others (divide and conquer, vectorized over each level).
     """
     size, rates = len(problem), problem.rates
     at_end = problem.examples * rates + beyond[1:]
     costs, ends = np.zeros(size, np.int64), np.zeros(size, np.int64)
     stride = 1 << (size - 1).bit_length()
     while stride:
-        begins = np.arange(stride - 1, size, 2 * stride)
-        before, after = begins - stride, begins + stride
-        low = np.maximum(begins, np.where(before < 0, 0, ends[before]))
-        # A level above may not have reached beyond `size`: then any end is possible.
+        first = np.arange(stride - 1, size, 2 * stride)
+        before, after = first - stride, first + stride
+        low = np.maximum(first, np.where(before < 0, 0, ends[before]))
+        # If no j after this one has been solved, any end is possible.
         high = np.where(after < size, ends[np.minimum(after, size - 1)], size - 1)
         lengths = high - low + 1
         starts = np.cumsum(lengths) - lengths
         end = np.arange(lengths.sum()) + np.repeat(low - starts, lengths)
         total = at_end[end]
-        total -= np.repeat(problem.below[begins], lengths) * rates[end]
-        costs[begins] = np.minimum.reduceat(total, starts)
-        is_best = np.flatnonzero(total == np.repeat(costs[begins], lengths))
-        ends[begins] = end[is_best[np.searchsorted(is_best, starts)]]
+        total -= np.repeat(problem.below[first], lengths) * rates[end]
+        costs[first] = np.minimum.reduceat(total, starts)
+        is_best = np.flatnonzero(total == np.repeat(costs[first], lengths))
+        ends[first] = end[is_best[np.searchsorted(is_best, starts)]]
         stride //= 2
     return costs, ends
 
 
 def traced_ends(ends: list[np.ndarray]) -> np.ndarray:
-    """The best choice when remainders are ignored."""
-    chosen, begin = [], 0
+    """Returns the best choice without remainders, from the ends of `lower_bounds`."""
+    chosen, start = [], 0
     for best in reversed(ends):
-        if begin < len(best):
-            chosen.append(int(best[begin]))
-            begin = chosen[-1] + 1
+        if start < len(best):
+            chosen.append(int(best[start]))
+            start = chosen[-1] + 1
     return np.array(chosen)
 
 
 def cost_ahead(problem: Problem) -> np.ndarray:
-    """`[N + 1]`: the least cost of all examples but the n shortest, remainders counted.
+    """Returns the least cost of all examples except the n shortest, `[N + 1]`.
 
-    Of any number of buckets, so that it is a bound for every number. A batch takes the
-    shortest examples that are left, as many as are no longer than its bucket; which of
-    them go up into a longer one makes no difference.
+    Remainders are included, and the number of buckets is not limited, so that this is a
+    lower bound for every number. Each batch takes the shortest remaining examples that
+    fit in its bucket. It does not matter which of these examples are promoted.
     """
     examples, sizes, costs = problem.examples, problem.batch_sizes, problem.costs
     total = int(problem.below[-1])

@@ -1,8 +1,8 @@
-"""The boundaries of the cheapest epoch, and whether they are proven to be.
+"""The boundaries that minimize the cost of an epoch, with a proof where possible.
 
-`lower_bound` has lower bounds, and `branch_and_bound` the search that these keep short.
-Where there are too many buckets and lengths for that, `dense` has boundaries to begin
-with, and the search looks at lengths near these.
+The search in `branch_and_bound` is pruned by the lower bounds in `lower_bound`. With
+too many buckets and lengths for a full search, `dense` provides initial boundaries, and
+the search is restricted to lengths near them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxbucket.plan.boundary_rules import RULES, Candidates
 from jaxbucket.plan.branch_and_bound import Search
-from jaxbucket.plan.dense import beside, evenly_dense, improved
+from jaxbucket.plan.dense import evenly_dense, improved, near
 from jaxbucket.plan.lower_bound import (
     INFINITE,
     Problem,
@@ -25,48 +25,59 @@ from jaxbucket.plan.lower_bound import (
 )
 from jaxbucket.plan.remainder import least_cost
 
-# Pairs of a beginning and an end that searches look at, bounds included: about two
-# seconds on one core, or a few where the last search takes longer than expected.
-_ENOUGH_PAIRS, _MOST_PAIRS = 150_000_000, 250_000_000
-# The same of all numbers of buckets: then searches stay narrow, and then none begins.
-_ENOUGH_PAIRS_IN_ALL, _MOST_PAIRS_IN_ALL = 660_000_000, 900_000_000
-# Beyond so many pairs bounds are computed for some of the candidates: half a second.
-_MOST_BOUND_PAIRS = 80_000_000
-# With fewer candidates for each bucket, a search looks at nearly all of them.
+# The unit of work is a pair: one start and one end of a bucket that are examined
+# together. No wider search starts after the soft limit, and a search stops at the hard
+# limit. This takes about two seconds on one core, bounds included.
+_SOFT_PAIRS, _MAX_PAIRS = 150_000_000, 250_000_000
+# The same limits for all numbers of buckets together. After the soft limit, only narrow
+# searches run, and after the hard limit, none.
+_SOFT_TOTAL_PAIRS, _MAX_TOTAL_PAIRS = 660_000_000, 900_000_000
+# If the bounds need more pairs, only some candidates are used. About half a second.
+_MAX_BOUND_PAIRS = 80_000_000
+# Candidates per bucket: below `_WIDE`, dense boundaries are improved in groups, and
+# below `_NARROW`, the search uses fewer buckets.
 _WIDE, _NARROW = 16, 4
-# Pairs that improve the boundaries of very many buckets: about a second.
+# Pairs for improving the boundaries of very many buckets: about a second.
 _DENSE_PAIRS = 20_000_000
-# Up to here every number of buckets is tried, however few may be of use.
+# Up to this limit, `max_buckets` is not reduced to the number of useful buckets.
 _FEW_BUCKETS = 64
-# States of remainders in which choices are compared: about half a second.
-_MOST_STATES = 2_000_000
-# Examples, and examples times candidates, for which the cost ahead is computed at once,
-# and where a first search was not enough. About 0.1 s, and 1 s.
-_LITTLE_AHEAD, _MAX_AHEAD = (10_000, 10_000_000), (100_000, 100_000_000)
-# A narrow search is quick, and its result makes a wide one small.
-_FIRST_WIDTH, _WIDER = 16, 4
+# States of remainders for comparing choices: about half a second.
+_MAX_STATES = 2_000_000
+# Limits on (examples, examples times candidates) for computing the cost ahead: before
+# the first search, about 0.1 s, and after a first search without proof, about 1 s.
+_SMALL_AHEAD, _MAX_AHEAD = (10_000, 10_000_000), (100_000, 100_000_000)
+# The width of the first search and the factor for each further search. A narrow search
+# is fast, and its result prunes the wider ones.
+_FIRST_WIDTH, _WIDTH_FACTOR = 16, 4
 
 
 def optimal(candidates: Candidates, num_buckets: int) -> np.ndarray:
-    """The boundaries of the cheapest epoch, remainders included.
+    """Chooses the boundaries that minimize the cost of an epoch, remainders included.
 
-    The result is proven to be the best if the search ends before it has looked at some
-    150 million pairs of boundaries (`Optimum.exact`). Otherwise, with many buckets and
-    thousands of lengths, only the most promising choices are completed: the result may
-    be some hundredths of a percent off, and is no worse than any rule of thumb.
+    The result is proven to be optimal if the search completes within about 150 million
+    pairs of boundaries (see `Optimum.exact`). With many buckets and thousands of
+    lengths, the search follows only the most promising choices. Then the cost may be a
+    few hundredths of a percent above the optimum, but never above any heuristic rule.
+
+    Args:
+      candidates: the lengths at which buckets may end.
+      num_buckets: the largest number of buckets.
+
+    Returns:
+      `[K]` integers, increasing indices of candidates that end with the last.
     """
     return Optimum(candidates, num_buckets).choice(num_buckets)
 
 
 class Optimum:
-    """The best choices of 1 to `max_buckets` of the candidates.
+    """Finds the best choice of boundaries for each number of buckets.
 
     Args:
-      candidates: where buckets may end.
-      max_buckets: of how many at most.
+      candidates: the lengths at which buckets may end.
+      max_buckets: the largest number of buckets.
 
     Attributes:
-      exact: whether the last choice is proven to be the best.
+      exact: whether the last result of `choice` is proven to be optimal.
     """
 
     def __init__(self, candidates: Candidates, max_buckets: int):
@@ -74,89 +85,94 @@ class Optimum:
         self._candidates = candidates
         self._pairs = 0
         known_cost = _known_cost(candidates, max_buckets)
-        # `[G]`: the positions of the problem's candidates among all.
-        self._positions = _affordable_batches(candidates, known_cost)
-        useful = candidates.take(self._positions)
+        # `[G]`: the index of each of the problem's candidates in `candidates`.
+        self._indices = _useful_candidates(candidates, known_cost)
+        useful = candidates.take(self._indices)
         if max_buckets > _FEW_BUCKETS:
             max_buckets = min(max_buckets, _most_batches(useful, known_cost))
-        # The last is needed even if its batch costs more than an epoch; how much more
-        # makes no difference, and twice as much fits into 64 bits.
+        # The last candidate is required even if a batch of it costs more than a known
+        # epoch. Its exact cost does not matter then, and the ceiling avoids overflow.
         ceiling = min(2 * known_cost, useful.costs.max().item())
         useful = dataclasses.replace(useful, costs=useful.costs.clip(max=ceiling))
         self._problem = self._full_problem = Problem.of(useful, max_buckets)
         self._dense_choice: np.ndarray | None = None
-        if max_buckets * _pairs(len(useful)) > _MOST_BOUND_PAIRS:
+        if max_buckets * _pairs(len(useful)) > _MAX_BOUND_PAIRS:
             dense = self._dense(max_buckets)
             grid, max_buckets = self._grid(dense)
             self._dense_choice = np.searchsorted(grid, dense)
-            self._positions = self._positions[grid]
+            self._indices = self._indices[grid]
             self._problem = self._full_problem.take(grid)
         self._bounds, self._ends = lower_bounds(self._problem, max_buckets)
 
     def _grid(self, dense: np.ndarray) -> tuple[np.ndarray, int]:
-        """Candidates near a good choice, and how many buckets a search can afford."""
-        size = _affordable(len(self._full_problem), len(dense))
-        grid = beside(dense, size, len(self._full_problem))
+        """Returns candidates near a good choice, and a feasible number of buckets."""
+        size = _feasible_size(len(self._full_problem), len(dense))
+        grid = near(dense, size, len(self._full_problem))
         return grid, min(len(dense), size // _NARROW)
 
     def choice(self, num_buckets: int, known: np.ndarray | None = None) -> np.ndarray:
-        """Returns the best boundaries of at most so many buckets.
+        """Returns the best boundaries of at most `num_buckets` buckets.
 
         Args:
-          num_buckets: not above `max_buckets`.
-          known: the best of one bucket fewer, if that is known.
+          num_buckets: the number of buckets, at most `max_buckets`.
+          known: the choice for one bucket fewer, if it has been computed.
+
+        Returns:
+          `[K]` integers, increasing indices of candidates.
         """
         size = min(num_buckets, len(self._ends))
-        # A rule may have chosen ends that no best choice has.
+        # A choice that came from a heuristic rule may contain other candidates.
         if known is not None:
-            is_open = np.isin(known, self._positions).all()
-            known = np.searchsorted(self._positions, known) if is_open else None
+            is_usable = np.isin(known, self._indices).all()
+            known = np.searchsorted(self._indices, known) if is_usable else None
         best = self._best_of_full_batches(size, known)
         dense = self._dense_choice
         if dense is not None and len(dense) <= num_buckets:
             best = min(best, dense, key=self._problem.epoch_cost)
-        best = self._positions[self._search(best, size)]
+        best = self._indices[self._search(best, size)]
         if self.exact:
             return best
         by_rule = [rule(self._candidates, num_buckets) for rule in RULES.values()]
         return min([best, *by_rule], key=self._candidates.epoch_cost)
 
     def _search(self, best: np.ndarray, num_buckets: int) -> np.ndarray:
-        """Returns a better choice, if wider and wider searches find one."""
+        """Returns a better choice if one of several, ever wider searches finds one."""
         problem = self._problem
-        # The bounds were as much work as so many pairs.
+        # The work that the bounds took.
         pairs = num_buckets * _pairs(len(problem))
         width = _FIRST_WIDTH
-        # If it takes longer than a first search, only where that was not enough.
-        ahead = self._cost_ahead if self._is_little(*_LITTLE_AHEAD) else None
+        # If the cost ahead takes longer than the first search, it is only computed if
+        # that search was not sufficient.
+        ahead = self._cost_ahead if self._is_small(*_SMALL_AHEAD) else None
         is_whole = self._candidates.complete and problem is self._full_problem
         self.exact = False
-        while self._pairs < _MOST_PAIRS_IN_ALL:
+        while self._pairs < _MAX_TOTAL_PAIRS:
             search = Search(
                 problem,
                 self._bounds[: num_buckets + 1],
                 ahead,
                 width,
-                _MOST_PAIRS - pairs,
+                _MAX_PAIRS - pairs,
             )
             best = search.better_than(best)
             pairs += search.pairs
             self._pairs += search.pairs
-            self.exact = is_whole and not search.cut
-            is_enough = pairs + 2 * search.pairs > _ENOUGH_PAIRS
-            if not search.cut or is_enough or self._pairs > _ENOUGH_PAIRS_IN_ALL:
+            self.exact = is_whole and not search.incomplete
+            is_enough = pairs + 2 * search.pairs > _SOFT_PAIRS
+            if not search.incomplete or is_enough or self._pairs > _SOFT_TOTAL_PAIRS:
                 break
-            width *= _WIDER
+            width *= _WIDTH_FACTOR
             ahead = self._cost_ahead
         return best
 
     def _best_of_full_batches(
         self, num_buckets: int, known: np.ndarray | None
     ) -> np.ndarray:
-        """Of the best choices of 1, 2, ... full-batch buckets the cheapest epoch.
+        """Returns the choice with the cheapest epoch among the best for full batches.
 
-        If one of fewer buckets is known, of that and the one of so many. Of very many
-        numbers some are skipped, once others have taken their time.
+        Without a known choice, this compares the choices of 1, 2, ... buckets, and
+        skips some numbers if the comparison takes too long. Otherwise it compares the
+        known choice with that of `num_buckets` buckets.
         """
         problem, work = self._problem, 0
         least, best = INFINITE, 0
@@ -172,40 +188,44 @@ class Optimum:
                 max(int(self._bounds[k - 1 - i][end + 1]), ahead[end + 1])
                 for i, end in enumerate(chosen.tolist())
             ]
-            cost, looked_at = least_cost(*problem.shapes(chosen), beyond, least)
+            cost, num_states = least_cost(*problem.shapes(chosen), beyond, least)
             if cost is not None and (cost, k) < (least, best or num_buckets + 1):
                 least, best = cost, k
-            work += looked_at + k
-            if work > _MOST_STATES:
+            work += num_states + k
+            if work > _MAX_STATES:
                 break
         return traced_ends(self._ends[:best]) if best or known is None else known
 
     def _dense(self, num_buckets: int) -> np.ndarray:
-        """A good choice of very many buckets, or of fewer where these cost less."""
+        """Returns a good choice of very many buckets, or of fewer if it is cheaper."""
         problem = self._full_problem
         sizes = [num_buckets * share // 8 for share in (8, 6, 4, 3, 2, 1)]
         choices = [evenly_dense(problem, max(1, size)) for size in sizes]
         best = min(choices, key=problem.epoch_cost)
-        size = _affordable(len(problem), len(best))
+        size = _feasible_size(len(problem), len(best))
         if size < _WIDE * len(best):
             return improved(problem, best, _DENSE_PAIRS)
-        # With many candidates for each bucket all buckets are solved at once.
+        # With many candidates per bucket, all boundaries are optimized together.
         grid = evenly_dense(problem, size)
         return grid[traced_ends(lower_bounds(problem.take(grid), len(best))[1])]
 
     @functools.cached_property
     def _cost_ahead(self) -> np.ndarray | None:
-        return cost_ahead(self._problem) if self._is_little(*_MAX_AHEAD) else None
+        return cost_ahead(self._problem) if self._is_small(*_MAX_AHEAD) else None
 
-    def _is_little(self, examples: int, pairs: int) -> bool:
+    def _is_small(self, examples: int, pairs: int) -> bool:
         total = int(self._problem.below[-1])
         return total <= examples and total * len(self._problem) <= pairs
 
     def steady_cost(self, num_buckets: int) -> float:
-        """The least that an epoch could cost if every batch were full.
+        """Returns the least cost of an epoch if every batch were full.
 
-        In the unit of the candidates' costs; no choice of so many buckets costs less.
-        One batch there is at least.
+        This is a lower bound of the cost of every choice of at most `num_buckets`
+        buckets, in the unit of the candidates' costs. It is at least the cost of one
+        batch.
+
+        Args:
+          num_buckets: the number of buckets.
         """
         bounds = self._full_batches
         bound = bounds[min(num_buckets, len(bounds) - 1)]
@@ -214,23 +234,24 @@ class Optimum:
 
     @functools.cached_property
     def _full_batches(self) -> list[int]:
-        """What full batches of at most 0, 1, 2, ... buckets cost at least."""
+        """Lower bounds of the cost of full batches in at most 0, 1, 2, ... buckets."""
         if self._problem is self._full_problem:
             return [int(bound[0]) for bound in self._bounds]
         grid = evenly_dense(self._full_problem, len(self._problem))
         bounds, _ = lower_bounds(self._full_problem.relaxed(grid), len(self._ends))
-        # Of more buckets nothing is known but that each row costs something.
+        # For more buckets, the bound is the least cost of each row, added up.
         least = int(np.diff(self._full_problem.below) @ self._full_problem.rates)
         return [*(int(bound[0]) for bound in bounds), least]
 
 
-def _affordable_batches(candidates: Candidates, known_cost: float) -> np.ndarray:
-    """`[n]`: the candidates among which a best choice is always found, and the last.
+def _useful_candidates(candidates: Candidates, known_cost: float) -> np.ndarray:
+    """Returns indices of candidates that contain an optimal choice, `[n]`.
 
-    Of neighbors with the same examples and the same batch size the cheapest is better
-    than the others. One that no example reaches is of no use, nor is one of which a
-    batch costs more than a known epoch: beside a cost that says never, others would
-    differ by less than an integer.
+    The last candidate is always included. Among neighbors with the same examples and
+    the same batch size, only the cheapest is useful. A candidate shorter than all
+    examples is not useful, and neither is one whose batch costs more than a known
+    epoch. The latter must be removed, because users may exclude a shape by a huge cost,
+    next to which all other costs would be scaled to equal integers.
     """
     last = len(candidates) - 1
     is_first = np.ones(len(candidates), bool)
@@ -244,19 +265,19 @@ def _affordable_batches(candidates: Candidates, known_cost: float) -> np.ndarray
 
 
 def _pairs(size: int) -> int:
-    """Pairs of a beginning and an end that the bounds of a bucket look at, about."""
+    """Returns about how many pairs the bounds examine per bucket."""
     return size * size.bit_length()
 
 
-def _affordable(size: int, num_buckets: int) -> int:
-    """How many of the candidates can be looked at, for so many buckets or fewer."""
-    while min(num_buckets, size // _NARROW) * _pairs(size) > _MOST_BOUND_PAIRS:
+def _feasible_size(size: int, num_buckets: int) -> int:
+    """Returns how many of `size` candidates the bounds can be computed for in time."""
+    while min(num_buckets, size // _NARROW) * _pairs(size) > _MAX_BOUND_PAIRS:
         size = size * 15 // 16
     return size
 
 
 def _spread(size: int) -> Iterator[int]:
-    """`size` and all numbers below, those that are far apart first."""
+    """Yields `size`, and then all smaller positive numbers, from coarse to fine."""
     yield size
     stride = 1 << (size - 1).bit_length()
     while stride:
@@ -265,27 +286,28 @@ def _spread(size: int) -> Iterator[int]:
 
 
 def _most_batches(candidates: Candidates, known_cost: float) -> int:
-    """The most buckets of an epoch that costs no more, because each has a batch.
+    """Returns the largest number of buckets of an epoch within the known cost.
 
-    And one that is empty, where the last has to be there.
+    Each bucket has at least one batch, except the last bucket, which is always required
+    and may be empty.
     """
     cheapest = np.cumsum(np.sort(candidates.costs.astype(np.float64)))
-    # Not fewer by a rounding error.
+    # The factor makes up for rounding errors.
     most = np.searchsorted(cheapest, known_cost * (1 + 1e-9), side="right")
     return 1 + max(1, int(most))
 
 
 def _known_cost(candidates: Candidates, max_buckets: int) -> float:
-    """The cost of an epoch by a rule of thumb, or in one shape."""
+    """Returns the cost of an epoch by the best heuristic rule, or in one shape."""
     by_rule = [rule(candidates, max_buckets) for rule in RULES.values()]
     known = min(map(candidates.epoch_cost, by_rule))
-    # The last bucket has to be there, but where another holds all it may be empty.
+    # The last bucket may be empty if a shorter one holds all examples.
     total = candidates.examples[-1]
     holds_all = candidates.examples == total
     holds_all[:-1] &= max_buckets > 1
     batches = -(-total // candidates.batch_sizes[holds_all])
     costs = candidates.costs[holds_all]
     if int(batches.max()) * costs.max().item() >= 2**63:
-        # More than 64 bits hold, so in Python's own numbers.
+        # The product does not fit in 64 bits, so Python integers are used.
         batches = batches.astype(object)
     return min(known, (batches * costs).min())

@@ -1,4 +1,4 @@
-"""From lengths to a plan: which boundaries, then the rows each bucket may hold."""
+"""Plans buckets: chooses boundaries, then the batch size of each bucket."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ def plan_buckets(
     compile_seconds: float | None = None,
     num_epochs: float = 1,
 ) -> BucketPlan:
-    """Returns at most `num_buckets` shapes (B, T) for examples of these lengths.
+    """Returns a plan of at most `num_buckets` shapes (B, T) for the given lengths.
 
-    T is a multiple of `seq_len_multiple`, and B the largest multiple of
-    `batch_size_multiple` with B * T <= `max_tokens`. Both multiples are yours to
-    choose once: a plan must not depend on the machine it happens to run on.
+    Every T is a multiple of `seq_len_multiple`, and B is the largest multiple of
+    `batch_size_multiple` with B * T <= `max_tokens`. Choose both multiples once for
+    all machines: they are never read from the hardware, so that a plan does not
+    depend on the machine that computes it.
 
     Example:
       >>> import numpy as np
@@ -67,38 +68,44 @@ def plan_buckets(
 
     Args:
       lengths: `[N]` integers, one per example.
-      max_tokens: the hard budget of a global batch, padding counted. Or a function of
-        T that returns it, or one for each of the boundaries that you give.
-      num_buckets: the most shapes; each costs one compilation. "auto" weighs these, up
-        to 32, against the padding that they save, as `plan_curve` does.
-      batch_size_multiple: for example the number of devices on the batch axes.
-      seq_len_multiple: for example the tile of the accelerator's matrix unit.
+      max_tokens: the largest number of tokens in a global batch, padding counted. An
+        integer, a function of T that returns an integer, or, if `boundaries` is a
+        sequence of lengths, one integer for each.
+      num_buckets: the largest number of shapes. Each shape costs one compilation.
+        "auto" weighs up to 32 compilations against the padding that they save, as
+        `plan_curve` does.
+      batch_size_multiple: every B is a multiple of this number, for example of the
+        number of devices on the batch axes.
+      seq_len_multiple: every T is a multiple of this number, for example of the tile
+        size of the accelerator's matrix unit.
       max_seq_len: T of the last bucket, a multiple of `seq_len_multiple`. By default
         the longest length, rounded up.
-      min_batch_size: the fewest rows of a batch.
-      max_batch_size: the most rows of a batch, whatever the budget.
-      boundaries: "optimal" gives the cheapest epoch, remainders included
-        (`optimal.optimal` says how exactly). Rules of thumb: "quantile" puts equally
-        many examples in each bucket, "equal_tokens" equally many tokens;
-        "equal_width" and "geometric" grow T by a constant step or ratio, "quarters"
-        has four equal steps, "powers_of_two" the largest of these. Or your own:
-        increasing lengths (then `num_buckets` and `max_seq_len` are not used), or a
-        function of (`Candidates`, `num_buckets`). For shapes whose B is fixed, too, see
+      min_batch_size: the smallest number of rows in a batch.
+      max_batch_size: the largest number of rows in a batch, even if more would fit in
+        the budget.
+      boundaries: the rule that chooses the boundaries. "optimal" minimizes the cost of
+        an epoch, remainders included (see `optimal.optimal` for the precision). The
+        other rules are heuristics: "quantile" puts the same number of examples in
+        each bucket, "equal_tokens" the same number of tokens; "equal_width" and
+        "geometric" increase T by a constant step or ratio, "quarters" uses four equal
+        steps, and "powers_of_two" uses the largest powers of two. Alternatively,
+        increasing lengths (then `num_buckets` and `max_seq_len` are ignored), or a
+        function of (`Candidates`, `num_buckets`). To fix B as well, use
         `BucketPlan.from_shapes`.
       overlong: what to do with examples longer than the last bucket: "error", "drop",
-        "truncate", or "split" to plan for the chunks that `split_source` makes of them.
+        "truncate", or "split" to plan for the chunks that `split_source` returns.
       cost_fn: `(batch_size, seq_len)` -> the cost of a step, by default its tokens:
         `TokenCost`, `TransformerCost`, `StepTime`, or your own function. The cost of an
         epoch is the sum over its steps.
-      accumulate: micro-batches of a step, where `BatchSchedule` has several of the
-        same bucket: they are filled together.
-      compile_seconds: with `num_buckets="auto"`, the seconds of compiling one shape.
-      num_epochs: with `num_buckets="auto"`, for how many epochs the shapes are used.
+      accumulate: the number of micro-batches per step, if `BatchSchedule` takes them
+        from the same bucket.
+      compile_seconds: the time to compile one shape, for `num_buckets="auto"`.
+      num_epochs: the number of epochs that use the shapes, for `num_buckets="auto"`.
 
     Raises:
-      ValueError: for lengths that are empty, not integers or not positive, or longer
-        than `max_seq_len` under `overlong="error"`; for a budget that cannot hold
-        `batch_size_multiple` rows of the last bucket; for boundaries that are not
+      ValueError: if the lengths are empty, not positive integers, or longer than
+        `max_seq_len` under `overlong="error"`; if the budget cannot hold
+        `batch_size_multiple` rows of the last bucket; if the boundaries are not
         increasing multiples of `seq_len_multiple`.
     """
     limits = Limits(
@@ -116,8 +123,8 @@ def plan_buckets(
         return plan_within(lengths, limits, num_buckets, boundaries)
     if not isinstance(boundaries, str) or boundaries != "optimal":
         raise ValueError(
-            f"`num_buckets='auto'` chooses among optimal plans: leave out "
-            f"`boundaries={boundaries!r}`, or give a number of buckets."
+            f"`num_buckets='auto'` requires `boundaries='optimal'`. Remove "
+            f"`boundaries={boundaries!r}`, or pass an integer `num_buckets`."
         )
     curve = plan_curve(
         lengths, limits, compile_seconds=compile_seconds, num_epochs=num_epochs
@@ -128,11 +135,18 @@ def plan_buckets(
 def plan_within(
     lengths: ArrayLike, limits: Limits, num_buckets: int, boundaries: Boundaries
 ) -> BucketPlan:
-    """As `plan_buckets`, whose other options `limits` holds."""
+    """Returns a plan as `plan_buckets` does.
+
+    Args:
+      lengths: `[N]` integers, one per example.
+      limits: the other options of `plan_buckets`.
+      num_buckets: the largest number of shapes.
+      boundaries: a rule, increasing lengths, or a function, as for `plan_buckets`.
+    """
     lengths = check_lengths(lengths)
     num_buckets = check_positive("num_buckets", num_buckets)
     if isinstance(boundaries, Iterable) and not isinstance(boundaries, str):
-        return _plan_of(list(boundaries), lengths, limits)
+        return _plan_at(list(boundaries), lengths, limits)
     chooser = _chooser(boundaries)
     candidates = limits.candidates(lengths)
     num_buckets = min(num_buckets, len(candidates))
@@ -140,26 +154,29 @@ def plan_within(
         chosen = chooser(candidates, num_buckets)
     except Exception as error:
         raise ValueError(
-            f"`boundaries={boundaries!r}` raised {type(error).__name__}: {error}. Give "
+            f"`boundaries={boundaries!r}` raised {type(error).__name__}: {error}. Pass "
             "a function of (`Candidates`, `num_buckets`)."
         ) from error
     chosen = _check_chosen(chosen, len(candidates), num_buckets)
     return limits.plan(candidates.seq_lens[chosen])
 
 
-def _plan_of(boundaries: list[Any], lengths: np.ndarray, limits: Limits) -> BucketPlan:
-    """The plan of the user's own boundaries."""
+def _plan_at(boundaries: list[Any], lengths: np.ndarray, limits: Limits) -> BucketPlan:
+    """Returns the plan with the boundaries that the user gave."""
     remedy = (
         f"Pass increasing multiples of `seq_len_multiple={limits.seq_len_multiple}`."
     )
     if not boundaries:
         raise ValueError(f"`boundaries` is empty. {remedy}")
-    before = 0
+    previous = 0
     for boundary in boundaries:
         is_integer = isinstance(boundary, int | np.integer) and boundary is not True
-        if not is_integer or boundary <= before or boundary % limits.seq_len_multiple:
-            raise ValueError(f"`boundaries`: {boundary!r} after {before}. {remedy}")
-        before = check_positive("boundaries", boundary)
+        is_next = is_integer and boundary > previous
+        if not is_next or boundary % limits.seq_len_multiple:
+            raise ValueError(
+                f"`boundaries` has {boundary!r} after {previous}. {remedy}"
+            )
+        previous = check_positive("boundaries", boundary)
     plan = limits.plan(boundaries)
     if limits.overlong == "error":
         plan.check(lengths)
@@ -178,7 +195,7 @@ def _chooser(boundaries: str | Chooser) -> Chooser:
 
 
 def _check_chosen(chosen: Any, num_candidates: int, num_buckets: int) -> np.ndarray:
-    """Returns the positions that a chooser returned, which may be the user's own."""
+    """Returns the indices from a chooser as an array, after checking them."""
     chosen = np.asarray(chosen)
     if (
         chosen.ndim != 1
@@ -188,12 +205,12 @@ def _check_chosen(chosen: Any, num_candidates: int, num_buckets: int) -> np.ndar
         or chosen[-1] != num_candidates - 1
     ):
         raise ValueError(
-            f"`boundaries` chose {chosen.tolist()}: a function must return increasing "
-            f"positions of candidates, the last of them {num_candidates - 1}."
+            f"The `boundaries` function returned {chosen.tolist()}. Return increasing "
+            f"indices of candidates that end with {num_candidates - 1}, the last one."
         )
     if len(chosen) > num_buckets:
         raise ValueError(
-            f"`boundaries` chose {len(chosen)} ends for `num_buckets={num_buckets}`: a "
-            "function must return no more."
+            f"The `boundaries` function returned {len(chosen)} boundaries, more than "
+            f"`num_buckets={num_buckets}`. Return at most that many."
         )
     return chosen

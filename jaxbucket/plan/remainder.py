@@ -1,9 +1,9 @@
-"""What happens to the examples that do not fill a bucket's last batch.
+"""Remainders: the examples that do not fill the last batch of a bucket.
 
-Bucket k has `n` rows: its own examples and those carried up from bucket k - 1. Full
-batches take `n // B * B` of them. The rest, the remainder, goes up into bucket k + 1,
-stays as one batch with empty rows, or is left out of an epoch. The choice depends on
-counts alone, so it is the same in every epoch and on every host.
+Bucket k has `n` rows: its own examples, and the examples promoted from bucket k - 1.
+Full batches hold `n // B * B` of them. The remainder is promoted to bucket k + 1, is
+padded to a batch with empty rows, or is dropped from the epoch. The decision depends
+only on the counts, so it is the same in every epoch and on every host.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Remainder: TypeAlias = Literal["cheapest", "promote", "pad", "drop"]
 
 @dataclasses.dataclass(frozen=True)
 class RowFlow:
-    """How many rows and batches every bucket has in one epoch.
+    """The number of rows and batches of each bucket in one epoch.
 
     Attributes:
-      counts: `[K]` int64, examples whose shortest bucket this is.
-      carried: `[K]` int64, rows that come up from the bucket below.
-      batches: `[K]` int64, batches of an epoch; the last one may have empty rows.
+      counts: `[K]` int64, examples whose shortest possible bucket this is.
+      carried: `[K]` int64, examples promoted from the previous bucket.
+      batches: `[K]` int64, batches per epoch; the last batch may have empty rows.
       rows: `[K]` int64, rows of these batches that hold an example.
-      dropped: `[K]` int64, examples left out of an epoch.
+      dropped: `[K]` int64, examples left out of the epoch.
     """
 
     counts: np.ndarray
@@ -40,7 +40,7 @@ class RowFlow:
 
     @property
     def num_batches(self) -> int:
-        """Batches of one epoch, over all buckets."""
+        """The number of batches per epoch, over all buckets."""
         return int(self.batches.sum())
 
 
@@ -50,26 +50,27 @@ def flow_remainders(
     costs: Sequence[float] | np.ndarray,
     policy: Remainder = "cheapest",
 ) -> RowFlow:
-    """Returns how the remainders of an epoch flow, under a policy.
+    """Returns the rows and batches of an epoch under a policy for remainders.
 
-    "cheapest" is exact: it compares the costs of every sequence of promote-or-pad
-    decisions. Of all sequences that carry the same number of rows out of a bucket only
-    the cheapest can be the best, and there are at most k + 1 such numbers after bucket
-    k: K buckets take K**2 steps, all those of a bucket at once.
+    "cheapest" is exact: it finds the cheapest of all sequences of promote-or-pad
+    decisions by dynamic programming. Among the sequences that promote the same number
+    of rows from a bucket, only the cheapest can be optimal. There are at most k + 1
+    such numbers after bucket k, so that K buckets need K**2 operations, vectorized over
+    the numbers of a bucket.
 
-    Example: of 5 examples in B = 4 the fifth goes up and fills B = 2.
+    Example: the fifth of 5 examples does not fill B = 4, and is promoted to fill B = 2.
       >>> flow_remainders([5, 1], batch_sizes=[4, 2], costs=[32, 32]).batches
       array([1, 1])
 
     Args:
-      counts: `[K]` examples of every bucket.
-      batch_sizes: `[K]` B of every bucket.
-      costs: `[K]` of a batch of every bucket, for example its B * T.
-      policy: "cheapest"; "promote" always, except in the last bucket; "pad" always; or
-        "drop" to leave remainders out.
+      counts: `[K]` integers, the number of examples in each bucket.
+      batch_sizes: `[K]` integers, the B of each bucket.
+      costs: `[K]` numbers, the cost of a batch of each bucket, for example its B * T.
+      policy: "cheapest"; "promote" to promote every remainder, except in the last
+        bucket; "pad" to pad every remainder; or "drop" to leave out every remainder.
 
     Raises:
-      ValueError: for another policy.
+      ValueError: if the policy is unknown.
     """
     check_choice("remainder", policy, get_args(Remainder))
     counts, batch_sizes = (np.asarray(x, np.int64) for x in (counts, batch_sizes))
@@ -84,56 +85,57 @@ def flow_remainders(
 def _cheapest(
     counts: np.ndarray, batch_sizes: np.ndarray, costs: np.ndarray
 ) -> list[str]:
-    """The choice of each bucket, "promote" or "pad".
+    """Returns the choice for each bucket, "promote" or "pad".
 
-    Rows that are carried into a bucket come from a chain of buckets that promote, one
-    after the other: where the chain began says what was chosen.
+    Rows that are carried into a bucket come from a chain of consecutive buckets that
+    promote. So the first bucket of the chain determines all choices within it.
     """
-    # A bound of all sums: if 64 bits may not hold it, Python's integers do.
-    most = (sum(counts.tolist()) + len(counts)) * max(costs.tolist())
+    # An upper bound of all sums. If it exceeds 64 bits, Python integers are used.
+    bound = (sum(counts.tolist()) + len(counts)) * max(costs.tolist())
     if costs.dtype.kind != "f":
-        costs = costs.astype(np.int64 if most < 2**63 else object)
-    # After each bucket, of every number of rows that may be carried: the rows, the
-    # cost so far and the beginning of the chain. The first has none.
+        costs = costs.astype(np.int64 if bound < 2**63 else object)
+    # The states after a bucket, one for each possible number of carried rows: this
+    # number, the cost so far, and the first bucket of the chain. State 0 carries none.
     carry, cost = np.zeros(1, np.int64), np.zeros(1, costs.dtype)
-    begin = np.zeros(1, np.int64)
-    begins = []
+    start = np.zeros(1, np.int64)
+    starts = []
     columns = zip(counts.tolist(), batch_sizes.tolist(), costs.tolist(), strict=True)
     for bucket, (count, batch_size, batch_cost) in enumerate(columns):
         full, rest = np.divmod(count + carry, batch_size)
         padded = cost + (full + (rest > 0)).astype(costs.dtype) * batch_cost
         promoted = cost + full.astype(costs.dtype) * batch_cost
-        begin[0] = bucket
+        start[0] = bucket
         best = int(np.argmin(padded))
-        begins.append(int(begin[best]))
+        starts.append(int(start[best]))
         up = np.flatnonzero(rest)
         if np.any(carry >= batch_size):
             up = _cheapest_of_each(rest[up], promoted[up], up)
         carry = np.append(0, rest[up])
         cost = np.append(padded[best], promoted[up])
-        begin = np.append(0, begin[up])
-    choices = ["promote"] * len(begins)
-    bucket = len(begins) - 1
+        start = np.append(0, start[up])
+    choices = ["promote"] * len(starts)
+    bucket = len(starts) - 1
     while bucket >= 0:
         choices[bucket] = "pad"
-        bucket = begins[bucket] - 1
+        bucket = starts[bucket] - 1
     return choices
 
 
 def _cheapest_of_each(
     rest: np.ndarray, cost: np.ndarray, states: np.ndarray
 ) -> np.ndarray:
-    """The cheapest of the states that carry the same rest, in the place of their first.
+    """Returns the cheapest of the states with the same rest, for each rest.
 
-    Of equal costs the first.
+    The order is that of the first state of each rest. Among equally cheap states, the
+    first one is returned.
     """
     order = np.argsort(cost, kind="stable")
     order = order[np.argsort(rest[order], kind="stable")]
     starts = np.flatnonzero(np.diff(rest[order], prepend=-1))
     if not len(starts):
         return states
-    places = np.minimum.reduceat(order, starts)
-    return states[order[starts][np.argsort(places)]]
+    first = np.minimum.reduceat(order, starts)
+    return states[order[starts][np.argsort(first)]]
 
 
 def least_cost(
@@ -143,10 +145,11 @@ def least_cost(
     beyond: Sequence[int],
     limit: int,
 ) -> tuple[int | None, int]:
-    """Returns the cost of the flow with the cheapest remainders, and the work of it.
+    """Returns the cost of an epoch with the cheapest remainders, and the work done.
 
-    Fewer carried rows at no more cost are never worse: few of the numbers of rows that
-    a bucket may promote are left, and the cost alone takes little time.
+    A state with fewer carried rows and no higher cost is at least as good, so that few
+    states remain after each bucket. This is faster than `flow_remainders`, which also
+    determines the choices.
 
     Example:
       >>> least_cost([5, 1], [4, 2], [32, 32], beyond=[0, 0], limit=100)
@@ -155,16 +158,16 @@ def least_cost(
       (None, 1)
 
     Args:
-      counts: `[K]` examples of every bucket, in Python's integers like the others.
-      batch_sizes: `[K]` B of every bucket.
-      costs: `[K]` of a batch of every bucket.
-      beyond: `[K]` lower bounds of the cost of all longer buckets.
-      limit: the largest cost that is of interest.
+      counts: `[K]` Python integers, the number of examples in each bucket.
+      batch_sizes: `[K]` Python integers, the B of each bucket.
+      costs: `[K]` Python integers, the cost of a batch of each bucket.
+      beyond: `[K]` Python integers, lower bounds of the cost of all longer buckets.
+      limit: the largest cost to consider. The computation stops once it is exceeded.
 
     Returns:
       The cost, or None if it is above the limit; and the number of states examined.
     """
-    # Rows that are carried, increasing, and what they cost so far, decreasing.
+    # Pairs of the number of carried rows, increasing, and the cost so far, decreasing.
     states, work, cost = [(0, 0)], 0, 0
     for count, batch_size, batch_cost, rest_cost in zip(
         counts, batch_sizes, costs, beyond, strict=True
@@ -191,7 +194,12 @@ def least_cost(
 
 
 def epoch_cost(batches: np.ndarray, costs: np.ndarray) -> float:
-    """Returns the cost of `[K]` batches by `[K]` costs of one, in Python's integers."""
+    """Returns the cost of an epoch, with Python integers if the costs are integers.
+
+    Args:
+      batches: `[K]` integers, the number of batches of each bucket.
+      costs: `[K]` integers or floats, the cost of a batch of each bucket.
+    """
     if costs.dtype.kind == "f":
         return (batches * costs).sum().item()
     pairs = zip(batches.tolist(), costs.tolist(), strict=True)
@@ -199,7 +207,7 @@ def epoch_cost(batches: np.ndarray, costs: np.ndarray) -> float:
 
 
 def filler_bucket(plan: BucketPlan) -> Bucket:
-    """Returns the cheapest bucket, that of empty batches which make a step full."""
+    """Returns the cheapest bucket, whose empty batches fill up an incomplete step."""
     costs = dict(zip(plan.buckets, plan.costs.tolist(), strict=True))
     return min(plan.buckets, key=lambda bucket: (costs[bucket], bucket.seq_len))
 

@@ -1,8 +1,8 @@
-"""Sorting over many hosts, and the difficulty index that is written by it.
+"""Sorts keys over many hosts, and writes the difficulty index of a curriculum.
 
-`sorting` is the sample sort: `splitters` cut the keys into equal shares, `exchange`
-sends each share to its device, by the `collectives` of jax. `difficulty` writes what
-was sorted as the index of a curriculum.
+`sorting` implements the sample sort: `splitters` divides the keys into equal shares,
+and `exchange` sends each share to its device by the `collectives` of jax. `difficulty`
+writes the sorted examples as an index.
 """
 
 from etils import epy as _epy

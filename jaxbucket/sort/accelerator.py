@@ -1,8 +1,8 @@
-"""Local sorts on GPUs and TPUs, in place of their hosts: keys of 64 bits.
+"""Local sorts of 64-bit keys on GPUs and TPUs instead of their hosts.
 
-XLA sorts one operand by radix on GPUs. Chunks are exchanged by `all_to_all` there as
-well, and not runs by `ragged_all_to_all`: compiled for TPUs that pads each key to 128
-words, 4.3 GB for a share of 34 MB, and would be compiled anew for every length.
+On GPUs, XLA uses radix sort for a single operand. Keys are still exchanged in chunks by
+`all_to_all`, and not in runs by `ragged_all_to_all`, which on TPUs pads each key to 128
+words (4.3 GB for a share of 34 MB) and would be recompiled for every length.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxbucket.sort.collectives import AXIS, Devices
 
-# Lengths between a power of two and the next: few shapes, and at most 1/4 too long.
+# The number of sizes per power of two: few shapes, and at most 1/4 of padding.
 _SIZES_PER_OCTAVE = 4
-# Parts that are less even are sorted by the hosts: the longest sets the shape of all.
-_MAX_BY_MEAN = 1.5
+# Above this ratio of sizes hosts sort, because devices pad all parts to the largest.
+_MAX_IMBALANCE = 1.5
 _PADDING = np.uint64(2**64 - 1)
 
 
 def can_sort_on_devices(sizes: np.ndarray, dtype: np.dtype, devices: Devices) -> bool:
-    """Returns whether devices can sort parts of these sizes, `[D]`, and this dtype."""
-    is_even = sizes.max() <= _MAX_BY_MEAN * sizes.mean()
+    """Returns whether devices can sort parts of `[D]` sizes and a dtype."""
+    is_even = sizes.max() <= _MAX_IMBALANCE * sizes.mean()
     return devices.platform != "cpu" and dtype == np.uint64 and bool(is_even)
 
 
@@ -33,18 +33,20 @@ def sort_on_devices(
 ) -> None:
     """Sorts the uint64 keys of each local device on that device.
 
+    All processes must call this.
+
     Args:
-      parts: one `[n]` array for each local device; sorted, read-only ones take their
-        place, so that hosts do not hold them twice.
-      sizes: `[D]` of the parts of all devices.
-      devices: of all processes, which all call this.
+      parts: one `[n]` array for each local device. They are replaced by sorted,
+        read-only arrays, so that hosts do not hold both.
+      sizes: `[D]`, the sizes of the parts of all devices.
+      devices: the devices of all processes.
     """
     size = _rounded_up(int(sizes.max()))
     padded = [
         np.pad(part, (0, size - len(part)), constant_values=_PADDING) for part in parts
     ]
     parts.clear()
-    # Else what has 64 bits would be cut to 32.
+    # Without x64, jax would truncate the keys to 32 bits.
     with devices.as_current_mesh(), jax.enable_x64(True):
         on_devices = devices.put(padded)
         padded.clear()
@@ -53,12 +55,12 @@ def sort_on_devices(
 
 
 def _rounded_up(size: int) -> int:
-    """At least `size`, and one of few."""
+    """Returns the smallest allowed size that is at least `size`."""
     step = max(1, (1 << max(size - 1, 0).bit_length()) // (2 * _SIZES_PER_OCTAVE))
     return -(-max(size, 1) // step) * step
 
 
-# Cached for each mesh: a function that is jitted anew would be compiled anew.
+# Cached for each mesh, because a new jitted function would be compiled again.
 @functools.lru_cache(maxsize=8)
 def _sort(mesh: Mesh):
     def sort_part(part: jax.Array) -> jax.Array:

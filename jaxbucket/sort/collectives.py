@@ -1,6 +1,6 @@
 """Collectives over the devices of a mesh: a gather and an exchange.
 
-Each device holds its part of an array cut over all devices, `[D, ...]`, in their order.
+Arrays `[D, ...]` are sharded over all devices, in the order of the devices.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ AXIS = "devices"
 
 
 class Devices:
-    """All devices of a mesh in a row, whatever its axes.
+    """The devices of a mesh along one axis, regardless of its axes.
 
     Args:
-      mesh: every process has a device in it.
+      mesh: a mesh with at least one device of every process.
 
     Attributes:
-      mesh: the same devices along one axis.
-      devices: in their order.
+      mesh: a mesh of the same devices with one axis.
+      devices: the devices in order.
       count: the number of devices, D.
-      local: the places of this process's devices among them.
+      local: the indices of this process's devices in `devices`.
 
     Raises:
       ValueError: if the mesh has no device of this process.
@@ -39,8 +39,8 @@ class Devices:
         self.local = [i for i, x in enumerate(devices) if x.process_index == here]
         if not self.local:
             raise ValueError(
-                "No device of the mesh belongs to this process: build the mesh from "
-                "`jax.devices()`, those of all processes."
+                "No device of the mesh belongs to this process. Build the mesh from "
+                "`jax.devices()`, the devices of all processes."
             )
         self.mesh = Mesh(devices, (AXIS,))
         self.devices = list(devices)
@@ -48,11 +48,11 @@ class Devices:
 
     @property
     def platform(self) -> str:
-        """The platform of its devices: "cpu", "gpu" or "tpu"."""
+        """The platform of the devices: "cpu", "gpu" or "tpu"."""
         return self.devices[0].platform
 
     def put(self, parts: Sequence[np.ndarray], sharding: NamedSharding | None = None):
-        """Returns the global array `[D * n, ...]` of local parts `[n, ...]`."""
+        """Returns the global array `[D * n, ...]` made of local parts `[n, ...]`."""
         arrays = [
             jax.device_put(part, self.devices[i])
             for i, part in zip(self.local, parts, strict=True)
@@ -63,7 +63,7 @@ class Devices:
         )
 
     def gather(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns `[D, ...]` of all devices' arrays, which all have one shape."""
+        """Returns `[D, ...]`, the arrays of all devices, which have the same shape."""
         words = [_as_words(part)[None] for part in parts]
         with self.as_current_mesh():
             gathered = _gather(self.mesh)(self.put(words))
@@ -71,9 +71,11 @@ class Devices:
         return local.view(parts[0].dtype).reshape(self.count, *parts[0].shape)
 
     def exchange(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Sends row j of each `[D, ...]` part to device j; returns what each received.
+        """Sends row j of each `[D, ...]` part to device j.
 
-        Row i of a result came from device i.
+        Returns:
+          For each local device, the `[D, ...]` rows that it received. Row i is from
+          device i.
         """
         words = [part.view(np.uint32) for part in parts]
         with self.as_current_mesh():
@@ -81,23 +83,23 @@ class Devices:
         return [part.view(parts[0].dtype) for part in received]
 
     def local_parts(self, array: jax.Array) -> list[np.ndarray]:
-        """Returns each local device's part of an array that is cut over all devices."""
+        """Returns the local devices' parts of an array sharded over all devices."""
         parts = {shard.device: shard.data for shard in array.addressable_shards}
         return [np.asarray(parts[self.devices[i]]) for i in self.local]
 
     @contextlib.contextmanager
     def as_current_mesh(self) -> Iterator[None]:
-        """Sets the mesh and jits, whatever the caller has set."""
+        """Sets the mesh and enables jit, overriding the settings of the caller."""
         with jax.set_mesh(self.mesh), jax.disable_jit(False):
             yield
 
 
 def _as_words(part: np.ndarray) -> np.ndarray:
-    """The bytes as uint32, which devices have even without jax_enable_x64."""
+    """Returns the bytes as uint32, which works on devices without jax_enable_x64."""
     return np.ascontiguousarray(part).reshape(-1).view(np.uint32)
 
 
-# Cached for each mesh: a function that is jitted anew would be compiled anew.
+# Cached for each mesh, because a new jitted function would be compiled again.
 @functools.lru_cache(maxsize=8)
 def _gather(mesh: Mesh):
     def gather_parts(parts: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""An index of difficulty, written by all processes at once."""
+"""Writes a difficulty index, in all processes together."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def write_difficulty_index(
 ) -> DifficultyIndex:
     """Sorts the examples of all processes by difficulty, and writes their index.
 
-    Each process gives the difficulties of its share of the source, those of process 0
-    first, and writes its part of every file. The folder gets its name last: an
-    unfinished index is never read, and the next call writes it anew. An existing index
-    of the same difficulties is returned as it is.
+    Each process passes the difficulties of its share of the source, process 0 the first
+    share, and writes its part of every file. The folder is renamed to its final name
+    last, so an unfinished index is never read, and the next call writes a new one. An
+    existing index of the same difficulties is returned unchanged.
 
     Example:
       >>> import tempfile
@@ -65,55 +65,55 @@ def write_difficulty_index(
       ([1, 3, 2, 0], [1, 3])
 
     Args:
-      folder: of the index, on a file system that all processes share.
-      difficulty: `[n]` finite numbers, integers or floats of up to 64 bits, one for
-        each example of this process's share: from `measure_difficulty`, lengths, a
-        model's losses, human scores.
-      mesh: of devices of all processes, which sort together.
-      processes: all of them, as `Processes` returned them; None for one process.
-      sorted_by: "all" for one order of all examples. With "process" each process
-        sorts its own share; the easiest of each come first, then the second of each,
-        and so on. That is not faster, depends on the number of processes, and follows
-        difficulty less closely the fewer examples a process has: it is for comparing
-        with runs whose processes sorted for themselves.
-      num_examples: the size of the source, to refuse shares that are something else:
-        `measure_lengths`, for one, gives every process all lengths, of which it must
-        pass its part.
+      folder: the folder of the index, on a file system that all processes share.
+      difficulty: `[n]` finite integers or floats of up to 64 bits, one for each example
+        of this process's share: the result of `measure_difficulty`, lengths, losses of
+        a model, or human scores.
+      mesh: a mesh with devices of all processes, which are used for sorting.
+      processes: the `Processes` of the run; None for a single process.
+      sorted_by: "all" for one order of all examples. With "process", each process sorts
+        its own share. The easiest example of every process comes first, then the second
+        of every process, and so on. This is not faster and depends on the number of
+        processes, and the fewer examples a process has, the less closely the order
+        follows difficulty. Use it only to compare with runs that sorted in this way.
+      num_examples: the number of examples in the source, to detect wrong shares. For
+        example, `measure_lengths` returns all lengths in every process, but each
+        process must pass only its part.
 
     Returns:
       The index, whose files are mapped into memory.
 
     Raises:
-      ValueError: in every process, if difficulties are refused, or the folder has an
-        index of other difficulties or is not shared by all processes.
+      ValueError: in every process, if a difficulty is invalid, the folder has an index
+        of different difficulties, or not all processes share the folder.
       OSError: if the index cannot be written.
     """
     group = processes or SingleProcess()
     if jax.process_count() != group.count:
         raise ValueError(
-            f"`processes` has {group.count} of {jax.process_count()}: pass what "
-            "`Processes` returned."
+            f"`processes` has {group.count} of {jax.process_count()} processes. Pass "
+            "the `Processes` of the run."
         )
     path = pathlib.Path(folder).resolve()
     share = _gather_share(difficulty, mesh, sorted_by, group)
     exists = _exists_for_all(path, share.words, group)
     if num_examples is not None and share.words.size != num_examples:
         raise ValueError(
-            f"`difficulty` is of {share.words.size} examples over all processes, and "
-            f"the source has `num_examples={num_examples}`. Give each process its "
-            "share: that of `measure_difficulty`, or a part of all lengths."
+            f"`difficulty` has {share.words.size} examples over all processes, but the "
+            f"source has `num_examples={num_examples}`. Pass the share of this process "
+            "only: the result of `measure_difficulty`, or its part of all lengths."
         )
     if exists:
         return DifficultyIndex(path)
     by_all = sorted_by == "all"
     keys = share.difficulty if by_all else _local_ranks(share.difficulty)
     parts = sample_sort(keys, mesh).local_shares()
-    # A name of this call alone: a process of an earlier call may still be writing.
+    # The name is unique, because a process of an earlier call may still be writing.
     partial = path.with_name(f"{path.name}.{share.token}{_PARTIAL}")
     try:
         _write(partial, path, share, parts, group)
     except Exception:
-        # All of them have failed; perhaps because another run was first.
+        # All processes have failed, perhaps because another run finished first.
         if group.index == 0:
             shutil.rmtree(partial, ignore_errors=True)
         if not _exists_for_all(path, share.words, group):
@@ -124,13 +124,13 @@ def write_difficulty_index(
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """The examples of this process.
+    """The share of examples of this process.
 
     Attributes:
-      difficulty: `[n]`.
-      first: the number of its first example.
+      difficulty: `[n]`, the difficulties of the share.
+      first: the index of the first example of the share.
       words: the description of the index of all examples.
-      token: a word of this call, the same in all processes.
+      token: a unique string of this call, the same in all processes.
     """
 
     difficulty: np.ndarray
@@ -142,15 +142,15 @@ class _Share:
 def _gather_share(
     difficulty: ArrayLike, mesh: Mesh, sorted_by: SortedBy, group: ProcessGroup
 ) -> _Share:
-    """Checks the arguments of all processes, and describes the index of all."""
+    """Checks the arguments of all processes, and describes the index."""
     local = np.empty(0)
     with _raised_in_all(group, "difficulty checked"):
         check_choice("sorted_by", sorted_by, get_args(SortedBy))
         present = {device.process_index for device in mesh.devices.flat}
         if missing := set(range(group.count)) - present:
             raise ValueError(
-                f"`mesh` has no device of processes {sorted(missing)}: build it from "
-                "`jax.devices()`, those of all processes."
+                f"`mesh` has no device of processes {sorted(missing)}. Build it from "
+                "`jax.devices()`, the devices of all processes."
             )
         local = _check_difficulty(difficulty)
     ids = [device.id for device in mesh.devices.flat]
@@ -159,13 +159,13 @@ def _gather_share(
     sizes, kinds = zip(*(text.split(maxsplit=1) for text in replies), strict=True)
     if len(set(kinds)) > 1:
         raise ValueError(
-            f"The processes give difficulties of {list(kinds)}: give all of one "
-            "dtype, sort them alike, and over one mesh."
+            f"The difficulties of the processes are of different kinds: {list(kinds)}. "
+            "Pass the same dtype, `sorted_by` and `mesh` in all processes."
         )
     sizes = list(map(int, sizes))
     first, size = sum(sizes[: group.index]), sum(sizes)
     if not size:
-        raise ValueError("`difficulty` is empty: there is no example to sort.")
+        raise ValueError("`difficulty` is empty. Pass at least one example.")
     message = f"{share_sum(local, first)} {uuid.uuid4().hex}"
     replies = group.gather("difficulty added up", message)
     sums, tokens = zip(*map(str.split, replies), strict=True)
@@ -180,37 +180,44 @@ def _gather_share(
 
 
 def _check_difficulty(difficulty: ArrayLike) -> np.ndarray:
-    """Finite numbers in one of the dtypes of an index."""
+    """Returns the difficulties in one of the dtypes of an index.
+
+    Raises:
+      ValueError: if they are not finite numbers, one for each example.
+    """
     if isinstance(difficulty, np.ma.MaskedArray):
         raise ValueError(
-            "`difficulty` is a masked array: fill in what is masked, or leave it out."
+            "`difficulty` is a masked array. Fill the masked values, or remove them."
         )
     array = np.asarray(difficulty)
     if array.dtype.name == "bfloat16":
         array = array.astype(np.float32)
     if array.ndim != 1 or array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise ValueError(
-            f"`difficulty` is {array.dtype}{list(array.shape)}: give one number for "
+            f"`difficulty` is {array.dtype}{list(array.shape)}. Pass one number for "
             "each example, [n]."
         )
     if array.dtype.kind == "f":
         if not np.isfinite(array).all():
             bad = int(np.argmin(np.isfinite(array)))
             raise ValueError(
-                f"`difficulty[{bad}]={array[bad]}` is not finite. Give the example a "
-                "number, or leave it out."
+                f"`difficulty[{bad}]={array[bad]}` is not finite. Assign a number to "
+                "the example, or remove it."
             )
         return array.astype("<f8" if array.dtype.itemsize == 8 else "<f4")
     if array.dtype == np.uint64 and array.size and array.max() > _MAX_INT64:
-        raise ValueError(f"`difficulty` has {array.max()}, which is beyond 2**63 - 1.")
+        raise ValueError(
+            f"`difficulty` has {array.max()}, which is too large. Pass numbers up to "
+            "2**63 - 1."
+        )
     return array.astype("<i4" if np.can_cast(array.dtype, np.int32) else "<i8")
 
 
 def _exists_for_all(folder: pathlib.Path, words: Words, group: ProcessGroup) -> bool:
-    """Whether the folder is this index, for all processes.
+    """Returns whether the folder holds this index, in all processes.
 
     Raises:
-      ValueError: if it is something else, or exists for some of them only.
+      ValueError: if the folder holds something else, or only some processes see it.
     """
     for _ in range(_ATTEMPTS):
         exists = False
@@ -218,36 +225,37 @@ def _exists_for_all(folder: pathlib.Path, words: Words, group: ProcessGroup) -> 
             exists = _exists(folder, words)
         if len(set(group.gather("folder seen", str(exists)))) == 1:
             return exists
-        # Another run may have named it just now.
+        # Another run may just have renamed its folder.
         time.sleep(_POLL_SECONDS)
     raise ValueError(
-        f"`folder={str(folder)!r}` is there for some processes alone: name one that "
-        "all of them share."
+        f"`folder={str(folder)!r}` exists in some processes only. Pass a folder that "
+        "all processes share."
     )
 
 
 def _exists(folder: pathlib.Path, words: Words) -> bool:
-    """Whether the folder is this index; an empty one counts as missing.
+    """Returns whether the folder holds this index; an empty folder does not.
 
     Raises:
-      ValueError: if it is something else.
+      ValueError: if the folder holds something else.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     if not (folder / WORDS).exists():
         raise ValueError(
-            f"`folder={str(folder)!r}` is there, and is no index: name another one."
+            f"`folder={str(folder)!r}` exists but is not an index. Pass a different "
+            "folder."
         )
     if DifficultyIndex(folder).words != words:
         raise ValueError(
-            f"`folder={str(folder)!r}` has an index of other difficulties, or by other "
-            "means. Delete it, or name another folder."
+            f"`folder={str(folder)!r}` has an index of different difficulties or with "
+            "different options. Delete it, or pass a different folder."
         )
     return True
 
 
 def _local_ranks(difficulty: np.ndarray) -> np.ndarray:
-    """The rank of each example among those of this process."""
+    """Returns the rank of each example among the examples of this process."""
     ranks = np.empty(len(difficulty), np.int64)
     ranks[np.argsort(difficulty, kind="stable")] = np.arange(len(difficulty))
     return ranks
@@ -260,7 +268,7 @@ def _write(
     parts: list[SortedShare],
     group: ProcessGroup,
 ) -> None:
-    """Writes this process's part; process 0 creates the files and names the folder."""
+    """Writes the part of this process; process 0 creates and renames the folder."""
     size, dtype = share.words.size, index_dtype(share.words.size)
     with _raised_in_all(group, "index begun"):
         if group.index == 0:
@@ -279,33 +287,33 @@ def _write(
 
 @contextlib.contextmanager
 def _raised_in_all(group: ProcessGroup, name: str) -> Iterator[None]:
-    """Raises an error of one process in all of them."""
+    """Raises an error of one process in all processes."""
     try:
         yield
-    # Whatever it is, the others wait.
+    # Any error must reach the other processes, because they wait for this one.
     except Exception as error:
         group.gather(name, f"{type(error).__name__}: {error}")
         raise
     for index, failure in enumerate(group.gather(name, "")):
         if failure:
-            raise ValueError(f"Process {index} has failed: {failure}")
+            raise ValueError(f"Process {index} failed: {failure}")
 
 
 def _write_part(path: pathlib.Path, values: np.ndarray, first: int) -> None:
-    """Writes values into an array file of process 0, from an index on.
+    """Writes values into an array file that process 0 created, starting at an index.
 
-    Not by `np.memmap`: parts of two hosts may share a page.
+    `np.memmap` is not used, because the parts of two hosts may share a page.
 
     Raises:
-      ValueError: if it is not there.
-      OSError: if it cannot be written.
+      ValueError: if the file does not exist.
+      OSError: if the file cannot be written.
     """
     try:
         file = path.open("r+b")
     except FileNotFoundError:
         raise ValueError(
-            f"{path} is not there, though process 0 has begun it: name a folder that "
-            "all processes share."
+            f"{path} does not exist in this process, but process 0 created it. Pass a "
+            "folder that all processes share."
         ) from None
     with file:
         np.lib.format.read_magic(file)
@@ -317,7 +325,7 @@ def _write_part(path: pathlib.Path, values: np.ndarray, first: int) -> None:
 
 
 def _publish(partial: pathlib.Path, folder: pathlib.Path, words: Words) -> None:
-    """Gives the complete folder its name."""
+    """Renames the complete folder to its final name."""
     with (partial / WORDS).open("w") as file:
         file.write(words.to_json())
         file.flush()
@@ -326,7 +334,7 @@ def _publish(partial: pathlib.Path, folder: pathlib.Path, words: Words) -> None:
     # Not every file system can sync a folder.
     with contextlib.suppress(OSError):
         _sync(folder.parent)
-    # Of earlier calls that did not come to their end.
+    # Removes the folders of earlier calls that failed.
     partial_name = re.compile(
         re.escape(folder.name) + r"\.[0-9a-f]{32}" + re.escape(_PARTIAL)
     )
@@ -336,7 +344,7 @@ def _publish(partial: pathlib.Path, folder: pathlib.Path, words: Words) -> None:
 
 
 def _sync(folder: pathlib.Path) -> None:
-    """Makes the names in a folder outlive a machine that goes down."""
+    """Flushes the names in a folder to disk, so that they survive a crash."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -345,7 +353,7 @@ def _sync(folder: pathlib.Path) -> None:
 
 
 def _wait_for(folder: pathlib.Path) -> None:
-    """Waits until a shared file system shows the folder that process 0 has named."""
+    """Waits until a shared file system shows the folder that process 0 renamed."""
     deadline = time.monotonic() + _SECONDS_TO_SHOW
     while not (folder / WORDS).exists() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

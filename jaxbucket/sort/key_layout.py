@@ -1,4 +1,4 @@
-"""Where all keys are: the processes agree on it before they sort."""
+"""The layout of all keys, which the processes exchange before they sort."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxbucket.sort.composite import Column
 from jaxbucket.sort.local_keys import MAX_COLUMNS, Keys, LocalKeys
 
 ASSIGNMENTS = ("contiguous", "interleaved")
-# Places in a message of int64.
+# Positions in a message of int64.
 _PROCESS, _FIRST, _SIZE, _DIGEST, _RANGES = range(5)
 _IMPLIED = -1
 _REFUSED = -1
@@ -23,13 +23,14 @@ _REFUSED = -1
 
 @dataclasses.dataclass(frozen=True)
 class KeyLayout:
-    """The keys of this process, and sizes and ranges of all.
+    """The keys of this process, and the sizes and ranges of all keys.
 
     Attributes:
-      columns: dtype and direction of each column.
-      parts: for each local device its columns, each `[n]`.
-      first: `[local devices]` the index of the first key of each part.
-      ranges: `[columns, 2]` uint64, the least and the greatest encoded key of all.
+      columns: the dtype and direction of each column.
+      parts: the columns of each local device, each `[n]`.
+      first: `[local devices]`, the index of the first key of each part.
+      ranges: `[columns, 2]` uint64, the smallest and the largest encoded key over all
+        devices.
       sizes: `[D]` int64, the number of keys of each device.
     """
 
@@ -41,7 +42,7 @@ class KeyLayout:
 
     @property
     def size(self) -> int:
-        """The number of keys."""
+        """The total number of keys."""
         return int(self.sizes.sum())
 
 
@@ -51,17 +52,19 @@ def gather_layout(
     assignment: str,
     devices: Devices,
 ) -> KeyLayout:
-    """Returns the layout, or raises in every process if one of them is refused.
+    """Checks the arguments of `sample_sort` and returns the layout of the keys.
+
+    All processes must call this.
 
     Args:
-      keys: this process's argument of `sample_sort`.
+      keys: the argument of `sample_sort` in this process.
       descending: likewise.
       assignment: likewise.
-      devices: of all processes, which all call this.
+      devices: the devices of all processes.
 
     Raises:
-      ValueError: in every process, if the keys of one are refused or of other dtypes
-        than those of another, or if there are none at all.
+      ValueError: in every process, if the keys of any process are invalid, the
+        arguments differ between processes, or there are no keys.
     """
     try:
         check_choice("assignment", assignment, ASSIGNMENTS)
@@ -72,7 +75,7 @@ def gather_layout(
             _message(first, len(part[0]), description, local.ranges(part))
             for first, part in zip(firsts, local.parts, strict=True)
         ]
-    # Whatever it is, the others wait.
+    # Any error must reach the other processes, because they wait for this one.
     except Exception:
         devices.gather([_message(_IMPLIED, _REFUSED, "")] * len(devices.local))
         raise
@@ -95,7 +98,7 @@ def _message(
 ) -> np.ndarray:
     digest = hashlib.blake2b(description.encode(), digest_size=8).digest()
     head = [jax.process_index(), first, size, int.from_bytes(digest, signed=True)]
-    # Of one length even if processes do not agree on the number of columns.
+    # The length is fixed, even if processes do not agree on the number of columns.
     fixed = np.zeros((MAX_COLUMNS, 2), np.uint64)
     if ranges is not None:
         fixed[: len(ranges)] = ranges
@@ -103,22 +106,23 @@ def _message(
 
 
 def _check_agreement(gathered: np.ndarray, description: str) -> None:
-    """Raises unless all take part and give the same kind of keys."""
+    """Raises a ValueError unless all processes have valid keys of the same kind."""
     here = jax.process_index()
     processes, sizes, digests = (gathered[:, i] for i in (_PROCESS, _SIZE, _DIGEST))
     refused = processes[sizes == _REFUSED]
     if len(refused):
         raise ValueError(
-            f"The `keys` of process {_listed(refused)} are refused: see what it raises."
+            f"The `keys` of process {_listed(refused)} are invalid. See its error."
         )
     others = processes[digests != digests[processes == here][0]]
     if len(others):
         raise ValueError(
-            f"`keys` of process {here} are {description}; process {_listed(others)} "
-            "has others. Call `sample_sort` alike in all of them."
+            f"The `keys` of process {here} ({description}) are of a different kind "
+            f"than those of process {_listed(others)}. Call `sample_sort` with the "
+            "same kind of keys and the same options in all processes."
         )
     if not sizes.any():
-        raise ValueError("`keys` is empty in every process: there is nothing to sort.")
+        raise ValueError("`keys` is empty in every process. Pass at least one key.")
 
 
 def _listed(processes: np.ndarray) -> str:
@@ -126,7 +130,10 @@ def _listed(processes: np.ndarray) -> str:
 
 
 def _starts(processes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Where each device's part begins, `[D]`: parts are in the order of processes."""
+    """Returns `[D]`, the index of the first key of each device.
+
+    Parts are in the order of processes.
+    """
     order = np.argsort(processes, kind="stable")
     starts = np.empty_like(sizes)
     starts[order] = np.cumsum(sizes[order]) - sizes[order]

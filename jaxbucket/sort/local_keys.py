@@ -1,4 +1,4 @@
-"""The keys of this process, checked and cut for its devices."""
+"""The keys of this process, checked and split over its devices."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LocalKeys:
     """The keys of this process.
 
     Attributes:
-      columns: dtype and direction of each column.
-      parts: for each local device its columns, each `[n]`.
-      first: `[local devices]` the index of the first key of each part; None where it
+      columns: the dtype and direction of each column.
+      parts: the columns of each local device, each `[n]`.
+      first: `[local devices]`, the index of the first key of each part; None if it
         follows from the sizes of all parts.
     """
 
@@ -44,15 +44,15 @@ class LocalKeys:
         descending: bool | Sequence[bool],
         devices: Devices,
     ) -> LocalKeys:
-        """Checks the arguments of `sample_sort`.
+        """Checks the arguments of `sample_sort`, and returns the keys.
 
         Raises:
-          ValueError: if they are not keys.
+          ValueError: if an argument is invalid.
         """
         arrays = keys if isinstance(keys, tuple) else (keys,)
         if not 1 <= len(arrays) <= MAX_COLUMNS:
             raise ValueError(
-                f"`keys` is a tuple of {len(arrays)} columns: give 1 to {MAX_COLUMNS}."
+                f"`keys` has {len(arrays)} columns. Pass a tuple of 1 to {MAX_COLUMNS}."
             )
         directions = _check_descending(descending, len(arrays))
         is_global = [isinstance(x, jax.Array) and _is_global(x) for x in arrays]
@@ -60,20 +60,20 @@ class LocalKeys:
             first, parts = _local_shards(arrays, devices)  # pyright: ignore
         elif not any(is_global):
             first = None
-            parts = _cut([_check_column(x) for x in arrays], len(devices.local))
+            parts = _split([_check_column(x) for x in arrays], len(devices.local))
         else:
             raise ValueError(
-                "`keys` has columns that are global arrays and others of this process "
-                "alone: give all of them in one way."
+                "`keys` mixes global arrays and columns of this process. Pass columns "
+                "of one kind."
             )
         dtypes = [column.dtype for column in parts[0]]
         return cls(tuple(map(Column, dtypes, directions)), parts, first)
 
     def ranges(self, part: tuple[np.ndarray, ...]) -> np.ndarray:
-        """Returns the least and the greatest encoded key of each column of a part.
+        """Returns the smallest and the largest encoded key of each column of a part.
 
         Returns:
-          `[columns, 2]` uint64; of no keys, the neutral elements of min and max.
+          `[columns, 2]` uint64. For an empty part, the neutral elements of min and max.
         """
         pairs = zip(self.columns, part, strict=True)
         return np.array([_range(column, keys) for column, keys in pairs], np.uint64)
@@ -87,59 +87,69 @@ def _check_descending(
     is_list = isinstance(descending, (list, tuple))
     if not is_list or not all(isinstance(x, (bool, np.bool_)) for x in descending):
         raise ValueError(
-            f"`descending={descending!r}`: give True or False, or one for each column."
+            f"`descending={descending!r}` is not a bool. Pass True or False, or a list "
+            "with a bool for each column."
         )
     if len(descending) != num_columns:
         raise ValueError(
             f"`descending={descending!r}` has {len(descending)} entries for "
-            f"{num_columns} columns: give one for each, or one for all."
+            f"{num_columns} columns. Pass one for each column, or one for all."
         )
     return [bool(flag) for flag in descending]
 
 
 def _is_global(keys: jax.Array) -> bool:
-    """Whether it is one array of all processes, and not the keys of this one."""
+    """Returns whether `keys` is a global array, not the keys of this process alone."""
     if jax.process_count() == 1:
         return len(keys.sharding.device_set) > 1
     return not keys.is_fully_addressable
 
 
 def _check_column(keys: Any) -> np.ndarray:
-    """The keys as an array of numbers, `[n]`."""
+    """Returns the keys as an array of numbers, `[n]`.
+
+    Raises:
+      ValueError: if they are not numbers that can be sorted.
+    """
     if isinstance(keys, np.ma.MaskedArray):
         raise ValueError(
-            "`keys` is a masked array: fill in what is masked, or leave it out."
+            "`keys` is a masked array. Fill the masked values, or remove them."
         )
     try:
         column = np.asarray(keys)
     except ValueError:
-        raise ValueError("`keys` is ragged: give one number for each, [n].") from None
+        raise ValueError("`keys` is ragged. Pass one-dimensional columns.") from None
     if isinstance(keys, list) and column.dtype.kind == "f":
         if any(isinstance(key, int) and abs(key) > 2**53 for key in keys):
             raise ValueError(
-                "`keys` has integers that no dtype of numpy holds together: it would "
-                "make floats of them. Give an array."
+                "`keys` has integers that do not fit into one integer dtype, so numpy "
+                "would convert them to floats. Pass an array."
             )
     if not hasattr(keys, "dtype") and column.size == 0:
         raise ValueError(
-            "`keys` is an empty list, which has no dtype: give an empty array of the "
-            "dtype that the other processes give."
+            "`keys` is an empty list, which has no dtype. Pass an empty array with the "
+            "dtype of the other processes."
         )
     if column.ndim != 1 or column.dtype.kind not in "biuf" or column.itemsize > 8:
         raise ValueError(
-            f"`keys` is {column.dtype}{list(column.shape)}: give integers, floats or "
-            "bools that numpy knows, of at most 64 bits, [n]; several columns as a "
-            "tuple of these."
+            f"`keys` is {column.dtype}{list(column.shape)}. Pass an array [n] of "
+            "integers, floats or bools of at most 64 bits, or a tuple of such arrays "
+            "for several columns."
         )
     return column.astype(column.dtype.newbyteorder("="), copy=False)
 
 
-def _cut(columns: list[np.ndarray], num_parts: int) -> list[tuple[np.ndarray, ...]]:
-    """The keys of this process, cut evenly for its devices."""
+def _split(columns: list[np.ndarray], num_parts: int) -> list[tuple[np.ndarray, ...]]:
+    """Splits the columns evenly over the devices of this process.
+
+    Raises:
+      ValueError: if the columns have different lengths.
+    """
     sizes = {len(column) for column in columns}
     if len(sizes) > 1:
         raise ValueError(
-            f"`keys` has columns of {sorted(sizes)} rows: give each as many."
+            f"`keys` has columns of different lengths, {sorted(sizes)}. Pass columns "
+            "of the same length."
         )
     split = [np.array_split(column, num_parts) for column in columns]
     return list(zip(*split, strict=True))
@@ -148,23 +158,25 @@ def _cut(columns: list[np.ndarray], num_parts: int) -> list[tuple[np.ndarray, ..
 def _local_shards(
     columns: Sequence[jax.Array], devices: Devices
 ) -> tuple[list[int], list[tuple[np.ndarray, ...]]]:
-    """Where the shard of each local device begins, and its keys; of copies one.
+    """Returns the first index and the keys of the shard of each local device.
 
-    A device without a shard has an empty part.
+    Only one copy of a replicated shard is used. A device without a shard has an empty
+    part.
     """
     first_column = columns[0]
     for keys in columns:
         _check_column(np.empty((0,) * keys.ndim, keys.dtype))
         if not keys.sharding.device_set <= set(devices.devices):
             raise ValueError(
-                "`keys` is on devices that the mesh lacks: give the mesh over which it "
-                "is cut, or numpy arrays."
+                "`keys` is on devices that are not in the mesh. Pass the mesh over "
+                "which it is sharded, or numpy arrays."
             )
         if keys.shape != first_column.shape or not keys.sharding.is_equivalent_to(
             first_column.sharding, 1
         ):
             raise ValueError(
-                "`keys` has columns of different lengths or shardings: give all alike."
+                "`keys` has columns of different lengths or shardings. Pass columns "
+                "of the same length and sharding."
             )
     shards = [
         {x.device: x for x in keys.addressable_shards if x.replica_id == 0}
@@ -186,7 +198,8 @@ def _local_shards(
 def _range(column: Column, keys: np.ndarray) -> tuple[int, int]:
     if not len(keys):
         return 2**64 - 1, 0
-    # numpy warns of some NaNs. The last is NaN if there is one.
+    # fmin and fmax ignore NaN, and the maximum is NaN if there is one. numpy warns
+    # about some NaNs.
     with np.errstate(invalid="ignore"):
         ends = [np.fmin.reduce(keys), np.fmax.reduce(keys), keys.max()]
     encoded = column.encode(np.array(ends, column.dtype))

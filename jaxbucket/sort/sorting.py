@@ -1,4 +1,4 @@
-"""A sort of (key, global index) over all devices of a mesh."""
+"""Sorts (key, global index) pairs over all devices of a mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Assignment: TypeAlias = Literal["contiguous", "interleaved"]
 _R = TypeVar("_R")
 
 _MAX_INT32 = 2**31 - 1
-_MOST_MERGED = 4
+_MAX_MERGED_RUNS = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,8 +38,8 @@ class SortedShare:
       (range(0, 3), [1, 2, 3], [1, 2, 0])
 
     Attributes:
-      ranks: the places of its keys in the global order.
-      keys: `[n]` in that order, a tuple of these for several columns.
+      ranks: the positions of its keys in the global order.
+      keys: `[n]` in global order; a tuple of arrays for several columns.
       index: `[n]` int32 or int64, the global index of each key before the sort.
     """
 
@@ -50,7 +50,7 @@ class SortedShare:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SortedKeys:
-    """Sorted keys, cut over all D devices of a mesh to within one key.
+    """Sorted keys, sharded evenly over all D devices of a mesh.
 
     Example:
       >>> from jaxbucket import data_mesh
@@ -61,15 +61,15 @@ class SortedKeys:
       ([[3, 5], [4, 0]], [[1, 0], [2, -1]])
 
     Attributes:
-      keys: `[D, C]` global array, or a tuple of them for several columns: row d is on
-        device d of the mesh. They keep dtypes of 64 bits even without
-        jax_enable_x64: look at them by numpy then, because jax would cut them to 32.
-      index: `[D, C]` int32, or int64 for 2**31 keys and more: the global index of each
-        key before the sort. -1 where a row has no key; its `keys` are 0 there.
+      keys: `[D, C]` global array, or a tuple of them for several columns. Row d is on
+        device d of the mesh. 64-bit dtypes are preserved even without jax_enable_x64;
+        then read them with numpy, because jax would truncate them to 32 bits.
+      index: `[D, C]` int32, or int64 for 2**31 or more keys: the global index of each
+        key before the sort. Positions without a key have index -1 and key 0.
       size: the number of keys.
-      assignment: "contiguous", if each device has the ranks that follow those of the
-        device before, from `d * size // D` on; "interleaved", if device d has d,
-        d + D, d + 2 * D, ...
+      assignment: "contiguous" if device d has the ranks from `d * size // D` to
+        `(d + 1) * size // D - 1`, "interleaved" if it has the ranks d, d + D,
+        d + 2 * D, ...
     """
 
     keys: jax.Array | tuple[jax.Array, ...]
@@ -78,23 +78,25 @@ class SortedKeys:
     assignment: Assignment
 
     def ranks(self, device: int) -> range:
-        """Returns the places of a row's keys in the global order.
+        """Returns the positions of the keys of a row in the global order.
 
         Args:
-          device: the row, from 0 to D - 1.
+          device: the index of the row, from 0 to D - 1.
 
         Raises:
           ValueError: if there is no such row.
         """
         count = len(self.index)
         if not 0 <= device < count:
-            raise ValueError(f"`device={device}`: there are {count} rows.")
+            raise ValueError(
+                f"`device={device}` is out of range. Pass 0 to {count - 1}."
+            )
         if self.assignment == "interleaved":
             return range(device, self.size, count)
         return range(device * self.size // count, (device + 1) * self.size // count)
 
     def local_shares(self) -> list[SortedShare]:
-        """Returns the keys of this process's devices, without empty places."""
+        """Returns the keys of this process's devices, without empty positions."""
         columns = self.keys if isinstance(self.keys, tuple) else (self.keys,)
         rows = [_rows(column) for column in columns]
         shares = []
@@ -113,18 +115,18 @@ def sample_sort(
     descending: bool | Sequence[bool] = False,
     assignment: Assignment = "contiguous",
 ) -> SortedKeys:
-    """Sorts keys that are spread over processes; equal ones by their global index.
+    """Sorts keys that are distributed over processes, equal keys by global index.
 
-    The result is the same for any number of processes and devices, and every device
-    gets its share of it to within one key, however many are equal. All processes have
-    to call it.
+    The result is the same for any number of processes and devices. The shares of the
+    devices differ by at most one key, even if many keys are equal. All processes must
+    call this function.
 
     This is sorting by regular sampling (Shi and Schaeffer, "Parallel sorting by regular
-    sampling", 1992) with samples taken again until the splitters are exact, so that
-    nothing has to be balanced afterwards. Whatever the order of the keys, a device
-    needs memory for three times its share before or after the sort, with 8 bytes for a
-    key and its index, or 16 and more where they do not fit. Exchanged chunks come on
-    top, of 4 MB each way.
+    sampling", 1992). Sampling is repeated until the splitters are exact, so the result
+    needs no rebalancing. For any order of the keys, a device needs memory for three
+    times its share before or after the sort, whichever is larger. A key and its index
+    take 8 bytes, or 16 and more if they do not fit into 8. Exchanged chunks take
+    another 4 MB in each direction.
 
     Example:
       >>> from jaxbucket import data_mesh
@@ -134,21 +136,22 @@ def sample_sort(
 
     Args:
       keys: `[n]` integers, floats or bools of up to 64 bits: the keys of this process,
-        the global index counting those of process 0 first; or a global array over
-        devices of the mesh. A tuple of columns is compared from left to right. -0.0 is
-        equal to 0.0 and comes back as that.
-      mesh: all of its devices take part, whatever its axes.
-      descending: the largest first, for all columns or for each. NaN comes last either
-        way, and keys that are equal by ascending index.
-      assignment: "contiguous", so that each device gets the ranks that follow those of
-        the device before; or "interleaved", so that device d gets d, d + D, ...
+        or a global array over devices of the mesh. The global index counts the keys of
+        process 0 first. A tuple of columns is compared from left to right. -0.0 equals
+        0.0 and is returned as 0.0.
+      mesh: the mesh of all devices that take part. Its axes do not matter.
+      descending: whether the largest keys come first, for all columns or for each
+        column. In both cases NaN comes last, and equal keys are in ascending order of
+        their index.
+      assignment: "contiguous" to give each device the ranks that follow those of the
+        previous device, or "interleaved" to give device d the ranks d, d + D, ...
 
     Returns:
       The sorted keys with their index, on the devices of the mesh.
 
     Raises:
-      ValueError: in every process, if the keys of one of them are refused or of other
-        dtypes than those of the rest, or if there are none at all.
+      ValueError: in every process, if the keys of any process are invalid, the keys or
+        options differ in kind between processes, or there are no keys.
     """
     devices = Devices(mesh)
     layout = gather_layout(keys, descending, assignment, devices)
@@ -165,7 +168,7 @@ def sample_sort(
 def _sorted_parts(
     layout: KeyLayout, composite: Composite, devices: Devices
 ) -> list[np.ndarray]:
-    """The composite keys of the ranks of each local device."""
+    """Returns the sorted composite keys of each local device."""
     parts = _on_each(composite.encode, layout.parts, layout.first)
     _sort(parts, layout.sizes, devices)
     if devices.count == 1:
@@ -176,7 +179,7 @@ def _sorted_parts(
         _sort(parts, sizes, devices, runs=devices.count)
         counts = _counts(parts, sizes, devices)
     received = exchange_runs(parts, counts, devices)
-    # Sent keys need no memory while received ones are sorted.
+    # Frees the sent keys before the received keys are sorted.
     parts.clear()
     _sort(received, counts.sum(axis=0), devices, runs=devices.count)
     return received
@@ -185,18 +188,25 @@ def _sorted_parts(
 def _sort(
     parts: list[np.ndarray], sizes: np.ndarray, devices: Devices, runs: int = 0
 ) -> None:
-    """Sorts parts of `[D]` sizes; each consists of `runs` sorted runs, 0 if unknown."""
+    """Sorts the parts of the local devices in place.
+
+    Args:
+      parts: one `[n]` array for each local device.
+      sizes: `[D]`, the sizes of the parts of all devices.
+      devices: the devices of all processes.
+      runs: the number of sorted runs in each part; 0 if unknown.
+    """
     if can_sort_on_devices(sizes, parts[0].dtype, devices):
         sort_on_devices(parts, sizes, devices)
         return
-    # A few runs are merged. More are sorted anew, which is faster: numpy sorts by
-    # vector instructions, and merges two at a time.
-    kind = "stable" if 0 < runs <= _MOST_MERGED else "quicksort"
+    # Only a few runs are merged, because numpy merges two at a time, but sorts by
+    # vector instructions.
+    kind = "stable" if 0 < runs <= _MAX_MERGED_RUNS else "quicksort"
     _on_each(lambda part: part.sort(kind=kind), parts)
 
 
 def _counts(parts: list[np.ndarray], sizes: np.ndarray, devices: Devices) -> np.ndarray:
-    """The number of keys from each device to each, `[D, D]`."""
+    """Returns `[D, D]`, the number of keys from each device to each device."""
     size = int(sizes.sum())
     ranks = np.arange(1, devices.count) * size // devices.count
     cuts = cut_positions(parts, sizes, ranks, devices)
@@ -207,7 +217,11 @@ def _counts(parts: list[np.ndarray], sizes: np.ndarray, devices: Devices) -> np.
 def _deal(
     parts: list[np.ndarray], firsts: np.ndarray, sizes: np.ndarray, devices: Devices
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Sends key j of part i to device (first of i + j) % D; returns parts and sizes."""
+    """Sends key j of part i to device `(firsts[i] + j) % D`.
+
+    Returns:
+      The received parts of the local devices, and the `[D]` sizes of all parts.
+    """
     count = devices.count
     offsets = (np.arange(count) - firsts[:, None]) % count
     counts = np.maximum(0, -((offsets - sizes[:, None]) // count))
@@ -226,7 +240,7 @@ def _global_arrays(
     mesh: Mesh,
     devices: Devices,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Columns and index as global arrays, `[D, C]`."""
+    """Returns the columns and the index as global arrays, `[D, C]`."""
     width = -(-layout.size // devices.count)
     index_dtype = np.int64 if layout.size - 1 > _MAX_INT32 else np.int32
     dtypes = [column.dtype for column in layout.columns]
@@ -238,14 +252,14 @@ def _global_arrays(
         composite.decode_into(part, filled[:-1], filled[-1])
         rows.append([*columns, index])
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    # Else what has 64 bits would be cut to 32.
+    # Without x64, jax would truncate 64-bit arrays to 32 bits.
     with jax.enable_x64(True):
         *columns, index = (devices.put(x, sharding) for x in zip(*rows, strict=True))
     return tuple(columns), index
 
 
 def _rows(array: jax.Array) -> dict[int, np.ndarray]:
-    """The local rows of a `[D, C]` array, by their number."""
+    """Returns the local rows of a `[D, C]` array by their index."""
     rows = (
         (shard.index[0].indices(len(array))[0], np.asarray(shard.data)[0])
         for shard in array.addressable_shards
@@ -254,7 +268,7 @@ def _rows(array: jax.Array) -> dict[int, np.ndarray]:
 
 
 def _on_each(function: Callable[..., _R], *values: Sequence[Any]) -> list[_R]:
-    """Calls it for each local device, in threads: numpy sorts without the GIL."""
+    """Calls a function for each local device, in threads, as numpy releases the GIL."""
     if len(values[0]) == 1:
         return [function(*(value[0] for value in values))]
     with ThreadPoolExecutor(min(len(values[0]), os.cpu_count() or 1)) as pool:

@@ -1,8 +1,8 @@
-"""From a stream of unknown lengths to batches, `grain.IterDataset[Batch]`.
+"""Batches a stream of unknown lengths into a `grain.IterDataset[Batch]`.
 
-`reader` reads examples into a `pool` (or a `packed_pool`), the `iterator` takes batches
-out of it, `rounds` agrees with the other processes of a run, and `state` saves and
-restores all of that. This package does not import jax.
+`reader` reads examples into a `pool` (or a `packed_pool`), `iterator` takes batches
+from the pool, `rounds` coordinates the processes of a run, and `state` saves and
+restores an iterator. This package does not import jax.
 """
 
 from etils import epy as _epy

@@ -1,7 +1,7 @@
-"""The bucket of every step of a stream that several processes read.
+"""The sequence of buckets of a stream that several processes read.
 
-It is a pure function of the plan, a sample of lengths, the seed and the step, so that
-processes agree on it without communicating.
+The bucket of a step is a pure function of the plan, a sample of lengths, the seed and
+the step, so processes agree on it without communicating.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from jaxbucket.base.permutation import fold
 from jaxbucket.packing.rows import pack
 
 _WORD = 2**64
-# 2**64 over the golden ratio: of all steps around a circle it leaves the evenest gaps.
+# 2**64 over the golden ratio: the step around a circle that leaves the most even gaps.
 _GOLDEN = 0x9E3779B97F4A7C15
-# The least share of the longest bucket, which any example fits in.
+# The smallest share of the longest bucket, the only one that any example fits in.
 MIN_SHARE_OF_LONGEST = Fraction(1, 32)
 
 
 class BucketSequence:
-    """Index -> bucket, each as often as its share, and evenly spaced.
+    """Maps an index to a bucket, such that buckets are evenly spaced.
 
-    Index i stands at `i / golden ratio` around a circle, on which every bucket has an
-    arc as long as its share. So a bucket is never away for more than `longest_gap`.
+    Index i is at `i / golden ratio` on a circle on which the arc of every bucket is as
+    long as its share. So each bucket occurs in proportion to its share, and at least
+    once in `longest_gap(bucket)` steps.
 
     Example:
       >>> sequence = BucketSequence([Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)])
@@ -38,7 +39,7 @@ class BucketSequence:
 
     Args:
       shares: `[K]`, the share of steps of each bucket.
-      seed: where on the circle it begins.
+      seed: determines the position on the circle at which the sequence starts.
     """
 
     def __init__(self, shares: Sequence[Fraction], seed: int = 0):
@@ -54,7 +55,9 @@ class BucketSequence:
         return bisect.bisect_right(self._ends, (self._start + index * _GOLDEN) % _WORD)
 
     def without_shorter(self, min_bucket: int) -> BucketSequence:
-        """Returns the sequence of `min_bucket` and longer ones, in their proportions.
+        """Returns the sequence of only `min_bucket` and longer buckets.
+
+        The proportions between their shares stay the same.
 
         Example:
           >>> longer = BucketSequence([Fraction(1, 3)] * 3).without_shorter(1)
@@ -69,9 +72,9 @@ class BucketSequence:
         return self._longer[min_bucket]
 
     def longest_gap(self, bucket: int) -> int:
-        """Returns the number of steps within which a bucket comes at least once."""
-        # Where n points leave no gap larger than the arc, one of them is in it: the
-        # gaps of n steps by the golden ratio are at most (1 + 2 / sqrt(5)) / n.
+        """Returns a number of steps within which a bucket occurs at least once."""
+        # The gaps of n steps by the golden ratio are at most (1 + 2 / sqrt(5)) / n. If
+        # no gap is larger than the arc of the bucket, one of the steps is in the arc.
         return math.ceil(2 / self.shares[bucket])
 
 
@@ -82,8 +85,10 @@ def bucket_shares(
 
     Args:
       plan: the shapes.
-      lengths: `[N]` integers, a sample of examples; of their chunks if these are split.
-      max_segments: the most examples of a packed row; None if rows are padded.
+      lengths: `[N]` integers, the lengths of a sample of examples, or of their chunks
+        if overlong examples are split.
+      max_segments: the largest number of examples in a packed row; None without
+        packing.
     """
     lengths = plan.kept(lengths)
     if max_segments is not None:
@@ -93,7 +98,7 @@ def bucket_shares(
         ).row_lengths
     rows = np.bincount(plan.assign(lengths), minlength=len(plan)).tolist()
     batches = [
-        # A bucket without an example in the sample still has a share.
+        # At least 1, so that a bucket without an example in the sample has a share.
         Fraction(max(count, 1), bucket.batch_size)
         for count, bucket in zip(rows, plan.buckets, strict=True)
     ]

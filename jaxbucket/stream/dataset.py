@@ -1,6 +1,7 @@
-"""A stream of examples, whose lengths nobody knows before, to batches of a plan.
+"""Batches of a stream whose lengths are not known in advance.
 
-Each batch is cut from a pool of examples, in one of the plan's shapes.
+Examples are collected in a pool. Each batch takes its examples from the pool and has
+one of the shapes of a plan.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from jaxbucket.stream.phases import Plans, Samples, make_phases
 from jaxbucket.stream.reader import StreamReader
 from jaxbucket.stream.run import StreamRun
 
-# By default an example waits for so many pools of later ones.
+# The default of `max_wait`, as a multiple of `pool_size`.
 _POOLS_TO_WAIT = 16
-# The streams that processes of a run make are numbered.
+# Numbers the streams of a run, in the same order in all processes.
 _stream_numbers = itertools.count()
 
 
@@ -66,13 +67,14 @@ def stream_batches(
     on_drift: OnDrift | None = warn_of_drift,
     transform: Transform | None = None,
 ) -> StreamDataset:
-    """Returns batches of a stream in the shapes of a plan, as a `grain.IterDataset`.
+    """Returns a `grain.IterDataset` of batches of a stream, in the shapes of a plan.
 
-    In one process, the bucket of a step is one that the pool can fill. In several, all
-    have one sequence of buckets, and each fills its rows from its own stream: they are
-    in the same bucket at every step. A process whose stream has ended gives empty rows.
-    With `processes` they tell one another where their streams end, and stop after the
-    same step, when all examples have been served. Without, `num_steps` is the only end.
+    A single process chooses for each step a bucket that its pool can fill. Several
+    processes share one sequence of buckets, so that all of them are in the same bucket
+    at every step, and each fills its rows from its own stream. A process whose stream
+    has ended yields empty rows. With `processes`, the processes tell one another when
+    their streams end, and all stop after the same step, once every example has been
+    served. Without it, several processes stop only at `num_steps`.
 
     Example:
       >>> import grain, jaxbucket as jb
@@ -85,56 +87,58 @@ def stream_batches(
       [Bucket(batch_size=2, seq_len=3), Bucket(batch_size=2, seq_len=4)]
 
     Args:
-      dataset: examples, dicts of arrays; each process has a stream of its own, except
-        those with the same rows. Or a function `(epoch, seed) -> dataset`, which gets a
-        seed of 32 bits for each epoch, derived from `seed`.
-      plan: the shapes. Or a dict `{first step: plan}` with a plan for step 0, all of
-        the same longest T and the same policy for longer examples.
-      pool_size: examples that are pending in this process; a few times the largest B.
-        It bounds memory and the size of a checkpoint.
-      policy: "closest" gives batches with the least padding, "first" the bucket of the
-        oldest example. Packed rows are filled with the longest example that fits, or
-        with the oldest. Several processes have no choice of buckets, so that their
-        padded rows are the same by both.
-      lengths: `[N]` integers that the plan was made for, equal in all processes: the
-        sequence of buckets is derived from them. Needed if there are several processes.
-        Or a dict `{first step: lengths}` for the same steps as `plan`.
-      shard: the rows of this process, from `local_rows(mesh)`; by default all.
-      processes: the `Processes` of the run, if there are several. All of them make the
-        same streams, in the same order, and read them equally often.
-      accumulate: micro-batches of a step, which is a tuple of batches if it is above 1.
-      group: whether micro-batches have the "same" bucket or are "mixed".
-      num_steps: where the run ends, counted from step 0; by default with the stream.
-        `math.inf` for no end, if `StreamEnd` says when all has been served.
-      num_epochs: how often the stream is read; None for without end. The pool flows on
-        from one epoch to the next.
-      pack: whether rows hold several examples.
-      max_segments_per_row: the most examples of a packed row; by default as many as in
-        rows packed of `lengths`.
-      max_wait: how many later examples may arrive before one is served out of turn, in
-        the next step that it fits into; by default 16 times `pool_size`.
-      sequences: the features that are padded, by default all with a leading axis.
-      pad_value: what fills rows behind their examples: a number for all sequences, or a
-        dict `{feature: number}`.
-      like: an example to take features from, as `transform` returns it, if a stream may
-        have no example at all.
-      seed: what the seeds of epochs and the sequence of buckets are derived from.
-      on_drift: called with a `Drift` when lengths are no longer what the plan was made
-        for; by default it warns. None for no call.
-      transform: `(example, rng) -> example`, random augmentation; it may change the
-        length. It gets a copy of the example, arrays, bytes as `[]` of objects:
-        `example["audio"].item()`. And a `np.random.Generator` that depends on `seed`,
-        the epoch, the place of the example in its stream, and which stream that is:
-        the first part of `shard`, and the worker. Other generators are seeded by what
-        it draws, `rng.integers(2**63)`, or spawned by it.
+      dataset: the examples, dicts of arrays. Each process passes a different stream,
+        unless it has the same rows as another process. A function
+        `(epoch, seed) -> dataset` is called for each epoch, with a 32-bit seed that is
+        derived from `seed`.
+      plan: the shapes; or a dict `{first step: plan}` that includes step 0. All plans
+        must have the same longest T and the same policy for overlong examples.
+      pool_size: the number of pending examples in this process, a few times the largest
+        B. It bounds the memory use and the size of a checkpoint.
+      policy: "closest" chooses the bucket with the least padding, "first" the bucket of
+        the oldest example. A packed row is filled with the longest example that fits
+        ("closest") or with the oldest ("first"). Several processes follow the shared
+        sequence of buckets, so both policies give them the same padded rows.
+      lengths: `[N]` integers, the lengths that the plan was made for, equal in all
+        processes; or a dict `{first step: lengths}` with the steps of `plan`. Required
+        with several processes, because the sequence of buckets is derived from them.
+      shard: the rows of this process, from `local_rows(mesh)`; all rows by default.
+      processes: the `Processes` of the run, if there are several. All of them must make
+        the same streams in the same order, and iterate over each of them equally often.
+      accumulate: the number of micro-batches of a step. Above 1, each step is a tuple
+        of batches.
+      group: whether the micro-batches of a step have the "same" bucket or are "mixed".
+      num_steps: the step at which the run ends, counted from step 0; by default it ends
+        with the stream. `math.inf` for no end, if the loop stops by `StreamEnd`.
+      num_epochs: the number of times that the stream is read; None to repeat it
+        forever. Batches may mix the examples of consecutive epochs.
+      pack: whether a row may hold several examples.
+      max_segments_per_row: the largest number of examples in a packed row; by default
+        the largest number in rows packed from `lengths`.
+      max_wait: the number of later examples that may arrive before a pending example
+        takes precedence, in the next step that it fits into; 16 times `pool_size` by
+        default.
+      sequences: the features that are padded; by default all with a leading axis.
+      pad_value: the value of padding: a number for all sequences, or a dict
+        `{feature: number}`.
+      like: an example with the features that `transform` returns, needed if the stream
+        of a process may be empty.
+      seed: the seed of the epochs' seeds and of the sequence of buckets.
+      on_drift: a function that is called with a `Drift` if the lengths have drifted
+        from those that the plan was made for; by default it warns. None to disable it.
+      transform: `(example, rng) -> example`, random augmentation, which may change the
+        length. Its example is a copy, a dict of arrays; bytes are `[]` arrays of
+        objects, `example["audio"].item()`. Its `np.random.Generator` depends on `seed`,
+        the epoch, the index of the example in its stream, and the stream: the first
+        part of `shard`, and the worker. Seed any other generator from it, by
+        `rng.integers(2**63)` or `rng.spawn(1)`.
 
     Raises:
-      ValueError: for a pool smaller than the rows of a batch, plans that do not go
-        together, lengths or `processes` that are missing, or options out of range. And
-        from an iterator, for an example that is too long or has no length, or that
-        `transform` fails for, with its place in the stream; or if processes do not
-        batch alike.
-      RuntimeError: from an iterator, if the stream raises; with the place, too.
+      ValueError: if the pool is smaller than the rows of a batch, plans do not fit
+        together, `lengths` or `processes` is missing, or an option is out of range.
+        From an iterator: if an example is too long, has no length or makes `transform`
+        fail, naming its index in the stream; or if processes batch differently.
+      RuntimeError: from an iterator, if the stream raises, naming the example as well.
     """
     check_stream(dataset)
     pool_size = check_positive("pool_size", pool_size)
@@ -171,15 +175,15 @@ def _check_processes(
 ) -> None:
     if processes is not None and not hasattr(processes, "gather"):
         raise ValueError(
-            f"`processes={processes!r}` cannot exchange texts: give the `Processes` of "
-            "the run."
+            f"`processes={processes!r}` has no `gather` method. Pass the `Processes` "
+            "of the run."
         )
     has_end = num_steps is None and options.num_epochs is not None
     if has_end and processes is None and not options.is_single_process:
         raise ValueError(
-            "`processes` are missing: this one has a part of the rows, and would not "
-            "hear when the streams of others are over. Give the `Processes` of the "
-            "run, or a `num_steps`: `math.inf` where `StreamEnd` ends the loop."
+            "`processes` is missing. This process has only a part of the rows and "
+            "cannot see when the streams of the others end. Pass the `Processes` of "
+            "the run, or `num_steps`: `math.inf` if `StreamEnd` ends the loop."
         )
 
 
@@ -191,9 +195,9 @@ def sample_lengths(
     seed: int = 0,
     transform: Transform | None = None,
 ) -> np.ndarray:
-    """Returns the lengths of the first examples of a stream, to make a plan of.
+    """Returns the lengths of the first examples of a stream, to plan buckets for.
 
-    The examples are read once more for this: the stream itself is not advanced.
+    The examples are read from a new iterator, so the stream itself does not advance.
 
     Example:
       >>> import grain
@@ -203,19 +207,19 @@ def sample_lengths(
       array([3, 1, 4], dtype=int32)
 
     Args:
-      dataset: examples, dicts of arrays; or a function `(epoch, seed) -> dataset`, of
-        which epoch 0 is read.
-      num_examples: how many are read, or as many as there are.
-      sequences: the features whose length counts, by default all with a leading axis.
-      seed: what the seed of epoch 0 and the draws of `transform` are derived from.
-      transform: `(example, rng) -> example`, applied before the length is taken: the
-        one that `stream_batches` gets.
+      dataset: the examples, dicts of arrays; or a function `(epoch, seed) -> dataset`,
+        of which epoch 0 is read.
+      num_examples: the number of examples to read; fewer if the stream is shorter.
+      sequences: the features whose length counts; by default all with a leading axis.
+      seed: the seed of epoch 0 and of `transform`.
+      transform: `(example, rng) -> example`, applied before the length is measured.
+        Pass the same function as to `stream_batches`.
 
     Returns:
       `[N]` int32.
 
     Raises:
-      ValueError: if there is no example, or one has no length.
+      ValueError: if there is no example, or an example has no length.
       RuntimeError: if the stream raises.
     """
     check_stream(dataset)
@@ -237,13 +241,13 @@ def sample_lengths(
 
 
 class StreamDataset(grain.IterDataset[Any]):
-    """The batches of a stream, as `stream_batches` returns them."""
+    """The batches of a stream; `stream_batches` makes one."""
 
     def __init__(self, run: StreamRun):
         dataset = run.dataset
         super().__init__(dataset if isinstance(dataset, grain.IterDataset) else ())
         self._run = run
-        # By these, processes know which of several streams and iterators they meet for.
+        # The same numbers name a stream and its iterators in all processes.
         self._number = None if run.processes is None else next(_stream_numbers)
         self._num_iterators = 0
 
@@ -253,21 +257,22 @@ class StreamDataset(grain.IterDataset[Any]):
         return StreamIterator(self._run, name)
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        """Leaves a worker its share of the examples, and the steps of its batches."""
+        """Restricts the dataset to a worker's share of the examples and steps."""
         self._check_no_worker()
         self._run = self._run.sliced(sl, sequential_slice)
 
     def __getstate__(self) -> object:
-        # Grain pickles it for its workers.
+        # Grain pickles the dataset to send it to its workers.
         self._check_no_worker()
         return super().__getstate__()
 
     def _check_no_worker(self) -> None:
         if self._run.processes is not None:
             raise ValueError(
-                "`processes` is given, and a worker cannot meet those of others. Let "
-                "workers read the stream, `stream.mp_prefetch(...)`, or leave it out "
-                "and stop by `StreamEnd`."
+                "`processes` cannot be used in a worker, because workers cannot "
+                "communicate with the other processes. Use workers in the stream, "
+                "`stream.mp_prefetch(...)`, or omit `processes` and stop by "
+                "`StreamEnd`."
             )
 
     @property
@@ -277,18 +282,19 @@ class StreamDataset(grain.IterDataset[Any]):
 
     @property
     def max_segments(self) -> int | None:
-        """The most examples of a packed row; None if a row has one example."""
+        """The largest number of examples in a packed row; None without packing."""
         return self._run.phases[0].max_segments
 
     @property
     def example(self) -> dict[str, np.ndarray]:
-        """An example as batches have it, transformed: for `batch_specs`.
+        """A transformed example with the features of the batches, for `batch_specs`.
 
-        It is `like`, or else the first of the stream, which is read once more for this.
+        This is `like` if it was given. If not, the first example is read from a new
+        iterator over the stream.
 
         Raises:
-          ValueError: if the stream has none and there is no `like`, or `transform`
-            fails for it.
+          ValueError: if the stream is empty and `like` was not given, or if
+            `transform` fails.
           RuntimeError: if the stream raises.
         """
         example = self._run.like
@@ -296,22 +302,24 @@ class StreamDataset(grain.IterDataset[Any]):
             example = self._run.new_reader().first_example()
         if example is None:
             raise ValueError(
-                "The stream has no example to take features from: give `like=`."
+                "The stream has no example, so the features of its batches are not "
+                "known. Pass an example as `like`."
             )
         return copied(example)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """32 hex digits of all that batches depend on, except the stream itself."""
+        """32 hex digits of everything that batches depend on, except the stream."""
         return digest(json.dumps(self._run.config(), sort_keys=True).encode())
 
     def position(self, step: int) -> DataPosition:
-        """Returns what processes have to agree on, and what to save beside a state.
+        """Returns the position that processes compare and that checkpoints hold.
 
-        Where in the stream the run is, `StreamIterator.state_before(step)` says.
+        It does not include the state of the stream. Save
+        `StreamIterator.state_before(step)` alongside it.
 
         Args:
-          step: the next one.
+          step: the next step.
         """
         phase = self._run.phase_at(step)
         plan = {**json.loads(phase.plan.to_json()), "fingerprint": phase.fingerprint}

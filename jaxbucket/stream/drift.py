@@ -1,4 +1,4 @@
-"""A stream whose lengths are no longer those that its plan was made for."""
+"""Detects a stream whose lengths have drifted away from its plan."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ from jaxbucket.plan.planner import plan_buckets
 from jaxbucket.plan.reports.epoch import report
 
 if TYPE_CHECKING:
-    # They import grain, and `Drift` is at the door, which does not.
+    # These import grain, and `import jaxbucket` must not, though it exports `Drift`.
     from jaxbucket.stream.options import Options
     from jaxbucket.stream.phases import Phase
 
-# Lengths that are compared together.
+# The number of lengths in each comparison.
 _WINDOW = 16_384
-# The share of padding that a new plan has to save.
+# The smallest reduction of the share of padding for which a drift is reported.
 _MIN_GAIN = 0.05
-# The share of rows without an example at which a sequence of buckets is wrong.
+# The share of empty rows above which a sequence of buckets no longer fits.
 _MAX_EMPTY = 0.15
-# Windows from one new plan of packed rows, which takes seconds, to the next.
+# The least number of windows between plans of packed rows, which take seconds.
 _WINDOWS_BETWEEN_PLANS = 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drift:
-    """Lengths that have drifted from the plan, and a plan for them.
+    """A drift of the lengths from the plan, and a new plan for the recent lengths.
 
     Attributes:
-      step: the last step before the drift was seen.
-      lengths: `[N]` int32, the last lengths that arrived.
-      padding: the share of padding of these under the plan in force, by `report`; of
-        packed rows, if they are packed alone.
-      promised: the same of the lengths that the plan was made for; None if not known.
-      renewed: the same of the last lengths under `plan`.
-      empty_rows: the share of rows that had no example meanwhile.
-      plan: the best for the last lengths within the same limits, except that packed
-        rows may have two T. It is in force from a step on only if it is passed:
+      step: the last step before the drift was detected.
+      lengths: `[N]` int32, the most recent lengths.
+      padding: the share of padding of `lengths` under the current plan, by `report`.
+        For packed rows, that of packing `lengths` alone.
+      promised: the share of padding of the lengths that the plan was made for; None if
+        those are not known.
+      renewed: the share of padding of `lengths` under `plan`.
+      empty_rows: the share of rows without an example, since the last comparison.
+      plan: the best plan for `lengths` within the limits of the current plan, except
+        that packed rows may have two T. It has no effect until it is passed:
         `stream_batches(..., plan={0: old, step: drift.plan})`.
     """
 
@@ -62,21 +63,21 @@ class Drift:
     def __str__(self) -> str:
         promised = ""
         if self.promised is not None:
-            promised = f" ({self.promised:.1%} of what it was made for)"
+            promised = f" ({self.promised:.1%} for the lengths it was made for)"
         return (
             f"Lengths have drifted from the plan. At step {self.step} the last "
-            f"{len(self.lengths)} have {self.padding:.1%} padding{promised}, and "
-            f"{self.renewed:.1%} with a new plan; {self.empty_rows:.1%} of rows were "
-            "empty. `drift.plan` has it: `plan={0: old, step: drift.plan}` takes it "
-            "from a step on."
+            f"{len(self.lengths)} lengths have {self.padding:.1%} padding{promised}; a "
+            f"new plan would have {self.renewed:.1%}. {self.empty_rows:.1%} of rows "
+            "were empty. To use the new plan from a step on, pass "
+            "`plan={0: old, step: drift.plan}`."
         )
 
 
 class DriftWarning(UserWarning):
-    """Says that the lengths of a stream have drifted.
+    """Warns that the lengths of a stream have drifted from its plan.
 
     Attributes:
-      drift: the figures, and a plan.
+      drift: the shares of padding before and after, and a new plan.
     """
 
     def __init__(self, drift: Drift):
@@ -88,24 +89,24 @@ OnDrift: TypeAlias = Callable[[Drift], None]
 
 
 def warn_of_drift(drift: Drift) -> None:
-    """Warns, with the figures."""
+    """Issues a `DriftWarning`."""
     warnings.warn(DriftWarning(drift), stacklevel=2)
 
 
 class DriftMonitor:
-    """Compares the last lengths with the plan, again and again; reports a drift once.
+    """Compares each window of lengths with the plan, and reports the first drift.
 
     Args:
-      phase: the plan in force, and the lengths that it was made for.
-      options: how batches are cut.
-      on_drift: called with the drift; None to compare nothing.
+      phase: the current plan, and the lengths that it was made for.
+      options: the options of the stream.
+      on_drift: a function that is called with the drift; None to disable comparisons.
     """
 
     def __init__(self, phase: Phase, options: Options, on_drift: OnDrift | None):
         self._plan = phase.plan
         self._sample = phase.sample
         self._max_segments = phase.max_segments
-        # SingleProcess, a process has empty rows only because its pool is too small.
+        # Without a sequence, empty rows only show that the pool is too small.
         self._has_sequence = phase.sequence is not None
         self._max_batch_size = options.max_batch_size
         self._on_drift = on_drift
@@ -114,16 +115,16 @@ class DriftMonitor:
         self._rows = self._empty_rows = 0
 
     def add_length(self, length: int) -> None:
-        """Counts an example that arrived."""
+        """Records the length of a new example."""
         self._lengths[self._count % _WINDOW] = length
         self._count += 1
 
     def histogram(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the last lengths, `[V]` increasing, and how many are of each."""
+        """Returns the recent lengths, `[V]` increasing, and their `[V]` counts."""
         return np.unique(self._lengths[: self._count], return_counts=True)
 
     def add_step(self, step: int, batches: Sequence[Batch], ended: bool) -> None:
-        """Counts the rows of a step, and compares if a window of lengths is full."""
+        """Counts the rows of a step, and compares once a window of lengths is full."""
         if self._on_drift is None or ended:
             return
         for batch in batches:
@@ -140,24 +141,24 @@ class DriftMonitor:
             on_drift(drift)
 
     def _drift(self, step: int) -> Drift | None:
-        """Returns the drift of the last lengths; None if there is too little."""
+        """Returns the drift of the recent lengths; None if it is too small."""
         lengths = self._lengths.copy()
         padding = self._padding(self._plan, lengths)
         empty_rows = self._empty_rows / max(self._rows, 1)
         is_sequence_wrong = self._has_sequence and empty_rows > _MAX_EMPTY
-        # With less padding a new plan cannot gain enough.
-        least = _MIN_GAIN
+        # With less padding than this, no plan can gain enough.
+        min_padding = _MIN_GAIN
         if self._max_segments is not None:
-            least += self._promised or 0.0
-        may_gain = padding > least and self._count >= self._replan_at
+            min_padding += self._promised or 0.0
+        may_gain = padding > min_padding and self._count >= self._replan_at
         if not (is_sequence_wrong or may_gain):
             return None
         plan = self._best_plan(lengths)
         renewed = self._padding(plan, lengths)
         gain = padding - renewed
         if self._promised is not None:
-            # What the plan lacked for its own lengths is not drift.
-            gain -= self._promised - self._least_promised
+            # A plan that was not the best for its own lengths has not drifted.
+            gain -= self._promised - self._best_promised
         if is_sequence_wrong or gain > _MIN_GAIN:
             return Drift(
                 *(step, lengths, padding, self._promised, renewed, empty_rows, plan)
@@ -168,14 +169,14 @@ class DriftMonitor:
 
     @functools.cached_property
     def _promised(self) -> float | None:
-        """The padding of the sample, in the plan that was made for it."""
+        """The share of padding of the sample under the current plan."""
         if self._sample is None:
             return None
         return self._padding(self._plan, self._sample)
 
     @functools.cached_property
-    def _least_promised(self) -> float:
-        """The padding of the sample, in the best plan for it within the same limits."""
+    def _best_promised(self) -> float:
+        """The share of padding of the sample under the best plan for it."""
         assert self._sample is not None
         return self._padding(self._best_plan(self._sample), self._sample)
 
@@ -187,9 +188,10 @@ class DriftMonitor:
         return 1 - float(values @ counts) / positions(rows)
 
     def _best_plan(self, lengths: np.ndarray) -> BucketPlan:
-        """Returns the best plan for other lengths, within the limits of this one.
+        """Returns the best plan for `lengths` within the limits of the current one.
 
-        It has as many buckets, the same budget, multiples, longest T and policy.
+        It has the same number of buckets, `max_tokens`, multiples, longest T and
+        policy for overlong examples.
         """
         if self._max_segments is not None:
             return self._best_packed_plan(lengths, self._max_segments)
@@ -206,10 +208,13 @@ class DriftMonitor:
         )
 
     def _best_packed_plan(self, lengths: np.ndarray, max_segments: int) -> BucketPlan:
-        """The same of packed rows, with two T at least: of one there is no choice."""
+        """Returns the best plan for packed rows, with at least two T.
+
+        With one T there is nothing to choose, because the longest T is fixed.
+        """
         plan = self._plan
         packed = plan_packing(
-            # The longest T stays.
+            # The added length keeps the longest T.
             np.append(plan.kept(lengths), plan.max_seq_len),
             max_tokens=plan.max_tokens,
             max_seq_len=plan.max_seq_len,
@@ -219,13 +224,13 @@ class DriftMonitor:
             batch_size_multiple=plan.batch_size_multiple,
             seq_len_multiple=plan.seq_len_multiple,
         ).plan
-        most = self._max_batch_size
-        most -= most % plan.batch_size_multiple
-        # The costs of batches of other sizes are not known.
+        max_batch_size = self._max_batch_size
+        max_batch_size -= max_batch_size % plan.batch_size_multiple
+        # Step costs are dropped because they are not known for smaller batches.
         return dataclasses.replace(
             packed,
             buckets=tuple(
-                Bucket(min(bucket.batch_size, most), bucket.seq_len)
+                Bucket(min(bucket.batch_size, max_batch_size), bucket.seq_len)
                 for bucket in packed.buckets
             ),
             overlong=plan.overlong,

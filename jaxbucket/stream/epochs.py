@@ -1,4 +1,4 @@
-"""The user's stream, epoch by epoch, and the shares of it that Grain's workers read."""
+"""The epochs of the user's stream, and the shares of it that Grain's workers read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Stream: TypeAlias = grain.IterDataset | EpochStream
 
 
 def check_stream(dataset: Any) -> None:
-    """Raises a ValueError that says how to make a stream of another kind of data."""
+    """Raises a ValueError with a remedy if `dataset` is not a stream."""
     if isinstance(dataset, grain.IterDataset):
         return
     if isinstance(dataset, grain.MapDataset):
@@ -30,7 +30,7 @@ def check_stream(dataset: Any) -> None:
     else:
         remedy = "`grain.MapDataset.source(examples).to_iter_dataset()`"
     raise ValueError(
-        f"`dataset` is a {type(dataset).__name__}, not a `grain.IterDataset`: give "
+        f"`dataset` is a {type(dataset).__name__}, not a `grain.IterDataset`. Pass "
         f"{remedy}, or a function of (epoch, seed)."
     )
 
@@ -43,26 +43,27 @@ def open_epoch(dataset: Stream, epoch: int, seed: int) -> grain.IterDataset:
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """Returns the seed of an epoch, of 32 bits because Grain's seeds have no more.
+    """Returns the seed of an epoch, the high half of `fold(seed, epoch)`.
 
-    The high half of `jaxbucket.base.permutation.fold(seed, epoch)`.
+    It has 32 bits because Grain accepts no larger seeds.
     """
     return fold(check_seed(seed), epoch) >> 32
 
 
 def slice_stream(dataset: Any, sl: slice, sequential_slice: bool) -> None:
-    """Leaves a worker its share of a stream, in place, as Grain does.
+    """Restricts a stream to a worker's share, in place, as Grain does.
 
     Raises:
-      ValueError: if the stream cannot be shared among workers.
+      ValueError: if the stream cannot be divided among workers.
     """
     if hasattr(dataset, "set_slice"):
         dataset.set_slice(sl, sequential_slice)
         return
     if not dataset.parents:
         raise ValueError(
-            f"A {type(dataset).__name__} cannot be shared among workers: it has no "
-            "`set_slice`. Load without them, or begin with a `grain.MapDataset`."
+            f"A {type(dataset).__name__} cannot be divided among workers, because it "
+            "has no `set_slice`. Load without workers, or start from a "
+            "`grain.MapDataset`."
         )
     for parent in dataset.parents:
         slice_stream(parent, sl, sequential_slice)

@@ -1,4 +1,4 @@
-"""The batches of a stream one after the other, and the state before each of them."""
+"""Iterates over the batches of a stream, and returns the state before each step."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from jaxbucket.stream.rounds import StreamRounds
 from jaxbucket.stream.run import StreamRun
 from jaxbucket.stream.state import StreamState, summarize
 
-# Steps that a loop may load ahead of the one that it saves.
+# The number of steps that a loop may load ahead of the step that it saves.
 _STEPS_KEPT = 64
 
 
 class ServedStep(NamedTuple):
-    """A step that was served, or begun, and what was there before it."""
+    """A step that was served or started, and the counts before it."""
 
-    step: int  # Of this worker.
+    step: int  # The step of this worker.
     read: int
     arrived: int
     num_pending: int
     oldest: int  # Index of the oldest pending example, or of the next to arrive.
-    taken: list[PooledExample]  # By the step, without arrays.
+    taken: list[PooledExample]  # The examples of the step, without arrays.
 
 
 class StreamIterator(grain.DatasetIterator[Any]):
-    """Iterates over the batches of a stream, or tuples of them for `accumulate`."""
+    """Iterates over the batches of a stream, or tuples of micro-batches."""
 
     def __init__(self, run: StreamRun, name: str):
         super().__init__()
@@ -47,7 +47,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._options = run.options
         self._rounds = StreamRounds(run, name)
         self._failure: Exception | None = None
-        # Whether the pool is as it should be, except for a step that failed.
+        # False from a refused state until a valid one is set.
         self._is_valid = True
         self._start(0, run.like)
 
@@ -56,41 +56,43 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._template = template
         self._reader = self._run.new_reader()
         self._served: collections.deque[ServedStep] = collections.deque()
-        # The first step puts pending examples into buckets of the plan in force.
+        # The first step replaces this pool by one for the current plan.
         self._phase: Phase | None = None
         self._monitor: DriftMonitor | None = None
         self._pool = self._run.phases[0].new_pool(self._options.policy)
 
     @property
     def counts(self) -> StreamCounts:
-        """How many examples have been read, dropped, truncated and split so far."""
+        """The numbers of examples read, dropped, truncated and split so far."""
         return dataclasses.replace(self._reader.counts)
 
     def histogram(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the last lengths that arrived.
+        """Returns the histogram of the most recent lengths.
+
+        It counts at most 16,384 examples, starting when the current plan took effect or
+        the run was resumed.
 
         Returns:
-          `[V]` lengths, increasing, and `[V]` how many examples have each: of 16,384
-          examples at most, since the plan in force took over or the run was resumed.
+          `[V]` lengths, increasing, and the `[V]` numbers of examples with each length.
         """
         empty = np.zeros(0, np.int64)
         return (empty, empty) if self._monitor is None else self._monitor.histogram()
 
     @property
     def ended(self) -> bool:
-        """Whether this process's stream has ended, and all of it was served."""
+        """Whether the stream of this process has ended and all of it was served."""
         return self._reader.ended and not len(self._pool)
 
     def __next__(self) -> Any:
         self._assert_not_closed()
         if self._failure is not None:
-            # The examples that it has taken are in no row, so nothing may follow.
+            # The examples of the failed step are in no row, so no step may follow it.
             raise self._failure
         try:
             batches = self._next()
         except StopIteration as error:
             self._failure = RuntimeError(
-                f"A function that step {self._step} calls raised StopIteration."
+                f"A function called in step {self._step} raised StopIteration."
             )
             raise self._failure from error
         except Exception as error:
@@ -98,12 +100,12 @@ class StreamIterator(grain.DatasetIterator[Any]):
             raise
         except BaseException:
             self._failure = RuntimeError(
-                f"Step {self._step} was interrupted. Set a state to go on, in all "
-                "processes of the run: that of `get_state()`, if it gives one."
+                f"Step {self._step} was interrupted. To continue, call `set_state` in "
+                "all processes of the run, with `get_state()` or an earlier state."
             )
             raise
         if batches is None:
-            # It has not been begun.
+            # The run has ended, so this step was not started.
             self._served.pop()
             raise StopIteration
         return batches if self._options.accumulate > 1 else batches[0]
@@ -113,7 +115,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         options = self._options
         step = self._run.global_step(self._step)
         taken: list[PooledExample] = []
-        # First of all, because a step that fails is saved as it was before.
+        # Recorded first, because the state of a failed step is the state before it.
         self._served.append(self._before_step(taken))
         phase = self._enter_phase(step)
         if step >= (options.num_steps or math.inf):
@@ -143,7 +145,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         return ServedStep(self._step, read, arrived, len(self._pool), oldest, taken)
 
     def _enter_phase(self, step: int) -> Phase:
-        """Returns the plan in force, with pending examples in its buckets."""
+        """Returns the current phase, and puts pending examples into its buckets."""
         phase = self._run.phase_at(step)
         if phase is not self._phase:
             pending = self._pool.pending()
@@ -169,8 +171,10 @@ class StreamIterator(grain.DatasetIterator[Any]):
             if self._monitor is not None:
                 self._monitor.add_length(example.length)
 
-    def _choose(self, phase: Phase, step: int, choice: int, begun: bool) -> int | None:
-        """Returns the bucket to be filled next; None if the stream is over."""
+    def _choose(
+        self, phase: Phase, step: int, choice: int, is_started: bool
+    ) -> int | None:
+        """Returns the bucket to fill next; None if the stream has ended."""
         options, ended = self._options, self._reader.ended
         current = self._rounds.enter(step, phase, self._pool, ended, self._template)
         if phase.sequence is not None:
@@ -178,9 +182,9 @@ class StreamIterator(grain.DatasetIterator[Any]):
                 return None
             return current.bucket(step, choice, phase, options.buckets_per_step)
         if not len(self._pool):
-            # The other micro-batches of a step that has begun are empty.
+            # The remaining micro-batches of a started step are empty.
             filler = phase.plan.buckets.index(filler_bucket(phase.plan))
-            return filler if begun else None
+            return filler if is_started else None
         index, bucket = self._pool.oldest()
         waited = self._reader.counts.arrived - index
         if options.policy == "first" or waited > options.max_wait:
@@ -208,61 +212,61 @@ class StreamIterator(grain.DatasetIterator[Any]):
         try:
             return [full(examples[start : start + num_rows]) for start in starts]
         except ValueError:
-            # One by one, to find which of them it is.
+            # Collate the examples one by one to find the one to blame.
             for example in (x for row in rows for x in row):
                 try:
-                    # A `pad_value` that does not fit is not the fault of an example.
+                    # `pad_value=0` always fits, so an error is due to the example.
                     collate([example.example], pad_value=0)
                 except ValueError as error:
                     raise ValueError(f"{example.origin}: {error}") from None
             raise
 
     def _feature_template(self) -> Example:
-        """Returns an example with the features of all batches, also empty ones."""
+        """Returns an example with the features of all batches, including empty ones."""
         if self._template is None:
             self._template = self._reader.first_example()
         if self._template is None:
             self._template = example_of(self._rounds.features)
         if self._template is None:
             raise ValueError(
-                "The stream of this process has no example, so that the features of "
-                "its empty rows are not known. Give it `like=`, an example of the "
-                "others."
+                "The stream of this process has no example, so the features of its "
+                "empty rows are not known. Pass an example of another process as "
+                "`like`."
             )
         return self._template
 
     def get_state(self) -> dict[str, Any]:
-        """Returns where in the stream it is, as plain Python for JSON.
+        """Returns the state of the iterator, as plain Python for JSON.
 
-        The state holds no example, only the indices of those that are pending, about
-        `pool_size` integers, and one state of the stream's own iterator.
+        The state holds the indices of the pending examples, about `pool_size` integers,
+        and one state of the stream's own iterator, but no examples.
         """
         return self.state_before(self._step)
 
     def state_before(self, step: int) -> dict[str, Any]:
-        """Returns the state in which `step` is the next one.
+        """Returns the state in which `step` is the next step.
 
-        A loop that loads ahead so saves the state of the step that it has come to.
+        A loop that loads ahead saves this state of the step that it has reached.
 
         Args:
-          step: one of the last 64 that were served, or the next one.
+          step: one of the last 64 steps that were served, or the next step.
 
         Raises:
-          ValueError: if it is none of these; or if the state that was set last was
-            refused.
-          RuntimeError: if the last step was interrupted so that examples are lost.
+          ValueError: if the state before `step` is not available, or the state that was
+            set last was refused.
+          RuntimeError: if an interrupt during the last step lost examples.
         """
         if not self._is_valid:
             raise ValueError(
-                "The state that was set last was refused, and there is no other. Set "
-                "one that was saved."
+                "The last state that was set was refused, so the iterator has no valid "
+                "state. Call `set_state` with a saved state."
             )
         served = next((x for x in self._served if x.step == step), None)
         if step != self._step and served is None:
             first = self._served[0].step if self._served else self._step
             raise ValueError(
-                f"`step={step}`: states are kept of steps {first} to {self._step}. "
-                "Save sooner, or load fewer steps ahead."
+                f"`step={step}` has no state: only those of steps {first} to "
+                f"{self._step} are available. Save earlier, or load fewer steps ahead."
             )
         counts, pending = self._reader.counts, self._pool.pending()
         read, arrived = counts.read, counts.arrived
@@ -287,15 +291,20 @@ class StreamIterator(grain.DatasetIterator[Any]):
     def _pending_before(
         self, served: ServedStep, pending: list[PooledExample]
     ) -> list[PooledExample]:
-        """Returns `pending` with what was taken since, without what arrived since."""
-        since = [x for x in self._served if x.step >= served.step]
-        pending = [*pending, *(example for x in since for example in x.taken)]
+        """Returns the examples that were pending before a step.
+
+        Args:
+          served: the step.
+          pending: the examples that are pending now.
+        """
+        later = [x for x in self._served if x.step >= served.step]
+        pending = [*pending, *(example for x in later for example in x.taken)]
         pending = [example for example in pending if example.index < served.arrived]
         if len(pending) != served.num_pending:
             raise RuntimeError(
-                f"Step {self._step} was interrupted while examples went from the pool "
-                "into rows, and which is not known. Go on from a state that was saved "
-                "before."
+                f"Step {self._step} was interrupted while examples were moved from the "
+                "pool into rows, so the pending examples are not known. Resume from a "
+                "state that was saved earlier."
             )
         return sorted(pending, key=lambda example: example.index)
 
@@ -307,27 +316,27 @@ class StreamIterator(grain.DatasetIterator[Any]):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where a state was taken; reads the pending examples again.
+        """Restores a state, and reads its pending examples again.
 
-        All processes of a run do so together: they meet at the next step.
+        All processes of a run must do this before the next step.
 
         Args:
-          state: what `get_state` or `state_before` returned, of an iterator of the
-            same stream and options.
+          state: a state that `get_state` or `state_before` returned, for the same
+            stream and options.
 
         Raises:
-          ValueError: if it is something else, or of other plans or options; or if
-            what is read again is not what was read before.
+          ValueError: if `state` is not such a state, plans or options differ from the
+            saved ones, or the stream no longer yields the same examples.
           RuntimeError: if the stream cannot be read.
         """
         saved = StreamState.from_dict(state)
         config = self._config(saved.step)
         if not saved.read:
-            # Grain takes the state that workers begin with before it makes them.
+            # Grain's workers start from a state of the dataset before it was sliced.
             saved.config["worker"] = config["worker"]
         saved.check_config(config)
-        # Until all of it is there.
-        self._failure = ValueError("The state that was set last was refused.")
+        # This stands until the state has been restored completely.
+        self._failure = ValueError("The last state that was set was refused.")
         self._is_valid = False
         self._reader.close()
         self._start(saved.step, example_of(saved.features) or self._run.like)
@@ -344,7 +353,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._failure, self._is_valid = None, True
 
     def close(self) -> None:
-        """Closes the stream's iterator; no batch can be read any more."""
+        """Closes the iterator of the stream; no batch can be read afterwards."""
         if not getattr(self, "_closed", True):
             self._reader.close()
         super().close()

@@ -1,4 +1,4 @@
-"""How a stream is batched: the options of `stream_batches`, checked."""
+"""The options of `stream_batches`, checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How batches are cut; `stream_batches` documents each field."""
+    """The options of a stream; `stream_batches` documents each field."""
 
     pool_size: int
     policy: Policy
@@ -40,27 +40,30 @@ class Options:
 
     @property
     def is_single_process(self) -> bool:
-        """Whether this process has all rows."""
+        """Whether this process has all rows of every batch."""
         return len(self.shard.parts) == self.shard.num_parts
 
     @property
     def buckets_per_step(self) -> int:
-        """How often a bucket is chosen in a step."""
+        """The number of buckets that are chosen in a step."""
         return self.accumulate if self.group == "mixed" else 1
 
     @property
     def micro_batches_per_bucket(self) -> int:
-        """Micro-batches that are filled together, in the bucket that was chosen."""
+        """The number of micro-batches that are filled for each chosen bucket."""
         return self.accumulate // self.buckets_per_step
 
     @property
     def max_batch_size(self) -> int:
-        """The largest B, because all examples of a batch are in the pools at once."""
+        """The largest B for which the pools can hold all examples of a batch."""
         local_rows = self.pool_size // self.micro_batches_per_bucket
         return local_rows * self.shard.num_parts // len(self.shard.parts)
 
     def config(self) -> dict[str, Any]:
-        """Returns what batches depend on, as plain Python, equal in all processes."""
+        """Returns the options that batches depend on, the same in all processes.
+
+        The values are plain Python for JSON.
+        """
         config = {
             "pool_size": self.pool_size,
             "policy": self.policy,
@@ -74,6 +77,6 @@ class Options:
             "seed": self.seed,
         }
         if self.transform is not None:
-            # States and fingerprints of runs without one do not have the name.
+            # Absent without a transform, so that older fingerprints stay valid.
             config["transform"] = transform_name(self.transform)
         return config

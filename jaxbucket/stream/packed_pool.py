@@ -1,4 +1,4 @@
-"""The pool of a stream whose rows hold several examples."""
+"""The pool of a stream whose rows are packed with several examples."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from jaxbucket.stream.reader import PooledExample
 
 
 class PackedPool(Pool):
-    """Rows that are filled up to T.
+    """A pool for rows that are packed with examples up to T.
 
-    A batch begins with the oldest example that fits. Behind it comes the longest that
-    fits into what is left of the row ("closest", best fit), or the oldest that does
-    ("first", greedy, and in any case if that is overdue).
+    A batch starts with the oldest example that fits. The next is the longest example
+    that fits into the rest of the row with best fit (policy "closest"), or the oldest
+    one that fits with the policy "first". Overdue examples that fit take precedence.
 
-    Examples are kept by length, so that finding one takes as long as T has bits, or
-    words of 64 bits, however many there are.
+    Examples are grouped by length, so the time to find one depends on the number of
+    bits or 64-bit words of T, and not on the number of examples.
 
     Args:
       plan: the shapes of rows.
-      max_segments: the most examples of a row.
-      best_fit: whether the longest that fits comes next, or the oldest.
+      max_segments: the largest number of examples in a row.
+      best_fit: whether the longest example that fits comes next, or the oldest.
     """
 
     def __init__(self, plan: BucketPlan, max_segments: int, best_fit: bool):
@@ -31,10 +31,10 @@ class PackedPool(Pool):
         self._max_segments = max_segments
         self._best_fit = best_fit
         self._by_length: dict[int, Queue] = {}
-        # Bit n is set where an example of length n is pending.
+        # Bit n is set if an example of length n is pending.
         self._bits = 0
         self._oldest = _OldestIndex(plan.max_seq_len)
-        # Index -> length.
+        # Lengths by index.
         self._lengths: dict[int, int] = {}
         self._tokens = [0] * len(plan)
 
@@ -58,14 +58,17 @@ class PackedPool(Pool):
         return index, self.bucket_of(self._lengths[index])
 
     def closest(self, rows: Sequence[int], ended: bool) -> int:
-        """Returns the bucket of which its own examples would fill the most rows."""
+        """Returns the bucket whose examples would fill the largest share of rows."""
         del ended
         sizes = zip(self._tokens, rows, self._boundaries, strict=True)
         full = [tokens / (number * seq_len) for tokens, number, seq_len in sizes]
         return full.index(max(full))
 
     def rows_needed(self) -> list[int]:
-        """Returns how many of the longest rows hold all; a row more may be needed."""
+        """Returns the number of the longest rows that hold all examples.
+
+        This is a lower bound, because packed rows may not be filled completely.
+        """
         rows = max(
             math.ceil(sum(self._tokens) / self._boundaries[-1]),
             math.ceil(len(self) / self._max_segments),
@@ -94,7 +97,7 @@ class PackedPool(Pool):
         return rows
 
     def _take_one(self, room: int, oldest: bool) -> PooledExample | None:
-        """Takes the oldest, or the longest, example that is no longer than `room`."""
+        """Removes the oldest or the longest example of at most `room` positions."""
         fitting = self._bits & ((2 << room) - 1)
         if not fitting:
             return None
@@ -115,7 +118,7 @@ class PackedPool(Pool):
 
 
 class _OldestIndex:
-    """The oldest index of each length; and of all lengths up to one, by a tree."""
+    """A segment tree of the oldest index of each length."""
 
     def __init__(self, max_length: int):
         self._size = 1 << max_length.bit_length()

@@ -1,4 +1,4 @@
-"""Where a process stands in its stream, and whether others can go on with it."""
+"""The status that processes exchange, and the check that their options agree."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxbucket.data.example import Features
 
 
 class PeerStatus(NamedTuple):
-    """What a process tells the others at the start of a round."""
+    """The status that a process sends to the others at the start of a round."""
 
     config: dict[str, Any]  # Equal in all processes.
-    parts: list[int]  # Of all rows.
+    parts: list[int]  # The parts of the rows that this process has.
     pool_digest: str  # Equal in processes with the same parts.
-    ended: bool  # Whether its stream has ended.
+    ended: bool  # Whether the stream of this process has ended.
     shortest: int  # Bucket of the shortest pending example; K if there is none.
-    rows_needed: list[int]  # `[K]`, that hold its pending examples.
-    features: Features  # Empty if it has had no example.
+    rows_needed: list[int]  # `[K]` rows that hold the pending examples.
+    features: Features  # Empty if no example has arrived.
 
     def to_json(self) -> str:
         return json.dumps(self._asdict())
@@ -31,21 +31,21 @@ class PeerStatus(NamedTuple):
 
 
 def check_same_config(statuses: Sequence[PeerStatus]) -> None:
-    """Raises a ValueError that says in what processes do not batch alike."""
+    """Raises a ValueError that lists all differences between the processes."""
     differences = list(_differences(statuses))
     if differences:
         raise ValueError(
-            f"The processes do not batch their streams alike: {'; '.join(differences)}."
-            " Start all of them with the same plan, lengths and options, from the same "
-            "step."
+            "The processes do not batch their streams in the same way: "
+            f"{'; '.join(differences)}. Start all of them with the same plan, lengths "
+            "and options, from the same step."
         )
 
 
 def _differences(statuses: Sequence[PeerStatus]) -> Iterator[str]:
-    """Compares each process with the first one of its kind."""
+    """Compares each process with the first one that has comparable values."""
     for index, status in enumerate(statuses):
         for name, value in statuses[0].config.items():
-            # As text, because NaN is not equal to itself.
+            # Compared as text, because NaN is not equal to itself.
             if str(other := status.config.get(name)) != str(value):
                 yield (
                     f"{name.replace('_', ' ')} is {value} in process 0, "
@@ -62,12 +62,12 @@ def _differences(statuses: Sequence[PeerStatus]) -> Iterator[str]:
         if status.pool_digest != statuses[first].pool_digest:
             yield (
                 f"processes {first} and {index} have the same rows, {status.parts}, "
-                "but not the same stream"
+                "but different streams"
             )
 
 
 def _kinds(status: PeerStatus) -> dict[str, str]:
-    """Returns the dtype of each feature, and its shape behind the sequence axis."""
+    """Returns the dtype of each feature, and its shape without the sequence axis."""
     kinds, sequences = {}, status.config["sequences"]
     for name, (dtype, shape) in sorted(status.features.items()):
         is_sequence = sequences is None or name in sequences

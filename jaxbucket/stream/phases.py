@@ -1,4 +1,4 @@
-"""The plan of every step of a stream, of which a later one may replace the first."""
+"""The phases of a stream: ranges of steps, each with its plan."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Phase(NamedTuple):
 
     first_step: int
     plan: BucketPlan
-    sequence: BucketSequence | None  # Of buckets, if several processes share them.
-    rows: tuple[int, ...]  # `[K]`, of a batch in this process.
-    max_segments: int | None  # Of a packed row; None if rows are padded.
+    sequence: BucketSequence | None  # None for a single process.
+    rows: tuple[int, ...]  # `[K]` rows of each batch in this process.
+    max_segments: int | None  # Of a packed row; None if rows are not packed.
     sample: np.ndarray | None  # `[N]` lengths that the plan was made for, if known.
 
     @property
@@ -51,14 +51,14 @@ def make_phases(
     options: Options,
     max_segments_per_row: int | None,
 ) -> tuple[Phase, ...]:
-    """Returns the plans, checked, in the order of their first steps.
+    """Checks the plans and returns their phases, in the order of their first steps.
 
     Args:
       plan: a plan, or plans by their first steps.
-      lengths: the lengths that the plan was made for, or those of each plan.
-      options: how batches are cut.
-      max_segments_per_row: the most examples of a packed row; None to take it from
-        `lengths`.
+      lengths: the lengths that the plan was made for, or lengths by first steps.
+      options: the options of the stream.
+      max_segments_per_row: the largest number of examples in a packed row; None to
+        derive it from `lengths`.
 
     Raises:
       ValueError: if plans, lengths and options do not fit together.
@@ -67,40 +67,39 @@ def make_phases(
     steps = _check_plans(plans)
     if isinstance(lengths, Mapping) and sorted(lengths) != steps:
         raise ValueError(
-            f"`lengths` are of steps {sorted(lengths)}, `plan` of {steps}. Give those "
-            "of each plan, or some for all."
+            f"`lengths` has steps {sorted(lengths)}, but `plan` has {steps}. Pass "
+            "lengths for each plan, or one array for all plans."
         )
     phases: list[Phase] = []
     for step in steps:
         sample = lengths[step] if isinstance(lengths, Mapping) else lengths
         phase = _make_phase(step, plans[step], sample, options, max_segments_per_row)
-        # Features of one number for each example have one shape in all plans.
+        # All plans share it, because it sets the shape of per-example features.
         max_segments_per_row = phase.max_segments or max_segments_per_row
         phases.append(phase)
     return tuple(phases)
 
 
 def _check_plans(plans: Mapping[int, BucketPlan]) -> list[int]:
-    """Returns the first steps in order."""
+    """Checks the plans and returns their first steps in order."""
     for step, plan in plans.items():
         check_integer("plan", step)
         if not isinstance(plan, BucketPlan):
             raise ValueError(
-                f"`plan[{step}]` is a {type(plan).__name__}, not a `BucketPlan`: "
-                "`plan_buckets` makes one."
+                f"`plan[{step}]` is a {type(plan).__name__}, not a `BucketPlan`. Make "
+                "one by `plan_buckets`."
             )
     steps = sorted(plans)
     if not steps or steps[0] != 0:
-        raise ValueError(
-            f"`plan` has first steps {steps}: the first plan is that of step 0."
-        )
+        raise ValueError(f"`plan` has first steps {steps}. Include a plan for step 0.")
     for step in steps:
         for name in ("max_seq_len", "overlong"):
             value, first = getattr(plans[step], name), getattr(plans[0], name)
             if value != first:
                 raise ValueError(
-                    f"`plan[{step}]` has `{name}={value!r}`, the first {first!r}: "
-                    "pending examples have been cut by it. Plan with the same."
+                    f"`plan[{step}]` has `{name}={value!r}`, but the first plan has "
+                    f"{first!r}, which pending examples already follow. Plan with "
+                    f"`{name}={first!r}`."
                 )
     return steps
 
@@ -115,9 +114,9 @@ def _make_phase(
     rows = _local_rows(plan, options)
     if lengths is None and not options.is_single_process:
         raise ValueError(
-            "`lengths` are missing: several processes have one sequence of buckets, "
-            "which comes from the lengths that the plan was made for. Give the same "
-            "in all of them."
+            "`lengths` is missing. Several processes share a sequence of buckets that "
+            "is derived from the lengths that the plan was made for. Pass the same "
+            "lengths in all processes."
         )
     sample = max_segments = sequence = None
     if lengths is not None:
@@ -132,7 +131,7 @@ def _make_phase(
 
 
 def _local_rows(plan: BucketPlan, options: Options) -> tuple[int, ...]:
-    """Returns `[K]`, the rows of each batch in this process, which the pool holds."""
+    """Returns the `[K]` rows of each batch in this process, all within `pool_size`."""
     shard, batches = options.shard, options.micro_batches_per_bucket
     rows = tuple(
         shard.part_size(bucket.batch_size) * len(shard.parts) for bucket in plan.buckets
@@ -142,8 +141,8 @@ def _local_rows(plan: BucketPlan, options: Options) -> tuple[int, ...]:
         of_batches = f" of {batches} batches" if batches > 1 else ""
         raise ValueError(
             f"`pool_size={options.pool_size}` is smaller than the {needed} rows"
-            f"{of_batches} of bucket {plan.buckets[rows.index(max(rows))]}. Keep a few "
-            "times as many."
+            f"{of_batches} of bucket {plan.buckets[rows.index(max(rows))]}. Raise it "
+            "to a few times this number."
         )
     return rows
 
@@ -156,7 +155,7 @@ def _max_segments(
         return min(number, plan.max_seq_len)
     if sample is None:
         raise ValueError(
-            "`max_segments_per_row` is missing: a feature of one number for each "
-            "example is `[B, max_segments_per_row]`. Give it, or `lengths`."
+            "`max_segments_per_row` is missing. It sets the shape of features with one "
+            "number per example, `[B, max_segments_per_row]`. Pass it, or `lengths`."
         )
     return pack_rows(plan.kept(sample), plan.boundaries.tolist()).max_segments

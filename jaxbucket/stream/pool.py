@@ -1,4 +1,4 @@
-"""The pool of a stream: examples that are pending until a row of a batch takes them."""
+"""The pool of a stream: the examples that are waiting for a row of a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Queue = collections.deque[PooledExample]
 
 
 class Pool(abc.ABC):
-    """Pending examples, by the buckets of a plan.
+    """Pending examples, grouped by the buckets of a plan.
 
     Args:
       plan: the shapes of rows.
@@ -29,28 +29,28 @@ class Pool(abc.ABC):
 
     @abc.abstractmethod
     def _queues(self) -> Iterable[Queue]:
-        """Returns the pending examples, in queues of any kind."""
+        """Returns the queues that hold the pending examples."""
 
     @abc.abstractmethod
     def put(self, example: PooledExample) -> None:
-        """Adds an example that came after all others."""
+        """Adds an example, which must be newer than all others."""
 
     @abc.abstractmethod
     def oldest(self) -> tuple[int, int]:
-        """Returns the index of the oldest example, and its bucket."""
+        """Returns the index of the oldest example and its bucket."""
 
     @abc.abstractmethod
     def closest(self, rows: Sequence[int], ended: bool) -> int:
-        """Returns the bucket that is filled with the least padding.
+        """Returns the bucket that can be filled with the least padding.
 
         Args:
-          rows: `[K]`, how many are to be filled of each bucket.
+          rows: `[K]`, the number of rows to fill in each bucket.
           ended: whether the stream has ended.
         """
 
     @abc.abstractmethod
     def rows_needed(self) -> list[int]:
-        """Returns `[K]` rows of each bucket that would hold all pending examples."""
+        """Returns the `[K]` rows that would hold all pending examples."""
 
     @abc.abstractmethod
     def take(
@@ -60,8 +60,8 @@ class Pool(abc.ABC):
 
         Args:
           bucket: the bucket of the rows.
-          num_rows: how many rows there are.
-          overdue: examples with a lower index go first if they fit.
+          num_rows: the largest number of rows.
+          overdue: examples with a lower index take precedence if they fit.
         """
 
     def pending(self) -> list[PooledExample]:
@@ -75,11 +75,11 @@ class Pool(abc.ABC):
 
 
 class PaddedPool(Pool):
-    """One example in each row.
+    """A pool for rows that hold one example each.
 
-    Rows take the oldest examples of their own bucket. Where these are too few, the
-    oldest of the longest shorter bucket take the rows that would be empty otherwise.
-    So do examples that are overdue.
+    Overdue examples that fit take the first rows. The oldest examples of the bucket
+    follow. Rows that are still empty take the oldest examples of the next shorter
+    bucket, and so on.
     """
 
     def __init__(self, plan: BucketPlan):
@@ -109,7 +109,7 @@ class PaddedPool(Pool):
         return min(range(len(rows)), key=lambda k: self._unused(k, rows[k]))
 
     def _cheapest_of_remainder(self, rows: Sequence[int]) -> int:
-        """Returns the first bucket with a batch where all that is left costs least."""
+        """Returns the shortest bucket of the cheapest batches for all examples."""
         costs = self._plan.costs * rows / self._plan.batch_sizes
         flow = flow_remainders(self.rows_needed(), rows, costs)
         return int((flow.batches > 0).argmax())
@@ -118,7 +118,10 @@ class PaddedPool(Pool):
         return [len(queue) for queue in self._buckets]
 
     def _unused(self, bucket: int, num_rows: int) -> float:
-        """Returns the share of a batch, served now, that no example needs."""
+        """Returns the share of positions that stay unused if the bucket is served now.
+
+        An example counts as long as the T of its own bucket.
+        """
         positions, empty = 0, num_rows
         for k in range(bucket, -1, -1):
             number = min(empty, len(self._buckets[k]))

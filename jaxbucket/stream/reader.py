@@ -1,7 +1,7 @@
-"""The examples of a stream as they are read: cut, counted, and read again on resume.
+"""Reads the examples of a stream, counts them, and reads them again on resume.
 
-A stream is read again from a *snapshot*: the state of the user's iterator at some
-example, and the counts until then. Examples themselves are never saved.
+The reader resumes from a *snapshot*: the state of the user's iterator at some example,
+and the counts of the examples before. The examples themselves are never saved.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from jaxbucket.data.example import (
 )
 from jaxbucket.data.transform import StreamTransform
 
-# Checksums are of one example in so many.
+# One example in 16 has a checksum.
 _CHECKSUM_STRIDE = 16
-# Not None, which a function of the stream returns that forgets to return.
+# Not None, because a function of the stream without a `return` yields None.
 _END = object()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PooledExample:
-    """An example that fills a row, or a part of a packed one."""
+    """An example that fills a row or a segment of a packed row."""
 
-    index: int  # Among all that arrived.
+    index: int  # Among all arrived examples.
     length: int
-    # Of one in 16, to recognize a stream that changed; 0 of the others.
+    # Detects a stream that has changed; 0 for 15 of 16 examples.
     checksum: int
-    example: Example  # A chunk if it was split.
-    epoch: int  # Of the stream.
-    epoch_index: int  # Of the example within the epoch.
+    example: Example  # A chunk of an example that was split.
+    epoch: int
+    epoch_index: int  # Of the example in its epoch.
 
     @property
     def origin(self) -> str:
@@ -57,16 +57,16 @@ class PooledExample:
 
 @dataclasses.dataclass
 class StreamCounts:
-    """What has been read of a stream, and what was left out of batches.
+    """The numbers of examples read from a stream, and of overlong examples.
 
     Attributes:
       read: examples that were read.
-      arrived: examples to be put into rows: those that were read, except dropped ones,
-        and each chunk of those that were split.
-      dropped: examples left out as too long.
-      truncated: examples cut as too long.
-      truncated_tokens: positions cut off from them.
-      split: examples split as too long.
+      arrived: examples to be put into rows. Dropped examples do not count, and each
+        chunk of a split example counts.
+      dropped: overlong examples that were dropped.
+      truncated: overlong examples that were truncated.
+      truncated_tokens: positions removed by truncation.
+      split: overlong examples that were split.
     """
 
     read: int = 0
@@ -82,21 +82,21 @@ class Snapshot(NamedTuple):
 
     epoch: int
     epoch_index: int  # Of the next example.
-    counts: StreamCounts  # Of all examples before.
+    counts: StreamCounts  # Of all examples before it.
     state: Any  # Of the user's iterator.
 
 
 @dataclasses.dataclass(eq=False)
 class StreamReader:
-    """Reads a stream, epoch after epoch."""
+    """Reads the epochs of a stream one after the other."""
 
     open_epoch: Callable[[int], grain.IterDataset]
-    num_epochs: int | None  # None for no end.
+    num_epochs: int | None  # None to repeat the stream forever.
     max_seq_len: int
     overlong: Overlong
-    sequences: Sequence[str] | None  # Those whose length counts.
+    sequences: Sequence[str] | None  # The features whose length counts.
     transform: StreamTransform
-    snapshot_every: int  # Examples that arrive between two of them.
+    snapshot_every: int  # The number of arrived examples between two snapshots.
     allow_empty: bool = False  # Whether an epoch may have no example.
 
     def __post_init__(self):
@@ -108,11 +108,11 @@ class StreamReader:
         self._snapshots: collections.deque[Snapshot] = collections.deque()
 
     def read(self) -> list[PooledExample]:
-        """Reads an example and returns it, or its chunks; nothing at the end.
+        """Reads an example and returns it, or its chunks; an empty list at the end.
 
         Raises:
-          RuntimeError: if it cannot be read; it says which it is.
-          ValueError: if it is too long, or an epoch has no example.
+          RuntimeError: if the example cannot be read, naming the example.
+          ValueError: if the example is too long, or an epoch has no example.
         """
         while not self.ended:
             example = self._next_example()
@@ -122,9 +122,9 @@ class StreamReader:
             origin = (self._epoch, self._epoch_index)
             try:
                 example = self.transform.apply(example, *origin)
-                rows = self._cut_overlong(example)
+                rows = self._apply_overlong(example)
             except ValueError as error:
-                # The cause is what the transform raised, if it did.
+                # The cause is the error that the transform raised, if any.
                 raise ValueError(f"{_origin(*origin)}: {error}") from error.__cause__
             self._epoch_index += 1
             self.counts.read += 1
@@ -139,10 +139,10 @@ class StreamReader:
         return []
 
     def _next_example(self) -> Any:
-        """Returns the next example of this epoch; `_END` behind its last one."""
+        """Returns the next example of this epoch; `_END` after the last one."""
         iterator, every = self._opened(), self.snapshot_every
         last = self._snapshots[-1].counts.arrived if self._snapshots else 0
-        # Counted by arrivals, because any number of examples may be dropped.
+        # Arrivals count, because any number of examples may be dropped in between.
         if self._epoch_index == 0 or self.counts.arrived // every != last // every:
             self._take_snapshot()
         return _next_of(iterator, _origin(self._epoch, self._epoch_index))
@@ -155,7 +155,7 @@ class StreamReader:
     def _iterator_of(self, epoch: int) -> grain.DatasetIterator[Example]:
         try:
             dataset = self.open_epoch(epoch)
-        # A StopIteration must not be taken for the end of the stream.
+        # Includes StopIteration, which would look like the end of the stream.
         except Exception as error:
             raise RuntimeError(
                 f"Epoch {epoch} of the stream cannot be opened: "
@@ -164,7 +164,7 @@ class StreamReader:
         if not isinstance(dataset, grain.IterDataset):
             raise ValueError(
                 f"Epoch {epoch} of the stream is a {type(dataset).__name__}, not a "
-                "`grain.IterDataset`: let the function return that, such as "
+                "`grain.IterDataset`. Return one from the function, such as "
                 "`grain.MapDataset.source(...).to_iter_dataset()`."
             )
         return iter(dataset)
@@ -173,8 +173,8 @@ class StreamReader:
         if not (self._epoch_has_example or self.allow_empty):
             raise ValueError(
                 f"Epoch {self._epoch} of the stream has no example, or none that is "
-                "kept: there is nothing to train on. Check its source, its filters and "
-                f"`overlong={self.overlong!r}`."
+                "kept, so there is nothing to train on. Check its source, its filters "
+                f"and `overlong={self.overlong!r}`."
             )
         if self.num_epochs is not None and self._epoch + 1 >= self.num_epochs:
             self.ended = True
@@ -185,8 +185,8 @@ class StreamReader:
         self._epoch_index = 0
         self._epoch_has_example = False
 
-    def _cut_overlong(self, example: Example) -> list[tuple[int, Example]]:
-        """Returns (length, example) of each row that an example needs."""
+    def _apply_overlong(self, example: Example) -> list[tuple[int, Example]]:
+        """Applies the policy for overlong examples; returns (length, chunk) pairs."""
         length, longest = example_length(example, self.sequences), self.max_seq_len
         if length <= longest:
             return [(length, copied(example))]
@@ -209,11 +209,11 @@ class StreamReader:
         return [_chunk(example, self.sequences, x, x + longest) for x in starts]
 
     def first_example(self) -> Example | None:
-        """Reads the first example of all once more; None if there is none.
+        """Reads the first example by a new iterator; returns None if there is none.
 
         Raises:
-          RuntimeError: if it cannot be read.
-          ValueError: if it cannot be transformed.
+          RuntimeError: if the example cannot be read.
+          ValueError: if the example cannot be transformed.
         """
         iterator, origin = self._iterator_of(0), _origin(0, 0)
         try:
@@ -231,7 +231,7 @@ class StreamReader:
         state = copy.deepcopy(self._opened().get_state())
         counts = dataclasses.replace(self.counts)
         if len(self._snapshots) > 1 and last and last.counts.arrived == counts.arrived:
-            # Nothing arrived in between, so the new one serves as well.
+            # No example arrived in between, so the new snapshot replaces the last one.
             self._snapshots.pop()
         self._snapshots.append(Snapshot(self._epoch, self._epoch_index, counts, state))
 
@@ -239,8 +239,9 @@ class StreamReader:
         """Returns the latest snapshot from which an example can be read again.
 
         Args:
-          index: of the example, among those that arrived.
-          read: examples that had been read; later snapshots have other counts.
+          index: the index of the example among all arrived examples.
+          read: the number of examples that had been read. Snapshots with this count or
+            a larger one are too late.
         """
         if not self._snapshots:
             self._take_snapshot()
@@ -252,16 +253,16 @@ class StreamReader:
         return latest
 
     def forget(self, index: int, read: int) -> None:
-        """Forgets snapshots that only examples before `index` need."""
+        """Deletes snapshots that only examples before `index` need."""
         needed = self.snapshot(index, read)
         while self._snapshots[0] is not needed:
             self._snapshots.popleft()
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Makes a new reader go on where a snapshot was taken.
+        """Moves a new reader to a snapshot.
 
         Raises:
-          ValueError: if the stream refuses the state.
+          ValueError: if the stream rejects the state.
         """
         self._epoch, self._epoch_index = snapshot.epoch, snapshot.epoch_index
         self._epoch_has_example = snapshot.epoch_index > 0
@@ -270,10 +271,10 @@ class StreamReader:
             iterator.set_state(copy.deepcopy(snapshot.state))
         except Exception as error:
             raise ValueError(
-                f"The stream refuses the state that it was in at example "
-                f"{snapshot.epoch_index} of epoch {snapshot.epoch}: "
-                f"{type(error).__name__}: {error}. Give the stream that it is of, or "
-                "an earlier checkpoint."
+                f"The stream rejects its own state at example {snapshot.epoch_index} "
+                f"of epoch {snapshot.epoch}: {type(error).__name__}: {error}. Pass the "
+                "stream that the state was saved from, or restore an earlier "
+                "checkpoint."
             ) from error
         self.counts = dataclasses.replace(snapshot.counts)
         self._snapshots.append(snapshot)
@@ -289,21 +290,21 @@ def _origin(epoch: int, epoch_index: int) -> str:
 
 
 def _next_of(iterator: grain.DatasetIterator[Example], origin: str) -> Any:
-    """Returns the next example; `_END` behind the last one.
+    """Returns the next example; `_END` after the last one.
 
     Raises:
-      RuntimeError: if it cannot be read; it says where it is.
+      RuntimeError: if the example cannot be read, naming the example.
     """
     try:
         return next(iterator)
     except StopIteration as error:
-        # One that a function of the user's raised looks like the end.
+        # A StopIteration from a user's function must not end the stream.
         if not _is_from_function(error):
             return _END
         raise RuntimeError(
             f"{origin} cannot be read: a function of the stream raised StopIteration, "
-            "which would be taken for its end. Where it calls `next`, let it catch "
-            "that, or give a default."
+            "which would look like the end of the stream. Catch it in the function, "
+            "or pass a default to `next`."
         ) from None
     except Exception as error:
         raise RuntimeError(
@@ -312,7 +313,7 @@ def _next_of(iterator: grain.DatasetIterator[Example], origin: str) -> Any:
 
 
 def _is_from_function(error: StopIteration) -> bool:
-    """Whether a function that an iterator called raised it, and no iterator."""
+    """Whether a user's function raised the error, and not an iterator."""
     callers = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
@@ -324,10 +325,10 @@ def _is_from_function(error: StopIteration) -> bool:
 def _chunk(
     example: Example, sequences: Sequence[str] | None, start: int, stop: int
 ) -> tuple[int, Example]:
-    """Returns the length of a part of an example, and the part."""
+    """Returns the length of a chunk of an example, and the chunk."""
     arrays = as_arrays(example)
     names = sequence_names(arrays, sequences)
-    # A copy, because a view would keep the whole array in memory.
+    # Copied, because a view would keep the whole array in memory.
     chunk = {
         name: np.array(value[start:stop] if name in names else value)
         for name, value in arrays.items()
@@ -341,7 +342,7 @@ def _checksum(index: int, example: Example) -> int:
     checksum = 0
     for name in sorted(example):
         array = np.ascontiguousarray(example[name])
-        # The bytes of texts and objects do not stay the same.
+        # The bytes of texts and objects may differ between runs.
         if array.dtype.kind in "biufc":
             checksum = zlib.crc32(array.data, checksum)
     return checksum

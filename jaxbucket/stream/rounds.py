@@ -1,8 +1,9 @@
-"""What processes tell one another about their streams, every few steps.
+"""Rounds of steps, between which processes exchange the status of their streams.
 
-While streams last, the bucket of a step follows from `BucketSequence` alone. What
-processes exchange is who has come to the end, and what is pending there. As soon as all
-have, the cheapest batches that drain all pools are known to every process.
+Until streams end, the bucket of a step follows from `BucketSequence` alone. Every few
+steps, processes exchange whether their stream has ended and which rows their pending
+examples need. Once all streams have ended, every process computes the same cheapest
+batches that drain all pools.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from jaxbucket.stream.phases import Phase
 from jaxbucket.stream.pool import Pool
 from jaxbucket.stream.run import StreamRun
 
-# The most steps of a round: while all streams last, and when one has ended.
+# The largest number of steps in a round, before and after the first stream ends.
 _STEPS, _STEPS_AT_END = 16, 4
-# Rounds that the states of earlier steps are in.
+# The number of rounds kept for the states of earlier steps.
 _ROUNDS_KEPT = 64
 
 
 class Round(NamedTuple):
-    """Steps whose buckets all processes know."""
+    """A range of steps whose buckets all processes know."""
 
     first: int
-    end: float  # The step behind the last.
+    end: float  # One past the last step.
     min_bucket: int  # The shortest bucket of the sequence that is used.
-    # (bucket, batches) to serve instead of the sequence, if all streams have ended;
-    # empty if nothing is pending in any process.
+    # (bucket, number of batches) pairs that replace the sequence once all streams have
+    # ended; empty if no process has a pending example.
     drain: list[tuple[int, int]] | None
 
     @property
@@ -43,7 +44,7 @@ class Round(NamedTuple):
         return self.drain == []
 
     def bucket(self, step: int, choice: int, phase: Phase, choices: int) -> int:
-        """Returns the bucket of one of the choices of a step."""
+        """Returns the bucket for one of the `choices` of a step."""
         if self.drain is None:
             assert phase.sequence is not None
             index = (step - phase.first_step) * choices + choice
@@ -53,7 +54,7 @@ class Round(NamedTuple):
             if index < batches:
                 return bucket
             index -= batches
-        # The other micro-batches of the last step.
+        # The remaining micro-batches of the last step are empty.
         return phase.plan.buckets.index(filler_bucket(phase.plan))
 
 
@@ -61,34 +62,33 @@ class StreamRounds:
     """The rounds of one iterator.
 
     Args:
-      run: the stream, and the processes that meet; without these there is one round
-        without an end.
-      name: of the iterator, the same in all processes.
+      run: the stream and its processes. Without processes there is one endless round.
+      name: the name of the iterator, the same in all processes.
     """
 
     def __init__(self, run: StreamRun, name: str):
         self._run = run
         self._name = name
-        # Processes compare their configs when they begin, or go on from a state.
+        # Processes compare their configs at the start and after restoring a state.
         self._is_checked = False
         self._rounds: collections.deque[Round] = collections.deque(maxlen=_ROUNDS_KEPT)
-        # Those of any process, for one that has no example.
+        # The features of any process, for a process without an example.
         self.features: Features = {}
 
     def enter(
         self, step: int, phase: Phase, pool: Pool, ended: bool, template: Example | None
     ) -> Round:
-        """Returns the round of a step; waits for all processes where one begins.
+        """Returns the round of a step; waits for all processes if a new one starts.
 
         Args:
-          step: of the run.
-          phase: the plan in force.
+          step: the step of the run.
+          phase: the phase of the step.
           pool: the pending examples of this process.
-          ended: whether its stream has ended.
-          template: an example of it; None if it has had none.
+          ended: whether the stream of this process has ended.
+          template: an example of the stream; None if no example has arrived.
 
         Raises:
-          ValueError: in all processes, if they do not batch alike.
+          ValueError: in all processes, if they do not batch in the same way.
         """
         if self._run.processes is None:
             return Round(0, math.inf, 0, None)
@@ -133,7 +133,7 @@ class StreamRounds:
         phase_end, options = self._run.phase_end(step), self._run.options
         min_bucket = min(status.shortest for status in statuses)
         if not all(status.ended for status in statuses):
-            # A pool must not run empty before all processes know of the end.
+            # Short enough that no pool runs empty before all processes know the end.
             needed = max(phase.rows) * options.accumulate * (phase.max_segments or 1)
             steps = max(_STEPS_AT_END, min(_STEPS, options.pool_size // needed))
             if any(status.ended for status in statuses):
@@ -142,21 +142,21 @@ class StreamRounds:
         batches = options.micro_batches_per_bucket
         rows = np.array(phase.rows) // len(options.shard.parts) * batches
         counts = cheapest_batches(rows_of_part(statuses), rows, phase.plan.costs)
-        # The longest first, because shorter examples fill up their rows.
+        # The longest bucket comes first, so that shorter examples can fill its rows.
         drain = [(k, counts[k]) for k in reversed(range(len(rows))) if counts[k]]
         steps = -(-sum(counts) // options.buckets_per_step)
         return Round(step, min(step + steps, phase_end), min_bucket, drain)
 
     def round_at(self, step: int) -> Round | None:
-        """Returns the round that a step is in, unless it is the first of one."""
+        """Returns the round of a step; None if the step is the first of a round."""
         return next((x for x in self._rounds if x.first < step < x.end), None)
 
     def restore(self, step: int, current: Round | None) -> None:
-        """Goes to where a state was taken.
+        """Restores the round of a saved state.
 
         Args:
-          step: the next one.
-          current: the round that it is in, unless it is the first of one.
+          step: the next step.
+          current: the round of the step; None if the step is the first of a round.
 
         Raises:
           ValueError: if the round has buckets that the plan does not have.
@@ -164,26 +164,28 @@ class StreamRounds:
         self._is_checked = False
         self._rounds.clear()
         phase = self._run.phase_at(step)
-        # A plan that has been adopted since begins with a round of its own.
+        # A plan that was adopted after the state was saved starts a new round.
         if current is None or current.first < phase.first_step:
             return
         buckets = [current.min_bucket, *(bucket for bucket, _ in current.drain or [])]
         if max(buckets) >= len(phase.plan):
             raise ValueError(
-                f"`state` is cut or changed: its round has bucket {max(buckets)} of "
-                f"{len(phase.plan)}. Restore an earlier checkpoint."
+                f"`state` is truncated or modified: its round has bucket "
+                f"{max(buckets)}, but the plan has {len(phase.plan)} buckets. Restore "
+                "an earlier checkpoint."
             )
         end = min(current.end, self._run.phase_end(step))
         self._rounds.append(current._replace(end=end))
 
 
 def rows_of_part(statuses: Sequence[PeerStatus]) -> np.ndarray:
-    """Returns `[K]` rows of each bucket that hold the pending examples of any process.
+    """Returns the `[K]` rows that hold the pending examples of any single process.
 
-    Rows are those of a part of the batch. What fits into a bucket fits into longer
-    ones, so from each bucket on there are as many rows as any process needs there.
+    They are the rows of one part of the batch. An example that fits into a bucket also
+    fits into longer buckets. Therefore, for each k, buckets k and above together have
+    as many rows as any process needs in them.
 
-    Example: 3 of the short bucket in one process, 1 of each in another.
+    Example: one process needs 3 short rows, another one short and one long row.
       >>> a = PeerStatus({}, [0], "", True, 0, [3, 0], {})
       >>> b = PeerStatus({}, [1], "", True, 0, [1, 1], {})
       >>> rows_of_part([a, b])
@@ -197,21 +199,23 @@ def rows_of_part(statuses: Sequence[PeerStatus]) -> np.ndarray:
 def cheapest_batches(
     counts: np.ndarray, batch_sizes: np.ndarray, costs: np.ndarray
 ) -> list[int]:
-    """Returns `[K]` batches that hold all rows, remainders in longer ones if cheaper.
+    """Returns the `[K]` numbers of batches that hold all rows at the lowest cost.
 
-    Example: 3 of the 5 short ones fill up the longer batch.
+    Remaining rows may move to a longer bucket.
+
+    Example: 3 of the 5 short rows fill the batch of the longer bucket.
       >>> sizes, costs = np.array([2, 4]), np.array([8, 32])
       >>> cheapest_batches(np.array([5, 1]), sizes, costs)
       [1, 1]
     """
     batches = flow_remainders(counts, batch_sizes, costs).batches.copy()
     for k in reversed(range(len(batches))):
-        # Rows from each bucket on that are not needed: shorter examples fit, too.
+        # The unneeded rows in each bucket and above, because shorter examples fit too.
         spare = _from_each_on(batches * batch_sizes) - _from_each_on(counts)
         batches[k] -= min(int(batches[k]), int(spare[: k + 1].min()) // batch_sizes[k])
     return batches.tolist()
 
 
 def _from_each_on(numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Returns the sum of the numbers from each position on."""
+    """Returns the sums of the numbers at each position and above."""
     return np.cumsum(numbers[::-1], dtype=np.int64)[::-1]

@@ -1,4 +1,4 @@
-"""All that an iterator of a stream is made from."""
+"""Everything that an iterator of a stream is made from."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from jaxbucket.stream.options import Options
 from jaxbucket.stream.phases import Phase
 from jaxbucket.stream.reader import StreamReader
 
-# Snapshots of the stream, for as many examples as the pool holds.
+# The number of snapshots of the stream per `pool_size` examples.
 _SNAPSHOTS_PER_POOL = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamRun:
-    """A stream, and how it is batched."""
+    """A stream, with its plans and options."""
 
     dataset: Stream
     phases: tuple[Phase, ...]  # In the order of their first steps.
     options: Options
     like: Example | None
     on_drift: OnDrift | None
-    processes: ProcessGroup | None  # Those that end their streams together.
+    processes: ProcessGroup | None  # The processes that end their streams together.
     first: int = 0  # The first step of this worker.
-    stride: int = 1  # From each of its steps to the next.
+    stride: int = 1  # The distance between the steps of this worker.
 
     def sliced(self, sl: slice, sequential_slice: bool) -> StreamRun:
-        """Returns the run of a worker, and leaves it its share of the stream."""
+        """Returns the run of a worker, with its share of the stream and the steps."""
         if isinstance(self.dataset, grain.IterDataset):
             slice_stream(self.dataset, sl, sequential_slice)
         return dataclasses.replace(
@@ -55,7 +55,7 @@ class StreamRun:
         return dataset
 
     def new_reader(self) -> StreamReader:
-        """Returns a reader at the beginning of the stream."""
+        """Returns a reader at the start of the stream."""
         options, plan = self.options, self.phases[0].plan
         has_whole_stream = options.is_single_process and self.stride == 1
         return StreamReader(
@@ -68,26 +68,29 @@ class StreamRun:
                 options.transform, options.seed, options.shard.parts[0], self.first
             ),
             snapshot_every=max(1, options.pool_size // _SNAPSHOTS_PER_POOL),
-            # A share of a stream may be empty, but must not be read for ever.
+            # A share of a stream may be empty, unless it would be read forever.
             allow_empty=options.num_epochs is not None and not has_whole_stream,
         )
 
     def global_step(self, local_step: int) -> int:
-        """Returns the step of the run that is a worker's `local_step`."""
+        """Returns the step of the run for a step of this worker."""
         return self.first + local_step * self.stride
 
     def phase_at(self, step: int) -> Phase:
-        """Returns the plan in force at a step."""
+        """Returns the phase of a step."""
         index = bisect.bisect_right(self.phases, step, key=lambda x: x.first_step)
         return self.phases[index - 1]
 
     def phase_end(self, step: int) -> float:
-        """Returns the step at which the plan in force at `step` is replaced."""
+        """Returns the step at which the phase of `step` ends; infinity for the last."""
         first_steps = (x.first_step for x in self.phases if x.first_step > step)
         return min(first_steps, default=math.inf)
 
     def config(self, before: float = math.inf) -> dict[str, Any]:
-        """Returns what batches before a step depend on, as plain Python."""
+        """Returns the options and plans that the batches before a step depend on.
+
+        The values are plain Python for JSON.
+        """
         plans = [
             f"{phase.fingerprint[:16]} from step {phase.first_step}"
             for phase in self.phases

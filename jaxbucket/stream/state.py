@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a stream, and the refusal of what does not fit."""
+"""The state of a stream that checkpoints hold, and checks of a restored state."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class StreamState:
-    """Where in a stream a run is."""
+    """The state of a stream before a step."""
 
-    config: dict[str, Any]  # What batches depend on.
-    step: int  # The next one.
+    config: dict[str, Any]  # The options and plans that batches depend on.
+    step: int  # The next step.
     read: int
     next_index: int  # Of the next example to arrive.
     pending: list[int]  # Indices, ascending.
-    tokens: int  # Of pending examples, to recognize a stream that changed.
-    checksum: int  # Of their lengths, and of the arrays of some of them.
-    snapshot: Snapshot  # From where they can be read again.
-    current_round: Round | None  # Unless the step is the first of one.
-    features: Features  # Those that batches have; empty if not known yet.
+    tokens: int  # Of pending examples, to detect a stream that has changed.
+    checksum: int  # Of all their lengths, and of the arrays of some of them.
+    snapshot: Snapshot  # From which they can be read again.
+    current_round: Round | None  # None if the step is the first of a round.
+    features: Features  # Of the batches; empty if not known yet.
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain Python, beside the state of the user's iterator."""
+        """Returns the state as plain Python, apart from that of the user's iterator."""
         snapshot = self.snapshot
+        # The keys are part of the format of checkpoints and must not change.
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -45,7 +46,7 @@ class StreamState:
             "step": self.step,
             "read": self.read,
             "next_place": self.next_index,
-            # Texts, because whoever saves states wants all of them of one shape.
+            # Strings, so that the states of all steps have the same structure.
             "waiting": _to_text(self.pending),
             "tokens": self.tokens,
             "checksum": self.checksum,
@@ -59,27 +60,27 @@ class StreamState:
 
     @classmethod
     def from_dict(cls, state: Any) -> StreamState:
-        """Reads what `to_dict` returned.
+        """Parses the result of `to_dict`.
 
         Raises:
-          ValueError: if it is something else.
+          ValueError: if `state` is not valid.
         """
         if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
             raise ValueError(
-                "`state` is not that of a stream of batches. Pass what `get_state()` "
-                "or `state_before(step)` of its iterator gave."
+                "`state` is not the state of a stream of batches. Pass the result of "
+                "`get_state()` or `state_before(step)` of its iterator."
             )
         if state.get("version") != _VERSION:
             raise ValueError(
-                f"`state` has version {state.get('version')!r}, and this jaxbucket "
-                f"reads version {_VERSION}. Go on with the version that wrote it."
+                f"`state` has version {state.get('version')!r}, but this jaxbucket "
+                f"reads version {_VERSION}. Resume with the jaxbucket that wrote it."
             )
         try:
             return cls._parse(state)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"`state` is cut or changed ({type(error).__name__}: {error}). Restore "
-                "an earlier checkpoint."
+                f"`state` is truncated or modified ({type(error).__name__}: {error}). "
+                "Restore an earlier checkpoint."
             ) from None
 
     @classmethod
@@ -107,7 +108,7 @@ class StreamState:
         )
 
     def check_config(self, config: Mapping[str, Any]) -> None:
-        """Raises a ValueError that names everything that is not what it was."""
+        """Raises a ValueError that lists all differences from the saved config."""
         changes = [
             f"{name.replace('_', ' ')} {self.config.get(name, 'absent')} -> "
             f"{config.get(name, 'absent')}"
@@ -116,35 +117,35 @@ class StreamState:
         ]
         if changes:
             raise ValueError(
-                f"Cannot go on at step {self.step}, because the stream is batched in "
-                f"another way: {'; '.join(changes)}. Give back what it was. A new "
-                "plan takes over at a later step: `plan={0: old, step: new}`."
+                f"Cannot resume at step {self.step}, because the stream is batched "
+                f"differently: {'; '.join(changes)}. Use the previous options. To "
+                "change the plan at a later step, pass `plan={0: old, step: new}`."
             )
 
     def check_read(
         self, counts: StreamCounts, pending: Sequence[PooledExample]
     ) -> None:
-        """Raises a ValueError if what was read again is not what it was."""
-        remedy = "A stream has to be the same whenever it is read: seed what it draws."
+        """Raises a ValueError if the stream no longer has the same examples."""
+        remedy = "Make it the same whenever it is read, by seeding all random draws."
         number, (tokens, checksum) = len(pending), summarize(pending)
         if (counts.read, counts.arrived, number, tokens) != (
             *(self.read, self.next_index, len(self.pending), self.tokens),
         ):
             raise ValueError(
-                f"The stream is not what it was: {self.read} examples had been read, "
-                f"of which {len(self.pending)} with {self.tokens} tokens were pending, "
-                f"and now it gives {counts.read}, {number} and {tokens}. {remedy}"
+                f"The stream has changed: {self.read} examples had been read, of which "
+                f"{len(self.pending)} with {self.tokens} tokens were pending. Now "
+                f"{counts.read} are read, and {number} with {tokens} tokens are "
+                f"pending. {remedy}"
             )
         if checksum != self.checksum:
             raise ValueError(
-                f"The stream is not what it was: the {number} examples that were "
-                f"pending have {tokens} tokens as they had, but not the same ones. "
-                f"{remedy}"
+                f"The stream has changed: its {number} pending examples still have "
+                f"{tokens} tokens, but different ones. {remedy}"
             )
 
 
 def summarize(pending: Sequence[PooledExample]) -> tuple[int, int]:
-    """Returns the tokens of examples, and one checksum of all, in their order."""
+    """Returns the number of tokens of examples, and a checksum of them in order."""
     lengths, checksums = [x.length for x in pending], [x.checksum for x in pending]
     return sum(lengths), zlib.crc32(np.array(lengths + checksums, "<u4").data)
 
@@ -155,7 +156,7 @@ def _count(number: Any) -> int:
     return int(number)
 
 
-# States have the longest bucket that is not used, -1 for none.
+# States hold `min_bucket - 1`, the longest bucket that is not used, or -1.
 
 
 def _round_to_list(current: Round | None) -> list[Any] | None:
@@ -169,14 +170,14 @@ def _round_from_list(numbers: Any, step: int) -> Round | None:
         return None
     first, end, max_unused, drain = numbers
     if not first < step < end or drain == []:
-        raise ValueError(f"step {step} is not inside of a round from {first} to {end}")
+        raise ValueError(f"step {step} is not inside a round from {first} to {end}")
     if drain is not None:
         drain = [(_count(bucket), _count(batches)) for bucket, batches in drain]
     return Round(_count(first), _count(end), _count(max_unused + 1), drain)
 
 
 def _to_text(indices: list[int]) -> str:
-    """Returns the gaps between indices.
+    """Returns the first index and the gaps between indices, as text.
 
     Example:
       >>> _to_text([7, 8, 12]), _from_text("7 1 4")

@@ -1,4 +1,4 @@
-"""The end of streams in several processes, which all of them see at the same step."""
+"""Detects the end of the streams of all processes, at the same step in each."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxbucket.base.checks import check_integer
 
 
 class StreamEnd:
-    """Tells from the steps of a run when the streams of all processes have ended.
+    """Detects from the steps of a run that the streams of all processes have ended.
 
-    Any example fits into the longest bucket, so a process with an example left would
-    have put it into a step of that bucket. Where such a step has no real token, summed
-    over all processes, no process has an example left. All processes have the same sum,
-    so they stop after the same step.
+    Any example fits into the longest bucket, so a process with an example left puts it
+    into a step of that bucket. If such a step has no real token, summed over all
+    processes, no process has an example left. All processes see the same sum, so they
+    stop after the same step.
 
     Example:
       >>> plan = BucketPlan((Bucket(4, 8), Bucket(2, 16)), max_tokens=32)
@@ -26,9 +26,9 @@ class StreamEnd:
       [False, False, True]
 
     Args:
-      plan: the plan of the stream; any of them if it has several.
-      late: how many steps later the number of tokens is read, because reading it waits
-        for the step.
+      plan: the plan of the stream; any of its plans if it has several.
+      late: the number of steps by which reading the number of tokens is delayed,
+        because reading it waits until the step has been computed.
 
     Raises:
       ValueError: if `late` is negative.
@@ -42,12 +42,12 @@ class StreamEnd:
         self._steps: collections.deque[tuple[bool, Any]] = collections.deque()
 
     def reached(self, bucket: Bucket | Sequence[Bucket], num_tokens: Any) -> bool:
-        """Returns whether the streams had ended, `late` steps before this one.
+        """Returns whether the streams had ended `late` steps before this one.
 
         Args:
-          bucket: the bucket of the global batch; those of all micro-batches if a step
-            has several.
-          num_tokens: `[]` int, real tokens of the step over all processes: the
+          bucket: the bucket of the global batch, or the buckets of all its
+            micro-batches.
+          num_tokens: `[]` int, the real tokens of the step in all processes: the
             `metrics["num_tokens"]` of a train step.
         """
         buckets = [bucket] if isinstance(bucket, Bucket) else bucket

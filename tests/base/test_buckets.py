@@ -9,25 +9,25 @@ from jaxbucket import BatchSchedule, Bucket, BucketPlan, plan_buckets, report
 
 PLAN = BucketPlan((Bucket(8, 128), Bucket(2, 512)), max_tokens=1024)
 
-# Lengths -> what is said of them, wherever they come in.
+# Name -> lengths and the error message.
 BAD_LENGTHS = {
-    "empty": ([], "`lengths` is empty: there is no example"),
+    "empty": ([], "`lengths` is empty: there are no examples"),
     "zero": ([3, 0], "`lengths[1]=0`: a length must be between 1"),
     "negative": ([3, 4, -7], "`lengths[2]=-7`: a length must be between 1"),
-    "nan": ([3.0, np.nan], "`lengths[1]=nan` is not an integer. Lengths count"),
-    "ragged": ([[1], [2, 3]], "`lengths` is ragged: pass one length per example"),
+    "nan": ([3.0, np.nan], "`lengths[1]=nan` is not an integer. Measure the"),
+    "ragged": ([[1], [2, 3]], "`lengths` is ragged. Pass one length per example"),
     "infinite": ([np.inf], "`lengths[0]=inf` is not an integer"),
     "fraction": ([2.0, 2.5], "`lengths[1]=2.5` is not an integer"),
     "float": ([2.0, 3.0], "dtype float64, not an integer dtype. Pass `lengths.astype"),
     "text": (["3"], "not an integer dtype"),
     "bool": ([True, False], "`lengths` has dtype bool"),
     "object": ([None, 3], "`lengths` has dtype object"),
-    "scalar": (5, "`lengths` has shape (); pass one length per example"),
+    "scalar": (5, "`lengths` has shape (). Pass one length per example"),
     "table": ([[1, 2]], "`lengths` has shape (1, 2)"),
     "huge": ([2**31], "`lengths[0]=2147483648`: a length must be between 1"),
     "uint64": (np.array([2**63], np.uint64), "`lengths[0]=9223372036854775808`"),
 }
-TAKES_LENGTHS = {
+FUNCTIONS = {
     "plan_buckets": lambda lengths: plan_buckets(lengths, max_tokens=4096),
     "assign": PLAN.assign,
     "BatchSchedule": lambda lengths: BatchSchedule(PLAN, lengths),
@@ -35,16 +35,16 @@ TAKES_LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("entry", TAKES_LENGTHS)
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("bad", BAD_LENGTHS)
-def test_bad_lengths_are_refused_wherever_they_come_in(entry, bad):
+def test_every_function_refuses_bad_lengths(function, bad):
     lengths, message = BAD_LENGTHS[bad]
     with pytest.raises(ValueError, match=re.escape(message)):
-        TAKES_LENGTHS[entry](lengths)
+        FUNCTIONS[function](lengths)
 
 
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])
-def test_every_integer_dtype_is_taken(dtype):
+def test_every_integer_dtype_is_accepted(dtype):
     lengths = np.array([1, 127, 100], dtype)
     assert PLAN.assign(lengths).tolist() == [0, 0, 0]
     plan = BucketPlan((Bucket(1, 120), Bucket(1, 40_000)), max_tokens=40_000)
@@ -54,7 +54,7 @@ def test_every_integer_dtype_is_taken(dtype):
 # Bucket
 
 
-def test_buckets_are_values():
+def test_buckets_compare_and_sort_by_value():
     assert Bucket(8, 128) == Bucket(batch_size=np.int64(8), seq_len=128)
     assert hash(Bucket(8, 128)) == hash(Bucket(8, 128))
     assert sorted([Bucket(8, 2), Bucket(2, 9)]) == [Bucket(2, 9), Bucket(8, 2)]
@@ -74,7 +74,7 @@ def test_buckets_are_values():
         (None, "`seq_len=None` is not an integer"),
     ],
 )
-def test_a_bucket_checks_itself(value, message):
+def test_an_invalid_bucket_is_refused(value, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Bucket(8, value)
 
@@ -82,7 +82,7 @@ def test_a_bucket_checks_itself(value, message):
 # BucketPlan
 
 
-def test_assign_gives_the_shortest_bucket_that_holds_an_example(problem):
+def test_assign_returns_the_shortest_bucket_that_holds_an_example(problem):
     plan, lengths = problem
     for length, index in zip(lengths, plan.assign(lengths), strict=True):
         holds = [k for k, bucket in enumerate(plan.buckets) if length <= bucket.seq_len]
@@ -90,14 +90,14 @@ def test_assign_gives_the_shortest_bucket_that_holds_an_example(problem):
         assert index == (holds[0] if holds else too_long)
 
 
-def test_assign_has_a_compact_dtype_on_long_arrays():
+def test_assign_returns_int16_for_long_arrays():
     lengths = np.random.default_rng(0).integers(1, 513, 600_000).astype(np.int32)
     index = PLAN.assign(lengths)
     assert index.dtype == np.int16
     np.testing.assert_array_equal(index, lengths > 128)
 
 
-def test_assign_refuses_what_is_beyond_the_last_bucket():
+def test_assign_refuses_lengths_beyond_the_last_bucket():
     message = "`lengths[1]=513` is beyond the last bucket, `seq_len=512`. Plan with a"
     with pytest.raises(ValueError, match=re.escape(message)):
         PLAN.assign([512, 513])
@@ -106,7 +106,7 @@ def test_assign_refuses_what_is_beyond_the_last_bucket():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"buckets": ()}, "`buckets` is empty: a plan needs at least one shape"),
+        ({"buckets": ()}, "`buckets` is empty. A plan needs at least one shape"),
         ({"max_tokens": 1023}, "Bucket [8, 128] holds 1024 tokens, more than `max_t"),
         ({"max_tokens": 0}, "`max_tokens=0` must be a positive integer"),
         ({"max_tokens": 1e6}, "`max_tokens=1000000.0` is not an integer"),
@@ -116,16 +116,16 @@ def test_assign_refuses_what_is_beyond_the_last_bucket():
             {"overlong": "cut"},
             "`overlong='cut'`: choose 'error', 'drop', 'truncate'",
         ),
-        ({"buckets": PLAN.buckets[::-1]}, "seq_lens [512, 128]: sort them in strictly"),
-        ({"buckets": (Bucket(1, 8), Bucket(2, 8))}, "seq_lens [8, 8]: sort them"),
+        ({"buckets": PLAN.buckets[::-1]}, "seq_lens [512, 128]. Sort the buckets by"),
+        ({"buckets": (Bucket(1, 8), Bucket(2, 8))}, "seq_lens [8, 8]. Sort the"),
     ],
 )
-def test_a_plan_checks_itself(changes, message):
+def test_an_invalid_plan_is_refused(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         dataclasses.replace(PLAN, **changes)
 
 
-def test_a_plan_of_more_shapes_than_can_be_numbered_is_refused():
+def test_a_plan_with_too_many_shapes_for_int16_is_refused():
     buckets = [Bucket(1, length) for length in range(1, 2**15 + 1)]
     plan = BucketPlan(buckets[:-1], max_tokens=2**15)
     assert plan.assign([2**15 - 1]).tolist() == [2**15 - 2]
@@ -134,22 +134,22 @@ def test_a_plan_of_more_shapes_than_can_be_numbered_is_refused():
 
 
 def test_the_remedy_for_a_bucket_over_budget_works():
-    with pytest.raises(ValueError, match="Lower its batch_size to 7"):
+    with pytest.raises(ValueError, match="Lower its `batch_size` to 7"):
         BucketPlan((Bucket(8, 128),), max_tokens=1000)
     BucketPlan((Bucket(7, 128),), max_tokens=1000)
 
 
-def test_plans_go_to_json_and_back(problem):
+def test_from_json_inverts_to_json(problem):
     plan, _ = problem
     again = BucketPlan.from_json(plan.to_json())
     assert again == plan
     assert hash(again) == hash(plan)
     assert again.fingerprint == plan.fingerprint
-    # Others read it too.
+    # The JSON uses the names of the attributes.
     assert json.loads(plan.to_json())["max_tokens"] == plan.max_tokens
 
 
-def test_plans_of_numpy_integers_are_the_same_plans():
+def test_numpy_integers_do_not_change_the_fingerprint():
     plan = BucketPlan([Bucket(np.int32(8), np.int64(128))], max_tokens=np.int64(1024))
     assert plan.fingerprint == BucketPlan((Bucket(8, 128),), 1024).fingerprint
 
@@ -187,14 +187,14 @@ def edited(**changes) -> str:
     return json.dumps({k: v for k, v in fields.items() if v is not ...})
 
 
-def test_another_version_is_refused():
+def test_json_of_an_unknown_version_is_refused():
     with pytest.raises(ValueError, match="version 3; this jaxbucket reads versions 1"):
         BucketPlan.from_json(edited(version=3))
 
 
 @pytest.mark.parametrize("name", ["buckets", "max_tokens", "seq_len_multiple"])
 def test_json_without_a_field_is_refused(name):
-    with pytest.raises(ValueError, match=f"The plan lacks the field '{name}'"):
+    with pytest.raises(ValueError, match=f"The plan has no field '{name}'"):
         BucketPlan.from_json(edited(**{name: ...}))
 
 
@@ -210,13 +210,11 @@ def test_json_without_a_field_is_refused(name):
         ({"overlong": []}, "`overlong=[]`: choose 'error', 'drop', 'truncate'"),
     ],
 )
-def test_json_that_breaks_a_promise_is_refused(changes, message):
+def test_json_of_an_invalid_plan_is_refused(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         BucketPlan.from_json(edited(**changes))
 
 
-def test_buckets_must_be_buckets():
-    with pytest.raises(
-        ValueError, match=r"`buckets` holds \(8, 4\): make it a `Bucket"
-    ):
+def test_buckets_must_have_the_type_bucket():
+    with pytest.raises(ValueError, match=r"`buckets` contains \(8, 4\). Use `Bucket"):
         BucketPlan(((8, 4),), max_tokens=32)

@@ -5,8 +5,8 @@ import pytest
 
 from jaxbucket.base.permutation import fold, mix, permute
 
-# Around the size from which a Feistel network takes over, primes, squares, and sizes
-# just above and below a square, where cycle walking has most and least to do.
+# Small sizes, sizes around the threshold for the Feistel network, primes, squares, and
+# sizes just above and below a square, with the most and the least cycle walking.
 SIZES = [*range(1, 40), 1023, 1024, 1025, 1031, 4096, 4097, 10_000, 65_537, 99_856]
 
 
@@ -15,26 +15,26 @@ def whole(size: int, key: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_element_is_hit_once(size):
+def test_every_element_is_the_image_of_one_index(size):
     for key in (0, 1, 2**64 - 1):
         np.testing.assert_array_equal(np.sort(whole(size, key)), np.arange(size))
 
 
 @pytest.mark.parametrize("size", [1, 7, 1024, 1025, 10_000])
-def test_one_index_alone_goes_where_it_goes_among_all(size):
+def test_a_single_index_has_the_same_image_as_among_all(size):
     table = whole(size, key=5)
     for index in np.random.default_rng(size).integers(0, size, 20):
         assert permute(np.array([index]), size, key=5)[0] == table[index]
 
 
-def test_results_are_int64_of_the_shape_of_the_index():
+def test_results_are_int64_with_the_shape_of_the_index():
     for size in (10, 5000):
         for index in (np.arange(3, dtype=np.int32), np.zeros(0, np.int64)):
             out = permute(index, size, key=0)
             assert (out.dtype, out.shape) == (np.int64, index.shape)
 
 
-def test_far_indices_of_a_huge_set_stay_distinct_and_inside():
+def test_images_in_a_huge_set_are_distinct_and_in_range():
     size = 2**61 + 12_345
     index = np.random.default_rng(0).integers(0, size, 10_000)
     out = permute(index, size, key=3)
@@ -44,28 +44,29 @@ def test_far_indices_of_a_huge_set_stay_distinct_and_inside():
 
 
 @pytest.mark.parametrize("size", [50, 1024, 1025, 20_000])
-def test_another_key_is_another_permutation(size):
+def test_different_keys_give_different_permutations(size):
     tables = [whole(size, key) for key in range(20)]
     for i, a in enumerate(tables):
         for b in tables[:i]:
-            # Two random permutations agree in one place on average.
+            # Two random permutations agree at one index on average.
             assert np.count_nonzero(a == b) < 12
 
 
 @pytest.mark.parametrize("size", [3, 10, 1025])
-def test_every_element_goes_to_every_place_equally_often(size):
+def test_images_are_uniform_over_keys(size):
     keys, places = 6000, min(size, 15)
     first = np.array([permute(np.arange(2), size, key) for key in range(keys)])
     for column in first.T:
         counts = np.bincount(column * places // size, minlength=places)
         expected = np.bincount(np.arange(size) * places // size) * keys / size
         chi2 = ((counts - expected) ** 2 / expected).sum()
-        # Mean places - 1, standard deviation its root of twice: six of them.
+        # chi2 has mean places - 1 and variance 2 * (places - 1). The limit is six
+        # standard deviations above the mean.
         assert chi2 < places - 1 + 6 * np.sqrt(2 * (places - 1))
 
 
 @pytest.mark.parametrize("size", [900, 1025, 50_000])
-def test_neighbours_are_torn_apart(size):
+def test_images_of_neighbors_are_uncorrelated(size):
     table = whole(size, key=11).astype(float)
     bound = 5 / np.sqrt(size)
     assert abs(np.corrcoef(table, np.arange(size))[0, 1]) < bound
@@ -74,13 +75,13 @@ def test_neighbours_are_torn_apart(size):
 
 
 @pytest.mark.parametrize("size", [900, 5000])
-def test_keys_side_by_side_give_unrelated_permutations(size):
+def test_consecutive_keys_give_uncorrelated_permutations(size):
     tables = [whole(size, key).astype(float) for key in range(8)]
     correlations = np.corrcoef(tables)[np.triu_indices(8, 1)]
     assert np.abs(correlations).max() < 6 / np.sqrt(size)
 
 
-def test_fold_depends_on_every_number_and_on_their_order():
+def test_fold_depends_on_all_numbers_and_their_order():
     keys = [fold(), fold(0), fold(0, 0), fold(0, 1), fold(1, 0), fold(2**63), fold(1)]
     assert len(set(keys)) == len(keys)
     assert all(0 <= key < 2**64 for key in keys)
@@ -105,6 +106,6 @@ GOLDEN = {
 
 @pytest.mark.parametrize(("size", "key"), GOLDEN)
 def test_permutations_never_change(size, key):
-    # A run is resumed with these: a new digest means that old runs cannot be.
+    # Resumed runs depend on these values. If a digest changes, old runs cannot resume.
     table = whole(size, key).astype("<i8").tobytes()
     assert hashlib.blake2b(table, digest_size=8).hexdigest() == GOLDEN[size, key]

@@ -23,7 +23,7 @@ def dataset(
     return batch_dataset(source, schedule, num_steps=100)
 
 
-def test_positions_go_to_json_and_back():
+def test_from_dict_inverts_to_dict_through_json():
     position = dataset().position(7)
     text = json.dumps(position.to_dict())
     assert DataPosition.from_dict(json.loads(text)) == position
@@ -35,19 +35,19 @@ CHANGES = {
     "budget": ({"max_tokens": 24}, "plan max tokens 12 -> 24"),
     "policy": ({"overlong": "drop"}, "plan overlong error -> drop"),
     "grown": ({"source": [*SOURCE, {"x": [9]}]}, "data examples 6 -> 7"),
-    "other lengths": (
+    "different lengths": (
         {"source": [*SOURCE[:-2], {"x": [4] * 6}, {"x": [5] * 5}]},
         "data fingerprint",
     ),
-    "other contents": (
+    "different contents": (
         {"source": [*SOURCE[:-1], {"x": [0] * 6}]},
         "data fingerprint",
     ),
-    "other dtype": (
+    "different dtype": (
         {"source": [{"x": [float(x) for x in e["x"]]} for e in SOURCE]},
         "data fingerprint",
     ),
-    "other name": (
+    "different name": (
         {"source": [{**example, "y": 0} for example in SOURCE]},
         "data fingerprint",
     ),
@@ -55,25 +55,25 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_what_has_changed_is_named(case):
+def test_the_error_names_the_change(case):
     options, message = CHANGES[case]
     position = dataset().position(7)
     with pytest.raises(ValueError) as refusal:
         dataset(**options).resume(position)
     text = str(refusal.value)
-    assert text.startswith("Cannot go on at step 7, for what is trained on has changed")
+    assert text.startswith("Cannot resume at step 7, because the plan, the data or the")
     assert message in text
-    assert "go on deliberately with `schedule.continue_with(position)`" in text
+    assert "continue deliberately with `schedule.continue_with(position)`" in text
 
 
-def test_everything_that_has_changed_is_named():
+def test_the_error_names_every_change():
     with pytest.raises(ValueError) as refusal:
         dataset(seed=1, max_tokens=24).resume(dataset().position(7))
     assert "plan max tokens 12 -> 24; " in str(refusal.value)
     assert "schedule seed 0 -> 1." in str(refusal.value)
 
 
-def test_a_source_may_name_itself():
+def test_the_fingerprint_of_a_source_is_compared():
     class Versioned(list):
         fingerprint = "v1"
 
@@ -85,7 +85,7 @@ def test_a_source_may_name_itself():
         dataset(later).resume(position)
 
 
-def test_contents_are_read_from_a_few_examples():
+def test_a_position_reads_only_a_few_examples():
     class Counted(list):
         reads = 0
 
@@ -94,9 +94,9 @@ def test_contents_are_read_from_a_few_examples():
             return super().__getitem__(index)
 
     source = Counted([{"x": [1] * (1 + index % 9)} for index in range(5000)])
-    made = dataset(source, max_tokens=1000)
+    batches = dataset(source, max_tokens=1000)
     source.reads = 0
-    made.position(3)
+    batches.position(3)
     assert 2 <= source.reads <= 16
 
 
@@ -108,15 +108,15 @@ PADDINGS = {
 }
 
 
-@pytest.mark.parametrize("now", PADDINGS)
-@pytest.mark.parametrize("was", PADDINGS)
-def test_it_goes_on_with_the_padding_that_it_had(was, now):
+@pytest.mark.parametrize("new", PADDINGS)
+@pytest.mark.parametrize("old", PADDINGS)
+def test_a_run_resumes_only_with_the_same_padding(old, new):
     source = [{"x": [float(x) for x in example["x"]]} for example in SOURCE]
     schedule = BatchSchedule(plan_buckets(LENGTHS, max_tokens=12), LENGTHS)
-    position = batch_dataset(source, schedule, **PADDINGS[was]).position(1)
+    position = batch_dataset(source, schedule, **PADDINGS[old]).position(1)
     position = DataPosition.from_dict(json.loads(json.dumps(position.to_dict())))
-    dataset = batch_dataset(source, schedule, **PADDINGS[now])
-    if was == now:
+    dataset = batch_dataset(source, schedule, **PADDINGS[new])
+    if old == new:
         dataset.resume(position)
     else:
         message = "schedule (sequences|pad value) .* -> "
@@ -139,19 +139,19 @@ FIELDS = dataset().position(3).to_dict()
         {**FIELDS, "plan": {}},
     ],
 )
-def test_what_is_no_position_is_refused(fields):
-    message = "no `DataPosition`. Pass what `position.to_dict()` gave"
+def test_an_invalid_position_is_refused(fields):
+    message = "not a valid `DataPosition`. Pass the result of `position.to_dict()`"
     with pytest.raises(ValueError, match=re.escape(message)):
         DataPosition.from_dict(fields)
 
 
-def test_a_step_that_is_no_integer_is_refused():
+def test_a_step_that_is_not_an_integer_is_refused():
     with pytest.raises(ValueError, match="`step='3'` is not an integer"):
         DataPosition.from_dict({**FIELDS, "step": "3"})
     with pytest.raises(ValueError, match="`step=2.5` is not an integer"):
         dataset().position(2.5)
 
 
-def test_the_same_position_is_no_change():
+def test_positions_of_one_run_may_differ_in_the_step():
     position = dataset().position(7)
     position.check_same(dataclasses.replace(position, step=9))

@@ -1,4 +1,4 @@
-"""Bars, on a terminal alone, and of calls that take long alone."""
+"""Progress bars are shown only on a terminal, and only for slow calls."""
 
 import io
 import sys
@@ -16,15 +16,16 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(
-    monkeypatch, stream: io.StringIO, seconds: float | None, patience: float
+def output_of(
+    monkeypatch, stream: io.StringIO, seconds: float | None, delay: float
 ) -> str:
+    """Returns the output of a call that takes `seconds`; None waits for the bar."""
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "_PATIENCE", patience)
+    monkeypatch.setattr(progress, "_DELAY", delay)
 
     @bar_if_slow("Inner")
     def inner() -> int:
-        # Until it is there, however busy the machine.
+        # Waits for the bar to appear, because the machine may be busy.
         end = time.monotonic() + (60 if seconds is None else seconds)
         while time.monotonic() < end and "Waiting" not in stream.getvalue():
             time.sleep(0.01)
@@ -36,7 +37,7 @@ def shown(
 
     before = threading.active_count()
     during = wait()
-    # rich does not wait for the thread that draws.
+    # rich does not wait for its thread that draws the bar.
     end = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.01)
@@ -45,20 +46,20 @@ def shown(
     return stream.getvalue()
 
 
-def test_a_slow_call_has_one_bar_on_a_terminal(monkeypatch):
-    text = shown(monkeypatch, Terminal(), seconds=None, patience=0.01)
+def test_a_slow_call_shows_one_bar_on_a_terminal(monkeypatch):
+    text = output_of(monkeypatch, Terminal(), seconds=None, delay=0.01)
     assert "Waiting" in text and "Inner" not in text
 
 
-def test_a_quick_call_has_none(monkeypatch):
-    assert shown(monkeypatch, Terminal(), seconds=0.0, patience=60) == ""
+def test_a_quick_call_shows_no_bar(monkeypatch):
+    assert output_of(monkeypatch, Terminal(), seconds=0.0, delay=60) == ""
 
 
-def test_nor_has_one_without_a_terminal(monkeypatch):
-    assert shown(monkeypatch, io.StringIO(), seconds=0.05, patience=0.001) == ""
+def test_no_bar_is_shown_without_a_terminal(monkeypatch):
+    assert output_of(monkeypatch, io.StringIO(), seconds=0.05, delay=0.001) == ""
 
 
-def test_what_is_raised_takes_the_bar_away(monkeypatch):
+def test_the_lock_is_released_after_an_exception(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
 
     @bar_if_slow("Failing")
@@ -68,4 +69,4 @@ def test_what_is_raised_takes_the_bar_away(monkeypatch):
     for _ in range(2):
         with pytest.raises(KeyError):
             fail()
-    assert not progress._shown.locked()
+    assert not progress._bar_lock.locked()

@@ -168,14 +168,14 @@ def test_planning_does_not_import_jax(files):
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
-        (b"", "x.npy", "`x.npy` is empty: there is no example"),
-        (b"", "x.npz", "`x.npz` is empty: there is no example"),
+        (b"", "x.npy", "`x.npy` is empty. Pass a file with at"),
+        (b"", "x.npz", "`x.npz` is empty. Pass a file with at"),
         (b"\x93NUMPY", "x.npy", "is not a complete numpy file"),
         (b"3\n4.5\n", "x.txt", "`x.txt`, line 2: '4.5' is not an integer"),
         (b"three\n", "x.txt", "`x.txt`, line 1: 'three' is not an integer"),
         (b"\xff\xfe", "x.txt", "`x.txt`, line 1 is not UTF-8 text"),
-        (b"", "x.txt", "`x.txt` is empty: there is no example"),
-        (b"3\n0\n", "x.txt", "`x.txt`, line 2: the length is 0, and not from 1"),
+        (b"", "x.txt", "`x.txt` is empty. Pass a file with at"),
+        (b"3\n0\n", "x.txt", "`x.txt`, line 2: the length is 0, but must be from"),
         (b"9\n500\n", "x.txt", "`max_tokens=64` holds 0 rows of `seq_len=500`"),
     ],
 )
@@ -195,19 +195,19 @@ def test_every_truncated_numpy_file_is_refused(files):
 
 
 def test_a_missing_column_lists_the_columns_of_the_file(files):
-    message = "has ['lengths', 'others']: name one of them by `--column`"
+    message = "has columns ['lengths', 'others']. Choose one by `--column`"
     assert message in refused("plan", "two.npz", "--max-tokens", 500)
     assert message in refused("plan", "two.npz", "--max-tokens", 500, "--column", "x")
 
 
 def test_a_column_of_a_text_file_is_refused(files):
     output = refused("plan", "lengths.txt", "--max-tokens", 500, "--column", "x")
-    assert "has no columns: leave out `--column x`" in output
+    assert "has no columns. Remove `--column x`" in output
 
 
 def test_a_column_of_an_npy_file_is_refused(files):
     output = refused("plan", "lengths.npy", "--max-tokens", 500, "--column", "x")
-    assert "has one array, without a name" in output
+    assert "has one array without a name" in output
 
 
 def test_npy_and_npz_files_may_have_swapped_suffixes(files):
@@ -398,18 +398,18 @@ def test_compare_has_the_numbers_of_compare_plans(files):
         (("--max-tokens", "9,8"), "`max_tokens` has 2 budgets, one for each bucket"),
         (
             ("--max-tokens", "8192,8192", "--boundaries", "512"),
-            "`max_tokens` has 2 budgets for 1 boundaries. Give one for each.",
+            "`max_tokens` has 2 budgets for 1 boundaries. Pass one for each",
         ),
         (("--max-tokens", "m:f"), "`m:f`: "),
         ((*OPTIONS, "--boundaries", "even"), "`boundaries='even'`: choose one of"),
-        ((*BUDGET, "--boundaries", "512,64"), "`boundaries`: 64 after 512."),
-        ((*BUDGET, "--boundaries", "64,64,512"), "`boundaries`: 64 after 64."),
+        ((*BUDGET, "--boundaries", "512,64"), "`boundaries` has 64 after 512."),
+        ((*BUDGET, "--boundaries", "64,64,512"), "`boundaries` has 64 after 64."),
         (
             ("--shapes", "8*512"),
             "`--shapes 8*512` is not a list of B x T. Give shapes such as 32x",
         ),
         (("--shapes", "8x512x2"), "`--shapes 8x512x2` is not a list of B x T"),
-        (("--shapes", "8x512,16x512"), "strictly increasing order"),
+        (("--shapes", "8x512,16x512"), "by strictly increasing `seq_len`"),
         (("--shapes", "8x100"), "is beyond the last bucket, `seq_len=100`"),
         (
             ("--shapes", "8x512", "--max-tokens", 1024),
@@ -417,10 +417,10 @@ def test_compare_has_the_numbers_of_compare_plans(files):
         ),
         ((*OPTIONS, "--num-buckets", "few"), "`--num-buckets few` is not a number of"),
         ((*OPTIONS, "--num-buckets", "0"), "`--num-buckets 0` is not a number of sh"),
-        (AUTO, "`compile_seconds` is missing: say what compiling one shape takes"),
+        (AUTO, "`compile_seconds` is missing. Pass the time to compile one shape"),
         (
             (*OPTIONS, "--num-buckets", "auto", "--compile-seconds", 3),
-            "counts tokens, and compiling is weighed in seconds",
+            "counts tokens, but compile time is measured in seconds",
         ),
         ((*AUTO, "--compile-seconds", -1), "`compile_seconds=-1.0` must be a positive"),
         (
@@ -568,7 +568,7 @@ def test_plan_and_report_read_the_files_of_measure(corpus):
     result = run("report", "plan.json", "corpus.jsonl", "--column", "id", "--json")
     assert json.loads(result)["report"]["examples"] == len(TEXTS)
     output = refused("plan", "texts.txt", "--max-tokens", 500)
-    assert "measure them by `jaxbucket measure --unit`" in output
+    assert "measure texts with `jaxbucket measure --unit`" in output
 
 
 def test_the_summary_of_lengths_has_every_number(corpus):
@@ -606,16 +606,19 @@ def test_a_histogram_is_drawn(corpus, name):
     ("arguments", "message"),
     [
         (["nowhere.txt"], "`nowhere.txt` does not exist. Name a file, or a function"),
-        (["."], "`.` is a folder. Name a file in it"),
+        (["."], "`.` is a folder. Pass the path of a file"),
         (["nowhere:f"], "`nowhere:f`: nowhere cannot be imported: ModuleNotFoundError"),
-        (["json:nothing"], "`json:nothing`: json has no 'nothing', but ['detect_enc"),
-        (["texts.txt"], "is not an integer. Mend it; where these are texts, measure"),
-        (["corpus.jsonl"], "`corpus.jsonl` has ['text', 'id']: name one of them by"),
-        (["corpus.jsonl", "--column", "x"], "has ['text', 'id']: name one of them by"),
+        (["json:nothing"], "`json:nothing`: json has no 'nothing'. Choose one"),
+        (["texts.txt"], "is not an integer. Fix it, or measure texts"),
+        (["corpus.jsonl"], "`corpus.jsonl` has columns ['text', 'id']. Choose one by"),
+        (
+            ["corpus.jsonl", "--column", "x"],
+            "has columns ['text', 'id']. Choose one by",
+        ),
         (["texts.txt", "--length-fn", "len"], "`len` must be `module:function`"),
         (
             ["texts.txt", "--unit", "bytes", "--length-fn", "builtins:len"],
-            "`--unit bytes` and `--length-fn` both say",
+            "`--unit bytes` and `--length-fn` both define",
         ),
         (
             ["texts.txt", "--num-workers", 2],
@@ -750,7 +753,7 @@ def test_an_empty_option_is_refused(files, option):
         ('{"[8, true]": 1}', "a shape is two integers."),
         ('{"[8, 512]": 0.1, "[8, 512]": 5}', "a shape occurs twice."),
         ('{"[8, 512]": 0.1, "[8,512]": 5}', "a shape occurs twice."),
-        ('{"[8, 512]": 1e-310}', "next to nothing for B * T^2"),
+        ('{"[8, 512]": 1e-310}', "too small for B * T^2"),
         ('{"[8, 512]": "x"}', "`seconds[[8, 512]]='x'` must be a positive"),
     ],
 )
@@ -892,13 +895,13 @@ def test_arrays_of_python_objects_are_refused(files, name):
     objects = np.array([[1], [2, 3]], dtype=object)
     (np.save if name == "x.npy" else np.savez)(name, objects)
     output = refused("measure", name)
-    assert f"`{name}` holds Python objects, and not numbers. Save the" in output
+    assert f"`{name}` contains Python objects instead of numbers. Save" in output
     assert "pickle" not in output
 
 
 def test_compare_refuses_invalid_boundaries(files):
     output = refused("compare", "lengths.npy", *OPTIONS[:4], "--boundaries", "0,512")
-    assert "`boundaries`: 0 after 0. Pass increasing multiples" in output
+    assert "`boundaries` has 0 after 0. Pass increasing multiples" in output
 
 
 def test_too_many_chunks_for_the_memory_end_in_a_message(files):
@@ -906,7 +909,7 @@ def test_too_many_chunks_for_the_memory_end_in_a_message(files):
     split = ("--max-tokens", 64, "--max-seq-len", 1, "--overlong", "split")
     assert f"{10_000 * (2**31 - 1):,} chunks" in run("plan", "long.npy", *split)
     output = refused("plan", "long.npy", *split, "--plot", "x.png")
-    assert "whose lengths take 80000.0 GiB: more memory than there is" in output
+    assert "whose lengths need 80000.0 GiB: more memory than this machine" in output
 
 
 SIZES = """
@@ -946,18 +949,18 @@ def ending(): return Ending(3)
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("huge", "`len(source)` raises OverflowError: cannot fit 'int' into an index"),
+        ("huge", "`len(source)` raised OverflowError: cannot fit 'int' into an index"),
         ("much", "MemoryError: Unable to allocate"),
-        ("negative", "`len(source)` raises ValueError: __len__() should return >= 0"),
-        ("broken", "`len(source)` raises TypeError: 'float' object cannot be inter"),
-        ("none", "`len(source)` raises TypeError: 'NoneType' object cannot be inter"),
+        ("negative", "`len(source)` raised ValueError: __len__() should return >= 0"),
+        ("broken", "`len(source)` raised TypeError: 'float' object cannot be inter"),
+        ("none", "`len(source)` raised TypeError: 'NoneType' object cannot be inter"),
         (
             "lost",
-            "`len(source)` raises KeyError: 'size'. Give a source whose `__len__`",
+            "`len(source)` raised KeyError: 'size'. Pass a source whose `__len__`",
         ),
-        ("empty", "`source` is empty: there is no example to measure"),
-        ("kind", "returns <class 'sizes.Source'>. Return a source with `len` and"),
-        ("odd", "Return a source with `len` and indices"),
+        ("empty", "`source` is empty. Pass a source with at least"),
+        ("kind", "returned <class 'sizes.Source'>. Return a random-access source"),
+        ("odd", "Return a random-access source, an"),
         ("ending", "SystemExit: 4"),
     ],
 )

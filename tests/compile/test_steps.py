@@ -903,7 +903,7 @@ def test_a_longer_bucket_is_filled_as_batches_are():
     ("pad_value", "message"),
     [
         (-100, "would fill 2 features"),
-        ({"score": 1}, "names ['score'], and the padded features are ['labels', 'x']"),
+        ({"score": 1}, "names ['score'], but the padded features are ['labels', 'x']"),
         ({"labels": 0.5}, "'labels' is int32, which cannot hold it"),
         ("0", "is not a number"),
     ],

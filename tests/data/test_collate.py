@@ -11,7 +11,7 @@ from jaxbucket.data.example import example_length
 
 
 def random_rows(seed: int, bucket: Bucket) -> list[dict | None]:
-    """Examples of every length up to T, with empty rows between and behind."""
+    """Examples of every length up to T, with empty rows between and after them."""
     rng = np.random.default_rng(seed)
     rows: list[dict | None] = []
     for _ in range(int(rng.integers(1, bucket.batch_size + 1))):
@@ -28,7 +28,7 @@ def random_rows(seed: int, bucket: Bucket) -> list[dict | None]:
 
 
 def padded(rows, name: str, bucket: Bucket, pad_value: float) -> np.ndarray:
-    """The oracle: one row at a time."""
+    """The reference implementation, one row at a time."""
     like = next(row[name] for row in rows if row is not None)
     shape = (bucket.batch_size, bucket.seq_len, *like.shape[1:])
     out = np.full(shape, pad_value, like.dtype)
@@ -47,9 +47,9 @@ def test_sequences_are_padded_and_the_rest_is_stacked(seed):
     batch = collate_rows(rows, bucket, sequences=sequences, pad_value=pads)
     assert batch.bucket == bucket
     for name in sequences:
-        want = padded(rows, name, bucket, pads.get(name, 0))
-        np.testing.assert_array_equal(batch.features[name], want)
-        assert batch.features[name].dtype == want.dtype
+        expected = padded(rows, name, bucket, pads.get(name, 0))
+        np.testing.assert_array_equal(batch.features[name], expected)
+        assert batch.features[name].dtype == expected.dtype
     for name in ("label", "speaker"):
         stacked = batch.features[name]
         assert (stacked.shape, stacked.dtype) == ((6,), rows[0][name].dtype)
@@ -57,7 +57,7 @@ def test_sequences_are_padded_and_the_rest_is_stacked(seed):
             assert stacked[number] == (0 if row is None else row[name])
     lengths = [0 if row is None else len(row["tokens"]) for row in rows]
     lengths += [0] * (6 - len(rows))
-    # Everything about validity, from the lengths.
+    # The derived properties follow from the lengths.
     real = np.arange(9) < np.array(lengths)[:, None]
     (ids,), (positions,) = batch.segment_ids.values(), batch.positions.values()
     np.testing.assert_array_equal(ids, real)
@@ -74,22 +74,22 @@ def test_unbatch_is_the_inverse(seed):
     examples = [row for row in rows if row is not None]
     back = unbatch(collate_rows(rows, bucket))
     assert len(back) == len(examples)
-    for got, want in zip(back, examples, strict=True):
-        assert got.keys() == want.keys()
-        for name in want:
-            np.testing.assert_array_equal(got[name], want[name])
-            assert got[name].dtype == want[name].dtype
+    for result, expected in zip(back, examples, strict=True):
+        assert result.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_array_equal(result[name], expected[name])
+            assert result[name].dtype == expected[name].dtype
 
 
-def test_unbatch_tells_a_vector_as_long_as_the_bucket_by_its_name():
-    # A feature [3] of each example, in a bucket with T = 3.
+def test_unbatch_needs_names_if_a_vector_has_the_length_of_the_bucket():
+    # Each example has a feature of shape [3], and the bucket has T = 3.
     rows = [{"x": np.arange(2), "v": np.arange(3.0)}]
     batch = collate_rows(rows, Bucket(1, 3), sequences=["x"])
     (back,) = unbatch(batch, sequences=["x"])
     assert back["v"].tolist() == [0, 1, 2]
 
 
-def test_a_vector_of_each_example_is_stacked_where_sequences_are_named():
+def test_a_vector_is_stacked_if_sequences_are_named():
     rows = [
         {"x": np.arange(2), "v": np.arange(3)},
         {"x": np.arange(4), "v": np.ones(3, int)},
@@ -99,19 +99,19 @@ def test_a_vector_of_each_example_is_stacked_where_sequences_are_named():
     assert set(batch.segment_ids) == {"x"}
 
 
-def test_one_name_alone_is_taken():
+def test_a_single_name_may_be_a_string():
     batch = collate_rows([{"x": [1], "v": [1, 2]}], Bucket(1, 2), sequences="x")
     assert batch.features["v"].tolist() == [[1, 2]]
 
 
-def test_long_examples_are_cut_where_asked():
+def test_long_examples_are_truncated_on_request():
     rows = [{"x": np.arange(5)}, {"x": np.arange(2)}]
     batch = collate_rows(rows, Bucket(2, 3), truncate=True)
     assert batch.features["x"].tolist() == [[0, 1, 2], [0, 1, 0]]
     assert batch.num_tokens == 5
 
 
-def test_empty_rows_alone_take_their_features_from_an_example():
+def test_features_of_an_empty_batch_come_from_like():
     batch = collate_rows([], Bucket(2, 3), like={"x": np.zeros((1, 4), np.float16)})
     assert batch.features["x"].shape == (2, 3, 4)
     assert batch.features["x"].dtype == np.float16
@@ -132,33 +132,45 @@ X = {"x": np.arange(3)}
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([X] * 3, {}, "`rows` has 3 entries, more than the 2 of bucket [2, 4]"),
-        ([None], {}, "All rows are empty: pass `like=`"),
-        ([], {}, "All rows are empty: pass `like=`"),
-        ([X, {"x": np.arange(5)}], {}, "Row 1 has length 5, beyond `seq_len=4`. Put"),
-        ([X, {"x": np.arange(0)}], {}, "Row 1 has length 0. Leave empty examples out"),
-        ([X, {"y": np.arange(3)}], {}, "Row 1 has features ['y'], others have ['x']"),
+        ([X] * 3, {}, "`rows` has 3 entries, but bucket [2, 4] has 2 rows"),
+        ([None], {}, "All rows are empty. Pass `like=`"),
+        ([], {}, "All rows are empty. Pass `like=`"),
+        ([X, {"x": np.arange(5)}], {}, "Row 1 has length 5, beyond `seq_len=4`. Use"),
+        ([X, {"x": np.arange(0)}], {}, "Row 1 has length 0. Remove empty examples"),
+        (
+            [X, {"y": np.arange(3)}],
+            {},
+            "Row 1 has features ['y'], but others have ['x']",
+        ),
         (
             [X, {"x": np.ones(3)}],
             {},
-            "Row 1: feature 'x' is float64[3], in the first exa",
+            "Row 1: feature 'x' is float64[3], but int64[3] in the",
         ),
-        ([X, {"x": np.ones((3, 2), int)}], {}, "Row 1: feature 'x' is int64[3, 2], in"),
+        (
+            [X, {"x": np.ones((3, 2), int)}],
+            {},
+            "Row 1: feature 'x' is int64[3, 2], but",
+        ),
         ([X, {"x": 5}], {}, "Row 1: feature 'x' is int64[]"),
         ([{"x": [1], "y": [1, 2]}], {}, "different lengths, {'x': 1, 'y': 2}. Name"),
-        ([{"label": 5}], {}, "The example ['label'] has no sequence. Give it an array"),
-        ([X], {"sequences": []}, "has no sequence. Name at least one in `sequences`"),
+        ([{"label": 5}], {}, "The example ['label'] has no sequence feature. Add a"),
+        (
+            [X],
+            {"sequences": []},
+            "has no sequence feature. Name at least one in `sequences`",
+        ),
         ([X], {"sequences": ["z"]}, "`sequences=['z']`: ['z'] are not arrays with a"),
         ([{"x": [1], "n": 3}], {"sequences": ["n"]}, "['n'] are not arrays with a"),
-        ([X], {"like": {"y": [1]}}, "Row 0 has features ['x'], others have ['y']"),
+        ([X], {"like": {"y": [1]}}, "Row 0 has features ['x'], but others have ['y']"),
     ],
 )
-def test_rows_that_make_no_batch_are_refused(rows, options, message):
+def test_invalid_rows_are_refused(rows, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         collate_rows(rows, Bucket(2, 4), **options)
 
 
-def test_the_length_of_an_example_is_that_of_its_sequences():
+def test_the_length_of_an_example_is_the_length_of_its_sequences():
     assert example_length({"x": [1, 2, 3], "y": np.ones((3, 4)), "label": 1}) == 3
     assert example_length({"x": [1, 2], "y": [1]}, ["y"]) == 1
     with pytest.raises(ValueError, match="The example has length 0"):
@@ -174,7 +186,7 @@ def test_the_length_of_an_example_is_that_of_its_sequences():
         *(("c8", 1e39), (jnp.bfloat16, 1e39), (jnp.int4, 8)),
         *((jnp.float8_e4m3fn, float("inf")), (jnp.float8_e4m3fn, 2**64)),
         *((jnp.bfloat16, 10**400), (jnp.int4, 2**64), (jnp.int4, 10**400)),
-        # Those that have no infinity are cut off at their largest number.
+        # Dtypes without infinity saturate at their largest number.
         *((jnp.float4_e2m1fn, 1e300), (jnp.float4_e2m1fn, 7), ("f2", 65520)),
         *((ml_dtypes.float6_e2m3fn, -8), (ml_dtypes.float6_e2m3fn, float("inf"))),
     ],
@@ -186,7 +198,7 @@ def test_a_pad_value_that_its_dtype_cannot_hold_is_refused(dtype, pad_value):
         collate_rows(rows, Bucket(2, 4), pad_value=pad_value)
 
 
-def test_a_pad_value_that_its_dtype_holds_is_taken():
+def test_a_pad_value_that_its_dtype_can_hold_is_used():
     nan, inf = float("nan"), float("inf")
     held = [
         *(("u1", 255), ("i4", -100), ("?", True), ("i8", 2**63 - 1), ("u8", 2**63)),
@@ -199,24 +211,24 @@ def test_a_pad_value_that_its_dtype_holds_is_taken():
         batch = collate_rows(
             [{"x": np.ones(2, dtype)}], Bucket(1, 3), pad_value=pad_value
         )
-        want = np.array([1, 1, 0], dtype)
-        want[2] = pad_value
-        assert batch.features["x"].dtype == want.dtype
-        assert batch.features["x"].tobytes() == want.tobytes()
+        expected = np.array([1, 1, 0], dtype)
+        expected[2] = pad_value
+        assert batch.features["x"].dtype == expected.dtype
+        assert batch.features["x"].tobytes() == expected.tobytes()
 
 
-def test_one_number_does_not_fill_several_features():
+def test_one_nonzero_number_for_several_features_is_refused():
     rows = [{"tokens": np.ones(2, "i4"), "labels": np.ones(2, "i4"), "index": 1}]
     bucket = Bucket(1, 3)
     message = (
-        "`pad_value=-100` would fill 2 features. Say which of them: "
-        "`pad_value={'tokens': -100, 'labels': -100}`"
+        "`pad_value=-100` would fill 2 features. Pass a dict of the features that are "
+        "not padded with 0: `pad_value={'tokens': -100, 'labels': -100}`"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         collate_rows(rows, bucket, pad_value=-100)
     with pytest.raises(ValueError, match="`pad_value=nan` would fill 2 features"):
         collate_rows(rows, bucket, pad_value=float("nan"))
-    # 0 is what all have that are not named.
+    # 0 is the default for all features.
     for pad_value in ({"labels": -100}, {"labels": np.int64(-100), "tokens": 0}):
         batch = collate_rows(rows, bucket, pad_value=pad_value)
         assert batch.features["tokens"].tolist() == [[1, 1, 0]]
@@ -226,15 +238,15 @@ def test_one_number_does_not_fill_several_features():
 @pytest.mark.parametrize(
     ("pad_value", "message"),
     [
-        ({"label": 1}, "`pad_value` names ['label'], and the padded features are "),
-        ({"index": 1}, "`pad_value` names ['index'], and the padded features are "),
+        ({"label": 1}, "`pad_value` names ['label'], but the padded features are "),
+        ({"index": 1}, "`pad_value` names ['index'], but the padded features are "),
         ({"labels": "x"}, "`pad_value['labels']='x'` is not a number"),
         (None, "`pad_value=None` is not a number"),
         ([1, 2], "`pad_value=[1, 2]` is not a number"),
         ({1: 2, "labels": 3}, "`pad_value` names [1], which are not strings"),
     ],
 )
-def test_a_pad_value_of_no_padded_feature_is_refused(pad_value, message):
+def test_a_pad_value_for_a_feature_that_is_not_padded_is_refused(pad_value, message):
     rows = [{"tokens": [1], "labels": [1], "index": 1}]
     with pytest.raises(ValueError, match=re.escape(message)):
         collate_rows(rows, Bucket(1, 3), pad_value=pad_value)
@@ -244,14 +256,14 @@ def test_a_pad_value_of_no_padded_feature_is_refused(pad_value, message):
 def test_a_ragged_feature_is_named_with_its_row(row):
     rows = [{"x": [[1, 2]], "label": 1}] * 3
     rows[row] = {"x": [[1, 2], [3]], "label": 1}
-    message = f"Row {row}: feature 'x' is ragged, so that it is not an array. Give all"
+    message = f"Row {row}: feature 'x' is ragged, so it cannot be an array. Give all"
     with pytest.raises(ValueError, match=re.escape(message)):
         collate_rows(rows, Bucket(3, 4))
     with pytest.raises(ValueError, match="Feature 'x' is ragged"):
         example_length(rows[row])
 
 
-def test_an_example_that_is_no_dict_is_refused():
+def test_an_example_that_is_not_a_dict_is_refused():
     for row, examples in enumerate(([[1, 2]], [{"x": [1]}, [1, 2]])):
         with pytest.raises(ValueError, match=f"Row {row} is a list, not a dict of arr"):
             collate_rows(examples, Bucket(2, 4))
@@ -259,7 +271,7 @@ def test_an_example_that_is_no_dict_is_refused():
         example_length(np.ones(3))
 
 
-def test_a_mask_is_not_lost():
+def test_a_masked_array_is_refused():
     rows = [{"x": np.ma.array([1, 2], mask=[0, 0])}, {"x": [3, 4]}]
     assert collate_rows(rows, Bucket(2, 2)).features["x"].tolist() == [[1, 2], [3, 4]]
     rows[1] = {"x": np.ma.array([1, 2], mask=[0, 1])}
@@ -279,8 +291,8 @@ def test_unbatch_refuses_sequences_that_were_not_padded(sequences):
     batch = collate_rows([example], Bucket(2, 3), sequences=["tokens"])
     with pytest.raises(ValueError, match="`sequences` names '.*', which must be a fea"):
         unbatch(batch, sequences=sequences)
-    (found,) = unbatch(batch, sequences="tokens")
-    assert found["tokens"].tolist() == [1, 2] and len(found["frames"]) == 9
+    (example,) = unbatch(batch, sequences="tokens")
+    assert example["tokens"].tolist() == [1, 2] and len(example["frames"]) == 9
 
 
 @pytest.mark.parametrize("dtype", ["M8[s]", "m8[ns]"])
@@ -293,6 +305,6 @@ def test_times_are_refused(dtype):
 def test_text_and_objects_are_refused(value):
     rows = [{"x": [1], "name": value}] * 2
     with pytest.raises(
-        ValueError, match="Feature 'name' is text or an object, .*leave"
+        ValueError, match="Feature 'name' is text or an object, .*Remove"
     ):
         collate_rows(rows, Bucket(2, 4))

@@ -18,7 +18,7 @@ from jaxbucket.data import DataPosition, RowShard, unbatch
 
 
 class Source:
-    """Examples of given lengths, made when they are read, which is recorded."""
+    """Examples of given lengths, computed on demand. Records the reads."""
 
     def __init__(self, lengths: np.ndarray):
         self.lengths = lengths
@@ -40,13 +40,13 @@ def assert_equal(a: Batch, b: Batch) -> None:
         assert x.tobytes() == y.tobytes()
 
 
-def job(seed: int = 0, **options) -> tuple[Source, BatchSchedule]:
+def make_job(seed: int = 0, **options) -> tuple[Source, BatchSchedule]:
     lengths = np.random.default_rng(seed).integers(1, 60, 150)
     plan = plan_buckets(lengths, max_tokens=960, num_buckets=3, batch_size_multiple=8)
     return Source(lengths), BatchSchedule(plan, lengths, seed=seed, **options)
 
 
-def test_batches_hold_the_examples_of_the_schedule(problem):
+def test_batches_contain_the_examples_of_the_schedule(problem):
     source, schedule = Source(problem.lengths), BatchSchedule(*problem, seed=2)
     dataset = batch_dataset(source, schedule)
     assert len(dataset) == len(schedule)
@@ -57,13 +57,15 @@ def test_batches_hold_the_examples_of_the_schedule(problem):
         examples = iter(unbatch(batch, sequences=["tokens"]))
         for row in indices.rows:
             if row >= 0:
-                got, want = next(examples), source[row]
-                assert got["index"] == row
-                assert got["tokens"].tolist() == want["tokens"][:longest].tolist()
+                result, expected = next(examples), source[row]
+                assert result["index"] == row
+                assert (
+                    result["tokens"].tolist() == expected["tokens"][:longest].tolist()
+                )
         assert next(examples, None) is None
 
 
-def test_real_lengths_make_batches_of_the_plan(real_lengths):
+def test_batches_of_real_lengths_have_buckets_of_the_plan(real_lengths):
     plan = plan_buckets(
         real_lengths,
         max_tokens=8 * int(real_lengths.max()),
@@ -89,8 +91,8 @@ def test_real_lengths_make_batches_of_the_plan(real_lengths):
         [(part,) for part in range(8)],
     ],
 )
-def test_hosts_load_their_rows_of_the_same_batches(hosts):
-    source, schedule = job()
+def test_each_host_loads_its_rows_of_the_same_batches(hosts):
+    source, schedule = make_job()
     whole = batch_dataset(source, schedule)
     shards = [RowShard(parts, 8) for parts in hosts]
     local = [batch_dataset(source, schedule, shard=shard) for shard in shards]
@@ -98,14 +100,16 @@ def test_hosts_load_their_rows_of_the_same_batches(hosts):
         batch = whole[step]
         size = batch.bucket.batch_size
         for shard, dataset in zip(shards, local, strict=True):
-            own = shard.rows(size)
-            assert_equal(dataset[step], jax.tree.map(lambda x, own=own: x[own], batch))
+            rows = shard.rows(size)
+            assert_equal(
+                dataset[step], jax.tree.map(lambda x, rows=rows: x[rows], batch)
+            )
         rows = np.concatenate([shard.rows(size) for shard in shards])
         assert set(rows) == set(range(size))
 
 
 def test_only_the_examples_of_the_shard_are_read():
-    source, schedule = job()
+    source, schedule = make_job()
     shard = RowShard((1, 6), 8)
     dataset = batch_dataset(source, schedule, shard=shard)
     dataset[0]
@@ -119,7 +123,7 @@ def test_only_the_examples_of_the_shard_are_read():
 
 @pytest.mark.parametrize("order", ["shuffled", "source"])
 def test_resuming_at_any_step_gives_the_batches_of_the_whole_run(order):
-    source, schedule = job(order=order)
+    source, schedule = make_job(order=order)
     end = 2 * len(schedule) + 3
     whole = list(batch_dataset(source, schedule, num_steps=end))
     assert len(whole) == end
@@ -131,8 +135,8 @@ def test_resuming_at_any_step_gives_the_batches_of_the_whole_run(order):
 
 
 @pytest.mark.parametrize("start", [0, 7])
-def test_a_checkpoint_of_the_iterator_goes_on_where_it_was(start):
-    source, schedule = job()
+def test_a_restored_iterator_checkpoint_continues_with_the_next_batch(start):
+    source, schedule = make_job()
     dataset = batch_dataset(
         source, schedule, start_step=start, num_steps=len(schedule) + 5
     ).to_iter_dataset()
@@ -140,14 +144,14 @@ def test_a_checkpoint_of_the_iterator_goes_on_where_it_was(start):
 
 
 def test_the_state_of_the_iterator_is_one_integer():
-    iterator = iter(batch_dataset(*job()).to_iter_dataset())
+    iterator = iter(batch_dataset(*make_job()).to_iter_dataset())
     next(iterator)
     next(iterator)
     assert iterator.get_state() == {"next_index": 2}
 
 
 def test_a_run_ends_with_the_epoch_it_starts_in():
-    source, schedule = job()
+    source, schedule = make_job()
     size = len(schedule)
     assert len(batch_dataset(source, schedule)) == size
     assert len(batch_dataset(source, schedule, start_step=3)) == size - 3
@@ -156,14 +160,14 @@ def test_a_run_ends_with_the_epoch_it_starts_in():
 
 
 def test_elements_beyond_the_end_are_later_steps():
-    source, schedule = job()
+    source, schedule = make_job()
     dataset = batch_dataset(source, schedule)
     later = batch_dataset(source, schedule, start_step=len(schedule))
     assert_equal(dataset[len(dataset)], later[0])
 
 
-def test_it_is_a_map_dataset_like_any_other():
-    source, schedule = job()
+def test_the_dataset_supports_the_map_dataset_interface():
+    source, schedule = make_job()
     dataset = batch_dataset(source, schedule)
     assert isinstance(dataset, grain.MapDataset)
     assert [b.bucket for b in dataset[2:6:2]] == [dataset[2].bucket, dataset[4].bucket]
@@ -171,13 +175,13 @@ def test_it_is_a_map_dataset_like_any_other():
     assert sum(tokens) == source.lengths.sum()
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
     threaded = list(dataset.to_iter_dataset(options))
-    for got, want in zip(threaded, dataset, strict=True):
-        assert_equal(got, want)
+    for result, expected in zip(threaded, dataset, strict=True):
+        assert_equal(result, expected)
 
 
 @pytest.mark.parametrize("wrap", [list, tuple, grain.MapDataset.source])
 def test_sources_of_every_kind_give_the_same_batches(wrap):
-    source, schedule = job()
+    source, schedule = make_job()
     other = wrap([source[index] for index in range(len(source))])
     np.testing.assert_array_equal(
         measure_lengths(other, length_fn=lambda x: len(x["tokens"]), progress=False),
@@ -186,7 +190,7 @@ def test_sources_of_every_kind_give_the_same_batches(wrap):
     assert_equal(batch_dataset(other, schedule)[1], batch_dataset(source, schedule)[1])
 
 
-def test_features_and_padding_are_as_asked():
+def test_sequences_and_pad_value_are_applied():
     source = [
         {"x": np.arange(2), "v": np.arange(3)},
         {"x": np.arange(4), "v": np.ones(3, int)},
@@ -198,7 +202,7 @@ def test_features_and_padding_are_as_asked():
     assert dataset[0].features["v"].tolist() == [[0, 1, 2], [1, 1, 1]]
 
 
-def test_each_feature_has_a_pad_value_of_its_own():
+def test_each_feature_may_have_its_own_pad_value():
     source = [{"ids": np.ones(n, int), "labels": np.ones(n, int)} for n in (2, 3)]
     plan = plan_buckets([2, 3], max_tokens=6, num_buckets=1)
     schedule = BatchSchedule(plan, [2, 3], order="source")
@@ -211,15 +215,15 @@ def test_each_feature_has_a_pad_value_of_its_own():
         batch_dataset(source, schedule, pad_value="x")  # pyright: ignore
 
 
-def test_a_source_of_another_size_is_refused():
-    source, schedule = job()
+def test_a_source_of_a_different_size_is_refused():
+    source, schedule = make_job()
     message = "`source` has 149 examples, but the schedule was made for 150 lengths. Me"
     with pytest.raises(ValueError, match=re.escape(message)):
         batch_dataset(Source(source.lengths[1:]), schedule)
 
 
 def test_an_example_that_changed_since_it_was_measured_is_refused():
-    source, schedule = job()
+    source, schedule = make_job()
     index = int(schedule[0].rows[0])
     source.lengths = source.lengths.copy()
     source.lengths[index] += 1
@@ -230,24 +234,24 @@ def test_an_example_that_changed_since_it_was_measured_is_refused():
         batch_dataset(source, schedule)[0]
 
 
-def test_lengths_in_another_unit_are_told_apart_from_changed_data():
+def test_the_error_for_changed_lengths_mentions_units():
     source = [{"text": np.frombuffer(x, np.uint8)} for x in (b"a few words", b"one")]
     words = measure_lengths(
         source, length_fn=lambda x: len(bytes(x["text"]).split()), progress=False
     )
     schedule = BatchSchedule(plan_buckets(words, max_tokens=9), words, order="source")
     message = (
-        r"`source\[0\]` has length 11, but `lengths\[0\]=3`: the data changed .* or "
-        r"`length_fn` counts in another unit, .*leave out a `length_fn` that does not"
+        r"`source\[0\]` has length 11, but `lengths\[0\]=3`. The data changed .* or "
+        r"`length_fn` counts a different unit, .* a `length_fn` that returns the length"
     )
     with pytest.raises(ValueError, match=message):
         batch_dataset(source, schedule)[0]
 
 
-def test_a_source_may_lend_its_arrays():
+def test_a_source_may_reuse_its_arrays():
     lengths, array = [3, 1, 4, 2, 5], np.zeros(5, np.int32)
 
-    class Lending:
+    class ReusedArray:
         def __len__(self):
             return len(lengths)
 
@@ -258,34 +262,34 @@ def test_a_source_may_lend_its_arrays():
     plan = plan_buckets(lengths, max_tokens=10, num_buckets=2)
     schedule = BatchSchedule(plan, lengths)
     for batch, indices in zip(
-        batch_dataset(Lending(), schedule), schedule, strict=True
+        batch_dataset(ReusedArray(), schedule), schedule, strict=True
     ):
-        found = [example["x"].tolist() for example in unbatch(batch)]
-        assert found == [[i] * lengths[i] for i in indices.rows if i >= 0]
+        arrays = [example["x"].tolist() for example in unbatch(batch)]
+        assert arrays == [[i] * lengths[i] for i in indices.rows if i >= 0]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"source": iter(())}, "`source` is a .*iterator, without `__len__`"),
-        ({"schedule": [1]}, "`schedule` is a list: make one by `BatchSchedule"),
+        ({"source": iter(())}, "`source` is a .*iterator, which has no `__len__`"),
+        ({"schedule": [1]}, "`schedule` is a list, not a .* `BatchSchedule"),
         (
             {"shard": (0, 2)},
-            r"`shard` is a tuple: give `jb.sharding.local_rows\(mesh\)`",
+            r"`shard` is a tuple, not .* `jb.sharding.local_rows\(mesh\)`",
         ),
         ({"num_steps": 10**30}, "ends at step 10+, beyond .*`num_steps=math.inf`"),
         ({"num_epochs": 2**61}, "The run ends at step .*, beyond"),
     ],
 )
-def test_arguments_of_another_kind_are_named(arguments, message):
-    source, schedule = job()
+def test_invalid_arguments_are_named(arguments, message):
+    source, schedule = make_job()
     with pytest.raises(ValueError, match=message):
         batch_dataset(**{"source": source, "schedule": schedule} | arguments)
 
 
 @pytest.mark.parametrize("first_step", [None, "3", -1, 0.5, 9])
-def test_a_position_that_continues_from_nowhere_is_refused(first_step):
-    source, schedule = job()
+def test_a_position_with_a_damaged_first_step_is_refused(first_step):
+    source, schedule = make_job()
     before = batch_dataset(source, schedule).position(3)
     position = batch_dataset(source, schedule.continue_with(before)).position(7)
     damaged = {**position.schedule, "first_step": first_step}
@@ -295,9 +299,9 @@ def test_a_position_that_continues_from_nowhere_is_refused(first_step):
 
 
 def test_a_shard_that_does_not_divide_a_bucket_is_refused():
-    source, schedule = job()
+    source, schedule = make_job()
     with pytest.raises(
-        ValueError, match=r"cannot be cut into 3 equal parts.*Plan with"
+        ValueError, match=r"cannot be split into 3 equal parts.*Plan with"
     ):
         batch_dataset(source, schedule, shard=RowShard((0,), 3, ("data",)))
 
@@ -306,54 +310,54 @@ def test_a_shard_that_does_not_divide_a_bucket_is_refused():
 def test_steps_in_the_wrong_order_are_refused(start, end):
     message = f"`start_step={start}` must be between 0 and the end of the run, `num_st"
     with pytest.raises(ValueError, match=re.escape(message)):
-        batch_dataset(*job(), start_step=start, num_steps=end)
+        batch_dataset(*make_job(), start_step=start, num_steps=end)
 
 
 @pytest.mark.parametrize("name", ["start_step", "num_steps"])
 @pytest.mark.parametrize("step", [1.5, 2.0, "2"])
-def test_steps_that_are_no_integers_are_refused(name, step):
+def test_steps_that_are_not_integers_are_refused(name, step):
     with pytest.raises(ValueError, match=re.escape(f"`{name}={step!r}` is not an int")):
-        batch_dataset(*job(), **{name: step})
+        batch_dataset(*make_job(), **{name: step})
 
 
-def test_a_negative_element_is_refused():
-    with pytest.raises(IndexError, match="`index=10+` is of step 10+, beyond"):
-        batch_dataset(*job())[10**25]
+def test_an_invalid_index_is_refused():
+    with pytest.raises(IndexError, match="`index=10+` is step 10+, which is beyond"):
+        batch_dataset(*make_job())[10**25]
     with pytest.raises(IndexError, match="`index=-1` must not be negative"):
-        batch_dataset(*job())[-1]
+        batch_dataset(*make_job())[-1]
 
 
-def test_one_bucket_with_one_row():
+def test_a_bucket_may_have_one_row():
     plan = plan_buckets([3], max_tokens=3)
     (batch,) = batch_dataset([{"x": [1, 2, 3]}], BatchSchedule(plan, [3]))
     assert batch.bucket == Bucket(1, 3)
 
 
-# Going on
+# Resuming
 
 
 def same(a, b) -> bool:
     return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
-def test_resuming_a_position_gives_the_batches_that_follow_it(problem):
+def test_resuming_a_position_continues_with_the_next_batch(problem):
     source = [{"x": np.full(n, i)} for i, n in enumerate(problem.lengths)]
     schedule = BatchSchedule(problem.plan, problem.lengths, seed=3)
     dataset = batch_dataset(source, schedule, num_steps=2 * len(schedule))
     for step in {0, 1, len(schedule) - 1, len(schedule), len(dataset)}:
         text = json.dumps(dataset.position(step).to_dict())
-        again = batch_dataset(
+        restarted = batch_dataset(
             source,
             BatchSchedule(problem.plan, problem.lengths, seed=3),
             num_steps=2 * len(schedule),
         )
-        rest = again.resume(DataPosition.from_dict(json.loads(text)))
+        rest = restarted.resume(DataPosition.from_dict(json.loads(text)))
         assert len(rest) == len(dataset) - step
         for index in range(min(3, len(rest))):
             assert same(rest[index], dataset[step + index])
 
 
-def test_a_run_goes_on_with_grown_data_and_is_resumed_as_such():
+def test_a_run_continued_with_more_data_can_be_resumed():
     source = [{"x": np.full(1 + n % 5, n)} for n in range(30)]
     lengths = measure_lengths(source, progress=False)
     plan = plan_buckets(lengths, max_tokens=20, num_buckets=2)
@@ -372,12 +376,12 @@ def test_a_run_goes_on_with_grown_data_and_is_resumed_as_such():
     epoch = len(BatchSchedule(plan, lengths))
     seen = [x for i in range(epoch) for e in unbatch(grown[i]) for x in e["x"][:1]]
     assert sorted(seen) == list(range(30))
-    # The position of the grown run knows what it goes on from; nothing need be said.
+    # The position of the grown run records which position it continues.
     later = grown.position(15)
-    for again in (dataset(30), dataset(30, first)):
-        rest = again.resume(later)
+    for restarted in (dataset(30), dataset(30, first)):
+        rest = restarted.resume(later)
         assert same(rest[0], grown[9]) and len(rest) == 25
-    # And a second time.
+    # A run may be continued a second time.
     shrunk = dataset(20, later)
     assert same(dataset(20).resume(shrunk.position(22))[0], shrunk[7])
     with pytest.raises(ValueError, match="schedule continues"):
@@ -390,17 +394,17 @@ def test_a_position_beyond_the_end_of_the_run_is_refused():
     position = batch_dataset(source, schedule, num_steps=9).position(9)
     with pytest.raises(ValueError, match="ends at step 5, before .* step 9"):
         batch_dataset(source, schedule, num_steps=5).resume(position)
-    # Also where the run that ends has deliberately gone on since.
+    # Also if the run was deliberately continued in the meantime.
     grown = schedule.continue_with(position)
     position = batch_dataset(source, grown, num_steps=12).position(12)
     with pytest.raises(ValueError, match="ends at step 5, before .* step 12"):
         batch_dataset(source, schedule, num_steps=5).resume(position)
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_position_beyond_the_end_of_another_run_is_told_what_changed(goes_on):
-    source, schedule = job(1)
-    if goes_on:
+@pytest.mark.parametrize("is_continued", [False, True])
+def test_changes_are_reported_before_the_end_of_the_run(is_continued):
+    source, schedule = make_job(1)
+    if is_continued:
         schedule = schedule.continue_with(batch_dataset(source, schedule).position(500))
     position = batch_dataset(source, schedule, num_steps=900).position(900)
     other_plan = plan_buckets(source.lengths, max_tokens=640, batch_size_multiple=8)
@@ -412,7 +416,7 @@ def test_a_position_beyond_the_end_of_another_run_is_told_what_changed(goes_on):
             batch_dataset(source, other, num_steps=5).resume(position)
 
 
-def test_a_dataset_begins_with_the_first_step_of_its_schedule():
+def test_a_dataset_starts_with_the_first_step_of_its_schedule():
     source = [{"x": [1]}, {"x": [2]}, {"x": [3]}]
     schedule = BatchSchedule(plan_buckets([1] * 3, max_tokens=1), [1] * 3)
     position = batch_dataset(source, schedule).position(4)
@@ -423,7 +427,7 @@ def test_a_dataset_begins_with_the_first_step_of_its_schedule():
 
 
 @pytest.mark.parametrize("end", [{"num_epochs": 2}, {}])
-def test_a_run_that_went_on_with_grown_data_ends_where_it_would_have(end):
+def test_resuming_a_continued_run_does_not_change_its_end(end):
     source = [{"x": [0] * n} for n in range(1, 10)]
     lengths = [len(example["x"]) for example in source]
     plan = plan_buckets(lengths, max_tokens=9, boundaries=[9])
@@ -434,18 +438,18 @@ def test_a_run_that_went_on_with_grown_data_ends_where_it_would_have(end):
         assert len(whole) == len(lengths) * end.get("num_epochs", 1)
         for later in (0, 1, len(whole) - 1, len(whole)):
             position = whole.position(first + later)
-            # As the same script is started again: it knows nothing of the change.
-            again = batch_dataset(source, BatchSchedule(plan, lengths), **end)
-            rest = again.resume(position)
+            # The same script is started again without `continue_with`.
+            restarted = batch_dataset(source, BatchSchedule(plan, lengths), **end)
+            rest = restarted.resume(position)
             assert len(rest) == len(whole) - later
             if not end:
-                # Wherever it would have begun.
+                # For any `start_step`.
                 plain = BatchSchedule(plan, lengths)
-                again = batch_dataset(source, plain, start_step=first)
-                assert len(again.resume(position)) == len(whole) - later
+                restarted = batch_dataset(source, plain, start_step=first)
+                assert len(restarted.resume(position)) == len(whole) - later
 
 
-def test_a_position_that_is_none_is_refused():
+def test_a_position_of_the_wrong_type_is_refused():
     source = [{"x": [1]}]
     schedule = BatchSchedule(plan_buckets([1], max_tokens=1), [1])
     with pytest.raises(ValueError, match="`position` is a dict, not a `DataPosition`"):

@@ -1,4 +1,4 @@
-"""Batches from the sources that people have."""
+"""Batches from common kinds of sources are the same."""
 
 import io
 
@@ -28,8 +28,8 @@ def batches(source) -> list:
     return list(batch_dataset(source, BatchSchedule(plan, lengths)))
 
 
-def assert_same(found: list, expected: list) -> None:
-    for a, b in zip(found, expected, strict=True):
+def assert_same(result: list, expected: list) -> None:
+    for a, b in zip(result, expected, strict=True):
         for x, y in zip(a, b, strict=True):
             assert x.keys() == y.keys()
             for name in x:
@@ -48,23 +48,23 @@ def from_bytes(record: bytes) -> dict:
         return {name: arrays[name] for name in arrays.files}
 
 
-def test_a_grain_source():
-    class Own(grain.sources.RandomAccessDataSource):
+def test_batches_from_a_grain_source():
+    class CustomSource(grain.sources.RandomAccessDataSource):
         def __len__(self):
             return len(EXAMPLES)
 
         def __getitem__(self, index):
             return EXAMPLES[index]
 
-    assert_same(batches(Own()), batches(EXAMPLES))
+    assert_same(batches(CustomSource()), batches(EXAMPLES))
 
 
-def test_a_map_dataset():
+def test_batches_from_a_map_dataset():
     dataset = grain.MapDataset.source(list(map(to_bytes, EXAMPLES))).map(from_bytes)
     assert_same(batches(dataset), batches(EXAMPLES))
 
 
-def test_an_array_record_file(tmp_path):
+def test_batches_from_an_array_record_file(tmp_path):
     writer = pytest.importorskip("array_record.python.array_record_module")
     path = str(tmp_path / "examples.array_record")
     file = writer.ArrayRecordWriter(path, "group_size:1")
@@ -77,7 +77,7 @@ def test_an_array_record_file(tmp_path):
 
 
 class Rows:
-    """As a Hugging Face dataset gives rows: dicts of lists, of Python's own types."""
+    """Rows like those of a Hugging Face dataset: dicts of lists of Python values."""
 
     def __init__(self, examples):
         self._examples = examples
@@ -97,15 +97,15 @@ def as_python(example: dict) -> dict:
     return {name: np.asarray(np.asarray(x).tolist()) for name, x in example.items()}
 
 
-def test_rows_of_lists():
+def test_batches_from_rows_of_lists():
     assert_same(batches(Rows(EXAMPLES)), batches(list(map(as_python, EXAMPLES))))
 
 
-def test_a_hugging_face_dataset():
+def test_batches_from_a_hugging_face_dataset():
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([Rows(EXAMPLES)[i] for i in range(len(EXAMPLES))])
     assert_same(batches(rows), batches(list(map(as_python, EXAMPLES))))
-    # With its own way to give arrays.
+    # In its format that returns arrays.
     arrays = batches(rows.with_format("numpy"))
     for a, b in zip(arrays, batches(EXAMPLES), strict=True):
         np.testing.assert_array_equal(a.features["tokens"], b.features["tokens"])
@@ -116,7 +116,7 @@ def test_a_hugging_face_dataset():
     [
         (
             [{"x": np.array([70000], np.int32)}],
-            "'x' is int32.* in the first example uint16",
+            "'x' is int32.*, but uint16.* in the first example",
         ),
         ([{"x": np.zeros((1, 3), np.uint16)}], r"'x' is uint16\[1, 3\]"),
         (
@@ -125,23 +125,25 @@ def test_a_hugging_face_dataset():
         ),
     ],
 )
-def test_token_files_that_differ_are_not_one_source(tmp_path, others, message):
+def test_token_files_with_different_features_cannot_be_concatenated(
+    tmp_path, others, message
+):
     first = write_token_file(tmp_path / "a", [{"x": np.array([1, 2], np.uint16)}])
     second = write_token_file(tmp_path / "b", others, sequences=["x"])
-    with pytest.raises(ValueError, match=r"`sources\[1\]` is not as .*" + message):
+    with pytest.raises(ValueError, match=r"`sources\[1\]` differs from .*" + message):
         concatenate([first, second])
 
 
 class Broken(list):
-    """One example cannot be read, or is not as the others."""
+    """A source in which one example cannot be read or differs from the others."""
 
-    def __init__(self, index, instead):
+    def __init__(self, index, replacement):
         super().__init__({"x": np.arange(1 + i % 3)} for i in range(12))
-        self._index, self._instead = index, instead
+        self._index, self._replacement = index, replacement
 
     def __getitem__(self, index):
         if index == self._index:
-            return self._instead()
+            return self._replacement()
         return super().__getitem__(index)
 
 
@@ -154,62 +156,64 @@ def test_an_example_that_cannot_be_read_is_named_with_its_step(index):
     lengths = [1 + i % 3 for i in range(12)]
     plan = plan_buckets(lengths, max_tokens=6)
     dataset = batch_dataset(Broken(index, fail), BatchSchedule(plan, lengths))
-    where = "(for step \\d+|whose features all batches have)"
-    words = rf"`source\[{index}\]`, {where}, cannot be read: OSError: disk gone"
-    with pytest.raises(ValueError, match=words):
+    where = "(for step \\d+|the template for all batches)"
+    pattern = rf"`source\[{index}\]`, {where}, cannot be read: OSError: disk gone"
+    with pytest.raises(ValueError, match=pattern):
         list(dataset)
 
 
 @pytest.mark.parametrize(
-    ("instead", "message"),
+    ("replacement", "message"),
     [
         (lambda: {"x": np.zeros(2)}, "feature 'x' is float64"),
-        (lambda: {"y": np.arange(2)}, r"has features \['y'\], others have \['x'\]"),
+        (lambda: {"y": np.arange(2)}, r"has features \['y'\], but others have"),
     ],
 )
-def test_an_example_that_is_not_as_others_is_named_with_its_step(instead, message):
+def test_an_example_that_differs_from_others_is_named_with_its_step(
+    replacement, message
+):
     lengths = [1 + i % 3 for i in range(12)]
     plan = plan_buckets(lengths, max_tokens=6)
-    dataset = batch_dataset(Broken(7, instead), BatchSchedule(plan, lengths))
-    words = rf"`source\[7\]`, for step \d+: .*{message}"
-    with pytest.raises(ValueError, match=words):
+    dataset = batch_dataset(Broken(7, replacement), BatchSchedule(plan, lengths))
+    pattern = rf"`source\[7\]`, for step \d+: .*{message}"
+    with pytest.raises(ValueError, match=pattern):
         list(dataset)
 
 
-def test_the_first_example_is_named_if_it_is_the_one():
+def test_an_unsuitable_first_example_is_named():
     lengths = [1 + i % 3 for i in range(12)]
     plan = plan_buckets(lengths, max_tokens=6)
     source = [{"x": np.arange(n), "name": 1} for n in lengths]
     source[0]["name"] = "ab"
     dataset = batch_dataset(source, BatchSchedule(plan, lengths))
-    words = r"`source\[0\]`, whose features all batches have: Feature 'name' is text"
-    with pytest.raises(ValueError, match=words):
+    pattern = r"`source\[0\]`, the template for all batches: Feature 'name' is text"
+    with pytest.raises(ValueError, match=pattern):
         list(dataset)
 
 
-def test_an_example_that_stands_for_others_is_named():
+def test_an_unreadable_example_of_the_sample_is_named():
     source = Broken(0, fail)
     with pytest.raises(ValueError, match=r"`source\[0\]` cannot be read: OSError"):
         contents(source)
 
 
-def test_text_that_has_other_lengths_is_said_to_be_text():
+def test_text_of_different_lengths_is_reported_as_text():
     rows = [{"x": [1, 2], "text": "ab"}, {"x": [3], "text": "abc"}]
-    with pytest.raises(ValueError, match="'text' is text .*leave it out"):
+    with pytest.raises(ValueError, match="'text' is text .*Remove it"):
         batches(rows)
 
 
 class Image:
-    """Something with a text of its own as little as a picture has."""
+    """An object without a `__repr__` of its own, like a picture."""
 
     def __init__(self, pixels):
         self.pixels = pixels
 
 
-def test_objects_of_examples_are_known_by_what_they_hold():
-    # All at once, for each to have an address of its own.
+def test_objects_are_identified_by_their_contents():
+    # All alive at the same time, so that their addresses differ.
     pixels = ([1, 2, 3], [1, 2, 3], [1, 2, 4])
-    sources = [[{"x": [1, 2], "image": Image(own)}] for own in pixels]
+    sources = [[{"x": [1, 2], "image": Image(values)}] for values in pixels]
     one, same, other = map(contents, sources)
     assert one == same != other
     # Not every object can be pickled.
@@ -218,7 +222,7 @@ def test_objects_of_examples_are_known_by_what_they_hold():
     assert one == same != other
 
 
-def test_contents_of_arrays_text_and_plain_objects_stay_what_they_were():
+def test_digests_of_arrays_text_and_plain_objects_are_stable():
     texts = np.array(["ab", "c"], object)
     example = {
         "x": np.arange(3, dtype="i4"),

@@ -1,4 +1,4 @@
-"""Random augmentation: a pure function of seed, epoch and example, whoever reads it."""
+"""Random augmentation depends only on seed, epoch and example, not on the reader."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ def make_source(lengths: np.ndarray, first: int = 0) -> list[dict[str, np.ndarra
 
 
 def noisy(example, rng):
-    """Changes the arrays in place, adds a feature, and gives another dtype."""
+    """Modifies an array in place, adds a feature and changes a dtype."""
     example["tokens"] += 1000
     example["noise"] = rng.random(len(example["tokens"]), np.float32)
     example["drawn"] = rng.integers(2**62)
@@ -51,7 +51,7 @@ def assert_equal(a, b) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def micro_of(step) -> tuple[jb.Batch, ...]:
+def micro_batches_of(step) -> tuple[jb.Batch, ...]:
     return (step,) if isinstance(step, jb.Batch) else step
 
 
@@ -59,7 +59,7 @@ def examples_of(batch: jb.Batch, max_segments: int | None) -> list[dict]:
     return jb.data.unbatch(batch, sequences=SEQUENCES, max_segments=max_segments)
 
 
-def a_job(seed: int = 0, size: int = 90, **options):
+def make_job(seed: int = 0, size: int = 90, **options):
     lengths = np.random.default_rng(seed).integers(1, 30, size)
     plan = jb.plan_buckets(
         lengths, max_tokens=240, num_buckets=3, batch_size_multiple=4
@@ -67,7 +67,7 @@ def a_job(seed: int = 0, size: int = 90, **options):
     return lengths, jb.BatchSchedule(plan, lengths, seed=seed, **options)
 
 
-def a_packed_job():
+def make_packed_job():
     lengths = np.random.default_rng(5).integers(1, 30, 90)
     packing = jb.packing.pack(lengths, 40)
     plan = jb.plan_buckets(
@@ -77,15 +77,15 @@ def a_packed_job():
 
 
 JOBS = {
-    "shuffled": lambda: a_job(1),
-    "source": lambda: a_job(2, order="source"),
-    "micro-batches": lambda: a_job(3, accumulate=3),
-    "mixed": lambda: a_job(4, accumulate=2, group="mixed"),
-    "packed": a_packed_job,
+    "shuffled": lambda: make_job(1),
+    "source": lambda: make_job(2, order="source"),
+    "micro-batches": lambda: make_job(3, accumulate=3),
+    "mixed": lambda: make_job(4, accumulate=2, group="mixed"),
+    "packed": make_packed_job,
 }
 
 
-def test_an_example_has_philox_words_of_its_own():
+def test_each_example_has_its_own_philox_words():
     seen = {}
     for numbers in np.ndindex(2, 2, 3, 3, 2):
         seed, run, epoch, index, draw = numbers
@@ -104,7 +104,7 @@ def test_an_example_has_philox_words_of_its_own():
     assert golden == [14464789325577297237, 12305318547082009378]
 
 
-def test_what_an_example_spawns_is_seeded_by_its_words():
+def test_spawned_generators_are_seeded_by_the_philox_words():
     def spawned(*numbers):
         rng = example_rng(*numbers)
         by_sequence = np.random.default_rng(rng.bit_generator.seed_seq)
@@ -115,7 +115,7 @@ def test_what_an_example_spawns_is_seeded_by_its_words():
     assert len(set(drawn)) == len(drawn)
 
 
-def test_micro_batches_have_numbers_of_their_own_where_examples_come_again():
+def test_micro_batches_are_numbered_if_examples_repeat():
     lengths = np.array([3, 2, 4] * 10)
     plan = jb.plan_buckets(lengths, max_tokens=16, num_buckets=2)
     order = jb.Curriculum(lengths.astype(float), replacement=True)
@@ -126,12 +126,12 @@ def test_micro_batches_have_numbers_of_their_own_where_examples_come_again():
         assert numbers == list(range(3 * len(schedule)))
 
 
-def test_workers_of_a_stream_draw_apart():
+def test_workers_of_a_stream_draw_different_numbers():
     source = make_source(np.full(8, 3))
     plan = jb.BucketPlan.from_shapes([(4, 3)])
     drawn = {}
     for worker in range(2):
-        # As Grain does where workers have the iterators.
+        # As Grain does if the iterators run in workers.
         dataset = jb.stream_batches(
             lambda epoch, seed: grain.MapDataset.source(source).to_iter_dataset(),
             plan,
@@ -141,8 +141,8 @@ def test_workers_of_a_stream_draw_apart():
         )
         dataset.set_slice(slice(worker, None, 2))
         for batch in dataset:
-            both = (batch.features["index"], batch.features["drawn"])
-            drawn |= dict(zip(*(x.tolist() for x in both), strict=True))
+            pairs = (batch.features["index"], batch.features["drawn"])
+            drawn |= dict(zip(*(x.tolist() for x in pairs), strict=True))
     want = {}
     for index in range(8):
         number, worker = divmod(index, 2)
@@ -152,7 +152,7 @@ def test_workers_of_a_stream_draw_apart():
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_every_example_has_the_numbers_of_its_epoch_and_index(job):
+def test_random_numbers_are_determined_by_epoch_and_index(job):
     lengths, schedule = JOBS[job]()
     source = make_source(lengths)
     dataset = jb.batch_dataset(
@@ -161,7 +161,7 @@ def test_every_example_has_the_numbers_of_its_epoch_and_index(job):
     drawn = [{}, {}]
     for step, batches in enumerate(dataset):
         epoch = schedule.epoch_at(step)
-        for batch in micro_of(batches):
+        for batch in micro_batches_of(batches):
             for example in examples_of(batch, schedule.max_segments):
                 index = int(example["index"])
                 rng = example_rng(schedule.seed, 0, epoch, index)
@@ -171,9 +171,9 @@ def test_every_example_has_the_numbers_of_its_epoch_and_index(job):
                 assert example["noise"].tolist() == want["noise"].tolist()
                 drawn[epoch][index] = int(example["drawn"])
     assert drawn[0].keys() == drawn[1].keys() == set(range(len(lengths)))
-    # Another epoch has other numbers, of every example.
+    # The random numbers of every example differ between epochs.
     assert len({*drawn[0].values(), *drawn[1].values()}) == 2 * len(lengths)
-    # And the next epoch reads what the first has read.
+    # The source itself is unchanged, so the next epoch reads the same examples.
     assert_equal(source, make_source(lengths))
 
 
@@ -191,11 +191,15 @@ def test_shards_and_resumed_runs_have_the_rows_of_the_whole_run(job):
             for shard in shards
         ]
         for step in range(0, len(whole), 3):
-            every = [micro_of(part[step]) for part in parts]
-            for want, *found in zip(micro_of(batches[step]), *every, strict=True):
-                for shard, batch in zip(shards, found, strict=True):
-                    own = shard.rows(len(want.mask))
-                    assert_equal(batch, jax.tree.map(lambda x, own=own: x[own], want))
+            every = [micro_batches_of(part[step]) for part in parts]
+            for want, *local in zip(
+                micro_batches_of(batches[step]), *every, strict=True
+            ):
+                for shard, batch in zip(shards, local, strict=True):
+                    rows = shard.rows(len(want.mask))
+                    assert_equal(
+                        batch, jax.tree.map(lambda x, rows=rows: x[rows], want)
+                    )
     for step in range(len(whole)):
         resumed = jb.batch_dataset(source, schedule, **options).resume(
             whole.position(step)
@@ -204,8 +208,10 @@ def test_shards_and_resumed_runs_have_the_rows_of_the_whole_run(job):
             assert_equal(resumed[later - step], batches[later])
 
 
-def test_token_files_chunks_and_several_sources_are_read_example_by_example(tmp_path):
-    lengths, schedule = a_job(8, order="source")
+def test_token_files_chunks_and_concatenations_apply_the_transform_per_example(
+    tmp_path,
+):
+    lengths, schedule = make_job(8, order="source")
     source = make_source(lengths)
     options = {"transform": noisy, "sequences": ["tokens", "noise"]}
     want = list(jb.batch_dataset(source, schedule, **options))
@@ -215,13 +221,13 @@ def test_token_files_chunks_and_several_sources_are_read_example_by_example(tmp_
         for name, part in (("b", source[:40]), ("c", source[40:]))
     ]
     for same in (file, jb.data.concatenate([source[:40], source[40:]])):
-        for found, batch in zip(
+        for result, batch in zip(
             jb.batch_dataset(same, schedule, **options), want, strict=True
         ):
-            assert_equal(found, batch)
-    both = jb.data.concatenate(halves)
-    assert_equal(jb.batch_dataset(both, schedule, **options)[0], want[0])
-    # The index is that of a chunk.
+            assert_equal(result, batch)
+    joined = jb.data.concatenate(halves)
+    assert_equal(jb.batch_dataset(joined, schedule, **options)[0], want[0])
+    # The random numbers depend on the index of the chunk.
     chunks = jb.data.split_source(file, 7)
     plan = jb.plan_buckets(chunks.lengths, max_tokens=56, boundaries=[7])
     cut = jb.BatchSchedule(plan, chunks.lengths, order="source")
@@ -230,14 +236,14 @@ def test_token_files_chunks_and_several_sources_are_read_example_by_example(tmp_
         noise = example_rng(0, 0, 0, int(index)).random(
             int(chunks.lengths[index]), np.float32
         )
-        found = batch.features["noise"][row][batch.mask[row]]
-        assert found.tolist() == noise.tolist()
+        in_batch = batch.features["noise"][row][batch.mask[row]]
+        assert in_batch.tolist() == noise.tolist()
 
 
-def test_components_of_a_mixture_have_epochs_and_numbers_of_their_own():
+def test_each_component_of_a_mixture_has_its_own_epochs_and_numbers():
     lengths = np.random.default_rng(0).integers(1, 30, 40)
     plan = jb.plan_buckets(lengths, max_tokens=120, num_buckets=2)
-    # Two parts of one source, with one seed.
+    # Two components over the same examples, with the same seed.
     parts = [
         jb.BatchSchedule(plan, lengths, seed=3),
         jb.BatchSchedule(plan, lengths[:25], seed=3),
@@ -248,7 +254,7 @@ def test_components_of_a_mixture_have_epochs_and_numbers_of_their_own():
     dataset = jb.batch_dataset(
         whole, mixture, num_epochs=2, transform=noisy, sequences=SEQUENCES
     )
-    comes: dict[int, int] = {}
+    occurrences: dict[int, int] = {}
     drawn = set()
     for step, (batches, indices) in enumerate(
         zip(dataset, (mixture[step] for step in range(len(dataset))), strict=True)
@@ -257,16 +263,16 @@ def test_components_of_a_mixture_have_epochs_and_numbers_of_their_own():
         for batch, one in zip(batches, indices, strict=True):
             rows = [int(row) for row in one.rows if row >= 0]
             for index, example in zip(rows, examples_of(batch, None), strict=True):
-                # In its component's so many-th epoch.
-                epoch = comes.get(index, 0)
-                comes[index] = epoch + 1
+                # The epoch of the component is the number of earlier occurrences.
+                epoch = occurrences.get(index, 0)
+                occurrences[index] = epoch + 1
                 length = len(example["tokens"])
                 check_example(example, length, example_rng(3, 0, epoch, index))
                 drawn.add(int(example["drawn"]))
-    assert max(comes.values()) > 2 and len(drawn) == sum(comes.values())
+    assert max(occurrences.values()) > 2 and len(drawn) == sum(occurrences.values())
 
 
-def test_what_comes_several_times_in_an_epoch_is_drawn_each_time_anew():
+def test_repeated_examples_draw_new_numbers_each_time():
     lengths = np.random.default_rng(0).integers(1, 30, 12)
     plan = jb.plan_buckets(
         lengths, max_tokens=240, num_buckets=2, batch_size_multiple=2
@@ -282,28 +288,28 @@ def test_what_comes_several_times_in_an_epoch_is_drawn_each_time_anew():
         sequences=SEQUENCES,
     )
     whole = make()
-    drawn, comes = set(), []
+    drawn, occurrences = set(), []
     for step, batches in enumerate(whole):
         assert_equal(make(start_step=step)[0], batches)
         for batch in batches:
             for example in examples_of(batch, None):
                 drawn.add(int(example["drawn"]))
-                comes.append((step, int(example["index"])))
-    assert len(set(comes)) < len(comes) == len(drawn)
+                occurrences.append((step, int(example["index"])))
+    assert len(set(occurrences)) < len(occurrences) == len(drawn)
     shard = jb.data.RowShard((1,), 2)
-    for found, want in zip(make(shard=shard)[3], whole[3], strict=True):
-        own = shard.rows(len(want.mask))
-        assert_equal(found, jax.tree.map(lambda x, own=own: x[own], want))
+    for local, want in zip(make(shard=shard)[3], whole[3], strict=True):
+        rows = shard.rows(len(want.mask))
+        assert_equal(local, jax.tree.map(lambda x, rows=rows: x[rows], want))
 
 
-def test_a_run_that_goes_on_deliberately_draws_anew():
-    lengths, schedule = a_job(1)
+def test_a_continued_run_draws_new_numbers():
+    lengths, schedule = make_job(1)
     source = make_source(lengths)
     options = {"transform": noisy, "sequences": SEQUENCES}
     first = jb.batch_dataset(source, schedule, num_steps=40, **options)
     grown = schedule.continue_with(first.position(7))
     second = jb.batch_dataset(source, grown, **options)
-    # The same batches in the same order, by other numbers.
+    # The same batches in the same order, with different random numbers.
     for before, after in zip(first, second, strict=False):
         for name in ("tokens", "index"):
             assert before.features[name].tolist() == after.features[name].tolist()
@@ -315,7 +321,7 @@ def test_a_run_that_goes_on_deliberately_draws_anew():
         assert_equal(again.resume(second.position(step))[0], second[step - 7])
 
 
-def test_features_are_those_of_the_transform_also_of_empty_rows():
+def test_empty_rows_have_the_features_of_the_transform():
     source = make_source(np.array([3, 5, 2]))
     plan = jb.plan_buckets([5], max_tokens=40)
     schedule = jb.BatchSchedule(plan, [3, 5, 2])
@@ -329,7 +335,7 @@ def test_features_are_those_of_the_transform_also_of_empty_rows():
     ).values()
     assert spec.features.keys() == batch.features.keys()
     assert all(spec.features[x].shape == batch.features[x].shape for x in spec.features)
-    # Whatever part of the rows: this one has no example.
+    # This part of the rows has no example.
     last = jb.batch_dataset(
         source,
         schedule,
@@ -344,7 +350,7 @@ def test_features_are_those_of_the_transform_also_of_empty_rows():
 
 
 @pytest.mark.parametrize("read", ["by index", "as a stream"])
-def test_a_transform_gets_bytes_whole_and_objects_of_its_own(read):
+def test_a_transform_receives_whole_bytes_and_copied_objects(read):
     pcm = np.array([5, 7, 0, 0], np.int16).tobytes()
     source = [
         {
@@ -405,8 +411,8 @@ class RandomMap(grain.transforms.RandomMap):
         (raises(StopIteration()), "`transform` raised StopIteration"),
         (
             lambda x, rng: {"tokens": x["tokens"][:2]},
-            r"`transform` gave `source\[0\]`, for step 0, the length 2 in place of 3, "
-            r".*Keep the length, or let `stream_batches",
+            r"`transform` changed the length of `source\[0\]`, for step 0, from 3 to "
+            r"2, .*Keep the length, or use `stream_batches",
         ),
         (
             lambda x, rng: {"tokens": x["tokens"], "other": np.ones(1)},
@@ -422,7 +428,7 @@ def test_a_transform_that_fails_is_named_with_its_example(transform, message):
     with pytest.raises(ValueError, match=rf"`source\[0\]`.*{message}|{message}"):
         dataset[0]
     stream = grain.MapDataset.source(source).to_iter_dataset()
-    if "gave" in message:
+    if "changed the length" in message:
         return
     with pytest.raises(
         ValueError, match="Example 0 of epoch 0 of the stream: "
@@ -431,22 +437,22 @@ def test_a_transform_that_fails_is_named_with_its_example(transform, message):
     assert "`transform`" in str(info.value) or "sequence" in str(info.value)
     if "raised" in message or "returned" in message:
         batches = jb.stream_batches(stream, plan, pool_size=2, transform=transform)
-        with pytest.raises(ValueError) as of_example:
+        with pytest.raises(ValueError) as example_error:
             _ = batches.example
-        assert str(of_example.value) == str(info.value)
+        assert str(example_error.value) == str(info.value)
 
 
-def test_features_that_come_and_go_are_refused():
+def test_features_that_vary_between_examples_are_refused():
     def sometimes(example, rng):
         return example | ({"extra": np.int32(1)} if rng.random() < 0.5 else {})
 
     source = make_source(np.full(20, 3))
     schedule = jb.BatchSchedule(jb.plan_buckets([3], max_tokens=60), [3] * 20)
-    with pytest.raises(ValueError, match=r"`source\[.*features .* others have"):
+    with pytest.raises(ValueError, match=r"`source\[.*features .* but others have"):
         jb.batch_dataset(source, schedule, transform=sometimes)[0]
 
 
-def test_an_example_that_changed_is_not_laid_upon_the_transform():
+def test_a_changed_example_is_distinguished_from_a_faulty_transform():
     source = make_source(np.array([4, 3]))
     schedule = jb.BatchSchedule(
         jb.plan_buckets([3], max_tokens=3), [3, 3], order="source"
@@ -457,14 +463,14 @@ def test_an_example_that_changed_is_not_laid_upon_the_transform():
         dataset[0]
 
 
-def test_what_cannot_be_called_is_refused():
+def test_a_transform_that_is_not_callable_is_refused():
     source = make_source(np.array([3]))
     plan = jb.plan_buckets([3], max_tokens=3)
     schedule = jb.BatchSchedule(plan, [3])
     stream = grain.MapDataset.source(source).to_iter_dataset()
     for transform, message in (
-        (3, r"`transform` is a int, which cannot be called. Give a function"),
-        (RandomMap(), "`transform` is a RandomMap.*Give its method, `transform.random"),
+        (3, r"`transform` is a int, which is not callable. Pass a function"),
+        (RandomMap(), "`transform` is a RandomMap.*Pass its method, `transform.random"),
     ):
         with pytest.raises(ValueError, match=message):
             jb.batch_dataset(source, schedule, transform=transform)  # pyright: ignore
@@ -479,19 +485,19 @@ def test_what_cannot_be_called_is_refused():
     assert batch.features["tokens"].tolist() == [[0, 1, 2]]
 
 
-def test_a_position_says_whether_there_is_a_transform_and_its_name():
-    lengths, schedule = a_job(1)
+def test_a_position_contains_the_name_of_the_transform():
+    lengths, schedule = make_job(1)
     source = make_source(lengths)
     make = functools.partial(jb.batch_dataset, source, schedule, sequences=["tokens"])
-    plain, changed = make(), make(transform=noisy)
+    plain, transformed = make(), make(transform=noisy)
     position = jb.data.DataPosition.from_dict(
-        json.loads(json.dumps(changed.position(3).to_dict()))
+        json.loads(json.dumps(transformed.position(3).to_dict()))
     )
     assert "transform" not in plain.position(3).schedule
     with pytest.raises(ValueError, match="schedule transform noisy -> absent"):
         plain.resume(position)
     with pytest.raises(ValueError, match="schedule transform absent -> noisy"):
-        changed.resume(plain.position(3))
+        transformed.resume(plain.position(3))
     partial = functools.partial(noisy)
     make(transform=partial).resume(position)
     with pytest.raises(ValueError, match="transform noisy -> RandomMap.random_map"):
@@ -521,12 +527,12 @@ if __name__ == "__main__":
         for step, batch in enumerate(loaded):
             for name, value in dataset[step].features.items():
                 assert np.array_equal(value, batch.features[name]), (step, name)
-    print("all is well")
+    print("all equal")
 """
 
 
 @pytest.mark.exhaustive
-def test_workers_and_threads_draw_the_same(tmp_path: pathlib.Path):
+def test_workers_and_threads_draw_the_same_numbers(tmp_path: pathlib.Path):
     script = tmp_path / "script.py"
     script.write_text(WORKERS)
     run = subprocess.run(
@@ -536,19 +542,19 @@ def test_workers_and_threads_draw_the_same(tmp_path: pathlib.Path):
         timeout=200,
         check=False,
     )
-    assert run.stdout.endswith("all is well\n"), run.stdout + run.stderr
+    assert run.stdout.endswith("all equal\n"), run.stdout + run.stderr
 
 
 # Streams
 
 
 def passage(example, rng):
-    """A part of the tokens, of another length every time; in place, too."""
+    """Modifies the tokens in place, and returns a random slice of them."""
     example["tokens"] += 1000
-    begin, end = np.sort(rng.integers(len(example["tokens"]), size=2)) + [0, 1]
+    start, end = np.sort(rng.integers(len(example["tokens"]), size=2)) + [0, 1]
     drawn = rng.integers(2**62)
     return {
-        "tokens": example["tokens"][begin:end],
+        "tokens": example["tokens"][start:end],
         "index": example["index"],
         "drawn": drawn,
     }
@@ -594,11 +600,11 @@ def test_streams_draw_by_epoch_and_place_and_resume_at_every_step(options, overl
     )
     drawn = []
     for batches in dataset:
-        for batch in micro_of(batches):
-            found = jb.data.unbatch(
+        for batch in micro_batches_of(batches):
+            examples = jb.data.unbatch(
                 batch, sequences=["tokens"], max_segments=dataset.max_segments
             )
-            drawn += [(int(x["index"]), int(x["drawn"])) for x in found]
+            drawn += [(int(x["index"]), int(x["drawn"])) for x in examples]
     want = [
         (index, int(passage(example, example_rng(9, 0, epoch, index))["drawn"]))
         for epoch in range(2)
@@ -610,7 +616,7 @@ def test_streams_draw_by_epoch_and_place_and_resume_at_every_step(options, overl
     grain.experimental.assert_equal_output_after_checkpoint(dataset)
 
 
-def test_a_sample_has_the_lengths_that_the_stream_will_have():
+def test_a_sample_has_the_transformed_lengths_of_the_stream():
     lengths = np.random.default_rng(2).integers(1, 30, 60)
     stream = stream_of(make_source(lengths))
     options = {"transform": passage, "seed": 4, "sequences": ["tokens"]}
@@ -618,14 +624,14 @@ def test_a_sample_has_the_lengths_that_the_stream_will_have():
     assert len(sample) == 60 and not np.array_equal(sample, lengths)
     plan = jb.plan_buckets(sample, max_tokens=60, num_buckets=2)
     dataset = jb.stream_batches(stream, plan, pool_size=40, **options)
-    found = [n for batch in dataset for n in batch.mask.sum(axis=1) if n]
-    assert sorted(found) == sorted(sample)
+    streamed = [n for batch in dataset for n in batch.mask.sum(axis=1) if n]
+    assert sorted(streamed) == sorted(sample)
     example = dataset.example
     assert set(example) == {"tokens", "index", "drawn"}
     assert len(example["tokens"]) == sample[0]
 
 
-def test_streams_of_several_processes_draw_apart():
+def test_streams_of_several_processes_draw_different_numbers():
     lengths = np.full(20, 9)
     source = make_source(lengths)
     plan = jb.plan_buckets(lengths, max_tokens=36, batch_size_multiple=2)
@@ -649,7 +655,7 @@ def test_streams_of_several_processes_draw_apart():
     assert drawn(1, 1) == drawn(1, 1)
 
 
-def test_a_state_of_a_stream_says_whether_there_is_a_transform():
+def test_the_state_of_a_stream_contains_the_transform():
     lengths = np.full(20, 9)
     plan = jb.plan_buckets(lengths, max_tokens=36)
     make = functools.partial(
@@ -658,10 +664,10 @@ def test_a_state_of_a_stream_says_whether_there_is_a_transform():
         pool_size=8,
         sequences=["tokens"],
     )
-    plain, changed = make(), make(transform=noisy)
+    plain, transformed = make(), make(transform=noisy)
     assert "transform" not in iter(plain).get_state()["traits"]
-    assert plain.fingerprint != changed.fingerprint
-    iterator = iter(changed)
+    assert plain.fingerprint != transformed.fingerprint
+    iterator = iter(transformed)
     next(iterator)
     state = json.loads(json.dumps(iterator.get_state()))
     with pytest.raises(ValueError, match="transform noisy -> absent"):
@@ -669,17 +675,17 @@ def test_a_state_of_a_stream_says_whether_there_is_a_transform():
     with pytest.raises(ValueError, match="transform noisy -> passage"):
         iter(make(transform=passage)).set_state(state)
     with pytest.raises(ValueError, match="schedule transform noisy -> absent"):
-        changed.position(1).check_same(plain.position(1))
+        transformed.position(1).check_same(plain.position(1))
     iter(make(transform=noisy)).set_state(state)
 
 
-def test_a_transform_with_numbers_of_its_own_is_found_out_at_a_resume():
+def test_resuming_detects_a_transform_with_its_own_generator():
     lengths = np.full(100, 9)
     plan = jb.plan_buckets(lengths, max_tokens=36)
-    own = np.random.default_rng(0)
+    global_rng = np.random.default_rng(0)
 
     def careless(example, rng):
-        return example | {"noise": own.random(3)}
+        return example | {"noise": global_rng.random(3)}
 
     dataset = jb.stream_batches(
         stream_of(make_source(lengths)),
@@ -690,5 +696,5 @@ def test_a_transform_with_numbers_of_its_own_is_found_out_at_a_resume():
     )
     iterator = iter(dataset)
     next(iterator)
-    with pytest.raises(ValueError, match="seed what it draws"):
+    with pytest.raises(ValueError, match="by seeding all random draws"):
         iter(dataset).set_state(iterator.get_state())

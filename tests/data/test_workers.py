@@ -1,4 +1,4 @@
-"""Loading in other processes."""
+"""Loading batches in worker processes."""
 
 import pathlib
 import re
@@ -62,11 +62,13 @@ if __name__ == "__main__":
         pytest.param(-1, marks=pytest.mark.exhaustive),
     ],
 )
-def test_workers_load_the_same_and_one_that_is_killed_is_told(tmp_path, victim):
+def test_workers_load_the_same_batches_and_a_killed_worker_is_reported(
+    tmp_path, victim
+):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     here = runpy.run_path(str(script))
-    whole = [here["line"](step, batch) for step, batch in enumerate(here["job"](0))]
+    expected = [here["line"](step, batch) for step, batch in enumerate(here["job"](0))]
     run = subprocess.run(
         [sys.executable, script, str(victim)],
         capture_output=True,
@@ -76,28 +78,28 @@ def test_workers_load_the_same_and_one_that_is_killed_is_told(tmp_path, victim):
     )
     lines = run.stdout.splitlines()
     if victim < 0:
-        assert (run.returncode, lines) == (0, whole), run.stderr
+        assert (run.returncode, lines) == (0, expected), run.stderr
         return
     assert run.returncode == 3, run.stderr
-    (number,) = map(int, re.findall(r"lost before element (\d+)", run.stderr))
-    # What came before is right; what comes is asked for by its step.
-    assert lines == whole[:number] and victim < number < len(whole)
+    (number,) = map(int, re.findall(r"died before element (\d+)", run.stderr))
+    # The batches before the failure are right, and a new run continues after them.
+    assert lines == expected[:number] and victim < number < len(expected)
     rest = [here["line"](number + i, x) for i, x in enumerate(here["job"](number))]
-    assert rest == whole[number:]
+    assert rest == expected[number:]
 
 
-LEFT_ALONE = """
+PARENT = """
 import os, signal, time
 import multiprocessing
 import grain
 import jaxbucket as jb
 
-def slowly(number):
+def slow(number):
     time.sleep(0.2)
     return number
 
 if __name__ == "__main__":
-    numbers = grain.MapDataset.range(10**6).map(slowly)
+    numbers = grain.MapDataset.range(10**6).map(slow)
     for number in jb.data.load_in_workers(numbers, 2):
         workers = [worker.pid for worker in multiprocessing.active_children()]
         print(*workers, flush=True)
@@ -105,12 +107,12 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_end_with_a_parent_that_is_killed(tmp_path):
+def test_workers_exit_when_their_parent_is_killed(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(LEFT_ALONE)
+    script.write_text(PARENT)
     output = tmp_path / "output"
     with output.open("w") as file:
-        # Not a pipe: workers that stay would keep it open.
+        # Not a pipe, because surviving workers would keep it open.
         subprocess.run([sys.executable, script], stdout=file, stderr=file, check=False)
     workers = [int(pid) for pid in output.read_text().split("\n")[0].split()]
     assert len(workers) >= 2
@@ -121,7 +123,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path):
 
 
 def is_running(pid: int) -> bool:
-    """Whether it is there, and not only to be waited for."""
+    """Returns whether a process runs and is not a zombie."""
     try:
         state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
     except FileNotFoundError:
@@ -129,7 +131,7 @@ def is_running(pid: int) -> bool:
     return state.split()[0] != "Z"
 
 
-UNGUARDED = {
+UNGUARDED_SCRIPTS = {
     "load": """
 import grain
 import jaxbucket as jb
@@ -145,10 +147,10 @@ print(jb.measure_lengths([{"x": [1]}] * 9, num_workers=2))
 }
 
 
-@pytest.mark.parametrize("name", UNGUARDED)
-def test_a_script_without_a_guard_is_told_once(tmp_path, name):
+@pytest.mark.parametrize("name", UNGUARDED_SCRIPTS)
+def test_a_missing_main_guard_is_reported_once(tmp_path, name):
     script = tmp_path / "script.py"
-    script.write_text(UNGUARDED[name])
+    script.write_text(UNGUARDED_SCRIPTS[name])
     output = tmp_path / "output"
     with output.open("w") as file:
         done = subprocess.run(
@@ -156,13 +158,17 @@ def test_a_script_without_a_guard_is_told_once(tmp_path, name):
         )
     assert done.returncode == 1
     printed = output.read_text()
-    # Once, for the process that was started, and not for any of its workers.
-    assert printed.count("Traceback") == printed.count("has no guard") == 1
+    # Reported once, by the main process and not by its workers.
+    assert (
+        printed.count("Traceback")
+        == printed.count("Put the code that the script runs under a guard")
+        == 1
+    )
     assert len(printed.splitlines()) < 30
     assert 'if __name__ == "__main__":\n    ' in printed
 
 
-def test_something_else_than_a_dataset_is_refused():
+def test_an_argument_that_is_not_a_dataset_is_refused():
     with pytest.raises(ValueError, match="`dataset` is a list, not a `grain.MapDat"):
         load_in_workers([1])  # pyright: ignore
 
@@ -173,9 +179,9 @@ def test_negative_numbers_are_refused(name):
         load_in_workers(grain.MapDataset.range(3), **{name: -1})
 
 
-def test_errors_of_the_dataset_are_its_own():
+def test_errors_of_the_dataset_are_raised_unchanged():
     def fail(number):
-        raise RuntimeError("mine")
+        raise RuntimeError("disk failure")
 
-    with pytest.raises(RuntimeError, match="mine"):
+    with pytest.raises(RuntimeError, match="disk failure"):
         list(load_in_workers(grain.MapDataset.range(3).map(fail), 0))

@@ -162,7 +162,7 @@ def test_what_was_compared_before_a_failure_is_shown(jsonl, tmp_path):
         *("--json", out),
     )
     assert run.returncode == 1
-    assert "cannot be cut into 2 equal parts" in run.stderr
+    assert "cannot be split into 2 equal parts" in run.stderr
     assert list(json.loads(out.read_text())) == ["bucketed", "pad-to-max"]
     assert re.search(r"^ *pad-to-max ", run.stdout, re.MULTILINE)
 
@@ -263,7 +263,9 @@ def test_the_standard_library_is_split_by_file(documents):
 def test_devices_that_do_not_divide_a_batch_are_refused(jsonl):
     run = train_lm("--data", jsonl, "--field", "body", "--devices", 3)
     assert run.returncode == 1
-    assert "cannot be cut into 3 equal parts by the mesh axes ('data',)" in run.stderr
+    assert (
+        "cannot be split into 3 equal parts along the mesh axes ('data',)" in run.stderr
+    )
     assert "batch_size_multiple=3" in run.stderr
 
 
@@ -271,7 +273,7 @@ def test_devices_that_do_not_divide_a_batch_are_refused(jsonl):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--policy dynamic --devices 8", "`batch_size=4` cannot be cut into 8 equal"),
+        ("--policy dynamic --devices 8", "`batch_size=4` cannot be split into 8 equal"),
         ("--max-tokens 32", "`max_tokens=32` holds 0 rows"),
         ("--max-tokens 32", "Raise `max_tokens` to 256"),
     ],

@@ -1,4 +1,4 @@
-"""The learning rate follows the batch: factors, and equality with a scaled rate."""
+"""Scaling by the batch size: factors, and equality with a scaled learning rate."""
 
 import functools
 import inspect
@@ -19,27 +19,27 @@ from jaxbucket.optim.states import in_force, skip_where
 RULES = {
     "linear": lambda ratio: ratio,
     "sqrt": np.sqrt,
-    "own": lambda ratio: 1 / (1 + ratio),
+    "custom": lambda ratio: 1 / (1 + ratio),
 }
 SIZES = [8, 3, 64, 1, 16]
 
 
 def mostly_exhaustive(names, quick) -> list:
-    """Parameters, of which only some are in the quick suite."""
+    """Returns parameters, all exhaustive except those in `quick`."""
     slow = pytest.mark.exhaustive
     return [x if x in quick else pytest.param(x, marks=slow) for x in names]
 
 
 @pytest.fixture
 def standard_promotion():
-    """Parts of optax mix int32 counts with floats, which strict promotion refuses."""
+    """Allows mixed dtypes, because parts of optax mix int32 counts with floats."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
 def scaling(rule: str, **base: float) -> optax.GradientTransformationExtraArgs:
-    own = rule if rule in ("linear", "sqrt") else RULES[rule]
-    return jb.scale_by_batch_size(**base, rule=own)
+    function = rule if rule in ("linear", "sqrt") else RULES[rule]
+    return jb.scale_by_batch_size(**base, rule=function)
 
 
 def random_params(seed: int) -> dict[str, jax.Array]:
@@ -53,7 +53,7 @@ def random_params(seed: int) -> dict[str, jax.Array]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("rule", RULES)
-def test_updates_are_multiplied_by_the_rule_of_the_ratio(rule, size):
+def test_updates_are_scaled_by_the_rule(rule, size):
     tx = scaling(rule, base_examples=4)
     grads = random_params(0)
     updates, _ = tx.update(grads, tx.init(grads), num_examples=size)
@@ -62,7 +62,7 @@ def test_updates_are_multiplied_by_the_rule_of_the_ratio(rule, size):
         np.testing.assert_allclose(updates[name], want, rtol=1e-6)
 
 
-def test_sqrt_is_the_rule_where_none_is_given():
+def test_sqrt_is_the_default_rule():
     tx = jb.scale_by_batch_size(base_examples=4)
     update, _ = tx.update(jnp.ones(()), tx.init(jnp.ones(())), num_examples=36)
     assert update == 3
@@ -71,7 +71,7 @@ def test_sqrt_is_the_rule_where_none_is_given():
 @pytest.mark.parametrize(
     ("base", "factor"), [({"base_examples": 2}, 3), ({"base_tokens": 200}, 0.5)]
 )
-def test_only_the_size_the_base_names_counts(base, factor):
+def test_only_the_size_named_by_the_base_matters(base, factor):
     tx = jb.scale_by_batch_size(**base, rule="linear")
     grads = jnp.ones(())
     sizes = {"num_examples": 6, "num_tokens": 100}
@@ -91,7 +91,7 @@ def test_a_size_may_be_any_number(size):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_traced_size_gives_the_factor_of_a_static_one(rule):
+def test_traced_and_static_sizes_give_the_same_factor(rule):
     tx = scaling(rule, base_tokens=100)
     grads = random_params(1)
     traces = []
@@ -102,21 +102,21 @@ def test_a_traced_size_gives_the_factor_of_a_static_one(rule):
         return tx.update(grads, state, num_tokens=size)
 
     for size in SIZES:
-        got, got_state = update(grads, tx.init(grads), size)
+        updates, new_state = update(grads, tx.init(grads), size)
         want, want_state = tx.update(grads, tx.init(grads), num_tokens=size)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), got, want)
-        np.testing.assert_allclose(got_state.factor, want_state.factor, 1e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), updates, want)
+        np.testing.assert_allclose(new_state.factor, want_state.factor, 1e-6)
     assert len(traces) == 1
 
 
-def test_an_empty_batch_is_an_update_of_zero():
+def test_an_empty_batch_gives_zero_updates():
     tx = jb.scale_by_batch_size(base_examples=4)
     update, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), num_examples=0)
     np.testing.assert_array_equal(update, [0, 0])
     assert state.factor == 0
 
 
-def test_the_state_is_the_last_factor():
+def test_the_state_holds_the_last_factor():
     tx = jb.scale_by_batch_size(base_examples=4, rule="linear")
     grads = jnp.ones(2)
     state = tx.init(grads)
@@ -127,7 +127,7 @@ def test_the_state_is_the_last_factor():
         assert (state.factor.shape, state.factor.dtype) == ((), jnp.float32)
 
 
-def test_the_factor_does_not_depend_on_what_came_before():
+def test_the_factor_does_not_depend_on_earlier_updates():
     tx = jb.scale_by_batch_size(base_examples=4)
     grads = jnp.ones(2)
     _, late = tx.update(grads, tx.init(grads), num_examples=99)
@@ -179,7 +179,7 @@ def test_it_equals_scaling_the_learning_rate(name, rule):
         grads = random_params(step + 1)
         updates, state = tx.update(grads, state, params, num_examples=size)
         params = optax.apply_updates(params, updates)
-        # The state of these optimizers has no learning rate in it.
+        # The state does not contain the learning rate, so it can be carried over.
         scaled = make(lr * RULES[rule](size / 4))
         updates, expected_state = scaled.update(grads, expected_state, expected)
         expected = optax.apply_updates(expected, updates)
@@ -187,14 +187,14 @@ def test_it_equals_scaling_the_learning_rate(name, rule):
         np.testing.assert_allclose(params[name], expected[name], rtol=2e-6)
 
 
-# The seed that started it: a learning rate for batches of 2, and 30 tokens in a batch.
+# A learning rate for batches of 2 examples, in batches of 30 tokens.
 
 
 @pytest.mark.parametrize(
     ("rule", "rates"),
     [("linear", [5e-3, 2e-3]), ("sqrt", [1e-3 * 5**0.5, 1e-3 * 2**0.5])],
 )
-def test_batches_of_10_and_4_have_the_rates_of_the_seed(rule, rates):
+def test_batches_of_10_and_4_examples_have_the_expected_rates(rule, rates):
     rate = jb.scale_schedule(1e-3, base_examples=2, rule=rule)
     inside = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
     outside = optax.chain(
@@ -210,7 +210,7 @@ def test_batches_of_10_and_4_have_the_rates_of_the_seed(rule, rates):
             np.testing.assert_allclose(in_force(state)["lr_factor"], want / 1e-3, 1e-6)
 
 
-# Rows of the buckets of one budget; the examples of a step fill some.
+# The rows of buckets with the same token budget; a step fills some of them.
 BATCH_SIZES = [64, 16, 8, 2]
 EQUAL = {**OPTIMIZERS, "rmsprop": optax.rmsprop}
 
@@ -263,29 +263,29 @@ def test_it_equals_a_scaled_rate_for_50_steps_of_changing_buckets(
             )
 
 
-# Which optimizers are linear in their learning rate: all that optax exports.
+# Which optimizers are linear in their learning rate, for all exports of optax.
 
-NOT_LINEAR = {
+NONLINEAR = {
     *("fromage", "lars", "polyak_sgd", "rprop", "lbfgs"),
-    # Parts of these.
+    # Parts of the above.
     *("scale_by_polyak", "scale_by_rprop"),
     *("scale_by_backtracking_linesearch", "scale_by_zoom_linesearch"),
 }
-NOT_LINEAR_IN_CONTRIB = {
+NONLINEAR_IN_CONTRIB = {
     *("cocob", "dadapt_adamw", "madgrad", "scale_by_madgrad"),
     *("schedule_free_adamw", "schedule_free_sgd"),
     *("momo", "momo_adam", "prodigy"),
 }
-# Large enough to meet the bound that such a step has.
+# Large enough to reach the bound on the step size.
 RATES = dict.fromkeys(
     ("polyak_sgd", "scale_by_polyak", "momo", "momo_adam", "prodigy"), 1.0
 )
-# They take more than a learning rate, or gradients of their own.
-NOT_TRIED = {"dpsgd", "schedule_free", "sophia"}
+# These require more than a learning rate, or special gradients.
+NOT_TESTED = {"dpsgd", "schedule_free", "sophia"}
 
 
-def with_a_rate(module) -> dict:
-    """What takes a learning rate, or a bound of one."""
+def with_learning_rate(module) -> dict:
+    """Returns the functions with a learning rate, or a bound on it, by name."""
     rates = {"learning_rate", "max_learning_rate"}
     return {
         name: make
@@ -296,40 +296,38 @@ def with_a_rate(module) -> dict:
     }
 
 
-# Some of them are about to change, and say so.
+# Some optimizers issue deprecation warnings.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
     mostly_exhaustive(
-        sorted(with_a_rate(optax)),
+        sorted(with_learning_rate(optax)),
         {"sgd", "adafactor", "adamw", "lion", "rmsprop", "lars", "fromage"}
         | {"polyak_sgd", "rprop", "scale_by_backtracking_linesearch"},
     ),
 )
 def test_every_optimizer_is_known_to_be_linear_or_not(name):
-    make = with_a_rate(optax)[name]
+    make = with_learning_rate(optax)[name]
     rate = RATES.get(name, 1e-2)
-    assert jb.optim.is_linear_in_lr(make, learning_rate=rate) == (
-        name not in NOT_LINEAR
-    )
+    assert jb.optim.is_linear_in_lr(make, learning_rate=rate) == (name not in NONLINEAR)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
     mostly_exhaustive(
-        sorted(with_a_rate(optax.contrib).keys() - NOT_TRIED),
+        sorted(with_learning_rate(optax.contrib).keys() - NOT_TESTED),
         {"acprop", "dadapt_adamw", "prodigy", "schedule_free_sgd"},
     ),
 )
 def test_every_contributed_optimizer_is_known_to_be_linear_or_not(name):
-    make = with_a_rate(optax.contrib)[name]
-    found = jb.optim.is_linear_in_lr(make, learning_rate=RATES.get(name, 1e-2))
-    assert found == (name not in NOT_LINEAR_IN_CONTRIB)
+    make = with_learning_rate(optax.contrib)[name]
+    is_linear = jb.optim.is_linear_in_lr(make, learning_rate=RATES.get(name, 1e-2))
+    assert is_linear == (name not in NONLINEAR_IN_CONTRIB)
 
 
-def _after(steps, lr):
-    """Nothing for some steps, and then the rate once more."""
+def _scaled_after(steps, lr):
+    """Scales updates by the learning rate after a number of steps."""
 
     def update(updates, count, params=None):
         factor = jnp.where(count >= steps, lr, 1)
@@ -338,42 +336,42 @@ def _after(steps, lr):
     return optax.GradientTransformation(lambda params: jnp.int32(0), update)
 
 
-NOT_LINEAR_WITH_OPTIONS = {
-    # By one part in a thousand, and only after some steps.
+NONLINEAR_WITH_OPTIONS = {
+    # The difference is one part in a thousand, or appears only after some steps.
     "a little": lambda lr: optax.stateless(
         lambda updates, params: jax.tree.map(
             lambda g: -lr * (1 + 0.05 * lr) * g, updates
         )
     ),
-    "late": lambda lr: optax.chain(optax.sgd(lr), _after(4, lr)),
+    "late": lambda lr: optax.chain(optax.sgd(lr), _scaled_after(4, lr)),
     "adafactor with momentum": lambda lr: optax.adafactor(lr, momentum=0.9),
     "adafactor with decay": lambda lr: optax.adafactor(lr, weight_decay_rate=0.1),
     "rmsprop with momentum": lambda lr: optax.rmsprop(lr, momentum=0.9),
-    "trace behind the rate": lambda lr: optax.chain(optax.sgd(lr), optax.trace(0.9)),
+    "trace after the rate": lambda lr: optax.chain(optax.sgd(lr), optax.trace(0.9)),
 }
 
 
-@pytest.mark.parametrize("name", NOT_LINEAR_WITH_OPTIONS)
-def test_what_comes_behind_the_rate_makes_an_optimizer_not_linear(name):
-    assert not jb.optim.is_linear_in_lr(NOT_LINEAR_WITH_OPTIONS[name])
+@pytest.mark.parametrize("name", NONLINEAR_WITH_OPTIONS)
+def test_state_after_the_learning_rate_makes_an_optimizer_nonlinear(name):
+    assert not jb.optim.is_linear_in_lr(NONLINEAR_WITH_OPTIONS[name])
 
 
-def test_the_page_on_learning_rates_says_which_is_which():
+def test_the_documentation_lists_linear_and_nonlinear_optimizers():
     page = pathlib.Path(__file__).parents[2] / "docs" / "learning_rates.md"
     linear, not_linear, none, *_ = re.findall(
         r"^\* \*\*(.*?)(?=^\* |^An optimizer)", page.read_text(), re.M | re.S
     )
     words = [set(re.findall(r"\w+", text)) for text in (linear, not_linear, none)]
-    for name in with_a_rate(optax):
-        assert (name in words[0]) == (name not in NOT_LINEAR), name
+    for name in with_learning_rate(optax):
+        assert (name in words[0]) == (name not in NONLINEAR), name
         assert name in words[0] | words[1] | words[2]
-    for name in with_a_rate(optax.contrib).keys() - NOT_TRIED:
-        assert (name in words[0]) == (name not in NOT_LINEAR_IN_CONTRIB), name
+    for name in with_learning_rate(optax.contrib).keys() - NOT_TESTED:
+        assert (name in words[0]) == (name not in NONLINEAR_IN_CONTRIB), name
         assert name in words[0] | words[1] | words[2]
-    assert NOT_TRIED < set(re.findall(r"\w+", page.read_text()))
+    assert NOT_TESTED < set(re.findall(r"\w+", page.read_text()))
 
 
-def test_what_does_nothing_is_not_linear():
+def test_an_optimizer_without_updates_is_not_linear():
     assert not jb.optim.is_linear_in_lr(lambda lr: optax.set_to_zero())
 
 
@@ -386,8 +384,8 @@ def test_momentum_and_decay_before_the_rate_are_linear():
 
 ROUTED = {
     name: make
-    for name, make in with_a_rate(optax).items()
-    # A guess, a bound or a part, and not a rate.
+    for name, make in with_learning_rate(optax).items()
+    # Excludes optimizers whose rate is an initial value or a bound, and parts.
     if "learning_rate" in inspect.signature(make).parameters
     and not name.startswith("scale_by") | (name in ("rprop", "lbfgs"))
 }
@@ -409,11 +407,10 @@ ROUTED |= {
         | {"adafactor with momentum", "adafactor with decay"},
     ),
 )
-def test_a_scaled_schedule_is_the_rate_inside_of_any(name):
+def test_a_scaled_schedule_equals_a_scaled_learning_rate(name):
     make, lr = ROUTED[name], 0.01
-    # The table of a plan by rows: every bucket has one factor.
     rate = jb.scale_schedule(lr, base_rows=16, rule="linear")
-    # A dtype can be called, and would be taken for a schedule.
+    # A dtype is callable, so optax would use it as a schedule.
     static = {"dtype_momentum"} & inspect.signature(make).parameters.keys()
     tx = optax.inject_hyperparams(make, static_args=static)(learning_rate=rate)
     params = expected = random_params(0)
@@ -435,16 +432,16 @@ def test_a_scaled_schedule_is_the_rate_inside_of_any(name):
 
 
 def steps_of(tx, sizes=SIZES, **extra):
-    """Parameters after every step."""
+    """Returns the parameters after every step."""
     params = random_params(0)
-    state, seen = tx.init(params), []
+    state, results = tx.init(params), []
     for step, size in enumerate(sizes):
         updates, state = tx.update(
             random_params(step + 1), state, params, num_examples=size, **extra
         )
         params = optax.apply_updates(params, updates)
-        seen.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)]))
-    return np.array(seen)
+        results.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)]))
+    return np.array(results)
 
 
 def flat(seed):
@@ -453,10 +450,11 @@ def flat(seed):
 
 
 @pytest.mark.parametrize("corrected", [True, False])
-def test_momentum_is_corrected_behind_the_rate_and_not_before(corrected):
-    """Goyal et al. (2017), section 3: with the rate r in the momentum v,
+def test_momentum_is_corrected_only_if_scaled_after_the_rate(corrected):
+    """Compares with section 3 of Goyal et al. (2017).
 
-    v' = m (r' / r) v + r' g is the corrected one, and v' = m v + r' g is not.
+    If the momentum v includes the rate r, v' = m (r' / r) v + r' g is corrected, and
+    v' = m v + r' g is not.
     """
     lr, m, base = 0.1, 0.9, 4
     scale = jb.scale_by_batch_size(base_examples=base, rule="linear")
@@ -475,7 +473,7 @@ def test_momentum_is_corrected_behind_the_rate_and_not_before(corrected):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("scaled", [True, False])
-def test_weight_decay_is_scaled_where_it_is_before_the_scaling(scaled):
+def test_weight_decay_is_scaled_only_if_it_is_before_the_scaling(scaled):
     lr, decay, base, b1, b2 = 0.01, 0.1, 4, 0.9, 0.999
     scale = jb.scale_by_batch_size(base_examples=base)
     adam, decays = optax.scale_by_adam(b1, b2), optax.add_decayed_weights(decay)
@@ -497,7 +495,7 @@ def test_weight_decay_is_scaled_where_it_is_before_the_scaling(scaled):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("ratio", [0.25, 1, 3, 8])
-def test_for_one_size_the_sde_rule_is_adam_with_other_constants(ratio):
+def test_the_sde_rule_with_a_constant_size_is_adam_with_other_constants(ratio):
     """Malladi et al. (2022): rate * sqrt(k), 1 - b times k, eps / sqrt(k)."""
     tx = optax.chain(
         jb.optim.scale_by_adam_sde(base_examples=4, b1=0.9, b2=0.99, eps=1e-3),
@@ -511,7 +509,7 @@ def test_for_one_size_the_sde_rule_is_adam_with_other_constants(ratio):
     )
 
 
-def test_the_sde_rule_for_changing_sizes_is_that_of_the_paper_step_by_step():
+def test_the_sde_rule_with_changing_sizes_equals_the_formulas():
     b1, b2, eps, lr, base = 0.9, 0.99, 1e-4, 0.01, 16
     tx = optax.chain(
         jb.optim.scale_by_adam_sde(base_examples=base, b1=b1, b2=b2, eps=eps),
@@ -531,7 +529,7 @@ def test_the_sde_rule_for_changing_sizes_is_that_of_the_paper_step_by_step():
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-8])
-def test_a_batch_without_examples_leaves_adams_averages_as_they_are(eps):
+def test_an_empty_batch_leaves_the_averages_of_adam_unchanged(eps):
     tx = jb.optim.scale_by_adam_sde(base_examples=4, eps=eps)
     zeros = jax.tree.map(jnp.zeros_like, random_params(0))
     state = tx.init(zeros)
@@ -544,7 +542,7 @@ def test_a_batch_without_examples_leaves_adams_averages_as_they_are(eps):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_half_precision_parameters_have_averages_that_remember(dtype):
+def test_half_precision_parameters_have_float32_averages(dtype):
     tx = jb.optim.scale_by_adam_sde(base_examples=4)
     params = jnp.ones(2, dtype)
     state = tx.init(params)
@@ -562,11 +560,11 @@ def test_a_small_batch_is_not_lost_to_rounding(ratio):
     state = tx.init(jnp.ones(()))
     for _ in range(3):
         update, state = tx.update(jnp.full((), 0.1), state, num_tokens=1e9 * ratio)
-        # A gradient that never changes moves by the root of the ratio.
+        # For a constant gradient, updates equal the square root of the ratio.
         np.testing.assert_allclose(update, ratio**0.5, rtol=1e-3)
 
 
-def test_a_batch_beyond_the_rule_is_all_that_is_remembered():
+def test_a_very_large_batch_replaces_the_averages():
     tx = jb.optim.scale_by_adam_sde(base_examples=1, b1=0.9, b2=0.9)
     state = tx.init(random_params(0))
     for seed in (1, 2):
@@ -580,26 +578,26 @@ def test_a_batch_beyond_the_rule_is_all_that_is_remembered():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_the_step_of_the_data_is_the_step_of_a_schedule():
+def test_a_schedule_is_evaluated_at_the_step_of_the_data():
     schedule = optax.piecewise_constant_schedule(1.0, {3: 0.5})
     rate = jb.scale_schedule(schedule, base_examples=2, rule="linear")
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
     grads = jnp.ones(())
-    state, given = tx.init(grads), []
-    # Begun anew at step 2 by another optimizer, or with steps that were skipped.
+    state, applied = tx.init(grads), []
+    # The first step is not 0 after changing the optimizer, and steps may be skipped.
     for step in (2, 3, 7):
         update, state = tx.update(grads, state, num_examples=4, step=jnp.int32(step))
-        given.append(float(update))
-    assert given == [-2, -1, -1]
-    state, given = tx.init(grads), []
+        applied.append(float(update))
+    assert applied == [-2, -1, -1]
+    state, applied = tx.init(grads), []
     for _ in range(5):
         update, state = tx.update(grads, state, num_examples=4)
-        given.append(float(update))
-    assert given == [-2, -2, -2, -1, -1]
+        applied.append(float(update))
+    assert applied == [-2, -2, -2, -1, -1]
 
 
 @pytest.mark.parametrize("work", ["tokens", "examples"])
-def test_the_same_data_gives_the_same_curve_however_it_is_cut(work):
+def test_a_schedule_by_work_does_not_depend_on_batch_sizes(work):
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 300, 1000)
     tx = optax.inject_hyperparams(optax.sgd)(jb.optim.schedule_by_work(schedule, work))
     rng = np.random.default_rng(0)
@@ -610,17 +608,17 @@ def test_the_same_data_gives_the_same_curve_however_it_is_cut(work):
             other = "examples" if work == "tokens" else "tokens"
             sizes = {f"num_{work}": size, f"num_{other}": 7}
             _, state = tx.update(jnp.ones(()), state, **sizes)
-            # That of all that was seen before.
+            # The rate depends on the work before this batch.
             rate = state.hyperparams["learning_rate"]
             np.testing.assert_allclose(rate, schedule(done), rtol=1e-6)
             done += size
 
 
-def test_work_is_counted_exactly_beyond_what_an_int32_holds():
-    seen = []
+def test_work_is_counted_exactly_beyond_int32():
+    counts = []
 
     def schedule(done):
-        seen.append(float(done))
+        counts.append(float(done))
         return 1 / (1 + done)
 
     by_tokens = jb.optim.schedule_by_work(schedule)
@@ -630,21 +628,21 @@ def test_work_is_counted_exactly_beyond_what_an_int32_holds():
         done += size
         assert int(state.high) * 2**30 + int(state.low) == done
         by_tokens(state)
-        assert seen[-1] == pytest.approx(done)
+        assert counts[-1] == pytest.approx(done)
 
 
 def test_a_schedule_by_work_is_scaled_by_the_batch():
     work = jb.optim.schedule_by_work(optax.linear_schedule(0.0, 1.0, 100))
     rate = jb.scale_schedule(work, base_tokens=10, rule="linear")
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
-    state, given = tx.init(jnp.zeros(())), []
+    state, applied = tx.init(jnp.zeros(())), []
     for size in (50, 20, 40):
         update, state = tx.update(jnp.ones(()), state, num_tokens=size)
-        given.append(-float(update))
-    np.testing.assert_allclose(given, [0, 0.5 * 2, 0.7 * 4], rtol=1e-6)
+        applied.append(-float(update))
+    np.testing.assert_allclose(applied, [0, 0.5 * 2, 0.7 * 4], rtol=1e-6)
 
 
-def test_inverse_sqrt_is_that_of_the_paper():
+def test_inverse_sqrt_equals_the_formula_of_the_paper():
     schedule = jb.optim.warmup_inverse_sqrt_schedule(0.5, 4000)
     for step in (0, 1, 3999, 4000, 4001, 10**9):
         want = 0.5 * min(step / 4000, (4000 / max(step, 1)) ** 0.5)
@@ -652,10 +650,10 @@ def test_inverse_sqrt_is_that_of_the_paper():
         np.testing.assert_allclose(schedule(jnp.int32(step)), want, rtol=1e-6)
 
 
-# What is in force, and what a skipped update leaves
+# The current learning rate, and skipped updates
 
 
-def test_bounds_hold_the_factor():
+def test_the_factor_is_clipped_to_its_bounds():
     options = {"base_examples": 4, "rule": "linear"}
     tx = jb.scale_by_batch_size(**options, min_factor=0.5, max_factor=2)
     state = tx.init(jnp.ones(()))
@@ -664,7 +662,7 @@ def test_bounds_hold_the_factor():
         assert update == state.factor == want
 
 
-def test_no_rule_leaves_the_rate_as_it_is():
+def test_rule_none_leaves_the_rate_unchanged():
     tx = jb.scale_by_batch_size(base_tokens=9, rule="none", learning_rate=0.5)
     update, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), num_tokens=77)
     np.testing.assert_array_equal(update, [1, 1])
@@ -672,7 +670,7 @@ def test_no_rule_leaves_the_rate_as_it_is():
 
 
 @pytest.mark.parametrize("rate", [0.5, optax.linear_schedule(1.0, 0.0, 4)])
-def test_the_rate_in_force_is_in_the_state(rate):
+def test_the_state_holds_the_current_rate(rate):
     tx = optax.chain(
         optax.sgd(rate),
         jb.scale_by_batch_size(base_examples=2, rule="linear", learning_rate=rate),
@@ -690,7 +688,7 @@ def in_force_after(tx, params=None, **sizes):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_what_is_in_force_is_what_multiplies_the_update():
+def test_in_force_reports_the_factors_of_the_update():
     by_size = {"base_examples": 2, "rule": "linear"}
     inject = optax.inject_hyperparams
 
@@ -713,18 +711,18 @@ def test_what_is_in_force_is_what_multiplies_the_update():
         "lr_factor": 16,
         "learning_rate": 16,
     }
-    in_front = optax.chain(
+    before_sgd = optax.chain(
         jb.scale_by_batch_size(**by_size), inject(optax.sgd)(learning_rate=1.0)
     )
-    assert in_force_after(in_front, num_examples=8) == {
+    assert in_force_after(before_sgd, num_examples=8) == {
         "lr_factor": 4,
         "learning_rate": 1,
     }
-    behind_adam = optax.chain(
+    after_adam = optax.chain(
         jb.optim.scale_by_adam_sde(base_examples=2),
         inject(optax.scale_by_learning_rate)(learning_rate=0.5),
     )
-    assert in_force_after(behind_adam, num_examples=8) == {
+    assert in_force_after(after_adam, num_examples=8) == {
         "lr_factor": 2,
         "learning_rate": 1,
     }
@@ -768,8 +766,8 @@ def plateau(count):
 @pytest.mark.parametrize(
     "make", mostly_exhaustive([optax.sgd, optax.lars, optax.rmsprop], {optax.sgd})
 )
-def test_the_first_state_is_of_the_dtypes_of_all_others(make, schedule, dtype, is_wide):
-    # Strict promotion is for what is ours: optax's own numbers are weak.
+def test_the_first_state_has_the_dtypes_of_later_states(make, schedule, dtype, is_wide):
+    # Standard promotion, because optax relies on weakly typed numbers.
     with jax.enable_x64(is_wide), jax.numpy_dtype_promotion("standard"):
         rate = jb.scale_schedule(schedule, base_tokens=2)
         tx = optax.inject_hyperparams(make)(learning_rate=rate, momentum=0.9)
@@ -791,7 +789,7 @@ def test_a_scaled_schedule_mixes_no_dtypes(is_wide):
         np.testing.assert_allclose(updates, -2e-3, rtol=1e-6)
 
 
-def test_a_schedule_too_long_for_an_integer_says_what_to_write():
+def test_a_schedule_too_long_for_an_integer_suggests_a_float():
     with pytest.raises(ValueError, match="2147483647|as floats, such as 1e10"):
         work = jb.optim.schedule_by_work(optax.linear_schedule(0.0, 1e-3, 10**10))
         work(work.init())
@@ -802,7 +800,7 @@ def test_a_schedule_too_long_for_an_integer_says_what_to_write():
     np.testing.assert_allclose(work(state), 0.5e-3, rtol=1e-6)
 
 
-def test_what_an_optimizer_does_not_say_is_not_in_force():
+def test_in_force_omits_unknown_values():
     assert in_force(optax.adam(1e-3).init(jnp.ones(2))) == {}
     tx = optax.chain(optax.adam(1e-3), jb.scale_by_batch_size(base_examples=2))
     assert in_force(tx.init(jnp.ones(2))) == {"lr_factor": 1}
@@ -811,8 +809,8 @@ def test_what_an_optimizer_does_not_say_is_not_in_force():
     assert in_force(state) == {"lr_factor": 2}
 
 
-def clocks():
-    """Optimizers with a rate of 1 / (1 + step), known in every way there is."""
+def adams():
+    """Returns Adam with a rate of 1 / (1 + step), passed in every possible way."""
 
     def schedule(count):
         return 1 / (1 + jnp.asarray(count, jnp.float32))
@@ -821,7 +819,7 @@ def clocks():
     return {
         "optax": optax.adam(schedule),
         "injected": optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
-        "told": optax.chain(
+        "reported": optax.chain(
             optax.scale_by_adam(),
             optax.scale_by_schedule(lambda count: -schedule(count)),
             jb.scale_by_batch_size(**base, learning_rate=schedule),
@@ -838,9 +836,9 @@ def clocks():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", clocks())
-def test_a_skipped_update_leaves_averages_and_moves_schedules(name):
-    tx = optax.with_extra_args_support(clocks()[name])
+@pytest.mark.parametrize("name", adams())
+def test_a_skipped_update_keeps_averages_and_advances_schedules(name):
+    tx = optax.with_extra_args_support(adams()[name])
     params = random_params(0)
     state, adam = tx.init(params), optax.scale_by_adam()
     expected_state = adam.init(params)
@@ -863,15 +861,15 @@ def test_a_skipped_update_leaves_averages_and_moves_schedules(name):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_it_works_behind_a_learning_rate_schedule():
+def test_it_works_after_a_learning_rate_schedule():
     rates = optax.piecewise_constant_schedule(1.0, {2: 0.5})
     tx = optax.chain(optax.sgd(rates), jb.scale_by_batch_size(base_examples=4))
     grads = jnp.ones(())
-    state, given = tx.init(grads), []
+    state, applied = tx.init(grads), []
     for size in (4, 16, 4, 16):
         update, state = tx.update(grads, state, num_examples=size)
-        given.append(float(update))
-    assert given == [-1, -2, -0.5, -1]
+        applied.append(float(update))
+    assert applied == [-1, -2, -0.5, -1]
 
 
 # Among other transformations
@@ -896,11 +894,11 @@ def test_it_works_under_multi_steps():
     inner = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(base_examples=4))
     multi = optax.MultiSteps(inner, every_k_schedule=2)
     grads = jnp.ones(())
-    state, given = multi.init(grads), []
+    state, applied = multi.init(grads), []
     for size in (16, 16, 64, 64):
         update, state = multi.update(grads, state, grads, num_examples=size)
-        given.append(float(update))
-    assert given == [0, -2, 0, -4]
+        applied.append(float(update))
+    assert applied == [0, -2, 0, -4]
 
 
 def test_it_may_scale_some_of_the_parameters():
@@ -912,7 +910,7 @@ def test_it_may_scale_some_of_the_parameters():
     assert updates == {"a": 5, "b": 1}
 
 
-def test_nnx_optimizer_passes_the_size_on():
+def test_nnx_optimizer_forwards_the_size():
     model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
     before = np.asarray(model.bias.get_value())
     tx = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(base_examples=4))
@@ -926,7 +924,7 @@ def test_nnx_optimizer_passes_the_size_on():
 @pytest.mark.parametrize(
     ("base", "factor"), [({"base_examples": 12}, 0.5), ({"base_tokens": 2}, 5)]
 )
-def test_a_train_step_gives_the_sizes_of_the_global_batch(base, factor, mode):
+def test_a_train_step_passes_the_sizes_of_the_global_batch(base, factor, mode):
     mesh = jb.data_mesh(jax.devices()[:4])
     tx = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(**base, rule="linear"))
     rows = [{"x": np.zeros(n, np.int32)} for n in (1, 2, 1, 3, 1, 2)]
@@ -943,14 +941,14 @@ def test_a_train_step_gives_the_sizes_of_the_global_batch(base, factor, mode):
     assert state.opt_state[1].factor == factor
 
 
-# What is refused
+# Invalid arguments
 
 
 @pytest.mark.parametrize("bases", [{}, {"base_examples": 4, "base_tokens": 9}])
-def test_not_exactly_one_base_is_refused(bases):
+def test_other_than_one_base_is_rejected(bases):
     examples, tokens = bases.get("base_examples"), bases.get("base_tokens")
     message = (
-        f"`base_examples={examples}`, `base_tokens={tokens}`, `base_rows=None`: give"
+        f"`base_examples={examples}`, `base_tokens={tokens}`, `base_rows=None`: pass"
     )
     with pytest.raises(ValueError, match=message):
         jb.scale_by_batch_size(**bases)
@@ -958,14 +956,14 @@ def test_not_exactly_one_base_is_refused(bases):
 
 @pytest.mark.parametrize("name", ["base_examples", "base_tokens"])
 @pytest.mark.parametrize("value", [0, -2, float("nan"), float("inf"), "3"])
-def test_a_base_that_is_not_positive_is_refused(name, value):
+def test_a_base_that_is_not_positive_is_rejected(name, value):
     message = f"`{name}={value!r}` must be a positive number"
     with pytest.raises(ValueError, match=message):
         jb.scale_by_batch_size(**{name: value})
 
 
-def test_an_unknown_rule_is_refused():
-    message = r"`rule='cubic'`: choose one of \['linear', 'none', 'sqrt'\], or pass"
+def test_an_unknown_rule_is_rejected():
+    message = r"`rule='cubic'` is unknown. Choose one of \['linear', 'none', 'sqrt'\],"
     with pytest.raises(ValueError, match=message):
         jb.scale_by_batch_size(base_examples=4, rule="cubic")
 
@@ -980,22 +978,22 @@ def test_an_unknown_rule_is_refused():
         ("base_tokens", "num_tokens", {"num_tokens": None}),
     ],
 )
-def test_an_update_without_its_size_says_what_to_pass(base, size, given):
+def test_an_update_without_its_size_is_rejected(base, size, given):
     tx = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(**{base: 4}))
     grads = jnp.ones(())
-    message = rf"needs the batch size: call `tx.update\(.*, {size}=batch\.{size}\)`"
+    message = rf"requires `{size}`. Call `tx.update\(.*, {size}=batch\.{size}\)`"
     with pytest.raises(ValueError, match=message):
         tx.update(grads, tx.init(grads), grads, **given)
 
 
 @pytest.mark.parametrize("rule", [lambda r: 0.5, lambda r: 2, lambda r: np.float32(3)])
-def test_a_rule_may_give_a_plain_number(rule):
+def test_a_rule_may_return_a_plain_number(rule):
     tx = jb.scale_by_batch_size(base_examples=4, rule=rule)
     u, s = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), num_examples=8)
     assert s.factor == rule(2)
 
 
-def test_a_rule_that_gives_several_factors_is_refused():
+def test_a_rule_that_returns_several_factors_is_rejected():
     tx = jb.scale_by_batch_size(base_examples=4, rule=lambda r: jnp.ones(3) * r)
     with pytest.raises(ValueError, match=r"`rule` returned a factor of shape \[3\]"):
         tx.update(jnp.ones(3), tx.init(jnp.ones(3)), num_examples=8)
@@ -1006,21 +1004,21 @@ def test_a_rule_that_gives_several_factors_is_refused():
     [
         (
             lambda: jb.scale_by_batch_size(base_rows=2, min_factor=3, max_factor=2),
-            "`min_factor=3`, `max_factor=2`: give numbers that are not negative, the",
+            "`min_factor=3`, `max_factor=2`: pass numbers with 0 <= `min_factor` <= ",
         ),
         (
             lambda: jb.scale_by_batch_size(base_rows=2, min_factor=-1),
-            "`min_factor=-1`, `max_factor=inf`: give",
+            "`min_factor=-1`, `max_factor=inf`: pass",
         ),
         (
             lambda: jb.scale_by_batch_size(base_rows=2, max_factor=np.nan),
-            "`max_factor=nan`: give numbers",
+            "`max_factor=nan`: pass numbers",
         ),
         (
             lambda: jb.scale_by_batch_size(
                 base_rows=2, learning_rate=jb.optim.schedule_by_work(lambda n: n)
             ),
-            "`learning_rate` is a schedule that follows the batch only inside an",
+            "`learning_rate` is a schedule that works only inside an optimizer.",
         ),
         (
             lambda: jb.scale_by_batch_size(base_rows=2, learning_rate="fast"),
@@ -1028,7 +1026,7 @@ def test_a_rule_that_gives_several_factors_is_refused():
         ),
         (
             lambda: jb.optim.is_linear_in_lr(optax.sgd(1e-3)),
-            "`make_tx` is a GradientTransformationExtraArgs: give a function",
+            "`make_tx` is a GradientTransformationExtraArgs. Pass a function",
         ),
         (
             lambda: jb.optim.is_linear_in_lr(optax.sgd, learning_rate=0.0),
@@ -1036,23 +1034,23 @@ def test_a_rule_that_gives_several_factors_is_refused():
         ),
         (lambda: jb.scale_schedule(0, base_rows=2), "`schedule=0` must be a positive"),
         (lambda: jb.scale_schedule("fast", base_rows=2), "`schedule='fast'` must be"),
-        (lambda: jb.scale_schedule(1e-3), "`base_rows=None`: give one of them."),
-        (lambda: jb.optim.scale_by_adam_sde(), "`base_rows=None`: give one of them."),
+        (lambda: jb.scale_schedule(1e-3), "`base_rows=None`: pass exactly one"),
+        (lambda: jb.optim.scale_by_adam_sde(), "`base_rows=None`: pass exactly one"),
         (
             lambda: jb.optim.scale_by_adam_sde(base_rows=2, b1=1),
-            "`b1=1` must be from 0 to below 1.",
+            "`b1=1` must be in [0, 1).",
         ),
         (
             lambda: jb.optim.scale_by_adam_sde(base_rows=2, b2=-0.1),
-            "`b2=-0.1` must be from 0 to below 1.",
+            "`b2=-0.1` must be in [0, 1).",
         ),
         (
             lambda: jb.optim.scale_by_adam_sde(base_rows=2, eps=-1.0),
-            "`eps=-1.0` must be a number that is not negative.",
+            "`eps=-1.0` must be a finite, non-negative number.",
         ),
         (
             lambda: jb.optim.schedule_by_work(1e-3),
-            "`schedule=0.001` does not change: give a schedule of optax",
+            "`schedule=0.001` is not a schedule. Pass a schedule of optax",
         ),
         (
             lambda: jb.optim.schedule_by_work(lambda n: n, "steps"),
@@ -1070,22 +1068,22 @@ def test_a_rule_that_gives_several_factors_is_refused():
             lambda: jb.optim.schedule_by_work(lambda n: n).update(
                 jb.optim.schedule_by_work(lambda n: n).init(), num_examples=3
             ),
-            "needs their number: call `tx.update(grads, state, params, num_tokens=bat",
+            "requires `num_tokens`. Call `tx.update(grads, state, params, num_tokens=",
         ),
         (
             lambda: jb.scale_by_batch_size(base_rows=2).update(
                 jnp.ones(()), jb.scale_by_batch_size(base_rows=2).init(0.0)
             ),
-            "num_rows=batch.bucket.batch_size)`, of all micro-batches.",
+            "num_rows=batch.bucket.batch_size)`, summed over all micro-batches.",
         ),
     ],
 )
-def test_what_says_nothing_is_refused(make, message):
+def test_invalid_arguments_are_rejected(make, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
 
 
-def test_a_scaled_schedule_without_its_size_says_what_to_pass():
+def test_a_scaled_schedule_without_its_size_is_rejected():
     rate = jb.scale_schedule(1e-3, base_tokens=4)
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
     state = tx.init(jnp.ones(()))
@@ -1103,26 +1101,26 @@ SCALED = jb.scale_schedule(1e-3, base_examples=2)
     [
         (
             lambda: jb.scale_schedule(SCALED, base_rows=2),
-            "`schedule` is scaled already",
+            "`schedule` is already scaled",
         ),
         (
             lambda: jb.optim.schedule_by_work(SCALED),
-            "`schedule` follows the batch already",
+            "`schedule` already depends on the batch",
         ),
         (
             lambda: jb.optim.schedule_by_work(BY_WORK),
-            "`schedule` follows the batch already",
+            "`schedule` already depends on the batch",
         ),
         (
             lambda: jb.scale_by_batch_size(base_rows=2, learning_rate=SCALED),
-            "`learning_rate` is a schedule that follows the batch only inside an",
+            "`learning_rate` is a schedule that works only inside an optimizer.",
         ),
         *(
             (
                 lambda rate=rate: optax.sgd(rate).update(
                     jnp.ones(2), optax.sgd(rate).init(jnp.ones(2))
                 ),
-                "only `optax.inject_hyperparams` tells it: write",
+                "works only inside `optax.inject_hyperparams`. Write",
             )
             for rate in (SCALED, BY_WORK)
         ),
@@ -1132,25 +1130,25 @@ SCALED = jb.scale_schedule(1e-3, base_examples=2)
         ),
         (
             lambda: jb.scale_by_batch_size(base_rows=2, min_factor=math.inf),
-            "`min_factor=inf`, `max_factor=inf`: give numbers",
+            "`min_factor=inf`, `max_factor=inf`: pass numbers",
         ),
         (
             lambda: jb.optim.scale_by_adam_sde(base_rows=2, b1="x"),
-            "`b1='x'` must be from 0 to below 1.",
+            "`b1='x'` must be in [0, 1).",
         ),
         (
             lambda: jb.optim.scale_by_adam_sde(base_rows=2, eps=None),
-            "`eps=None` must be a number that is not negative.",
+            "`eps=None` must be a finite, non-negative number.",
         ),
         (
             lambda: jb.scale_by_batch_size(base_rows=2, rule=lambda ratio: None).update(
                 jnp.ones(2), jb.scale_by_batch_size(base_rows=2).init(0), num_rows=2
             ),
-            "`rule` returned a NoneType: return one number.",
+            "`rule` returned a NoneType. Return one number.",
         ),
     ],
 )
-def test_what_does_not_belong_there_says_where_it_does(make, message):
+def test_misplaced_schedules_and_invalid_values_are_rejected(make, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
 
@@ -1165,7 +1163,7 @@ def test_a_base_may_be_any_number(base):
 @pytest.mark.parametrize(
     "size", [-4, math.nan, math.inf, "8", None, np.float32("nan"), True, np.True_]
 )
-def test_what_is_no_size_is_refused(size):
+def test_an_invalid_size_is_rejected(size):
     tx = jb.scale_by_batch_size(base_examples=2)
     with pytest.raises(ValueError, match="num_examples"):
         tx.update(jnp.ones(2), tx.init(0), num_examples=size)
@@ -1173,9 +1171,9 @@ def test_what_is_no_size_is_refused(size):
         BY_WORK.update(BY_WORK.init(), num_tokens=size)
 
 
-def test_several_sizes_are_refused():
+def test_several_sizes_are_rejected():
     tx = jb.scale_by_batch_size(base_examples=2)
-    with pytest.raises(ValueError, match=r"`num_examples` has shape \[2\]: give one"):
+    with pytest.raises(ValueError, match=r"`num_examples` has shape \[2\]\. Pass one"):
         tx.update(jnp.ones(2), tx.init(0), num_examples=jnp.ones(2))
 
 
@@ -1187,19 +1185,19 @@ def test_work_of_any_size_is_counted_exactly(size):
     assert int(state.high) * 2**30 + int(state.low) == 3 * int(size)
 
 
-def test_the_least_factor_holds_without_a_largest():
+def test_a_minimum_factor_works_without_a_maximum():
     tx = jb.scale_by_batch_size(base_examples=8, rule="linear", min_factor=0.5)
     for size, factor in ((1, 0.5), (80, 10)):
         updates, _ = tx.update(jnp.ones(2), tx.init(0), num_examples=size)
         np.testing.assert_array_equal(updates, factor)
 
 
-def test_the_first_state_has_the_rate_of_the_base():
+def test_the_first_state_has_the_unscaled_rate():
     tx = jb.scale_by_batch_size(base_examples=8, learning_rate=0.5)
     assert in_force(tx.init(0)) == {"lr_factor": 1, "learning_rate": 0.5}
 
 
-def test_a_factor_may_be_more_than_half_precision_has():
+def test_a_factor_may_exceed_half_precision():
     tx = jb.scale_by_batch_size(base_examples=1, rule="linear")
     updates, _ = tx.update(
         jnp.full(2, 1e-3, jnp.float16), tx.init(0), num_examples=2**17
@@ -1207,8 +1205,8 @@ def test_a_factor_may_be_more_than_half_precision_has():
     np.testing.assert_allclose(updates, 2**17 * 1e-3, rtol=1e-3)
 
 
-def test_the_sde_state_has_arrays_of_its_own():
-    """A step that donates its state would be refused otherwise."""
+def test_the_sde_state_can_be_donated():
+    """Its arrays must not share memory."""
     tx = jb.optim.scale_by_adam_sde(base_examples=4)
     params = {"w": jnp.ones(3)}
     step = jax.jit(
@@ -1245,7 +1243,7 @@ def test_the_sde_rule_keeps_the_direction_of_complex_gradients():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_the_step_that_is_told_counts_and_not_the_updates():
+def test_the_given_step_overrides_the_count_of_updates():
     rate = jb.scale_schedule(lambda step: 1.0 * step, base_examples=1, rule="none")
     state = rate.init()
     for step in (7, 3, 5):
@@ -1255,7 +1253,7 @@ def test_the_step_that_is_told_counts_and_not_the_updates():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_a_schedule_of_the_weight_decay_goes_on_where_an_update_is_skipped():
+def test_a_skipped_update_advances_the_schedule_of_weight_decay():
     def schedule(count):
         return 1 / (1 + jnp.asarray(count, jnp.float32))
 
@@ -1274,17 +1272,17 @@ def test_a_schedule_of_the_weight_decay_goes_on_where_an_update_is_skipped():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_what_counts_for_itself_is_held_with_all_inside():
+def test_multi_steps_is_restored_completely_if_skipped():
     tx = optax.MultiSteps(optax.sgd(optax.constant_schedule(0.1)), 2)
     params = {"w": jnp.ones(2)}
     state = tx.init(params)
     _, state = tx.update(params, state, params)
     _, new = tx.update(params, state, params)
-    held = skip_where(jnp.asarray(True), new, state)
-    jax.tree.map(np.testing.assert_array_equal, held, state)
+    restored = skip_where(jnp.asarray(True), new, state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 
-def test_a_bool_on_a_device_is_no_size():
+def test_a_bool_on_a_device_is_rejected():
     tx = jb.scale_by_batch_size(base_examples=2)
     with pytest.raises(ValueError, match="num_examples"):
         tx.update(jnp.ones(2), tx.init(0), num_examples=jnp.asarray(True))
@@ -1294,7 +1292,7 @@ def test_a_bool_on_a_device_is_no_size():
 @pytest.mark.parametrize(
     "options", [{}, {"momentum": 0.9}, {"weight_decay_rate": 1e-3}], ids=str
 )
-def test_adafactor_takes_a_scaled_rate_inside_of_jit(options):
+def test_adafactor_with_a_scaled_rate_works_inside_jit(options):
     adafactor = optax.inject_hyperparams(
         optax.adafactor, static_args=("dtype_momentum", "min_dim_size_to_factor")
     )
@@ -1316,7 +1314,7 @@ def test_adafactor_takes_a_scaled_rate_inside_of_jit(options):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_parameters_in_half_precision_have_hyperparameters_in_single():
+def test_hyperparam_dtype_supports_half_precision_parameters():
     adamw = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)
     tx = adamw(learning_rate=jb.scale_schedule(1e-2, base_examples=4))
     params = {"w": jnp.ones(3, jnp.bfloat16)}
@@ -1329,11 +1327,11 @@ def test_parameters_in_half_precision_have_hyperparameters_in_single():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_schedule_free_is_held_with_the_schedule_inside():
+def test_schedule_free_is_restored_completely_if_skipped():
     schedule = optax.linear_schedule(1.0, 0.0, 10)
     tx = optax.contrib.schedule_free(optax.sgd(schedule), learning_rate=1.0)
     params = {"w": jnp.ones(2)}
     state = tx.init(params)
     _, new = tx.update(params, state, params)
-    held = skip_where(jnp.asarray(True), new, state)
-    jax.tree.map(np.testing.assert_array_equal, held, state)
+    restored = skip_where(jnp.asarray(True), new, state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)

@@ -890,7 +890,7 @@ def test_parts_that_run_on_train_as_any_packed_rows():
         jb.data.concat_then_split(source, 64, lengths=[1, 2, 3])
     with pytest.raises(IndexError, match="must be from 0"):
         parts[len(parts)]
-    with pytest.raises(ValueError, match=r"`source\[0\]`, before it was cut, has len"):
+    with pytest.raises(ValueError, match=r"`source\[0\]`, before it was split, has"):
         wrong = lengths + 1
         own = jb.data.concat_then_split(source, 64, lengths=wrong, sequences=SEQUENCES)
         own[int(np.flatnonzero(own._examples == 0)[0])]
@@ -933,11 +933,11 @@ def test_segments_of_real_shapes():
     [
         ([[0, 1, 2]], {"max_segments": 2}, "Row 0 has 3 examples, more than `max_segm"),
         ([[0, 1]], {"max_segments": 2}, "Row 0 has length 9, beyond `seq_len=8`"),
-        ([0], {"max_segments": 2}, "Row 0 is a dict: with `max_segments` give a list"),
+        ([0], {"max_segments": 2}, "Row 0 is a dict. With `max_segments`, pass a"),
         ([[2]], {"max_segments": 0}, "`max_segments=0` must be a positive integer"),
         ([], {"max_segments": 0}, "`max_segments=0` must be a positive integer"),
-        ([[2]], {"max_segments": 1, "truncate": True}, "Leave out either"),
-        ([[]], {"max_segments": 1}, "All rows are empty: pass `like=`"),
+        ([[2]], {"max_segments": 1, "truncate": True}, "not supported for packed rows"),
+        ([[]], {"max_segments": 1}, "All rows are empty. Pass `like=`"),
     ],
 )
 def test_rows_that_cannot_be_packed_are_refused(rows, options, message):
@@ -950,11 +950,11 @@ def test_rows_that_cannot_be_packed_are_refused(rows, options, message):
 def test_holes_in_rows_and_wrong_segments_are_refused(tmp_path):
     source = examples_of([5, 4, 1])
     file = jb.data.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
-    with pytest.raises(ValueError, match="behind an empty place"):
+    with pytest.raises(ValueError, match="after an empty entry"):
         file.collate(np.array([[-1, 2]]), Bucket(1, 8))
     with pytest.raises(ValueError, match="Row 0 has length 9, beyond `seq_len=8`"):
         file.collate(np.array([[0, 1]]), Bucket(1, 8))
-    with pytest.raises(ValueError, match="packed rows are not truncated"):
+    with pytest.raises(ValueError, match="not supported for packed rows"):
         file.collate(np.array([[0, 1]]), Bucket(1, 8), truncate=True)
     with pytest.raises(ValueError, match="has 3 dimensions"):
         file.collate(np.array([[[0]]]), Bucket(1, 8))

@@ -428,7 +428,7 @@ def test_lengths_and_capacities_that_do_not_go_together(lengths, capacities, mes
 @pytest.mark.parametrize("plan", [jb.plan_buckets, jb.plan_packing])
 def test_plans_of_one_length_say_what_several_are_for(plan):
     with pytest.raises(
-        ValueError, match=r"mapping of \['a', 'b'\].* are for `jb.packing.pack"
+        ValueError, match=r"mapping with the keys \['a', 'b'\].* `jb.packing.pack"
     ):
         plan({"a": [1], "b": [2]}, max_tokens=64)
 
@@ -469,29 +469,29 @@ def test_more_sequences_take_no_longer_than_they_must():
 def test_what_is_no_sequence_is_one_for_each_segment():
     rows = [[{"a": [1, 2], "w": [0.5, 1.0]}, {"a": [3], "w": [2.0]}]]
     batch = jb.data.collate_rows(rows, Bucket(1, 4), max_segments=2)
-    with pytest.raises(ValueError, match=r"Feature 'w' is \[1, 4\], and of packed"):
+    with pytest.raises(ValueError, match=r"Feature 'w' is \[1, 4\], but with `max_s"):
         jb.data.unbatch(batch, sequences=["a"], max_segments=2)
     assert len(jb.data.unbatch(batch, max_segments=2)) == 2
 
 
 def test_batches_of_other_capacities_are_refused():
     pair = {"a": [1, 2, 3], "b": [4]}
-    with pytest.raises(ValueError, match=r"are 5 together, and bucket \[1, 6\]"):
+    with pytest.raises(ValueError, match=r"add up to 5, but bucket \[1, 6\]"):
         jb.data.collate_rows([pair], Bucket(1, 6), capacities={"a": 3, "b": 2})
     with pytest.raises(ValueError, match="length 3 of 'a', beyond `seq_len=2`"):
         jb.data.collate_rows([pair], Bucket(1, 4), capacities={"a": 2, "b": 2})
-    with pytest.raises(ValueError, match="must name the features of each"):
+    with pytest.raises(ValueError, match="must be a mapping with the features of each"):
         jb.data.collate_rows(
             [pair], Bucket(1, 4), capacities={"a": 2, "b": 2}, sequences=["a"]
         )
-    with pytest.raises(ValueError, match="has a feature twice"):
+    with pytest.raises(ValueError, match="repeats a feature"):
         jb.data.collate_rows(
             [pair],
             Bucket(1, 4),
             capacities={"a": 2, "b": 2},
             sequences={"a": ["b"], "b": []},
         )
-    with pytest.raises(ValueError, match="is of several sequences"):
+    with pytest.raises(ValueError, match="names several sequences"):
         jb.data.collate_rows([pair], Bucket(1, 4), sequences={"a": [], "b": []})
 
 

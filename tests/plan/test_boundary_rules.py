@@ -1,4 +1,4 @@
-"""Rules of thumb for boundaries."""
+"""Heuristic rules for boundaries."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_geometric_boundaries_grow_by_a_constant_ratio():
 
 
 @pytest.mark.parametrize("chooser", RULES.values(), ids=RULES)
-def test_choosers_end_with_the_last_candidate(chooser):
+def test_every_chooser_includes_the_last_candidate(chooser):
     for size in (1, 2, 50):
         lengths = np.random.default_rng(size).integers(1, 100, size)
         for num_buckets in (1, 3, 200):
@@ -47,7 +47,7 @@ def test_choosers_end_with_the_last_candidate(chooser):
 
 
 def test_equal_tokens_buckets_have_equally_many_tokens():
-    # 600 tokens in examples of 1, as many in one of 600.
+    # 600 tokens in examples of length 1, and 600 tokens in one example.
     lengths = np.array([1] * 600 + [600])
     assert (equal_tokens(candidates(lengths), 2) + 1).tolist() == [1, 600]
     lengths = np.random.default_rng(0).integers(1, 1000, 20_000)
@@ -73,13 +73,13 @@ def test_equal_width_boundaries_are_equally_far_apart():
         (700, 1, [700]),
     ],
 )
-def test_powers_of_two_are_the_largest_and_the_longest(longest, num_buckets, expected):
+def test_powers_of_two_end_with_the_longest_length(longest, num_buckets, expected):
     chosen = powers_of_two(candidates(np.arange(1, longest + 1)), num_buckets)
     assert (chosen + 1).tolist() == expected
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_last_bucket_beyond_the_longest_is_no_bucket_more(rule):
+def test_max_seq_len_adds_no_bucket(rule):
     lengths = np.random.default_rng(0).integers(1, 500, 1000)
     for num_buckets in (1, 2, 4):
         plan = plan_buckets(
@@ -93,7 +93,7 @@ def test_a_last_bucket_beyond_the_longest_is_no_bucket_more(rule):
         assert plan.max_seq_len == 512
 
 
-def test_the_epoch_cost_is_that_of_the_report():
+def test_the_epoch_cost_equals_that_of_the_report():
     lengths = np.random.default_rng(1).integers(1, 200, 500)
     given = candidates(lengths)
     chosen = np.array([40, 90, lengths.max() - 1])

@@ -1,4 +1,4 @@
-"""What a step of a shape costs, in tokens, operations and seconds."""
+"""Costs of a step in tokens, operations and seconds."""
 
 import dataclasses
 import pickle
@@ -13,7 +13,7 @@ from jaxbucket import Bucket
 from jaxbucket.plan import StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.costs import unit_of
 
-# As `calibration_shapes` proposes them: six of one budget, and a smaller one.
+# As proposed by `calibration_shapes`: six shapes with equal tokens, and a smaller one.
 SHAPES = [Bucket(128, 32), Bucket(64, 64), Bucket(32, 128), Bucket(16, 256)]
 SHAPES += [Bucket(8, 512), Bucket(4, 1024), Bucket(32, 32)]
 
@@ -26,7 +26,7 @@ def terms_of(cost: StepTime) -> tuple[float, float, float]:
     return cost.per_step, cost.per_token, cost.per_pair
 
 
-def test_tokens_are_counted_with_padding_and_turned_into_seconds():
+def test_token_cost_counts_padding_and_converts_to_seconds():
     assert TokenCost()(3, 50) == 150
     assert TokenCost(tokens_per_second=100)(3, 50) == pytest.approx(1.5)
     assert TokenCost().unit == "tokens"
@@ -34,14 +34,14 @@ def test_tokens_are_counted_with_padding_and_turned_into_seconds():
 
 
 def matmuls(batch_size, seq_len, width, depth, vocab_size):
-    """(rows, inner, columns) of every product of a forward pass."""
+    """Yields (rows, inner, columns) of every matrix product of a forward pass."""
     rows = batch_size * seq_len
     for _ in range(depth):
         for columns in (width, width, width, width):
-            yield rows, width, columns  # q, k, v and the output
+            yield rows, width, columns  # query, key, value and output
         for _ in range(batch_size):
-            yield seq_len, width, seq_len  # scores
-            yield seq_len, seq_len, width  # what they weigh
+            yield seq_len, width, seq_len  # attention scores
+            yield seq_len, seq_len, width  # weighted values
         yield rows, width, 4 * width
         yield rows, 4 * width, width
     yield rows, width, vocab_size
@@ -49,11 +49,11 @@ def matmuls(batch_size, seq_len, width, depth, vocab_size):
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 7), (5, 64), (1, 300)])
 @pytest.mark.parametrize("model", [(8, 1, 0), (16, 3, 257), (4, 2, 11)])
-def test_operations_are_those_of_every_product_forward_and_back(shape, model):
+def test_transformer_cost_counts_all_matrix_products(shape, model):
     width, depth, vocab_size = model
     forward = sum(2 * m * k * n for m, k, n in matmuls(*shape, *model))
     cost = TransformerCost(width, depth, vocab_size)
-    # Backwards there are two products for each: by its inputs and by its weights.
+    # The backward pass has two products for each: for its inputs and for its weights.
     assert cost(*shape) == 3 * forward
     assert cost.unit == "FLOP"
     timed = TransformerCost(width, depth, vocab_size, flops_per_second=1e6)
@@ -61,7 +61,7 @@ def test_operations_are_those_of_every_product_forward_and_back(shape, model):
     assert timed.unit == "s"
 
 
-def test_operations_are_about_those_that_the_compiler_counts():
+def test_transformer_cost_is_close_to_the_count_of_the_compiler():
     batch_size, seq_len, width, depth, vocab_size = 2, 96, 64, 2, 128
 
     def loss(weights, x):
@@ -82,7 +82,7 @@ def test_operations_are_about_those_that_the_compiler_counts():
     analysis = step.cost_analysis()
     assert analysis is not None
     cost = TransformerCost(width, depth, vocab_size)(batch_size, seq_len)
-    # It counts what is done for each element, too; of a sum of logits some is saved.
+    # The compiler also counts elementwise operations, and saves some in the final sum.
     assert analysis["flops"] == pytest.approx(cost, rel=0.1)
 
 
@@ -98,7 +98,7 @@ def test_operations_are_about_those_that_the_compiler_counts():
         StepTime(3e5, 0.0, 0.0),
     ],
 )
-def test_known_terms_are_found(cost):
+def test_fit_recovers_known_terms(cost):
     fitted = StepTime.fit(times_of(cost))
     np.testing.assert_allclose(terms_of(fitted), terms_of(cost), rtol=1e-6)
     assert fitted.error < 1e-9
@@ -106,7 +106,7 @@ def test_known_terms_are_found(cost):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_noise_is_told_and_between_the_shapes_predictions_are_near(seed):
+def test_predictions_are_accurate_despite_noise(seed):
     rng = np.random.default_rng(seed)
     true = StepTime(*rng.uniform(0, [0.05, 1e-4, 1e-7]))
     noise = 0.03
@@ -122,7 +122,7 @@ def test_noise_is_told_and_between_the_shapes_predictions_are_near(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_other_terms_are_closer_to_what_was_measured(seed):
+def test_no_other_terms_fit_better(seed):
     rng = np.random.default_rng(seed)
     measured = {shape: float(rng.uniform(0.1, 1)) for shape in SHAPES}
 
@@ -141,37 +141,37 @@ def test_no_other_terms_are_closer_to_what_was_measured(seed):
             assert distance(others) >= least * (1 - 1e-5)
 
 
-def test_times_that_fall_with_the_tokens_have_no_negative_term():
+def test_decreasing_times_give_no_negative_term():
     fitted = StepTime.fit({Bucket(8, 8): 1.0, Bucket(8, 16): 0.5, Bucket(8, 32): 0.1})
     assert min(terms_of(fitted)) >= 0
     assert terms_of(fitted) == pytest.approx((0.1, 0, 0))
 
 
-def test_shapes_of_one_budget_are_told_by_their_tokens():
+def test_shapes_with_equal_tokens_have_no_constant_term():
     same = [Bucket(64, 16), Bucket(32, 32), Bucket(16, 64), Bucket(8, 128)]
     flat = StepTime.fit(dict.fromkeys(same, 0.5))
     assert terms_of(flat) == pytest.approx((0, 0.5 / 1024, 0))
     fitted = StepTime.fit(times_of(StepTime(0.3, 2e-4, 1e-6), same))
-    # What the constant was is in the tokens, whose number is the same.
+    # The constant is attributed to the tokens, because all shapes have the same number.
     assert terms_of(fitted) == pytest.approx((0, 2e-4 + 0.3 / 1024, 1e-6))
     assert fitted.error < 1e-6
 
 
-def test_shapes_of_one_length_are_told_without_pairs():
+def test_shapes_of_equal_length_have_no_pair_term():
     same = [Bucket(4, 32), Bucket(8, 32), Bucket(32, 32)]
     fitted = StepTime.fit(times_of(StepTime(0.3, 2e-4, 1e-6), same))
     assert terms_of(fitted) == pytest.approx((0.3, 2e-4 + 32e-6, 0))
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_one_or_two_shapes_are_fitted_with_as_many_terms(count):
+def test_one_or_two_shapes_have_at_most_as_many_terms(count):
     measured = {Bucket(4, 32): 0.2, Bucket(8, 64): 0.9}
     fitted = StepTime.fit(dict(list(measured.items())[:count]))
     assert np.count_nonzero(terms_of(fitted)) <= count
     assert StepTime(*terms_of(fitted))(4, 32) == pytest.approx(0.2)
 
 
-def test_the_error_is_of_shapes_that_were_left_out_between_others():
+def test_the_error_is_cross_validated():
     measured = times_of(StepTime(0.0, 6e-5, 8e-8))
     measured[SHAPES[2]] *= 1.2
     fitted = StepTime.fit(measured)
@@ -185,9 +185,9 @@ def test_the_error_is_of_shapes_that_were_left_out_between_others():
     assert fitted.error >= max(misses)
 
 
-# The smallest one alone says what the constant is.
+# Except the smallest shape, which alone determines the constant.
 @pytest.mark.parametrize("slow", range(len(SHAPES) - 1))
-def test_one_slow_shape_does_not_bend_the_others(slow):
+def test_one_slow_shape_does_not_change_other_predictions(slow):
     cost = StepTime(0.004, 2.2e-5, 5.5e-8)
     measured = times_of(cost)
     measured[SHAPES[slow]] *= 1.5
@@ -198,7 +198,7 @@ def test_one_slow_shape_does_not_bend_the_others(slow):
     assert fitted.error > 0.3
 
 
-def test_a_shape_that_was_measured_takes_what_was_measured():
+def test_a_measured_shape_has_its_measured_time():
     rng = np.random.default_rng(0)
     measured = {shape: float(rng.uniform(0.1, 1)) for shape in SHAPES}
     fitted = StepTime.fit(measured)
@@ -210,7 +210,7 @@ def test_a_shape_that_was_measured_takes_what_was_measured():
     assert hash(fitted) == hash(dataclasses.replace(fitted, measured={}))
 
 
-def test_many_shapes_are_fitted_in_no_time():
+def test_many_shapes_are_fitted_without_cross_validation():
     cost = StepTime(0.004, 2.2e-5, 5.5e-8)
     shapes = [Bucket(b, 32 * t) for b in range(1, 11) for t in range(1, 31)]
     np.testing.assert_allclose(
@@ -219,14 +219,14 @@ def test_many_shapes_are_fitted_in_no_time():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_as_many_shapes_as_terms_say_nothing_of_the_error(count):
+def test_the_error_is_nan_without_more_shapes_than_terms(count):
     fitted = StepTime.fit(dict(list(times_of(StepTime(1, 1, 1)).items())[:count]))
     assert np.isnan(fitted.error)
     assert fitted.to_dict()["error"] is None
 
 
 @pytest.mark.parametrize(("order", "scale"), [(1, 1), (-1, 1), (-1, 1e-9), (1, 1e9)])
-def test_the_order_and_the_unit_of_times_change_nothing(order, scale):
+def test_the_order_and_unit_of_times_do_not_matter(order, scale):
     rng = np.random.default_rng(0)
     measured = {shape: float(rng.uniform(0.1, 1)) for shape in SHAPES}
     others = {shape: scale * time for shape, time in [*measured.items()][::order]}
@@ -237,8 +237,8 @@ def test_the_order_and_the_unit_of_times_change_nothing(order, scale):
     )
 
 
-def test_a_shape_that_alone_says_something_is_not_held_against_the_fit():
-    # Without the smallest the constant would be guessed, and be far off.
+def test_the_smallest_shape_is_not_cross_validated():
+    # Without the smallest shape, the constant would be an inaccurate extrapolation.
     cost = StepTime(0.2, 6e-5, 8e-8)
     shapes = [*SHAPES[:4], Bucket(4, 32)]
     noisy = {
@@ -250,7 +250,7 @@ def test_a_shape_that_alone_says_something_is_not_held_against_the_fit():
     assert StepTime.fit(noisy).error < 0.1
 
 
-def test_a_cost_says_what_it_counts():
+def test_costs_have_a_unit():
     assert unit_of(StepTime(1, 0, 0)) == "s"
     assert unit_of(lambda batch_size, seq_len: 1) == "cost"
 
@@ -269,24 +269,25 @@ def test_a_cost_says_what_it_counts():
         ),
         (
             lambda: StepTime(-1, 1, 1),
-            "`StepTime(-1, 1, 1)`: give numbers, none negative and one positive.",
+            "`StepTime(-1, 1, 1)` is not a valid step time. Pass numbers that are not "
+            "negative, at least one of them positive.",
         ),
-        (lambda: StepTime(0, 0, 0), "`StepTime(0, 0, 0)`: give numbers"),
-        (lambda: StepTime(np.nan, 1, 1), "`StepTime(nan, 1, 1)`: give numbers"),
-        (lambda: StepTime("1", 1, 1), "`StepTime('1', 1, 1)`: give numbers"),
+        (lambda: StepTime(0, 0, 0), "`StepTime(0, 0, 0)` is not a valid"),
+        (lambda: StepTime(np.nan, 1, 1), "`StepTime(nan, 1, 1)` is not a valid"),
+        (lambda: StepTime("1", 1, 1), "`StepTime('1', 1, 1)` is not a valid"),
         (
             lambda: StepTime(1, 1, 1, measured={(8, 8): -1}),
             "`measured[(8, 8)]=-1` must be a positive, finite number",
         ),
         (
             lambda: StepTime.fit([(Bucket(8, 8), 1)]),
-            "`seconds` is a list: make it a dict of `Bucket` -> seconds.",
+            "`seconds` is a list. Pass a dict from `Bucket` to seconds.",
         ),
         (
             lambda: StepTime.fit({Bucket(2**31, 2**30): 1e-300}),
-            "`seconds` has 1e-300 s, which is next to nothing for B * T^2 of",
+            "`seconds` contains 1e-300 s, which is too small for B * T^2 = ",
         ),
-        (lambda: StepTime.fit({}), "`seconds` is empty: measure a step of one shape"),
+        (lambda: StepTime.fit({}), "`seconds` is empty. Measure a step of at least"),
         (
             lambda: StepTime.fit({Bucket(1, 8): 0}),
             "`seconds[[1, 8]]=0` must be a positive, finite number",
@@ -297,10 +298,10 @@ def test_a_cost_says_what_it_counts():
         ),
         (
             lambda: StepTime.fit({(1, 8): 0.3}),
-            "`seconds` is of (1, 8): make it a `Bucket(batch_size, seq_len)`.",
+            "`seconds` has the key (1, 8). Use `Bucket(batch_size, seq_len)`.",
         ),
     ],
 )
-def test_what_is_no_cost_is_refused(make, message):
+def test_an_invalid_cost_is_refused(make, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make()

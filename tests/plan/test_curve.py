@@ -1,4 +1,4 @@
-"""The number of buckets: what each more takes to compile, and saves an epoch."""
+"""The number of buckets: compile time against the epoch time that it saves."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ EXHAUSTIVE = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range
 
 
 @pytest.mark.parametrize("seed", [*range(3), *EXHAUSTIVE])
-def test_no_number_of_buckets_takes_less_time(seed):
+def test_the_chosen_number_of_buckets_takes_the_least_time(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.lognormal(4, 1, int(rng.integers(20, 2000))).clip(1, 400).astype(int)
     limits = Limits(max_tokens=4096, seq_len_multiple=8, cost_fn=LIMITS.cost_fn)
@@ -48,7 +48,7 @@ def test_no_number_of_buckets_takes_less_time(seed):
     assert curve.chosen.total_seconds == pytest.approx(min(totals), rel=1e-4)
 
 
-def test_a_point_is_what_its_plan_costs():
+def test_points_agree_with_the_reports_of_their_plans():
     curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.5, num_epochs=4)
     for point in curve.points:
         epoch = report(point.plan, LENGTHS)
@@ -64,7 +64,7 @@ def test_a_point_is_what_its_plan_costs():
     assert len(curve) > curve.chosen.num_buckets
 
 
-def test_the_dearer_compiling_the_fewer_shapes():
+def test_expensive_compilation_leads_to_fewer_shapes():
     def size(compile_seconds: float, num_epochs: int = 3) -> int:
         curve = plan_curve(
             *(LENGTHS[:500], LIMITS),
@@ -79,7 +79,7 @@ def test_the_dearer_compiling_the_fewer_shapes():
     assert size(3, num_epochs=300) > sizes[2]
 
 
-def test_the_reason_names_what_one_more_and_one_fewer_would_take():
+def test_the_reason_names_the_times_of_neighboring_points():
     curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.3, num_epochs=2)
     k = curve.chosen.num_buckets
     assert curve.reason.startswith(f"{k} shapes: {0.3 * k:,.1f} s to compile and 2 ep")
@@ -89,18 +89,18 @@ def test_the_reason_names_what_one_more_and_one_fewer_would_take():
             assert text in curve.reason
 
 
-def test_a_curve_that_ends_before_it_turns_says_so():
+def test_the_reason_mentions_a_curve_that_has_not_turned():
     curve = plan_curve(LENGTHS, LIMITS, compile_seconds=1e-6, max_buckets=5)
     assert curve.chosen.num_buckets == 5
     assert not curve.turned
-    assert curve.reason.endswith("More than 5 shapes were not looked at.")
-    # With sizes in between that do not pay, too.
+    assert curve.reason.endswith("More than 5 shapes were not tried.")
+    # The same with numbers of buckets in between that do not pay off.
     lengths = [11, 3, 1, 11, 8, 1, 9, 10, 2, 12, 8, 7, 2, 2, 4, 6, 5, 12, 9, 8, 2, 4, 3]
     lengths += [13, 11, 6, 10, 8, 6, 10, 4, 8, 9, 12, 7, 13, 5, 11, 12, 10, 3, 7, 11]
     limits = Limits(max_tokens=49, cost_fn=TokenCost(tokens_per_second=1.0))
     curve = plan_curve(lengths, limits, compile_seconds=0.01, max_buckets=6)
-    assert "More than 6 shapes were not looked at." in curve.reason
-    # All three that there are.
+    assert "More than 6 shapes were not tried." in curve.reason
+    # With a bucket for each of the three lengths, the curve has turned.
     curve = plan_curve(
         [7, 8, 9] * 5,
         Limits(max_tokens=9, cost_fn=LIMITS.cost_fn),
@@ -115,25 +115,25 @@ def test_equal_lengths_have_one_point():
     assert curve.reason.startswith("1 shape: 1.0 s to compile and 1 epoch of")
 
 
-def test_every_number_is_in_the_json():
+def test_the_json_holds_every_number():
     curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.5, num_epochs=4)
-    found = json.loads(curve.to_json())
-    assert found["points"][found["chosen"]]["num_buckets"] == curve.chosen.num_buckets
-    assert found["reason"] == curve.reason
-    assert len(found["points"]) == len(curve)
+    fields = json.loads(curve.to_json())
+    assert fields["points"][fields["chosen"]]["num_buckets"] == curve.chosen.num_buckets
+    assert fields["reason"] == curve.reason
+    assert len(fields["points"]) == len(curve)
 
 
 @pytest.mark.parametrize(
     ("cost_fn", "unit"),
     [(None, "tokens"), (TokenCost(), "tokens"), (TransformerCost(8, 2), "FLOP")],
 )
-def test_costs_that_are_no_seconds_are_refused(cost_fn, unit):
+def test_costs_in_other_units_than_seconds_are_refused(cost_fn, unit):
     limits = Limits(max_tokens=16_384, cost_fn=cost_fn)
-    with pytest.raises(ValueError, match=f"counts {unit}, and compiling is weighed in"):
+    with pytest.raises(ValueError, match=f"counts {unit}, but compile time is"):
         plan_curve(LENGTHS, limits, compile_seconds=1.0)
 
 
-def test_a_function_without_a_unit_counts_seconds():
+def test_a_function_without_a_unit_is_taken_as_seconds():
     limits = Limits(max_tokens=16_384, cost_fn=lambda b, t: b * t / 1e6)
     of_function = plan_curve(LENGTHS, limits, compile_seconds=0.1).chosen
     limits = Limits(max_tokens=16_384, cost_fn=TokenCost(1e6))
@@ -144,7 +144,7 @@ def test_a_function_without_a_unit_counts_seconds():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compile_seconds": None}, "`compile_seconds` is missing: say what compiling"),
+        ({"compile_seconds": None}, "`compile_seconds` is missing. Pass the time"),
         ({"compile_seconds": 0}, "`compile_seconds=0` must be a positive, finite"),
         ({"compile_seconds": "3"}, "`compile_seconds='3'` must be a positive, finite"),
         ({"num_epochs": -1}, "`num_epochs=-1` must be a positive, finite"),
@@ -152,19 +152,19 @@ def test_a_function_without_a_unit_counts_seconds():
         ({"max_buckets": 0}, "`max_buckets=0` must be a positive integer"),
     ],
 )
-def test_numbers_that_are_none_are_refused(options, message):
+def test_invalid_numbers_are_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan_curve(LENGTHS, LIMITS, **{"compile_seconds": 1.0, **options})
 
 
-def test_auto_needs_no_rule():
-    with pytest.raises(ValueError, match="leave out `boundaries='quantile'`"):
+def test_auto_refuses_a_rule():
+    with pytest.raises(ValueError, match="Remove `boundaries='quantile'`"):
         plan_buckets(
             LENGTHS, max_tokens=16_384, num_buckets="auto", boundaries="quantile"
         )
 
 
-def test_of_very_many_numbers_of_buckets_some_are_looked_at(monkeypatch):
+def test_some_large_numbers_of_buckets_are_skipped(monkeypatch):
     sizes = []
     original = Optimum.choice
 

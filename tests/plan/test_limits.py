@@ -1,4 +1,4 @@
-"""Budgets of every kind, limits of rows, and given shapes."""
+"""Budgets of every kind, limits on the batch size, and given shapes."""
 
 import json
 import re
@@ -29,8 +29,8 @@ LENGTHS = np.random.default_rng(0).integers(1, 500, 1000)
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("seed", range(10))
 def test_a_histogram_counts_every_example_and_token(seed, far, overlong, monkeypatch):
-    # By a table of all lengths, and by sorting them.
-    monkeypatch.setattr("jaxbucket.plan.histogram._DENSE", 0 if far else 1 << 24)
+    # Lengths are counted in a table, or by sorting if they are too long for a table.
+    monkeypatch.setattr("jaxbucket.plan.histogram._MAX_TABLE", 0 if far else 1 << 24)
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 100, 300).astype(rng.choice([np.int32, np.int64]))
     multiple = int(rng.choice([1, 4]))
@@ -59,8 +59,8 @@ def test_a_budget_may_be_a_function_of_the_length():
     assert plan.max_tokens == max(budget(b.seq_len) for b in plan.buckets)
 
 
-def test_a_length_that_no_row_fits_is_no_boundary():
-    # What is at most 300 long has no batch of its own.
+def test_a_length_at_which_no_row_fits_is_not_a_boundary():
+    # No row fits at lengths up to 300.
     def budget(seq_len):
         return 8 * 512 if seq_len > 300 else 1
 
@@ -69,17 +69,17 @@ def test_a_length_that_no_row_fits_is_no_boundary():
     assert report(plan, LENGTHS).examples == 1000
 
 
-def test_a_budget_may_be_one_for_each_boundary():
+def test_each_boundary_may_have_its_own_budget():
     plan = plan_buckets(LENGTHS, max_tokens=[1000, 4096], boundaries=[100, 512])
     assert plan.buckets == (Bucket(10, 100), Bucket(8, 512))
     assert plan.max_tokens == 4096
 
 
-def test_batches_have_no_fewer_and_no_more_rows_than_is_said():
+def test_batch_sizes_respect_their_limits():
     options = {"num_buckets": 6, "batch_size_multiple": 4}
     free = plan_buckets(LENGTHS, max_tokens=8192, **options)
-    held = plan_buckets(LENGTHS, max_tokens=8192, max_batch_size=30, **options)
-    assert free.batch_sizes.max() > 30 and held.batch_sizes.max() == 28
+    capped = plan_buckets(LENGTHS, max_tokens=8192, max_batch_size=30, **options)
+    assert free.batch_sizes.max() > 30 and capped.batch_sizes.max() == 28
     many = plan_buckets(
         LENGTHS, max_tokens=8192, min_batch_size=16, max_batch_size=30, **options
     )
@@ -108,11 +108,12 @@ def test_batches_have_no_fewer_and_no_more_rows_than_is_said():
         ),
         (
             {"batch_size_multiple": 4, "max_batch_size": 3},
-            "`max_batch_size=3` is less than `batch_size_multiple=4`: no B fits. Raise",
+            "`max_batch_size=3` is less than `batch_size_multiple=4`. Raise",
         ),
         (
             {"batch_size_multiple": 4, "max_batch_size": 7, "min_batch_size": 5},
-            "leave B no room above `min_batch_size=5`. Lower that to 4.",
+            "`batch_size_multiple=4` has no multiple from `min_batch_size=5` to "
+            "`max_batch_size=7`. Lower `min_batch_size` to 4.",
         ),
         ({"cost_fn": 3}, "`cost_fn=3` is not a function of (batch_size, seq_len)."),
         ({"cost_fn": lambda b, t: 0}, "`cost_fn("),
@@ -120,7 +121,7 @@ def test_batches_have_no_fewer_and_no_more_rows_than_is_said():
         ({"cost_fn": lambda b, t: np.inf}, "=inf` must be a positive, finite number"),
         (
             {"cost_fn": lambda b, t: {}["x"]},
-            "raised KeyError: 'x'. Mend the function.",
+            "raised KeyError: 'x'. Fix the function.",
         ),
         ({"cost_fn": lambda b: 1.0}, "raised TypeError: "),
         ({"max_tokens": lambda t: 1 // 0}, "`max_tokens(500)` raised ZeroDivisionErr"),
@@ -129,17 +130,17 @@ def test_batches_have_no_fewer_and_no_more_rows_than_is_said():
         ({"num_buckets": "many"}, "`num_buckets='many'` is not an integer"),
     ],
 )
-def test_limits_that_are_none_are_refused(options, message):
+def test_invalid_limits_are_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan_buckets(np.append(LENGTHS, 500), **{"max_tokens": 4096, **options})
 
 
-def test_a_multiple_beyond_the_longest_is_the_only_bucket():
+def test_a_multiple_longer_than_all_examples_is_the_only_bucket():
     plan = plan_buckets([3, 5, 9], max_tokens=1024, seq_len_multiple=128)
     assert plan.buckets == (Bucket(8, 128),)
 
 
-def test_fewer_lengths_than_buckets_pad_nothing():
+def test_enough_buckets_for_all_lengths_need_no_padding():
     lengths = [3, 3, 3, 5, 5, 9]
     plan = plan_buckets(lengths, max_tokens=9, num_buckets=8)
     assert plan.boundaries.tolist() == [3, 5, 9]
@@ -149,7 +150,7 @@ def test_fewer_lengths_than_buckets_pad_nothing():
 # Given shapes
 
 
-def test_given_shapes_are_taken_in_any_order():
+def test_given_shapes_may_have_any_order():
     plan = BucketPlan.from_shapes([(16, 256), (32, 128), (8, 512)], overlong="drop")
     assert plan.buckets == (Bucket(32, 128), Bucket(16, 256), Bucket(8, 512))
     assert (plan.max_tokens, plan.overlong) == (4096, "drop")
@@ -161,22 +162,22 @@ def test_given_shapes_are_taken_in_any_order():
     ("shapes", "message"),
     [
         ([], "`buckets` is empty"),
-        ([(1, 2, 3)], "`shapes` holds (1, 2, 3): give (B, T) for each."),
-        ([(4, 8), (2, 8)], "strictly increasing order"),
+        ([(1, 2, 3)], "`shapes` contains (1, 2, 3). Pass pairs (B, T)."),
+        ([(4, 8), (2, 8)], "Sort the buckets by strictly increasing `seq_len`"),
         ([(0, 8)], "`batch_size=0` must be a positive integer"),
         ([(1, 8.5)], "`seq_len=8.5` is not an integer"),
-        ([7], "`shapes` holds 7: give (B, T) for each."),
+        ([7], "`shapes` contains 7. Pass pairs (B, T)."),
     ],
 )
-def test_given_shapes_that_are_none_are_refused(shapes, message):
+def test_invalid_shapes_are_refused(shapes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         BucketPlan.from_shapes(shapes)
 
 
-# Plans that know what a step costs
+# Plans with step costs
 
 
-def test_a_plan_keeps_what_its_steps_cost():
+def test_a_plan_stores_its_step_costs():
     cost = StepTime(0.1, 1e-4, 1e-6)
     plan = plan_buckets(LENGTHS, max_tokens=4096, num_buckets=3, cost_fn=cost)
     assert plan.cost_unit == "s"
@@ -213,13 +214,13 @@ def test_a_plan_without_costs_counts_tokens():
         ((1e-200, 1.0), "`step_costs[0]=1e-200`: a cost must be between"),
     ],
 )
-def test_costs_that_are_none_are_refused(costs, message):
+def test_invalid_step_costs_are_refused(costs, message):
     buckets = (Bucket(4, 8), Bucket(2, 16))
     with pytest.raises(ValueError, match=re.escape(message)):
         BucketPlan(buckets, max_tokens=32, step_costs=costs)
 
 
-def test_the_fingerprint_names_what_steps_cost():
+def test_the_fingerprint_depends_on_the_step_costs():
     buckets = (Bucket(4, 8), Bucket(2, 16))
     plans = [
         BucketPlan(buckets, max_tokens=32, step_costs=costs, cost_unit=unit)
@@ -229,11 +230,11 @@ def test_the_fingerprint_names_what_steps_cost():
         )
     ]
     assert len({plan.fingerprint for plan in plans}) == 4
-    with pytest.raises(ValueError, match="`cost_unit='s'` is of no `step_costs`"):
+    with pytest.raises(ValueError, match="`cost_unit='s'` requires `step_costs`"):
         BucketPlan(buckets, max_tokens=32, cost_unit="s")
 
 
-# Numbers at the edge of what can be counted
+# Numbers at the limits of integer dtypes
 
 EDGES = [0, 1, 2, 2**16, 2**26 + 1, 2**31 - 1, 2**31, 2**31 + 1, 2**53 - 1, 2**53 + 1]
 EDGES += [2**61, 2**62 - 1, 2**62, 2**63 - 1, 2**64 - 1, 2**64, -1]
@@ -241,7 +242,7 @@ INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint32, np.uint6
 
 
 class Edges:
-    """Draws integers, many at an edge, of Python and of numpy."""
+    """Draws Python and numpy integers, many of which are near a limit of a dtype."""
 
     def __init__(self, seed: int):
         self.rng = np.random.default_rng(seed)
@@ -273,7 +274,7 @@ class Edges:
 
 
 def check_epoch(plan: BucketPlan, epoch: Report, accumulate: int = 1) -> None:
-    """Its numbers are those of Python's integers, which have no end."""
+    """Checks that the numbers of a report do not overflow."""
     padded = sum(b.batches * b.batch_size * b.seq_len for b in epoch.buckets)
     assert padded == epoch.padded_tokens
     assert epoch.epoch_cost == pytest.approx(padded, rel=1e-12)
@@ -336,8 +337,8 @@ def try_pack(edges: Edges) -> None:
 def try_packing(edges: Edges) -> None:
     names = "num_buckets", "max_seq_len", "max_segments_per_row", "seq_len_multiple"
     lengths = np.minimum(edges.lengths(), 60)
-    found = plan_packing(lengths, max_tokens=edges.one(0.3), **edges.some(*names))
-    check_epoch(found.plan, found.report)
+    result = plan_packing(lengths, max_tokens=edges.one(0.3), **edges.some(*names))
+    check_epoch(result.plan, result.report)
 
 
 def try_curve(edges: Edges) -> None:
@@ -349,8 +350,8 @@ def try_curve(edges: Edges) -> None:
 
 def try_comparison(edges: Edges) -> None:
     limits = Limits(**edges.limits())
-    found = compare_plans(edges.lengths(), limits, **edges.some("num_buckets"))
-    for compared in found.plans:
+    comparison = compare_plans(edges.lengths(), limits, **edges.some("num_buckets"))
+    for compared in comparison.plans:
         check_epoch(compared.plan, compared.report, int(limits.accumulate))
 
 
@@ -368,40 +369,40 @@ def try_chunks(edges: Edges) -> None:
         *(try_curve, try_comparison, try_chunks),
     ],
 )
-def test_any_integer_is_counted_right_or_refused_by_name(attempt):
-    edges, taken = Edges(0), 0
+def test_extreme_integers_are_handled_or_refused_by_name(attempt):
+    edges, accepted = Edges(0), 0
     for _ in range(400):
         try:
             attempt(edges)
-            taken += 1
+            accepted += 1
         except ValueError as error:
-            # It names an argument, and does not come from within.
+            # The message names an argument, and is not an internal error.
             assert "`" in str(error) or "Bucket [" in str(error), error
             assert not re.search("raised (Zero|Overflow)", str(error)), error
-    assert taken
+    assert accepted
 
 
-def test_a_step_beyond_what_64_bits_count_is_refused():
+def test_a_step_whose_tokens_exceed_64_bits_is_refused():
     with pytest.raises(ValueError, match=r"`max_tokens` and `accumulate=65536`"):
         plan_buckets([1, 2, 3, 4], max_tokens=2**61, accumulate=65536)
     plan = plan_buckets([1, 2, 3, 4], max_tokens=2**62 - 1, num_buckets=2)
-    with pytest.raises(ValueError, match=r"a step of `accumulate=65536` batches would"):
+    with pytest.raises(ValueError, match=r"a step of `accumulate=65536` batches is"):
         BatchSchedule(plan, [1, 2, 3, 4], accumulate=65536)
     with pytest.raises(ValueError, match=r"`accumulate=65536`"):
         report(plan, [1, 2, 3, 4], accumulate=65536)
-    # One of few rows is counted, whatever the budget would hold.
+    # A step with few rows is accepted, even if the budget allows more.
     few = plan_buckets([4], max_tokens=2**61, accumulate=65536, max_batch_size=8)
     assert len(BatchSchedule(few, [4], accumulate=65536)) == 1
 
 
-def test_epochs_beyond_64_bits_are_counted():
+def test_epochs_whose_tokens_exceed_64_bits_are_counted():
     plan = plan_buckets([1], max_tokens=2**61, seq_len_multiple=2**61)
     epoch = report(plan, [1] * 100)
     assert epoch.padded_tokens == epoch.epoch_cost == 100 * 2**61
     assert epoch.buckets[0].token_share == 1
 
 
-def test_a_row_beyond_32_bits_keeps_whole_examples():
+def test_rows_longer_than_32_bits_hold_whole_examples():
     lengths = np.full(4, 2**31 - 1, np.int32)
     plan = plan_buckets(lengths, max_tokens=2**33, seq_len_multiple=64)
     assert plan.max_seq_len == 2**31
@@ -410,17 +411,17 @@ def test_a_row_beyond_32_bits_keeps_whole_examples():
     assert schedule.report().real_tokens == 4 * (2**31 - 1)
 
 
-def test_a_bucket_beyond_what_can_be_counted_is_refused():
+def test_a_bucket_whose_tokens_exceed_64_bits_is_refused():
     with pytest.raises(ValueError, match=r"`batch_size=\d+` rows of `seq_len=2`"):
         Bucket(2**61, 2)
 
 
 @pytest.mark.parametrize("dtype", ["m8[s]", "M8[D]"])
-def test_lengths_that_are_time_are_refused(dtype):
-    with pytest.raises(ValueError, match=r"`lengths` has dtype .*which is time"):
+def test_lengths_with_a_time_dtype_are_refused(dtype):
+    with pytest.raises(ValueError, match="`lengths` has dtype .* represents time"):
         plan_buckets(np.array([3, 4], dtype), max_tokens=8)
 
 
-def test_rows_that_no_packer_holds_are_refused():
+def test_rows_too_long_for_packing_are_refused():
     with pytest.raises(ValueError, match=r"`max_seq_len=67108928` is beyond 67108864"):
         plan_packing([2**26 + 1], max_tokens=2**40, seq_len_multiple=64)

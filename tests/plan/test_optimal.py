@@ -1,4 +1,4 @@
-"""The planner against every choice there is, by every cost, and against its bound."""
+"""The optimal planner, compared with exhaustive search and with its lower bound."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -22,12 +22,12 @@ Cost = Callable[[int, int], float]
 
 
 def exhaustive(cases: Iterable[Any]) -> list[Any]:
-    """Cases for the exhaustive part alone."""
+    """Marks cases as exhaustive."""
     return [pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
 
 
 def cheapest_epoch(counts: list[int], sizes: list[int], costs: list[float]) -> float:
-    """The least over every sequence of promote-or-pad decisions, one by one."""
+    """Returns the least cost over all sequences of promote-or-pad decisions."""
     least = np.inf
     for promotes in itertools.product([False, True], repeat=len(counts) - 1):
         carry = total = 0
@@ -44,7 +44,7 @@ def cheapest_epoch(counts: list[int], sizes: list[int], costs: list[float]) -> f
 def brute_force(
     lengths: np.ndarray, num_buckets: int, step: int, rows: Callable, cost: Cost
 ) -> float:
-    """The least cost of an epoch, over all sets of boundaries at which rows fit."""
+    """Returns the least cost of an epoch over all valid sets of boundaries."""
     last = -(-int(lengths.max()) // step) * step
     grid = [end for end in range(step, last, step) if rows(end)]
     at_most = {end: int((lengths <= end).sum()) for end in [0, *grid, last]}
@@ -62,7 +62,7 @@ def brute_force(
 
 
 def odd_cost(batch_size: int, seq_len: int) -> float:
-    """Neither rises with T nor falls: what comes out of a hash."""
+    """Returns a pseudorandom cost, which is not monotone in T."""
     return 1 + (batch_size * 7919 + seq_len * 104729) % 97 / 7
 
 
@@ -75,7 +75,7 @@ COSTS: dict[str, Cost | None] = {
 }
 
 
-# Blocks of 50 small problems, every kind of tie and tail among them.
+# Blocks of 50 small problems with all kinds of ties and remainders.
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("block", [*range(4), *exhaustive(range(4, 20))])
 def test_no_choice_of_boundaries_is_cheaper(block, name):
@@ -110,7 +110,7 @@ def test_no_choice_of_boundaries_is_cheaper(block, name):
 
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("seed", range(40))
-def test_nor_with_a_budget_for_every_length_and_limits_of_rows(seed, name):
+def test_no_choice_is_cheaper_with_varying_budgets_and_batch_limits(seed, name):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 13, int(rng.integers(1, 40)))
     budgets = rng.integers(1, 90, 13)
@@ -119,8 +119,8 @@ def test_nor_with_a_budget_for_every_length_and_limits_of_rows(seed, name):
     budgets[last] += last * fewest
 
     def rows(end: int) -> int:
-        found = min(int(budgets[end]) // end, most)
-        return found if found >= fewest else 0
+        batch_size = min(int(budgets[end]) // end, most)
+        return batch_size if batch_size >= fewest else 0
 
     plan = plan_buckets(
         lengths,
@@ -137,7 +137,7 @@ def test_nor_with_a_budget_for_every_length_and_limits_of_rows(seed, name):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_nor_with_steps_of_several_batches(seed):
+def test_no_choice_is_cheaper_with_micro_batches(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 13, int(rng.integers(1, 60)))
     together, num_buckets = int(rng.integers(2, 5)), int(rng.integers(1, 4))
@@ -197,7 +197,7 @@ def test_no_rule_is_cheaper_on_random_lengths(seed):
 
 
 def steady(lengths: np.ndarray, num_buckets: int, max_tokens: int, cost: Cost) -> float:
-    """The least cost of full batches, by dynamic programming over every length."""
+    """Returns the least cost of full batches, by dynamic programming over lengths."""
     ends = range(1, int(lengths.max()) + 1)
     at_most = [0, *(int((lengths <= end).sum()) for end in ends)]
     rates = [0, *(cost(max_tokens // t, t) / (max_tokens // t) for t in ends)]
@@ -215,7 +215,7 @@ def steady(lengths: np.ndarray, num_buckets: int, max_tokens: int, cost: Cost) -
 
 @pytest.mark.parametrize("name", ["tokens", "transformer", "measured", "odd"])
 @pytest.mark.parametrize("seed", range(10))
-def test_the_steady_cost_is_that_of_full_batches(seed, name):
+def test_the_steady_cost_is_the_least_cost_of_full_batches(seed, name):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(3, 0.7, 400), 1, 60).astype(int)
     cost, num_buckets = COSTS[name] or TokenCost(), int(rng.integers(1, 6))
@@ -224,13 +224,13 @@ def test_the_steady_cost_is_that_of_full_batches(seed, name):
     expected = steady(lengths, num_buckets, 300, cost)
     assert optimum.steady_cost(num_buckets) == pytest.approx(expected, rel=1e-9)
     plan = plan_buckets(lengths, max_tokens=300, num_buckets=num_buckets, cost_fn=cost)
-    found = report(plan, lengths).epoch_cost
-    # Tails cost at most one batch for each bucket more than full batches would.
-    assert expected * (1 - 1e-9) <= found <= expected + plan.costs.sum()
+    result = report(plan, lengths).epoch_cost
+    # Remainders add at most one batch per bucket to the cost of full batches.
+    assert expected * (1 - 1e-9) <= result <= expected + plan.costs.sum()
 
 
 @pytest.mark.parametrize("seed", [*range(8), *exhaustive(range(8, 20))])
-def test_more_buckets_are_never_worse_and_each_number_is_the_best(seed):
+def test_more_buckets_never_cost_more(seed):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4, 1, 2000), 1, 500).astype(int)
     limits = Limits(max_tokens=2000, cost_fn=COSTS["measured"])
@@ -245,7 +245,7 @@ def test_more_buckets_are_never_worse_and_each_number_is_the_best(seed):
         before = cost
 
 
-def test_costs_of_any_size_give_the_same_plan():
+def test_scaling_the_costs_does_not_change_the_plan():
     lengths = np.random.default_rng(0).integers(1, 300, 3000)
     plans: list[BucketPlan] = [
         plan_buckets(
@@ -259,8 +259,8 @@ def test_costs_of_any_size_give_the_same_plan():
     assert plans[0].buckets == plans[1].buckets == plans[2].buckets
 
 
-def test_a_plan_by_time_takes_less_time_though_more_tokens():
-    # Where only starting a step costs, the fewest steps win.
+def test_a_plan_by_step_time_has_fewer_steps_but_more_tokens():
+    # If a step has a constant cost, the best plan has the fewest steps.
     rng, differ = np.random.default_rng(0), 0
     for _ in range(20):
         lengths = rng.integers(20, 100, 500)
@@ -277,7 +277,7 @@ def test_a_plan_by_time_takes_less_time_though_more_tokens():
     assert differ
 
 
-# Epochs of few batches, where remainders are most of the cost
+# Epochs of few batches, in which remainders dominate the cost
 
 
 @pytest.mark.parametrize("name", ["tokens", "transformer", "measured"])
@@ -293,17 +293,17 @@ def test_few_batches_are_planned_exactly(seed, name):
         optimum = Optimum(candidates, num_buckets)
         cost = candidates.epoch_cost(optimum.choice(num_buckets))
         assert optimum.exact
-        # More of them never cost more, though none was told of the fewer.
+        # More buckets never cost more, although each number is solved separately.
         assert cost <= before * (1 + 1e-12)
         for rule in RULES.values():
             assert cost <= candidates.epoch_cost(rule(candidates, num_buckets))
         before = cost
 
 
-def test_a_search_that_is_cut_is_no_worse_than_any_rule(monkeypatch):
-    monkeypatch.setattr("jaxbucket.plan.optimal._ENOUGH_PAIRS", 0)
+def test_an_incomplete_search_is_no_worse_than_any_rule(monkeypatch):
+    monkeypatch.setattr("jaxbucket.plan.optimal._SOFT_PAIRS", 0)
     monkeypatch.setattr("jaxbucket.plan.optimal._FIRST_WIDTH", 1)
-    rng, cut = np.random.default_rng(0), 0
+    rng, num_incomplete = np.random.default_rng(0), 0
     for _ in range(20):
         lengths = np.clip(rng.lognormal(4, 1, 500), 1, 900).astype(int)
         limits = Limits(max_tokens=int(rng.integers(1000, 30_000)))
@@ -313,17 +313,17 @@ def test_a_search_that_is_cut_is_no_worse_than_any_rule(monkeypatch):
         for name, rule in RULES.items():
             if name != "optimal":
                 assert cost <= candidates.epoch_cost(rule(candidates, 12))
-        cut += not optimum.exact
-    assert cut
+        num_incomplete += not optimum.exact
+    assert num_incomplete
 
 
-@pytest.mark.parametrize("never", [1e9, 1e17, 1e30, 1e60])
-def test_a_cost_that_says_never_leaves_all_others_what_they_are(never):
+@pytest.mark.parametrize("huge", [1e9, 1e17, 1e30, 1e60])
+def test_a_huge_cost_excludes_shapes_without_changing_others(huge):
     lengths = np.random.default_rng(0).integers(1, 200, 2000)
 
     def cost(batch_size: int, seq_len: int) -> float:
         allowed = seq_len % 8 == 0 or seq_len == 199
-        return float(batch_size * seq_len) if allowed else never
+        return float(batch_size * seq_len) if allowed else huge
 
     plan = plan_buckets(lengths, max_tokens=4096, num_buckets=5, cost_fn=cost)
     assert all(b.seq_len % 8 == 0 or b.seq_len == 199 for b in plan.buckets)
@@ -339,7 +339,7 @@ def test_a_cost_that_says_never_leaves_all_others_what_they_are(never):
     assert optimum.steady_cost(5) <= report(plan, lengths).epoch_cost <= least
 
 
-def test_a_budget_beyond_all_lengths_has_a_bound_that_means_something():
+def test_the_bound_is_tight_for_a_huge_budget():
     lengths = np.random.default_rng(0).integers(1, 200, 2000)
     limits = Limits(max_tokens=2**50)
     candidates = limits.candidates(lengths)
@@ -349,7 +349,7 @@ def test_a_budget_beyond_all_lengths_has_a_bound_that_means_something():
     assert 0.99 * cost <= optimum.steady_cost(8) <= cost
 
 
-def test_few_examples_of_far_apart_lengths_take_no_grid():
+def test_few_distant_lengths_need_few_candidates():
     lengths = [5, 77, 16_000_000]
     calls = []
 
@@ -362,7 +362,7 @@ def test_few_examples_of_far_apart_lengths_take_no_grid():
     assert len(calls) < 10
 
 
-def test_a_last_bucket_that_no_example_reaches_may_cost_what_it_will():
+def test_an_empty_last_bucket_may_have_any_cost():
     lengths = np.random.default_rng(0).integers(1, 11, 300)
 
     def cost(batch_size: int, seq_len: int) -> float:
@@ -374,16 +374,16 @@ def test_a_last_bucket_that_no_example_reaches_may_cost_what_it_will():
         )
         candidates = limits.candidates(lengths)
         optimum = Optimum(candidates, num_buckets)
-        found = candidates.epoch_cost(optimum.choice(num_buckets))
+        result = candidates.epoch_cost(optimum.choice(num_buckets))
         assert optimum.exact
-        assert optimum.steady_cost(num_buckets) <= found
-        return found
+        assert optimum.steady_cost(num_buckets) <= result
+        return result
 
-    # The bucket that has to be there is one more, and empty.
+    # The required last bucket is an additional, empty bucket.
     assert cost_of(12, 3) == pytest.approx(cost_of(10, 2), rel=1e-12)
 
 
-def test_what_was_not_looked_at_is_not_proven():
+def test_a_choice_among_some_candidates_is_not_exact():
     lengths = [100_000] * 10 + [300_000] * 10
     candidates = Limits(max_tokens=600_000).candidates(np.array(lengths))
     assert not candidates.complete and len(candidates) == 2
@@ -397,19 +397,19 @@ def many_lengths(seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_memory_that_is_bounded_changes_no_choice(monkeypatch, seed):
+def test_bounding_memory_does_not_change_the_choice(monkeypatch, seed):
     limits = Limits(max_tokens=8192 * (1 + 40 * seed), cost_fn=StepTime(0.1, 1e-4, 0))
     candidates = limits.candidates(many_lengths(seed).astype(int))
-    want = Optimum(candidates, 6).choice(6)
-    # Far fewer than are looked at; each search has to let go of some.
-    monkeypatch.setattr("jaxbucket.plan.branch_and_bound._MOST_STATES", 100)
+    expected = Optimum(candidates, 6).choice(6)
+    # Far fewer than are examined, so that each search has to discard some.
+    monkeypatch.setattr("jaxbucket.plan.branch_and_bound._MAX_STATES", 100)
     monkeypatch.setattr("jaxbucket.plan.branch_and_bound._CHUNK", 1000)
-    np.testing.assert_array_equal(Optimum(candidates, 6).choice(6), want)
+    np.testing.assert_array_equal(Optimum(candidates, 6).choice(6), expected)
 
 
-def test_time_is_bounded_where_batches_hold_a_whole_epoch(monkeypatch):
-    monkeypatch.setattr("jaxbucket.plan.optimal._ENOUGH_PAIRS", 1_000_000)
-    monkeypatch.setattr("jaxbucket.plan.optimal._MOST_PAIRS", 2_000_000)
+def test_time_is_bounded_when_a_batch_holds_an_epoch(monkeypatch):
+    monkeypatch.setattr("jaxbucket.plan.optimal._SOFT_PAIRS", 1_000_000)
+    monkeypatch.setattr("jaxbucket.plan.optimal._MAX_PAIRS", 2_000_000)
     limits = Limits(max_tokens=2**40, cost_fn=StepTime(0.1, 1e-4, 1e-7))
     candidates = limits.candidates(many_lengths(0).astype(int))
     searches = []
@@ -422,7 +422,7 @@ def test_time_is_bounded_where_batches_hold_a_whole_epoch(monkeypatch):
     optimum = Optimum(candidates, 8)
     cost = candidates.epoch_cost(optimum.choice(8))
     assert not optimum.exact
-    # A chunk more than asked for, at most.
+    # A search may exceed the limit by one chunk.
     assert sum(search.pairs for search in searches) < 2_000_000 + 20 * 2**20
     for name, rule in RULES.items():
         if name != "optimal":
@@ -432,7 +432,7 @@ def test_time_is_bounded_where_batches_hold_a_whole_epoch(monkeypatch):
 # Very many buckets
 
 
-def test_flows_are_worked_out_for_few_of_many_numbers_of_buckets(monkeypatch):
+def test_remainders_are_computed_for_few_numbers_of_buckets(monkeypatch):
     flows = []
 
     def counted(*columns):
@@ -446,7 +446,7 @@ def test_flows_are_worked_out_for_few_of_many_numbers_of_buckets(monkeypatch):
     assert len(flows) < 40
 
 
-def test_no_more_buckets_are_looked_at_than_an_epoch_has_batches(monkeypatch):
+def test_no_more_buckets_are_tried_than_an_epoch_has_batches(monkeypatch):
     levels = []
     original = lower_bound._best_ends
     monkeypatch.setattr(
@@ -461,7 +461,7 @@ def test_no_more_buckets_are_looked_at_than_an_epoch_has_batches(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", [2, 3, *exhaustive([0, 1, 4, 5])])
-def test_of_too_many_candidates_some_are_searched(seed, monkeypatch):
+def test_the_search_is_restricted_with_too_many_candidates(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(6, 1, 12_000), 1, 2000).astype(int)
     cost_fn = [None, TransformerCost(width=64, depth=2)][seed % 2]
@@ -478,7 +478,7 @@ def test_of_too_many_candidates_some_are_searched(seed, monkeypatch):
             or original(problem, beyond)
         ),
     )
-    monkeypatch.setattr("jaxbucket.plan.optimal._MOST_BOUND_PAIRS", 500_000)
+    monkeypatch.setattr("jaxbucket.plan.optimal._MAX_BOUND_PAIRS", 500_000)
     monkeypatch.setattr("jaxbucket.plan.optimal._DENSE_PAIRS", 300_000)
     optimum = Optimum(candidates, num_buckets)
     chosen = optimum.choice(num_buckets)
@@ -492,7 +492,7 @@ def test_of_too_many_candidates_some_are_searched(seed, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_dense_boundaries_are_improved_towards_the_best(seed):
+def test_improved_boundaries_are_close_to_the_bound(seed):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(5, 1, 5000), 1, 1500).astype(int)
     problem = Problem.of(Limits(max_tokens=3000).candidates(lengths), 40)
@@ -514,13 +514,13 @@ def test_many_numbers_of_buckets_share_one_budget(monkeypatch):
 
     class Counted(Search):
         def better_than(self, known):
-            found = super().better_than(known)
+            result = super().better_than(known)
             searched.append(self.pairs)
-            return found
+            return result
 
     monkeypatch.setattr("jaxbucket.plan.optimal.Search", Counted)
-    monkeypatch.setattr("jaxbucket.plan.optimal._ENOUGH_PAIRS_IN_ALL", 100_000)
-    monkeypatch.setattr("jaxbucket.plan.optimal._MOST_PAIRS_IN_ALL", 1_000_000)
+    monkeypatch.setattr("jaxbucket.plan.optimal._SOFT_TOTAL_PAIRS", 100_000)
+    monkeypatch.setattr("jaxbucket.plan.optimal._MAX_TOTAL_PAIRS", 1_000_000)
     lengths = np.random.default_rng(0).integers(1, 600, 3000)
     candidates = Limits(max_tokens=4000).candidates(lengths)
     optimum, chosen, before = Optimum(candidates, 40), None, np.inf
@@ -529,6 +529,6 @@ def test_many_numbers_of_buckets_share_one_budget(monkeypatch):
         cost = candidates.epoch_cost(chosen)
         assert cost <= before
         before = cost
-    # None begins once so many were looked at.
+    # No search starts after the limit has been reached.
     assert sum(searched[:-1]) < 1_000_000
     assert not optimum.exact

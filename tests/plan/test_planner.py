@@ -13,7 +13,7 @@ def uniform(size: int = 1000, longest: int = 500) -> np.ndarray:
 
 
 def check_plan(plan, max_tokens: int, multiples: tuple[int, int]) -> None:
-    """Invariant 2, and no row left unused that the budget would hold."""
+    """Checks the budget and the multiples, and that no further row would fit."""
     for bucket in plan.buckets:
         assert bucket.batch_size * bucket.seq_len <= max_tokens
         assert bucket.batch_size % multiples[0] == bucket.seq_len % multiples[1] == 0
@@ -22,7 +22,7 @@ def check_plan(plan, max_tokens: int, multiples: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("boundaries", ["optimal", "quantile", "geometric"])
 @pytest.mark.parametrize("multiples", [(1, 1), (8, 128), (3, 7)])
-def test_every_bucket_keeps_the_budget(boundaries, multiples):
+def test_every_bucket_respects_the_budget(boundaries, multiples):
     for seed in range(20):
         rng = np.random.default_rng(seed)
         lengths = rng.integers(1, rng.integers(2, 3000), rng.integers(1, 500))
@@ -39,7 +39,7 @@ def test_every_bucket_keeps_the_budget(boundaries, multiples):
         assert plan.max_seq_len - multiples[1] < lengths.max() <= plan.max_seq_len
 
 
-def test_real_plans_keep_the_budget(real_lengths):
+def test_plans_for_real_lengths_respect_the_budget(real_lengths):
     max_tokens = 8 * (int(real_lengths.max()) + 127)
     plan = plan_buckets(
         real_lengths,
@@ -63,12 +63,12 @@ def test_a_plan_does_not_depend_on_the_order_or_dtype_of_lengths():
     assert plans[0].fingerprint == plans[1].fingerprint
 
 
-def test_the_last_bucket_is_the_one_asked_for():
+def test_the_last_bucket_has_max_seq_len():
     plan = plan_buckets(uniform(), max_tokens=8192, max_seq_len=1024)
     assert plan.buckets[-1] == Bucket(8, 1024)
 
 
-def test_far_apart_lengths_need_no_table_of_all_between():
+def test_distant_lengths_need_no_table_of_all_lengths():
     lengths = np.append(uniform(), 2**30)
     plan = plan_buckets(lengths, max_tokens=2**31, num_buckets=3, seq_len_multiple=8)
     assert plan.max_seq_len == 2**30
@@ -77,8 +77,8 @@ def test_far_apart_lengths_need_no_table_of_all_between():
 
 
 @pytest.mark.parametrize("last", [96, 2**25])
-def test_overlong_examples_are_dropped_or_cut_as_said(last):
-    # Below and above the size up to which lengths are counted in a table.
+def test_overlong_examples_are_dropped_or_truncated(last):
+    # Below and above the longest length that is counted in a table.
     lengths = np.array([5, 10, 96, last, last + 1, last + 900])
     for overlong in ("drop", "truncate"):
         plan = plan_buckets(
@@ -96,11 +96,11 @@ def test_overlong_examples_are_dropped_or_cut_as_said(last):
         assert epoch.truncated_tokens == (901 if overlong == "truncate" else 0)
 
 
-# Given boundaries, and functions
+# Given boundaries and functions
 
 
 def hashed_lengths(size: int, seed: int) -> np.ndarray:
-    """Skewed lengths of up to 4096, by integer arithmetic: alike on every machine."""
+    """Returns skewed lengths up to 4096, which are the same on every machine."""
     drawn = permute(np.arange(size), size, seed) + 1
     return np.minimum(drawn % 797 * (drawn % 7) // (1 + drawn % 5) + 1, 4096)
 
@@ -114,22 +114,22 @@ GOLDEN = [
 
 @pytest.mark.parametrize(("size", "max_tokens", "num_buckets", "fingerprint"), GOLDEN)
 def test_plans_never_change(size, max_tokens, num_buckets, fingerprint, monkeypatch):
-    searched = []
+    cut = []
 
-    def cutoff(self, least, limit, original=search.Search._cutoff):
-        searched.append(least.size > search._SURPLUS * self.width)
-        return original(self, least, limit)
+    def cutoff(self, bound, limit, original=search.Search._cutoff):
+        cut.append(bound.size > search._SURPLUS * self.width)
+        return original(self, bound, limit)
 
     monkeypatch.setattr(search.Search, "_cutoff", cutoff)
     plan = plan_buckets(
         hashed_lengths(size, 0), max_tokens=max_tokens, num_buckets=num_buckets
     )
-    # Only a search that had to be cut short could depend on how numpy sorts.
-    assert any(searched)
+    # Only a search that discards states could depend on how numpy sorts.
+    assert any(cut)
     assert plan.fingerprint == fingerprint
 
 
-def test_given_boundaries_are_taken_as_they_are():
+def test_given_boundaries_are_used_unchanged():
     plan = plan_buckets(uniform(), max_tokens=4096, boundaries=[64, 128, 512])
     assert plan.boundaries.tolist() == [64, 128, 512]
     assert plan.batch_sizes.tolist() == [64, 32, 8]
@@ -137,7 +137,7 @@ def test_given_boundaries_are_taken_as_they_are():
     assert array.boundaries.tolist() == [64, 512]
 
 
-def test_a_function_chooses_boundaries():
+def test_a_function_may_choose_the_boundaries():
     def every_third(candidates, num_buckets):
         last = len(candidates) - 1
         return np.unique([last // 3, 2 * last // 3, last])[:num_buckets]
@@ -153,17 +153,17 @@ def test_a_function_chooses_boundaries():
     [
         ("best", "`boundaries='best'`: choose one of ['equal_tokens', 'equal_width',"),
         ([], "`boundaries` is empty. Pass increasing multiples of `seq_len_multiple=8"),
-        ([512, 64], "`boundaries`: 64 after 512. Pass increasing multiples"),
-        ([64, 64, 512], "`boundaries`: 64 after 64"),
-        ([0, 512], "`boundaries`: 0 after 0"),
-        ([100, 512], "`boundaries`: 100 after 0. Pass increasing multiples of `seq_l"),
-        ([64.5, 512], "`boundaries`: 64.5"),
-        ([64.0, 512.0], "`boundaries`: 64.0"),
-        (["64"], "`boundaries`: '64'"),
-        ([True], "`boundaries`: True"),
+        ([512, 64], "`boundaries` has 64 after 512. Pass increasing multiples"),
+        ([64, 64, 512], "`boundaries` has 64 after 64"),
+        ([0, 512], "`boundaries` has 0 after 0"),
+        ([100, 512], "`boundaries` has 100 after 0. Pass increasing multiples of `se"),
+        ([64.5, 512], "`boundaries` has 64.5"),
+        ([64.0, 512.0], "`boundaries` has 64.0"),
+        (["64"], "`boundaries` has '64'"),
+        ([True], "`boundaries` has True"),
     ],
 )
-def test_boundaries_that_are_no_boundaries_are_refused(boundaries, message):
+def test_invalid_boundaries_are_refused(boundaries, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan_buckets(
             uniform(), max_tokens=4096, seq_len_multiple=8, boundaries=boundaries
@@ -179,7 +179,7 @@ def test_given_boundaries_must_hold_every_example():
     "chosen",
     [[], [0, 0, 499], [3, 1, 499], [0, 1], [0.5, 499], [-1, 499], [0, 500]],
 )
-def test_a_function_that_chooses_nonsense_is_refused(chosen):
+def test_a_function_with_an_invalid_result_is_refused(chosen):
     with pytest.raises(ValueError, match="`boundaries`"):
         plan_buckets(
             np.arange(1, 501),
@@ -188,22 +188,22 @@ def test_a_function_that_chooses_nonsense_is_refused(chosen):
         )
 
 
-def test_a_function_that_chooses_too_many_or_raises_is_refused():
-    with pytest.raises(ValueError, match="chose 500 ends for `num_buckets=2`"):
+def test_a_function_with_too_many_boundaries_or_an_error_is_refused():
+    with pytest.raises(ValueError, match="500 boundaries, more than `num_buckets=2`"):
         plan_buckets(
             np.arange(1, 501),
             max_tokens=4096,
             num_buckets=2,
             boundaries=lambda candidates, num_buckets: np.arange(500),
         )
-    with pytest.raises(ValueError, match="raised KeyError: 'x'. Give a function of"):
+    with pytest.raises(ValueError, match="raised KeyError: 'x'. Pass a function of"):
         plan_buckets([5], max_tokens=8, boundaries=lambda c, n: {}["x"])
 
 
-# What cannot be planned
+# Invalid arguments
 
 
-def test_a_budget_that_holds_too_few_rows_is_refused_with_one_that_holds_them():
+def test_a_budget_for_too_few_rows_is_refused_with_a_sufficient_one():
     message = (
         "`max_tokens=1024` holds 2 rows of `seq_len=512`, fewer than "
         "`batch_size_multiple=8`. Raise `max_tokens` to 4096"
@@ -238,7 +238,7 @@ def test_max_seq_len_must_be_a_multiple():
         plan_buckets([5], max_tokens=4096, max_seq_len=500, seq_len_multiple=64)
 
 
-def test_a_length_beyond_max_seq_len_is_refused_unless_told_otherwise():
+def test_a_length_beyond_max_seq_len_is_refused_by_default():
     message = "`lengths[1]=600` is beyond the last bucket, `seq_len=512`"
     with pytest.raises(ValueError, match=re.escape(message)):
         plan_buckets([5, 600], max_tokens=4096, max_seq_len=512)
@@ -259,7 +259,7 @@ def test_an_unknown_policy_is_refused():
         plan_buckets([600], max_tokens=4096, max_seq_len=512, overlong="Drop")
 
 
-def test_options_may_be_integers_of_numpy():
+def test_options_may_be_numpy_integers():
     narrow = plan_buckets(
         [500],
         max_tokens=np.int16(4096),
@@ -270,16 +270,16 @@ def test_options_may_be_integers_of_numpy():
     assert narrow.buckets == (Bucket(8, 512),)
 
 
-def test_a_budget_beyond_what_can_be_counted_is_refused():
+def test_a_budget_beyond_64_bits_is_refused():
     with pytest.raises(ValueError, match="must be below 2\\*\\*62"):
         plan_buckets([5], max_tokens=2**63)
 
 
-def test_boundaries_of_no_kind_are_refused():
+def test_boundaries_of_an_unknown_type_are_refused():
     with pytest.raises(ValueError, match="`boundaries=8`: choose one of"):
         plan_buckets([5], max_tokens=4096, boundaries=8)
 
 
-def test_boundaries_may_come_one_by_one():
+def test_boundaries_may_be_an_iterator():
     plan = plan_buckets([5], max_tokens=16, boundaries=(t for t in (8, 16)))
     assert plan.buckets == (Bucket(2, 8), Bucket(1, 16))

@@ -8,7 +8,7 @@ from jaxbucket.plan.remainder import epoch_cost, flow_remainders, least_cost
 
 
 def cost_of(decisions, counts, batch_sizes, seq_lens) -> int:
-    """Padded tokens when each bucket but the last promotes its remainder or pads."""
+    """Returns the padded tokens for given promote-or-pad decisions."""
     carry = cost = 0
     for count, size, length, promote in zip(
         counts, batch_sizes, seq_lens, [*decisions, False], strict=True
@@ -34,7 +34,7 @@ def test_no_sequence_of_decisions_is_cheaper(seed):
     flow = flow_remainders(counts, batch_sizes, batch_sizes * seq_lens)
     tokens = (flow.batches * batch_sizes * seq_lens).sum()
     assert tokens == cheapest(counts.tolist(), batch_sizes.tolist(), seq_lens.tolist())
-    # No example is lost on the way, none is in two buckets, and all have a row.
+    # No example is lost or duplicated, and each has a row.
     assert flow.rows.sum() == counts.sum()
     left_over = flow.counts + flow.carried - flow.rows
     np.testing.assert_array_equal(flow.carried, [0, *left_over[:-1]])
@@ -45,7 +45,7 @@ def test_no_sequence_of_decisions_is_cheaper(seed):
 
 @pytest.mark.parametrize("policy", ["promote", "pad", "drop"])
 @pytest.mark.parametrize("seed", range(50))
-def test_every_remainder_goes_the_way_that_was_given(seed, policy):
+def test_every_remainder_follows_the_policy(seed, policy):
     rng = np.random.default_rng(seed)
     size = int(rng.integers(1, 8))
     counts = rng.integers(0, rng.choice([4, 30, 1000]), size)
@@ -69,29 +69,29 @@ def test_an_unknown_policy_is_refused():
         flow_remainders([1], [1], [1], "keep")
 
 
-def test_a_remainder_that_fills_a_longer_batch_goes_up():
+def test_a_remainder_that_fills_a_longer_batch_is_promoted():
     flow = flow_remainders([5, 1], batch_sizes=[4, 2], costs=[32, 32])
     assert (flow.carried.tolist(), flow.rows.tolist()) == ([0, 1], [4, 2])
 
 
-def test_a_remainder_that_would_open_a_longer_batch_stays():
+def test_a_remainder_that_needs_another_longer_batch_is_padded():
     flow = flow_remainders([5, 2], batch_sizes=[4, 2], costs=[32, 34])
     assert flow.carried.tolist() == [0, 0]
     assert flow.batches.tolist() == [2, 1]
 
 
-def test_a_remainder_may_go_up_twice():
+def test_a_remainder_may_be_promoted_twice():
     flow = flow_remainders([1, 1, 1], batch_sizes=[8, 4, 3], costs=[80, 80, 90])
     assert flow.carried.tolist() == [0, 1, 2]
     assert flow.batches.tolist() == [0, 0, 1]
 
 
-def test_nothing_costs_nothing():
+def test_empty_buckets_have_no_batches():
     assert flow_remainders([0, 0], [4, 2], [32, 32]).num_batches == 0
 
 
-def test_what_is_cheapest_goes_by_what_a_batch_costs():
-    # By tokens one goes up; by these costs an empty row is cheaper than a long batch.
+def test_the_cheapest_policy_depends_on_the_batch_costs():
+    # With these costs, an empty row is cheaper than another long batch.
     flow = flow_remainders([5, 1], batch_sizes=[4, 2], costs=[1.5, 4.0])
     assert flow.carried.tolist() == [0, 1]
     flow = flow_remainders([5, 2], batch_sizes=[4, 2], costs=[1.5, 4.0])
@@ -107,7 +107,7 @@ def random_buckets(rng: np.random.Generator, size: int) -> tuple[np.ndarray, ...
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_the_least_cost_is_that_of_the_flow(seed):
+def test_least_cost_equals_the_cost_of_the_flow(seed):
     rng = np.random.default_rng(seed)
     counts, sizes, costs = random_buckets(rng, int(rng.integers(1, 60)))
     flow = flow_remainders(counts, sizes, costs)
@@ -117,7 +117,7 @@ def test_the_least_cost_is_that_of_the_flow(seed):
     assert least_cost(*columns, limit=expected - 1)[0] is None
 
 
-def test_thousands_of_buckets_are_not_looked_at_one_carry_at_a_time(monkeypatch):
+def test_many_buckets_are_processed_with_vectorized_carries(monkeypatch):
     calls = []
 
     def counted(*numbers):
@@ -130,11 +130,11 @@ def test_thousands_of_buckets_are_not_looked_at_one_carry_at_a_time(monkeypatch)
     counts = np.random.default_rng(0).integers(0, 80, size)
     flow = flow_remainders(counts, 64 * size // ends, 64 * size // ends * ends)
     assert flow.rows.sum() == counts.sum()
-    # Of each bucket once; of each number of carried rows it would be some 20,000.
+    # Once per bucket; once per number of carried rows would be about 20,000 calls.
     assert len(calls) <= size
 
 
-def test_costs_beyond_64_bits_flow_as_well():
+def test_costs_beyond_64_bits_are_supported():
     flow = flow_remainders([5, 7], [4, 2], costs=[2**61, 2**62])
     assert flow.carried.tolist() == [0, 1]
     assert epoch_cost(flow.batches, np.array([2**61, 2**62])) == 2**61 + 4 * 2**62

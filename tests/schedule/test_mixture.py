@@ -263,7 +263,9 @@ def test_sources_that_do_not_fit_are_refused(tmp_path):
     files = [
         write_token_file(tmp_path / name, [{name: np.arange(3)}]) for name in ("x", "y")
     ]
-    with pytest.raises(ValueError, match="`sources` have sequences .*same ones"):
+    with pytest.raises(
+        ValueError, match="`sources` differ in their sequence .*same ones"
+    ):
         concatenate(files)
     with pytest.raises(IndexError, match="`index=2` must be from 0 to 1"):
         concatenate([["a"], ["b"]])[2]

@@ -1,4 +1,4 @@
-"""Indices of difficulty: against numpy, and damaged."""
+"""Difficulty indices: compared with numpy, and with damaged files."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ def folder_fixture(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "i4", "u4", "i8", "f2", "f4", "f8"])
-def test_it_is_numpys_stable_argsort(tmp_path, dtype):
+def test_the_index_is_a_stable_argsort(tmp_path, dtype):
     values = difficulties(dtype)
     index = jb.sort.write_difficulty_index(tmp_path / "index", values, MESH)
     index.check()
@@ -42,25 +42,25 @@ def test_it_is_numpys_stable_argsort(tmp_path, dtype):
     assert len(list((tmp_path / "index").iterdir())) == 3
 
 
-def test_views_are_slices_of_the_order(folder):
+def test_percentiles_and_between_return_slices_of_the_order(folder):
     index, values = jb.schedule.DifficultyIndex(folder), difficulties()
     quarters = [index.percentiles(x, x + 25) for x in (0, 25, 50, 75)]
     np.testing.assert_array_equal(np.concatenate(quarters), index.examples)
     assert values[quarters[0]].max() <= values[quarters[1]].min()
     assert index.percentiles(30, 30).size == 0
-    found = index.between(2, 5)
-    assert set(found) == set(np.flatnonzero((2 <= values) & (values < 5)))
-    assert np.shares_memory(found, index.examples)
+    between = index.between(2, 5)
+    assert set(between) == set(np.flatnonzero((2 <= values) & (values < 5)))
+    assert np.shares_memory(between, index.examples)
     assert index.between(5, 2).size == index.between(99, 100).size == 0
     assert index.between(-1, 11).size == SIZE
-    # Of any type, they are compared as numbers.
-    assert index.between(np.float32(2), np.int64(5)).size == found.size
+    # Bounds of any type are compared as numbers.
+    assert index.between(np.float32(2), np.int64(5)).size == between.size
     for low, high in ((-1, 5), (5, 101), (60, 40), (0, float("nan"))):
         with pytest.raises(ValueError, match="percentiles are from 0 to 100"):
             index.percentiles(low, high)
 
 
-def test_a_curriculum_takes_it(folder, tmp_path):
+def test_a_curriculum_accepts_an_index(folder, tmp_path):
     values, lengths = difficulties(), np.full(SIZE, 8)
     plan = jb.BucketPlan.from_shapes([(10, 8)])
     index = jb.schedule.DifficultyIndex(folder)
@@ -69,20 +69,20 @@ def test_a_curriculum_takes_it(folder, tmp_path):
     one, other = (jb.BatchSchedule(plan, lengths, order=x, seed=1) for x in orders)
     for step in (0, 50, 100):
         np.testing.assert_array_equal(one[step].rows, other[step].rows)
-    # What it opens comes in the order of the files, and is not sorted once more.
+    # An index is already in order, so the curriculum does not sort it again.
     kept = np.arange(SIZE) % 3 > 0
     np.testing.assert_array_equal(orders[1].in_order(None), values[index.examples])
     for order in orders:
         np.testing.assert_array_equal(order.in_order(kept), np.sort(values[kept]))
-    # By place, where that is not the order of all.
-    alone = jb.sort.write_difficulty_index(
-        tmp_path / "alone", values, MESH, sorted_by="process"
+    # Sorted by process, the rank is the difficulty.
+    by_process = jb.sort.write_difficulty_index(
+        tmp_path / "by_process", values, MESH, sorted_by="process"
     )
-    order = jb.Curriculum(alone, jb.schedule.LinearPacing(0.1))
-    np.testing.assert_array_equal(order.difficulty, alone.ranks())
+    order = jb.Curriculum(by_process, jb.schedule.LinearPacing(0.1))
+    np.testing.assert_array_equal(order.difficulty, by_process.ranks())
 
 
-def test_alone_both_ways_to_sort_are_one(tmp_path):
+def test_sorting_by_process_with_one_process_sorts_all_examples(tmp_path):
     values = difficulties()
     index = jb.sort.write_difficulty_index(
         tmp_path / "index", values, MESH, sorted_by="process"
@@ -92,7 +92,7 @@ def test_alone_both_ways_to_sort_are_one(tmp_path):
         index.between(0, 1)
 
 
-def test_what_is_there_is_returned_or_refused(folder, monkeypatch):
+def test_an_existing_index_is_returned_or_rejected(folder, monkeypatch):
     values = difficulties()
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", None)
@@ -104,18 +104,18 @@ def test_what_is_there_is_returned_or_refused(folder, monkeypatch):
         (values[:-1], {}),
         (values, {"sorted_by": "process"}),
     ):
-        with pytest.raises(ValueError, match="has an index of other difficulties"):
+        with pytest.raises(ValueError, match="has an index of different difficulties"):
             jb.sort.write_difficulty_index(folder, other, MESH, **options)
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
+def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
     (tmp_path / "thesis.tex").write_text("all of it")
-    with pytest.raises(ValueError, match="is there, and is no index: name another"):
+    with pytest.raises(ValueError, match="exists but is not an index. Pass a diff"):
         jb.sort.write_difficulty_index(tmp_path, difficulties(), MESH)
     assert (tmp_path / "thesis.tex").read_text() == "all of it"
 
 
-def test_what_an_earlier_call_has_left_is_written_anew(tmp_path):
+def test_partial_folders_of_earlier_calls_are_removed(tmp_path):
     partial = tmp_path / f"index.{'01' * 16}.partial"
     partial.mkdir()
     others = [tmp_path / f"other.{'01' * 16}.partial", tmp_path / "index.my.partial"]
@@ -131,17 +131,17 @@ def test_what_an_earlier_call_has_left_is_written_anew(tmp_path):
     assert len(list((tmp_path / "index").iterdir())) == 3
 
 
-def test_an_empty_folder_is_as_good_as_none(tmp_path):
+def test_an_empty_folder_may_be_used(tmp_path):
     jb.sort.write_difficulty_index(tmp_path, difficulties(), MESH).check()
     with pytest.raises(ValueError, match="is no index: index.json is not there"):
         jb.schedule.DifficultyIndex(tmp_path / "other")
 
 
-def test_a_run_that_is_late_takes_what_another_one_has_named(tmp_path, monkeypatch):
-    """Between looking at the folder and naming it, another run names its own."""
+def test_a_run_uses_the_index_that_another_run_finished_first(tmp_path, monkeypatch):
+    """Simulates another run that finishes its index during the sort."""
     values, folder = difficulties(), tmp_path / "index"
 
-    def slowly(other):
+    def overtaken_by(other):
         def sort(*args):
             monkeypatch.undo()
             jb.sort.write_difficulty_index(folder, other, MESH)
@@ -149,20 +149,21 @@ def test_a_run_that_is_late_takes_what_another_one_has_named(tmp_path, monkeypat
 
         return sort
 
-    monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", slowly(values))
+    monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", overtaken_by(values))
     jb.sort.write_difficulty_index(folder, values, MESH).check()
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
     shutil.rmtree(folder)
-    monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", slowly(values + 1))
-    with pytest.raises(ValueError, match="has an index of other difficulties"):
+    sort = overtaken_by(values + 1)
+    monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", sort)
+    with pytest.raises(ValueError, match="has an index of different difficulties"):
         jb.sort.write_difficulty_index(folder, values, MESH)
     jb.schedule.DifficultyIndex(folder).check()
 
 
-def test_integers_that_are_no_floats_are_told_apart(tmp_path):
+def test_integers_beyond_float_precision_are_distinguished(tmp_path):
     values = np.array([2**60 + 1, 2**60])
     jb.sort.write_difficulty_index(tmp_path / "index", values, MESH)
-    with pytest.raises(ValueError, match="has an index of other difficulties"):
+    with pytest.raises(ValueError, match="has an index of different difficulties"):
         jb.sort.write_difficulty_index(tmp_path / "index", values[::-1], MESH)
     index = jb.schedule.DifficultyIndex(tmp_path / "index")
     assert index.between(2**60, 2**60 + 1).tolist() == [1]
@@ -171,7 +172,7 @@ def test_integers_that_are_no_floats_are_told_apart(tmp_path):
         index.between(float("nan"), 1)
 
 
-def test_half_precision_is_taken(tmp_path):
+def test_bfloat16_and_big_endian_floats_are_accepted(tmp_path):
     for name, values in (
         ("bfloat16", jnp.asarray([2, 1], jnp.bfloat16)),
         (">f8", np.array([2, 1], ">f8")),
@@ -180,7 +181,7 @@ def test_half_precision_is_taken(tmp_path):
         assert index.examples.tolist() == [1, 0]
 
 
-def test_ties_out_of_order_are_seen(tmp_path):
+def test_check_detects_ties_out_of_order(tmp_path):
     jb.sort.write_difficulty_index(tmp_path / "index", np.zeros(4), MESH)
     np.save(tmp_path / "index" / "examples.npy", np.array([0, 2, 1, 3], np.int32))
     with pytest.raises(ValueError, match="is not in order"):
@@ -195,11 +196,11 @@ def test_ties_out_of_order_are_seen(tmp_path):
         (["hard"], r"`difficulty` is <U4\[1\]"),
         ([1.0, float("nan")], r"`difficulty\[1\]=nan` is not finite"),
         ([-float("inf")], r"`difficulty\[0\]=-inf` is not finite"),
-        (np.array([2**63], np.uint64), "beyond 2"),
+        (np.array([2**63], np.uint64), "is too large. Pass numbers up to 2"),
         (np.ma.array([1.0, 2.0], mask=[0, 1]), "`difficulty` is a masked array"),
     ],
 )
-def test_what_is_no_difficulty_is_refused(tmp_path, values, message):
+def test_invalid_difficulties_are_rejected(tmp_path, values, message):
     with pytest.raises(ValueError, match=message):
         jb.sort.write_difficulty_index(tmp_path / "index", values, MESH)
     assert not list(tmp_path.iterdir())
@@ -213,36 +214,36 @@ def change(path, offset, content):
         file.write(content)
 
 
-def say(folder, **other):
-    words = json.loads((folder / "index.json").read_text())
-    (folder / "index.json").write_text(json.dumps({**words, **other}))
+def set_fields(folder, **fields):
+    description = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps({**description, **fields}))
 
 
-def several(path):
+def save_archive(path):
     with path.open("wb") as file:
         np.savez(file, a=np.arange(3))
 
 
 DAMAGES = {
-    "no words": lambda folder: (folder / "index.json").unlink(),
-    "cut words": lambda folder: os.truncate(folder / "index.json", 9),
-    "other words": lambda folder: (folder / "index.json").write_text("[1]"),
-    "a dtype": lambda folder: say(folder, dtype="junk"),
-    "an order": lambda folder: say(folder, sorted_by="junk"),
-    "other fields": lambda folder: say(folder, color="red"),
-    "several": lambda folder: several(folder / "examples.npy"),
-    "a version": lambda folder: (folder / "index.json").write_text('{"version": 9}'),
+    "no json": lambda folder: (folder / "index.json").unlink(),
+    "truncated json": lambda folder: os.truncate(folder / "index.json", 9),
+    "different json": lambda folder: (folder / "index.json").write_text("[1]"),
+    "dtype": lambda folder: set_fields(folder, dtype="junk"),
+    "order": lambda folder: set_fields(folder, sorted_by="junk"),
+    "unknown field": lambda folder: set_fields(folder, color="red"),
+    "archive": lambda folder: save_archive(folder / "examples.npy"),
+    "version": lambda folder: (folder / "index.json").write_text('{"version": 9}'),
     "no examples": lambda folder: (folder / "examples.npy").unlink(),
-    "cut examples": lambda folder: os.truncate(folder / "examples.npy", 999),
-    "a header": lambda folder: change(folder / "examples.npy", 20, b"'('"),
-    "cut header": lambda folder: os.truncate(folder / "difficulty.npy", 20),
-    "other numbers": lambda folder: np.save(folder / "examples.npy", np.arange(SIZE)),
+    "truncated examples": lambda folder: os.truncate(folder / "examples.npy", 999),
+    "header": lambda folder: change(folder / "examples.npy", 20, b"'('"),
+    "truncated header": lambda folder: os.truncate(folder / "difficulty.npy", 20),
+    "examples dtype": lambda folder: np.save(folder / "examples.npy", np.arange(SIZE)),
     "fewer": lambda folder: np.save(folder / "difficulty.npy", np.zeros(9, np.float32)),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_files_that_are_cut_or_foreign_are_refused(folder, name):
+def test_damaged_files_are_rejected(folder, name):
     DAMAGES[name](folder)
     with pytest.raises(ValueError, match="again|Write one by") as raised:
         jb.schedule.DifficultyIndex(folder)
@@ -251,7 +252,7 @@ def test_files_that_are_cut_or_foreign_are_refused(folder, name):
 
 @pytest.mark.parametrize("file", ["difficulty.npy", "examples.npy"])
 @pytest.mark.parametrize("seed", range(10))
-def test_other_bytes_are_seen_where_it_is_asked_for(folder, file, seed):
+def test_check_detects_changed_bytes(folder, file, seed):
     rng = np.random.default_rng(seed)
     change(folder / file, -int(rng.integers(8, 4 * SIZE)), rng.bytes(4))
     with pytest.raises(ValueError, match="Delete the folder"):
@@ -259,7 +260,7 @@ def test_other_bytes_are_seen_where_it_is_asked_for(folder, file, seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_sum_of_shares_is_that_of_all(seed):
+def test_the_sums_of_shares_add_up_to_the_sum_of_all(seed):
     rng = np.random.default_rng(seed)
     values = difficulties()
     ends = np.sort([0, *rng.integers(0, SIZE, 3), SIZE])
@@ -270,19 +271,19 @@ def test_the_sum_of_shares_is_that_of_all(seed):
 
 
 class Words:
-    """A source that counts how often it is asked."""
+    """A source that counts how many examples are read."""
 
     fingerprint = "words"
 
     def __init__(self, size):
         self._size = size
-        self.asked = 0
+        self.num_reads = 0
 
     def __len__(self):
         return self._size
 
     def __getitem__(self, index):
-        self.asked += 1
+        self.num_reads += 1
         if index >= self._size:
             raise IndexError(index)
         return {"text": "a " * (index % 7)}
@@ -299,34 +300,34 @@ def measured_words(source, cache: pathlib.Path, **options) -> np.ndarray:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_difficulty_is_measured_once_and_kept(tmp_path, workers):
+def test_difficulty_is_measured_once_and_cached(tmp_path, workers):
     source, want = Words(3000), np.arange(3000) % 7 / 2
     for _ in range(2):
-        found = measured_words(source, tmp_path, num_workers=workers)
-        np.testing.assert_array_equal(found, want)
-        assert found.dtype == np.float32
-        asked, source.asked = source.asked, 0
-    # Some are read for what the source is.
-    assert asked < 100
+        result = measured_words(source, tmp_path, num_workers=workers)
+        np.testing.assert_array_equal(result, want)
+        assert result.dtype == np.float32
+        num_reads, source.num_reads = source.num_reads, 0
+    # Some examples are read to identify the source.
+    assert num_reads < 100
 
 
-def test_a_pass_that_was_cut_off_goes_on(tmp_path):
+def test_an_interrupted_measurement_resumes(tmp_path):
     class Failing(Words):
         def __getitem__(self, index):
-            if self.asked == 3000:
+            if self.num_reads == 3000:
                 raise KeyboardInterrupt
             return super().__getitem__(index)
 
     with pytest.raises(KeyboardInterrupt):
         measured_words(Failing(5000), tmp_path)
     source = Words(5000)
-    found = measured_words(source, tmp_path)
-    np.testing.assert_array_equal(found, np.arange(5000) % 7 / 2)
-    # Whole chunks of 1,024, and what is read for what the source is.
-    assert 5000 - 2 * 1024 <= source.asked < 5000 - 2 * 1024 + 100
+    result = measured_words(source, tmp_path)
+    np.testing.assert_array_equal(result, np.arange(5000) % 7 / 2)
+    # Full chunks of 1,024 are cached. A few examples are read to identify the source.
+    assert 5000 - 2 * 1024 <= source.num_reads < 5000 - 2 * 1024 + 100
 
 
-def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_files_behind(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -337,17 +338,17 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
             with pytest.raises(ValueError, match="No space left on device"):
                 measured_words(source, tmp_path)
         assert not list(tmp_path.iterdir())
-    found = measured_words(source, tmp_path)
-    np.testing.assert_array_equal(found, np.arange(3000) % 7 / 2)
+    result = measured_words(source, tmp_path)
+    np.testing.assert_array_equal(result, np.arange(3000) % 7 / 2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left on device"):
-            jb.sort.write_difficulty_index(tmp_path / "index", found, MESH)
+            jb.sort.write_difficulty_index(tmp_path / "index", result, MESH)
     assert [path.suffix for path in tmp_path.iterdir()] == [".npy"]
-    jb.sort.write_difficulty_index(tmp_path / "index", found, MESH).check()
+    jb.sort.write_difficulty_index(tmp_path / "index", result, MESH).check()
 
 
-def test_a_partial_file_that_is_damaged_is_begun_anew(tmp_path):
+def test_a_damaged_partial_file_is_replaced(tmp_path):
     source = Words(3000)
     measured_words(source, tmp_path)
     (path,) = tmp_path.iterdir()
@@ -355,20 +356,20 @@ def test_a_partial_file_that_is_damaged_is_begun_anew(tmp_path):
     path.unlink()
     damaged = content[:20] + b"'('" + content[23:]
     path.with_suffix(".partial").write_bytes(damaged)
-    found = measured_words(source, tmp_path)
-    np.testing.assert_array_equal(found, np.arange(3000) % 7 / 2)
+    result = measured_words(source, tmp_path)
+    np.testing.assert_array_equal(result, np.arange(3000) % 7 / 2)
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "shown"),
     [(np.nan, "nan"), (np.inf, "inf"), ("x", "'x'"), ("3", "'3'"), (1e39, "1e")],
 )
-def test_what_is_no_finite_number_is_named(value, said):
-    with pytest.raises(ValueError, match=rf"`source\[0\]` has difficulty {said}"):
+def test_a_difficulty_that_is_not_finite_is_rejected(value, shown):
+    with pytest.raises(ValueError, match=rf"`source\[0\]` has difficulty {shown}"):
         jb.data.measure_difficulty(Words(3), lambda example: value, progress=False)
 
 
-def test_what_cannot_be_measured_is_named(tmp_path):
+def test_failed_measurements_are_reported(tmp_path):
     with pytest.raises(ValueError, match=r"`source\[0\]` cannot be measured: KeyErr"):
         jb.data.measure_difficulty(
             Words(3), lambda example: example["x"], progress=False
@@ -378,7 +379,7 @@ def test_what_cannot_be_measured_is_named(tmp_path):
     measured_words(Words(3), tmp_path)
     (path,) = tmp_path.glob("difficulty-*.npy")
     os.truncate(path, 130)
-    with pytest.raises(ValueError, match="Delete the file, to measure again"):
+    with pytest.raises(ValueError, match="Delete the file to measure again"):
         measured_words(Words(3), tmp_path)
 
 
@@ -392,16 +393,18 @@ def test_bounds_are_compared_exactly(tmp_path):
         assert small.between(0, value).tolist() == [0]
 
 
-def test_a_number_of_examples_that_is_another_is_refused(tmp_path):
+def test_a_wrong_num_examples_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="2 examples over .* `num_examples=4`"):
         jb.sort.write_difficulty_index(tmp_path / "x", [1.0, 2.0], MESH, num_examples=4)
     jb.sort.write_difficulty_index(tmp_path / "x", [1.0, 2.0], MESH, num_examples=2)
 
 
-def test_all_processes_are_needed(tmp_path):
-    class Two:
+def test_a_wrong_number_of_processes_is_rejected(tmp_path):
+    class TwoProcesses:
         index, count = 0, 2
 
     assert jax.process_count() == 1
-    with pytest.raises(ValueError, match="`processes` has 2 of 1"):
-        jb.sort.write_difficulty_index(tmp_path / "x", [1.0], MESH, processes=Two())
+    with pytest.raises(ValueError, match="`processes` has 2 of 1 processes"):
+        jb.sort.write_difficulty_index(
+            tmp_path / "x", [1.0], MESH, processes=TwoProcesses()
+        )

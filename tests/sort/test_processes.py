@@ -1,4 +1,4 @@
-"""Real processes sort together, and write one index of difficulty."""
+"""Real processes sort together and write a difficulty index."""
 
 import json
 import pathlib
@@ -7,7 +7,6 @@ import pytest
 
 SLOW = pytest.mark.exhaustive
 SORT = """
-import hashlib
 import jax, jax.numpy as jnp, numpy as np
 import jaxbucket as jb
 
@@ -33,40 +32,38 @@ def sort_keys(processes):
     }
 
     def shared_unevenly(column, seed):
-        # Some have nothing at all.
+        # Some processes have no keys.
         inner = np.random.default_rng(seed).integers(0, size, count - 1)
         ends = np.sort([0, 0 if count < 4 else size, *inner, size])[-count - 1 :]
         ends[0] = 0
         return column[ends[here] : ends[here + 1]]
 
-    def told(found, want):
-        for share in found.local_shares():
+    def check(result, want):
+        for share in result.local_shares():
             np.testing.assert_array_equal(share.index, want[list(share.ranks)])
-        sizes = [len(found.ranks(d)) for d in range(devices)]
+        sizes = [len(result.ranks(d)) for d in range(devices)]
         assert sum(sizes) == len(want) and max(sizes) - min(sizes) <= 1
-        own = [share.index.tobytes() for share in found.local_shares()]
-        return hashlib.sha256(b"".join(own)).hexdigest()
 
     for seed, (name, columns) in enumerate(cases.items()):
         want = np.lexsort(columns[::-1])
-        own = tuple(shared_unevenly(column, seed) for column in columns)
+        local = tuple(shared_unevenly(column, seed) for column in columns)
         for assignment in ("contiguous", "interleaved"):
-            told(jb.sort.sample_sort(own, mesh, assignment=assignment), want)
-    # An array of all processes.
-    cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+            check(jb.sort.sample_sort(local, mesh, assignment=assignment), want)
+    # A global array.
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     whole = uniform[: size // devices * devices]
-    array = jax.make_array_from_callback(whole.shape, cut, lambda i: whole[i])
-    told(jb.sort.sample_sort(array, mesh), np.argsort(whole, kind="stable"))
+    array = jax.make_array_from_callback(whole.shape, sharding, lambda i: whole[i])
+    check(jb.sort.sample_sort(array, mesh), np.argsort(whole, kind="stable"))
     say("sorted")
 
-    # Whatever one of them gives, all of them hear of it.
-    for give in (
+    # Invalid keys or options of one process raise errors in all processes.
+    for make_keys in (
         lambda: np.zeros((2, 2)) if here == 1 else np.zeros(4),
         lambda: np.zeros(4, np.float32 if here == 1 else np.float64),
         lambda: np.zeros(0),
     ):
         try:
-            jb.sort.sample_sort(give(), mesh)
+            jb.sort.sample_sort(make_keys(), mesh)
         except ValueError as error:
             say(error)
     for options in ({"assignment": "x"}, {"descending": None}, {"descending": True}):
@@ -136,7 +133,7 @@ def write_indices(processes):
     np.testing.assert_array_equal(every.examples, np.argsort(values, kind="stable"))
     np.testing.assert_array_equal(index.examples, by_process)
     say(calls[0])
-    # Of other shares it is another index.
+    # The shares determine the index that is sorted by process.
     if count > 1:
         whole = share if here else np.concatenate([share, share])
         try:
@@ -146,9 +143,9 @@ def write_indices(processes):
             )
         except ValueError as error:
             say(error)
-    # A folder of each, and a mesh of each.
+    # A different folder in each process, and a mesh of local devices.
     for where, mesh in (
-        (folder / str(here) / "own", jb.data_mesh()),
+        (folder / str(here) / "unshared", jb.data_mesh()),
         (folder / "local", jb.data_mesh(jax.local_devices())),
     ):
         where.parent.mkdir(exist_ok=True)
@@ -157,7 +154,7 @@ def write_indices(processes):
         except ValueError as error:
             say(error)
         assert not where.exists() and not list(where.parent.glob("*.partial"))
-    # Devices in another order, and another source or function.
+    # Devices in different orders, and different sources or functions.
     mesh = jb.data_mesh(jax.devices()[:: 1 if here else -1])
     for fail in (
         lambda: jb.sort.write_difficulty_index(
@@ -174,13 +171,13 @@ def write_indices(processes):
             fail()
         except ValueError as error:
             say(error)
-    # What one of them gives wrong, all hear of.
-    wrong = share if here else share[:, None]
-    other = share.astype(np.float64) if here else share
-    for given in (wrong, other):
+    # Invalid difficulties of one process raise errors in all processes.
+    wrong_shape = share if here else share[:, None]
+    wrong_dtype = share.astype(np.float64) if here else share
+    for wrong in (wrong_shape, wrong_dtype):
         try:
             jb.sort.write_difficulty_index(
-                folder / "wrong", given, jb.data_mesh(), processes=processes
+                folder / "wrong", wrong, jb.data_mesh(), processes=processes
             )
         except ValueError as error:
             say(error)
@@ -213,27 +210,29 @@ def check_sorted(index, lines):
     assert done == "sorted"
     if index == 1:
         assert "`keys` is float64[2, 2]" in shape
-        assert "float32 ascending, contiguous; process 0" in dtype
+        assert "float32 ascending, contiguous) are of a different kind" in dtype
+        assert "than those of process 0" in dtype
     else:
-        assert shape == "The `keys` of process 1 are refused: see what it raises."
-        assert "float64 ascending, contiguous; process 1 has others" in dtype
+        assert shape == "The `keys` of process 1 are invalid. See its error."
+        assert "float64 ascending, contiguous) are of a different kind" in dtype
+        assert "than those of process 1" in dtype
     assert "empty in every process" in empty
 
 
 def check_written(index, lines):
     _, others, unshared, local, order, source, function, shape, dtype = lines
-    assert "and over one mesh" in order
+    assert "`sorted_by` and `mesh` in all processes" in order
     assert all("measure different sources" in x for x in (source, function))
-    assert "name a folder that all processes share" in unshared
+    assert "Pass a folder that all processes share" in unshared
     assert "`mesh` has no device of processes [" in local
-    assert "has an index of other difficulties" in others
+    assert "has an index of different difficulties" in others
     assert "`difficulty` is float32[" in shape
-    assert shape.startswith("Process 0 has failed: ") == (index > 0)
-    assert "give all of one dtype" in dtype
+    assert shape.startswith("Process 0 failed: ") == (index > 0)
+    assert "Pass the same dtype" in dtype
 
 
 @pytest.mark.exhaustive
-def test_a_process_that_is_killed_is_named_and_the_next_run_goes_on(launch, tmp_path):
+def test_a_killed_process_is_named_and_the_next_run_succeeds(launch, tmp_path):
     processes = "with jb.Processes(timeout=4) as processes:"
     code = f"{INDEX}\n{processes}\n    write_indices(processes)"
     (tmp_path / "fault").touch()
@@ -244,7 +243,7 @@ def test_a_process_that_is_killed_is_named_and_the_next_run_goes_on(launch, tmp_
         assert any(
             "process 1 (" in line and f"pid {pid})" in line for line in run.lines(index)
         ), run.output
-    # Written in part, and no index for anybody.
+    # The partial index is not visible under its final name.
     assert list(tmp_path.glob("all.*.partial")) and not (tmp_path / "all").exists()
     run = launch(code, count=3)
     assert run.status == 0, run.output
@@ -269,7 +268,7 @@ with jb.Processes() as processes:
     mesh = jb.data_mesh()
     size = 2**24
     rng = np.random.default_rng(0)
-    # What is loaded, and compiled, the first time is no part of it.
+    # The first sort loads and compiles code, which must not be measured.
     jb.sort.sample_sort(rng.integers(0, 99, size, np.int32), mesh)
     share = size // count * 8
     spread = rng.integers(0, 2**31 - 1, size // count, np.int32)
@@ -290,13 +289,13 @@ with jb.Processes() as processes:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_memory_is_three_shares(launch, monkeypatch, platform):
-    # What is freed is given back, and does not hide in what was there before.
+def test_sorting_needs_at_most_three_shares_of_memory(launch, monkeypatch, platform):
+    # Freed memory is returned to the system, so that it cannot hide the usage.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    of = (
+    set_platform = (
         f"from jaxbucket.sort.collectives import Devices\nDevices.platform={platform!r}"
     )
-    run = launch(of + MEMORY, count=2)
+    run = launch(set_platform + MEMORY, count=2)
     assert run.status == 0, run.output
     for index in range(2):
         shares = {line.split()[0]: line.split()[1] for line in run.said(index)}

@@ -1,4 +1,4 @@
-"""`sample_sort` against `np.lexsort`, on one device and on several."""
+"""`sample_sort` compared with `np.lexsort`, on one and on several devices."""
 
 import itertools
 
@@ -20,26 +20,28 @@ DTYPES = [np.dtype(x) for x in "? i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8".split()]
 
 
 def lexsort(columns, descending):
-    """The order of all, by ranks of values: NaN last, then by index."""
+    """Returns the expected order: NaN last, equal keys by index."""
     ranks = [np.arange(len(columns[0]))]
-    for column, falls in zip(reversed(columns), reversed(descending), strict=True):
+    for column, is_descending in zip(
+        reversed(columns), reversed(descending), strict=True
+    ):
         values, rank = np.unique(column, return_inverse=True)
-        if falls:
+        if is_descending:
             last = len(values) - 1 if values[-1] != values[-1] else len(values)
             rank = np.where(rank == last, last + 1, last - rank)
         ranks.append(rank)
     return np.lexsort(ranks)
 
 
-def assert_sorted(found: SortedKeys, columns, descending):
+def assert_sorted(result: SortedKeys, columns, descending):
     order = np.full(len(columns[0]), -1)
-    shares = found.local_shares()
+    shares = result.local_shares()
     for share in shares:
         keys = share.keys if isinstance(share.keys, tuple) else (share.keys,)
         order[list(share.ranks)] = share.index
-        for got, column in zip(keys, columns, strict=True):
-            assert got.dtype == column.dtype
-            np.testing.assert_array_equal(got, column[share.index])
+        for sorted_column, column in zip(keys, columns, strict=True):
+            assert sorted_column.dtype == column.dtype
+            np.testing.assert_array_equal(sorted_column, column[share.index])
     np.testing.assert_array_equal(order, lexsort(columns, descending))
     sizes = [len(share.ranks) for share in shares]
     assert max(sizes) - min(sizes) <= 1
@@ -67,19 +69,19 @@ def random_column(rng, size):
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_it_is_a_lexsort_of_whatever_columns(seed):
+def test_random_columns_are_sorted_like_lexsort(seed):
     rng = np.random.default_rng(seed)
     size = int(rng.choice([1, 2, 7, 8, 9, 100, 1000, 20_000]))
     count = int(rng.integers(1, 4))
     columns = tuple(random_column(rng, size) for _ in range(count))
     descending = [bool(x) for x in rng.integers(0, 2, count)]
-    found = sample_sort(
+    result = sample_sort(
         columns,
         mesh_of(rng.choice(DEVICES)),
         descending=descending,
         assignment=["contiguous", "interleaved"][seed % 2],
     )
-    assert_sorted(found, columns, descending)
+    assert_sorted(result, columns, descending)
 
 
 def named_keys(size):
@@ -100,50 +102,50 @@ def named_keys(size):
 
 @pytest.mark.parametrize("name", named_keys(1))
 @pytest.mark.parametrize("count", DEVICES)
-def test_keys_of_every_kind(name, count):
+def test_keys_of_every_kind_are_sorted(name, count):
     keys = named_keys(100_003)[name]
-    for falls in (False, True):
-        found = sample_sort(keys, mesh_of(count), descending=falls)
-        assert_sorted(found, [keys], [falls])
+    for descending in (False, True):
+        result = sample_sort(keys, mesh_of(count), descending=descending)
+        assert_sorted(result, [keys], [descending])
 
 
 @pytest.mark.parametrize("count", DEVICES)
-def test_real_lengths(real_lengths, count):
-    found = sample_sort(real_lengths, mesh_of(count), assignment="interleaved")
-    assert_sorted(found, [real_lengths], [False])
+def test_real_lengths_are_sorted(real_lengths, count):
+    result = sample_sort(real_lengths, mesh_of(count), assignment="interleaved")
+    assert_sorted(result, [real_lengths], [False])
 
 
 @pytest.mark.parametrize("assignment", ["contiguous", "interleaved"])
 @pytest.mark.parametrize("size", [1, 5, 8, 27])
 def test_the_arrays_have_a_row_for_each_device(size, assignment):
-    found = sample_sort(np.arange(size)[::-1], mesh_of(8), assignment=assignment)
-    keys, index = np.asarray(found.keys), np.asarray(found.index)
+    result = sample_sort(np.arange(size)[::-1], mesh_of(8), assignment=assignment)
+    keys, index = np.asarray(result.keys), np.asarray(result.index)
     assert keys.shape == index.shape == (8, -(-size // 8))
     assert index.dtype == np.int32 and keys.dtype == np.int64
-    assert [shard.data.shape[0] for shard in found.index.addressable_shards] == [1] * 8
+    assert [shard.data.shape[0] for shard in result.index.addressable_shards] == [1] * 8
     for row in range(8):
-        ranks = list(found.ranks(row))
+        ranks = list(result.ranks(row))
         assert index[row].tolist() == [
             *(size - 1 - rank for rank in ranks),
             *[-1] * (index.shape[1] - len(ranks)),
         ]
         assert keys[row].tolist() == [*ranks, *[0] * (index.shape[1] - len(ranks))]
-    every = sorted(itertools.chain(*map(found.ranks, range(8))))
-    assert every == list(range(size))
+    all_ranks = sorted(itertools.chain(*map(result.ranks, range(8))))
+    assert all_ranks == list(range(size))
     if assignment == "interleaved":
-        assert list(found.ranks(0)) == list(range(0, size, 8))
+        assert list(result.ranks(0)) == list(range(0, size, 8))
 
 
-def test_a_global_array_is_sorted_where_it_is():
+def test_jax_arrays_and_lists_are_accepted():
     keys = np.random.default_rng(0).permutation(4096).astype(np.int32)
     mesh = data_mesh()
-    cut = jax.device_put(keys, NamedSharding(mesh, PartitionSpec("data")))
-    copied = jax.device_put(keys, NamedSharding(mesh, PartitionSpec()))
-    for given in (cut, copied, jax.device_put(keys), jax.device_put(keys).tolist()):
-        assert_sorted(sample_sort(given, mesh), [np.asarray(given)], [False])
+    sharded = jax.device_put(keys, NamedSharding(mesh, PartitionSpec("data")))
+    replicated = jax.device_put(keys, NamedSharding(mesh, PartitionSpec()))
+    for array in (sharded, replicated, jax.device_put(keys), keys.tolist()):
+        assert_sorted(sample_sort(array, mesh), [np.asarray(array)], [False])
 
 
-def test_any_mesh_will_do():
+def test_any_mesh_may_be_used():
     keys = np.random.default_rng(0).integers(0, 50, 1000)
     devices = np.array(jax.devices())
     for mesh in (
@@ -152,40 +154,41 @@ def test_any_mesh_will_do():
         Mesh(devices[[5, 1, 3]], ("x",)),
     ):
         assert_sorted(sample_sort(keys, mesh), [keys], [False])
-        cut = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         if len(keys) % mesh.size == 0:
-            shared = jax.device_put(keys.astype("i4"), cut)
-            assert_sorted(sample_sort(shared, mesh), [np.asarray(shared)], [False])
+            sharded = jax.device_put(keys.astype("i4"), sharding)
+            assert_sorted(sample_sort(sharded, mesh), [np.asarray(sharded)], [False])
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("count", [1, 4, 8])
-def test_whatever_mesh_is_set(kind, count):
+def test_the_current_mesh_does_not_matter(kind, count):
     keys = np.random.default_rng(0).integers(0, 50, 1000)
-    around = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    with jax.set_mesh(around):
+    current = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(current):
         assert_sorted(sample_sort(keys, mesh_of(count)), [keys], [False])
     with jax.disable_jit():
         assert_sorted(sample_sort(keys, mesh_of(count)), [keys], [False])
 
 
 @pytest.mark.parametrize("dtype", [">i4", ">f8", "<u2"])
-def test_bytes_in_any_order(dtype):
+def test_any_byte_order_is_accepted(dtype):
     keys = np.random.default_rng(0).integers(0, 5000, 1000).astype(dtype)
     native = keys.astype(keys.dtype.newbyteorder("="))
     assert_sorted(sample_sort(keys, mesh_of(3)), [native], [False])
 
 
-def test_there_are_no_rows_but_those_of_devices():
-    found = sample_sort(np.arange(9), mesh_of(4))
+def test_a_device_out_of_range_is_rejected():
+    result = sample_sort(np.arange(9), mesh_of(4))
     for row in (-1, 4):
-        with pytest.raises(ValueError, match=f"`device={row}`: there are 4 rows"):
-            found.ranks(row)
+        message = f"`device={row}` is out of range. Pass 0 to 3."
+        with pytest.raises(ValueError, match=message):
+            result.ranks(row)
 
 
 def test_shapes_are_compiled_once():
     rng = np.random.default_rng(0)
-    # One that no other test has.
+    # No other test has compiled for this mesh.
     mesh = Mesh(np.array(jax.devices())[[6, 1, 7, 2]], ("x",))
     with count_compiles() as first:
         sample_sort(rng.integers(0, 1000, 50_000), mesh)
@@ -194,14 +197,14 @@ def test_shapes_are_compiled_once():
             sample_sort(rng.integers(0, 1000, size), mesh)
     names = {"gather_parts", "exchange_chunks"}
     assert names <= set(first)
-    # Windows of twice the keys, in the worst case.
+    # In the worst case, the other sizes need a different power of two.
     assert sum(again[name] for name in names) <= 2
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_accelerators_sort_alike(seed, monkeypatch):
+def test_sorting_on_devices_gives_the_same_order(seed, monkeypatch):
     monkeypatch.setattr(Devices, "platform", "gpu")
-    test_it_is_a_lexsort_of_whatever_columns(seed)
+    test_random_columns_are_sorted_like_lexsort(seed)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
@@ -214,7 +217,7 @@ def test_accelerators_sort_one_operand(platform):
     assert sort.count("%arg") == 1
 
 
-def test_shares_that_are_not_even_are_sorted_by_their_hosts(monkeypatch):
+def test_uneven_shares_are_sorted_on_hosts(monkeypatch):
     monkeypatch.setattr(Devices, "platform", "tpu")
     devices = Devices(mesh_of(4))
     word = np.dtype(np.uint64)
@@ -233,8 +236,8 @@ def test_accelerators_compile_few_shapes():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("falls", [False, True])
-def test_encoded_keys_are_in_order_and_come_back(dtype, falls):
+@pytest.mark.parametrize("descending", [False, True])
+def test_encoding_preserves_order_and_can_be_inverted(dtype, descending):
     rng = np.random.default_rng(0)
     if dtype.kind == "f":
         keys = rng.integers(0, 256, 4000 * dtype.itemsize, np.uint8).view(dtype)
@@ -244,22 +247,22 @@ def test_encoded_keys_are_in_order_and_come_back(dtype, falls):
         low, high = ends if dtype.kind == "b" else (ends.min, ends.max)
         keys = rng.integers(low, high, 4000, "u1" if dtype.kind == "b" else dtype)
         keys = np.concatenate([keys.astype(dtype), np.array([low, high], dtype)])
-    column = Column(dtype, falls)
+    column = Column(dtype, descending)
     bits = column.encode(keys)
     np.testing.assert_array_equal(
-        np.argsort(bits, kind="stable"), lexsort([keys], [falls])
+        np.argsort(bits, kind="stable"), lexsort([keys], [descending])
     )
     np.testing.assert_array_equal(column.decode(bits.copy()), keys)
 
 
-def test_few_bits_make_one_word():
+def test_keys_of_few_bits_are_packed_into_one_word():
     columns = [Column(np.dtype(np.int64), False), Column(np.dtype(np.int32), True)]
     ranges = np.array([[5, 2**20], [0, 2**20]], np.uint64)
     assert Composite(columns, ranges, 2**22).dtype == np.uint64
     assert Composite(columns, ranges, 2**24).dtype == np.dtype("S16")
 
 
-def test_chunks_take_no_more_than_a_part_of_a_share():
+def test_chunks_are_smaller_than_a_share():
     for size in (10, 10**6, 10**8):
         counts = np.full((4, 4), size // 16)
         capacity = chunk_capacity(counts, 8)
@@ -272,37 +275,37 @@ def test_chunks_take_no_more_than_a_part_of_a_share():
     [
         (np.zeros(0, int), {}, "empty in every process"),
         ([], {}, "empty list, which has no dtype"),
-        (np.zeros((2, 3)), {}, r"float64\[2, 3\]: give integers, floats"),
+        (np.zeros((2, 3)), {}, r"float64\[2, 3\]\. Pass an array \[n\] of integers"),
         (["a", "b"], {}, r"`keys` is <U1\[2\]"),
         ([1j], {}, "complex128"),
         ([[1], [2, 3]], {}, "ragged"),
-        ((), {}, "a tuple of 0 columns: give 1 to 8"),
-        (([1], [1, 2]), {}, r"columns of \[1, 2\] rows"),
+        ((), {}, "has 0 columns. Pass a tuple of 1 to 8"),
+        (([1], [1, 2]), {}, r"columns of different lengths, \[1, 2\]"),
         (([1], [2]), {"descending": [True]}, "has 1 entries for 2 columns"),
-        (([1], [2]), {"descending": "no"}, "give True or False, or one for each"),
-        ([1], {"descending": None}, "give True or False, or one for each"),
+        (([1], [2]), {"descending": "no"}, "is not a bool. Pass True or False"),
+        ([1], {"descending": None}, "is not a bool. Pass True or False"),
         ([1], {"assignment": "striped"}, "`assignment='striped'`: choose"),
     ],
 )
-def test_what_is_no_key_is_refused(keys, options, message):
+def test_invalid_keys_and_options_are_rejected(keys, options, message):
     with pytest.raises(ValueError, match=message):
         sample_sort(keys, mesh_of(2), **options)
 
 
-def test_a_mask_is_not_lost():
+def test_masked_arrays_and_mixed_integers_are_rejected():
     with pytest.raises(ValueError, match="`keys` is a masked array"):
         sample_sort(np.ma.array([3, 1, 2], mask=[0, 1, 0]), mesh_of(1))
-    with pytest.raises(ValueError, match="integers that no dtype of numpy holds"):
+    with pytest.raises(ValueError, match="integers that do not fit into one integer"):
         sample_sort([-1, 2**63], mesh_of(1))
 
 
-def test_arrays_elsewhere_are_refused():
-    cut = NamedSharding(data_mesh(), PartitionSpec("data"))
-    keys = jax.device_put(np.arange(8, dtype=np.int32), cut)
-    with pytest.raises(ValueError, match="on devices that the mesh lacks"):
+def test_incompatible_global_arrays_are_rejected():
+    sharding = NamedSharding(data_mesh(), PartitionSpec("data"))
+    keys = jax.device_put(np.arange(8, dtype=np.int32), sharding)
+    with pytest.raises(ValueError, match="on devices that are not in the mesh"):
         sample_sort(keys, mesh_of(4))
-    other = jax.device_put(np.arange(16, dtype=np.int32), cut)
+    longer = jax.device_put(np.arange(16, dtype=np.int32), sharding)
     with pytest.raises(ValueError, match="of different lengths or shardings"):
-        sample_sort((keys, other), data_mesh())
-    with pytest.raises(ValueError, match="others of this process alone"):
+        sample_sort((keys, longer), data_mesh())
+    with pytest.raises(ValueError, match="mixes global arrays and columns of this"):
         sample_sort((keys, np.arange(8)), data_mesh())

@@ -1,4 +1,4 @@
-"""Real processes that train on streams of their own, to the end of all of them."""
+"""Real processes that train on different streams until all streams end."""
 
 import collections
 import json
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# Made for as many processes as `COUNTS` has; each one trains on examples of its own.
+# `COUNTS` has the number of examples of each process.
 TRAIN = """
 import hashlib, json, os, pathlib, signal, sys, threading
 import grain, jax, optax
@@ -50,15 +50,15 @@ def loss_fn(params, batch, keys):
     return jnp.sum(loss), jnp.sum(batch.mask)
 
 
-def names(batch):
+def indices(batch):
     pairs = zip(
         batch.features["index"].addressable_shards,
         batch.segment_ids["tokens"].addressable_shards,
     )
     return [
-        int(name)
+        int(i)
         for index, ids in pairs
-        for name in np.array(index.data)[np.array(ids.data)[:, 0] > 0]
+        for i in np.array(index.data)[np.array(ids.data)[:, 0] > 0]
     ]
 
 
@@ -75,15 +75,15 @@ with jb.Processes(timeout=4) as processes:
 """
 
 
-def steps_said(run, index: int) -> dict[int, tuple[str, list[int]]]:
-    """Step -> (bucket, names of the examples in the rows of a process)."""
-    found = {}
+def printed_steps(run, index: int) -> dict[int, tuple[str, list[int]]]:
+    """Returns the bucket and the indices of the examples of a process, by step."""
+    steps = {}
     for line in run.said(index):
         match = re.fullmatch(r"step (\d+) (\[.*?\]) (\[.*\])", line)
         if match:
-            names = [int(x) for x in re.findall(r"\d+", match[3])]
-            found[int(match[1])] = match[2], names
-    return found
+            indices = [int(x) for x in re.findall(r"\d+", match[3])]
+            steps[int(match[1])] = match[2], indices
+    return steps
 
 
 TOGETHER = (
@@ -92,8 +92,8 @@ TOGETHER = (
     served, saved = [], None
     for batch in jb.sharding.prefetch_to_mesh(batches, mesh):
         state, metrics = steps(state, batch)
-        served.append(names(batch))
-        say("step", step, batch.bucket, names(batch))
+        served.append(indices(batch))
+        say("step", step, batch.bucket, indices(batch))
         step += 1
         if step == 9:
             saved = json.dumps(batches.state_before(step))
@@ -102,17 +102,17 @@ TOGETHER = (
 
     again = iter(dataset)
     again.set_state(json.loads(saved))
-    rest = [names(batch) for batch in jb.sharding.prefetch_to_mesh(again, mesh)]
+    rest = [indices(batch) for batch in jb.sharding.prefetch_to_mesh(again, mesh)]
     say("resumed", rest == served[9:], len(rest) > 2)
 
-    # Two streams at once; whoever comes first meets the others of the same stream.
-    found = {}
+    # Processes read two streams concurrently, starting with different ones.
+    results = {}
     parts = {name: stream(processes.index) for name in ("train", "eval")}
     datasets = {name: batches_of(part) for name, part in parts.items()}
 
     def read(name):
         rows = ((x.features["index"], x.mask[:, 0]) for x in datasets[name])
-        found[name] = sorted(int(i) for index, mask in rows for i in index[mask])
+        results[name] = sorted(int(i) for index, mask in rows for i in index[mask])
 
     order = sorted(datasets, reverse=processes.index == 1)
     threads = [threading.Thread(target=read, args=(name,)) for name in order]
@@ -121,13 +121,13 @@ TOGETHER = (
         thread.join(0.5)
     for thread in threads:
         thread.join()
-    want = sorted(x for names in served for x in names)
-    say("both", found == {"train": want, "eval": want})
+    want = sorted(i for step_indices in served for i in step_indices)
+    say("both", results == {"train": want, "eval": want})
 
     try:
         next(iter(batches_of(stream(processes.index), seed=processes.index)))
     except ValueError as error:
-        say("refused", error)
+        say("rejected", error)
 
     def fail(example):
         if processes.index == 1 and example["index"] == 150:
@@ -140,19 +140,21 @@ TOGETHER = (
 )
 
 
-def test_processes_end_together_resume_and_are_told_what_is_wrong(launch):
+def test_processes_end_together_resume_and_report_errors(launch):
     counts = [40, 160]
     run = launch(f"COUNTS = {counts}\n{TOGETHER}", count=2)
-    said = [run.said(index) for index in range(2)]
-    steps = [steps_said(run, index) for index in range(2)]
-    check_once(steps, counts)
-    end, resumed, both, refused = zip(*(x[len(steps[0]) :] for x in said), strict=True)
-    # At the same step, with the same parameters.
+    lines = [run.said(index) for index in range(2)]
+    steps = [printed_steps(run, index) for index in range(2)]
+    check_each_example_once(steps, counts)
+    end, resumed, both, rejected = zip(
+        *(x[len(steps[0]) :] for x in lines), strict=True
+    )
+    # All processes end at the same step, with the same parameters.
     assert end[0] == end[1] and end[0].startswith(f"end {len(steps[0])} "), run.output
     assert resumed == ("resumed True True",) * 2
     assert both == ("both True",) * 2
-    assert all("seed is 0 in process 0, 1 in 1" in text for text in refused)
-    # Nobody waits for the stream that broke.
+    assert all("seed is 0 in process 0, 1 in 1" in text for text in rejected)
+    # The other process does not wait for the failed stream.
     assert run.status != 0
     assert "OSError: no network" in run.output
     assert "process 1" in run.output and "Example 110 of epoch 0" in run.output
@@ -170,11 +172,11 @@ CHECKPOINTED = (
             step = position.step
         for batch in jb.sharding.prefetch_to_mesh(batches, mesh):
             state, metrics = steps(state, batch)
-            say("step", step, batch.bucket, names(batch))
+            say("step", step, batch.bucket, indices(batch))
             step += 1
             if step % 8 == 0:
-                own = json.dumps(batches.state_before(step))
-                streams = map(json.loads, processes.gather("streams", own))
+                local = json.dumps(batches.state_before(step))
+                streams = map(json.loads, processes.gather("streams", local))
                 saved = {"streams": list(streams)}
                 checkpoints.save(state, dataset.position(step), saved)
             if step == KILL and processes.index == 2:
@@ -187,48 +189,48 @@ CHECKPOINTED = (
 
 
 @pytest.mark.exhaustive
-def test_unequal_streams_end_together_and_go_on_where_they_were_killed(
-    launch, tmp_path
-):
+def test_unequal_streams_end_together_and_resume_after_a_kill(launch, tmp_path):
     counts = [30, 60, 90, 120]
     code = f"COUNTS = {counts}\n{CHECKPOINTED}"
     run = launch(code.replace("KILL", "-1"), count=4)
     assert run.status == 0, run.output
-    whole = [steps_said(run, index) for index in range(4)]
+    whole = [printed_steps(run, index) for index in range(4)]
     ends = [run.said(index)[-1] for index in range(4)]
-    # All of them at the same step, with the same parameters.
+    # All processes end at the same step, with the same parameters.
     assert ends == [ends[0]] * 4 and ends[0].startswith("end "), run.output
-    check_once(whole, counts)
+    check_each_example_once(whole, counts)
 
     (tmp_path / "run").rename(tmp_path / "first")
     killed = launch(code.replace("KILL", "20"), count=4)
     assert killed.status != 0
-    before = [steps_said(killed, index) for index in range(4)]
+    before = [printed_steps(killed, index) for index in range(4)]
     again = launch(code.replace("KILL", "-1"), count=4)
     assert again.status == 0, again.output
-    after = [steps_said(again, index) for index in range(4)]
+    after = [printed_steps(again, index) for index in range(4)]
     assert [min(steps) for steps in after] == [16] * 4
     for index in range(4):
         assert {**before[index], **after[index]} == whole[index]
         assert again.said(index)[-1] == ends[0]
 
 
-def check_once(
+def check_each_example_once(
     hosts: list[dict[int, tuple[str, list[int]]]], counts: list[int]
 ) -> None:
-    """The same bucket at every step, every example in one row, of whose it is."""
-    for said in zip(*(steps.items() for steps in hosts), strict=True):
-        assert len({(step, bucket) for step, (bucket, _) in said}) == 1
+    """Checks that hosts have the same buckets, and each of their examples once."""
+    for at_hosts in zip(*(steps.items() for steps in hosts), strict=True):
+        assert len({(step, bucket) for step, (bucket, _) in at_hosts}) == 1
     first = 0
     for steps, count in zip(hosts, counts, strict=True):
-        found = collections.Counter(x for _, names in steps.values() for x in names)
-        assert found == dict.fromkeys(range(first, first + count), 1)
+        served = collections.Counter(
+            i for _, indices in steps.values() for i in indices
+        )
+        assert served == dict.fromkeys(range(first, first + count), 1)
         first += count
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [[], ["--pack", "--epochs", "2"]], ids=str)
-def test_the_example_ends_where_it_ended_when_it_goes_on(tmp_path, options):
+def test_the_example_script_resumes_from_a_checkpoint(tmp_path, options):
     text = "\n".join(f"document {n} " + "x" * (n * 7 % 190) for n in range(300))
     (tmp_path / "data.txt").write_text(text)
 

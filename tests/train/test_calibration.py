@@ -260,7 +260,7 @@ def calibrate(step=lambda s, b: (s, b.num_tokens), shapes=SHAPES, **options):
         (lambda: calibrate(repeats=0), "`repeats=0` must be a positive integer"),
         (
             lambda: calibrate(shapes=[jb.Bucket(3, 8)]),
-            "`batch_size=3` cannot be cut into 2 equal parts",
+            "`batch_size=3` cannot be split into 2 equal parts",
         ),
         (
             lambda: calibrate(example={"tokens": np.zeros(0, np.int32)}),

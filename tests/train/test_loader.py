@@ -142,9 +142,9 @@ def test_a_short_loop_trains_evaluates_and_compiles_once():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_axes": "rows"}, "`batch_axes='rows'`: the mesh has axes"),
+        ({"batch_axes": "rows"}, "`batch_axes='rows'`, but the mesh has axes"),
         ({"start_step": -1}, "`start_step=-1` must be between 0"),
-        ({"num_steps": 3, "num_epochs": 1}, "both say where the run ends"),
+        ({"num_steps": 3, "num_epochs": 1}, "both set the end of the run"),
         ({"num_workers": -1}, "`num_workers=-1` must not be negative"),
         ({"buffer_size": -1}, "`buffer_size=-1` must not be negative"),
         ({"prefetch": -1}, "`prefetch=-1` must not be negative"),
@@ -164,7 +164,7 @@ def test_other_things_than_a_source_a_schedule_and_a_mesh_are_refused():
     with pytest.raises(ValueError, match="`mesh` is a list"):
         jb.MeshLoader(SOURCE, SCHEDULE, jax.devices())  # pyright: ignore
     odd = jb.BatchSchedule(jb.BucketPlan.from_shapes([(3, 20)]), LENGTHS)
-    with pytest.raises(ValueError, match="`batch_size=3` cannot be cut into 2"):
+    with pytest.raises(ValueError, match="`batch_size=3` cannot be split into 2"):
         jb.MeshLoader(SOURCE, odd, MESH)
 
 

@@ -1512,7 +1512,7 @@ def test_an_unknown_mode_is_refused():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_axis_the_mesh_lacks_is_refused(mode):
-    message = r"`batch_axes='rows'`: the mesh has axes \('data',\). Name one"
+    message = r"`batch_axes='rows'`, but the mesh has axes \('data',\). Pass one"
     options = {"mode": mode, "batch_axes": "rows"}
     with pytest.raises(ValueError, match=message):
         jb.make_train_step(loss_fn, optax.sgd(0.1), jb.data_mesh(), **options)
@@ -1671,9 +1671,7 @@ def test_an_optimizer_that_hands_nothing_on_is_named():
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     with (
         jax.numpy_dtype_promotion("standard"),
-        pytest.raises(
-            ValueError, match="needs the batch size.*must pass extra arguments on"
-        ),
+        pytest.raises(ValueError, match="requires `num_.*must forward extra arguments"),
     ):
         run_batch(batch, four_devices(), tx=tx)
 
@@ -1740,5 +1738,5 @@ def test_accumulate_is_a_bool(accumulate):
 
 
 def test_a_state_is_put_on_a_mesh_alone():
-    with pytest.raises(ValueError, match="`mesh` is a str: make one by `data_mesh"):
+    with pytest.raises(ValueError, match="`mesh` is a str, not a mesh. Make one by"):
         jb.create_state({"w": jnp.ones(2)}, optax.sgd(0.1), "mesh")

@@ -1,1 +1,1 @@
-"""Lengths of examples: measured in a source or read from files, and cached."""
+"""Measures lengths of examples in a source or reads them from files."""

@@ -1,4 +1,4 @@
-"""Measured values in files: written in parts, named once whole, mapped when read."""
+"""Files of measured values, published under their final names once complete."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-_REMEDY = "Delete the file, to measure again."
+_REMEDY = "Delete the file to measure again."
 
 
 class ArrayFile(NamedTuple):
-    """A file of one value for each example from `start` to before `stop`.
+    """A file with one value for each example `start <= index < stop`.
 
     Attributes:
-      path: of the file.
-      start: the first example.
-      stop: the one after the last.
-      dtype: int32 for lengths, or float32.
+      path: path of the complete file.
+      start: index of the first example.
+      stop: index after the last example.
+      dtype: int32 for lengths, float32 for difficulties.
     """
 
     path: pathlib.Path
@@ -31,12 +31,12 @@ class ArrayFile(NamedTuple):
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[np.ndarray]:
-        """Gives a mapped array to fill; the file has its name once that is done.
+        """Yields a memory-mapped array to fill, then publishes it as `path`.
 
-        The array has what a run that was killed has left of it.
+        The array contains the values that an interrupted run has already measured.
 
         Raises:
-          ValueError: if the folder cannot be written to.
+          ValueError: if the folder is not writable.
         """
         partial = self.path.with_suffix(".partial")
         try:
@@ -44,33 +44,34 @@ class ArrayFile(NamedTuple):
             array = self._open_partial(partial)
         except OSError as error:
             raise ValueError(
-                f"`cache={str(self.path.parent)!r}` is not a folder that can be "
-                f"written to: {error}. Name another one."
+                f"`cache={str(self.path.parent)!r}` is not a writable folder: {error}. "
+                "Pass a different folder."
             ) from None
         yield array
         array.flush()
-        # Another run may have measured the same, in the same file.
+        # A concurrent run of the same measurement may already have renamed the file.
         with contextlib.suppress(FileNotFoundError):
             os.replace(partial, self.path)
 
     def _open_partial(self, path: pathlib.Path) -> np.memmap:
         shape = (self.stop - self.start,)
-        # A damaged header fails in many ways.
+        # A damaged header raises many kinds of exceptions; the file is replaced below.
         with contextlib.suppress(Exception):
             array = np.lib.format.open_memmap(path, "r+")
             if array.shape == shape and array.dtype == self.dtype:
                 return array
-        # Under another name until it is filled with what says that nothing is measured.
+        # A reader must not see the file before it is marked as entirely unmeasured, so
+        # it is prepared under a temporary name.
         draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
         try:
             array = np.lib.format.open_memmap(draft, "w+", self.dtype, shape)
             if hasattr(os, "posix_fallocate"):
-                # A full disk is an error here, and would be a signal later.
+                # Reserve the space: a full disk would otherwise kill us by a signal.
                 with draft.open("r+b") as file:
                     os.posix_fallocate(file.fileno(), 0, draft.stat().st_size)
             if self.dtype.kind == "f":
                 array[:] = np.nan
-                # Else a loss of power could leave zeros, which are difficulties.
+                # Without it a power loss could leave zeros, which are valid values.
                 array.flush()
             os.replace(draft, path)
         finally:
@@ -78,17 +79,17 @@ class ArrayFile(NamedTuple):
         return array
 
     def read(self) -> np.ndarray:
-        """Returns the values, mapped into memory.
+        """Returns the values, memory-mapped and read-only.
 
         Raises:
-          ValueError: if the file is missing, cut or foreign.
+          ValueError: if the file is missing, truncated or not an array of this kind.
         """
         try:
             values = np.asarray(np.lib.format.open_memmap(self.path, mode="r"))
         except FileNotFoundError:
             raise ValueError(
-                f"{self.path} is missing, though it was written: `cache` must be a "
-                "folder that all processes share."
+                f"{self.path} was written, but this process does not see it. Pass a "
+                "`cache` folder that all processes share."
             ) from None
         except Exception as error:
             raise ValueError(
@@ -97,29 +98,29 @@ class ArrayFile(NamedTuple):
         size = self.stop - self.start
         if values.shape != (size,) or values.dtype != self.dtype:
             raise ValueError(
-                f"{self.path} is {values.dtype}{list(values.shape)}, and not the "
-                f"{self.dtype} of {size} examples. {_REMEDY}"
+                f"{self.path} has {values.dtype}{list(values.shape)} instead of "
+                f"{self.dtype}[{size}]. {_REMEDY}"
             )
         if not is_measured(values).all():
-            raise ValueError(f"{self.path} is not complete. {_REMEDY}")
+            raise ValueError(f"{self.path} is incomplete. {_REMEDY}")
         return values
 
 
 def is_measured(values: np.ndarray) -> np.ndarray:
-    """Returns which lengths or difficulties are there, `[n]` bool."""
+    """Returns which entries hold a measured length or difficulty, `[n]` bool."""
     return np.isfinite(values) if values.dtype.kind == "f" else values > 0
 
 
 def share_of(size: int, index: int, count: int) -> tuple[int, int]:
-    """Returns where the examples of one of `count` processes begin and end."""
+    """Returns `(start, stop)`, the share of one of `count` processes."""
     return size * index // count, size * (index + 1) // count
 
 
 def join(whole: ArrayFile, parts: Sequence[ArrayFile]) -> None:
-    """Makes one file of all parts, and deletes these.
+    """Concatenates all parts into one file and deletes the parts.
 
     Raises:
-      ValueError: if a part is missing, cut or foreign.
+      ValueError: if a part is missing, truncated or not an array of this kind.
     """
     with whole.writing() as array:
         for part in parts:

@@ -1,4 +1,4 @@
-"""Lengths from a file of any usual kind: of lengths, or of examples to be measured."""
+"""Reads lengths from a file that contains either lengths or examples to measure."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jaxbucket.data.lengths.records import read_array_record, read_parquet
 from jaxbucket.data.lengths.text import (
     ShowProgress,
     chosen_column,
-    empty,
-    incomplete,
+    empty_file_error,
+    incomplete_file_error,
     read_csv,
     read_jsonl,
     read_text,
-    unpacked_suffix,
+    uncompressed_suffix,
 )
 from jaxbucket.data.lengths.values import Measure
 
 _NUMPY = (".npy", ".npz")
-# An array, and a zip of some or of none.
+# An array, a zip archive, and an empty zip archive.
 _MAGIC = (b"\x93NUMPY", b"PK\x03\x04", b"PK\x05\x06")
 _READERS: dict[
     str,
@@ -43,12 +43,12 @@ _READERS: dict[
 def read_lengths(
     path: pathlib.Path, column: str | None = None, measure: Measure | None = None
 ) -> np.ndarray:
-    """Returns the length of every example of a file, by one pass over it.
+    """Returns the length of every example in a file.
 
-    What a file holds is known by its suffix: `.npy`, `.npz`, `.csv`, `.tsv`, `.jsonl`,
-    `.parquet` or `.array_record`; any other is text, with an example or a length on
-    each line. Files of lines may be compressed, `.jsonl.gz`. All but arrays of numpy
-    are read some thousand examples at a time.
+    The suffix determines the format: `.npy`, `.npz`, `.csv`, `.tsv`, `.jsonl`,
+    `.parquet` or `.array_record`. Any other file is text, with an example or a length
+    on each line. Line-based files may be gzipped, as in `.jsonl.gz`. All formats but
+    numpy's are read a few thousand examples at a time.
 
     Example:
       >>> import tempfile
@@ -58,20 +58,21 @@ def read_lengths(
       array([2, 4], dtype=int32)
 
     Args:
-      path: the file.
-      column: the array, column or field, where there are several.
-      measure: what the length of an example is; by default integers are lengths, and
-        lists and bytes are as long as they are.
+      path: path of the file.
+      column: name of the array, column or field. Required if there are several.
+      measure: rule that determines the length of an example. By default integers are
+        lengths, and lists and bytes are measured.
 
     Returns:
       `[N]` integers from 1 to 2**31 - 1.
 
     Raises:
-      ValueError: if the file is missing, empty, cut, or of another kind than its suffix
-        says, there is no such column, or an example has no length; it names the row.
+      ValueError: if the file is missing, empty, truncated, or not of the format of its
+        suffix, if there is no such column, or if an example has no length; the message
+        names the row.
     """
     if path.is_dir():
-        raise ValueError(f"`{path}` is a folder. Name a file in it.")
+        raise ValueError(f"`{path}` is a folder. Pass the path of a file.")
     measure = measure or Measure()
     try:
         if _kind(path) in _NUMPY:
@@ -81,44 +82,45 @@ def read_lengths(
             parts = list(read(path, column, measure, progress))
     except OSError as error:
         raise ValueError(
-            f"`{path}` cannot be read: {error.strerror or error}. Name another file."
+            f"`{path}` cannot be read: {error.strerror or error}. Pass a "
+            "different file."
         ) from None
     lengths = np.concatenate([np.empty(0, np.int32), *parts])
     if not len(lengths):
-        raise empty(path)
+        raise empty_file_error(path)
     return lengths
 
 
 def _kind(path: pathlib.Path) -> str:
-    kind = unpacked_suffix(path)
+    kind = uncompressed_suffix(path)
     if kind == path.suffix.lower():
         return kind
     if kind in _NUMPY or _READERS.get(kind) in (read_parquet, read_array_record):
-        raise ValueError(f"`{path}` is compressed twice: unpack it by `gunzip`.")
+        raise ValueError(f"`{path}` is compressed twice. Decompress it with `gunzip`.")
     return kind
 
 
 def _read_numpy(path: pathlib.Path, column: str | None, measure: Measure) -> np.ndarray:
     if measure != Measure():
         raise ValueError(
-            f"`{path}` has lengths instead of examples: leave out `--unit` and "
+            f"`{path}` contains lengths, not examples. Remove `--unit` and "
             "`--length-fn`."
         )
-    array = _loaded(path, column)
+    array = _load(path, column)
     try:
         return check_lengths(array)
     except ValueError as error:
         raise ValueError(f"`{path}`: {error}") from None
 
 
-def _loaded(path: pathlib.Path, column: str | None) -> np.ndarray:
-    """The array of a file, or that of its arrays, whatever the file is called."""
+def _load(path: pathlib.Path, column: str | None) -> np.ndarray:
+    """Returns the array of a `.npy` file, or one of the arrays of a `.npz` file."""
     if not path.stat().st_size:
-        raise empty(path)
+        raise empty_file_error(path)
     with path.open("rb") as file:
-        # Else numpy takes the file for a pickle, and says how to load that.
+        # numpy would report any other file as a pickle, and suggest to load it.
         if not file.peek(8).startswith(_MAGIC):
-            raise incomplete(path, "numpy", "it does not begin as one")
+            raise incomplete_file_error(path, "numpy", "it has no numpy header")
         with _numpy_errors(path):
             loaded = np.load(file)
         if isinstance(loaded, np.lib.npyio.NpzFile):
@@ -127,37 +129,38 @@ def _loaded(path: pathlib.Path, column: str | None) -> np.ndarray:
                 return loaded[name]
     if column is not None:
         raise ValueError(
-            f"`{path}` has one array, without a name: leave out `--column {column}`."
+            f"`{path}` has one array without a name. Remove `--column {column}`."
         )
     return loaded
 
 
 @contextlib.contextmanager
 def _numpy_errors(path: pathlib.Path) -> Iterator[None]:
-    """Names the file in whatever a parser raises that is given other bytes."""
+    """Replaces any exception of the numpy parser by one that names the file."""
     try:
         yield
     except Exception as error:
         text = str(error)
-        # The header of lengths is never long.
+        # The header of an array of integers is always short.
         contents = {"Object arrays": "Python objects", "Header info": "large records"}
-        for start, content in contents.items():
-            if start in text:
+        for numpy_message, content in contents.items():
+            if numpy_message in text:
                 raise ValueError(
-                    f"`{path}` holds {content}, and not numbers. Save the lengths as "
-                    "integers: `numpy.save(path, numpy.array(lengths, numpy.int32))`."
+                    f"`{path}` contains {content} instead of numbers. Save the lengths "
+                    "as integers with "
+                    "`numpy.save(path, numpy.array(lengths, numpy.int32))`."
                 ) from None
-        raise incomplete(path, "numpy", error) from None
+        raise incomplete_file_error(path, "numpy", error) from None
 
 
 @contextlib.contextmanager
 def reading_bar(size: int | None) -> Iterator[ShowProgress]:
-    """Shows on a terminal, and nowhere else, how much of a file is read.
+    """Shows a progress bar while a file is read, if the output is a terminal.
 
-    Gives a function to be called with the share that is done.
+    Yields a function that must be called with the fraction of the file read so far.
 
     Args:
-      size: bytes of the file, or None where nobody knows how much there is.
+      size: size of the file in bytes, or None if unknown.
     """
     from rich.progress import DownloadColumn
 

@@ -1,4 +1,4 @@
-"""Functions named on a command line, and the lengths of what one of them returns."""
+"""Loads functions named on a command line, and measures what they return."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from jaxbucket.base.checks import check_lengths
 from jaxbucket.data.example import example_length
 from jaxbucket.data.lengths.files import reading_bar
 from jaxbucket.data.lengths.measure import measure_lengths
-from jaxbucket.data.lengths.values import Measure, measured, shown
+from jaxbucket.data.lengths.values import Measure, measure_all, short_repr
 from jaxbucket.data.source import RowSource
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def is_function_name(text: str) -> bool:
-    """Returns whether a text reads as `module:function`."""
+    """Returns whether a text has the form `module:function`."""
     return bool(_NAME.fullmatch(text))
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """Returns the function that `module:function` names.
+    """Loads a function named as `module:function`.
 
-    Modules are looked for in the current folder, too.
+    Modules in the current folder are found, too.
 
     Example:
       >>> load_function("math:sqrt")(9)
       3.0
 
     Raises:
-      ValueError: if there is none, or its module cannot be imported.
+      ValueError: if there is no such function, or its module cannot be imported.
     """
     if not is_function_name(name):
         raise ValueError(f"`{name}` must be `module:function`, such as `mydata:train`.")
-    # For good, because what it imports later, or a worker, may lie there, too.
+    # Added permanently, because later imports and workers may need the folder, too.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     module_name, path = name.split(":")
@@ -51,7 +51,7 @@ def load_function(name: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"`{name}`: {module_name} cannot be imported: {_in_one_line(error)}. Run "
-            "this in the folder of the module, or mend it."
+            "this in the folder of the module, or fix the module."
         ) from error
     try:
         function = functools.reduce(getattr, path.split("."), module)
@@ -59,11 +59,14 @@ def load_function(name: str) -> Callable[..., Any]:
         routines = [name for name, _ in inspect.getmembers(module, inspect.isroutine)]
         public = [name for name in routines if not name.startswith("_")]
         raise ValueError(
-            f"`{name}`: {module_name} has no {path!r}, but {public}. Name one of its "
-            "functions."
+            f"`{name}`: {module_name} has no {path!r}. Choose one of its functions: "
+            f"{public}."
         ) from None
     if not callable(function):
-        raise ValueError(f"`{name}` is {shown(function)}. Name a function.")
+        raise ValueError(
+            f"`{name}` is {short_repr(function)}, not a function. Pass the name "
+            "of a function."
+        )
     return function
 
 
@@ -73,56 +76,57 @@ def measure_function(
     measure: Measure | None = None,
     num_workers: int = 0,
 ) -> np.ndarray:
-    """Returns the length of every example that a function gives.
+    """Returns the length of every example that a function returns.
 
     Args:
-      name: `module:function`, of a function without arguments that returns a source, an
-        array of lengths, or an iterable of examples.
-      column: the feature of an example that is measured.
-      measure: what the length of one is; by default as by `measure_lengths`.
-      num_workers: processes that measure a source.
+      name: `module:function`, where the function takes no arguments and returns a
+        source, an array of lengths, or an iterable of examples.
+      column: name of the feature to measure.
+      measure: rule that determines the length of an example. By default as in
+        `measure_lengths`.
+      num_workers: number of worker processes that measure a source.
 
     Returns:
       `[N]` integers from 1 to 2**31 - 1.
 
     Raises:
-      ValueError: if there is no such function, it raises or returns something else, or
-        an example has no length.
+      ValueError: if there is no such function, if it raises or returns anything else,
+        or if an example has no length.
     """
     function = load_function(name)
     try:
         returned = function()
     except (Exception, SystemExit) as error:
         raise ValueError(
-            f"`{name}` raises {_in_one_line(error)}. Mend it; it is called without "
-            "arguments."
+            f"`{name}` raised {_in_one_line(error)}. Fix the function, which is called "
+            "without arguments."
         ) from error
     try:
-        return _measured(returned, column, measure or Measure(), num_workers)
+        return _measure_returned(returned, column, measure or Measure(), num_workers)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"`{name}`: {error}") from error
     except (Exception, SystemExit) as error:
-        # What a source of the user's own raises where nobody expects it.
+        # Any other exception comes from the user's source.
         raise ValueError(f"`{name}`: {_in_one_line(error)}") from error
 
 
-def _measured(
+def _measure_returned(
     returned: Any, column: str | None, measure: Measure, num_workers: int
 ) -> np.ndarray:
     by_default = measure == Measure()
-    # Python looks methods up in the type: a class is not a source.
+    # Special methods are looked up on the type, so a class itself is not a source.
     has_indices = hasattr(type(returned), "__getitem__")
-    several = has_indices or isinstance(returned, Iterable)
-    if not several or isinstance(returned, (str, bytes, Mapping, type)):
+    is_collection = has_indices or isinstance(returned, Iterable)
+    if not is_collection or isinstance(returned, (str, bytes, Mapping, type)):
         raise ValueError(
-            f"it returns {shown(returned)}. Return a source with `len` and indices, an "
+            f"it returned {short_repr(returned)}. Return a random-access source, an "
             "array of lengths, or an iterable of examples."
         )
     if isinstance(returned, np.ndarray) and by_default:
         return check_lengths(returned)
     length_of = functools.partial(_example_length, column, measure)
     if not has_indices or not hasattr(type(returned), "__len__"):
-        return _of_iterable(returned, length_of)
+        return _measure_iterable(returned, length_of)
     if isinstance(returned, RowSource) and by_default:
         return measure_lengths(returned, sequences=column and [column])
     source: Any = returned
@@ -141,33 +145,33 @@ def _example_length(column: str | None, measure: Measure, example: Any) -> int:
         return measure.of_value(example)
     if not isinstance(example, Mapping):
         raise ValueError(
-            f"{shown(example)} is not a dict: leave out `--column {column}`."
+            f"{short_repr(example)} is not a dict. Remove `--column {column}`."
         )
     if column not in example:
         raise ValueError(
-            f"it has {list(example)}, and no {column!r}: name one of them by "
-            "`--column`."
+            f"it has features {list(example)}, but no {column!r}. Choose one of them "
+            "by `--column`."
         )
     return measure.of_value(example[column])
 
 
-def _of_iterable(
+def _measure_iterable(
     examples: Iterable[Any], length_of: Callable[[Any], int]
 ) -> np.ndarray:
     with reading_bar(None):
-        parts = list(measured("example", enumerate(_drawn(examples)), length_of))
+        parts = list(measure_all("example", enumerate(_iterate(examples)), length_of))
     lengths = np.concatenate(parts)
     if not len(lengths):
-        raise ValueError("it gives no example. Return some.")
+        raise ValueError("it returned no examples. Return at least one.")
     return lengths
 
 
-def _drawn(examples: Iterable[Any]) -> Iterator[Any]:
+def _iterate(examples: Iterable[Any]) -> Iterator[Any]:
     try:
         yield from examples
     except Exception as error:
         raise ValueError(
-            f"its iterable raises {_in_one_line(error)}. Mend it."
+            f"its iterable raised {_in_one_line(error)}. Fix the iterable."
         ) from error
 
 

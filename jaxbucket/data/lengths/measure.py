@@ -1,4 +1,4 @@
-"""Lengths and difficulties of all examples of a source, measured once."""
+"""Measures the length or the difficulty of every example of a source."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def measure_difficulty(
     processes: ProcessGroup | None = None,
     progress: bool = True,
 ) -> np.ndarray:
-    """Returns the difficulty of every example in this process's share.
+    """Returns the difficulty of each example in this process's share.
 
-    Several processes measure a share each, process 0 the first one, as
-    `write_difficulty_index` takes them.
+    With several processes, each one measures a contiguous share of the source, in the
+    order of their indices. This is the layout that `write_difficulty_index` expects.
 
     Example:
       >>> words = [{"text": "a b"}, {"text": "a b c"}]
@@ -45,36 +45,41 @@ def measure_difficulty(
       array([2., 3.], dtype=float32)
 
     Args:
-      source: examples by index.
-      difficulty_fn: example -> any finite number.
-      num_workers: worker processes to start; 0 measures in this one. The source and the
-        function are sent to each of them.
-      cache: a folder for what is measured. Each process has a file of its own there, so
-        that the folder need not be shared; the next run reads it, and one that was
-        killed goes on with it.
-      cache_key: the name of `difficulty_fn` in the cache, needed with `cache`. Change
-        it whenever the function, or a model that it calls, changes.
-      processes: all processes that measure, from `jb.Processes`; by default this alone.
-      progress: show a progress bar on a terminal.
+      source: random-access source of examples.
+      difficulty_fn: function from an example to a finite number.
+      num_workers: number of worker processes; 0 measures in this process. The source
+        and the function are pickled and sent to each worker.
+      cache: folder in which measured values are stored. Each process writes its own
+        file, so the folder need not be shared. Later runs read that file, and a run
+        that was killed resumes from it.
+      cache_key: name of `difficulty_fn` in the cache. Required with `cache`. Change it
+        whenever the function, or a model that it calls, changes.
+      processes: all participating processes, from `jb.Processes`. By default only this
+        process measures.
+      progress: whether to show a progress bar on a terminal.
 
     Returns:
-      `[n]` float32, read-only if it comes from a file.
+      `[n]` float32, read-only if it is read from the cache.
 
     Raises:
-      ValueError: if the source is empty, an example has no finite difficulty,
-        `cache_key` is missing, or a file in the folder is cut or foreign; in every
-        process, if they measure different sources, or the functions have different
-        names or keys: what these do is not looked into.
-      RuntimeError: if a worker is lost.
+      ValueError: if the source is empty, if an example has no finite difficulty, if
+        `cache_key` is missing, or if a cached file is truncated or was not written by
+        this function. Every process raises if their sources differ, or the names or
+        keys of their functions; the code of the functions is not compared.
+      RuntimeError: if a worker process dies.
     """
-    size = _size_of(source)
-    workers = _checked_workers(num_workers)
+    size = _num_examples(source)
+    workers = _check_num_workers(num_workers)
     group = processes or SingleProcess()
-    measure = functools.partial(_values, source, difficulty_fn, _difficulty, np.float32)
+    measure = functools.partial(
+        _measure_span, source, difficulty_fn, _check_difficulty, np.float32
+    )
     start, stop = share_of(size, group.index, group.count)
     key = _file_key(source, cache, cache_key, "difficulty_fn")
     name = getattr(difficulty_fn, "__qualname__", type(difficulty_fn).__qualname__)
-    _check_same(group.gather("difficulty measured", f"{key} {name}"), group.index)
+    _check_same_replies(
+        group.gather("difficulty measured", f"{key} {name}"), group.index
+    )
     if cache is None:
         values = np.full(stop - start, np.nan, np.float32)
         fill(values, start, measure, workers, progress, "Measuring difficulty")
@@ -100,44 +105,50 @@ def measure_lengths(
 ) -> np.ndarray:
     """Returns the length of every example, in one pass over the source.
 
-    With `cache` the pass is made once: the result is a file in that folder, which is
-    mapped into memory from then on. A pass that was killed goes on where it was.
+    With `cache` the lengths are measured once and stored in that folder; later calls
+    map the stored file into memory. A pass that was killed resumes where it stopped.
 
     Example:
       >>> measure_lengths([{"tokens": [1, 2, 3]}, {"tokens": [4]}], progress=False)
       array([3, 1], dtype=int32)
 
     Args:
-      source: examples by index.
-      length_fn: example -> length; by default the common length of its `sequences`.
-      sequences: the features that will be padded, by default all with a leading axis.
-      num_workers: worker processes to start; 0 measures in this one. The source and the
-        function are sent to each of them.
-      cache: a folder. A file in it is taken for that of this source if `sequences`,
-        `cache_key`, the number of examples, some of them, and the source's own
-        `fingerprint`, if it has one, are the same.
-      cache_key: the name of `length_fn` in the cache, needed where both are given.
-        Change it whenever the function changes; or, with a function or without, where
-        examples change behind the same fingerprint.
-      processes: all processes that measure, from `jb.Processes`, a share each; `cache`
-        must be a folder that they share. By default this alone.
-      progress: show a progress bar on a terminal.
+      source: random-access source of examples.
+      length_fn: function from an example to its length. By default the common length of
+        the features in `sequences`.
+      sequences: names of the features that will be padded. By default all features with
+        a leading axis.
+      num_workers: number of worker processes; 0 measures in this process. The source
+        and the function are pickled and sent to each worker.
+      cache: folder in which lengths are stored. A stored file is reused if `sequences`,
+        `cache_key`, the number of examples, a fixed sample of the examples and the
+        source's `fingerprint` attribute (if it has one) are unchanged.
+      cache_key: name of `length_fn` in the cache. Required if both `length_fn` and
+        `cache` are given. Change it whenever the function changes, or when examples
+        change but neither the sample nor the fingerprint shows it.
+      processes: all participating processes, from `jb.Processes`. Each measures a share
+        of the source, and `cache` must be a folder that all of them can access. By
+        default only this process measures.
+      progress: whether to show a progress bar on a terminal.
 
     Returns:
-      `[N]` int32, read-only if it comes from a file.
+      `[N]` int32, read-only if it is read from the cache.
 
     Raises:
-      ValueError: if the source is empty, an example has no positive length, `cache_key`
-        is missing, or a file in the folder is cut or foreign.
-      RuntimeError: if a worker is lost.
+      ValueError: if the source is empty, if an example has no positive length, if
+        `cache_key` is missing, or if a cached file is truncated or was not written by
+        this function.
+      RuntimeError: if a worker process dies.
     """
-    size = _size_of(source)
+    size = _num_examples(source)
     if length_fn is None and isinstance(source, RowSource):
         check_sequences(source, sequences)
         return source.lengths
-    workers = _checked_workers(num_workers)
+    workers = _check_num_workers(num_workers)
     length_of = length_fn or functools.partial(example_length, sequences=sequences)
-    measure = functools.partial(_values, source, length_of, _length, np.int32)
+    measure = functools.partial(
+        _measure_span, source, length_of, _check_length, np.int32
+    )
 
     def fill_share(lengths: np.ndarray, start: int) -> None:
         fill(lengths, start, measure, workers, progress, "Measuring lengths")
@@ -148,8 +159,8 @@ def measure_lengths(
         return _cached_lengths(folder, key, size, fill_share, group)
     if processes is not None and processes.count > 1:
         raise ValueError(
-            "`processes` measure together by files: pass `cache`, a folder that all of "
-            "them share."
+            "`processes` requires `cache`: the processes exchange lengths through "
+            "files. Pass a folder that all of them can access."
         )
     lengths = np.zeros(size, np.int32)
     fill_share(lengths, 0)
@@ -164,12 +175,13 @@ def _cached_lengths(
     group: ProcessGroup,
 ) -> np.ndarray:
     whole = ArrayFile(folder / f"lengths-{key}.npy", 0, size)
-    # At first, because a file that appears later is seen by some of them only.
+    # Checked once by all processes together: a file that appears later may be visible
+    # to some of them only.
     replies = group.gather("lengths", f"{key} {whole.path.exists()}")
     if len({reply.split()[0] for reply in replies}) > 1:
         raise ValueError(
-            f"The processes measure different sources: {replies}. Give all of them the "
-            "same one."
+            f"The processes measure different sources: {replies}. Pass the same source "
+            "in every process."
         )
     if not all(reply.endswith("True") for reply in replies):
         shares = [whole]
@@ -199,75 +211,75 @@ def _file_key(
     function: str | None,
     sequences: Sequence[str] | None = None,
 ) -> str:
-    """32 hex digits that name the source, and how it is measured.
+    """Returns 32 hex digits that identify the source and how it is measured.
 
     Args:
-      source: examples by index.
-      cache: the folder, if there is one.
-      cache_key: as the user gave it.
-      function: the name of the argument that is a function of the user's, if one is.
-      sequences: the features that are measured.
+      source: random-access source of examples.
+      cache: cache folder, or None.
+      cache_key: key passed by the user.
+      function: name of the argument that holds the user's function, if one was passed.
+      sequences: names of the features that are measured.
     """
     if cache_key is not None and (not isinstance(cache_key, str) or not cache_key):
         raise ValueError(
-            f"`cache_key={cache_key!r}` must be a string that is not empty, such as "
-            '"words-1".'
+            f'`cache_key={cache_key!r}` must be a non-empty string, such as "words-1".'
         )
     if cache is not None and function and cache_key is None:
         raise ValueError(
-            f"`cache={str(cache)!r}` cannot see what `{function}` does: name it by "
-            f'`cache_key`, such as `cache_key="{function}-1"`, and change that '
-            "whenever the function changes."
+            f"`cache={str(cache)!r}` requires `cache_key`: the cache cannot detect "
+            f"changes of `{function}`. Pass a name for the function, such as "
+            f'`cache_key="{function}-1"`, and change it whenever the function changes.'
         )
-    # A key names what measures: a function, or the default way beside changed data.
+    # Without a function the key stands for a version of the data.
     name = "" if cache_key is None else repr((function, cache_key))
     how = f"{len(source)} {name} {sequences and list(sequences)}"
     return digest(how.encode(), contents(source).encode())
 
 
-def _check_same(replies: list[str], index: int) -> None:
+def _check_same_replies(replies: list[str], index: int) -> None:
     others = [i for i, reply in enumerate(replies) if reply != replies[index]]
     if others:
         raise ValueError(
-            f"The processes measure different sources, or by different functions: "
-            f"{others} others than {index}. Give all of them the same."
+            f"The processes measure different sources or use different functions: "
+            f"processes {others} differ from process {index}. Pass the same source and "
+            "the same function in every process."
         )
 
 
-def _size_of(source: Source) -> int:
+def _num_examples(source: Source) -> int:
     try:
         size = len(source)
     except Exception as error:
         raise ValueError(
-            f"`len(source)` raises {type(error).__name__}: {error}. Give a source "
+            f"`len(source)` raised {type(error).__name__}: {error}. Pass a source "
             "whose `__len__` returns the number of its examples."
         ) from error
     if not size:
-        raise ValueError("`source` is empty: there is no example to measure.")
+        raise ValueError("`source` is empty. Pass a source with at least one example.")
     return size
 
 
-def _checked_workers(num_workers: int) -> int:
+def _check_num_workers(num_workers: int) -> int:
     workers = check_integer("num_workers", num_workers)
     if workers < 0:
         raise ValueError(f"`num_workers={workers}` must not be negative.")
     return workers
 
 
-def _values(
+def _measure_span(
     source: Source,
     function: Callable[[Any], Any],
-    checked: Callable[[int, Any], float],
+    check: Callable[[int, Any], float],
     dtype: type[np.generic],
     start: int,
     stop: int,
 ) -> np.ndarray:
-    """What the function says of the examples from `start` to before `stop`."""
-    values = (checked(i, _measured(source, i, function)) for i in range(start, stop))
+    """Returns the checked values of the examples `start <= index < stop`."""
+    values = (check(i, _measure_one(source, i, function)) for i in range(start, stop))
     return np.fromiter(values, dtype, stop - start)
 
 
-def _measured(source: Source, index: int, measure: Callable[[Any], Any]) -> Any:
+def _measure_one(source: Source, index: int, measure: Callable[[Any], Any]) -> Any:
     try:
         return measure(source[index])
     except ValueError as error:
@@ -278,20 +290,20 @@ def _measured(source: Source, index: int, measure: Callable[[Any], Any]) -> Any:
         ) from error
 
 
-def _difficulty(index: int, value: Any) -> float:
+def _check_difficulty(index: int, value: Any) -> float:
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= _MAX_FLOAT32:
         raise ValueError(
-            f"`source[{index}]` has difficulty {value!r}, which is not a finite number "
-            "of 32 bits. Leave the example out, or mend `difficulty_fn`."
+            f"`source[{index}]` has difficulty {value!r}, which is not a finite 32-bit "
+            "number. Remove the example, or fix `difficulty_fn`."
         )
     return number
 
 
-def _length(index: int, length: Any) -> int:
+def _check_length(index: int, length: Any) -> int:
     try:
         integer = operator.index(length)
     except TypeError:
@@ -299,6 +311,6 @@ def _length(index: int, length: Any) -> int:
     if not 1 <= integer <= MAX_LENGTH:
         raise ValueError(
             f"`source[{index}]` has length {length!r}, which is not an integer from 1 "
-            f"to {MAX_LENGTH}. Leave the example out, or mend `length_fn`."
+            f"to {MAX_LENGTH}. Remove the example, or fix `length_fn`."
         )
     return integer

@@ -1,4 +1,4 @@
-"""One pass over a source in chunks: here, or in worker processes."""
+"""One pass over a source in chunks, in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ import numpy as np
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.data.lengths.cache import is_measured
 from jaxbucket.data.worker_exit import (
-    UNGUARDED,
-    end_if_importing,
-    end_with_parent,
-    unguarded,
+    MISSING_GUARD,
+    exit_if_importing,
+    exit_with_parent,
+    missing_guard_message,
 )
 
-# Examples that are measured together; what a kill may lose.
+# Number of examples measured as one unit. At most this many are lost on a crash.
 _CHUNK = 1024
+# Number of chunks in flight per worker.
 _AHEAD = 4
 
 
@@ -39,18 +40,19 @@ def fill(
     progress: bool,
     title: str,
 ) -> None:
-    """Measures what is missing in `values`.
+    """Measures the missing entries of `values` in place.
 
     Args:
-      values: `[n]` of some examples, 0 or NaN where one is missing; written to.
-      first: the example that `values[0]` is of.
-      measure: first example, the one after the last -> their values.
-      num_workers: worker processes; 0 measures in this one.
-      progress: show a progress bar on a terminal.
-      title: of that bar.
+      values: `[n]` measured values; 0 (lengths) or NaN (difficulties) if missing.
+      first: index of the example that `values[0]` belongs to.
+      measure: function from `(start, stop)` to the values of these examples.
+      num_workers: number of worker processes; 0 measures in this process.
+      progress: whether to show a progress bar on a terminal.
+      title: title of the progress bar.
 
     Raises:
-      RuntimeError: if a worker is lost, or the script starts some in every worker.
+      RuntimeError: if a worker process dies, or the main script has no
+        `if __name__ == "__main__":` guard.
     """
     chunks = [slice(s, s + _CHUNK) for s in range(0, len(values), _CHUNK)]
     missing = [chunk for chunk in chunks if not is_measured(values[chunk]).all()]
@@ -71,11 +73,11 @@ def fill(
 def _in_workers(
     measure: _Measure, spans: list[_Span], num_workers: int
 ) -> Iterator[tuple[_Span, np.ndarray]]:
-    """Yields each as soon as it is there; a few for each worker are under way."""
-    end_if_importing()
-    task = _dumped(measure)
-    # By spawn, because jax has threads, and a fork of these would hang.
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _begin, (task,))
+    """Yields each span and its values as soon as they are measured."""
+    exit_if_importing()
+    task = _dump(measure)
+    # Spawned, because forking a process with jax threads can deadlock.
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _init_worker, (task,))
     pending = iter(spans)
     running: dict[Future[np.ndarray], _Span] = {}
     workers: list[BaseProcess] = []
@@ -90,54 +92,55 @@ def _in_workers(
             for future in done:
                 yield running.pop(future), future.result()
     except BrokenProcessPool:
-        # Until then, another thread may be about to read how they ended.
+        # Exit codes can be read reliably only after the pool is shut down, because
+        # its own thread reads them, too.
         pool.shutdown()
-        if any(worker.exitcode == UNGUARDED for worker in workers):
-            raise RuntimeError(unguarded("measure_lengths(...)")) from None
+        if any(worker.exitcode == MISSING_GUARD for worker in workers):
+            raise RuntimeError(missing_guard_message("measure_lengths(...)")) from None
         raise RuntimeError(
-            "A worker that measured was lost: killed, perhaps for want of memory. With "
-            "`cache` what was measured is kept: run it again."
+            "A worker process died, possibly for lack of memory. Run again; with "
+            "`cache`, the examples that were already measured are not measured again."
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _dumped(measure: _Measure) -> bytes:
-    # By cloudpickle, so that functions of a script or inside others can be sent, too.
+def _dump(measure: _Measure) -> bytes:
+    # cloudpickle, unlike pickle, handles functions of scripts and nested functions.
     try:
         return cloudpickle.dumps(measure)
     except Exception as error:
         raise ValueError(
-            f"The source or the function cannot be sent to a worker: {error}. Give "
-            "some that can be pickled, or `num_workers=0`."
+            f"The source or the function cannot be sent to a worker: {error}. Pass "
+            "picklable ones, or set `num_workers=0`."
         ) from error
 
 
 _task: bytes
 
 
-def _begin(task: bytes) -> None:
+def _init_worker(task: bytes) -> None:
     global _task
-    end_with_parent()
+    exit_with_parent()
     _task = task
 
 
 def _measure_span(span: _Span) -> np.ndarray:
     try:
-        return _loaded(_task)(*span)
+        return _load(_task)(*span)
     except SystemExit as error:
-        # It would end the caller.
+        # Raised again in the parent, SystemExit would end the caller.
         raise RuntimeError(
-            f"The source or the function ended a worker: SystemExit({error.code!r})."
+            f"The source or the function exited a worker: SystemExit({error.code!r})."
         ) from None
 
 
 @functools.cache
-def _loaded(task: bytes) -> _Measure:
+def _load(task: bytes) -> _Measure:
     try:
         return cloudpickle.loads(task)
     except Exception as error:
         raise ValueError(
             f"`source` cannot be opened in a worker: {type(error).__name__}: {error}. "
-            "Give one that can, or `num_workers=0`."
+            "Pass a source that can be unpickled, or set `num_workers=0`."
         ) from error

@@ -1,4 +1,4 @@
-"""Lengths from files of records: Parquet and ArrayRecord, some records at a time."""
+"""Reads lengths from Parquet and ArrayRecord files, a few records at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxbucket.data.lengths.text import (
     ShowProgress,
     check_columns,
     chosen_column,
-    empty,
-    incomplete,
+    empty_file_error,
+    incomplete_file_error,
 )
-from jaxbucket.data.lengths.values import Measure, measured
+from jaxbucket.data.lengths.values import Measure, measure_all
 
-# Rows of Parquet, or bytes of ArrayRecord, that are in memory together.
+# Number of Parquet rows, or of ArrayRecord bytes, in memory at a time.
 _ROWS = 4096
 _BYTES = 2**24
 _READ_BYTES = 2**20
@@ -27,13 +27,13 @@ _READ_BYTES = 2**20
 def read_parquet(
     path: pathlib.Path, column: str | None, measure: Measure, progress: ShowProgress
 ) -> Iterator[np.ndarray]:
-    """Yields the lengths of the rows of a table: of one column, or of whole rows.
+    """Yields the lengths of the rows of a Parquet table, or of one of its columns.
 
     Raises:
-      ValueError: if pyarrow is missing, the file is cut or foreign, or a row has no
-        length; it names the row, counted from 0.
+      ValueError: if pyarrow is missing, the file is truncated or not Parquet, or a row
+        has no length; the message names the row, counted from 0.
     """
-    file = _opened(path)
+    file = _open(path)
     names = file.schema_arrow.names
     check_columns(path, names)
     if column is not None or measure.length_fn is None:
@@ -47,23 +47,23 @@ def read_parquet(
             yield lengths
         else:
             values = enumerate(rows.to_pylist(), first)
-            yield from measured(where, values, measure.of_value)
+            yield from measure_all(where, values, measure.of_value)
         first += len(batch)
         progress(first / max(1, file.metadata.num_rows))
 
 
-def _opened(path: pathlib.Path) -> Any:
+def _open(path: pathlib.Path) -> Any:
     try:
         from pyarrow import parquet
     except ImportError:
         raise ValueError(
-            f"`{path}` is read by pyarrow: pip install 'jaxbucket[parquet]'."
+            f"Reading `{path}` requires pyarrow: pip install 'jaxbucket[parquet]'."
         ) from None
     try:
-        # Else a column is read for a whole group of rows, which may be the whole file.
+        # Without buffering, pyarrow reads a whole row group, possibly the whole file.
         return parquet.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False)
     except Exception as error:
-        raise incomplete(path, ".parquet", error) from None
+        raise incomplete_file_error(path, ".parquet", error) from None
 
 
 def _batches(path: pathlib.Path, file: Any, column: str | None) -> Iterator[Any]:
@@ -71,11 +71,11 @@ def _batches(path: pathlib.Path, file: Any, column: str | None) -> Iterator[Any]
     try:
         yield from file.iter_batches(_ROWS, columns=columns)
     except Exception as error:
-        raise incomplete(path, ".parquet", error) from None
+        raise incomplete_file_error(path, ".parquet", error) from None
 
 
 def _arrow_lengths(column: Any, measure: Measure) -> np.ndarray | None:
-    """The lengths of a batch, if all are good and Arrow can tell them by itself."""
+    """Returns lengths computed by Arrow, or None if Python must measure or report."""
     from pyarrow import compute, types
 
     kind, unit = column.type, measure.unit
@@ -103,32 +103,32 @@ def _arrow_lengths(column: Any, measure: Measure) -> np.ndarray | None:
 def read_array_record(
     path: pathlib.Path, column: str | None, measure: Measure, progress: ShowProgress
 ) -> Iterator[np.ndarray]:
-    """Yields the lengths of records, in bytes unless `measure` says otherwise.
+    """Yields the lengths of ArrayRecord records, in bytes by default.
 
     Raises:
-      ValueError: if the file is cut or foreign, or a record is empty; it names the
-        record, counted from 0.
+      ValueError: if the file is truncated or not an ArrayRecord file, or a record has
+        no length; the message names the record, counted from 0.
     """
     if column is not None:
-        raise ValueError(f"`{path}` has no columns: leave out `--column {column}`.")
+        raise ValueError(f"`{path}` has no columns. Remove `--column {column}`.")
     records = _records(path, progress)
-    return measured(f"`{path}`, record", records, measure.of_value)
+    return measure_all(f"`{path}`, record", records, measure.of_value)
 
 
 def _records(path: pathlib.Path, progress: ShowProgress) -> Iterator[tuple[int, bytes]]:
     from grain.sources import ArrayRecordDataSource
 
     try:
-        # Its methods are those of a class without types.
+        # Grain does not annotate `__getitems__`.
         source: Any = ArrayRecordDataSource(str(path))
         size = len(source)
         if not size:
-            raise empty(path)
-        # By their mean size, because they may be pictures.
-        together = max(1, min(_ROWS, size * _BYTES // path.stat().st_size))
-        for start in range(0, size, together):
-            keys = range(start, min(start + together, size))
+            raise empty_file_error(path)
+        # Limited by the mean size of a record, which may be large, such as an image.
+        batch_size = max(1, min(_ROWS, size * _BYTES // path.stat().st_size))
+        for start in range(0, size, batch_size):
+            keys = range(start, min(start + batch_size, size))
             yield from zip(keys, source.__getitems__(keys), strict=True)
             progress(keys.stop / size)
     except RuntimeError as error:
-        raise incomplete(path, ".array_record", error) from None
+        raise incomplete_file_error(path, ".array_record", error) from None

@@ -1,4 +1,4 @@
-"""What a set of lengths is like, in a few numbers."""
+"""Summary statistics of a set of lengths."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jaxbucket.base.checks import check_lengths
 
 @dataclasses.dataclass(frozen=True)
 class LengthSummary:
-    """Lengths in a few numbers; those of a share are lengths that occur.
+    """Summary statistics of lengths. The percentiles are lengths that occur.
 
     Attributes:
-      examples: how many there are.
-      unit: what they count.
-      total: their sum.
-      min: the shortest.
-      median: half of them are no longer.
-      mean: the total for each example.
-      p90: nine of ten are no longer.
-      p99: 99 of 100 are no longer.
-      max: the longest.
-      distinct: how many different ones there are.
+      examples: number of examples.
+      unit: unit of the lengths.
+      total: sum of the lengths.
+      min: minimum length.
+      median: median length.
+      mean: mean length.
+      p90: 90th percentile.
+      p99: 99th percentile.
+      max: maximum length.
+      distinct: number of distinct lengths.
     """
 
     examples: int
@@ -41,15 +41,15 @@ class LengthSummary:
     distinct: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number, as plain Python."""
+        """Returns all fields as plain Python values."""
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
-        """Every number, as one JSON object."""
+        """Returns all fields as a JSON object."""
         return json.dumps(self.to_dict(), indent=2)
 
     def __rich__(self) -> Any:
-        """The summary as a `rich` table, for a terminal."""
+        """Returns the summary as a `rich` table for a terminal."""
         from rich import box
         from rich.table import Table
 
@@ -58,19 +58,19 @@ class LengthSummary:
         table.add_column(f"in {self.unit}", justify="right")
         for name, value in self.to_dict().items():
             if name != "unit":
-                table.add_row(_ROW_NAMES.get(name, name), _shown(value))
+                table.add_row(_ROW_NAMES.get(name, name), _formatted(value))
         return table
 
 
 _ROW_NAMES = {"total": "in all", "distinct": "distinct lengths"}
 
 
-def _shown(value: float) -> str:
+def _formatted(value: float) -> str:
     return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
 
 
 def summarize_lengths(lengths: ArrayLike, unit: str = "tokens") -> LengthSummary:
-    """Returns what lengths are like.
+    """Returns summary statistics of lengths.
 
     Example:
       >>> summary = summarize_lengths([1, 2, 2, 15])
@@ -79,10 +79,10 @@ def summarize_lengths(lengths: ArrayLike, unit: str = "tokens") -> LengthSummary
 
     Args:
       lengths: `[N]` integers.
-      unit: what they count.
+      unit: unit of the lengths.
 
     Raises:
-      ValueError: if there are none, or one is not from 1 to 2**31 - 1.
+      ValueError: if there are none, or a length is not from 1 to 2**31 - 1.
     """
     ordered = np.sort(check_lengths(lengths))
     size, total = len(ordered), int(ordered.sum(dtype=np.int64))

@@ -1,6 +1,6 @@
-"""Lengths from files of lines: text, CSV, JSON Lines, compressed by gzip or not.
+"""Reads lengths from line-based files: text, CSV and JSON Lines, optionally gzipped.
 
-A file is read line by line, and is never in memory as a whole.
+Files are read line by line and never held in memory as a whole.
 """
 
 from __future__ import annotations
@@ -16,108 +16,110 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.data.lengths.values import Measure, measured, shown
+from jaxbucket.data.lengths.values import Measure, measure_all, short_repr
 
-# Called with the share of a file that is read, from 0 to 1.
+# Called with the fraction of the file that has been read, from 0 to 1.
 ShowProgress = Callable[[float], None]
 
-# Lines between two calls of it.
+# Number of lines between two progress updates.
 _LINES = 1024
 
 
 def read_text(
     path: pathlib.Path, column: str | None, measure: Measure, progress: ShowProgress
 ) -> Iterator[np.ndarray]:
-    """Yields the lengths of the lines of a text, or the integers that they are.
+    """Yields the lengths of the lines of a text file, or the integers on its lines.
 
     Raises:
-      ValueError: if a line is neither or is empty, or the file is not UTF-8; it names
+      ValueError: if a line has no length or the file is not UTF-8; the message names
         the line.
     """
     if column is not None:
-        raise ValueError(f"`{path}` has no columns: leave out `--column {column}`.")
+        raise ValueError(f"`{path}` has no columns. Remove `--column {column}`.")
     lines = ((n, text.removesuffix("\r")) for n, text in _lines(path, progress))
-    return measured(f"`{path}`, line", lines, measure.of_text)
+    return measure_all(f"`{path}`, line", lines, measure.of_text)
 
 
 def read_csv(
     path: pathlib.Path, column: str | None, measure: Measure, progress: ShowProgress
 ) -> Iterator[np.ndarray]:
-    """Yields the lengths of the rows of a table whose first line names its columns.
+    """Yields the lengths of the rows of a CSV table with a header.
 
     Raises:
-      ValueError: if a cell has no length, a row is not as wide as the first line, or
-        the file is not CSV in UTF-8; it names the line.
+      ValueError: if a cell has no length, a row differs in width from the header, or
+        the file is not CSV in UTF-8; the message names the line.
     """
     rows = _csv_rows(path, progress)
     _, header = next(rows, (0, None))
     if header is None:
-        raise empty(path)
+        raise empty_file_error(path)
     check_columns(path, header)
     if all(name.strip().isdecimal() for name in header):
         raise ValueError(
-            f"`{path}` begins with {header}, and not with names of columns. Put them "
-            "on a line of their own before it."
+            f"`{path}` starts with {header} instead of column names. Add a header line "
+            "with the names of the columns."
         )
     where = f"`{path}`, line"
     if column is None and measure.length_fn is not None:
         dicts = ((line, dict(zip(header, row, strict=True))) for line, row in rows)
-        return measured(where, dicts, measure.of_value)
+        return measure_all(where, dicts, measure.of_value)
     index = header.index(chosen_column(path, header, column))
     cells = ((line, row[index]) for line, row in rows)
-    return measured(where, cells, measure.of_text)
+    return measure_all(where, cells, measure.of_text)
 
 
 def read_jsonl(
     path: pathlib.Path, column: str | None, measure: Measure, progress: ShowProgress
 ) -> Iterator[np.ndarray]:
-    """Yields the lengths of JSON values, or of a field of each, one on each line.
+    """Yields the lengths of JSON values, or of one of their fields, one per line.
 
     Raises:
-      ValueError: if a line is not JSON in UTF-8, or has no such field or no length; it
-        names the line.
+      ValueError: if a line is not JSON in UTF-8, or has no such field or no length; the
+        message names the line.
     """
     values = _json_values(path, progress)
     if column is not None or measure.length_fn is None:
         values = _fields(path, values, column)
-    return measured(f"`{path}`, line", values, measure.of_value)
+    return measure_all(f"`{path}`, line", values, measure.of_value)
 
 
 def chosen_column(path: pathlib.Path, columns: list[str], column: str | None) -> str:
-    """Returns the column to read: the one named, or the only one.
+    """Returns the column to read: the named one, or the only one.
 
     Raises:
-      ValueError: if there is none of that name, or several and none is named.
+      ValueError: if there is no such column, or `column` is None and there are several.
     """
     if not columns:
-        raise empty(path)
+        raise empty_file_error(path)
     if column is None and len(columns) == 1:
         return columns[0]
     if column not in columns:
-        raise ValueError(f"`{path}` has {columns}: name one of them by `--column`.")
+        raise ValueError(f"`{path}` has columns {columns}. Choose one by `--column`.")
     return column
 
 
 def check_columns(path: pathlib.Path, columns: list[str]) -> None:
-    """Raises a ValueError if several columns have one name."""
-    twice = sorted({name for name in columns if columns.count(name) > 1})
-    if twice:
-        raise ValueError(f"`{path}` has several columns {twice}. Rename all but one.")
+    """Raises a ValueError if several columns have the same name."""
+    duplicates = sorted({name for name in columns if columns.count(name) > 1})
+    if duplicates:
+        raise ValueError(
+            f"`{path}` has several columns named {duplicates}. Rename all but one."
+        )
 
 
-def unpacked_suffix(path: pathlib.Path) -> str:
-    """Returns the suffix that says what is in a file: `.csv` of `data.CSV.gz`."""
+def uncompressed_suffix(path: pathlib.Path) -> str:
+    """Returns the suffix without compression, such as `.csv` for `data.CSV.gz`."""
     suffix = path.suffix.lower()
     return pathlib.Path(path.stem).suffix.lower() if suffix == ".gz" else suffix
 
 
-def empty(path: pathlib.Path) -> ValueError:
-    """Returns the error of a file without examples."""
-    return ValueError(f"`{path}` is empty: there is no example. Name another file.")
+def empty_file_error(path: pathlib.Path) -> ValueError:
+    """Returns the error for a file without examples."""
+    return ValueError(f"`{path}` is empty. Pass a file with at least one example.")
 
 
-def incomplete(path: pathlib.Path, kind: str, error: object) -> ValueError:
-    """Returns the error of a file that is cut, or is not of its kind."""
+def incomplete_file_error(path: pathlib.Path, kind: str, error: object) -> ValueError:
+    """Returns the error for a file that is truncated or of a different kind."""
     reason = " ".join(str(error).split()) or type(error).__name__
     return ValueError(
         f"`{path}` is not a complete {kind} file: {reason}. Write it again."
@@ -125,36 +127,36 @@ def incomplete(path: pathlib.Path, kind: str, error: object) -> ValueError:
 
 
 def _lines(path: pathlib.Path, progress: ShowProgress) -> Iterator[tuple[int, str]]:
-    """The number of each line from 1 on, and its text without the final newline."""
-    # A pipe has neither a size nor a place in it.
+    """Yields the number of each line, from 1, and its text without the newline."""
+    # A pipe has no size, so its progress is unknown.
     size = path.stat().st_size
-    packed = path.suffix.lower() == ".gz"
+    compressed = path.suffix.lower() == ".gz"
     number = 0
     try:
-        with path.open("rb") as raw, gzip.open(raw) if packed else raw as file:
+        with path.open("rb") as raw, gzip.open(raw) if compressed else raw as file:
             for number, line in enumerate(file, 1):
-                # Some programs begin a file with a mark that it is UTF-8.
+                # Some programs write a byte order mark at the start of a UTF-8 file.
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 yield number, text.removesuffix("\n")
                 if size and number % _LINES == 0:
                     progress(raw.tell() / size)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise incomplete(path, ".gz", error) from None
+        raise incomplete_file_error(path, ".gz", error) from None
     except UnicodeDecodeError as error:
         raise ValueError(
             f"`{path}`, line {number} is not UTF-8 text: {error.reason}. Convert the "
-            "file, or name it as what it is."
+            "file to UTF-8, or give it the suffix of its format."
         ) from None
 
 
 def _csv_rows(
     path: pathlib.Path, progress: ShowProgress
 ) -> Iterator[tuple[int, list[str]]]:
-    """The line on which each row ends, and its cells; as many as the header has."""
-    # A text may be long.
+    """Yields the last line number of each row and its cells, the header first."""
+    # Cells may be longer than the default limit.
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    separator = "\t" if unpacked_suffix(path) == ".tsv" else ","
-    # Within quotes, a line goes on in the next one.
+    separator = "\t" if uncompressed_suffix(path) == ".tsv" else ","
+    # A newline within quotes is part of the cell.
     lines = (f"{line}\n" for _, line in _lines(path, progress))
     reader = csv.reader(lines, delimiter=separator, strict=True)
     width = None
@@ -162,11 +164,11 @@ def _csv_rows(
         for row in reader:
             width = len(row) if width is None else width
             if len(row) != width:
-                raise csv.Error(f"it has {len(row)} cells, and the header {width}")
+                raise csv.Error(f"it has {len(row)} cells, but the header has {width}")
             yield reader.line_num, row
     except csv.Error as error:
         raise ValueError(
-            f"`{path}`, line {reader.line_num} is not CSV: {error}. Mend the line."
+            f"`{path}`, line {reader.line_num} is not CSV: {error}. Fix the line."
         ) from None
 
 
@@ -178,15 +180,14 @@ def _json_values(
             yield number, json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"`{path}`, line {number} is not JSON: {error}. Mend the line, or "
-                "delete it."
+                f"`{path}`, line {number} is not JSON: {error}. Fix or delete the line."
             ) from None
 
 
 def _fields(
     path: pathlib.Path, values: Iterator[tuple[int, Any]], column: str | None
 ) -> Iterator[tuple[int, Any]]:
-    """That field of every value, which is the field itself if it is not an object."""
+    """Yields the chosen field of every value, or values that are not JSON objects."""
     for number, value in values:
         if number == 1 and isinstance(value, dict):
             column = chosen_column(path, list(value), column)
@@ -195,8 +196,10 @@ def _fields(
         elif isinstance(value, dict) and column in value:
             yield number, value[column]
         else:
-            there = list(value) if isinstance(value, dict) else shown(value)
+            content = short_repr(value)
+            if isinstance(value, dict):
+                content = f"an object with fields {list(value)}"
             raise ValueError(
-                f"`{path}`, line {number} is {there}, and has no {column!r}. Mend the "
-                "line, or name another field by `--column`."
+                f"`{path}`, line {number} is {content}, which has no field "
+                f"{column!r}. Fix the line, or choose a different field by `--column`."
             )

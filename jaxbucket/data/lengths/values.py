@@ -1,4 +1,4 @@
-"""How long one value is: an integer, a text in some unit, bytes, a list."""
+"""The length of one value: an integer, a text in some unit, bytes or a list."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from jaxbucket.base.checks import MAX_LENGTH, check_choice
 Unit: TypeAlias = Literal["bytes", "characters", "words"]
 UNITS: tuple[str, ...] = get_args(Unit)
 
-# Python reads more than these as integers, such as "1_000".
+# `int` also accepts other spellings, such as "1_000".
 _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
-_LEAVE_OUT = "Leave the example out, or mend it."
-_SAY_UNIT = "by `jaxbucket measure --unit` with bytes, characters or words"
-# Lengths that are handed on together.
+_REMOVE_OR_FIX = "Remove or fix this example."
+_USE_UNIT = "with `jaxbucket measure --unit` bytes, characters or words"
+# Number of lengths per yielded array.
 _CHUNK = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Takes an example to its length, which is an integer from 1 to 2**31 - 1.
+    """The rule by which an example has a length, an integer from 1 to 2**31 - 1.
 
     Example:
       >>> Measure().of_text("12"), Measure("characters").of_text("12")
@@ -36,9 +36,9 @@ class Measure:
       (4, 3)
 
     Attributes:
-      unit: what a text is measured in; without one, a text of a file that has nothing
-        but text is an integer.
-      length_fn: example -> length, in place of the rules above.
+      unit: unit in which texts are measured. If None, the lines and cells of text files
+        must be integers, which are lengths themselves.
+      length_fn: function from an example to its length, which replaces the other rules.
     """
 
     unit: Unit | None = None
@@ -49,51 +49,51 @@ class Measure:
             check_choice("unit", self.unit, UNITS)
             if self.length_fn is not None:
                 raise ValueError(
-                    f"`--unit {self.unit}` and `--length-fn` both say how long an "
-                    "example is. Give one of them."
+                    f"`--unit {self.unit}` and `--length-fn` both define the length of "
+                    "an example. Pass only one of them."
                 )
 
     def of_text(self, text: str) -> int:
-        """Returns the length of a cell or a line, which may be an integer.
+        """Returns the length of a cell or a line of a text file.
 
         Raises:
-          ValueError: if it has none.
+          ValueError: if it has no valid length.
         """
         if self.length_fn is None and self.unit is None:
-            return _checked(_parsed(text))
+            return _check_length(_parse(text))
         return self.of_value(text)
 
     def of_value(self, value: Any) -> int:
-        """Returns the length of an example, or of a field of one, of a known type.
+        """Returns the length of an example, or of one field of an example.
 
         Raises:
-          ValueError: if it has none.
+          ValueError: if it has no valid length.
         """
         if self.length_fn is not None:
-            return _by_function(self.length_fn, value)
-        return _checked(_length(value, self.unit))
+            return _call_length_fn(self.length_fn, value)
+        return _check_length(_length_of(value, self.unit))
 
 
-def _checked(length: int) -> int:
+def _check_length(length: int) -> int:
     if 1 <= length <= MAX_LENGTH:
         return length
     raise ValueError(
-        f"the length is {length}, and not from 1 to {MAX_LENGTH}. {_LEAVE_OUT}"
+        f"the length is {length}, but must be from 1 to {MAX_LENGTH}. {_REMOVE_OR_FIX}"
     )
 
 
-def measured(
+def measure_all(
     where: str, places: Iterable[tuple[int, Any]], measure: Callable[[Any], int]
 ) -> Iterator[np.ndarray]:
-    """Yields the lengths of many values, int32, some thousands at a time.
+    """Yields the lengths of many values, as int32 arrays of up to 4096 lengths.
 
     Args:
-      where: what a place is, such as "`data.csv`, line".
-      places: numbers of places, and the values that stand there.
-      measure: value -> length.
+      where: prefix of the place in messages, such as "`data.csv`, line".
+      places: pairs of the number of a place and the value there.
+      measure: function from a value to its length.
 
     Raises:
-      ValueError: if a value has no length; it names the place.
+      ValueError: if a value has no length; the message names its place.
     """
     lengths = array.array("i")
     for place, value in places:
@@ -107,42 +107,42 @@ def measured(
     yield np.array(lengths, np.int32)
 
 
-def shown(value: Any) -> str:
-    """Returns a value as one short line, for messages."""
+def short_repr(value: Any) -> str:
+    """Returns a value as one short line for messages."""
     return reprlib.repr(value)
 
 
-def _parsed(text: str) -> int:
+def _parse(text: str) -> int:
     if not _INTEGER.fullmatch(text):
         raise ValueError(
-            f"{shown(text)} is not an integer. Mend it; where these are texts, measure "
-            f"them {_SAY_UNIT}."
+            f"{short_repr(text)} is not an integer. Fix it, or measure texts "
+            f"{_USE_UNIT}."
         )
-    # Python refuses thousands of digits, which are not a length anyhow.
+    # `int` rejects strings of thousands of digits; such a length is invalid anyway.
     return int(text) if len(text) < 1000 else MAX_LENGTH + 1
 
 
-def _length(value: Any, unit: Unit | None) -> int:
+def _length_of(value: Any, unit: Unit | None) -> int:
     if isinstance(value, str):
         return _of_text(value, unit)
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, bytes):
-        # Bytes need no unit; a text that is not UTF-8 says so, as a ValueError.
+        # Bytes need no unit. Decoding raises a ValueError if they are not UTF-8.
         return len(value) if unit in (None, "bytes") else _of_text(value.decode(), unit)
     if isinstance(value, (list, tuple)):
         return len(value)
-    # Arrays of any library have a leading axis, or are one number.
+    # Arrays of any library have a shape, which is empty for a single number.
     if shape := getattr(value, "shape", ()):
         return shape[0]
     raise ValueError(
-        f"{shown(value)} is neither an integer nor a text nor a list. {_LEAVE_OUT}"
+        f"{short_repr(value)} is not an integer, a text or a list. {_REMOVE_OR_FIX}"
     )
 
 
 def _of_text(value: str, unit: Unit | None) -> int:
     if unit is None:
-        raise ValueError(f"{shown(value)} is a text. Measure it {_SAY_UNIT}.")
+        raise ValueError(f"{short_repr(value)} is a text. Measure it {_USE_UNIT}.")
     if unit == "words":
         return len(value.split())
     if unit == "characters" or value.isascii():
@@ -150,16 +150,17 @@ def _of_text(value: str, unit: Unit | None) -> int:
     return len(value.encode())
 
 
-def _by_function(length_fn: Callable[[Any], int], value: Any) -> int:
+def _call_length_fn(length_fn: Callable[[Any], int], value: Any) -> int:
     try:
         length = length_fn(value)
     except (Exception, SystemExit) as error:
         raise ValueError(
-            f"`--length-fn` raises {type(error).__name__}: {error}. Mend it."
+            f"`--length-fn` raised {type(error).__name__}: {error}. Fix the function."
         ) from error
     try:
-        return _checked(operator.index(length))
+        return _check_length(operator.index(length))
     except TypeError:
         raise ValueError(
-            f"`--length-fn` returns {shown(length)}, which is not an integer. Mend it."
+            f"`--length-fn` returned {short_repr(length)}, which is not an integer. "
+            "Fix the function."
         ) from None

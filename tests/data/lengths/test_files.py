@@ -1,4 +1,4 @@
-"""What is written in a file of any kind is what is read; all else is refused."""
+"""Lengths read from files of every format, and the errors of invalid files."""
 
 import csv
 import gzip
@@ -25,7 +25,7 @@ ALPHABET = np.array(list("ab é漢😀\t,\"'\u2028"))
 
 
 def texts_of(seed: int) -> list[str]:
-    """Texts with every character that a format may trip over, but for ends of lines."""
+    """Texts with special characters of all formats, except for newlines."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 40, 300)
     return ["x" + "".join(rng.choice(ALPHABET, size)) for size in sizes]
@@ -64,26 +64,26 @@ def write_records(path: pathlib.Path, values: list[bytes]) -> None:
     writer.close()
 
 
-def packed(write: Callable[..., None]) -> Callable[..., None]:
-    def write_packed(path: pathlib.Path, values: list) -> None:
+def gzipped(write: Callable[..., None]) -> Callable[..., None]:
+    def write_gzipped(path: pathlib.Path, values: list) -> None:
         plain = path.with_suffix("")
         write(plain, values)
         path.write_bytes(gzip.compress(plain.read_bytes()))
 
-    return write_packed
+    return write_gzipped
 
 
 WRITERS = {
     "x.txt": (write_text, None),
     "x": (write_text, None),
-    "x.txt.gz": (packed(write_text), None),
+    "x.txt.gz": (gzipped(write_text), None),
     "x.csv": (write_csv, "x"),
     "X.CSV": (write_csv, "x"),
-    "x.csv.gz": (packed(write_csv), "x"),
+    "x.csv.gz": (gzipped(write_csv), "x"),
     "x.tsv": (lambda path, values: write_csv(path, values, "\t"), "x"),
     "x.jsonl": (write_jsonl, "x"),
     "x.ndjson": (write_jsonl, "x"),
-    "x.jsonl.gz": (packed(write_jsonl), "x"),
+    "x.jsonl.gz": (gzipped(write_jsonl), "x"),
     "x.parquet": (write_parquet, "x"),
 }
 UNITS = {
@@ -95,7 +95,7 @@ UNITS = {
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", WRITERS)
-def test_lengths_come_back_from_every_kind(tmp_path, name, seed):
+def test_lengths_are_read_from_every_format(tmp_path, name, seed):
     write, column = WRITERS[name]
     write(tmp_path / name, lengths_of(seed))
     assert read_lengths(tmp_path / name, column).tolist() == lengths_of(seed)
@@ -103,51 +103,53 @@ def test_lengths_come_back_from_every_kind(tmp_path, name, seed):
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("name", WRITERS)
-def test_texts_are_measured_in_every_kind_and_unit(tmp_path, name, unit):
+def test_texts_are_measured_in_every_format_and_unit(tmp_path, name, unit):
     write, column = WRITERS[name]
     for seed in range(3):
         texts = texts_of(seed)
         write(tmp_path / name, texts)
-        found = read_lengths(tmp_path / name, column, Measure(unit))
-        assert found.tolist() == [UNITS[unit](text) for text in texts]
+        result = read_lengths(tmp_path / name, column, Measure(unit))
+        assert result.tolist() == [UNITS[unit](text) for text in texts]
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_function_is_given_the_column(tmp_path, name):
+def test_a_length_function_receives_the_column(tmp_path, name):
     write, column = WRITERS[name]
     write(tmp_path / name, texts_of(0))
-    given = []
-    measure = Measure(length_fn=lambda text: given.append(text) or 1 + text.count("a"))
-    found = read_lengths(tmp_path / name, column, measure)
-    assert given == texts_of(0)
-    assert found.tolist() == [1 + text.count("a") for text in texts_of(0)]
+    received = []
+    measure = Measure(
+        length_fn=lambda text: received.append(text) or 1 + text.count("a")
+    )
+    result = read_lengths(tmp_path / name, column, measure)
+    assert received == texts_of(0)
+    assert result.tolist() == [1 + text.count("a") for text in texts_of(0)]
 
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if WRITERS[name][1]])
-def test_without_a_column_a_function_is_given_the_row(tmp_path, name):
+def test_without_a_column_a_length_function_receives_the_row(tmp_path, name):
     WRITERS[name][0](tmp_path / name, texts_of(0))
-    found = read_lengths(
+    result = read_lengths(
         tmp_path / name, measure=Measure(length_fn=lambda row: len(row["x"]))
     )
-    assert found.tolist() == [len(text) for text in texts_of(0)]
+    assert result.tolist() == [len(text) for text in texts_of(0)]
 
 
-def test_arrays_of_numpy_come_back(tmp_path):
+def test_lengths_are_read_from_numpy_arrays(tmp_path):
     for dtype in (np.int8, np.uint16, np.int32, np.int64, np.uint64):
         lengths = np.arange(1, 100).astype(dtype)
         np.save(tmp_path / "x.npy", lengths)
         np.savez_compressed(tmp_path / "x.npz", x=lengths, other=lengths[:3])
         for name, column in (("x.npy", None), ("x.npz", "x")):
-            found = read_lengths(tmp_path / name, column)
-            assert found.tolist() == lengths.tolist()
+            result = read_lengths(tmp_path / name, column)
+            assert result.tolist() == lengths.tolist()
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
-def test_lists_are_as_long_as_they_are(tmp_path, name):
+def test_the_length_of_a_list_is_its_number_of_items(tmp_path, name):
     lists = [list(range(n)) for n in np.random.default_rng(0).integers(1, 50, 200)]
     WRITERS[name][0](tmp_path / name, lists)
-    found = read_lengths(tmp_path / name, "x")
-    assert found.tolist() == [len(each) for each in lists]
+    result = read_lengths(tmp_path / name, "x")
+    assert result.tolist() == [len(each) for each in lists]
 
 
 ARROW_TYPES = {
@@ -162,11 +164,11 @@ ARROW_TYPES = {
 
 
 @pytest.mark.parametrize("kind", ARROW_TYPES)
-def test_columns_of_every_arrow_type(tmp_path, kind):
+def test_columns_of_every_arrow_type_are_measured(tmp_path, kind):
     arrow, values = ARROW_TYPES[kind]
     array = pyarrow.array(values, pyarrow.string() if kind == "dictionary" else arrow)
     parquet.write_table(pyarrow.table({"x": array.cast(arrow)}), tmp_path / "x.parquet")
-    found = read_lengths(tmp_path / "x.parquet", measure=Measure("bytes"))
+    result = read_lengths(tmp_path / "x.parquet", measure=Measure("bytes"))
     expected = [
         value
         if isinstance(value, int)
@@ -175,20 +177,20 @@ def test_columns_of_every_arrow_type(tmp_path, kind):
         else len(value)
         for value in values
     ]
-    assert found.tolist() == expected
+    assert result.tolist() == expected
 
 
 @pytest.mark.parametrize("name", ["x.array_record", "x.arrayrecord"])
-def test_records_are_as_long_as_their_bytes(tmp_path, name, monkeypatch):
+def test_records_are_measured_in_bytes_by_default(tmp_path, name, monkeypatch):
     monkeypatch.setattr("jaxbucket.data.lengths.records._ROWS", 64)
     records = [text.encode() for text in texts_of(0)]
     write_records(tmp_path / name, records)
-    found = read_lengths(tmp_path / name)
-    assert found.tolist() == [len(record) for record in records]
-    found = read_lengths(tmp_path / name, measure=Measure("characters"))
-    assert found.tolist() == [len(text) for text in texts_of(0)]
-    found = read_lengths(tmp_path / name, measure=Measure(length_fn=lambda b: b[0]))
-    assert found.tolist() == [ord("x")] * len(records)
+    result = read_lengths(tmp_path / name)
+    assert result.tolist() == [len(record) for record in records]
+    result = read_lengths(tmp_path / name, measure=Measure("characters"))
+    assert result.tolist() == [len(text) for text in texts_of(0)]
+    result = read_lengths(tmp_path / name, measure=Measure(length_fn=lambda b: b[0]))
+    assert result.tolist() == [ord("x")] * len(records)
 
 
 @pytest.mark.parametrize(
@@ -202,26 +204,26 @@ def test_records_are_as_long_as_their_bytes(tmp_path, name, monkeypatch):
         ("x.jsonl", '{"x": 3}\n{"y": 1, "x": 5}\n', [3, 5]),
     ],
 )
-def test_ways_to_write_a_file_that_are_the_same(tmp_path, name, content, lengths):
+def test_equivalent_files_have_the_same_lengths(tmp_path, name, content, lengths):
     (tmp_path / name).write_text(content, newline="", encoding="utf-8")
     measure = Measure("bytes") if name == "x.jsonl" else None
     assert read_lengths(tmp_path / name, measure=measure).tolist() == lengths
 
 
-def test_the_end_of_a_line_is_not_measured(tmp_path):
+def test_line_endings_are_not_measured(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"a\r\nbc\r\ndef\n")
-    found = read_lengths(tmp_path / "x.txt", measure=Measure("bytes"))
-    assert found.tolist() == [1, 2, 3]
+    result = read_lengths(tmp_path / "x.txt", measure=Measure("bytes"))
+    assert result.tolist() == [1, 2, 3]
 
 
-def test_a_text_may_have_an_end_of_line_in_quotes(tmp_path):
+def test_a_quoted_csv_cell_may_contain_newlines(tmp_path):
     long = "y" * 200_000
     write_csv(tmp_path / "x.csv", ["a\nb", long])
-    found = read_lengths(tmp_path / "x.csv", "x", Measure("characters"))
-    assert found.tolist() == [3, len(long)]
+    result = read_lengths(tmp_path / "x.csv", "x", Measure("characters"))
+    assert result.tolist() == [3, len(long)]
 
 
-def test_lines_are_numbered_beyond_a_chunk(tmp_path):
+def test_line_numbers_are_right_after_the_first_chunk(tmp_path):
     lines = [str(n) for n in range(1, 6000)]
     write_text(tmp_path / "x.txt", lines)
     assert read_lengths(tmp_path / "x.txt").tolist() == list(range(1, 6000))
@@ -277,23 +279,27 @@ PARQUET = {
     "bool": [True],
     "empty list": [[1], []],
 }
-LATE = 6000  # Beyond the first batch.
+LATE = 6000  # After the first batch.
 
 
 @pytest.mark.parametrize(
     ("values", "unit", "message"),
     [
-        ("null", None, "'x' row 1: None is neither an integer nor a text nor a list"),
-        ("nan", None, "'x' row 0: 1.0 is neither an integer"),
-        ("float", None, "'x' row 0: 1.0 is neither an integer"),
-        ("negative", None, "'x' row 1: the length is -2, and not from 1 to 2147483647"),
-        ("huge", None, "'x' row 1: the length is 2147483648, and not from 1"),
-        ("text", None, "'x' row 0: '' is a text. Measure it by `jaxbucket measure"),
+        ("null", None, "'x' row 1: None is not an integer, a text or a list"),
+        ("nan", None, "'x' row 0: 1.0 is not an integer, a"),
+        ("float", None, "'x' row 0: 1.0 is not an integer, a"),
+        (
+            "negative",
+            None,
+            "'x' row 1: the length is -2, but must be from 1 to 2147483647",
+        ),
+        ("huge", None, "'x' row 1: the length is 2147483648, but must be from 1"),
+        ("text", None, "'x' row 0: '' is a text. Measure it with `jaxbucket measure"),
         ("text", "bytes", "'x' row 0: the length is 0"),
         ("text", "characters", "'x' row 0: the length is 0"),
         ("text", "words", "'x' row 0: the length is 0"),
-        ("struct", None, "'x' row 0: {'a': 1} is neither"),
-        ("bool", None, "'x' row 0: True is neither"),
+        ("struct", None, "'x' row 0: {'a': 1} is not an integer"),
+        ("bool", None, "'x' row 0: True is not an integer"),
         ("empty list", None, "'x' row 1: the length is 0"),
     ],
 )
@@ -303,7 +309,7 @@ def test_rows_of_parquet_without_a_length_are_named(tmp_path, values, unit, mess
         read_lengths(tmp_path / "x.parquet", "x", Measure(unit))
 
 
-def test_rows_of_parquet_are_numbered_through_all_batches(tmp_path):
+def test_parquet_row_numbers_are_right_after_the_first_batch(tmp_path):
     write_parquet(tmp_path / "x.parquet", [1] * LATE + [0])
     with pytest.raises(ValueError, match=f"'x' row {LATE}: the length is 0"):
         read_lengths(tmp_path / "x.parquet", "x")
@@ -312,7 +318,7 @@ def test_rows_of_parquet_are_numbered_through_all_batches(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "unit", "message"),
     [
-        ("x.txt", b"", None, "`x.txt` is empty: there is no example"),
+        ("x.txt", b"", None, "`x.txt` is empty. Pass a file with at"),
         ("x.csv", b"", None, "`x.csv` is empty"),
         ("x.csv", b"x\n", None, "`x.csv` is empty"),
         ("x.jsonl", b"", None, "`x.jsonl` is empty"),
@@ -329,12 +335,12 @@ def test_rows_of_parquet_are_numbered_through_all_batches(tmp_path):
             "x.txt",
             b"3\n0\n",
             None,
-            "line 2: the length is 0, and not from 1 to 21474836",
+            "line 2: the length is 0, but must be from 1 to 21474836",
         ),
         ("x.txt", b"-3\n", None, "line 1: the length is -3"),
         ("x.txt", b"3\n2147483648\n", None, "line 2: the length is 2147483648"),
         ("x.txt", b"9" * 9999, None, "line 1: the length is 2147483648"),
-        ("x.txt", b"a\n\nb\n", "bytes", "line 2: the length is 0, and not from 1"),
+        ("x.txt", b"a\n\nb\n", "bytes", "line 2: the length is 0, but must be from 1"),
         ("x.txt", b"a\n \n", "words", "line 2: the length is 0"),
         ("x.txt", b"a\n\xff\n", "bytes", "line 2 is not UTF-8 text: invalid start"),
         ("x.txt.gz", b"plain", None, "`x.txt.gz` is not a complete .gz file: Not"),
@@ -342,41 +348,51 @@ def test_rows_of_parquet_are_numbered_through_all_batches(tmp_path):
             "x.csv",
             b"x\n3\n4,5\n",
             None,
-            "line 3 is not CSV: it has 2 cells, and the he",
+            "line 3 is not CSV: it has 2 cells, but the he",
         ),
-        ("x.csv", b"x\n3\n\n", None, "line 3 is not CSV: it has 0 cells, and the he"),
-        ("x.csv", b'x\n"3\n4\n', None, "is not CSV: unexpected end of data. Mend"),
-        ("x.csv", b"x,x\n3,4\n", None, "`x.csv` has several columns ['x']. Rename"),
-        ("x.csv", b"3\n4\n", None, "begins with ['3'], and not with names of columns"),
-        ("x.csv", b"\nn\n1\n", None, "begins with [], and not with names of columns"),
+        ("x.csv", b"x\n3\n\n", None, "line 3 is not CSV: it has 0 cells, but the he"),
+        ("x.csv", b'x\n"3\n4\n', None, "is not CSV: unexpected end of data. Fix"),
+        (
+            "x.csv",
+            b"x,x\n3,4\n",
+            None,
+            "`x.csv` has several columns named ['x']. Rename",
+        ),
+        ("x.csv", b"3\n4\n", None, "starts with ['3'] instead of column names"),
+        ("x.csv", b"\nn\n1\n", None, "starts with [] instead of column names"),
         ("x.csv", b"x\n3\n\xff\n", None, "line 3 is not UTF-8 text"),
         (
             "x.csv",
             b"x\n3\nNone\n",
             None,
-            "line 3: 'None' is not an integer. Mend it; where",
+            "line 3: 'None' is not an integer. Fix it, or",
         ),
-        ("x.csv", b"x,y\n3,4\n", None, "`x.csv` has ['x', 'y']: name one of them by"),
+        ("x.csv", b"x,y\n3,4\n", None, "`x.csv` has columns ['x', 'y']. Choose one by"),
         ("x.jsonl", b'{"x": 3}\n{"x": \n', None, "line 2 is not JSON: Expecting value"),
         ("x.jsonl", b"3\n\n4\n", None, "line 2 is not JSON"),
         ("x.jsonl", b"[" * 10**6, None, "line 1 is not JSON"),
-        ("x.jsonl", b'{"x": 3}\n{"y": 3}\n', None, "line 2 is ['y'], and has no 'x'"),
-        ("x.jsonl", b'{"x": 3}\n4\n', None, "line 2 is 4, and has no 'x'"),
+        (
+            "x.jsonl",
+            b'{"x": 3}\n{"y": 3}\n',
+            None,
+            "line 2 is an object with fields ['y'], which has",
+        ),
+        ("x.jsonl", b'{"x": 3}\n4\n', None, "line 2 is 4, which has no field 'x'"),
         (
             "x.jsonl",
             b'{"x": 3, "y": 4}',
             None,
-            "has ['x', 'y']: name one of them by `--",
+            "has columns ['x', 'y']. Choose one by `--",
         ),
-        ("x.jsonl", b"3\nnull\n", None, "line 2: None is neither an integer nor"),
-        ("x.jsonl", b"3\nNaN\n", None, "line 2: nan is neither an integer nor a text"),
-        ("x.jsonl", b"3.0\n", None, "line 1: 3.0 is neither an integer nor a text"),
-        ("x.jsonl", b"true\n", None, "line 1: True is neither an integer nor a text"),
+        ("x.jsonl", b"3\nnull\n", None, "line 2: None is not an integer, a"),
+        ("x.jsonl", b"3\nNaN\n", None, "line 2: nan is not an integer, a text"),
+        ("x.jsonl", b"3.0\n", None, "line 1: 3.0 is not an integer, a text"),
+        ("x.jsonl", b"true\n", None, "line 1: True is not an integer, a text"),
         (
             "x.jsonl",
             b'"abc"\n',
             None,
-            "line 1: 'abc' is a text. Measure it by `jaxbuck",
+            "line 1: 'abc' is a text. Measure it with `jaxbuck",
         ),
         ("x.jsonl", b'"\\ud800"\n', "bytes", "line 1: 'utf-8' codec can't encode"),
         ("x.npy", b"hello", None, "`x.npy` is not a complete numpy file"),
@@ -390,8 +406,13 @@ def test_rows_of_parquet_are_numbered_through_all_batches(tmp_path):
             "`x.array_record` is not a complete .array_record file",
         ),
         ("x.array_record", b"x" * 2**17, None, "is not a complete .array_record file"),
-        ("x.npy", b"x", "bytes", "has lengths instead of examples: leave out `--unit`"),
-        ("x.parquet.gz", b"x", None, "is compressed twice: unpack it by `gunzip`"),
+        ("x.npy", b"x", "bytes", "contains lengths, not examples. Remove `--unit`"),
+        (
+            "x.parquet.gz",
+            b"x",
+            None,
+            "is compressed twice. Decompress it with `gunzip`",
+        ),
     ],
 )
 def test_files_without_lengths_are_refused(
@@ -404,39 +425,39 @@ def test_files_without_lengths_are_refused(
     assert f"`{name}`" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_columns_of_one_name_are_refused_in_parquet_too(tmp_path):
+def test_parquet_columns_with_the_same_name_are_refused(tmp_path):
     table = pyarrow.table([pyarrow.array([1]), pyarrow.array([2])], names=["x", "x"])
     parquet.write_table(table, tmp_path / "x.parquet")
     for column, measure in (("x", None), (None, Measure(length_fn=len))):
-        with pytest.raises(ValueError, match=r"has several columns \['x'\]. Rename"):
+        with pytest.raises(ValueError, match=r"several columns named \['x'\]. Rename"):
             read_lengths(tmp_path / "x.parquet", column, measure)
 
 
-def test_records_of_many_fields_are_not_taken_for_objects(tmp_path):
+def test_numpy_records_with_many_fields_are_named_as_such(tmp_path):
     np.save(tmp_path / "x.npy", np.zeros(2, [(f"f{i}", "i4") for i in range(999)]))
-    with pytest.raises(ValueError, match="holds large records, and not"):
+    with pytest.raises(ValueError, match="contains large records instead of"):
         read_lengths(tmp_path / "x.npy")
 
 
-def test_a_function_that_ends_the_program_is_named(tmp_path):
+def test_a_length_function_that_exits_is_named(tmp_path):
     (tmp_path / "x.txt").write_text("ab\n")
-    with pytest.raises(ValueError, match="`--length-fn` raises SystemExit: 3. Mend it"):
+    with pytest.raises(ValueError, match="`--length-fn` raised SystemExit: 3. Fix the"):
         read_lengths(
             tmp_path / "x.txt", measure=Measure(length_fn=lambda text: sys.exit(3))
         )
 
 
 @pytest.mark.parametrize("name", [*WRITERS, "x.npz"])
-def test_a_column_that_is_not_there_is_refused(tmp_path, name):
+def test_a_missing_column_is_refused(tmp_path, name):
     if name == "x.npz":
         np.savez(tmp_path / name, id=[1], x=[2])
     else:
         WRITERS[name][0](tmp_path / name, [1, 2])
     has_columns = name == "x.npz" or WRITERS[name][1]
     message = (
-        "['id', 'x']: name one of them by `--column`"
+        "has columns ['id', 'x']. Choose one by `--column`"
         if has_columns
-        else ("has no columns: leave out `--column y`")
+        else "has no columns. Remove `--column y`"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         read_lengths(tmp_path / name, "y")
@@ -456,12 +477,12 @@ def test_a_column_that_is_not_there_is_refused(tmp_path, name):
         (np.array(["a"]), "has dtype <U1"),
         (
             np.array([None]),
-            "holds Python objects, and not numbers. Save the",
+            "contains Python objects instead of numbers. Save",
         ),
     ],
 )
 @pytest.mark.parametrize("name", ["x.npy", "x.npz"])
-def test_arrays_that_are_no_lengths_are_refused(tmp_path, name, array, message):
+def test_arrays_that_are_not_lengths_are_refused(tmp_path, name, array, message):
     (np.save if name == "x.npy" else np.savez)(tmp_path / name, array)
     with pytest.raises(ValueError, match=re.escape(message)):
         read_lengths(tmp_path / name)
@@ -470,7 +491,7 @@ def test_arrays_that_are_no_lengths_are_refused(tmp_path, name, array, message):
 @pytest.mark.parametrize(
     "name", ["x.npz", "x.txt.gz", "x.csv.gz", "x.parquet", "x.array_record"]
 )
-def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, name):
+def test_a_file_truncated_at_any_byte_is_refused(tmp_path, name):
     path = tmp_path / name
     if name == "x.npz":
         np.savez(path, x=lengths_of(0))
@@ -491,7 +512,7 @@ def test_an_empty_table_is_refused(tmp_path):
     write_parquet(tmp_path / "x.parquet", [])
     write_records(tmp_path / "x.array_record", [])
     for name, column in (("x.parquet", "x"), ("x.array_record", None)):
-        with pytest.raises(ValueError, match="is empty: there is no example"):
+        with pytest.raises(ValueError, match="is empty. Pass a file with at least"):
             read_lengths(tmp_path / name, column)
 
 
@@ -499,28 +520,28 @@ def test_an_empty_record_is_named(tmp_path):
     write_records(tmp_path / "x.array_record", [b"a", b""])
     with pytest.raises(ValueError, match="record 1: the length is 0"):
         read_lengths(tmp_path / "x.array_record")
-    with pytest.raises(ValueError, match="has no columns: leave out `--column x`"):
+    with pytest.raises(ValueError, match="has no columns. Remove `--column x`"):
         read_lengths(tmp_path / "x.array_record", "x")
 
 
-def test_a_record_that_is_no_text_is_named(tmp_path):
+def test_a_record_that_is_not_text_is_named(tmp_path):
     write_records(tmp_path / "x.array_record", [b"a", b"\xff"])
     with pytest.raises(ValueError, match="record 1: 'utf-8' codec can't decode"):
         read_lengths(tmp_path / "x.array_record", measure=Measure("words"))
 
 
-def test_without_pyarrow_the_command_to_install_it_is_named(tmp_path, monkeypatch):
+def test_the_error_without_pyarrow_names_the_install_command(tmp_path, monkeypatch):
     write_parquet(tmp_path / "x.parquet", [1])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"pip install 'jaxbucket\[parquet\]'"):
         read_lengths(tmp_path / "x.parquet", "x")
 
 
-def test_a_path_that_is_no_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="is a folder. Name a file in it"):
+def test_a_path_that_is_not_a_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is a folder. Pass the path of a file"):
         read_lengths(tmp_path)
     for name in ("x.txt", "x.npy", "x.csv", "x.parquet", "x.array_record"):
-        message = "cannot be read: No such file or directory. Name another file"
+        message = "cannot be read: No such file or directory. Pass a different file"
         with pytest.raises(ValueError, match=message):
             read_lengths(tmp_path / name)
 
@@ -528,23 +549,27 @@ def test_a_path_that_is_no_file_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("length_fn", "message"),
     [
-        (lambda row: row["nowhere"], "`--length-fn` raises KeyError: 'nowhere'. Mend"),
-        (lambda row: None, "`--length-fn` returns None, which is not an integer. Mend"),
-        (lambda row: 1.5, "`--length-fn` returns 1.5, which is not an integer. Mend"),
-        (lambda row: 0, "the length is 0, and not from 1"),
+        (lambda row: row["nowhere"], "`--length-fn` raised KeyError: 'nowhere'. Fix"),
+        (lambda row: None, "`--length-fn` returned None, which is not an integer. Fix"),
+        (lambda row: 1.5, "`--length-fn` returned 1.5, which is not an integer. Fix"),
+        (lambda row: 0, "the length is 0, but must be from 1"),
     ],
 )
-def test_a_function_that_gives_no_length_is_refused(tmp_path, length_fn, message):
+def test_a_length_function_without_a_valid_result_is_refused(
+    tmp_path, length_fn, message
+):
     for name in ("x.jsonl", "x.csv", "x.parquet"):
         WRITERS[name][0](tmp_path / name, [1, 2])
         with pytest.raises(ValueError, match=re.escape(message)):
             read_lengths(tmp_path / name, measure=Measure(length_fn=length_fn))
 
 
-def test_a_unit_is_known_and_the_only_rule():
+def test_an_unknown_unit_or_two_rules_are_refused():
     with pytest.raises(ValueError, match="`unit='tokens'`: choose 'bytes'"):
         Measure("tokens")
-    with pytest.raises(ValueError, match="`--unit bytes` and `--length-fn` both say"):
+    with pytest.raises(
+        ValueError, match="`--unit bytes` and `--length-fn` both define"
+    ):
         Measure("bytes", len)
 
 
@@ -586,7 +611,7 @@ def length(example): return example["id"]
 
 @pytest.fixture
 def module(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module in the current folder, another one in every test."""
+    """The name of a module in the current folder, unique to each test."""
     name = f"given_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
@@ -614,23 +639,23 @@ EXPECTED = [3, 1, 4, 1, 5]
     ],
 )
 def test_functions_return_sources_lengths_and_iterables(module, function, column, unit):
-    found = measure_function(f"{module}:{function}", column, Measure(unit))
-    assert found.tolist() == EXPECTED
+    result = measure_function(f"{module}:{function}", column, Measure(unit))
+    assert result.tolist() == EXPECTED
 
 
-def test_a_function_of_the_module_measures(module):
+def test_a_length_function_of_the_module_is_used(module):
     measure = Measure(length_fn=load_function(f"{module}:length"))
     for function in ("both", "stream"):
-        found = measure_function(f"{module}:{function}", measure=measure)
-        assert found.tolist() == EXPECTED
+        result = measure_function(f"{module}:{function}", measure=measure)
+        assert result.tolist() == EXPECTED
 
 
 def test_a_source_is_measured_in_workers(module):
-    found = measure_function(f"{module}:both", "text", Measure("bytes"), num_workers=2)
-    assert found.tolist() == [2 * n for n in EXPECTED]
+    result = measure_function(f"{module}:both", "text", Measure("bytes"), num_workers=2)
+    assert result.tolist() == [2 * n for n in EXPECTED]
 
 
-def test_a_source_that_knows_its_lengths_is_not_read(module, tmp_path):
+def test_a_source_with_lengths_is_not_read(module, tmp_path):
     write_token_file(tmp_path / "tokens", [{"x": np.arange(n)} for n in EXPECTED])
     assert measure_function(f"{module}:file").tolist() == EXPECTED
     assert TokenFile(tmp_path / "tokens").lengths.tolist() == EXPECTED
@@ -639,24 +664,28 @@ def test_a_source_that_knows_its_lengths_is_not_read(module, tmp_path):
 @pytest.mark.parametrize(
     ("function", "column", "message"),
     [
-        ("nothing", None, "returns None. Return a source with `len` and indices"),
-        ("dictionary", None, "returns {'x': 1}. Return a source"),
-        ("text", None, "returns 'abc'. Return a source"),
-        ("fails", None, "raises RuntimeError: two lines. Mend it; it is called"),
-        ("leaves", None, "raises SystemExit: 3. Mend it"),
-        ("asks", None, "raises TypeError: asks() missing 1 required"),
-        ("empty", None, "`source` is empty: there is no example to measure"),
-        ("dry", None, "it gives no example. Return some"),
+        ("nothing", None, "returned None. Return a random-access source"),
+        ("dictionary", None, "returned {'x': 1}. Return a random"),
+        ("text", None, "returned 'abc'. Return a random"),
+        ("fails", None, "raised RuntimeError: two lines. Fix the function"),
+        ("leaves", None, "raised SystemExit: 3. Fix the function"),
+        ("asks", None, "raised TypeError: asks() missing 1 required"),
+        ("empty", None, "`source` is empty. Pass a source with at least"),
+        ("dry", None, "it returned no examples. Return"),
         ("floats", None, "`lengths[0]=1.5` is not an integer"),
-        ("breaks", "x", "its iterable raises KeyError: 'gone'. Mend it"),
-        ("texts", None, "`source[0]`: 'ééé' is a text. Measure it by `jaxbucket"),
-        ("texts", "x", "'ééé' is not a dict: leave out `--column x`"),
-        ("both", "y", "it has ['x', 'text', 'id'], and no 'y': name one of them"),
-        ("LENGTHS", None, "is [3, 1, 4, 1, 5]. Name a function"),
-        ("sources", None, "has no 'sources', but ['array', 'asks', 'both', 'breaks'"),
+        ("breaks", "x", "its iterable raised KeyError: 'gone'. Fix"),
+        ("texts", None, "`source[0]`: 'ééé' is a text. Measure it with `jaxbucket"),
+        ("texts", "x", "'ééé' is not a dict. Remove `--column x`"),
+        ("both", "y", "it has features ['x', 'text', 'id'], but no 'y'"),
+        ("LENGTHS", None, "is [3, 1, 4, 1, 5], not a function. Pass the name"),
+        (
+            "sources",
+            None,
+            "has no 'sources'. Choose one of its functions: ['array', 'asks',",
+        ),
     ],
 )
-def test_functions_that_give_no_lengths_are_refused(module, function, column, message):
+def test_functions_without_valid_results_are_refused(module, function, column, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         measure_function(f"{module}:{function}", column)
     assert f"{module}:{function}" in str(caught.value)
@@ -680,20 +709,20 @@ def test_modules_that_cannot_be_imported_are_refused(module, tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 99, 100, 101, 1000])
-def test_a_summary_counts(size):
+def test_a_summary_matches_its_definition(size):
     lengths = np.random.default_rng(size).integers(1, 3 * size + 1, size)
-    found = summarize_lengths(lengths, "words")
+    result = summarize_lengths(lengths, "words")
     ordered = sorted(lengths.tolist())
-    for share, length in ((0.5, found.median), (0.9, found.p90), (0.99, found.p99)):
-        # The shortest one that does it.
+    for share, length in ((0.5, result.median), (0.9, result.p90), (0.99, result.p99)):
+        # The shortest length that covers this share of the examples.
         assert np.mean(lengths <= length) >= share - 1e-9
         assert np.mean(lengths < length) < share
-    assert (found.min, found.max) == (ordered[0], ordered[-1])
-    assert (found.examples, found.total) == (size, sum(ordered))
-    assert found.mean == pytest.approx(np.mean(lengths))
-    assert found.distinct == len(set(ordered))
-    assert json.loads(found.to_json())["unit"] == "words"
+    assert (result.min, result.max) == (ordered[0], ordered[-1])
+    assert (result.examples, result.total) == (size, sum(ordered))
+    assert result.mean == pytest.approx(np.mean(lengths))
+    assert result.distinct == len(set(ordered))
+    assert json.loads(result.to_json())["unit"] == "words"
 
 
-def test_a_total_is_beyond_32_bits():
+def test_a_total_may_exceed_32_bits():
     assert summarize_lengths([2**31 - 1] * 3).total == 3 * (2**31 - 1)

@@ -1,4 +1,4 @@
-"""Lengths in one pass: in workers, over processes, kept, and gone on with."""
+"""Measuring lengths: in workers, in several processes, cached and resumed."""
 
 import os
 import pathlib
@@ -20,7 +20,7 @@ SIZE = 5000
 
 
 class Source:
-    """Examples that are known by their length; counts how often it is read."""
+    """Examples whose lengths follow a formula. Counts the reads."""
 
     fingerprint = "v1"
 
@@ -49,10 +49,9 @@ def measured(source, **options) -> np.ndarray:
 
 def test_lengths_are_int32_in_the_order_of_the_source():
     source = Source()
-    found = measure_lengths(source)
-    assert found.dtype == np.int32
-    np.testing.assert_array_equal(found, LENGTHS)
-    # In one pass.
+    lengths = measure_lengths(source)
+    assert lengths.dtype == np.int32
+    np.testing.assert_array_equal(lengths, LENGTHS)
     assert source.reads == SIZE
 
 
@@ -63,8 +62,8 @@ def test_lengths_may_be_measured_by_a_function():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ([], "`source` is empty: there is no example to measure"),
-        ([{"x": [1]}, {"x": []}], "`source[1]`: The example has length 0. Leave empty"),
+        ([], "`source` is empty. Pass a source with at least"),
+        ([{"x": [1]}, {"x": []}], "`source[1]`: The example has length 0. Remove em"),
         ([{"x": 1}], "`source[0]`: The example ['x'] has no sequence"),
         ([{"x": [1]}, [1]], "`source[1]`: The example is a list, not a dict of arr"),
         ([{"x": [1], "y": [1, 2]}], "`source[0]`: The example has sequences of differ"),
@@ -75,21 +74,18 @@ def test_examples_without_a_length_are_refused(source, message):
         measure_lengths(source, progress=False)
 
 
-def test_lengths_are_those_of_the_sequences_named():
+def test_only_the_named_sequences_are_measured():
     source = [{"x": [1, 2], "notes": [1, 2, 3]}, {"x": [1], "notes": []}]
     lengths = measure_lengths(source, sequences=["x"], progress=False)
     np.testing.assert_array_equal(lengths, [2, 1])
 
 
 @pytest.mark.parametrize("length", [0, -2, 2.5, float("nan"), None, "3", 2**31])
-def test_a_function_that_measures_nonsense_is_refused(length):
+def test_invalid_results_of_a_length_function_are_refused(length):
     with pytest.raises(
         ValueError, match=re.escape(f"`source[0]` has length {length!r}")
     ):
         measure_lengths([1], length_fn=lambda example: length, progress=False)
-
-
-# What does not fit together
 
 
 @pytest.mark.parametrize(
@@ -100,24 +96,24 @@ def test_a_function_that_measures_nonsense_is_refused(length):
         pytest.param(3, marks=pytest.mark.exhaustive),
     ],
 )
-def test_any_number_of_workers_finds_the_same(tmp_path, num_workers):
+def test_any_number_of_workers_returns_the_same_lengths(tmp_path, num_workers):
     for cache in (None, tmp_path / "cache"):
-        found = measured(Source(), num_workers=num_workers, cache=cache)
-        assert found.dtype == np.int32
-        np.testing.assert_array_equal(found, LENGTHS)
+        lengths = measured(Source(), num_workers=num_workers, cache=cache)
+        assert lengths.dtype == np.int32
+        np.testing.assert_array_equal(lengths, LENGTHS)
 
 
-def test_functions_of_a_test_can_be_sent_to_workers():
-    found = measured([3, 1, 2], length_fn=lambda n: n + 1, num_workers=1)
-    assert found.tolist() == [4, 2, 3]
+def test_a_lambda_can_be_sent_to_workers():
+    lengths = measured([3, 1, 2], length_fn=lambda n: n + 1, num_workers=1)
+    assert lengths.tolist() == [4, 2, 3]
 
 
-def test_what_was_measured_is_read_again(tmp_path):
+def test_cached_lengths_are_read_from_the_file(tmp_path):
     source = Source()
     first = measured(source, cache=tmp_path)
     reads = source.reads
     again = measured(source, cache=tmp_path)
-    # Some examples stand for all.
+    # Only the sample of examples is read, to identify the source.
     assert source.reads - reads < 20
     np.testing.assert_array_equal(again, first)
     assert not again.flags.writeable
@@ -125,7 +121,7 @@ def test_what_was_measured_is_read_again(tmp_path):
     assert file.suffix == ".npy"
 
 
-def test_another_source_or_key_has_another_file(tmp_path):
+def test_each_source_and_key_has_its_own_file(tmp_path):
     other = Source()
     other.fingerprint = "v2"
     other_key = {"cache_key": "1 + a"}
@@ -142,12 +138,12 @@ def test_another_source_or_key_has_another_file(tmp_path):
         2,
     ):
         source = options.pop("source")
-        found = measured(source, cache=tmp_path, **options)
-        assert found[0] == length_of(0) + (number == 5)
+        lengths = measured(source, cache=tmp_path, **options)
+        assert lengths[0] == length_of(0) + (number == 5)
         assert len(list(tmp_path.iterdir())) == number
 
 
-def test_a_pass_that_was_cut_off_is_gone_on_with(tmp_path):
+def test_an_interrupted_pass_is_resumed(tmp_path):
     class Failing(Source):
         def __getitem__(self, index):
             if index == self.last:
@@ -155,7 +151,7 @@ def test_a_pass_that_was_cut_off_is_gone_on_with(tmp_path):
             return super().__getitem__(index)
 
     source = Failing()
-    # Behind those that stand for all.
+    # In the middle of the source, after several complete chunks.
     source.last = 3001
     with pytest.raises(KeyboardInterrupt):
         measured(source, cache=tmp_path)
@@ -167,36 +163,36 @@ def test_a_pass_that_was_cut_off_is_gone_on_with(tmp_path):
     assert [path.suffix for path in tmp_path.iterdir()] == [".npy"]
 
 
-@pytest.mark.parametrize("spoil", ["cut", "empty", "foreign", "zeros"])
-def test_a_file_that_is_cut_or_foreign_is_refused(tmp_path, spoil):
+@pytest.mark.parametrize("damage", ["truncated", "empty", "foreign", "zeros"])
+def test_a_damaged_cache_file_is_refused(tmp_path, damage):
     measured(Source(), cache=tmp_path)
     (file,) = tmp_path.iterdir()
-    if spoil == "cut":
+    if damage == "truncated":
         os.truncate(file, file.stat().st_size - 4)
-    elif spoil == "empty":
+    elif damage == "empty":
         file.write_bytes(b"")
-    elif spoil == "foreign":
+    elif damage == "foreign":
         np.save(file, np.ones(7))
     else:
         np.save(file, np.zeros(SIZE, np.int32))
-    with pytest.raises(ValueError, match=rf"{file.name} .* Delete the file, to measu"):
+    with pytest.raises(ValueError, match=rf"{file.name} .* Delete the file to measu"):
         measured(Source(), cache=tmp_path)
 
 
-@pytest.mark.parametrize("spoil", ["cut", "foreign"])
-def test_a_partial_file_that_is_spoiled_is_begun_again(tmp_path, spoil):
+@pytest.mark.parametrize("damage", ["truncated", "foreign"])
+def test_a_damaged_partial_file_is_started_again(tmp_path, damage):
     measured(Source(), cache=tmp_path)
     (file,) = tmp_path.iterdir()
     partial = file.with_suffix(".partial")
     file.rename(partial)
-    if spoil == "cut":
+    if damage == "truncated":
         os.truncate(partial, 100)
     else:
         partial.write_bytes(b"x" * 1000)
     np.testing.assert_array_equal(measured(Source(), cache=tmp_path), LENGTHS)
 
 
-def test_an_example_without_a_length_is_named_by_workers_too():
+def test_workers_name_an_example_without_a_length():
     with pytest.raises(ValueError, match=r"`source\[1\]`: The example has length 0"):
         measured([{"x": [1]}, {"x": []}], num_workers=1)
 
@@ -209,14 +205,14 @@ def test_an_example_that_cannot_be_read_is_named():
         measured([1, 2], length_fn=length_fn)
 
 
-def test_options_that_do_not_fit_are_refused():
+def test_invalid_options_are_refused():
     with pytest.raises(ValueError, match="`num_workers=-1` must not be negative"):
         measured([{"x": [1]}], num_workers=-1)
 
     class Two:
         index, count = 0, 2
 
-    with pytest.raises(ValueError, match="pass `cache`, a folder that all of them"):
+    with pytest.raises(ValueError, match="`processes` requires `cache`"):
         measured([{"x": [1]}], processes=Two())
 
 
@@ -235,10 +231,10 @@ class Source:
         return {"x": np.zeros(1 + index * 7919 % 50)}
 
 if __name__ == "__main__":
-    found = jb.measure_lengths(
+    lengths = jb.measure_lengths(
         Source(), num_workers=2, cache=sys.argv[1], progress=False
     )
-    print(int(found.sum()))
+    print(int(lengths.sum()))
 """
 
 
@@ -253,12 +249,12 @@ def start(tmp_path: pathlib.Path, *args: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_pass_that_is_lost_or_killed_is_gone_on_with(tmp_path):
+def test_a_pass_is_resumed_after_a_worker_or_the_parent_is_killed(tmp_path):
     cache = tmp_path / "cache"
     with start(tmp_path, "lost") as run:
         _, error = run.communicate(timeout=200)
     assert run.returncode == 1
-    assert "RuntimeError: A worker that measured was lost" in error
+    assert "RuntimeError: A worker process died" in error
     (partial,) = cache.iterdir()
     before = np.load(partial)
     assert np.all((before == LENGTHS) | (before == 0)) and before.any()
@@ -275,7 +271,7 @@ def test_a_pass_that_is_lost_or_killed_is_gone_on_with(tmp_path):
     assert out == f"{LENGTHS.sum()}\n", error
 
 
-def test_processes_measure_a_part_each(launch, tmp_path):
+def test_each_process_measures_a_share(launch, tmp_path):
     code = f"""
 import numpy as np
 import jaxbucket as jb
@@ -289,13 +285,13 @@ class Source:
         return {{"x": np.zeros(1 + index * 7919 % 50)}}
 
 with jb.Processes(timeout=10) as processes:
-    for time in range(2):
+    for attempt in range(2):
         source = Source()
-        found = jb.measure_lengths(
+        lengths = jb.measure_lengths(
             source, cache={str(tmp_path / "cache")!r}, processes=processes,
             progress=False,
         )
-        say(int(found.sum()), source.reads < {SIZE} / 3 + 20 - 1600 * time)
+        say(int(lengths.sum()), source.reads < {SIZE} / 3 + 20 - 1600 * attempt)
 """
     run = launch(code, count=3)
     assert run.status == 0, run.output
@@ -305,31 +301,31 @@ with jb.Processes(timeout=10) as processes:
 
 
 class Absent(list):
-    """A source that no other process can open."""
+    """A source that cannot be unpickled."""
 
     def __reduce__(self):
-        return _open, ()
+        return _fail_to_open, ()
 
 
-def _open():
+def _fail_to_open():
     raise FileNotFoundError("no shard here")
 
 
-def test_a_source_that_a_worker_cannot_open_is_told():
+def test_a_source_that_a_worker_cannot_open_is_refused():
     source = Absent([{"x": [1]}])
-    words = "`source` cannot be opened in a worker: FileNotFoundError: no shard here"
-    with pytest.raises(ValueError, match=words):
+    message = "`source` cannot be opened in a worker: FileNotFoundError: no shard here"
+    with pytest.raises(ValueError, match=message):
         measure_lengths(source, num_workers=1, progress=False)
 
 
-def test_a_source_that_cannot_be_sent_is_told():
+def test_a_source_that_cannot_be_pickled_is_refused():
     source = [{"x": [1], "handle": threading.Lock()}]
     with pytest.raises(ValueError, match="cannot be sent to a worker: .*num_workers=0"):
         measure_lengths(source, num_workers=1, progress=False)
 
 
-def test_a_part_of_a_span_that_is_missing_is_measured(tmp_path):
-    # As after a kill in the middle of writing one.
+def test_a_partly_measured_chunk_is_completed(tmp_path):
+    # The state after a process was killed while it wrote a chunk.
     source = [{"x": [0] * n} for n in (3, 1, 4, 2)]
     measure_lengths(source, cache=tmp_path, progress=False)
     (path,) = tmp_path.iterdir()
@@ -338,22 +334,20 @@ def test_a_part_of_a_span_that_is_missing_is_measured(tmp_path):
     np.save(path.with_suffix(".partial.npy"), half)
     path.unlink()
     path.with_suffix(".partial.npy").rename(path.with_suffix(".partial"))
-    found = measure_lengths(source, cache=tmp_path, progress=False)
-    assert found.tolist() == [3, 1, 4, 2]
+    lengths = measure_lengths(source, cache=tmp_path, progress=False)
+    assert lengths.tolist() == [3, 1, 4, 2]
     assert [x.name for x in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_cache_that_is_no_folder_is_refused(tmp_path):
+def test_a_cache_that_is_not_a_folder_is_refused(tmp_path):
     path = tmp_path / "file"
     path.write_text("mine")
-    with pytest.raises(
-        ValueError, match="`cache='.*file'` is not a folder that can be"
-    ):
+    with pytest.raises(ValueError, match="`cache='.*file'` is not a writable folder"):
         measure_lengths([{"x": [1]}], cache=path, progress=False)
     assert path.read_text() == "mine"
 
 
-def test_a_cache_of_several_arrays_is_refused(tmp_path):
+def test_a_cache_file_with_several_arrays_is_refused(tmp_path):
     source = [{"x": [1]}]
     measure_lengths(source, cache=tmp_path, progress=False)
     (path,) = tmp_path.iterdir()
@@ -363,23 +357,23 @@ def test_a_cache_of_several_arrays_is_refused(tmp_path):
         measure_lengths(source, cache=tmp_path, progress=False)
 
 
-def test_a_function_whose_lengths_are_kept_needs_a_name(tmp_path):
-    words = '`length_fn` does: name it by `cache_key`, such as `cache_key="length_fn-'
-    with pytest.raises(ValueError, match=re.escape(words)):
+def test_caching_the_results_of_a_function_requires_a_key(tmp_path):
+    message = 'Pass a name for the function, such as `cache_key="length_fn-1"`'
+    with pytest.raises(ValueError, match=re.escape(message)):
         measured(["ab"], length_fn=len, cache=tmp_path)
-    with pytest.raises(ValueError, match="`difficulty_fn` does: name it by `cache_k"):
+    with pytest.raises(ValueError, match="changes of `difficulty_fn`"):
         measure_difficulty(["ab"], len, cache=tmp_path)
     for cache_key in ("", 1, b"len"):
-        with pytest.raises(ValueError, match="must be a string that is not empty"):
+        with pytest.raises(ValueError, match="must be a non-empty string"):
             measured(["ab"], length_fn=len, cache=tmp_path, cache_key=cache_key)
     assert not list(tmp_path.iterdir())
-    # The key is the name: what the function does is not looked into.
+    # The key identifies the function, whose code is not compared.
     for length_fn in (len, hash):
-        found = measured(["ab"], length_fn=length_fn, cache=tmp_path, cache_key="1")
-        assert found.tolist() == [2]
+        lengths = measured(["ab"], length_fn=length_fn, cache=tmp_path, cache_key="1")
+        assert lengths.tolist() == [2]
 
 
-def test_a_function_and_the_default_have_files_of_their_own(tmp_path):
+def test_a_function_and_the_default_have_different_files(tmp_path):
     source = [{"x": [0] * n} for n in (3, 1, 4)]
 
     def measured(cache_key, length_fn=None):
@@ -398,7 +392,7 @@ def test_a_function_and_the_default_have_files_of_their_own(tmp_path):
     assert len(list(tmp_path.glob("lengths-*.npy"))) == 4
 
 
-def test_the_file_of_the_default_has_the_name_that_it_always_had(tmp_path):
+def test_the_file_name_of_the_default_is_stable(tmp_path):
     source = [{"x": [0] * n} for n in (3, 1, 4)]
     measure_lengths(source, cache=tmp_path, progress=False)
     (path,) = tmp_path.glob("lengths-*.npy")

@@ -1,0 +1,171 @@
+"""What README.md and docs/ say holds. Their Python blocks are run by conftest.py."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+
+
+def blocks(language: str, text: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def load(path: str):
+    spec = importlib.util.spec_from_file_location("loaded", ROOT / path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 200
+    words, _, _ = README.partition("## Quick start")
+    assert len(words.split()) < 250
+
+
+def test_continuous_integration_runs_the_readmes_test_command():
+    train, test = blocks("bash", README)
+    assert train.strip() == "pip install -e . && python examples/train_lm.py"
+    assert test in (ROOT / ".ci" / "run").read_text()
+
+
+def test_links_lead_to_files():
+    for folder, text in [(ROOT, README), *((ROOT / "docs", x) for x in PAGES.values())]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
+            assert (folder / target).exists(), target
+
+
+def test_the_readme_links_to_every_page():
+    for page in PAGES:
+        assert f"](docs/{page}.md)" in README, page
+
+
+def test_the_reference_is_up_to_date():
+    written = load("scripts/write_reference.py").reference()
+    assert PAGES["reference"] == written, "Run `python scripts/write_reference.py`."
+
+
+def test_files_and_folders_that_pages_name_exist():
+    for text in [README, *PAGES.values()]:
+        for path in re.findall(r"\b(?:benchmarks|scripts|tests)/[\w/]+\.py", text):
+            assert (ROOT / path).exists(), path
+        for name in re.findall(r"`examples/(\w+\.py)`", text):
+            assert (ROOT / "examples" / name).exists(), name
+
+
+# Each as `jaxbucket` of a shell, but in one process.
+COMMANDS = """
+import json, sys
+from jaxbucket.cli import main
+for command in json.loads(sys.argv[1]):
+    try:
+        main(command[1:])
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
+
+
+def run_commands(page: str, folder: pathlib.Path) -> list[str]:
+    """Runs the `jaxbucket` commands of a page; returns their names."""
+    text = "".join(blocks("console", PAGES[page])).replace("\\\n", " ")
+    lines = [line.removeprefix("$ ") for line in text.splitlines()]
+    lines = [line.removeprefix("cd examples && ") for line in lines]
+    commands = [x.split() for x in lines if x.startswith("jaxbucket ")]
+    (folder / "docs").mkdir()
+    (folder / "examples").mkdir()
+    run = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
+        cwd=folder / "examples",
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return [command[1] for command in commands]
+
+
+def test_the_commands_of_the_page_on_planning_run(tmp_path):
+    commands = run_commands("planning", tmp_path)
+    assert {"measure", "compare", "plan", "report"} <= set(commands)
+    assert (tmp_path / "docs" / "comparison.png").exists()
+
+
+def quick_start() -> str:
+    """The quick start, up to its loop."""
+    code, _, _ = blocks("python", README)[0].partition("for step, batch in")
+    return code.replace('glob("*.py")', 'glob("a*.py")')
+
+
+def output_of_two(loop: str, tell: str, folder: pathlib.Path) -> str:
+    """Returns the output of two processes that run a loop after the quick start.
+
+    The first `...` of the loop stands for the quick start.
+    """
+    code = textwrap.indent(quick_start(), "    ")
+    place, *_ = re.findall(r"^ +\.\.\.(?: .*)?\n", loop, re.MULTILINE)
+    loop = loop.replace(place, code, 1).replace(place, "")
+    script = folder / "script.py"
+    script.write_text(f"import jaxbucket as jb\n{loop}\n{tell}\n")
+    launch = [sys.executable, ROOT / "scripts" / "launch_local.py", "-n", "2"]
+    run = subprocess.run(
+        [*launch, "-d", "2", "--", sys.executable, "-W", "error", script],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
+    return run.stdout
+
+
+@pytest.mark.exhaustive
+def test_the_loop_of_the_page_on_processes_saves_where_it_ends(tmp_path):
+    loop, *_ = blocks("python", PAGES["processes"])
+    loop = loop.replace("/shared/run", str(tmp_path / "run"))
+    for _ in range(2):
+        # The second run has nothing left to do.
+        printed = output_of_two(loop, "print(step, int(state.step))", tmp_path)
+        ((step, updates), (other, _)) = re.findall(
+            r"^\[.\] (\d+) (\d+)$", printed, re.MULTILINE
+        )
+        assert step == updates == other
+        assert max(int(x.name) for x in (tmp_path / "run").glob("[0-9]*")) == int(step)
+
+
+@pytest.mark.exhaustive
+def test_the_loops_of_the_page_on_streams_end_in_two_processes(tmp_path):
+    loop, alone, _ = blocks("python", PAGES["streaming"])[3:]
+    begin = """
+with jb.Processes() as processes:
+    ...
+    import grain
+    source = source[:1000]
+    my_part = source[: 300] if processes.index else source[300:]
+    my_part = grain.MapDataset.source(my_part).to_iter_dataset()
+"""
+    tell = "print(step, batches.ended, batches.counts.read)"
+    printed = output_of_two(begin + textwrap.indent(loop, "    "), tell, tmp_path)
+    ends = re.findall(r"^\[(.)\] (\d+) True (\d+)$", printed, re.MULTILINE)
+    assert {index: read for index, _, read in ends} == {"0": "700", "1": "300"}
+    assert len({step for _, step, _ in ends}) == 1
+    # Without rounds they end later.
+    dataset, _, _ = loop.partition("processes.check_agreement")
+    dataset = dataset.replace("processes=processes", "num_steps=float('inf')")
+    begin += textwrap.indent(dataset, "    ")
+    printed = output_of_two(
+        begin + textwrap.indent(alone, "    "), "print(step)", tmp_path
+    )
+    ((_, step), (_, other)) = re.findall(r"^\[(.)\] (\d+)$", printed, re.MULTILINE)
+    assert int(ends[0][1]) < int(step) == int(other)
