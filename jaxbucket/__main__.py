@@ -1,4 +1,4 @@
-"""`python -m jaxbucket` is the command `jaxbucket`."""
+"""`python -m jaxbucket` runs the command `jaxbucket`."""
 
 from jaxbucket.cli import main
 

@@ -4,6 +4,7 @@ python scripts/draw_plan.py docs/plan.png
 """
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 
@@ -31,7 +32,9 @@ def main() -> None:
         max_seq_len=4096,
         overlong="truncate",
     )
-    ax = plot_plan(plan, lengths)
+    # The documents are bytes, and each byte is a token.
+    epoch = dataclasses.replace(jb.report(plan, lengths), unit="bytes")
+    ax = plot_plan(plan, lengths, epoch=epoch)
     args.output.parent.mkdir(exist_ok=True)
     ax.figure.savefig(args.output, dpi=120)
 

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(jaxbucket.__file__).parent
 PACKAGES = {
     "__main__": ({"cli"}, set()),
     "cli": (
-        {"data", "compile", "plan", "base"},
+        {"data", "compile", "packing", "plan", "base"},
         {"numpy", "click", "rich", "matplotlib"},
     ),
     "testing": ({"train", "base"}, {"numpy", "jax", "optax", "etils"}),

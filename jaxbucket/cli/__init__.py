@@ -1,4 +1,4 @@
-"""The command `jaxbucket`: lengths, plans, reports and pictures, without Python."""
+"""The command `jaxbucket`: lengths, plans, reports and pictures from the shell."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from jaxbucket.cli.report import report
 
 
 class _Group(click.Group):
-    """Ends with the sentence of an error instead of its traceback."""
+    """A group whose commands print an error's message instead of its traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            # Nobody reads on, as after `| head`; click ends without a word.
+            # The reader has ended, as after `| head`. click exits without a message.
             raise
         except (ValueError, OSError) as error:
             raise click.ClickException(str(error)) from None
         except MemoryError as error:
             raise click.ClickException(
-                f"There is not enough memory: {error or 'nothing is left'}. Run this "
-                "where there is more, or on fewer examples."
+                f"There is not enough memory: {error or 'none is left'}. Run this on a "
+                "machine with more memory, or on fewer examples."
             ) from None
 
 
@@ -37,7 +37,11 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
 @click.group(cls=_Group, context_settings=_SETTINGS)
 @click.version_option(package_name="jaxbucket")
 def main() -> None:
-    """Shape buckets for training on variable-length data in JAX."""
+    """Plan batch shapes for training on variable-length data in JAX.
+
+    Measure the lengths of your examples, compare the ways to batch them, and write a
+    plan of shapes (B, T) for your job.
+    """
 
 
 for _command in (measure, plan, compare, report, precompile):

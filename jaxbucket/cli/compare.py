@@ -1,4 +1,4 @@
-"""The command `jaxbucket compare`: plans of the same lengths, side by side."""
+"""The command `jaxbucket compare`: a comparison of plans for the same lengths."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from jaxbucket.cli.options import (
     NEW,
     POSITIVE,
     ShapeOptions,
+    block_sparse_option,
     column_option,
     integers,
     json_option,
     shape_options,
+    unit_option,
 )
 from jaxbucket.cli.outputs import check_outputs, new_figure
+from jaxbucket.cli.packing import with_packed_rows
 from jaxbucket.cli.report import read_plan, remainder_option
 from jaxbucket.cli.show import show
 from jaxbucket.data.lengths.files import read_lengths
+from jaxbucket.packing.packed_plan import PACK, Pack
 from jaxbucket.plan.planner import plan_within
 from jaxbucket.plan.remainder import Remainder
 from jaxbucket.plan.reports.comparison import compare_plans
@@ -29,21 +33,31 @@ from jaxbucket.plan.reports.comparison import compare_plans
 
 @click.command()
 @click.argument("lengths", type=EXISTING)
-@click.option("--num-buckets", type=POSITIVE, default=8)
-@click.option("--boundaries", help="Compare with these, such as 128,256,512, too.")
-@click.option("--shapes", help="With these B x T, such as 32x128,16x256, too.")
+@click.option(
+    "--num-buckets", type=POSITIVE, default=8, help="The most shapes of a plan."
+)
+@click.option("--boundaries", help="Also compare these T, such as 128,256,512.")
+@click.option("--shapes", help="Also compare these B x T, such as 32x128,16x256.")
 @click.option(
     "--plan",
     "plan_files",
     metavar="PLAN",
     type=EXISTING,
     multiple=True,
-    help="With a plan that `jaxbucket plan -o` wrote, too.",
+    help="Also compare a plan that `jaxbucket plan -o` wrote; may be repeated.",
 )
+@click.option(
+    "--pack",
+    type=click.Choice(PACK),
+    default="auto",
+    help="Whether to compare packed rows; auto does so if the limits allow it.",
+)
+@block_sparse_option
 @shape_options
 @remainder_option
 @column_option
-@click.option("--plot", type=NEW, help="Draw them there, side by side.")
+@unit_option
+@click.option("--plot", type=NEW, help="Draw the comparison to this file.")
 @json_option
 def compare(
     lengths: pathlib.Path,
@@ -51,16 +65,19 @@ def compare(
     boundaries: str | None,
     shapes: str | None,
     plan_files: tuple[pathlib.Path, ...],
+    pack: Pack,
+    block_sparse: bool,
     shape: ShapeOptions,
     remainder: Remainder,
     column: str | None,
+    unit: str,
     plot: pathlib.Path | None,
     as_json: bool,
 ) -> None:
-    """Compare what the rules for boundaries, and your own plans, cost on LENGTHS.
+    """Compare rules for boundaries, packed rows and your own plans on LENGTHS.
 
-    The cheapest epoch comes first. It costs tokens, padding counted, or what --width,
-    --per-second, --step-times or --cost-fn say of a step.
+    The plan with the cheapest epoch comes first. Costs are tokens, padding included,
+    unless --width, --per-second, --step-times or --cost-fn define the cost of a step.
     """
     check_outputs([lengths, *plan_files, *shape.inputs], plot=plot)
     with new_figure(plot, 10, 6) as figure:
@@ -72,9 +89,21 @@ def compare(
             others=_others(measured, boundaries, shapes, plan_files, shape),
             remainder=remainder,
         )
+        comparison = with_packed_rows(
+            comparison,
+            measured,
+            shape,
+            pack=pack,
+            block_sparse=block_sparse,
+            remainder=remainder,
+        ).with_unit(unit)
         if figure:
-            from jaxbucket.plan.reports.comparison_plots import plot_comparison
+            from jaxbucket.plan.reports.comparison_plots import (
+                comparison_height,
+                plot_comparison,
+            )
 
+            figure.set_size_inches(10, comparison_height(comparison))
             plot_comparison(comparison, measured, figure)
     show(as_json, comparison.to_dict(), comparison)
 
@@ -89,13 +118,13 @@ def _others(
     others = {path.name: read_plan(path) for path in plan_files}
     if len(others) < len(plan_files):
         names = [path.name for path in plan_files]
-        raise ValueError(f"`--plan`: {names} have equal names. Rename one of them.")
+        raise ValueError(f"`--plan` names equal files: {names}. Rename one of them.")
     if boundaries is not None:
         ends = integers(boundaries)
         if ends is None:
             raise ValueError(
-                f"`--boundaries {boundaries}`: give lengths such as 128,256,512. Every "
-                "rule is compared anyway."
+                f"`--boundaries {boundaries}` is not a list of lengths. Give lengths "
+                "such as 128,256,512; every rule is compared anyway."
             )
         others["given boundaries"] = plan_within(lengths, shape.limits(), 1, ends)
     if shapes is not None:

@@ -1,4 +1,4 @@
-"""The command `jaxbucket measure`: how long the examples of a source are."""
+"""The command `jaxbucket measure`: the lengths of the examples of a source."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ _FILE = click.Path(path_type=pathlib.Path)
 
 @click.command()
 @click.argument("source")
-@click.option("--column", help="Which array, column or field, where there are several.")
-@click.option("--unit", type=click.Choice(UNITS), help="What a text is measured in.")
+@click.option(
+    "--column", help="The array, column or field to measure if there are several."
+)
+@click.option("--unit", type=click.Choice(UNITS), help="The unit of a text's length.")
 @click.option(
     "--length-fn",
     metavar="MODULE:FUNCTION",
-    help="Takes an example (a row, line or record) to its length.",
+    help="A function that returns the length of an example: a row, line or record.",
 )
-@click.option("--output", "-o", type=_FILE, help="Write the lengths there, as .npy.")
+@click.option(
+    "--output", "-o", type=_FILE, help="Write the lengths to this file, as .npy."
+)
 @click.option(
     "--num-workers",
     type=click.IntRange(min=0),
     default=0,
-    help="Processes that measure what a function returns.",
+    help="Processes that measure the source of a module:function.",
 )
-@click.option("--plot", type=_FILE, help="Draw a histogram there.")
+@click.option("--plot", type=_FILE, help="Draw a histogram to this file.")
 @json_option
 def measure(
     source: str,
@@ -45,18 +49,18 @@ def measure(
     plot: pathlib.Path | None,
     as_json: bool,
 ) -> None:
-    """Measure the examples of SOURCE, once, for `jaxbucket plan`.
+    """Measure the lengths of the examples in SOURCE, for `jaxbucket plan`.
 
     SOURCE is a file: .npy, .npz, .csv, .tsv, .jsonl, .parquet, .array_record, or text
-    with an example on each line; those of lines also as .gz. Integers are lengths,
-    lists are as long as they are, and texts are measured by --unit. Or it is
-    module:function, a function without arguments that returns a source with indices,
-    an array of lengths or an iterable of examples.
+    with one example per line. Files of lines may be compressed, as .gz. Integers are
+    taken as lengths, lists are counted, and texts are measured in --unit. Or SOURCE is
+    module:function, a function without arguments that returns a random-access source,
+    an array of lengths, or an iterable of examples.
     """
     check_outputs([pathlib.Path(source)], output=output, plot=plot)
     _check_suffix(output)
     counted = unit or "tokens"
-    # A picture that cannot be drawn is refused before hours of measuring.
+    # A picture that cannot be drawn is refused before measuring, which may take hours.
     with new_figure(plot, 8, 6) as figure:
         lengths = _measured(source, column, _measure(unit, length_fn), num_workers)
         if output:
@@ -71,10 +75,10 @@ def measure(
 
 
 def _check_suffix(output: pathlib.Path | None) -> None:
-    # By its suffix it will be read.
+    # Other commands tell the format of a file by its suffix.
     if output and output.suffix.lower() != ".npy":
         raise ValueError(
-            f"`--output {output}`: lengths are written as .npy. Name it "
+            f"`--output {output}`: lengths are written as .npy. Name the file "
             f"{output.with_suffix('.npy')}."
         )
 
@@ -98,11 +102,11 @@ def _measured(
         if is_function_name(source):
             return measure_function(source, column, measure, num_workers)
         raise ValueError(
-            f"`{source}` is not there. Name a file, or a function as module:function."
+            f"`{source}` does not exist. Name a file, or a function as module:function."
         )
     if num_workers:
         raise ValueError(
-            f"`--num-workers {num_workers}`: a file is read by one process. Leave it "
-            "out, or give a source as module:function."
+            f"`--num-workers {num_workers}` has no effect on a file, which one process "
+            "reads. Leave it out, or give a source as module:function."
         )
     return read_lengths(path, column, measure)

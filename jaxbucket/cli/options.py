@@ -1,4 +1,4 @@
-"""Options that several commands have: limits of shapes, and costs of steps."""
+"""Options that several commands share: limits of shapes, costs of steps, names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,27 @@ NEW = click.Path(dir_okay=False, writable=True, path_type=pathlib.Path)
 _RATE = click.FloatRange(min=0, min_open=True)
 
 column_option = click.option(
-    "--column", help="Which array, column or field, if several."
+    "--column", help="The array, column or field to read if the file has several."
+)
+
+
+def _check_unit(_: click.Context, __: click.Parameter, unit: str) -> str:
+    if not unit.strip():
+        raise click.BadParameter("Name what lengths count, such as bytes.")
+    return unit
+
+
+unit_option = click.option(
+    "--unit",
+    metavar="NAME",
+    default="tokens",
+    callback=_check_unit,
+    help="What lengths count, such as bytes: a name for tables and pictures.",
+)
+block_sparse_option = click.option(
+    "--block-sparse",
+    is_flag=True,
+    help="Count the attention of packed rows within examples, not over whole rows.",
 )
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print every number as JSON."
@@ -32,74 +52,84 @@ _OPTIONS = [
     click.option(
         "--max-tokens",
         metavar="TOKENS",
-        help="B * T at most; or one for each boundary, such as 65536,32768; or a "
-        "module:function of T.",
+        help="The largest B * T, padding included; or one for each boundary, such as "
+        "65536,32768; or a module:function of T.",
     ),
     click.option(
         "--batch-size-multiple",
         type=POSITIVE,
         default=1,
-        help="Every B is a multiple of it.",
+        help="Make every B a multiple of this.",
     ),
     click.option(
         "--seq-len-multiple",
         type=POSITIVE,
         default=1,
-        help="Every T is a multiple of it.",
+        help="Make every T a multiple of this.",
     ),
-    click.option("--max-seq-len", type=POSITIVE, help="T of the last bucket."),
+    click.option(
+        "--max-seq-len",
+        type=POSITIVE,
+        help="T of the last bucket; by default the longest length, rounded up.",
+    ),
     click.option(
         "--min-batch-size",
         type=POSITIVE,
         default=1,
-        help="The fewest rows of a batch.",
+        help="The smallest B.",
     ),
-    click.option("--max-batch-size", type=POSITIVE, help="The most rows of a batch."),
+    click.option("--max-batch-size", type=POSITIVE, help="The largest B."),
     click.option(
         "--accumulate",
         type=POSITIVE,
         default=1,
-        help="Micro-batches of a step, of the same bucket.",
+        help="Micro-batches per step, all of the same bucket.",
     ),
     click.option(
         "--overlong",
         type=click.Choice(OVERLONG),
         default="error",
-        help="What happens to longer examples.",
+        help="What to do with examples longer than the last bucket.",
     ),
     click.option(
-        "--width", type=POSITIVE, help="Width of a transformer, for its costs."
+        "--width",
+        type=POSITIVE,
+        help="Count the operations of a transformer of this width; needs --depth.",
     ),
     click.option("--depth", type=POSITIVE, help="Layers of the transformer."),
     click.option(
-        "--vocab-size", type=POSITIVE, help="Outputs of the transformer for a position."
+        "--vocab-size",
+        type=POSITIVE,
+        help="Vocabulary of the transformer; by default its output layer is not "
+        "counted.",
     ),
     click.option(
         "--per-second",
         metavar="RATE",
         type=_RATE,
-        help="Positions, or operations with --width, that the machine does.",
+        help="Tokens, or operations with --width, that the machine computes per "
+        "second; costs are then in seconds.",
     ),
     click.option(
         "--step-times",
         metavar="FILE",
         type=EXISTING,
-        help='Measured seconds of steps, as JSON: {"[8, 512]": 0.21, ...}.',
+        help='Measured seconds per step of some shapes, as JSON: {"[8, 512]": 0.21}.',
     ),
     click.option(
         "--cost-fn",
         metavar="MODULE:FUNCTION",
-        help="A function of (B, T): the cost of a step.",
+        help="A function of (B, T) that returns the cost of a step.",
     ),
 ]
 
 
 @dataclasses.dataclass(frozen=True)
 class ShapeOptions:
-    """The values of the options; files and functions are loaded on first use.
+    """The values of the options. Files and functions are loaded on first use.
 
     Attributes:
-      limit_values: the fields of `Limits` but `cost_fn`; `max_tokens` as a text.
+      limit_values: the fields of `Limits` except `cost_fn`; `max_tokens` is a string.
       cost_values: the arguments of `_cost_fn`.
     """
 
@@ -107,10 +137,14 @@ class ShapeOptions:
     cost_values: dict[str, Any]
 
     def limits(self) -> Limits:
-        """Returns the limits and the costs of shapes."""
+        """Returns the limits of shapes, with the cost of a step.
+
+        Raises:
+          ValueError: if `--max-tokens` is missing or a value is out of range.
+        """
         if self.limit_values["max_tokens"] is None:
             raise ValueError(
-                "`--max-tokens` is missing: say what B * T may be at most, such as "
+                "`--max-tokens` is missing. Give the largest B * T, such as "
                 "`--max-tokens 65536`."
             )
         budget = _budget(self.limit_values["max_tokens"])
@@ -120,40 +154,40 @@ class ShapeOptions:
 
     @functools.cached_property
     def cost_fn(self) -> CostFn | None:
-        """What a step costs; None counts tokens."""
+        """The cost of a step; None counts tokens."""
         return _cost_fn(**self.cost_values)
 
     def check_free(self) -> None:
-        """Raises a ValueError for limits of B or T, which `--shapes` fix."""
+        """Raises a ValueError for limits of B or T, because `--shapes` fix both."""
         free = {"min_batch_size": 1, "max_batch_size": None, "max_seq_len": None}
         for name, value in free.items():
             if self.limit_values[name] != value:
                 raise ValueError(
-                    f"`--{name.replace('_', '-')}` says nothing beside `--shapes`: "
-                    "leave it out."
+                    f"`--{name.replace('_', '-')}` has no effect with `--shapes`. "
+                    "Leave it out."
                 )
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches of a step."""
+        """The number of micro-batches per step."""
         return self.limit_values["accumulate"]
 
     @property
     def inputs(self) -> list[pathlib.Path]:
-        """Files that are read."""
+        """The files that the options name."""
         path = self.cost_values["step_times"]
         return [path] if path else []
 
     def fixed_plan(self, text: str) -> BucketPlan:
-        """Returns the plan of shapes such as 32x128,16x256, costed."""
+        """Returns the plan of shapes such as 32x128,16x256, with its costs."""
         names = ("batch_size_multiple", "seq_len_multiple", "overlong")
         fields = {name: self.limit_values[name] for name in names}
         if self.limit_values["max_tokens"] is not None:
             budget = self.limits().max_tokens
             if not isinstance(budget, int):
                 raise ValueError(
-                    "`--shapes` say their own B: give one `--max-tokens` beside them, "
-                    "or none."
+                    "`--shapes` fix B. Give one number as `--max-tokens`, or leave it "
+                    "out."
                 )
             fields["max_tokens"] = budget
         plan = BucketPlan.from_shapes(_shapes(text), **fields)
@@ -164,7 +198,7 @@ _LIMIT_NAMES = {field.name for field in dataclasses.fields(Limits)} - {"cost_fn"
 
 
 def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options to a command, which is called with their values as `shape`."""
+    """Adds the options to a command and passes it their values as `shape`."""
 
     @functools.wraps(command)
     def with_shape(**options: Any) -> Any:
@@ -196,16 +230,16 @@ def _cost_fn(
     sources = {"--width": by_model, "--step-times": step_times, "--cost-fn": cost_fn}
     ways = [name for name, value in sources.items() if value]
     if len(ways) > 1:
-        raise ValueError(f"{' and '.join(ways)} are two costs: give one of them.")
+        raise ValueError(f"{' and '.join(ways)} are two costs. Give one of them.")
     if per_second and (step_times or cost_fn):
-        raise ValueError(f"`--per-second` says nothing beside {ways[0]}: leave it out.")
+        raise ValueError(f"`--per-second` has no effect with {ways[0]}. Leave it out.")
     if step_times:
         return read_step_times(step_times)
     if cost_fn:
         return _function("--cost-fn", cost_fn)
     if by_model:
         if not (width and depth):
-            raise ValueError("A transformer's cost takes `--width` and `--depth`.")
+            raise ValueError("A transformer's cost needs `--width` and `--depth`.")
         return TransformerCost(width, depth, vocab_size or 0, per_second)
     return TokenCost(per_second) if per_second else None
 
@@ -214,25 +248,28 @@ _COST_NAMES = inspect.signature(_cost_fn).parameters
 
 
 def read_step_times(path: pathlib.Path) -> StepTime:
-    """Returns the cost that fits the step times in a file, shape -> seconds.
+    """Returns the cost function fitted to the step times in a file.
+
+    Args:
+      path: a file with a JSON object, shape -> seconds.
 
     Raises:
-      ValueError: if it holds no such thing.
+      ValueError: if the file is not such an object.
     """
     try:
         pairs = json.loads(path.read_text("utf-8"), object_pairs_hook=tuple)
         if not isinstance(pairs, tuple):
-            raise ValueError("it is none")
+            raise ValueError("it is something else")
         shapes = [tuple(json.loads(shape)) for shape, _ in pairs]
         if not all(len(s) == 2 and all(type(n) is int for n in s) for s in shapes):
             raise ValueError("a shape is two integers")
         if len(set(shapes)) < len(shapes):
-            raise ValueError("a shape is there twice")
+            raise ValueError("a shape occurs twice")
         seconds = {Bucket(*s): time for s, (_, time) in zip(shapes, pairs, strict=True)}
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"`--step-times {path}` is no JSON object of shapes and seconds, such as "
-            f'{{"[8, 512]": 0.21}}: {str(error).rstrip(".")}.'
+            f"`--step-times {path}` is not a JSON object of shapes and seconds, such "
+            f'as {{"[8, 512]": 0.21}}: {str(error).rstrip(".")}.'
         ) from None
     return StepTime.fit(seconds)
 
@@ -242,17 +279,18 @@ def _function(option: str, text: str) -> Callable[..., Any]:
 
     if not is_function_name(text):
         raise ValueError(
-            f"`{option} {text}`: give integers, or a function as module:function."
+            f"`{option} {text}` is neither an integer nor a function. Give integers, "
+            "or a function as module:function."
             if option == "--max-tokens"
-            else f"`{option} {text}`: name a function as module:function."
+            else f"`{option} {text}` is not a function. Name it as module:function."
         )
     return load_function(text)
 
 
 def integers(text: str) -> list[int] | None:
-    """Returns the integers between commas, None where something else is."""
+    """Returns comma-separated integers, or None if a part is not an integer."""
     parts = text.split(",")
-    # Not `isdigit`, which takes superscripts for digits.
+    # Not `isdigit`, which accepts superscripts.
     decimal = all(part.strip().isdecimal() for part in parts)
     return [int(part) for part in parts] if decimal else None
 
@@ -262,5 +300,8 @@ def _shapes(text: str) -> list[tuple[int, int]]:
     pairs = [integers(part.lower().replace("x", ",")) for part in text.split(",")]
     shapes = [(pair[0], pair[1]) for pair in pairs if pair and len(pair) == 2]
     if len(shapes) < len(pairs):
-        raise ValueError(f"`--shapes {text}`: give B x T for each, as 32x128,16x256.")
+        raise ValueError(
+            f"`--shapes {text}` is not a list of B x T. Give shapes such as "
+            "32x128,16x256."
+        )
     return shapes

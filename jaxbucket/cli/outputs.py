@@ -1,4 +1,4 @@
-"""Output files of a command: never one of its inputs, and complete or not there."""
+"""Output files of a command: never one of its inputs, and never incomplete."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def check_outputs(
     output: pathlib.Path | None = None,
     plot: pathlib.Path | None = None,
 ) -> None:
-    """Raises a ValueError if an output cannot be written, or is an input or the other.
+    """Raises a ValueError if an output cannot be written or would overwrite a file.
 
     Args:
-      inputs: files that are read.
-      output: of the option `--output`.
-      plot: of the option `--plot`.
+      inputs: files that the command reads.
+      output: the value of `--output`.
+      plot: the value of `--plot`.
     """
     taken = {_resolved(path) for path in inputs}
     for name, path in (("--output", output), ("--plot", plot)):
@@ -38,7 +38,7 @@ def check_outputs(
 
 
 def _resolved(path: pathlib.Path) -> pathlib.Path:
-    # `Path.resolve` raises a RuntimeError where a link leads to itself.
+    # `Path.resolve` raises a RuntimeError if a link leads to itself.
     return pathlib.Path(os.path.realpath(path))
 
 
@@ -46,8 +46,8 @@ def _check_writable(name: str, path: pathlib.Path) -> None:
     folder = _resolved(path).parent
     if not folder.is_dir():
         raise ValueError(
-            f"`{name} {path}`: there is no folder {path.parent}. Make it, or name "
-            "another file."
+            f"`{name} {path}`: the folder {path.parent} does not exist. Create it, or "
+            "name another file."
         )
     if path.is_dir():
         raise ValueError(f"`{name} {path}` is a folder. Name a file in it.")
@@ -57,14 +57,14 @@ def _check_writable(name: str, path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def atomic_write(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Gives a file to write, which replaces the one at `path` once it is complete.
+    """Yields a file to write, which replaces the one at `path` once it is complete.
 
     Args:
-      name: of the option, for the error.
-      path: of the file.
+      name: the option, for the error message.
+      path: the file.
 
     Raises:
-      ValueError: if it cannot be written.
+      ValueError: if the file cannot be written.
     """
     path = _resolved(path)
     # A pipe or a device cannot be replaced by a file.
@@ -83,7 +83,7 @@ def atomic_write(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
     except OSError as error:
         raise ValueError(
             f"`{name} {path}` cannot be written: {error.strerror or error}. Name "
-            "another file, or make room."
+            "another file, or free some space."
         ) from None
     finally:
         with contextlib.suppress(OSError):
@@ -94,11 +94,16 @@ def atomic_write(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
 def new_figure(
     path: pathlib.Path | None, width: float, height: float
 ) -> Iterator[Any | None]:
-    """Gives a figure of matplotlib to draw on, and writes it; without a path, None.
+    """Yields a matplotlib figure and writes it afterwards; yields None without a path.
+
+    Args:
+      path: the file of the picture, whose suffix names the format.
+      width: the width of the figure, in inches.
+      height: the height of the figure, in inches.
 
     Raises:
-      ValueError: before anything is drawn, if there is no matplotlib or it writes no
-        such pictures; afterwards, if the picture cannot be written.
+      ValueError: before anything is drawn, if matplotlib is missing or does not write
+        this format; afterwards, if the picture cannot be written.
     """
     if path is None:
         yield None
@@ -109,14 +114,14 @@ def new_figure(
         raise ValueError(
             "`--plot` needs matplotlib: pip install 'jaxbucket[plots]'."
         ) from None
-    # Not by pyplot, which would keep it, and look for a screen.
+    # pyplot would keep a reference to the figure and look for a screen.
     figure = Figure(figsize=(width, height), layout="constrained")
-    # TeX, which pgf is written by, is seldom there.
+    # pgf needs TeX, which is rarely installed.
     kinds = figure.canvas.get_supported_filetypes().keys() - {"pgf"}
     kind = path.suffix[1:].lower()
     if kind not in kinds:
         raise ValueError(
-            f"`--plot {path}`: a picture is one of {sorted(kinds)}. Name it .png."
+            f"`--plot {path}` has an unknown suffix. Use one of {sorted(kinds)}."
         )
     yield figure
     with atomic_write("--plot", path) as file:

@@ -1,7 +1,9 @@
-"""The command `jaxbucket plan`: shapes for lengths, in any of the ways to choose."""
+"""The command `jaxbucket plan`: shapes for a set of lengths."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -14,17 +16,21 @@ from jaxbucket.cli.options import (
     NEW,
     POSITIVE,
     ShapeOptions,
+    block_sparse_option,
     column_option,
     integers,
     json_option,
     shape_options,
+    unit_option,
 )
 from jaxbucket.cli.outputs import atomic_write, check_outputs, new_figure
+from jaxbucket.cli.packing import check_packable, plan_rows, reason
 from jaxbucket.cli.show import as_dict, draw_plan, show
 from jaxbucket.data.lengths.files import read_lengths
+from jaxbucket.packing.packed_plan import PACK, Pack, PackedPlan
 from jaxbucket.plan.curve import PlanCurve, plan_curve
 from jaxbucket.plan.planner import RULES, plan_within
-from jaxbucket.plan.reports.epoch import report
+from jaxbucket.plan.reports.epoch import Report, report
 
 _AUTO = "auto"
 
@@ -33,48 +39,64 @@ _AUTO = "auto"
 @click.argument("lengths", type=EXISTING)
 @click.option(
     "--num-buckets",
-    help="Shapes at most, 8 by default; auto weighs them against compiling.",
+    help="The most shapes, 8 by default; auto weighs compiling against padding.",
 )
 @click.option(
     "--boundaries",
-    help=f"{', '.join(RULES)}, or lengths such as 128,256,512; optimal by default.",
+    help=f"{', '.join(RULES)}, or T such as 128,256,512; optimal by default.",
 )
-@click.option("--shapes", help="Fixed B x T, such as 32x128,16x256, instead.")
+@click.option("--shapes", help="Use these B x T, such as 32x128,16x256, instead.")
+@click.option(
+    "--pack",
+    type=click.Choice(PACK),
+    default="never",
+    help="Pack several examples into each row; auto packs if that costs less.",
+)
+@block_sparse_option
 @click.option(
     "--compile-seconds",
     type=float,
-    help="Time to compile one shape, with --num-buckets auto.",
+    help="With --num-buckets auto: seconds to compile one shape.",
 )
 @click.option(
     "--num-epochs",
     type=float,
-    help="Epochs for which shapes are used, with --num-buckets auto; 1 by default.",
+    help="With --num-buckets auto: epochs of the run, 1 by default.",
 )
 @click.option(
     "--max-buckets",
     type=POSITIVE,
-    help="Shapes at most, with --num-buckets auto; 32 by default.",
+    help="With --num-buckets auto: the most shapes, 32 by default.",
 )
 @shape_options
 @column_option
-@click.option("--output", "-o", type=NEW, help="Write the plan there, as JSON.")
-@click.option("--plot", type=NEW, help="Draw the plan there, and how it was chosen.")
+@unit_option
+@click.option("--output", "-o", type=NEW, help="Write the plan to this file, as JSON.")
+@click.option("--plot", type=NEW, help="Draw the plan to this file.")
 @json_option
 def plan(
     lengths: pathlib.Path,
     num_buckets: str | None,
     boundaries: str | None,
     shapes: str | None,
+    pack: Pack,
+    block_sparse: bool,
     compile_seconds: float | None,
     num_epochs: float | None,
     max_buckets: int | None,
     shape: ShapeOptions,
     column: str | None,
+    unit: str,
     output: pathlib.Path | None,
     plot: pathlib.Path | None,
     as_json: bool,
 ) -> None:
-    """Plan shapes for LENGTHS: a file of any kind that `jaxbucket measure` reads."""
+    """Plan shapes for LENGTHS.
+
+    LENGTHS is a file of any kind that `jaxbucket measure` reads. A plan has shapes
+    (B, T): batches of B rows of T tokens. With --pack, a job fills the rows by
+    `jb.packing.pack(lengths, plan.boundaries)`.
+    """
     check_outputs([lengths, *shape.inputs], output=output, plot=plot)
     if shapes is not None:
         shape.check_free()
@@ -84,35 +106,109 @@ def plan(
         "--max-buckets": max_buckets,
     }
     _check_one_way(shapes, boundaries, num_buckets, auto)
-    curve = None
+    _check_pack(pack, block_sparse, shape, shapes, boundaries, num_buckets)
     with new_figure(plot, 8, 11 if num_buckets == _AUTO else 7) as figure:
         measured = read_lengths(lengths, column)
         if num_buckets == _AUTO:
-            curve = plan_curve(
-                measured,
-                shape.limits(),
-                compile_seconds=compile_seconds,
-                num_epochs=1 if num_epochs is None else num_epochs,
-                max_buckets=max_buckets or 32,
-            )
-            chosen = curve.chosen.plan
-        elif shapes is not None:
-            chosen = shape.fixed_plan(shapes)
+            chosen = _by_curve(measured, shape, auto)
         else:
             size = 8 if num_buckets is None else _number(num_buckets)
-            chooser = "optimal" if boundaries is None else _chooser(boundaries)
-            chosen = plan_within(measured, shape.limits(), size, chooser)
-        epoch = report(chosen, measured, accumulate=shape.accumulate)
+            if pack != "never":
+                chosen = _packed(measured, shape, size, pack, block_sparse)
+            elif shapes is not None:
+                chosen = _Chosen(shape.fixed_plan(shapes), measured, shape.accumulate)
+            else:
+                chooser = "optimal" if boundaries is None else _chooser(boundaries)
+                made = plan_within(measured, shape.limits(), size, chooser)
+                chosen = _Chosen(made, measured, shape.accumulate)
+        epoch = dataclasses.replace(chosen.epoch, unit=unit)
         if figure:
-            _draw(figure, chosen, measured, curve)
+            _draw(figure, chosen, epoch)
     if output:
         with atomic_write("--output", output) as file:
-            file.write(f"{chosen.to_json()}\n".encode())
-    numbers = as_dict(chosen, epoch)
-    if curve:
-        show(as_json, numbers | {"curve": curve.to_dict()}, curve, epoch)
-    else:
-        show(as_json, numbers, epoch)
+            file.write(f"{chosen.plan.to_json()}\n".encode())
+    numbers = as_dict(chosen.plan, epoch)
+    if chosen.curve:
+        numbers["curve"] = chosen.curve.to_dict()
+        show(as_json, numbers, chosen.curve, epoch)
+        return
+    why = ""
+    if chosen.packed:
+        why = reason(chosen.packed, shape, unit)
+        packed = dataclasses.replace(chosen.packed, report=epoch)
+        numbers["packing"] = packed.to_dict() | {"reason": why}
+    show(as_json, numbers, epoch, sentence=why)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """A plan, and how it was chosen.
+
+    Attributes:
+      plan: the shapes.
+      rows: the lengths of its rows, packed or not.
+      accumulate: micro-batches per step.
+      curve: the plans of other numbers of shapes, if these were compared.
+      packed: the comparison of packed and padded rows, if these were compared.
+    """
+
+    plan: BucketPlan
+    rows: np.ndarray
+    accumulate: int = 1
+    curve: PlanCurve | None = None
+    packed: PackedPlan | None = None
+
+    @functools.cached_property
+    def epoch(self) -> Report:
+        if self.packed:
+            return self.packed.report
+        return report(self.plan, self.rows, accumulate=self.accumulate)
+
+
+def _by_curve(
+    lengths: np.ndarray, shape: ShapeOptions, auto: dict[str, Any]
+) -> _Chosen:
+    num_epochs = auto["--num-epochs"]
+    curve = plan_curve(
+        lengths,
+        shape.limits(),
+        compile_seconds=auto["--compile-seconds"],
+        num_epochs=1 if num_epochs is None else num_epochs,
+        max_buckets=auto["--max-buckets"] or 32,
+    )
+    return _Chosen(curve.chosen.plan, lengths, shape.accumulate, curve)
+
+
+def _packed(
+    lengths: np.ndarray, shape: ShapeOptions, size: int, pack: Pack, block_sparse: bool
+) -> _Chosen:
+    packed = plan_rows(lengths, shape, size, pack, block_sparse)
+    rows = lengths if packed.packing is None else packed.packing.row_lengths
+    return _Chosen(packed.plan, rows, packed=packed)
+
+
+def _check_pack(
+    pack: Pack,
+    block_sparse: bool,
+    shape: ShapeOptions,
+    shapes: str | None,
+    boundaries: str | None,
+    num_buckets: str | None,
+) -> None:
+    """Raises a ValueError for options that contradict `--pack` or need it."""
+    if pack == "never":
+        if block_sparse:
+            raise ValueError(
+                "`--block-sparse` has no effect without `--pack`. Leave it out, or add "
+                "`--pack auto`."
+            )
+        return
+    others = {
+        "--shapes": shapes is not None,
+        "--boundaries": boundaries is not None,
+        f"--num-buckets {_AUTO}": num_buckets == _AUTO,
+    }
+    check_packable(pack, shape, [name for name, given in others.items() if given])
 
 
 def _check_one_way(
@@ -121,7 +217,7 @@ def _check_one_way(
     num_buckets: str | None,
     auto: dict[str, Any],
 ) -> None:
-    """Raises a ValueError for options that would be without effect."""
+    """Raises a ValueError for options that contradict each other or have no effect."""
     is_auto = num_buckets == _AUTO
     ways = {
         "--shapes": shapes,
@@ -131,17 +227,20 @@ def _check_one_way(
     used = [name for name, value in ways.items() if value is not None]
     listed = boundaries is not None and integers(boundaries) is not None
     if len(used) > 1 and (used[0] == "--shapes" or is_auto or listed):
-        raise ValueError(f"{used[0]} and {used[1]} are two ways: leave out one.")
+        raise ValueError(
+            f"{used[0]} and {used[1]} both choose the shapes. Leave out one of them."
+        )
     for name, value in auto.items():
         if value is not None and not is_auto:
-            raise ValueError(f"`{name}` says nothing without `--num-buckets {_AUTO}`.")
+            raise ValueError(f"`{name}` has no effect without `--num-buckets {_AUTO}`.")
 
 
 def _number(text: str) -> int:
     numbers = integers(text) or [0]
     if len(numbers) > 1 or numbers[0] < 1:
         raise ValueError(
-            f"`--num-buckets {text}`: give a positive integer, or {_AUTO}."
+            f"`--num-buckets {text}` is not a number of shapes. Give a positive "
+            f"integer, or {_AUTO}."
         )
     return numbers[0]
 
@@ -154,14 +253,12 @@ def _chooser(text: str) -> Any:
     return integers(text) or text
 
 
-def _draw(
-    figure: Any, plan: BucketPlan, lengths: np.ndarray, curve: PlanCurve | None
-) -> None:
-    if curve is None:
-        draw_plan(figure, plan, lengths)
+def _draw(figure: Any, chosen: _Chosen, epoch: Report) -> None:
+    if chosen.curve is None:
+        draw_plan(figure, chosen.plan, chosen.rows, epoch)
         return
     from jaxbucket.plan.reports.comparison_plots import plot_curve
 
     above, below = figure.subfigures(2, 1, height_ratios=[4, 7])
-    plot_curve(curve, above)
-    draw_plan(below, plan, lengths)
+    plot_curve(chosen.curve, above)
+    draw_plan(below, chosen.plan, chosen.rows, epoch)

@@ -1,4 +1,4 @@
-"""The command `jaxbucket precompile`: every shape of a plan, before the job begins."""
+"""The command `jaxbucket precompile`: compile a plan before the job starts."""
 
 from __future__ import annotations
 
@@ -20,35 +20,43 @@ _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
     "--recipe",
     required=True,
     metavar="MODULE:FUNCTION",
-    help="Takes the plan to (step_fn, state, specs), or to a dict of such triples.",
+    help="A function of the plan that returns (step_fn, state, specs), or a dict of "
+    "such triples.",
 )
 @click.option(
-    "--plan", type=EXISTING, required=True, help="What `jaxbucket plan -o` wrote."
+    "--plan",
+    type=EXISTING,
+    required=True,
+    help="The plan that `jaxbucket plan -o` wrote.",
 )
 @click.option(
-    "--cache", type=_FOLDER, help="Keep the executables in this folder, for the job."
+    "--cache", type=_FOLDER, help="Store the executables in this folder, for the job."
 )
 @click.option(
     "--key",
     default="",
     show_default=False,
-    help="What the job gives as `ExecutableCache(key=)`, if it gives one.",
+    help="The `key` that the job passes to `ExecutableCache`, if it passes one.",
 )
 @click.option(
-    "--max-gb", type=float, default=8.0, help="The most that the folder holds."
+    "--max-gb",
+    type=float,
+    default=8.0,
+    help="The largest size of the folder, in 1e9 bytes.",
 )
 @click.option(
-    "--xla-cache", type=_FOLDER, help="Fill jax's own compilation cache there."
+    "--xla-cache", type=_FOLDER, help="Also fill jax's compilation cache here."
 )
 @click.option(
     "--memory-gb",
     type=click.FloatRange(min=0, min_open=True),
-    help="Fail if a program takes more of a device, in 1e9 bytes, or does not tell.",
+    help="Fail if a program needs more memory per device, in 1e9 bytes, or if its "
+    "memory is unknown.",
 )
 @click.option(
     "--workers",
     type=POSITIVE,
-    help="Compile so many at a time; by default one for two cores.",
+    help="Programs compiled at a time; by default one for every two cores.",
 )
 @json_option
 @click.argument("arguments", nargs=-1)
@@ -66,12 +74,12 @@ def precompile(
 ) -> None:
     """Compile every shape of a plan for the devices of this machine.
 
-    The recipe is called with the plan, and with ARGUMENTS, those of the job, behind
-    `--`. The exit status is 1 where a program does not compile, takes more memory than
-    it may, or is not kept although there is a --cache.
+    The recipe is called with the plan and with ARGUMENTS, the arguments of the job,
+    which follow `--`. The exit status is 1 if a program does not compile, needs more
+    than --memory-gb, or cannot be stored in --cache.
     """
     if memory_gb is not None and math.isnan(memory_gb):
-        raise click.BadParameter("nan is no limit.", param_hint="--memory-gb")
+        raise click.BadParameter("nan is not a limit.", param_hint="--memory-gb")
     shapes = read_plan(plan)
     from jaxbucket.compile.executable_cache import ExecutableCache
     from jaxbucket.compile.recipes import precompile
@@ -83,7 +91,7 @@ def precompile(
         use_xla_cache(xla_cache)
     executables = None
     if cache is not None:
-        # Precompiling is comparing all of them.
+        # Every stored executable is checked against the current program.
         executables = ExecutableCache(cache, verify="all", key=key, max_gb=max_gb)
     done = precompile(
         function, shapes, *arguments, executables=executables, workers=workers
@@ -96,11 +104,13 @@ def precompile(
         click.echo(f"{failure.step} {failure.label}: {failure.error}", err=True)
     for name in above:
         click.echo(
-            f"{name} takes more than --memory-gb {memory_gb:g}, or nobody knows: give "
-            "more, or plan with less --max-tokens.",
+            f"{name} needs more than --memory-gb {memory_gb:g}, or its memory is "
+            "unknown. Raise it, or plan with less --max-tokens.",
             err=True,
         )
     for name in not_kept:
-        click.echo(f"{name} is not kept in {cache}: the job will compile it.", err=True)
+        click.echo(
+            f"{name} is not stored in {cache}: the job will compile it.", err=True
+        )
     if done.failures or above or not_kept:
         sys.exit(1)

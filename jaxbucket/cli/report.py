@@ -1,14 +1,22 @@
-"""The command `jaxbucket report`: what a plan costs on other lengths."""
+"""The command `jaxbucket report`: an epoch of a plan on a set of lengths."""
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any, get_args
 
 import click
 
 from jaxbucket.base.buckets import GROUPS, BucketPlan
-from jaxbucket.cli.options import EXISTING, NEW, POSITIVE, column_option, json_option
+from jaxbucket.cli.options import (
+    EXISTING,
+    NEW,
+    POSITIVE,
+    column_option,
+    json_option,
+    unit_option,
+)
 from jaxbucket.cli.outputs import check_outputs, new_figure
 from jaxbucket.cli.show import as_dict, draw_plan, show
 from jaxbucket.data.lengths.files import read_lengths
@@ -19,7 +27,7 @@ remainder_option = click.option(
     "--remainder",
     type=click.Choice(get_args(Remainder)),
     default="cheapest",
-    help="What becomes of examples that fill no batch.",
+    help="What to do with examples that fill no batch.",
 )
 
 
@@ -27,44 +35,59 @@ remainder_option = click.option(
 @click.argument("plan_file", metavar="PLAN", type=EXISTING)
 @click.argument("lengths", type=EXISTING)
 @remainder_option
-@click.option("--accumulate", type=POSITIVE, default=1, help="Micro-batches of a step.")
+@click.option("--accumulate", type=POSITIVE, default=1, help="Micro-batches per step.")
 @click.option(
     "--group",
     type=click.Choice(GROUPS),
     default="same",
-    help="Whether those have one bucket.",
+    help="Whether the micro-batches of a step have the same bucket or mixed ones.",
 )
+@click.option("--packed", is_flag=True, help="Pack the lengths into rows of the plan.")
 @column_option
-@click.option("--plot", type=NEW, help="Draw the plan there.")
+@unit_option
+@click.option("--plot", type=NEW, help="Draw the plan to this file.")
 @json_option
 def report(
     plan_file: pathlib.Path,
     lengths: pathlib.Path,
+    packed: bool,
     column: str | None,
+    unit: str,
     plot: pathlib.Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Report what PLAN, written by `jaxbucket plan -o`, costs on other LENGTHS."""
+    """Report the padding and cost of PLAN on LENGTHS.
+
+    PLAN is a file that `jaxbucket plan -o` wrote; LENGTHS may be those it was made for,
+    or others. For a plan that `jaxbucket plan --pack` wrote, add --packed.
+    """
     check_outputs([plan_file, lengths], plot=plot)
     with new_figure(plot, 8, 7) as figure:
         bucket_plan, measured = read_plan(plan_file), read_lengths(lengths, column)
-        epoch = report_of(bucket_plan, measured, **options)
+        rows = measured
+        if packed:
+            from jaxbucket.cli.packing import packed_report
+
+            rows, epoch = packed_report(bucket_plan, measured, **options)
+        else:
+            epoch = report_of(bucket_plan, measured, **options)
+        epoch = dataclasses.replace(epoch, unit=unit)
         if figure:
-            draw_plan(figure, bucket_plan, measured)
+            draw_plan(figure, bucket_plan, rows, epoch)
     show(as_json, as_dict(bucket_plan, epoch), epoch)
 
 
 def read_plan(path: pathlib.Path) -> BucketPlan:
-    """Returns the plan that a file holds.
+    """Returns the plan in a file.
 
     Raises:
-      ValueError: if it is truncated or foreign.
+      ValueError: if the file is not a complete plan.
     """
     try:
         text = path.read_text("utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"`{path}` is no text file.") from None
+        raise ValueError(f"`{path}` is not a text file.") from None
     try:
         return BucketPlan.from_json(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""How commands show a plan: as a table, as JSON, as a picture."""
+"""Output of the commands: tables, JSON and pictures of plans."""
 
 from __future__ import annotations
 
@@ -16,26 +16,40 @@ _PAGE = 100
 _WIDEST = 1000
 
 
-def show(as_json: bool, numbers: dict[str, Any], *tables: Any) -> None:
-    """Prints numbers as JSON, or the tables that `rich` draws of them.
+def show(
+    as_json: bool, numbers: dict[str, Any], *tables: Any, sentence: str = ""
+) -> None:
+    """Prints numbers as JSON, or as tables.
 
-    Tables are as wide as a page where there is no terminal. In a terminal too narrow
-    for a table its lines are wrapped, and no number is cut.
+    Outside of a terminal, text is wrapped at 100 characters. A table is never made
+    narrower than its numbers, even if the terminal is.
+
+    Args:
+      as_json: whether to print JSON.
+      numbers: what JSON has.
+      tables: what `rich` draws otherwise.
+      sentence: text below the tables.
     """
     if as_json:
         click.echo(json.dumps(numbers, indent=2))
         return
     from rich.console import Console
+    from rich.text import Text
 
-    # Not `Console.is_terminal`, which believes FORCE_COLOR.
+    # Not `Console.is_terminal`, which is also true under FORCE_COLOR.
     width = Console().width if sys.stdout.isatty() else _PAGE
-    for table in tables:
+    for number, table in enumerate(tables):
+        if number:
+            click.echo()
         needed = Console(width=_WIDEST).measure(table.__rich__()).maximum
         Console(highlight=False, width=max(width, needed)).print(table)
+    if sentence:
+        click.echo()
+        Console(highlight=False, width=width).print(Text(sentence))
 
 
 def as_dict(plan: BucketPlan, epoch: Report) -> dict[str, Any]:
-    """Every number of a plan and its epoch."""
+    """Returns every number of a plan and its epoch."""
     return {
         "plan": json.loads(plan.to_json()),
         "report": epoch.to_dict(),
@@ -43,10 +57,12 @@ def as_dict(plan: BucketPlan, epoch: Report) -> dict[str, Any]:
     }
 
 
-def draw_plan(figure: Any, plan: BucketPlan, lengths: np.ndarray) -> None:
-    """The plan from both sides: by tokens of each length, and example by example."""
+def draw_plan(
+    figure: Any, plan: BucketPlan, lengths: np.ndarray, epoch: Report
+) -> None:
+    """Draws a plan twice: by tokens of each length, and example by example."""
     from jaxbucket.plan.reports.plots import plot_lengths, plot_plan
 
     above, below = figure.subplots(2, 1)
-    plot_lengths(plan, lengths, above)
-    plot_plan(plan, lengths, below).set_title("")
+    plot_lengths(plan, lengths, above, epoch=epoch)
+    plot_plan(plan, lengths, below, epoch=epoch).set_title("")

@@ -1,4 +1,4 @@
-"""Formats numbers for people: with units, and in tables for a terminal."""
+"""Numbers formatted for people: with units, in sentences, in terminal tables."""
 
 from __future__ import annotations
 
@@ -12,14 +12,24 @@ if TYPE_CHECKING:
 def number_table(
     columns: Iterable[str], rows: Iterable[Sequence[str]], caption: str
 ) -> Table:
-    """Returns a `rich` table of right-justified text, not interpreted as markup."""
+    """Returns a `rich` table of right-justified texts, none of which is markup.
+
+    Columns are two spaces apart, so that eight of them fit a terminal of 80 characters.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, caption=Text(caption), caption_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        caption=Text(f"\n{caption}"),
+        caption_justify="left",
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
+        show_edge=False,
+    )
     for name in columns:
-        table.add_column(Text(name), justify="right")
+        table.add_column(Text(name), justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))
     return table
@@ -35,18 +45,24 @@ def count_shapes(number: int) -> str:
     return "1 shape" if number == 1 else f"{number} shapes"
 
 
-def in_unit(cost: float, unit: str) -> str:
-    """Returns a cost with its unit as text.
+def in_unit(cost: float, cost_unit: str, unit: str = "tokens") -> str:
+    """Returns a cost as text, with its unit.
 
     Example:
       >>> in_unit(1234.5, "s"), in_unit(2.5e15, "FLOP"), in_unit(90_000, "tokens")
       ('1,234.5 s', '2.5e+15 FLOP', '90,000 tokens')
+
+    Args:
+      cost: the number.
+      cost_unit: "tokens", "s", "FLOP", or the unit of a user's cost function.
+      unit: the name to print for "tokens", such as "bytes".
     """
-    return f"{number_in_unit(cost, unit)} {unit}"
+    name = unit if cost_unit == "tokens" else cost_unit
+    return f"{number_in_unit(cost, cost_unit)} {name}"
 
 
-def number_in_unit(cost: float, unit: str) -> str:
-    """Returns a cost as text like `in_unit`, but without the unit."""
-    if unit == "tokens" and cost < 1e11:
+def number_in_unit(cost: float, cost_unit: str) -> str:
+    """Returns the text of `in_unit` without the unit."""
+    if (cost_unit == "tokens" and cost < 1e11) or 1e5 <= cost < 1e9:
         return f"{cost:,.0f}"
     return f"{cost:,.1f}" if 10 <= cost < 1e9 else f"{cost:.3g}"

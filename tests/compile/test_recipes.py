@@ -223,7 +223,7 @@ def test_the_command_fails_if_executables_cannot_be_saved(plan):
     with pytest.warns(RuntimeWarning, match="Executables are not saved"):
         run = command(*options, "--cache", "/proc/cache")
     assert run.exit_code == 1
-    assert "my_step [2, 16] is not kept in /proc/cache: the job" in run.stderr
+    assert "my_step [2, 16] is not stored in /proc/cache: the job" in run.stderr
     assert len(json.loads(run.stdout)["not_kept"]) == 3
 
 
@@ -235,7 +235,7 @@ def test_the_command_fails_if_a_bucket_fails(plan):
     assert "[4, 8]" in run.stdout
     run = command(*options, "--memory-gb", 1e-9, "--json")
     assert run.exit_code == 1
-    assert "my_step [2, 16] takes more than --memory-gb 1e-09, or nobody" in run.stderr
+    assert "my_step [2, 16] needs more than --memory-gb 1e-09" in run.stderr
     assert len(json.loads(run.stdout)["above"]) == 3
 
 
@@ -246,7 +246,7 @@ def test_the_command_fails_if_a_bucket_fails(plan):
         (("--recipe", "recipe"), "must be `module:function`"),
         (("--recipe", "test_recipes:nothing"), "return (step_fn, state, specs)"),
         (("--recipe", "test_recipes:recipe", "--memory-gb", 0), "--memory-gb"),
-        (("--recipe", "test_recipes:recipe", "--memory-gb", "nan"), "no limit"),
+        (("--recipe", "test_recipes:recipe", "--memory-gb", "nan"), "not a limit"),
         (("--recipe", "test_recipes:raising"), "raised KeyError: 'no such model"),
         (("--recipe", "test_recipes:deep"), "in deep). It was called with the plan"),
         (("--recipe", "test_recipes:of_another_plan"), "without [4, 8], [2, 16]"),

@@ -1,4 +1,4 @@
-"""Pictures of several plans: those of a comparison, and those of a curve."""
+"""Pictures of several plans: a comparison, and a curve over the number of shapes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.plan.curve import PlanCurve
 from jaxbucket.plan.formatting import count_shapes, in_unit
-from jaxbucket.plan.reports.comparison import Comparison
-from jaxbucket.plan.reports.plots import PADDING, REAL, new_page, row_tokens
+from jaxbucket.plan.reports.comparison import (
+    ONE_SHAPE,
+    OPTIMAL,
+    ComparedPlan,
+    Comparison,
+)
+from jaxbucket.plan.reports.plots import HATCHED, PADDING, REAL, new_page, row_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-# Times over the best, beyond which a bar is cut.
-_WIDEST = 2.5
+# A bar longer than this many times the best is cut off, and the longest name of a plan
+# that is printed in full.
+_WIDEST, _LONGEST_NAME = 2.5, 32
+# Up to this ratio of the longest T to the shortest, ticks are powers of two.
+_FEW_DOUBLINGS = 32
 
 
 def plot_comparison(
@@ -25,29 +33,30 @@ def plot_comparison(
     lengths: ArrayLike,
     figure: Figure | SubFigure | None = None,
 ) -> Figure | SubFigure:
-    """Draws where the buckets of every plan end, what they pad, and what it costs.
+    """Draws the ends of every plan's buckets, its padding and its cost.
 
-    Above stands where the tokens are: their histogram by length.
+    A histogram above the ends shows how the tokens are spread over lengths.
 
     Args:
-      comparison: of plans for the lengths.
+      comparison: a comparison of plans for the lengths.
       lengths: `[N]` integers.
-      figure: where to draw; by default a new one.
+      figure: where to draw; by default a new one, `comparison_height` inches high.
 
     Raises:
       ValueError: for lengths that the plans refuse.
     """
     plans = comparison.plans
-    real, _ = row_tokens(plans[0].plan, lengths)
+    real, _ = row_tokens(comparison[OPTIMAL].plan, lengths)
     if figure is None:
-        figure = new_page(10, 1.8 + 0.42 * len(plans))
+        figure = new_page(10, comparison_height(comparison))
     grid = figure.add_gridspec(
         2, 3, height_ratios=[1, 0.55 * len(plans)], width_ratios=[5, 3, 3]
     )
     ends = figure.add_subplot(grid[1, 0])
     padding = figure.add_subplot(grid[1, 1], sharey=ends)
     cost = figure.add_subplot(grid[1, 2], sharey=ends)
-    _draw_tokens(real, figure.add_subplot(grid[0, 0], sharex=ends))
+    tokens = figure.add_subplot(grid[0, 0], sharex=ends)
+    _draw_tokens(real, tokens, comparison.unit)
     _draw_ends(comparison, ends)
     _draw_padding(comparison, padding)
     _draw_costs(comparison, cost)
@@ -56,20 +65,25 @@ def plot_comparison(
     handles = [h for ax in (padding, cost) for h in ax.get_legend_handles_labels()[0]]
     key = figure.add_subplot(grid[0, 1:])
     key.set_axis_off()
-    key.legend(handles=handles, loc="center", ncols=3, frameon=False)
+    key.legend(handles=handles, loc="center", ncols=2, frameon=False, fontsize="small")
     return figure
 
 
-def _draw_tokens(lengths: np.ndarray, ax: Axes) -> None:
-    # Of lengths over many orders of magnitude, so that the short ones can be seen.
+def comparison_height(comparison: Comparison) -> float:
+    """Returns the height of a picture in which every plan has room, in inches."""
+    return 1.8 + 0.42 * len(comparison.plans)
+
+
+def _draw_tokens(lengths: np.ndarray, ax: Axes, unit: str) -> None:
+    # Lengths may span many orders of magnitude, so the bars widen with the length.
     lengths = lengths.astype(np.int64)
     edges = np.geomspace(lengths.min(), lengths.max() + 1, 129)
     tokens = np.histogram(lengths, edges, weights=lengths)[0]
     ax.fill_between(edges[:-1], tokens, step="post", color=REAL)
-    # Those that are cut to one length would flatten all others.
+    # The bar of all truncated examples would flatten the others.
     highest = 1.3 * np.sort(tokens)[-2] or None
-    ax.set(yticks=[], ylim=(0, highest), ylabel="tokens")
-    ax.tick_params(labelbottom=False)
+    ax.set(yticks=[], ylim=(0, highest), ylabel=unit)
+    ax.tick_params(which="both", labelbottom=False)
     ax.spines[["top", "right", "left"]].set_visible(False)
 
 
@@ -80,11 +94,30 @@ def _draw_ends(comparison: Comparison, ax: Axes) -> None:
         ax.plot(ends, np.full(len(ends), place), "|", color=REAL, ms=11, mew=1.6)
     longest = max(compared.plan.max_seq_len for compared in plans)
     shortest = min(int(compared.plan.boundaries[0]) for compared in plans)
-    ax.set(xscale="log", xlabel="buckets end at (positions)")
+    ax.set(xscale="log", xlabel=f"T of the shapes ({comparison.unit})")
     ax.set(ylim=(len(plans) - 0.5, -0.5), xlim=(shortest / 1.5, longest * 1.1))
-    names = [f"{one.name}, {count_shapes(len(one.plan))}" for one in plans]
-    ax.set_yticks(range(len(plans)), names)
+    if longest < _FEW_DOUBLINGS * shortest:
+        # Powers of 10 may be outside of a short axis.
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.xaxis.set_minor_formatter("")
+    ax.set_yticks(range(len(plans)), [_name(compared) for compared in plans])
     ax.grid(axis="y", alpha=0.3)
+
+
+def _name(compared: ComparedPlan) -> str:
+    if compared.name.endswith(ONE_SHAPE):
+        return compared.name
+    return f"{_short(compared.name)}, {count_shapes(len(compared.plan))}"
+
+
+def _short(name: str) -> str:
+    """Returns a name without its middle if it is too long for a picture."""
+    half = _LONGEST_NAME // 2 - 1
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[:half]}...{name[-half:]}"
+    # matplotlib reads formulas between dollar signs.
+    return name.replace("$", r"\$")
 
 
 def _draw_padding(comparison: Comparison, ax: Axes) -> None:
@@ -92,43 +125,49 @@ def _draw_padding(comparison: Comparison, ax: Axes) -> None:
     places = range(len(reports))
     in_rows = np.array([100 * r.padding_in_rows for r in reports])
     empty = np.array([100 * r.padding_in_empty_rows for r in reports])
-    ax.barh(places, in_rows, color=PADDING, label="padding in rows")
-    hatched: Any = {"color": "white", "edgecolor": PADDING, "hatch": "////"}
-    ax.barh(places, empty, left=in_rows, label="empty rows", **hatched)
-    for place, total in enumerate(in_rows + empty):
-        ax.text(total, place, f" {total:.1f}", va="center", fontsize="small")
-    ax.set(xlabel="padding of an epoch (%)", xlim=(0, 1.2 * (in_rows + empty).max()))
+    ax.barh(places, in_rows, label="padding in rows", **HATCHED)
+    hollow: Any = {"color": "white", "edgecolor": PADDING}
+    ax.barh(places, empty, left=in_rows, label="padding in empty rows", **hollow)
+    ax.set(xlabel="padding (%)", xlim=(0, None))
+    _label_bars(ax, [f"{r.padding:.1%}" for r in reports])
 
 
 def _draw_costs(comparison: Comparison, ax: Axes) -> None:
     reports = [compared.report for compared in comparison.plans]
     over = np.array([r.epoch_cost for r in reports]) / reports[0].epoch_cost
-    # The bars that matter would vanish beside that of one shape.
+    # Next to the bar of one shape, the differences that matter would vanish.
     end = min(over.max(), _WIDEST)
     ax.barh(range(len(over)), np.minimum(over, end), color=REAL)
-    for place, epoch in enumerate(reports):
-        text = f" {in_unit(epoch.epoch_cost, epoch.cost_unit)}"
-        if over[place] > end:
-            text += f", {over[place]:.1f}x >"
-        ax.text(min(over[place], end), place, text, va="center", fontsize="small")
-    ax.set(xlabel=f"epoch, over {comparison.plans[0].name}")
-    ax.set_xlim(0, 2 * end)
-    ax.axvline(
-        comparison.least_cost / reports[0].epoch_cost,
-        color="0.2",
-        linewidth=0.8,
-        linestyle=":",
-        label="full batches",
-    )
+    for place in np.flatnonzero(over > end).tolist():
+        ax.text(end, place, f"{over[place]:,.2f}x > ", color="white", **_INSIDE)
+    ax.set(xlabel="relative cost", xlim=(0, 1.05 * end))
+    unit = comparison.unit
+    _label_bars(ax, [in_unit(r.epoch_cost, r.cost_unit, unit) for r in reports])
+    least = comparison.least_cost / reports[0].epoch_cost
+    # White below the dots, so that they are seen on dark bars too.
+    ax.axvline(least, color="white", linewidth=2)
+    dots: Any = {"color": "black", "linewidth": 1, "linestyle": ":"}
+    ax.axvline(least, label="full batches, one example per row", **dots)
+
+
+_INSIDE: Any = {"ha": "right", "va": "center", "fontsize": "small"}
+
+
+def _label_bars(ax: Axes, labels: list[str]) -> None:
+    """Writes the number of each bar to the right of the axes, where there is room."""
+    to_the_right = ax.get_yaxis_transform()
+    for place, label in enumerate(labels):
+        text = ax.text(1.02, place, label, transform=to_the_right)
+        text.set(va="center", fontsize="small")
 
 
 def plot_curve(
     curve: PlanCurve, figure: Figure | SubFigure | None = None
 ) -> Figure | SubFigure:
-    """Draws what more shapes save an epoch, what they cost to compile, and the best.
+    """Draws the padding and the total time of each number of shapes, the best marked.
 
     Args:
-      curve: of `plan_curve`.
+      curve: the curve that `plan_curve` returns.
       figure: where to draw; by default a new one.
     """
     if figure is None:
@@ -142,14 +181,23 @@ def plot_curve(
     compiling = np.array([point.compile_seconds for point in points])
     running = np.array([curve.num_epochs * point.epoch_seconds for point in points])
     right.bar(sizes, running, color=REAL, label=f"{curve.num_epochs:g} epochs")
-    right.bar(sizes, compiling, bottom=running, color=PADDING, label="compiling")
-    label = f"{count_shapes(chosen.num_buckets)}: {chosen.total_seconds:,.0f} s"
-    mark = {"color": "0.2", "ms": 9, "label": label}
+    right.bar(sizes, compiling, bottom=running, label="compiling", **HATCHED)
+    label = f"{count_shapes(chosen.num_buckets)}: {in_unit(chosen.total_seconds, 's')}"
+    mark: Any = {"color": "0.2", "mec": "white", "ms": 10, "label": label}
     right.plot(chosen.num_buckets, chosen.total_seconds, "v", **mark)
     right.set(xlabel="shapes", ylabel="seconds in all")
-    right.set_ylim(0, min((running + compiling).max() * 1.1, 3 * chosen.total_seconds))
-    right.legend()
+    total = running + compiling
+    top = min(total.max() * 1.1, 3 * chosen.total_seconds)
+    right.set_ylim(0, top)
+    right.yaxis.set_major_formatter("{x:,g}")
+    for size, seconds in zip(sizes, total.tolist(), strict=True):
+        if seconds > top:
+            text = right.text(size, top, f"{in_unit(seconds, 's')} > ", color="white")
+            text.set(rotation=90, ha="center", va="top", fontsize="small")
+    place: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
+    right.legend(ncols=3, fontsize="small", frameon=False, **place)
     for ax in (left, right):
         ax.grid(axis="y", alpha=0.3)
+        ax.locator_params("x", integer=True)
     figure.suptitle(curve.reason, fontsize="small", wrap=True)
     return figure

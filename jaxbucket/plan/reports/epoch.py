@@ -1,4 +1,4 @@
-"""One epoch of a plan in numbers: padding, tokens, steps, cost, examples lost."""
+"""One epoch of a plan in numbers: padding, tokens, steps, cost, lost examples."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class BucketReport:
     Attributes:
       batch_size: B, over all devices.
       seq_len: T.
-      examples: examples whose shortest bucket this is.
-      carried: examples that come up from the bucket below to fill a batch here.
-      batches: batches of an epoch, of which a step has one unless it accumulates.
+      examples: examples for which this is the shortest bucket that holds them.
+      carried: examples from shorter buckets that fill up batches of this bucket.
+      batches: batches per epoch. A step has one batch unless it accumulates several.
       empty_rows: rows of these batches that hold no example.
-      left_over: examples that fill no batch and are left out of an epoch.
-      padding: share of positions that are padding where an example is in its own
-        bucket; empty rows apart.
+      left_over: examples that fill no batch and are left out of the epoch.
+      padding: share of the positions that are padding if each example is in its own
+        bucket, empty rows not counted.
       token_share: this bucket's share of the epoch's B * T.
-      cost_share: its share of what the epoch costs.
+      cost_share: this bucket's share of the epoch's cost.
     """
 
     batch_size: int
@@ -63,30 +63,31 @@ class Report:
 
     Attributes:
       buckets: each bucket's part of the epoch.
-      steps_per_epoch: optimizer updates that see every example once.
+      steps_per_epoch: optimizer updates in which every example is used once.
       examples: examples that are trained on.
-      real_tokens: their positions, after truncation; the mean over epochs where
-        remainders are dropped, which are others in every epoch.
-      padded_tokens: B * T summed over the batches.
+      real_tokens: positions of these examples after truncation. If remainders are
+        dropped, it is the mean over epochs, because every epoch drops different ones.
+      padded_tokens: sum of B * T over the batches.
       padding: 1 - real_tokens / padded_tokens.
-      padding_in_rows: the part of it behind the examples' ends.
-      padding_in_empty_rows: the part of it in rows without an example.
+      padding_in_rows: the part of `padding` that follows the end of an example.
+      padding_in_empty_rows: the part of `padding` in rows without an example.
       left_over_examples: examples left out of an epoch because they fill no batch.
-      dropped_examples: examples left out as too long.
-      truncated_examples: examples cut as too long.
-      truncated_tokens: positions cut off from them.
-      epoch_cost: the sum of the steps' costs by the plan.
-      cost_unit: the unit of these: "tokens" where the plan has no costs, "s" for
-        seconds.
-      split_examples: examples split as too long; none if the lengths are of chunks. In
-        all other numbers every chunk is an example.
-      chunks: the pieces of these examples.
-      packed_examples: examples in its rows, where these are packed; in all other
-        numbers a row is an example.
-      mask_bytes: of the largest boolean mask [B, 1, T, T], over all devices, which
-        keeps the examples of a row apart where attention has no other way.
-      autocorrelation: of the T of one batch and of the next, from -1 to 1: near 0 in
-        a shuffled epoch. None where no order is known, or all have the same T.
+      dropped_examples: examples left out because they are too long.
+      truncated_examples: examples truncated because they are too long.
+      truncated_tokens: positions removed from the truncated examples.
+      epoch_cost: sum of the costs of the steps.
+      cost_unit: unit of the costs: "s" for seconds, or "tokens" if the plan has no
+        costs.
+      split_examples: examples split because they are too long; 0 if the lengths are
+        already those of chunks. In all other numbers every chunk is an example.
+      chunks: pieces into which these examples are split.
+      packed_examples: examples in packed rows. In all other numbers a packed row is an
+        example.
+      mask_bytes: size of the largest boolean mask [B, 1, T, T] over all devices, which
+        separates the examples of a row if attention does not use segment ids.
+      autocorrelation: correlation between the T of consecutive batches, from -1 to 1;
+        near 0 in a shuffled epoch. None if the order is unknown or T is constant.
+      unit: the name of a token in tables and pictures, such as "bytes".
     """
 
     buckets: tuple[BucketReport, ...]
@@ -107,13 +108,14 @@ class Report:
     chunks: int = 0
     packed_examples: int = 0
     autocorrelation: float | None = None
+    unit: str = "tokens"
 
     @property
     def mask_bytes(self) -> int:
         return max(x.batch_size * x.seq_len**2 for x in self.buckets)
 
     def with_real_tokens(self, real_tokens: int) -> Report:
-        """Returns the same rows with other real tokens in them."""
+        """Returns the report of the same rows with `real_tokens` real tokens."""
         less = (self.real_tokens - real_tokens) / max(self.padded_tokens, 1)
         return dataclasses.replace(
             self,
@@ -123,36 +125,42 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number, as plain Python."""
+        """Returns every number, as plain Python."""
         mask = {"mask_bytes": self.mask_bytes} if self.packed_examples else {}
         return dataclasses.asdict(self) | mask
 
     def to_json(self) -> str:
-        """Every number, as one JSON object."""
+        """Returns every number, as one JSON object."""
         return json.dumps(self.to_dict())
 
     def __rich__(self) -> Any:
-        """The report as a `rich` table, for a terminal."""
-        names = ["B", "T", "examples", "carried in", "batches", "empty rows", "padding"]
-        names.append("tokens")
+        """Returns the report as a `rich` table, for a terminal."""
+        what = "rows" if self.packed_examples else "examples"
+        names = ["B", "T", what, "moved\nin", "batches", "empty\nrows", "padding"]
+        names.append(f"share of\n{self.unit}")
         if self.cost_unit != "tokens":
-            names.append("time" if self.cost_unit == "s" else self.cost_unit)
+            names.append(f"share of\n{'time' if self.cost_unit == 's' else 'cost'}")
         rows = (
             (
-                *(str(n) for n in (b.batch_size, b.seq_len, b.examples, b.carried)),
-                *(str(b.batches), str(b.empty_rows)),
+                *(str(b.batch_size), str(b.seq_len)),
+                *(f"{n:,}" for n in (b.examples, b.carried, b.batches, b.empty_rows)),
                 *(f"{b.padding:.1%}", f"{b.token_share:.1%}", f"{b.cost_share:.1%}"),
             )
             for b in self.buckets
         )
-        return number_table(names, (row[: len(names)] for row in rows), self.summary)
+        legend = (
+            f"A batch has B rows of T {self.unit}. Moved in: {what} from shorter "
+            "buckets that fill up a batch. Padding: share of the bucket's own rows."
+        )
+        rows = (row[: len(names)] for row in rows)
+        return number_table(names, rows, f"{self.summary}\n{legend}")
 
     @property
     def summary(self) -> str:
         """The totals in a few sentences."""
         lines = [
-            f"{self.steps_per_epoch} steps per epoch, {self.real_tokens} real tokens "
-            f"in {self.padded_tokens}.",
+            f"{self.steps_per_epoch:,} steps per epoch, {self.real_tokens:,} real "
+            f"{self.unit} in {self.padded_tokens:,}.",
             f"{self.padding:.1%} padding: {self.padding_in_rows:.1%} in rows, "
             f"{self.padding_in_empty_rows:.1%} in empty rows.",
         ]
@@ -161,25 +169,26 @@ class Report:
             lines.append(f"Predicted epoch: {cost}.")
         if self.left_over_examples:
             lines.append(
-                f"{self.left_over_examples} examples fill no batch: left out of an "
+                f"{self.left_over_examples:,} examples fill no batch: left out of an "
                 "epoch."
             )
         if self.dropped_examples:
-            lines.append(f"{self.dropped_examples} examples are too long: dropped.")
+            lines.append(f"{self.dropped_examples:,} examples are too long: dropped.")
         if self.truncated_examples:
             lines.append(
-                f"{self.truncated_examples} examples are too long: cut by "
-                f"{self.truncated_tokens} tokens."
+                f"{self.truncated_examples:,} examples are too long: truncated by "
+                f"{self.truncated_tokens:,} {self.unit}."
             )
         if self.split_examples:
             lines.append(
-                f"{self.split_examples} examples are too long: split into "
-                f"{self.chunks} chunks."
+                f"{self.split_examples:,} examples are too long: split into "
+                f"{self.chunks:,} chunks."
             )
         if self.packed_examples:
             lines.append(
-                f"{self.packed_examples} examples are packed in {self.examples} rows; "
-                f"a mask [B, 1, T, T] takes up to {self.mask_bytes / 2**20:.1f} MiB."
+                f"{self.packed_examples:,} examples are packed in {self.examples:,} "
+                "rows; a boolean attention mask takes up to "
+                f"{self.mask_bytes / 2**20:,.1f} MiB."
             )
         if self.autocorrelation is not None:
             lines.append(
@@ -196,9 +205,9 @@ def report(
     accumulate: int = 1,
     group: Group = "same",
 ) -> Report:
-    """Returns the numbers of one epoch of these lengths under a plan, exactly.
+    """Returns the exact numbers of one epoch of a plan on a set of lengths.
 
-    Where remainders are dropped, real tokens are the mean over all choices of them.
+    If remainders are dropped, the real tokens are the mean over all choices of them.
 
     Example:
       >>> from jaxbucket import Bucket
@@ -209,22 +218,22 @@ def report(
 
     Args:
       plan: the shapes.
-      lengths: `[N]` integers, one per example, for which the plan was made or others;
-        under `overlong="split"` one per example or per chunk.
-      remainder: what becomes of examples that fill no batch: "cheapest" moves them to
-        longer buckets where that costs less, "promote" always, "pad" never, and "drop"
-        leaves them out.
-      accumulate: micro-batches of a step.
+      lengths: `[N]` integers, one per example: the lengths that the plan was made for,
+        or others. Under `overlong="split"`, one per example or one per chunk.
+      remainder: what happens to examples that fill no batch: "cheapest" moves them to
+        longer buckets if that costs less, "promote" always moves them, "pad" leaves
+        them in batches with empty rows, and "drop" leaves them out.
+      accumulate: micro-batches per step.
       group: whether the micro-batches of a step have the "same" bucket or are "mixed".
 
     Raises:
-      ValueError: for lengths the plan refuses, an unknown remainder or group, or
+      ValueError: for lengths that the plan refuses, an unknown remainder or group, or
         `accumulate` that is not positive.
     """
     check_choice("group", group, GROUPS)
     accumulate = check_accumulate(accumulate)
     lengths = check_lengths(lengths)
-    # Full chunks are counted and not made: there may be more than memory holds.
+    # Full chunks are only counted, because there may be more than memory holds.
     rows, full = lengths, 0
     if plan.overlong == "split":
         rows, full = last_chunks(lengths, plan.max_seq_len)
@@ -232,12 +241,12 @@ def report(
     counts, tokens = _by_bucket(plan, rows)
     counts[-1] += full
     tokens[-1] += full * plan.max_seq_len
-    # Batches of the same bucket in a step are filled together.
+    # The batches of a step that have the same bucket are filled together.
     together = accumulate if group == "same" else 1
     flow = flow_remainders(counts, plan.rows_together(together), plan.costs, remainder)
     steps = -(-flow.num_batches * together // accumulate)
     batches = flow.batches * together
-    # Empty batches make the last step full.
+    # Empty batches complete the last step.
     filler = plan.buckets.index(filler_bucket(plan))
     batches[filler] += steps * accumulate - batches.sum()
     shares = 1 - flow.dropped / np.maximum(counts, 1)
@@ -268,15 +277,15 @@ def report(
 
 
 def row_lengths(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
-    """Returns the lengths of what is put into rows: of chunks, if the plan splits."""
+    """Returns the lengths that are put into rows: of chunks, if the plan splits."""
     if plan.overlong != "split":
         return lengths
     return chunk_lengths(lengths, plan.max_seq_len)
 
 
 def _by_bucket(plan: BucketPlan, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`[K]` examples whose shortest bucket it is, `[K]` the tokens they have."""
-    # Examples that are dropped are of bucket -1.
+    """Returns each bucket's number of examples `[K]` and their tokens `[K]`."""
+    # Dropped examples have bucket -1.
     index = plan.assign(lengths) + 1
     used = np.minimum(lengths, _longest(plan))
     counts = np.bincount(index, minlength=len(plan) + 1)
@@ -285,7 +294,7 @@ def _by_bucket(plan: BucketPlan, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _longest(plan: BucketPlan) -> int:
-    """T of the last bucket, as a number that compares with lengths of 32 bits."""
+    """Returns T of the last bucket, limited to what 32-bit lengths compare with."""
     return min(plan.max_seq_len, MAX_LENGTH)
 
 
@@ -294,7 +303,7 @@ def _bucket_reports(
 ) -> tuple[BucketReport, ...]:
     all_tokens = max(epoch_cost(batches, plan.batch_sizes * plan.boundaries), 1)
     all_costs = epoch_cost(batches, plan.costs) or 1
-    # As Python's integers, which have no end.
+    # Python's integers do not overflow.
     columns = (flow.counts, flow.carried, flow.rows, flow.dropped)
     columns = (column.tolist() for column in (*columns, batches, tokens, plan.costs))
     return tuple(
@@ -321,14 +330,20 @@ def _free_share(positions: int, tokens: float) -> float:
 
 
 def lag1_autocorrelation(values: np.ndarray) -> float | None:
-    """Returns how much a value says about the next, from -1 to 1; None if all agree.
+    """Returns the correlation of consecutive values, from -1 to 1.
 
-    Box and Jenkins, "Time Series Analysis", 1970: the products of the deviations of
-    neighbours from the mean, over the squared deviations, both summed.
+    Box and Jenkins, "Time Series Analysis", 1970: the sum of the products of
+    neighbours' deviations from the mean, divided by the sum of the squared deviations.
 
     Example:
       >>> lag1_autocorrelation(np.array([1, 2, 1, 2]))
       -0.75
+
+    Args:
+      values: `[N]` numbers.
+
+    Returns:
+      The correlation, or None if all values are equal.
     """
     deviations = values - values.mean()
     variance = float((deviations**2).sum())

@@ -1,4 +1,7 @@
-"""Pictures of lengths and of a plan. matplotlib is imported where one is drawn."""
+"""Pictures of lengths and of a plan. matplotlib is imported when one is drawn.
+
+Colours differ in brightness, and padding is hatched, so that they differ in grey too.
+"""
 
 from __future__ import annotations
 
@@ -11,96 +14,146 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.buckets import Bucket, BucketPlan
 from jaxbucket.base.checks import check_lengths
 from jaxbucket.plan.formatting import count_shapes
-from jaxbucket.plan.reports.epoch import report, row_lengths
+from jaxbucket.plan.reports.epoch import Report, report, row_lengths
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-# Examples and buckets that a picture names or draws one by one, at most.
-_MAX_POINTS, _MAX_SHAPES = 4096, 8
-REAL, PADDING, _OTHER = "#1f4e79", "#f0a04b", "0.88"
+# The most examples drawn one by one, and the most characters of a list of shapes.
+_MAX_POINTS, _MAX_CHARACTERS = 4096, 100
+REAL, PADDING, _OTHER = "#1f4e79", "#f0a04b", "0.9"
+HATCHED: Any = {
+    **{"facecolor": PADDING, "edgecolor": "white"},
+    **{"linewidth": 0, "hatch": "////"},
+}
 _LINE: Any = {"color": "0.2", "linewidth": 0.8, "linestyle": ":"}
 
 
-def plot_plan(plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None) -> Axes:
-    """Draws every example as a line as long as it is, and the padding behind it.
+def plot_plan(
+    plan: BucketPlan,
+    lengths: ArrayLike,
+    ax: Axes | None = None,
+    *,
+    epoch: Report | None = None,
+) -> Axes:
+    """Draws every example as a line of its length, followed by its padding.
 
-    Examples stand side by side, the shortest first, so that areas are tokens: real
-    ones, the padding that the plan adds, and what the last bucket alone would add.
+    The shortest example is on the left. Areas are tokens: the real ones, the padding
+    up to the end of each example's bucket, and the padding up to the longest T.
 
     Args:
       plan: the shapes.
-      lengths: `[N]` integers.
+      lengths: `[N]` integers, one per example or per packed row.
       ax: where to draw; by default a new figure.
+      epoch: the report that the legend quotes; by default `report(plan, lengths)`.
 
     Raises:
-      ValueError: for lengths the plan refuses.
+      ValueError: for lengths that the plan refuses.
     """
     if ax is None:
         ax = _axes()
+    epoch = epoch or report(plan, lengths)
     real, padded = row_tokens(plan, lengths)
     order = np.argsort(real, kind="stable")
     shown = np.linspace(0, len(order) - 1, min(len(order), _MAX_POINTS)).astype(int)
     real, padded = real[order][shown], padded[order][shown]
     share = np.linspace(0, 100, len(shown))
     longest = np.full(len(shown), plan.max_seq_len)
-    epoch = report(plan, lengths)
-    in_one = 1 - epoch.real_tokens / (epoch.examples * plan.max_seq_len)
-    for low, high, color, label in (
-        (padded, longest, _OTHER, f"padding in one shape: {in_one:.0%}"),
-        (real, padded, PADDING, f"padding of this plan: {epoch.padding:.0%}"),
-        (np.zeros(len(real)), real, REAL, "real tokens"),
-    ):
-        ax.fill_between(share, low, high, color=color, label=label)
+    in_one = 1 - epoch.real_tokens / max(epoch.examples * plan.max_seq_len, 1)
+    other: Any = {"color": _OTHER, "linewidth": 0}
+    areas: Any = (
+        (np.zeros(len(real)), real, {"color": REAL}, f"real {epoch.unit}"),
+        (real, padded, HATCHED, _padding_label(epoch)),
+        (
+            padded,
+            longest,
+            other,
+            f"in rows of T={plan.max_seq_len} alone: {in_one:.1%}",
+        ),
+    )
+    for low, high, style, label in areas:
+        ax.fill_between(share, low, high, label=label, **style)
+    what = "packed rows" if epoch.packed_examples else "examples"
     ax.set(
-        xlabel="examples, shortest first (%)",
-        ylabel="positions",
-        title=_shapes(plan.buckets),
+        xlabel=f"{what}, shortest first (%)",
+        ylabel=f"length ({epoch.unit})",
         xlim=(0, 100),
         ylim=(0, plan.max_seq_len),
     )
-    ax.title.set_fontsize("small")
-    ax.legend(loc="upper left")
+    ax.yaxis.set_major_formatter("{x:,.0f}")
+    _add_title(ax, plan.buckets)
     return ax
 
 
 def plot_lengths(
-    plan: BucketPlan, lengths: ArrayLike, ax: Axes | None = None, *, bins: int = 64
+    plan: BucketPlan,
+    lengths: ArrayLike,
+    ax: Axes | None = None,
+    *,
+    bins: int = 64,
+    epoch: Report | None = None,
 ) -> Axes:
-    """Draws a histogram of lengths, weighted by tokens, and the padding on top of it.
+    """Draws a histogram of lengths, weighted by tokens, with padding on top of it.
 
-    Areas are tokens: those of the examples of a length, and above them the padding that
-    fills their rows up to the end of their bucket. Lines are the buckets' ends.
+    Areas are tokens: those of the examples of a length, and above them the padding up
+    to the end of their bucket. Dotted lines mark the ends of buckets.
 
     Args:
       plan: the shapes.
-      lengths: `[N]` integers.
+      lengths: `[N]` integers, one per example or per packed row.
       ax: where to draw; by default a new figure.
       bins: bars of the histogram.
+      epoch: the report that the legend quotes; by default `report(plan, lengths)`.
 
     Raises:
-      ValueError: for lengths the plan refuses.
+      ValueError: for lengths that the plan refuses.
     """
     if ax is None:
         ax = _axes()
+    epoch = epoch or report(plan, lengths)
     real, padded = row_tokens(plan, lengths)
-    padding = padded - real
     edges = np.linspace(0, plan.max_seq_len, bins + 1)
     # Lengths are integers: one at an edge belongs to the bar that ends there.
     bar = np.clip(np.ceil(real * bins / plan.max_seq_len).astype(int) - 1, 0, bins - 1)
     tokens = np.bincount(bar, real, minlength=bins)
-    wasted = np.bincount(bar, padding, minlength=bins)
-    label = f"padding in rows: {wasted.sum() / (tokens.sum() + wasted.sum()):.0%}"
+    padding = np.bincount(bar, padded - real, minlength=bins)
     bars: Any = {"x": edges[:-1], "width": edges[1], "align": "edge"}
-    ax.bar(height=tokens, color=REAL, label="real tokens", **bars)
-    ax.bar(height=wasted, color=PADDING, label=label, bottom=tokens, **bars)
+    hatched = bars | HATCHED | {"label": _padding_label(epoch)}
+    ax.bar(height=tokens, color=REAL, label=f"real {epoch.unit}", **bars)
+    ax.bar(height=padding, bottom=tokens, **hatched)
     for number, end in enumerate(plan.boundaries):
         ax.axvline(end, **_LINE, label="ends of buckets" if number == 0 else None)
-    ax.set(xlabel="length", ylabel="tokens", xlim=(0, plan.max_seq_len))
-    ax.set_title(_shapes(plan.buckets), fontsize="small")
-    ax.legend()
+    what = "length of a packed row" if epoch.packed_examples else "length"
+    ax.set(
+        xlabel=f"{what} ({epoch.unit})",
+        ylabel=f"{epoch.unit} in rows of this length",
+        xlim=(0, plan.max_seq_len),
+    )
+    ax.locator_params("x", nbins=_num_ticks(plan.max_seq_len))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
+    _add_title(ax, plan.buckets)
     return ax
+
+
+def _padding_label(epoch: Report) -> str:
+    """Returns the padding of an epoch as the report's summary has it."""
+    return (
+        f"padding: {epoch.padding:.1%} ({epoch.padding_in_rows:.1%} in rows, "
+        f"{epoch.padding_in_empty_rows:.1%} empty rows)"
+    )
+
+
+def _add_title(ax: Axes, buckets: Sequence[Bucket]) -> None:
+    """Writes the shapes and the legend above the axes, where they cover nothing."""
+    ax.set_title(_shapes(buckets), fontsize="small", pad=24)
+    _legend_above(ax)
+
+
+def _legend_above(ax: Axes) -> None:
+    place: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
+    ax.legend(ncols=3, fontsize="small", frameon=False, borderaxespad=0.2, **place)
 
 
 def plot_histogram(
@@ -110,17 +163,17 @@ def plot_histogram(
     unit: str = "tokens",
     bins: int = 48,
 ) -> Figure | SubFigure:
-    """Draws how many examples are how long, and how many of all tokens they have.
+    """Draws the distribution of lengths, by examples and by tokens.
 
-    Above are the shares of examples and of tokens by length, below both added up, with
-    the lengths that a half, 90% and 99% of the examples do not exceed. Lengths that
-    spread far are on a logarithmic scale.
+    The upper panel has the shares of examples and of tokens by length, the lower panel
+    both added up, with the lengths that 50%, 90% and 99% of the examples do not exceed.
+    The scale is logarithmic if the longest example is far longer than the median.
 
     Args:
       lengths: `[N]` integers.
       figure: where to draw; by default a new one.
-      unit: what lengths count.
-      bins: bars at most.
+      unit: the name of what lengths count.
+      bins: the most bars.
 
     Raises:
       ValueError: if there are no lengths, or one is not a positive integer.
@@ -143,44 +196,50 @@ def plot_histogram(
         sums = np.concatenate([[0], np.cumsum(share), [100]])
         ends = np.concatenate([values[:1], values, edges[-1:]])
         below.step(ends, sums, linestyle=style, where="post", **look)
-    _mark_shares(below, values, counts)
-    _integer_axis(below, wide)
     above.set(ylabel="share in a bar (%)", xlim=(edges[0], edges[-1]))
-    above.set_title(f"{counts.sum():,} examples, {int(tokens.sum()):,} {unit}")
+    _integer_axis(below, wide)
+    title = f"{counts.sum():,} examples, {int(tokens.sum()):,} {unit}"
+    above.set_title(title, fontsize="medium", pad=24)
     below.set(xlabel=f"length ({unit})", ylabel="share up to a length (%)")
     below.set_ylim(0, 103)
+    _mark_shares(below, values, counts)
     for ax in (above, below):
         ax.grid(alpha=0.3)
-        ax.legend()
+        _legend_above(ax)
     return figure
 
 
-# A length that is so many times the median would press all others together.
+# If the longest length is more than this many medians, a linear axis would squeeze all
+# other lengths into a few bars.
 _WIDE = 8
 
 
 def _bin_edges(low: int, high: int, bins: int, wide: bool) -> np.ndarray:
-    """Integers from `low` to `high`: no bar is empty for want of an integer in it."""
+    """Returns integers from `low` to `high`, so that each bar covers some integer."""
     if wide:
         return np.unique(np.geomspace(low, high, bins + 1).round())
     least = -(-(high - low) // bins)
-    # The last bar should be as full as the others.
+    # The last bar should be about as wide as the others.
     width = min(range(least, 2 * least), key=lambda width: -(high - low) % width)
     return np.arange(low, high + width, width)
 
 
 def _length_of_share(values: np.ndarray, counts: np.ndarray, share: float) -> int:
-    """The length that this share of all examples does not exceed."""
+    """Returns the length that this share of all examples does not exceed."""
     below = np.cumsum(counts)
     return int(values[np.searchsorted(below, share * below[-1])])
 
 
 def _mark_shares(ax: Axes, values: np.ndarray, counts: np.ndarray) -> None:
-    for share in (0.5, 0.9, 0.99):
+    # One above the other, because the lengths may be close or equal.
+    for height, share in ((5, 0.5), (17, 0.9), (29, 0.99)):
         length = _length_of_share(values, counts, share)
         ax.axvline(length, **_LINE)
-        text = ax.text(length, 4, f"{share:.0%}: {length:,}", rotation=90, ha="right")
-        text.set(fontsize="small", bbox={"color": "white", "alpha": 0.8, "pad": 1})
+        # Towards the other side of the axes, where there is room.
+        place = (ax.transScale + ax.transLimits).transform((length, 1))[0]
+        text = ax.text(length, height, f" {share:.0%}: {length:,} ")
+        text.set(ha="left" if place < 0.5 else "right", fontsize="small")
+        text.set_bbox({"color": "white", "alpha": 0.8, "pad": 1})
 
 
 def _integer_axis(ax: Axes, wide: bool) -> None:
@@ -189,15 +248,21 @@ def _integer_axis(ax: Axes, wide: bool) -> None:
     if wide:
         ax.set_xscale("log", base=2)
     else:
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        nbins = _num_ticks(ax.get_xlim()[1])
+        ax.xaxis.set_major_locator(MaxNLocator(nbins, integer=True))
     ax.xaxis.set_major_formatter("{x:,.0f}")
 
 
+def _num_ticks(longest: float) -> int:
+    """Returns the most ticks of an axis of lengths: long numbers need more room."""
+    return 9 if longest < 1_000_000 else 5
+
+
 def row_tokens(plan: BucketPlan, lengths: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each row's real tokens and T of its bucket, without dropped examples.
+    """Returns the real tokens and T of each row, without dropped examples.
 
     Raises:
-      ValueError: for lengths the plan refuses, or if it drops all of them.
+      ValueError: for lengths that the plan refuses, or if it drops all of them.
     """
     lengths = row_lengths(plan, check_lengths(lengths))
     index = plan.assign(lengths)
@@ -213,13 +278,13 @@ def row_tokens(plan: BucketPlan, lengths: ArrayLike) -> tuple[np.ndarray, np.nda
 
 def _shapes(buckets: Sequence[Bucket]) -> str:
     names = "  ".join(map(str, buckets))
-    if len(buckets) > _MAX_SHAPES:
+    if len(names) > _MAX_CHARACTERS:
         names = f"{buckets[0]} to {buckets[-1]}"
     return f"{count_shapes(len(buckets))}: {names}"
 
 
 def new_page(width: float, height: float) -> Figure:
-    """Returns an empty figure, so many inches wide and high."""
+    """Returns an empty figure of this width and height in inches."""
     from matplotlib import pyplot
 
     return pyplot.figure(figsize=(width, height), layout="constrained")

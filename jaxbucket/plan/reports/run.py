@@ -1,4 +1,4 @@
-"""Numbers about the steps of a run, bucket by bucket: time, loss and padding."""
+"""Time, loss and padding of the steps of a run, by bucket."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class StepRecord:
     """One step of a run, as plain numbers.
 
     Attributes:
-      step: its number, from 0.
+      step: its number, starting at 0.
       bucket: the shape (B, T).
-      seconds: how long it took.
+      seconds: its duration.
       loss: the mean over its real tokens.
-      real_tokens: positions that were no padding.
-      learning_rate: the one in force, scaled by the batch's size.
+      real_tokens: positions that are not padding.
+      learning_rate: the learning rate of the step, scaled by the size of the batch.
     """
 
     step: int
@@ -38,12 +38,12 @@ class BucketUse:
 
     Attributes:
       bucket: the shape (B, T).
-      steps: its steps.
-      seconds: their time.
+      steps: the number of its steps.
+      seconds: their total time.
       seconds_per_step: the median of their times.
-      loss: the mean over its real tokens; NaN where it had none.
-      real_tokens: positions that were no padding.
-      padding: share of positions that were padding.
+      loss: the mean over its real tokens; NaN if there are none.
+      real_tokens: positions that are not padding.
+      padding: share of positions that are padding.
     """
 
     bucket: Bucket
@@ -56,11 +56,11 @@ class BucketUse:
 
     @property
     def seconds_per_token(self) -> float:
-        """Median step time over B * T, padding counted: what a position costs."""
+        """Median step time divided by B * T, padding included."""
         return self.seconds_per_step / self.bucket.num_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number, as plain Python."""
+        """Returns every number, as plain Python."""
         fields = dataclasses.asdict(self)
         fields["bucket"] = [self.bucket.batch_size, self.bucket.seq_len]
         fields["loss"] = None if np.isnan(self.loss) else self.loss
@@ -68,7 +68,7 @@ class BucketUse:
 
 
 def bucket_uses(records: Iterable[StepRecord]) -> list[BucketUse]:
-    """Returns each bucket's part of the steps of a run, the shortest bucket first.
+    """Returns each bucket's part of a run, the shortest bucket first.
 
     Example:
       >>> from jaxbucket import Bucket
@@ -83,7 +83,7 @@ def bucket_uses(records: Iterable[StepRecord]) -> list[BucketUse]:
       [4, 8] 1 2.4 0.0
       [2, 16] 2 2.4 0.25
 
-    The step times are what a plan by time is made of:
+    A plan by time is computed from the step times:
     `StepTime.fit({use.bucket: use.seconds_per_step for use in bucket_uses(records)})`.
 
     Args:

@@ -1,7 +1,6 @@
-"""Pictures of a run. matplotlib is imported where one is drawn.
+"""Pictures of a run. matplotlib is imported when one is drawn.
 
-Buckets go from dark to light as they grow longer, so that a print in grey tells them
-apart.
+Longer buckets are lighter, so that buckets differ in grey too.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-# Buckets that are named, at most.
+# The most buckets that are named.
 _MAX_NAMED = 16
 
 
 def plot_buckets(
     records: Sequence[StepRecord], figure: Figure | SubFigure | None = None
 ) -> Figure | SubFigure:
-    """Draws each bucket's part of a run: its padding, its time, a position's cost.
+    """Draws the padding, the time and the cost per position of each bucket in a run.
 
     Args:
       records: the steps of the run.
@@ -49,6 +48,7 @@ def plot_buckets(
     for ax, (title, values) in zip(axes, panels.items(), strict=True):
         ax.barh(range(len(uses)), values, color=[colors[use.bucket] for use in uses])
         ax.set_title(title, fontsize="medium")
+        ax.set_xlim(left=0)
         ax.grid(axis="x", alpha=0.3)
     _name_some(axes[0], [str(use.bucket) for use in uses])
     return figure
@@ -57,7 +57,7 @@ def plot_buckets(
 def plot_run(
     records: Sequence[StepRecord], figure: Figure | SubFigure | None = None
 ) -> Figure | SubFigure:
-    """Draws loss, learning rate and real tokens/s of every step, coloured by bucket.
+    """Draws the loss, learning rate and real tokens/s of every step, by bucket.
 
     Args:
       records: the steps of the run.
@@ -82,10 +82,10 @@ def plot_run(
     shown = buckets if len(buckets) <= _MAX_NAMED else [buckets[0], buckets[-1]]
     for ax, (title, values) in zip(axes, panels.items(), strict=True):
         for bucket in buckets:
-            mine = of_bucket[bucket]
+            chosen = of_bucket[bucket]
             label = str(bucket) if bucket in shown else None
-            points = np.array(values)[mine]
-            ax.scatter(steps[mine], points, 8, color=colors[bucket], label=label)
+            points = np.array(values)[chosen]
+            ax.scatter(steps[chosen], points, 8, color=colors[bucket], label=label)
         ax.set_ylabel(title)
         ax.grid(alpha=0.3)
     axes[-1].set_xlabel("step")
@@ -96,14 +96,15 @@ def plot_run(
 
 def _name_some(ax: Axes, names: list[str]) -> None:
     stride = -(-len(names) // _MAX_NAMED)
-    ax.set_yticks(range(0, len(names), stride), names[::stride])
+    size = "small" if len(names) <= _MAX_NAMED // 2 else "x-small"
+    ax.set_yticks(range(0, len(names), stride), names[::stride], fontsize=size)
     ax.set_ylabel("[B, T]")
 
 
 def _colors(buckets: Sequence[Bucket]) -> dict[Bucket, Any]:
     from matplotlib import colormaps
 
-    # Not to the map's end, which is too light on white.
+    # Not up to the end of the map, which is too light on white.
     shades = colormaps["viridis"](np.linspace(0, 0.92, len(buckets)))
     return dict(zip(buckets, shades, strict=True))
 

@@ -1,15 +1,21 @@
 """The same lengths under every rule, and under plans of the user's own."""
 
+import dataclasses
 import json
 
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from jaxbucket import BucketPlan, Limits, plan_buckets, report
 from jaxbucket.plan import TokenCost, TransformerCost, compare_plans, plan_curve
 from jaxbucket.plan.planner import RULES
-from jaxbucket.plan.reports.comparison_plots import plot_comparison, plot_curve
+from jaxbucket.plan.reports.comparison_plots import (
+    comparison_height,
+    plot_comparison,
+    plot_curve,
+)
 
 matplotlib.use("agg")
 
@@ -18,7 +24,7 @@ LIMITS = Limits(max_tokens=16_384, batch_size_multiple=2, seq_len_multiple=8)
 OPTIONS = {"max_tokens": 16_384, "batch_size_multiple": 2, "seq_len_multiple": 8}
 
 
-def test_every_rule_is_there_with_its_own_plan():
+def test_every_rule_has_its_plan_in_the_comparison():
     comparison = compare_plans(LENGTHS, LIMITS, num_buckets=6)
     for rule in RULES:
         plan = plan_buckets(LENGTHS, num_buckets=6, boundaries=rule, **OPTIONS)
@@ -31,7 +37,7 @@ def test_every_rule_is_there_with_its_own_plan():
         comparison["of all"]
 
 
-def test_the_cheapest_comes_first_and_none_is_below_the_bound():
+def test_the_cheapest_plan_comes_first_and_none_is_below_the_bound():
     for cost in (None, TransformerCost(64, 2)):
         limits = Limits(**OPTIONS, cost_fn=cost)
         comparison = compare_plans(LENGTHS, limits, num_buckets=6)
@@ -42,10 +48,10 @@ def test_the_cheapest_comes_first_and_none_is_below_the_bound():
         above = costs[0] / comparison.least_cost - 1
         assert f"optimal is {above:.2%} above that" in comparison.summary
         assert comparison.exact
-        assert "Proven: so many shapes within these limits" in comparison.summary
+        assert "No such plan costs less than optimal" in comparison.summary
 
 
-def test_by_another_cost_the_plan_by_tokens_is_there_too():
+def test_with_a_cost_function_the_plan_by_tokens_is_compared_too():
     limits = Limits(**OPTIONS, cost_fn=TransformerCost(8, 2))
     comparison = compare_plans(LENGTHS, limits, num_buckets=4)
     by_tokens = plan_buckets(LENGTHS, num_buckets=4, **OPTIONS)
@@ -56,7 +62,7 @@ def test_by_another_cost_the_plan_by_tokens_is_there_too():
     assert ours.report.padded_tokens >= theirs.report.padded_tokens
 
 
-def test_plans_of_ones_own_are_costed_alike():
+def test_the_users_plans_get_the_same_cost_function():
     mine = BucketPlan.from_shapes([(64, 256), (8, 1504)])
     for cost in (None, TokenCost(100.0)):
         limits = Limits(**OPTIONS, cost_fn=cost)
@@ -71,14 +77,14 @@ def test_plans_of_ones_own_are_costed_alike():
         assert comparison["mine"].largest_batch == 64 * 256
 
 
-def test_remainders_go_the_way_that_is_said():
+def test_every_plan_is_reported_with_the_given_remainder():
     padded = compare_plans(LENGTHS, LIMITS, remainder="pad")
     for compared in padded.plans:
         expected = report(compared.plan, LENGTHS, remainder="pad")
         assert compared.report == expected
 
 
-def test_steps_of_several_batches_are_filled_together():
+def test_accumulated_batches_are_filled_together():
     limits = Limits(**OPTIONS, accumulate=4)
     comparison = compare_plans(LENGTHS, limits, num_buckets=6)
     for compared in comparison.plans:
@@ -88,7 +94,7 @@ def test_steps_of_several_batches_are_filled_together():
     assert comparison["optimal"].plan == plan
 
 
-def test_every_number_is_in_the_json():
+def test_the_json_has_every_number():
     comparison = compare_plans(LENGTHS, LIMITS)
     found = json.loads(comparison.to_json())
     assert found["least_cost"] == comparison.least_cost
@@ -97,23 +103,23 @@ def test_every_number_is_in_the_json():
         assert BucketPlan.from_json(json.dumps(numbers["plan"])) == compared.plan
 
 
-def test_what_cannot_be_compared_is_refused():
-    with pytest.raises(ValueError, match="`remainder='drop'` leaves out other exampl"):
+def test_dropped_remainders_and_names_of_rules_are_refused():
+    with pytest.raises(ValueError, match="`remainder='drop'` leaves out differ"):
         compare_plans(LENGTHS, LIMITS, remainder="drop")
     mine = BucketPlan.from_shapes([(4, 1504)])
     for name in ("optimal", "equal tokens", "one shape"):
-        with pytest.raises(ValueError, match=f"`others` has '{name}', which is a rule"):
+        with pytest.raises(ValueError, match=f"`others` has a plan '{name}'"):
             compare_plans(LENGTHS, LIMITS, others={name: mine})
 
 
-def test_a_proof_is_told():
+def test_the_summary_says_whether_the_optimum_is_proven():
     assert compare_plans(LENGTHS, LIMITS, num_buckets=3).exact
     comparison = compare_plans(LENGTHS, LIMITS, num_buckets=3, remainder="pad")
     assert not comparison.exact
-    assert "Proven" not in comparison.summary
+    assert "proven" not in comparison.summary
 
 
-def test_lengths_that_another_plan_refuses_are_refused():
+def test_lengths_that_the_users_plan_refuses_are_refused():
     mine = BucketPlan.from_shapes([(64, 256)])
     with pytest.raises(ValueError, match="beyond the last bucket, `seq_len=256`"):
         compare_plans(LENGTHS, LIMITS, others={"mine": mine})
@@ -123,7 +129,7 @@ def test_lengths_that_another_plan_refuses_are_refused():
 
 
 @pytest.mark.parametrize("cost", [None, TokenCost(1e4)])
-def test_bars_are_the_padding_and_the_cost_of_every_plan(cost):
+def test_bars_show_the_padding_and_the_cost_of_every_plan(cost):
     limits = Limits(**OPTIONS, cost_fn=cost)
     comparison = compare_plans(LENGTHS, limits)
     figure = plot_comparison(comparison, LENGTHS)
@@ -141,7 +147,7 @@ def test_bars_are_the_padding_and_the_cost_of_every_plan(cost):
     figure.canvas.draw()
 
 
-def test_a_curve_marks_the_one_that_is_chosen():
+def test_a_curve_marks_the_chosen_number_of_shapes():
     limits = Limits(**OPTIONS, cost_fn=TokenCost(1e5))
     curve = plan_curve(LENGTHS, limits, compile_seconds=0.4, num_epochs=3)
     figure = plot_curve(curve)
@@ -153,3 +159,68 @@ def test_a_curve_marks_the_one_that_is_chosen():
     tops = [bar.get_y() + bar.get_height() for bar in right.patches[len(curve) :]]
     assert tops == pytest.approx([p.total_seconds for p in curve.points])
     figure.canvas.draw()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_buckets"),
+    [
+        (np.full(1000, 512), 1),
+        (np.r_[np.ones(5000, int), 1000], 8),
+        (np.arange(1, 1000) * 2_000_000, 32),
+        (np.arange(1, 1000), 32),
+    ],
+)
+@pytest.mark.parametrize("cost", [None, TransformerCost(512, 8)])
+def test_texts_of_a_comparison_stay_inside_and_apart(
+    lengths, num_buckets, cost, check_texts
+):
+    limits = Limits(max_tokens=2**31, cost_fn=cost)
+    mine = BucketPlan.from_shapes([(1, int(lengths.max()))])
+    others = {"a_plan_of_a_very_long_name_that_no_picture_has_room_for.json": mine}
+    comparison = compare_plans(lengths, limits, num_buckets=num_buckets, others=others)
+    figure = Figure(figsize=(10, comparison_height(comparison)), layout="constrained")
+    plot_comparison(comparison.with_unit("bytes"), lengths, figure)
+    check_texts(figure)
+    padding = figure.axes[1]
+    expected = [f"{one.report.padding:.1%}" for one in comparison.plans]
+    assert [text.get_text() for text in padding.texts] == expected
+    assert figure.axes[3].get_ylabel() == "bytes"
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1, 1e7])
+def test_texts_of_a_curve_stay_inside_and_apart(seconds, check_texts):
+    limits = Limits(**OPTIONS, cost_fn=TokenCost(1e4 / seconds))
+    curve = plan_curve(LENGTHS, limits, compile_seconds=seconds, num_epochs=3)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    plot_curve(curve, figure)
+    check_texts(figure)
+
+
+def test_more_plans_take_their_places_by_cost():
+    comparison = compare_plans(LENGTHS, LIMITS)
+    (second, third) = comparison.plans[1:3]
+    between = dataclasses.replace(
+        second,
+        name="mine",
+        report=dataclasses.replace(
+            second.report,
+            epoch_cost=(second.report.epoch_cost + third.report.epoch_cost) / 2,
+        ),
+    )
+    extended = comparison.extended([between], "A note.")
+    assert [one.name for one in extended.plans[1:4]] == [
+        second.name,
+        "mine",
+        third.name,
+    ]
+    assert extended.summary.endswith("\nA note.")
+    assert json.loads(extended.to_json())["note"] == "A note."
+    with pytest.raises(ValueError, match="`plans` have equal names: "):
+        comparison.extended([second])
+
+
+def test_a_comparison_names_the_unit():
+    comparison = compare_plans(LENGTHS, LIMITS).with_unit("bytes")
+    assert json.loads(comparison.to_json())["unit"] == "bytes"
+    assert " bytes; optimal is " in comparison.summary
+    assert comparison.to_dict()["cost_unit"] == "tokens"

@@ -11,7 +11,7 @@ from jaxbucket import BatchSchedule, Bucket, BucketPlan, plan_buckets, report
 def check_report(
     plan: BucketPlan, lengths: np.ndarray, remainder: str = "cheapest"
 ) -> None:
-    """Every number, against a walk through one epoch of the schedule."""
+    """Compares every number with one epoch of the schedule."""
     epoch = report(plan, lengths, remainder=remainder)
     batches = list(BatchSchedule(plan, lengths, seed=5, remainder=remainder))
     used = np.minimum(lengths, plan.max_seq_len)
@@ -32,47 +32,52 @@ def check_report(
         epoch.padding
     )
     over = lengths > plan.max_seq_len
-    cut = plan.overlong == "truncate"
-    assert epoch.dropped_examples == (0 if cut else over.sum())
-    assert epoch.truncated_examples == (over.sum() if cut else 0)
-    assert epoch.truncated_tokens == ((lengths - used).sum() if cut else 0)
-    for bucket, own in zip(plan.buckets, epoch.buckets, strict=True):
-        check_bucket(plan, lengths, bucket, own, batches)
+    is_truncated = plan.overlong == "truncate"
+    assert epoch.dropped_examples == (0 if is_truncated else over.sum())
+    assert epoch.truncated_examples == (over.sum() if is_truncated else 0)
+    assert epoch.truncated_tokens == ((lengths - used).sum() if is_truncated else 0)
+    for bucket, reported in zip(plan.buckets, epoch.buckets, strict=True):
+        check_bucket(plan, lengths, bucket, reported, batches)
 
 
-def check_bucket(plan, lengths, bucket, own, batches) -> None:
+def check_bucket(plan, lengths, bucket, reported, batches) -> None:
     index = plan.buckets.index(bucket)
-    mine = [batch for batch in batches if batch.bucket == bucket]
+    in_bucket = [batch for batch in batches if batch.bucket == bucket]
     fit = np.minimum(lengths[plan.assign(lengths) == index], bucket.seq_len)
-    rows = np.concatenate([batch.rows for batch in mine] or [np.zeros(0, int)])
-    assert (own.batch_size, own.seq_len) == (bucket.batch_size, bucket.seq_len)
-    assert own.batches == len(mine)
-    assert own.examples == len(fit)
-    assert own.empty_rows == np.count_nonzero(rows == -1)
-    came_up = plan.assign(lengths)[rows[rows >= 0]] < index
-    # What came up is here, unless it went further up.
-    assert own.carried >= came_up.sum()
+    rows = np.concatenate([batch.rows for batch in in_bucket] or [np.zeros(0, int)])
+    assert (reported.batch_size, reported.seq_len) == (
+        bucket.batch_size,
+        bucket.seq_len,
+    )
+    assert reported.batches == len(in_bucket)
+    assert reported.examples == len(fit)
+    assert reported.empty_rows == np.count_nonzero(rows == -1)
+    moved = plan.assign(lengths)[rows[rows >= 0]] < index
+    # A moved example is here, unless it moved on to a longer bucket.
+    assert reported.carried >= moved.sum()
     wasted = 1 - fit.sum() / (len(fit) * bucket.seq_len) if len(fit) else 0
-    assert own.padding == pytest.approx(wasted)
+    assert reported.padding == pytest.approx(wasted)
     total = sum(batch.bucket.num_tokens for batch in batches)
-    assert own.token_share == pytest.approx(len(mine) * bucket.num_tokens / total)
+    assert reported.token_share == pytest.approx(
+        len(in_bucket) * bucket.num_tokens / total
+    )
 
 
 @pytest.mark.parametrize("remainder", ["cheapest", "promote", "pad"])
-def test_a_report_counts_what_the_schedule_does(problem, remainder):
+def test_a_report_agrees_with_an_epoch_of_the_schedule(problem, remainder):
     check_report(*problem, remainder)
 
 
-def test_a_report_counts_what_is_left_over():
+def test_a_report_counts_left_over_examples():
     plan = BucketPlan((Bucket(4, 8), Bucket(2, 16)), max_tokens=32)
-    found = report(plan, [6] * 11 + [16] * 5, remainder="drop")
-    assert (found.left_over_examples, found.examples) == (4, 12)
-    assert [bucket.left_over for bucket in found.buckets] == [3, 1]
-    assert (found.real_tokens, found.padded_tokens) == (6 * 8 + 16 * 4, 4 * 32)
-    assert "4 examples fill no batch: left out of an epoch." in found.summary
+    epoch = report(plan, [6] * 11 + [16] * 5, remainder="drop")
+    assert (epoch.left_over_examples, epoch.examples) == (4, 12)
+    assert [bucket.left_over for bucket in epoch.buckets] == [3, 1]
+    assert (epoch.real_tokens, epoch.padded_tokens) == (6 * 8 + 16 * 4, 4 * 32)
+    assert "4 examples fill no batch: left out of an epoch." in epoch.summary
 
 
-def test_a_report_counts_what_happens_to_real_lengths(real_lengths):
+def test_a_report_agrees_with_the_schedule_on_real_lengths(real_lengths):
     last = int(np.percentile(real_lengths, 90))
     for overlong in ("drop", "truncate"):
         plan = plan_buckets(
@@ -85,20 +90,20 @@ def test_a_report_counts_what_happens_to_real_lengths(real_lengths):
         check_report(plan, real_lengths)
 
 
-def test_examples_that_come_up_are_counted_where_they_come():
+def test_moved_examples_are_counted_in_their_new_bucket():
     plan = BucketPlan((Bucket(4, 8), Bucket(2, 16)), max_tokens=32)
     short, long = report(plan, [8, 8, 8, 8, 6, 10]).buckets
     assert (short.carried, long.carried) == (0, 1)
     assert (short.empty_rows, long.empty_rows) == (0, 0)
 
 
-def test_a_report_on_other_lengths_than_planned_for():
+def test_a_report_accepts_lengths_that_the_plan_was_not_made_for():
     plan = BucketPlan((Bucket(6, 10), Bucket(2, 30)), max_tokens=60)
     # 100 rows of one token: 16 full batches, and 4 rows of a 17th or of two longer.
     assert report(plan, [1] * 100).padding == pytest.approx(1 - 100 / (17 * 60))
 
 
-def test_every_number_is_in_the_json():
+def test_the_json_has_every_number():
     plan = BucketPlan((Bucket(6, 10), Bucket(2, 30)), max_tokens=60)
     epoch = report(plan, [10, 20, 30])
     fields = json.loads(epoch.to_json())
@@ -119,10 +124,10 @@ def test_the_table_has_a_line_for_every_bucket():
     assert report(plan, lengths).summary.splitlines()[0] in text
 
 
-def test_what_is_lost_is_said():
+def test_the_summary_counts_dropped_and_truncated_examples():
     for overlong, words in (
         ("drop", "2 examples are too long: dropped."),
-        ("truncate", "2 examples are too long: cut by 14 tokens."),
+        ("truncate", "2 examples are too long: truncated by 14 tokens."),
     ):
         plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong=overlong)
         assert words in report(plan, [8, 10, 20]).summary

@@ -1,9 +1,12 @@
+import dataclasses
+
 import matplotlib
 import numpy as np
 import pytest
 from matplotlib import pyplot
+from matplotlib.figure import Figure
 
-from jaxbucket import Bucket, BucketPlan, plan_buckets
+from jaxbucket import Bucket, BucketPlan, plan_buckets, report
 from jaxbucket.data.lengths.summary import summarize_lengths
 from jaxbucket.plan.reports.plots import plot_histogram, plot_lengths, plot_plan
 
@@ -17,7 +20,7 @@ def close_figures():
 
 
 def area(ax, label: str) -> float:
-    """What a filled area covers, in examples times positions per 100."""
+    """Returns a filled area, in percent of examples times positions."""
     (filled,) = [c for c in ax.collections if c.get_label().startswith(label)]
     x, y = filled.get_paths()[0].vertices.T
     return abs(np.sum(x * np.roll(y, 1) - y * np.roll(x, 1))) / 2
@@ -31,18 +34,18 @@ def test_areas_are_tokens():
     whole = 100 * plan.max_seq_len
     assert real / whole == pytest.approx(lengths.sum() / 3000 / plan.max_seq_len, 1e-2)
     padding = np.mean(plan.boundaries[plan.assign(lengths)] - lengths)
-    assert area(ax, "padding of") / 100 == pytest.approx(padding, 1e-2)
-    rest = area(ax, "padding of") + area(ax, "padding in one shape")
+    assert area(ax, "padding") / 100 == pytest.approx(padding, 1e-2)
+    rest = area(ax, "padding") + area(ax, "in rows of T=")
     assert real + rest == pytest.approx(whole)
 
 
-def test_examples_left_out_are_not_drawn():
+def test_dropped_examples_are_not_drawn():
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
     ax = plot_plan(plan, [8, 8, 100])
     assert area(ax, "real") == pytest.approx(800)
 
 
-def test_lengths_the_plan_refuses_are_refused():
+def test_lengths_that_the_plan_refuses_cannot_be_drawn():
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8)
     with pytest.raises(ValueError, match=r"`lengths\[0\]=9`"):
         plot_plan(plan, [9])
@@ -109,11 +112,50 @@ def test_a_histogram_marks_the_lengths_of_the_summary():
     lengths = np.random.default_rng(0).integers(1, 500, 1000)
     _, below = plot_histogram(lengths).axes
     found = summarize_lengths(lengths)
-    assert [text.get_text() for text in below.texts] == [
+    assert [text.get_text().strip() for text in below.texts] == [
         f"50%: {found.median}",
         f"90%: {found.p90}",
         f"99%: {found.p99}",
     ]
+
+
+EXTREMES = {
+    "no padding": (np.full(1000, 512), {"max_tokens": 8192}),
+    "99% padding": (np.r_[np.ones(5000, int), 1000], {"boundaries": [1000]}),
+    "32 buckets": (np.arange(1, 100_000, 7), {"num_buckets": 32}),
+    "long lengths": (np.arange(1, 1000) * 2_000_000, {"num_buckets": 9}),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_texts_of_pictures_stay_inside_and_apart(name, check_texts):
+    lengths, options = EXTREMES[name]
+    plan = plan_buckets(lengths, **{"max_tokens": 2**31, **options})
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    above, below = figure.subplots(2, 1)
+    plot_lengths(plan, lengths, above)
+    plot_plan(plan, lengths, below)
+    check_texts(figure)
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    plot_histogram(lengths, figure)
+    check_texts(figure)
+
+
+@pytest.mark.parametrize("plot", [plot_plan, plot_lengths])
+@pytest.mark.parametrize("remainder", ["pad", "cheapest", "promote"])
+def test_the_legend_has_the_figures_of_the_report(plot, remainder):
+    lengths = np.random.default_rng(0).integers(1, 500, 300)
+    plan = plan_buckets(lengths, max_tokens=4096, num_buckets=5)
+    epoch = report(plan, lengths, remainder=remainder)
+    epoch = dataclasses.replace(epoch, unit="bytes")
+    ax = plot(plan, lengths, epoch=epoch)
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    padding, rest = epoch.summary.splitlines()[1].split(" padding: ")
+    in_rows, empty = rest.rstrip(".").split(", ")
+    empty = empty.replace(" in ", " ")
+    assert f"padding: {padding} ({in_rows}, {empty})" in legend
+    assert "real bytes" in legend
+    assert "bytes" in ax.get_ylabel()
 
 
 def test_a_histogram_of_no_lengths_is_refused():

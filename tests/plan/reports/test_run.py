@@ -26,7 +26,7 @@ def random_records(seed: int) -> list[StepRecord]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_uses_of_buckets_add_up_to_the_run(seed):
+def test_the_buckets_add_up_to_the_run(seed):
     records = random_records(seed)
     uses = bucket_uses(records)
     assert [use.bucket.seq_len for use in uses] == [4, 8, 16]
@@ -44,7 +44,7 @@ def test_uses_of_buckets_add_up_to_the_run(seed):
             [r.loss for r in records if r.bucket == use.bucket],
             [r.real_tokens for r in records if r.bucket == use.bucket],
         )
-        # That of every token, not the mean over steps.
+        # The mean over tokens, not over steps.
         assert use.loss == pytest.approx(tokens.mean())
         assert use.seconds_per_token == np.median(own) / use.bucket.num_tokens
         assert json.loads(json.dumps(use.to_dict()))["bucket"] == list(
@@ -52,7 +52,7 @@ def test_uses_of_buckets_add_up_to_the_run(seed):
         )
 
 
-def test_steps_of_a_run_are_what_the_next_plan_is_made_of():
+def test_step_times_are_fitted_to_the_steps_of_a_run():
     cost = StepTime(0.01, 1e-4, 1e-6)
     shapes = [Bucket(16, 8), Bucket(8, 16), Bucket(4, 32), Bucket(2, 64), Bucket(2, 8)]
     records = [
@@ -69,5 +69,5 @@ def test_a_bucket_without_tokens_has_no_loss():
     assert use.to_dict()["loss"] is None
 
 
-def test_no_steps_use_no_bucket():
+def test_a_run_without_steps_has_no_buckets():
     assert bucket_uses([]) == []

@@ -22,7 +22,7 @@ def close_figures():
     pyplot.close("all")
 
 
-def test_every_step_is_a_point_of_its_buckets_colour():
+def test_every_step_is_a_point_in_the_colour_of_its_bucket():
     figure = plot_run(RECORDS)
     loss, rate, speed = figure.axes
     for ax, values in (
@@ -50,7 +50,7 @@ def test_buckets_differ_in_grey():
     assert np.all(np.diff(grey) > 0.15)
 
 
-def test_bars_are_what_each_bucket_had_of_the_run():
+def test_bars_show_each_buckets_part_of_the_run():
     figure = plot_buckets(RECORDS)
     padding, time, cost = (
         [bar.get_width() for bar in ax.patches] for ax in figure.axes
@@ -71,6 +71,6 @@ def test_many_shapes_stay_legible():
 
 
 @pytest.mark.parametrize("plot", [plot_run, plot_buckets])
-def test_no_step_cannot_be_drawn(plot):
+def test_a_run_without_steps_cannot_be_drawn(plot):
     with pytest.raises(ValueError, match="`records` is empty: there is no step"):
         plot([])
