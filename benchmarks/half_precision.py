@@ -114,7 +114,7 @@ def loss(
     model: Transformer, batch: jb.Batch, keys: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """The example's, with the logits in float32 before they are exponentiated."""
-    inputs, targets, weights = jb.next_tokens(batch, "tokens", begin=BEGIN)
+    inputs, targets, weights = jb.next_tokens(batch, "tokens", bos_token=BEGIN)
     ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
     logits = model(inputs, positions, keys, ids).astype(jnp.float32)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)

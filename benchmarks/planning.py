@@ -287,7 +287,7 @@ def many_lengths() -> Iterator[dict[str, Any]]:
             found, seconds = timed(
                 jb.plan_packing, lengths, max_tokens=10 * last, cost_fn=cost_fn
             )
-            padded = found.others["packed"] / found.others["padded"]
+            padded = found.epoch_costs["packed"] / found.epoch_costs["padded"]
             call = f"plan_packing, {name}, by {cost}"
             yield {"call": call, "seconds": seconds, "cost": padded}
         plan, seconds = timed(

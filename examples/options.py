@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import documents
 import policies
 
-from jaxbucket.packing.packed_plan import PACK
+from jaxbucket.packing.packed_plan import PACK_CHOICES
 from jaxbucket.plan.planner import RULES
 
 SEQ_LEN_MULTIPLE = 32
@@ -69,7 +69,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     plan.add_argument(
         "--pack",
-        choices=PACK,
+        choices=PACK_CHOICES,
         default="never",
         help="several documents in a row, where an epoch costs less that way: in "
         "operations of the model, or in time that is measured with --cost time",

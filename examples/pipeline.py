@@ -144,7 +144,7 @@ def plain_loss(shared: Shared) -> Callable[[Stages, jb.Batch], Any]:
 
 def embed(shared: Shared, stages: Stages, batch: jb.Batch) -> jax.Array:
     layer = nnx.merge(shared.embed, stages.embed)
-    return layer(jb.next_tokens(batch, "tokens", begin=BEGIN).inputs)
+    return layer(jb.next_tokens(batch, "tokens", bos_token=BEGIN).inputs)
 
 
 def run_blocks(block: Any, params: Any, x: jax.Array, batch: jb.Batch) -> jax.Array:
@@ -161,7 +161,7 @@ def nats_of(shared: Shared, stages: Stages, x: jax.Array, batch: jb.Batch) -> ja
     """The sum over all real bytes."""
     norm = nnx.merge(shared.norm, stages.norm)
     head = nnx.merge(shared.head, stages.head)
-    _, targets, weights = jb.next_tokens(batch, "tokens", begin=BEGIN)
+    _, targets, weights = jb.next_tokens(batch, "tokens", bos_token=BEGIN)
     nats = optax.softmax_cross_entropy_with_integer_labels(head(norm(x)), targets)
     return jnp.sum(nats * weights)
 

@@ -22,7 +22,7 @@ def loss(
     model: Transformer, batch: jb.Batch, keys: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Sum of the nats of every real byte, and how many there are; packed or not."""
-    inputs, targets, weights = jb.next_tokens(batch, "tokens", begin=BEGIN)
+    inputs, targets, weights = jb.next_tokens(batch, "tokens", bos_token=BEGIN)
     ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
     logits = model(inputs, positions, keys, ids)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)

@@ -116,7 +116,7 @@ def by_operations(
     """Packed rows or padded ones, by what the model computes of them."""
     cost_fn = jb.plan.TransformerCost(args.width, args.layers, VOCABULARY)
     packed = packed_plan(args, lengths, limits, cost_fn)
-    return Planned(in_limits(packed.plan), words=packed.why, packed=packed.is_packed)
+    return Planned(in_limits(packed.plan), words=packed.reason, packed=packed.is_packed)
 
 
 def packed_plan(
@@ -200,7 +200,7 @@ def by_time(
         chosen, reason = _choose(args, lengths, limits, measured, seconds)
     else:
         rows = packed_plan(args, lengths, limits, measured.cost)
-        chosen, reason, packed = in_limits(rows.plan), rows.why, rows.is_packed
+        chosen, reason, packed = in_limits(rows.plan), rows.reason, rows.is_packed
     words = f"{in_words(measured, seconds)}\n{reason}"
     planned = Planned(chosen, by, words, seconds, measured.to_dict(), packed)
     # Each has measured its own times, and all have to train in the same shapes.

@@ -22,6 +22,15 @@ from jaxbucket.base.checks import check_integer
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, Sequences
 
+__all__ = [
+    "batch_sharding",
+    "batch_specs",
+    "data_mesh",
+    "local_rows",
+    "prefetch_to_mesh",
+    "replicate",
+]
+
 Axes: TypeAlias = str | Sequence[str]
 Device: TypeAlias = jax.Device  # pyright: ignore
 _T = TypeVar("_T")
@@ -186,10 +195,10 @@ def prefetch_to_mesh(
             return _to_global(batch, shard, sharding)
         return tuple(_to_global(part, shard, sharding) for part in batch)
 
-    return ahead(map(to_global, batches), size)
+    return prefetch(map(to_global, batches), size)
 
 
-def ahead(items: Iterator[_T], size: int) -> Iterator[_T]:
+def prefetch(items: Iterator[_T], size: int) -> Iterator[_T]:
     """Yields the items, after requesting `size` further ones."""
     queue = collections.deque(itertools.islice(items, size))
     for item in items:

@@ -43,10 +43,10 @@ LAUNCH = pathlib.Path(__file__).parents[1] / "scripts" / "launch_local.py"
 
 # Each process writes to its own file, because their standard outputs may interleave
 # within a line.
-_SAY = """
+_RECORD = """
 import os, sys
-def say(*words):
-    with open(sys.argv[0] + ".said." + os.environ["JAX_PROCESS_ID"], "a") as file:
+def record(*words):
+    with open(sys.argv[0] + ".recorded." + os.environ["JAX_PROCESS_ID"], "a") as file:
         print(*words, file=file)
 """
 
@@ -58,9 +58,9 @@ class Launched(NamedTuple):
     output: str
     script: pathlib.Path
 
-    def said(self, index: int) -> list[str]:
-        """Returns the lines that a process has written with `say`."""
-        path = pathlib.Path(f"{self.script}.said.{index}")
+    def recorded(self, index: int) -> list[str]:
+        """Returns the lines that a process has written with `record`."""
+        path = pathlib.Path(f"{self.script}.recorded.{index}")
         return path.read_text().splitlines() if path.exists() else []
 
     def lines(self, index: int) -> list[str]:
@@ -83,7 +83,7 @@ def launch_fixture(tmp_path: pathlib.Path) -> Callable[..., Launched]:
         for old in tmp_path.glob("script.py*"):
             old.unlink()
         script = tmp_path / "script.py"
-        script.write_text(_SAY + code)
+        script.write_text(_RECORD + code)
         run = subprocess.run(
             [
                 *(sys.executable, str(LAUNCH), "-n", str(count), "-d", str(devices)),

@@ -93,7 +93,7 @@ def test_every_invariant_holds(case):
             buckets=PLAN.buckets,
             max_tokens=PLAN.max_tokens,
             num_hosts=num_hosts,
-            left_out=left_out,
+            num_dropped=left_out,
             # With one host, resume at every step.
             resume_at=None if num_hosts == 1 else (1, len(schedule) - 1),
         )

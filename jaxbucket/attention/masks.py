@@ -162,7 +162,7 @@ def next_tokens(
     *,
     sequence: str | None = None,
     loss_weights: str | None = None,
-    begin: int | None = None,
+    bos_token: int | None = None,
 ) -> NextTokens:
     r"""Returns inputs, targets and weights for next-token prediction.
 
@@ -180,7 +180,7 @@ def next_tokens(
       [[7 3 9 5 2 0]]
       [[3 9 0 2 0 0]]
       [[1. 1. 0. 1. 0. 0.]]
-      >>> print(*next_tokens(batch, begin=1), sep="\n")
+      >>> print(*next_tokens(batch, bos_token=1), sep="\n")
       [[1 7 3 1 5 1]]
       [[7 3 9 5 2 0]]
       [[1. 1. 1. 1. 1. 0.]]
@@ -194,8 +194,8 @@ def next_tokens(
         sequence named `name`, or the only sequence.
       loss_weights: a `[B, T]` feature with the weight of each token as a target, such
         as 0 in a prompt; by default all weights are 1.
-      begin: a token to insert before the first token of every example, which makes the
-        first token a target as well. The inputs are then shifted instead of the
+      bos_token: a token to insert before the first token of every example, which makes
+        the first token a target as well. The inputs are then shifted instead of the
         targets.
 
     Returns:
@@ -233,13 +233,13 @@ def next_tokens(
     def from_right(x: Any) -> Any:
         return xp.pad(x, ((0, 0), (0, 1)))[:, 1:]
 
-    if begin is None:
+    if bos_token is None:
         inputs, targets = tokens, from_right(tokens)
         is_target = is_real & (from_right(ids) == ids)
         counts = counts if counts is None else from_right(counts)
     else:
         is_first = ~is_real | (from_left(ids) != ids)
-        first = _check_token("begin", begin, tokens.dtype)
+        first = _check_token("bos_token", bos_token, tokens.dtype)
         inputs, targets = xp.where(is_first, first, from_left(tokens)), tokens
         is_target = is_real
     # Features may hold any value in padding, including NaN.

@@ -262,7 +262,7 @@ class BucketPlan:
             index[over] = -1
         return index
 
-    def kept(self, lengths: ArrayLike) -> np.ndarray:
+    def kept_lengths(self, lengths: ArrayLike) -> np.ndarray:
         """Returns the lengths of the examples in batches, `[n]`.
 
         Examples that `overlong="drop"` leaves out are missing, and "truncate" limits
@@ -278,7 +278,7 @@ class BucketPlan:
         longest = min(self.max_seq_len, MAX_LENGTH)
         return np.minimum(lengths[self.assign(lengths) >= 0], longest)
 
-    def rows_together(self, accumulate: int) -> np.ndarray:
+    def rows_per_step(self, accumulate: int) -> np.ndarray:
         """Returns the rows of `accumulate` batches of each bucket, `[K]` int64.
 
         Args:

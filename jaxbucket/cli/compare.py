@@ -25,7 +25,7 @@ from jaxbucket.cli.packing import with_packed_rows
 from jaxbucket.cli.report import read_plan, remainder_option
 from jaxbucket.cli.show import show
 from jaxbucket.data.lengths.files import read_lengths
-from jaxbucket.packing.packed_plan import PACK, Pack
+from jaxbucket.packing.packed_plan import PACK_CHOICES, Pack
 from jaxbucket.plan.planner import plan_within
 from jaxbucket.plan.remainder import Remainder
 from jaxbucket.plan.reports.comparison import compare_plans
@@ -48,7 +48,7 @@ from jaxbucket.plan.reports.comparison import compare_plans
 )
 @click.option(
     "--pack",
-    type=click.Choice(PACK),
+    type=click.Choice(PACK_CHOICES),
     default="auto",
     help="Whether to compare packed rows; auto does so if the limits allow it.",
 )

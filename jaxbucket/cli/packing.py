@@ -14,7 +14,7 @@ from jaxbucket.packing.packed_plan import Pack, PackedPlan, plan_packing
 from jaxbucket.packing.rows import pack
 from jaxbucket.plan.chunks import chunk_lengths
 from jaxbucket.plan.costs import TokenCost
-from jaxbucket.plan.formatting import in_unit
+from jaxbucket.plan.formatting import format_cost
 from jaxbucket.plan.remainder import Remainder
 from jaxbucket.plan.reports.comparison import ComparedPlan, Comparison
 from jaxbucket.plan.reports.epoch import Report, report
@@ -139,8 +139,8 @@ def reason(packed: PackedPlan, shape: ShapeOptions, unit: str) -> str:
     """Returns why rows are packed or padded, as one line."""
     chosen, other = ("packed", "padded") if packed.is_packed else ("padded", "packed")
     verb = "Packing" if packed.is_packed else "Padding"
-    costs, cost_unit = packed.others, packed.plan.cost_unit
-    shown = {x: in_unit(costs[x], cost_unit, unit) for x in (chosen, other)}
+    costs, cost_unit = packed.epoch_costs, packed.plan.cost_unit
+    shown = {x: format_cost(costs[x], cost_unit, unit) for x in (chosen, other)}
     change = 1 - costs[chosen] / costs[other]
     than = "less than" if change >= 0 else "more than"
     return (

@@ -27,7 +27,7 @@ from jaxbucket.cli.outputs import atomic_write, check_outputs, new_figure
 from jaxbucket.cli.packing import check_packable, plan_rows, reason
 from jaxbucket.cli.show import as_dict, draw_plan, show
 from jaxbucket.data.lengths.files import read_lengths
-from jaxbucket.packing.packed_plan import PACK, Pack, PackedPlan
+from jaxbucket.packing.packed_plan import PACK_CHOICES, Pack, PackedPlan
 from jaxbucket.plan.curve import PlanCurve, plan_curve
 from jaxbucket.plan.planner import RULES, plan_within
 from jaxbucket.plan.reports.epoch import Report, report
@@ -48,7 +48,7 @@ _AUTO = "auto"
 @click.option("--shapes", help="Use these B x T, such as 32x128,16x256, instead.")
 @click.option(
     "--pack",
-    type=click.Choice(PACK),
+    type=click.Choice(PACK_CHOICES),
     default="never",
     help="Pack several examples into each row; auto packs if that costs less.",
 )

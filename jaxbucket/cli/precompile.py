@@ -96,8 +96,8 @@ def precompile(
     done = precompile(
         function, shapes, *arguments, executables=executables, workers=workers
     )
-    above = [] if memory_gb is None else done.above(memory_gb)
-    not_kept = [] if cache is None else done.not_kept()
+    above = [] if memory_gb is None else done.above_memory(memory_gb)
+    not_kept = [] if cache is None else done.not_saved()
     checked = {"cache": cache and str(cache), "above": above, "not_kept": not_kept}
     show(as_json, checked | done.to_dict(), done.report)
     for failure in done.failures:

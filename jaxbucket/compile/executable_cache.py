@@ -37,9 +37,9 @@ class ExecutableCache:
       >>> folder = tempfile.TemporaryDirectory()
       >>> cache = ExecutableCache(folder.name, key="version 1")
       >>> jb.compile_steps(sum_step, state, specs, executables=cache).report
-      <1 programs, 1 of them compiled>
+      <CompileReport: 1 programs, 1 compiled>
       >>> jb.compile_steps(sum_step, state, specs, executables=cache).report
-      <1 programs, 0 of them compiled>
+      <CompileReport: 1 programs, 0 compiled>
       >>> folder.cleanup()
 
     Attributes:

@@ -61,11 +61,11 @@ class Precompiled:
     failures: tuple[Failure, ...]
     seconds: float
 
-    def not_kept(self) -> list[str]:
+    def not_saved(self) -> list[str]:
         """Returns the programs without a file, which the job will compile again."""
         return [f"{p.name} {p.label}" for p in self.report.programs if p.file is None]
 
-    def above(self, memory_gb: float) -> list[str]:
+    def above_memory(self, memory_gb: float) -> list[str]:
         """Returns the programs whose peak memory is above a limit, or unknown.
 
         Args:
@@ -106,7 +106,7 @@ def precompile(
       ...     return (lambda state, batch: state + batch.num_tokens), state, specs
       >>> done = precompile(recipe, jb.BucketPlan.from_shapes([(8, 4)]))
       >>> done.report, done.failures
-      (<1 programs, 1 of them compiled>, ())
+      (<CompileReport: 1 programs, 1 compiled>, ())
 
     Args:
       recipe: called with the plan and the arguments; returns `(step_fn, state, specs)`,

@@ -135,7 +135,7 @@ class CompileReport:
         return json.dumps(self.to_dict())
 
     def __repr__(self) -> str:
-        return f"<{len(self.programs)} programs, {self.num_compiled} of them compiled>"
+        return f"<CompileReport: {len(self.programs)} programs, {self.num_compiled} compiled>"
 
     def __str__(self) -> str:
         """Returns the table as text.

@@ -162,11 +162,12 @@ class CompiledSteps(Mapping[Bucket, Any]):
       >>> isinstance(steps[plan.buckets[0]], jax.stages.Compiled)
       True
       >>> steps.report
-      <1 programs, 1 of them compiled>
+      <CompileReport: 1 programs, 1 compiled>
 
     Args:
       step_fn: a jitted function.
-      whole: the shapes of the arguments before the batch; the first one is the state.
+      leading_args: the shapes of the arguments before the batch; the first one is the
+        state.
       specs: bucket -> a `Batch` of shapes, dtypes and shardings.
       options: the options of the compilation.
       phases: further programs that every step needs, besides those of the buckets.
@@ -179,16 +180,16 @@ class CompiledSteps(Mapping[Bucket, Any]):
     def __init__(
         self,
         step_fn: Any,
-        whole: tuple[Any, ...],
+        leading_args: tuple[Any, ...],
         specs: Mapping[Bucket, Batch],
         options: CompileOptions,
         phases: Sequence[Program] = (),
     ):
         order = options.order(specs)
-        programs = [Program(b, step_fn, (*whole, specs[b])) for b in order]
+        programs = [Program(b, step_fn, (*leading_args, specs[b])) for b in order]
         self._step_fn = step_fn
         self._specs = dict(specs)
-        self._state = shapes_of(whole[0])
+        self._state = shapes_of(leading_args[0])
         self._unplanned = options.unplanned
         self._pad = BucketPadder(self._specs, options.pad_value)
         self._compiled_for: set[str] = set()

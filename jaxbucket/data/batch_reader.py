@@ -18,7 +18,7 @@ from jaxbucket.data.example import (
     Example,
     Sequences,
     as_arrays,
-    copied,
+    copy_features,
     example_lengths,
 )
 from jaxbucket.data.part_source import PartSource
@@ -162,7 +162,7 @@ class BatchReader:
         example = self._transformed(index, place, draws, purpose)
         try:
             # The source may reuse its arrays for the next example.
-            example = copied(example)
+            example = copy_features(example)
             lengths = self._lengths(example)
         except Exception as error:
             action = "read" if self.transform is None else "transformed"

@@ -60,7 +60,7 @@ def _as_array(name: str, value: ArrayLike, row: int | None) -> np.ndarray:
         ) from None
 
 
-def copied(example: Example) -> dict[str, np.ndarray]:
+def copy_features(example: Example) -> dict[str, np.ndarray]:
     """Returns the features as new arrays, including copies of contained objects.
 
     Raises:
@@ -82,18 +82,18 @@ def _copied(name: str, array: np.ndarray) -> np.ndarray:
         ) from error
 
 
-def features_of(example: Example | None) -> Features:
+def feature_specs(example: Example | None) -> Features:
     """Returns the dtype and shape of each feature, empty if `example` is None.
 
     Example:
-      >>> features_of({"x": [1.0, 2.0]})
+      >>> feature_specs({"x": [1.0, 2.0]})
       {'x': ('float64', [2])}
     """
     arrays = {} if example is None else as_arrays(example)
     return {name: (str(x.dtype), list(x.shape)) for name, x in arrays.items()}
 
 
-def example_of(features: Features) -> Example | None:
+def example_from_specs(features: Features) -> Example | None:
     """Returns an example of zeros with these features, or None if there are none."""
     if not features:
         return None

@@ -17,7 +17,7 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.position import DataPosition, check_position
 from jaxbucket.data.batch_reader import BatchReader, padded_features
-from jaxbucket.data.example import Sequences, copied, listed_names
+from jaxbucket.data.example import Sequences, copy_features, listed_names
 from jaxbucket.data.num_steps import RunEnd, check_steps, epoch_end, run_end
 from jaxbucket.data.source import Source
 from jaxbucket.data.transform import Transform, check_transform, transform_name
@@ -154,7 +154,7 @@ class BatchDataset(grain.MapDataset[Any]):
     @property
     def example(self) -> dict[str, np.ndarray]:
         """`source[0]` after `transform`, as arrays: an argument for `batch_specs`."""
-        return copied(self._reader.like)
+        return copy_features(self._reader.like)
 
     def __len__(self) -> int:
         return self._num_steps - self._start_step
@@ -250,7 +250,7 @@ def _continue_like(schedule: Schedule, position: DataPosition) -> Schedule:
             f"{first_step!r} but is at step {position.step}. Restore an earlier "
             "checkpoint."
         )
-    return schedule.beginning_at(first_step, continues)
+    return schedule.starting_at(first_step, continues)
 
 
 def _position(reader: BatchReader, step: int) -> DataPosition:

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxbucket.data.example import Example, copied
+from jaxbucket.data.example import Example, copy_features
 from jaxbucket.schedule.example_draws import example_rng
 
 # (example, random generator) -> transformed example.
@@ -53,7 +53,7 @@ def apply_transform(
         is not a dict.
     """
     # The source may reuse its arrays in the next epoch.
-    copy = copied(example)
+    copy = copy_features(example)
     try:
         transformed = transform(copy, rng)
     except Exception as error:

@@ -198,7 +198,7 @@ class Processes:
         timer.daemon = True
         timer.start()
 
-    def at_end(self, callback: Callable[[], None]) -> None:
+    def on_exit(self, callback: Callable[[], None]) -> None:
         """Registers a function to call before this process leaves the context.
 
         Functions are called in the order in which they were registered. They are not

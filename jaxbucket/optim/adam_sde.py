@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxbucket.optim.precision import single_at_least, wide_float
+from jaxbucket.optim.precision import at_least_float32, wide_float
 from jaxbucket.optim.scaling_rules import BatchScaling
 
 
@@ -92,8 +92,8 @@ def scale_by_adam_sde(
     def init(params: optax.Params) -> ScaleByAdamSdeState:
         # The zeros are separate arrays, so that a step can donate the state.
         return ScaleByAdamSdeState(
-            mu=jax.tree.map(lambda p: jnp.zeros_like(single_at_least(p)), params),
-            nu=jax.tree.map(lambda p: jnp.zeros_like(single_at_least(p).real), params),
+            mu=jax.tree.map(lambda p: jnp.zeros_like(at_least_float32(p)), params),
+            nu=jax.tree.map(lambda p: jnp.zeros_like(at_least_float32(p).real), params),
             mu_seen=jnp.zeros((), wide_float()),
             nu_seen=jnp.zeros((), wide_float()),
             factor=jnp.ones((), jnp.float32),
@@ -109,7 +109,7 @@ def scale_by_adam_sde(
         ratio, root = scaling.ratio(extra), scaling.factor(extra)
         # Computed without the scaled decay, because 1 - decay would round small gains.
         gains = [jnp.minimum(1, ratio * (1 - b)) for b in (b1, b2)]
-        grads = jax.tree.map(single_at_least, updates)
+        grads = jax.tree.map(at_least_float32, updates)
         mu = _average(gains[0], state.mu, grads)
         nu = _average(gains[1], state.nu, jax.tree.map(_square, grads))
         mu_seen = state.mu_seen + gains[0] * (1 - state.mu_seen)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxbucket.base.checks import check_number
-from jaxbucket.optim.precision import single_at_least
+from jaxbucket.optim.precision import at_least_float32
 from jaxbucket.optim.scaling_rules import BatchScaling, Rule
 from jaxbucket.optim.schedules import ScaledSchedule, WorkSchedule
 
@@ -131,5 +131,5 @@ def scale_by_batch_size(
 
 def _multiplied(factor: jax.Array, update: jax.Array) -> jax.Array:
     # Multiplied in float32, because the factor alone may overflow half precision.
-    wide = single_at_least(update)
+    wide = at_least_float32(update)
     return (wide * factor.astype(wide.dtype)).astype(update.dtype)

@@ -14,7 +14,7 @@ def wide_float() -> Any:
     return jax.dtypes.canonicalize_dtype(jnp.float64)
 
 
-def single_at_least(value: jax.Array) -> jax.Array:
+def at_least_float32(value: jax.Array) -> jax.Array:
     """Casts to float32 unless the dtype is wider.
 
     Half precision is too coarse to sum 1,000 gradients.

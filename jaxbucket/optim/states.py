@@ -24,7 +24,7 @@ _WRAPPERS = (
 _Injected = optax.schedules.InjectStatefulHyperparamsState
 
 
-def in_force(opt_state: optax.OptState) -> dict[str, jax.Array]:
+def learning_rate_metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     """Returns the learning rate and the factor of the last update of an optimizer.
 
     Searches chains, but not the branches of `optax.multi_transform`.
@@ -35,7 +35,7 @@ def in_force(opt_state: optax.OptState) -> dict[str, jax.Array]:
       >>> tx = optax.chain(tx, scale_by_batch_size(base_examples=2))
       >>> params = jnp.ones(1)
       >>> _, state = tx.update(params, tx.init(params), params, num_examples=8)
-      >>> print({name: float(value) for name, value in in_force(state).items()})
+      >>> print({k: float(v) for k, v in learning_rate_metrics(state).items()})
       {'lr_factor': 2.0, 'learning_rate': 1.0}
 
     Args:

@@ -27,14 +27,14 @@ from jaxbucket.packing.rows import (
     from_patterns,
 )
 from jaxbucket.plan.costs import CostFn, TokenCost, unit_of
-from jaxbucket.plan.formatting import in_unit
+from jaxbucket.plan.formatting import format_cost
 from jaxbucket.plan.histogram import value_counts
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.planner import plan_within
 from jaxbucket.plan.reports.epoch import Report, report
 
 Pack: TypeAlias = Literal["auto", "always", "never"]
-PACK: tuple[str, ...] = get_args(Pack)
+PACK_CHOICES: tuple[str, ...] = get_args(Pack)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class PackedPlan:
       plan: the buckets, with the cost of their steps.
       packing: rows of several examples; None if every row has one example.
       report: the report of one epoch.
-      others: the cost of an epoch for each alternative, "padded", "packed" and
+      epoch_costs: the cost of an epoch for each alternative, "padded", "packed" and
         "packed in one T", in `plan.cost_unit`.
       rows: the number of rows of each bucket, before remainders move up.
       segments: the mean number of examples in a row of each bucket.
@@ -58,7 +58,7 @@ class PackedPlan:
     plan: BucketPlan
     packing: Packing | None
     report: Report
-    others: dict[str, float]
+    epoch_costs: dict[str, float]
     rows: tuple[int, ...]
     segments: tuple[float, ...]
     padded_up_to: int
@@ -70,13 +70,15 @@ class PackedPlan:
         return self.packing is not None
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """A sentence that states the choice and the costs behind it."""
         name = "packed" if self.is_packed else "padded"
         is_sparse = self.is_packed and self.block_sparse
         attention = "within examples" if is_sparse else "over whole rows"
         unit = self.plan.cost_unit
-        costs = ", ".join(f"{k} {in_unit(v, unit)}" for k, v in self.others.items())
+        costs = ", ".join(
+            f"{k} {format_cost(v, unit)}" for k, v in self.epoch_costs.items()
+        )
         if self.is_packed and self.padded_up_to:
             name += f" (padded up to T={self.padded_up_to})"
         return (
@@ -89,7 +91,7 @@ class PackedPlan:
         return {
             "packed": self.is_packed,
             "block_sparse": self.block_sparse,
-            "epoch_costs": self.others,
+            "epoch_costs": self.epoch_costs,
             "rows": list(self.rows),
             "segments_per_row": list(self.segments),
             "padded_up_to": self.padded_up_to,
@@ -105,7 +107,7 @@ class PackedPlan:
         from rich import box
         from rich.table import Table
 
-        table = Table(box=box.SIMPLE_HEAD, caption=self.why, caption_justify="left")
+        table = Table(box=box.SIMPLE_HEAD, caption=self.reason, caption_justify="left")
         for name in ("B", "T", "", "rows", "examples per row", "padding", "cost"):
             table.add_column(name, justify="right")
         columns = self.rows, self.segments, self.report.buckets
@@ -149,7 +151,7 @@ def plan_packing(
       >>> packed = plan_packing(
       ...     lengths, max_tokens=4096, cost_fn=TransformerCost(width=64, depth=2)
       ... )
-      >>> packed.is_packed, packed.others["packed"] < packed.others["padded"]
+      >>> packed.is_packed, packed.epoch_costs["packed"] < packed.epoch_costs["padded"]
       (True, True)
 
     Args:
@@ -182,7 +184,7 @@ def plan_packing(
         batch fits the limits; if `pack="always"` and the search finds no rows within
         `max_padding`.
     """
-    check_choice("pack", pack, PACK)
+    check_choice("pack", pack, PACK_CHOICES)
     if not 0 < check_number("max_padding", max_padding) <= 1:
         raise ValueError(
             f"`max_padding={max_padding}` must be a share, above 0 and at most 1."
@@ -229,7 +231,7 @@ def plan_packing(
     tight = dataclasses.replace(limits, max_seq_len=None)
     padded = plan_within(lengths, tight, num_buckets, "optimal")
     epoch = report(padded, lengths)
-    others = {
+    epoch_costs = {
         "padded": epoch.epoch_cost,
         "packed": packed.cost,
         "packed in one T": single.cost,
@@ -237,12 +239,12 @@ def plan_packing(
     is_cheaper = is_possible and packed.cost < epoch.epoch_cost
     if pack == "always" or (pack == "auto" and is_cheaper):
         packing = from_patterns(packed.patterns, packed.seq_lens, max_segments_per_row)
-        return _packed_plan(packed, packing, others, block_sparse)
+        return _packed_plan(packed, packing, epoch_costs, block_sparse)
     return PackedPlan(
         padded,
         None,
         epoch,
-        others,
+        epoch_costs,
         rows=tuple(bucket.examples for bucket in epoch.buckets),
         segments=(1.0,) * len(padded),
         padded_up_to=padded.max_seq_len,
@@ -261,7 +263,10 @@ def _check_units(cost_fn: CostFn | None, packed_cost_fn: CostFn | None) -> None:
 
 
 def _packed_plan(
-    choice: RowChoice, packing: Packing, others: dict[str, float], block_sparse: bool
+    choice: RowChoice,
+    packing: Packing,
+    epoch_costs: dict[str, float],
+    block_sparse: bool,
 ) -> PackedPlan:
     epoch = report(choice.plan, packing.row_lengths)
     segments = choice.segments / np.maximum(choice.rows, 1)
@@ -269,7 +274,7 @@ def _packed_plan(
         choice.plan,
         packing,
         dataclasses.replace(epoch, packed_examples=packing.num_examples),
-        others,
+        epoch_costs,
         rows=tuple(choice.rows.tolist()),
         segments=tuple(segments.tolist()),
         padded_up_to=choice.padded_up_to,

@@ -14,7 +14,7 @@ from jaxbucket.base.checks import check_lengths, check_number, check_positive
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.costs import SECONDS, unit_of
-from jaxbucket.plan.formatting import count_shapes, number_table
+from jaxbucket.plan.formatting import count_shapes, format_cost, number_table
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.remainder import epoch_cost
@@ -92,14 +92,21 @@ class PlanCurve:
             self.points[max(index - 1, 0) : index] + self.points[index + 1 :][:1]
         )
         epochs = "1 epoch" if self.num_epochs == 1 else f"{self.num_epochs:g} epochs"
+        compiling, epoch, total = (
+            format_cost(seconds, SECONDS)
+            for seconds in (
+                chosen.compile_seconds,
+                chosen.epoch_seconds,
+                chosen.total_seconds,
+            )
+        )
         text = (
-            f"{count_shapes(chosen.num_buckets)}: {chosen.compile_seconds:,.1f} s to "
-            f"compile and {epochs} of {chosen.epoch_seconds:,.1f} s make "
-            f"{chosen.total_seconds:,.1f} s"
+            f"{count_shapes(chosen.num_buckets)}: {compiling} to compile and {epochs} "
+            f"of {epoch} make {total}"
         )
         if neighbors:
             text += "; " + ", ".join(
-                f"{point.num_buckets} would take {point.total_seconds:,.1f} s"
+                f"{point.num_buckets} would take {format_cost(point.total_seconds, SECONDS)}"
                 for point in neighbors
             )
         text += "."
@@ -131,7 +138,7 @@ class PlanCurve:
     def __rich__(self) -> Any:
         """Returns the curve as a `rich` table for a terminal."""
         table = number_table(
-            ("", "shapes", "padding", "steps", "epoch s", "compile s", "all s"),
+            ("", "shapes", "padding", "steps", "epoch s", "compile s", "total s"),
             (
                 (
                     "->" if point is self.chosen else "",

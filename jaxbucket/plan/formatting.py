@@ -45,12 +45,12 @@ def count_shapes(number: int) -> str:
     return "1 shape" if number == 1 else f"{number} shapes"
 
 
-def in_unit(cost: float, cost_unit: str, unit: str = "tokens") -> str:
+def format_cost(cost: float, cost_unit: str, unit: str = "tokens") -> str:
     """Returns a cost as text, with its unit.
 
     Example:
-      >>> in_unit(1234.5, "s"), in_unit(2.5e15, "FLOP"), in_unit(90_000, "tokens")
-      ('1,234.5 s', '2.5e+15 FLOP', '90,000 tokens')
+      >>> format_cost(1234.5, "s"), format_cost(2.5e15, "FLOP")
+      ('1,234.5 s', '2.5e+15 FLOP')
 
     Args:
       cost: the number.
@@ -58,11 +58,11 @@ def in_unit(cost: float, cost_unit: str, unit: str = "tokens") -> str:
       unit: the name to print for "tokens", such as "bytes".
     """
     name = unit if cost_unit == "tokens" else cost_unit
-    return f"{number_in_unit(cost, cost_unit)} {name}"
+    return f"{format_number(cost, cost_unit)} {name}"
 
 
-def number_in_unit(cost: float, cost_unit: str) -> str:
-    """Returns the text of `in_unit` without the unit."""
+def format_number(cost: float, cost_unit: str) -> str:
+    """Returns the text of `format_cost` without the unit."""
     if (cost_unit == "tokens" and cost < 1e11) or 1e5 <= cost < 1e9:
         return f"{cost:,.0f}"
     return f"{cost:,.1f}" if 10 <= cost < 1e9 else f"{cost:.3g}"

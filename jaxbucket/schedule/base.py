@@ -99,9 +99,9 @@ class Schedule(abc.ABC):
           ValueError: if `position` is not a `DataPosition`.
         """
         check_position(position)
-        return self.beginning_at(position.step, position.schedule["fingerprint"])
+        return self.starting_at(position.step, position.schedule["fingerprint"])
 
-    def beginning_at(self, first_step: int, continues: str | None) -> Self:
+    def starting_at(self, first_step: int, continues: str | None) -> Self:
         """Returns a copy of this schedule with new `first_step` and `continues`."""
         moved = copy.copy(self)
         moved.first_step = first_step

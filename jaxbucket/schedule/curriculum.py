@@ -98,7 +98,7 @@ class Curriculum(Order):
     def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
         drops = rows.plan.overlong == "drop"
         is_kept = lengths <= rows.plan.max_seq_len if drops else None
-        pace = Pace(self.pacing, self.in_order(is_kept), rows.num_batches)
+        pace = Pace(self.pacing, self.sorted_difficulty(is_kept), rows.num_batches)
         if not self.replacement:
             return PacedOrder(self.difficulty, pace, rows, seed, opening)
         if opening is not None:
@@ -109,7 +109,7 @@ class Curriculum(Order):
             )
         return EasyDraws(self.difficulty, pace, rows, seed)
 
-    def in_order(self, is_kept: np.ndarray | None) -> np.ndarray:
+    def sorted_difficulty(self, is_kept: np.ndarray | None) -> np.ndarray:
         """Returns the sorted difficulties of the kept examples, all if None."""
         difficulty = self.difficulty
         if self._index is None or self._index.sorted_by != "all":

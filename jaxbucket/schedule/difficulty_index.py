@@ -20,7 +20,7 @@ from jaxbucket.base.digest import digest
 
 SortedBy: TypeAlias = Literal["all", "process"]
 DTYPES = ("<i4", "<i8", "<f4", "<f8")
-DIFFICULTY, EXAMPLES, WORDS = "difficulty.npy", "examples.npy", "index.json"
+DIFFICULTY, EXAMPLES, METADATA = "difficulty.npy", "examples.npy", "index.json"
 VERSION = 1
 # Examples that are processed at a time.
 _CHUNK = 1 << 20
@@ -39,7 +39,7 @@ class DifficultyIndex:
       difficulty: `[N]` numbers, in source order.
       examples: `[N]` int32, or int64 for 2**31 examples or more: the examples from
         easiest to hardest, with ties in source order.
-      words: the metadata of the index.
+      metadata: the metadata of the index.
 
     Raises:
       ValueError: if there is no index in the folder, or its files are truncated or have
@@ -48,9 +48,9 @@ class DifficultyIndex:
 
     def __init__(self, folder: str | os.PathLike[str]):
         self._folder = pathlib.Path(folder)
-        self.words = Words.read(self._folder)
-        size = self.words.size
-        self.difficulty = self._mapped(DIFFICULTY, self.words.dtype, size)
+        self.metadata = IndexMetadata.read(self._folder)
+        size = self.metadata.size
+        self.difficulty = self._mapped(DIFFICULTY, self.metadata.dtype, size)
         self.examples = self._mapped(EXAMPLES, index_dtype(size).str, size)
 
     def __repr__(self) -> str:
@@ -66,7 +66,7 @@ class DifficultyIndex:
         With "process", every process has sorted its own examples, and the order takes
         one example of each process in turn.
         """
-        return self.words.sorted_by
+        return self.metadata.sorted_by
 
     def _mapped(self, name: str, dtype: str, size: int) -> np.ndarray:
         path = self._folder / name
@@ -152,8 +152,8 @@ class DifficultyIndex:
                 f"{self._folder / EXAMPLES} does not contain every example once. "
                 f"{_REMEDY}"
             )
-        total = share_sum(self.difficulty, 0)
-        if difficulty_digest(total, len(self)) != self.words.digest:
+        total = share_checksum(self.difficulty, 0)
+        if difficulty_digest(total, len(self)) != self.metadata.digest:
             raise ValueError(
                 f"{self._folder / DIFFICULTY} has changed since it was written. "
                 f"{_REMEDY}"
@@ -173,7 +173,7 @@ def index_dtype(size: int) -> np.dtype:
     return np.dtype("<i4" if size < 2**31 else "<i8")
 
 
-def share_sum(difficulty: np.ndarray, first: int) -> int:
+def share_checksum(difficulty: np.ndarray, first: int) -> int:
     """Returns the checksum of a share of the difficulties.
 
     The sum of the checksums of all shares, modulo 2**64, is the same however the
@@ -211,7 +211,7 @@ def difficulty_digest(total: int, size: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Words:
+class IndexMetadata:
     """The metadata of an index.
 
     Attributes:
@@ -232,28 +232,29 @@ class Words:
         return json.dumps({"version": VERSION, **dataclasses.asdict(self)})
 
     @classmethod
-    def read(cls, folder: pathlib.Path) -> Words:
+    def read(cls, folder: pathlib.Path) -> IndexMetadata:
         """Returns the metadata in a folder.
 
         Raises:
           ValueError: if the folder has no metadata, or metadata of an unknown format.
         """
-        path = folder / WORDS
+        path = folder / METADATA
         try:
             fields = json.loads(path.read_text())
             version = fields.pop("version")
             if version == VERSION:
-                words = cls(**fields)
-                if words.dtype in DTYPES and words.sorted_by in get_args(SortedBy):
-                    return words
+                metadata = cls(**fields)
+                choices = get_args(SortedBy)
+                if metadata.dtype in DTYPES and metadata.sorted_by in choices:
+                    return metadata
                 raise ValueError(
-                    f"`dtype={words.dtype!r}` or `sorted_by={words.sorted_by!r}` is "
-                    "unknown"
+                    f"`dtype={metadata.dtype!r}` or "
+                    f"`sorted_by={metadata.sorted_by!r}` is unknown"
                 )
         except FileNotFoundError:
             raise ValueError(
-                f"{folder} is not a difficulty index, because it has no {WORDS}. Write "
-                "one with `write_difficulty_index`."
+                f"{folder} is not a difficulty index, because it has no {METADATA}. "
+                "Write one with `write_difficulty_index`."
             ) from None
         # Damaged JSON can raise many types of errors.
         except Exception as error:

@@ -61,7 +61,7 @@ class EpochRows:
         group: int = 1,
     ):
         self.plan = plan
-        self.sizes = plan.rows_together(group)
+        self.sizes = plan.rows_per_step(group)
         self._examples, counts = examples_by_bucket(plan, lengths, within)
         self._offsets = np.cumsum(counts) - counts
         self.flow = flow_remainders(counts, self.sizes, plan.costs, remainder)

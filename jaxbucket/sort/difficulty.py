@@ -23,13 +23,13 @@ from jaxbucket.base.process_group import ProcessGroup, SingleProcess
 from jaxbucket.schedule.difficulty_index import (
     DIFFICULTY,
     EXAMPLES,
-    WORDS,
+    METADATA,
     DifficultyIndex,
+    IndexMetadata,
     SortedBy,
-    Words,
     difficulty_digest,
     index_dtype,
-    share_sum,
+    share_checksum,
 )
 from jaxbucket.sort.sorting import SortedShare, sample_sort
 
@@ -96,12 +96,12 @@ def write_difficulty_index(
         )
     path = pathlib.Path(folder).resolve()
     share = _gather_share(difficulty, mesh, sorted_by, group)
-    exists = _exists_for_all(path, share.words, group)
-    if num_examples is not None and share.words.size != num_examples:
+    exists = _exists_for_all(path, share.metadata, group)
+    if num_examples is not None and share.metadata.size != num_examples:
         raise ValueError(
-            f"`difficulty` has {share.words.size} examples over all processes, but the "
-            f"source has `num_examples={num_examples}`. Pass the share of this process "
-            "only: the result of `measure_difficulty`, or its part of all lengths."
+            f"`difficulty` has {share.metadata.size} examples over all processes, but "
+            f"the source has `num_examples={num_examples}`. Pass the share of this "
+            "process only: the result of `measure_difficulty`, or its part of all lengths."
         )
     if exists:
         return DifficultyIndex(path)
@@ -116,7 +116,7 @@ def write_difficulty_index(
         # All processes have failed, perhaps because another run finished first.
         if group.index == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        if not _exists_for_all(path, share.words, group):
+        if not _exists_for_all(path, share.metadata, group):
             raise
     _wait_for(path)
     return DifficultyIndex(path)
@@ -129,13 +129,13 @@ class _Share:
     Attributes:
       difficulty: `[n]`, the difficulties of the share.
       first: the index of the first example of the share.
-      words: the description of the index of all examples.
+      metadata: the description of the index of all examples.
       token: a unique string of this call, the same in all processes.
     """
 
     difficulty: np.ndarray
     first: int
-    words: Words
+    metadata: IndexMetadata
     token: str
 
 
@@ -166,17 +166,17 @@ def _gather_share(
     first, size = sum(sizes[: group.index]), sum(sizes)
     if not size:
         raise ValueError("`difficulty` is empty. Pass at least one example.")
-    message = f"{share_sum(local, first)} {uuid.uuid4().hex}"
+    message = f"{share_checksum(local, first)} {uuid.uuid4().hex}"
     replies = group.gather("difficulty added up", message)
     sums, tokens = zip(*map(str.split, replies), strict=True)
-    words = Words(
+    metadata = IndexMetadata(
         size,
         local.dtype.str,
         sorted_by,
         sizes if sorted_by == "process" else [],
         difficulty_digest(sum(map(int, sums)), size),
     )
-    return _Share(local, first, words, tokens[0])
+    return _Share(local, first, metadata, tokens[0])
 
 
 def _check_difficulty(difficulty: ArrayLike) -> np.ndarray:
@@ -213,7 +213,9 @@ def _check_difficulty(difficulty: ArrayLike) -> np.ndarray:
     return array.astype("<i4" if np.can_cast(array.dtype, np.int32) else "<i8")
 
 
-def _exists_for_all(folder: pathlib.Path, words: Words, group: ProcessGroup) -> bool:
+def _exists_for_all(
+    folder: pathlib.Path, metadata: IndexMetadata, group: ProcessGroup
+) -> bool:
     """Returns whether the folder holds this index, in all processes.
 
     Raises:
@@ -222,7 +224,7 @@ def _exists_for_all(folder: pathlib.Path, words: Words, group: ProcessGroup) -> 
     for _ in range(_ATTEMPTS):
         exists = False
         with _raised_in_all(group, "folder looked at"):
-            exists = _exists(folder, words)
+            exists = _exists(folder, metadata)
         if len(set(group.gather("folder seen", str(exists)))) == 1:
             return exists
         # Another run may just have renamed its folder.
@@ -233,7 +235,7 @@ def _exists_for_all(folder: pathlib.Path, words: Words, group: ProcessGroup) -> 
     )
 
 
-def _exists(folder: pathlib.Path, words: Words) -> bool:
+def _exists(folder: pathlib.Path, metadata: IndexMetadata) -> bool:
     """Returns whether the folder holds this index; an empty folder does not.
 
     Raises:
@@ -241,12 +243,12 @@ def _exists(folder: pathlib.Path, words: Words) -> bool:
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
-    if not (folder / WORDS).exists():
+    if not (folder / METADATA).exists():
         raise ValueError(
             f"`folder={str(folder)!r}` exists but is not an index. Pass a different "
             "folder."
         )
-    if DifficultyIndex(folder).words != words:
+    if DifficultyIndex(folder).metadata != metadata:
         raise ValueError(
             f"`folder={str(folder)!r}` has an index of different difficulties or with "
             "different options. Delete it, or pass a different folder."
@@ -269,11 +271,11 @@ def _write(
     group: ProcessGroup,
 ) -> None:
     """Writes the part of this process; process 0 creates and renames the folder."""
-    size, dtype = share.words.size, index_dtype(share.words.size)
+    size, dtype = share.metadata.size, index_dtype(share.metadata.size)
     with _raised_in_all(group, "index begun"):
         if group.index == 0:
             partial.mkdir(parents=True)
-            for name, kind in ((DIFFICULTY, share.words.dtype), (EXAMPLES, dtype)):
+            for name, kind in ((DIFFICULTY, share.metadata.dtype), (EXAMPLES, dtype)):
                 np.lib.format.open_memmap(partial / name, "w+", kind, (size,))
     with _raised_in_all(group, "index written"):
         _write_part(partial / DIFFICULTY, share.difficulty, share.first)
@@ -282,7 +284,7 @@ def _write(
             _write_part(partial / EXAMPLES, examples, part.ranks.start)
     with _raised_in_all(group, "index named"):
         if group.index == 0:
-            _publish(partial, folder, share.words)
+            _publish(partial, folder, share.metadata)
 
 
 @contextlib.contextmanager
@@ -324,10 +326,12 @@ def _write_part(path: pathlib.Path, values: np.ndarray, first: int) -> None:
         os.fsync(file)
 
 
-def _publish(partial: pathlib.Path, folder: pathlib.Path, words: Words) -> None:
+def _publish(
+    partial: pathlib.Path, folder: pathlib.Path, metadata: IndexMetadata
+) -> None:
     """Renames the complete folder to its final name."""
-    with (partial / WORDS).open("w") as file:
-        file.write(words.to_json())
+    with (partial / METADATA).open("w") as file:
+        file.write(metadata.to_json())
         file.flush()
         os.fsync(file)
     os.rename(partial, folder)
@@ -355,5 +359,5 @@ def _sync(folder: pathlib.Path) -> None:
 def _wait_for(folder: pathlib.Path) -> None:
     """Waits until a shared file system shows the folder that process 0 renamed."""
     deadline = time.monotonic() + _SECONDS_TO_SHOW
-    while not (folder / WORDS).exists() and time.monotonic() < deadline:
+    while not (folder / METADATA).exists() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

@@ -90,7 +90,7 @@ def bucket_shares(
       max_segments: the largest number of examples in a packed row; None without
         packing.
     """
-    lengths = plan.kept(lengths)
+    lengths = plan.kept_lengths(lengths)
     if max_segments is not None:
         boundaries = plan.boundaries.tolist()
         lengths = pack(

@@ -28,7 +28,7 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
-from jaxbucket.data.example import Example, copied, listed_names
+from jaxbucket.data.example import Example, copy_features, listed_names
 from jaxbucket.data.transform import StreamTransform, Transform, check_transform
 from jaxbucket.stream.drift import OnDrift, warn_of_drift
 from jaxbucket.stream.epochs import Stream, check_stream, open_epoch
@@ -305,7 +305,7 @@ class StreamDataset(grain.IterDataset[Any]):
                 "The stream has no example, so the features of its batches are not "
                 "known. Pass an example as `like`."
             )
-        return copied(example)
+        return copy_features(example)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -43,9 +43,9 @@ class Drift:
       lengths: `[N]` int32, the most recent lengths.
       padding: the share of padding of `lengths` under the current plan, by `report`.
         For packed rows, that of packing `lengths` alone.
-      promised: the share of padding of the lengths that the plan was made for; None if
-        those are not known.
-      renewed: the share of padding of `lengths` under `plan`.
+      planned_padding: the share of padding of the lengths that the plan was made for;
+        None if those are not known.
+      new_padding: the share of padding of `lengths` under `plan`.
       empty_rows: the share of rows without an example, since the last comparison.
       plan: the best plan for `lengths` within the limits of the current plan, except
         that packed rows may have two T. It has no effect until it is passed:
@@ -55,20 +55,20 @@ class Drift:
     step: int
     lengths: np.ndarray
     padding: float
-    promised: float | None
-    renewed: float
+    planned_padding: float | None
+    new_padding: float
     empty_rows: float
     plan: BucketPlan
 
     def __str__(self) -> str:
-        promised = ""
-        if self.promised is not None:
-            promised = f" ({self.promised:.1%} for the lengths it was made for)"
+        planned = ""
+        if self.planned_padding is not None:
+            planned = f" ({self.planned_padding:.1%} for the lengths it was made for)"
         return (
             f"Lengths have drifted from the plan. At step {self.step} the last "
-            f"{len(self.lengths)} lengths have {self.padding:.1%} padding{promised}; a "
-            f"new plan would have {self.renewed:.1%}. {self.empty_rows:.1%} of rows "
-            "were empty. To use the new plan from a step on, pass "
+            f"{len(self.lengths)} lengths have {self.padding:.1%} padding{planned}; a "
+            f"new plan would have {self.new_padding:.1%}. {self.empty_rows:.1%} of "
+            "rows were empty. To use the new plan from a step on, pass "
             "`plan={0: old, step: drift.plan}`."
         )
 
@@ -149,33 +149,41 @@ class DriftMonitor:
         # With less padding than this, no plan can gain enough.
         min_padding = _MIN_GAIN
         if self._max_segments is not None:
-            min_padding += self._promised or 0.0
+            min_padding += self._planned_padding or 0.0
         may_gain = padding > min_padding and self._count >= self._replan_at
         if not (is_sequence_wrong or may_gain):
             return None
         plan = self._best_plan(lengths)
-        renewed = self._padding(plan, lengths)
-        gain = padding - renewed
-        if self._promised is not None:
+        new_padding = self._padding(plan, lengths)
+        gain = padding - new_padding
+        if self._planned_padding is not None:
             # A plan that was not the best for its own lengths has not drifted.
-            gain -= self._promised - self._best_promised
+            gain -= self._planned_padding - self._best_planned
         if is_sequence_wrong or gain > _MIN_GAIN:
             return Drift(
-                *(step, lengths, padding, self._promised, renewed, empty_rows, plan)
+                *(
+                    step,
+                    lengths,
+                    padding,
+                    self._planned_padding,
+                    new_padding,
+                    empty_rows,
+                    plan,
+                )
             )
         if self._max_segments is not None:
             self._replan_at = self._count + _WINDOWS_BETWEEN_PLANS * _WINDOW
         return None
 
     @functools.cached_property
-    def _promised(self) -> float | None:
+    def _planned_padding(self) -> float | None:
         """The share of padding of the sample under the current plan."""
         if self._sample is None:
             return None
         return self._padding(self._plan, self._sample)
 
     @functools.cached_property
-    def _best_promised(self) -> float:
+    def _best_planned(self) -> float:
         """The share of padding of the sample under the best plan for it."""
         assert self._sample is not None
         return self._padding(self._best_plan(self._sample), self._sample)
@@ -183,7 +191,7 @@ class DriftMonitor:
     def _padding(self, plan: BucketPlan, lengths: np.ndarray) -> float:
         if self._max_segments is None:
             return report(plan, lengths).padding
-        values, counts = value_counts(plan.kept(lengths))
+        values, counts = value_counts(plan.kept_lengths(lengths))
         rows = best_fit(values, counts, plan.boundaries.tolist(), self._max_segments)
         return 1 - float(values @ counts) / positions(rows)
 
@@ -215,7 +223,7 @@ class DriftMonitor:
         plan = self._plan
         packed = plan_packing(
             # The added length keeps the longest T.
-            np.append(plan.kept(lengths), plan.max_seq_len),
+            np.append(plan.kept_lengths(lengths), plan.max_seq_len),
             max_tokens=plan.max_tokens,
             max_seq_len=plan.max_seq_len,
             num_buckets=max(2, len(plan)),

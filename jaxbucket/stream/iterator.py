@@ -14,7 +14,7 @@ import numpy as np
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.buckets import Bucket
 from jaxbucket.data.collate import collate_rows
-from jaxbucket.data.example import Example, example_of, features_of
+from jaxbucket.data.example import Example, example_from_specs, feature_specs
 from jaxbucket.plan.remainder import filler_bucket
 from jaxbucket.stream.drift import DriftMonitor
 from jaxbucket.stream.phases import Phase
@@ -226,7 +226,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         if self._template is None:
             self._template = self._reader.first_example()
         if self._template is None:
-            self._template = example_of(self._rounds.features)
+            self._template = example_from_specs(self._rounds.features)
         if self._template is None:
             raise ValueError(
                 "The stream of this process has no example, so the features of its "
@@ -285,7 +285,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
             checksum=checksum,
             snapshot=self._reader.snapshot(min([*indices, arrived]), read),
             current_round=self._rounds.round_at(step),
-            features=features_of(self._template if step else self._run.like),
+            features=feature_specs(self._template if step else self._run.like),
         ).to_dict()
 
     def _pending_before(
@@ -339,7 +339,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._failure = ValueError("The last state that was set was refused.")
         self._is_valid = False
         self._reader.close()
-        self._start(saved.step, example_of(saved.features) or self._run.like)
+        self._start(saved.step, example_from_specs(saved.features) or self._run.like)
         self._reader.restore(saved.snapshot)
         self._rounds.restore(saved.step, saved.current_round)
         indices = set(saved.pending)

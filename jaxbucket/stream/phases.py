@@ -158,4 +158,4 @@ def _max_segments(
             "`max_segments_per_row` is missing. It sets the shape of features with one "
             "number per example, `[B, max_segments_per_row]`. Pass it, or `lengths`."
         )
-    return pack_rows(plan.kept(sample), plan.boundaries.tolist()).max_segments
+    return pack_rows(plan.kept_lengths(sample), plan.boundaries.tolist()).max_segments

@@ -22,7 +22,7 @@ from jaxbucket.data.example import (
     Example,
     as_arrays,
     common_length,
-    copied,
+    copy_features,
     example_length,
     sequence_names,
 )
@@ -189,7 +189,7 @@ class StreamReader:
         """Applies the policy for overlong examples; returns (length, chunk) pairs."""
         length, longest = example_length(example, self.sequences), self.max_seq_len
         if length <= longest:
-            return [(length, copied(example))]
+            return [(length, copy_features(example))]
         starts = range(0, length, longest)
         if self.overlong == "drop":
             self.counts.dropped += 1

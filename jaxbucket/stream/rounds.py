@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxbucket.base.digest import digest
-from jaxbucket.data.example import Example, Features, features_of
+from jaxbucket.data.example import Example, Features, feature_specs
 from jaxbucket.plan.remainder import filler_bucket, flow_remainders
 from jaxbucket.stream.peer_status import PeerStatus, check_same_config
 from jaxbucket.stream.phases import Phase
@@ -124,7 +124,7 @@ class StreamRounds:
             ended=ended,
             shortest=pool.bucket_of(min(lengths)) if lengths else len(phase.plan),
             rows_needed=pool.rows_needed(),
-            features=features_of(template),
+            features=feature_specs(template),
         )
 
     def _new_round(

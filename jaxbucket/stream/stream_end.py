@@ -20,29 +20,29 @@ class StreamEnd:
 
     Example:
       >>> plan = BucketPlan((Bucket(4, 8), Bucket(2, 16)), max_tokens=32)
-      >>> end = StreamEnd(plan, late=0)
+      >>> end = StreamEnd(plan, delay=0)
       >>> steps = [(plan.buckets[0], 0), (plan.buckets[1], 7), (plan.buckets[1], 0)]
       >>> [end.reached(bucket, num_tokens) for bucket, num_tokens in steps]
       [False, False, True]
 
     Args:
       plan: the plan of the stream; any of its plans if it has several.
-      late: the number of steps by which reading the number of tokens is delayed,
+      delay: the number of steps by which reading the number of tokens is delayed,
         because reading it waits until the step has been computed.
 
     Raises:
-      ValueError: if `late` is negative.
+      ValueError: if `delay` is negative.
     """
 
-    def __init__(self, plan: BucketPlan, late: int = 1):
+    def __init__(self, plan: BucketPlan, delay: int = 1):
         self._max_seq_len = plan.max_seq_len
-        self._late = check_integer("late", late)
-        if self._late < 0:
-            raise ValueError(f"`late={late}` must not be negative.")
+        self._delay = check_integer("delay", delay)
+        if self._delay < 0:
+            raise ValueError(f"`delay={delay}` must not be negative.")
         self._steps: collections.deque[tuple[bool, Any]] = collections.deque()
 
     def reached(self, bucket: Bucket | Sequence[Bucket], num_tokens: Any) -> bool:
-        """Returns whether the streams had ended `late` steps before this one.
+        """Returns whether the streams had ended `delay` steps before this one.
 
         Args:
           bucket: the bucket of the global batch, or the buckets of all its
@@ -53,7 +53,7 @@ class StreamEnd:
         buckets = [bucket] if isinstance(bucket, Bucket) else bucket
         has_longest = any(x.seq_len == self._max_seq_len for x in buckets)
         self._steps.append((has_longest, num_tokens))
-        if len(self._steps) <= self._late:
+        if len(self._steps) <= self._delay:
             return False
         has_longest, num_tokens = self._steps.popleft()
         return has_longest and int(num_tokens) == 0

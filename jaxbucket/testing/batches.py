@@ -29,8 +29,8 @@ def check_batches(
     buckets: Collection[Bucket],
     max_tokens: int,
     num_hosts: int = 1,
-    identity: str = "index",
-    left_out: int = 0,
+    index_feature: str = "index",
+    num_dropped: int = 0,
     resume_at: Iterable[int] | None = None,
 ) -> None:
     """Checks the invariants of one epoch of a loader, over all its hosts.
@@ -51,9 +51,9 @@ def check_batches(
       buckets: the shapes (B, T) that global batches may have.
       max_tokens: the maximum of B * T.
       num_hosts: the number of hosts. No two hosts have the same rows.
-      identity: the feature that identifies the examples: `[B]`, or `[B, max_segments]`
-        if rows are packed.
-      left_out: the number of examples that the epoch leaves out on purpose.
+      index_feature: the feature that identifies the examples: `[B]`, or
+        `[B, max_segments]` if rows are packed.
+      num_dropped: the number of examples that the epoch leaves out on purpose.
       resume_at: the steps at which to resume, by default all steps.
 
     Raises:
@@ -70,7 +70,7 @@ def check_batches(
         *_shapes(hosts, set(buckets), max_tokens),
         *_arrays(hosts),
         *_segments(hosts),
-        *_exactly_once(hosts, num_examples, identity, left_out),
+        *_exactly_once(hosts, num_examples, index_feature, num_dropped),
     ]
     steps = list(range(len(hosts[0])) if resume_at is None else resume_at)
     for host, local_steps in enumerate(hosts):
@@ -216,18 +216,19 @@ def _segments(hosts: list[list[Step]]) -> Iterator[str]:
 
 
 def _exactly_once(
-    hosts: list[list[Step]], num_examples: int, identity: str, left_out: int
+    hosts: list[list[Step]], num_examples: int, index_feature: str, num_dropped: int
 ) -> Iterator[str]:
     """Yields a line for each way in which examples are missing, repeated or unknown."""
     for host, step, batch in _batches(hosts):
-        values = np.asarray(batch.features.get(identity))
+        values = np.asarray(batch.features.get(index_feature))
         if values.dtype.kind not in "iu" or values.ndim not in (1, 2):
             yield (
-                f"Exactly once: at step {step} host {host} has no feature {identity!r} "
-                "with one integer per example, which must identify the examples."
+                f"Exactly once: at step {step} host {host} has no feature "
+                f"{index_feature!r} with one integer per example, which must identify "
+                "the examples."
             )
             return
-    parts = [_examples(batch, identity) for _, _, batch in _batches(hosts)]
+    parts = [_examples(batch, index_feature) for _, _, batch in _batches(hosts)]
     examples = np.concatenate([np.empty(0, np.int64), *parts])
     known = (examples >= 0) & (examples < num_examples)
     if not known.all():
@@ -237,20 +238,20 @@ def _exactly_once(
         )
     counts = np.bincount(examples[known], minlength=num_examples)
     missing, repeated = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
-    if len(missing) != left_out:
+    if len(missing) != num_dropped:
         shown = f" ({_shown(missing)})" if len(missing) else ""
         yield (
             f"Exactly once: {len(missing)} examples{shown} are in no row, but "
-            f"`left_out={left_out}`."
+            f"`num_dropped={num_dropped}`."
         )
     if len(repeated):
         yield f"Exactly once: examples {_shown(repeated)} are in several rows."
 
 
-def _examples(batch: Batch, identity: str) -> np.ndarray:
+def _examples(batch: Batch, index_feature: str) -> np.ndarray:
     """Returns the identities of all examples of a batch, `[num_examples]`."""
     ids = next(iter(batch.segment_ids.values()))
-    identities = np.asarray(batch.features[identity]).astype(np.int64)
+    identities = np.asarray(batch.features[index_feature]).astype(np.int64)
     num_segments = ids.max(axis=1)
     if identities.ndim == 1:
         return identities[num_segments > 0]

@@ -26,7 +26,7 @@ from jaxbucket.compile.mismatch import check_is_batch
 from jaxbucket.compile.options import CompileOptions
 from jaxbucket.compile.program import Program
 from jaxbucket.compile.steps import CompiledSteps
-from jaxbucket.optim.precision import single_at_least
+from jaxbucket.optim.precision import at_least_float32
 from jaxbucket.train.loss import Metrics, row_keys
 from jaxbucket.train.pmap import PmapStep
 from jaxbucket.train.state import TrainState
@@ -78,7 +78,7 @@ def accumulating_step(
     ) -> Accumulated:
         number = accumulated.micro_batches
         grads, sums = global_sums(state, batch, number)
-        new = jax.tree.map(single_at_least, grads), sums
+        new = jax.tree.map(at_least_float32, grads), sums
         grads, sums = jax.tree.map(jnp.add, (accumulated.grads, accumulated.sums), new)
         return Accumulated(grads, sums, number + 1)
 
@@ -194,7 +194,7 @@ class AccumulatingStep:
         def sums(state: TrainState, batch: Batch) -> Any:
             keys = row_keys(0, state.step, 0, batch.bucket.batch_size)
             grads, sums = self._local_sums(state, batch, keys)
-            return jax.tree.map(single_at_least, grads), sums
+            return jax.tree.map(at_least_float32, grads), sums
 
         return jax.eval_shape(sums, state, batch)
 

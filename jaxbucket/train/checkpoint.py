@@ -133,7 +133,7 @@ class Checkpoints:
         self._saving: int | None = None
         self._is_open = True
         if processes is not None:
-            processes.at_end(self._finish)
+            processes.on_exit(self._finish)
         self._claimed = False
         self._lock: IO[str] | None = None
 

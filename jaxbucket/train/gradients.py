@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.optim.precision import computes_in, single_at_least
+from jaxbucket.optim.precision import at_least_float32, computes_in
 from jaxbucket.train.global_rows import current_rows
 from jaxbucket.train.loss import LossFn, Metrics, checked_loss
 from jaxbucket.train.state import TrainState
@@ -104,7 +104,7 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
 
 def _times(factor: jax.Array, grad: jax.Array) -> jax.Array:
     """Returns the product in float32 or wider."""
-    grad = single_at_least(grad)
+    grad = at_least_float32(grad)
     return grad * factor.astype(grad.dtype)
 
 

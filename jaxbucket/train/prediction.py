@@ -20,7 +20,7 @@ from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.events import record_arguments
 from jaxbucket.data.uncollate import unbatch
 from jaxbucket.schedule.base import Schedule
-from jaxbucket.sharding import DATA_AXIS, Axes, ahead, axis_names
+from jaxbucket.sharding import DATA_AXIS, Axes, axis_names, prefetch
 from jaxbucket.train.loss import Mode
 from jaxbucket.train.pmap import PmapStep, Rows
 from jaxbucket.train.state import TrainState
@@ -149,7 +149,7 @@ def predict(
     padded: set[str] | None = None if sequences is None else set(sequences)
     examples: list[dict[str, np.ndarray] | None] = [None] * len(schedule.lengths)
     # The next step runs while the host reads the outputs of the previous one.
-    outputs = ahead((steps(state, batch) for batch in _micro_batches(batches)), 1)
+    outputs = prefetch((steps(state, batch) for batch in _micro_batches(batches)), 1)
     with progress_bar(progress) as bar:
         tracked = bar.track(epoch, description="Predicting")
         for indices, output in zip(tracked, outputs, strict=True):

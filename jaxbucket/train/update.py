@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxbucket.optim.states import in_force, skip_where
+from jaxbucket.optim.states import learning_rate_metrics, skip_where
 from jaxbucket.train.gradients import all_finite
 from jaxbucket.train.loss import Metrics, mean_metrics
 from jaxbucket.train.state import TrainState
@@ -51,7 +51,7 @@ def updater(
             num_rows=metrics["num_rows"],
         )
         params = optax.apply_updates(state.params, updates)
-        metrics |= {"grad_norm": _norm(grads), **in_force(opt_state)}
+        metrics |= {"grad_norm": _norm(grads), **learning_rate_metrics(opt_state)}
         if skip_nonfinite:
             scalars = (metrics["loss"], metrics["grad_norm"])
             skipped = ~all_finite((updates, scalars), opt_state, state.opt_state)

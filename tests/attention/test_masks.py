@@ -84,7 +84,7 @@ def test_next_tokens_agree_with_a_loop_over_examples(seed, rows, weighted, begin
         return jb.next_tokens(
             batch,
             loss_weights="loss_weights" if weighted else None,
-            begin=BEGIN if begin else None,
+            bos_token=BEGIN if begin else None,
         )
 
     assert (
@@ -95,7 +95,7 @@ def test_next_tokens_agree_with_a_loop_over_examples(seed, rows, weighted, begin
 @pytest.mark.parametrize("begin", [None, BEGIN])
 def test_next_tokens_are_the_same_inside_of_jit(begin):
     for batch in make_batches(make_examples(0), "packed", 0)[:2]:
-        options = {"loss_weights": "loss_weights", "begin": begin}
+        options = {"loss_weights": "loss_weights", "bos_token": begin}
         want = jb.next_tokens(batch, **options)
         assert all(isinstance(x, np.ndarray) for x in want)
         on_device = jax.tree.map(jnp.asarray, batch)
@@ -111,7 +111,7 @@ def test_next_tokens_never_cross_examples():
     result = jb.next_tokens(batch)
     assert result.targets.tolist() == [[3, 9, 0, 0, 4, 0, 0, 0]]
     assert result.weights.tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
-    result = jb.next_tokens(batch, begin=0)
+    result = jb.next_tokens(batch, bos_token=0)
     assert result.inputs.tolist() == [[0, 7, 3, 0, 0, 2, 0, 0]]
     assert result.targets.tolist() == [[7, 3, 9, 5, 2, 4, 0, 0]]
 
@@ -175,11 +175,11 @@ def test_a_dict_instead_of_a_batch_is_refused(fn):
             {"sequence": "x"},
             "`sequence='x'` must name a sequence of the batch. Choose one of ['",
         ),
-        ("tokens", {"begin": 0.5}, "`begin=0.5` is not an integer"),
+        ("tokens", {"bos_token": 0.5}, "`bos_token=0.5` is not an integer"),
         (
             "tokens",
-            {"begin": 2**31},
-            "`begin=2147483648` does not fit the dtype of the tokens, int32",
+            {"bos_token": 2**31},
+            "`bos_token=2147483648` does not fit the dtype of the tokens, int32",
         ),
     ],
 )

@@ -721,10 +721,10 @@ def test_a_plan_that_drops_examples_comes_last(files):
     plans = json.loads(run(*compared, "--json"))["plans"]
     assert plans[0]["name"] == "packed" and plans[-1]["name"] == "[red]short.json"
     kept = int(LENGTHS[LENGTHS <= 64].sum())
-    said = (
+    recorded = (
         f"[red]short.json keeps {kept:,} tokens, not {int(LENGTHS.sum()):,}: its cost"
     )
-    assert said in " ".join(table.split())
+    assert recorded in " ".join(table.split())
 
 
 def test_long_names_leave_room_for_the_numbers(files):
@@ -759,8 +759,8 @@ def test_an_empty_option_is_refused(files, option):
 )
 def test_invalid_step_times_are_refused(files, text, message):
     (files / "times.json").write_text(text)
-    said = refused("plan", "lengths.npy", *BUDGET, "--step-times", "times.json")
-    assert message in said
+    recorded = refused("plan", "lengths.npy", *BUDGET, "--step-times", "times.json")
+    assert message in recorded
 
 
 def test_forced_colours_print_no_progress_bar_to_a_file(files, monkeypatch):

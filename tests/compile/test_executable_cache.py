@@ -933,11 +933,11 @@ def test_removed_files_are_reported_as_not_kept(tmp_path):
         }
 
     done = precompile(recipe, PLAN, executables=jb.ExecutableCache(tmp_path / "all"))
-    assert done.not_kept() == []
+    assert done.not_saved() == []
     size = sum(path.stat().st_size for path in (tmp_path / "all").iterdir())
     cache = jb.ExecutableCache(tmp_path / "some", max_gb=0.7 * size / 1e9)
     done = precompile(recipe, PLAN, executables=cache)
-    assert done.not_kept() and all(x.startswith("my_step") for x in done.not_kept())
+    assert done.not_saved() and all(x.startswith("my_step") for x in done.not_saved())
 
 
 SEEDED = """
@@ -1188,7 +1188,7 @@ def start(folder, fails=False, shape=(), opening={opening}, **options):
         batch = jax.tree.map(lambda x: x[rows.rows(len(x))], batch)
         (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
         losses.append(float(steps(state, batch)))
-    say(steps.report.num_compiled, *losses)
+    record(steps.report.num_compiled, *losses)
 
 start(folder / "all")
 start(folder / "all", verify="none")
@@ -1207,7 +1207,7 @@ for options in ({{"shape": (3 + int(index),)}}, {{"fails": index == "1"}}):
     try:
         start(folder / "none", **options)
     except (ArithmeticError, RuntimeError) as error:
-        say(type(error).__name__, error)
+        record(type(error).__name__, error)
 # The main thread ends while a background thread is still compiling.
 jb.compile_steps(
     lambda state, batch: (time.sleep(1), state)[1],
@@ -1224,7 +1224,10 @@ def test_processes_agree_on_what_they_compile(launch, tmp_path, opening):
     code = TOGETHER.format(folder=str(tmp_path), opening=opening)
     done = launch(code, devices=2)
     assert done.status == 0, done.output
-    (*first, other_programs, stopped), (*second, _, failed) = done.said(0), done.said(1)
+    (*first, other_programs, stopped), (*second, _, failed) = (
+        done.recorded(0),
+        done.recorded(1),
+    )
     # Both processes compile a program, or neither does.
     assert first == second == [f"{count} 9.0 9.0" for count in (2, 0, 0, 1)]
     assert "Process 1 compiles different programs from process 0" in other_programs

@@ -111,11 +111,11 @@ def test_a_recipe_may_have_several_steps():
 def test_programs_above_the_memory_limit_are_listed():
     done = precompile(recipe, PLAN)
     largest = max(p.peak_bytes for p in done.report.programs)
-    assert done.above(largest / 1e9) == []
-    assert len(done.above(1e-9)) == 3
+    assert done.above_memory(largest / 1e9) == []
+    assert len(done.above_memory(1e-9)) == 3
     unknown = dataclasses.replace(done.report.programs[0], temporary_bytes=None)
     done = dataclasses.replace(done, report=jb.compile.CompileReport((unknown,)))
-    assert done.above(1e9) == ["my_step [2, 16]"]
+    assert done.above_memory(1e9) == ["my_step [2, 16]"]
 
 
 @pytest.mark.parametrize("invalid", [nothing, lambda plan: None, lambda plan: (1, 2)])
@@ -346,7 +346,7 @@ def test_print_shows_a_report_as_a_table(monkeypatch):
         assert f"{program.compile_seconds:.2f}" in row
     assert max(map(len, text.splitlines())) <= 80
     assert "\u2026" not in text and "\x1b" not in text
-    assert repr(report) == "<3 programs, 3 of them compiled>"
+    assert repr(report) == "<CompileReport: 3 programs, 3 compiled>"
     assert "program" in str(jb.compile.CompileReport(()))
 
 

@@ -146,11 +146,11 @@ class Store(module.Store):
 module.Store = Store
 import jax.experimental.multihost_utils
 with processes:
-    say("in")
+    record("in")
 """
     run = launch(START + code, count=3, grace=30)
     assert run.status != 0
-    assert run.said(1) == []
+    assert run.recorded(1) == []
     # jax ends them, and reports only the index of the lost process.
     assert "are killed: " not in run.output
 
@@ -182,7 +182,7 @@ with processes:
     with jb.Checkpoints({str(tmp_path / "runs")!r}, processes=processes) as checkpoints:
         checkpoints.save({{"x": big}}, position(0))
         checkpoints.wait()
-        say("saved")
+        record("saved")
         if processes.index == {victim}:
             {UNWRITABLE[obstacle]}
         checkpoints.save({{"x": big}}, position(1))
@@ -190,7 +190,7 @@ with processes:
 """
     run = launch(START + code, count=2)
     assert run.status != 0
-    assert [run.said(0), run.said(1)] == [["saved"]] * 2
+    assert [run.recorded(0), run.recorded(1)] == [["saved"]] * 2
     message = last_message(run, 1 - victim)
     assert re.search(r"raised .*File too large", message), run.output
     assert f"process {victim} (" in message

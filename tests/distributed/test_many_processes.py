@@ -75,7 +75,7 @@ def test_two_processes_train_as_one(folder, options):
     run = start(folder, 2, 2, *options, "--json", "two.json")
     out, _ = run.communicate(timeout=300)
     assert run.returncode == 0, out
-    # Of what all say, it is said once.
+    # Of what all say, it is recorded once.
     assert out.count("Held out: ") == 1
     assert_same(folder, "two.json")
 

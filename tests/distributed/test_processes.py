@@ -276,28 +276,28 @@ def agree(change):
     mesh = jb.data_mesh(jax.devices()[::fields["order"]])
     try:
         processes.check_agreement(position, mesh, fields["extra"])
-        say("agreed")
+        record("agreed")
     except ValueError as error:
-        say(error)
+        record(error)
 
 def handle(number, frame):
-    say("handler")
+    record("handler")
 signal.signal(signal.SIGTERM, handle)
 
 with processes:
     for change in DIFFERENCES:
         agree(change)
-    say(processes.count, processes.gather("x", "abc"[processes.index]))
-    say(processes.gather("x", str(processes.index)))
+    record(processes.count, processes.gather("x", "abc"[processes.index]))
+    record(processes.gather("x", str(processes.index)))
     processes.gather("y", "")
-    say(processes.store.read_folder("x/0/values"))
+    record(processes.store.read_folder("x/0/values"))
     # Each process has its own folder, under the same relative path.
     try:
         os.mkdir(FOLDER + str(processes.index))
         os.chdir(FOLDER + str(processes.index))
         jb.Checkpoints("runs", processes=processes)
     except ValueError as error:
-        say(error)
+        record(error)
     # A process in which Python is busy three times in a row is not lost.
     for _ in range(3):
         if processes.index == 1:
@@ -309,7 +309,7 @@ with processes:
         try:
             processes.gather("never", "")
         except KeyboardInterrupt:
-            say("interrupted")
+            record("interrupted")
     processes.gather("go", "")
     time.sleep(LATE if processes.index == 1 else 0)
 signal.raise_signal(signal.SIGTERM)
@@ -317,7 +317,7 @@ if processes.index == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 # After the context, the loss of a process does not end the others.
 time.sleep(REST)
-say("end")
+record("end")
 """
 
 
@@ -336,7 +336,7 @@ def test_processes_agree_gather_values_and_end_together(launch, tmp_path, late, 
     code = code.replace("LATE", str(late)).replace("REST", str(rest))
     run = launch(START + code, count=3, grace=30)
     count = len(DIFFERENCES)
-    lines = [run.said(index) for index in range(3)]
+    lines = [run.recorded(index) for index in range(3)]
     assert lines[1][:count] == lines[2][:count] == lines[0][:count], run.output
     for line, message in zip(lines[0], DIFFERENCES.values(), strict=False):
         start = "" if message == "agreed" else "The processes do not agree: .*"
@@ -375,11 +375,11 @@ import os
 import jaxbucket as jb
 os.environ["JAX_NUM_PROCESSES"] = str(2 + int(os.environ["JAX_PROCESS_ID"]))
 with jb.Processes(timeout=4):
-    say("in")
+    record("in")
 """
     run = launch(code)
     assert run.status == 1
-    assert run.said(1) == []
+    assert run.recorded(1) == []
     assert "`num_processes` is 2 in process 0, 3 in process 1" in run.output
 
 
@@ -395,7 +395,7 @@ import jaxbucket as jb
 # Processes that the user has connected stay connected after a context.
 for _ in range(2):
     with jb.Processes(timeout=4) as processes:
-        say(processes.index, processes.gather("x", ""))
+        record(processes.index, processes.gather("x", ""))
 """
 
 
@@ -403,4 +403,6 @@ for _ in range(2):
 def test_processes_that_are_connected_already_need_no_settings(launch):
     run = launch(CONNECTED, count=2)
     assert run.status == 0, run.output
-    assert [run.said(i) for i in range(2)] == [[f"{i} ['', '']"] * 2 for i in range(2)]
+    assert [run.recorded(i) for i in range(2)] == [
+        [f"{i} ['', '']"] * 2 for i in range(2)
+    ]

@@ -104,11 +104,11 @@ with jb.Processes(timeout=4) as processes:
             time.sleep(0.003)
             if step == FIRST + 60:
                 send_signal()
-    say(step, stop.signal and stop.signal.name)
+    record(step, stop.signal and stop.signal.name)
     # The request also stops a later loop.
     with jb.StopRequest(processes) as stop:
-        say(stop.before(7))
-say("end")
+        record(stop.before(7))
+record("end")
 """
 
 
@@ -119,7 +119,7 @@ def stopping_step(launch, name: str, target: int, **options) -> int:
     )
     run = launch(code, count=3, devices=2)
     assert run.status == 0, run.output
-    (first, *others) = (run.said(index) for index in range(3))
+    (first, *others) = (run.recorded(index) for index in range(3))
     assert others == [first, first], run.output
     assert re.fullmatch(rf"\d+ {name}", first[0]), first
     assert first[1:] == ["True", "end"]
@@ -165,8 +165,8 @@ with jb.Processes(timeout=4) as processes:
         with jb.StopRequest(processes):
             pass
     except ValueError as error:
-        say(error)
+        record(error)
 """
     run = launch(code)
     for index in range(2):
-        assert "Set `jax_enable_preemption_service` to True" in run.said(index)[0]
+        assert "Set `jax_enable_preemption_service` to True" in run.recorded(index)[0]

@@ -55,10 +55,12 @@ def test_a_plan_by_time_is_measured_chosen_and_compared_with_the_run(jsonl, tmp_
     out = tmp_path / "out.json"
     run = train_lm("--data", jsonl, "--json", out, "--num-buckets", "auto")
     summary = summary_of(out, run)
-    said = " ".join(run.stdout.split())
-    assert re.search(r"Measured in \d+ s on \d shapes: a step takes .* compiling", said)
-    assert re.search(r"\d shapes?: .* s to compile and .* epochs? of .* make", said)
-    assert re.search(r"6 steps: .* s predicted, .* s taken \([+-]\d+%\)", said)
+    recorded = " ".join(run.stdout.split())
+    assert re.search(
+        r"Measured in \d+ s on \d shapes: a step takes .* compiling", recorded
+    )
+    assert re.search(r"\d shapes?: .* s to compile and .* epochs? of .* make", recorded)
+    assert re.search(r"6 steps: .* s predicted, .* s taken \([+-]\d+%\)", recorded)
     plan = jb.BucketPlan.from_json(json.dumps(summary["plan"]))
     assert plan.cost_unit == "s"
     # What was compiled to measure it is not of the run.

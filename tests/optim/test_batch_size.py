@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxbucket as jb
-from jaxbucket.optim.states import in_force, skip_where
+from jaxbucket.optim.states import learning_rate_metrics, skip_where
 
 RULES = {
     "linear": lambda ratio: ratio,
@@ -206,8 +206,12 @@ def test_batches_of_10_and_4_examples_have_the_expected_rates(rule, rates):
         for size, want in zip((10, 4), rates, strict=True):
             update, state = tx.update(jnp.ones(()), state, num_examples=size)
             np.testing.assert_allclose(update, -want, rtol=1e-6)
-            np.testing.assert_allclose(in_force(state)["learning_rate"], want, 1e-6)
-            np.testing.assert_allclose(in_force(state)["lr_factor"], want / 1e-3, 1e-6)
+            np.testing.assert_allclose(
+                learning_rate_metrics(state)["learning_rate"], want, 1e-6
+            )
+            np.testing.assert_allclose(
+                learning_rate_metrics(state)["lr_factor"], want / 1e-3, 1e-6
+            )
 
 
 # The rows of buckets with the same token budget; a step fills some of them.
@@ -422,8 +426,12 @@ def test_a_scaled_schedule_equals_a_scaled_learning_rate(name):
         scaled = make(learning_rate=lr * size / 16)
         updates, expected_state = scaled.update(grads, expected_state, expected)
         expected = optax.apply_updates(expected, updates)
-        assert float(in_force(state)["learning_rate"]) == pytest.approx(lr * size / 16)
-        assert float(in_force(state)["lr_factor"]) == pytest.approx(size / 16)
+        assert float(learning_rate_metrics(state)["learning_rate"]) == pytest.approx(
+            lr * size / 16
+        )
+        assert float(learning_rate_metrics(state)["lr_factor"]) == pytest.approx(
+            size / 16
+        )
     for key in params:
         np.testing.assert_allclose(params[key], expected[key], rtol=2e-5)
 
@@ -666,7 +674,7 @@ def test_rule_none_leaves_the_rate_unchanged():
     tx = jb.scale_by_batch_size(base_tokens=9, rule="none", learning_rate=0.5)
     update, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), num_tokens=77)
     np.testing.assert_array_equal(update, [1, 1])
-    assert in_force(state) == {"lr_factor": 1, "learning_rate": 0.5}
+    assert learning_rate_metrics(state) == {"lr_factor": 1, "learning_rate": 0.5}
 
 
 @pytest.mark.parametrize("rate", [0.5, optax.linear_schedule(1.0, 0.0, 4)])
@@ -678,13 +686,13 @@ def test_the_state_holds_the_current_rate(rate):
     state = tx.init(jnp.ones(()))
     for size in (2, 8, 3, 5):
         update, state = tx.update(jnp.ones(()), state, num_examples=size)
-        assert in_force(state)["learning_rate"] == -update
+        assert learning_rate_metrics(state)["learning_rate"] == -update
 
 
 def in_force_after(tx, params=None, **sizes):
     params = jnp.ones(()) if params is None else params
     _, state = tx.update(params, tx.init(params), params, **sizes)
-    return {name: float(value) for name, value in in_force(state).items()}
+    return {name: float(value) for name, value in learning_rate_metrics(state).items()}
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -801,12 +809,12 @@ def test_a_schedule_too_long_for_an_integer_suggests_a_float():
 
 
 def test_in_force_omits_unknown_values():
-    assert in_force(optax.adam(1e-3).init(jnp.ones(2))) == {}
+    assert learning_rate_metrics(optax.adam(1e-3).init(jnp.ones(2))) == {}
     tx = optax.chain(optax.adam(1e-3), jb.scale_by_batch_size(base_examples=2))
-    assert in_force(tx.init(jnp.ones(2))) == {"lr_factor": 1}
+    assert learning_rate_metrics(tx.init(jnp.ones(2))) == {"lr_factor": 1}
     sde = jb.optim.scale_by_adam_sde(base_examples=2)
     _, state = sde.update(jnp.ones(2), sde.init(jnp.ones(2)), num_examples=8)
-    assert in_force(state) == {"lr_factor": 2}
+    assert learning_rate_metrics(state) == {"lr_factor": 2}
 
 
 def adams():
@@ -856,7 +864,7 @@ def test_a_skipped_update_keeps_averages_and_advances_schedules(name):
                     updates[key], -want[key] / (1 + step), rtol=2e-5
                 )
     if name != "optax":
-        rate = in_force(state)["learning_rate"]
+        rate = learning_rate_metrics(state)["learning_rate"]
         np.testing.assert_allclose(rate, 1 / 6, rtol=1e-6)
 
 
@@ -1194,7 +1202,7 @@ def test_a_minimum_factor_works_without_a_maximum():
 
 def test_the_first_state_has_the_unscaled_rate():
     tx = jb.scale_by_batch_size(base_examples=8, learning_rate=0.5)
-    assert in_force(tx.init(0)) == {"lr_factor": 1, "learning_rate": 0.5}
+    assert learning_rate_metrics(tx.init(0)) == {"lr_factor": 1, "learning_rate": 0.5}
 
 
 def test_a_factor_may_exceed_half_precision():
@@ -1322,7 +1330,7 @@ def test_hyperparam_dtype_supports_half_precision_parameters():
     for _ in range(3):
         updates, state = tx.update(params, state, params, num_examples=5)
         assert np.isfinite(updates["w"].astype(np.float32)).all()
-    rate = in_force(state)["learning_rate"]
+    rate = learning_rate_metrics(state)["learning_rate"]
     np.testing.assert_allclose(rate, 1e-2 * np.sqrt(1.25), rtol=1e-6)
 
 

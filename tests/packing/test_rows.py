@@ -526,22 +526,24 @@ def test_auto_chooses_the_cheaper_rows():
     # Padded rows have little padding here, and longer rows would only cost more.
     padded = jb.plan_packing(lengths, **options)
     assert not padded.is_packed and padded.packing is None
-    assert padded.why.startswith("Rows are padded, with attention counted over whole")
+    assert padded.reason.startswith(
+        "Rows are padded, with attention counted over whole"
+    )
     assert padded.report == jb.report(padded.plan, lengths)
     assert padded.segments == (1.0,) * len(padded.plan)
     assert jb.plan_packing(lengths, **options, pack="always").is_packed
     uneven = np.random.default_rng(0).integers(1, 65, 600)
     packed = jb.plan_packing(uneven, **options)
-    assert packed.is_packed and "Rows are packed" in packed.why
+    assert packed.is_packed and "Rows are packed" in packed.reason
     never = jb.plan_packing(uneven, **options, pack="never")
-    assert not never.is_packed and never.others == packed.others
+    assert not never.is_packed and never.others == packed.epoch_costs
     # With slower steps because of a mask, padded rows are cheaper.
     slow = jb.plan_packing(
         uneven, **options, packed_cost_fn=lambda b, t: 1.5 * QUADRATIC(b, t)
     )
     assert not slow.is_packed
     loaded = json.loads(packed.to_json())
-    assert loaded["epoch_costs"] == packed.others and loaded["packed"]
+    assert loaded["epoch_costs"] == packed.epoch_costs and loaded["packed"]
     assert loaded["report"]["packed_examples"] == 600
 
 
@@ -558,7 +560,7 @@ def test_short_rows_stay_padded_if_masks_are_expensive():
         pack="always",
         packed_cost_fn=lambda b, t: 1.15 * QUADRATIC(b, t),
     )
-    assert slow.padded_up_to >= 64 and "Rows are packed (padded up to T=" in slow.why
+    assert slow.padded_up_to >= 64 and "Rows are packed (padded up to T=" in slow.reason
     assert slow.packing is not None
     again = jb.packing.pack(
         lengths, slow.plan.boundaries.tolist(), padded_up_to=slow.padded_up_to

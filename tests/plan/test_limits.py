@@ -293,7 +293,7 @@ def try_plan(edges: Edges) -> None:
         assert bucket.batch_size == rows // multiple * multiple
         assert bucket.seq_len % int(options.get("seq_len_multiple", 1)) == 0
     check_epoch(plan, report(plan, lengths))
-    assert plan.kept(lengths).sum(dtype=np.int64) == sum(map(int, lengths))
+    assert plan.kept_lengths(lengths).sum(dtype=np.int64) == sum(map(int, lengths))
     try_schedule(edges, plan, lengths)
 
 
@@ -406,7 +406,7 @@ def test_rows_longer_than_32_bits_hold_whole_examples():
     lengths = np.full(4, 2**31 - 1, np.int32)
     plan = plan_buckets(lengths, max_tokens=2**33, seq_len_multiple=64)
     assert plan.max_seq_len == 2**31
-    np.testing.assert_array_equal(plan.kept(lengths), lengths)
+    np.testing.assert_array_equal(plan.kept_lengths(lengths), lengths)
     schedule = BatchSchedule(plan, lengths, order="source", remainder="drop")
     assert schedule.report().real_tokens == 4 * (2**31 - 1)
 

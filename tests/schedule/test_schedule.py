@@ -304,7 +304,7 @@ def test_the_epoch_is_derived_from_the_step():
     schedule = BatchSchedule(*random_problem())
     size = len(schedule)
     assert [schedule.epoch_at(s) for s in (0, size - 1, size, 7 * size)] == [0, 0, 1, 7]
-    moved = schedule.beginning_at(5, "other")
+    moved = schedule.starting_at(5, "other")
     assert [moved.epoch_at(s) for s in (5, size + 4, size + 5)] == [0, 0, 1]
     with pytest.raises(IndexError, match="`step=4` is before the first step of this"):
         moved.epoch_at(4)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxbucket as jb
-from jaxbucket.schedule.difficulty_index import share_sum
+from jaxbucket.schedule.difficulty_index import share_checksum
 
 ROOT = pathlib.Path(__file__).parents[2]
 MESH = jb.data_mesh()
@@ -71,9 +71,13 @@ def test_a_curriculum_accepts_an_index(folder, tmp_path):
         np.testing.assert_array_equal(one[step].rows, other[step].rows)
     # An index is already in order, so the curriculum does not sort it again.
     kept = np.arange(SIZE) % 3 > 0
-    np.testing.assert_array_equal(orders[1].in_order(None), values[index.examples])
+    np.testing.assert_array_equal(
+        orders[1].sorted_difficulty(None), values[index.examples]
+    )
     for order in orders:
-        np.testing.assert_array_equal(order.in_order(kept), np.sort(values[kept]))
+        np.testing.assert_array_equal(
+            order.sorted_difficulty(kept), np.sort(values[kept])
+        )
     # Sorted by process, the rank is the difficulty.
     by_process = jb.sort.write_difficulty_index(
         tmp_path / "by_process", values, MESH, sorted_by="process"
@@ -264,10 +268,10 @@ def test_the_sums_of_shares_add_up_to_the_sum_of_all(seed):
     rng = np.random.default_rng(seed)
     values = difficulties()
     ends = np.sort([0, *rng.integers(0, SIZE, 3), SIZE])
-    parts = [share_sum(values[a:b], int(a)) for a, b in zip(ends, ends[1:])]  # noqa: B905
-    assert sum(parts) % 2**64 == share_sum(values, 0)
-    assert share_sum(values[::-1], 0) != share_sum(values, 0)
-    assert share_sum(values, 1) != share_sum(values, 0)
+    parts = [share_checksum(values[a:b], int(a)) for a, b in zip(ends, ends[1:])]  # noqa: B905
+    assert sum(parts) % 2**64 == share_checksum(values, 0)
+    assert share_checksum(values[::-1], 0) != share_checksum(values, 0)
+    assert share_checksum(values, 1) != share_checksum(values, 0)
 
 
 class Words:

@@ -54,7 +54,7 @@ def sort_keys(processes):
     whole = uniform[: size // devices * devices]
     array = jax.make_array_from_callback(whole.shape, sharding, lambda i: whole[i])
     check(jb.sort.sample_sort(array, mesh), np.argsort(whole, kind="stable"))
-    say("sorted")
+    record("sorted")
 
     # Invalid keys or options of one process raise errors in all processes.
     for make_keys in (
@@ -65,19 +65,19 @@ def sort_keys(processes):
         try:
             jb.sort.sample_sort(make_keys(), mesh)
         except ValueError as error:
-            say(error)
+            record(error)
     for options in ({"assignment": "x"}, {"descending": None}, {"descending": True}):
         try:
             jb.sort.sample_sort(uniform, mesh, **(options if here == 1 else {}))
         except ValueError as error:
-            say(error)
+            record(error)
     deleted = jnp.zeros(3)
     if here == 1:
         deleted.delete()
     try:
         jb.sort.sample_sort(deleted, mesh)
     except (RuntimeError, ValueError) as error:
-        say(error)
+        record(error)
 """
 INDEX = """
 import os, pathlib, signal
@@ -132,7 +132,7 @@ def write_indices(processes):
     every = jb.schedule.DifficultyIndex(folder / "all")
     np.testing.assert_array_equal(every.examples, np.argsort(values, kind="stable"))
     np.testing.assert_array_equal(index.examples, by_process)
-    say(calls[0])
+    record(calls[0])
     # The shares determine the index that is sorted by process.
     if count > 1:
         whole = share if here else np.concatenate([share, share])
@@ -142,7 +142,7 @@ def write_indices(processes):
                 sorted_by="process",
             )
         except ValueError as error:
-            say(error)
+            record(error)
     # A different folder in each process, and a mesh of local devices.
     for where, mesh in (
         (folder / str(here) / "unshared", jb.data_mesh()),
@@ -152,7 +152,7 @@ def write_indices(processes):
         try:
             jb.sort.write_difficulty_index(where, share, mesh, processes=processes)
         except ValueError as error:
-            say(error)
+            record(error)
         assert not where.exists() and not list(where.parent.glob("*.partial"))
     # Devices in different orders, and different sources or functions.
     mesh = jb.data_mesh(jax.devices()[:: 1 if here else -1])
@@ -170,7 +170,7 @@ def write_indices(processes):
         try:
             fail()
         except ValueError as error:
-            say(error)
+            record(error)
     # Invalid difficulties of one process raise errors in all processes.
     wrong_shape = share if here else share[:, None]
     wrong_dtype = share.astype(np.float64) if here else share
@@ -180,7 +180,7 @@ def write_indices(processes):
                 folder / "wrong", wrong, jb.data_mesh(), processes=processes
             )
         except ValueError as error:
-            say(error)
+            record(error)
 """
 SORT_AND_INDEX = f"""{SORT}{INDEX}
 with jb.Processes() as processes:
@@ -197,7 +197,7 @@ def test_processes_sort_together_and_write_one_index(launch, tmp_path, count, de
     run = launch(SORT_AND_INDEX, count=count, devices=devices)
     assert run.status == 0, run.output
     for index in range(count):
-        lines = run.said(index)
+        lines = run.recorded(index)
         check_sorted(index, lines[:8])
         check_written(index, lines[8:])
     assert not (tmp_path / "wrong").exists()
@@ -247,7 +247,7 @@ def test_a_killed_process_is_named_and_the_next_run_succeeds(launch, tmp_path):
     assert list(tmp_path.glob("all.*.partial")) and not (tmp_path / "all").exists()
     run = launch(code, count=3)
     assert run.status == 0, run.output
-    assert [int(run.said(index)[0]) for index in range(3)] == [0] * 3
+    assert [int(run.recorded(index)[0]) for index in range(3)] == [0] * 3
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -283,7 +283,7 @@ with jb.Processes() as processes:
             reset()
             before = peak()
             jb.sort.sample_sort(keys, mesh, assignment=assignment)
-            say(f"{name},{assignment}", (peak() - before) / share)
+            record(f"{name},{assignment}", (peak() - before) / share)
 """
 
 
@@ -298,6 +298,6 @@ def test_sorting_needs_at_most_three_shares_of_memory(launch, monkeypatch, platf
     run = launch(set_platform + MEMORY, count=2)
     assert run.status == 0, run.output
     for index in range(2):
-        shares = {line.split()[0]: line.split()[1] for line in run.said(index)}
+        shares = {line.split()[0]: line.split()[1] for line in run.recorded(index)}
         assert len(shares) == 8
         assert max(map(float, shares.values())) <= 3, shares

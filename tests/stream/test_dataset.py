@@ -499,7 +499,7 @@ def test_hosts_are_in_lockstep_until_stream_end_stops_them(seed, options):
     shares = [[1, 1, 1, 1], [1, 2, 3, 4], [5, 0, 0, 1]][seed % 3]
     pool = smallest_pool(plan, options) * int(rng.integers(1, 3))
     hosts = hosts_of(lengths, plan, shares, pool, **options)
-    end, indices, steps = jb.stream.StreamEnd(plan, late=0), [], []
+    end, indices, steps = jb.stream.StreamEnd(plan, delay=0), [], []
     while True:
         at_hosts = [steps_of([next(host)])[0] for host in hosts]
         buckets = []
@@ -989,12 +989,12 @@ def test_a_host_without_examples_needs_like():
 
 def test_stream_end_is_delayed_and_looks_only_at_the_longest_bucket():
     plan = jb.BucketPlan((jb.Bucket(4, 8), jb.Bucket(2, 16)), max_tokens=32)
-    end = jb.stream.StreamEnd(plan, late=2)
+    end = jb.stream.StreamEnd(plan, delay=2)
     short, long = plan.buckets
     steps = [(short, 0), (long, 3), ((short, long), np.int32(0)), (short, 0), (long, 9)]
     assert [end.reached(*step) for step in steps] == [False] * 4 + [True]
-    with pytest.raises(ValueError, match="`late=-1` must not be negative"):
-        jb.stream.StreamEnd(plan, late=-1)
+    with pytest.raises(ValueError, match="`delay=-1` must not be negative"):
+        jb.stream.StreamEnd(plan, delay=-1)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -1276,12 +1276,14 @@ def test_a_drift_is_reported_once_with_figures_and_a_plan(small_window):
     drifts: list[jb.stream.Drift] = []
     read_all(lengths, plan, lengths=sample, on_drift=drifts.append)
     (drift,) = drifts
-    assert drift.padding > drift.renewed + 0.05
+    assert drift.padding > drift.new_padding + 0.05
     assert drift.padding == pytest.approx(jb.report(plan, drift.lengths).padding)
-    assert drift.promised == pytest.approx(jb.report(plan, sample).padding)
+    assert drift.planned_padding == pytest.approx(jb.report(plan, sample).padding)
     assert drift.plan.max_seq_len == plan.max_seq_len
     assert drift.plan.max_tokens == plan.max_tokens
-    assert drift.renewed == pytest.approx(jb.report(drift.plan, drift.lengths).padding)
+    assert drift.new_padding == pytest.approx(
+        jb.report(drift.plan, drift.lengths).padding
+    )
 
 
 def test_lengths_as_planned_do_not_warn(small_window):
@@ -2053,15 +2055,15 @@ def test_a_drift_of_packed_rows_comes_with_a_better_plan(small_window):
     sample, lengths = rng.integers(1, 65, 2000), rng.integers(300, 311, 6000)
     plan = jb.BucketPlan.from_shapes([(4, 512)])
     (drift,), padding = packed_drift(sample, lengths, plan, max_segments_per_row=64)
-    assert drift.promised < 0.02
+    assert drift.planned_padding < 0.02
     assert drift.padding == pytest.approx(np.mean(padding[:-1]), abs=0.01)
     assert drift.padding > 0.4
-    assert drift.renewed < 0.1 and drift.plan.max_seq_len == 512
+    assert drift.new_padding < 0.1 and drift.plan.max_seq_len == 512
     # The plan can be adopted, and has the reported share of padding.
     plans = {0: plan, 10: drift.plan}
     lengths = np.concatenate([sample, lengths])
     drifts, padding = packed_drift(sample, lengths, plans, max_segments_per_row=64)
-    assert np.mean(padding[200:-10]) < drift.renewed + 0.03
+    assert np.mean(padding[200:-10]) < drift.new_padding + 0.03
 
 
 @pytest.mark.parametrize("policy", ["first", "closest"])

@@ -78,7 +78,7 @@ with jb.Processes(timeout=4) as processes:
 def printed_steps(run, index: int) -> dict[int, tuple[str, list[int]]]:
     """Returns the bucket and the indices of the examples of a process, by step."""
     steps = {}
-    for line in run.said(index):
+    for line in run.recorded(index):
         match = re.fullmatch(r"step (\d+) (\[.*?\]) (\[.*\])", line)
         if match:
             indices = [int(x) for x in re.findall(r"\d+", match[3])]
@@ -93,17 +93,17 @@ TOGETHER = (
     for batch in jb.sharding.prefetch_to_mesh(batches, mesh):
         state, metrics = steps(state, batch)
         served.append(indices(batch))
-        say("step", step, batch.bucket, indices(batch))
+        record("step", step, batch.bucket, indices(batch))
         step += 1
         if step == 9:
             saved = json.dumps(batches.state_before(step))
     assert batches.ended
-    say("end", step, hashlib.sha256(np.array(state.params["w"]).tobytes()).hexdigest())
+    record("end", step, hashlib.sha256(np.array(state.params["w"]).tobytes()).hexdigest())
 
     again = iter(dataset)
     again.set_state(json.loads(saved))
     rest = [indices(batch) for batch in jb.sharding.prefetch_to_mesh(again, mesh)]
-    say("resumed", rest == served[9:], len(rest) > 2)
+    record("resumed", rest == served[9:], len(rest) > 2)
 
     # Processes read two streams concurrently, starting with different ones.
     results = {}
@@ -122,12 +122,12 @@ TOGETHER = (
     for thread in threads:
         thread.join()
     want = sorted(i for step_indices in served for i in step_indices)
-    say("both", results == {"train": want, "eval": want})
+    record("both", results == {"train": want, "eval": want})
 
     try:
         next(iter(batches_of(stream(processes.index), seed=processes.index)))
     except ValueError as error:
-        say("rejected", error)
+        record("rejected", error)
 
     def fail(example):
         if processes.index == 1 and example["index"] == 150:
@@ -143,7 +143,7 @@ TOGETHER = (
 def test_processes_end_together_resume_and_report_errors(launch):
     counts = [40, 160]
     run = launch(f"COUNTS = {counts}\n{TOGETHER}", count=2)
-    lines = [run.said(index) for index in range(2)]
+    lines = [run.recorded(index) for index in range(2)]
     steps = [printed_steps(run, index) for index in range(2)]
     check_each_example_once(steps, counts)
     end, resumed, both, rejected = zip(
@@ -172,7 +172,7 @@ CHECKPOINTED = (
             step = position.step
         for batch in jb.sharding.prefetch_to_mesh(batches, mesh):
             state, metrics = steps(state, batch)
-            say("step", step, batch.bucket, indices(batch))
+            record("step", step, batch.bucket, indices(batch))
             step += 1
             if step % 8 == 0:
                 local = json.dumps(batches.state_before(step))
@@ -183,7 +183,7 @@ CHECKPOINTED = (
                 checkpoints.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
     assert batches.ended
-    say("end", step, hashlib.sha256(np.array(state.params["w"]).tobytes()).hexdigest())
+    record("end", step, hashlib.sha256(np.array(state.params["w"]).tobytes()).hexdigest())
 """
 )
 
@@ -195,7 +195,7 @@ def test_unequal_streams_end_together_and_resume_after_a_kill(launch, tmp_path):
     run = launch(code.replace("KILL", "-1"), count=4)
     assert run.status == 0, run.output
     whole = [printed_steps(run, index) for index in range(4)]
-    ends = [run.said(index)[-1] for index in range(4)]
+    ends = [run.recorded(index)[-1] for index in range(4)]
     # All processes end at the same step, with the same parameters.
     assert ends == [ends[0]] * 4 and ends[0].startswith("end "), run.output
     check_each_example_once(whole, counts)
@@ -210,7 +210,7 @@ def test_unequal_streams_end_together_and_resume_after_a_kill(launch, tmp_path):
     assert [min(steps) for steps in after] == [16] * 4
     for index in range(4):
         assert {**before[index], **after[index]} == whole[index]
-        assert again.said(index)[-1] == ends[0]
+        assert again.recorded(index)[-1] == ends[0]
 
 
 def check_each_example_once(

@@ -339,7 +339,7 @@ with jb.Processes() as processes:
     for group in jb.sharding.prefetch_to_mesh(groups, mesh):
         state, metrics = step(state, group)
         grads = [x.tolist() for x in jax.tree.leaves(state.opt_state)]
-        say(json.dumps([grads, float(metrics["loss"]), int(metrics["num_rows"])]))
+        record(json.dumps([grads, float(metrics["loss"]), int(metrics["num_rows"])]))
 """
 
 
@@ -380,7 +380,7 @@ def test_two_processes_compute_the_gradient_of_one(launch, mode, dtype, limit):
         for seed in range(3):
             state, metrics = step(state, on(mesh, split(make_examples(40), seed)))
             for process in range(2):
-                grads, loss, rows = json.loads(done.said(process)[seed])
+                grads, loss, rows = json.loads(done.recorded(process)[seed])
                 leaves = [np.array(x, dtype) for x in grads]
                 assert distance(leaves, jax.tree.leaves(state.opt_state)) < limit
                 assert loss == pytest.approx(float(metrics["loss"]), rel=10 * limit)

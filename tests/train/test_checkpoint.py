@@ -542,7 +542,7 @@ with jb.Processes(timeout=4) as processes:
                     os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(2.5)
             time.sleep(0.01)
-say(step)
+record(step)
 """
 
 
@@ -550,5 +550,5 @@ say(step)
 def test_saving_does_not_keep_the_loops_from_stopping(launch, tmp_path):
     run = launch(f"FOLDER = {str(tmp_path / 'run')!r}\n{STOPPED}", grace=20)
     assert run.status == 0, run.output
-    assert run.said(0) == run.said(1)
-    assert 20 < int(run.said(0)[0]) < 399
+    assert run.recorded(0) == run.recorded(1)
+    assert 20 < int(run.recorded(0)[0]) < 399

@@ -331,7 +331,7 @@ with jb.Processes() as processes:
             try:
                 step = jb.make_predict_step(predict_fn, mesh, mode=mode)
             except ValueError as error:
-                say(error)
+                record(error)
                 continue
             params = {"scale": np.float32(3)}
             state = jb.create_state(params, optax.sgd(0.1), mesh)
@@ -342,24 +342,24 @@ with jb.Processes() as processes:
                 want = np.cumsum(3 * example["values"])
                 np.testing.assert_array_equal(got["running"], want)
                 assert got["total"] == want[-1]
-            say(mesh.shape_tuple, mode)
+            record(mesh.shape_tuple, mode)
         # Each process has different batches.
         other = jb.BatchSchedule(plan, lengths, seed=processes.index)
         batches = jb.MeshLoader(source, other, mesh)
         try:
             jb.predict(lambda state, batch: batch, None, batches)
         except ValueError as error:
-            say(error)
+            record(error)
 """
 
 
 def test_every_process_has_all_outputs_in_order(launch):
     run = launch(IN_PROCESSES, count=2, devices=2)
     assert run.status == 0, run.output
-    assert run.said(0) == run.said(1)
-    said = run.said(0)
-    refused = [line for line in said if "The processes have different" in line]
+    assert run.recorded(0) == run.recorded(1)
+    recorded = run.recorded(0)
+    refused = [line for line in recorded if "The processes have different" in line]
     assert len(refused) == 3
-    *predicted_on, last = (line for line in said if line not in refused)
+    *predicted_on, last = (line for line in recorded if line not in refused)
     assert len(predicted_on) == 3
     assert re.match(r"`mode='pmap'` needs .* belong to processes \[0, 1, 0, 1\]", last)

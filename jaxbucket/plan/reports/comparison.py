@@ -14,8 +14,8 @@ from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.plan.formatting import (
     count_shapes,
-    in_unit,
-    number_in_unit,
+    format_cost,
+    format_number,
     number_table,
 )
 from jaxbucket.plan.limits import Limits, costed
@@ -148,7 +148,7 @@ class Comparison:
     def _of_optimal(self) -> str:
         best = self[OPTIMAL].report
         above = best.epoch_cost / self.least_cost - 1
-        least = in_unit(self.least_cost, best.cost_unit, self.unit)
+        least = format_cost(self.least_cost, best.cost_unit, self.unit)
         proof = " No such plan costs less than optimal (proven)." if self.exact else ""
         return (
             f"With one example per row, {count_shapes(self.num_buckets)} cost at least "
@@ -202,7 +202,7 @@ class Comparison:
             f"{epoch.padding_in_empty_rows:.1%}",
             f"{epoch.steps_per_epoch:,}",
             f"{compared.largest_batch:,}",
-            number_in_unit(epoch.epoch_cost, epoch.cost_unit),
+            format_number(epoch.epoch_cost, epoch.cost_unit),
             "-" if self.is_of_other_data(compared) else over,
         )
 

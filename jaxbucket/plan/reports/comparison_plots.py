@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.plan.curve import PlanCurve
-from jaxbucket.plan.formatting import count_shapes, in_unit
+from jaxbucket.plan.formatting import count_shapes, format_cost
 from jaxbucket.plan.reports.comparison import (
     ONE_SHAPE,
     OPTIMAL,
@@ -142,7 +142,7 @@ def _draw_costs(comparison: Comparison, ax: Axes) -> None:
         ax.text(end, place, f"{over[place]:,.2f}x > ", color="white", **_INSIDE)
     ax.set(xlabel="relative cost", xlim=(0, 1.05 * end))
     unit = comparison.unit
-    _label_bars(ax, [in_unit(r.epoch_cost, r.cost_unit, unit) for r in reports])
+    _label_bars(ax, [format_cost(r.epoch_cost, r.cost_unit, unit) for r in reports])
     least = comparison.least_cost / reports[0].epoch_cost
     # White below the dots, so that they are seen on dark bars too.
     ax.axvline(least, color="white", linewidth=2)
@@ -182,7 +182,9 @@ def plot_curve(
     running = np.array([curve.num_epochs * point.epoch_seconds for point in points])
     right.bar(sizes, running, color=REAL, label=f"{curve.num_epochs:g} epochs")
     right.bar(sizes, compiling, bottom=running, label="compiling", **HATCHED)
-    label = f"{count_shapes(chosen.num_buckets)}: {in_unit(chosen.total_seconds, 's')}"
+    label = (
+        f"{count_shapes(chosen.num_buckets)}: {format_cost(chosen.total_seconds, 's')}"
+    )
     mark: Any = {"color": "0.2", "mec": "white", "ms": 10, "label": label}
     right.plot(chosen.num_buckets, chosen.total_seconds, "v", **mark)
     right.set(xlabel="shapes", ylabel="seconds in all")
@@ -192,7 +194,9 @@ def plot_curve(
     right.yaxis.set_major_formatter("{x:,g}")
     for size, seconds in zip(sizes, total.tolist(), strict=True):
         if seconds > top:
-            text = right.text(size, top, f"{in_unit(seconds, 's')} > ", color="white")
+            text = right.text(
+                size, top, f"{format_cost(seconds, 's')} > ", color="white"
+            )
             text.set(rotation=90, ha="center", va="top", fontsize="small")
     place: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
     right.legend(ncols=3, fontsize="small", frameon=False, **place)

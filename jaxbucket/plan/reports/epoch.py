@@ -17,7 +17,7 @@ from jaxbucket.base.checks import (
     check_lengths,
 )
 from jaxbucket.plan.chunks import chunk_lengths, last_chunks
-from jaxbucket.plan.formatting import in_unit, number_table
+from jaxbucket.plan.formatting import format_cost, number_table
 from jaxbucket.plan.remainder import (
     Remainder,
     RowFlow,
@@ -165,7 +165,7 @@ class Report:
             f"{self.padding_in_empty_rows:.1%} in empty rows.",
         ]
         if self.cost_unit != "tokens":
-            cost = in_unit(self.epoch_cost, self.cost_unit)
+            cost = format_cost(self.epoch_cost, self.cost_unit)
             lines.append(f"Predicted epoch: {cost}.")
         if self.left_over_examples:
             lines.append(
@@ -243,7 +243,7 @@ def report(
     tokens[-1] += full * plan.max_seq_len
     # The batches of a step that have the same bucket are filled together.
     together = accumulate if group == "same" else 1
-    flow = flow_remainders(counts, plan.rows_together(together), plan.costs, remainder)
+    flow = flow_remainders(counts, plan.rows_per_step(together), plan.costs, remainder)
     steps = -(-flow.num_batches * together // accumulate)
     batches = flow.batches * together
     # Empty batches complete the last step.

@@ -291,12 +291,12 @@ with jb.Processes(timeout=10) as processes:
             source, cache={str(tmp_path / "cache")!r}, processes=processes,
             progress=False,
         )
-        say(int(lengths.sum()), source.reads < {SIZE} / 3 + 20 - 1600 * attempt)
+        record(int(lengths.sum()), source.reads < {SIZE} / 3 + 20 - 1600 * attempt)
 """
     run = launch(code, count=3)
     assert run.status == 0, run.output
     for index in range(3):
-        assert run.said(index) == [f"{LENGTHS.sum()} True"] * 2
+        assert run.recorded(index) == [f"{LENGTHS.sum()} True"] * 2
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".npy"]
 
 
