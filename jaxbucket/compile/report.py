@@ -135,7 +135,8 @@ class CompileReport:
         return json.dumps(self.to_dict())
 
     def __repr__(self) -> str:
-        return f"<CompileReport: {len(self.programs)} programs, {self.num_compiled} compiled>"
+        count = len(self.programs)
+        return f"<CompileReport: {count} programs, {self.num_compiled} compiled>"
 
     def __str__(self) -> str:
         """Returns the table as text.

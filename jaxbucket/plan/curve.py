@@ -105,10 +105,11 @@ class PlanCurve:
             f"of {epoch} make {total}"
         )
         if neighbors:
-            text += "; " + ", ".join(
-                f"{point.num_buckets} would take {format_cost(point.total_seconds, SECONDS)}"
-                for point in neighbors
-            )
+            totals = [
+                (x.num_buckets, format_cost(x.total_seconds, SECONDS))
+                for x in neighbors
+            ]
+            text += "; " + ", ".join(f"{n} would take {total}" for n, total in totals)
         text += "."
         if not self.exact:
             text += " Some plans are not proven to be optimal."

@@ -101,7 +101,8 @@ def write_difficulty_index(
         raise ValueError(
             f"`difficulty` has {share.metadata.size} examples over all processes, but "
             f"the source has `num_examples={num_examples}`. Pass the share of this "
-            "process only: the result of `measure_difficulty`, or its part of all lengths."
+            "process only: the result of `measure_difficulty`, or its part of all "
+            "lengths."
         )
     if exists:
         return DifficultyIndex(path)

@@ -98,7 +98,8 @@ TOGETHER = (
         if step == 9:
             saved = json.dumps(batches.state_before(step))
     assert batches.ended
-    record("end", step, hashlib.sha256(np.array(state.params["w"]).tobytes()).hexdigest())
+    weights = np.array(state.params["w"]).tobytes()
+    record("end", step, hashlib.sha256(weights).hexdigest())
 
     again = iter(dataset)
     again.set_state(json.loads(saved))
@@ -183,7 +184,8 @@ CHECKPOINTED = (
                 checkpoints.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
     assert batches.ended
-    record("end", step, hashlib.sha256(np.array(state.params["w"]).tobytes()).hexdigest())
+    weights = np.array(state.params["w"]).tobytes()
+    record("end", step, hashlib.sha256(weights).hexdigest())
 """
 )
 
