@@ -29,7 +29,9 @@ def reference() -> str:
     packages = {
         f"jb.{name}": module
         for name in dir(jb)
-        if inspect.ismodule(module := getattr(jb, name)) and public_names(module)
+        if name != "cli"
+        and inspect.ismodule(module := getattr(jb, name))
+        and public_names(module)
     }
     top = set(public_names(jb))
     elsewhere = {name for module in packages.values() for name in public_names(module)}

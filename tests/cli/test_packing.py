@@ -260,7 +260,7 @@ def test_rows_that_cannot_be_packed_do_not_stop_a_comparison():
     command = ("compare", "lengths.npy", "--max-tokens", 1 << 27)
     result = numbers(*command)
     assert result["note"].startswith("Packed rows are not compared: `max_seq_len=")
-    assert "give shorter rows" in run(*command, "--pack", "always", code=1)
+    assert "Use shorter rows" in run(*command, "--pack", "always", code=1)
 
 
 # Names of units

@@ -469,19 +469,19 @@ def test_a_packed_plan_is_about_as_cheap_as_the_best_pair_of_a_grid(seed):
     seq_lens = result.plan.boundaries.tolist()
     assert tuple(seq_lens) == result.packing.seq_lens and len(seq_lens) <= 3
     # The reported costs are those of the rows and of the schedule.
-    assert result.others["packed"] == epoch_cost(lengths, seq_lens, 2048)
+    assert result.epoch_costs["packed"] == epoch_cost(lengths, seq_lens, 2048)
     schedule = jb.BatchSchedule(result.plan, lengths, packing=result.packing)
-    assert result.others["packed"] == schedule.report().epoch_cost
+    assert result.epoch_costs["packed"] == schedule.report().epoch_cost
     assert result.report == schedule.cost()
-    assert result.others["packed in one T"] == epoch_cost(lengths, [last], 2048)
+    assert result.epoch_costs["packed in one T"] == epoch_cost(lengths, [last], 2048)
     rows = np.bincount(result.plan.assign(result.packing.row_lengths), minlength=3)
     assert tuple(rows[: len(seq_lens)]) == result.rows
     assert np.dot(result.rows, result.segments) == pytest.approx(len(lengths))
-    assert result.others["packed"] <= result.others["packed in one T"]
+    assert result.epoch_costs["packed"] <= result.epoch_costs["packed in one T"]
     # The greedy search may miss a slightly better pair of the grid.
     grid = [last // 4, last // 2, last * 3 // 4]
     pairs = [epoch_cost(lengths, [x, last], 2048) for x in grid]
-    assert result.others["packed"] <= 1.03 * min(pairs)
+    assert result.epoch_costs["packed"] <= 1.03 * min(pairs)
 
 
 def test_a_real_dataset_is_cheaper_in_rows_of_several_lengths(real_lengths):
@@ -496,7 +496,7 @@ def test_a_real_dataset_is_cheaper_in_rows_of_several_lengths(real_lengths):
         max_padding=0.015 if is_short else 1.0,
     )
     assert len(result.plan) <= 4
-    assert result.others["packed"] < result.others["packed in one T"]
+    assert result.epoch_costs["packed"] < result.epoch_costs["packed in one T"]
     assert result.packing is not None
     if is_short:
         assert 1 - result.packing.fill <= 0.015
@@ -536,7 +536,7 @@ def test_auto_chooses_the_cheaper_rows():
     packed = jb.plan_packing(uneven, **options)
     assert packed.is_packed and "Rows are packed" in packed.reason
     never = jb.plan_packing(uneven, **options, pack="never")
-    assert not never.is_packed and never.others == packed.epoch_costs
+    assert not never.is_packed and never.epoch_costs == packed.epoch_costs
     # With slower steps because of a mask, padded rows are cheaper.
     slow = jb.plan_packing(
         uneven, **options, packed_cost_fn=lambda b, t: 1.5 * QUADRATIC(b, t)
@@ -568,7 +568,7 @@ def test_short_rows_stay_padded_if_masks_are_expensive():
     assert again.fingerprint == slow.packing.fingerprint
     # Rows of these buckets have one example, including the remainders of others.
     schedule = jb.BatchSchedule(slow.plan, lengths, packing=slow.packing)
-    assert slow.others["packed"] == schedule.report().epoch_cost
+    assert slow.epoch_costs["packed"] == schedule.report().epoch_cost
     for indices in epoch_rows(schedule, 0):
         if indices.bucket.seq_len <= slow.padded_up_to:
             assert (indices.rows[:, 1:] == EMPTY_ROW).all()
@@ -608,7 +608,7 @@ def test_unusual_costs_and_budgets_are_supported():
             block_sparse=is_sparse,
             pack="always",
             num_buckets=3,
-        ).others["packed"]
+        ).epoch_costs["packed"]
         for is_sparse in (False, True)
     ]
     assert costs[1] <= costs[0]
@@ -619,7 +619,10 @@ def test_unusual_costs_and_budgets_are_supported():
     default, longer = (
         jb.plan_packing(short, **options, max_seq_len=n) for n in (None, 512)
     )
-    assert not longer.is_packed and longer.others["padded"] == default.others["padded"]
+    assert (
+        not longer.is_packed
+        and longer.epoch_costs["padded"] == default.epoch_costs["padded"]
+    )
     # Rows that exceed `max_padding` are an error only with `pack="always"`.
     pairs = np.array([51] * 500 + [100] * 500)
     few = {"max_tokens": 1024, "num_buckets": 1, "max_padding": 0.001}
@@ -649,7 +652,7 @@ def test_block_sparse_attention_makes_long_rows_cheap():
     assert sparse.plan.max_seq_len > 2 * dense.plan.max_seq_len
     assert sparse.packing is not None and dense.packing is not None
     assert sparse.packing.fill > dense.packing.fill
-    assert sparse.others["packed in one T"] < dense.others["packed in one T"]
+    assert sparse.epoch_costs["packed in one T"] < dense.epoch_costs["packed in one T"]
     # The cost has only the pairs within examples.
     (bucket,) = jb.plan_packing(
         lengths, **options, pack="always", block_sparse=True, num_buckets=1
@@ -1141,7 +1144,7 @@ def test_the_search_groups_many_distinct_lengths(cost_fn, monkeypatch):
     result = jb.plan_packing(lengths, max_tokens=80_000, cost_fn=cost_fn)
     # Packing all lengths for every choice would take 28 * 8000 and 92 * 8000.
     assert sum(numbers_packed) < 20 * 8000
-    assert result.others["packed"] <= result.others["packed in one T"]
+    assert result.epoch_costs["packed"] <= result.epoch_costs["packed in one T"]
     assert result.packing is not None
     assert result.packing.row_lengths.sum() == lengths.sum()
 

@@ -112,7 +112,7 @@ def test_the_reason_mentions_a_curve_that_has_not_turned():
 def test_equal_lengths_have_one_point():
     curve = plan_curve([7] * 30, LIMITS, compile_seconds=1.0)
     assert [point.num_buckets for point in curve.points] == [1]
-    assert curve.reason.startswith("1 shape: 1.0 s to compile and 1 epoch of")
+    assert curve.reason.startswith("1 shape: 1 s to compile and 1 epoch of")
 
 
 def test_the_json_holds_every_number():
