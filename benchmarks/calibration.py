@@ -3,7 +3,7 @@
     python benchmarks/calibration.py
     python benchmarks/calibration.py --every 40 --rounds 3 --rules all --json
 
-The model, the documents and the limits are those of `examples/train_lm.py`, of which
+The model, the documents and the limits are those of `benchmarks/end_to_end/run.py`, of which
 every `--every`-th document is taken. First a few shapes are timed; by that a plan is
 chosen, with the number of buckets left open and with `--num-buckets`. Beside them stand
 the plans that are optimal by tokens and the best rule of thumb by prediction, or all of
@@ -35,9 +35,9 @@ from rich.table import Table
 import jaxbucket as jb
 from jaxbucket.plan.reports.comparison import BY_TOKENS, ONE_SHAPE, OPTIMAL
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-import documents
+sys.path.append(str(pathlib.Path(__file__).parent / "end_to_end"))
 import recipe
+from example import documents
 
 AUTO = "time, auto"
 # As the example has them.

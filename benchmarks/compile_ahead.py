@@ -107,7 +107,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def start(way: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
     """One process's times."""
-    examples = pathlib.Path(__file__).parents[1] / "examples"
+    examples = pathlib.Path(__file__).parent / "end_to_end"
     words = json.dumps([way, folder, args.width, args.layers, _SHAPES])
     environment = {
         name: value for name, value in os.environ.items() if "CACHE" not in name

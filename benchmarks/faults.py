@@ -34,8 +34,8 @@ import runpy, signal, sys
 def fail(number, frame):
     raise RuntimeError("asked to fail")
 signal.signal(signal.SIGUSR1, fail)
-sys.path.insert(0, {str(runs.TRAIN_LM.parent)!r})
-runpy.run_path({str(runs.TRAIN_LM)!r}, run_name="__main__")
+sys.path.insert(0, {str(runs.RUN.parent)!r})
+runpy.run_path({str(runs.RUN)!r}, run_name="__main__")
 """
 FAULTS = {
     "killed": (signal.SIGKILL, "no sign of life|cannot be reached"),

@@ -35,9 +35,9 @@ from rich.table import Table
 
 import jaxbucket as jb
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-import documents
+sys.path.append(str(pathlib.Path(__file__).parent / "end_to_end"))
 import recipe
+from example import documents
 from transformer import Transformer
 
 _ADAM = {"b2": 0.98}

@@ -3,7 +3,7 @@
     python benchmarks/pack_train.py
     python benchmarks/pack_train.py --rounds 3 --steps 100 --max-len 2048 --cost time
 
-Each round runs `examples/train_lm.py --pack never`, `always` and `auto` one after the
+Each round runs `benchmarks/end_to_end/run.py --pack never`, `always` and `auto` one after the
 other, so that all meet the same noise, without what compiling takes. Medians, and the
 range over the rounds.
 """
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-_TRAIN_LM = pathlib.Path(__file__).parents[1] / "examples" / "train_lm.py"
+_RUN = pathlib.Path(__file__).parent / "end_to_end" / "run.py"
 WAYS = ("never", "always", "auto")
 
 
@@ -45,7 +45,7 @@ def main() -> None:
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description="Time training with packed rows and with padded ones; other "
-        "options are those of examples/train_lm.py.",
+        "options are those of benchmarks/end_to_end/run.py.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -61,7 +61,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 def train(way: str, steps: int, others: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "run.json"
-        command = [sys.executable, str(_TRAIN_LM), "--pack", way, "--steps", str(steps)]
+        command = [sys.executable, str(_RUN), "--pack", way, "--steps", str(steps)]
         run = subprocess.run(
             [*command, "--json", str(path), *others],
             capture_output=True,
@@ -92,7 +92,7 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(results: dict[str, dict[str, Any]]) -> None:
-    table = Table(box=box.SIMPLE, title="Training by examples/train_lm.py")
+    table = Table(box=box.SIMPLE, title="Training by benchmarks/end_to_end/run.py")
     columns = ("--pack", "rows", "shapes", "padding", "real tokens/s", "from", "to")
     for name in (*columns, "bits/byte"):
         table.add_column(name, justify="left" if name in columns[:2] else "right")

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 LAUNCH = ROOT / "scripts" / "launch_local.py"
-TRAIN_LM = ROOT / "examples" / "train_lm.py"
+RUN = ROOT / "benchmarks" / "end_to_end" / "run.py"
 # For the benchmarks to judge how processes end, not the launcher.
 _GRACE = 3600
 _SMALL = {
@@ -35,7 +35,7 @@ def start(
     options: dict[str, Any],
     *flags: str,
     devices: int = 1,
-    program: tuple[object, ...] = (TRAIN_LM,),
+    program: tuple[object, ...] = (RUN,),
     output: int | IO[str] = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
     """The documents of the folder, in so many processes of so many devices.

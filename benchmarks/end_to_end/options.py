@@ -7,8 +7,8 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-import documents
 import policies
+from example import documents
 
 from jaxbucket.packing.packed_plan import PACK
 from jaxbucket.plan.planner import RULES

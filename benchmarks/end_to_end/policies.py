@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import numpy as np
-from documents import Examples
+from example import documents
 
 import jaxbucket as jb
 
@@ -64,7 +64,9 @@ class Jitted:
         return result
 
 
-def dynamic(examples: Examples, limits: Limits, seed: int) -> Iterator[jb.Batch]:
+def dynamic(
+    examples: documents.Examples, limits: Limits, seed: int
+) -> Iterator[jb.Batch]:
     """Documents in random order; a batch is full where one more would not fit."""
     for epoch in itertools.count():
         rows: list[dict[str, np.ndarray]] = []
@@ -85,7 +87,7 @@ def _shape(rows: list[dict[str, np.ndarray]], limits: Limits) -> jb.Bucket:
 
 
 def grain_pack(
-    examples: Examples, bucket: jb.Bucket, limits: Limits, seed: int
+    examples: documents.Examples, bucket: jb.Bucket, limits: Limits, seed: int
 ) -> Iterable[jb.Batch]:
     """Grain's first-fit packing of shuffled documents."""
 

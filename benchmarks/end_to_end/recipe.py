@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import partition
+from example import transformer
 from flax import nnx
 from options import parse_arguments
-from transformer import BEGIN, Transformer
 
 import jaxbucket as jb
 
@@ -19,10 +19,10 @@ WARM_UP_STEPS = 35
 
 
 def loss(
-    model: Transformer, batch: jb.Batch, keys: jax.Array | None
+    model: transformer.Transformer, batch: jb.Batch, keys: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Sum of the nats of every real byte, and how many there are; packed or not."""
-    inputs, targets, weights = jb.next_tokens(batch, "tokens", begin=BEGIN)
+    inputs, targets, weights = jb.next_tokens(batch, "tokens", begin=transformer.BEGIN)
     ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
     logits = model(inputs, positions, keys, ids)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -59,7 +59,9 @@ def make_state(
     mesh: jax.sharding.Mesh,
 ) -> jb.train.TrainState:
     """The state before the first step, on the mesh."""
-    model = Transformer(args.width, args.layers, args.dropout, nnx.Rngs(args.seed))
+    model = transformer.Transformer(
+        args.width, args.layers, args.dropout, nnx.Rngs(args.seed)
+    )
     state = jb.create_state(model, tx)
     return partition.place(state, mesh, partition.state_sharding(state, mesh, args))
 
@@ -70,7 +72,10 @@ def abstract_state(
     """What that state will be: shapes, dtypes and where they are."""
     shapes = jax.eval_shape(
         lambda: jb.create_state(
-            Transformer(args.width, args.layers, args.dropout, nnx.Rngs(args.seed)), tx
+            transformer.Transformer(
+                args.width, args.layers, args.dropout, nnx.Rngs(args.seed)
+            ),
+            tx,
         )
     )
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -1,12 +1,12 @@
 """Trains a byte-level language model on documents of every length.
 
-    python examples/train_lm.py
-    python examples/train_lm.py --data my.jsonl --field text --json summary.json
-    python examples/train_lm.py --checkpoint runs/a          # and, when it was stopped:
-    python examples/train_lm.py --checkpoint runs/a --resume
-    python examples/train_lm.py --num-buckets auto
-    python examples/train_lm.py --compare --seconds 300 --max-len 2048
-    python scripts/launch_local.py -n 2 -d 2 -- python examples/train_lm.py
+    python benchmarks/end_to_end/run.py
+    python benchmarks/end_to_end/run.py --data my.jsonl --field text --json summary.json
+    python benchmarks/end_to_end/run.py --checkpoint runs/a          # and, when it was stopped:
+    python benchmarks/end_to_end/run.py --checkpoint runs/a --resume
+    python benchmarks/end_to_end/run.py --num-buckets auto
+    python benchmarks/end_to_end/run.py --compare --seconds 300 --max-len 2048
+    python scripts/launch_local.py -n 2 -d 2 -- python benchmarks/end_to_end/run.py
 
 Without `--data` it reads the functions and classes of the running Python's standard
 library. All shapes are compiled before the first step; the end says whether any was
@@ -31,7 +31,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import comparison
-import documents
 import jax
 import numpy as np
 import optax
@@ -40,6 +39,7 @@ import policies
 import recipe
 import shapes
 import summary
+from example import documents
 from live import BatchDigest, Clock, TrainingLog, console
 from options import OF_ONE_PROCESS, SEQ_LEN_MULTIPLE, TRAINING, parse_arguments
 
@@ -159,7 +159,7 @@ def main() -> None:
     try:
         status = comparison.run(args) if args.compare else train_one_way(args)
     except (ValueError, OSError) as error:
-        sys.exit(f"train_lm.py: {error}")
+        sys.exit(f"run.py: {error}")
     except KeyboardInterrupt:
         # Of a run that is training with checkpoints it is a request, and not seen here.
         status = 128 + signal.SIGINT

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import policies
 from etils import epath
+from example import transformer
 from options import SEQ_LEN_MULTIPLE
-from transformer import VOCABULARY
 
 import jaxbucket as jb
 from jaxbucket.plan.costs import CostFn
@@ -114,7 +114,7 @@ def by_operations(
     args: argparse.Namespace, lengths: np.ndarray, limits: jb.Limits
 ) -> Planned:
     """Packed rows or padded ones, by what the model computes of them."""
-    cost_fn = jb.plan.TransformerCost(args.width, args.layers, VOCABULARY)
+    cost_fn = jb.plan.TransformerCost(args.width, args.layers, transformer.VOCABULARY)
     packed = packed_plan(args, lengths, limits, cost_fn)
     return Planned(in_limits(packed.plan), words=packed.why, packed=packed.is_packed)
 

@@ -21,6 +21,7 @@ from jaxbucket.compile.recipes import precompile
 from jaxbucket.compile.report import ProgramReport
 
 ROOT = pathlib.Path(__file__).parents[2]
+END_TO_END = ROOT / "benchmarks" / "end_to_end"
 PLAN = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (2, 16)])
 MESH = jb.data_mesh(jax.devices()[:1])
 
@@ -289,7 +290,7 @@ def test_a_file_that_is_no_plan_is_refused(plan):
 
 
 @pytest.mark.exhaustive
-def test_the_example_finds_what_the_script_has_compiled(tmp_path):
+def test_a_training_job_loads_what_precompile_has_compiled(tmp_path):
     """From a file of lengths to a training job that compiles nothing."""
     lines = "".join(
         json.dumps({"text": f"document {n} " + "x" * (n % 90)}) + "\n"
@@ -310,7 +311,7 @@ def test_the_example_finds_what_the_script_has_compiled(tmp_path):
         *("--cache", tmp_path / "cache", "--json", "--", *words),
     ]
     run = subprocess.run(
-        script, cwd=ROOT / "examples", capture_output=True, text=True, check=False
+        script, cwd=END_TO_END, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
     programs = json.loads(run.stdout)["programs"]
@@ -320,7 +321,7 @@ def test_the_example_finds_what_the_script_has_compiled(tmp_path):
         out = tmp_path / "out.json"
         run = subprocess.run(
             [
-                *(sys.executable, ROOT / "examples" / "train_lm.py", *words, *options),
+                *(sys.executable, END_TO_END / "run.py", *words, *options),
                 *("--executables", tmp_path / "cache", "--json", out),
             ],
             capture_output=True,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-TRAIN_LM = ROOT / "examples" / "train_lm.py"
+RUN = ROOT / "benchmarks" / "end_to_end" / "run.py"
 LAUNCH = ROOT / "scripts" / "launch_local.py"
 STEPS = 30
 
@@ -34,7 +34,7 @@ def start(
 ) -> subprocess.Popen[str]:
     command = [
         *(sys.executable, LAUNCH, "-n", count, "-d", devices, "--", sys.executable),
-        *("-W", "error", TRAIN_LM, "--data", "data.jsonl", "--steps", STEPS),
+        *("-W", "error", RUN, "--data", "data.jsonl", "--steps", STEPS),
         *("--width", 16, "--layers", 1, "--max-len", 64, "--max-tokens", 1024),
         *("--num-buckets", 2, "--batch-size-multiple", 8, "--dropout", 0.1),
         *("--lr", 2e-3, *options),
@@ -140,9 +140,9 @@ def test_what_differs_is_named_by_all(folder, tmp_path, differ):
     code = (
         "import os, runpy, sys\n"
         "index = os.environ['JAX_PROCESS_ID']\n"
-        f"sys.path.insert(0, {str(TRAIN_LM.parent)!r})\n"
+        f"sys.path.insert(0, {str(RUN.parent)!r})\n"
         f"{differ}\n"
-        f"runpy.run_path({str(TRAIN_LM)!r}, run_name='__main__')\n"
+        f"runpy.run_path({str(RUN)!r}, run_name='__main__')\n"
     )
     script = tmp_path / "differ.py"
     script.write_text(code)

@@ -12,12 +12,12 @@ import pytest
 import jaxbucket as jb
 from jaxbucket.plan.reports.run import bucket_uses
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+END_TO_END = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end"
 
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(END_TO_END)
     return importlib.import_module("live")
 
 

@@ -12,12 +12,12 @@ from flax import nnx
 
 import jaxbucket as jb
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+END_TO_END = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end"
 
 
 @pytest.fixture
 def policies(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(END_TO_END)
     return importlib.import_module("policies")
 
 

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-TRAIN_LM = pathlib.Path(__file__).parents[2] / "examples" / "train_lm.py"
+RUN = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end" / "run.py"
 STEPS = 240
 NUM_DOCUMENTS = 300
 # More of them take half a minute each: JAXBUCKET_KILLS=10 python -m pytest -k kill
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def held_out_texts(path: pathlib.Path) -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(TRAIN_LM.parent)
+        patch.syspath_prepend(RUN.parent)
         documents = importlib.import_module("documents")
     split = documents.load(str(path))
     return {bytes(example["tokens"]).decode() for example in split.held_out}
@@ -75,7 +75,7 @@ def run_script(
 
 
 def start(
-    folder: pathlib.Path, *args: object, data="data.jsonl", script=TRAIN_LM
+    folder: pathlib.Path, *args: object, data="data.jsonl", script=RUN
 ) -> subprocess.Popen:
     return run_script(folder, script, *command(*args, data=data))
 
@@ -186,16 +186,16 @@ def test_the_words_to_go_on_with_changes_are_those_that_do(folder, stopped, at):
     script.write_text(
         f"""
 import signal, sys
-sys.path.insert(0, {str(TRAIN_LM.parent)!r})
-import train_lm
-prefetch = train_lm.jb.sharding.prefetch_to_mesh
+sys.path.insert(0, {str(RUN.parent)!r})
+import run
+prefetch = run.jb.sharding.prefetch_to_mesh
 def early(*args):
     for number, batch in enumerate(prefetch(*args)):
         if number == {at}:
             signal.raise_signal(signal.SIGINT)
         yield batch
-train_lm.jb.sharding.prefetch_to_mesh = early
-train_lm.main()
+run.jb.sharding.prefetch_to_mesh = early
+run.main()
 """
     )
     changed = ("--checkpoint", checkpoints, "--seed", 3)
@@ -215,17 +215,17 @@ train_lm.main()
 def test_a_signal_while_it_evaluates_loses_nothing(folder):
     # The last part of every save is slow, as it is for a large state.
     code = (
-        f"import sys, time; sys.path.insert(0, {str(TRAIN_LM.parent)!r})\n"
+        f"import sys, time; sys.path.insert(0, {str(RUN.parent)!r})\n"
         "from jaxbucket import Checkpoints\n"
-        "import train_lm\n"
+        "import run\n"
         "def slow(self, seal=Checkpoints._seal):\n"
         "    time.sleep(2)\n"
         "    seal(self)\n"
         "def note(self, state, log):\n"
         "    print('EVALUATING', flush=True)\n"
         "    time.sleep(60)\n"
-        "Checkpoints._seal, train_lm.HeldOut.note = slow, note\n"
-        "train_lm.main()\n"
+        "Checkpoints._seal, run.HeldOut.note = slow, note\n"
+        "run.main()\n"
     )
     script = folder / "slow.py"
     script.write_text(code)
@@ -279,12 +279,12 @@ DAMAGED = (
 # What ends a run is printed in its place, and the next one begins.
 SEVERAL = f"""
 import json, sys
-sys.path.insert(0, {str(TRAIN_LM.parent)!r})
-import train_lm
+sys.path.insert(0, {str(RUN.parent)!r})
+import run
 for words in json.loads(sys.argv[1]):
-    sys.argv = ["train_lm.py", *words]
+    sys.argv = ["run.py", *words]
     try:
-        train_lm.main()
+        run.main()
     except SystemExit as end:
         print("ENDED", json.dumps(end.code), flush=True)
 """
@@ -321,7 +321,7 @@ def ends(folder, stopped) -> dict[str, str]:
 @pytest.mark.parametrize("case", [*REFUSED, "delete", "truncate"])
 def test_what_cannot_be_resumed_is_refused_in_one_sentence(ends, case):
     message = REFUSED[case][2] if case in REFUSED else DAMAGED
-    assert re.fullmatch(rf"train_lm\.py: .*{message}.*", ends[case])
+    assert re.fullmatch(rf"run\.py: .*{message}.*", ends[case])
 
 
 @pytest.mark.exhaustive
@@ -329,7 +329,7 @@ def test_a_refusal_is_the_exit_status(folder, stopped):
     run = start(folder, "--checkpoint", stopped)
     _, error = run.communicate(timeout=600)
     assert run.returncode == 1
-    assert re.fullmatch(r"train_lm\.py: .*go on with it by `--resume`.*\n", error)
+    assert re.fullmatch(r"run\.py: .*go on with it by `--resume`.*\n", error)
 
 
 def go_on(folder: pathlib.Path, checkpoints: pathlib.Path, *args: object) -> dict:

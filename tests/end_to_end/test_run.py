@@ -11,15 +11,15 @@ import time
 
 import pytest
 
-TRAIN_LM = pathlib.Path(__file__).parents[2] / "examples" / "train_lm.py"
+RUN = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end" / "run.py"
 SMALL = (
     *("--steps", "6", "--width", "16", "--layers", "1", "--max-len", "64"),
     *("--max-tokens", "512", "--num-buckets", "2"),
 )
 
 
-def train_lm(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", TRAIN_LM, *SMALL, *map(str, args)]
+def run_job(*args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", RUN, *SMALL, *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -38,7 +38,7 @@ def jsonl(tmp_path: pathlib.Path) -> pathlib.Path:
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])
 def test_trains_on_simulated_devices_without_a_recompile(jsonl, tmp_path, mode):
     out = tmp_path / "summary.json"
-    run = train_lm(
+    run = run_job(
         *("--data", jsonl, "--field", "body", "--devices", 4),
         *("--mode", mode, "--json", out, "--dropout", 0.1),
     )
@@ -64,7 +64,7 @@ def test_it_packs_rows_where_that_is_asked_for(jsonl, tmp_path, cost):
         *("--data", jsonl, "--field", "body", "--pack", "always", "--cost", cost),
         *("--checkpoint", folder, "--json", out, "--devices", 4),
     )
-    run = train_lm(*options)
+    run = run_job(*options)
     assert run.returncode == 0, run.stderr
     assert "Rows are packed" in " ".join(run.stdout.split())
     summary = json.loads(out.read_text())
@@ -73,12 +73,12 @@ def test_it_packs_rows_where_that_is_asked_for(jsonl, tmp_path, cost):
     assert epoch["examples"] < epoch["packed_examples"]
     assert summary["compile"]["train_step"]["later"] == 0
     # It goes on in the same rows, also where they were planned by time.
-    run = train_lm(*options, "--steps", 9, "--resume")
+    run = run_job(*options, "--steps", 9, "--resume")
     assert run.returncode == 0, run.stderr
     assert "Going on at step 6." in run.stdout
     again = json.loads(out.read_text())
     assert again["plan"] == summary["plan"] and again["schedule"] == summary["schedule"]
-    run = train_lm(*options, "--steps", 12, "--pack", "never", "--resume")
+    run = run_job(*options, "--steps", 12, "--pack", "never", "--resume")
     assert run.returncode == 1
     assert "packing" in run.stderr or "--pack always -> never" in run.stderr
 
@@ -89,7 +89,7 @@ def test_all_ways_are_compared_side_by_side(jsonl, tmp_path, monkeypatch):
     cache.mkdir()
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
     out, picture = tmp_path / "compare.json", tmp_path / "compare.png"
-    run = train_lm(
+    run = run_job(
         *("--data", jsonl, "--field", "body", "--compare", "--seconds", 3),
         *("--json", out, "--plot", picture, "--devices", 2),
     )
@@ -121,7 +121,7 @@ def test_all_ways_are_compared_side_by_side(jsonl, tmp_path, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_a_way_that_fails_ends_the_comparison(tmp_path):
-    run = train_lm(
+    run = run_job(
         *("--data", tmp_path / "nowhere.txt", "--compare", "--seconds", 3),
     )
     assert run.returncode == 1
@@ -133,7 +133,7 @@ def test_a_way_that_fails_ends_the_comparison(tmp_path):
 def test_a_comparison_that_is_ended_leaves_nobody_training(jsonl):
     options = ("--data", jsonl, "--field", "body", "--compare", "--seconds", 60)
     with subprocess.Popen(
-        [sys.executable, TRAIN_LM, *SMALL, *map(str, options)], stdout=subprocess.PIPE
+        [sys.executable, RUN, *SMALL, *map(str, options)], stdout=subprocess.PIPE
     ) as run:
         children = pathlib.Path(f"/proc/{run.pid}/task/{run.pid}/children")
         deadline = time.monotonic() + 60
@@ -156,7 +156,7 @@ def test_a_comparison_that_is_ended_leaves_nobody_training(jsonl):
 def test_what_was_compared_before_a_failure_is_shown(jsonl, tmp_path):
     # The dynamic way may not make a batch of 3 rows on 2 devices: the third fails.
     out = tmp_path / "compare.json"
-    run = train_lm(
+    run = run_job(
         *("--data", jsonl, "--field", "body", "--compare", "--seconds", 1),
         *("--devices", 2, "--batch-size-multiple", 1, "--max-tokens", 512),
         *("--json", out),
@@ -167,101 +167,17 @@ def test_what_was_compared_before_a_failure_is_shown(jsonl, tmp_path):
     assert re.search(r"^ *pad-to-max ", run.stdout, re.MULTILINE)
 
 
-def test_reads_text_lines_and_folders(documents, tmp_path):
-    text = tmp_path / "lines.txt"
-    text.write_text("\n".join(f"line {n}" for n in range(150)))
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for n in range(100):
-        (folder / f"{n}.md").write_text(f"# File {n}\n")
-    (folder / "picture.png").write_bytes(b"\x89PNG\xff")
-    for data, count in ((text, 150), (folder, 100)):
-        split = documents.load(str(data))
-        assert len(split.train) + len(split.held_out) == count
-
-
-def test_a_moved_file_is_split_as_it_was(documents, jsonl, tmp_path):
-    moved = tmp_path / "elsewhere.jsonl"
-    moved.write_bytes(jsonl.read_bytes())
-    first, second = (documents.load(str(path), "body") for path in (jsonl, moved))
-    assert first.train.fingerprint == second.train.fingerprint
-    assert len(first.held_out) == len(second.held_out) > 0
-
-
-def test_every_byte_of_the_documents_is_in_their_fingerprint(documents, jsonl):
-    (examples, *_) = documents.load(str(jsonl), "body")
-    before = examples.fingerprint
-    for index in (0, 77, len(examples) - 1):
-        changed = documents.Examples(dict(example) for example in examples)
-        tokens = changed[index]["tokens"].copy()
-        tokens[-1] ^= 1
-        changed[index]["tokens"] = tokens
-        assert changed.fingerprint != before
-
-
-@pytest.fixture
-def documents(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(TRAIN_LM.parent)
-    return importlib.import_module("documents")
-
-
-def write(path: pathlib.Path, content: bytes) -> pathlib.Path:
-    path.write_bytes(content)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("empty.jsonl", b"", "has no text. Give a file"),
-        ("blank.txt", b"\n \n", "has no text. Give a file"),
-        ("one.txt", b"a line\n", "has 1 distinct documents, too few to hold some out"),
-        ("broken.jsonl", b'{"text": "a"}\n{"te', "broken.jsonl:2 is not JSON"),
-        (
-            "other.jsonl",
-            b'{"body": "a"}',
-            "has no text in 'text', but ['body']. Name it",
-        ),
-        ("number.jsonl", b'{"text": 3}', "has no text in 'text'"),
-        ("list.jsonl", b"[1]", "has no text in 'text', but no fields"),
-        ("latin.txt", b"caf\xe9\n", "is not UTF-8 text"),
-        ("table.csv", b"a,b\n", "is no folder, .jsonl or .txt file"),
-    ],
-)
-def test_unreadable_data_is_refused(documents, tmp_path, name, content, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        documents.load(str(write(tmp_path / name, content)))
-
-
 def test_missing_data_is_refused_in_one_sentence(tmp_path):
-    run = train_lm("--data", tmp_path / "nowhere.txt")
+    run = run_job("--data", tmp_path / "nowhere.txt")
     assert run.returncode == 1
     assert re.fullmatch(
-        r"train_lm.py: `--data .*nowhere.txt` does not exist. Check the path.\n",
+        r"run.py: `--data .*nowhere.txt` does not exist. Check the path.\n",
         run.stderr,
     )
 
 
-def test_the_standard_library_is_split_by_file(documents):
-    def texts(examples):
-        return {example["tokens"].tobytes().decode() for example in examples}
-
-    split = documents.load()
-    train, held_out = texts(split.train), texts(split.held_out)
-    assert len(train) == len(split.train) > 1000
-    assert len(held_out) == len(split.held_out) > 20
-    assert not train & held_out
-    assert all(x.startswith(("def ", "class ", "async ", "@")) for x in train)
-    sides = {}
-    for document in documents.standard_library():
-        # A text that stands in several files is only in the first.
-        if document.text not in sides:
-            sides[document.text] = document.origin
-    assert not {sides[x] for x in train} & {sides[x] for x in held_out}
-
-
 def test_devices_that_do_not_divide_a_batch_are_refused(jsonl):
-    run = train_lm("--data", jsonl, "--field", "body", "--devices", 3)
+    run = run_job("--data", jsonl, "--field", "body", "--devices", 3)
     assert run.returncode == 1
     assert "cannot be cut into 3 equal parts by the mesh axes ('data',)" in run.stderr
     assert "batch_size_multiple=3" in run.stderr
@@ -277,7 +193,7 @@ def test_devices_that_do_not_divide_a_batch_are_refused(jsonl):
     ],
 )
 def test_batches_that_cannot_be_are_refused(jsonl, options, message):
-    run = train_lm("--data", jsonl, "--field", "body", *options.split())
+    run = run_job("--data", jsonl, "--field", "body", *options.split())
     assert run.returncode == 1
     assert message in run.stderr
 
@@ -310,22 +226,22 @@ def test_batches_that_cannot_be_are_refused(jsonl, options, message):
     ],
 )
 def test_options_out_of_range_are_refused(monkeypatch, capsys, options, message):
-    monkeypatch.syspath_prepend(TRAIN_LM.parent)
+    monkeypatch.syspath_prepend(RUN.parent)
     parse = importlib.import_module("options").parse_arguments
-    monkeypatch.setattr(sys, "argv", ["train_lm.py", *options.split()])
+    monkeypatch.setattr(sys, "argv", ["run.py", *options.split()])
     with pytest.raises(SystemExit, match="2"):
         parse()
     assert message in capsys.readouterr().err
 
 
 def test_a_hidden_folder_in_that_of_the_data_may_be_written(monkeypatch):
-    monkeypatch.syspath_prepend(TRAIN_LM.parent)
+    monkeypatch.syspath_prepend(RUN.parent)
     parse = importlib.import_module("options").parse_arguments
     args = parse(["--data", "none", "--checkpoint", "none/.run"])
     assert args.checkpoint == "none/.run"
 
 
 def test_refused_options_end_the_example():
-    run = train_lm("--steps", 0)
+    run = run_job("--steps", 0)
     assert run.returncode == 2
     assert "0 is not positive" in run.stderr

@@ -16,7 +16,7 @@ import jaxbucket as jb
 from jaxbucket.plan.reports.run import StepRecord
 
 ROOT = pathlib.Path(__file__).parents[2]
-TRAIN_LM = ROOT / "examples" / "train_lm.py"
+RUN = ROOT / "benchmarks" / "end_to_end" / "run.py"
 SMALL = (
     *("--steps", "6", "--width", "16", "--layers", "1", "--max-len", "96"),
     *("--max-tokens", "512", "--cost", "time"),
@@ -31,8 +31,8 @@ def jsonl(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def train_lm(*args: object, count: int = 1) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", TRAIN_LM, *SMALL, *args]
+def run_job(*args: object, count: int = 1) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", RUN, *SMALL, *args]
     if count > 1:
         launch = ROOT / "scripts" / "launch_local.py"
         command = [sys.executable, launch, "-n", count, "-d", 1, "--", *command]
@@ -53,7 +53,7 @@ def summary_of(path: pathlib.Path, run: subprocess.CompletedProcess[str]) -> dic
 @pytest.mark.exhaustive
 def test_a_plan_by_time_is_measured_chosen_and_compared_with_the_run(jsonl, tmp_path):
     out = tmp_path / "out.json"
-    run = train_lm("--data", jsonl, "--json", out, "--num-buckets", "auto")
+    run = run_job("--data", jsonl, "--json", out, "--num-buckets", "auto")
     summary = summary_of(out, run)
     said = " ".join(run.stdout.split())
     assert re.search(r"Measured in \d+ s on \d shapes: a step takes .* compiling", said)
@@ -75,10 +75,10 @@ def test_a_plan_by_time_is_measured_chosen_and_compared_with_the_run(jsonl, tmp_
 def test_a_run_goes_on_in_the_shapes_that_it_began_with(jsonl, tmp_path):
     out, folder = tmp_path / "out.json", tmp_path / "run"
     options = ("--data", jsonl, "--json", out, "--checkpoint", folder)
-    began = summary_of(out, train_lm(*options, "--num-buckets", 3))
+    began = summary_of(out, run_job(*options, "--num-buckets", 3))
     kept = (folder / "plan.json").read_text()
     more = (*options, "--steps", 9)
-    resumed = train_lm(*more, "--num-buckets", 3, "--resume")
+    resumed = run_job(*more, "--num-buckets", 3, "--resume")
     summary = summary_of(out, resumed)
     assert "The shapes are those that the run began with." in resumed.stdout
     for name in ("plan", "planning", "schedule"):
@@ -88,14 +88,14 @@ def test_a_run_goes_on_in_the_shapes_that_it_began_with(jsonl, tmp_path):
     # The plan is one that other tools read.
     assert jb.BucketPlan.from_json(kept).cost_unit == "s"
 
-    other = train_lm(*more, "--num-buckets", 2, "--resume")
+    other = run_job(*more, "--num-buckets", 2, "--resume")
     assert other.returncode == 1
     assert "its options have changed: --num-buckets 3 -> 2." in other.stderr
     more = (*options, "--steps", 10, "--num-buckets", 2)
-    summary = summary_of(out, train_lm(*more, "--resume-changed"))
+    summary = summary_of(out, run_job(*more, "--resume-changed"))
     assert len(summary["plan"]["buckets"]) == 2
     # Kept, too, and the run goes on with it without being asked to.
-    assert summary_of(out, train_lm(*more, "--resume"))["plan"] == summary["plan"]
+    assert summary_of(out, run_job(*more, "--resume"))["plan"] == summary["plan"]
 
 
 @pytest.mark.exhaustive
@@ -103,10 +103,10 @@ def test_all_processes_train_in_the_shapes_of_one(jsonl, tmp_path):
     out, folder = tmp_path / "out.json", tmp_path / "run"
     options = ("--data", jsonl, "--json", out, "--checkpoint", folder)
     # `check_agreement` refuses other shapes.
-    summary = summary_of(out, train_lm(*options, "--num-buckets", 2, count=2))
+    summary = summary_of(out, run_job(*options, "--num-buckets", 2, count=2))
     assert len(summary["compiled"]) == 2
     more = ("--num-buckets", 2, "--steps", 7, "--resume")
-    resumed = summary_of(out, train_lm(*options, *more))
+    resumed = summary_of(out, run_job(*options, *more))
     assert resumed["plan"] == summary["plan"]
     assert resumed["train"]["first_step"] == 6
 
@@ -115,7 +115,7 @@ def test_all_processes_train_in_the_shapes_of_one(jsonl, tmp_path):
 def test_a_rule_of_thumb_is_costed_by_time(jsonl, tmp_path):
     out = tmp_path / "out.json"
     options = ("--boundaries", "quantile", "--num-buckets", 2)
-    summary = summary_of(out, train_lm("--data", jsonl, "--json", out, *options))
+    summary = summary_of(out, run_job("--data", jsonl, "--json", out, *options))
     assert summary["plan"]["cost_unit"] == "s"
     assert "2 shapes, as many as asked for" in summary["planning"]["words"]
 
@@ -133,9 +133,9 @@ def test_a_rule_of_thumb_is_costed_by_time(jsonl, tmp_path):
 def test_options_that_do_not_go_together_are_refused(
     monkeypatch, capsys, options, message
 ):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(RUN.parent)
     parse = importlib.import_module("options").parse_arguments
-    monkeypatch.setattr(sys, "argv", ["train_lm.py", *options.split()])
+    monkeypatch.setattr(sys, "argv", ["run.py", *options.split()])
     with pytest.raises(SystemExit):
         parse()
     assert message in capsys.readouterr().err
@@ -148,15 +148,15 @@ def test_options_that_do_not_go_together_are_refused(
 def test_a_plan_is_by_tokens_unless_the_number_of_shapes_is_open(
     monkeypatch, options, cost
 ):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(RUN.parent)
     parse = importlib.import_module("options").parse_arguments
-    monkeypatch.setattr(sys, "argv", ["train_lm.py", *options.split()])
+    monkeypatch.setattr(sys, "argv", ["run.py", *options.split()])
     assert parse().cost == cost
 
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(RUN.parent)
     return importlib.import_module("shapes")
 
 
