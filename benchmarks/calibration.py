@@ -36,7 +36,7 @@ import jaxbucket as jb
 from jaxbucket.plan.reports.comparison import BY_TOKENS, ONE_SHAPE, OPTIMAL
 
 sys.path.append(str(pathlib.Path(__file__).parent / "end_to_end"))
-import recipe
+import training
 from example import documents
 
 AUTO = "time, auto"
@@ -80,11 +80,11 @@ class Training:
         self.source = documents.Examples(split.train[:: args.every])
         self.lengths = jb.measure_lengths(self.source)
         self.mesh = jb.data_mesh()
-        tx = recipe.make_optimizer(own)
-        self.state = recipe.make_state(own, tx, self.mesh)
+        tx = training.make_optimizer(own)
+        self.state = training.make_state(own, tx, self.mesh)
         # A new one for every run: jax remembers what it has compiled a step for.
         self._make_step = functools.partial(
-            recipe.make_step, own, tx, self.mesh, self.state
+            training.make_step, own, tx, self.mesh, self.state
         )
         self._timed_step = self._make_step()
 

@@ -48,7 +48,7 @@ mesh = jb.data_mesh()
 tx = optax.chain(optax.adamw(1e-3), jb.scale_by_batch_size(base_examples=32))
 model = Transformer(width, layers, 0.0, nnx.Rngs(0))
 state = jb.create_state(model, tx, mesh)
-step = jb.make_train_step(recipe.loss, tx, mesh)
+step = jb.make_train_step(recipe.loss_fn, tx, mesh)
 specs = jb.sharding.batch_specs(plan, {"tokens": np.zeros(1, np.uint8)}, mesh)
 first = plan.buckets[0]
 if way == "one bucket":
@@ -107,7 +107,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def start(way: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
     """One process's times."""
-    examples = pathlib.Path(__file__).parent / "end_to_end"
+    examples = pathlib.Path(__file__).parents[1] / "examples"
     words = json.dumps([way, folder, args.width, args.layers, _SHAPES])
     environment = {
         name: value for name, value in os.environ.items() if "CACHE" not in name

@@ -35,9 +35,9 @@ from rich.table import Table
 
 import jaxbucket as jb
 
-sys.path.append(str(pathlib.Path(__file__).parent / "end_to_end"))
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+import documents
 import recipe
-from example import documents
 from transformer import Transformer
 
 _ADAM = {"b2": 0.98}
@@ -69,7 +69,7 @@ class Training:
         self._to_evaluate = jb.batch_dataset(
             self.held_out, jb.BatchSchedule(self.plan, held_out, order="source")
         )
-        evaluate = jb.make_eval_step(recipe.loss, self.mesh)
+        evaluate = jb.make_eval_step(recipe.loss_fn, self.mesh)
         specs = jb.sharding.batch_specs(self.plan, self.source[0], self.mesh)
         state = _without_optimizer(self._state(0, optax.sgd(0.0)))
         self._evaluate = jb.compile_steps(evaluate, state, specs)
@@ -139,7 +139,7 @@ class Training:
         """One run for each seed, by steps that are compiled once."""
         schedule = way.schedule(0)
         step_fn = jb.make_train_step(
-            recipe.loss, way.tx, self.mesh, accumulate=schedule.accumulate > 1
+            recipe.loss_fn, way.tx, self.mesh, accumulate=schedule.accumulate > 1
         )
         specs = jb.sharding.batch_specs(schedule.plan, self.source[0], self.mesh)
         steps = jb.compile_steps(step_fn, self._state(0, way.tx), specs)

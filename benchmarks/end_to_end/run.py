@@ -36,10 +36,10 @@ import numpy as np
 import optax
 import partition
 import policies
-import recipe
 import shapes
 import summary
-from example import documents
+import training
+from example import documents, recipe
 from live import BatchDigest, Clock, TrainingLog, console
 from options import OF_ONE_PROCESS, SEQ_LEN_MULTIPLE, TRAINING, parse_arguments
 
@@ -121,7 +121,7 @@ class HeldOut:
         state: jb.train.TrainState,
         args: argparse.Namespace,
     ):
-        eval_step = jb.make_eval_step(recipe.loss, mesh, mode=args.mode)
+        eval_step = jb.make_eval_step(recipe.loss_fn, mesh, mode=args.mode)
         self.steps = jb.compile_steps(
             eval_step,
             state,
@@ -168,7 +168,7 @@ def main() -> None:
 
 def train_one_way(args: argparse.Namespace) -> int:
     """Returns the exit status."""
-    recipe.set_devices(args)
+    training.set_devices(args)
     with jb.Processes(timeout=args.timeout) as processes:
         # What is said is the same in all of them.
         console.quiet = processes.index > 0
@@ -197,10 +197,9 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
         raise ValueError(
             "`--seconds` is of one clock, and every process has its own: give --steps."
         )
-    split = documents.load(args.data, args.field)
-    if args.pack != "never":
-        # What is packed is as long as it is in its row.
-        split = split._replace(train=split.train.cut(args.max_len))
+    # Padded rows truncate documents. Packed ones need documents that fit.
+    max_len = None if args.pack == "never" else args.max_len
+    split = documents.load(args.data, args.field, max_len)
     lengths = jb.measure_lengths(split.train)
     held_out = jb.measure_lengths(split.held_out)
     longest = max(lengths.max(), held_out.max())
@@ -260,9 +259,9 @@ def plan(
         return shapes.by_tokens(args, lengths, kept_to)
 
     def measure(buckets: list[jb.Bucket]) -> jb.train.Calibration:
-        tx = recipe.make_optimizer(args)
-        state = recipe.make_state(args, tx, mesh)
-        step = recipe.make_step(args, tx, mesh, state)
+        tx = training.make_optimizer(args)
+        state = training.make_state(args, tx, mesh)
+        step = training.make_step(args, tx, mesh, state)
         return jb.train.calibrate(step, state, buckets, source[0], mesh)
 
     return shapes.by_time(args, lengths, kept_to, processes, measure)
@@ -284,7 +283,7 @@ def run(
 ) -> int:
     """Compiles, trains and evaluates; returns the exit status."""
     show(job, args)
-    tx = recipe.make_optimizer(args)
+    tx = training.make_optimizer(args)
     progress = begin(job, args, tx, checkpoints)
     clock = Clock(progress.seconds)
     clock.start()
@@ -404,7 +403,7 @@ def begin(
     checkpoints: jb.Checkpoints | None,
 ) -> Progress:
     """Step 0, or where a checkpoint says to go on."""
-    state = recipe.make_state(args, tx, job.mesh)
+    state = training.make_state(args, tx, job.mesh)
     digest = BatchDigest(job.processes)
     progress = Progress(
         state,
@@ -493,7 +492,7 @@ def compile_train(
     tx: optax.GradientTransformation,
     progress: Progress,
 ) -> jb.compile.CompiledSteps | policies.Jitted:
-    step = recipe.make_step(args, tx, job.mesh, progress.state)
+    step = training.make_step(args, tx, job.mesh, progress.state)
     if args.policy == "dynamic":
         return policies.Jitted(step)
     opening = job.train.schedule.bucket_order(progress.step) if args.opening else ()

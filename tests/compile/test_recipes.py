@@ -307,7 +307,7 @@ def test_a_training_job_loads_what_precompile_has_compiled(tmp_path):
     words = tuple(map(str, words))
     script = [
         *(sys.executable, ROOT / "scripts" / "precompile_shapes.py"),
-        *("--recipe", "recipe:steps", "--plan", tmp_path / "plan.json"),
+        *("--recipe", "training:steps", "--plan", tmp_path / "plan.json"),
         *("--cache", tmp_path / "cache", "--json", "--", *words),
     ]
     run = subprocess.run(

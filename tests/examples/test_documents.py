@@ -10,7 +10,7 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
-def test_reads_text_lines_and_folders(documents, tmp_path):
+def test_lines_of_text_and_folders_of_files_are_documents(documents, tmp_path):
     text = tmp_path / "lines.txt"
     text.write_text("\n".join(f"line {n}" for n in range(150)))
     folder = tmp_path / "folder"
@@ -23,7 +23,7 @@ def test_reads_text_lines_and_folders(documents, tmp_path):
         assert len(split.train) + len(split.held_out) == count
 
 
-def test_a_moved_file_is_split_as_it_was(documents, jsonl, tmp_path):
+def test_a_moved_file_has_the_same_split(documents, jsonl, tmp_path):
     moved = tmp_path / "elsewhere.jsonl"
     moved.write_bytes(jsonl.read_bytes())
     first, second = (documents.load(str(path), "body") for path in (jsonl, moved))
@@ -31,7 +31,7 @@ def test_a_moved_file_is_split_as_it_was(documents, jsonl, tmp_path):
     assert len(first.held_out) == len(second.held_out) > 0
 
 
-def test_every_byte_of_the_documents_is_in_their_fingerprint(documents, jsonl):
+def test_the_fingerprint_covers_every_byte(documents, jsonl):
     (examples, *_) = documents.load(str(jsonl), "body")
     before = examples.fingerprint
     for index in (0, 77, len(examples) - 1):
@@ -73,12 +73,12 @@ def write(path: pathlib.Path, content: bytes) -> pathlib.Path:
         (
             "other.jsonl",
             b'{"body": "a"}',
-            "has no text in 'text', but ['body']. Name it",
+            "has no text in 'text', but ['body']. Choose the field with",
         ),
         ("number.jsonl", b'{"text": 3}', "has no text in 'text'"),
         ("list.jsonl", b"[1]", "has no text in 'text', but no fields"),
         ("latin.txt", b"caf\xe9\n", "is not UTF-8 text"),
-        ("table.csv", b"a,b\n", "is no folder, .jsonl or .txt file"),
+        ("table.csv", b"a,b\n", "is not a folder, a .jsonl file or a .txt file"),
     ],
 )
 def test_unreadable_data_is_refused(documents, tmp_path, name, content, message):
@@ -86,7 +86,7 @@ def test_unreadable_data_is_refused(documents, tmp_path, name, content, message)
         documents.load(str(write(tmp_path / name, content)))
 
 
-def test_the_standard_library_is_split_by_file(documents):
+def test_no_file_of_the_standard_library_is_on_both_sides(documents):
     def texts(examples):
         return {example["tokens"].tobytes().decode() for example in examples}
 
@@ -98,7 +98,7 @@ def test_the_standard_library_is_split_by_file(documents):
     assert all(x.startswith(("def ", "class ", "async ", "@")) for x in train)
     sides = {}
     for document in documents.standard_library():
-        # A text that stands in several files is only in the first.
+        # Of equal texts in several files only the first is a document.
         if document.text not in sides:
             sides[document.text] = document.origin
     assert not {sides[x] for x in train} & {sides[x] for x in held_out}

@@ -1,0 +1,96 @@
+"""How the transformer is trained: loss, optimizer, steps, and the options for these.
+
+`jaxbucket precompile --recipe recipe:steps` compiles the steps before a job starts.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from transformer import BEGIN, Transformer
+
+import jaxbucket as jb
+
+# The number of examples in a batch for which the learning rate is given.
+BASE_EXAMPLES = 32
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("--width", type=int, default=128, help="width of the model")
+    option("--layers", type=int, default=2, help="layers of the model")
+    option("--lr", type=float, default=8e-3, help="peak learning rate")
+    option("--steps", type=int, default=700, help="updates")
+    option("--seed", type=int, default=0, help="seed of the model and of the batches")
+
+
+def loss_fn(
+    model: Transformer, batch: jb.Batch, keys: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns sums, never means: the nats of all real bytes, and their number.
+
+    Rows may be padded or packed: padding has weight 0, and no byte is predicted from
+    another document.
+    """
+    inputs, targets, weights = jb.next_tokens(batch, "tokens", begin=BEGIN)
+    positions, segment_ids = batch.positions["tokens"], batch.segment_ids["tokens"]
+    logits = model(inputs, positions, keys, segment_ids)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return jnp.sum(nats * weights), jnp.sum(weights)
+
+
+def bits_per_byte(metrics: Sequence[dict[str, jax.Array]]) -> tuple[float, int]:
+    """Returns the mean over batches of any sizes, and how many bytes they have."""
+    nats = math.fsum(float(batch["loss_sum"]) for batch in metrics)
+    num_bytes = sum(int(batch["weight"]) for batch in metrics)
+    return nats / num_bytes / math.log(2), num_bytes
+
+
+def warmup_cosine_schedule(lr: float, num_steps: int) -> optax.Schedule:
+    """Returns a rate that rises for a twentieth of the steps, and falls to the end."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=lr,
+        warmup_steps=max(1, num_steps // 20),
+        decay_steps=max(2, num_steps),
+        end_value=lr / 20,
+    )
+
+
+def make_optimizer(
+    rate: optax.Schedule, rule: Literal["linear", "sqrt", "none"] = "sqrt"
+) -> optax.GradientTransformation:
+    """Returns AdamW, whose updates grow with the number of examples in the batch."""
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(rate, b2=0.98, weight_decay=0.05),
+        jb.scale_by_batch_size(
+            base_examples=BASE_EXAMPLES, rule=rule, learning_rate=rate
+        ),
+    )
+
+
+def make_steps(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> tuple[Any, ...]:
+    """Returns the state before the first step, the train step and the eval step."""
+    tx = make_optimizer(warmup_cosine_schedule(args.lr, args.steps))
+    model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(args.seed))
+    state = jb.create_state(model, tx, mesh)
+    train_step = jb.make_train_step(loss_fn, tx, mesh, seed=args.seed)
+    return state, train_step, jb.make_eval_step(loss_fn, mesh)
+
+
+def steps(plan: jb.BucketPlan, *options: str) -> dict[str, Any]:
+    """Returns what `train_lm.py` compiles for a plan, with the same options."""
+    parser = argparse.ArgumentParser(prog="recipe:steps")
+    add_options(parser)
+    mesh = jb.data_mesh()
+    state, train_step, eval_step = make_steps(parser.parse_args(options), mesh)
+    example = {"tokens": np.zeros(1, np.uint8)}
+    specs = jb.sharding.batch_specs(plan, example, mesh)
+    return {"train": (train_step, state, specs), "eval": (eval_step, state, specs)}

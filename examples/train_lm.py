@@ -1,0 +1,150 @@
+"""Trains a byte-level language model on documents of every length.
+
+    python examples/train_lm.py
+    python examples/train_lm.py --data my.jsonl --field text --json summary.json
+    python examples/train_lm.py --checkpoint runs/a  # run it again to continue
+    python scripts/launch_local.py -n 2 -d 2 -- python examples/train_lm.py --steps 100
+
+Without `--data` it trains on the functions and classes of Python's standard library.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+
+import documents
+import recipe
+from rich.console import Console
+from rich.progress import track
+from transformer import VOCABULARY
+
+import jaxbucket as jb
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    with contextlib.ExitStack() as stack:
+        # Every process runs these lines, and the first one prints.
+        processes = stack.enter_context(jb.Processes())
+        compiles = stack.enter_context(jb.compile.count_compiles())
+        console = Console(quiet=processes.index > 0, highlight=False, markup=False)
+        mesh = jb.data_mesh()
+
+        # Choose a few shapes (B, T), and the documents of every step.
+        split = documents.load(args.data, args.field, args.max_len)
+        lengths = jb.measure_lengths(split.train)
+        rows = jb.plan_packing(
+            lengths,
+            max_tokens=args.max_tokens,
+            num_buckets=args.num_buckets,
+            batch_size_multiple=args.batch_size_multiple,
+            seq_len_multiple=32,
+            pack=args.pack,
+            cost_fn=jb.plan.TransformerCost(args.width, args.layers, VOCABULARY),
+            block_sparse=True,  # `jb.segment_attention` skips other segments.
+        )
+        plan, packing = rows.plan, rows.packing
+        schedule = jb.BatchSchedule(plan, lengths, packing=packing, seed=args.seed)
+        console.print(schedule, rows.why, schedule.report().summary, sep="\n")
+        batches = jb.MeshLoader(split.train, schedule, mesh, num_steps=args.steps)
+        processes.check_agreement(batches.position(0), mesh, vars(args))
+
+        # The same for the held-out documents, which may be longer than the others.
+        plan = dataclasses.replace(plan, overlong="truncate")
+        lengths = jb.measure_lengths(split.held_out)
+        schedule = jb.BatchSchedule(plan, lengths, order="source")
+        held_out = jb.MeshLoader(split.held_out, schedule, mesh)
+
+        # Compile both steps for every shape, before the first batch.
+        state, train_fn, eval_fn = recipe.make_steps(args, mesh)
+        cache = args.executables
+        train_step = jb.compile_steps(train_fn, state, batches.specs, executables=cache)
+        eval_step = jb.compile_steps(eval_fn, state, held_out.specs, executables=cache)
+
+        # Continue from the newest checkpoint, if there is one.
+        checkpoints = None
+        if args.checkpoint:
+            checkpoints = jb.Checkpoints(args.checkpoint, processes=processes)
+            stack.enter_context(checkpoints)
+            if checkpoints.latest_step is not None:
+                state, position, _ = checkpoints.restore(state)
+                batches = batches.resume(position)
+                console.print(f"Continuing after step {batches.start_step}.")
+
+        # Train. Ctrl-C and SIGTERM stop all processes before the same step.
+        stop = stack.enter_context(jb.StopRequest(processes))
+        step, loss, speed = batches.start_step, None, None
+        recent, start = [], time.perf_counter()
+        for batch in track(batches, "Training", console=console, transient=True):
+            if stop.before(step):
+                break
+            state, metrics = train_step(state, batch)
+            step += 1
+            recent.append(metrics)
+            # Not after every step, because reading metrics waits for the device.
+            if step % max(1, args.steps // 20) == 0:
+                loss, size = recipe.bits_per_byte(recent)
+                speed = size / (time.perf_counter() - start)
+                console.print(f"{step:6d}  {loss:.3f} bits/byte  {speed:,.0f} bytes/s")
+                recent, start = [], time.perf_counter()
+            if checkpoints and step % args.save_every == 0:
+                checkpoints.save(state, batches.position(step))
+        if checkpoints:
+            checkpoints.save(state, batches.position(step))
+            checkpoints.wait()
+        if stop.signal:
+            how = "Run the same command again to continue." if checkpoints else ""
+            console.print(f"Stopped by {stop.signal.name} after step {step}. {how}")
+            return 128 + stop.signal
+
+        # Evaluate on every held-out document, and count what was compiled.
+        metrics = [eval_step(state, batch) for batch in held_out]
+        held_out_loss, _ = recipe.bits_per_byte(metrics)
+        ahead = train_step.report.num_compiled + eval_step.report.num_compiled
+        summary = {
+            "step": step,
+            "bits_per_byte": loss,
+            "held_out_bits_per_byte": held_out_loss,
+            "bytes_per_second": speed,
+            "compiled_ahead": ahead,
+            "compiled_later": compiles["train_step"] + compiles["eval_step"] - ahead,
+        }
+        console.print("\n".join(f"{name}: {x}" for name, x in summary.items()))
+        if args.json and processes.index == 0:
+            pathlib.Path(args.json).write_text(json.dumps(summary))
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level language model on documents of every length.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    option = parser.add_argument
+    option("--data", help="a .jsonl or .txt file, or a folder of documents")
+    option("--field", default="text", help="the field of a .jsonl line with its text")
+    option("--max-len", type=int, default=1024, help="bytes to truncate documents to")
+    option("--max-tokens", type=int, default=4096, help="the most tokens of a batch")
+    option("--num-buckets", type=int, default=8, help="the most shapes")
+    option("--batch-size-multiple", type=int, default=4, help="devices must divide it")
+    option("--pack", choices=["auto", "always", "never"], default="never", help="rows")
+    recipe.add_options(parser)
+    option("--checkpoint", help="a folder to save to, and to continue from")
+    option("--save-every", type=int, default=100, help="steps between checkpoints")
+    option("--executables", help="a folder that keeps compiled steps")
+    option("--json", help="a file to write the results to")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (OSError, ValueError) as error:
+        sys.exit(f"train_lm.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
