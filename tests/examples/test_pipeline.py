@@ -63,7 +63,7 @@ def test_losses_are_those_of_the_model_in_one_piece(pipeline):
         devices=jax.devices()[:4],
     )
     model = pipeline.Transformer(32, 4, 0.0, nnx.Rngs(0))
-    shared, stages = pipeline.cut(model, 2)
+    shared, stages = pipeline.split_by_stage(model, 2)
     # Before the steps donate it.
     whole = jax.device_get(stages)
     batches = groups(mesh)
@@ -98,7 +98,7 @@ def test_the_plain_loss_is_that_of_the_transformer(pipeline):
         own = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         nats += float(jnp.sum(own, where=batch.mask))
         tokens += float(batch.num_tokens)
-    shared, stages = pipeline.cut(model, 2)
+    shared, stages = pipeline.split_by_stage(model, 2)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *micro)
     found = float(pipeline.plain_loss(shared)(stages, stacked))
     np.testing.assert_allclose(found, nats / tokens, rtol=1e-6)
