@@ -1,18 +1,18 @@
-"""Trains a byte-level language model on documents of every length.
+"""Trains the example's language model in many ways, and records every number.
 
     python benchmarks/end_to_end/run.py
-    python benchmarks/end_to_end/run.py --data my.jsonl --field text --json summary.json
-    python benchmarks/end_to_end/run.py --checkpoint runs/a          # and, when it was stopped:
+    python benchmarks/end_to_end/run.py --data my.jsonl --json summary.json
+    python benchmarks/end_to_end/run.py --checkpoint runs/a
     python benchmarks/end_to_end/run.py --checkpoint runs/a --resume
     python benchmarks/end_to_end/run.py --num-buckets auto
-    python benchmarks/end_to_end/run.py --compare --seconds 300 --max-len 2048
+    python benchmarks/end_to_end/run.py --compare --seconds 200 --max-len 2048 --seeds 3
     python scripts/launch_local.py -n 2 -d 2 -- python benchmarks/end_to_end/run.py
 
-Without `--data` it reads the functions and classes of the running Python's standard
-library. All shapes are compiled before the first step; the end says whether any was
-compiled after it. `--num-buckets auto` first times steps of a few shapes, and plans the
-least time, compiling included. `--policy` makes batches in another way, and `--compare`
-trains in every way for the same time. Several processes train as one, where the
+The documents and the model are those of `examples/train_lm.py`, which is the program to
+read first. All shapes are compiled before the first step, and the last lines count the
+programs compiled later. `--num-buckets auto` times steps of a few shapes, and plans the
+least time, compiling included. `--policy` makes batches in other ways, and `--compare`
+trains in every way for the same time. Several processes train as one, if the
 environment or a cluster says that there are several.
 """
 

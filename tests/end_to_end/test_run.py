@@ -84,39 +84,104 @@ def test_it_packs_rows_where_that_is_asked_for(jsonl, tmp_path, cost):
 
 
 @pytest.mark.exhaustive
-def test_all_ways_are_compared_side_by_side(jsonl, tmp_path, monkeypatch):
+def test_all_ways_are_compared_with_every_seed(jsonl, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     cache.mkdir()
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
     out, picture = tmp_path / "compare.json", tmp_path / "compare.png"
     run = run_job(
         *("--data", jsonl, "--field", "body", "--compare", "--seconds", 3),
-        *("--json", out, "--plot", picture, "--devices", 2),
+        *("--seeds", 2, "--json", out, "--plot", picture, "--devices", 2),
     )
     assert run.returncode == 0, run.stderr
-    summaries = json.loads(out.read_text())
-    assert list(summaries) == ["bucketed", "pad-to-max", "dynamic", "grain-pack"]
-    for policy, summary in summaries.items():
-        compiled = summary["compile"]["train_step"]
-        shapes = len(summary["buckets"])
-        if policy == "dynamic":
-            assert (compiled["ahead"], compiled["later"]) == (0, shapes)
-        else:
-            assert compiled["later"] == 0
-        assert (policy == "bucketed") == (compiled["ahead"] == 2)
-        # Held out are the same documents, and all of them, in every way.
-        assert summary["held_out"]["documents"] == sum(
-            summary["held_out"]["documents"] for summary in summaries.values()
-        ) / len(summaries)
-        assert summary["seconds"] >= 3
-        assert 0 < summary["held_out"]["bits_per_byte"] < 16
-        seconds = [point["seconds"] for point in summary["curve"]]
-        assert seconds == sorted(seconds)
-        assert seconds[-1] == summary["seconds"]
-        assert re.search(rf"^ *{policy} +{shapes} ", run.stdout, re.MULTILINE)
+    runs = json.loads(out.read_text())
+    ways = ["bucketed", "packed", "auto", "pad-to-max", "dynamic", "grain-pack"]
+    assert list(runs) == ways
+    for way, summaries in runs.items():
+        assert [summary["arguments"]["seed"] for summary in summaries] == [0, 1]
+        assert re.search(rf"^ *{way} +\d+ ", run.stdout, re.MULTILINE)
+        for summary in summaries:
+            compiled = summary["compile"]["train_step"]
+            if way == "dynamic":
+                shapes = len(summary["buckets"])
+                assert (compiled["ahead"], compiled["later"]) == (0, shapes)
+            else:
+                shapes = len(summary["plan"]["buckets"])
+                assert (compiled["ahead"], compiled["later"]) == (shapes, 0)
+            reason = summary["planning"]["words"]
+            is_packed = summary["epoch"]["packed_examples"] > 0
+            assert is_packed == reason.startswith("Rows are packed")
+            assert is_packed or way != "packed"
+            # Every way is evaluated on all held-out documents.
+            first = runs["bucketed"][0]["held_out"]["documents"]
+            assert summary["held_out"]["documents"] == first > 0
+            assert summary["seconds"] >= 3
+            assert 0 < summary["held_out"]["bits_per_byte"] < 16
+            seconds = [point["seconds"] for point in summary["curve"]]
+            assert seconds == sorted(seconds)
+            assert seconds[-1] == summary["seconds"]
     assert picture.stat().st_size > 10_000
-    # None has found what another one compiled.
+    # No run has found what another one compiled.
     assert not list(cache.iterdir())
+
+
+def summary_of_a_run(speed: float, bits: float | None) -> dict:
+    """Returns the numbers of a run of 10 s that are compared."""
+    bucket = {"bucket": [4, 64], "steps": 10, "seconds_per_token": 1e-6}
+    return {
+        "seconds": 10.0,
+        "planning": {"seconds": 1.0},
+        "compile": {"train_step": {"ahead": 2, "later": 0, "seconds": 4.0}},
+        "train": {"padded_tokens": 20 * speed, "real_tokens": 10 * speed},
+        "buckets": [bucket, bucket],
+        "held_out": {"bits_per_byte": bits},
+        "curve": [
+            {"seconds": s, "bits_per_byte": bits and bits + 10 - s} for s in (5, 10)
+        ],
+    }
+
+
+@pytest.fixture
+def comparison(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(RUN.parent)
+    return importlib.import_module("comparison")
+
+
+def test_the_table_has_means_and_spreads_over_seeds(comparison):
+    runs = {
+        "bucketed": [summary_of_a_run(1000, 2.0), summary_of_a_run(1200, 2.1)],
+        "packed": [summary_of_a_run(500, 3.0), summary_of_a_run(600, None)],
+    }
+    rows = comparison.rows(runs)
+    assert rows == {
+        "bucketed": [
+            *("2", "2", "4.0", "2.00", "1,100 ± 100", "2,200 (1.0x)", "2.050 ± 0.050"),
+        ],
+        "packed": ["2", "2", "4.0", "2.00", "550 ± 50", "1,100 (2.0x)", "diverged"],
+    }
+    for line, (way, cells) in zip(
+        comparison.markdown(runs).splitlines()[2:], rows.items(), strict=True
+    ):
+        assert line == f"| {way} | {' | '.join(cells)} |"
+    # An interrupted comparison has fewer seeds for some of the ways.
+    runs["packed"].pop()
+    assert comparison.rows(runs)["packed"][4:] == ["500", "1,000 (2.2x)", "3.000"]
+
+
+def test_the_picture_has_a_line_for_every_way(comparison, tmp_path):
+    runs = {
+        way: [summary_of_a_run(1000, 2.0), summary_of_a_run(900, 2.1)]
+        for way in comparison.WAYS
+    }
+    comparison.draw(runs, str(tmp_path / "compare.png"))
+    assert (tmp_path / "compare.png").stat().st_size > 10_000
+    styles = [
+        (style["marker"], str(style.get("linestyle")))
+        for style in map(comparison._STYLES.get, comparison.WAYS)
+    ]
+    # Markers and lines alone tell the ways apart, without colors.
+    markers, lines = zip(*styles, strict=True)
+    assert len(set(markers)) == len(set(lines)) == len(comparison.WAYS)
 
 
 @pytest.mark.exhaustive
@@ -154,7 +219,7 @@ def test_a_comparison_that_is_ended_leaves_nobody_training(jsonl):
 
 @pytest.mark.exhaustive
 def test_what_was_compared_before_a_failure_is_shown(jsonl, tmp_path):
-    # The dynamic way may not make a batch of 3 rows on 2 devices: the third fails.
+    # The dynamic way would make batches of 3 rows, which 2 devices do not divide.
     out = tmp_path / "compare.json"
     run = run_job(
         *("--data", jsonl, "--field", "body", "--compare", "--seconds", 1),
@@ -163,7 +228,9 @@ def test_what_was_compared_before_a_failure_is_shown(jsonl, tmp_path):
     )
     assert run.returncode == 1
     assert "cannot be cut into 2 equal parts" in run.stderr
-    assert list(json.loads(out.read_text())) == ["bucketed", "pad-to-max"]
+    assert list(json.loads(out.read_text())) == [
+        *("bucketed", "packed", "auto", "pad-to-max"),
+    ]
     assert re.search(r"^ *pad-to-max ", run.stdout, re.MULTILINE)
 
 
@@ -204,17 +271,20 @@ def test_batches_that_cannot_be_are_refused(jsonl, options, message):
         ("--steps 0", "0 is not positive"),
         ("--steps many", "invalid positive value: 'many'"),
         ("--compare", "--compare needs --seconds"),
+        ("--compare --seconds 9 --num-buckets auto", "leave out --num-buckets auto"),
+        ("--compare --seconds 9 --checkpoint x", "leave out the checkpoints"),
+        ("--seeds 3", "--seeds and --markdown need --compare"),
         # Each way is started by this very command without `--compare`.
         ("--comp", "unrecognized arguments: --comp"),
-        ("--plot x.doc", "x.doc is no .png, .svg or .pdf"),
+        ("--plot x.doc", "x.doc is not a .png, .svg or .pdf"),
         ("--seed -1", "-1 is not from 0 to 2**32 - 1"),
         ("--resume", "--resume needs --checkpoint"),
-        ("--max-len 100", "100 is no multiple of 32"),
+        ("--max-len 100", "100 is not a multiple of 32"),
         ("--width 33", "33 is not even"),
-        ("--dropout 1", "1.0 is not from 0 to below 1"),
+        ("--dropout 1", "1.0 is not at least 0 and below 1"),
         ("--lr nan", "nan is not positive"),
-        ("--data x --json x", "--json names what --data names"),
-        ("--json x.png --plot ./x.png", "--plot names what --json names"),
+        ("--data x --json x", "--json and --data are both"),
+        ("--json x.png --plot ./x.png", "--plot and --json are both"),
         ("--data docs --checkpoint docs/run", "docs/run is in the folder of --data"),
         ("--pack auto --policy dynamic", "chooses the rows: leave out --policy"),
         ("--pack auto --plan x", "chooses the rows: leave out --plan"),
@@ -222,7 +292,7 @@ def test_batches_that_cannot_be_are_refused(jsonl, options, message):
             "--pack always --num-buckets auto --opening 3",
             "leave out --num-buckets auto, --opening",
         ),
-        ("--json nowhere/x.json", "nowhere/x.json is no file in an existing folder"),
+        ("--json nowhere/x.json", "nowhere/x.json is not a file in an existing folder"),
     ],
 )
 def test_options_out_of_range_are_refused(monkeypatch, capsys, options, message):
