@@ -109,8 +109,8 @@ def test_asked_to_stop_they_go_on_in_another_number(folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--seconds", 5), "`--seconds` is of one clock"),
-        (("--policy", "dynamic"), "gives every process batches of its own shapes"),
+        (("--seconds", 5), "`--seconds` needs one clock"),
+        (("--policy", "dynamic"), "gives processes batches of different shapes"),
         (("--model-devices", 3), "`--model-devices 3` does not divide the 2 devices"),
     ],
 )

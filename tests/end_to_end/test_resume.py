@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def held_out_texts(path: pathlib.Path) -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(RUN.parent)
-        documents = importlib.import_module("documents")
+        documents = importlib.import_module("example").documents
     split = documents.load(str(path))
     return {bytes(example["tokens"]).decode() for example in split.held_out}
 
@@ -125,7 +125,7 @@ def test_killed_at_random_moments_it_ends_as_if_it_never_was(folder):
     )
     out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
-    assert re.search(r"Going on at step \d+", out)
+    assert re.search(r"Resuming at step \d+", out)
     check_same_end(folder, "killed.json")
 
 
@@ -155,7 +155,7 @@ def test_asked_to_stop_it_saves_the_step_in_hand_and_goes_on(folder, stopped):
     run = start(folder, *args)
     out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
-    assert f"Going on at step {step}." in out
+    assert f"Resuming at step {step}." in out
     check_same_end(folder, "goes-on.json")
 
 
@@ -221,10 +221,10 @@ def test_a_signal_while_it_evaluates_loses_nothing(folder):
         "def slow(self, seal=Checkpoints._seal):\n"
         "    time.sleep(2)\n"
         "    seal(self)\n"
-        "def note(self, state, log):\n"
+        "def evaluate(self, state, log):\n"
         "    print('EVALUATING', flush=True)\n"
         "    time.sleep(60)\n"
-        "Checkpoints._seal, run.HeldOut.note = slow, note\n"
+        "Checkpoints._seal, run.HeldOut.evaluate = slow, evaluate\n"
         "run.main()\n"
     )
     script = folder / "slow.py"
@@ -248,7 +248,7 @@ def test_other_options_are_said_when_a_run_goes_on(folder, stopped):
     run = start(folder, "--checkpoint", checkpoints, "--resume", "--lr", 0.001)
     out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
-    assert "Other than before: --lr 0.008 -> 0.001" in out
+    assert "Changed: --lr 0.008 -> 0.001" in out
 
 
 @pytest.fixture(scope="module")
@@ -269,8 +269,8 @@ REFUSED = {
     "data": (["--resume"], {"data": "less.jsonl"}, r"data examples \d+ -> \d+"),
     "held-out data": (["--resume"], {"data": "held.jsonl"}, "held-out documents have"),
     "model": (["--resume", "--width", 32], {}, "is of another model or optimizer"),
-    "no --resume": ([], {}, "has a run at step .*: go on with it by `--resume`"),
-    "steps": (["--resume", "--steps", 9], {}, "`--steps 9` ends before step"),
+    "no --resume": ([], {}, "has a run at step .*\. Continue it with `--resume`"),
+    "steps": (["--resume", "--steps", 9], {}, "`--steps 9` is before step"),
     "policy": (["--resume", "--policy", "dynamic"], {}, "cannot be resumed"),
 }
 DAMAGED = (
@@ -329,7 +329,7 @@ def test_a_refusal_is_the_exit_status(folder, stopped):
     run = start(folder, "--checkpoint", stopped)
     _, error = run.communicate(timeout=600)
     assert run.returncode == 1
-    assert re.fullmatch(r"run\.py: .*go on with it by `--resume`.*\n", error)
+    assert re.fullmatch(r"run\.py: .*Continue it with `--resume`.*\n", error)
 
 
 def go_on(folder: pathlib.Path, checkpoints: pathlib.Path, *args: object) -> dict:
@@ -371,5 +371,5 @@ def test_where_nothing_is_to_be_resumed_it_begins(folder):
     )
     out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
-    assert "beginning at step 0" in " ".join(out.split())
+    assert "starting at step 0" in " ".join(out.split())
     check_same_end(folder, "begun.json")

@@ -75,7 +75,7 @@ def test_it_packs_rows_where_that_is_asked_for(jsonl, tmp_path, cost):
     # It goes on in the same rows, also where they were planned by time.
     run = run_job(*options, "--steps", 9, "--resume")
     assert run.returncode == 0, run.stderr
-    assert "Going on at step 6." in run.stdout
+    assert "Resuming at step 6." in run.stdout
     again = json.loads(out.read_text())
     assert again["plan"] == summary["plan"] and again["schedule"] == summary["schedule"]
     run = run_job(*options, "--steps", 12, "--pack", "never", "--resume")

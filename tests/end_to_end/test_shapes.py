@@ -80,7 +80,7 @@ def test_a_run_goes_on_in_the_shapes_that_it_began_with(jsonl, tmp_path):
     more = (*options, "--steps", 9)
     resumed = run_job(*more, "--num-buckets", 3, "--resume")
     summary = summary_of(out, resumed)
-    assert "The shapes are those that the run began with." in resumed.stdout
+    assert "The shapes are those of the run that is resumed." in resumed.stdout
     for name in ("plan", "planning", "schedule"):
         assert summary[name] == began[name]
     assert summary["train"]["first_step"] == 6
@@ -238,7 +238,7 @@ def test_what_was_kept_is_not_measured_again(shapes, tmp_path):
 def test_a_run_that_was_planned_otherwise_is_not_planned_by_time(shapes, tmp_path):
     (tmp_path / "6").mkdir()
     options = {"checkpoint": str(tmp_path)}
-    with pytest.raises(ValueError, match="was not planned by time, for it has no plan"):
+    with pytest.raises(ValueError, match="not planned by time, because it has no plan"):
         by_time(shapes, unmeasured, resume=True, **options)
     assert not by_time(shapes, resume_changed=True, **options).is_kept
 
@@ -251,7 +251,7 @@ def test_a_plan_that_is_cut_is_refused(shapes, tmp_path, end):
     with pytest.raises(ValueError, match=r"plan\.json: The plan is not valid JSON"):
         by_time(shapes, unmeasured, **options)
     (tmp_path / "plan.json").write_text(by_time(shapes).plan.to_json())
-    with pytest.raises(ValueError, match="does not say by which options"):
+    with pytest.raises(ValueError, match="does not have the options"):
         by_time(shapes, unmeasured, **options)
 
 
