@@ -269,7 +269,7 @@ REFUSED = {
     "data": (["--resume"], {"data": "less.jsonl"}, r"data examples \d+ -> \d+"),
     "held-out data": (["--resume"], {"data": "held.jsonl"}, "held-out documents have"),
     "model": (["--resume", "--width", 32], {}, "is of another model or optimizer"),
-    "no --resume": ([], {}, "has a run at step .*\. Continue it with `--resume`"),
+    "no --resume": ([], {}, r"has a run at step .*\. Continue it with `--resume`"),
     "steps": (["--resume", "--steps", 9], {}, "`--steps 9` is before step"),
     "policy": (["--resume", "--policy", "dynamic"], {}, "cannot be resumed"),
 }
