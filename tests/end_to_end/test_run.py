@@ -1,4 +1,4 @@
-"""The examples as a user starts them: in a process of their own."""
+"""The end-to-end job as a user starts it, and its comparison of all ways."""
 
 import importlib
 import json
@@ -58,7 +58,7 @@ def test_trains_on_simulated_devices_without_a_recompile(jsonl, tmp_path, mode):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("cost", ["tokens", "time"])
-def test_it_packs_rows_where_that_is_asked_for(jsonl, tmp_path, cost):
+def test_packed_rows_are_trained_on_and_resumed(jsonl, tmp_path, cost):
     out, folder = tmp_path / "summary.json", tmp_path / "run"
     options = (
         *("--data", jsonl, "--field", "body", "--pack", "always", "--cost", cost),
@@ -72,7 +72,7 @@ def test_it_packs_rows_where_that_is_asked_for(jsonl, tmp_path, cost):
     assert epoch["packed_examples"] + summary["held_out"]["documents"] == 200
     assert epoch["examples"] < epoch["packed_examples"]
     assert summary["compile"]["train_step"]["later"] == 0
-    # It goes on in the same rows, also where they were planned by time.
+    # It resumes in the same rows, also if they were planned by time.
     run = run_job(*options, "--steps", 9, "--resume")
     assert run.returncode == 0, run.stderr
     assert "Resuming at step 6." in run.stdout
@@ -121,7 +121,7 @@ def test_all_ways_are_compared_with_every_seed(jsonl, tmp_path, monkeypatch):
             assert seconds == sorted(seconds)
             assert seconds[-1] == summary["seconds"]
     assert picture.stat().st_size > 10_000
-    # No run has found what another one compiled.
+    # No run has loaded a program that another one compiled.
     assert not list(cache.iterdir())
 
 
@@ -195,7 +195,7 @@ def test_a_way_that_fails_ends_the_comparison(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the child in /proc")
-def test_a_comparison_that_is_ended_leaves_nobody_training(jsonl):
+def test_a_terminated_comparison_leaves_no_run_behind(jsonl):
     options = ("--data", jsonl, "--field", "body", "--compare", "--seconds", 60)
     with subprocess.Popen(
         [sys.executable, RUN, *SMALL, *map(str, options)], stdout=subprocess.PIPE
@@ -211,14 +211,14 @@ def test_a_comparison_that_is_ended_leaves_nobody_training(jsonl):
     assert run.returncode == 128 + signal.SIGINT
     deadline = time.monotonic() + 10
     state = pathlib.Path(f"/proc/{child}/stat")
-    # Where nobody has waited for it yet, it is a zombie.
+    # Until its parent has waited for it, it is a zombie.
     while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 @pytest.mark.exhaustive
-def test_what_was_compared_before_a_failure_is_shown(jsonl, tmp_path):
+def test_runs_before_a_failure_are_shown(jsonl, tmp_path):
     # The dynamic way would make batches of 3 rows, which 2 devices do not divide.
     out = tmp_path / "compare.json"
     run = run_job(
@@ -259,7 +259,7 @@ def test_devices_that_do_not_divide_a_batch_are_refused(jsonl):
         ("--max-tokens 32", "Raise `max_tokens` to 256"),
     ],
 )
-def test_batches_that_cannot_be_are_refused(jsonl, options, message):
+def test_impossible_batches_are_refused(jsonl, options, message):
     run = run_job("--data", jsonl, "--field", "body", *options.split())
     assert run.returncode == 1
     assert message in run.stderr
@@ -274,7 +274,7 @@ def test_batches_that_cannot_be_are_refused(jsonl, options, message):
         ("--compare --seconds 9 --num-buckets auto", "leave out --num-buckets auto"),
         ("--compare --seconds 9 --checkpoint x", "leave out the checkpoints"),
         ("--seeds 3", "--seeds and --markdown need --compare"),
-        # Each way is started by this very command without `--compare`.
+        # Every run is started by this command without `--compare`.
         ("--comp", "unrecognized arguments: --comp"),
         ("--plot x.doc", "x.doc is not a .png, .svg or .pdf"),
         ("--seed -1", "-1 is not from 0 to 2**32 - 1"),
@@ -304,14 +304,14 @@ def test_options_out_of_range_are_refused(monkeypatch, capsys, options, message)
     assert message in capsys.readouterr().err
 
 
-def test_a_hidden_folder_in_that_of_the_data_may_be_written(monkeypatch):
+def test_a_hidden_folder_within_the_data_may_be_written(monkeypatch):
     monkeypatch.syspath_prepend(RUN.parent)
     parse = importlib.import_module("options").parse_arguments
     args = parse(["--data", "none", "--checkpoint", "none/.run"])
     assert args.checkpoint == "none/.run"
 
 
-def test_refused_options_end_the_example():
+def test_refused_options_have_exit_status_2():
     run = run_job("--steps", 0)
     assert run.returncode == 2
     assert "0 is not positive" in run.stderr
