@@ -132,7 +132,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--max-tokens", type=int, default=4096, help="the most tokens of a batch")
     option("--num-buckets", type=int, default=8, help="the most shapes")
     option("--batch-size-multiple", type=int, default=4, help="devices must divide it")
-    option("--pack", choices=["auto", "always", "never"], default="never", help="rows")
+    option("--pack", default="never", help="share rows: auto, always or never")
     recipe.add_options(parser)
     option("--checkpoint", help="a folder to save to, and to continue from")
     option("--save-every", type=int, default=100, help="steps between checkpoints")
