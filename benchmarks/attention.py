@@ -1,17 +1,17 @@
-"""Attention over packed rows with a mask, and within segments, in time and memory.
+"""Time and memory of attention over packed rows, with a mask and within segments.
 
     python benchmarks/attention.py
     python benchmarks/attention.py --seq-len 4096 --batch 1 --rounds 9 --json
 
-Rows are packed by `jb.packing.pack`, from the lengths in bytes of functions of Python
-where `shared/data` beside the repository has them, and from lognormal ones without it.
-Both ways run in turn, forward and with gradients:
+Rows are packed by `jb.packing.pack`. The lengths are those of Python functions in
+bytes, from `shared/data` next to the repository if that exists, and lognormal
+otherwise. The ways take turns, forward and with gradients:
 
     mask        `jax.nn.dot_product_attention` with a causal `attention_mask`
     segments    `segment_attention`, for rows of several examples
-    one each    the same for rows that one example fills: nothing can be left out
+    one each    the same for rows with one example each: no block can be skipped
 
-Medians; the memory is that of temporary arrays, as the compiler has it.
+Times are medians. Memory is that of temporary arrays, as the compiler reports it.
 """
 
 import argparse
@@ -59,9 +59,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, default=4, help="rows")
     parser.add_argument("--seq-len", type=int, default=2048, help="T of the rows")
-    parser.add_argument("--width", type=int, default=256, help="of all heads")
+    parser.add_argument(
+        "--width", type=int, default=256, help="width of all heads together"
+    )
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median is")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="rounds of which to take the median"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     if min(args.batch, args.seq_len, args.rounds) < 1 or args.width % args.heads:
@@ -92,7 +96,7 @@ def forward(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def gradient(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """Of all three, for the sum of squares."""
+    """Returns the gradients of the sum of squares, for all three inputs."""
 
     def loss(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array):
         return jnp.sum(jnp.square(attend(query, key, value, ids)))
@@ -143,13 +147,13 @@ def with_mask(
 
 
 def check(want: Any, found: Any) -> None:
-    """Both compute the same."""
+    """Checks that both ways compute the same."""
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(found), strict=True):
         assert jnp.linalg.norm(a - b) < 1e-5 * jnp.linalg.norm(a)
 
 
 def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Medians of seconds; every way has run before."""
+    """Returns median seconds. Every way has run before."""
     seconds: dict[str, list[float]] = {way: [] for way in runs}
     for number in range(rounds + 1):
         for way, run in runs.items():

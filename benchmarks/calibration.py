@@ -1,20 +1,20 @@
-"""Predicts the epoch of several plans by a few measured steps, and measures it.
+"""Predicts the epoch of several plans from a few measured steps, and measures it.
 
     python benchmarks/calibration.py
     python benchmarks/calibration.py --every 40 --rounds 3 --rules all --json
 
-The model, the documents and the limits are those of `examples/train_lm.py`, of which
-every `--every`-th document is taken. First a few shapes are timed; by that a plan is
-chosen, with the number of buckets left open and with `--num-buckets`. Beside them stand
-the plans that are optimal by tokens and the best rule of thumb by prediction, or all of
-them, of as many buckets; with the chosen number, too. Then the plans take turns: in
-every round each compiles its steps anew, and trains for one epoch, always the same one.
+The model, the documents and the limits are those of `end_to_end/run.py`, with every
+`--every`-th document only. First a few shapes are timed. From these times a plan is
+chosen, once with any number of buckets and once with `--num-buckets`. They are compared
+with the plans that are optimal by tokens and with the best rule of thumb by prediction,
+or all rules, with the same numbers of buckets. In every round each plan compiles its
+steps anew, and trains for the same epoch.
 
-The plans are made by shapes that were timed before the first round. Every round begins
-with timing the same shapes again, for a shared machine is now faster and now slower; an
-error is the epoch's time by these over what the epochs of the round took, the median
-over rounds. End to end is compiling and an epoch; measuring the shapes is told apart,
-for it is done once for all runs of a model.
+The plans are made from shapes that were timed before the first round. Every round times
+the same shapes again, because the speed of a shared machine varies. An error compares
+the epoch predicted from these times with the measured epoch, as the median over rounds.
+End to end is compiling and an epoch. Measuring the shapes is reported separately,
+because it is done once for all runs of a model.
 """
 
 import argparse
@@ -35,12 +35,12 @@ from rich.table import Table
 import jaxbucket as jb
 from jaxbucket.plan.reports.comparison import BY_TOKENS, ONE_SHAPE, OPTIMAL
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-import documents
-import recipe
+sys.path.append(str(pathlib.Path(__file__).parent / "end_to_end"))
+import training
+from example import documents
 
 AUTO = "time, auto"
-# As the example has them.
+# As in `end_to_end/run.py`.
 _SEQ_LEN_MULTIPLE = 32
 _BATCH_SIZE_MULTIPLE = 4
 _TRAINING = {"dropout": 0.0, "seed": 0, "mode": "jit", "policy": "bucketed"}
@@ -50,7 +50,7 @@ _TRAINING |= {"steps": 700, "seconds": None, "lr": 8e-3}
 
 @dataclasses.dataclass
 class Candidate:
-    """A plan, and what was measured of it in every round."""
+    """A plan, and its measurements in every round."""
 
     name: str
     plan: jb.BucketPlan
@@ -61,7 +61,7 @@ class Candidate:
     epoch_seconds: list[float] = dataclasses.field(default_factory=list)
 
     def predict(self, cost: jb.plan.StepTime) -> None:
-        """Notes what an epoch takes by steps that were timed in this round."""
+        """Predicts an epoch from the steps that were timed in this round."""
         steps = [bucket.batches for bucket in self.epoch.buckets]
         seconds = [cost(b.batch_size, b.seq_len) for b in self.plan.buckets]
         self.predicted_seconds.append(float(np.dot(steps, seconds)))
@@ -72,19 +72,19 @@ class Candidate:
 
 
 class Training:
-    """The example's model and documents on all devices."""
+    """The model and the documents of the example, on all devices."""
 
     def __init__(self, args: argparse.Namespace):
-        own = argparse.Namespace(**_TRAINING, width=args.width, layers=args.layers)
+        options = argparse.Namespace(**_TRAINING, width=args.width, layers=args.layers)
         split = documents.load(args.data)
         self.source = documents.Examples(split.train[:: args.every])
         self.lengths = jb.measure_lengths(self.source)
         self.mesh = jb.data_mesh()
-        tx = recipe.make_optimizer(own)
-        self.state = recipe.make_state(own, tx, self.mesh)
-        # A new one for every run: jax remembers what it has compiled a step for.
+        tx = training.make_optimizer(options)
+        self.state = training.make_state(options, tx, self.mesh)
+        # A new step for every run, because jax caches what a step was compiled for.
         self._make_step = functools.partial(
-            recipe.make_step, own, tx, self.mesh, self.state
+            training.make_step, options, tx, self.mesh, self.state
         )
         self._timed_step = self._make_step()
 
@@ -108,7 +108,7 @@ class Training:
     def _time_epoch(
         self, candidate: Candidate, steps: jb.compile.CompiledSteps
     ) -> float:
-        """Seconds of an epoch as the example trains it, from the same state."""
+        """Returns the seconds of an epoch, always from the same state."""
         state = jb.sharding.replicate(self.state, self.mesh)
         dataset = jb.batch_dataset(
             self.source, candidate.schedule, shard=jb.sharding.local_rows(self.mesh)
@@ -119,7 +119,7 @@ class Training:
         for batch in jb.sharding.prefetch_to_mesh(dataset, self.mesh):
             before = metrics
             state, metrics = steps(state, batch)
-            # As far ahead as the example, which reads every step's loss one behind.
+            # One step ahead, as in a run that reads the loss of the step before.
             jax.block_until_ready(before)
         jax.block_until_ready(state)
         return time.perf_counter() - start
@@ -127,7 +127,7 @@ class Training:
 
 def main() -> None:
     args = parse_arguments()
-    training = Training(args)
+    job = Training(args)
     limits = jb.Limits(
         max_tokens=args.max_tokens or _BATCH_SIZE_MULTIPLE * args.max_len,
         batch_size_multiple=_BATCH_SIZE_MULTIPLE,
@@ -136,30 +136,30 @@ def main() -> None:
         overlong="truncate",
     )
     start = time.perf_counter()
-    shapes = jb.train.calibration_shapes(limits, training.lengths)
-    measured = training.calibrate(shapes, args.repeats)
+    shapes = jb.train.calibration_shapes(limits, job.lengths)
+    measured = job.calibrate(shapes, args.repeats)
     calibration_seconds = time.perf_counter() - start
     limits = dataclasses.replace(limits, cost_fn=measured.cost)
     curve = jb.plan.plan_curve(
-        training.lengths,
+        job.lengths,
         limits,
         compile_seconds=measured.seconds_per_compile,
         num_epochs=1,
     )
     candidates = [
-        training.candidate(name, plan)
-        for name, plan in plans(args, training.lengths, limits, curve).items()
+        job.candidate(name, plan)
+        for name, plan in plans(args, job.lengths, limits, curve).items()
     ]
     for turn in range(args.rounds):
-        of_round = training.calibrate(shapes, args.repeats).cost
+        of_round = job.calibrate(shapes, args.repeats).cost
         for candidate in candidates:
             candidate.predict(of_round)
-            training.run(candidate)
+            job.run(candidate)
         print(f"round {turn + 1} of {args.rounds}", file=sys.stderr, flush=True)
-    again = training.calibrate(shapes, args.repeats).step_seconds
+    again = job.calibrate(shapes, args.repeats).step_seconds
     rows = [row(candidate, candidates) for candidate in candidates]
     found = {
-        "examples": len(training.source),
+        "examples": len(job.source),
         "calibration_seconds": calibration_seconds,
         "calibration": measured.to_dict(),
         "timed_again": float(
@@ -176,17 +176,17 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Predict epochs, and measure them.")
-    parser.add_argument("--data", help="as of the example, by default Python's library")
+    parser.add_argument("--data", help="documents, as for examples/train_lm.py")
     parser.add_argument(
-        "--every", type=int, default=10, help="of so many documents one"
+        "--every", type=int, default=10, help="take every n-th document"
     )
     parser.add_argument("--max-len", type=int, default=1024)
-    parser.add_argument("--max-tokens", type=int, help="4 * --max-len by default")
+    parser.add_argument("--max-tokens", type=int, help="by default 4 * --max-len")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--num-buckets", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=5, help="of each shape's timing")
+    parser.add_argument("--repeats", type=int, default=5, help="timings of each shape")
     parser.add_argument("--rules", choices=("best", "all"), default="best")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
@@ -198,7 +198,7 @@ def plans(
     limits: jb.Limits,
     curve: jb.plan.PlanCurve,
 ) -> dict[str, jb.BucketPlan]:
-    """What is compared; the best rule of thumb is so by prediction."""
+    """Returns the plans to compare. The best rule of thumb is so by prediction."""
     chosen = {AUTO: curve.chosen.plan}
     for num_buckets in {args.num_buckets: None, curve.chosen.num_buckets: None}:
         compared = jb.plan.compare_plans(lengths, limits, num_buckets=num_buckets)
@@ -209,7 +209,7 @@ def plans(
         rules = list(by_name.items())
         own |= dict(rules if args.rules == "all" else rules[:1])
         for name, plan in own.items():
-            # Of the chosen number the best by time is there.
+            # The optimal plan by time is already there with the chosen number.
             if plan != curve.chosen.plan:
                 label = name if name == ONE_SHAPE else f"{name}, {num_buckets}"
                 chosen[label] = in_time(plan, limits)
@@ -223,7 +223,7 @@ def in_time(plan: jb.BucketPlan, limits: jb.Limits) -> jb.BucketPlan:
 
 def row(candidate: Candidate, candidates: list[Candidate]) -> dict[str, Any]:
     median = float(np.median(candidate.epoch_seconds))
-    # Round by round: a busy moment meets neighbours alike.
+    # Ratios within a round, because noise affects its plans alike.
     ratios = candidate.end_to_end / candidates[0].end_to_end
     return {
         "plan": candidate.name,
@@ -246,14 +246,14 @@ def row(candidate: Candidate, candidates: list[Candidate]) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], measured: jb.train.Calibration) -> None:
-    # Wide enough, whatever it is printed to.
+    # Wide enough for the table, whatever it is printed to.
     console = Console(width=100, highlight=False)
     cost = measured.cost
     console.print(
         f"{found['examples']} documents. Measured in "
         f"{found['calibration_seconds']:.0f} s on {len(measured.step_seconds)} shapes: "
-        f"a step takes {1e3 * cost.per_step:.3g} ms + {1e6 * cost.per_token:.3g} us a "
-        f"position + {1e9 * cost.per_pair:.3g} ns a pair of them, within "
+        f"a step takes {1e3 * cost.per_step:.3g} ms + {1e6 * cost.per_token:.3g} us "
+        f"per position + {1e9 * cost.per_pair:.3g} ns per pair of them, within "
         f"{cost.error:.0%}. Timed again after the rounds, the same took "
         f"{found['timed_again']:.2f} times as long.\n{found['reason']}"
     )

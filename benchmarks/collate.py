@@ -1,12 +1,12 @@
-"""How fast batches come out of a token file, beside copying memory and other ways.
+"""Speed of batches from a token file, compared with copying memory and with other ways.
 
     python benchmarks/collate.py
     python benchmarks/collate.py --megabytes 50 --json
 
-Of each T: bytes of all arrays of the batches (tokens, segment ids, positions) by the
-second, divided by those of `np.copyto` over an array of 200 MB in the same run; and how
-many times faster it is than a loop over the rows and than Grain, which pads every
-record and batches them. And how many times as long it takes through `split_source`.
+For each T: the bytes per second of all arrays of the batches (tokens, segment ids and
+positions), relative to those of `np.copyto` over an array of 200 MB in the same run.
+Then the speed relative to a loop over the rows, and to Grain, which pads every record
+and batches them, and the relative time through `split_source`.
 """
 
 import argparse
@@ -32,8 +32,10 @@ COPIED = 200_000_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time batches from a token file.")
-    parser.add_argument("--megabytes", type=int, default=200, help="of the file")
-    parser.add_argument("--tokens", type=int, default=65_536, help="of a batch")
+    parser.add_argument("--megabytes", type=int, default=200, help="size of the file")
+    parser.add_argument(
+        "--tokens", type=int, default=65_536, help="positions of a batch"
+    )
     parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
@@ -51,7 +53,7 @@ def main() -> None:
 def measure(
     args: argparse.Namespace, path: pathlib.Path, seq_len: int
 ) -> dict[str, float]:
-    """Examples from three quarters of T to T, in random order."""
+    """Returns examples of three quarters of T to T tokens, in random order."""
     rng = np.random.default_rng(0)
     count = args.megabytes * 1_000_000 // (4 * seq_len)
     lengths = rng.integers(3 * seq_len // 4, seq_len, count, endpoint=True)
@@ -124,7 +126,7 @@ class Picked:
 
 
 def padded(tokens: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
-    """What a user of Grain writes: the arrays of one row."""
+    """Returns the arrays of one row, as a user of Grain would write it."""
     pad = seq_len - len(tokens)
     positions = np.arange(len(tokens), dtype=np.int32)
     return {
@@ -135,7 +137,7 @@ def padded(tokens: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
 
 
 def in_turn(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """The fastest of some calls of each, one after another, in seconds."""
+    """Returns the seconds of the fastest of several calls of each, in turns."""
     best = dict.fromkeys(functions, np.inf)
     for _ in range(repeats):
         for name, function in functions.items():

@@ -1,17 +1,17 @@
-"""Times how a training job of the example comes to its first step, side by side.
+"""Times how a training job gets to its first step, in several ways.
 
     python benchmarks/compile_ahead.py
     python benchmarks/compile_ahead.py --width 256 --layers 4 --rounds 5 --json
 
-Every way is a process of its own, without jax's compilation cache, and the ways take
-turns:
+The model is that of `examples/train_lm.py`. Every way runs in its own process, without
+jax's compilation cache, and the ways take turns:
 
     in turn         all buckets, traced and compiled one after another
-    overlapped      one is compiled while the next is traced
-    two at a time   two are
-    one bucket      a plan of a single bucket
-    opening         all buckets; steps may begin on the first, compiled alone
-    one, none       all buckets from files, of which one or none is traced to compare
+    overlapped      one bucket is compiled while the next one is traced
+    two at a time   two buckets are compiled while the next one is traced
+    one bucket      a plan with a single bucket
+    opening         all buckets, but steps may start on the first, compiled alone
+    one, none       all buckets loaded from files; one or none is traced to compare
 """
 
 import argparse
@@ -32,7 +32,7 @@ _SHAPES = [(8192 // t // 8 * 8, t) for t in (32, 64, 128, 256, 384, 512, 768, 10
 _PARALLEL = ("overlapped", "two at a time")
 _WAYS = ("in turn", *_PARALLEL, "one bucket", "opening", "one", "none")
 
-# Until training could take its first step: imports and the model are not counted.
+# Times the way to the first step, without imports and the model.
 _START = """
 import json, sys, time
 import numpy as np
@@ -48,7 +48,7 @@ mesh = jb.data_mesh()
 tx = optax.chain(optax.adamw(1e-3), jb.scale_by_batch_size(base_examples=32))
 model = Transformer(width, layers, 0.0, nnx.Rngs(0))
 state = jb.create_state(model, tx, mesh)
-step = jb.make_train_step(recipe.loss, tx, mesh)
+step = jb.make_train_step(recipe.loss_fn, tx, mesh)
 specs = jb.sharding.batch_specs(plan, {"tokens": np.zeros(1, np.uint8)}, mesh)
 first = plan.buckets[0]
 if way == "one bucket":
@@ -83,7 +83,7 @@ def main() -> None:
     args = parse_arguments()
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in _WAYS}
     with tempfile.TemporaryDirectory() as folder:
-        # What the last two will find.
+        # Writes the files that the last two ways load.
         start("one", folder, args)
         for number in range(args.rounds):
             for way in _WAYS:
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time the ways to a first step.")
+    parser = argparse.ArgumentParser(description="Time several ways to a first step.")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
@@ -106,7 +106,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def start(way: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One process's times."""
+    """Returns the times of one process."""
     examples = pathlib.Path(__file__).parents[1] / "examples"
     words = json.dumps([way, folder, args.width, args.layers, _SHAPES])
     environment = {
@@ -124,7 +124,7 @@ def start(way: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summarize(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians of every way, and the ratios that matter."""
+    """Returns the medians of every way, and their ratios."""
     medians = {
         way: {name: float(np.median([run[name] for run in runs])) for name in runs[0]}
         for way, runs in found.items()

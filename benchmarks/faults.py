@@ -3,10 +3,10 @@
     python benchmarks/faults.py
     python benchmarks/faults.py --faults 3 --processes 2 --json
 
-After each fault all others have to end within the timeout and five seconds, each with
-a sentence that names the one that was lost. The run is started again, in another number
-of processes, until it is over: its batches have to be those of a run without faults.
-Linux only, for it finds the processes in /proc.
+After each fault, all other processes must end within the timeout and five seconds, each
+with a message that names the lost process. The run is resumed in another number of
+processes until it is complete. Its batches must be those of a run without faults.
+Linux only, because it finds the processes in /proc.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from rich.table import Table
 
 GRACE = 5.0
 STEPS = 300
-# One that raises where it is: at the next line of Python, whatever that does.
+# A signal makes the process raise at its next line of Python, wherever it is.
 FAILING = f"""
 import runpy, signal, sys
 def fail(number, frame):
     raise RuntimeError("asked to fail")
 signal.signal(signal.SIGUSR1, fail)
-sys.path.insert(0, {str(runs.TRAIN_LM.parent)!r})
-runpy.run_path({str(runs.TRAIN_LM)!r}, run_name="__main__")
+sys.path.insert(0, {str(runs.RUN.parent)!r})
+runpy.run_path({str(runs.RUN)!r}, run_name="__main__")
 """
 FAULTS = {
     "killed": (signal.SIGKILL, "no heartbeat|lost the connection"),
@@ -48,7 +48,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Lose processes at random moments.")
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--timeout", type=float, default=10.0, help="seconds")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=10.0,
+        help="seconds without a heartbeat after which a process is lost",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -111,7 +116,7 @@ def digest(folder: pathlib.Path, name: str) -> str:
 def lose_one(
     args: argparse.Namespace, folder: pathlib.Path, name: str, draw: random.Random
 ) -> dict[str, Any] | None:
-    """Starts the run, loses a process; None where the run was over before."""
+    """Starts a run and loses a process. None if the run ended before that."""
     count = draw.choice(args.processes)
     kind, victim = draw.choice(list(FAULTS)), draw.randrange(count)
     number, why = FAULTS[kind]
@@ -144,7 +149,7 @@ def lose_one(
     slowest = max(seconds.values()) if len(seconds) == count - 1 else None
     passed = slowest is not None and slowest < args.timeout + GRACE
     if passed and (folder / f"{name}.json").exists():
-        # Too late to be a fault: the run was over.
+        # The run had ended before the fault.
         return None
     said = (folder / "output").read_text()
     lost = rf"(?=.*({why})).* process {victim} \("
@@ -164,12 +169,12 @@ def lose_one(
 
 
 def newest(folder: pathlib.Path) -> int:
-    """The last step that is saved, or 0."""
+    """Returns the newest saved step, or 0."""
     return max((int(p.name) for p in folder.glob("*") if p.name.isdecimal()), default=0)
 
 
 def processes_of(launcher: int) -> dict[int, int]:
-    """Which process has which pid, of those that still run."""
+    """Returns the pid of each process that still runs, by its index."""
     children = pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text()
     found = {}
     for pid in map(int, children.split()):
@@ -196,7 +201,7 @@ def show(found: dict[str, Any]) -> None:
     for row in found["faults"]:
         values = (f"{x:.1f}" if isinstance(x, float) else str(x) for x in row.values())
         table.add_row(*values)
-    # Wide enough, whatever it is printed to.
+    # Wide enough for the table, whatever it is printed to.
     console = Console(width=100)
     console.print(table)
     same = found["same_batches"]

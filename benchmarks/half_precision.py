@@ -1,12 +1,12 @@
-"""Trains the example's model in float32, bfloat16 and float16 compute.
+"""Trains the model of the example in float32, bfloat16 and float16.
 
     python benchmarks/half_precision.py
     python benchmarks/half_precision.py --tokens 500_000 --seeds 5 --json
 
-Parameters, averages and the loss are in float32, the model's layers in the dtype of the
-row. All runs of a seed see the same batches and begin from the same parameters. What
-half precision costs is to be seen beside what another seed changes; and no step may be
-skipped because a gradient in float16 was beyond 65,504.
+Parameters, averages and the loss are float32, and the layers of the model compute in
+the dtype of the row. All runs of a seed see the same batches and start from the same
+parameters. The cost of half precision is to be compared with the differences between
+seeds. No step may be skipped because a float16 gradient was above 65,504.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 class Training:
-    """The example's model and documents, on all devices."""
+    """The model and the documents of the example, on all devices."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -68,7 +68,7 @@ class Training:
         )
 
     def runs(self, dtype: Any) -> list[dict[str, Any]]:
-        """One run for each seed, by steps that are compiled once."""
+        """Returns a run for each seed, with steps that are compiled once."""
         specs = jb.sharding.batch_specs(self.plan, self.source[0], self.mesh)
         step = jb.make_train_step(loss, self.tx, self.mesh, skip_nonfinite=True)
         state = self._state(0, dtype)
@@ -88,14 +88,14 @@ class Training:
         schedule = jb.BatchSchedule(self.plan, self.lengths, seed=seed)
         dataset = jb.batch_dataset(self.source, schedule, num_steps=math.inf)
         tokens = count = skipped = 0
-        begin = time.perf_counter()
+        start = time.perf_counter()
         for batch in jb.sharding.prefetch_to_mesh(dataset, self.mesh):
             state, metrics = steps(state, batch)
             tokens, count = tokens + int(metrics["num_tokens"]), count + 1
             skipped += int(metrics["skipped"])
             if tokens >= self.args.tokens:
                 break
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - start
         nats = num_bytes = 0.0
         for batch in jb.sharding.prefetch_to_mesh(self.held_out, self.mesh):
             metrics = evaluate(state, batch)
@@ -113,7 +113,7 @@ class Training:
 def loss(
     model: Transformer, batch: jb.Batch, keys: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The example's, with the logits in float32 before they are exponentiated."""
+    """The loss of the example, with logits in float32 before the exponential."""
     inputs, targets, weights = jb.next_tokens(batch, "tokens", bos_token=BEGIN)
     ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
     logits = model(inputs, positions, keys, ids).astype(jnp.float32)
@@ -135,11 +135,15 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compare dtypes of the model.")
-    parser.add_argument("--data", help="as of the example, by default Python's library")
-    parser.add_argument("--tokens", type=int, default=200_000, help="of each run")
+    parser = argparse.ArgumentParser(description="Compare compute dtypes of the model.")
+    parser.add_argument("--data", help="documents, as for examples/train_lm.py")
+    parser.add_argument(
+        "--tokens", type=int, default=200_000, help="real tokens of each run"
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--held-out", type=int, default=100, help="documents")
+    parser.add_argument(
+        "--held-out", type=int, default=100, help="documents to evaluate on"
+    )
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--max-len", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=4096)

@@ -1,10 +1,10 @@
-"""Trains in several processes while others take the processors from them.
+"""Trains in several processes on a machine whose processors are busy.
 
     python benchmarks/load.py
     python benchmarks/load.py --steps 100 --processes 2 --json
 
-A thousand steps on four processes, beside twice as many busy ones as there are
-processors: nobody may be taken for lost, and the batches have to be those of one
+A thousand steps on four processes, beside twice as many busy processes as there are
+processors. No process may be taken for lost, and the batches must be those of one
 process alone.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import runs
 
-# Of a thousand steps, whose rounding adds up.
+# Rounding adds up over a thousand steps.
 LIMIT = 1e-4
 
 
@@ -30,7 +30,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--busy", type=int, default=2 * (os.cpu_count() or 1))
-    parser.add_argument("--timeout", type=float, default=10.0, help="seconds")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=10.0,
+        help="seconds without a heartbeat after which a process is lost",
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +68,7 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
         "timeout_s": args.timeout,
         "seconds": round(seconds, 1),
         "same_batches": loaded["batches_digest"] == alone["batches_digest"],
-        # As numpy does, for a NaN is larger than all.
+        # Unlike Python's `max`, numpy's returns NaN if there is one.
         "loss_difference": float(np.max([abs(a - b) for a, b in pairs])),
     }
 
@@ -76,7 +81,7 @@ def spin() -> None:
 def train(
     args: argparse.Namespace, folder: pathlib.Path, count: int
 ) -> tuple[dict[str, Any], float]:
-    """What a run says of its training, and how long it took."""
+    """Returns the training summary of a run, and its seconds."""
     options = {"--steps": args.steps, "--points": 4, "--timeout": args.timeout}
     start = time.perf_counter()
     summary = runs.train(folder, count, options)

@@ -1,11 +1,11 @@
-"""Trains the example in every mode, over meshes and processes, against one device.
+"""Trains in every mode, over meshes and processes, and compares with one device.
 
     python benchmarks/lockstep.py
     python benchmarks/lockstep.py --steps 50 --processes 2 --json
 
-Of each run: how far any step's loss is from that of one process with one device, which
-shapes were compiled, how often, and whether the batches were the same. Then a run of
-four processes is asked to stop on its way, and goes on in two, in one and in four.
+For each run: the largest difference of a step's loss from that of one process with one
+device, the shapes that were compiled and how often, and whether the batches were the
+same. Then a run of four processes is asked to stop, and resumed in two, one and four.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from rich.table import Table
 
 LIMIT = 1e-5
 MODES = ("jit", "shard_map", "pmap")
-# With dropout, in three shapes.
+# Dropout draws random numbers, which must not depend on the mesh.
 MODEL = {
     "--width": 32,
     "--dropout": 0.1,
@@ -38,7 +38,9 @@ MODEL = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare modes, meshes, processes.")
+    parser = argparse.ArgumentParser(
+        description="Compare modes, meshes and numbers of processes."
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--json", action="store_true")
@@ -62,7 +64,7 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, An
     cases = [
         (count, mode, model_devices)
         for count in args.processes
-        # Of two devices in each process, four reach into the next one.
+        # With two devices in each process, four of them span two processes.
         for model_devices in (1, 2, 4)
         for mode in MODES
         if model_devices <= count
@@ -79,9 +81,9 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, An
     saved = folder / "run"
     stop_on_the_way(folder, saved, model)
     for count in (2, 1, 4):
-        own = folder / f"run of {count}"
-        shutil.copytree(saved, own)
-        options = model | {"--checkpoint": own}
+        copy = folder / f"run of {count}"
+        shutil.copytree(saved, copy)
+        options = model | {"--checkpoint": copy}
         found = runs.train(folder, count, options, "--resume", devices=2)
         rows.append(row(one, found, count, 2, "jit, resumed", 1))
         print(rows[-1], file=sys.stderr, flush=True)
@@ -91,7 +93,7 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, An
 def stop_on_the_way(
     folder: pathlib.Path, saved: pathlib.Path, options: dict[str, Any]
 ) -> None:
-    """A run of four processes; one of them passes the request on."""
+    """Starts four processes, and asks them to stop after some checkpoints."""
     options = options | {"--checkpoint": saved, "--save-every": 10}
     with runs.start(folder, 4, options) as run:
         while run.poll() is None and not list(saved.glob("[2-9]0")):
@@ -103,7 +105,7 @@ def stop_on_the_way(
         raise SystemExit(f"The run was not stopped ({run.returncode}): {said}")
     step = int(after[1])
     if not 0 < step < options["--steps"] or not (saved / str(step)).exists():
-        raise SystemExit(f"The run was stopped after step {step}, and saved nothing.")
+        raise SystemExit(f"The run stopped after step {step} without a checkpoint.")
 
 
 def row(
@@ -122,11 +124,13 @@ def row(
         "mode": mode,
         "model_devices": model_devices,
         "steps": len(found["train"]["losses"]),
-        # As numpy does, for a NaN is larger than all.
+        # Unlike Python's `max`, numpy's returns NaN if there is one.
         "loss_difference": float(np.max([abs(a - b) for a, b in pairs])),
         "same_shapes": found["compiled"] == one["compiled"] * count,
         "compiled": found["compile"]["train_step"]["ahead"],
-        "compiled_later": sum(own["later"] for own in found["compiled"]),
+        "compiled_later": sum(
+            one_process["later"] for one_process in found["compiled"]
+        ),
         "same_batches": found["train"]["batches_digest"]
         == one["train"]["batches_digest"],
     }
@@ -140,7 +144,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         table.add_row(
             *(f"{x:.1e}" if isinstance(x, float) else str(x) for x in numbers.values())
         )
-    # Wide enough, whatever it is printed to.
+    # Wide enough for the table, whatever it is printed to.
     Console(width=100).print(table)
 
 

@@ -1,19 +1,19 @@
-"""Trains the example's model by several rules for the learning rate, on equal tokens.
+"""Trains the model of the example with several rules for the learning rate.
 
     python benchmarks/lr_rules.py
     python benchmarks/lr_rules.py --tokens 1_000_000 --seeds 5 --plot rules.png --json
 
-All runs see the same number of real tokens, and their schedule counts tokens: warm-up
-and decay are the same curve for all. What differs is how many examples a step has, and
-what becomes of the learning rate when that changes:
+All runs see the same number of real tokens, and their schedules count tokens, so
+warm-up and decay are the same curve for all. They differ in how many examples a step
+has, and in how the learning rate follows that number:
 
-    fixed batch    every step has as many examples, in whichever bucket
-    none           the token budget decides, the learning rate does not follow
-    linear, sqrt   it follows the number of examples of each step
-    adam sde       so do Adam's averages (Malladi et al., 2022)
+    fixed batch    every step has the same number of examples, in any bucket
+    none           the token budget decides, and the learning rate does not follow
+    linear, sqrt   the learning rate follows the number of examples of each step
+    adam sde       so do the averages of Adam (Malladi et al., 2022)
 
-and, by the sqrt rule, steps of two micro-batches, of one bucket or of any two. The
-learning rate is that of a step of as many examples as the budget has on the mean.
+Two more ways use the sqrt rule and two micro-batches per step, of one bucket or of
+any two. The learning rate is given for the mean number of examples of a step.
 """
 
 import argparse
@@ -46,14 +46,14 @@ _DECAY = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A plan, and an optimizer that knows what to do with its batches."""
+    """A schedule for a seed, and an optimizer for its batches."""
 
     schedule: Callable[[int], jb.BatchSchedule]
     tx: optax.GradientTransformation
 
 
 class Training:
-    """The example's model, documents and loss, on all devices."""
+    """The model, the documents and the loss of the example, on all devices."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -69,7 +69,7 @@ class Training:
         self._to_evaluate = jb.batch_dataset(
             self.held_out, jb.BatchSchedule(self.plan, held_out, order="source")
         )
-        evaluate = jb.make_eval_step(recipe.loss, self.mesh)
+        evaluate = jb.make_eval_step(recipe.loss_fn, self.mesh)
         specs = jb.sharding.batch_specs(self.plan, self.source[0], self.mesh)
         state = _without_optimizer(self._state(0, optax.sgd(0.0)))
         self._evaluate = jb.compile_steps(evaluate, state, specs)
@@ -136,10 +136,10 @@ class Training:
         return jb.BatchSchedule(plan, self.lengths, seed=seed, **options)
 
     def runs(self, way: Way) -> list[dict[str, Any]]:
-        """One run for each seed, by steps that are compiled once."""
+        """Returns a run for each seed, with steps that are compiled once."""
         schedule = way.schedule(0)
         step_fn = jb.make_train_step(
-            recipe.loss, way.tx, self.mesh, accumulate=schedule.accumulate > 1
+            recipe.loss_fn, way.tx, self.mesh, accumulate=schedule.accumulate > 1
         )
         specs = jb.sharding.batch_specs(schedule.plan, self.source[0], self.mesh)
         steps = jb.compile_steps(step_fn, self._state(0, way.tx), specs)
@@ -165,7 +165,7 @@ class Training:
         }
 
     def _held_out_loss(self, state: jb.train.TrainState) -> float:
-        """Bits per byte."""
+        """Returns bits per byte."""
         nats = num_bytes = 0.0
         state = _without_optimizer(state)
         for batch in jb.sharding.prefetch_to_mesh(self._to_evaluate, self.mesh):
@@ -176,7 +176,7 @@ class Training:
 
 
 def _without_optimizer(state: jb.train.TrainState) -> jb.train.TrainState:
-    """One that is of the same kind whatever the optimizer."""
+    """Returns a state without optimizer, for one evaluation step of all ways."""
     return dataclasses.replace(state, opt_state=())
 
 
@@ -197,20 +197,22 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare rules for learning rates.")
-    parser.add_argument("--data", help="as of the example, by default Python's library")
-    parser.add_argument("--tokens", type=int, default=400_000, help="of each run")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--data", help="documents, as for examples/train_lm.py")
     parser.add_argument(
-        "--points", type=int, default=8, help="held-out losses of a run"
+        "--tokens", type=int, default=400_000, help="real tokens of each run"
     )
-    parser.add_argument("--held-out", type=int, default=150, help="documents")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--points", type=int, default=8, help="evaluations of a run")
+    parser.add_argument(
+        "--held-out", type=int, default=150, help="documents to evaluate on"
+    )
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--max-len", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--num-buckets", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--plot", help="draw the held-out losses there")
+    parser.add_argument("--plot", help="a picture of the held-out losses to draw")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 

@@ -1,11 +1,11 @@
-"""Real tokens per second of the main job with rows packed, padded, and left to choose.
+"""Real tokens per second of training with packed rows, padded rows, and the choice.
 
     python benchmarks/pack_train.py
     python benchmarks/pack_train.py --rounds 3 --steps 100 --max-len 2048 --cost time
 
-Each round runs `examples/train_lm.py --pack never`, `always` and `auto` one after the
-other, so that all meet the same noise, without what compiling takes. Medians, and the
-range over the rounds.
+Each round runs `end_to_end/run.py` with `--pack never`, `always` and `auto`, one after
+the other, so that noise affects all of them alike. It prints the median and the range
+over the rounds, without the time to compile.
 """
 
 import argparse
@@ -23,17 +23,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-_TRAIN_LM = pathlib.Path(__file__).parents[1] / "examples" / "train_lm.py"
+_RUN = pathlib.Path(__file__).parent / "end_to_end" / "run.py"
 WAYS = ("never", "always", "auto")
 
 
 def main() -> None:
     args, others = parse_arguments()
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    results_of: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     runs = [(number, way) for number in range(args.rounds) for way in WAYS]
     for _, way in track(runs, "Training", transient=True, disable=args.json):
-        found[way].append(train(way, args.steps, others))
-    results = {way: figures(runs) for way, runs in found.items()}
+        results_of[way].append(train(way, args.steps, others))
+    results = {way: figures(runs) for way, runs in results_of.items()}
     best = max(results["never"]["median"], results["always"]["median"])
     results["auto"]["by_the_better"] = results["auto"]["median"] / best
     if args.json:
@@ -44,24 +44,26 @@ def main() -> None:
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        description="Time training with packed rows and with padded ones; other "
-        "options are those of examples/train_lm.py.",
+        description="Time training with packed rows and with padded ones. Other "
+        "options go to benchmarks/end_to_end/run.py.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median is")
-    parser.add_argument("--steps", type=int, default=150, help="of each run")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="rounds of which to take the median"
+    )
+    parser.add_argument("--steps", type=int, default=150, help="updates of each run")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args, others = parser.parse_known_args()
     if args.rounds < 1:
-        parser.error("--rounds is at least 1.")
+        parser.error("--rounds must be at least 1.")
     return args, others
 
 
 def train(way: str, steps: int, others: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "run.json"
-        command = [sys.executable, str(_TRAIN_LM), "--pack", way, "--steps", str(steps)]
+        command = [sys.executable, str(_RUN), "--pack", way, "--steps", str(steps)]
         run = subprocess.run(
             [*command, "--json", str(path), *others],
             capture_output=True,
@@ -92,7 +94,7 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(results: dict[str, dict[str, Any]]) -> None:
-    table = Table(box=box.SIMPLE, title="Training by examples/train_lm.py")
+    table = Table(box=box.SIMPLE, title="Training by benchmarks/end_to_end/run.py")
     columns = ("--pack", "rows", "shapes", "padding", "real tokens/s", "from", "to")
     for name in (*columns, "bits/byte"):
         table.add_column(name, justify="left" if name in columns[:2] else "right")
@@ -105,7 +107,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
     console = Console(width=100)
     console.print(table)
     ratio = results["auto"]["by_the_better"]
-    console.print(f"auto by the better of the other two: {ratio:.2f}")
+    console.print(f"auto, relative to the better of the other two: {ratio:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
-"""Fill and speed of packing, beside what packs while it reads.
+"""Fill and speed of packing, compared with ways that pack while they read.
 
     python benchmarks/packing.py
     python benchmarks/packing.py --examples 2000 --json
 
-Rows of 2,048 and of 4,096 for each set of lengths, of which longer ones are left out:
+Rows of 2,048 and of 4,096 for each set of lengths, without the longer examples:
 
     pack               `jaxbucket.packing.pack`, all lengths at once
     best fit           the same rule in plain Python, one example after the other
     Grain              `grain.experimental.BestFitPackIterDataset` with 512 bins
-    greedy pool        the largest of a pool of 64 that still fits the one open row
+    greedy pool        the largest example of a pool of 64 that fits in the open row
 
-Fill is tokens by positions, of full rows and of the last ones alike. Real lengths are
-read from `shared/data` beside the repository where that is there; without it, lognormal
-ones are made. Then examples of two sequences are packed in both, 2,048 of the first and
-of the other what they have of it; and 10 million lengths, of which the first batch of
-another epoch is asked for.
+Fill is tokens over positions, partly filled rows included. Real lengths are read from
+`shared/data` next to the repository if that exists, and are lognormal otherwise. Then
+examples of two sequences are packed in both, and 10 million lengths are packed, once
+and for the first batch of another epoch.
 """
 
 import argparse
@@ -76,8 +75,12 @@ def parse_arguments() -> argparse.Namespace:
         description="Compare ways to pack examples into rows.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--examples", type=int, default=6000, help="of each set, first")
-    parser.add_argument("--many", type=int, default=10**7, help="lengths for the speed")
+    parser.add_argument(
+        "--examples", type=int, default=6000, help="the first examples of each set"
+    )
+    parser.add_argument(
+        "--many", type=int, default=10**7, help="lengths to pack for the speed"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     if args.examples < 1 or args.many < 1:
@@ -104,7 +107,7 @@ def pair_sets(most: int) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
 
 
 def compare_pairs(lengths: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Rows of each way, and the fewest by the sums of tokens."""
+    """Returns the rows of each way, and the fewest that the tokens allow."""
     first, second = lengths
     lengths = {
         name: np.minimum(own, _SEQ_LENS[0]).astype(np.int32)
@@ -136,7 +139,7 @@ def lognormal(size: int) -> np.ndarray:
 
 
 def compare(lengths: np.ndarray, seq_len: int) -> dict[str, dict[str, float]]:
-    """Fill and examples per second of every way."""
+    """Returns the fill and the examples per second of every way."""
     found = {}
     for name, pack in WAYS.items():
         start = time.perf_counter()
@@ -209,7 +212,7 @@ WAYS: dict[str, Callable[[np.ndarray, int], int]] = {
 
 
 def many(size: int) -> dict[str, float]:
-    """Speed of packing very many, and what another epoch takes."""
+    """Returns the speed of packing very many lengths, and of another epoch."""
     lengths = lognormal(size)
     start = time.perf_counter()
     packing = jb.packing.pack(lengths, 4096)

@@ -1,20 +1,20 @@
-"""What every way to choose shapes pads, on real lengths, and how long planning takes.
+"""Padding of every way to choose shapes, on real lengths, and the time of planning.
 
     python benchmarks/planning.py
     python benchmarks/planning.py --data ../shared/data --sets gsm8k seed2 --json
 
-For every length set, number of shapes and multiple of T: the padding of one whole
-epoch, partly filled batches included, of the plan that is optimal and of every rule of
-thumb. The rules pad what is left over in each bucket, as those who use them do; "best
-rule, our remainders" is the best of them with remainders that flow as they do here.
-Beside them stands the padding of full batches only, below which no choice of as many
-shapes can be. B is a multiple of 8, where 8 rows fit.
+For every set of lengths, number of shapes and multiple of T: the padding of one epoch,
+partly filled batches included, with the optimal plan and with every rule of thumb. The
+rules pad the examples that are left over in each bucket, as is usual. "best rule, our
+remainders" is the best of them with remainders as jaxbucket fills them. The padding of
+full batches alone is a lower bound for any choice of as many shapes. B is a multiple of
+8, if 8 rows fit.
 
-Last come plans of 64 to 4,096 buckets and of 1,000 to 100,000 different lengths, padded
-and packed, each in CPU seconds of its only run: `--many` is that part alone.
+The last part plans 64 to 4,096 buckets for 1,000 to 100,000 different lengths, padded
+and packed, in CPU seconds of a single run. `--many` runs that part alone.
 
-Uniform lengths are always there; the others are `.npz` files in a folder, and are left
-out where that is absent.
+Uniform lengths are always included. Other sets are `.npz` files in a folder, and are
+left out if it does not exist.
 """
 
 import argparse
@@ -43,7 +43,7 @@ BATCH_SIZE_MULTIPLE = 8
 
 
 class Lengths(NamedTuple):
-    """A set of them, and the budget that others have measured with."""
+    """A set of lengths, and a budget with which others have measured it."""
 
     name: str
     values: np.ndarray
@@ -53,8 +53,8 @@ class Lengths(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare plans on real lengths.")
     parser.add_argument("--data", type=pathlib.Path, default=DATA)
-    parser.add_argument("--sets", nargs="+", help="those whose names begin so")
-    parser.add_argument("--many", action="store_true", help="this part alone")
+    parser.add_argument("--sets", nargs="+", help="prefixes of the sets to include")
+    parser.add_argument("--many", action="store_true", help="run the last part alone")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.many:
@@ -90,7 +90,7 @@ def all_sets(folder: pathlib.Path) -> Iterator[Lengths]:
 
 
 def uniform_lengths() -> np.ndarray:
-    """As in the post on token batching that this project began with."""
+    """Lengths as in a well-known post on batching by tokens."""
     # The legacy generator, for its very lengths.
     return np.random.RandomState(2023).randint(128, 4096, 200_000)  # noqa: NPY002
 
@@ -130,7 +130,7 @@ def row(lengths: Lengths, num_buckets: int, multiple: int) -> dict[str, Any]:
 
 
 def violations(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Rows in which a rule is as good, where it need not be, or the bound is far."""
+    """Returns rows in which a rule is as good, or the lower bound is far below."""
     slack = 1e-12
 
     def as_good(padding: float, row: dict[str, Any]) -> bool:
@@ -155,7 +155,7 @@ def violations(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def token_batching() -> list[dict[str, Any]]:
-    """The post's two ways to batch its lengths, and plans of static shapes."""
+    """Returns the two ways of that post to batch its lengths, and static shapes."""
     lengths, budget = uniform_lengths(), BUDGETS["seed2"]
     sequential = np.split(lengths, range(128, len(lengths), 128))
     found = [
@@ -183,7 +183,7 @@ def token_batching() -> list[dict[str, Any]]:
 
 
 def as_many_as_fit(lengths: np.ndarray, max_tokens: int) -> Iterator[np.ndarray]:
-    """From the longest down, in batches as large as the budget allows."""
+    """Returns the padding of batches from the longest down, each within the budget."""
     lengths, start = np.sort(lengths)[::-1], 0
     while start < len(lengths):
         end = start + max_tokens // int(lengths[start])
@@ -203,7 +203,7 @@ def batching(name: str, batches: Any) -> dict[str, Any]:
 
 
 def planning_seconds() -> list[dict[str, Any]]:
-    """The best of three, of lengths that are in memory."""
+    """Returns the best time of three, for lengths in memory."""
     rng = np.random.default_rng(0)
     many = np.clip(rng.lognormal(6, 1, 10_000_000), 1, 8192).astype(np.int32)
     long = np.clip(rng.lognormal(9, 1.3, 1_000_000), 1, 131_072).astype(np.int32)
@@ -232,7 +232,7 @@ def planning_seconds() -> list[dict[str, Any]]:
 
 
 def many() -> dict[str, Any]:
-    """Of very many buckets and lengths: what each call takes, and what its plan costs.
+    """Returns the time of each call with many buckets and lengths, and its plan's cost.
 
     Costs are of an epoch, by the tokens of full batches without any padding.
     """
@@ -309,7 +309,7 @@ def many_pairs() -> Iterator[dict[str, Any]]:
 
 
 def timed(task: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, float]:
-    """What a call returns, and the seconds of a processor that it takes."""
+    """Returns the result of a call, and its CPU seconds."""
     start = time.process_time()
     result = task(*args, **kwargs)
     return result, time.process_time() - start

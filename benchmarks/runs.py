@@ -1,4 +1,4 @@
-"""Small runs of the main job in several processes, for the benchmarks of these."""
+"""Small runs of `end_to_end/run.py` in several processes, for other benchmarks."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from typing import IO, Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 LAUNCH = ROOT / "scripts" / "launch_local.py"
-TRAIN_LM = ROOT / "examples" / "train_lm.py"
-# For the benchmarks to judge how processes end, not the launcher.
+RUN = ROOT / "benchmarks" / "end_to_end" / "run.py"
+# Long, because the benchmarks judge how processes end, and not the launcher.
 _GRACE = 3600
 _SMALL = {
     "--width": 16,
@@ -35,18 +35,18 @@ def start(
     options: dict[str, Any],
     *flags: str,
     devices: int = 1,
-    program: tuple[object, ...] = (TRAIN_LM,),
+    program: tuple[object, ...] = (RUN,),
     output: int | IO[str] = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
-    """The documents of the folder, in so many processes of so many devices.
+    """Starts a run on the documents of the folder, in `count` processes.
 
-    What one run has compiled, the next one reads.
+    A run reads what earlier runs have compiled.
     """
-    own = {"--data": folder / "data.jsonl", **_SMALL, **options}
+    all_options = {"--data": folder / "data.jsonl", **_SMALL, **options}
     command = [
         *(sys.executable, LAUNCH, "-n", count, "-d", devices, "--grace", _GRACE, "--"),
         *(sys.executable, *program, *flags),
-        *(word for option in own.items() for word in option),
+        *(word for option in all_options.items() for word in option),
     ]
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
@@ -64,7 +64,7 @@ def start(
 def train(
     folder: pathlib.Path, count: int, options: dict[str, Any], *flags: str, **more: Any
 ) -> dict[str, Any]:
-    """Starts a run, and returns its summary once it has ended well."""
+    """Starts a run, waits for it, and returns its summary."""
     summary = folder / "summary.json"
     summary.unlink(missing_ok=True)
     with start(folder, count, options | {"--json": summary}, *flags, **more) as run:

@@ -1,16 +1,16 @@
-"""How long schedules take, how much memory, and how long a step of them takes.
+"""Time and memory of schedules, and the time of one of their steps.
 
     python benchmarks/schedule.py
     python benchmarks/schedule.py --examples 1000000 --json
 
-Of each order and number of examples, in a process of its own: how long it takes to
-plan, to make the schedule and to see its first step, the time of steps drawn from a
-million epochs, and the most memory that the whole process ever had, lengths included. A
-pacing curriculum deals an epoch when it is first asked for, so that its steps are drawn
-from one epoch, and the first step says what another one costs.
+For each order and number of examples, in a separate process: the time to plan, to make
+the schedule and to get its first step, the time of steps from anywhere in a million
+epochs, and the peak memory of the process, lengths included. A pacing curriculum
+computes an epoch when it is first asked for. Its steps are therefore drawn from one
+epoch, and the first step includes the time of a new epoch.
 
-Planning and making a shuffled schedule are timed beside one stable `np.argsort` of the
-same lengths, in turn, in the same run.
+Planning and making a shuffled schedule are compared with one stable `np.argsort` of the
+same lengths, in turns within the same run.
 """
 
 import argparse
@@ -45,7 +45,12 @@ def main() -> None:
     )
     parser.add_argument("--orders", nargs="+", choices=ORDERS, default=ORDERS)
     parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=5, help="beside np.argsort")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        help="repetitions of the comparison with np.argsort",
+    )
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
@@ -62,7 +67,7 @@ def main() -> None:
 
 
 def one(args: argparse.Namespace, size: int, order: str) -> dict[str, Any]:
-    """The same in a process of its own, for its memory."""
+    """Measures in a separate process, because of its memory."""
     command = [sys.executable, __file__, "--one", "--examples", size, "--orders", order]
     command += ["--batch-size", args.batch_size, "--steps", args.steps]
     run = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True)
@@ -111,7 +116,7 @@ def timed(seconds: dict[str, float], name: str, task: Callable[[], Any]) -> Any:
 
 
 def lognormal_lengths(size: int) -> np.ndarray:
-    """Text-like lengths: the median is 400, the longest 8192."""
+    """Returns text-like lengths: the median is 400, and the longest 8192."""
     rng = np.random.default_rng(0)
     lengths = np.empty(size, np.int32)
     for start in range(0, size, _CHUNK):
@@ -131,7 +136,7 @@ def make_plan(lengths: np.ndarray, batch_size: int) -> jb.BucketPlan:
 
 
 def same_batch_size(plan: jb.BucketPlan, batch_size: int) -> jb.BucketPlan:
-    """The plan's boundaries with the same B in every bucket."""
+    """Returns the boundaries of a plan, with the same B in every bucket."""
     buckets = tuple(jb.Bucket(batch_size, bucket.seq_len) for bucket in plan.buckets)
     return jb.BucketPlan(buckets, max_tokens=buckets[-1].num_tokens)
 
@@ -174,7 +179,7 @@ def beside_argsort(args: argparse.Namespace, size: int) -> dict[str, float]:
 
 
 def in_turn(tasks: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """The median seconds of each; a busy moment meets all alike."""
+    """Returns the median seconds of each, in turns, so that noise affects all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in tasks}
     for _ in range(repeats):
         for name, task in tasks.items():

@@ -1,20 +1,20 @@
-"""Times `sample_sort` in real processes beside other ways to sort the same keys.
+"""Times `sample_sort` in real processes, and other ways to sort the same keys.
 
     python benchmarks/sort.py
     python benchmarks/sort.py --sizes 1000000 --processes 1 2 4 --json
 
-Keys are int32 lengths, lognormal and cut at 100,000. Every way is asked for the order
-of (key, index), and one after another is timed, so that all meet the same noise:
+Keys are int32 lengths, lognormal and at most 100,000. Every way returns the order of
+(key, index). The ways take turns, so that noise affects all of them alike:
 
-    np.sort         one process: keys and index packed in uint64, without the packing
-    packed          the same with the packing, and the index out of it again
-    sample_sort     1, 2, 4 processes, one device each, by jax and Gloo
-    torch, lists    a sample sort through Python lists that splits by key alone, as a
-                    well-known analyzer of training data has it, by torch and Gloo;
-                    left out where torch is not installed
+    np.sort         one process: keys and index packed in uint64, packing not timed
+    packed          the same with packing, and with unpacking the index
+    sample_sort     1, 2 and 4 processes with one device each, by jax and Gloo
+    torch, lists    a sample sort through Python lists that splits by key alone, as in a
+                    well-known analyzer of training data, by torch and Gloo; left out
+                    if torch is not installed
 
-A sort over processes takes as long as its slowest one. Keys go in random order, or by
-`--order`: "sorted" and "reversed" shares go to one process each.
+The time of a sort over processes is that of its slowest process. Keys are in random
+order, or in that of `--order`: "sorted" and "reversed" send shares to one process each.
 """
 
 import argparse
@@ -57,18 +57,24 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Time sorts over processes, side by side.",
+        description="Time sorts over processes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[10**6, 10**7], help="keys"
+        "--sizes", type=int, nargs="+", default=[10**6, 10**7], help="numbers of keys"
     )
     parser.add_argument(
-        "--processes", type=int, nargs="+", default=[1, 2, 4], help="of sample_sort"
+        "--processes",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4],
+        help="numbers of processes for sample_sort",
     )
-    parser.add_argument("--rounds", type=int, default=9, help="of which the median is")
     parser.add_argument(
-        "--torch-rounds", type=int, default=1, help="of it; 0 leaves it out"
+        "--rounds", type=int, default=9, help="rounds of which to take the median"
+    )
+    parser.add_argument(
+        "--torch-rounds", type=int, default=1, help="rounds of torch; 0 leaves it out"
     )
     parser.add_argument(
         "--order", choices=("random", "sorted", "reversed"), default="random"
@@ -79,7 +85,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def compare(size: int, args: argparse.Namespace, has_torch: bool) -> list[Any]:
-    """Every way for so many keys, as dictionaries."""
+    """Returns the results of every way for `size` keys."""
     ways = [("sample_sort", count, args.rounds) for count in args.processes]
     if has_torch and args.torch_rounds:
         ways.append(("torch, lists", max(args.processes), args.torch_rounds))
@@ -93,7 +99,7 @@ def compare(size: int, args: argparse.Namespace, has_torch: bool) -> list[Any]:
 
 
 def launch(task: dict[str, Any], count: int) -> dict[str, Any]:
-    """Runs a task in so many processes; returns what process 0 has measured."""
+    """Runs a task in `count` processes, and returns the result of process 0."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, str(_LAUNCH), "-n", str(count), "--", sys.executable),
@@ -116,7 +122,7 @@ def launch(task: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def work(task: dict[str, Any]) -> None:
-    """What each process does: the sort in turn with one by numpy in process 0."""
+    """Sorts in this process, in turns with numpy in process 0."""
     index = int(os.environ["JAX_PROCESS_ID"])
     count = int(os.environ["JAX_NUM_PROCESSES"])
     rng = np.random.default_rng(0)

@@ -1,17 +1,17 @@
-"""Times `sample_sort` over the devices that are here beside `jnp.sort` on one of them.
+"""Times `sample_sort` over the local devices, and `jnp.sort` on one of them.
 
     python benchmarks/sort_devices.py
     python benchmarks/sort_devices.py --size 100000000 --json    # on a GPU
 
-Keys are int32 lengths, lognormal and cut at 100,000, in the host's memory, where a
-`DifficultyIndex` has them, and ways take turns in every round:
+Keys are int32 lengths, lognormal and at most 100,000, in the memory of the host, as in
+a `DifficultyIndex`. The ways take turns in every round:
 
-    sample_sort        keys and index from the host, sorted, to the host again
-    jnp.sort           keys on a device, sorted there: less is done, nothing is moved
-    jnp.argsort        the stable order of keys on a device: the same job, not moved
-    np.sort            keys and index packed in uint64 on the host, without the packing
+    sample_sort        keys and index from the host, sorted, and back to the host
+    jnp.sort           keys alone, on a device: less work, and nothing is moved
+    jnp.argsort        the stable order of keys on a device: the same work, not moved
+    np.sort            keys and index packed in uint64 on the host, packing not timed
 
-Where jax sees CPUs alone, `sample_sort` sorts by numpy.
+If jax has CPU devices alone, `sample_sort` sorts by numpy.
 """
 
 import argparse
@@ -55,11 +55,13 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Time a sort over devices beside that of one.",
+        description="Time a sort over devices, and on one of them.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--size", type=int, default=10**7, help="keys")
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median is")
+    parser.add_argument("--size", type=int, default=10**7, help="number of keys")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="rounds of which to take the median"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     if args.size < 1 or args.rounds < 1:

@@ -1,26 +1,27 @@
-"""Padding and speed of batches of a stream, beside those of a plan that knows lengths.
+"""Padding and speed of batches of a stream, compared with a plan that knows lengths.
 
     python benchmarks/streaming.py
     python benchmarks/streaming.py --many 100000 --json
 
-Every set of real lengths with at least 200 planned steps, shuffled once, at a budget of
-16,384 tokens, 8 buckets, B a multiple of 4, and a pool of 4 times the largest B:
+For every set of real lengths with at least 200 planned steps, shuffled once, with a
+budget of 16,384 tokens, 8 buckets, B a multiple of 4, and a pool of 4 times the largest
+B:
 
     planned            `BatchSchedule`, which knows all lengths
-    1 host             `stream_batches`, all rows in one process
-    4 hosts            four processes, each over a quarter of the examples: while all
-                       of these last, and until all examples are given
+    1 host             `stream_batches`, with all rows in one process
+    4 hosts            four processes with a quarter of the examples each: until the
+                       first of them has ended, and until all examples are used
     packed             1 host, rows of 4,096 with several examples
-    all known          the least that four such hosts can do in lockstep, were every
-                       length known
-    closest of a pool  as cosmos-rl's "prefer_closest" has it, without fixed shapes: of
-                       the same pool, and of its default one of 32
+    all known          the least padding of four such hosts in lockstep, if every length
+                       were known
+    closest of a pool  the "prefer_closest" of cosmos-rl, without fixed shapes: with the
+                       same pool, and with its default pool of 32
 
-Padding is of all batches. Real lengths are read
-from `shared/data` beside the repository where that is there; without it, lognormal ones
-are made. Then very many examples go through a pool of 4,096 in a process of its own,
-whose peak of memory is printed beside the one after a tenth of them. Exits with 1 where
-a stream pads more than 1.25 times what the schedule does.
+Padding is over all batches. Real lengths are read from `shared/data` next to the
+repository if that exists, and are lognormal otherwise. Then very many examples go
+through a pool of 4,096 in a separate process. Its peak memory is printed, together with
+the peak after a tenth of the examples. The exit status is 1 if a stream pads more than
+1.25 times what the schedule pads.
 """
 
 import argparse
@@ -82,8 +83,15 @@ def parse_arguments() -> argparse.Namespace:
         description="Compare batches of a stream with those of a schedule.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--pool", type=int, default=4, help="times the largest B")
-    parser.add_argument("--many", type=int, default=10**7, help="examples; 0 for none")
+    parser.add_argument(
+        "--pool",
+        type=int,
+        default=4,
+        help="size of the pool, in units of the largest B",
+    )
+    parser.add_argument(
+        "--many", type=int, default=10**7, help="examples of the last part; 0 skips it"
+    )
     parser.add_argument("--through", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -123,7 +131,7 @@ def is_long(lengths: np.ndarray) -> bool:
 
 
 def compare(lengths: np.ndarray, times: int) -> dict[str, Any]:
-    """Padding and batches per second of every way."""
+    """Returns the padding and the batches per second of every way."""
     plan = planned(lengths)
     pool_size = times * int(plan.batch_sizes.max())
     report = jb.report(plan, lengths)
@@ -147,7 +155,7 @@ def compare(lengths: np.ndarray, times: int) -> dict[str, Any]:
 
 
 class Zeros:
-    """Examples of given lengths."""
+    """Returns examples of the given lengths."""
 
     def __init__(self, lengths: np.ndarray):
         self._lengths = lengths
@@ -165,7 +173,7 @@ def streamed(
     pool_size: int,
     max_segments: int | None = None,
 ) -> dict[str, float]:
-    """Of all batches, in one process."""
+    """Returns the padding of all batches, in one process."""
     dataset = jb.stream_batches(
         stream(lengths),
         plan,
@@ -184,7 +192,7 @@ def streamed(
 
 
 def by_hosts(args: argparse.Namespace) -> dict[str, Any]:
-    """Set -> what real processes find, each with every so many-th example."""
+    """Returns the results of real processes for each set of lengths."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "result.json"
         command = [sys.executable, str(_LAUNCH), "-n", str(_HOSTS), "--"]
@@ -213,7 +221,7 @@ def run_as_host(sets: dict[str, np.ndarray], args: argparse.Namespace) -> None:
 def in_lockstep(
     lengths: np.ndarray, times: int, processes: jb.Processes
 ) -> dict[str, float]:
-    """Of all batches of all hosts, the same in each of them."""
+    """Returns the padding of all batches of all hosts, the same in each host."""
     plan, index = planned(lengths), processes.index
     own = lengths[index::_HOSTS]
     iterator = iter(
@@ -247,7 +255,7 @@ def in_lockstep(
 
 
 def all_known(lengths: np.ndarray, plan: jb.BucketPlan) -> float:
-    """Padding of as few batches of each bucket, longest first, as all hosts need."""
+    """Returns the padding of the fewest batches per bucket that all hosts need."""
     sizes = plan.batch_sizes // _HOSTS
     counts = [
         np.bincount(plan.assign(lengths[host::_HOSTS]), minlength=len(plan))
@@ -269,7 +277,7 @@ def stream(lengths: np.ndarray) -> grain.IterDataset:
 
 
 def closest_of_pool(lengths: np.ndarray, pool_size: int) -> tuple[float, int]:
-    """Padding and batches; the oldest first, then whichever adds the least padding.
+    """Returns the padding of batches of the oldest example and its closest ones.
 
     That is the longest that is no longer than the batch is so far; if there is none,
     the shortest, while B * T keeps to the budget.
@@ -302,7 +310,7 @@ def keeps(result: dict[str, Any]) -> bool:
 
 
 def through(size: int) -> dict[str, float]:
-    """Speed and memory of very many examples through a pool of 4,096."""
+    """Returns the speed and memory of very many examples in a pool of 4,096."""
     plan = planned(np.append(lognormal(100_000), 4096))
     lengths = np.tile(lognormal(10**6), -(-size // 10**6))[:size]
     iterator = iter(

@@ -1,32 +1,41 @@
-"""From the easy to the hard over several processes: measured, sorted, planned, trained.
+"""Trains from easy to hard documents, in one process or several.
 
     python examples/curriculum.py
     python scripts/launch_local.py -n 4 -- python examples/curriculum.py --plot run.png
 
-Each process measures the difficulty of its share of the documents; all of them sort,
-and each writes its part of one index. Every process then computes the same batches from
-it: the easiest documents first, as many as a budget of tokens holds, the learning rate
-scaled by how many they are.
+Each process measures the difficulty of its share of the documents. Then all processes
+sort them together and write one index. From that index every process computes the same
+batches: at first only the easiest documents, and step by step the harder ones.
 """
 
 import argparse
 import json
 import pathlib
 import zlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import documents
 import jax
 import numpy as np
-import optax
-import options
 import recipe
 from flax import nnx
 from transformer import Transformer
 
 import jaxbucket as jb
 
+
+def length(example: dict[str, np.ndarray]) -> float:
+    """Returns the number of bytes: long documents are hard."""
+    return len(example["tokens"])
+
+
+def surprise(example: dict[str, np.ndarray]) -> float:
+    """Returns bits per byte after compression: documents without repeats are hard."""
+    content = example["tokens"].tobytes()
+    return 8 * len(zlib.compress(content)) / len(content)
+
+
+DIFFICULTIES = {"length": length, "surprise": surprise}
 PANELS = {
     "difficulty": "difficulty",
     "seq_len": "T",
@@ -36,22 +45,8 @@ PANELS = {
 }
 
 
-def length(example: dict[str, np.ndarray]) -> float:
-    """Bytes: long documents are hard."""
-    return len(example["tokens"])
-
-
-def surprise(example: dict[str, np.ndarray]) -> float:
-    """Bits per byte that zlib needs: what does not repeat itself is hard."""
-    content = example["tokens"].tobytes()
-    return 8 * len(zlib.compress(content)) / len(content)
-
-
-DIFFICULTIES = {"length": length, "surprise": surprise}
-
-
 class Step(NamedTuple):
-    """What is drawn of a step; `difficulty` is the median of its documents."""
+    """The figures of a step; `difficulty` is the median over its documents."""
 
     step: int
     difficulty: float
@@ -66,20 +61,22 @@ def main() -> None:
     with jb.Processes() as processes:
         mesh = jb.data_mesh()
         source = documents.load(args.data).train
-        index = indexed(source, args, mesh, processes)
-        schedule = planned(source, index, args, processes)
+        index = write_index(source, args, mesh, processes)
+        schedule = make_schedule(source, index, args)
+        if processes.index == 0:
+            print(schedule)
         steps = train(source, schedule, index, args, mesh)
         if processes.index == 0:
             report(steps, args)
 
 
-def indexed(
+def write_index(
     source: documents.Examples,
     args: argparse.Namespace,
     mesh: jax.sharding.Mesh,
     processes: jb.Processes,
 ) -> jb.schedule.DifficultyIndex:
-    """Measures a share here, and has all processes sort and write."""
+    """Measures this process's share, and sorts it with those of the other processes."""
     folder = pathlib.Path(args.index)
     share = jb.data.measure_difficulty(
         source,
@@ -89,7 +86,7 @@ def indexed(
         processes=processes,
         progress=processes.index == 0,
     )
-    describe("as measured", share, processes)
+    describe("measured", share, processes)
     for assignment in ("contiguous", "interleaved"):
         result = jb.sort.sample_sort(share, mesh, assignment=assignment)
         keys = [np.asarray(part.keys) for part in result.local_shares()]
@@ -104,20 +101,18 @@ def indexed(
 
 
 def describe(name: str, share: np.ndarray, processes: jb.Processes) -> None:
-    """Prints what each process has: how much, and how hard."""
-    summary = f"{len(share):,} of {share.mean():.3g}"
-    summaries = processes.gather(name, summary)
+    """Prints how many documents each process has, and how difficult they are."""
+    shares = processes.gather(name, f"{len(share):,} of mean {share.mean():.3g}")
     if processes.index == 0:
-        print(f"{name}: {'; '.join(summaries)} on average")
+        print(f"{name}: {'; '.join(shares)}")
 
 
-def planned(
+def make_schedule(
     source: documents.Examples,
     index: jb.schedule.DifficultyIndex,
     args: argparse.Namespace,
-    processes: jb.Processes,
 ) -> jb.BatchSchedule:
-    """Shapes within the budget, and batches of what is easy enough."""
+    """Returns batches of the documents that are easy enough for their step."""
     lengths = jb.measure_lengths(source, progress=False)
     plan = jb.plan_buckets(
         lengths,
@@ -128,13 +123,9 @@ def planned(
         max_seq_len=args.max_len,
         overlong="truncate",
     )
-    order = jb.Curriculum(
-        index, jb.schedule.RootPacing(start=0.05, epochs=args.epochs_to_all)
-    )
-    schedule = jb.BatchSchedule(plan, lengths, seed=args.seed, order=order)
-    if processes.index == 0:
-        print(schedule)
-    return schedule
+    pacing = jb.schedule.RootPacing(start=0.05, epochs=args.epochs_to_all)
+    order = jb.Curriculum(index, pacing)
+    return jb.BatchSchedule(plan, lengths, seed=args.seed, order=order)
 
 
 def train(
@@ -144,47 +135,33 @@ def train(
     args: argparse.Namespace,
     mesh: jax.sharding.Mesh,
 ) -> list[Step]:
-    """Trains; returns what each step was."""
-    warm_up = max(1, args.steps // 20)
-    rate = optax.warmup_cosine_decay_schedule(0, args.lr, warm_up, args.steps)
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(rate, b2=0.98, weight_decay=0.05),
-        jb.scale_by_batch_size(
-            base_examples=recipe.BASE_EXAMPLES, rule=args.rule, learning_rate=rate
-        ),
-    )
+    rate = recipe.warmup_cosine_schedule(args.lr, args.steps)
+    tx = recipe.make_optimizer(rate, args.rule)
     model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(args.seed))
     state = jb.create_state(model, tx, mesh)
-    steps = jb.compile_steps(
-        jb.make_train_step(recipe.loss, tx, mesh),
-        state,
-        jb.sharding.batch_specs(schedule.plan, source[0], mesh),
-        opening=schedule.bucket_order(),
-        progress=False,
+    batches = jb.MeshLoader(source, schedule, mesh, num_steps=args.steps)
+    step_fn = jb.make_train_step(recipe.loss_fn, tx, mesh)
+    # The buckets of the first steps are compiled first.
+    train_step = jb.compile_steps(
+        step_fn, state, batches.specs, opening=schedule.bucket_order(), progress=False
     )
-    dataset = jb.batch_dataset(
-        source, schedule, shard=jb.sharding.local_rows(mesh), num_steps=args.steps
-    )
-    history = []
-    batches = jb.sharding.prefetch_to_mesh(dataset, mesh)
-    for step, batch in enumerate(batches):
-        state, metrics = steps(state, batch)
-        rows = schedule[step].rows
-        history.append(
-            Step(
-                step,
-                float(np.median(index.difficulty[rows[rows >= 0]])),
-                batch.bucket.seq_len,
-                batch.bucket.batch_size,
-                float(metrics["learning_rate"]),
-                float(metrics["loss"]),
-            )
+    steps = []
+    for number, batch in enumerate(batches):
+        state, metrics = train_step(state, batch)
+        rows = schedule[number].rows
+        step = Step(
+            number,
+            float(np.median(index.difficulty[rows[rows >= 0]])),
+            batch.bucket.seq_len,
+            batch.bucket.batch_size,
+            float(metrics["learning_rate"]),
+            float(metrics["loss"]),
         )
-    return history
+        steps.append(step)
+    return steps
 
 
-def report(steps: Sequence[Step], args: argparse.Namespace) -> None:
+def report(steps: list[Step], args: argparse.Namespace) -> None:
     for step in steps[:: max(1, len(steps) // 10)]:
         print(
             f"step {step.step:4d}  difficulty {step.difficulty:8.3g}  "
@@ -198,16 +175,12 @@ def report(steps: Sequence[Step], args: argparse.Namespace) -> None:
         draw(steps, args.plot)
 
 
-def draw(steps: Sequence[Step], path: str) -> None:
-    """A panel for each number, over the steps."""
-    import matplotlib
+def draw(steps: list[Step], path: str) -> None:
+    """Draws a panel for each figure, over the steps."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        len(PANELS), sharex=True, figsize=(8, 9), layout="constrained"
-    )
+    figure = Figure(figsize=(8, 9), layout="constrained")
+    axes = figure.subplots(len(PANELS), sharex=True)
     shapes = [step.seq_len for step in steps]
     for ax, (name, title) in zip(axes, PANELS.items(), strict=True):
         values = [getattr(step, name) for step in steps]
@@ -227,46 +200,35 @@ def draw(steps: Sequence[Step], path: str) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train by curriculum, in one process or several.",
+        description="Train from easy to hard documents, in one process or several.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--data", metavar="PATH", help="as in train_lm.py")
-    parser.add_argument(
+    option = parser.add_argument
+    option("--data", help="documents, as for train_lm.py")
+    option(
         "--index",
-        metavar="FOLDER",
         default="curriculum-index",
-        help="keep measures and index there, and find them again; shared by all",
+        help="a folder for the difficulties and their index, shared by all processes",
     )
-    parser.add_argument("--difficulty", choices=DIFFICULTIES, default="length")
-    parser.add_argument(
+    option("--difficulty", choices=DIFFICULTIES, default="length", help="its measure")
+    option(
         "--sorted-by",
-        choices=("all", "process"),
+        choices=["all", "process"],
         default="all",
-        help="sort over all processes, or in each alone",
+        help="sort over all processes, or in each process alone",
     )
-    parser.add_argument(
-        "--epochs-to-all", type=options.rate, default=0.5, help="until all is open"
-    )
-    parser.add_argument("--rule", choices=("linear", "sqrt", "none"), default="sqrt")
-    parser.add_argument("--max-len", type=options.length, default=512, help="bytes")
-    parser.add_argument(
-        "--max-tokens", type=options.positive, default=4096, help="B * T at most"
-    )
-    parser.add_argument("--num-buckets", type=options.positive, default=6)
-    parser.add_argument("--steps", type=options.positive, default=200)
-    parser.add_argument("--lr", type=options.rate, default=2e-3)
-    parser.add_argument("--width", type=options.even, default=64)
-    parser.add_argument("--layers", type=options.positive, default=2)
-    parser.add_argument("--seed", type=options.seed, default=0)
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        type=options.new_file,
-        help="every number of the steps",
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", type=options.new_picture, help="draw the run"
-    )
+    option("--epochs-to-all", type=float, default=0.5, help="until all are trained on")
+    option("--rule", choices=["linear", "sqrt", "none"], default="sqrt")
+    option("--max-len", type=int, default=512, help="bytes to truncate documents to")
+    option("--max-tokens", type=int, default=4096, help="the most tokens of a batch")
+    option("--num-buckets", type=int, default=6, help="the most shapes")
+    option("--steps", type=int, default=200, help="updates")
+    option("--lr", type=float, default=2e-3, help="peak learning rate")
+    option("--width", type=int, default=64, help="width of the model")
+    option("--layers", type=int, default=2, help="layers of the model")
+    option("--seed", type=int, default=0, help="seed of the model and of the batches")
+    option("--json", help="a file to write the figures of all steps to")
+    option("--plot", help="a picture of the run to draw")
     return parser.parse_args()
 
 

@@ -1,7 +1,8 @@
-"""Documents to train on: the running Python's standard library, or the user's own.
+"""Documents to train on: Python's standard library, or the user's own texts.
 
-A document comes with the name of what it is from, by which it is either trained on or
-held out: the same on every machine, and never both halves of one file.
+Every document has an origin, the file or line that it comes from. A hash of the origin
+decides whether the document is trained on or held out. The split is therefore the same
+on every machine, and never divides a file.
 """
 
 import ast
@@ -15,87 +16,94 @@ from typing import NamedTuple
 
 import numpy as np
 
-HELD_OUT_IN_THOUSAND = 60
+HELD_OUT_PER_THOUSAND = 60
 
 
 class Document(NamedTuple):
-    """Some text, and the file (or line of a file) it is from."""
+    """A text, and the file or line that it comes from."""
 
     origin: str
     text: str
 
 
 class Examples(list[dict[str, np.ndarray]]):
-    """For each document `{"tokens": [n] uint8}`, its bytes."""
+    """One example `{"tokens": [n] uint8}` per document: its bytes."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Names every byte of them: not one may change while a run goes on."""
+        """A hash of every byte, which a resumed run compares with its checkpoint."""
         state = hashlib.blake2b(digest_size=16)
         for example in self:
             state.update(len(example["tokens"]).to_bytes(8, "little"))
             state.update(example["tokens"].data)
         return state.hexdigest()
 
-    def cut(self, length: int) -> "Examples":
-        """All of them, at most so long."""
-        return Examples({"tokens": x["tokens"][:length]} for x in self)
-
 
 class Split(NamedTuple):
-    """What is trained on, and what is held out."""
+    """The documents to train on, and those held out to evaluate on."""
 
     train: Examples
     held_out: Examples
 
 
-def load(path: str | None = None, field: str = "text") -> Split:
+def load(
+    path: str | None = None, field: str = "text", max_len: int | None = None
+) -> Split:
     """Returns the documents of `path`, or of the standard library, as bytes.
 
     Args:
-      path: a `.jsonl` file, a `.txt` file with a document in every line, or a folder
-        whose files are documents.
-      field: where a line of `.jsonl` has its text.
+      path: a `.jsonl` file, a `.txt` file with one document per line, or a folder whose
+        files are documents. None for the standard library.
+      field: the field of a `.jsonl` line that has its text.
+      max_len: the number of bytes to truncate documents to. None keeps all bytes.
 
     Raises:
-      ValueError: if there is nothing to read, or not enough to hold something out.
+      ValueError: if the path cannot be read, or has too few documents to hold some out.
     """
-    documents = standard_library() if path is None else _own(pathlib.Path(path), field)
-    where = "the standard library" if path is None else f"`--data {path}`"
-    split = _split(_distinct(documents))
-    if not split.train and not split.held_out:
-        raise ValueError(f"{where} has no text. Give a file or folder with documents.")
+    documents = standard_library() if path is None else read(pathlib.Path(path), field)
+    name = "The standard library" if path is None else f"`--data {path}`"
+    split = Split(Examples(), Examples())
+    for document in distinct(documents):
+        hashed = hashlib.blake2b(document.origin.encode(), digest_size=4).digest()
+        is_held_out = int.from_bytes(hashed, "little") % 1000 < HELD_OUT_PER_THOUSAND
+        content = document.text.encode("utf-8", "replace")[:max_len]
+        examples = split.held_out if is_held_out else split.train
+        examples.append({"tokens": np.frombuffer(content, np.uint8)})
+    num_documents = len(split.train) + len(split.held_out)
+    if not num_documents:
+        raise ValueError(f"{name} has no text. Give a file or folder with documents.")
     if not split.train or not split.held_out:
         raise ValueError(
-            f"{where} has {len(split.train) + len(split.held_out)} distinct documents, "
-            "too few to hold some out. Give some hundreds."
+            f"{name} has {num_documents} distinct documents, too few to hold some out. "
+            "Give a few hundred."
         )
     return split
 
 
 def train() -> Examples:
-    """The standard library's, for `jaxbucket measure documents:train`."""
+    """Returns the training part, for `jaxbucket measure documents:train`."""
     return load().train
 
 
 def standard_library() -> Iterator[Document]:
     """Yields every top-level function and class of the running Python's library."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
-    # Python is often installed without its tests; what is left is alike everywhere.
+    # Python's tests are not installed everywhere.
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     for file in sorted(root.rglob("*.py")):
         name = file.relative_to(root)
         if skipped.isdisjoint(name.parts):
-            for text in _definitions(file):
+            for text in definitions(file):
                 yield Document(name.as_posix(), text)
 
 
-def _definitions(file: pathlib.Path) -> Iterator[str]:
+def definitions(file: pathlib.Path) -> Iterator[str]:
+    """Yields the source of every top-level function and class."""
     try:
         source = file.read_text("utf-8")
         module = ast.parse(source)
     except (OSError, SyntaxError, UnicodeDecodeError):
-        return  # Python ships files that are broken on purpose.
+        return  # Python ships some files that are broken on purpose.
     lines = source.split("\n")
     for node in module.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -103,24 +111,25 @@ def _definitions(file: pathlib.Path) -> Iterator[str]:
             yield "\n".join(lines[first - 1 : node.end_lineno])
 
 
-def _own(path: pathlib.Path, field: str) -> Iterator[Document]:
-    readers = {".jsonl": _json_lines, ".txt": _text_lines}
+def read(path: pathlib.Path, field: str) -> Iterator[Document]:
+    """Yields the documents of a file or folder."""
     if not path.exists():
         raise ValueError(f"`--data {path}` does not exist. Check the path.")
-    if not path.is_dir() and path.suffix not in readers:
+    if not path.is_dir() and path.suffix not in (".jsonl", ".txt"):
         raise ValueError(
-            f"`--data {path}` is no folder, .jsonl or .txt file. Give one of these."
+            f"`--data {path}` is not a folder, a .jsonl file or a .txt file. Give one "
+            "of these."
         )
     try:
         if path.is_dir():
-            yield from _files(path)
-        else:
-            for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
-                if line.strip():
-                    where = f"{path}:{number}"
-                    text = readers[path.suffix](line, where, field)
-                    # Not the path: a file that is moved is split as it was.
-                    yield Document(str(number), text)
+            yield from read_folder(path)
+            return
+        for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
+            if line.strip():
+                is_json = path.suffix == ".jsonl"
+                text = text_of(line, f"{path}:{number}", field) if is_json else line
+                # The origin leaves out the path: moving the file keeps the split.
+                yield Document(str(number), text)
     except OSError as error:
         raise ValueError(f"`--data {path}` cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
@@ -130,52 +139,42 @@ def _own(path: pathlib.Path, field: str) -> Iterator[Document]:
         ) from None
 
 
-def _json_lines(line: str, where: str, field: str) -> str:
+def read_folder(folder: pathlib.Path) -> Iterator[Document]:
+    """Yields every text file of a folder and its subfolders, without hidden ones."""
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder)
+        if file.is_file() and not is_hidden(name):
+            try:
+                text = file.read_text("utf-8")
+            except UnicodeDecodeError:
+                continue  # The folder may also have pictures and other binary files.
+            yield Document(name.as_posix(), text)
+
+
+def is_hidden(name: pathlib.Path) -> bool:
+    """Returns whether a file, named relative to the folder, is not a document."""
+    return any(part.startswith(".") for part in name.parts)
+
+
+def text_of(line: str, place: str, field: str) -> str:
+    """Returns the text of a line of JSON."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}.") from None
+        raise ValueError(f"{place} is not JSON: {error}.") from None
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        names = sorted(record) if isinstance(record, dict) else "no fields"
+        fields = sorted(record) if isinstance(record, dict) else "no fields"
         raise ValueError(
-            f"{where} has no text in {field!r}, but {names}. Name it with `--field`."
+            f"{place} has no text in {field!r}, but {fields}. Choose the field with "
+            "`--field`."
         )
     return record[field]
 
 
-def _text_lines(line: str, where: str, field: str) -> str:
-    del where, field
-    return line
-
-
-def _files(folder: pathlib.Path) -> Iterator[Document]:
-    for file in sorted(folder.rglob("*")):
-        if file.is_file() and not is_hidden(file.relative_to(folder)):
-            try:
-                text = file.read_text("utf-8")
-            except UnicodeDecodeError:
-                continue  # A folder may hold pictures and the like beside its texts.
-            yield Document(file.relative_to(folder).as_posix(), text)
-
-
-def is_hidden(path: pathlib.Path) -> bool:
-    """Whether a file of this path in a folder is no document."""
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _distinct(documents: Iterable[Document]) -> Iterator[Document]:
+def distinct(documents: Iterable[Document]) -> Iterator[Document]:
+    """Yields the first document of each text, and no blank ones."""
     seen = set()
     for document in documents:
         if document.text.strip() and document.text not in seen:
             seen.add(document.text)
             yield document
-
-
-def _split(documents: Iterable[Document]) -> Split:
-    split = Split(Examples(), Examples())
-    for document in documents:
-        hashed = hashlib.blake2b(document.origin.encode(), digest_size=4).digest()
-        held_out = int.from_bytes(hashed, "little") % 1000 < HELD_OUT_IN_THOUSAND
-        tokens = np.frombuffer(document.text.encode("utf-8", "replace"), np.uint8)
-        (split.held_out if held_out else split.train).append({"tokens": tokens})
-    return split

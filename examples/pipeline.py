@@ -1,11 +1,11 @@
-"""Pipeline parallelism: each stage has half of the layers, and passes on what it made.
+"""Pipeline parallelism: every stage has some of the layers, and feeds the next stage.
 
     python examples/pipeline.py --devices 4
 
-Every step has `--accumulate` micro-batches of one bucket, `[G, B, T]`, so that all
-stages work on equal shapes at every tick. At tick t the first stage begins micro-batch
-t, and the last one ends an earlier one (GPipe: Huang et al., arXiv:1811.06965). Beside
-the axis of stages the mesh has one of data, over which rows are cut as everywhere else.
+Every step has `--accumulate` micro-batches of one bucket, `[G, B, T]`, so the stages
+work on equal shapes at every tick. At tick t the first stage starts micro-batch t, and
+the last stage finishes an earlier one (GPipe: Huang et al., arXiv:1811.06965). The mesh
+has an axis for the stages and an axis for the rows.
 """
 
 import argparse
@@ -27,10 +27,10 @@ P = PartitionSpec
 
 
 class Stages(NamedTuple):
-    """A transformer, cut. All leaves of `blocks` are `[stages, layers, ...]`.
+    """The parameters of a transformer; leaves of `blocks` are `[stages, layers, ...]`.
 
-    The embedding and the head are held by all stages, and used by the first and the
-    last.
+    All stages hold the embedding and the head. The first stage uses the embedding, and
+    the last one the head.
     """
 
     embed: Any
@@ -40,12 +40,12 @@ class Stages(NamedTuple):
 
     @property
     def specs(self) -> "Stages":
-        """How they lie on the mesh."""
+        """How the parameters are sharded on the mesh."""
         return Stages(P(), P("stage"), P(), P())
 
 
 class Shared(NamedTuple):
-    """What does not change: how parameters become layers again."""
+    """The static parts of the layers, to be merged with their parameters."""
 
     embed: Any
     block: Any
@@ -53,8 +53,8 @@ class Shared(NamedTuple):
     head: Any
 
 
-def cut(model: Transformer, num_stages: int) -> tuple[Shared, Stages]:
-    """Returns how to build the layers, and the parameters by stage."""
+def split_by_stage(model: Transformer, num_stages: int) -> tuple[Shared, Stages]:
+    """Splits a model into the static parts of its layers and parameters by stage."""
     split = [nnx.split(block, nnx.Param) for block in model.blocks]
     layers = len(split) // num_stages
     blocks = jax.tree.map(lambda *x: jnp.stack(x), *(params for _, params in split))
@@ -67,7 +67,7 @@ def cut(model: Transformer, num_stages: int) -> tuple[Shared, Stages]:
 
 
 def place(stages: Stages, mesh: Mesh) -> Stages:
-    """Puts the blocks of each stage on its devices, and the rest on all."""
+    """Puts the blocks of each stage on its devices, and the rest on all devices."""
     return Stages(
         *(
             jax.device_put(part, NamedSharding(mesh, spec))
@@ -77,10 +77,10 @@ def place(stages: Stages, mesh: Mesh) -> Stages:
 
 
 def init(tx: optax.GradientTransformation, stages: Stages, mesh: Mesh) -> Any:
-    """Returns the optimizer's state: each moment beside its parameter, counts on all.
+    """Returns the optimizer's state, with every moment sharded as its parameter is.
 
-    A count left on one device would come back from the first step on all of them, and
-    the second step would be compiled again.
+    Counts are replicated. The first step would return a count from one device on all
+    devices, and the second step would be compiled again.
     """
     return jax.tree.map(
         lambda x: x if x.ndim else jb.sharding.replicate(x, mesh), tx.init(stages)
@@ -88,9 +88,9 @@ def init(tx: optax.GradientTransformation, stages: Stages, mesh: Mesh) -> Any:
 
 
 def pipelined_loss(shared: Shared, mesh: Mesh) -> Callable[[Stages, jb.Batch], Any]:
-    """Returns (stages, micro-batches `[G, B, T]`) -> the mean loss of a real byte."""
+    """Returns (stages, micro-batches `[G, B, T]`) -> the mean loss per real byte."""
 
-    def of_device(stages: Stages, micro: jb.Batch) -> tuple[jax.Array, jax.Array]:
+    def local_sums(stages: Stages, micro: jb.Batch) -> tuple[jax.Array, jax.Array]:
         stage, num_stages = jax.lax.axis_index("stage"), mesh.shape["stage"]
         blocks = jax.tree.map(lambda x: x[0], stages.blocks)
         ids = micro.segment_ids["tokens"]
@@ -100,23 +100,23 @@ def pipelined_loss(shared: Shared, mesh: Mesh) -> Callable[[Stages, jb.Batch], A
         def tick(received: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
             number = t - stage
             batch = jax.tree.map(lambda x: x[jnp.clip(number, 0, num_micro - 1)], micro)
-            made = embed(shared, stages, batch)
-            x = jnp.where(stage == 0, made, received)
+            embedded = embed(shared, stages, batch)
+            x = jnp.where(stage == 0, embedded, received)
             x = run_blocks(shared.block, blocks, x, batch)
-            ends = (stage == num_stages - 1) & (number >= 0) & (number < num_micro)
-            nats = jnp.where(ends, nats_of(shared, stages, x, batch), 0.0)
-            onwards = [(s, s + 1) for s in range(num_stages - 1)]
-            return jax.lax.ppermute(x, "stage", onwards), nats
+            is_done = (stage == num_stages - 1) & (number >= 0) & (number < num_micro)
+            nats = jnp.where(is_done, nats_of(shared, stages, x, batch), 0.0)
+            to_next = [(s, s + 1) for s in range(num_stages - 1)]
+            return jax.lax.ppermute(x, "stage", to_next), nats
 
-        nothing = jnp.zeros((*ids.shape[1:], width))
-        nothing = jax.lax.pcast(nothing, ("data", "stage"), to="varying")
-        _, nats = jax.lax.scan(tick, nothing, jnp.arange(num_micro + num_stages - 1))
+        initial = jnp.zeros((*ids.shape[1:], width))
+        initial = jax.lax.pcast(initial, ("data", "stage"), to="varying")
+        _, nats = jax.lax.scan(tick, initial, jnp.arange(num_micro + num_stages - 1))
         total = jax.lax.psum(nats.sum(), ("data", "stage"))
         return total, jax.lax.psum(jnp.sum(ids > 0, dtype=jnp.float32), "data")
 
     def loss(stages: Stages, micro: jb.Batch) -> jax.Array:
         total, weight = jax.shard_map(
-            of_device,
+            local_sums,
             mesh=mesh,
             in_specs=(stages.specs, P(None, "data")),
             out_specs=(P(), P()),
@@ -127,16 +127,16 @@ def pipelined_loss(shared: Shared, mesh: Mesh) -> Callable[[Stages, jb.Batch], A
 
 
 def plain_loss(shared: Shared) -> Callable[[Stages, jb.Batch], Any]:
-    """The same without stages, one micro-batch after another."""
+    """Returns the same loss without stages, one micro-batch after another."""
 
     def loss(stages: Stages, micro: jb.Batch) -> jax.Array:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stages.blocks)
 
-        def of_batch(batch: jb.Batch) -> jax.Array:
+        def batch_nats(batch: jb.Batch) -> jax.Array:
             x = run_blocks(shared.block, flat, embed(shared, stages, batch), batch)
             return nats_of(shared, stages, x, batch)
 
-        total = jax.lax.map(of_batch, micro).sum()
+        total = jax.lax.map(batch_nats, micro).sum()
         return total / jnp.maximum(micro.num_tokens, 1).astype(jnp.float32)
 
     return loss
@@ -148,17 +148,17 @@ def embed(shared: Shared, stages: Stages, batch: jb.Batch) -> jax.Array:
 
 
 def run_blocks(block: Any, params: Any, x: jax.Array, batch: jb.Batch) -> jax.Array:
-    """All layers whose parameters these are, `[layers, ...]`, one after another."""
+    """Applies layers one after another; leaves of `params` are `[layers, ...]`."""
 
-    def one(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
+    def apply_layer(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
         layer: Block = nnx.merge(block, state)
         return layer(x, batch.positions["tokens"], None, None), None
 
-    return jax.lax.scan(one, x, params)[0]
+    return jax.lax.scan(apply_layer, x, params)[0]
 
 
 def nats_of(shared: Shared, stages: Stages, x: jax.Array, batch: jb.Batch) -> jax.Array:
-    """The sum over all real bytes."""
+    """Returns the sum of the loss over all real bytes."""
     norm = nnx.merge(shared.norm, stages.norm)
     head = nnx.merge(shared.head, stages.head)
     _, targets, weights = jb.next_tokens(batch, "tokens", bos_token=BEGIN)
@@ -169,7 +169,7 @@ def nats_of(shared: Shared, stages: Stages, x: jax.Array, batch: jb.Batch) -> ja
 def make_step(
     loss_fn: Callable[[Stages, jb.Batch], Any], tx: optax.GradientTransformation
 ) -> Callable[..., Any]:
-    """Returns (stages, opt_state, tuple of G batches) -> the same, and the loss."""
+    """Returns (stages, opt_state, G batches) -> (stages, opt_state, loss)."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def pipeline_step(stages: Stages, opt_state: Any, micro: tuple[jb.Batch, ...]):
@@ -200,16 +200,14 @@ def main() -> None:
     schedule = jb.BatchSchedule(plan, lengths, accumulate=args.accumulate, group="same")
     print(schedule)
     model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(0))
-    shared, stages = cut(model, args.stages)
+    shared, stages = split_by_stage(model, args.stages)
     stages = place(stages, mesh)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.lr))
     opt_state = init(tx, stages, mesh)
     step_fn = make_step(pipelined_loss(shared, mesh), tx)
-    dataset = jb.batch_dataset(
-        source, schedule, shard=jb.sharding.local_rows(mesh), num_steps=args.steps
-    )
+    loader = jb.MeshLoader(source, schedule, mesh, num_steps=args.steps)
     with jb.compile.count_compiles() as compiles:
-        for step, batches in enumerate(jb.sharding.prefetch_to_mesh(dataset, mesh)):
+        for step, batches in enumerate(loader):
             micro = batches if args.accumulate > 1 else (batches,)
             stages, opt_state, loss = step_fn(stages, opt_state, micro)
             if step % 10 == 0 or step == args.steps - 1:
@@ -218,7 +216,7 @@ def main() -> None:
 
 
 def make_mesh(num_stages: int) -> Mesh:
-    """All devices: rows over "data", layers over "stage"."""
+    """Returns a mesh of all devices: rows over "data", layers over "stage"."""
     return jax.make_mesh(
         (jax.device_count() // num_stages, num_stages),
         ("data", "stage"),
@@ -231,20 +229,21 @@ def parse_arguments() -> argparse.Namespace:
         description="Train a byte-level language model in stages.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--data", metavar="PATH", help="as in train_lm.py")
-    parser.add_argument("--devices", type=int, help="simulate so many on the CPU")
-    parser.add_argument("--stages", type=int, default=2, help="must divide the devices")
-    parser.add_argument("--accumulate", type=int, default=4, help="micro-batches")
-    parser.add_argument("--max-len", type=int, default=256, help="bytes")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="B * T")
-    parser.add_argument("--width", type=int, default=64, help="of the model")
-    parser.add_argument("--layers", type=int, default=4, help="of the model")
-    parser.add_argument("--steps", type=int, default=100, help="updates")
-    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate")
+    option = parser.add_argument
+    option("--data", help="documents, as for train_lm.py")
+    option("--devices", type=int, help="devices to simulate on the CPU")
+    option("--stages", type=int, default=2, help="a divisor of the number of devices")
+    option("--accumulate", type=int, default=4, help="micro-batches of a step")
+    option("--max-len", type=int, default=256, help="bytes to truncate documents to")
+    option("--max-tokens", type=int, default=1024, help="the most tokens of a batch")
+    option("--width", type=int, default=64, help="width of the model")
+    option("--layers", type=int, default=4, help="layers of the model")
+    option("--steps", type=int, default=100, help="updates")
+    option("--lr", type=float, default=3e-3, help="learning rate")
     args = parser.parse_args()
     if args.layers % args.stages:
         parser.error(
-            f"--layers {args.layers} must be divided by --stages {args.stages}"
+            f"--layers {args.layers} must be a multiple of --stages {args.stages}"
         )
     return args
 

@@ -1,128 +1,96 @@
-"""How the model is trained: the loss, and the optimizer with its learning rate."""
+"""How the transformer is trained: loss, optimizer, steps, and the options for these.
+
+`jaxbucket precompile --recipe recipe:steps` compiles the steps before a job starts.
+"""
 
 import argparse
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import partition
 from flax import nnx
-from options import parse_arguments
 from transformer import BEGIN, Transformer
 
 import jaxbucket as jb
 
+# The number of examples in a batch for which the learning rate is given.
 BASE_EXAMPLES = 32
-WARM_UP_STEPS = 35
 
 
-def loss(
+def add_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("--width", type=int, default=128, help="width of the model")
+    option("--layers", type=int, default=2, help="layers of the model")
+    option("--lr", type=float, default=8e-3, help="peak learning rate")
+    option("--steps", type=int, default=700, help="updates")
+    option("--seed", type=int, default=0, help="seed of the model and of the batches")
+
+
+def loss_fn(
     model: Transformer, batch: jb.Batch, keys: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum of the nats of every real byte, and how many there are; packed or not."""
+    """Returns sums, never means: the nats of all real bytes, and their number.
+
+    Rows may be padded or packed: padding has weight 0, and no byte is predicted from
+    another document.
+    """
     inputs, targets, weights = jb.next_tokens(batch, "tokens", bos_token=BEGIN)
-    ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
-    logits = model(inputs, positions, keys, ids)
+    positions, segment_ids = batch.positions["tokens"], batch.segment_ids["tokens"]
+    logits = model(inputs, positions, keys, segment_ids)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return jnp.sum(nats * weights), jnp.sum(weights)
 
 
+def bits_per_byte(metrics: Sequence[dict[str, jax.Array]]) -> tuple[float, int]:
+    """Returns the mean over batches of any sizes, and how many bytes they have."""
+    nats = math.fsum(float(batch["loss_sum"]) for batch in metrics)
+    num_bytes = sum(int(batch["weight"]) for batch in metrics)
+    return nats / num_bytes / math.log(2), num_bytes
+
+
+def warmup_cosine_schedule(lr: float, num_steps: int) -> optax.Schedule:
+    """Returns a rate that rises for a twentieth of the steps, and falls to the end."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=lr,
+        warmup_steps=max(1, num_steps // 20),
+        decay_steps=max(2, num_steps),
+        end_value=lr / 20,
+    )
+
+
 def make_optimizer(
-    args: argparse.Namespace,
+    rate: optax.Schedule, rule: Literal["linear", "sqrt", "none"] = "sqrt"
 ) -> optax.GradientTransformation:
-    """AdamW, its rate rising, then falling; updates scaled by the batch's size."""
-    if args.seconds:
-        # Needs no end.
-        learning_rate = jb.optim.warmup_inverse_sqrt_schedule(args.lr, WARM_UP_STEPS)
-    else:
-        learning_rate = optax.warmup_cosine_decay_schedule(
-            init_value=0.0,
-            peak_value=args.lr,
-            warmup_steps=max(1, args.steps // 20),
-            decay_steps=max(2, args.steps),
-            end_value=args.lr / 20,
-        )
+    """Returns AdamW, whose updates grow with the number of examples in the batch."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(learning_rate, b2=0.98, weight_decay=0.05),
+        optax.adamw(rate, b2=0.98, weight_decay=0.05),
         jb.scale_by_batch_size(
-            base_examples=BASE_EXAMPLES, rule="sqrt", learning_rate=learning_rate
+            base_examples=BASE_EXAMPLES, rule=rule, learning_rate=rate
         ),
     )
 
 
-def make_state(
-    args: argparse.Namespace,
-    tx: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-) -> jb.train.TrainState:
-    """The state before the first step, on the mesh."""
-    model = Transformer(args.width, args.layers, args.dropout, nnx.Rngs(args.seed))
-    state = jb.create_state(model, tx)
-    return partition.place(state, mesh, partition.state_sharding(state, mesh, args))
+def make_steps(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> tuple[Any, ...]:
+    """Returns the state before the first step, the train step and the eval step."""
+    tx = make_optimizer(warmup_cosine_schedule(args.lr, args.steps))
+    model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(args.seed))
+    state = jb.create_state(model, tx, mesh)
+    train_step = jb.make_train_step(loss_fn, tx, mesh, seed=args.seed)
+    return state, train_step, jb.make_eval_step(loss_fn, mesh)
 
 
-def abstract_state(
-    args: argparse.Namespace, tx: optax.GradientTransformation, mesh: jax.sharding.Mesh
-) -> jb.train.TrainState:
-    """What that state will be: shapes, dtypes and where they are."""
-    shapes = jax.eval_shape(
-        lambda: jb.create_state(
-            Transformer(args.width, args.layers, args.dropout, nnx.Rngs(args.seed)), tx
-        )
-    )
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    sharding = partition.state_sharding(shapes, mesh, args)
-    if sharding is None:
-        sharding = jax.tree.map(lambda _: replicated, shapes)
-    return jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        shapes,
-        sharding,
-    )
-
-
-def make_step(
-    args: argparse.Namespace,
-    tx: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-    state: jb.train.TrainState,
-) -> Any:
-    """The train step, for states like that one."""
-    return jb.make_train_step(
-        loss,
-        tx,
-        mesh,
-        mode=args.mode,
-        seed=args.seed,
-        state_sharding=partition.state_sharding(state, mesh, args),
-    )
-
-
-def steps(plan: jb.BucketPlan, *words: str) -> dict[str, Any]:
-    """What `train_lm.py` with these words compiles, for `jaxbucket precompile`."""
-    args = parse_arguments(words)
-    if args.pack != "never":
-        raise ValueError(
-            f"`--pack {args.pack}` plans rows with the documents, which a plan has "
-            "not: leave it out."
-        )
-    set_devices(args)
-    mesh = partition.make_mesh(args)
-    tx = make_optimizer(args)
-    state = abstract_state(args, tx, mesh)
-    specs = jb.sharding.batch_specs(plan, {"tokens": np.zeros(1, np.uint8)}, mesh)
-    evaluate = jb.make_eval_step(loss, mesh, mode=args.mode)
-    return {
-        "train": (make_step(args, tx, mesh, state), state, specs),
-        "eval": (evaluate, state, specs),
-    }
-
-
-def set_devices(args: argparse.Namespace) -> None:
-    """Simulates as many as asked for."""
-    if args.devices:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.devices)
+def steps(plan: jb.BucketPlan, *options: str) -> dict[str, Any]:
+    """Returns what `train_lm.py` compiles for a plan, with the same options."""
+    parser = argparse.ArgumentParser(prog="recipe:steps")
+    add_options(parser)
+    mesh = jb.data_mesh()
+    state, train_step, eval_step = make_steps(parser.parse_args(options), mesh)
+    example = {"tokens": np.zeros(1, np.uint8)}
+    specs = jb.sharding.batch_specs(plan, example, mesh)
+    return {"train": (train_step, state, specs), "eval": (eval_step, state, specs)}

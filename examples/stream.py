@@ -1,13 +1,13 @@
-"""Trains on a stream: passages that are cut from documents while it trains.
+"""Trains on a stream of passages, which are cut from documents during training.
 
     python examples/stream.py
     python examples/stream.py --pack --epochs 3
-    python examples/stream.py --checkpoint runs/s   # the same again when it was stopped
+    python examples/stream.py --checkpoint runs/s  # run it again to continue
     python scripts/launch_local.py -n 4 -- python examples/stream.py --json run.json
 
-Every epoch cuts other passages, so that their lengths are not known before. The plan is
-made of a sample of them. Each process has documents of its own, and all end behind the
-same step, when every passage of every process has been served.
+Every epoch cuts different passages, so their lengths are not known in advance, and the
+plan is made from a sample. Each process reads its own documents. All of them end after
+the same step, when every passage of every process has been used.
 """
 
 import argparse
@@ -21,8 +21,6 @@ import documents
 import grain
 import jax
 import numpy as np
-import optax
-import options
 import recipe
 from flax import nnx
 from transformer import Transformer
@@ -58,7 +56,7 @@ def main() -> None:
 def passages(
     args: argparse.Namespace, mesh: jax.sharding.Mesh, processes: jb.Processes
 ) -> StreamDataset:
-    """Batches of the passages of this process's documents."""
+    """Returns batches of the passages of this process's documents."""
     texts = documents.load(args.data).train[processes.index :: processes.count]
 
     def cut_anew(epoch: int, seed: int) -> grain.IterDataset:
@@ -67,7 +65,7 @@ def passages(
         return shuffled.random_map(passage).to_iter_dataset()
 
     sample = jb.stream.sample_lengths(cut_anew, args.sample, seed=args.seed)
-    # Those of all processes, so that all make the same plan.
+    # The samples of all processes, so that all of them make the same plan.
     samples = processes.gather("lengths", json.dumps(sample.tolist()))
     lengths = np.concatenate([json.loads(text) for text in samples])
     plan = jb.plan_buckets(
@@ -84,7 +82,7 @@ def passages(
         shape = longest.batch_size, longest.seq_len
         plan = jb.BucketPlan.from_shapes([shape], overlong=plan.overlong)
     if processes.index == 0:
-        print(f"Shapes {', '.join(map(str, plan.buckets))} of {len(lengths)} passages.")
+        print(f"Shapes {', '.join(map(str, plan.buckets))} by {len(lengths)} passages.")
     return jb.stream_batches(
         cut_anew,
         plan,
@@ -102,7 +100,7 @@ def passages(
 def passage(
     example: dict[str, np.ndarray], rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """Some of a document, from anywhere in it."""
+    """Returns a random passage of a document."""
     tokens = example["tokens"]
     length = min(len(tokens), 1 + int(rng.lognormal(5, 1)))
     begin = int(rng.integers(len(tokens) - length + 1))
@@ -115,21 +113,17 @@ def train(
     mesh: jax.sharding.Mesh,
     processes: jb.Processes,
 ) -> list[Step]:
-    """Trains to the end of all streams; returns the steps of this run."""
-    rate = jb.optim.warmup_inverse_sqrt_schedule(args.lr, recipe.WARM_UP_STEPS)
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(rate, b2=0.98, weight_decay=0.05),
-        jb.scale_by_batch_size(base_examples=recipe.BASE_EXAMPLES, learning_rate=rate),
-    )
+    """Trains to the end of all streams, and returns the steps of this run."""
+    # A rate without an end, because nobody knows how many steps there will be.
+    rate = jb.optim.warmup_inverse_sqrt_schedule(args.lr, 35)
+    tx = recipe.make_optimizer(rate)
     model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(args.seed))
     state = jb.create_state(model, tx, mesh)
     specs = jb.sharding.batch_specs(
         dataset.plan, EXAMPLE, mesh, max_segments=dataset.max_segments
     )
-    steps = jb.compile_steps(
-        jb.make_train_step(recipe.loss, tx, mesh), state, specs, progress=False
-    )
+    step_fn = jb.make_train_step(recipe.loss_fn, tx, mesh)
+    train_step = jb.compile_steps(step_fn, state, specs, progress=False)
     batches, records = iter(dataset), []
     with contextlib.ExitStack() as stack:
         checkpoints = None
@@ -145,7 +139,7 @@ def train(
         for step, batch in enumerate(
             jb.sharding.prefetch_to_mesh(batches, mesh), first
         ):
-            state, metrics = steps(state, batch)
+            state, metrics = train_step(state, batch)
             records.append(record_of(step, batch, metrics))
             if processes.index == 0 and step % STEPS_BETWEEN_LINES == 0:
                 show(records[-1])
@@ -155,7 +149,7 @@ def train(
                 position = dataset.position(step + 1)
                 checkpoints.save(state, position, {"streams": streams})
     if processes.index == 0:
-        print(f"Of this process: {batches.counts}")
+        print(f"In this process: {batches.counts}")
     return records
 
 
@@ -188,42 +182,22 @@ def parse_arguments() -> argparse.Namespace:
         description="Train on a stream, in one process or several.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--data", metavar="PATH", help="as in train_lm.py")
-    parser.add_argument(
-        "--epochs", type=options.positive, default=1, help="of the documents"
-    )
-    parser.add_argument(
-        "--sample",
-        type=options.positive,
-        default=1000,
-        help="passages of each process that the plan is made of",
-    )
-    parser.add_argument(
-        "--pool-size",
-        type=options.positive,
-        default=512,
-        help="pending passages in each process",
-    )
-    parser.add_argument("--pack", action="store_true", help="several in each row")
-    parser.add_argument("--max-len", type=options.length, default=512, help="bytes")
-    parser.add_argument(
-        "--max-tokens", type=options.positive, default=8192, help="B * T at most"
-    )
-    parser.add_argument("--num-buckets", type=options.positive, default=4)
-    parser.add_argument("--lr", type=options.rate, default=4e-3)
-    parser.add_argument("--width", type=options.even, default=64)
-    parser.add_argument("--layers", type=options.positive, default=2)
-    parser.add_argument("--seed", type=options.seed, default=0)
-    parser.add_argument(
-        "--checkpoint", metavar="FOLDER", help="save the run there, and go on with it"
-    )
-    parser.add_argument("--save-every", type=options.positive, default=50, help="steps")
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        type=options.new_file,
-        help="every number of the steps",
-    )
+    option = parser.add_argument
+    option("--data", help="documents, as for train_lm.py")
+    option("--epochs", type=int, default=1, help="passes over the documents")
+    option("--sample", type=int, default=1000, help="passages per process to plan by")
+    option("--pool-size", type=int, default=512, help="pending passages, per process")
+    option("--pack", action="store_true", help="put several passages in each row")
+    option("--max-len", type=int, default=512, help="bytes to truncate passages to")
+    option("--max-tokens", type=int, default=8192, help="the most tokens of a batch")
+    option("--num-buckets", type=int, default=4, help="the most shapes")
+    option("--lr", type=float, default=4e-3, help="peak learning rate")
+    option("--width", type=int, default=64, help="width of the model")
+    option("--layers", type=int, default=2, help="layers of the model")
+    option("--seed", type=int, default=0, help="seed of the model and of the passages")
+    option("--checkpoint", help="a folder to save to, and to continue from")
+    option("--save-every", type=int, default=50, help="steps between checkpoints")
+    option("--json", help="a file to write the figures of all steps to")
     return parser.parse_args()
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 import jaxbucket as jb
 
 VOCABULARY = 257
-# What the first byte is predicted from.
+# The input token from which the first byte is predicted.
 BEGIN = 256
 
 
@@ -24,7 +24,7 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
         dtype: jax.typing.DTypeLike | None = None,
     ):
-        """Parameters are float32, and without `dtype` all that is computed."""
+        """Parameters are float32; `dtype` is that of the computation."""
         self.embed = nnx.Embed(VOCABULARY, width, dtype=dtype, rngs=rngs)
         blocks = (Block(width, dropout, rngs, dtype=dtype) for _ in range(layers))
         self.blocks = nnx.List(blocks)
@@ -43,12 +43,11 @@ class Transformer(nnx.Module):
         """Returns the logits.
 
         Args:
-          inputs: `[B, T]` int32, bytes or `BEGIN`, as `next_tokens` gives them.
+          inputs: `[B, T]` int32, bytes or `BEGIN`, from `jb.next_tokens`.
           positions: `[B, T]` int32.
-          keys: `[B]` random keys for dropout, or None to do without.
-          segment_ids: `[B, T]` int32: documents of a row do not see one another, and
-            padding is seen by none. None for one document in each row, and attention
-            to all of the row.
+          keys: `[B]` random keys for dropout, or None for no dropout.
+          segment_ids: `[B, T]` int32, 0 for padding. Attention stays within a
+            segment. None if each row has one document.
         """
         x = self.embed(inputs)
         for layer, block in enumerate(self.blocks):
@@ -62,7 +61,7 @@ class Transformer(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Causal self-attention, then two layers at every position."""
+    """Causal self-attention, then a two-layer network at every position."""
 
     def __init__(
         self,
@@ -72,8 +71,9 @@ class Block(nnx.Module):
         head_dim: int = 64,
         dtype: jax.typing.DTypeLike | None = None,
     ):
-        most = range(max(1, width // head_dim), 0, -1)
-        self.heads = next(heads for heads in most if width % (2 * heads) == 0)
+        # About one head per `head_dim`, each of an even width for the rotation.
+        counts = range(max(1, width // head_dim), 0, -1)
+        self.heads = next(heads for heads in counts if width % (2 * heads) == 0)
         linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
         norms = (nnx.RMSNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
         self.norms = nnx.List(norms)
@@ -103,7 +103,7 @@ class Block(nnx.Module):
         q, k = (rotate(a.reshape(split), positions) for a in (q, k))
         v = v.reshape(split)
         if segment_ids is None:
-            # Padding stands behind every real token: a causal mask is all it takes.
+            # Padding follows all real tokens, so a causal mask suffices.
             y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         else:
             y = jb.segment_attention(q, k, v, segment_ids, is_causal=True)
@@ -112,12 +112,12 @@ class Block(nnx.Module):
     def _drop(self, x: jax.Array, keys: jax.Array | None) -> jax.Array:
         if keys is None or self.dropout.rate == 0:
             return x
-        # Row by row: a row's mask is then the same on any mesh.
+        # Each row has its own key, so its dropout mask is the same on any mesh.
         return jax.vmap(lambda row, key: self.dropout(row, rngs=key))(x, keys)
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotary positions (Su et al., arXiv:2104.09864) for `[B, T, heads, dim]`."""
+    """Applies rotary positions (arXiv:2104.09864) to `[B, T, heads, dim]`."""
     half = x.shape[-1] // 2
     frequencies = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies

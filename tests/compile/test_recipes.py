@@ -21,6 +21,7 @@ from jaxbucket.compile.recipes import precompile
 from jaxbucket.compile.report import ProgramReport
 
 ROOT = pathlib.Path(__file__).parents[2]
+END_TO_END = ROOT / "benchmarks" / "end_to_end"
 PLAN = jb.BucketPlan.from_shapes([(8, 4), (4, 8), (2, 16)])
 MESH = jb.data_mesh(jax.devices()[:1])
 
@@ -289,8 +290,8 @@ def test_a_file_that_is_not_a_plan_is_refused(plan):
 
 
 @pytest.mark.exhaustive
-def test_the_example_loads_the_programs_of_the_script(tmp_path):
-    """From a file of examples to a training job that compiles nothing."""
+def test_a_training_job_loads_what_precompile_has_compiled(tmp_path):
+    """From a file of lengths to a training job that compiles nothing."""
     lines = "".join(
         json.dumps({"text": f"document {n} " + "x" * (n % 90)}) + "\n"
         for n in range(200)
@@ -306,11 +307,11 @@ def test_the_example_loads_the_programs_of_the_script(tmp_path):
     arguments = tuple(map(str, arguments))
     script = [
         *(sys.executable, ROOT / "scripts" / "precompile_shapes.py"),
-        *("--recipe", "recipe:steps", "--plan", tmp_path / "plan.json"),
+        *("--recipe", "training:steps", "--plan", tmp_path / "plan.json"),
         *("--cache", tmp_path / "cache", "--json", "--", *arguments),
     ]
     run = subprocess.run(
-        script, cwd=ROOT / "examples", capture_output=True, text=True, check=False
+        script, cwd=END_TO_END, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
     programs = json.loads(run.stdout)["programs"]
@@ -320,8 +321,7 @@ def test_the_example_loads_the_programs_of_the_script(tmp_path):
         out = tmp_path / "out.json"
         run = subprocess.run(
             [
-                *(sys.executable, ROOT / "examples" / "train_lm.py", *arguments),
-                *options,
+                *(sys.executable, END_TO_END / "run.py", *arguments, *options),
                 *("--executables", tmp_path / "cache", "--json", out),
             ],
             capture_output=True,

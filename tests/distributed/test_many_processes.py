@@ -1,4 +1,4 @@
-"""The main job in several processes, against the same in one."""
+"""The end-to-end job in several processes, compared with one process."""
 
 import json
 import pathlib
@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-TRAIN_LM = ROOT / "examples" / "train_lm.py"
+RUN = ROOT / "benchmarks" / "end_to_end" / "run.py"
 LAUNCH = ROOT / "scripts" / "launch_local.py"
 STEPS = 30
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """With data, and the summary of one process with one device."""
+    """A folder with data, and with the summary of one process on one device."""
     folder = tmp_path_factory.mktemp("many")
     lines = [json.dumps({"text": f"{n} " + "xyz " * (n % 20)}) for n in range(300)]
     (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
@@ -34,7 +34,7 @@ def start(
 ) -> subprocess.Popen[str]:
     command = [
         *(sys.executable, LAUNCH, "-n", count, "-d", devices, "--", sys.executable),
-        *("-W", "error", TRAIN_LM, "--data", "data.jsonl", "--steps", STEPS),
+        *("-W", "error", RUN, "--data", "data.jsonl", "--steps", STEPS),
         *("--width", 16, "--layers", 1, "--max-len", 64, "--max-tokens", 1024),
         *("--num-buckets", 2, "--batch-size-multiple", 8, "--dropout", 0.1),
         *("--lr", 2e-3, *options),
@@ -49,16 +49,16 @@ def start(
 
 
 def assert_same(folder: pathlib.Path, name: str, first: int = 0) -> None:
-    one, found = (json.loads((folder / x).read_text()) for x in ("one.json", name))
-    assert found["plan"] == one["plan"]
+    one, result = (json.loads((folder / x).read_text()) for x in ("one.json", name))
+    assert result["plan"] == one["plan"]
     for step in ("train_step", "eval_step"):
-        assert found["compile"][step]["ahead"] == len(one["plan"]["buckets"])
-        assert found["compile"][step]["later"] == 0
-    assert found["train"]["first_step"] == first
-    assert found["train"]["batches_digest"] == one["train"]["batches_digest"]
-    losses, want = found["train"]["losses"], one["train"]["losses"][first:]
+        assert result["compile"][step]["ahead"] == len(one["plan"]["buckets"])
+        assert result["compile"][step]["later"] == 0
+    assert result["train"]["first_step"] == first
+    assert result["train"]["batches_digest"] == one["train"]["batches_digest"]
+    losses, want = result["train"]["losses"], one["train"]["losses"][first:]
     np.testing.assert_allclose(losses, want, rtol=0, atol=1e-5)
-    got, want = (x["held_out"]["bits_per_byte"] for x in (found, one))
+    got, want = (x["held_out"]["bits_per_byte"] for x in (result, one))
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
@@ -75,13 +75,13 @@ def test_two_processes_train_as_one(folder, options):
     run = start(folder, 2, 2, *options, "--json", "two.json")
     out, _ = run.communicate(timeout=300)
     assert run.returncode == 0, out
-    # Of what all say, it is recorded once.
+    # Only one of the processes prints.
     assert out.count("Held out: ") == 1
     assert_same(folder, "two.json")
 
 
 @pytest.mark.exhaustive
-def test_asked_to_stop_they_go_on_in_another_number(folder, tmp_path):
+def test_a_stopped_run_resumes_in_any_number_of_processes(folder, tmp_path):
     checkpoints = tmp_path / "runs"
     options = ("--save-every", 5, "--fully-sharded")
     run = start(folder, 2, 1, *options, "--checkpoint", checkpoints)
@@ -109,12 +109,12 @@ def test_asked_to_stop_they_go_on_in_another_number(folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--seconds", 5), "`--seconds` is of one clock"),
-        (("--policy", "dynamic"), "gives every process batches of its own shapes"),
+        (("--seconds", 5), "`--seconds` needs one clock"),
+        (("--policy", "dynamic"), "gives processes batches of different shapes"),
         (("--model-devices", 3), "`--model-devices 3` does not divide the 2 devices"),
     ],
 )
-def test_what_several_cannot_do_is_refused_by_each(folder, options, message):
+def test_every_process_refuses_options_for_one_process(folder, options, message):
     run = start(folder, 2, 1, *options)
     out, _ = run.communicate(timeout=150)
     assert run.returncode in (1, 75)
@@ -122,13 +122,13 @@ def test_what_several_cannot_do_is_refused_by_each(folder, options, message):
     assert "Traceback" not in out
 
 
-# What each does before it begins -> what both say.
+# Code that makes the processes differ -> the message of both.
 DIFFERENCES = {
     "sys.argv += ['--seed', index]": (
         "The processes do not agree: --seed is 0 in process 0, 1 in process 1; "
     ),
-    # Relative to where it is, as one on its own disk.
-    "sys.argv += ['--checkpoint', 'own']; os.mkdir(index); os.chdir(index)": (
+    # A relative path in different folders, as on separate disks.
+    "sys.argv += ['--checkpoint', 'local']; os.mkdir(index); os.chdir(index)": (
         "is not shared by all processes: process 1 cannot see the files that process 0"
     ),
 }
@@ -136,13 +136,13 @@ DIFFERENCES = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("differ", DIFFERENCES)
-def test_what_differs_is_named_by_all(folder, tmp_path, differ):
+def test_all_processes_name_the_difference(folder, tmp_path, differ):
     code = (
         "import os, runpy, sys\n"
         "index = os.environ['JAX_PROCESS_ID']\n"
-        f"sys.path.insert(0, {str(TRAIN_LM.parent)!r})\n"
+        f"sys.path.insert(0, {str(RUN.parent)!r})\n"
         f"{differ}\n"
-        f"runpy.run_path({str(TRAIN_LM)!r}, run_name='__main__')\n"
+        f"runpy.run_path({str(RUN)!r}, run_name='__main__')\n"
     )
     script = tmp_path / "differ.py"
     script.write_text(code)

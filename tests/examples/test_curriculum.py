@@ -1,4 +1,4 @@
-"""The example of a curriculum, as a user starts it."""
+"""The curriculum example, as a user starts it."""
 
 import json
 import pathlib
@@ -11,10 +11,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.exhaustive
-def test_the_example_trains_alike_in_one_process_and_in_two(tmp_path):
+def test_one_process_and_two_train_alike(tmp_path):
     lines = [json.dumps({"text": f"{n} " + "xyz " * (n % 20)}) for n in range(300)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
-    found = {}
+    results = {}
     for count in (1, 2):
         run = subprocess.run(
             [
@@ -35,10 +35,10 @@ def test_the_example_trains_alike_in_one_process_and_in_two(tmp_path):
         assert (tmp_path / f"{count}.png").stat().st_size > 10_000
         steps = json.loads((tmp_path / f"{count}.json").read_text())["steps"]
         assert len(steps) == 12
-        found[count] = steps
-    for one, two in zip(found[1], found[2], strict=True):
+        results[count] = steps
+    for one, two in zip(results[1], results[2], strict=True):
         assert two.pop("loss") == pytest.approx(one.pop("loss"), rel=1e-5)
         assert two == pytest.approx(one)
-    # From the easy to the hard, by documents and so by shapes.
-    assert found[1][0]["difficulty"] < found[1][-1]["difficulty"]
-    assert found[1][0]["seq_len"] < found[1][-1]["seq_len"]
+    # From easy to hard documents, and so from short to long shapes.
+    assert results[1][0]["difficulty"] < results[1][-1]["difficulty"]
+    assert results[1][0]["seq_len"] < results[1][-1]["seq_len"]

@@ -1,4 +1,4 @@
-"""Two stages train as one model does, on groups of micro-batches of one bucket."""
+"""Two stages train as one model does, on micro-batches of one bucket."""
 
 import importlib
 import pathlib
@@ -25,7 +25,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch):
 
 
 def groups(mesh) -> list[tuple[jb.Batch, ...]]:
-    """Steps of four micro-batches, of which the last of a bucket may be empty."""
+    """Returns steps of four micro-batches. The last ones of a bucket may be empty."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 40, 84)
     source = [{"tokens": rng.integers(0, 256, n).astype("u1")} for n in lengths]
@@ -45,17 +45,17 @@ def groups(mesh) -> list[tuple[jb.Batch, ...]]:
 def losses(pipeline, loss_fn, stages, batches, mesh) -> list[float]:
     tx = optax.adamw(3e-3)
     step = pipeline.make_step(loss_fn, tx)
-    state, found = pipeline.init(tx, stages, mesh), []
+    state, values = pipeline.init(tx, stages, mesh), []
     # Adam's bias correction is a float to the power of an integer.
     with jax.numpy_dtype_promotion("standard"):
         for micro in batches:
             stages, state, loss = step(stages, state, micro)
-            found.append(float(loss))
-    return found
+            values.append(float(loss))
+    return values
 
 
 @pytest.mark.exhaustive
-def test_losses_are_those_of_the_model_in_one_piece(pipeline):
+def test_stages_have_the_losses_of_the_whole_model(pipeline):
     mesh = jax.make_mesh(
         (2, 2),
         ("data", "stage"),
@@ -63,45 +63,45 @@ def test_losses_are_those_of_the_model_in_one_piece(pipeline):
         devices=jax.devices()[:4],
     )
     model = pipeline.Transformer(32, 4, 0.0, nnx.Rngs(0))
-    shared, stages = pipeline.cut(model, 2)
-    # Before the steps donate it.
+    shared, stages = pipeline.split_by_stage(model, 2)
+    # A copy, because the steps donate the original.
     whole = jax.device_get(stages)
     batches = groups(mesh)
     with jb.compile.count_compiles() as compiles:
-        found = losses(
+        values = losses(
             pipeline,
             pipeline.pipelined_loss(shared, mesh),
             pipeline.place(stages, mesh),
             batches,
             mesh,
         )
-    # Once for each bucket, whatever micro-batches are empty.
+    # Once for each bucket, with or without empty micro-batches.
     assert compiles["pipeline_step"] == len({micro[0].bucket for micro in batches})
     local = [jax.device_get(micro) for micro in batches]
     alone = jb.data_mesh(jax.devices()[:1])
     whole = jax.device_put(whole)
     plain = losses(pipeline, pipeline.plain_loss(shared), whole, local, alone)
-    np.testing.assert_allclose(found, plain, rtol=1e-5)
-    assert found[-1] < found[0]
+    np.testing.assert_allclose(values, plain, rtol=1e-5)
+    assert values[-1] < values[0]
 
 
-def test_the_plain_loss_is_that_of_the_transformer(pipeline):
+def test_the_plain_loss_equals_that_of_the_transformer(pipeline):
     (micro, *_) = groups(jb.data_mesh(jax.devices()[:1]))
     model = pipeline.Transformer(32, 4, 0.0, nnx.Rngs(0))
     nats = tokens = 0.0
     for batch in micro:
         targets = batch.features["tokens"].astype(jnp.int32)
-        # Each byte from those before it, the first one from a byte that is none.
+        # The first byte is predicted from `BEGIN`, 256.
         positions = batch.positions["tokens"]
         inputs = jnp.where(positions == 0, 256, jnp.roll(targets, 1, axis=1))
         logits = model(inputs, positions, None)
-        own = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        nats += float(jnp.sum(own, where=batch.mask))
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        nats += float(jnp.sum(each, where=batch.mask))
         tokens += float(batch.num_tokens)
-    shared, stages = pipeline.cut(model, 2)
+    shared, stages = pipeline.split_by_stage(model, 2)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *micro)
-    found = float(pipeline.plain_loss(shared)(stages, stacked))
-    np.testing.assert_allclose(found, nats / tokens, rtol=1e-6)
+    values = float(pipeline.plain_loss(shared)(stages, stacked))
+    np.testing.assert_allclose(values, nats / tokens, rtol=1e-6)
 
 
 @pytest.mark.exhaustive

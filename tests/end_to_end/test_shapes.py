@@ -1,4 +1,4 @@
-"""The main job's shapes by time: measured once, kept, and the same in all processes."""
+"""Shapes planned by time: measured once, saved, and the same in all processes."""
 
 import argparse
 import importlib
@@ -16,7 +16,7 @@ import jaxbucket as jb
 from jaxbucket.plan.reports.run import StepRecord
 
 ROOT = pathlib.Path(__file__).parents[2]
-TRAIN_LM = ROOT / "examples" / "train_lm.py"
+RUN = ROOT / "benchmarks" / "end_to_end" / "run.py"
 SMALL = (
     *("--steps", "6", "--width", "16", "--layers", "1", "--max-len", "96"),
     *("--max-tokens", "512", "--cost", "time"),
@@ -31,8 +31,8 @@ def jsonl(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def train_lm(*args: object, count: int = 1) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", TRAIN_LM, *SMALL, *args]
+def run_job(*args: object, count: int = 1) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", RUN, *SMALL, *args]
     if count > 1:
         launch = ROOT / "scripts" / "launch_local.py"
         command = [sys.executable, launch, "-n", count, "-d", 1, "--", *command]
@@ -51,9 +51,9 @@ def summary_of(path: pathlib.Path, run: subprocess.CompletedProcess[str]) -> dic
 
 
 @pytest.mark.exhaustive
-def test_a_plan_by_time_is_measured_chosen_and_compared_with_the_run(jsonl, tmp_path):
+def test_a_plan_by_time_is_compared_with_the_time_of_the_run(jsonl, tmp_path):
     out = tmp_path / "out.json"
-    run = train_lm("--data", jsonl, "--json", out, "--num-buckets", "auto")
+    run = run_job("--data", jsonl, "--json", out, "--num-buckets", "auto")
     summary = summary_of(out, run)
     recorded = " ".join(run.stdout.split())
     assert re.search(
@@ -63,41 +63,41 @@ def test_a_plan_by_time_is_measured_chosen_and_compared_with_the_run(jsonl, tmp_
     assert re.search(r"6 steps: .* s predicted, .* s taken \([+-]\d+%\)", recorded)
     plan = jb.BucketPlan.from_json(json.dumps(summary["plan"]))
     assert plan.cost_unit == "s"
-    # What was compiled to measure it is not of the run.
+    # Programs compiled to measure are not counted.
     assert summary["compile"]["train_step"]["ahead"] == len(plan)
     assert summary["compile"]["train_step"]["later"] == 0
     numbers = summary["prediction"]
     assert numbers["steps"] == 6
     assert numbers["epoch_predicted_seconds"] == summary["epoch"]["epoch_cost"]
-    # Measuring is of the run's time.
+    # The time of the run includes measuring.
     assert summary["seconds"] > summary["planning"]["seconds"] > 0
 
 
 @pytest.mark.exhaustive
-def test_a_run_goes_on_in_the_shapes_that_it_began_with(jsonl, tmp_path):
+def test_a_resumed_run_has_the_same_shapes(jsonl, tmp_path):
     out, folder = tmp_path / "out.json", tmp_path / "run"
     options = ("--data", jsonl, "--json", out, "--checkpoint", folder)
-    began = summary_of(out, train_lm(*options, "--num-buckets", 3))
+    began = summary_of(out, run_job(*options, "--num-buckets", 3))
     kept = (folder / "plan.json").read_text()
     more = (*options, "--steps", 9)
-    resumed = train_lm(*more, "--num-buckets", 3, "--resume")
+    resumed = run_job(*more, "--num-buckets", 3, "--resume")
     summary = summary_of(out, resumed)
-    assert "The shapes are those that the run began with." in resumed.stdout
+    assert "The shapes are those of the run that is resumed." in resumed.stdout
     for name in ("plan", "planning", "schedule"):
         assert summary[name] == began[name]
     assert summary["train"]["first_step"] == 6
     assert (folder / "plan.json").read_text() == kept
-    # The plan is one that other tools read.
+    # Other tools can read the plan.
     assert jb.BucketPlan.from_json(kept).cost_unit == "s"
 
-    other = train_lm(*more, "--num-buckets", 2, "--resume")
+    other = run_job(*more, "--num-buckets", 2, "--resume")
     assert other.returncode == 1
     assert "its options have changed: --num-buckets 3 -> 2." in other.stderr
     more = (*options, "--steps", 10, "--num-buckets", 2)
-    summary = summary_of(out, train_lm(*more, "--resume-changed"))
+    summary = summary_of(out, run_job(*more, "--resume-changed"))
     assert len(summary["plan"]["buckets"]) == 2
-    # Kept, too, and the run goes on with it without being asked to.
-    assert summary_of(out, train_lm(*more, "--resume"))["plan"] == summary["plan"]
+    # The new plan is saved, and `--resume` uses it.
+    assert summary_of(out, run_job(*more, "--resume"))["plan"] == summary["plan"]
 
 
 @pytest.mark.exhaustive
@@ -105,19 +105,19 @@ def test_all_processes_train_in_the_shapes_of_one(jsonl, tmp_path):
     out, folder = tmp_path / "out.json", tmp_path / "run"
     options = ("--data", jsonl, "--json", out, "--checkpoint", folder)
     # `check_agreement` refuses other shapes.
-    summary = summary_of(out, train_lm(*options, "--num-buckets", 2, count=2))
+    summary = summary_of(out, run_job(*options, "--num-buckets", 2, count=2))
     assert len(summary["compiled"]) == 2
     more = ("--num-buckets", 2, "--steps", 7, "--resume")
-    resumed = summary_of(out, train_lm(*options, *more))
+    resumed = summary_of(out, run_job(*options, *more))
     assert resumed["plan"] == summary["plan"]
     assert resumed["train"]["first_step"] == 6
 
 
 @pytest.mark.exhaustive
-def test_a_rule_of_thumb_is_costed_by_time(jsonl, tmp_path):
+def test_a_rule_of_thumb_is_predicted_by_time(jsonl, tmp_path):
     out = tmp_path / "out.json"
     options = ("--boundaries", "quantile", "--num-buckets", 2)
-    summary = summary_of(out, train_lm("--data", jsonl, "--json", out, *options))
+    summary = summary_of(out, run_job("--data", jsonl, "--json", out, *options))
     assert summary["plan"]["cost_unit"] == "s"
     assert "2 shapes, as many as asked for" in summary["planning"]["words"]
 
@@ -135,9 +135,9 @@ def test_a_rule_of_thumb_is_costed_by_time(jsonl, tmp_path):
 def test_options_that_do_not_go_together_are_refused(
     monkeypatch, capsys, options, message
 ):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(RUN.parent)
     parse = importlib.import_module("options").parse_arguments
-    monkeypatch.setattr(sys, "argv", ["train_lm.py", *options.split()])
+    monkeypatch.setattr(sys, "argv", ["run.py", *options.split()])
     with pytest.raises(SystemExit):
         parse()
     assert message in capsys.readouterr().err
@@ -147,18 +147,18 @@ def test_options_that_do_not_go_together_are_refused(
     ("options", "cost"),
     [("", "tokens"), ("--num-buckets auto", "time"), ("--cost time", "time")],
 )
-def test_a_plan_is_by_tokens_unless_the_number_of_shapes_is_open(
+def test_plans_are_by_tokens_unless_the_number_of_shapes_is_auto(
     monkeypatch, options, cost
 ):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(RUN.parent)
     parse = importlib.import_module("options").parse_arguments
-    monkeypatch.setattr(sys, "argv", ["train_lm.py", *options.split()])
+    monkeypatch.setattr(sys, "argv", ["run.py", *options.split()])
     assert parse().cost == cost
 
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(RUN.parent)
     return importlib.import_module("shapes")
 
 
@@ -200,7 +200,7 @@ def test_a_run_by_steps_has_the_epochs_of_its_own_plan(shapes, steps):
 
 
 @pytest.mark.parametrize("seconds", [40, 200, 5000])
-def test_a_run_by_time_sees_the_most_epochs(shapes, seconds):
+def test_a_run_by_time_has_the_plan_with_the_most_epochs(shapes, seconds):
     planned = by_time(shapes, seconds=seconds)
     limits = jb.Limits(
         max_tokens=4096, batch_size_multiple=4, seq_len_multiple=32, cost_fn=COST
@@ -210,12 +210,12 @@ def test_a_run_by_time_sees_the_most_epochs(shapes, seconds):
         point.num_buckets: (seconds - point.compile_seconds) / point.epoch_seconds
         for point in curve.points
     }
-    # To the digits with which epochs are counted.
+    # Up to the rounding of the number of epochs.
     assert epochs[len(planned.plan)] > max(epochs.values()) * 0.98
     assert epochs_of(planned) == pytest.approx(epochs[len(planned.plan)], rel=0.06)
 
 
-def test_a_run_that_is_over_before_it_begins_has_one_shape(shapes):
+def test_a_run_without_time_has_one_shape(shapes):
     assert len(by_time(shapes, seconds=0.1).plan) == 1
 
 
@@ -223,9 +223,9 @@ def unmeasured(some):
     raise AssertionError("measured again")
 
 
-def test_what_was_kept_is_not_measured_again(shapes, tmp_path):
+def test_a_saved_plan_is_not_measured_again(shapes, tmp_path):
     options = {"checkpoint": str(tmp_path), "resume": True}
-    # Killed before its first checkpoint, or never begun.
+    # Killed before its first checkpoint, or never started.
     planned = by_time(shapes, **options)
     assert not planned.is_kept
     planned.keep(str(tmp_path))
@@ -233,40 +233,40 @@ def test_what_was_kept_is_not_measured_again(shapes, tmp_path):
     kept = by_time(shapes, unmeasured, **options)
     assert kept.is_kept and kept.plan == planned.plan
     assert kept.to_json() == planned.to_json()
-    # Begun anew it is planned anew.
+    # A new run is planned anew.
     assert not by_time(shapes, checkpoint=str(tmp_path)).is_kept
 
 
-def test_a_run_that_was_planned_otherwise_is_not_planned_by_time(shapes, tmp_path):
+def test_a_run_planned_by_tokens_does_not_resume_by_time(shapes, tmp_path):
     (tmp_path / "6").mkdir()
     options = {"checkpoint": str(tmp_path)}
-    with pytest.raises(ValueError, match="was not planned by time, for it has no plan"):
+    with pytest.raises(ValueError, match="not planned by time, because it has no plan"):
         by_time(shapes, unmeasured, resume=True, **options)
     assert not by_time(shapes, resume_changed=True, **options).is_kept
 
 
 @pytest.mark.parametrize("end", [0, 10, -1])
-def test_a_plan_that_is_cut_is_refused(shapes, tmp_path, end):
+def test_a_truncated_plan_is_refused(shapes, tmp_path, end):
     options = {"checkpoint": str(tmp_path), "resume": True}
     text = by_time(shapes).to_json()
     (tmp_path / "plan.json").write_text(text[:end])
     with pytest.raises(ValueError, match=r"plan\.json: The plan is not valid JSON"):
         by_time(shapes, unmeasured, **options)
     (tmp_path / "plan.json").write_text(by_time(shapes).plan.to_json())
-    with pytest.raises(ValueError, match="does not say by which options"):
+    with pytest.raises(ValueError, match="does not have the options"):
         by_time(shapes, unmeasured, **options)
 
 
-def test_predictions_stand_beside_what_steps_took(shapes):
+def test_predictions_are_compared_with_the_time_of_steps(shapes):
     short, long = jb.Bucket(4, 8), jb.Bucket(2, 16)
     plan = jb.BucketPlan(
         (short, long), max_tokens=32, step_costs=(0.1, 0.4), cost_unit="s"
     )
     epoch = jb.report(plan, [8] * 12 + [16] * 4)
     records = [StepRecord(n, short, t, 1.0, 32, 0.1) for n, t in enumerate((0.1, 0.3))]
-    found = shapes.prediction(plan, epoch, records)
-    assert found["predicted_seconds"] == pytest.approx(0.2)
-    assert found["measured_seconds"] == pytest.approx(0.4)
-    assert found["epoch_steps"] == 5
-    assert found["epoch_predicted_seconds"] == pytest.approx(3 * 0.1 + 2 * 0.4)
-    assert found["epoch_measured_seconds"] == pytest.approx(3 * 0.2 + 2 * 0.4)
+    result = shapes.prediction(plan, epoch, records)
+    assert result["predicted_seconds"] == pytest.approx(0.2)
+    assert result["measured_seconds"] == pytest.approx(0.4)
+    assert result["epoch_steps"] == 5
+    assert result["epoch_predicted_seconds"] == pytest.approx(3 * 0.1 + 2 * 0.4)
+    assert result["epoch_measured_seconds"] == pytest.approx(3 * 0.2 + 2 * 0.4)

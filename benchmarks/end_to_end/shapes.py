@@ -1,7 +1,7 @@
-"""The shapes of the main job: planned by tokens, or by the time that steps take here.
+"""The shapes of a run: planned by tokens, or by the time that steps take here.
 
-Times are measured, and measured again they are others. So a plan by time is kept beside
-the checkpoints, as `plan.json`, and a run that goes on has the same shapes as before.
+Times differ from one measurement to the next. A plan by time is therefore saved beside
+the checkpoints, as `plan.json`, and a resumed run has the same shapes.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import policies
 from etils import epath
+from example import transformer
 from options import SEQ_LEN_MULTIPLE
-from transformer import VOCABULARY
 
 import jaxbucket as jb
 from jaxbucket.plan.costs import CostFn
@@ -24,9 +24,9 @@ from jaxbucket.plan.curve import CurvePoint
 from jaxbucket.plan.reports.run import StepRecord
 
 FILE = "plan.json"
-# What is trained in one shape has others for what is held out.
+# Shapes of the held-out documents, if the number of shapes is left open.
 _HELD_OUT_BUCKETS = 8
-# How many epochs a run has depends on the plan, and the plan on these: soon they agree.
+# The number of epochs depends on the plan, and the plan on it. They agree soon.
 _MOST_ROUNDS = 8
 
 Measure = Callable[[list[jb.Bucket]], jb.train.Calibration]
@@ -34,17 +34,17 @@ Measure = Callable[[list[jb.Bucket]], jb.train.Calibration]
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A plan, and where it is from.
+    """A plan, and how it was made.
 
     Attributes:
       plan: the shapes.
-      by: the options that it follows; empty for a plan by tokens, which is as quickly
+      by: the options that it was made by. Empty for a plan by tokens, which is quickly
         made again.
-      words: what was measured, what is chosen, and why.
-      seconds: what measuring took.
-      measured: every number of it.
+      words: what was measured, what was chosen, and why.
+      seconds: the time that measuring took.
+      measured: every number that was measured.
       packed: whether rows have several documents.
-      is_kept: whether it is that of a run that goes on.
+      is_kept: whether the plan was read from the folder of the run.
     """
 
     plan: jb.BucketPlan
@@ -56,7 +56,7 @@ class Planned:
     is_kept: bool = False
 
     def to_json(self) -> str:
-        """A plan as `jaxbucket report` reads it, with where it is from beside."""
+        """Returns a plan that `jaxbucket report` reads, with how it was made."""
         fields = {name: getattr(self, name) for name in _BESIDE}
         return json.dumps({**json.loads(self.plan.to_json()), "planned": fields})
 
@@ -65,14 +65,14 @@ class Planned:
         plan = jb.BucketPlan.from_json(text)
         fields = json.loads(text).get("planned")
         if isinstance(fields, dict):
-            # Those that were made before rows could be packed.
+            # Plans from before rows could be packed lack the field.
             fields = {"packed": False, **fields}
         if not isinstance(fields, dict) or fields.keys() != _BESIDE:
-            raise ValueError("The plan does not say by which options it was made.")
+            raise ValueError("The plan does not have the options that it was made by.")
         return cls(plan, **fields)
 
     def keep(self, folder: str) -> None:
-        """Writes the plan beside the checkpoints, whole or not at all."""
+        """Writes the plan beside the checkpoints, as a whole or not at all."""
         if self.by and not self.is_kept:
             path = epath.Path(folder) / FILE
             part = path.with_name(f"{FILE}.part")
@@ -113,8 +113,8 @@ def by_tokens(
 def by_operations(
     args: argparse.Namespace, lengths: np.ndarray, limits: jb.Limits
 ) -> Planned:
-    """Packed rows or padded ones, by what the model computes of them."""
-    cost_fn = jb.plan.TransformerCost(args.width, args.layers, VOCABULARY)
+    """Plans packed or padded rows, whichever take fewer operations of the model."""
+    cost_fn = jb.plan.TransformerCost(args.width, args.layers, transformer.VOCABULARY)
     packed = packed_plan(args, lengths, limits, cost_fn)
     return Planned(in_limits(packed.plan), words=packed.reason, packed=packed.is_packed)
 
@@ -132,7 +132,7 @@ def packed_plan(
         num_buckets=args.num_buckets,
         pack=args.pack,
         cost_fn=cost_fn,
-        # Of `segment_attention`, which leaves out what no row needs.
+        # `segment_attention` skips the blocks of other segments.
         block_sparse=True,
         batch_size_multiple=limits.batch_size_multiple,
         seq_len_multiple=limits.seq_len_multiple,
@@ -140,19 +140,19 @@ def packed_plan(
 
 
 def in_limits(plan: jb.BucketPlan) -> jb.BucketPlan:
-    """The same, for documents that are longer."""
+    """Returns the same plan, which truncates longer documents."""
     return dataclasses.replace(plan, overlong="truncate")
 
 
 def packing(planned: Planned, lengths: np.ndarray) -> jb.packing.Packing | None:
-    """The rows of a plan, the same whenever it is made again; None of one document."""
+    """Returns the packed rows of a plan, or None if each row has one document."""
     if not planned.packed:
         return None
     return jb.packing.pack(lengths, planned.plan.boundaries.tolist())
 
 
 def given(path: str, packed: bool) -> Planned:
-    """The plan in a file."""
+    """Returns the plan in a file."""
     try:
         plan = jb.BucketPlan.from_json(epath.Path(path).read_text())
         return Planned(plan, packed=packed)
@@ -163,7 +163,7 @@ def given(path: str, packed: bool) -> Planned:
 def opening(
     plan: jb.BucketPlan, lengths: np.ndarray, steps: int | None
 ) -> list[tuple[jb.Bucket, int]]:
-    """So many steps of the bucket that has the most, to begin with."""
+    """Returns an opening with `steps` steps of the bucket that has the most."""
     if steps is None:
         return []
     batches = [bucket.batches for bucket in jb.report(plan, lengths).buckets]
@@ -178,7 +178,7 @@ def by_time(
     processes: jb.Processes,
     measure: Measure,
 ) -> Planned:
-    """The plan that was kept, where a run goes on; or by what a few shapes take."""
+    """Returns the plan of the run that is resumed, or one by timing a few shapes."""
     by = {
         "--max-tokens": limits.max_tokens,
         "--max-len": limits.max_seq_len,
@@ -201,9 +201,9 @@ def by_time(
     else:
         rows = packed_plan(args, lengths, limits, measured.cost)
         chosen, reason, packed = in_limits(rows.plan), rows.reason, rows.is_packed
-    words = f"{in_words(measured, seconds)}\n{reason}"
+    words = f"{to_text(measured, seconds)}\n{reason}"
     planned = Planned(chosen, by, words, seconds, measured.to_dict(), packed)
-    # Each has measured its own times, and all have to train in the same shapes.
+    # Every process has measured its own times. All use the plan of the first one.
     (text, *_) = processes.gather("plan by time", planned.to_json())
     return Planned.from_json(text)
 
@@ -211,19 +211,19 @@ def by_time(
 def _kept(
     args: argparse.Namespace, by: dict[str, Any], processes: jb.Processes
 ) -> Planned | None:
-    """The plan of the run that goes on; None where there is none, and may be none."""
+    """Returns the plan of the run that is resumed, or None to plan anew."""
     if not (args.resume or args.resume_changed):
         return None
     folder = epath.Path(args.checkpoint)
-    # One of them looks, lest another sees what was not yet there.
+    # One process looks, because another might see an earlier state of the folder.
     text = _look(folder) if processes.index == 0 else ""
     text = processes.gather("plan that was kept", text)[0]
-    if text == _OTHERWISE and not args.resume_changed:
+    if text == _NO_PLAN and not args.resume_changed:
         raise ValueError(
-            f"The run in {folder} was not planned by time, for it has no {FILE}: give "
-            "back the options that it had, or go on by `--resume-changed`."
+            f"The run in {folder} was not planned by time, because it has no {FILE}. "
+            "Give the options that it had, or continue with `--resume-changed`."
         )
-    if text in (_NOTHING, _OTHERWISE):
+    if text in (_NO_RUN, _NO_PLAN):
         return None
     try:
         planned = Planned.from_json(text)
@@ -236,21 +236,22 @@ def _kept(
             f"{name} {before.get(name)} -> {by[name]}" for name in other
         )
         raise ValueError(
-            f"Cannot go on by the plan in {folder}, for its options have changed: "
-            f"{changes}. Give back what they were, or plan anew by `--resume-changed`."
+            f"Cannot continue with the plan in {folder}, because its options have "
+            f"changed: {changes}. Give the former options, or plan anew with "
+            "`--resume-changed`."
         )
     return None if other else dataclasses.replace(planned, is_kept=True)
 
 
-_NOTHING, _OTHERWISE = "nothing", "otherwise"
+_NO_RUN, _NO_PLAN = "no run", "no plan"
 
 
 def _look(folder: epath.Path) -> str:
-    """The plan's file; or that there is a run without one, or none."""
+    """Returns the text of the plan, or whether the run or only its plan is missing."""
     if (folder / FILE).exists():
         return (folder / FILE).read_text()
-    begun = folder.exists() and any(x.name.isdecimal() for x in folder.iterdir())
-    return _OTHERWISE if begun else _NOTHING
+    has_run = folder.exists() and any(x.name.isdecimal() for x in folder.iterdir())
+    return _NO_PLAN if has_run else _NO_RUN
 
 
 def _choose(
@@ -260,7 +261,7 @@ def _choose(
     measured: jb.train.Calibration,
     spent: float,
 ) -> tuple[jb.BucketPlan, str]:
-    """A plan, and why."""
+    """Returns a plan, and the reason for it."""
     if args.num_buckets != "auto":
         chosen = plan(lengths, limits, args.num_buckets, args.boundaries)
         return chosen, f"{len(chosen)} shapes, as many as asked for."
@@ -281,28 +282,28 @@ def _choose(
 
 
 def _num_epochs(args: argparse.Namespace, point: CurvePoint, spent: float) -> float:
-    """How many epochs the run has by that plan, to two digits."""
+    """Returns the number of epochs of the run with that plan, to two digits."""
     if args.seconds:
         left = args.seconds - spent - point.compile_seconds
-        # As the time is, so are the epochs: the most of them has the plan for which the
-        # time of as many is the least (Dinkelbach, 1967, on ratios).
+        # The plan with the most epochs in this time is the plan with the least time for
+        # that many epochs (Dinkelbach, 1967).
         epochs = left / point.epoch_seconds
     else:
         epochs = args.steps / point.steps_per_epoch
     return float(f"{max(epochs, 0.01):.2g}")
 
 
-def in_words(measured: jb.train.Calibration, seconds: float) -> str:
+def to_text(measured: jb.train.Calibration, seconds: float) -> str:
     cost = measured.cost
     terms = [
         (cost.per_step, 1e3, "ms"),
-        (cost.per_token, 1e6, "us a position"),
-        (cost.per_pair, 1e9, "ns a pair of them"),
+        (cost.per_token, 1e6, "us per position"),
+        (cost.per_pair, 1e9, "ns per pair of them"),
     ]
     formula = " + ".join(
         f"{scale * term:.3g} {unit}" for term, scale, unit in terms if term
     )
-    # Of few shapes nobody can tell.
+    # With few shapes the error cannot be estimated.
     within = "" if math.isnan(cost.error) else f" (within {cost.error:.0%})"
     return (
         f"Measured in {seconds:.0f} s on {len(measured.step_seconds)} shapes: a step "
@@ -313,12 +314,12 @@ def in_words(measured: jb.train.Calibration, seconds: float) -> str:
 def prediction(
     plan: jb.BucketPlan, epoch: jb.plan.Report, records: Sequence[StepRecord]
 ) -> dict[str, Any]:
-    """What the plan says that steps take, and what those of a run took."""
+    """Returns the time that the plan predicts, and the time that the steps took."""
     predicted = dict(zip(plan.buckets, plan.costs.tolist(), strict=True))
     taken: dict[jb.Bucket, list[float]] = {}
     for record in records:
         taken.setdefault(record.bucket, []).append(record.seconds)
-    # A shape that the run has not seen is taken at its word.
+    # A shape without steps counts as predicted.
     at_this_pace = [
         use.batches * float(np.mean(taken.get(bucket, [predicted[bucket]])))
         for bucket, use in zip(plan.buckets, epoch.buckets, strict=True)

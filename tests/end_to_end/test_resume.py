@@ -1,4 +1,4 @@
-"""The main job, stopped in every way, goes on as if it had never been stopped."""
+"""A run that was stopped in any way resumes as if it had never been stopped."""
 
 import importlib
 import json
@@ -14,23 +14,23 @@ import time
 
 import pytest
 
-TRAIN_LM = pathlib.Path(__file__).parents[2] / "examples" / "train_lm.py"
+RUN = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end" / "run.py"
 STEPS = 240
 NUM_DOCUMENTS = 300
-# More of them take half a minute each: JAXBUCKET_KILLS=10 python -m pytest -k kill
+# Each kill takes half a minute: JAXBUCKET_KILLS=10 python -m pytest -k kill
 KILLS = int(os.environ.get("JAXBUCKET_KILLS", "2"))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """With data of two kinds, and the summary of a run that was never stopped."""
+    """A folder with data, and with the summary of a run that was never stopped."""
     folder = tmp_path_factory.mktemp("resume")
     lines = [
         json.dumps({"text": f"{n} " + "xyz " * (n % 20)}) for n in range(NUM_DOCUMENTS)
     ]
     (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "less.jsonl").write_text("\n".join(lines[:200]) + "\n")
-    # Whoever reads that file trains on the same documents.
+    # The same training documents, with different held-out ones.
     held_out = held_out_texts(folder / "data.jsonl")
     changed = [
         line.replace("xyz", "zyx") if json.loads(line)["text"] in held_out else line
@@ -45,14 +45,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def held_out_texts(path: pathlib.Path) -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(TRAIN_LM.parent)
-        documents = importlib.import_module("documents")
+        patch.syspath_prepend(RUN.parent)
+        documents = importlib.import_module("example").documents
     split = documents.load(str(path))
     return {bytes(example["tokens"]).decode() for example in split.held_out}
 
 
 def command(*args: object, data="data.jsonl") -> list[str]:
-    """Options of a small run. All of them compile the same programs."""
+    """Returns options of a small run. All runs compile the same programs."""
     words = [
         *("--data", data, "--steps", STEPS, "--width", 16, "--layers", 1),
         *("--max-len", 64, "--max-tokens", 512, "--num-buckets", 2),
@@ -75,13 +75,13 @@ def run_script(
 
 
 def start(
-    folder: pathlib.Path, *args: object, data="data.jsonl", script=TRAIN_LM
+    folder: pathlib.Path, *args: object, data="data.jsonl", script=RUN
 ) -> subprocess.Popen:
     return run_script(folder, script, *command(*args, data=data))
 
 
 def latest(checkpoints: pathlib.Path) -> int:
-    """The newest step that is there, -1 if none."""
+    """Returns the newest saved step, or -1."""
     names = [p.name for p in checkpoints.glob("*") if p.name.isdecimal()]
     return max(map(int, names), default=-1)
 
@@ -89,7 +89,7 @@ def latest(checkpoints: pathlib.Path) -> int:
 def stop_after(
     run: subprocess.Popen, checkpoints: pathlib.Path, step: int, number: int
 ) -> None:
-    """Sends a signal some random moment after a step was saved."""
+    """Sends a signal at a random moment after a step was saved."""
     deadline = time.monotonic() + 600
     while latest(checkpoints) < step and run.poll() is None:
         assert time.monotonic() < deadline
@@ -104,15 +104,15 @@ def check_same_end(folder: pathlib.Path, name: str) -> None:
     )
     assert resumed["train"]["steps"] == STEPS
     for digest in ("params_digest", "held_out"):
-        found, want = resumed[digest], whole[digest]
+        actual, expected = resumed[digest], whole[digest]
         if digest == "held_out":
-            found, want = found["bits_per_byte"], want["bits_per_byte"]
-        assert found == want
+            actual, expected = actual["bits_per_byte"], expected["bits_per_byte"]
+        assert actual == expected
     assert resumed["train"]["batches_digest"] == whole["train"]["batches_digest"]
 
 
 @pytest.mark.exhaustive
-def test_killed_at_random_moments_it_ends_as_if_it_never_was(folder):
+def test_a_run_killed_at_random_moments_ends_with_the_same_parameters(folder):
     checkpoints = folder / "killed"
     stops = [STEPS * kill // (KILLS + 1) for kill in range(KILLS)]
     for step in stops:
@@ -125,7 +125,7 @@ def test_killed_at_random_moments_it_ends_as_if_it_never_was(folder):
     )
     out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
-    assert re.search(r"Going on at step \d+", out)
+    assert re.search(r"Resuming at step \d+", out)
     check_same_end(folder, "killed.json")
 
 
@@ -140,14 +140,14 @@ def test_a_run_compiles_each_shape_once_and_sees_every_document(folder):
     assert 0 < whole["held_out"]["bits_per_byte"] < 16
 
 
-def check_said(out: str, name: str, checkpoints: pathlib.Path, step: int) -> None:
-    """That a run says which signal has stopped it, and how to go on."""
+def check_stopped(out: str, name: str, checkpoints: pathlib.Path, step: int) -> None:
+    """Checks that a run prints which signal stopped it, and how to resume it."""
     assert f"Stopped by {name} after step {step}" in out
     (command,) = [line for line in out.splitlines() if line.startswith("python ")]
     assert command.endswith(f"--checkpoint {checkpoints} --resume")
 
 
-def test_asked_to_stop_it_saves_the_step_in_hand_and_goes_on(folder, stopped):
+def test_a_run_stopped_by_sigterm_resumes_with_the_same_result(folder, stopped):
     checkpoints = folder / "goes on"
     shutil.copytree(stopped, checkpoints)
     step = latest(checkpoints)
@@ -155,20 +155,20 @@ def test_asked_to_stop_it_saves_the_step_in_hand_and_goes_on(folder, stopped):
     run = start(folder, *args)
     out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
-    assert f"Going on at step {step}." in out
+    assert f"Resuming at step {step}." in out
     check_same_end(folder, "goes-on.json")
 
 
 @pytest.mark.exhaustive
-def test_interrupted_it_goes_on_and_ends_only_once(folder):
+def test_an_interrupted_run_resumes_and_ends_once(folder):
     checkpoints = folder / "interrupted"
     run = start(folder, "--checkpoint", checkpoints)
     stop_after(run, checkpoints, 50, signal.SIGINT)
     out, error = run.communicate(timeout=600)
     assert run.returncode == 128 + signal.SIGINT, error
-    check_said(out, "SIGINT", checkpoints, latest(checkpoints))
+    check_stopped(out, "SIGINT", checkpoints, latest(checkpoints))
     args = ("--checkpoint", checkpoints, "--resume", "--json", "interrupted.json")
-    # The second time nothing is left to do: it is evaluated, and ends as it did.
+    # The second time there are no steps left, and it is only evaluated.
     for _ in range(2):
         run = start(folder, *args)
         _, error = run.communicate(timeout=600)
@@ -178,24 +178,24 @@ def test_interrupted_it_goes_on_and_ends_only_once(folder):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("at", [0, 5])
-def test_the_words_to_go_on_with_changes_are_those_that_do(folder, stopped, at):
+def test_the_printed_command_resumes_a_changed_run(folder, stopped, at):
     checkpoints = folder / f"words {at}"
     shutil.copytree(stopped, checkpoints)
-    # The signal comes with so many batches of the new data, the first one included.
+    # The signal comes with the batch number `at` of the changed run.
     script = folder / "early.py"
     script.write_text(
         f"""
 import signal, sys
-sys.path.insert(0, {str(TRAIN_LM.parent)!r})
-import train_lm
-prefetch = train_lm.jb.sharding.prefetch_to_mesh
+sys.path.insert(0, {str(RUN.parent)!r})
+import run
+prefetch = run.jb.sharding.prefetch_to_mesh
 def early(*args):
     for number, batch in enumerate(prefetch(*args)):
         if number == {at}:
             signal.raise_signal(signal.SIGINT)
         yield batch
-train_lm.jb.sharding.prefetch_to_mesh = early
-train_lm.main()
+run.jb.sharding.prefetch_to_mesh = early
+run.main()
 """
     )
     changed = ("--checkpoint", checkpoints, "--seed", 3)
@@ -204,7 +204,7 @@ train_lm.main()
     assert run.returncode == 128 + signal.SIGINT, error
     (command,) = [line for line in out.splitlines() if line.startswith("python ")]
     how = command.split()[-1]
-    # Once it is saved, a later change is to be refused again.
+    # Once the changes are saved, later changes are refused again.
     assert how == ("--resume" if at else "--resume-changed")
     run = start(folder, *changed, how)
     out, error = run.communicate(timeout=600)
@@ -212,20 +212,20 @@ train_lm.main()
 
 
 @pytest.mark.exhaustive
-def test_a_signal_while_it_evaluates_loses_nothing(folder):
-    # The last part of every save is slow, as it is for a large state.
+def test_a_signal_during_evaluation_loses_no_checkpoint(folder):
+    # The last part of every save is slow, as for a large state.
     code = (
-        f"import sys, time; sys.path.insert(0, {str(TRAIN_LM.parent)!r})\n"
+        f"import sys, time; sys.path.insert(0, {str(RUN.parent)!r})\n"
         "from jaxbucket import Checkpoints\n"
-        "import train_lm\n"
+        "import run\n"
         "def slow(self, seal=Checkpoints._seal):\n"
         "    time.sleep(2)\n"
         "    seal(self)\n"
-        "def note(self, state, log):\n"
+        "def evaluate(self, state, log):\n"
         "    print('EVALUATING', flush=True)\n"
         "    time.sleep(60)\n"
-        "Checkpoints._seal, train_lm.HeldOut.note = slow, note\n"
-        "train_lm.main()\n"
+        "Checkpoints._seal, run.HeldOut.evaluate = slow, evaluate\n"
+        "run.main()\n"
     )
     script = folder / "slow.py"
     script.write_text(code)
@@ -242,24 +242,24 @@ def test_a_signal_while_it_evaluates_loses_nothing(folder):
 
 
 @pytest.mark.exhaustive
-def test_other_options_are_said_when_a_run_goes_on(folder, stopped):
+def test_changed_options_are_printed_when_a_run_resumes(folder, stopped):
     checkpoints = folder / "options"
     shutil.copytree(stopped, checkpoints)
     run = start(folder, "--checkpoint", checkpoints, "--resume", "--lr", 0.001)
     out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
-    assert "Other than before: --lr 0.008 -> 0.001" in out
+    assert "Changed: --lr 0.008 -> 0.001" in out
 
 
 @pytest.fixture(scope="module")
 def stopped(folder):
-    """Checkpoints of a run that was stopped on its way."""
+    """The checkpoints of a run that was stopped before its end."""
     checkpoints = folder / "stopped"
     run = start(folder, "--checkpoint", checkpoints)
     stop_after(run, checkpoints, 30, signal.SIGTERM)
     out, error = run.communicate(timeout=600)
     assert run.returncode == 128 + signal.SIGTERM, error
-    check_said(out, "SIGTERM", checkpoints, latest(checkpoints))
+    check_stopped(out, "SIGTERM", checkpoints, latest(checkpoints))
     return checkpoints
 
 
@@ -269,22 +269,22 @@ REFUSED = {
     "data": (["--resume"], {"data": "less.jsonl"}, r"data examples \d+ -> \d+"),
     "held-out data": (["--resume"], {"data": "held.jsonl"}, "held-out documents have"),
     "model": (["--resume", "--width", 32], {}, "is of a different model or optimizer"),
-    "no --resume": ([], {}, "has a run at step .*: go on with it by `--resume`"),
-    "steps": (["--resume", "--steps", 9], {}, "`--steps 9` ends before step"),
+    "no --resume": ([], {}, r"has a run at step .*\. Continue it with `--resume`"),
+    "steps": (["--resume", "--steps", 9], {}, "`--steps 9` is before step"),
     "policy": (["--resume", "--policy", "dynamic"], {}, "cannot be resumed"),
 }
 DAMAGED = (
     r"The checkpoint .* is damaged: .*\. Delete this directory to resume from step"
 )
-# What ends a run is printed in its place, and the next one begins.
+# Runs several commands in one process, and prints how each of them ends.
 SEVERAL = f"""
 import json, sys
-sys.path.insert(0, {str(TRAIN_LM.parent)!r})
-import train_lm
+sys.path.insert(0, {str(RUN.parent)!r})
+import run
 for words in json.loads(sys.argv[1]):
-    sys.argv = ["train_lm.py", *words]
+    sys.argv = ["run.py", *words]
     try:
-        train_lm.main()
+        run.main()
     except SystemExit as end:
         print("ENDED", json.dumps(end.code), flush=True)
 """
@@ -292,7 +292,7 @@ for words in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def ends(folder, stopped) -> dict[str, str]:
-    """How runs end that go on from the checkpoints, one after another in a process."""
+    """How runs that resume from the checkpoints end, by name."""
     before = {path: path.stat().st_mtime_ns for path in stopped.rglob("*")}
     commands = [
         command(*args, "--checkpoint", stopped, **options)
@@ -312,27 +312,27 @@ def ends(folder, stopped) -> dict[str, str]:
     run = run_script(folder, script, json.dumps(commands))
     out, error = run.communicate(timeout=300)
     assert run.returncode == 0, error
-    found = re.findall(r"^ENDED (.*)$", out, re.MULTILINE)
+    endings = re.findall(r"^ENDED (.*)$", out, re.MULTILINE)
     names = [*REFUSED, "delete", "truncate"]
     assert {path: path.stat().st_mtime_ns for path in stopped.rglob("*")} == before
-    return dict(zip(names, map(json.loads, found), strict=True))
+    return dict(zip(names, map(json.loads, endings), strict=True))
 
 
 @pytest.mark.parametrize("case", [*REFUSED, "delete", "truncate"])
-def test_what_cannot_be_resumed_is_refused_in_one_sentence(ends, case):
+def test_a_run_that_cannot_be_resumed_is_refused_in_one_sentence(ends, case):
     message = REFUSED[case][2] if case in REFUSED else DAMAGED
-    assert re.fullmatch(rf"train_lm\.py: .*{message}.*", ends[case])
+    assert re.fullmatch(rf"run\.py: .*{message}.*", ends[case])
 
 
 @pytest.mark.exhaustive
-def test_a_refusal_is_the_exit_status(folder, stopped):
+def test_a_refused_run_has_exit_status_1(folder, stopped):
     run = start(folder, "--checkpoint", stopped)
     _, error = run.communicate(timeout=600)
     assert run.returncode == 1
-    assert re.fullmatch(r"train_lm\.py: .*go on with it by `--resume`.*\n", error)
+    assert re.fullmatch(r"run\.py: .*Continue it with `--resume`.*\n", error)
 
 
-def go_on(folder: pathlib.Path, checkpoints: pathlib.Path, *args: object) -> dict:
+def resume(folder: pathlib.Path, checkpoints: pathlib.Path, *args: object) -> dict:
     run = start(
         *(folder, "--checkpoint", checkpoints, *args, "--json", "changed.json"),
         data="less.jsonl",
@@ -343,33 +343,33 @@ def go_on(folder: pathlib.Path, checkpoints: pathlib.Path, *args: object) -> dic
 
 
 @pytest.mark.exhaustive
-def test_it_goes_on_with_other_data_where_that_is_said(folder, stopped):
+def test_a_run_resumes_with_different_data_if_asked_to(folder, stopped):
     changed = ("--resume-changed", "--seed", 3)
     ends = []
-    # At once; in two parts, by the same words; and in two parts, by the usual ones.
+    # In one part, in two parts with the same options, and in two with `--resume`.
     for again in (None, changed, ("--resume", "--seed", 3)):
         checkpoints = folder / f"changed {len(ends)}"
         shutil.copytree(stopped, checkpoints)
         if again:
             half = (latest(stopped) + STEPS) // 2
             assert (
-                go_on(folder, checkpoints, *changed, "--steps", half)["steps"] == half
+                resume(folder, checkpoints, *changed, "--steps", half)["steps"] == half
             )
-        ends.append(go_on(folder, checkpoints, *(again or changed)))
+        ends.append(resume(folder, checkpoints, *(again or changed)))
         assert ends[-1]["steps"] == STEPS
-    # The same batches: nothing is trained on twice because it was stopped.
+    # The same batches, so stopping repeats none of them.
     assert len({end["batches_digest"] for end in ends}) == 1
     whole = json.loads((folder / "whole.json").read_text())["train"]
     assert ends[0]["batches_digest"] != whole["batches_digest"]
 
 
 @pytest.mark.exhaustive
-def test_where_nothing_is_to_be_resumed_it_begins(folder):
+def test_resuming_without_a_checkpoint_starts_at_step_0(folder):
     checkpoints = folder / "nothing"
     run = start(
         *(folder, "--checkpoint", checkpoints, "--resume", "--json", "begun.json")
     )
     out, error = run.communicate(timeout=600)
     assert run.returncode == 0, error
-    assert "beginning at step 0" in " ".join(out.split())
+    assert "starting at step 0" in " ".join(out.split())
     check_same_end(folder, "begun.json")

@@ -1,4 +1,4 @@
-"""What the main job shows and records of its steps."""
+"""The display and the records of the steps of a run."""
 
 import importlib
 import pathlib
@@ -12,12 +12,12 @@ import pytest
 import jaxbucket as jb
 from jaxbucket.plan.reports.run import bucket_uses
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+END_TO_END = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end"
 
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(END_TO_END)
     return importlib.import_module("live")
 
 
@@ -90,7 +90,7 @@ def test_the_time_of_a_step_is_that_of_its_bucket(live):
     assert uses[0].seconds_per_step < 0.1 < uses[1].seconds_per_step
 
 
-def test_what_is_evaluated_between_steps_takes_no_time_of_the_run(live):
+def test_evaluation_between_steps_does_not_count_as_training(live):
     clock = live.Clock(5.0)
     clock.start()
     batch = on_mesh(make_batch(jb.Bucket(1, 4)))
@@ -123,7 +123,7 @@ def digest_of(live, batches, first=0, before="0"):
     return digest.total()
 
 
-def test_the_digest_names_every_batch_in_turn_on_any_number_of_devices(live):
+def test_the_digest_covers_every_batch_on_any_number_of_devices(live):
     batches = [make_batch(jb.Bucket(8, 4), value) for value in (1, 2, 3)]
     whole = {digest_of(live, [on_mesh(b, n) for b in batches]) for n in (1, 2, 8)}
     assert len(whole) == 1

@@ -1,9 +1,9 @@
-"""Four ways to make batches of the same documents, all within the same B * T.
+"""Four ways to make batches of the same documents, within the same limit on B * T.
 
 * bucketed: a few shapes, all compiled before the first step.
 * pad-to-max: one shape, as long as the longest document.
-* dynamic: as many documents as the budget holds, padded to the longest of them; every
-  batch has its own shape, and `jax.jit` compiles whatever comes.
+* dynamic: as many documents as fit in the limit, padded to the longest of them. Every
+  batch has its own shape, and `jax.jit` compiles for each new one.
 * grain-pack: one shape, whose rows Grain fills with several documents.
 """
 
@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import numpy as np
-from documents import Examples
+from example import documents
 
 import jaxbucket as jb
 
 POLICIES = ("bucketed", "pad-to-max", "dynamic", "grain-pack")
-# Those whose batches are a function of the step, and so can be resumed.
+# Their batches are a function of the step, so a run can be resumed.
 RESUMABLE = ("bucketed", "pad-to-max")
 _PACKING_BINS = 64
 
 
 class Limits(NamedTuple):
-    """What every batch keeps to."""
+    """The limits of every batch."""
 
     max_tokens: int
     max_len: int
@@ -35,7 +35,7 @@ class Limits(NamedTuple):
 
 
 class Jitted:
-    """A jitted step as it is called without a plan; notes what compiling takes."""
+    """A jitted step without a plan, which records the time of each compilation."""
 
     def __init__(self, step_fn: Callable[[Any, jb.Batch], Any]):
         self._step_fn = step_fn
@@ -47,16 +47,16 @@ class Jitted:
 
     @property
     def report(self) -> jb.compile.CompileReport:
-        """Nothing was compiled ahead."""
+        """An empty report, because nothing is compiled ahead of time."""
         return jb.compile.CompileReport(())
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Returns immediately, because nothing is compiled in the background."""
 
     def __call__(self, state: Any, batch: jb.Batch) -> Any:
         if batch.bucket in self.seconds:
             return self._step_fn(state, batch)
-        # What is in flight is not compiling.
+        # Steps in flight must not count as compiling.
         jax.block_until_ready(state)
         start = time.perf_counter()
         result = self._step_fn(state, batch)
@@ -64,8 +64,10 @@ class Jitted:
         return result
 
 
-def dynamic(examples: Examples, limits: Limits, seed: int) -> Iterator[jb.Batch]:
-    """Documents in random order; a batch is full where one more would not fit."""
+def dynamic(
+    examples: documents.Examples, limits: Limits, seed: int
+) -> Iterator[jb.Batch]:
+    """Yields documents in random order; a full batch has no room for one more."""
     for epoch in itertools.count():
         rows: list[dict[str, np.ndarray]] = []
         for index in np.random.default_rng((seed, epoch)).permutation(len(examples)):
@@ -85,14 +87,16 @@ def _shape(rows: list[dict[str, np.ndarray]], limits: Limits) -> jb.Bucket:
 
 
 def grain_pack(
-    examples: Examples, bucket: jb.Bucket, limits: Limits, seed: int
+    examples: documents.Examples, bucket: jb.Bucket, limits: Limits, seed: int
 ) -> Iterable[jb.Batch]:
-    """Grain's first-fit packing of shuffled documents."""
+    """Yields shuffled documents, packed by Grain's first fit."""
 
-    def cut(example: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def short(example: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {"tokens": example["tokens"][: limits.max_len]}
 
-    shuffled = grain.MapDataset.source(examples).seed(seed).shuffle().repeat().map(cut)
+    shuffled = (
+        grain.MapDataset.source(examples).seed(seed).shuffle().repeat().map(short)
+    )
     packed = grain.experimental.FirstFitPackIterDataset(
         shuffled.to_iter_dataset(),
         length_struct={"tokens": bucket.seq_len},

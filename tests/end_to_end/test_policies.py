@@ -1,4 +1,4 @@
-"""The other ways to make batches that the main job is compared with."""
+"""The other ways to make batches, with which buckets are compared."""
 
 import importlib
 import itertools
@@ -12,12 +12,12 @@ from flax import nnx
 
 import jaxbucket as jb
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+END_TO_END = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end"
 
 
 @pytest.fixture
 def policies(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(END_TO_END)
     return importlib.import_module("policies")
 
 
@@ -25,7 +25,7 @@ def policies(monkeypatch: pytest.MonkeyPatch):
 def documents():
     rng = np.random.default_rng(0)
     lengths = np.minimum(1 + rng.geometric(0.03, 300), 100)
-    # Every document begins with two bytes that are its own.
+    # Every document starts with two bytes that name it.
     return [
         {"tokens": np.append([n // 256, n % 256], rng.integers(0, 256, k)).astype("u1")}
         for n, k in enumerate(lengths)
@@ -33,7 +33,7 @@ def documents():
 
 
 def names(batch: jb.Batch) -> list[int]:
-    """The documents in a batch, by their first two bytes."""
+    """Returns the documents in a batch, by their first two bytes."""
     tokens = batch.features["tokens"].astype(int)
     starts = (batch.positions["tokens"] == 0) & (batch.segment_ids["tokens"] > 0)
     rows, columns = np.nonzero(starts)
@@ -53,13 +53,13 @@ def test_dynamic_batches_keep_the_budget_and_hold_every_document(
         assert batch.bucket.batch_size % multiple == 0
         lengths = batch.mask.sum(axis=1)
         assert lengths.max() == batch.bucket.seq_len <= 64
-        # No row for nothing: they are filled up to the multiple only.
+        # There are no more empty rows than the multiple needs.
         assert np.count_nonzero(lengths == 0) < multiple
         seen += names(batch)
     assert sorted(seen) == list(range(len(documents)))
 
 
-def test_dynamic_batches_are_drawn_anew_by_epoch_and_seed(policies, documents):
+def test_dynamic_batches_differ_by_epoch_and_seed(policies, documents):
     limits = policies.Limits(512, 64, 1)
 
     def first(seed, size=400):
@@ -86,24 +86,26 @@ def test_grain_packs_whole_documents(policies, documents):
         tokens = batch.features["tokens"]
         for row in range(4):
             for segment in range(1, ids[row].max() + 1):
-                own = ids[row] == segment
-                np.testing.assert_array_equal(positions[row][own], np.arange(own.sum()))
+                segment_mask = ids[row] == segment
+                np.testing.assert_array_equal(
+                    positions[row][segment_mask], np.arange(segment_mask.sum())
+                )
                 (name,) = names(
                     jb.Batch(
-                        {"tokens": tokens[row][own][None]},
-                        {"tokens": ids[row][own][None]},
-                        {"tokens": positions[row][own][None]},
+                        {"tokens": tokens[row][segment_mask][None]},
+                        {"tokens": ids[row][segment_mask][None]},
+                        {"tokens": positions[row][segment_mask][None]},
                     )
                 )
                 np.testing.assert_array_equal(
-                    tokens[row][own], documents[name]["tokens"]
+                    tokens[row][segment_mask], documents[name]["tokens"]
                 )
     assert len(seen) > 100
 
 
 @pytest.mark.exhaustive
 def test_packed_documents_do_not_see_one_another(policies, documents):
-    """Nats of every byte are those that the document has in a row of its own."""
+    """The loss of every byte is that of the document alone in a row."""
     transformer = importlib.import_module("transformer")
     with jax.numpy_dtype_promotion("standard"):
         model = transformer.Transformer(32, 2, 0.0, nnx.Rngs(0))
@@ -111,26 +113,26 @@ def test_packed_documents_do_not_see_one_another(policies, documents):
         packed = policies.grain_pack(documents, jb.Bucket(4, 128), limits, seed=0)
         batch = next(iter(packed))
         ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
-        # Whoever is the first of a document sees its begin, and not its neighbour.
+        # The first byte of a document is predicted from `BEGIN`, not its neighbour.
         tokens = jb.next_tokens(batch, "tokens", begin=transformer.BEGIN).inputs
         assert (tokens[positions == 0] == transformer.BEGIN).all()
         logits = model(jnp.asarray(tokens), jnp.asarray(positions), None, ids)
         compared = 0
         for row in range(4):
             for segment in range(1, ids[row].max() + 1):
-                own = ids[row] == segment
-                # What follows is not seen; and so all of them are of one shape.
+                segment_mask = ids[row] == segment
+                # Attention is causal, so all documents may have one shape.
                 alone = np.zeros((1, 128), np.int32)
-                alone[0, : own.sum()] = tokens[row][own]
+                alone[0, : segment_mask.sum()] = tokens[row][segment_mask]
                 alone = model(jnp.asarray(alone), jnp.arange(128)[None], None)
                 np.testing.assert_allclose(
-                    logits[row][own], alone[0, : own.sum()], atol=2e-5
+                    logits[row][segment_mask], alone[0, : segment_mask.sum()], atol=2e-5
                 )
                 compared += segment > 1
         assert compared > 4
 
 
-def test_what_compiling_takes_is_noted_once_for_each_shape(policies):
+def test_the_time_to_compile_is_recorded_once_per_shape(policies):
     calls = []
 
     def step(state, batch):

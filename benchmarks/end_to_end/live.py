@@ -1,4 +1,4 @@
-"""What is shown while a model trains: a bar, and a line at every tenth of the run."""
+"""The display of a run: a progress bar, and a line at every tenth of it."""
 
 import contextlib
 import hashlib
@@ -24,7 +24,7 @@ _RECENT_STEPS = 20
 
 
 class Clock:
-    """Seconds of training, compiling included, which stand still while it is paused."""
+    """A clock of training, compiling included, that can be paused."""
 
     def __init__(self, seconds: float = 0.0):
         self._before = seconds
@@ -92,17 +92,17 @@ class TrainingLog:
 
     @property
     def step(self) -> int:
-        """Updates that were recorded, since step 0."""
+        """The number of recorded updates since step 0."""
         return self._first_step + len(self.records)
 
     @property
     def seconds(self) -> float:
-        """Of training so far."""
+        """Seconds of training so far."""
         return self._clock.seconds
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For what is not training: the last step is settled, and the clock stops."""
+        """Stops the clock, after the last step, for work that is not training."""
         self.settle()
         self._clock.pause()
         try:
@@ -112,7 +112,7 @@ class TrainingLog:
 
     @property
     def done(self) -> float:
-        """Which share of the run is over."""
+        """The share of the run that is done."""
         shares = [0.0]
         if self._num_steps is not None:
             dispatched = self.step + (self._pending is not None)
@@ -122,14 +122,14 @@ class TrainingLog:
         return min(1.0, max(shares))
 
     def add(self, batch: jb.Batch, metrics: dict[str, Any]) -> None:
-        """Takes note of a step that was dispatched, and records the one before it.
+        """Takes a step that was dispatched, and records the step before it.
 
-        Reading a step's numbers waits for the step: one behind, the device never
-        waits for the reader.
+        Reading the numbers of a step waits for its end. Reading them one step late,
+        the device always has a next step.
         """
         self.settle()
-        # When it is done is seen from beside: some backends run a step within the call
-        # that dispatches it, others long after.
+        # A thread takes the time at which the step ends, because some backends run a
+        # step within the call that dispatches it, and others long after it.
         end = self._waiter.submit(self._end, metrics)
         self._pending = batch.bucket, metrics, end
 
@@ -189,7 +189,7 @@ class TrainingLog:
             )
 
     def summary(self) -> dict[str, Any]:
-        """The steps of this process, and every line that was shown."""
+        """Returns the steps of this process, and every line that was shown."""
         return {
             "steps": self.step,
             "first_step": self._first_step,
@@ -200,14 +200,14 @@ class TrainingLog:
 
 
 class BatchDigest:
-    """Names all batches of a run, whoever has their rows.
+    """A hash of all batches of a run, for any number of processes.
 
-    A sum of what every row says of itself and its place, so that processes add up.
+    It is the sum of a hash for each row with its place, so that processes add up.
     """
 
     def __init__(self, processes: jb.Processes, before: str = "0"):
         self._processes = processes
-        # Known to all of them, and counted by one.
+        # All processes know the sum so far, and one of them counts it.
         self._sum = int(before, 16) if processes.index == 0 else 0
 
     def add(self, batch: jb.Batch, step: int) -> None:
@@ -220,7 +220,7 @@ class BatchDigest:
                         self._sum += _hash(f"{step} {number} {row} ", values)
 
     def total(self) -> str:
-        """The same in all processes; all have to ask."""
+        """Returns the hash. All processes have to call it."""
         sums = self._processes.gather("batches digest", f"{self._sum:x}")
         return f"{sum(int(part, 16) for part in sums) % 2**128:032x}"
 
@@ -231,7 +231,7 @@ def _hash(place: str, values: np.ndarray) -> int:
 
 
 def averages(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Totals over some steps."""
+    """Returns totals and averages over some steps."""
     seconds = sum(record.seconds for record in records)
     tokens = sum(record.real_tokens for record in records)
     padded = sum(record.bucket.num_tokens for record in records)

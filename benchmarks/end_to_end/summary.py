@@ -1,4 +1,4 @@
-"""What is said about a run when it is over: words, JSON, a picture."""
+"""The results of a run: as text, as JSON and as a picture."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from jaxbucket.plan.reports.run_plots import plot_buckets, plot_run
 
 
 def digest(tree: Any) -> str:
-    """Names all arrays of a tree, bit for bit. All processes have to call it."""
+    """Returns a hash of all arrays of a tree. All processes have to call it."""
     state = hashlib.blake2b(digest_size=16)
     for leaf in jax.tree.leaves(tree):
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
@@ -25,7 +25,7 @@ def digest(tree: Any) -> str:
 
 
 def draw(records: Sequence[StepRecord], path: str) -> None:
-    """The run, step by step, and what every shape had of it."""
+    """Draws the run step by step, and the share of every shape."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -39,7 +39,7 @@ def draw(records: Sequence[StepRecord], path: str) -> None:
 
 
 def to_json(summary: dict[str, Any]) -> str:
-    """JSON, which has no NaN: a run that diverged has null there."""
+    """Returns JSON, in which null stands for the NaN of a run that diverged."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
@@ -53,7 +53,7 @@ def to_json(summary: dict[str, Any]) -> str:
     return json.dumps(finite(summary), indent=2, allow_nan=False)
 
 
-def in_words(summary: dict[str, Any]) -> str:
+def to_text(summary: dict[str, Any]) -> str:
     trained, held_out = summary["train"], summary["held_out"]
     shapes = len(summary["buckets"])
     compiled = [
@@ -66,23 +66,23 @@ def in_words(summary: dict[str, Any]) -> str:
         if "padding" in trained
         else ""
     )
-    foretold = [foretelling(p)] if (p := summary.get("prediction")) else []
+    predicted = [prediction_text(p)] if (p := summary.get("prediction")) else []
     return "\n".join(
         [
             f"\nTrained to step {trained['steps']} in {summary['seconds']:.0f} s"
             f"{speed}.",
             f"{shapes} shapes: {'; '.join(compiled)}.",
-            *foretold,
+            *predicted,
             f"Held out: {held_out['bits_per_byte']:.3f} bits per byte over "
             f"{held_out['bytes']:,} bytes of {held_out['documents']} documents.",
         ]
     )
 
 
-def foretelling(numbers: dict[str, Any]) -> str:
-    """How near the plan was to the time that steps took."""
+def prediction_text(numbers: dict[str, Any]) -> str:
+    """Compares the time that the plan predicted with the time of the steps."""
 
-    def beside(name: str) -> str:
+    def compared(name: str) -> str:
         predicted, taken = numbers[f"{name}predicted_seconds"], measured(name)
         error = f" ({predicted / taken - 1:+.0%})" if taken else ""
         return f"{predicted:.1f} s predicted, {taken:.1f} s taken{error}"
@@ -91,6 +91,6 @@ def foretelling(numbers: dict[str, Any]) -> str:
         return numbers[f"{name}measured_seconds"]
 
     return (
-        f"{numbers['steps']} steps: {beside('')}. An epoch of "
-        f"{numbers['epoch_steps']}: {beside('epoch_')} at this pace."
+        f"{numbers['steps']} steps: {compared('')}. An epoch of "
+        f"{numbers['epoch_steps']}: {compared('epoch_')} at this pace."
     )

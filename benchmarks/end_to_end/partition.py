@@ -1,4 +1,4 @@
-"""Which devices hold what: the mesh, and the state's place on it."""
+"""The mesh, and how the state is sharded on it."""
 
 import argparse
 import math
@@ -10,14 +10,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxbucket as jb
 
-# Of what a layer multiplies by, the axis that is cut: outputs first, inputs then, so
-# that only one sum over the axis "model" follows (Shoeybi et al., arXiv:1909.08053).
+# Kernels sharded by outputs, and then by inputs, so that a layer needs one sum over the
+# axis "model" (Shoeybi et al., arXiv:1909.08053).
 _OUTPUTS = ("qkv", "up")
 _INPUTS = ("out", "down")
 
 
 def make_mesh(args: argparse.Namespace) -> Mesh:
-    """All devices of all processes: an axis for the rows, one for the model."""
+    """Returns a mesh of all devices, with axes for the rows and for the model."""
     if args.model_devices == 1:
         return jb.data_mesh()
     num_devices = jax.device_count()
@@ -31,7 +31,7 @@ def make_mesh(args: argparse.Namespace) -> Mesh:
 
 
 def state_sharding(state: Any, mesh: Mesh, args: argparse.Namespace) -> Any:
-    """Where each array of a state goes; None where every device holds all of it."""
+    """Returns the sharding of each array of a state, or None to replicate all."""
     if args.mode == "pmap" or not (args.fully_sharded or args.model_devices > 1):
         return None
     return jax.tree.map_with_path(
@@ -43,7 +43,7 @@ def state_sharding(state: Any, mesh: Mesh, args: argparse.Namespace) -> Any:
 
 
 def place(state: Any, mesh: Mesh, sharding: Any) -> Any:
-    """The state on the mesh, each process giving what its devices hold."""
+    """Puts a state on the mesh. Every process provides the parts of its devices."""
     if sharding is None:
         return jb.sharding.replicate(state, mesh)
 
@@ -66,8 +66,8 @@ def _spec(
         elif any(f"'{layer}'" in name for layer in _INPUTS) and len(shape) > 1:
             axes[0] = "model"
     if args.fully_sharded and math.prod(shape) > 1:
-        # The first axis that is left and can be cut (Rajbhandari et al.,
-        # arXiv:1910.02054); what cannot be stays whole.
+        # The first free axis that can be divided (Rajbhandari et al.,
+        # arXiv:1910.02054). Without one, the array stays whole.
         for axis, size in enumerate(shape):
             if axes[axis] is None and size % mesh.shape["data"] == 0:
                 axes[axis] = "data"

@@ -1,0 +1,317 @@
+"""The end-to-end job as a user starts it, and its comparison of all ways."""
+
+import importlib
+import json
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+RUN = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end" / "run.py"
+SMALL = (
+    *("--steps", "6", "--width", "16", "--layers", "1", "--max-len", "64"),
+    *("--max-tokens", "512", "--num-buckets", "2"),
+)
+
+
+def run_job(*args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", RUN, *SMALL, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def jsonl(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "data.jsonl"
+    lines = [
+        json.dumps({"body": f"document {n} " + "x" * (n % 90)}) for n in range(200)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+# A run on one device is in test_resume.py.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+def test_trains_on_simulated_devices_without_a_recompile(jsonl, tmp_path, mode):
+    out = tmp_path / "summary.json"
+    run = run_job(
+        *("--data", jsonl, "--field", "body", "--devices", 4),
+        *("--mode", mode, "--json", out, "--dropout", 0.1),
+    )
+    assert run.returncode == 0, run.stderr
+    summary = json.loads(out.read_text())
+    assert len(summary["devices"]) == 4
+    shapes = len(summary["plan"]["buckets"])
+    for step in ("train_step", "eval_step"):
+        assert summary["compile"][step]["ahead"] == shapes
+        assert summary["compile"][step]["later"] == 0
+        assert f"{step} compiled {shapes} times" in " ".join(run.stdout.split())
+    seen = summary["epoch"]["examples"] + summary["held_out"]["documents"]
+    assert seen == 200
+    assert summary["train"]["steps"] == 6
+    assert 0 < summary["held_out"]["bits_per_byte"] < 16
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("cost", ["tokens", "time"])
+def test_packed_rows_are_trained_on_and_resumed(jsonl, tmp_path, cost):
+    out, folder = tmp_path / "summary.json", tmp_path / "run"
+    options = (
+        *("--data", jsonl, "--field", "body", "--pack", "always", "--cost", cost),
+        *("--checkpoint", folder, "--json", out, "--devices", 4),
+    )
+    run = run_job(*options)
+    assert run.returncode == 0, run.stderr
+    assert "Rows are packed" in " ".join(run.stdout.split())
+    summary = json.loads(out.read_text())
+    epoch = summary["epoch"]
+    assert epoch["packed_examples"] + summary["held_out"]["documents"] == 200
+    assert epoch["examples"] < epoch["packed_examples"]
+    assert summary["compile"]["train_step"]["later"] == 0
+    # It resumes in the same rows, also if they were planned by time.
+    run = run_job(*options, "--steps", 9, "--resume")
+    assert run.returncode == 0, run.stderr
+    assert "Resuming at step 6." in run.stdout
+    again = json.loads(out.read_text())
+    assert again["plan"] == summary["plan"] and again["schedule"] == summary["schedule"]
+    run = run_job(*options, "--steps", 12, "--pack", "never", "--resume")
+    assert run.returncode == 1
+    assert "packing" in run.stderr or "--pack always -> never" in run.stderr
+
+
+@pytest.mark.exhaustive
+def test_all_ways_are_compared_with_every_seed(jsonl, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
+    out, picture = tmp_path / "compare.json", tmp_path / "compare.png"
+    run = run_job(
+        *("--data", jsonl, "--field", "body", "--compare", "--seconds", 3),
+        *("--seeds", 2, "--json", out, "--plot", picture, "--devices", 2),
+    )
+    assert run.returncode == 0, run.stderr
+    runs = json.loads(out.read_text())
+    ways = ["bucketed", "packed", "auto", "pad-to-max", "dynamic", "grain-pack"]
+    assert list(runs) == ways
+    for way, summaries in runs.items():
+        assert [summary["arguments"]["seed"] for summary in summaries] == [0, 1]
+        assert re.search(rf"^ *{way} +\d+ ", run.stdout, re.MULTILINE)
+        for summary in summaries:
+            compiled = summary["compile"]["train_step"]
+            if way == "dynamic":
+                shapes = len(summary["buckets"])
+                assert (compiled["ahead"], compiled["later"]) == (0, shapes)
+            else:
+                shapes = len(summary["plan"]["buckets"])
+                assert (compiled["ahead"], compiled["later"]) == (shapes, 0)
+            reason = summary["planning"]["words"]
+            is_packed = summary["epoch"]["packed_examples"] > 0
+            assert is_packed == reason.startswith("Rows are packed")
+            assert is_packed or way != "packed"
+            # Every way is evaluated on all held-out documents.
+            first = runs["bucketed"][0]["held_out"]["documents"]
+            assert summary["held_out"]["documents"] == first > 0
+            assert summary["seconds"] >= 3
+            assert 0 < summary["held_out"]["bits_per_byte"] < 16
+            seconds = [point["seconds"] for point in summary["curve"]]
+            assert seconds == sorted(seconds)
+            assert seconds[-1] == summary["seconds"]
+    assert picture.stat().st_size > 10_000
+    # No run has loaded a program that another one compiled.
+    assert not list(cache.iterdir())
+
+
+def summary_of_a_run(speed: float, bits: float | None) -> dict:
+    """Returns the numbers of a run of 10 s that are compared."""
+    bucket = {"bucket": [4, 64], "steps": 10, "seconds_per_token": 1e-6}
+    return {
+        "seconds": 10.0,
+        "planning": {"seconds": 1.0},
+        "compile": {"train_step": {"ahead": 2, "later": 0, "seconds": 4.0}},
+        "train": {"padded_tokens": 20 * speed, "real_tokens": 10 * speed},
+        "buckets": [bucket, bucket],
+        "held_out": {"bits_per_byte": bits},
+        "curve": [
+            {"seconds": s, "bits_per_byte": bits and bits + 10 - s} for s in (5, 10)
+        ],
+    }
+
+
+@pytest.fixture
+def comparison(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(RUN.parent)
+    return importlib.import_module("comparison")
+
+
+def test_the_table_has_means_and_spreads_over_seeds(comparison):
+    runs = {
+        "bucketed": [summary_of_a_run(1000, 2.0), summary_of_a_run(1200, 2.1)],
+        "packed": [summary_of_a_run(500, 3.0), summary_of_a_run(600, None)],
+    }
+    rows = comparison.rows(runs)
+    assert rows == {
+        "bucketed": [
+            *("2", "2", "4.0", "2.00", "1,100 ± 100", "2,200 (1.0x)", "2.050 ± 0.050"),
+        ],
+        "packed": ["2", "2", "4.0", "2.00", "550 ± 50", "1,100 (2.0x)", "diverged"],
+    }
+    for line, (way, cells) in zip(
+        comparison.markdown(runs).splitlines()[2:], rows.items(), strict=True
+    ):
+        assert line == f"| {way} | {' | '.join(cells)} |"
+    # An interrupted comparison has fewer seeds for some of the ways.
+    runs["packed"].pop()
+    assert comparison.rows(runs)["packed"][4:] == ["500", "1,000 (2.2x)", "3.000"]
+
+
+def test_the_picture_has_a_line_for_every_way(comparison, tmp_path):
+    runs = {
+        way: [summary_of_a_run(1000, 2.0), summary_of_a_run(900, 2.1)]
+        for way in comparison.WAYS
+    }
+    comparison.draw(runs, str(tmp_path / "compare.png"))
+    assert (tmp_path / "compare.png").stat().st_size > 10_000
+    styles = [
+        (style["marker"], str(style.get("linestyle")))
+        for style in map(comparison._STYLES.get, comparison.WAYS)
+    ]
+    # Markers and lines alone tell the ways apart, without colors.
+    markers, lines = zip(*styles, strict=True)
+    assert len(set(markers)) == len(set(lines)) == len(comparison.WAYS)
+
+
+@pytest.mark.exhaustive
+def test_a_way_that_fails_ends_the_comparison(tmp_path):
+    run = run_job(
+        *("--data", tmp_path / "nowhere.txt", "--compare", "--seconds", 3),
+    )
+    assert run.returncode == 1
+    assert "does not exist" in run.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the child in /proc")
+def test_a_terminated_comparison_leaves_no_run_behind(jsonl):
+    options = ("--data", jsonl, "--field", "body", "--compare", "--seconds", 60)
+    with subprocess.Popen(
+        [sys.executable, RUN, *SMALL, *map(str, options)], stdout=subprocess.PIPE
+    ) as run:
+        children = pathlib.Path(f"/proc/{run.pid}/task/{run.pid}/children")
+        deadline = time.monotonic() + 60
+        while not children.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (child,) = children.read_text().split()
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGINT
+    deadline = time.monotonic() + 10
+    state = pathlib.Path(f"/proc/{child}/stat")
+    # Until its parent has waited for it, it is a zombie.
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.exhaustive
+def test_runs_before_a_failure_are_shown(jsonl, tmp_path):
+    # The dynamic way would make batches of 3 rows, which 2 devices do not divide.
+    out = tmp_path / "compare.json"
+    run = run_job(
+        *("--data", jsonl, "--field", "body", "--compare", "--seconds", 1),
+        *("--devices", 2, "--batch-size-multiple", 1, "--max-tokens", 512),
+        *("--json", out),
+    )
+    assert run.returncode == 1
+    assert "cannot be cut into 2 equal parts" in run.stderr
+    assert list(json.loads(out.read_text())) == [
+        *("bucketed", "packed", "auto", "pad-to-max"),
+    ]
+    assert re.search(r"^ *pad-to-max ", run.stdout, re.MULTILINE)
+
+
+def test_missing_data_is_refused_in_one_sentence(tmp_path):
+    run = run_job("--data", tmp_path / "nowhere.txt")
+    assert run.returncode == 1
+    assert re.fullmatch(
+        r"run.py: `--data .*nowhere.txt` does not exist. Check the path.\n",
+        run.stderr,
+    )
+
+
+def test_devices_that_do_not_divide_a_batch_are_refused(jsonl):
+    run = run_job("--data", jsonl, "--field", "body", "--devices", 3)
+    assert run.returncode == 1
+    assert "cannot be cut into 3 equal parts by the mesh axes ('data',)" in run.stderr
+    assert "batch_size_multiple=3" in run.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--policy dynamic --devices 8", "`batch_size=4` cannot be cut into 8 equal"),
+        ("--max-tokens 32", "`max_tokens=32` holds 0 rows"),
+        ("--max-tokens 32", "Raise `max_tokens` to 256"),
+    ],
+)
+def test_impossible_batches_are_refused(jsonl, options, message):
+    run = run_job("--data", jsonl, "--field", "body", *options.split())
+    assert run.returncode == 1
+    assert message in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--steps 0", "0 is not positive"),
+        ("--steps many", "invalid positive value: 'many'"),
+        ("--compare", "--compare needs --seconds"),
+        ("--compare --seconds 9 --num-buckets auto", "leave out --num-buckets auto"),
+        ("--compare --seconds 9 --checkpoint x", "leave out the checkpoints"),
+        ("--seeds 3", "--seeds and --markdown need --compare"),
+        # Every run is started by this command without `--compare`.
+        ("--comp", "unrecognized arguments: --comp"),
+        ("--plot x.doc", "x.doc is not a .png, .svg or .pdf"),
+        ("--seed -1", "-1 is not from 0 to 2**32 - 1"),
+        ("--resume", "--resume needs --checkpoint"),
+        ("--max-len 100", "100 is not a multiple of 32"),
+        ("--width 33", "33 is not even"),
+        ("--dropout 1", "1.0 is not at least 0 and below 1"),
+        ("--lr nan", "nan is not positive"),
+        ("--data x --json x", "--json and --data are both"),
+        ("--json x.png --plot ./x.png", "--plot and --json are both"),
+        ("--data docs --checkpoint docs/run", "docs/run is in the folder of --data"),
+        ("--pack auto --policy dynamic", "chooses the rows: leave out --policy"),
+        ("--pack auto --plan x", "chooses the rows: leave out --plan"),
+        (
+            "--pack always --num-buckets auto --opening 3",
+            "leave out --num-buckets auto, --opening",
+        ),
+        ("--json nowhere/x.json", "nowhere/x.json is not a file in an existing folder"),
+    ],
+)
+def test_options_out_of_range_are_refused(monkeypatch, capsys, options, message):
+    monkeypatch.syspath_prepend(RUN.parent)
+    parse = importlib.import_module("options").parse_arguments
+    monkeypatch.setattr(sys, "argv", ["run.py", *options.split()])
+    with pytest.raises(SystemExit, match="2"):
+        parse()
+    assert message in capsys.readouterr().err
+
+
+def test_a_hidden_folder_within_the_data_may_be_written(monkeypatch):
+    monkeypatch.syspath_prepend(RUN.parent)
+    parse = importlib.import_module("options").parse_arguments
+    args = parse(["--data", "none", "--checkpoint", "none/.run"])
+    assert args.checkpoint == "none/.run"
+
+
+def test_refused_options_have_exit_status_2():
+    run = run_job("--steps", 0)
+    assert run.returncode == 2
+    assert "0 is not positive" in run.stderr

@@ -1,0 +1,198 @@
+"""The short examples: what each of them prints or writes, by running it."""
+
+import importlib
+import json
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SMALL = (
+    *("--field", "body", "--steps", "6", "--width", "16", "--layers", "1"),
+    *("--max-len", "64", "--max-tokens", "512", "--num-buckets", "2"),
+    *("--batch-size-multiple", "8"),
+)
+
+
+@pytest.fixture
+def jsonl(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "data.jsonl"
+    lines = [
+        json.dumps({"body": f"document {n} " + "x" * (n % 90)}) for n in range(200)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch, few_optimizations):
+    """Imports an example from its folder."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    # Adam's bias correction is a float to the power of an integer.
+    with jax.numpy_dtype_promotion("standard"):
+        yield importlib.import_module
+
+
+def train(example, tmp_path: pathlib.Path, *options: object) -> dict:
+    out = tmp_path / "summary.json"
+    command = [*SMALL, "--json", out, *options]
+    assert example("train_lm").main(list(map(str, command))) == 0
+    return json.loads(out.read_text())
+
+
+def losses(text: str, pattern: str) -> list[float]:
+    return [float(loss) for loss in re.findall(pattern, text)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("pack", ["never", "always"])
+def test_train_lm_compiles_everything_before_the_first_step(
+    example, jsonl, tmp_path, pack
+):
+    summary = train(example, tmp_path, "--data", jsonl, "--pack", pack, "--steps", 12)
+    assert summary["step"] == 12
+    # Two steps, in two shapes each.
+    assert (summary["compiled_ahead"], summary["compiled_later"]) == (4, 0)
+    assert 0 < summary["held_out_bits_per_byte"] < 8.01
+    assert summary["bytes_per_second"] > 0
+
+
+def test_train_lm_continues_from_its_checkpoint(example, jsonl, tmp_path, capsys):
+    folder = tmp_path / "executables"
+    options = ("--data", jsonl, "--num-buckets", 1, "--executables", folder)
+    whole = train(example, tmp_path, *options)
+    assert (whole["compiled_ahead"], whole["compiled_later"]) == (2, 0)
+    position, requests = jb.MeshLoader.position, [signal.SIGTERM]
+
+    def interrupt(loader, step):
+        if step == 3 and requests:
+            signal.raise_signal(requests.pop())
+        return position(loader, step)
+
+    saving = ("--checkpoint", tmp_path / "run", "--save-every", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jb.MeshLoader, "position", interrupt)
+        status = example("train_lm").main([*SMALL, *map(str, (*options, *saving))])
+    assert status == 128 + signal.SIGTERM
+    assert "Stopped by SIGTERM after step 3" in capsys.readouterr().out
+    resumed = train(example, tmp_path, *options, *saving)
+    assert "Continuing after step 3." in capsys.readouterr().out
+    assert resumed["held_out_bits_per_byte"] == whole["held_out_bits_per_byte"]
+    assert resumed["compiled_ahead"] == resumed["compiled_later"] == 0
+
+
+@pytest.mark.exhaustive
+def test_train_lm_only_evaluates_a_run_that_has_ended(example, jsonl, tmp_path):
+    options = ("--data", jsonl, "--checkpoint", tmp_path / "run")
+    first, second = (train(example, tmp_path, *options) for _ in range(2))
+    assert second["held_out_bits_per_byte"] == first["held_out_bits_per_byte"]
+    assert second["bits_per_byte"] is None
+    with pytest.raises(ValueError, match="schedule seed 0 -> 1"):
+        train(example, tmp_path, *options, "--seed", 1)
+
+
+@pytest.mark.exhaustive
+def test_the_recipe_compiles_what_train_lm_runs(example, jsonl, tmp_path):
+    from jaxbucket.compile.recipes import precompile
+
+    folder = tmp_path / "executables"
+    plan = {"max_tokens": 512, "batch_size_multiple": 8, "seq_len_multiple": 32}
+    lengths = [64] * 8 + [32] * 16
+    shapes = jb.plan_buckets(lengths, num_buckets=2, **plan)
+    options = ("--steps", "6", "--width", "16", "--layers", "1")
+    recipe = example("recipe")
+    cache = jb.ExecutableCache(folder)
+    precompile(recipe.steps, shapes, *options, executables=cache)
+    summary = train(example, tmp_path, "--data", jsonl, "--executables", folder)
+    assert (summary["compiled_ahead"], summary["compiled_later"]) == (0, 0)
+
+
+def test_train_lm_refuses_unreadable_data_in_one_sentence(tmp_path):
+    path = tmp_path / "nowhere.txt"
+    command = [sys.executable, "-W", "error", EXAMPLES / "train_lm.py", "--data", path]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    message = rf"train_lm\.py: `--data {path}` does not exist\. Check the path\.\n"
+    assert re.fullmatch(message, run.stderr)
+
+
+@pytest.mark.exhaustive
+def test_train_lm_ends_alike_in_one_process_and_in_two(jsonl, tmp_path):
+    launch = [sys.executable, ROOT / "scripts" / "launch_local.py"]
+    results = []
+    for count in (1, 2):
+        out = tmp_path / f"{count}.json"
+        command = [
+            *(*launch, "-n", count, "-d", 2, "--", sys.executable, "-W", "error"),
+            *(EXAMPLES / "train_lm.py", *SMALL, "--data", jsonl, "--json", out),
+        ]
+        run = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stdout
+        # Only the first process prints.
+        assert run.stdout.count("held_out_bits_per_byte") == 1
+        results.append(json.loads(out.read_text()))
+    one, two = results
+    assert two["compiled_later"] == 0
+    assert two["held_out_bits_per_byte"] == pytest.approx(
+        one["held_out_bits_per_byte"], rel=1e-5
+    )
+
+
+def test_own_step_linen_learns_with_one_compilation_per_bucket(example, capsys):
+    example("own_step_linen").main(["--epochs", "2"])
+    printed = capsys.readouterr().out
+    first, last = losses(printed, r"loss ([\d.]+)")
+    assert last < first < np.log(2)
+    assert "4 compilations for 4 buckets" in printed
+
+
+def test_own_step_nnx_learns_with_one_trace_per_bucket(example, capsys):
+    module = example("own_step_nnx")
+    module.traces.clear()
+    module.main(["--epochs", "2"])
+    first, last = losses(capsys.readouterr().out, r"([\d.]+) nats per digit")
+    assert last < first < np.log(10)
+    assert len(module.traces) == 4 and set(module.traces.values()) == {1}
+
+
+def test_score_writes_a_score_per_example_in_source_order(example, tmp_path, capsys):
+    module, path = example("score"), tmp_path / "scores.npy"
+    module.main(["--output", str(path)])
+    scores, texts = np.load(path), list(module.docstrings().values())
+    assert len(scores) == len(texts) > 100
+    source = [
+        {"tokens": np.frombuffer(text.encode("ascii", "replace"), np.uint8)}
+        for text in texts
+    ]
+    logits = module.bigram_model(source)["logits"]
+    for score, example in zip(scores, source, strict=True):
+        tokens = example["tokens"]
+        nats = -logits[np.append(module.START, tokens[:-1]), tokens]
+        np.testing.assert_allclose(score, nats.mean(), rtol=1e-4)
+    assert f"{len(texts)} scores in {path}" in capsys.readouterr().out
+
+
+def test_plan_with_numpy_plans_without_jax():
+    run = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLES / "plan_with_numpy.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "every example once: True" in run.stdout
+    assert "jax imported: False" in run.stdout
+    # All workers have the same shape.
+    shapes = re.findall(r"worker \d: tokens (\(.*?\))", run.stdout)
+    assert len(shapes) == 4 and len(set(shapes)) == 1
