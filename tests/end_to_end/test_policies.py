@@ -114,7 +114,7 @@ def test_packed_documents_do_not_see_one_another(policies, documents):
         batch = next(iter(packed))
         ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
         # The first byte of a document is predicted from `BEGIN`, not its neighbour.
-        tokens = jb.next_tokens(batch, "tokens", begin=transformer.BEGIN).inputs
+        tokens = jb.next_tokens(batch, "tokens", bos_token=transformer.BEGIN).inputs
         assert (tokens[positions == 0] == transformer.BEGIN).all()
         logits = model(jnp.asarray(tokens), jnp.asarray(positions), None, ids)
         compared = 0
