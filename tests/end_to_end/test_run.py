@@ -227,7 +227,7 @@ def test_runs_before_a_failure_are_shown(jsonl, tmp_path):
         *("--json", out),
     )
     assert run.returncode == 1
-    assert "cannot be cut into 2 equal parts" in run.stderr
+    assert "cannot be split into 2 equal parts" in run.stderr
     assert list(json.loads(out.read_text())) == [
         *("bucketed", "packed", "auto", "pad-to-max"),
     ]
@@ -246,7 +246,7 @@ def test_missing_data_is_refused_in_one_sentence(tmp_path):
 def test_devices_that_do_not_divide_a_batch_are_refused(jsonl):
     run = run_job("--data", jsonl, "--field", "body", "--devices", 3)
     assert run.returncode == 1
-    assert "cannot be cut into 3 equal parts by the mesh axes ('data',)" in run.stderr
+    assert "cannot be split into 3 equal parts by the mesh axes ('data',)" in run.stderr
     assert "batch_size_multiple=3" in run.stderr
 
 
@@ -254,7 +254,7 @@ def test_devices_that_do_not_divide_a_batch_are_refused(jsonl):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--policy dynamic --devices 8", "`batch_size=4` cannot be cut into 8 equal"),
+        ("--policy dynamic --devices 8", "`batch_size=4` cannot be split into 8 equal"),
         ("--max-tokens 32", "`max_tokens=32` holds 0 rows"),
         ("--max-tokens 32", "Raise `max_tokens` to 256"),
     ],
