@@ -246,7 +246,7 @@ def test_missing_data_is_refused_in_one_sentence(tmp_path):
 def test_devices_that_do_not_divide_a_batch_are_refused(jsonl):
     run = run_job("--data", jsonl, "--field", "body", "--devices", 3)
     assert run.returncode == 1
-    assert "cannot be split into 3 equal parts by the mesh axes ('data',)" in run.stderr
+    assert "cannot be split into 3 equal parts along the mesh axes" in run.stderr
     assert "batch_size_multiple=3" in run.stderr
 
 
