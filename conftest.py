@@ -4,6 +4,7 @@ Each page runs in a folder of its own. The pages continue the README's quick sta
 start with its names, on a part of its data, before anything is compiled.
 """
 
+import gc
 import os
 import pathlib
 import tempfile
@@ -42,6 +43,9 @@ def tear_down(namespace: dict[str, Any]) -> None:
     os.chdir(folder)
     jax.config.update("jax_numpy_dtype_promotion", promotion)
     namespace["_folder"].cleanup()
+    # Compiled steps watch for later compilations for as long as they exist.
+    namespace.clear()
+    gc.collect()
 
 
 readme = Sybil(

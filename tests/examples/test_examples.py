@@ -1,5 +1,6 @@
 """The short examples: what each of them prints or writes, by running it."""
 
+import gc
 import importlib
 import json
 import pathlib
@@ -37,6 +38,8 @@ def jsonl(tmp_path: pathlib.Path) -> pathlib.Path:
 def example(monkeypatch: pytest.MonkeyPatch, few_optimizations):
     """Imports an example from its folder."""
     monkeypatch.syspath_prepend(EXAMPLES)
+    # The compiled steps of other tests warn of compilations while they exist.
+    gc.collect()
     # Adam's bias correction is a float to the power of an integer.
     with jax.numpy_dtype_promotion("standard"):
         yield importlib.import_module
