@@ -14,6 +14,9 @@ import time
 
 import pytest
 
+# Quick tests of a whole run that resumes are in tests/examples/test_examples.py.
+pytestmark = pytest.mark.exhaustive
+
 RUN = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end" / "run.py"
 STEPS = 240
 NUM_DOCUMENTS = 300
@@ -111,7 +114,6 @@ def check_same_end(folder: pathlib.Path, name: str) -> None:
     assert resumed["train"]["batches_digest"] == whole["train"]["batches_digest"]
 
 
-@pytest.mark.exhaustive
 def test_a_run_killed_at_random_moments_ends_with_the_same_parameters(folder):
     checkpoints = folder / "killed"
     stops = [STEPS * kill // (KILLS + 1) for kill in range(KILLS)]
@@ -159,7 +161,6 @@ def test_a_run_stopped_by_sigterm_resumes_with_the_same_result(folder, stopped):
     check_same_end(folder, "goes-on.json")
 
 
-@pytest.mark.exhaustive
 def test_an_interrupted_run_resumes_and_ends_once(folder):
     checkpoints = folder / "interrupted"
     run = start(folder, "--checkpoint", checkpoints)
@@ -176,7 +177,6 @@ def test_an_interrupted_run_resumes_and_ends_once(folder):
         check_same_end(folder, "interrupted.json")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("at", [0, 5])
 def test_the_printed_command_resumes_a_changed_run(folder, stopped, at):
     checkpoints = folder / f"words {at}"
@@ -211,7 +211,6 @@ run.main()
     assert run.returncode == 0, error
 
 
-@pytest.mark.exhaustive
 def test_a_signal_during_evaluation_loses_no_checkpoint(folder):
     # The last part of every save is slow, as for a large state.
     code = (
@@ -241,7 +240,6 @@ def test_a_signal_during_evaluation_loses_no_checkpoint(folder):
     assert latest(checkpoints) == STEPS
 
 
-@pytest.mark.exhaustive
 def test_changed_options_are_printed_when_a_run_resumes(folder, stopped):
     checkpoints = folder / "options"
     shutil.copytree(stopped, checkpoints)
@@ -324,7 +322,6 @@ def test_a_run_that_cannot_be_resumed_is_refused_in_one_sentence(ends, case):
     assert re.fullmatch(rf"run\.py: .*{message}.*", ends[case])
 
 
-@pytest.mark.exhaustive
 def test_a_refused_run_has_exit_status_1(folder, stopped):
     run = start(folder, "--checkpoint", stopped)
     _, error = run.communicate(timeout=600)
@@ -342,7 +339,6 @@ def resume(folder: pathlib.Path, checkpoints: pathlib.Path, *args: object) -> di
     return json.loads((folder / "changed.json").read_text())["train"]
 
 
-@pytest.mark.exhaustive
 def test_a_run_resumes_with_different_data_if_asked_to(folder, stopped):
     changed = ("--resume-changed", "--seed", 3)
     ends = []
@@ -363,7 +359,6 @@ def test_a_run_resumes_with_different_data_if_asked_to(folder, stopped):
     assert ends[0]["batches_digest"] != whole["batches_digest"]
 
 
-@pytest.mark.exhaustive
 def test_resuming_without_a_checkpoint_starts_at_step_0(folder):
     checkpoints = folder / "nothing"
     run = start(

@@ -85,6 +85,7 @@ def test_stages_have_the_losses_of_the_whole_model(pipeline):
     assert values[-1] < values[0]
 
 
+@pytest.mark.exhaustive
 def test_the_plain_loss_equals_that_of_the_transformer(pipeline):
     (micro, *_) = groups(jb.data_mesh(jax.devices()[:1]))
     model = pipeline.Transformer(32, 4, 0.0, nnx.Rngs(0))
