@@ -1,4 +1,4 @@
-"""The command `jaxbucket`: lengths, plans, reports and pictures from the shell."""
+"""The command `jaxbucket`: lengths, plans, reports and plots from the shell."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
 def main() -> None:
     """Plan batch shapes for training on variable-length data in JAX.
 
-    Measure the lengths of your examples, compare the ways to batch them, and write a
-    plan of shapes (B, T) for your job.
+    Measure the lengths of your examples, compare different ways to batch them, and
+    write a plan of shapes (B, T) for your job.
     """
 
 

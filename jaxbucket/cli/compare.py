@@ -34,10 +34,16 @@ from jaxbucket.plan.reports.comparison import compare_plans
 @click.command()
 @click.argument("lengths", type=EXISTING)
 @click.option(
-    "--num-buckets", type=POSITIVE, default=8, help="The most shapes of a plan."
+    "--num-buckets", type=POSITIVE, default=8, help="Maximum number of shapes per plan."
 )
-@click.option("--boundaries", help="Also compare these T, such as 128,256,512.")
-@click.option("--shapes", help="Also compare these B x T, such as 32x128,16x256.")
+@click.option(
+    "--boundaries",
+    help="Also compare a plan with these values of T, for example 128,256,512.",
+)
+@click.option(
+    "--shapes",
+    help="Also compare a plan with these shapes B x T, for example 32x128,16x256.",
+)
 @click.option(
     "--plan",
     "plan_files",
@@ -118,13 +124,15 @@ def _others(
     others = {path.name: read_plan(path) for path in plan_files}
     if len(others) < len(plan_files):
         names = [path.name for path in plan_files]
-        raise ValueError(f"`--plan` names equal files: {names}. Rename one of them.")
+        raise ValueError(
+            f"`--plan` has files of the same name: {names}. Rename one of them."
+        )
     if boundaries is not None:
         ends = integers(boundaries)
         if ends is None:
             raise ValueError(
-                f"`--boundaries {boundaries}` is not a list of lengths. Give lengths "
-                "such as 128,256,512; every rule is compared anyway."
+                f"`--boundaries {boundaries}` is not a list of lengths. Pass values of "
+                "T such as 128,256,512. All rules are always compared."
             )
         others["given boundaries"] = plan_within(lengths, shape.limits(), 1, ends)
     if shapes is not None:

@@ -22,20 +22,20 @@ _FILE = click.Path(path_type=pathlib.Path)
 @click.option(
     "--column", help="The array, column or field to measure if there are several."
 )
-@click.option("--unit", type=click.Choice(UNITS), help="The unit of a text's length.")
+@click.option(
+    "--unit", type=click.Choice(UNITS), help="The unit in which text is measured."
+)
 @click.option(
     "--length-fn",
     metavar="MODULE:FUNCTION",
     help="A function that returns the length of an example: a row, line or record.",
 )
-@click.option(
-    "--output", "-o", type=_FILE, help="Write the lengths to this file, as .npy."
-)
+@click.option("--output", "-o", type=_FILE, help="Write the lengths to this .npy file.")
 @click.option(
     "--num-workers",
     type=click.IntRange(min=0),
     default=0,
-    help="Processes that measure the source of a module:function.",
+    help="Number of worker processes for a source from module:function.",
 )
 @click.option("--plot", type=_FILE, help="Draw a histogram to this file.")
 @json_option
@@ -52,15 +52,15 @@ def measure(
     """Measure the lengths of the examples in SOURCE, for `jaxbucket plan`.
 
     SOURCE is a file: .npy, .npz, .csv, .tsv, .jsonl, .parquet, .array_record, or text
-    with one example per line. Files of lines may be compressed, as .gz. Integers are
-    taken as lengths, lists are counted, and texts are measured in --unit. Or SOURCE is
-    module:function, a function without arguments that returns a random-access source,
-    an array of lengths, or an iterable of examples.
+    with one example per line. Line-based files may be gzipped. Integers are used as
+    lengths, lists are measured by their number of elements, and text is measured in
+    --unit. SOURCE can also be module:function, a function without arguments that
+    returns a random-access source, an array of lengths, or an iterable of examples.
     """
     check_outputs([pathlib.Path(source)], output=output, plot=plot)
     _check_suffix(output)
     counted = unit or "tokens"
-    # A picture that cannot be drawn is refused before measuring, which may take hours.
+    # Check that a plot can be drawn before measuring, which may take hours.
     with new_figure(plot, 8, 6) as figure:
         lengths = _measured(source, column, _measure(unit, length_fn), num_workers)
         if output:
@@ -102,11 +102,11 @@ def _measured(
         if is_function_name(source):
             return measure_function(source, column, measure, num_workers)
         raise ValueError(
-            f"`{source}` does not exist. Name a file, or a function as module:function."
+            f"`{source}` does not exist. Pass a file, or a function as module:function."
         )
     if num_workers:
         raise ValueError(
             f"`--num-workers {num_workers}` has no effect on a file, which one process "
-            "reads. Leave it out, or give a source as module:function."
+            "reads. Remove it, or pass a source as module:function."
         )
     return read_lengths(path, column, measure)

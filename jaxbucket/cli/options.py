@@ -28,7 +28,7 @@ column_option = click.option(
 
 def _check_unit(_: click.Context, __: click.Parameter, unit: str) -> str:
     if not unit.strip():
-        raise click.BadParameter("Name what lengths count, such as bytes.")
+        raise click.BadParameter("Pass the name of the unit, for example bytes.")
     return unit
 
 
@@ -37,23 +37,23 @@ unit_option = click.option(
     metavar="NAME",
     default="tokens",
     callback=_check_unit,
-    help="What lengths count, such as bytes: a name for tables and pictures.",
+    help="Unit of lengths in tables and plots, for example bytes.",
 )
 block_sparse_option = click.option(
     "--block-sparse",
     is_flag=True,
-    help="Count the attention of packed rows within examples, not over whole rows.",
+    help="For packed rows, count attention within examples only, not over whole rows.",
 )
 json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print every number as JSON."
+    "--json", "as_json", is_flag=True, help="Print the results as JSON."
 )
 
 _OPTIONS = [
     click.option(
         "--max-tokens",
         metavar="TOKENS",
-        help="The largest B * T, padding included; or one for each boundary, such as "
-        "65536,32768; or a module:function of T.",
+        help="Maximum B * T, including padding: one number, one per boundary (for "
+        "example 65536,32768), or a function of T as module:function.",
     ),
     click.option(
         "--batch-size-multiple",
@@ -76,9 +76,9 @@ _OPTIONS = [
         "--min-batch-size",
         type=POSITIVE,
         default=1,
-        help="The smallest B.",
+        help="Minimum B.",
     ),
-    click.option("--max-batch-size", type=POSITIVE, help="The largest B."),
+    click.option("--max-batch-size", type=POSITIVE, help="Maximum B."),
     click.option(
         "--accumulate",
         type=POSITIVE,
@@ -94,21 +94,22 @@ _OPTIONS = [
     click.option(
         "--width",
         type=POSITIVE,
-        help="Count the operations of a transformer of this width; needs --depth.",
+        help="Use the operations of a transformer of this width as the cost. Requires "
+        "--depth.",
     ),
-    click.option("--depth", type=POSITIVE, help="Layers of the transformer."),
+    click.option("--depth", type=POSITIVE, help="Number of layers of the transformer."),
     click.option(
         "--vocab-size",
         type=POSITIVE,
-        help="Vocabulary of the transformer; by default its output layer is not "
+        help="Vocabulary size of the transformer. By default, the output layer is not "
         "counted.",
     ),
     click.option(
         "--per-second",
         metavar="RATE",
         type=_RATE,
-        help="Tokens, or operations with --width, that the machine computes per "
-        "second; costs are then in seconds.",
+        help="Throughput of the machine in tokens per second, or in operations per "
+        "second with --width. Costs are then in seconds.",
     ),
     click.option(
         "--step-times",
@@ -144,7 +145,7 @@ class ShapeOptions:
         """
         if self.limit_values["max_tokens"] is None:
             raise ValueError(
-                "`--max-tokens` is missing. Give the largest B * T, such as "
+                "`--max-tokens` is missing. Pass the maximum B * T, for example "
                 "`--max-tokens 65536`."
             )
         budget = _budget(self.limit_values["max_tokens"])
@@ -158,13 +159,13 @@ class ShapeOptions:
         return _cost_fn(**self.cost_values)
 
     def check_free(self) -> None:
-        """Raises a ValueError for limits of B or T, because `--shapes` fix both."""
+        """Raises a ValueError for limits of B or T, because `--shapes` defines both."""
         free = {"min_batch_size": 1, "max_batch_size": None, "max_seq_len": None}
         for name, value in free.items():
             if self.limit_values[name] != value:
                 raise ValueError(
                     f"`--{name.replace('_', '-')}` has no effect with `--shapes`. "
-                    "Leave it out."
+                    "Remove it."
                 )
 
     @property
@@ -186,8 +187,8 @@ class ShapeOptions:
             budget = self.limits().max_tokens
             if not isinstance(budget, int):
                 raise ValueError(
-                    "`--shapes` fix B. Give one number as `--max-tokens`, or leave it "
-                    "out."
+                    "`--shapes` already defines B, so `--max-tokens` must be a single "
+                    "number. Pass one number, or remove it."
                 )
             fields["max_tokens"] = budget
         plan = BucketPlan.from_shapes(_shapes(text), **fields)
@@ -228,18 +229,23 @@ def _cost_fn(
 ) -> CostFn | None:
     by_model = width or depth or vocab_size
     sources = {"--width": by_model, "--step-times": step_times, "--cost-fn": cost_fn}
-    ways = [name for name, value in sources.items() if value]
-    if len(ways) > 1:
-        raise ValueError(f"{' and '.join(ways)} are two costs. Give one of them.")
+    given = [f"`{name}`" for name, value in sources.items() if value]
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} each define the cost of a step. Pass only one of "
+            "them."
+        )
     if per_second and (step_times or cost_fn):
-        raise ValueError(f"`--per-second` has no effect with {ways[0]}. Leave it out.")
+        raise ValueError(f"`--per-second` has no effect with {given[0]}. Remove it.")
     if step_times:
         return read_step_times(step_times)
     if cost_fn:
         return _function("--cost-fn", cost_fn)
     if by_model:
         if not (width and depth):
-            raise ValueError("A transformer's cost needs `--width` and `--depth`.")
+            raise ValueError(
+                "The cost of a transformer requires `--width` and `--depth`. Pass both."
+            )
         return TransformerCost(width, depth, vocab_size or 0, per_second)
     return TokenCost(per_second) if per_second else None
 
@@ -259,12 +265,12 @@ def read_step_times(path: pathlib.Path) -> StepTime:
     try:
         pairs = json.loads(path.read_text("utf-8"), object_pairs_hook=tuple)
         if not isinstance(pairs, tuple):
-            raise ValueError("it is something else")
+            raise ValueError("it is not an object")
         shapes = [tuple(json.loads(shape)) for shape, _ in pairs]
         if not all(len(s) == 2 and all(type(n) is int for n in s) for s in shapes):
-            raise ValueError("a shape is two integers")
+            raise ValueError("each shape must be two integers")
         if len(set(shapes)) < len(shapes):
-            raise ValueError("a shape occurs twice")
+            raise ValueError("a shape is repeated")
         seconds = {Bucket(*s): time for s, (_, time) in zip(shapes, pairs, strict=True)}
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(
@@ -279,10 +285,10 @@ def _function(option: str, text: str) -> Callable[..., Any]:
 
     if not is_function_name(text):
         raise ValueError(
-            f"`{option} {text}` is neither an integer nor a function. Give integers, "
+            f"`{option} {text}` is neither an integer nor a function. Pass integers, "
             "or a function as module:function."
             if option == "--max-tokens"
-            else f"`{option} {text}` is not a function. Name it as module:function."
+            else f"`{option} {text}` is not a function. Pass module:function."
         )
     return load_function(text)
 
@@ -296,12 +302,12 @@ def integers(text: str) -> list[int] | None:
 
 
 def _shapes(text: str) -> list[tuple[int, int]]:
-    """Returns the shapes of a text such as 32x128,16x256."""
+    """Returns the shapes of a string such as 32x128,16x256."""
     pairs = [integers(part.lower().replace("x", ",")) for part in text.split(",")]
     shapes = [(pair[0], pair[1]) for pair in pairs if pair and len(pair) == 2]
     if len(shapes) < len(pairs):
         raise ValueError(
-            f"`--shapes {text}` is not a list of B x T. Give shapes such as "
+            f"`--shapes {text}` is not a list of B x T. Pass shapes such as "
             "32x128,16x256."
         )
     return shapes

@@ -30,8 +30,8 @@ def check_outputs(
             continue
         if _resolved(path) in taken:
             raise ValueError(
-                f"`{name} {path}` would overwrite what this command reads or writes. "
-                "Name another file."
+                f"`{name} {path}` would overwrite a file that this command reads or "
+                "writes. Choose a different file."
             )
         taken.add(_resolved(path))
         _check_writable(name, path)
@@ -47,12 +47,12 @@ def _check_writable(name: str, path: pathlib.Path) -> None:
     if not folder.is_dir():
         raise ValueError(
             f"`{name} {path}`: the folder {path.parent} does not exist. Create it, or "
-            "name another file."
+            "choose a different file."
         )
     if path.is_dir():
-        raise ValueError(f"`{name} {path}` is a folder. Name a file in it.")
+        raise ValueError(f"`{name} {path}` is a folder. Choose a file in it.")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"`{name} {path}` cannot be written. Name another file.")
+        raise ValueError(f"`{name} {path}` cannot be written. Choose a different file.")
 
 
 @contextlib.contextmanager
@@ -82,8 +82,8 @@ def atomic_write(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
             partial.replace(path)
     except OSError as error:
         raise ValueError(
-            f"`{name} {path}` cannot be written: {error.strerror or error}. Name "
-            "another file, or free some space."
+            f"`{name} {path}` cannot be written: {error.strerror or error}. Choose "
+            "a different file, or free some space."
         ) from None
     finally:
         with contextlib.suppress(OSError):
@@ -97,13 +97,13 @@ def new_figure(
     """Yields a matplotlib figure and writes it afterwards; yields None without a path.
 
     Args:
-      path: the file of the picture, whose suffix names the format.
+      path: the file of the plot, whose suffix defines the format.
       width: the width of the figure, in inches.
       height: the height of the figure, in inches.
 
     Raises:
       ValueError: before anything is drawn, if matplotlib is missing or does not write
-        this format; afterwards, if the picture cannot be written.
+        this format; afterwards, if the plot cannot be written.
     """
     if path is None:
         yield None

@@ -21,8 +21,8 @@ from jaxbucket.plan.reports.epoch import Report, report
 
 # What a model must do to train on packed rows.
 _REQUIRES = (
-    "Packed rows hold several examples: attention must stay within each, by segment "
-    "ids, as `jb.segment_attention` does."
+    "Packed rows hold several examples, so attention must use segment ids to stay "
+    "within each example, as `jb.segment_attention` does."
 )
 _ONE_SHAPE = "packed, one shape"
 # The numbers of a report that count examples beyond the last bucket.
@@ -43,8 +43,8 @@ def check_packable(pack: Pack, shape: ShapeOptions, others: Iterable[str] = ()) 
     names = [*others, *_unsupported(shape)]
     if names:
         raise ValueError(
-            f"`--pack {pack}` does not support {' and '.join(names)}. Leave out one or "
-            "the other."
+            f"`--pack {pack}` cannot be combined with {' and '.join(names)}. Remove "
+            "one or the other."
         )
 
 
@@ -96,7 +96,7 @@ def plan_rows(
 def kept_lengths(
     lengths: np.ndarray, overlong: str, max_seq_len: int | None
 ) -> np.ndarray:
-    """Returns the lengths of examples in their rows: dropped, truncated or split."""
+    """Returns the lengths after dropping, truncating or splitting long examples."""
     if max_seq_len is None or overlong == "error":
         return lengths
     if overlong == "split":
@@ -138,24 +138,30 @@ def _lost(plan: BucketPlan, lengths: np.ndarray) -> dict[str, int]:
 def reason(packed: PackedPlan, shape: ShapeOptions, unit: str) -> str:
     """Returns why rows are packed or padded, as one line."""
     chosen, other = ("packed", "padded") if packed.is_packed else ("padded", "packed")
-    verb = "Packing" if packed.is_packed else "Padding"
     costs, cost_unit = packed.epoch_costs, packed.plan.cost_unit
     shown = {x: format_cost(costs[x], cost_unit, unit) for x in (chosen, other)}
     change = 1 - costs[chosen] / costs[other]
     than = "less than" if change >= 0 else "more than"
     return (
-        f"{verb}: an epoch costs {shown[chosen]} {chosen}, {abs(change):.1%} {than} "
-        f"{shown[other]} {other}. {_attention(shape, packed.block_sparse)}"
+        f"Rows are {chosen}: an epoch costs {shown[chosen]}, {abs(change):.1%} "
+        f"{than} the {shown[other]} with {other} rows. "
+        f"{_attention(shape, packed.block_sparse)}"
     )
 
 
 def _attention(shape: ShapeOptions, block_sparse: bool) -> str:
     """Returns how the cost counts attention, as a sentence."""
     if isinstance(shape.cost_fn, TokenCost | None):
-        return "This cost leaves out attention: add --width and --depth to count it."
+        return (
+            "This cost does not include attention. Add --width and --depth to include "
+            "it."
+        )
     if block_sparse:
-        return "Attention is counted within examples."
-    return "Attention is counted over whole rows: add --block-sparse if it is not."
+        return "The cost assumes attention within examples."
+    return (
+        "The cost assumes attention over whole rows. Add --block-sparse if your "
+        "attention skips pairs in different examples."
+    )
 
 
 def with_packed_rows(
@@ -167,7 +173,7 @@ def with_packed_rows(
     block_sparse: bool,
     remainder: Remainder,
 ) -> Comparison:
-    """Returns the comparison with packed rows, of several T and of one.
+    """Returns the comparison with packed rows, for several values of T and for one.
 
     Under `pack="auto"`, a note says why they are missing if packing does not support
     the limits.

@@ -39,13 +39,17 @@ _AUTO = "auto"
 @click.argument("lengths", type=EXISTING)
 @click.option(
     "--num-buckets",
-    help="The most shapes, 8 by default; auto weighs compiling against padding.",
+    help="Maximum number of shapes, 8 by default; auto balances compile time against "
+    "padding.",
 )
 @click.option(
     "--boundaries",
-    help=f"{', '.join(RULES)}, or T such as 128,256,512; optimal by default.",
+    help=f"{', '.join(RULES)}, or values of T such as 128,256,512; the default "
+    "is optimal.",
 )
-@click.option("--shapes", help="Use these B x T, such as 32x128,16x256, instead.")
+@click.option(
+    "--shapes", help="Use exactly these shapes B x T, for example 32x128,16x256."
+)
 @click.option(
     "--pack",
     type=click.Choice(PACK_CHOICES),
@@ -56,17 +60,17 @@ _AUTO = "auto"
 @click.option(
     "--compile-seconds",
     type=float,
-    help="With --num-buckets auto: seconds to compile one shape.",
+    help="Time to compile one shape in seconds, for --num-buckets auto.",
 )
 @click.option(
     "--num-epochs",
     type=float,
-    help="With --num-buckets auto: epochs of the run, 1 by default.",
+    help="Number of epochs of the run, for --num-buckets auto; the default is 1.",
 )
 @click.option(
     "--max-buckets",
     type=POSITIVE,
-    help="With --num-buckets auto: the most shapes, 32 by default.",
+    help="Maximum number of shapes to try, for --num-buckets auto; the default is 32.",
 )
 @shape_options
 @column_option
@@ -94,8 +98,8 @@ def plan(
     """Plan shapes for LENGTHS.
 
     LENGTHS is a file of any kind that `jaxbucket measure` reads. A plan has shapes
-    (B, T): batches of B rows of T tokens. With --pack, a job fills the rows by
-    `jb.packing.pack(lengths, plan.boundaries)`.
+    (B, T): batches of B rows of T tokens. If you use --pack, call
+    `jb.packing.pack(lengths, plan.boundaries)` in the training job to fill the rows.
     """
     check_outputs([lengths, *shape.inputs], output=output, plot=plot)
     if shapes is not None:
@@ -105,7 +109,7 @@ def plan(
         "--num-epochs": num_epochs,
         "--max-buckets": max_buckets,
     }
-    _check_one_way(shapes, boundaries, num_buckets, auto)
+    _check_choice(shapes, boundaries, num_buckets, auto)
     _check_pack(pack, block_sparse, shape, shapes, boundaries, num_buckets)
     with new_figure(plot, 8, 11 if num_buckets == _AUTO else 7) as figure:
         measured = read_lengths(lengths, column)
@@ -199,8 +203,7 @@ def _check_pack(
     if pack == "never":
         if block_sparse:
             raise ValueError(
-                "`--block-sparse` has no effect without `--pack`. Leave it out, or add "
-                "`--pack auto`."
+                "`--block-sparse` requires `--pack`. Remove it, or add `--pack auto`."
             )
         return
     others = {
@@ -211,7 +214,7 @@ def _check_pack(
     check_packable(pack, shape, [name for name, given in others.items() if given])
 
 
-def _check_one_way(
+def _check_choice(
     shapes: str | None,
     boundaries: str | None,
     num_buckets: str | None,
@@ -219,27 +222,30 @@ def _check_one_way(
 ) -> None:
     """Raises a ValueError for options that contradict each other or have no effect."""
     is_auto = num_buckets == _AUTO
-    ways = {
+    choices = {
         "--shapes": shapes,
         "--boundaries": boundaries,
         "--num-buckets": num_buckets,
     }
-    used = [name for name, value in ways.items() if value is not None]
+    used = [name for name, value in choices.items() if value is not None]
     listed = boundaries is not None and integers(boundaries) is not None
     if len(used) > 1 and (used[0] == "--shapes" or is_auto or listed):
         raise ValueError(
-            f"{used[0]} and {used[1]} both choose the shapes. Leave out one of them."
+            f"`{used[0]}` and `{used[1]}` both define the shapes. Remove one of them."
         )
     for name, value in auto.items():
         if value is not None and not is_auto:
-            raise ValueError(f"`{name}` has no effect without `--num-buckets {_AUTO}`.")
+            raise ValueError(
+                f"`{name}` requires `--num-buckets {_AUTO}`. Add it, or remove "
+                f"`{name}`."
+            )
 
 
 def _number(text: str) -> int:
     numbers = integers(text) or [0]
     if len(numbers) > 1 or numbers[0] < 1:
         raise ValueError(
-            f"`--num-buckets {text}` is not a number of shapes. Give a positive "
+            f"`--num-buckets {text}` is not a positive integer. Pass a positive "
             f"integer, or {_AUTO}."
         )
     return numbers[0]

@@ -20,8 +20,8 @@ _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
     "--recipe",
     required=True,
     metavar="MODULE:FUNCTION",
-    help="A function of the plan that returns (step_fn, state, specs), or a dict of "
-    "such triples.",
+    help="A function of the plan that returns (step_fn, state, specs), or a dict "
+    "whose values are such triples.",
 )
 @click.option(
     "--plan",
@@ -42,7 +42,7 @@ _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
     "--max-gb",
     type=float,
     default=8.0,
-    help="The largest size of the folder, in 1e9 bytes.",
+    help="Maximum size of the folder in GB (1e9 bytes).",
 )
 @click.option(
     "--xla-cache", type=_FOLDER, help="Also fill jax's compilation cache here."
@@ -50,13 +50,14 @@ _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
 @click.option(
     "--memory-gb",
     type=click.FloatRange(min=0, min_open=True),
-    help="Fail if a program needs more memory per device, in 1e9 bytes, or if its "
-    "memory is unknown.",
+    help="Fail if a program needs more than this memory per device, in GB (1e9 "
+    "bytes), or if its memory use is unknown.",
 )
 @click.option(
     "--workers",
     type=POSITIVE,
-    help="Programs compiled at a time; by default one for every two cores.",
+    help="Number of programs to compile in parallel. Defaults to half the number of "
+    "cores.",
 )
 @json_option
 @click.argument("arguments", nargs=-1)
@@ -79,7 +80,7 @@ def precompile(
     than --memory-gb, or cannot be stored in --cache.
     """
     if memory_gb is not None and math.isnan(memory_gb):
-        raise click.BadParameter("nan is not a limit.", param_hint="--memory-gb")
+        raise click.BadParameter("Pass a number, not nan.", param_hint="--memory-gb")
     shapes = read_plan(plan)
     from jaxbucket.compile.executable_cache import ExecutableCache
     from jaxbucket.compile.recipes import precompile
@@ -104,13 +105,14 @@ def precompile(
         click.echo(f"{failure.step} {failure.label}: {failure.error}", err=True)
     for name in above:
         click.echo(
-            f"{name} needs more than --memory-gb {memory_gb:g}, or its memory is "
-            "unknown. Raise it, or plan with less --max-tokens.",
+            f"{name} needs more than --memory-gb {memory_gb:g}, or its memory use is "
+            "unknown. Increase --memory-gb, or plan with a smaller --max-tokens.",
             err=True,
         )
     for name in not_kept:
         click.echo(
-            f"{name} is not stored in {cache}: the job will compile it.", err=True
+            f"{name} could not be stored in {cache}, so the job will compile it again.",
+            err=True,
         )
     if done.failures or above or not_kept:
         sys.exit(1)

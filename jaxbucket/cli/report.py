@@ -27,7 +27,7 @@ remainder_option = click.option(
     "--remainder",
     type=click.Choice(get_args(Remainder)),
     default="cheapest",
-    help="What to do with examples that fill no batch.",
+    help="What to do with examples that do not fill a batch.",
 )
 
 
@@ -40,9 +40,14 @@ remainder_option = click.option(
     "--group",
     type=click.Choice(GROUPS),
     default="same",
-    help="Whether the micro-batches of a step have the same bucket or mixed ones.",
+    help="Whether all micro-batches of a step have the same bucket, or may have "
+    "different ones.",
 )
-@click.option("--packed", is_flag=True, help="Pack the lengths into rows of the plan.")
+@click.option(
+    "--packed",
+    is_flag=True,
+    help="Pack several examples into each row, for plans from `plan --pack`.",
+)
 @column_option
 @unit_option
 @click.option("--plot", type=NEW, help="Draw the plan to this file.")
@@ -59,8 +64,9 @@ def report(
 ) -> None:
     """Report the padding and cost of PLAN on LENGTHS.
 
-    PLAN is a file that `jaxbucket plan -o` wrote; LENGTHS may be those it was made for,
-    or others. For a plan that `jaxbucket plan --pack` wrote, add --packed.
+    PLAN is a file that `jaxbucket plan -o` wrote. LENGTHS may differ from the lengths
+    that the plan was made for. Add --packed if the plan was written by
+    `jaxbucket plan --pack`.
     """
     check_outputs([plan_file, lengths], plot=plot)
     with new_figure(plot, 8, 7) as figure:

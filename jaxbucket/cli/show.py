@@ -1,4 +1,4 @@
-"""Output of the commands: tables, JSON and pictures of plans."""
+"""Output of the commands: tables, JSON and plots of plans."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def show(
 
     Args:
       as_json: whether to print JSON.
-      numbers: what JSON has.
-      tables: what `rich` draws otherwise.
+      numbers: the values to print as JSON.
+      tables: the `rich` tables to print otherwise.
       sentence: text below the tables.
     """
     if as_json:
@@ -60,7 +60,7 @@ def as_dict(plan: BucketPlan, epoch: Report) -> dict[str, Any]:
 def draw_plan(
     figure: Any, plan: BucketPlan, lengths: np.ndarray, epoch: Report
 ) -> None:
-    """Draws a plan twice: by tokens of each length, and example by example."""
+    """Draws a plan twice: as a histogram of its tokens, and example by example."""
     from jaxbucket.plan.reports.plots import plot_lengths, plot_plan
 
     above, below = figure.subplots(2, 1)

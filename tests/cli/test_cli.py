@@ -233,7 +233,7 @@ def test_inputs_are_not_overwritten(files):
         ("-o", "same.png", "--plot", "same.png"),
     ):
         output = refused("plan", "lengths.npy", *OPTIONS, *options)
-        assert "would overwrite what this command reads or writes" in output
+        assert "would overwrite a file that this command reads or" in output
     assert (files / "lengths.npy").read_bytes() == before
 
 
@@ -406,7 +406,7 @@ def test_compare_has_the_numbers_of_compare_plans(files):
         ((*BUDGET, "--boundaries", "64,64,512"), "`boundaries` has 64 after 64."),
         (
             ("--shapes", "8*512"),
-            "`--shapes 8*512` is not a list of B x T. Give shapes such as 32x",
+            "`--shapes 8*512` is not a list of B x T. Pass shapes such as 32x",
         ),
         (("--shapes", "8x512x2"), "`--shapes 8x512x2` is not a list of B x T"),
         (("--shapes", "8x512,16x512"), "by strictly increasing `seq_len`"),
@@ -415,8 +415,8 @@ def test_compare_has_the_numbers_of_compare_plans(files):
             ("--shapes", "8x512", "--max-tokens", 1024),
             "Bucket [8, 512] holds 4096 tokens, more than `max_tokens=1024`",
         ),
-        ((*OPTIONS, "--num-buckets", "few"), "`--num-buckets few` is not a number of"),
-        ((*OPTIONS, "--num-buckets", "0"), "`--num-buckets 0` is not a number of sh"),
+        ((*OPTIONS, "--num-buckets", "few"), "`--num-buckets few` is not a positive"),
+        ((*OPTIONS, "--num-buckets", "0"), "`--num-buckets 0` is not a positive int"),
         (AUTO, "`compile_seconds` is missing. Pass the time to compile one shape"),
         (
             (*OPTIONS, "--num-buckets", "auto", "--compile-seconds", 3),
@@ -429,50 +429,50 @@ def test_compare_has_the_numbers_of_compare_plans(files):
         ),
         (
             (*AUTO, "--boundaries", "quantile"),
-            "--boundaries and --num-buckets both choose the shapes. Leave out one",
+            "`--boundaries` and `--num-buckets` both define the shapes. Remove",
         ),
         (
             ("--shapes", "8x512", "--boundaries", "512"),
-            "--shapes and --boundaries both choose the shapes. Leave out one of",
+            "`--shapes` and `--boundaries` both define the shapes. Remove one of",
         ),
         (
             (*OPTIONS, "--boundaries", "100,512"),
-            "--boundaries and --num-buckets both choose the shapes. Leave out one",
+            "`--boundaries` and `--num-buckets` both define the shapes. Remove",
         ),
         (
             ("--shapes", "8x512", "--max-batch-size", 4),
-            "`--max-batch-size` has no effect with `--shapes`. Leave it out.",
+            "`--max-batch-size` has no effect with `--shapes`. Remove it.",
         ),
-        ((*OPTIONS, "--step-times", "twice.json"), "a shape occurs twice"),
+        ((*OPTIONS, "--step-times", "twice.json"), "a shape is repeated"),
         (
             (*OPTIONS, "--compile-seconds", 3),
-            "`--compile-seconds` has no effect without `--num-buckets auto`.",
+            "`--compile-seconds` requires `--num-buckets auto`. Add it, or remove",
         ),
         (
             ("--shapes", "8x512", "--max-tokens", "4096,4096"),
-            "`--shapes` fix B. Give one number as `--max-tokens`, or leave it out.",
+            "`--shapes` already defines B, so `--max-tokens` must be a single",
         ),
         ((*OPTIONS, "--cost-fn", "math:sqrt"), "raised TypeError: "),
         ((*OPTIONS, "--boundaries", "math:sqrt"), "raised TypeError: "),
         (
             (*OPTIONS, "--step-times", "no.json", "-o", "no.json"),
-            "`--output no.json` would overwrite what this command reads",
+            "`--output no.json` would overwrite a file that this command reads",
         ),
         (
             (*OPTIONS, "--plot", "plan.xyz"),
             "`--plot plan.xyz` has an unknown suffix. Use",
         ),
-        ((*OPTIONS, "--width", 8), "cost needs `--width` and `--depth`"),
+        ((*OPTIONS, "--width", 8), "requires `--width` and `--depth`"),
         (
             (*OPTIONS, "--width", 8, "--depth", 8, "--cost-fn", "mine:steps"),
-            "--width and --cost-fn are two costs. Give one of them.",
+            "`--width` and `--cost-fn` each define the cost of a step. Pass only",
         ),
         (
             (*OPTIONS, "--cost-fn", "mine:steps", "--per-second", 3),
-            "`--per-second` has no effect with --cost-fn. Leave it out.",
+            "`--per-second` has no effect with `--cost-fn`. Remove it.",
         ),
         ((*OPTIONS, "--cost-fn", "mine:zero"), "=0.0` must be a positive"),
-        ((*OPTIONS, "--cost-fn", "steps"), "`--cost-fn steps` is not a function. Name"),
+        ((*OPTIONS, "--cost-fn", "steps"), "`--cost-fn steps` is not a function. Pass"),
         ((*OPTIONS, "--step-times", "lengths.txt"), "is not a JSON object of shapes"),
         ((*OPTIONS, "--step-times", "no.json"), "`seconds[[8, 512]]=-1` must be a pos"),
         ((*OPTIONS, "--step-times", "none.json"), "`seconds` is empty"),
@@ -504,7 +504,8 @@ def test_compare_refuses_invalid_plans_and_options(files):
     )
     output = refused("compare", *options, "--boundaries", "quantile")
     assert (
-        "`--boundaries quantile` is not a list of lengths. Give lengths such" in output
+        "`--boundaries quantile` is not a list of lengths. Pass values of T such"
+        in output
     )
     assert "`--max-tokens` is missing" in refused("compare", "lengths.npy")
     output = refused("compare", *options, "--remainder", "drop")
@@ -605,7 +606,7 @@ def test_a_histogram_is_drawn(corpus, name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.txt"], "`nowhere.txt` does not exist. Name a file, or a function"),
+        (["nowhere.txt"], "`nowhere.txt` does not exist. Pass a file, or a function"),
         (["."], "`.` is a folder. Pass the path of a file"),
         (["nowhere:f"], "`nowhere:f`: nowhere cannot be imported: ModuleNotFoundError"),
         (["json:nothing"], "`json:nothing`: json has no 'nothing'. Choose one"),
@@ -624,15 +625,15 @@ def test_a_histogram_is_drawn(corpus, name):
             ["texts.txt", "--num-workers", 2],
             "`--num-workers 2` has no effect on a file",
         ),
-        (["lengths.npy", "-o", "lengths.npy"], "would overwrite what this command"),
-        (["lengths.npy", "-o", "./x/../lengths.npy"], "would overwrite what this"),
+        (["lengths.npy", "-o", "lengths.npy"], "would overwrite a file that"),
+        (["lengths.npy", "-o", "./x/../lengths.npy"], "would overwrite a file"),
         (["lengths.npy", "-o", "x.txt"], "lengths are written as .npy. Name the file"),
         (
             ["lengths.npy", "-o", "nowhere/x.npy"],
             "the folder nowhere does not exist. Cre",
         ),
         (["lengths.npy", "-o", "lengths.txt/x.npy"], "the folder lengths.txt does"),
-        (["lengths.npy", "-o", "."], "`--output .` is a folder. Name a file in it"),
+        (["lengths.npy", "-o", "."], "`--output .` is a folder. Choose a file"),
         (["lengths.npy", "--plot", "x.docx"], "`--plot x.docx` has an unknown suffix"),
         (["lengths.npy", "--plot", "x"], "`--plot x` has an unknown suffix"),
         (["lengths.npy", "-o", "/proc/x.npy"], "`--output /proc/x.npy` cannot be writ"),
@@ -680,7 +681,7 @@ def test_a_failed_write_leaves_no_file(files, monkeypatch):
 
     monkeypatch.setattr("numpy.save", full)
     output = refused("measure", "lengths.npy", "-o", "new.npy")
-    assert "new.npy` cannot be written: No space left on device. Name another" in output
+    assert "new.npy` cannot be written: No space left on device. Choose a" in output
     assert not list(files.glob("*new*")) + list(files.glob(".*"))
 
 
@@ -722,7 +723,8 @@ def test_a_plan_that_drops_examples_comes_last(files):
     assert plans[0]["name"] == "packed" and plans[-1]["name"] == "[red]short.json"
     kept = int(LENGTHS[LENGTHS <= 64].sum())
     recorded = (
-        f"[red]short.json keeps {kept:,} tokens, not {int(LENGTHS.sum()):,}: its cost"
+        f"[red]short.json trains on {kept:,} tokens instead of {int(LENGTHS.sum()):,}, "
+        "so its cost is not comparable."
     )
     assert recorded in " ".join(table.split())
 
@@ -749,11 +751,11 @@ def test_an_empty_option_is_refused(files, option):
     ("text", "message"),
     [
         ("[]", "is not a JSON object of shapes and seconds"),
-        ('{"[8]": 1}', "a shape is two integers."),
-        ('{"[8, true]": 1}', "a shape is two integers."),
-        ('{"[8, 512]": 0.1, "[8, 512]": 5}', "a shape occurs twice."),
-        ('{"[8, 512]": 0.1, "[8,512]": 5}', "a shape occurs twice."),
-        ('{"[8, 512]": 1e-310}', "too small for B * T^2"),
+        ('{"[8]": 1}', "each shape must be two integers."),
+        ('{"[8, true]": 1}', "each shape must be two integers."),
+        ('{"[8, 512]": 0.1, "[8, 512]": 5}', "a shape is repeated."),
+        ('{"[8, 512]": 0.1, "[8,512]": 5}', "a shape is repeated."),
+        ('{"[8, 512]": 1e-310}', "which is too small."),
         ('{"[8, 512]": "x"}', "`seconds[[8, 512]]='x'` must be a positive"),
     ],
 )
@@ -763,7 +765,7 @@ def test_invalid_step_times_are_refused(files, text, message):
     assert message in recorded
 
 
-def test_forced_colours_print_no_progress_bar_to_a_file(files, monkeypatch):
+def test_forced_colors_print_no_progress_bar_to_a_file(files, monkeypatch):
     environment = os.environ | {"FORCE_COLOR": "1", "COLUMNS": "60"}
     command = [sys.executable, "-m", "jaxbucket", "compare", "lengths.npy"]
     done = subprocess.run(
@@ -886,7 +888,7 @@ def test_no_file_ends_in_a_traceback(files, name):
 
 def test_a_link_to_itself_is_refused(files):
     pathlib.Path("loop").symlink_to("loop")
-    assert "`loop` does not exist. Name a file" in refused("measure", "loop")
+    assert "`loop` does not exist. Pass a file" in refused("measure", "loop")
     refused("measure", "lengths.npy", "-o", "loop/x.npy")
 
 

@@ -63,15 +63,15 @@ def test_a_packed_plan_is_that_of_python(pack_option, block_sparse):
     assert result["fingerprint"] == plan.fingerprint
     assert matplotlib.image.imread("p.png").std() > 0.1
     if pack_option == "never":
-        assert "packing" not in result and "Packing:" not in output
+        assert "packing" not in result and "Rows are" not in output
         return
     packing = result["packing"]
     why = packing.pop("reason")
     assert packing == json.loads(expected.to_json())
     assert why in one_line(output)
-    assert why.startswith("Packing: " if expected.is_packed else "Padding: ")
-    attention = "within examples." if block_sparse else "over whole rows"
-    assert f"Attention is counted {attention}" in why
+    assert why.startswith(f"Rows are {'packed' if expected.is_packed else 'padded'}: ")
+    attention = "within examples." if block_sparse else "over whole rows."
+    assert f"The cost assumes attention {attention}" in why
 
 
 def test_the_table_of_a_packed_plan_has_the_numbers_of_the_json():
@@ -96,8 +96,9 @@ def test_the_table_of_a_packed_plan_has_the_numbers_of_the_json():
     costs = result["packing"]["epoch_costs"]
     less = 1 - costs["packed"] / costs["padded"]
     assert (
-        f"Packing: an epoch costs {costs['packed']:,.0f} tokens packed, {less:.1%} "
-        f"less than {costs['padded']:,.0f} tokens padded. This cost leaves out attent"
+        f"Rows are packed: an epoch costs {costs['packed']:,.0f} tokens, {less:.1%} "
+        f"less than the {costs['padded']:,.0f} tokens with padded rows. This cost does "
+        "not include attention."
     ) in one_line(table)
 
 
@@ -107,7 +108,7 @@ def test_rows_that_cost_more_packed_stay_padded():
     options = ("lengths.npy", "--max-tokens", 1024, *WIDE, "--pack")
     result = numbers("plan", *options, "auto")
     assert not result["packing"]["packed"]
-    assert result["packing"]["reason"].startswith("Padding: an epoch costs ")
+    assert result["packing"]["reason"].startswith("Rows are padded: an epoch costs ")
     assert "packed_examples" in result["report"]
     assert result["report"]["packed_examples"] == 0
     forced = numbers("plan", *options, "always")["packing"]
@@ -171,11 +172,16 @@ def test_limits_that_packing_does_not_support_are_named(options, names):
     for pack_option in ("auto", "always"):
         command = (*LIMITS, *options, "--pack", pack_option)
         output = run("plan", "lengths.npy", *command, code=1)
-        assert f"Error: `--pack {pack_option}` does not support {names}." in output
-    message = f"does not support {names}."
+        assert (
+            f"Error: `--pack {pack_option}` cannot be combined with {names}." in output
+        )
+    message = f"cannot be combined with {names}."
     assert message in run("compare", "lengths.npy", *command, code=1)
     result = numbers("compare", "lengths.npy", *LIMITS, *options)
-    assert result["note"] == f"Packed rows are not compared: packing {message}"
+    assert (
+        result["note"]
+        == f"Packed rows are not compared: packing does not support {names}."
+    )
     assert not any(plan["packed"] for plan in result["plans"])
     table = run("compare", "lengths.npy", *LIMITS, *options)
     assert result["note"] in one_line(table)
@@ -184,13 +190,16 @@ def test_limits_that_packing_does_not_support_are_named(options, names):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--shapes", "8x512"), "`--pack auto` does not support --shapes."),
-        (("--boundaries", "512"), "`--pack auto` does not support --boundaries."),
+        (("--shapes", "8x512"), "`--pack auto` cannot be combined with --shapes."),
+        (
+            ("--boundaries", "512"),
+            "`--pack auto` cannot be combined with --boundaries.",
+        ),
         (
             ("--num-buckets", "auto", "--compile-seconds", 1),
-            "`--pack auto` does not support --num-buckets auto.",
+            "`--pack auto` cannot be combined with --num-buckets auto.",
         ),
-        (("--max-tokens", "1,2"), "does not support --max-tokens 1,2."),
+        (("--max-tokens", "1,2"), "cannot be combined with --max-tokens 1,2."),
     ],
 )
 def test_other_ways_to_choose_shapes_are_not_packed(options, message):
@@ -200,7 +209,7 @@ def test_other_ways_to_choose_shapes_are_not_packed(options, message):
 
 def test_block_sparse_needs_packed_rows():
     output = run("plan", "lengths.npy", *LIMITS, "--block-sparse", code=1)
-    assert "`--block-sparse` has no effect without `--pack`." in output
+    assert "`--block-sparse` requires `--pack`." in output
 
 
 @pytest.mark.parametrize("cost", [(), WIDE, (*WIDE, "--block-sparse")])
@@ -235,7 +244,7 @@ def test_packed_rows_are_compared_with_padded_plans(cost):
         assert f"{epoch['padding']:.1%}" in line and line.rstrip().endswith("x")
         assert f"{epoch['steps_per_epoch']:,}" in line.split()
     assert {plan["report"]["real_tokens"] for plan in plans.values()} == {LENGTHS.sum()}
-    assert "attention must stay within each, by segment ids" in result["note"]
+    assert "attention must use segment ids to stay within each" in result["note"]
     assert result["note"] in one_line(table)
     assert matplotlib.image.imread("c.png").std() > 0.1
     without = numbers(*command, "--pack", "never")
@@ -291,7 +300,7 @@ def test_lengths_are_called_what_they_are():
 
 def test_a_unit_needs_a_name():
     output = run("plan", "lengths.npy", *LIMITS, "--unit", " ", code=2)
-    assert "Name what lengths count, such as bytes" in output
+    assert "Pass the name of the unit, for example bytes" in output
 
 
 # Widths

@@ -224,7 +224,7 @@ def test_the_command_fails_if_executables_cannot_be_saved(plan):
     with pytest.warns(RuntimeWarning, match="Executables are not saved"):
         run = command(*options, "--cache", "/proc/cache")
     assert run.exit_code == 1
-    assert "my_step [2, 16] is not stored in /proc/cache: the job" in run.stderr
+    assert "my_step [2, 16] could not be stored in /proc/cache, so" in run.stderr
     assert len(json.loads(run.stdout)["not_kept"]) == 3
 
 
