@@ -93,7 +93,7 @@ class Search:
         # `[G]`: the least cost of a row that is promoted from a bucket.
         self.next_rate = np.append(problem.rates[1:], INFINITE >> 31)
 
-    def better_than(self, known: np.ndarray) -> np.ndarray:
+    def improve(self, known: np.ndarray) -> np.ndarray:
         """Returns the best choice, or `known` if no cheaper choice is found.
 
         Args:
@@ -153,8 +153,8 @@ class Search:
         The number of rows of a bucket is a difference of two terms: the examples up to
         its end, which do not depend on the state, and the examples before its start,
         which do not depend on the end. A block of ends is skipped if its bound reaches
-        the limit. This bound uses the lowest rate in the block, that of its first end,
-        and the least cost after any of its ends.
+        the limit. This bound uses the rate of the first end, the lowest in the block,
+        and the least cost after any end of the block.
         """
         blocks, lasts = self.blocks, self.blocks[:, -1]
         rates = np.append(self.problem.rates, 0)
@@ -179,7 +179,7 @@ class Search:
     def _extensions(
         self, states: _States, parent: np.ndarray, end: np.ndarray
     ) -> list[_States]:
-        """Returns the pairs as states: with padded, and with promoted remainders."""
+        """Returns the states that pad the remainders, and those that promote them."""
         problem = self.problem
         before = problem.below[states.end[parent] + 1]
         rows = problem.examples[end] - before + states.carry[parent]

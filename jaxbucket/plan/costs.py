@@ -19,7 +19,7 @@ from jaxbucket.base.checks import check_number, check_positive
 
 CostFn: TypeAlias = Callable[[int, int], float]
 SECONDS = "s"
-# A shape still lies between others if it is up to this factor beyond all of them.
+# A shape still counts as between others if it exceeds their range by this factor.
 _BETWEEN_FACTOR = 1.1
 # The error is cross-validated for at most this many shapes: with more, leaving one out
 # hardly changes the fit.
@@ -203,7 +203,7 @@ class StepTime:
             positive.
         """
         _check_measured(seconds)
-        # Sorted, because the result of a floating-point sum depends on the order.
+        # Sort the shapes, because a floating-point sum depends on the order.
         seconds = {shape: seconds[shape] for shape in sorted(seconds)}
         shapes = np.array([(b.batch_size, b.seq_len) for b in seconds], np.float64)
         times = np.array([check_number(f"seconds[{b}]", seconds[b]) for b in seconds])
@@ -214,8 +214,8 @@ class StepTime:
             relative = terms / times[:, None]
         if not np.isfinite(relative).all():
             raise ValueError(
-                f"`seconds` contains {times.min()} s, which is too small for B * T^2 = "
-                f"{terms.max():g}. Measure the step again."
+                f"`seconds` contains a step time of {times.min()} s, which is too "
+                "small. Measure the step again."
             )
         fitted = _non_negative(relative)
         errors = abs(relative @ fitted - 1)
@@ -268,7 +268,7 @@ def _non_negative(relative: np.ndarray) -> np.ndarray:
     from scipy.optimize import linprog
 
     size, num_terms = relative.shape
-    # Scaled, because the columns differ by orders of magnitude.
+    # Scale the columns, because they differ by orders of magnitude.
     scale = relative.max(axis=0)
     rows, ones, errors = relative / scale, np.ones(size), np.eye(size)
     solution = linprog(

@@ -19,9 +19,9 @@ from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.remainder import epoch_cost
 
-# Numbers of buckets that are tried per doubling; every number up to twice as many.
+# How many numbers of buckets are tried per doubling. Up to twice this number, all are.
 _SIZES_PER_DOUBLING = 32
-# Points after the chosen one that are computed, so that the curve visibly turns.
+# The number of points after the best one, so that plots show the minimum.
 _POINTS_BEYOND = 4
 
 
@@ -51,7 +51,7 @@ class CurvePoint:
         return len(self.plan)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all numbers as plain Python."""
+        """Returns all numbers as plain Python values."""
         numbers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {
             "num_buckets": self.num_buckets,
@@ -91,7 +91,6 @@ class PlanCurve:
         neighbors = (
             self.points[max(index - 1, 0) : index] + self.points[index + 1 :][:1]
         )
-        epochs = "1 epoch" if self.num_epochs == 1 else f"{self.num_epochs:g} epochs"
         compiling, epoch, total = (
             format_cost(seconds, SECONDS)
             for seconds in (
@@ -100,16 +99,20 @@ class PlanCurve:
                 chosen.total_seconds,
             )
         )
+        epochs = f"{self.num_epochs:g} epochs take {epoch} each"
+        if self.num_epochs == 1:
+            epochs = f"1 epoch takes {epoch}"
         text = (
-            f"{count_shapes(chosen.num_buckets)}: {compiling} to compile and {epochs} "
-            f"of {epoch} make {total}"
+            f"With {count_shapes(chosen.num_buckets)}, compiling takes {compiling} and "
+            f"{epochs}, {total} in total"
         )
         if neighbors:
             totals = [
-                (x.num_buckets, format_cost(x.total_seconds, SECONDS))
+                f"{count_shapes(x.num_buckets)} would take "
+                f"{format_cost(x.total_seconds, SECONDS)}"
                 for x in neighbors
             ]
-            text += "; " + ", ".join(f"{n} would take {total}" for n, total in totals)
+            text += f"; {' and '.join(totals)}"
         text += "."
         if not self.exact:
             text += " Some plans are not proven to be optimal."
@@ -121,7 +124,7 @@ class PlanCurve:
         return len(self.points)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all numbers as plain Python."""
+        """Returns all numbers as plain Python values."""
         return {
             "num_epochs": self.num_epochs,
             "max_buckets": self.max_buckets,
@@ -197,7 +200,7 @@ def plan_curve(
     Raises:
       ValueError: if the lengths are empty, not positive integers, or too long for the
         limits; if `compile_seconds`, `num_epochs` or `max_buckets` is not positive; if
-        the cost function returns another unit than seconds.
+        the cost function does not return seconds.
     """
     _check_seconds(limits)
     if compile_seconds is None:
@@ -269,7 +272,7 @@ def _point(
 
 
 def _check_seconds(limits: Limits) -> None:
-    """Raises a ValueError if the cost function is known to count another unit."""
+    """Raises a ValueError if the unit of the cost function is known and not seconds."""
     unit = "tokens" if limits.cost_fn is None else unit_of(limits.cost_fn)
     if unit not in (SECONDS, "cost"):
         raise ValueError(

@@ -49,7 +49,7 @@ def cumulative(
         ends = np.arange(multiple, last + 1, multiple)
     else:
         ends = np.unique(np.append(-(-values // multiple) * multiple, last))
-    # The number of different lengths up to each end, which may be 0 for the first ends.
+    # The number of distinct lengths up to each end; it may be 0 for the first ends.
     num_values = np.searchsorted(values, ends, side="right")
     examples = np.append(0, np.cumsum(counts))[num_values]
     tokens = np.append(0, np.cumsum(counts * values))[num_values]

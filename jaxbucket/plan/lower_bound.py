@@ -85,9 +85,9 @@ class Problem:
     def relaxed(self, index: np.ndarray) -> Problem:
         """Returns a problem with some of the candidates, whose bounds hold for all.
 
-        The rate of each selected candidate is lowered to that of the first candidate
-        after the previous selected one. So moving every end of a choice up to the next
-        selected candidate does not increase the cost.
+        Each selected candidate gets the lowest rate among the candidates since the
+        previous selected one. So rounding every end of a choice up to the next selected
+        candidate does not increase the cost.
         """
         previous = np.append(-1, index[:-1])
         return dataclasses.replace(self.take(index), rates=self.rates[previous + 1])
@@ -99,7 +99,7 @@ class Problem:
         return counts.tolist(), sizes.tolist(), costs.tolist()
 
     def epoch_cost(self, chosen: np.ndarray) -> int:
-        """Returns the same as `Candidates.epoch_cost`, as a scaled integer."""
+        """Returns `Candidates.epoch_cost` as a scaled integer."""
         cost, _ = least_cost(*self.shapes(chosen), [0] * len(chosen), 2**63)
         assert cost is not None
         return cost
@@ -169,8 +169,8 @@ def traced_ends(ends: list[np.ndarray]) -> np.ndarray:
 def cost_ahead(problem: Problem) -> np.ndarray:
     """Returns the least cost of all examples except the n shortest, `[N + 1]`.
 
-    Remainders are included, and the number of buckets is not limited, so that this is a
-    lower bound for every number. Each batch takes the shortest remaining examples that
+    Remainders are included, and the number of buckets is not limited, so this is a
+    lower bound for any number. Each batch takes the shortest remaining examples that
     fit in its bucket. It does not matter which of these examples are promoted.
     """
     examples, sizes, costs = problem.examples, problem.batch_sizes, problem.costs

@@ -125,7 +125,7 @@ class Optimum:
         if known is not None:
             is_usable = np.isin(known, self._indices).all()
             known = np.searchsorted(self._indices, known) if is_usable else None
-        best = self._best_of_full_batches(size, known)
+        best = self._best_by_full_batches(size, known)
         dense = self._dense_choice
         if dense is not None and len(dense) <= num_buckets:
             best = min(best, dense, key=self._problem.epoch_cost)
@@ -154,7 +154,7 @@ class Optimum:
                 width,
                 _MAX_PAIRS - pairs,
             )
-            best = search.better_than(best)
+            best = search.improve(best)
             pairs += search.pairs
             self._pairs += search.pairs
             self.exact = is_whole and not search.incomplete
@@ -165,7 +165,7 @@ class Optimum:
             ahead = self._cost_ahead
         return best
 
-    def _best_of_full_batches(
+    def _best_by_full_batches(
         self, num_buckets: int, known: np.ndarray | None
     ) -> np.ndarray:
         """Returns the choice with the cheapest epoch among the best for full batches.

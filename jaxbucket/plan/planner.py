@@ -88,8 +88,8 @@ def plan_buckets(
         other rules are heuristics: "quantile" puts the same number of examples in
         each bucket, "equal_tokens" the same number of tokens; "equal_width" and
         "geometric" increase T by a constant step or ratio, "quarters" uses four equal
-        steps, and "powers_of_two" uses the largest powers of two. Alternatively,
-        increasing lengths (then `num_buckets` and `max_seq_len` are ignored), or a
+        steps, and "powers_of_two" uses the largest powers of two. You can also
+        pass increasing lengths (then `num_buckets` and `max_seq_len` are ignored), or a
         function of (`Candidates`, `num_buckets`). To fix B as well, use
         `BucketPlan.from_shapes`.
       overlong: what to do with examples longer than the last bucket: "error", "drop",

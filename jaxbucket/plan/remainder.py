@@ -124,10 +124,10 @@ def _cheapest(
 def _cheapest_of_each(
     rest: np.ndarray, cost: np.ndarray, states: np.ndarray
 ) -> np.ndarray:
-    """Returns the cheapest of the states with the same rest, for each rest.
+    """Returns the cheapest state for each number of carried rows, `rest`.
 
-    The order is that of the first state of each rest. Among equally cheap states, the
-    first one is returned.
+    They are in the order in which the numbers first occur. Among equally cheap states,
+    the first one is returned.
     """
     order = np.argsort(cost, kind="stable")
     order = order[np.argsort(rest[order], kind="stable")]

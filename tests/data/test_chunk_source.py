@@ -640,7 +640,9 @@ def test_a_report_counts_split_examples_and_chunks(seed):
     batches = list(BatchSchedule(plan, chunks))
     assert epoch.steps_per_epoch == len(batches)
     assert epoch.padded_tokens == sum(batch.bucket.num_tokens for batch in batches)
-    line = f"{over.sum()} examples are too long: split into {epoch.chunks} chunks."
+    line = (
+        f"{over.sum()} examples are too long and are split into {epoch.chunks} chunks."
+    )
     assert (line in epoch.summary) == bool(over.any())
     assert "split" not in of_chunks.summary
     fields = json.loads(epoch.to_json())
@@ -690,7 +692,7 @@ def test_the_plan_command_splits(tmp_path):
     (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
     paths = [str(tmp_path / name) for name in ("lengths.txt", "plan.json", "plan.png")]
     options = ["--max-tokens", "4096", "--overlong", "split", "--max-seq-len", "512"]
-    line = "2 examples are too long: split into 5 chunks."
+    line = "2 examples are too long and are split into 5 chunks."
     run = CliRunner().invoke(main, ["plan", paths[0], *options, "-o", paths[1]])
     assert run.exit_code == 0 and line in run.output
     run = CliRunner().invoke(main, ["report", paths[1], paths[0], "--plot", paths[2]])

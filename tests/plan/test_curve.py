@@ -82,10 +82,11 @@ def test_expensive_compilation_leads_to_fewer_shapes():
 def test_the_reason_names_the_times_of_neighboring_points():
     curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.3, num_epochs=2)
     k = curve.chosen.num_buckets
-    assert curve.reason.startswith(f"{k} shapes: {0.3 * k:,.1f} s to compile and 2 ep")
+    begin = f"With {k} shapes, compiling takes {0.3 * k:,.1f} s and 2 epochs take "
+    assert curve.reason.startswith(begin)
     for point in curve.points:
         if point.num_buckets in (k - 1, k + 1):
-            text = f"{point.num_buckets} would take {point.total_seconds:,.1f} s"
+            text = f"{point.num_buckets} shapes would take {point.total_seconds:,.1f} s"
             assert text in curve.reason
 
 
@@ -112,7 +113,7 @@ def test_the_reason_mentions_a_curve_that_has_not_turned():
 def test_equal_lengths_have_one_point():
     curve = plan_curve([7] * 30, LIMITS, compile_seconds=1.0)
     assert [point.num_buckets for point in curve.points] == [1]
-    assert curve.reason.startswith("1 shape: 1 s to compile and 1 epoch of")
+    assert curve.reason.startswith("With 1 shape, compiling takes 1 s and 1 epoch")
 
 
 def test_the_json_holds_every_number():

@@ -414,11 +414,11 @@ def test_time_is_bounded_when_a_batch_holds_an_epoch(monkeypatch):
     candidates = limits.candidates(many_lengths(0).astype(int))
     searches = []
 
-    def better_than(self, known, original=Search.better_than):
+    def improve(self, known, original=Search.improve):
         searches.append(self)
         return original(self, known)
 
-    monkeypatch.setattr(Search, "better_than", better_than)
+    monkeypatch.setattr(Search, "improve", improve)
     optimum = Optimum(candidates, 8)
     cost = candidates.epoch_cost(optimum.choice(8))
     assert not optimum.exact
@@ -513,8 +513,8 @@ def test_many_numbers_of_buckets_share_one_budget(monkeypatch):
     searched = []
 
     class Counted(Search):
-        def better_than(self, known):
-            result = super().better_than(known)
+        def improve(self, known):
+            result = super().improve(known)
             searched.append(self.pairs)
             return result
 

@@ -1,1 +1,1 @@
-"""What a plan costs in an epoch: numbers, comparisons of plans, and pictures."""
+"""Reports on the cost of plans: numbers of an epoch, comparisons and plots."""

@@ -47,7 +47,7 @@ class ComparedPlan:
 
     @property
     def is_packed(self) -> bool:
-        """Whether its rows hold several examples."""
+        """Whether rows hold several examples."""
         return self.report.packed_examples > 0
 
     @property
@@ -56,7 +56,7 @@ class ComparedPlan:
         return max(bucket.num_tokens for bucket in self.plan.buckets)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns every number, as plain Python."""
+        """Returns all numbers as plain Python values."""
         return {
             "name": self.name,
             "packed": self.is_packed,
@@ -72,17 +72,17 @@ class ComparedPlan:
 class Comparison:
     """Plans of the same lengths, the cheapest epoch first.
 
-    Plans that drop or truncate different examples than the rules' plans come last,
-    because their cost is that of other data.
+    Plans that drop or truncate different examples than the plans of the rules come
+    last, because their costs refer to different data.
 
     Attributes:
       plans: the plans, each with its epoch.
-      least_cost: a lower bound, the cost of an epoch of full batches: within these
-        limits no plan of at most `num_buckets` shapes costs less, one example per row.
-      num_buckets: the most shapes that a rule's plan may have.
+      least_cost: a lower bound of the cost of any plan with one example per row and at
+        most `num_buckets` shapes: the cost of an epoch of full batches.
+      num_buckets: the maximum number of shapes of a rule's plan.
       exact: whether the optimal plan is proven to be the cheapest plan of at most
         `num_buckets` shapes, remainders included; False if the search ended early.
-      note: sentences about the compared plans, printed below the table.
+      note: text about the compared plans, printed below the table.
     """
 
     plans: tuple[ComparedPlan, ...]
@@ -96,15 +96,15 @@ class Comparison:
 
     @property
     def unit(self) -> str:
-        """The name of a token in tables and pictures."""
+        """The unit of lengths in tables and plots, such as "bytes"."""
         return self.plans[0].report.unit
 
     def extended(self, plans: Iterable[ComparedPlan], note: str = "") -> Comparison:
-        """Returns the comparison with more plans, such as packed rows, in their places.
+        """Returns the comparison with additional plans, sorted by cost.
 
         Args:
-          plans: plans of the same lengths, costed alike, with names that are not taken.
-          note: sentences about them.
+          plans: plans of the same lengths with the same cost function, and new names.
+          note: text to print below the table.
 
         Raises:
           ValueError: if two plans have the same name.
@@ -112,12 +112,14 @@ class Comparison:
         plans = (*self.plans, *plans)
         names = [compared.name for compared in plans]
         if len(set(names)) < len(names):
-            raise ValueError(f"`plans` have equal names: {names}. Rename one of them.")
+            raise ValueError(
+                f"`plans` have repeated names: {names}. Rename one of them."
+            )
         ordered = _by_cost(plans, self[OPTIMAL].report.real_tokens)
         return dataclasses.replace(self, plans=ordered, note=note)
 
     def with_unit(self, unit: str) -> Comparison:
-        """Returns the comparison with another name for a token, such as "bytes"."""
+        """Returns the comparison with another unit of lengths, such as "bytes"."""
         plans = (
             dataclasses.replace(x, report=dataclasses.replace(x.report, unit=unit))
             for x in self.plans
@@ -125,18 +127,18 @@ class Comparison:
         return dataclasses.replace(self, plans=tuple(plans))
 
     def is_of_other_data(self, compared: ComparedPlan) -> bool:
-        """Returns whether a plan keeps different tokens than the rules' plans."""
+        """Returns whether a plan trains on other tokens than the plans of the rules."""
         return compared.report.real_tokens != self[OPTIMAL].report.real_tokens
 
     @property
     def summary(self) -> str:
-        """The distance of the best plan from the lower bound, and notes, as text."""
+        """How far the optimal plan is above the lower bound, and notes, as text."""
         tokens = self[OPTIMAL].report.real_tokens
         sentences = [
-            self._of_optimal,
+            self._optimality,
             *(
-                f"{one.name} keeps {one.report.real_tokens:,} {self.unit}, not "
-                f"{tokens:,}: its cost is of other data."
+                f"{one.name} trains on {one.report.real_tokens:,} {self.unit} instead "
+                f"of {tokens:,}, so its cost is not comparable."
                 for one in self.plans
                 if self.is_of_other_data(one)
             ),
@@ -145,18 +147,19 @@ class Comparison:
         return "\n".join(filter(None, sentences))
 
     @property
-    def _of_optimal(self) -> str:
+    def _optimality(self) -> str:
         best = self[OPTIMAL].report
         above = best.epoch_cost / self.least_cost - 1
         least = format_cost(self.least_cost, best.cost_unit, self.unit)
-        proof = " No such plan costs less than optimal (proven)." if self.exact else ""
+        proof = " It is proven to be the cheapest such plan." if self.exact else ""
         return (
-            f"With one example per row, {count_shapes(self.num_buckets)} cost at least "
-            f"{least}; optimal is {above:.2%} above that.{proof}"
+            "With one example per row, an epoch with up to "
+            f"{count_shapes(self.num_buckets)} costs at least {least}. The optimal "
+            f"plan costs {above:.2%} more.{proof}"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns every number, as plain Python."""
+        """Returns all numbers as plain Python values."""
         return {
             "num_buckets": self.num_buckets,
             "exact": self.exact,
@@ -168,7 +171,7 @@ class Comparison:
         }
 
     def to_json(self) -> str:
-        """Returns every number, as one JSON object."""
+        """Returns all numbers as one JSON object."""
         return json.dumps(self.to_dict())
 
     def __rich__(self) -> Any:
@@ -180,14 +183,14 @@ class Comparison:
             *(f"epoch\n({unit})", "times\nbest"),
         )
         legend = (
-            "Padding: share of all positions. Empty rows: its part in rows without an "
-            "example. Largest batch: its B * T. Times best: relative to the first "
-            "plan."
+            "Padding: share of all positions. Empty rows: the part of it in rows "
+            "without an example. Largest batch: the largest B * T. Times best: cost "
+            "relative to the first plan."
         )
         rows = map(self._row, self.plans)
         table = number_table(names, rows, f"{self.summary}\n{legend}")
         first = table.columns[0]
-        # Long names continue on the next line: no letter of a file's name is lost.
+        # Long names wrap instead of being truncated, because they may be file names.
         first.justify, first.no_wrap, first.overflow = "left", False, "fold"
         first.max_width = _NAME_WIDTH
         return table
@@ -210,9 +213,10 @@ class Comparison:
 def _by_cost(
     plans: Sequence[ComparedPlan], real_tokens: int
 ) -> tuple[ComparedPlan, ...]:
-    """Sorts plans by the cost of an epoch; those that keep other tokens come last.
+    """Sorts plans by the cost of an epoch.
 
-    The sort is stable, so that plans with the same cost keep their order.
+    Plans with a different number of real tokens come last. The sort is stable,
+    so plans with the same cost keep their order.
     """
     return tuple(
         sorted(
@@ -234,7 +238,7 @@ def compare_plans(
     others: Mapping[str, BucketPlan] | None = None,
     remainder: Remainder = "cheapest",
 ) -> Comparison:
-    """Returns the plans of every rule and your own with their epochs, cheapest first.
+    """Compares the plans of all rules with your own plans, the cheapest epoch first.
 
     Example:
       >>> import numpy as np
@@ -247,23 +251,23 @@ def compare_plans(
       lengths: `[N]` integers, one per example.
       limits: the limits of every shape. If they have a `cost_fn`, the plan that is
         optimal by tokens is compared too.
-      num_buckets: the most shapes of a plan.
+      num_buckets: the maximum number of shapes of each rule's plan.
       others: name -> a plan to compare with, such as `BucketPlan.from_shapes(...)`.
-      remainder: what happens to examples that fill no batch: "cheapest" moves them to
-        longer buckets if that costs less, "promote" always moves them, and "pad" leaves
-        them in batches with empty rows.
+      remainder: what happens to examples that do not fill a batch: "cheapest" moves
+        them to longer buckets if that costs less, "promote" always moves them, and
+        "pad" leaves them in batches with empty rows.
 
     Raises:
-      ValueError: for lengths that are empty, not integers, not positive, or too long
-        for the limits or for one of the `others`; for a name in `others` that a rule
-        has; for `remainder="drop"`, under which each plan trains on other examples.
+      ValueError: if lengths are empty, not positive integers, or too long for the
+        limits or for one of the `others`; if a name in `others` is the name of a rule;
+        if `remainder` is "drop", because every plan would drop different examples.
     """
     lengths = check_lengths(lengths)
     if remainder == "drop":
         raise ValueError(
-            "`remainder='drop'` leaves out different examples in every plan, so that "
-            "their epochs cannot be compared. Choose a different one, or call `report` "
-            "for each plan."
+            "`remainder='drop'` leaves out different examples in every plan, so "
+            "their epochs cannot be compared. Choose a different value, or call "
+            "`report` for each plan."
         )
     candidates = limits.candidates(lengths)
     num_buckets = min(check_positive("num_buckets", num_buckets), len(candidates))
@@ -292,7 +296,7 @@ def compare_plans(
     ]
     return Comparison(
         _by_cost(compared, compared[0].report.real_tokens),
-        # A rounding error must not lift the bound above the best plan.
+        # Without `min`, rounding errors could raise the bound above the best plan.
         min(optimum.steady_cost(num_buckets), candidates.epoch_cost(chosen[OPTIMAL])),
         num_buckets,
         optimum.exact and remainder == "cheapest",

@@ -1,4 +1,4 @@
-"""Pictures of several plans: a comparison, and a curve over the number of shapes."""
+"""Plots of several plans: a comparison, and a curve over the number of shapes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-# A bar longer than this many times the best is cut off, and the longest name of a plan
-# that is printed in full.
+# The length, relative to the best bar, above which a bar is cut off; and the maximum
+# number of characters of the name of a plan.
 _WIDEST, _LONGEST_NAME = 2.5, 32
 # Up to this ratio of the longest T to the shortest, ticks are powers of two.
 _FEW_DOUBLINGS = 32
@@ -33,17 +33,17 @@ def plot_comparison(
     lengths: ArrayLike,
     figure: Figure | SubFigure | None = None,
 ) -> Figure | SubFigure:
-    """Draws the ends of every plan's buckets, its padding and its cost.
+    """Plots the ends of every plan's buckets, its padding and its cost.
 
     A histogram above the ends shows how the tokens are spread over lengths.
 
     Args:
       comparison: a comparison of plans for the lengths.
       lengths: `[N]` integers.
-      figure: where to draw; by default a new one, `comparison_height` inches high.
+      figure: the figure to draw on; by default a new one of `comparison_height`.
 
     Raises:
-      ValueError: for lengths that the plans refuse.
+      ValueError: if the lengths are not valid for the plans.
     """
     plans = comparison.plans
     real, _ = row_tokens(comparison[OPTIMAL].plan, lengths)
@@ -70,7 +70,7 @@ def plot_comparison(
 
 
 def comparison_height(comparison: Comparison) -> float:
-    """Returns the height of a picture in which every plan has room, in inches."""
+    """Returns the height in inches of a figure that fits all plans."""
     return 1.8 + 0.42 * len(comparison.plans)
 
 
@@ -89,15 +89,15 @@ def _draw_tokens(lengths: np.ndarray, ax: Axes, unit: str) -> None:
 
 def _draw_ends(comparison: Comparison, ax: Axes) -> None:
     plans = comparison.plans
-    for place, compared in enumerate(plans):
+    for index, compared in enumerate(plans):
         ends = compared.plan.boundaries
-        ax.plot(ends, np.full(len(ends), place), "|", color=REAL, ms=11, mew=1.6)
+        ax.plot(ends, np.full(len(ends), index), "|", color=REAL, ms=11, mew=1.6)
     longest = max(compared.plan.max_seq_len for compared in plans)
     shortest = min(int(compared.plan.boundaries[0]) for compared in plans)
     ax.set(xscale="log", xlabel=f"T of the shapes ({comparison.unit})")
     ax.set(ylim=(len(plans) - 0.5, -0.5), xlim=(shortest / 1.5, longest * 1.1))
     if longest < _FEW_DOUBLINGS * shortest:
-        # Powers of 10 may be outside of a short axis.
+        # A short axis may contain no power of 10.
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.xaxis.set_minor_formatter("")
@@ -112,7 +112,7 @@ def _name(compared: ComparedPlan) -> str:
 
 
 def _short(name: str) -> str:
-    """Returns a name without its middle if it is too long for a picture."""
+    """Returns a name, without its middle if it is too long for a plot."""
     half = _LONGEST_NAME // 2 - 1
     if len(name) > _LONGEST_NAME:
         name = f"{name[:half]}...{name[-half:]}"
@@ -122,12 +122,12 @@ def _short(name: str) -> str:
 
 def _draw_padding(comparison: Comparison, ax: Axes) -> None:
     reports = [compared.report for compared in comparison.plans]
-    places = range(len(reports))
+    indices = range(len(reports))
     in_rows = np.array([100 * r.padding_in_rows for r in reports])
     empty = np.array([100 * r.padding_in_empty_rows for r in reports])
-    ax.barh(places, in_rows, label="padding in rows", **HATCHED)
+    ax.barh(indices, in_rows, label="padding in rows", **HATCHED)
     hollow: Any = {"color": "white", "edgecolor": PADDING}
-    ax.barh(places, empty, left=in_rows, label="padding in empty rows", **hollow)
+    ax.barh(indices, empty, left=in_rows, label="padding in empty rows", **hollow)
     ax.set(xlabel="padding (%)", xlim=(0, None))
     _label_bars(ax, [f"{r.padding:.1%}" for r in reports])
 
@@ -135,16 +135,16 @@ def _draw_padding(comparison: Comparison, ax: Axes) -> None:
 def _draw_costs(comparison: Comparison, ax: Axes) -> None:
     reports = [compared.report for compared in comparison.plans]
     over = np.array([r.epoch_cost for r in reports]) / reports[0].epoch_cost
-    # Next to the bar of one shape, the differences that matter would vanish.
+    # The bar of a single shape may be so long that the others look equal next to it.
     end = min(over.max(), _WIDEST)
     ax.barh(range(len(over)), np.minimum(over, end), color=REAL)
-    for place in np.flatnonzero(over > end).tolist():
-        ax.text(end, place, f"{over[place]:,.2f}x > ", color="white", **_INSIDE)
+    for index in np.flatnonzero(over > end).tolist():
+        ax.text(end, index, f"{over[index]:,.2f}x > ", color="white", **_INSIDE)
     ax.set(xlabel="relative cost", xlim=(0, 1.05 * end))
     unit = comparison.unit
     _label_bars(ax, [format_cost(r.epoch_cost, r.cost_unit, unit) for r in reports])
     least = comparison.least_cost / reports[0].epoch_cost
-    # White below the dots, so that they are seen on dark bars too.
+    # A white line under the dotted line keeps it visible on dark bars.
     ax.axvline(least, color="white", linewidth=2)
     dots: Any = {"color": "black", "linewidth": 1, "linestyle": ":"}
     ax.axvline(least, label="full batches, one example per row", **dots)
@@ -156,19 +156,19 @@ _INSIDE: Any = {"ha": "right", "va": "center", "fontsize": "small"}
 def _label_bars(ax: Axes, labels: list[str]) -> None:
     """Writes the number of each bar to the right of the axes, where there is room."""
     to_the_right = ax.get_yaxis_transform()
-    for place, label in enumerate(labels):
-        text = ax.text(1.02, place, label, transform=to_the_right)
+    for index, label in enumerate(labels):
+        text = ax.text(1.02, index, label, transform=to_the_right)
         text.set(va="center", fontsize="small")
 
 
 def plot_curve(
     curve: PlanCurve, figure: Figure | SubFigure | None = None
 ) -> Figure | SubFigure:
-    """Draws the padding and the total time of each number of shapes, the best marked.
+    """Plots padding and total time by the number of shapes, and marks the best one.
 
     Args:
       curve: the curve that `plan_curve` returns.
-      figure: where to draw; by default a new one.
+      figure: the figure to draw on; by default a new one.
     """
     if figure is None:
         figure = new_page(8, 4.5)
@@ -187,7 +187,7 @@ def plot_curve(
     )
     mark: Any = {"color": "0.2", "mec": "white", "ms": 10, "label": label}
     right.plot(chosen.num_buckets, chosen.total_seconds, "v", **mark)
-    right.set(xlabel="shapes", ylabel="seconds in all")
+    right.set(xlabel="shapes", ylabel="total time (s)")
     total = running + compiling
     top = min(total.max() * 1.1, 3 * chosen.total_seconds)
     right.set_ylim(0, top)

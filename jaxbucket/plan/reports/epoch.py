@@ -1,4 +1,4 @@
-"""One epoch of a plan in numbers: padding, tokens, steps, cost, lost examples."""
+"""Statistics of one epoch of a plan: padding, tokens, steps, cost, lost examples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BucketReport:
       carried: examples from shorter buckets that fill up batches of this bucket.
       batches: batches per epoch. A step has one batch unless it accumulates several.
       empty_rows: rows of these batches that hold no example.
-      left_over: examples that fill no batch and are left out of the epoch.
+      left_over: examples that do not fill a batch and are left out of the epoch.
       padding: share of the positions that are padding if each example is in its own
         bucket, empty rows not counted.
       token_share: this bucket's share of the epoch's B * T.
@@ -63,31 +63,33 @@ class Report:
 
     Attributes:
       buckets: each bucket's part of the epoch.
-      steps_per_epoch: optimizer updates in which every example is used once.
+      steps_per_epoch: optimizer updates per epoch.
       examples: examples that are trained on.
       real_tokens: positions of these examples after truncation. If remainders are
         dropped, it is the mean over epochs, because every epoch drops different ones.
       padded_tokens: sum of B * T over the batches.
       padding: 1 - real_tokens / padded_tokens.
-      padding_in_rows: the part of `padding` that follows the end of an example.
+      padding_in_rows: the part of `padding` after the end of an example.
       padding_in_empty_rows: the part of `padding` in rows without an example.
-      left_over_examples: examples left out of an epoch because they fill no batch.
+      left_over_examples: examples left out of an epoch because they do not fill a
+        batch.
       dropped_examples: examples left out because they are too long.
       truncated_examples: examples truncated because they are too long.
       truncated_tokens: positions removed from the truncated examples.
       epoch_cost: sum of the costs of the steps.
       cost_unit: unit of the costs: "s" for seconds, or "tokens" if the plan has no
         costs.
-      split_examples: examples split because they are too long; 0 if the lengths are
-        already those of chunks. In all other numbers every chunk is an example.
-      chunks: pieces into which these examples are split.
-      packed_examples: examples in packed rows. In all other numbers a packed row is an
+      split_examples: examples split because they are too long; 0 if `lengths`
+        already contains the lengths of chunks. All other fields count each chunk as an
         example.
+      chunks: pieces into which these examples are split.
+      packed_examples: examples in packed rows. All other fields count each packed row
+        as an example.
       mask_bytes: size of the largest boolean mask [B, 1, T, T] over all devices, which
         separates the examples of a row if attention does not use segment ids.
       autocorrelation: correlation between the T of consecutive batches, from -1 to 1;
         near 0 in a shuffled epoch. None if the order is unknown or T is constant.
-      unit: the name of a token in tables and pictures, such as "bytes".
+      unit: the unit of lengths in tables and plots, such as "bytes".
     """
 
     buckets: tuple[BucketReport, ...]
@@ -125,12 +127,12 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns every number, as plain Python."""
+        """Returns all numbers as plain Python values."""
         mask = {"mask_bytes": self.mask_bytes} if self.packed_examples else {}
         return dataclasses.asdict(self) | mask
 
     def to_json(self) -> str:
-        """Returns every number, as one JSON object."""
+        """Returns all numbers as one JSON object."""
         return json.dumps(self.to_dict())
 
     def __rich__(self) -> Any:
@@ -149,8 +151,9 @@ class Report:
             for b in self.buckets
         )
         legend = (
-            f"A batch has B rows of T {self.unit}. Moved in: {what} from shorter "
-            "buckets that fill up a batch. Padding: share of the bucket's own rows."
+            f"A batch has B rows of T {self.unit}. Moved in: {what} moved here from "
+            f"shorter buckets to fill a batch. Padding: share if all {what} stayed in "
+            "their own bucket."
         )
         rows = (row[: len(names)] for row in rows)
         return number_table(names, rows, f"{self.summary}\n{legend}")
@@ -169,19 +172,21 @@ class Report:
             lines.append(f"Predicted epoch: {cost}.")
         if self.left_over_examples:
             lines.append(
-                f"{self.left_over_examples:,} examples fill no batch: left out of an "
-                "epoch."
+                f"{self.left_over_examples:,} examples do not fill a batch and are "
+                "left out of each epoch."
             )
         if self.dropped_examples:
-            lines.append(f"{self.dropped_examples:,} examples are too long: dropped.")
+            lines.append(
+                f"{self.dropped_examples:,} examples are too long and are dropped."
+            )
         if self.truncated_examples:
             lines.append(
-                f"{self.truncated_examples:,} examples are too long: truncated by "
-                f"{self.truncated_tokens:,} {self.unit}."
+                f"{self.truncated_examples:,} examples are too long and are truncated "
+                f"by {self.truncated_tokens:,} {self.unit} in total."
             )
         if self.split_examples:
             lines.append(
-                f"{self.split_examples:,} examples are too long: split into "
+                f"{self.split_examples:,} examples are too long and are split into "
                 f"{self.chunks:,} chunks."
             )
         if self.packed_examples:
@@ -207,7 +212,8 @@ def report(
 ) -> Report:
     """Returns the exact numbers of one epoch of a plan on a set of lengths.
 
-    If remainders are dropped, the real tokens are the mean over all choices of them.
+    If remainders are dropped, the number of real tokens is the mean over all choices of
+    the dropped examples.
 
     Example:
       >>> from jaxbucket import Bucket
@@ -220,20 +226,20 @@ def report(
       plan: the shapes.
       lengths: `[N]` integers, one per example: the lengths that the plan was made for,
         or others. Under `overlong="split"`, one per example or one per chunk.
-      remainder: what happens to examples that fill no batch: "cheapest" moves them to
-        longer buckets if that costs less, "promote" always moves them, "pad" leaves
-        them in batches with empty rows, and "drop" leaves them out.
+      remainder: what happens to examples that do not fill a batch: "cheapest" moves
+        them to longer buckets if that costs less, "promote" always moves them, "pad"
+        leaves them in batches with empty rows, and "drop" leaves them out.
       accumulate: micro-batches per step.
       group: whether the micro-batches of a step have the "same" bucket or are "mixed".
 
     Raises:
-      ValueError: for lengths that the plan refuses, an unknown remainder or group, or
-        `accumulate` that is not positive.
+      ValueError: if the lengths are not valid for the plan, the remainder or the group
+        is unknown, or `accumulate` is not positive.
     """
     check_choice("group", group, GROUPS)
     accumulate = check_accumulate(accumulate)
     lengths = check_lengths(lengths)
-    # Full chunks are only counted, because there may be more than memory holds.
+    # Full chunks are only counted, because their lengths may not fit in memory.
     rows, full = lengths, 0
     if plan.overlong == "split":
         rows, full = last_chunks(lengths, plan.max_seq_len)
@@ -277,7 +283,7 @@ def report(
 
 
 def row_lengths(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
-    """Returns the lengths that are put into rows: of chunks, if the plan splits."""
+    """Returns the lengths of rows: those of chunks if the plan splits examples."""
     if plan.overlong != "split":
         return lengths
     return chunk_lengths(lengths, plan.max_seq_len)
@@ -294,7 +300,7 @@ def _by_bucket(plan: BucketPlan, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _longest(plan: BucketPlan) -> int:
-    """Returns T of the last bucket, limited to what 32-bit lengths compare with."""
+    """Returns T of the last bucket, limited to the largest 32-bit length."""
     return min(plan.max_seq_len, MAX_LENGTH)
 
 
@@ -315,7 +321,7 @@ def _bucket_reports(
             batches=number,
             empty_rows=number * bucket.batch_size - rows,
             left_over=left_over,
-            padding=_free_share(examples * bucket.seq_len, real),
+            padding=_padding_share(examples * bucket.seq_len, real),
             token_share=number * bucket.num_tokens / all_tokens,
             cost_share=number * cost / all_costs,
         )
@@ -325,7 +331,7 @@ def _bucket_reports(
     )
 
 
-def _free_share(positions: int, tokens: float) -> float:
+def _padding_share(positions: int, tokens: float) -> float:
     return (positions - tokens) / max(positions, 1)
 
 
@@ -333,7 +339,7 @@ def lag1_autocorrelation(values: np.ndarray) -> float | None:
     """Returns the correlation of consecutive values, from -1 to 1.
 
     Box and Jenkins, "Time Series Analysis", 1970: the sum of the products of
-    neighbours' deviations from the mean, divided by the sum of the squared deviations.
+    neighbors' deviations from the mean, divided by the sum of the squared deviations.
 
     Example:
       >>> lag1_autocorrelation(np.array([1, 2, 1, 2]))

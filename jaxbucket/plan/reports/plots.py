@@ -1,6 +1,6 @@
-"""Pictures of lengths and of a plan. matplotlib is imported when one is drawn.
+"""Plots of lengths and of a plan. matplotlib is imported when one is drawn.
 
-Colours differ in brightness, and padding is hatched, so that they differ in grey too.
+Colors differ in brightness and padding is hatched, so plots are readable in grayscale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-# The most examples drawn one by one, and the most characters of a list of shapes.
+# The maximum number of examples to draw, and of characters of a list of shapes.
 _MAX_POINTS, _MAX_CHARACTERS = 4096, 100
 REAL, PADDING, _OTHER = "#1f4e79", "#f0a04b", "0.9"
 HATCHED: Any = {
@@ -37,19 +37,21 @@ def plot_plan(
     *,
     epoch: Report | None = None,
 ) -> Axes:
-    """Draws every example as a line of its length, followed by its padding.
+    """Plots the length of every example and its padding, as vertical lines.
 
-    The shortest example is on the left. Areas are tokens: the real ones, the padding
-    up to the end of each example's bucket, and the padding up to the longest T.
+    The shortest example is on the left. Areas are proportional to numbers of tokens:
+    real tokens, padding up to the T of each example's bucket, and padding up to the
+    longest T.
 
     Args:
       plan: the shapes.
       lengths: `[N]` integers, one per example or per packed row.
-      ax: where to draw; by default a new figure.
-      epoch: the report that the legend quotes; by default `report(plan, lengths)`.
+      ax: the axes to draw on; by default those of a new figure.
+      epoch: the report whose padding the legend shows; by default
+        `report(plan, lengths)`.
 
     Raises:
-      ValueError: for lengths that the plan refuses.
+      ValueError: if the lengths are not valid for the plan.
     """
     if ax is None:
         ax = _axes()
@@ -69,7 +71,7 @@ def plot_plan(
             padded,
             longest,
             other,
-            f"in rows of T={plan.max_seq_len} alone: {in_one:.1%}",
+            f"with a single T={plan.max_seq_len}: {in_one:.1%}",
         ),
     )
     for low, high, style, label in areas:
@@ -94,20 +96,22 @@ def plot_lengths(
     bins: int = 64,
     epoch: Report | None = None,
 ) -> Axes:
-    """Draws a histogram of lengths, weighted by tokens, with padding on top of it.
+    """Plots a histogram of lengths, weighted by tokens, with padding on top of it.
 
-    Areas are tokens: those of the examples of a length, and above them the padding up
-    to the end of their bucket. Dotted lines mark the ends of buckets.
+    Areas are proportional to numbers of tokens: the tokens of the examples of a length,
+    and above them the padding up to the T of their bucket. Dotted lines
+    mark the ends of buckets.
 
     Args:
       plan: the shapes.
       lengths: `[N]` integers, one per example or per packed row.
-      ax: where to draw; by default a new figure.
-      bins: bars of the histogram.
-      epoch: the report that the legend quotes; by default `report(plan, lengths)`.
+      ax: the axes to draw on; by default those of a new figure.
+      bins: the number of bars.
+      epoch: the report whose padding the legend shows; by default
+        `report(plan, lengths)`.
 
     Raises:
-      ValueError: for lengths that the plan refuses.
+      ValueError: if the lengths are not valid for the plan.
     """
     if ax is None:
         ax = _axes()
@@ -138,7 +142,7 @@ def plot_lengths(
 
 
 def _padding_label(epoch: Report) -> str:
-    """Returns the padding of an epoch as the report's summary has it."""
+    """Returns the legend entry for padding, with the numbers of the summary."""
     return (
         f"padding: {epoch.padding:.1%} ({epoch.padding_in_rows:.1%} in rows, "
         f"{epoch.padding_in_empty_rows:.1%} empty rows)"
@@ -163,17 +167,18 @@ def plot_histogram(
     unit: str = "tokens",
     bins: int = 48,
 ) -> Figure | SubFigure:
-    """Draws the distribution of lengths, by examples and by tokens.
+    """Plots the distribution of lengths, by examples and by tokens.
 
-    The upper panel has the shares of examples and of tokens by length, the lower panel
-    both added up, with the lengths that 50%, 90% and 99% of the examples do not exceed.
+    The upper panel shows the distribution of examples and of tokens over lengths, and
+    the lower panel the cumulative distributions, with the lengths that 50%, 90% and 99%
+    of the examples do not exceed.
     The scale is logarithmic if the longest example is far longer than the median.
 
     Args:
       lengths: `[N]` integers.
-      figure: where to draw; by default a new one.
-      unit: the name of what lengths count.
-      bins: the most bars.
+      figure: the figure to draw on; by default a new one.
+      unit: the unit of lengths, such as "bytes".
+      bins: the maximum number of bars.
 
     Raises:
       ValueError: if there are no lengths, or one is not a positive integer.
@@ -196,11 +201,11 @@ def plot_histogram(
         sums = np.concatenate([[0], np.cumsum(share), [100]])
         ends = np.concatenate([values[:1], values, edges[-1:]])
         below.step(ends, sums, linestyle=style, where="post", **look)
-    above.set(ylabel="share in a bar (%)", xlim=(edges[0], edges[-1]))
+    above.set(ylabel="share per bar (%)", xlim=(edges[0], edges[-1]))
     _integer_axis(below, wide)
     title = f"{counts.sum():,} examples, {int(tokens.sum()):,} {unit}"
     above.set_title(title, fontsize="medium", pad=24)
-    below.set(xlabel=f"length ({unit})", ylabel="share up to a length (%)")
+    below.set(xlabel=f"length ({unit})", ylabel="cumulative share (%)")
     below.set_ylim(0, 103)
     _mark_shares(below, values, counts)
     for ax in (above, below):
@@ -215,7 +220,7 @@ _WIDE = 8
 
 
 def _bin_edges(low: int, high: int, bins: int, wide: bool) -> np.ndarray:
-    """Returns integers from `low` to `high`, so that each bar covers some integer."""
+    """Returns integer edges from `low` to `high`, so that each bar has an integer."""
     if wide:
         return np.unique(np.geomspace(low, high, bins + 1).round())
     least = -(-(high - low) // bins)
@@ -235,10 +240,10 @@ def _mark_shares(ax: Axes, values: np.ndarray, counts: np.ndarray) -> None:
     for height, share in ((5, 0.5), (17, 0.9), (29, 0.99)):
         length = _length_of_share(values, counts, share)
         ax.axvline(length, **_LINE)
-        # Towards the other side of the axes, where there is room.
-        place = (ax.transScale + ax.transLimits).transform((length, 1))[0]
+        # Place the text on the side of the line with more space.
+        x = (ax.transScale + ax.transLimits).transform((length, 1))[0]
         text = ax.text(length, height, f" {share:.0%}: {length:,} ")
-        text.set(ha="left" if place < 0.5 else "right", fontsize="small")
+        text.set(ha="left" if x < 0.5 else "right", fontsize="small")
         text.set_bbox({"color": "white", "alpha": 0.8, "pad": 1})
 
 
@@ -254,7 +259,7 @@ def _integer_axis(ax: Axes, wide: bool) -> None:
 
 
 def _num_ticks(longest: float) -> int:
-    """Returns the most ticks of an axis of lengths: long numbers need more room."""
+    """Returns the maximum number of ticks; long numbers need more space."""
     return 9 if longest < 1_000_000 else 5
 
 
@@ -262,14 +267,14 @@ def row_tokens(plan: BucketPlan, lengths: ArrayLike) -> tuple[np.ndarray, np.nda
     """Returns the real tokens and T of each row, without dropped examples.
 
     Raises:
-      ValueError: for lengths that the plan refuses, or if it drops all of them.
+      ValueError: if the lengths are not valid for the plan, or it drops all of them.
     """
     lengths = row_lengths(plan, check_lengths(lengths))
     index = plan.assign(lengths)
     has_bucket = index >= 0
     if not has_bucket.any():
         raise ValueError(
-            "`overlong='drop'` leaves out every example: there is nothing to draw. "
+            "`overlong='drop'` leaves out every example, so there is nothing to draw. "
             "Plan with a larger `max_seq_len`."
         )
     real = np.minimum(lengths[has_bucket], plan.max_seq_len)

@@ -34,13 +34,13 @@ class StepRecord:
 
 @dataclasses.dataclass(frozen=True)
 class BucketUse:
-    """One bucket's part of a run.
+    """Statistics of the steps of one bucket in a run.
 
     Attributes:
       bucket: the shape (B, T).
       steps: the number of its steps.
-      seconds: their total time.
-      seconds_per_step: the median of their times.
+      seconds: the total time of the steps.
+      seconds_per_step: the median step time.
       loss: the mean over its real tokens; NaN if there are none.
       real_tokens: positions that are not padding.
       padding: share of positions that are padding.
@@ -60,7 +60,7 @@ class BucketUse:
         return self.seconds_per_step / self.bucket.num_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns every number, as plain Python."""
+        """Returns all numbers as plain Python values."""
         fields = dataclasses.asdict(self)
         fields["bucket"] = [self.bucket.batch_size, self.bucket.seq_len]
         fields["loss"] = None if np.isnan(self.loss) else self.loss
@@ -68,7 +68,7 @@ class BucketUse:
 
 
 def bucket_uses(records: Iterable[StepRecord]) -> list[BucketUse]:
-    """Returns each bucket's part of a run, the shortest bucket first.
+    """Returns the statistics of each bucket in a run, the shortest bucket first.
 
     Example:
       >>> from jaxbucket import Bucket
@@ -83,7 +83,7 @@ def bucket_uses(records: Iterable[StepRecord]) -> list[BucketUse]:
       [4, 8] 1 2.4 0.0
       [2, 16] 2 2.4 0.25
 
-    A plan by time is computed from the step times:
+    To plan with the measured step times, use
     `StepTime.fit({use.bucket: use.seconds_per_step for use in bucket_uses(records)})`.
 
     Args:

@@ -1,6 +1,6 @@
-"""Pictures of a run. matplotlib is imported when one is drawn.
+"""Plots of a run. matplotlib is imported when one is drawn.
 
-Longer buckets are lighter, so that buckets differ in grey too.
+Longer buckets are lighter, so that they can be told apart in grayscale.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-# The most buckets that are named.
+# The maximum number of buckets that are named.
 _MAX_NAMED = 16
 
 
 def plot_buckets(
     records: Sequence[StepRecord], figure: Figure | SubFigure | None = None
 ) -> Figure | SubFigure:
-    """Draws the padding, the time and the cost per position of each bucket in a run.
+    """Plots the padding, the time and the cost per position of each bucket in a run.
 
     Args:
       records: the steps of the run.
-      figure: where to draw; by default a new one.
+      figure: the figure to draw on; by default a new one.
 
     Raises:
       ValueError: if `records` is empty.
     """
-    uses = bucket_uses(_not_empty(records))
+    uses = bucket_uses(_check_not_empty(records))
     if figure is None:
         figure = new_page(8, 3)
     seconds = sum(use.seconds for use in uses)
@@ -57,16 +57,16 @@ def plot_buckets(
 def plot_run(
     records: Sequence[StepRecord], figure: Figure | SubFigure | None = None
 ) -> Figure | SubFigure:
-    """Draws the loss, learning rate and real tokens/s of every step, by bucket.
+    """Plots the loss, learning rate and real tokens/s of every step, by bucket.
 
     Args:
       records: the steps of the run.
-      figure: where to draw; by default a new one.
+      figure: the figure to draw on; by default a new one.
 
     Raises:
       ValueError: if `records` is empty.
     """
-    records = _not_empty(records)
+    records = _check_not_empty(records)
     if figure is None:
         figure = new_page(8, 6)
     buckets = sorted({r.bucket for r in records}, key=lambda b: (b.seq_len, b))
@@ -104,12 +104,14 @@ def _name_some(ax: Axes, names: list[str]) -> None:
 def _colors(buckets: Sequence[Bucket]) -> dict[Bucket, Any]:
     from matplotlib import colormaps
 
-    # Not up to the end of the map, which is too light on white.
+    # Skip the end of the color map, which is too light on a white background.
     shades = colormaps["viridis"](np.linspace(0, 0.92, len(buckets)))
     return dict(zip(buckets, shades, strict=True))
 
 
-def _not_empty(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
+def _check_not_empty(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
     if not len(records):
-        raise ValueError("`records` is empty: there is no step to draw.")
+        raise ValueError(
+            "`records` is empty, so there is no step to draw. Pass at least one."
+        )
     return records

@@ -46,9 +46,9 @@ def test_the_cheapest_plan_comes_first_and_none_is_below_the_bound():
         assert comparison.plans[0].name == "optimal"
         assert comparison.least_cost <= costs[0] <= 1.05 * comparison.least_cost
         above = costs[0] / comparison.least_cost - 1
-        assert f"optimal is {above:.2%} above that" in comparison.summary
+        assert f"The optimal plan costs {above:.2%} more." in comparison.summary
         assert comparison.exact
-        assert "No such plan costs less than optimal" in comparison.summary
+        assert "It is proven to be the cheapest such plan" in comparison.summary
 
 
 def test_with_a_cost_function_the_plan_by_tokens_is_compared_too():
@@ -215,12 +215,12 @@ def test_more_plans_take_their_places_by_cost():
     ]
     assert extended.summary.endswith("\nA note.")
     assert json.loads(extended.to_json())["note"] == "A note."
-    with pytest.raises(ValueError, match="`plans` have equal names: "):
+    with pytest.raises(ValueError, match="`plans` have repeated names: "):
         comparison.extended([second])
 
 
 def test_a_comparison_names_the_unit():
     comparison = compare_plans(LENGTHS, LIMITS).with_unit("bytes")
     assert json.loads(comparison.to_json())["unit"] == "bytes"
-    assert " bytes; optimal is " in comparison.summary
+    assert " bytes. The optimal plan costs " in comparison.summary
     assert comparison.to_dict()["cost_unit"] == "tokens"

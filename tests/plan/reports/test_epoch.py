@@ -74,7 +74,10 @@ def test_a_report_counts_left_over_examples():
     assert (epoch.left_over_examples, epoch.examples) == (4, 12)
     assert [bucket.left_over for bucket in epoch.buckets] == [3, 1]
     assert (epoch.real_tokens, epoch.padded_tokens) == (6 * 8 + 16 * 4, 4 * 32)
-    assert "4 examples fill no batch: left out of an epoch." in epoch.summary
+    assert (
+        "4 examples do not fill a batch and are left out of each epoch."
+        in epoch.summary
+    )
 
 
 def test_a_report_agrees_with_the_schedule_on_real_lengths(real_lengths):
@@ -126,8 +129,11 @@ def test_the_table_has_a_line_for_every_bucket():
 
 def test_the_summary_counts_dropped_and_truncated_examples():
     for overlong, words in (
-        ("drop", "2 examples are too long: dropped."),
-        ("truncate", "2 examples are too long: truncated by 14 tokens."),
+        ("drop", "2 examples are too long and are dropped."),
+        (
+            "truncate",
+            "2 examples are too long and are truncated by 14 tokens in total.",
+        ),
     ):
         plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong=overlong)
         assert words in report(plan, [8, 10, 20]).summary

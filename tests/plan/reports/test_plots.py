@@ -35,7 +35,7 @@ def test_areas_are_tokens():
     assert real / whole == pytest.approx(lengths.sum() / 3000 / plan.max_seq_len, 1e-2)
     padding = np.mean(plan.boundaries[plan.assign(lengths)] - lengths)
     assert area(ax, "padding") / 100 == pytest.approx(padding, 1e-2)
-    rest = area(ax, "padding") + area(ax, "in rows of T=")
+    rest = area(ax, "padding") + area(ax, "with a single T=")
     assert real + rest == pytest.approx(whole)
 
 
@@ -54,7 +54,7 @@ def test_lengths_that_the_plan_refuses_cannot_be_drawn():
 @pytest.mark.parametrize("plot", [plot_plan, plot_lengths])
 def test_a_plan_that_drops_every_example_cannot_be_drawn(plot):
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
-    with pytest.raises(ValueError, match="leaves out every example: there is nothing"):
+    with pytest.raises(ValueError, match="leaves out every example, so there is"):
         plot(plan, [9, 10])
 
 

@@ -22,7 +22,7 @@ def close_figures():
     pyplot.close("all")
 
 
-def test_every_step_is_a_point_in_the_colour_of_its_bucket():
+def test_every_step_is_a_point_in_the_color_of_its_bucket():
     figure = plot_run(RECORDS)
     loss, rate, speed = figure.axes
     for ax, values in (
@@ -72,5 +72,5 @@ def test_many_shapes_stay_legible():
 
 @pytest.mark.parametrize("plot", [plot_run, plot_buckets])
 def test_a_run_without_steps_cannot_be_drawn(plot):
-    with pytest.raises(ValueError, match="`records` is empty: there is no step"):
+    with pytest.raises(ValueError, match="`records` is empty, so there is no step"):
         plot([])
