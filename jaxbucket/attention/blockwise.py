@@ -207,8 +207,8 @@ class _Logits(NamedTuple):
         query_ids, key_ids = (_take(ids, x, self.block)[..., 0] for x in (i, j))
         is_seen = query_ids[:, :, None] == key_ids[:, None, :]
         if self.is_causal:
-            places = jnp.arange(self.block)
-            is_seen &= (i * self.block + places)[:, None] >= j * self.block + places
+            offsets = jnp.arange(self.block)
+            is_seen &= (i * self.block + offsets)[:, None] >= j * self.block + offsets
         return jnp.where(is_seen[:, None, None], self.scale * logits, _MASKED)
 
 
@@ -219,15 +219,15 @@ def _spans(ids: jax.Array, block: int, is_causal: bool) -> tuple[jax.Array, jax.
       `[count]` int32, the first block, and `[count]` int32, the end of the span.
     """
     size, seq_len = ids.shape
-    places = jnp.arange(seq_len, dtype=jnp.int32)
+    positions = jnp.arange(seq_len, dtype=jnp.int32)
     edge = jnp.ones((size, 1), bool)
     is_new = ids[:, 1:] != ids[:, :-1]
-    first = jnp.where(jnp.concatenate([edge, is_new], 1), places, 0)
+    first = jnp.where(jnp.concatenate([edge, is_new], 1), positions, 0)
     first = lax.cummax(first, axis=1)
     if is_causal:
-        last = jnp.broadcast_to(places, ids.shape)
+        last = jnp.broadcast_to(positions, ids.shape)
     else:
-        last = jnp.where(jnp.concatenate([is_new, edge], 1), places, seq_len)
+        last = jnp.where(jnp.concatenate([is_new, edge], 1), positions, seq_len)
         last = lax.cummin(last, axis=1, reverse=True)
     # Padding needs no keys.
     first = jnp.where(ids > 0, first // block, seq_len // block)

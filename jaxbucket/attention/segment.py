@@ -46,8 +46,9 @@ def segment_attention(
         1 / sqrt(H).
       implementation: "blockwise" for plain jax, which runs on any platform and mesh,
         but inside a `jax.shard_map` only with `check_vma=False`; "splash" for jax's TPU
-        kernel, which the compiler cannot partition. By default the kernel is used on a
-        single TPU and inside such a `jax.shard_map` on TPUs, and "blockwise" elsewhere.
+        kernel, which the compiler cannot partition. By default, the kernel is used on a
+        single TPU, and on TPUs inside a `jax.shard_map` with `check_vma=False`;
+        "blockwise" is used elsewhere.
 
     Returns:
       `[B, T, N, H]` of the same dtype, 0 in padding.

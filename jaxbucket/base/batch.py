@@ -159,9 +159,9 @@ class Batch(NamedTuple):
 
     @property
     def bucket(self) -> Bucket:
-        """The shape (B, T); that of the plan only if the batch is a global one.
+        """The shape (B, T). It is a bucket of the plan only if the batch is global.
 
-        Of several sequences with lengths of their own, T is the sum of theirs.
+        With several sequences of separate lengths, T is the sum of their T.
         """
         shapes = [ids.shape for ids in self.segment_ids.values()]
         return Bucket(shapes[0][0], sum(seq_len for _, seq_len in shapes))

@@ -159,7 +159,7 @@ class BucketPlan:
 
         Args:
           shapes: pairs (B, T), in any order.
-          max_tokens: the largest allowed B * T; by default that of the largest shape.
+          max_tokens: the maximum B * T; by default the B * T of the largest shape.
           **fields: the other attributes of the plan.
 
         Raises:

@@ -101,7 +101,7 @@ def _changes(part: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[
         if name != _FINGERPRINT and not is_same(old.get(name), new.get(name))
     ]
     # The fingerprint of the schedule is computed from the other two and from its own
-    # entries, so that it adds no information.
+    # entries, so it adds no information.
     if part != "schedule" and not changes:
         before, after = old[_FINGERPRINT], new[_FINGERPRINT]
         if before != after:
@@ -110,7 +110,7 @@ def _changes(part: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Returns whether two values are equal, or have the same JSON, as two NaN do."""
+    """Returns whether two values are equal or have the same JSON, like two NaNs."""
     return a == b or _as_json(a) == _as_json(b)
 
 
@@ -119,7 +119,7 @@ def _as_json(value: Any) -> str:
 
 
 def check_position(position: Any) -> None:
-    """Raises a ValueError unless it is a `DataPosition`."""
+    """Raises a ValueError unless `position` is a `DataPosition`."""
     if not isinstance(position, DataPosition):
         raise ValueError(
             f"`position` is a {type(position).__name__}, not a `DataPosition`. "

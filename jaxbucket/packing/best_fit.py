@@ -61,14 +61,14 @@ class _Rooms:
 
         Of several groups of rows with this room, returns the one added last.
         """
-        place = bisect.bisect_left(self._rooms, length)
-        if place == len(self._rooms):
+        index = bisect.bisect_left(self._rooms, length)
+        if index == len(self._rooms):
             return None
-        room = self._rooms[place]
+        room = self._rooms[index]
         rows = self._by_room[room]
         tightest = rows.pop()
         if not rows:
-            del self._by_room[room], self._rooms[place]
+            del self._by_room[room], self._rooms[index]
         return tightest
 
     def put(self, rows: OpenRows[int]) -> None:

@@ -47,11 +47,11 @@ class PackedPlan:
       report: the report of one epoch.
       epoch_costs: the cost of an epoch for each alternative, "padded", "packed" and
         "packed in one T", in `plan.cost_unit`.
-      rows: the number of rows of each bucket, before remainders move up.
+      rows: the number of rows of each bucket, before remainders are promoted.
       segments: the mean number of examples in a row of each bucket.
-      padded_up_to: examples up to this length are alone in their rows, including
-        remainders, so that attention needs no mask in these buckets; 0 if all buckets
-        are packed.
+      padded_up_to: examples up to this length get rows of their own, even if they are
+        promoted to longer buckets, so attention needs no mask in these buckets; 0 if
+        all buckets are packed.
       block_sparse: whether attention was assumed to take time within examples only.
     """
 
@@ -139,11 +139,11 @@ def plan_packing(
 ) -> PackedPlan:
     """Plans buckets for padded or packed rows, whichever makes an epoch cheaper.
 
-    Packed rows may have several T. Because attention is quadratic in T, long rows can
-    cost more than the padding that they save, so short examples are better packed into
-    short rows. The search adds one T at a time, and evaluates each choice by packing
-    the lengths. With `packed_cost_fn`, examples up to some T may also stay alone in
-    their rows, which then cost as much as padded rows.
+    Packed rows may have several values of T. Because attention is quadratic in T, long
+    rows can cost more than the padding that they save, so short examples are better
+    packed into short rows. The search adds one T at a time, and evaluates each choice
+    by packing the lengths. With `packed_cost_fn`, examples up to some T may also get
+    rows of their own, which then cost as much as padded rows.
 
     Example:
       >>> lengths = np.random.default_rng(0).integers(1, 500, size=1000)
@@ -168,9 +168,11 @@ def plan_packing(
         slower because it needs a mask. By default it is `cost_fn`, and then all rows
         with enough room are packed.
       block_sparse: whether the attention of packed rows takes time within examples
-        only. This is so for fused kernels with segment ids, but not with a mask.
+        only. This holds for fused kernels with segment ids, but not for attention
+        with a mask.
       max_padding: the maximum share of padding in packed rows, even if more padding
-        would be cheaper. It refers to the rows before remainders move up to longer T.
+        would be cheaper. It refers to the rows before remainders are promoted
+        to longer T.
       max_segments_per_row: the maximum number of examples in a row; by default as many
         as fit.
       batch_size_multiple: every B is a multiple of this number.

@@ -34,7 +34,8 @@ def positions(patterns: Iterable[Pattern]) -> int:
 class OpenRows(Generic[Room]):
     """A group of rows that are identical so far and may be filled further.
 
-    The slots are a linked list: those of `before`, followed by `times` times `slot`.
+    The slots are a linked list: the slots of `before`, followed by `times` copies of
+    `slot`.
 
     Attributes:
       seq_len: the T of the rows.

@@ -22,20 +22,20 @@ def row_patterns(
     cap: int,
     padded_up_to: int,
 ) -> list[Pattern]:
-    """Returns rows of single short examples, and rows of the others by best fit.
+    """Returns single-example rows for short examples, and packs the others by best fit.
 
     Args:
       values: `[V]` distinct lengths, increasing, at most the last of `seq_lens`.
       counts: `[V]` integers, the number of examples of each length.
       seq_lens: the possible T of a row, increasing.
       cap: the maximum number of slots in a row.
-      padded_up_to: examples up to this length are alone in their rows.
+      padded_up_to: examples up to this length get rows of their own.
     """
     first = int(np.searchsorted(values, padded_up_to, side="right"))
-    places = np.searchsorted(seq_lens, values[:first]).tolist()
-    pairs = zip(values.tolist(), counts.tolist(), places, strict=False)
-    alone = [Pattern((n,), count, seq_lens[place]) for n, count, place in pairs]
-    return alone + best_fit(values[first:], counts[first:], seq_lens, cap)
+    indices = np.searchsorted(seq_lens, values[:first]).tolist()
+    pairs = zip(values.tolist(), counts.tolist(), indices, strict=False)
+    single = [Pattern((n,), count, seq_lens[index]) for n, count, index in pairs]
+    return single + best_fit(values[first:], counts[first:], seq_lens, cap)
 
 
 def fuller_patterns(
@@ -46,7 +46,7 @@ def fuller_patterns(
     cap: int,
     padded_up_to: int,
 ) -> list[Pattern]:
-    """Returns the rows of `row_patterns`, or those of `fullest_rows` if fuller."""
+    """Returns the rows of `row_patterns`, or of `fullest_rows` if these are fuller."""
     first = int(np.searchsorted(values, padded_up_to, side="right"))
     values, counts = values[first:], counts[first:]
     fewest = fewest_positions(values, counts, seq_lens)

@@ -16,7 +16,7 @@ from jaxbucket.plan.histogram import grouped
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.remainder import flow_remainders
 
-# The ratio between neighbouring T of the first grid. Refinements use smaller ratios.
+# The ratio between neighboring T of the first grid. Refinements use smaller ratios.
 _RATIO = math.sqrt(2)
 _REFINEMENTS = 3
 # With more distinct lengths than this, the search merges them into groups. The most
@@ -33,11 +33,11 @@ class RowChoice:
 
     Attributes:
       seq_lens: the chosen T, increasing.
-      padded_up_to: the T up to which examples are alone in their rows; 0 if none.
+      padded_up_to: the T up to which examples get rows of their own; 0 if none.
       patterns: the rows.
       plan: the buckets, with the cost of a step of each.
       rows: `[K]` int64, the number of rows of each T.
-      segments: `[K]` numbers, the examples in the rows of each T.
+      segments: `[K]` numbers, the number of examples in the rows of each T.
       padding: the share of padding in the rows.
       cost: the cost of an epoch, remainders included.
     """
@@ -86,7 +86,7 @@ class RowSearch:
     def search(self, num_buckets: int) -> RowChoice:
         """Returns the cheapest choice found, with at most `num_buckets` different T.
 
-        If there are very many distinct lengths, the search first merges neighbours, and
+        If there are very many distinct lengths, the search first merges neighbors, and
         then packs all lengths for the most promising choices.
         """
         size = len(self.values)
@@ -109,8 +109,7 @@ class RowSearch:
 
         Args:
           seq_lens: the T, increasing; every length must fit the last one.
-          padded_up_to: one of the T, up to which examples are alone in their rows; or
-            0.
+          padded_up_to: one of the T, up to which examples get rows of their own; or 0.
         """
         key = seq_lens, padded_up_to
         if key not in self._choices:
@@ -154,7 +153,7 @@ class RowSearch:
         return best
 
     def _tightened(self, choice: RowChoice) -> list[int]:
-        """Returns the T of a choice, shortened to the fullest row of each."""
+        """Returns the T of a choice, each reduced to the length of its fullest row."""
         longest: dict[int, int] = {}
         for row in choice.patterns:
             longest[row.seq_len] = max(longest.get(row.seq_len, 0), sum(row.slots))

@@ -39,7 +39,7 @@ from jaxbucket.plan.histogram import value_counts
 
 # Patterns with at least this many rows get an array of their own.
 _MIN_ROWS_PER_ARRAY = 16
-# With more kinds, neighbouring kinds are grouped. Packing takes about three seconds.
+# With more kinds, neighboring kinds are grouped. Packing takes about three seconds.
 _MAX_KINDS = 300_000
 
 
@@ -155,8 +155,8 @@ def pack(
     Both packers work on the histogram of lengths, so their time depends on the number
     of distinct lengths and not on the number of examples.
 
-    With several T, a new row gets the shortest T that its longest example fits. Shorter
-    examples then fill up the rows of any T.
+    With several values of T, a new row gets the shortest T that its longest example
+    fits. Shorter examples then fill up the rows of any T.
 
     Examples with several sequences, such as inputs and targets, are packed into rows of
     a single shape. A row has a capacity for each sequence, and the n-th segments of all
@@ -174,11 +174,11 @@ def pack(
 
     Args:
       lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
-      max_seq_len: T of the rows, or several T in increasing order; or sequence name ->
+      max_seq_len: T of the rows, or several in increasing order; or sequence name ->
         tokens of this sequence that a row can hold.
       max_segments_per_row: the maximum number of examples in a row; by default as many
         as fit.
-      padded_up_to: examples up to this length are alone in their rows.
+      padded_up_to: examples up to this length get rows of their own.
 
     Returns:
       The `Packing` with fewer padded positions.
@@ -273,7 +273,7 @@ def _num_rows(patterns: Iterable[Pattern]) -> int:
 def _segments(
     patterns: Sequence[Pattern], max_segments_per_row: int | None, fits: int
 ) -> tuple[np.ndarray, int]:
-    """Returns `[R + 1]` splits of the slots into rows, and the maximum slots of a row.
+    """Returns `[R + 1]` splits of the slots into rows, and the maximum per row.
 
     With a limit, the maximum depends only on the limit and on `fits`, the number of
     shortest examples that fit a row.
@@ -327,7 +327,7 @@ def check_seq_lens(max_seq_len: int | Sequence[int]) -> tuple[int, ...]:
     seq_lens = tuple(check_positive("max_seq_len", x) for x in values)
     if not seq_lens or any(np.diff(seq_lens) <= 0):
         raise ValueError(
-            f"`max_seq_len={max_seq_len}` must be one T, or a list of several T in "
+            f"`max_seq_len={max_seq_len}` must be one T, or a list of values of T in "
             "increasing order."
         )
     if seq_lens[-1] > MAX_ROW:

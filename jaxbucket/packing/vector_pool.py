@@ -57,20 +57,20 @@ def pooled_rows(
         room, left = list(capacities), whole.tolist()
         row: list[int] = []
         while len(row) < cap and len(pool):
-            place = _best_place(columns, room, left, weights)
-            if place is None:
+            index = _best_index(columns, room, left, weights)
+            if index is None:
                 break
-            row.append(int(pool[place]))
-            taken = columns[:, place].tolist()
+            row.append(int(pool[index]))
+            taken = columns[:, index].tolist()
             room = [x - n for x, n in zip(room, taken, strict=False)]
             left = [x - n for x, n in zip(left, taken[len(room) :], strict=True)]
             kind = next(rest, None)
             if kind is None:
-                pool = np.delete(pool, place)
-                columns = np.delete(columns, place, axis=1)
+                pool = np.delete(pool, index)
+                columns = np.delete(columns, index, axis=1)
             else:
-                pool[place] = kind
-                columns[:, place] = table[:, kind]
+                pool[index] = kind
+                columns[:, index] = table[:, kind]
         patterns.append(Pattern(tuple(row), 1, sum(capacities)))
         # The sequence that needs the most rows is a bound for the remaining examples.
         tokens = [n - (c - x) for n, c, x in zip(tokens, capacities, room, strict=True)]
@@ -80,10 +80,10 @@ def pooled_rows(
     return patterns
 
 
-def _best_place(
+def _best_index(
     columns: np.ndarray, room: list[int], left: list[int], weights: list[int]
 ) -> int | None:
-    """Returns the place in the pool that leaves the least room, or None if none fits.
+    """Returns the index in the pool that leaves the least room, or None if none fits.
 
     Args:
       columns: `[2 * Q, pool]` integers, the lengths followed by the shares of a row.
@@ -102,8 +102,8 @@ def _best_place(
         share *= weight
         remaining += share
     remaining[~fits] = np.iinfo(np.int64).max
-    place = int(remaining.argmin())
-    return place if fits[place] else None
+    index = int(remaining.argmin())
+    return index if fits[index] else None
 
 
 def _weights(
