@@ -62,7 +62,7 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def _draws(self, step: int) -> tuple[BatchDraws, ...]:
-        """Returns the `BatchDraws` of each micro-batch of a step, counted likewise."""
+        """Returns the `BatchDraws` of each micro-batch of the same step."""
 
     @abc.abstractmethod
     def config(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class Schedule(abc.ABC):
 
     @functools.cached_property
     def data_fingerprint(self) -> str:
-        """32 hex digits that identify the lengths, whatever their integer dtype."""
+        """32 hex digits that identify the lengths, for any integer dtype."""
         columns = [self.lengths] if self.parts is None else self.parts.values()
         return digest(*(np.ascontiguousarray(x, "<i4").data for x in columns))
 

@@ -263,8 +263,8 @@ class BatchSchedule(Schedule):
         """
         if self._order.replacement:
             raise ValueError(
-                "A report requires that an epoch has every example once, which is not "
-                "so with `replacement=True`. Count the batches of the schedule instead."
+                "A report requires that an epoch has every example once. This does not "
+                "hold with `replacement=True`. Count the batches of the schedule."
             )
         epoch = report(
             self.plan,

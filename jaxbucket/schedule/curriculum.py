@@ -27,11 +27,12 @@ class Curriculum(Order):
 
     The pacing function opens a share of the examples: the easiest ones, including all
     ties. A batch is drawn at random from the open examples that have not been in this
-    epoch yet. If these cannot fill a batch of any bucket, the easiest closed examples
-    complete the batch whose hardest example is the least difficult. So an epoch still
-    has every example once, and easy examples drawn early are used up later in it.
+    epoch yet. If these cannot fill a batch of any bucket, a batch is completed with the
+    easiest examples that are not open yet, in the bucket where its hardest example is
+    the least difficult. So every epoch still contains each example once, and examples
+    that were drawn early are missing later in it.
 
-    With `replacement=True` every step draws from all open examples, including those
+    With `replacement=True`, every step draws from all open examples, including those
     that were drawn before. Easy examples then repeat often, and an epoch is merely a
     number of steps.
 
@@ -126,7 +127,7 @@ class Curriculum(Order):
 
 def _check_difficulty(difficulty: ArrayLike | DifficultyIndex) -> np.ndarray:
     if isinstance(difficulty, DifficultyIndex):
-        # Without a global order, the place in the index defines the difficulty.
+        # Without a global order, the position in the index defines the difficulty.
         is_global = difficulty.sorted_by == "all"
         return difficulty.difficulty if is_global else difficulty.ranks()
     try:

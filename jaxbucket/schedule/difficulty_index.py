@@ -29,8 +29,8 @@ _CHUNK = 1 << 20
 class DifficultyIndex:
     """A sorted index of difficulties, written by `write_difficulty_index`.
 
-    A `Curriculum` accepts it in place of difficulties. Views of the order are slices of
-    a memory-mapped file, so data is read only when it is used.
+    A `Curriculum` accepts it in place of difficulties. Ranges of the order are slices
+    of a memory-mapped file, so data is read only when it is used.
 
     Args:
       folder: the folder of the index.

@@ -1,4 +1,4 @@
-"""Random numbers for one example, which depend only on its place in the data.
+"""Random numbers for one example, which depend only on its position in the data.
 
 `example_rng` returns a Philox generator (Salmon et al., "Parallel Random Numbers: As
 Easy as 1, 2, 3", SC 2011), which is a function of a key and a counter of 64-bit words:

@@ -26,10 +26,10 @@ class Mixture(Schedule):
     """A schedule that takes its steps from several schedules, in proportion to weights.
 
     Every batch comes from one component. A component takes the steps of its own
-    schedule one after the other, so it keeps its own order, and each of its own epochs
-    has every example once. The sequence of components is fixed: after any number of
-    steps, each has had its share to within one step. Hence its share of any window of
-    steps is right to within two steps.
+    schedule one after the other, so it keeps its own order, and each of its epochs has
+    every example once. The sequence of components is fixed: after any number of steps,
+    the number of steps of a component differs from its share by at most one. Hence it
+    differs by at most two in any window of steps.
 
     Example:
       >>> from jaxbucket import Bucket, BucketPlan
@@ -123,8 +123,8 @@ class Mixture(Schedule):
         if len(numbers) > 1 or (numbers[0] > 1 and accumulate > 1):
             raise ValueError(
                 f"`schedules` have `accumulate` of {numbers}, and the mixture has "
-                f"{accumulate}. Set `accumulate` for the mixture alone, or the same "
-                "number for every component alone."
+                f"{accumulate}. Set `accumulate` only for the mixture, or the same "
+                "number for each component."
             )
         self.accumulate = max(numbers[0], accumulate)
         return accumulate

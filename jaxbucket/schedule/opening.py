@@ -73,7 +73,7 @@ class OpeningSteps:
         self._first_remaining = first_batch - self._skipped + taken
 
     def nth_remaining(self, number: np.ndarray) -> np.ndarray:
-        """Returns the batches at `[n]` places among the batches that remain."""
+        """Returns the batches at `[n]` indices among the batches that remain."""
         index = np.searchsorted(self._first_remaining, number, side="right") - 1
         return number + self._skipped[index]
 

@@ -83,7 +83,7 @@ class Order(abc.ABC):
           rows: the rows of an epoch, sorted by `within`.
           lengths: `[N]` integers, the lengths of the examples or packed rows.
           seed: the seed of all random choices.
-          opening: the first batches of the first epoch; None if they are not planned.
+          opening: the first batches of the first epoch; None without an opening.
 
         Raises:
           ValueError: if the order does not support `opening`.
@@ -200,7 +200,7 @@ class _FixedEpochs:
       lengths: `[N]` lengths to sort by; None to sort by the last example, which is the
         order in which batches fill up.
       descending: whether the longest come first.
-      opening: the first batches of the first epoch; None if they are not planned.
+      opening: the first batches of the first epoch; None without an opening.
     """
 
     def __init__(

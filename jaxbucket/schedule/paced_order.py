@@ -166,7 +166,7 @@ class _Pool:
         self._difficulty = difficulty
         self._open_at = open_at
         self._size = size
-        # Places in `examples`. The places before `_next` are open or were drawn.
+        # Positions in `examples`. The positions before `_next` are open or were drawn.
         self._closed = np.arange(len(examples), dtype=_narrow(len(examples)))
         self._next = 0
         self._open = np.empty_like(self._closed)
@@ -219,7 +219,7 @@ class _Pool:
         self._move(max(0, need - self._num_open))
         slots = permute(np.arange(need), self._num_open, key)
         drawn = self._open[slots]
-        # Open examples from the end move to the places of those that were drawn.
+        # Open examples from the end replace those that were drawn.
         end = self._num_open - need
         stays = np.ones(need, bool)
         stays[slots[slots >= end] - end] = False

@@ -130,7 +130,7 @@ class StepPacing:
 
 @dataclasses.dataclass(frozen=True)
 class CyclicPacing:
-    """Another pacing function that restarts periodically.
+    """A pacing function that restarts another one periodically.
 
     Example:
       >>> pacing = CyclicPacing(LinearPacing(start=0.5, epochs=0.5), every=1)

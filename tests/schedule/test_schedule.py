@@ -729,7 +729,7 @@ def test_a_report_of_draws_with_replacement_is_refused():
     plan = plan_buckets([1, 2], max_tokens=2)
     order = Curriculum([1, 2], replacement=True)
     schedule = BatchSchedule(plan, [1, 2], order=order)
-    with pytest.raises(ValueError, match="not so with `replacement=True`. Count the"):
+    with pytest.raises(ValueError, match="not hold with `replacement=True`. Count"):
         schedule.report()
 
 
