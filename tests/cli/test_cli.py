@@ -353,7 +353,7 @@ def test_num_buckets_auto_prints_the_curve_and_the_reason(files):
         compile_seconds=0.2,
         num_epochs=3,
     )
-    assert f"{len(made)} shapes: " in output
+    assert f"With {len(made)} shapes, " in output
     assert curve.reason in " ".join(output.split())
     numbers = json.loads(run("plan", "lengths.npy", *options, "--json"))
     assert numbers["curve"] == json.loads(curve.to_json())

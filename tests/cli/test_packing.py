@@ -112,7 +112,7 @@ def test_rows_that_cost_more_packed_stay_padded():
     assert "packed_examples" in result["report"]
     assert result["report"]["packed_examples"] == 0
     forced = numbers("plan", *options, "always")["packing"]
-    assert forced["packed"] and forced["reason"].startswith("Packing: ")
+    assert forced["packed"] and forced["reason"].startswith("Rows are packed: ")
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])

@@ -247,7 +247,10 @@ def test_the_command_fails_if_a_bucket_fails(plan):
         (("--recipe", "recipe"), "must be `module:function`"),
         (("--recipe", "test_recipes:nothing"), "return (step_fn, state, specs)"),
         (("--recipe", "test_recipes:recipe", "--memory-gb", 0), "--memory-gb"),
-        (("--recipe", "test_recipes:recipe", "--memory-gb", "nan"), "not a limit"),
+        (
+            ("--recipe", "test_recipes:recipe", "--memory-gb", "nan"),
+            "a number, not nan",
+        ),
         (("--recipe", "test_recipes:raising"), "raised KeyError: 'no such model"),
         (("--recipe", "test_recipes:deep"), "in deep). It was called with the plan"),
         (("--recipe", "test_recipes:of_another_plan"), "without [4, 8], [2, 16]"),
