@@ -218,13 +218,13 @@ def test_the_fingerprint_of_a_packing_depends_on_its_rows():
         (
             [3],
             {"max_seq_len": [8, 4]},
-            "must be one T, or a list of several",
+            "must be one T, or a list of values",
         ),
-        ([3], {"max_seq_len": []}, "must be one T, or a list of several"),
+        ([3], {"max_seq_len": []}, "must be one T, or a list of values"),
         ([3], {"max_seq_len": 2.5}, "`max_seq_len=2.5` is not an integer"),
         ([3], {"max_seq_len": 2**40}, "`max_seq_len=1099511627776` exceeds"),
         ([3], {"max_seq_len": np.array(2)}, "exceeds the longest row, `max_seq_len=2`"),
-        ([3], {"max_seq_len": {4, 8}}, "must be one T, or a list of several"),
+        ([3], {"max_seq_len": {4, 8}}, "must be one T, or a list of values"),
         ([3], {"max_seq_len": 8, "padded_up_to": -1}, "`padded_up_to=-1` must not"),
         (
             [3],
