@@ -90,7 +90,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Starts the thread."""
-        # Not in the thread, because a slow name server would delay the first heartbeats.
+        # Not in the thread: a slow name server would delay the first heartbeats.
         if self._store.index:
             self._store.resolve()
         self._enable_faulthandler()
