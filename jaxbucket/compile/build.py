@@ -139,7 +139,7 @@ class CompileJob(Mapping[Label, Any]):
             try:
                 call(_exhaust, stages)
             except BaseException as error:
-                # Waiting callers raise the error, which nobody would see in this thread.
+                # Waiting callers raise the error. Nobody would see it in this thread.
                 self._fail(error)
                 self._cancel(others)
 

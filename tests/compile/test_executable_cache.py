@@ -764,7 +764,7 @@ def test_any_foreign_list_is_named(folder, verify):
     first = next(iter(hashes))
     for other in (None, [], {}, hashes | {first: "0" * 64}, {first: hashes[first]}):
         files.write(path, json.dumps(other).encode())
-        with pytest.warns(RuntimeWarning, match=re.escape(f"{path} lists different")):
+        with pytest.warns(RuntimeWarning, match=re.escape(f"{path} does not match")):
             steps, compiled = start(folder, verify=verify, key="a")
         # All programs are traced, loaded, and listed again.
         assert compiled == 0
