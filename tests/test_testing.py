@@ -182,7 +182,7 @@ def an_identity_of_floats(batches, host, start):
     [
         (
             different_dtype_on_one_host,
-            r"step 0 host 1 has features\['tokens'\] with dtype int16",
+            r"step 0, host 1 has features\['tokens'\] with dtype int16",
         ),
         (
             extra_feature_on_one_host,
@@ -194,7 +194,7 @@ def an_identity_of_floats(batches, host, start):
         ),
         (
             more_rows_on_one_host,
-            r"Closed shapes: at step \d+ host 1 has .* elsewhere in",
+            r"Closed shapes: at step \d+, host 1 has .* elsewhere in",
         ),
         (
             a_different_dtype_per_bucket,
@@ -208,8 +208,8 @@ def an_identity_of_floats(batches, host, start):
             segments_that_start_at_two,
             "segment ids of 'tokens' that are not 1, 2, ... in",
         ),
-        (segments_with_a_gap, "at step 0 host 0 has segment ids of 'tokens' that are"),
-        (no_positions, "at step 0 host 0 has no positions of 'tokens' that match"),
+        (segments_with_a_gap, "at step 0, host 0 has segment ids of 'tokens' that are"),
+        (no_positions, "at step 0, host 0 has no positions of 'tokens' that match"),
         (
             an_identity_of_floats,
             "host 0 has no feature 'index' with one integer per",
@@ -219,19 +219,28 @@ def an_identity_of_floats(batches, host, start):
             fewer_steps_on_one_host,
             r"Exactly once: 10 examples \(.* and 5 more\) are in no row",
         ),
-        (different_order_on_one_host, r"Lockstep: at step 0 hosts have T of \["),
+        (
+            different_order_on_one_host,
+            r"Lockstep: at step 0, the hosts have different T: \[",
+        ),
         (
             a_shape_outside_the_plan,
             r"step 0 has shape \[.*, which is not in \[",
         ),
         (the_first_batch_twice, r"examples .* and \d+ more are in several rows"),
         (an_unknown_example, "Exactly once: 1000, 1000 are not between 0 and 69"),
-        (ignores_the_start_step, r"Resume: host 0, started at step 1, has \d+ steps"),
-        (ignores_the_start_step, "started at step 1, has a different batch at step 1"),
-        (empty_after_resuming, "started at step 1, has 0 steps, but"),
+        (
+            ignores_the_start_step,
+            r"Resume: host 0, resumed at step 1, yields \d+ steps",
+        ),
+        (
+            ignores_the_start_step,
+            "resumed at step 1, yields a different batch at step 1",
+        ),
+        (empty_after_resuming, "resumed at step 1, yields 0 steps instead"),
         (
             positions_that_do_not_restart,
-            "at step 0 host 1 has positions of 'tokens' that do",
+            "at step 0, host 1 has positions of 'tokens' that do",
         ),
     ],
 )
@@ -247,7 +256,7 @@ def test_steps_to_resume_at_may_be_an_iterator():
         return batches[start:] if host == 0 else batches
 
     loader, job = edited(resumes_on_the_first_host_only)
-    with pytest.raises(AssertionError, match="host 1, started at step 1, has"):
+    with pytest.raises(AssertionError, match="host 1, resumed at step 1, yields"):
         check_batches(loader, **job, resume_at=iter([1, 2]))
 
 

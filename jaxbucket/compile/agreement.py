@@ -19,7 +19,7 @@ from jaxbucket.compile.cache_key import Devices
 from jaxbucket.compile.program import Label
 from jaxbucket.distributed.store import Store
 
-# Before a program is traced, or after.
+# The stage of a lookup: before or after the program is traced.
 Stage: TypeAlias = Literal["known", "traced"]
 
 _FOLDER = "jaxbucket/compile"
@@ -33,7 +33,7 @@ _num_agreements: collections.Counter[tuple[int, ...]] = collections.Counter()
 
 
 class AgreementError(RuntimeError):
-    """The processes cannot continue together, whatever the program."""
+    """The processes cannot continue compiling together, which affects all programs."""
 
 
 class Agreement:
@@ -54,7 +54,7 @@ class Agreement:
         self._store.set(f"programs/{self._store.index}", programs)
 
     @classmethod
-    def of(cls, devices: Devices, programs: str) -> Agreement | None:
+    def for_devices(cls, devices: Devices, programs: str) -> Agreement | None:
         """Returns the agreement of the devices' processes; None for one process."""
         processes = sorted({device.process_index for device in devices})
         return cls(processes, programs) if len(processes) > 1 else None
@@ -79,7 +79,9 @@ class Agreement:
         ):
             self._check_failures()
             if not threading.main_thread().is_alive():
-                raise AgreementError("The main thread ended before all was compiled.")
+                raise AgreementError(
+                    "The main thread ended before all programs were compiled."
+                )
             if time.monotonic() > deadline:
                 raise AgreementError(
                     f"Process {', '.join(sorted(missing))} did not report within "
@@ -90,12 +92,12 @@ class Agreement:
         self._check_programs()
         return set(answers.values()) == {"1"}
 
-    def skip(self, label: Label) -> None:
+    def report_missing(self, label: Label) -> None:
         """Reports that this process has not loaded a program, because it failed."""
         for stage in get_args(Stage):
             self._publish(label, stage, False)
 
-    def leave(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Reports that this process has failed, so that the others stop waiting."""
         # If the store is lost, so are the other processes.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -123,7 +125,7 @@ class Agreement:
                 )
 
 
-def leave_all(error: BaseException) -> None:
+def report_failure_to_all(error: BaseException) -> None:
     """Reports to all processes, now and later, that this one has stopped compiling."""
     if jax.process_count() > 1:
         with contextlib.suppress(jax.errors.JaxRuntimeError):

@@ -21,7 +21,7 @@ from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.agreement import Agreement, AgreementError, Stage
 from jaxbucket.compile.cache_session import CacheSession
 from jaxbucket.compile.caller_config import with_caller_config
-from jaxbucket.compile.events import on_purpose, take_trace
+from jaxbucket.compile.events import allow_compiles, take_trace
 from jaxbucket.compile.jax_settings import is_traced_alike
 from jaxbucket.compile.program import Label, Program
 from jaxbucket.compile.report import CompileReport, ProgramReport, memory_of
@@ -66,7 +66,7 @@ class CompileJob(Mapping[Label, Any]):
             program.label: Future() for program in self._programs
         }
         self._keep_going = keep_going
-        self._agreement = session and Agreement.of(
+        self._agreement = session and Agreement.for_devices(
             session.devices, session.all_programs
         )
         self.failure: BaseException | None = None
@@ -74,7 +74,7 @@ class CompileJob(Mapping[Label, Any]):
 
     def __getitem__(self, label: Label) -> Any:
         future = self._futures[label]
-        # An error in the background is raised at the next step, whatever its bucket.
+        # An error in the background is raised at the next step of any bucket.
         self.check()
         if not future.done():
             with self._waiting(), contextlib.suppress(Exception, CancelledError):
@@ -159,7 +159,7 @@ class CompileJob(Mapping[Label, Any]):
         self.failure = self.failure or error
         # An error of another process is known to all of them already.
         if self._agreement and is_first and not isinstance(error, AgreementError):
-            self._agreement.leave(error)
+            self._agreement.report_failure(error)
 
     def _stages(self, programs: Sequence[Program]) -> Iterator[None]:
         """Traces all programs, yields, and then waits until they are compiled.
@@ -201,7 +201,9 @@ class CompileJob(Mapping[Label, Any]):
         future = self._futures[program.label]
         # If the main thread has ended, these threads would keep the process alive.
         if not threading.main_thread().is_alive():
-            self._fail(RuntimeError("The main thread ended before all was compiled."))
+            self._fail(
+                RuntimeError("The main thread ended before all programs were compiled.")
+            )
         if self.failure is not None:
             future.cancel()
             return
@@ -218,7 +220,7 @@ class CompileJob(Mapping[Label, Any]):
             ):
                 self._fail(error)
             elif self._agreement:
-                self._agreement.skip(program.label)
+                self._agreement.report_missing(program.label)
             future.set_exception(error)
             if not is_of_program:
                 raise
@@ -259,7 +261,7 @@ class CompileJob(Mapping[Label, Any]):
         session, start = self._session, time.perf_counter()
         is_on_cpu = session is not None and session.platform == "cpu"
         no_cache = without_xla_cache() if is_on_cpu else contextlib.nullcontext()
-        with no_cache, on_purpose():
+        with no_cache, allow_compiles():
             executable = lowered.compile()
         report = ProgramReport(
             program.name,

@@ -1,6 +1,6 @@
 """Files that consist of a checksum and a body, in a folder of limited size.
 
-A file whose checksum does not match is refused. If the folder becomes too large, the
+A file whose checksum does not match is rejected. If the folder becomes too large, the
 least recently used files are removed.
 """
 

@@ -75,7 +75,9 @@ def tracing(programs: Sequence[Program]) -> dict[str, Any]:
     The text of a lowered program reflects all of it.
     """
     leaves = {
-        str(program.label): [_traced_as(leaf) for leaf in jax.tree.leaves(program.args)]
+        str(program.label): [
+            _tracing_properties(leaf) for leaf in jax.tree.leaves(program.args)
+        ]
         for program in programs
     }
     return {"settings": trace_settings(), "leaves": leaves}
@@ -130,7 +132,7 @@ def _aval(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)} {sharding}"
 
 
-def _traced_as(leaf: Any) -> str:
+def _tracing_properties(leaf: Any) -> str:
     """Returns further properties of an array on which tracing depends."""
     mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
     is_weak = bool(getattr(leaf, "weak_type", False))

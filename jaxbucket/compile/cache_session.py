@@ -160,7 +160,9 @@ class CacheSession:
             try:
                 body = files.read(path)
                 if body is not None and path != self._list_path(body):
-                    raise BadFileError("lists different programs than its name says")
+                    raise BadFileError(
+                        "does not match its name: it lists different programs"
+                    )
             except BadFileError as error:
                 _warn(f"{path} {error}. All programs are traced.")
                 continue
@@ -184,7 +186,9 @@ class CacheSession:
         try:
             report = ProgramReport(**pickle.load(file))
             if report.file != self._path(program).name:
-                raise BadFileError("has a different program than its name says")
+                raise BadFileError(
+                    "does not match its name: it contains a different program"
+                )
             executable = _Unpickler(file, self.devices).load()
             has_arguments = executable.in_tree == jax.tree.structure((program.args, {}))
             # The key cannot distinguish all objects. Untraced outputs are unknown.

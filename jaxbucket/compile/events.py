@@ -23,7 +23,9 @@ class Trace(NamedTuple):
 
 
 _name: ContextVar[str | None] = ContextVar("name", default=None)
-_is_on_purpose: ContextVar[bool] = ContextVar("is on purpose", default=False)
+_are_compiles_allowed: ContextVar[bool] = ContextVar(
+    "are compiles allowed", default=False
+)
 _last_trace: ContextVar[Trace | None] = ContextVar("last trace", default=None)
 
 
@@ -94,14 +96,14 @@ def compiling_as(name: str) -> contextlib.AbstractContextManager[None]:
     return set_within(_name, name)
 
 
-def on_purpose() -> contextlib.AbstractContextManager[None]:
+def allow_compiles() -> contextlib.AbstractContextManager[None]:
     """Turns guards off for compilations inside a `with` block."""
-    return set_within(_is_on_purpose, True)
+    return set_within(_are_compiles_allowed, True)
 
 
-def is_on_purpose() -> bool:
+def are_compiles_allowed() -> bool:
     """Returns whether guards are turned off in this thread."""
-    return _is_on_purpose.get()
+    return _are_compiles_allowed.get()
 
 
 def record_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from jaxbucket.compile.events import (
     Trace,
-    is_on_purpose,
+    are_compiles_allowed,
     listen_to_compiles,
     take_trace,
 )
@@ -49,12 +49,12 @@ class CompileGuard:
             with _lock:
                 _guards.add(self)
 
-    def is_of(self, name: str, trace: Trace | None) -> bool:
+    def matches(self, name: str, trace: Trace | None) -> bool:
         """Returns whether a compiled function is the guarded one."""
         return name == self._name and (trace is None or trace.fn is self._fn)
 
     def report(self, reason: str) -> None:
-        """Takes the action for a compilation that had this reason."""
+        """Warns or raises, as configured, about a compilation with this reason."""
         message = f"XLA compiled `{self._name}` again: {reason}"
         if self._action == "raise":
             raise RuntimeError(message)
@@ -75,10 +75,10 @@ def _listen() -> None:
 
 def _on_compile(name: str) -> None:
     trace = take_trace(name)
-    if is_on_purpose():
+    if are_compiles_allowed():
         return
     with _lock:
-        guards = [guard for guard in _guards if guard.is_of(name, trace)]
+        guards = [guard for guard in _guards if guard.matches(name, trace)]
     # A function that was compiled ahead twice has two guards. One report is enough.
     for guard in guards[:1]:
         guard.report(guard.explain(trace))

@@ -57,7 +57,7 @@ _prng: Any = jax.make_user_context(None)
 _PRNG_AT_START = os.environ.get("JAX_DEFAULT_PRNG_IMPL", "threefry2x32")
 
 
-def following_prng() -> AbstractContextManager[None]:
+def with_prng_in_cache_keys() -> AbstractContextManager[None]:
     """Makes jax's caches depend on the PRNG implementation inside a `with` block.
 
     By themselves, jax's caches of traced functions, including nested ones, depend on
@@ -77,7 +77,7 @@ def _prng_name() -> str:
 
 
 def is_traced_alike(call: Callable[..., Any]) -> bool:
-    """Returns whether `call` makes another thread trace as this one does."""
+    """Returns whether another thread traces like this one if called through `call`."""
     try:
         return _in_new_thread(call, trace_key) == trace_key()
     except (AttributeError, TypeError):
@@ -162,5 +162,5 @@ def _pickle_digest(value: Any) -> Any:
 
 
 def _unique() -> str:
-    """Returns a value for unknown settings: no two starts agree, and all is traced."""
+    """Returns a unique value for unknown settings, so that no two runs match."""
     return uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Messages on how a batch or a state differs from the one that was compiled for."""
+"""Messages about differences between a batch or state and the compiled one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from jaxbucket.compile.program import Label
 
 _REMEDY = {
     "batch": "Convert the batch, or call `batch_specs` with an example like it.",
-    "state": "Pass a state like the one that was compiled for, or compile again.",
+    "state": (
+        "Pass a state with the same structure, shapes and dtypes as the compiled one, "
+        "or compile again."
+    ),
 }
 _MAX_LENGTH = 80
 
@@ -40,7 +43,7 @@ def batch_difference(batch: Batch, specs: Mapping[Bucket, Batch]) -> str | None:
 
 
 def state_difference(state: Any, spec: Any, label: Label) -> str | None:
-    """Returns how a state differs from the one that was compiled for, or None."""
+    """Returns how a state differs from the compiled one, or None."""
     return _difference("state", state, spec, label)
 
 

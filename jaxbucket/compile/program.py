@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from jaxbucket.base.buckets import Bucket
 from jaxbucket.compile.flops import count_flops
-from jaxbucket.compile.jax_settings import following_prng
+from jaxbucket.compile.jax_settings import with_prng_in_cache_keys
 
 # A bucket, or the name of a phase that all buckets share.
 Label: TypeAlias = Bucket | str
@@ -36,7 +36,7 @@ class Program:
         """Returns the lowered function and its number of operations, if known."""
         # Other processes may load the executable, so it must not be traced from a
         # cached function with a different PRNG implementation.
-        with following_prng():
+        with with_prng_in_cache_keys():
             if not hasattr(self.fn, "trace"):
                 return self.fn.lower(*self.args), None
             traced = self.fn.trace(*self.args)

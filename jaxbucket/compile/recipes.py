@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.compile.agreement import leave_all
+from jaxbucket.compile.agreement import report_failure_to_all
 from jaxbucket.compile.check_step import check_step, short
 from jaxbucket.compile.executable_cache import ExecutableCache
 from jaxbucket.compile.options import CompileOptions
@@ -141,7 +141,7 @@ def precompile(
             ]
     except BaseException as error:
         # Other processes may be waiting for programs that this one has not reached.
-        leave_all(error)
+        report_failure_to_all(error)
         raise
     if executables is not None:
         folder = pathlib.Path(executables.folder)

@@ -1,4 +1,4 @@
-"""Reports of what executables cost to build and to run."""
+"""Reports of the cost of building and running executables."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ProgramReport:
 
 
 def memory_of(executable: Any) -> dict[str, int | None]:
-    """Returns the bytes of a report; None for those that the backend cannot tell."""
+    """Returns the bytes of a report; None where the backend reports no value."""
     try:
         memory = executable.memory_analysis()
     except (NotImplementedError, jax.errors.JaxRuntimeError):

@@ -14,7 +14,7 @@ from jaxbucket.base.batch import Batch
 from jaxbucket.base.buckets import Bucket
 from jaxbucket.base.padding import PadValue
 from jaxbucket.compile.check_step import check_step
-from jaxbucket.compile.events import Trace, on_purpose, record_arguments, shapes_of
+from jaxbucket.compile.events import Trace, allow_compiles, record_arguments, shapes_of
 from jaxbucket.compile.executable_cache import ExecutableCache
 from jaxbucket.compile.guard import CompileGuard, OnCompile
 from jaxbucket.compile.mismatch import (
@@ -71,16 +71,16 @@ def compile_steps(
       step_fn: `(state, batch) -> anything`, jitted or not, such as the result of
         `make_train_step`. To donate the state, jit it yourself:
         `jax.jit(step_fn, donate_argnums=0)`. A step that returns a new state must
-        return it with the sharding of the old one, as `make_train_step`'s does.
+        return it with the sharding of the old state, as `make_train_step`'s does.
       state: the initial state, a pytree of arrays; or its shapes, dtypes and shardings.
       specs: bucket -> a `Batch` of shapes, dtypes and shardings, from `batch_specs`.
       workers: the number of programs to compile at the same time, while the next one is
         traced. Defaults to half the number of CPU cores, because XLA's compiler itself
         uses more than one.
-      opening: a bucket to compile first and alone, so that training can start with it
+      opening: a bucket to compile first, by itself, so that training can start with it
         (`BatchSchedule(..., opening=[(bucket, steps)])`). The other buckets are then
         compiled in background threads, and a step waits only if its bucket is not
-        ready. Of a sequence of buckets, the first is compiled alone, and the others
+        ready. Of a sequence of buckets, the first is compiled by itself, and the others
         follow in the given order.
       executables: a folder, or an `ExecutableCache`, to save executables in, and to
         load them from instead of compiling.
@@ -306,7 +306,7 @@ class CompiledSteps(Mapping[Bucket, Any]):
         if difference not in self._compiled_for:
             self._compiled_for.add(difference)
             self._guard.report(difference)
-        with on_purpose():
+        with allow_compiles():
             return self.throttle(self._step_fn(state, *args))
 
     def run_program(self, label: Label, *args: Any) -> Any:
@@ -331,7 +331,7 @@ class CompiledSteps(Mapping[Bucket, Any]):
             raise ValueError(difference or str(error)) from error
 
     def throttle(self, result: Any) -> Any:
-        """Returns a result, after waiting for that of an earlier step.
+        """Waits for the result of an earlier step, and returns the given result.
 
         This limits how far a loop that never reads its metrics runs ahead of the
         devices. Every pending step keeps its batch in memory; and without a limit, two

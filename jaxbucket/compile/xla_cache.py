@@ -30,7 +30,7 @@ def use_xla_cache(folder: str | os.PathLike[str]) -> None:
     if before is not None and not _is_same(before, folder):
         raise ValueError(
             f"`xla_cache={folder!r}`: jax's compilation cache is already {before!r} in "
-            "this process. Leave out `xla_cache`, or pass that folder."
+            "this process. Remove `xla_cache`, or pass that folder."
         )
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

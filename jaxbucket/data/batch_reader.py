@@ -174,7 +174,7 @@ class BatchReader:
         for name, length in lengths.items():
             measured = self.schedule.lengths if parts is None else parts[name]
             if length != measured[index]:
-                self._refuse_length(index, name, length, int(measured[index]), step)
+                self._reject_length(index, name, length, int(measured[index]), step)
         return example
 
     def _transformed(
@@ -193,7 +193,7 @@ class BatchReader:
     def _lengths(self, example: Example) -> dict[str, int]:
         return example_lengths(example, self.sequences, self.schedule.capacities)
 
-    def _refuse_length(
+    def _reject_length(
         self, index: int, name: str, length: int, measured: int, step: int
     ) -> NoReturn:
         if self.transform is None:

@@ -31,8 +31,8 @@ def concat_then_split(
 
     Each element of the returned source is a part of an example. Its `packing` assigns
     the parts to rows, of which all but the last are full. Every token is in exactly one
-    row. The points at which examples are split depend on the seed alone; parts of equal
-    length exchange their ranks at random in every epoch.
+    row. The points at which examples are split depend only on the seed; parts of equal
+    length are randomly permuted among their positions in every epoch.
 
     Attention that uses the segment ids keeps the parts of a row apart. To attend across
     parts, as some pretraining does, ignore the segment ids and use `jnp.arange(T)` as

@@ -167,7 +167,7 @@ def sequence_groups(
       arrays: the features of an example.
       sequences: names of the sequence features, or for several sequences a mapping from
         each to its features. By default all features with a leading axis; for several
-        sequences, each one alone.
+        sequences, each by itself.
       capacities: capacity of a row for each sequence; None for a single sequence.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where a run starts and ends, in steps of its schedule."""
+"""The first and last steps of a run."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class PartSource(abc.ABC):
         }
 
     def _read(self, index: int) -> tuple[dict[str, np.ndarray], list[str]]:
-        """Returns a whole example as arrays, and the names of its sequences."""
+        """Returns an entire example as arrays, and the names of its sequences."""
         example = read_example(self._source, index, _UNSPLIT)
         try:
             arrays = as_arrays(example)

@@ -162,7 +162,7 @@ def _to_bytes(example: Any) -> bytes:
 
 
 def _object_text(values: np.ndarray) -> str:
-    """Returns a text of objects that is the same in every process."""
+    """Returns a string of objects that is the same in every process."""
     text = str(values.tolist())
     if " at 0x" not in text:
         return text

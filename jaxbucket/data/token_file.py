@@ -1,4 +1,4 @@
-"""Examples end to end in memory-mapped arrays, gathered one batch at a time.
+"""Concatenated examples in memory-mapped arrays, gathered one batch at a time.
 
 A token file is a folder of plain `.npy` files, which numpy can read without this
 library: one file for each feature, and `offsets.npy` with the start of each example.
@@ -32,7 +32,7 @@ from jaxbucket.data.token_index import (
 
 
 class TokenFile:
-    """A random-access source that gathers the rows of a batch without a Python loop.
+    """A random-access source that gathers batches without a Python loop over all rows.
 
     Example:
       >>> import tempfile

@@ -1,4 +1,4 @@
-"""Writes token files: examples end to end in arrays that grow."""
+"""Writes token files: examples concatenated in arrays that grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index of a token file, which describes and protects its arrays.
+"""The index of a token file, which describes its arrays and detects changes.
 
 `index.json` lists every array with its dtype, shape and size, a digest of the whole
 file and a digest of a few fixed pages. The index also contains a digest of itself, its

@@ -95,7 +95,7 @@ class StreamTransform(NamedTuple):
           number: index of the example in the epoch.
 
         Raises:
-          ValueError: as `apply_transform`.
+          ValueError: under the same conditions as `apply_transform`.
         """
         if self.transform is None:
             return example

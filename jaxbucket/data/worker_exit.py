@@ -1,4 +1,4 @@
-"""When worker processes exit: with their parent, or if the script has no guard."""
+"""Makes worker processes exit with their parent, or if the main script has no guard."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             value = json.dumps(fields.get(name), sort_keys=True)
             groups.setdefault(value, []).append(process)
         if len(groups) > 1:
-            # The largest group first; of equally large ones, the one of process 0.
+            # Sort by size; among groups of equal size, the one with process 0 is first.
             largest = sorted(groups.items(), key=lambda group: -len(group[1]))
             phrases = (f"{value} in {list_processes(who)}" for value, who in largest)
             yield f"{name} is {', '.join(phrases)}"

@@ -19,7 +19,7 @@ def exit_now(status: int, message: str = "") -> NoReturn:
       message: printed to stderr first, if it is not empty.
     """
     print_to_stderr(message)
-    # In a thread, because the main thread may hang in the middle of a write.
+    # Flush in a thread, because the main thread may hang during a write.
     flush = threading.Thread(target=_flush, daemon=True)
     # While Python exits, it starts no threads, but flushes the streams itself.
     with contextlib.suppress(RuntimeError):

@@ -55,11 +55,11 @@ _SECONDARY_ERRORS = {
 class Processes:
     """The processes of a run: a context manager around everything that it does.
 
-    If a process is killed, suspended or raises within the context, all others exit
-    within `timeout` and a few seconds, with a message that names it. The process that
-    raises exits within 5 s after the error has left the context, even if the error is
-    caught there. SIGTERM is jax's preemption notice, which `StopRequest` handles. A
-    single process runs as it would without the context.
+    If a process is killed or suspended, or raises an error within the context, all
+    others exit within `timeout` and a few seconds, with a message that names it. The
+    process that raises exits within 5 s after the error has left the context, even if
+    the error is caught there. SIGTERM is jax's preemption notice, which `StopRequest`
+    handles. A single process runs as it would without the context.
 
     A process that hangs while it holds Python's global lock prints its stacks by
     `faulthandler.dump_traceback_later`. Python has only one such timer per process, so

@@ -113,7 +113,7 @@ class StopRequest:
         return is_sync_point or is_first
 
     def _agree(self) -> signal.Signals | None:
-        """Returns the signal that any of the processes has received."""
+        """Returns a signal that one of the processes has received, if any."""
         self._forward_signal()
         received = self._received
         if received is None and self._processes.count > 1:

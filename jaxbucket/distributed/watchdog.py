@@ -32,14 +32,14 @@ from jaxbucket.distributed.store import Store
 EXIT_STATUS = 75
 _BEATS_PER_TIMEOUT = 10
 _LONGEST_INTERVAL = 1.0
-# A process that holds Python's lock for this long has been given up by the others.
+# If a process holds Python's lock for this long, the others have already exited.
 _TIMEOUTS_TO_ABORT = 2
 # An error often occurs in all processes. Each of them has this long to report its own.
 _SECONDS_FOR_OWN_ERROR = 0.5
 _SECONDS_TO_PUBLISH = 1.0
 _BEATS_TO_DECIDE = 3
 _SECONDS_TO_CONNECT = 1.0
-# jax's service closes an idle connection after 60 s.
+# Connections are renewed before jax's service closes them after 60 idle seconds.
 _SECONDS_TO_RENEW = 20.0
 _MAX_MESSAGE_LENGTH = 500
 # The errors of faulthandler if there is no file to print to.
@@ -90,7 +90,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Starts the thread."""
-        # Not in the thread, where a slow name server would delay the first heartbeats.
+        # Not in the thread: a slow name server would delay the first heartbeats.
         if self._store.index:
             self._store.resolve()
         self._enable_faulthandler()
@@ -153,7 +153,7 @@ class Watchdog:
             while not self._stopped.is_set():
                 self._watch_once()
         except Exception as error:
-            # After `stop`, an error of this thread concerns nobody.
+            # Errors of this thread after `stop` are irrelevant.
             if not self._stopped.is_set():
                 self._give_up(error)
 
@@ -234,7 +234,7 @@ class Watchdog:
             self._wake.recv(1)
         if self._link in ready and _is_closed(self._link):
             self._disconnect()
-            # Without delay, because jax aborts for the same reason.
+            # Report the loss immediately, because jax aborts for the same reason.
             if not self._failure and not self._stopped.is_set():
                 name = self._peers[0].name
                 self._end(f"lost the connection to process 0 ({name})")

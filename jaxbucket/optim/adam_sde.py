@@ -19,7 +19,8 @@ class ScaleByAdamSdeState(NamedTuple):
     Attributes:
       mu: average of the gradients, with the shapes of the parameters, in float32 or
         wider.
-      nu: average of the squared gradients, likewise, real.
+      nu: average of the squared gradients, real, with the same shapes and precision
+        as `mu`.
       mu_seen: `[]` float, the total weight of the gradients in `mu`: 1 minus the
         product of all b1. The rest is the weight of the initial zero.
       nu_seen: `[]` float, the same for `nu` and b2.
@@ -80,7 +81,7 @@ def scale_by_adam_sde(
       ValueError: if not exactly one base is given, or it is not positive; if b1 or b2
         is not in [0, 1), or eps is negative. From `update`: if the size is missing.
     """
-    scaling = BatchScaling.by(
+    scaling = BatchScaling.from_options(
         base_examples=base_examples, base_tokens=base_tokens, base_rows=base_rows
     )
     for name, value in {"b1": b1, "b2": b2}.items():

@@ -85,7 +85,7 @@ def scale_by_batch_size(
         unknown, or the bounds are negative or out of order. From `update`: if the size
         is missing.
     """
-    scaling = BatchScaling.by(
+    scaling = BatchScaling.from_options(
         base_examples=base_examples,
         base_tokens=base_tokens,
         base_rows=base_rows,

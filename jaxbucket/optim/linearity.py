@@ -68,17 +68,21 @@ def _is_linear(
         values = {"w": rng.normal(size=(3, 2)), "b": rng.normal(size=2)}
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), values)
 
-    start = outside = inside = draw()
-    outside_state = inside_state = make_tx(rate).init(start)
+    start = scaled_updates = scaled_rate = draw()
+    scaled_updates_state = scaled_rate_state = make_tx(rate).init(start)
     for _ in range(_STEPS):
         factor, target = float(rng.uniform(0.25, 4)), draw()
-        updates, outside_state = _update(make_tx(rate), outside, outside_state, target)
-        outside = optax.tree.add_scale(outside, factor, updates)
+        updates, scaled_updates_state = _update(
+            make_tx(rate), scaled_updates, scaled_updates_state, target
+        )
+        scaled_updates = optax.tree.add_scale(scaled_updates, factor, updates)
         scaled = make_tx(rate * factor)
-        updates, inside_state = _update(scaled, inside, inside_state, target)
-        inside = optax.apply_updates(inside, updates)
-    difference = optax.tree.norm(optax.tree.sub(inside, outside))
-    distance = optax.tree.norm(optax.tree.sub(inside, start))
+        updates, scaled_rate_state = _update(
+            scaled, scaled_rate, scaled_rate_state, target
+        )
+        scaled_rate = optax.apply_updates(scaled_rate, updates)
+    difference = optax.tree.norm(optax.tree.sub(scaled_rate, scaled_updates))
+    distance = optax.tree.norm(optax.tree.sub(scaled_rate, start))
     return bool(distance > 0 and difference <= _TOLERANCE * distance)
 
 

@@ -42,7 +42,7 @@ class BatchScaling:
     max_factor: float = math.inf
 
     @classmethod
-    def by(
+    def from_options(
         cls,
         *,
         base_examples: float | None,
@@ -52,7 +52,7 @@ class BatchScaling:
         min_factor: float = 0.0,
         max_factor: float = math.inf,
     ) -> BatchScaling:
-        """Makes it from the arguments of `scale_by_batch_size`, after checking them."""
+        """Returns the scaling for checked options of `scale_by_batch_size`."""
         bases = {
             "base_examples": base_examples,
             "base_tokens": base_tokens,

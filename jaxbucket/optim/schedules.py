@@ -136,7 +136,7 @@ def scale_schedule(
         )
     if not callable(schedule):
         check_number("schedule", schedule)
-    scaling = BatchScaling.by(
+    scaling = BatchScaling.from_options(
         base_examples=base_examples,
         base_tokens=base_tokens,
         base_rows=base_rows,

@@ -52,9 +52,9 @@ def write_difficulty_index(
     """Sorts the examples of all processes by difficulty, and writes their index.
 
     Each process passes the difficulties of its share of the source, process 0 the first
-    share, and writes its part of every file. The folder is renamed to its final name
-    last, so an unfinished index is never read, and the next call writes a new one. An
-    existing index of the same difficulties is returned unchanged.
+    share, and writes its part of every file. Renaming the folder to its final name is
+    the last step, so an unfinished index is never read, and the next call writes a new
+    one. An existing index of the same difficulties is returned unchanged.
 
     Example:
       >>> import tempfile
@@ -145,7 +145,7 @@ def _gather_share(
 ) -> _Share:
     """Checks the arguments of all processes, and describes the index."""
     local = np.empty(0)
-    with _raised_in_all(group, "difficulty checked"):
+    with _raised_in_all(group, "checking difficulties"):
         check_choice("sorted_by", sorted_by, get_args(SortedBy))
         present = {device.process_index for device in mesh.devices.flat}
         if missing := set(range(group.count)) - present:
@@ -156,7 +156,7 @@ def _gather_share(
         local = _check_difficulty(difficulty)
     ids = [device.id for device in mesh.devices.flat]
     message = f"{len(local)} {local.dtype.str} {sorted_by}, devices {ids}"
-    replies = group.gather("difficulty", message)
+    replies = group.gather("comparing difficulties", message)
     sizes, kinds = zip(*(text.split(maxsplit=1) for text in replies), strict=True)
     if len(set(kinds)) > 1:
         raise ValueError(
@@ -168,7 +168,7 @@ def _gather_share(
     if not size:
         raise ValueError("`difficulty` is empty. Pass at least one example.")
     message = f"{share_checksum(local, first)} {uuid.uuid4().hex}"
-    replies = group.gather("difficulty added up", message)
+    replies = group.gather("summing difficulties", message)
     sums, tokens = zip(*map(str.split, replies), strict=True)
     metadata = IndexMetadata(
         size,
@@ -224,14 +224,14 @@ def _exists_for_all(
     """
     for _ in range(_ATTEMPTS):
         exists = False
-        with _raised_in_all(group, "folder looked at"):
+        with _raised_in_all(group, "checking the folder"):
             exists = _exists(folder, metadata)
-        if len(set(group.gather("folder seen", str(exists)))) == 1:
+        if len(set(group.gather("comparing the folder", str(exists)))) == 1:
             return exists
         # Another run may just have renamed its folder.
         time.sleep(_POLL_SECONDS)
     raise ValueError(
-        f"`folder={str(folder)!r}` exists in some processes only. Pass a folder that "
+        f"`folder={str(folder)!r}` exists only in some processes. Pass a folder that "
         "all processes share."
     )
 
@@ -273,17 +273,17 @@ def _write(
 ) -> None:
     """Writes the part of this process; process 0 creates and renames the folder."""
     size, dtype = share.metadata.size, index_dtype(share.metadata.size)
-    with _raised_in_all(group, "index begun"):
+    with _raised_in_all(group, "creating the index"):
         if group.index == 0:
             partial.mkdir(parents=True)
             for name, kind in ((DIFFICULTY, share.metadata.dtype), (EXAMPLES, dtype)):
                 np.lib.format.open_memmap(partial / name, "w+", kind, (size,))
-    with _raised_in_all(group, "index written"):
+    with _raised_in_all(group, "writing the index"):
         _write_part(partial / DIFFICULTY, share.difficulty, share.first)
         for part in parts:
             examples = part.index.astype(dtype)
             _write_part(partial / EXAMPLES, examples, part.ranks.start)
-    with _raised_in_all(group, "index named"):
+    with _raised_in_all(group, "renaming the index"):
         if group.index == 0:
             _publish(partial, folder, share.metadata)
 

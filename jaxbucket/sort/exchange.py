@@ -60,7 +60,7 @@ def exchange_runs(
 
 
 def is_skewed(counts: np.ndarray) -> bool:
-    """Returns whether two even exchanges take less time than one with these counts.
+    """Returns whether two balanced exchanges are faster than one with these counts.
 
     The pair of devices with the most keys determines the time of an exchange. With
     reversed keys, for example, it takes as long as if every device sent its whole share

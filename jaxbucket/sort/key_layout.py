@@ -18,7 +18,7 @@ ASSIGNMENTS = ("contiguous", "interleaved")
 # Positions in a message of int64.
 _PROCESS, _FIRST, _SIZE, _DIGEST, _RANGES = range(5)
 _IMPLIED = -1
-_REFUSED = -1
+_INVALID = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,8 @@ def gather_layout(
 
     Args:
       keys: the argument of `sample_sort` in this process.
-      descending: likewise.
-      assignment: likewise.
+      descending: the argument of `sample_sort`.
+      assignment: the argument of `sample_sort`.
       devices: the devices of all processes.
 
     Raises:
@@ -77,7 +77,7 @@ def gather_layout(
         ]
     # Any error must reach the other processes, because they wait for this one.
     except Exception:
-        devices.gather([_message(_IMPLIED, _REFUSED, "")] * len(devices.local))
+        devices.gather([_message(_IMPLIED, _INVALID, "")] * len(devices.local))
         raise
     gathered = devices.gather(messages)
     _check_agreement(gathered, description)
@@ -109,10 +109,10 @@ def _check_agreement(gathered: np.ndarray, description: str) -> None:
     """Raises a ValueError unless all processes have valid keys of the same kind."""
     here = jax.process_index()
     processes, sizes, digests = (gathered[:, i] for i in (_PROCESS, _SIZE, _DIGEST))
-    refused = processes[sizes == _REFUSED]
-    if len(refused):
+    invalid = processes[sizes == _INVALID]
+    if len(invalid):
         raise ValueError(
-            f"The `keys` of process {_listed(refused)} are invalid. See its error."
+            f"The `keys` of process {_listed(invalid)} are invalid. See its error."
         )
     others = processes[digests != digests[processes == here][0]]
     if len(others):

@@ -268,7 +268,7 @@ def _rows(array: jax.Array) -> dict[int, np.ndarray]:
 
 
 def _on_each(function: Callable[..., _R], *values: Sequence[Any]) -> list[_R]:
-    """Calls a function for each local device, in threads, as numpy releases the GIL."""
+    """Calls a function for each local device in threads; numpy releases the GIL."""
     if len(values[0]) == 1:
         return [function(*(value[0] for value in values))]
     with ThreadPoolExecutor(min(len(values[0]), os.cpu_count() or 1)) as pool:

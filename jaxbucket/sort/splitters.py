@@ -5,7 +5,7 @@ All devices know the positions of regular samples of every part. These bound the
 a sample without further communication: the number of smaller keys in a part is at least
 the number of keys up to its last smaller sample, and at most the number of keys before
 its next sample. So the split position of each part lies in a small window. The next
-samples are drawn from this window, until they are the whole window.
+samples are drawn from this window, until they cover the whole window.
 
 The sampling is that of Shi and Schaeffer, "Parallel sorting by regular sampling"
 (1992); exact splitters by narrowing windows are the multisequence selection of Varman

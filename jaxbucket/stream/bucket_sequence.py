@@ -19,7 +19,7 @@ from jaxbucket.base.permutation import fold
 from jaxbucket.packing.rows import pack
 
 _WORD = 2**64
-# 2**64 over the golden ratio: the step around a circle that leaves the most even gaps.
+# 2**64 over the golden ratio: the step on a circle that spaces points most evenly.
 _GOLDEN = 0x9E3779B97F4A7C15
 # The smallest share of the longest bucket, the only one that any example fits in.
 MIN_SHARE_OF_LONGEST = Fraction(1, 32)
@@ -55,9 +55,9 @@ class BucketSequence:
         return bisect.bisect_right(self._ends, (self._start + index * _GOLDEN) % _WORD)
 
     def without_shorter(self, min_bucket: int) -> BucketSequence:
-        """Returns the sequence of only `min_bucket` and longer buckets.
+        """Returns the sequence restricted to `min_bucket` and longer buckets.
 
-        The proportions between their shares stay the same.
+        The ratios of their shares are unchanged.
 
         Example:
           >>> longer = BucketSequence([Fraction(1, 3)] * 3).without_shorter(1)
@@ -73,8 +73,9 @@ class BucketSequence:
 
     def longest_gap(self, bucket: int) -> int:
         """Returns a number of steps within which a bucket occurs at least once."""
-        # The gaps of n steps by the golden ratio are at most (1 + 2 / sqrt(5)) / n. If
-        # no gap is larger than the arc of the bucket, one of the steps is in the arc.
+        # After n steps of the golden ratio, gaps on the circle are at most
+        # (1 + 2 / sqrt(5)) / n. If no gap is larger than the arc of a bucket, one of
+        # the steps is in the arc.
         return math.ceil(2 / self.shares[bucket])
 
 

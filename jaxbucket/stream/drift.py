@@ -30,7 +30,7 @@ _WINDOW = 16_384
 _MIN_GAIN = 0.05
 # The share of empty rows above which a sequence of buckets no longer fits.
 _MAX_EMPTY = 0.15
-# The least number of windows between plans of packed rows, which take seconds.
+# The minimum number of windows between packed plans, because each takes seconds.
 _WINDOWS_BETWEEN_PLANS = 16
 
 
@@ -42,7 +42,7 @@ class Drift:
       step: the last step before the drift was detected.
       lengths: `[N]` int32, the most recent lengths.
       padding: the share of padding of `lengths` under the current plan, by `report`.
-        For packed rows, that of packing `lengths` alone.
+        For packed rows, the padding after packing only `lengths`.
       planned_padding: the share of padding of the lengths that the plan was made for;
         None if those are not known.
       new_padding: the share of padding of `lengths` under `plan`.

@@ -47,7 +47,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._options = run.options
         self._rounds = StreamRounds(run, name)
         self._failure: Exception | None = None
-        # False from a refused state until a valid one is set.
+        # False from a rejected state until a valid one is set.
         self._is_valid = True
         self._start(0, run.like)
 
@@ -100,8 +100,9 @@ class StreamIterator(grain.DatasetIterator[Any]):
             raise
         except BaseException:
             self._failure = RuntimeError(
-                f"Step {self._step} was interrupted. To continue, call `set_state` in "
-                "all processes of the run, with `get_state()` or an earlier state."
+                f"Step {self._step} was interrupted. To continue, call "
+                "`set_state(get_state())`, or set an earlier state, in all processes "
+                "of the run."
             )
             raise
         if batches is None:
@@ -253,13 +254,13 @@ class StreamIterator(grain.DatasetIterator[Any]):
 
         Raises:
           ValueError: if the state before `step` is not available, or the state that was
-            set last was refused.
+            set last was rejected.
           RuntimeError: if an interrupt during the last step lost examples.
         """
         if not self._is_valid:
             raise ValueError(
-                "The last state that was set was refused, so the iterator has no valid "
-                "state. Call `set_state` with a saved state."
+                "The last state that was set was rejected, so the iterator has no "
+                "valid state. Call `set_state` with a saved state."
             )
         served = next((x for x in self._served if x.step == step), None)
         if step != self._step and served is None:
@@ -335,8 +336,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
             # Grain's workers start from a state of the dataset before it was sliced.
             saved.config["worker"] = config["worker"]
         saved.check_config(config)
-        # This stands until the state has been restored completely.
-        self._failure = ValueError("The last state that was set was refused.")
+        # This error applies until the state has been restored completely.
+        self._failure = ValueError("The last state that was set was rejected.")
         self._is_valid = False
         self._reader.close()
         self._start(saved.step, example_from_specs(saved.features) or self._run.like)

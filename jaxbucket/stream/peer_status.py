@@ -35,9 +35,9 @@ def check_same_config(statuses: Sequence[PeerStatus]) -> None:
     differences = list(_differences(statuses))
     if differences:
         raise ValueError(
-            "The processes do not batch their streams in the same way: "
-            f"{'; '.join(differences)}. Start all of them with the same plan, lengths "
-            "and options, from the same step."
+            "The processes have different stream configurations: "
+            f"{'; '.join(differences)}. Start all of them with the same plan, lengths, "
+            "options and step."
         )
 
 
@@ -71,7 +71,7 @@ def _kinds(status: PeerStatus) -> dict[str, str]:
     kinds, sequences = {}, status.config["sequences"]
     for name, (dtype, shape) in sorted(status.features.items()):
         is_sequence = sequences is None or name in sequences
-        # The dtype of a text depends on its length.
+        # The dtype of a string depends on its length.
         dtype = "text" if np.dtype(dtype).kind in "SU" else dtype
         kinds[name] = f"{dtype}{list(shape[is_sequence:])}"
     return kinds

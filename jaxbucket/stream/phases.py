@@ -30,7 +30,7 @@ class Phase(NamedTuple):
     plan: BucketPlan
     sequence: BucketSequence | None  # None for a single process.
     rows: tuple[int, ...]  # `[K]` rows of each batch in this process.
-    max_segments: int | None  # Of a packed row; None if rows are not packed.
+    max_segments: int | None  # None if rows are not packed.
     sample: np.ndarray | None  # `[N]` lengths that the plan was made for, if known.
 
     @property

@@ -36,15 +36,23 @@ _END = object()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PooledExample:
-    """An example that fills a row or a segment of a packed row."""
+    """An example that fills a row or a segment of a packed row.
 
-    index: int  # Among all arrived examples.
+    Attributes:
+      index: index among all arrived examples.
+      length: length of the example.
+      checksum: detects a stream that has changed; 0 for 15 of 16 examples.
+      example: the example, or a chunk of an example that was split.
+      epoch: the epoch of the stream.
+      epoch_index: index of the example in its epoch.
+    """
+
+    index: int
     length: int
-    # Detects a stream that has changed; 0 for 15 of 16 examples.
     checksum: int
-    example: Example  # A chunk of an example that was split.
+    example: Example
     epoch: int
-    epoch_index: int  # Of the example in its epoch.
+    epoch_index: int
 
     @property
     def origin(self) -> str:
@@ -78,12 +86,19 @@ class StreamCounts:
 
 
 class Snapshot(NamedTuple):
-    """A point from which the stream can be read again."""
+    """A point from which the stream can be read again.
+
+    Attributes:
+      epoch: the epoch of the next example.
+      epoch_index: index of the next example in its epoch.
+      counts: the counts of all examples before it.
+      state: the state of the user's iterator.
+    """
 
     epoch: int
-    epoch_index: int  # Of the next example.
-    counts: StreamCounts  # Of all examples before it.
-    state: Any  # Of the user's iterator.
+    epoch_index: int
+    counts: StreamCounts
+    state: Any
 
 
 @dataclasses.dataclass(eq=False)
@@ -253,7 +268,7 @@ class StreamReader:
         return latest
 
     def forget(self, index: int, read: int) -> None:
-        """Deletes snapshots that only examples before `index` need."""
+        """Deletes snapshots that are needed only for examples before `index`."""
         needed = self.snapshot(index, read)
         while self._snapshots[0] is not needed:
             self._snapshots.popleft()
@@ -342,7 +357,7 @@ def _checksum(index: int, example: Example) -> int:
     checksum = 0
     for name in sorted(example):
         array = np.ascontiguousarray(example[name])
-        # The bytes of texts and objects may differ between runs.
+        # The bytes of strings and objects may differ between runs.
         if array.dtype.kind in "biufc":
             checksum = zlib.crc32(array.data, checksum)
     return checksum

@@ -1,6 +1,6 @@
 """Rounds of steps, between which processes exchange the status of their streams.
 
-Until streams end, the bucket of a step follows from `BucketSequence` alone. Every few
+Until streams end, the bucket of a step depends only on `BucketSequence`. Every few
 steps, processes exchange whether their stream has ended and which rows their pending
 examples need. Once all streams have ended, every process computes the same cheapest
 batches that drain all pools.

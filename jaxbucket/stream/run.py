@@ -1,4 +1,4 @@
-"""Everything that an iterator of a stream is made from."""
+"""The inputs of a stream iterator: the stream, its plans and options."""
 
 from __future__ import annotations
 

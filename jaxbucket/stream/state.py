@@ -22,21 +22,34 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class StreamState:
-    """The state of a stream before a step."""
+    """The state of a stream before a step.
 
-    config: dict[str, Any]  # The options and plans that batches depend on.
-    step: int  # The next step.
+    Attributes:
+      config: the options and plans that batches depend on.
+      step: the next step.
+      read: the number of examples read.
+      next_index: index of the next example to arrive.
+      pending: indices of the pending examples, ascending.
+      tokens: tokens of the pending examples, to detect a stream that has changed.
+      checksum: checksum of all their lengths, and of the arrays of some of them.
+      snapshot: the point from which they can be read again.
+      current_round: None if the step is the first of a round.
+      features: the features of the batches; empty if not known yet.
+    """
+
+    config: dict[str, Any]
+    step: int
     read: int
-    next_index: int  # Of the next example to arrive.
-    pending: list[int]  # Indices, ascending.
-    tokens: int  # Of pending examples, to detect a stream that has changed.
-    checksum: int  # Of all their lengths, and of the arrays of some of them.
-    snapshot: Snapshot  # From which they can be read again.
-    current_round: Round | None  # None if the step is the first of a round.
-    features: Features  # Of the batches; empty if not known yet.
+    next_index: int
+    pending: list[int]
+    tokens: int
+    checksum: int
+    snapshot: Snapshot
+    current_round: Round | None
+    features: Features
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the state as plain Python, apart from that of the user's iterator."""
+        """Returns plain Python values, except for the state of the user's iterator."""
         snapshot = self.snapshot
         # The keys are part of the format of checkpoints and must not change.
         return {

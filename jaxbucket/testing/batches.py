@@ -64,7 +64,7 @@ def check_batches(
       ValueError: if `num_hosts` is not positive, or the loader does not yield batches.
     """
     check_positive("num_hosts", num_hosts)
-    hosts = [list(map(_copied, loader(host, 0))) for host in range(num_hosts)]
+    hosts = [list(map(_copy, loader(host, 0))) for host in range(num_hosts)]
     violations = [
         *_lockstep(hosts),
         *_shapes(hosts, set(buckets), max_tokens),
@@ -75,12 +75,14 @@ def check_batches(
     steps = list(range(len(hosts[0])) if resume_at is None else resume_at)
     for host, local_steps in enumerate(hosts):
         for step in steps:
-            violations += _resumed(loader(host, step), local_steps[step:], host, step)
+            violations += _check_resume(
+                loader(host, step), local_steps[step:], host, step
+            )
     if violations:
         raise AssertionError("\n".join(violations))
 
 
-def _copied(step: Batch | Step) -> Step:
+def _copy(step: Batch | Step) -> Step:
     """Returns copies of a step's micro-batches, because a loader may reuse arrays."""
     micro_batches = (step,) if isinstance(step, Batch) else step
     is_tuple = isinstance(micro_batches, tuple)
@@ -106,7 +108,7 @@ def _lockstep(hosts: list[list[Step]]) -> Iterator[str]:
         seq_lens = [[batch.bucket.seq_len for batch in group] for group in groups]
         if any(local != seq_lens[0] for local in seq_lens):
             shown = [x[0] if len(x) == 1 else x for x in seq_lens]
-            yield f"Lockstep: at step {step} hosts have T of {shown}."
+            yield f"Lockstep: at step {step}, the hosts have different T: {shown}."
 
 
 def _shapes(
@@ -146,7 +148,7 @@ def _arrays(hosts: list[list[Step]]) -> Iterator[str]:
     names: dict[str, str] = {}
     shapes: dict[tuple[int, str], list[int]] = {}
     for host, step, batch in _batches(hosts):
-        prefix = f"Closed shapes: at step {step} host {host} has"
+        prefix = f"Closed shapes: at step {step}, host {host} has"
         arrays = dict(_arrays_of(batch))
         dtypes = {name: str(x.dtype) for name, x in arrays.items()}
         names = names or dtypes
@@ -191,7 +193,7 @@ def _segments(hosts: list[list[Step]]) -> Iterator[str]:
         for name, ids in batch.segment_ids.items():
             if getattr(batch.positions.get(name), "shape", None) != ids.shape:
                 yield (
-                    f"Segments: at step {step} host {host} has no positions of "
+                    f"Segments: at step {step}, host {host} has no positions of "
                     f"{name!r} that match its segment ids."
                 )
                 continue
@@ -201,7 +203,7 @@ def _segments(hosts: list[list[Step]]) -> Iterator[str]:
                 (ids[:, :-1] == 0) & (ids[:, 1:] > 0)
             ):
                 yield (
-                    f"Segments: at step {step} host {host} has segment ids of "
+                    f"Segments: at step {step}, host {host} has segment ids of "
                     f"{name!r} that are not 1, 2, ... in order."
                 )
                 continue
@@ -210,7 +212,7 @@ def _segments(hosts: list[list[Step]]) -> Iterator[str]:
             expected = np.where(ids > 0, columns - starts, 0)
             if not np.array_equal(batch.positions[name], expected):
                 yield (
-                    f"Segments: at step {step} host {host} has positions of {name!r} "
+                    f"Segments: at step {step}, host {host} has positions of {name!r} "
                     "that do not restart at 0 in each segment."
                 )
 
@@ -223,9 +225,9 @@ def _exactly_once(
         values = np.asarray(batch.features.get(index_feature))
         if values.dtype.kind not in "iu" or values.ndim not in (1, 2):
             yield (
-                f"Exactly once: at step {step} host {host} has no feature "
-                f"{index_feature!r} with one integer per example, which must identify "
-                "the examples."
+                f"Exactly once: at step {step}, host {host} has no feature "
+                f"{index_feature!r} with one integer per example that identifies it. "
+                "Pass `index_feature`."
             )
             return
     parts = [_examples(batch, index_feature) for _, _, batch in _batches(hosts)]
@@ -233,19 +235,19 @@ def _exactly_once(
     known = (examples >= 0) & (examples < num_examples)
     if not known.all():
         yield (
-            f"Exactly once: {_shown(examples[~known])} are not between 0 and "
+            f"Exactly once: {_format_numbers(examples[~known])} are not between 0 and "
             f"{num_examples - 1}."
         )
     counts = np.bincount(examples[known], minlength=num_examples)
     missing, repeated = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
     if len(missing) != num_dropped:
-        shown = f" ({_shown(missing)})" if len(missing) else ""
+        shown = f" ({_format_numbers(missing)})" if len(missing) else ""
         yield (
             f"Exactly once: {len(missing)} examples{shown} are in no row, but "
             f"`num_dropped={num_dropped}`."
         )
     if len(repeated):
-        yield f"Exactly once: examples {_shown(repeated)} are in several rows."
+        yield f"Exactly once: examples {_format_numbers(repeated)} are in several rows."
 
 
 def _examples(batch: Batch, index_feature: str) -> np.ndarray:
@@ -258,32 +260,32 @@ def _examples(batch: Batch, index_feature: str) -> np.ndarray:
     return identities[np.arange(identities.shape[1]) < num_segments[:, None]]
 
 
-def _shown(numbers: np.ndarray) -> str:
-    return shortened([str(number) for number in numbers.tolist()], ", ")
+def _format_numbers(numbers: np.ndarray) -> str:
+    return shorten([str(number) for number in numbers.tolist()], ", ")
 
 
-def shortened(items: Sequence[str], separator: str) -> str:
+def shorten(items: Sequence[str], separator: str) -> str:
     """Joins the first few items, and adds the number of the others."""
     num_more = len(items) - _MAX_SHOWN
     first = separator.join(items[:_MAX_SHOWN])
     return f"{first} and {num_more} more" if num_more > 0 else first
 
 
-def _resumed(
+def _check_resume(
     batches: Iterable[Batch | Step], expected: list[Step], host: int, start: int
 ) -> Iterator[str]:
     """Yields a line for each difference between a resumed and an unbroken epoch."""
-    prefix = f"Resume: host {host}, started at step {start},"
-    steps = list(map(_copied, batches))
+    prefix = f"Resume: host {host}, resumed at step {start},"
+    steps = list(map(_copy, batches))
     if len(steps) != len(expected):
-        yield f"{prefix} has {len(steps)} steps, but {len(expected)} are left."
+        yield f"{prefix} yields {len(steps)} steps instead of {len(expected)}."
     for step, (got, want) in enumerate(zip(steps, expected, strict=False), start):
-        if not (len(got) == len(want) and all(map(_equal, got, want))):
-            yield f"{prefix} has a different batch at step {step}."
+        if not (len(got) == len(want) and all(map(_are_equal, got, want))):
+            yield f"{prefix} yields a different batch at step {step}."
             return
 
 
-def _equal(a: Batch, b: Batch) -> bool:
+def _are_equal(a: Batch, b: Batch) -> bool:
     return all(
         x.keys() == y.keys()
         and all(

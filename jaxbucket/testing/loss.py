@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.testing.batches import shortened
+from jaxbucket.testing.batches import shorten
 from jaxbucket.testing.variants import (
     filled_rows,
     is_packed,
@@ -18,7 +18,7 @@ from jaxbucket.testing.variants import (
     with_empty_rows,
     with_more_columns,
     with_other_padding,
-    without_neighbours,
+    without_neighbors,
 )
 from jaxbucket.train.global_rows import MappedRows, rows_context
 from jaxbucket.train.gradients import gradient_sums
@@ -135,7 +135,7 @@ def check_loss(
         if differences:
             raise AssertionError(
                 f"`loss_fn` returns different results for the batch {variant}: "
-                f"{shortened(differences, '; ')}. {_REMEDIES[variant]}"
+                f"{shorten(differences, '; ')}. {_REMEDIES[variant]}"
             )
 
     order = np.random.default_rng(0).permutation(num_rows)
@@ -159,7 +159,7 @@ def check_loss(
     variant = "with twice as many columns, the new ones all padding"
     check(variant, results.whole(longer, None))
     if is_packed(batch):
-        unpacked = without_neighbours(batch, sequences)
+        unpacked = without_neighbors(batch, sequences)
         variant = "with every packed example in a row of its own"
         check(variant, results.whole(unpacked, None))
 
@@ -223,7 +223,7 @@ def _check_finite(results: Any) -> None:
     if infinite:
         raise AssertionError(
             "`loss_fn` is not finite for the unchanged batch: "
-            f"{shortened(infinite, '; ')}. "
+            f"{shorten(infinite, '; ')}. "
             "Look for a division by 0 or a logarithm of 0 in padding, and apply "
             "`jnp.where` to the inputs of that operation as well as to its outputs."
         )

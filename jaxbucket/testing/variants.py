@@ -56,7 +56,7 @@ def with_more_columns(batch: Batch, sequences: Collection[str] | None) -> Batch:
     return Batch(features, segment_ids, positions)
 
 
-def without_neighbours(batch: Batch, sequences: Collection[str] | None) -> Batch:
+def without_neighbors(batch: Batch, sequences: Collection[str] | None) -> Batch:
     """Returns the batch with every example at the start of a row of its own."""
     counts = _num_segments(batch)
     rows, segments = np.nonzero(np.arange(counts.max()) < counts[:, None])

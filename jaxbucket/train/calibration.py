@@ -107,7 +107,7 @@ def calibration_shapes(limits: Limits, lengths: ArrayLike) -> list[Bucket]:
       lengths: `[N]` integers, one per example.
 
     Raises:
-      ValueError: for lengths or limits that `plan_buckets` does not accept.
+      ValueError: if `plan_buckets` does not accept the lengths or limits.
     """
     lengths = check_lengths(lengths)
     candidates = limits.candidates(lengths)
@@ -142,8 +142,8 @@ def calibrate(
     Steps are dispatched as in a training loop: each one while the previous one is still
     running. The shapes take turns, so that other load on the machine affects all of
     them. The first round is not counted. All processes of a mesh must call this
-    function. Their measurements differ, so that all of them should plan with those of a
-    single process.
+    function. Their measurements differ, so all of them should plan with the
+    measurements of the same process.
 
     Example:
       >>> import jaxbucket as jb
@@ -167,7 +167,7 @@ def calibrate(
       repeats: how often each shape is timed.
       batch_axes: the mesh axes over which rows are sharded.
       sequences: the features that are padded, by default all with a leading axis.
-      progress: show progress bars on a terminal.
+      progress: whether to show progress bars on a terminal.
 
     Returns:
       The step times and compile times of the shapes.

@@ -86,8 +86,8 @@ class Checkpoints:
       directory: a path, or a URL that Orbax supports, such as gs://...
       keep: how many of the newest checkpoints to keep.
       processes: the processes that save together. All of them must create this object.
-        If one of them cannot write, all of them exit, because the others would wait for
-        its part of the checkpoint.
+        If one of them cannot write, all of them exit, because the others would
+        otherwise wait forever for its part of the checkpoint.
 
     Raises:
       ValueError: if `keep` is not positive, the directory cannot be created, or some
@@ -160,12 +160,15 @@ class Checkpoints:
 
         If each process had its own directory, saving would wait forever.
         """
-        (name, *_) = processes.gather("token", f"{_TOKEN}-{uuid.uuid4().hex}")
+        (name, *_) = processes.gather(
+            "naming a test file", f"{_TOKEN}-{uuid.uuid4().hex}"
+        )
         token = self._directory / name
         if processes.index == 0:
             token.touch()
-        processes.gather("token written", "")
-        seen = processes.gather("token seen", str(_appears(token)))
+        processes.gather("writing the test file", "")
+        visible = str(_becomes_visible(token))
+        seen = processes.gather("finding the test file", visible)
         if processes.index == 0:
             token.unlink()
         blind = [index for index, reply in enumerate(seen) if reply != str(True)]
@@ -376,7 +379,7 @@ class Checkpoints:
         return ValueError(f"The checkpoint {folder} is damaged: {damage}. {remedy}")
 
 
-def _appears(path: epath.Path) -> bool:
+def _becomes_visible(path: epath.Path) -> bool:
     """Returns whether a file becomes visible within `_SECONDS_TO_SEE`."""
     deadline = time.monotonic() + _SECONDS_TO_SEE
     while not path.exists():

@@ -83,7 +83,7 @@ def _check_leaf(where: str, leaf: Any) -> None:
         if np.size(leaf) == 0:
             raise ValueError(
                 f"{where} has shape {np.shape(leaf)}, but Orbax cannot save empty "
-                "arrays. Leave it out, or replace it by None."
+                "arrays. Remove it, or replace it with None."
             )
     elif isinstance(leaf, int):
         if not -(2**63) <= leaf < 2**63:
@@ -109,7 +109,7 @@ def like_template(template: Any, leaf: Any) -> Any:
     """Returns a restored leaf, weakly typed and uncommitted if the template is.
 
     Orbax restores neither property. Without them, a step would be compiled again, or
-    would refuse the leaf together with batches on several devices.
+    would reject the leaf together with batches on several devices.
     """
     uncommitted = isinstance(template, jax.Array) and not template.committed
     if getattr(template, "weak_type", False) and leaf.shape == ():

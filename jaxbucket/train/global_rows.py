@@ -28,7 +28,7 @@ class Rows(Protocol):
         """Returns the global index of the first of the `num_rows` local rows."""
         ...
 
-    def add_up(self, sums: Any) -> Any:
+    def sum_over_rows(self, sums: Any) -> Any:
         """Returns the sums over all rows, given the sums over the local rows."""
         ...
 
@@ -44,7 +44,7 @@ class WholeBatch:
     def first_row(self, num_rows: int) -> int:
         return 0
 
-    def add_up(self, sums: Any) -> Any:
+    def sum_over_rows(self, sums: Any) -> Any:
         return sums
 
     def gather(self, tree: Any) -> Any:
@@ -64,7 +64,7 @@ class MappedRows:
     def first_row(self, num_rows: int) -> jax.Array:
         return jax.lax.axis_index(self.axes) * num_rows
 
-    def add_up(self, sums: Any) -> Any:
+    def sum_over_rows(self, sums: Any) -> Any:
         return jax.lax.psum(sums, self.axes)
 
     def gather(self, tree: Any) -> Any:
@@ -121,8 +121,8 @@ def gather_rows(x: _Tree) -> _Tree:
       The arrays `[B, ...]` of all rows.
 
     Raises:
-      ValueError: for a scalar, or inside your own `shard_map` or `pmap`, whose axes are
-        not known here.
+      ValueError: if an array is a scalar, or inside your own `shard_map` or `pmap`,
+        whose axes are not known here.
     """
     for leaf in jax.tree.leaves(x):
         if not jnp.shape(leaf):
@@ -148,7 +148,7 @@ def row_numbers(batch: Batch) -> jax.Array:
       `[B / D]` int32 on each of D devices.
 
     Raises:
-      ValueError: inside your own `shard_map` or `pmap`.
+      ValueError: if called inside your own `shard_map` or `pmap`.
     """
     num_rows = batch.bucket.batch_size
     return current_rows().first_row(num_rows) + jnp.arange(num_rows, dtype=jnp.int32)

@@ -33,7 +33,7 @@ def gradient_sums(loss_fn: LossFn) -> Callable[..., tuple[Any, Metrics]]:
         loss_sum, pull_back, sums = jax.vjp(loss, state.params, has_aux=True)
         # The weight of all devices, because a gradient may come from the loss of
         # another device.
-        weight = current_rows().add_up(sums["weight"])
+        weight = current_rows().sum_over_rows(sums["weight"])
 
         def gradients(least: int, most: int) -> Any:
             exponent = _cotangent_exponent(weight, loss_sum.dtype, least, most)
@@ -47,7 +47,7 @@ def gradient_sums(loss_fn: LossFn) -> Callable[..., tuple[Any, Metrics]]:
             grads = jax.lax.cond(
                 # All devices take the same branch, because they may gather rows from
                 # each other in it.
-                current_rows().add_up(overflows) > 0,
+                current_rows().sum_over_rows(overflows) > 0,
                 functools.partial(gradients, -1, -1),
                 lambda: grads,
             )
@@ -83,9 +83,9 @@ def _cotangent_exponent(
     """Returns the exponent of the power of two that is the cotangent of `loss_sum`.
 
     A cotangent of 1 gives the gradient of the sum, and 1 / weight the gradient of the
-    mean. The result is 0 if the gradient of the sum is 2**least to 2**most times that
-    of the mean, up to a factor of two, and otherwise moves it to the nearest of these
-    limits. Scaling by a power of two is exact.
+    mean. The exponent is 0 if the weight is between 2**least and 2**most, up to a
+    factor of two. Otherwise, it scales the gradient to the nearer of these multiples of
+    the mean gradient. Scaling by a power of two is exact.
     """
     # Read the exponent from the bits of float32, because logarithms may be inexact.
     bits = jax.lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.int32)

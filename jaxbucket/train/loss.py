@@ -11,9 +11,9 @@ the sum of these weights as `weight`.
 `keys` are `[B]` random keys, one for each row, or None in evaluation. A key depends
 only on the seed, the step, the micro-batch and the row's index in the global batch. Use
 the keys row by row (`jax.vmap`): dropout is then the same on every mesh and after every
-resume. They always use "threefry2x32", whatever jax's default is, because the bits that
-"rbg" draws for a row depend on the other rows of the same call. If speed matters more,
-convert them:
+resume. They always use "threefry2x32", regardless of jax's default, because the bits
+that "rbg" draws for a row depend on the other rows of the same call. If speed matters
+more, convert them:
 `jax.random.wrap_key_data(jnp.tile(jax.random.key_data(keys), 2), impl="rbg")`.
 
 Depending on `mode`, a loss is given all rows or the rows of one device. A loss that
@@ -53,7 +53,7 @@ _STEP_METRICS = {
 _Sums: TypeAlias = Callable[[Any, Batch, jax.Array | None], Any]
 
 
-def over_batch(
+def sum_over_batch(
     sums: _Sums, mesh: Mesh, mode: Mode, batch_axes: Axes, seed: int | None
 ) -> Callable[..., Any]:
     """Returns `(state, batch, micro_batch=0) -> sums` over the rows of all devices.
@@ -67,7 +67,7 @@ def over_batch(
       seed: the seed of the rows' keys; None to pass no keys.
 
     Raises:
-      ValueError: for an unknown mode or axis.
+      ValueError: if the mode or an axis is unknown.
     """
     check_choice("mode", mode, get_args(Mode))
     axes = axis_names(mesh, batch_axes)
@@ -82,7 +82,7 @@ def over_batch(
                 num_rows = batch.bucket.batch_size
                 first_row = rows.first_row(num_rows)
                 keys = row_keys(seed, state.step, first_row, num_rows, micro_batch)
-            return rows.add_up(sums(state, batch, keys))
+            return rows.sum_over_rows(sums(state, batch, keys))
 
     def on_all_rows(state: Any, batch: Batch, micro_batch: Any = 0) -> Any:
         try:

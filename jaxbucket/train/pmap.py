@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.compile.events import compiling_as, record_call
-from jaxbucket.compile.jax_settings import following_prng, trace_key
+from jaxbucket.compile.jax_settings import trace_key, with_prng_in_cache_keys
 from jaxbucket.train.global_rows import in_single
 
 _DEVICES = "devices"
@@ -87,7 +87,7 @@ class PmapStep:
         """Traces the step for arguments of these shapes."""
         *replicated, batch = args
         with_axis = jax.eval_shape(self._put_axis, batch)
-        with following_prng():
+        with with_prng_in_cache_keys():
             lowered = PmapLowered(
                 self._name,
                 self._put_axis.lower(batch),
@@ -197,7 +197,7 @@ class Rows:
         parts[np.array(self.replicas)] = np.arange(len(self.replicas[0]))
         return jnp.asarray(parts)[_device()] * num_rows
 
-    def add_up(self, sums: Any) -> Any:
+    def sum_over_rows(self, sums: Any) -> Any:
         """Returns the sums over all devices, counting every row once."""
         first, *others = self.replicas
         if others:
@@ -207,8 +207,8 @@ class Rows:
 
     def gather(self, tree: Any) -> Any:
         """Returns the rows of all devices `[B, ...]`, every row once, in order."""
-        # Gather within a replica, so that gradients stay in it: `add_up` counts only
-        # the first replica.
+        # Gather within a replica, so that gradients stay in it: `sum_over_rows` counts
+        # only the first replica.
         return jax.tree.map(in_single(self._gather), tree)
 
     def _gather(self, x: jax.Array) -> jax.Array:

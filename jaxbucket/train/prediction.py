@@ -63,8 +63,8 @@ def make_predict_step(
       devices.
 
     Raises:
-      ValueError: for an unknown mode or axis; when traced, for outputs that are not a
-        dict of arrays with one entry per row.
+      ValueError: if the mode or an axis is unknown; when traced, if the outputs are not
+        a dict of arrays with one entry per row.
     """
     check_choice("mode", mode, get_args(Mode))
     axes = axis_names(mesh, batch_axes)
@@ -131,7 +131,7 @@ def predict(
       sequences: the outputs whose padding is removed; by default all outputs that have
         shape `[B, T, ...]` in every batch. Pass their names if the plan has a single
         bucket and the second axis of another output may also have length T.
-      progress: show a progress bar on a terminal.
+      progress: whether to show a progress bar on a terminal.
 
     Returns:
       A dict for each example, with arrays `[length, ...]` for sequences and `[...]` for

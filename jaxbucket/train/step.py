@@ -21,7 +21,7 @@ from jaxbucket.train.loss import (
     Mode,
     checked_loss,
     mean_metrics,
-    over_batch,
+    sum_over_batch,
 )
 from jaxbucket.train.pmap import PmapStep
 from jaxbucket.train.state import TrainState
@@ -43,7 +43,7 @@ def make_train_step(
     """Returns a jitted train step over a mesh: `(state, batch) -> (state, metrics)`.
 
     The step donates its state. With `accumulate`, only the final phase of the step
-    does: if a micro-batch is refused or its loss cannot be traced, the state is still
+    does: if a micro-batch is rejected or its loss cannot be traced, the state is still
     usable. Errors on the devices are reported only later.
 
     Example:
@@ -68,8 +68,8 @@ def make_train_step(
         extra arguments: `num_examples`, `num_tokens` and `num_rows` of the batch,
         `step`, and `value`, the mean loss.
       mesh: the mesh on which batches are sharded.
-      accumulate: whether the step is called with tuples of micro-batches, which is what
-        a schedule with `accumulate` yields. Gradients and sums are added up over all of
+      accumulate: whether the step is called with tuples of micro-batches, as yielded by
+        a schedule with `accumulate`. Gradients and sums are added up over all of
         them, in float32 or wider, and divided once. `compile_steps` compiles such a
         step in phases, and traces the loss once more to find out which sums it returns.
       mode: "jit" leaves the partitioning to the compiler. "shard_map" runs the loss on
@@ -81,8 +81,8 @@ def make_train_step(
         replicated. "pmap" supports a replicated state only.
       skip_nonfinite: leave parameters and the optimizer's averages unchanged if the
         loss, a gradient, its norm, an update or an average is not finite. The step
-        still counts, and learning rate schedules advance (`skip_where`), so that data
-        and learning rate stay in line with the step.
+        still counts, and learning rate schedules advance (`skip_where`), so that the
+        data and the learning rate still match the step number.
 
     Returns:
       The step. Its metrics, over all micro-batches, are "loss" (`loss_sum / weight`),
@@ -93,11 +93,12 @@ def make_train_step(
       `skip_nonfinite`; and the loss's own sums.
 
     Raises:
-      ValueError: for an unknown mode or axis, a seed out of range, or an `accumulate`
-        that is not a bool; with "pmap", for a sharded state or a mesh in which the
-        devices of a process are not adjacent; when traced, for a loss that breaks the
+      ValueError: if the mode or an axis is unknown, the seed is out of range, or
+        `accumulate` is not a bool; with "pmap", if the state is sharded or the devices
+        of a process are not adjacent in the mesh; when traced, if the loss breaks the
         contract.
-      TypeError: when traced, for a tuple of micro-batches without `accumulate`.
+      TypeError: when traced, if a tuple of micro-batches is passed without
+        `accumulate`.
     """
     if not isinstance(accumulate, bool):
         raise ValueError(
@@ -110,7 +111,7 @@ def make_train_step(
             "device holds the whole state. Use 'jit' or 'shard_map' to shard it."
         )
     local_sums = gradient_sums(loss_fn)
-    global_sums = over_batch(local_sums, mesh, mode, batch_axes, check_seed(seed))
+    global_sums = sum_over_batch(local_sums, mesh, mode, batch_axes, check_seed(seed))
     update = updater(tx, skip_nonfinite)
     axes = axis_names(mesh, batch_axes)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -180,15 +181,15 @@ def make_eval_step(
       and divide at the end.
 
     Raises:
-      ValueError: for an unknown mode or axis; with "pmap", for a mesh in which the
-        devices of a process are not adjacent; when traced, for a loss that breaks the
+      ValueError: if the mode or an axis is unknown; with "pmap", if the devices of a
+        process are not adjacent in the mesh; when traced, if the loss breaks the
         contract.
     """
 
     def local_sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Metrics:
         return checked_loss(loss_fn, state.model, batch, keys)[1]
 
-    global_sums = over_batch(local_sums, mesh, mode, batch_axes, seed=None)
+    global_sums = sum_over_batch(local_sums, mesh, mode, batch_axes, seed=None)
 
     @record_arguments
     def eval_step(state: TrainState, batch: Batch) -> Metrics:

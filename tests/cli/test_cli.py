@@ -175,7 +175,7 @@ def test_planning_does_not_import_jax(files):
         (b"three\n", "x.txt", "`x.txt`, line 1: 'three' is not an integer"),
         (b"\xff\xfe", "x.txt", "`x.txt`, line 1 is not UTF-8 text"),
         (b"", "x.txt", "`x.txt` is empty. Pass a file with at"),
-        (b"3\n0\n", "x.txt", "`x.txt`, line 2: the length is 0, but must be from"),
+        (b"3\n0\n", "x.txt", "`x.txt`, line 2: the length is 0, but it must be from"),
         (b"9\n500\n", "x.txt", "`max_tokens=64` holds 0 rows of `seq_len=500`"),
     ],
 )

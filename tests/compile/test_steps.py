@@ -817,7 +817,7 @@ def test_the_message_names_the_constant_of_the_state_that_differs():
     assert steps(state, batch)[1] == 3
     message = (
         "A constant of `WithConstant` in `state` is 0.25, but [8, 4] was compiled for "
-        "0.5. Pass a state like the one that was compiled for"
+        "0.5. Pass a state with the same structure, shapes and dtypes"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         steps(dataclasses.replace(state, rate=0.25), batch)

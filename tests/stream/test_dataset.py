@@ -788,7 +788,7 @@ def test_hosts_with_different_options_are_rejected(changes, message):
     ]
 
     def check_rejected(host):
-        match = f"do not batch their streams in the same way: {message}"
+        match = f"have different stream configurations: {message}"
         with pytest.raises(ValueError, match=match):
             next(host)
 

@@ -66,7 +66,7 @@ class ArrayFile(NamedTuple):
         try:
             array = np.lib.format.open_memmap(draft, "w+", self.dtype, shape)
             if hasattr(os, "posix_fallocate"):
-                # Reserve the space: a full disk would otherwise kill us by a signal.
+                # Writing to a memory map on a full disk would kill the process.
                 with draft.open("r+b") as file:
                     os.posix_fallocate(file.fileno(), 0, draft.stat().st_size)
             if self.dtype.kind == "f":

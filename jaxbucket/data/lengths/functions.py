@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def is_function_name(text: str) -> bool:
-    """Returns whether a text has the form `module:function`."""
+    """Returns whether a string has the form `module:function`."""
     return bool(_NAME.fullmatch(text))
 
 
@@ -114,13 +114,13 @@ def _measure_returned(
     returned: Any, column: str | None, measure: Measure, num_workers: int
 ) -> np.ndarray:
     by_default = measure == Measure()
-    # Special methods are looked up on the type, so a class itself is not a source.
+    # Special methods are looked up on the type, so that a class is not a source.
     has_indices = hasattr(type(returned), "__getitem__")
     is_collection = has_indices or isinstance(returned, Iterable)
     if not is_collection or isinstance(returned, (str, bytes, Mapping, type)):
         raise ValueError(
-            f"it returned {short_repr(returned)}. Return a random-access source, an "
-            "array of lengths, or an iterable of examples."
+            f"the function returned {short_repr(returned)}. Return a random-access "
+            "source, an array of lengths, or an iterable of examples."
         )
     if isinstance(returned, np.ndarray) and by_default:
         return check_lengths(returned)
@@ -149,8 +149,8 @@ def _example_length(column: str | None, measure: Measure, example: Any) -> int:
         )
     if column not in example:
         raise ValueError(
-            f"it has features {list(example)}, but no {column!r}. Choose one of them "
-            "by `--column`."
+            f"the example has features {list(example)}, but no {column!r}. Choose one "
+            "of them by `--column`."
         )
     return measure.of_value(example[column])
 
@@ -162,7 +162,7 @@ def _measure_iterable(
         parts = list(measure_all("example", enumerate(_iterate(examples)), length_of))
     lengths = np.concatenate(parts)
     if not len(lengths):
-        raise ValueError("it returned no examples. Return at least one.")
+        raise ValueError("the function returned no examples. Return at least one.")
     return lengths
 
 
@@ -171,7 +171,7 @@ def _iterate(examples: Iterable[Any]) -> Iterator[Any]:
         yield from examples
     except Exception as error:
         raise ValueError(
-            f"its iterable raised {_in_one_line(error)}. Fix the iterable."
+            f"the iterable raised {_in_one_line(error)}. Fix the iterable."
         ) from error
 
 

@@ -78,7 +78,7 @@ def measure_difficulty(
     key = _file_key(source, cache, cache_key, "difficulty_fn")
     name = getattr(difficulty_fn, "__qualname__", type(difficulty_fn).__qualname__)
     _check_same_replies(
-        group.gather("difficulty measured", f"{key} {name}"), group.index
+        group.gather("comparing sources of difficulty", f"{key} {name}"), group.index
     )
     if cache is None:
         values = np.full(stop - start, np.nan, np.float32)
@@ -177,7 +177,7 @@ def _cached_lengths(
     whole = ArrayFile(folder / f"lengths-{key}.npy", 0, size)
     # Checked once by all processes together: a file that appears later may be visible
     # to some of them only.
-    replies = group.gather("lengths", f"{key} {whole.path.exists()}")
+    replies = group.gather("comparing sources", f"{key} {whole.path.exists()}")
     if len({reply.split()[0] for reply in replies}) > 1:
         raise ValueError(
             f"The processes measure different sources: {replies}. Pass the same source "
@@ -197,10 +197,10 @@ def _cached_lengths(
         if not local.path.exists():
             with local.writing() as lengths:
                 fill_share(lengths, local.start)
-        group.gather("lengths measured", "")
+        group.gather("measuring lengths", "")
         if group.count > 1 and group.index == 0:
             join(whole, shares)
-        group.gather("lengths joined", "")
+        group.gather("joining lengths", "")
     return whole.read()
 
 

@@ -24,7 +24,7 @@ from jaxbucket.data.worker_exit import (
 
 # Number of examples measured as one unit. At most this many are lost on a crash.
 _CHUNK = 1024
-# Number of chunks in flight per worker.
+# Maximum number of chunks that are submitted per worker.
 _AHEAD = 4
 
 
@@ -129,7 +129,7 @@ def _measure_span(span: _Span) -> np.ndarray:
     try:
         return _load(_task)(*span)
     except SystemExit as error:
-        # Raised again in the parent, SystemExit would end the caller.
+        # If the parent raised SystemExit again, the caller would exit.
         raise RuntimeError(
             f"The source or the function exited a worker: SystemExit({error.code!r})."
         ) from None

@@ -14,7 +14,7 @@ from jaxbucket.base.checks import check_lengths
 
 @dataclasses.dataclass(frozen=True)
 class LengthSummary:
-    """Summary statistics of lengths. The percentiles are lengths that occur.
+    """Summary statistics of lengths. The percentiles are not interpolated.
 
     Attributes:
       examples: number of examples.
@@ -62,7 +62,7 @@ class LengthSummary:
         return table
 
 
-_ROW_NAMES = {"total": "in all", "distinct": "distinct lengths"}
+_ROW_NAMES = {"distinct": "distinct lengths"}
 
 
 def _formatted(value: float) -> str:

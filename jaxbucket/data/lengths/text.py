@@ -152,7 +152,7 @@ def _lines(path: pathlib.Path, progress: ShowProgress) -> Iterator[tuple[int, st
 def _csv_rows(
     path: pathlib.Path, progress: ShowProgress
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yields the last line number of each row and its cells, the header first."""
+    """Yields the number of the last line of each row and its cells, header first."""
     # Cells may be longer than the default limit.
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     separator = "\t" if uncompressed_suffix(path) == ".tsv" else ","

@@ -1,4 +1,4 @@
-"""The length of one value: an integer, a text in some unit, bytes or a list."""
+"""The length of one value: an integer, a string in some unit, bytes or a list."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHUNK = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """The rule by which an example has a length, an integer from 1 to 2**31 - 1.
+    """The rule that defines the length of an example, from 1 to 2**31 - 1.
 
     Example:
       >>> Measure().of_text("12"), Measure("characters").of_text("12")
@@ -78,29 +78,30 @@ def _check_length(length: int) -> int:
     if 1 <= length <= MAX_LENGTH:
         return length
     raise ValueError(
-        f"the length is {length}, but must be from 1 to {MAX_LENGTH}. {_REMOVE_OR_FIX}"
+        f"the length is {length}, but it must be from 1 to {MAX_LENGTH}. "
+        f"{_REMOVE_OR_FIX}"
     )
 
 
 def measure_all(
-    where: str, places: Iterable[tuple[int, Any]], measure: Callable[[Any], int]
+    source: str, items: Iterable[tuple[int, Any]], measure: Callable[[Any], int]
 ) -> Iterator[np.ndarray]:
     """Yields the lengths of many values, as int32 arrays of up to 4096 lengths.
 
     Args:
-      where: prefix of the place in messages, such as "`data.csv`, line".
-      places: pairs of the number of a place and the value there.
+      source: the start of error messages, such as "`data.csv`, line".
+      items: pairs of a number, such as that of a line or row, and a value.
       measure: function from a value to its length.
 
     Raises:
-      ValueError: if a value has no length; the message names its place.
+      ValueError: if a value has no length; the message has its number.
     """
     lengths = array.array("i")
-    for place, value in places:
+    for number, value in items:
         try:
             lengths.append(measure(value))
         except ValueError as error:
-            raise ValueError(f"{where} {place}: {error}") from error
+            raise ValueError(f"{source} {number}: {error}") from error
         if len(lengths) == _CHUNK:
             yield np.array(lengths, np.int32)
             lengths = array.array("i")
@@ -136,13 +137,15 @@ def _length_of(value: Any, unit: Unit | None) -> int:
     if shape := getattr(value, "shape", ()):
         return shape[0]
     raise ValueError(
-        f"{short_repr(value)} is not an integer, a text or a list. {_REMOVE_OR_FIX}"
+        f"{short_repr(value)} is not an integer, a string or a list. {_REMOVE_OR_FIX}"
     )
 
 
 def _of_text(value: str, unit: Unit | None) -> int:
     if unit is None:
-        raise ValueError(f"{short_repr(value)} is a text. Measure it {_USE_UNIT}.")
+        raise ValueError(
+            f"{short_repr(value)} is text, not a length. Measure it {_USE_UNIT}."
+        )
     if unit == "words":
         return len(value.split())
     if unit == "characters" or value.isascii():
