@@ -253,8 +253,8 @@ def show(results: dict[str, Any], measured: jb.train.Calibration) -> None:
     console.print(
         f"{results['examples']} documents. Measured in "
         f"{results['calibration_seconds']:.0f} s on {len(measured.step_seconds)} "
-        f"shapes: a step takes {1e3 * cost.per_step:.3g} ms + {1e6 * cost.per_token:.3g} us "
-        f"per position + {1e9 * cost.per_pair:.3g} ns per pair, within "
+        f"shapes: a step takes {1e3 * cost.per_step:.3g} ms + "
+        f"{1e6 * cost.per_token:.3g} us per position + {1e9 * cost.per_pair:.3g} ns per pair, within "
         f"{cost.error:.0%}. When timed again after the last round, the same steps took "
         f"{results['timed_again']:.2f} times as long.\n{results['reason']}"
     )
