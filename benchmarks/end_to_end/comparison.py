@@ -166,7 +166,8 @@ def speed_table(runs: Runs) -> Table:
         box=box.SIMPLE_HEAD,
         caption=f"{time} per run. {spread}Real tokens/s include the time to "
         'compile the train step; "running" excludes it. The ratio of "bucketed" to '
-        "each method is in parentheses. Bits per byte are measured on held-out documents.",
+        "each method is in parentheses. Bits per byte are measured on held-out "
+        "documents.",
         caption_justify="left",
         collapse_padding=True,
         pad_edge=False,
