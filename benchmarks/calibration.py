@@ -255,7 +255,8 @@ def show(results: dict[str, Any], measured: jb.train.Calibration) -> None:
         f"{results['calibration_seconds']:.0f} s on {len(measured.step_seconds)} "
         f"shapes: a step takes {1e3 * cost.per_step:.3g} ms + "
         f"{1e6 * cost.per_token:.3g} us per position + "
-        f"{1e9 * cost.per_pair:.3g} ns per pair, within {cost.error:.0%}. When timed again after the last round, the same steps took "
+        f"{1e9 * cost.per_pair:.3g} ns per pair, within "
+        f"{cost.error:.0%}. When timed again after the last round, the same steps took "
         f"{results['timed_again']:.2f} times as long.\n{results['reason']}"
     )
     table = Table(
