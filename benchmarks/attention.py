@@ -1,17 +1,18 @@
-"""Time and memory of attention over packed rows, with a mask and within segments.
+"""Measures time and memory of attention over packed rows, with a mask or segments.
 
     python benchmarks/attention.py
     python benchmarks/attention.py --seq-len 4096 --batch 1 --rounds 9 --json
 
 Rows are packed by `jb.packing.pack`. The lengths are those of Python functions in
 bytes, from `shared/data` next to the repository if that exists, and lognormal
-otherwise. The ways take turns, forward and with gradients:
+otherwise. The methods run in turn, forward and with gradients:
 
     mask        `jax.nn.dot_product_attention` with a causal `attention_mask`
     segments    `segment_attention`, for rows of several examples
-    one each    the same for rows with one example each: no block can be skipped
+    one each    one example per row: the same for rows with a single example, in which
+                no block can be skipped
 
-Times are medians. Memory is that of temporary arrays, as the compiler reports it.
+Times are medians. Memory is the size of temporary arrays, as reported by the compiler.
 """
 
 import argparse
@@ -57,24 +58,27 @@ def parse_arguments() -> argparse.Namespace:
         description="Time attention over packed rows.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--batch", type=int, default=4, help="rows")
-    parser.add_argument("--seq-len", type=int, default=2048, help="T of the rows")
+    parser.add_argument("--batch", type=int, default=4, help="number of rows")
+    parser.add_argument("--seq-len", type=int, default=2048, help="length T of a row")
     parser.add_argument(
-        "--width", type=int, default=256, help="width of all heads together"
+        "--width", type=int, default=256, help="total width of all heads"
     )
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument(
-        "--rounds", type=int, default=5, help="rounds of which to take the median"
+        "--rounds", type=int, default=5, help="number of rounds; medians are reported"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     if min(args.batch, args.seq_len, args.rounds) < 1 or args.width % args.heads:
-        parser.error("rows, T and rounds are at least 1, and --heads divide --width.")
+        parser.error(
+            "--batch, --seq-len and --rounds must be at least 1, and --heads must "
+            "divide --width."
+        )
     return args
 
 
 def packed_rows(args: argparse.Namespace) -> np.ndarray:
-    """`[B, T]` segment ids of rows drawn from a packing."""
+    """Returns the `[B, T]` segment ids of rows drawn from a packing."""
     rng = np.random.default_rng(0)
     if _DATA.exists():
         with np.load(_DATA) as columns:
@@ -85,9 +89,9 @@ def packed_rows(args: argparse.Namespace) -> np.ndarray:
     packing = jb.packing.pack(lengths, args.seq_len)
     rows = rng.choice(packing.num_rows, args.batch)
     slots = np.zeros((args.batch, packing.max_segments), np.int64)
-    for place, row in enumerate(rows.tolist()):
-        own = rng.permutation(packing.slots(row))
-        slots[place, : len(own)] = own
+    for index, row in enumerate(rows.tolist()):
+        row_slots = rng.permutation(packing.slots(row))
+        slots[index, : len(row_slots)] = row_slots
     return row_segments(slots, args.seq_len)[0]
 
 
@@ -96,7 +100,7 @@ def forward(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def gradient(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """Returns the gradients of the sum of squares, for all three inputs."""
+    """Returns the gradients of the sum of squares with respect to all three inputs."""
 
     def loss(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array):
         return jnp.sum(jnp.square(attend(query, key, value, ids)))
@@ -112,7 +116,7 @@ def measure(
 ) -> dict[str, Any]:
     segments = functools.partial(jb.segment_attention, is_causal=is_causal)
     masked = functools.partial(with_mask, is_causal=is_causal)
-    ways = {
+    methods = {
         "mask": (masked, packed),
         "segments": (segments, packed),
         "one each": (segments, np.ones_like(packed)),
@@ -120,18 +124,18 @@ def measure(
     shape = (args.batch, args.seq_len, args.heads, args.width // args.heads)
     heads = [jax.random.normal(jax.random.key(i), shape) for i in range(3)]
     runs, memory = {}, {}
-    for way, (attend, ids) in ways.items():
-        given = (*heads, jnp.asarray(ids))
-        compiled = jax.jit(make(attend)).lower(*given).compile()
+    for method, (attend, ids) in methods.items():
+        inputs = (*heads, jnp.asarray(ids))
+        compiled = jax.jit(make(attend)).lower(*inputs).compile()
         analysis = compiled.memory_analysis()
         assert analysis is not None
-        memory[way] = analysis.temp_size_in_bytes
-        runs[way] = functools.partial(compiled, *given)
+        memory[method] = analysis.temp_size_in_bytes
+        runs[method] = functools.partial(compiled, *inputs)
     check(runs["mask"](), runs["segments"]())
     seconds = in_turn(runs, args.rounds)
     return {
         "seconds": seconds,
-        "megabytes": {way: size / 1e6 for way, size in memory.items()},
+        "megabytes": {method: size / 1e6 for method, size in memory.items()},
         "times_as_fast": seconds["mask"] / seconds["segments"],
         "memory_ratio": memory["mask"] / memory["segments"],
     }
@@ -140,48 +144,48 @@ def measure(
 def with_mask(
     query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array, is_causal: bool
 ) -> jax.Array:
-    places = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    mask = jb.attention.attention_mask(ids, places if is_causal else None)
-    found = jax.nn.dot_product_attention(query, key, value, mask=mask)
-    return jnp.where(ids[..., None, None] > 0, found, 0)
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    mask = jb.attention.attention_mask(ids, positions if is_causal else None)
+    outputs = jax.nn.dot_product_attention(query, key, value, mask=mask)
+    return jnp.where(ids[..., None, None] > 0, outputs, 0)
 
 
-def check(want: Any, found: Any) -> None:
-    """Checks that both ways compute the same."""
-    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(found), strict=True):
+def check(expected: Any, actual: Any) -> None:
+    """Checks that both methods return the same result."""
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         assert jnp.linalg.norm(a - b) < 1e-5 * jnp.linalg.norm(a)
 
 
 def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Returns median seconds. Every way has run before."""
-    seconds: dict[str, list[float]] = {way: [] for way in runs}
+    """Returns median seconds. All methods have been warmed up."""
+    seconds: dict[str, list[float]] = {method: [] for method in runs}
     for number in range(rounds + 1):
-        for way, run in runs.items():
+        for method, run in runs.items():
             start = time.perf_counter()
             jax.block_until_ready(run())
             if number:
-                seconds[way].append(time.perf_counter() - start)
-    return {way: float(np.median(own)) for way, own in seconds.items()}
+                seconds[method].append(time.perf_counter() - start)
+    return {method: float(np.median(times)) for method, times in seconds.items()}
 
 
 def show(
     args: argparse.Namespace, segments: float, results: list[dict[str, Any]]
 ) -> None:
     title = (
-        f"{args.batch} rows of {args.seq_len}, {segments:.1f} examples in each, "
+        f"{args.batch} rows of {args.seq_len}, {segments:.1f} examples per row, "
         f"width {args.width}"
     )
     table = Table(box=box.SIMPLE, title=title)
     table.add_column("")
-    ways = list(results[0]["seconds"])
-    for name in (*ways, "mask / segments", *ways[:2], "mask / segments"):
+    methods = list(results[0]["seconds"])
+    for name in (*methods, "mask / segments", *methods[:2], "mask / segments"):
         table.add_column(name, justify="right")
     for x in results:
         table.add_row(
             f"{x['pass']}, {'causal' if x['causal'] else 'full'}",
-            *(f"{1e3 * x['seconds'][way]:,.0f} ms" for way in ways),
+            *(f"{1e3 * x['seconds'][method]:,.0f} ms" for method in methods),
             f"{x['times_as_fast']:.1f}",
-            *(f"{x['megabytes'][way]:,.0f} MB" for way in ways[:2]),
+            *(f"{x['megabytes'][method]:,.0f} MB" for method in methods[:2]),
             f"{x['memory_ratio']:.0f}",
         )
     Console(width=120).print(table)

@@ -1,20 +1,20 @@
-"""Predicts the epoch of several plans from a few measured steps, and measures it.
+"""Predicts the epoch time of several plans from a few timed steps, and measures it.
 
     python benchmarks/calibration.py
     python benchmarks/calibration.py --every 40 --rounds 3 --rules all --json
 
 The model, the documents and the limits are those of `end_to_end/run.py`, with every
-`--every`-th document only. First a few shapes are timed. From these times a plan is
-chosen, once with any number of buckets and once with `--num-buckets`. They are compared
-with the plans that are optimal by tokens and with the best rule of thumb by prediction,
-or all rules, with the same numbers of buckets. In every round each plan compiles its
-steps anew, and trains for the same epoch.
+`--every`-th document only. First, a few shapes are timed. These times are used to
+choose a plan, once with any number of buckets and once with `--num-buckets`. They are
+compared with the plans that minimize tokens, and with the rule of thumb that is
+predicted to be best (or with all rules), for the same numbers of buckets. In every
+round, each plan compiles its steps again and trains for the same epoch.
 
 The plans are made from shapes that were timed before the first round. Every round times
 the same shapes again, because the speed of a shared machine varies. An error compares
 the epoch predicted from these times with the measured epoch, as the median over rounds.
-End to end is compiling and an epoch. Measuring the shapes is reported separately,
-because it is done once for all runs of a model.
+"End to end" is the time to compile and to train for an epoch. The time to measure the
+shapes is reported separately, because it is spent only once for all runs of a model.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Candidate:
     epoch_seconds: list[float] = dataclasses.field(default_factory=list)
 
     def predict(self, cost: jb.plan.StepTime) -> None:
-        """Predicts an epoch from the steps that were timed in this round."""
+        """Predicts the time of an epoch from the step times of this round."""
         steps = [bucket.batches for bucket in self.epoch.buckets]
         seconds = [cost(b.batch_size, b.seq_len) for b in self.plan.buckets]
         self.predicted_seconds.append(float(np.dot(steps, seconds)))
@@ -72,7 +72,7 @@ class Candidate:
 
 
 class Training:
-    """The model and the documents of the example, on all devices."""
+    """The model and the documents of the examples, on all devices."""
 
     def __init__(self, args: argparse.Namespace):
         options = argparse.Namespace(**_TRAINING, width=args.width, layers=args.layers)
@@ -82,7 +82,7 @@ class Training:
         self.mesh = jb.data_mesh()
         tx = training.make_optimizer(options)
         self.state = training.make_state(options, tx, self.mesh)
-        # A new step for every run, because jax caches what a step was compiled for.
+        # Every run needs a new step, because jax caches the programs of a step.
         self._make_step = functools.partial(
             training.make_step, options, tx, self.mesh, self.state
         )
@@ -108,7 +108,7 @@ class Training:
     def _time_epoch(
         self, candidate: Candidate, steps: jb.compile.CompiledSteps
     ) -> float:
-        """Returns the seconds of an epoch, always from the same state."""
+        """Returns the seconds of an epoch that starts from the initial state."""
         state = jb.sharding.replicate(self.state, self.mesh)
         dataset = jb.batch_dataset(
             self.source, candidate.schedule, shard=jb.sharding.local_rows(self.mesh)
@@ -119,7 +119,7 @@ class Training:
         for batch in jb.sharding.prefetch_to_mesh(dataset, self.mesh):
             before = metrics
             state, metrics = steps(state, batch)
-            # One step ahead, as in a run that reads the loss of the step before.
+            # Run one step ahead, like a loop that reads the loss of the previous step.
             jax.block_until_ready(before)
         jax.block_until_ready(state)
         return time.perf_counter() - start
@@ -151,14 +151,14 @@ def main() -> None:
         for name, plan in plans(args, job.lengths, limits, curve).items()
     ]
     for turn in range(args.rounds):
-        of_round = job.calibrate(shapes, args.repeats).cost
+        round_cost = job.calibrate(shapes, args.repeats).cost
         for candidate in candidates:
-            candidate.predict(of_round)
+            candidate.predict(round_cost)
             job.run(candidate)
         print(f"round {turn + 1} of {args.rounds}", file=sys.stderr, flush=True)
     again = job.calibrate(shapes, args.repeats).step_seconds
     rows = [row(candidate, candidates) for candidate in candidates]
-    found = {
+    results = {
         "examples": len(job.source),
         "calibration_seconds": calibration_seconds,
         "calibration": measured.to_dict(),
@@ -169,24 +169,24 @@ def main() -> None:
         "plans": rows,
     }
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(results, indent=2))
     else:
-        show(found, measured)
+        show(results, measured)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Predict epochs, and measure them.")
+    parser = argparse.ArgumentParser(description="Predict and measure epoch times.")
     parser.add_argument("--data", help="documents, as for examples/train_lm.py")
-    parser.add_argument(
-        "--every", type=int, default=10, help="take every n-th document"
-    )
+    parser.add_argument("--every", type=int, default=10, help="use every n-th document")
     parser.add_argument("--max-len", type=int, default=1024)
-    parser.add_argument("--max-tokens", type=int, help="by default 4 * --max-len")
+    parser.add_argument("--max-tokens", type=int, help="defaults to 4 * --max-len")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--num-buckets", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=5, help="timings of each shape")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="number of timings per shape"
+    )
     parser.add_argument("--rules", choices=("best", "all"), default="best")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
@@ -203,13 +203,14 @@ def plans(
     for num_buckets in {args.num_buckets: None, curve.chosen.num_buckets: None}:
         compared = jb.plan.compare_plans(lengths, limits, num_buckets=num_buckets)
         by_name = {one.name: one.plan for one in compared.plans}
-        own = {"time": by_name.pop(OPTIMAL), "tokens": by_name.pop(BY_TOKENS)}
+        selected = {"time": by_name.pop(OPTIMAL), "tokens": by_name.pop(BY_TOKENS)}
         if num_buckets != curve.chosen.num_buckets:
             by_name.pop(ONE_SHAPE)
         rules = list(by_name.items())
-        own |= dict(rules if args.rules == "all" else rules[:1])
-        for name, plan in own.items():
-            # The optimal plan by time is already there with the chosen number.
+        selected |= dict(rules if args.rules == "all" else rules[:1])
+        for name, plan in selected.items():
+            # The plan that minimizes time is already included for the chosen number of
+            # buckets.
             if plan != curve.chosen.plan:
                 label = name if name == ONE_SHAPE else f"{name}, {num_buckets}"
                 chosen[label] = in_time(plan, limits)
@@ -223,7 +224,7 @@ def in_time(plan: jb.BucketPlan, limits: jb.Limits) -> jb.BucketPlan:
 
 def row(candidate: Candidate, candidates: list[Candidate]) -> dict[str, Any]:
     median = float(np.median(candidate.epoch_seconds))
-    # Ratios within a round, because noise affects its plans alike.
+    # Compute ratios within a round, because noise affects all of its plans equally.
     ratios = candidate.end_to_end / candidates[0].end_to_end
     return {
         "plan": candidate.name,
@@ -245,32 +246,34 @@ def row(candidate: Candidate, candidates: list[Candidate]) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any], measured: jb.train.Calibration) -> None:
-    # Wide enough for the table, whatever it is printed to.
+def show(results: dict[str, Any], measured: jb.train.Calibration) -> None:
+    # Wide enough for the table, regardless of the terminal width.
     console = Console(width=100, highlight=False)
     cost = measured.cost
     console.print(
-        f"{found['examples']} documents. Measured in "
-        f"{found['calibration_seconds']:.0f} s on {len(measured.step_seconds)} shapes: "
-        f"a step takes {1e3 * cost.per_step:.3g} ms + {1e6 * cost.per_token:.3g} us "
-        f"per position + {1e9 * cost.per_pair:.3g} ns per pair of them, within "
-        f"{cost.error:.0%}. Timed again after the rounds, the same took "
-        f"{found['timed_again']:.2f} times as long.\n{found['reason']}"
+        f"{results['examples']} documents. Measured in "
+        f"{results['calibration_seconds']:.0f} s on {len(measured.step_seconds)} "
+        f"shapes: a step takes {1e3 * cost.per_step:.3g} ms + "
+        f"{1e6 * cost.per_token:.3g} us per position + "
+        f"{1e9 * cost.per_pair:.3g} ns per pair, within "
+        f"{cost.error:.0%}. When timed again after the last round, the same steps took "
+        f"{results['timed_again']:.2f} times as long.\n{results['reason']}"
     )
     table = Table(
         box=box.SIMPLE_HEAD,
-        caption="Seconds of an epoch: predicted; the median measured (least to most). "
-        "In all: compiling and an\nepoch. Ratio: of that to the first plan's. Errors "
-        "by steps timed in the same round.\nErrors and ratios are medians over rounds.",
+        caption="Seconds per epoch: predicted, and the measured median (minimum to "
+        "maximum).\nTotal: compile time plus one epoch. Ratio: total relative to the "
+        "first plan.\nErrors use step times from the same round. Errors and ratios are "
+        "medians over rounds.",
         caption_justify="left",
         pad_edge=False,
         collapse_padding=True,
     )
     table.add_column("plan", no_wrap=True)
     names = ("shapes", "padding", "predicted", "measured", "error", "compile")
-    for name in (*names, "in all", "ratio"):
+    for name in (*names, "total", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in found["plans"]:
+    for one in results["plans"]:
         table.add_row(
             *(one["plan"], str(one["shapes"])),
             *(f"{one['padding']:.1%}", f"{one['predicted_s']:.1f}"),

@@ -1,12 +1,12 @@
-"""Speed of batches from a token file, compared with copying memory and with other ways.
+"""Measures how fast batches are built from a token file.
 
     python benchmarks/collate.py
     python benchmarks/collate.py --megabytes 50 --json
 
-For each T: the bytes per second of all arrays of the batches (tokens, segment ids and
-positions), relative to those of `np.copyto` over an array of 200 MB in the same run.
-Then the speed relative to a loop over the rows, and to Grain, which pads every record
-and batches them, and the relative time through `split_source`.
+For each T, prints the bytes per second of all arrays of the batches (tokens, segment
+ids and positions), relative to `np.copyto` with an array of 200 MB in the same run. It
+also prints the speed relative to a loop over the rows and to a Grain pipeline that pads
+and batches records, and the relative time with `split_source`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time batches from a token file.")
     parser.add_argument("--megabytes", type=int, default=200, help="size of the file")
     parser.add_argument(
-        "--tokens", type=int, default=65_536, help="positions of a batch"
+        "--tokens", type=int, default=65_536, help="number of positions per batch"
     )
     parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=5)
@@ -53,7 +53,7 @@ def main() -> None:
 def measure(
     args: argparse.Namespace, path: pathlib.Path, seq_len: int
 ) -> dict[str, float]:
-    """Returns examples of three quarters of T to T tokens, in random order."""
+    """Times batches of examples of 3/4 T to T tokens, in random order."""
     rng = np.random.default_rng(0)
     count = args.megabytes * 1_000_000 // (4 * seq_len)
     lengths = rng.integers(3 * seq_len // 4, seq_len, count, endpoint=True)
@@ -63,10 +63,10 @@ def measure(
     bucket = jb.Bucket(args.tokens // seq_len, seq_len)
     orders = rng.integers(0, count, (args.batches, bucket.batch_size))
 
-    def gathered() -> list[jb.Batch]:
+    def with_token_file() -> list[jb.Batch]:
         return [file.collate(rows, bucket) for rows in orders]
 
-    def looped() -> list[jb.Batch]:
+    def with_loop() -> list[jb.Batch]:
         return [
             jb.data.collate_rows([file[row] for row in rows], bucket) for rows in orders
         ]
@@ -74,13 +74,13 @@ def measure(
     split = jb.data.split_source(file, seq_len)
     assert isinstance(split, RowSource)
 
-    def chunked() -> list[jb.Batch]:
+    def with_split_source() -> list[jb.Batch]:
         options = {"pad_value": 0, "truncate": False}
         return [split.collate(rows, bucket, **options) for rows in orders]
 
-    def by_grain() -> list[Any]:
+    def with_grain() -> list[Any]:
         dataset = (
-            grain.MapDataset.source(Picked(file, orders.ravel()))
+            grain.MapDataset.source(Subset(file, orders.ravel()))
             .map(lambda example: padded(example["tokens"], seq_len))
             .batch(bucket.batch_size)
         )
@@ -90,16 +90,16 @@ def measure(
     times = in_turn(
         {
             "copy": lambda: np.copyto(target, source),
-            "gather": gathered,
-            "split": chunked,
-            "loop": looped,
-            "grain": by_grain,
+            "gather": with_token_file,
+            "split": with_split_source,
+            "loop": with_loop,
+            "grain": with_grain,
         },
         args.repeats,
     )
-    for ours, theirs in zip(gathered(), looped(), strict=True):
-        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, ours, theirs)))
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(gathered()))
+    for actual, expected in zip(with_token_file(), with_loop(), strict=True):
+        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, actual, expected)))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(with_token_file()))
     copied = COPIED / times["copy"]
     return {
         "seq_len": seq_len,
@@ -112,7 +112,7 @@ def measure(
     }
 
 
-class Picked:
+class Subset:
     """Some examples of a source, in a given order."""
 
     def __init__(self, source: Any, order: np.ndarray):
@@ -126,7 +126,7 @@ class Picked:
 
 
 def padded(tokens: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
-    """Returns the arrays of one row, as a user of Grain would write it."""
+    """Returns the arrays of one row, as a Grain user would write it."""
     pad = seq_len - len(tokens)
     positions = np.arange(len(tokens), dtype=np.int32)
     return {
@@ -137,7 +137,7 @@ def padded(tokens: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
 
 
 def in_turn(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Returns the seconds of the fastest of several calls of each, in turns."""
+    """Returns the seconds of the fastest call of each function; they run in turn."""
     best = dict.fromkeys(functions, np.inf)
     for _ in range(repeats):
         for name, function in functions.items():

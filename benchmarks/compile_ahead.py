@@ -1,17 +1,18 @@
-"""Times how a training job gets to its first step, in several ways.
+"""Times several methods of starting a training job, up to its first step.
 
     python benchmarks/compile_ahead.py
     python benchmarks/compile_ahead.py --width 256 --layers 4 --rounds 5 --json
 
-The model is that of `examples/train_lm.py`. Every way runs in its own process, without
-jax's compilation cache, and the ways take turns:
+The benchmark uses the model of `examples/train_lm.py`. Every method runs in its own
+process, without jax's compilation cache, and the methods run in turn:
 
-    in turn         all buckets, traced and compiled one after another
-    overlapped      one bucket is compiled while the next one is traced
-    two at a time   two buckets are compiled while the next one is traced
+    in turn         all buckets are traced and compiled sequentially
+    overlapped      one bucket is compiled while the next one is traced (one worker)
+    two at a time   two buckets are compiled while the next one is traced (two workers)
     one bucket      a plan with a single bucket
-    opening         all buckets, but steps may start on the first, compiled alone
-    one, none       all buckets loaded from files; one or none is traced to compare
+    opening         all buckets; steps can start once the first bucket is compiled
+    one, none       all buckets are loaded from files, with `verify="one"`, which traces
+                    one bucket to compare it, or with `verify="none"`
 """
 
 import argparse
@@ -30,9 +31,9 @@ from rich.table import Table
 
 _SHAPES = [(8192 // t // 8 * 8, t) for t in (32, 64, 128, 256, 384, 512, 768, 1024)]
 _PARALLEL = ("overlapped", "two at a time")
-_WAYS = ("in turn", *_PARALLEL, "one bucket", "opening", "one", "none")
+_METHODS = ("in turn", *_PARALLEL, "one bucket", "opening", "one", "none")
 
-# Times the way to the first step, without imports and the model.
+# Times the start of a job up to the first step, without imports and model creation.
 _START = """
 import json, sys, time
 import numpy as np
@@ -42,7 +43,7 @@ import jaxbucket as jb
 import recipe
 from transformer import Transformer
 
-way, folder, width, layers, shapes = json.loads(sys.argv[1])
+method, folder, width, layers, shapes = json.loads(sys.argv[1])
 plan = jb.BucketPlan.from_shapes([tuple(shape) for shape in shapes])
 mesh = jb.data_mesh()
 tx = optax.chain(optax.adamw(1e-3), jb.scale_by_batch_size(base_examples=32))
@@ -51,7 +52,7 @@ state = jb.create_state(model, tx, mesh)
 step = jb.make_train_step(recipe.loss_fn, tx, mesh)
 specs = jb.sharding.batch_specs(plan, {"tokens": np.zeros(1, np.uint8)}, mesh)
 first = plan.buckets[0]
-if way == "one bucket":
+if method == "one bucket":
     specs = {first: specs[first]}
 options = {
     "overlapped": {"workers": 1},
@@ -62,13 +63,13 @@ options = {
 }
 cpu, start = time.process_time(), time.perf_counter()
 with jb.compile.count_compiles() as compiles:
-    if way == "in turn":
+    if method == "in turn":
         for spec in specs.values():
             step.lower(state, spec).compile()
     else:
-        steps = jb.compile_steps(step, state, specs, **options.get(way, {}))
+        steps = jb.compile_steps(step, state, specs, **options.get(method, {}))
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    if way == "opening":
+    if method == "opening":
         steps.wait()
 print(json.dumps({
     "seconds": seconds,
@@ -81,15 +82,15 @@ print(json.dumps({
 
 def main() -> None:
     args = parse_arguments()
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in _WAYS}
+    results: dict[str, list[dict[str, Any]]] = {method: [] for method in _METHODS}
     with tempfile.TemporaryDirectory() as folder:
-        # Writes the files that the last two ways load.
+        # Write the files that the last two methods load.
         start("one", folder, args)
         for number in range(args.rounds):
-            for way in _WAYS:
-                found[way].append(start(way, folder, args))
+            for method in _METHODS:
+                results[method].append(start(method, folder, args))
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
-    numbers = summarize(found)
+    numbers = summarize(results)
     if args.json:
         print(json.dumps(numbers, indent=2))
     else:
@@ -97,7 +98,9 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time several ways to a first step.")
+    parser = argparse.ArgumentParser(
+        description="Time several methods of starting a job."
+    )
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
@@ -105,15 +108,15 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start(way: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the times of one process."""
+def start(method: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Runs a process, and returns its times."""
     examples = pathlib.Path(__file__).parents[1] / "examples"
-    words = json.dumps([way, folder, args.width, args.layers, _SHAPES])
+    task = json.dumps([method, folder, args.width, args.layers, _SHAPES])
     environment = {
         name: value for name, value in os.environ.items() if "CACHE" not in name
     }
     run = subprocess.run(
-        [sys.executable, "-c", _START, words],
+        [sys.executable, "-c", _START, task],
         stdout=subprocess.PIPE,
         text=True,
         cwd=examples,
@@ -123,17 +126,19 @@ def start(way: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def summarize(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Returns the medians of every way, and their ratios."""
+def summarize(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Returns the medians of every method, and their ratios."""
     medians = {
-        way: {name: float(np.median([run[name] for run in runs])) for name in runs[0]}
-        for way, runs in found.items()
+        method: {
+            name: float(np.median([run[name] for run in runs])) for name in runs[0]
+        }
+        for method, runs in results.items()
     }
 
     def ratio(above: str, below: str) -> float:
         return medians[above]["seconds"] / medians[below]["seconds"]
 
-    best = min(_PARALLEL, key=lambda way: medians[way]["seconds"])
+    best = min(_PARALLEL, key=lambda method: medians[method]["seconds"])
     return {
         "shapes": _SHAPES,
         "medians": medians,
@@ -142,7 +147,7 @@ def summarize(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         f"one traced, times faster than {best}": ratio(best, "one"),
         f"none traced, times faster than {best}": ratio(best, "none"),
         "opening, times as long as one bucket": ratio("opening", "one bucket"),
-        "runs": found,
+        "runs": results,
     }
 
 
@@ -151,15 +156,20 @@ def show(numbers: dict[str, Any], args: argparse.Namespace) -> None:
     table = Table(
         box=box.SIMPLE_HEAD,
         caption=f"{len(_SHAPES)} buckets, a transformer of width {args.width} with "
-        f"{args.layers} layers; medians of {args.rounds}.",
+        f"{args.layers} layers; medians of {args.rounds} rounds.",
         caption_justify="left",
     )
-    table.add_column("way", no_wrap=True)
-    for name in ("first step may begin", "CPU s until then", "all ready", "compiled"):
+    table.add_column("method", no_wrap=True)
+    for name in (
+        "first step can start",
+        "CPU s until then",
+        "all compiled",
+        "programs",
+    ):
         table.add_column(name, justify="right")
-    for way, row in numbers["medians"].items():
+    for method, row in numbers["medians"].items():
         table.add_row(
-            way,
+            method,
             f"{row['seconds']:.2f} s",
             f"{row['cpu_seconds']:.2f}",
             f"{row['all_seconds']:.2f} s",

@@ -1,12 +1,12 @@
-"""Kills, stops or fails processes of a training run at random moments.
+"""Kills or suspends processes of a training run, or makes them raise, at random times.
 
     python benchmarks/faults.py
     python benchmarks/faults.py --faults 3 --processes 2 --json
 
 After each fault, all other processes must end within the timeout and five seconds, each
-with a message that names the lost process. The run is resumed in another number of
-processes until it is complete. Its batches must be those of a run without faults.
-Linux only, because it finds the processes in /proc.
+with a message that names the lost process. The run is resumed with a random number of
+processes until it is complete. Its batches must equal the batches of a run without
+faults. The benchmark requires Linux, because it finds the processes in /proc.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from rich.table import Table
 
 GRACE = 5.0
 STEPS = 300
-# A signal makes the process raise at its next line of Python, wherever it is.
+# A signal makes the process raise at the next line of Python that it runs.
 FAILING = f"""
 import runpy, signal, sys
 def fail(number, frame):
@@ -45,7 +45,7 @@ FAULTS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Lose processes at random moments.")
+    parser = argparse.ArgumentParser(description="Kill processes at random times.")
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument(
@@ -58,31 +58,31 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(args, pathlib.Path(folder))
+        results = measure(args, pathlib.Path(folder))
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(results, indent=2))
     else:
-        show(found)
-    rows_pass = all(row["all_named"] and row["in_time"] for row in found["faults"])
-    return 0 if rows_pass and all(found["same_batches"]) else 1
+        show(results)
+    rows_pass = all(row["all_named"] and row["in_time"] for row in results["faults"])
+    return 0 if rows_pass and all(results["same_batches"]) else 1
 
 
 def measure(args: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
     draw = random.Random(args.seed)
     runs.write_documents(folder)
     end(args, folder, 1, "whole")
-    want = digest(folder, "whole")
+    expected = digest(folder, "whole")
     faults, same = [], []
     while len(faults) < args.faults:
         name = f"run {len(same)}"
         while len(faults) < args.faults and not (folder / f"{name}.json").exists():
-            row = lose_one(args, folder, name, draw)
+            row = run_with_fault(args, folder, name, draw)
             if row:
                 faults.append(row)
                 print(f"{len(faults):3d} {row}", file=sys.stderr, flush=True)
         if not (folder / f"{name}.json").exists():
             end(args, folder, draw.choice(args.processes), name)
-        same.append(digest(folder, name) == want)
+        same.append(digest(folder, name) == expected)
     return {"timeout": args.timeout, "faults": faults, "same_batches": same}
 
 
@@ -113,13 +113,13 @@ def digest(folder: pathlib.Path, name: str) -> str:
     return summary["train"]["batches_digest"]
 
 
-def lose_one(
+def run_with_fault(
     args: argparse.Namespace, folder: pathlib.Path, name: str, draw: random.Random
 ) -> dict[str, Any] | None:
-    """Starts a run and loses a process. None if the run ended before that."""
+    """Starts a run and kills a process; returns None if the run ended before that."""
     count = draw.choice(args.processes)
     kind, victim = draw.choice(list(FAULTS)), draw.randrange(count)
-    number, why = FAULTS[kind]
+    number, reason = FAULTS[kind]
     step = newest(folder / name) + draw.choice((5, 10))
     run = start(args, folder, count, name)
     while newest(folder / name) < step:
@@ -149,14 +149,14 @@ def lose_one(
     slowest = max(seconds.values()) if len(seconds) == count - 1 else None
     passed = slowest is not None and slowest < args.timeout + GRACE
     if passed and (folder / f"{name}.json").exists():
-        # The run had ended before the fault.
+        # The run ended before the fault.
         return None
-    said = (folder / "output").read_text()
-    lost = rf"(?=.*({why})).* process {victim} \("
+    printed = (folder / "output").read_text()
+    lost = rf"(?=.*({reason})).* process {victim} \("
     sentence = rf"jaxbucket: Process (\d+) is exiting:{lost}"
-    named = {int(found[1]) for found in re.finditer(sentence, said)}
+    named = {int(match[1]) for match in re.finditer(sentence, printed)}
     if not passed or named != set(pids) - {victim}:
-        print(said, file=sys.stderr)
+        print(printed, file=sys.stderr)
     return {
         "processes": count,
         "fault": kind,
@@ -174,16 +174,16 @@ def newest(folder: pathlib.Path) -> int:
 
 
 def processes_of(launcher: int) -> dict[int, int]:
-    """Returns the pid of each process that still runs, by its index."""
+    """Returns the pid of each process that is still running, by its index."""
     children = pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text()
-    found = {}
+    pids = {}
     for pid in map(int, children.split()):
         if is_running(pid):
             environment = pathlib.Path(f"/proc/{pid}/environ").read_bytes()
             match = re.search(rb"JAX_PROCESS_ID=(\d+)", environment)
             if match:
-                found[int(match[1])] = pid
-    return found
+                pids[int(match[1])] = pid
+    return pids
 
 
 def is_running(pid: int) -> bool:
@@ -194,20 +194,20 @@ def is_running(pid: int) -> bool:
     return state.split()[0] not in "ZX"
 
 
-def show(found: dict[str, Any]) -> None:
+def show(results: dict[str, Any]) -> None:
     table = Table()
-    for name in found["faults"][0]:
+    for name in results["faults"][0]:
         table.add_column(name.replace("_", " "), justify="right")
-    for row in found["faults"]:
+    for row in results["faults"]:
         values = (f"{x:.1f}" if isinstance(x, float) else str(x) for x in row.values())
         table.add_row(*values)
-    # Wide enough for the table, whatever it is printed to.
+    # Wide enough for the table, regardless of the terminal width.
     console = Console(width=100)
     console.print(table)
-    same = found["same_batches"]
+    same = results["same_batches"]
     console.print(
-        f"Timeout {found['timeout']:g} s. {sum(same)} of {len(same)} runs had the "
-        "batches of one without faults."
+        f"Timeout {results['timeout']:g} s. {sum(same)} of {len(same)} runs had the "
+        "same batches as a run without faults."
     )
 
 

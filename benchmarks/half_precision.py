@@ -1,12 +1,12 @@
-"""Trains the model of the example in float32, bfloat16 and float16.
+"""Trains the model of the examples in float32, bfloat16 and float16.
 
     python benchmarks/half_precision.py
     python benchmarks/half_precision.py --tokens 500_000 --seeds 5 --json
 
-Parameters, averages and the loss are float32, and the layers of the model compute in
-the dtype of the row. All runs of a seed see the same batches and start from the same
-parameters. The cost of half precision is to be compared with the differences between
-seeds. No step may be skipped because a float16 gradient was above 65,504.
+Parameters, optimizer averages and the loss are float32. The layers of the model compute
+in the dtype of the row. All runs with the same seed use the same batches and the same
+initial parameters. Compare the effect of half precision with the differences between
+seeds. No step should be skipped because a float16 gradient exceeded 65,504.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 class Training:
-    """The model and the documents of the example, on all devices."""
+    """The model and the documents of the examples, on all devices."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -68,7 +68,7 @@ class Training:
         )
 
     def runs(self, dtype: Any) -> list[dict[str, Any]]:
-        """Returns a run for each seed, with steps that are compiled once."""
+        """Trains once per seed, with steps that are compiled only once."""
         specs = jb.sharding.batch_specs(self.plan, self.source[0], self.mesh)
         step = jb.make_train_step(loss, self.tx, self.mesh, skip_nonfinite=True)
         state = self._state(0, dtype)
@@ -113,7 +113,7 @@ class Training:
 def loss(
     model: Transformer, batch: jb.Batch, keys: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss of the example, with logits in float32 before the exponential."""
+    """Returns the loss of the examples, computed from float32 logits."""
     inputs, targets, weights = jb.next_tokens(batch, "tokens", bos_token=BEGIN)
     ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
     logits = model(inputs, positions, keys, ids).astype(jnp.float32)
@@ -138,11 +138,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare compute dtypes of the model.")
     parser.add_argument("--data", help="documents, as for examples/train_lm.py")
     parser.add_argument(
-        "--tokens", type=int, default=200_000, help="real tokens of each run"
+        "--tokens", type=int, default=200_000, help="number of real tokens per run"
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--held-out", type=int, default=100, help="documents to evaluate on"
+        "--held-out", type=int, default=100, help="number of documents to evaluate on"
     )
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--max-len", type=int, default=256)
@@ -157,13 +157,13 @@ def parse_arguments() -> argparse.Namespace:
 def show(results: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> None:
     table = Table(
         box=box.SIMPLE_HEAD,
-        caption=f"Held-out bits per byte after {args.tokens:,} real tokens, of "
-        f"{args.seeds} seeds; apart: the most that a run differs from float32's of the "
-        "same seed.",
+        caption=f"Held-out bits per byte after {args.tokens:,} real tokens, with "
+        f"{args.seeds} seeds; apart: the largest difference from the float32 run with "
+        "the same seed.",
         caption_justify="left",
     )
     table.add_column("compute", no_wrap=True)
-    for name in ("steps", "skipped", "mean", "least", "most", "apart", "s"):
+    for name in ("steps", "skipped", "mean", "min", "max", "apart", "s"):
         table.add_column(name, justify="right", no_wrap=True)
     reference = bits_per_byte(results["float32"])
     for name, runs in results.items():

@@ -1,11 +1,10 @@
-"""Trains in several processes on a machine whose processors are busy.
+"""Trains with several processes on a busy machine.
 
     python benchmarks/load.py
     python benchmarks/load.py --steps 100 --processes 2 --json
 
-A thousand steps on four processes, beside twice as many busy processes as there are
-processors. No process may be taken for lost, and the batches must be those of one
-process alone.
+Runs a thousand steps on four processes, alongside two busy processes per core. No
+process may be reported as lost, and the batches must equal those of a single process.
 """
 
 import argparse
@@ -21,12 +20,12 @@ from typing import Any
 import numpy as np
 import runs
 
-# Rounding adds up over a thousand steps.
+# Rounding errors accumulate over a thousand steps.
 LIMIT = 1e-4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train beside busy processes.")
+    parser = argparse.ArgumentParser(description="Train on a busy machine.")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--busy", type=int, default=2 * (os.cpu_count() or 1))
@@ -39,18 +38,18 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(args, pathlib.Path(folder))
+        results = measure(args, pathlib.Path(folder))
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(results, indent=2))
     else:
-        for name, value in found.items():
+        for name, value in results.items():
             print(f"{name:28} {value}")
-    return 0 if found["same_batches"] and found["loss_difference"] <= LIMIT else 1
+    return 0 if results["same_batches"] and results["loss_difference"] <= LIMIT else 1
 
 
 def measure(args: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
     runs.write_documents(folder)
-    alone, _ = train(args, folder, 1)
+    single, _ = train(args, folder, 1)
     busy = [multiprocessing.Process(target=spin, daemon=True) for _ in range(args.busy)]
     for process in busy:
         process.start()
@@ -59,7 +58,7 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
     finally:
         for process in busy:
             process.terminate()
-    pairs = zip(alone["losses"], loaded["losses"], strict=True)
+    pairs = zip(single["losses"], loaded["losses"], strict=True)
     return {
         "steps": loaded["steps"],
         "processes": args.processes,
@@ -67,7 +66,7 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
         "processors": os.cpu_count(),
         "timeout_s": args.timeout,
         "seconds": round(seconds, 1),
-        "same_batches": loaded["batches_digest"] == alone["batches_digest"],
+        "same_batches": loaded["batches_digest"] == single["batches_digest"],
         # Unlike Python's `max`, numpy's returns NaN if there is one.
         "loss_difference": float(np.max([abs(a - b) for a, b in pairs])),
     }
@@ -81,7 +80,7 @@ def spin() -> None:
 def train(
     args: argparse.Namespace, folder: pathlib.Path, count: int
 ) -> tuple[dict[str, Any], float]:
-    """Returns the training summary of a run, and its seconds."""
+    """Returns the training summary of a run, and its time in seconds."""
     options = {"--steps": args.steps, "--points": 4, "--timeout": args.timeout}
     start = time.perf_counter()
     summary = runs.train(folder, count, options)

@@ -1,11 +1,11 @@
-"""Trains in every mode, over meshes and processes, and compares with one device.
+"""Compares training in every mode, on meshes and processes, with a single device.
 
     python benchmarks/lockstep.py
     python benchmarks/lockstep.py --steps 50 --processes 2 --json
 
-For each run: the largest difference of a step's loss from that of one process with one
-device, the shapes that were compiled and how often, and whether the batches were the
-same. Then a run of four processes is asked to stop, and resumed in two, one and four.
+For each run, prints the largest difference in loss from a single-device run, how often
+each shape was compiled, and whether the batches were equal. Then a run with four
+processes is asked to stop, and is resumed with two, one and four processes.
 """
 
 import argparse
@@ -54,43 +54,43 @@ def main() -> int:
     return 0 if all(map(is_same, rows)) else 1
 
 
-def is_same(found: dict[str, Any]) -> bool:
-    same = found["same_batches"] and found["same_shapes"]
-    near = found["loss_difference"] <= LIMIT
-    return same and near and not found["compiled_later"]
+def is_same(summary: dict[str, Any]) -> bool:
+    same = summary["same_batches"] and summary["same_shapes"]
+    near = summary["loss_difference"] <= LIMIT
+    return same and near and not summary["compiled_later"]
 
 
 def measure(args: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, Any]]:
     cases = [
         (count, mode, model_devices)
         for count in args.processes
-        # With two devices in each process, four of them span two processes.
+        # With two devices per process, four devices span two processes.
         for model_devices in (1, 2, 4)
         for mode in MODES
         if model_devices <= count
     ]
     runs.write_documents(folder)
     model = MODEL | {"--steps": args.steps}
-    one = runs.train(folder, 1, model)
+    reference = runs.train(folder, 1, model)
     rows = []
     for count, mode, model_devices in cases:
         options = model | {"--mode": mode, "--model-devices": model_devices}
-        found = runs.train(folder, count, options, devices=2)
-        rows.append(row(one, found, count, 2, mode, model_devices))
+        summary = runs.train(folder, count, options, devices=2)
+        rows.append(row(reference, summary, count, 2, mode, model_devices))
         print(rows[-1], file=sys.stderr, flush=True)
     saved = folder / "run"
-    stop_on_the_way(folder, saved, model)
+    stop_midway(folder, saved, model)
     for count in (2, 1, 4):
         copy = folder / f"run of {count}"
         shutil.copytree(saved, copy)
         options = model | {"--checkpoint": copy}
-        found = runs.train(folder, count, options, "--resume", devices=2)
-        rows.append(row(one, found, count, 2, "jit, resumed", 1))
+        summary = runs.train(folder, count, options, "--resume", devices=2)
+        rows.append(row(reference, summary, count, 2, "jit, resumed", 1))
         print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
-def stop_on_the_way(
+def stop_midway(
     folder: pathlib.Path, saved: pathlib.Path, options: dict[str, Any]
 ) -> None:
     """Starts four processes, and asks them to stop after some checkpoints."""
@@ -99,40 +99,42 @@ def stop_on_the_way(
         while run.poll() is None and not list(saved.glob("[2-9]0")):
             time.sleep(0.01)
         run.send_signal(signal.SIGTERM)
-        said, _ = run.communicate()
-    after = re.search(r"Stopped by SIGTERM after step (\d+)", said or "")
+        output, _ = run.communicate()
+    after = re.search(r"Stopped by SIGTERM after step (\d+)", output or "")
     if run.returncode != 128 + signal.SIGTERM or after is None:
-        raise SystemExit(f"The run was not stopped ({run.returncode}): {said}")
+        raise SystemExit(f"The run was not stopped ({run.returncode}): {output}")
     step = int(after[1])
     if not 0 < step < options["--steps"] or not (saved / str(step)).exists():
         raise SystemExit(f"The run stopped after step {step} without a checkpoint.")
 
 
 def row(
-    one: dict[str, Any],
-    found: dict[str, Any],
+    reference: dict[str, Any],
+    summary: dict[str, Any],
     count: int,
     devices: int,
     mode: str,
     model_devices: int,
 ) -> dict[str, Any]:
-    first = found["train"]["first_step"]
-    pairs = zip(one["train"]["losses"][first:], found["train"]["losses"], strict=True)
+    first = summary["train"]["first_step"]
+    pairs = zip(
+        reference["train"]["losses"][first:], summary["train"]["losses"], strict=True
+    )
     return {
         "processes": count,
         "devices_each": devices,
         "mode": mode,
         "model_devices": model_devices,
-        "steps": len(found["train"]["losses"]),
+        "steps": len(summary["train"]["losses"]),
         # Unlike Python's `max`, numpy's returns NaN if there is one.
         "loss_difference": float(np.max([abs(a - b) for a, b in pairs])),
-        "same_shapes": found["compiled"] == one["compiled"] * count,
-        "compiled": found["compile"]["train_step"]["ahead"],
+        "same_shapes": summary["compiled"] == reference["compiled"] * count,
+        "compiled": summary["compile"]["train_step"]["ahead"],
         "compiled_later": sum(
-            one_process["later"] for one_process in found["compiled"]
+            one_process["later"] for one_process in summary["compiled"]
         ),
-        "same_batches": found["train"]["batches_digest"]
-        == one["train"]["batches_digest"],
+        "same_batches": summary["train"]["batches_digest"]
+        == reference["train"]["batches_digest"],
     }
 
 
@@ -144,7 +146,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         table.add_row(
             *(f"{x:.1e}" if isinstance(x, float) else str(x) for x in numbers.values())
         )
-    # Wide enough for the table, whatever it is printed to.
+    # Wide enough for the table, regardless of the terminal width.
     Console(width=100).print(table)
 
 

@@ -4,16 +4,16 @@
     python benchmarks/lr_rules.py --tokens 1_000_000 --seeds 5 --plot rules.png --json
 
 All runs see the same number of real tokens, and their schedules count tokens, so
-warm-up and decay are the same curve for all. They differ in how many examples a step
-has, and in how the learning rate follows that number:
+warm-up and decay are the same for all of them. They differ in the number of examples
+per step, and in how the learning rate follows that number:
 
     fixed batch    every step has the same number of examples, in any bucket
-    none           the token budget decides, and the learning rate does not follow
+    none           the token budget sets the number, and the learning rate is not scaled
     linear, sqrt   the learning rate follows the number of examples of each step
-    adam sde       so do the averages of Adam (Malladi et al., 2022)
+    adam sde       the averages of Adam follow it as well (Malladi et al., 2022)
 
-Two more ways use the sqrt rule and two micro-batches per step, of one bucket or of
-any two. The learning rate is given for the mean number of examples of a step.
+Two more methods use the sqrt rule and two micro-batches per step, of the same bucket or
+of any two buckets. The learning rate applies to the mean number of examples per step.
 """
 
 import argparse
@@ -45,7 +45,7 @@ _DECAY = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Method:
     """A schedule for a seed, and an optimizer for its batches."""
 
     schedule: Callable[[int], jb.BatchSchedule]
@@ -53,7 +53,7 @@ class Way:
 
 
 class Training:
-    """The model, the documents and the loss of the example, on all devices."""
+    """The model, the documents and the loss of the examples, on all devices."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -91,7 +91,7 @@ class Training:
         model = Transformer(self.args.width, self.args.layers, 0.0, nnx.Rngs(seed))
         return jb.create_state(model, tx, self.mesh)
 
-    def ways(self) -> dict[str, Way]:
+    def methods(self) -> dict[str, Method]:
         args, base = self.args, self.base_examples
         curve = optax.warmup_cosine_decay_schedule(
             0.0, args.lr, args.tokens // 20, args.tokens, args.lr / 20
@@ -101,8 +101,8 @@ class Training:
         def adamw(rule: Any) -> optax.GradientTransformation:
             rate = jb.scale_schedule(by_tokens, base_examples=base, rule=rule)
             adam = optax.inject_hyperparams(optax.adamw)
-            own = adam(learning_rate=rate, weight_decay=_DECAY, **_ADAM)
-            return optax.chain(optax.clip_by_global_norm(1.0), own)
+            scaled = adam(learning_rate=rate, weight_decay=_DECAY, **_ADAM)
+            return optax.chain(optax.clip_by_global_norm(1.0), scaled)
 
         @optax.inject_hyperparams
         def sde(learning_rate: Any) -> optax.GradientTransformation:
@@ -116,13 +116,15 @@ class Training:
         half = self._plan(args.max_tokens // 2)
         one = functools.partial(self._schedule, self.plan)
         return {
-            "fixed batch": Way(functools.partial(self._schedule, fixed), adamw("none")),
-            **{rule: Way(one, adamw(rule)) for rule in ("none", "linear", "sqrt")},
-            "adam sde": Way(
+            "fixed batch": Method(
+                functools.partial(self._schedule, fixed), adamw("none")
+            ),
+            **{rule: Method(one, adamw(rule)) for rule in ("none", "linear", "sqrt")},
+            "adam sde": Method(
                 one, optax.chain(optax.clip_by_global_norm(1.0), sde(by_tokens))
             ),
             **{
-                f"sqrt, 2 of {'one bucket' if group == 'same' else 'any'}": Way(
+                f"sqrt, 2 of {'one bucket' if group == 'same' else 'any'}": Method(
                     functools.partial(self._schedule, half, accumulate=2, group=group),
                     adamw("sqrt"),
                 )
@@ -135,19 +137,21 @@ class Training:
     ) -> jb.BatchSchedule:
         return jb.BatchSchedule(plan, self.lengths, seed=seed, **options)
 
-    def runs(self, way: Way) -> list[dict[str, Any]]:
-        """Returns a run for each seed, with steps that are compiled once."""
-        schedule = way.schedule(0)
+    def runs(self, method: Method) -> list[dict[str, Any]]:
+        """Trains once per seed, with steps that are compiled only once."""
+        schedule = method.schedule(0)
         step_fn = jb.make_train_step(
-            recipe.loss_fn, way.tx, self.mesh, accumulate=schedule.accumulate > 1
+            recipe.loss_fn, method.tx, self.mesh, accumulate=schedule.accumulate > 1
         )
         specs = jb.sharding.batch_specs(schedule.plan, self.source[0], self.mesh)
-        steps = jb.compile_steps(step_fn, self._state(0, way.tx), specs)
-        return [self._run(way, seed, steps) for seed in range(self.args.seeds)]
+        steps = jb.compile_steps(step_fn, self._state(0, method.tx), specs)
+        return [self._run(method, seed, steps) for seed in range(self.args.seeds)]
 
-    def _run(self, way: Way, seed: int, steps: Any) -> dict[str, Any]:
-        args, state = self.args, self._state(seed, way.tx)
-        dataset = jb.batch_dataset(self.source, way.schedule(seed), num_steps=math.inf)
+    def _run(self, method: Method, seed: int, steps: Any) -> dict[str, Any]:
+        args, state = self.args, self._state(seed, method.tx)
+        dataset = jb.batch_dataset(
+            self.source, method.schedule(seed), num_steps=math.inf
+        )
         curve, tokens, count, rates = [], 0, 0, []
         for batch in jb.sharding.prefetch_to_mesh(dataset, self.mesh):
             state, metrics = steps(state, batch)
@@ -176,35 +180,37 @@ class Training:
 
 
 def _without_optimizer(state: jb.train.TrainState) -> jb.train.TrainState:
-    """Returns a state without optimizer, for one evaluation step of all ways."""
+    """Removes the optimizer state, so that all methods share one evaluation step."""
     return dataclasses.replace(state, opt_state=())
 
 
 def main() -> None:
     args = parse_arguments()
     training = Training(args)
-    found = {}
-    for name, way in training.ways().items():
-        found[name] = training.runs(way)
+    results = {}
+    for name, method in training.methods().items():
+        results[name] = training.runs(method)
         print(f"{name} done", file=sys.stderr, flush=True)
     if args.plot:
-        draw(found, args.plot)
+        draw(results, args.plot)
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(results, indent=2))
     else:
-        show(found, training)
+        show(results, training)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare rules for learning rates.")
     parser.add_argument("--data", help="documents, as for examples/train_lm.py")
     parser.add_argument(
-        "--tokens", type=int, default=400_000, help="real tokens of each run"
+        "--tokens", type=int, default=400_000, help="number of real tokens per run"
     )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--points", type=int, default=8, help="evaluations of a run")
     parser.add_argument(
-        "--held-out", type=int, default=150, help="documents to evaluate on"
+        "--points", type=int, default=8, help="number of evaluations per run"
+    )
+    parser.add_argument(
+        "--held-out", type=int, default=150, help="number of documents to evaluate on"
     )
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--max-len", type=int, default=512)
@@ -212,7 +218,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-buckets", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--plot", help="a picture of the held-out losses to draw")
+    parser.add_argument("--plot", help="file for a plot of the held-out losses")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
@@ -221,20 +227,20 @@ def last_losses(runs: list[dict[str, Any]]) -> np.ndarray:
     return np.array([run["curve"][-1][1] for run in runs])
 
 
-def show(found: dict[str, Any], training: Training) -> None:
+def show(results: dict[str, Any], training: Training) -> None:
     console = Console(width=100, highlight=False)
     args = training.args
     table = Table(
         box=box.SIMPLE_HEAD,
-        caption=f"Held-out bits per byte after {args.tokens:,} real tokens, of "
-        f"{args.seeds} seeds. Base: {training.base_examples} examples, learning rate "
-        f"{args.lr:g}.",
+        caption=f"Held-out bits per byte after {args.tokens:,} real tokens, "
+        f"with {args.seeds} seeds. Base: {training.base_examples} examples, learning "
+        f"rate {args.lr:g}.",
         caption_justify="left",
     )
     table.add_column("rule", no_wrap=True)
-    for name in ("steps", "factors, p5 to p95", "mean", "least", "most"):
+    for name in ("steps", "factors, p5 to p95", "mean", "min", "max"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, runs in sorted(found.items(), key=lambda x: last_losses(x[1]).mean()):
+    for name, runs in sorted(results.items(), key=lambda x: last_losses(x[1]).mean()):
         losses = last_losses(runs)
         low, high = np.mean([run["factor_p5_p95"] for run in runs], axis=0)
         table.add_row(
@@ -245,12 +251,12 @@ def show(found: dict[str, Any], training: Training) -> None:
     console.print(table)
 
 
-def draw(found: dict[str, Any], path: str) -> None:
+def draw(results: dict[str, Any], path: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     ax = figure.add_subplot()
-    for name, runs in found.items():
+    for name, runs in results.items():
         tokens = np.mean([[t for t, _ in run["curve"]] for run in runs], axis=0)
         losses = np.array([[loss for _, loss in run["curve"]] for run in runs])
         (line,) = ax.plot(tokens / 1e3, losses.mean(axis=0), label=name)

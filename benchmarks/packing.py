@@ -1,19 +1,19 @@
-"""Fill and speed of packing, compared with ways that pack while they read.
+"""Measures fill and speed of packing, compared with packing while reading.
 
     python benchmarks/packing.py
     python benchmarks/packing.py --examples 2000 --json
 
-Rows of 2,048 and of 4,096 for each set of lengths, without the longer examples:
+Each set of lengths is packed into rows of 2,048 and of 4,096, without longer examples:
 
     pack               `jaxbucket.packing.pack`, all lengths at once
-    best fit           the same rule in plain Python, one example after the other
+    best fit           the same rule in plain Python, one example at a time
     Grain              `grain.experimental.BestFitPackIterDataset` with 512 bins
     greedy pool        the largest example of a pool of 64 that fits in the open row
 
-Fill is tokens over positions, partly filled rows included. Real lengths are read from
-`shared/data` next to the repository if that exists, and are lognormal otherwise. Then
-examples of two sequences are packed in both, and 10 million lengths are packed, once
-and for the first batch of another epoch.
+Fill is tokens divided by positions, including partly filled rows. Real lengths are read
+from `shared/data` next to the repository if that exists, and are lognormal otherwise.
+Then examples with two sequences are packed. Finally, 10 million lengths are packed, and
+the first batch of a second epoch is timed.
 """
 
 import argparse
@@ -57,34 +57,34 @@ def main() -> None:
         {"set": name, "seq_len": seq_len, "ways": compare(lengths, seq_len)}
         for name, lengths, seq_len in track(cases, transient=True, disable=args.json)
     ]
-    both = [
+    pairs = [
         {"set": name, **compare_pairs(lengths)}
         for name, lengths in track(
             list(pair_sets(args.examples)), transient=True, disable=args.json
         )
     ]
-    large = many(args.many)
+    large = pack_many(args.many)
     if args.json:
-        print(json.dumps({"sets": results, "pairs": both, "many": large}))
+        print(json.dumps({"sets": results, "pairs": pairs, "many": large}))
     else:
-        show(results, both, large)
+        show(results, pairs, large)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Compare ways to pack examples into rows.",
+        description="Compare methods of packing examples into rows.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--examples", type=int, default=6000, help="the first examples of each set"
+        "--examples", type=int, default=6000, help="number of examples per set"
     )
     parser.add_argument(
-        "--many", type=int, default=10**7, help="lengths to pack for the speed"
+        "--many", type=int, default=10**7, help="number of lengths for the speed test"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     if args.examples < 1 or args.many < 1:
-        parser.error("--examples and --many are at least 1.")
+        parser.error("--examples and --many must be at least 1.")
     return args
 
 
@@ -103,15 +103,15 @@ def pair_sets(most: int) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
         if path.stem in _PAIRS:
             with np.load(path) as columns:
                 pair = {name: columns[name][:most] for name in _PAIRS[path.stem]}
-            yield path.stem, {name: np.maximum(own, 1) for name, own in pair.items()}
+            yield path.stem, {name: np.maximum(x, 1) for name, x in pair.items()}
 
 
 def compare_pairs(lengths: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the rows of each way, and the fewest that the tokens allow."""
+    """Returns the number of rows of each method, and a lower bound."""
     first, second = lengths
     lengths = {
-        name: np.minimum(own, _SEQ_LENS[0]).astype(np.int32)
-        for name, own in lengths.items()
+        name: np.minimum(x, _SEQ_LENS[0]).astype(np.int32)
+        for name, x in lengths.items()
     }
     share = lengths[second].sum() / lengths[first].sum()
     rounded = 64 * int(np.ceil(_SEQ_LENS[0] * share / 64))
@@ -139,15 +139,15 @@ def lognormal(size: int) -> np.ndarray:
 
 
 def compare(lengths: np.ndarray, seq_len: int) -> dict[str, dict[str, float]]:
-    """Returns the fill and the examples per second of every way."""
-    found = {}
-    for name, pack in WAYS.items():
+    """Returns the fill and the examples per second of every method."""
+    results = {}
+    for name, pack in METHODS.items():
         start = time.perf_counter()
         num_rows = pack(lengths, seq_len)
         seconds = time.perf_counter() - start
         fill = float(lengths.sum() / (num_rows * seq_len))
-        found[name] = {"fill": fill, "examples_per_second": len(lengths) / seconds}
-    return found
+        results[name] = {"fill": fill, "examples_per_second": len(lengths) / seconds}
+    return results
 
 
 def with_pack(lengths: np.ndarray, seq_len: int) -> int:
@@ -158,9 +158,9 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> int:
     rooms: list[int] = []
     rows = 0
     for length in sorted(lengths.tolist(), reverse=True):
-        place = bisect.bisect_left(rooms, length)
-        if place < len(rooms):
-            room = rooms.pop(place)
+        index = bisect.bisect_left(rooms, length)
+        if index < len(rooms):
+            room = rooms.pop(index)
         else:
             room, rows = seq_len, rows + 1
         if room > length:
@@ -174,10 +174,10 @@ def with_grain(lengths: np.ndarray, seq_len: int) -> int:
 
 def grain_rows(lengths: dict[str, np.ndarray], capacities: dict[str, int]) -> int:
     examples = [
-        {name: np.zeros(n, np.uint8) for name, n in zip(lengths, own, strict=True)}
-        for own in zip(*(x.tolist() for x in lengths.values()), strict=True)
+        {name: np.zeros(n, np.uint8) for name, n in zip(lengths, sizes, strict=True)}
+        for sizes in zip(*(x.tolist() for x in lengths.values()), strict=True)
     ]
-    # Read as it would be: with threads of its own it is slower on few cores.
+    # Without threads, because Grain's own threads would be slower on few cores.
     dataset = grain.MapDataset.source(examples).to_iter_dataset(
         grain.ReadOptions(num_threads=0)
     )
@@ -196,14 +196,14 @@ def greedy_pool(lengths: np.ndarray, seq_len: int) -> int:
             bisect.insort(pool, length)
         if not pool:
             return rows
-        place = bisect.bisect_right(pool, room)
-        if place:
-            room -= pool.pop(place - 1)
+        index = bisect.bisect_right(pool, room)
+        if index:
+            room -= pool.pop(index - 1)
         else:
             rows, room = rows + 1, seq_len
 
 
-WAYS: dict[str, Callable[[np.ndarray, int], int]] = {
+METHODS: dict[str, Callable[[np.ndarray, int], int]] = {
     "pack": with_pack,
     "best fit": best_fit,
     "Grain": with_grain,
@@ -211,8 +211,8 @@ WAYS: dict[str, Callable[[np.ndarray, int], int]] = {
 }
 
 
-def many(size: int) -> dict[str, float]:
-    """Returns the speed of packing very many lengths, and of another epoch."""
+def pack_many(size: int) -> dict[str, float]:
+    """Times packing of `size` lengths, and the first batch of the next epoch."""
     lengths = lognormal(size)
     start = time.perf_counter()
     packing = jb.packing.pack(lengths, 4096)
@@ -233,11 +233,11 @@ def many(size: int) -> dict[str, float]:
 
 
 def show(
-    results: list[dict[str, Any]], both: list[dict[str, Any]], large: dict[str, float]
+    results: list[dict[str, Any]], pairs: list[dict[str, Any]], large: dict[str, float]
 ) -> None:
     table = Table(box=box.SIMPLE, title="Fill of rows, and examples per second")
     table.add_column("lengths")
-    for name in ("T", *WAYS):
+    for name in ("T", *METHODS):
         table.add_column(name, justify="right")
     for result in results:
         cells = [
@@ -247,22 +247,22 @@ def show(
         table.add_row(result["set"], str(result["seq_len"]), *cells)
     console = Console(width=120)
     console.print(table)
-    if both:
-        console.print(pair_table(both))
+    if pairs:
+        console.print(pair_table(pairs))
     console.print(
         f"{large['examples']:,} lengths: "
-        f"{large['pack_examples_per_second'] / 1e6:.0f} million a second; their "
-        f"schedule {large['schedule_seconds']:.2f} s; the first batch of the next "
-        f"epoch {large['next_epoch_milliseconds']:.1f} ms."
+        f"{large['pack_examples_per_second'] / 1e6:.0f} million per second; the "
+        f"schedule takes {large['schedule_seconds']:.2f} s, the first batch of the "
+        f"next epoch {large['next_epoch_milliseconds']:.1f} ms."
     )
 
 
-def pair_table(both: list[dict[str, Any]]) -> Table:
+def pair_table(pairs: list[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE, title="Rows of examples with two sequences")
     table.add_column("lengths")
-    for name in ("capacities", "fewest by tokens", "pack", "Grain", "pack, examples/s"):
+    for name in ("capacities", "lower bound", "pack", "Grain", "pack, examples/s"):
         table.add_column(name, justify="right")
-    for x in both:
+    for x in pairs:
         table.add_row(
             x["set"],
             ", ".join(f"{name} {size}" for name, size in x["capacities"].items()),

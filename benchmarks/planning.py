@@ -1,20 +1,20 @@
-"""Padding of every way to choose shapes, on real lengths, and the time of planning.
+"""Compares the padding of plans and rules of thumb on real lengths, and times planning.
 
     python benchmarks/planning.py
     python benchmarks/planning.py --data ../shared/data --sets gsm8k seed2 --json
 
-For every set of lengths, number of shapes and multiple of T: the padding of one epoch,
-partly filled batches included, with the optimal plan and with every rule of thumb. The
-rules pad the examples that are left over in each bucket, as is usual. "best rule, our
-remainders" is the best of them with remainders as jaxbucket fills them. The padding of
-full batches alone is a lower bound for any choice of as many shapes. B is a multiple of
-8, if 8 rows fit.
+For every set of lengths, number of shapes and multiple of T, prints the padding of an
+epoch with the optimal plan and with every rule of thumb, including partly filled
+batches. As usual, the rules pad the remainder of each bucket. "best rule, our
+remainders" is the best rule with jaxbucket's treatment of remainders. The padding of
+full batches is a lower bound for any choice of the same number of shapes. B is a
+multiple of 8 if 8 rows fit.
 
 The last part plans 64 to 4,096 buckets for 1,000 to 100,000 different lengths, padded
-and packed, in CPU seconds of a single run. `--many` runs that part alone.
+and packed, and reports CPU seconds of a single run. `--many` runs only this part.
 
 Uniform lengths are always included. Other sets are `.npz` files in a folder, and are
-left out if it does not exist.
+skipped if it does not exist.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from jaxbucket.plan.reports.comparison import ONE_SHAPE, OPTIMAL
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 BUDGETS = {"seed2": 500_000, "multi30k": 16_384}
 BUDGET = 32_768
-# What is longer is cut.
+# Longer examples are truncated.
 LONGEST = 16_384
 NUM_BUCKETS = (4, 8, 16, 32)
 MULTIPLES = (8, 128)
@@ -43,7 +43,7 @@ BATCH_SIZE_MULTIPLE = 8
 
 
 class Lengths(NamedTuple):
-    """A set of lengths, and a budget with which others have measured it."""
+    """A set of lengths, and a token budget from earlier publications."""
 
     name: str
     values: np.ndarray
@@ -54,12 +54,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare plans on real lengths.")
     parser.add_argument("--data", type=pathlib.Path, default=DATA)
     parser.add_argument("--sets", nargs="+", help="prefixes of the sets to include")
-    parser.add_argument("--many", action="store_true", help="run the last part alone")
+    parser.add_argument("--many", action="store_true", help="run only the last part")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.many:
-        found = many()
-        print(json.dumps(found)) if args.json else show_many(Console(width=132), found)
+        large = many_buckets_and_lengths()
+        print(json.dumps(large)) if args.json else show_many(Console(width=132), large)
         return
     sets = [
         lengths
@@ -73,7 +73,7 @@ def main() -> None:
         "violations": violations(rows),
         "token_batching": token_batching(),
         "seconds": planning_seconds(),
-        "many": many(),
+        "many": many_buckets_and_lengths(),
     }
     print(json.dumps(result)) if args.json else show(result)
 
@@ -90,8 +90,8 @@ def all_sets(folder: pathlib.Path) -> Iterator[Lengths]:
 
 
 def uniform_lengths() -> np.ndarray:
-    """Lengths as in a well-known post on batching by tokens."""
-    # The legacy generator, for its very lengths.
+    """Returns the lengths of a well-known post on batching by tokens."""
+    # The legacy generator reproduces the lengths of that post.
     return np.random.RandomState(2023).randint(128, 4096, 200_000)  # noqa: NPY002
 
 
@@ -104,41 +104,45 @@ def row(lengths: Lengths, num_buckets: int, multiple: int) -> dict[str, Any]:
 
     limits = jb.Limits(max_tokens=max_tokens, seq_len_multiple=multiple)
     start = time.perf_counter()
-    flowing = jb.plan.compare_plans(lengths.values, limits, num_buckets=num_buckets)
+    with_remainders = jb.plan.compare_plans(
+        lengths.values, limits, num_buckets=num_buckets
+    )
     seconds = time.perf_counter() - start
     padded = jb.plan.compare_plans(
         lengths.values, limits, num_buckets=num_buckets, remainder="pad"
     )
-    ours = flowing[OPTIMAL]
+    optimal = with_remainders[OPTIMAL]
     rules = {p.name: p.report.padding for p in padded.plans if p.name != OPTIMAL}
-    real = ours.report.real_tokens
-    others = [p.report.padding for p in flowing.plans if p.name != OPTIMAL]
+    real = optimal.report.real_tokens
+    others = [p.report.padding for p in with_remainders.plans if p.name != OPTIMAL]
     return {
         "set": lengths.name,
         "K": num_buckets,
         "multiple": multiple,
-        "ours": ours.report.padding,
-        "bound": 1 - real / flowing.least_cost,
+        "ours": optimal.report.padding,
+        "bound": 1 - real / with_remainders.least_cost,
         "best_rule_with_our_remainders": min(others),
         "rules": rules,
         "seconds": seconds,
         # Whether every length has a shape of its own, so that all rules are optimal.
         "trivial": len(np.unique(-(-lengths.values // multiple))) <= num_buckets,
-        "batches_above_bound": (ours.report.padded_tokens - flowing.least_cost)
-        / sum(bucket.num_tokens for bucket in ours.plan.buckets),
+        "batches_above_bound": (
+            optimal.report.padded_tokens - with_remainders.least_cost
+        )
+        / sum(bucket.num_tokens for bucket in optimal.plan.buckets),
     }
 
 
 def violations(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Returns rows in which a rule is as good, or the lower bound is far below."""
+    """Counts rows in which a rule matches the optimal plan, or the bound is loose."""
     slack = 1e-12
 
     def as_good(padding: float, row: dict[str, Any]) -> bool:
         return padding <= row["ours"] + slack and not row["trivial"]
 
-    every = [min(r["rules"].values()) for r in rows]
-    flowing = [r["best_rule_with_our_remainders"] for r in rows]
-    pairs = list(zip(every, flowing, rows, strict=True))
+    best_rules = [min(r["rules"].values()) for r in rows]
+    with_remainders = [r["best_rule_with_our_remainders"] for r in rows]
+    pairs = list(zip(best_rules, with_remainders, rows, strict=True))
     return {
         "rows": len(rows),
         "a rule is better": sum(min(a, b) < r["ours"] - slack for a, b, r in pairs),
@@ -155,12 +159,12 @@ def violations(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def token_batching() -> list[dict[str, Any]]:
-    """Returns the two ways of that post to batch its lengths, and static shapes."""
+    """Returns the two batching methods of that post, and static shapes."""
     lengths, budget = uniform_lengths(), BUDGETS["seed2"]
     sequential = np.split(lengths, range(128, len(lengths), 128))
-    found = [
-        batching("128 in a row", sequential),
-        batching("sorted, as many as fit", as_many_as_fit(lengths, budget)),
+    batchings = [
+        padding_row("128 in a row", sequential),
+        padding_row("sorted, as many as fit", greedy_batches(lengths, budget)),
     ]
     for num_buckets in NUM_BUCKETS:
         plan = jb.plan_buckets(
@@ -171,7 +175,7 @@ def token_batching() -> list[dict[str, Any]]:
             seq_len_multiple=8,
         )
         epoch = jb.report(plan, lengths)
-        found.append(
+        batchings.append(
             {
                 "batches": f"{num_buckets} shapes of jaxbucket",
                 "number": epoch.steps_per_epoch,
@@ -179,11 +183,11 @@ def token_batching() -> list[dict[str, Any]]:
                 "padding": epoch.padding,
             }
         )
-    return found
+    return batchings
 
 
-def as_many_as_fit(lengths: np.ndarray, max_tokens: int) -> Iterator[np.ndarray]:
-    """Returns the padding of batches from the longest down, each within the budget."""
+def greedy_batches(lengths: np.ndarray, max_tokens: int) -> Iterator[np.ndarray]:
+    """Yields batches from the longest lengths down, each within the budget."""
     lengths, start = np.sort(lengths)[::-1], 0
     while start < len(lengths):
         end = start + max_tokens // int(lengths[start])
@@ -191,7 +195,7 @@ def as_many_as_fit(lengths: np.ndarray, max_tokens: int) -> Iterator[np.ndarray]
         start = end
 
 
-def batching(name: str, batches: Any) -> dict[str, Any]:
+def padding_row(name: str, batches: Any) -> dict[str, Any]:
     shapes = [(len(batch), int(batch.max()), int(batch.sum())) for batch in batches]
     padded = sum(rows * longest for rows, longest, _ in shapes)
     return {
@@ -203,7 +207,7 @@ def batching(name: str, batches: Any) -> dict[str, Any]:
 
 
 def planning_seconds() -> list[dict[str, Any]]:
-    """Returns the best time of three, for lengths in memory."""
+    """Returns the best of three times, for lengths in memory."""
     rng = np.random.default_rng(0)
     many = np.clip(rng.lognormal(6, 1, 10_000_000), 1, 8192).astype(np.int32)
     long = np.clip(rng.lognormal(9, 1.3, 1_000_000), 1, 131_072).astype(np.int32)
@@ -231,10 +235,10 @@ def planning_seconds() -> list[dict[str, Any]]:
     return [{"case": name, "seconds": best_of_three(f)} for name, f in cases.items()]
 
 
-def many() -> dict[str, Any]:
-    """Returns the time of each call with many buckets and lengths, and its plan's cost.
+def many_buckets_and_lengths() -> dict[str, Any]:
+    """Returns the times of calls with many buckets and lengths, and their costs.
 
-    Costs are of an epoch, by the tokens of full batches without any padding.
+    Costs are per epoch, relative to an epoch without padding.
     """
     rows = [*many_buckets(), *given_buckets(), *many_lengths(), *many_pairs()]
     return {"calls": rows, "longest": max(row["seconds"] for row in rows)}
@@ -284,10 +288,10 @@ def many_lengths() -> Iterator[dict[str, Any]]:
             call = f"pack, {name}, {number} T"
             yield {"call": call, "seconds": seconds, "cost": 1 / packing.fill}
         for cost, cost_fn in (("tokens", None), ("operations", by_flops)):
-            found, seconds = timed(
+            rows, seconds = timed(
                 jb.plan_packing, lengths, max_tokens=10 * last, cost_fn=cost_fn
             )
-            padded = found.epoch_costs["packed"] / found.epoch_costs["padded"]
+            padded = rows.epoch_costs["packed"] / rows.epoch_costs["padded"]
             call = f"plan_packing, {name}, by {cost}"
             yield {"call": call, "seconds": seconds, "cost": padded}
         plan, seconds = timed(
@@ -309,7 +313,7 @@ def many_pairs() -> Iterator[dict[str, Any]]:
 
 
 def timed(task: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, float]:
-    """Returns the result of a call, and its CPU seconds."""
+    """Returns the result of a call, and the CPU seconds that it took."""
     start = time.process_time()
     result = task(*args, **kwargs)
     return result, time.process_time() - start
@@ -324,7 +328,7 @@ def best_of_three(task: Callable[[], Any]) -> float:
     return min(seconds)
 
 
-SHORT = {
+COLUMN_NAMES = {
     "equal tokens": "equal tokens",
     "quantile": "equal count",
     "equal width": "width",
@@ -336,13 +340,13 @@ SHORT = {
 
 
 def show(result: dict[str, Any]) -> None:
-    # Wide enough, whatever it is printed to.
+    # Wide enough for the table, regardless of the terminal width.
     console = Console(width=132)
     rows = result["padding"]
-    names = list(SHORT)
-    table = Table(title="padding of an epoch, %")
+    names = list(COLUMN_NAMES)
+    table = Table(title="Padding of an epoch, %")
     table.add_column("set")
-    for name in ("K", "T x", "ours", "bound", *SHORT.values()):
+    for name in ("K", "T x", "ours", "bound", *COLUMN_NAMES.values()):
         table.add_column(name, justify="right")
     table.add_column("best rule, our remainders", justify="right")
     for r in rows:
@@ -358,7 +362,7 @@ def show(result: dict[str, Any]) -> None:
         console.print(f"{name}: {number}")
     for title, part in (
         ("200,000 uniform lengths", result["token_batching"]),
-        ("planning, best of three", result["seconds"]),
+        ("Planning, best of three", result["seconds"]),
     ):
         table = Table(title=title)
         for name in part[0]:
@@ -378,19 +382,19 @@ def show(result: dict[str, Any]) -> None:
     show_many(console, result["many"])
 
 
-def show_many(console: Console, found: dict[str, Any]) -> None:
+def show_many(console: Console, large: dict[str, Any]) -> None:
     table = Table(
-        title="many buckets, many lengths; cost of an epoch by what no padding would, "
-        "of plan_packing by the padded plan"
+        title="Many buckets and lengths. Costs are relative to an epoch without "
+        "padding; for plan_packing, relative to the padded plan."
     )
     table.add_column("call")
     for name in ("CPU s", "cost"):
         table.add_column(name, justify="right")
-    for r in found["calls"]:
+    for r in large["calls"]:
         cost = "" if r["cost"] is None else f"{r['cost']:.5f}"
         table.add_row(r["call"], f"{r['seconds']:.2f}", cost)
     console.print(table)
-    console.print(f"the longest: {found['longest']:.2f} CPU s")
+    console.print(f"longest call: {large['longest']:.2f} CPU s")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small runs of `end_to_end/run.py` in several processes, for other benchmarks."""
+"""Small runs of `end_to_end/run.py` with several processes, for other benchmarks."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import IO, Any
 ROOT = pathlib.Path(__file__).parents[1]
 LAUNCH = ROOT / "scripts" / "launch_local.py"
 RUN = ROOT / "benchmarks" / "end_to_end" / "run.py"
-# Long, because the benchmarks judge how processes end, and not the launcher.
+# A long grace period, because the benchmarks test how processes end on their own.
 _GRACE = 3600
 _SMALL = {
     "--width": 16,
@@ -38,9 +38,9 @@ def start(
     program: tuple[object, ...] = (RUN,),
     output: int | IO[str] = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
-    """Starts a run on the documents of the folder, in `count` processes.
+    """Starts a run with `count` processes on the documents of the folder.
 
-    A run reads what earlier runs have compiled.
+    A run loads the programs that earlier runs have compiled.
     """
     all_options = {"--data": folder / "data.jsonl", **_SMALL, **options}
     command = [

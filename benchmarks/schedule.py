@@ -1,16 +1,16 @@
-"""Time and memory of schedules, and the time of one of their steps.
+"""Measures time and memory of schedules, and the time of their steps.
 
     python benchmarks/schedule.py
     python benchmarks/schedule.py --examples 1000000 --json
 
-For each order and number of examples, in a separate process: the time to plan, to make
-the schedule and to get its first step, the time of steps from anywhere in a million
-epochs, and the peak memory of the process, lengths included. A pacing curriculum
-computes an epoch when it is first asked for. Its steps are therefore drawn from one
-epoch, and the first step includes the time of a new epoch.
+For each order and number of examples, a separate process measures the time to plan, to
+create the schedule and to get its first step, the time of random steps in a million
+epochs, and the peak memory of the process, including lengths. A pacing curriculum
+computes an epoch when it is first needed. Its steps are therefore drawn from a single
+epoch, and its first step includes the time to compute the epoch.
 
-Planning and making a shuffled schedule are compared with one stable `np.argsort` of the
-same lengths, in turns within the same run.
+Planning and creating a shuffled schedule are compared with a stable `np.argsort` of the
+same lengths. They run in turn.
 """
 
 import argparse
@@ -58,16 +58,22 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(args, args.examples[0], args.orders[0])))
         return
-    rows = [one(args, size, order) for size in args.examples for order in args.orders]
-    beside = beside_argsort(args, min(args.examples))
+    rows = [
+        measure_in_process(args, size, order)
+        for size in args.examples
+        for order in args.orders
+    ]
+    argsort_times = compare_with_argsort(args, min(args.examples))
     if args.json:
-        print(json.dumps({"orders": rows, "beside_argsort": beside}))
+        print(json.dumps({"orders": rows, "beside_argsort": argsort_times}))
     else:
-        show(rows, beside)
+        show(rows, argsort_times)
 
 
-def one(args: argparse.Namespace, size: int, order: str) -> dict[str, Any]:
-    """Measures in a separate process, because of its memory."""
+def measure_in_process(
+    args: argparse.Namespace, size: int, order: str
+) -> dict[str, Any]:
+    """Measures in a separate process, so that its peak memory can be measured."""
     command = [sys.executable, __file__, "--one", "--examples", size, "--orders", order]
     command += ["--batch-size", args.batch_size, "--steps", args.steps]
     run = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True)
@@ -90,7 +96,7 @@ def measure(args: argparse.Namespace, size: int, order: str) -> dict[str, Any]:
         **seconds,
         "step_p50_ms": 1e3 * np.percentile(lookups, 50),
         "step_p99_ms": 1e3 * np.percentile(lookups, 99),
-        # Without pauses of the machine: each step's best of three.
+        # Use the fastest of three calls per step, to exclude pauses of the machine.
         "step_p99_of_best_ms": 1e3 * np.percentile(lookups.min(axis=1), 99),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
@@ -98,7 +104,7 @@ def measure(args: argparse.Namespace, size: int, order: str) -> dict[str, Any]:
 
 def make(order: str, plan: jb.BucketPlan, lengths: np.ndarray) -> Schedule:
     if order == "mixture":
-        # Three datasets, of which the smallest is seen the most often.
+        # A mixture of three datasets, in which the smallest has the largest weight.
         parts = np.split(lengths, [len(lengths) // 2, len(lengths) * 9 // 10])
         schedules = [jb.BatchSchedule(plan, part) for part in parts]
         return jb.Mixture(schedules, [0.4, 0.35, 0.25])
@@ -142,7 +148,7 @@ def same_batch_size(plan: jb.BucketPlan, batch_size: int) -> jb.BucketPlan:
 
 
 def lookup_times(schedule: Schedule, last: int, steps: int) -> np.ndarray:
-    """`[steps, 3]` seconds of each step, three times over."""
+    """Returns `[steps, 3]` seconds: three times for each of `steps` random steps."""
     drawn = np.random.default_rng(1).integers(0, last, steps)
     seconds = np.empty((steps, 3))
     for index, step in enumerate(drawn.tolist()):
@@ -153,7 +159,7 @@ def lookup_times(schedule: Schedule, last: int, steps: int) -> np.ndarray:
     return seconds
 
 
-def beside_argsort(args: argparse.Namespace, size: int) -> dict[str, float]:
+def compare_with_argsort(args: argparse.Namespace, size: int) -> dict[str, float]:
     lengths = lognormal_lengths(size)
     plan = make_plan(lengths, args.batch_size)
     times = in_turn(
@@ -179,7 +185,7 @@ def beside_argsort(args: argparse.Namespace, size: int) -> dict[str, float]:
 
 
 def in_turn(tasks: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Returns the median seconds of each, in turns, so that noise affects all alike."""
+    """Returns median seconds. The tasks run in turn, so noise affects all equally."""
     seconds: dict[str, list[float]] = {name: [] for name in tasks}
     for _ in range(repeats):
         for name, task in tasks.items():
@@ -189,7 +195,7 @@ def in_turn(tasks: dict[str, Callable[[], Any]], repeats: int) -> dict[str, floa
     return {name: float(np.median(values)) for name, values in seconds.items()}
 
 
-def show(rows: list[dict[str, Any]], beside: dict[str, float]) -> None:
+def show(rows: list[dict[str, Any]], argsort_times: dict[str, float]) -> None:
     table = Table()
     for name in rows[0]:
         table.add_column(name.replace("_", " "), justify="right")
@@ -197,10 +203,10 @@ def show(rows: list[dict[str, Any]], beside: dict[str, float]) -> None:
         table.add_row(
             *(f"{x:,.3f}" if isinstance(x, float) else str(x) for x in row.values())
         )
-    # Wide enough, whatever it is printed to.
+    # Wide enough for the table, regardless of the terminal width.
     console = Console(width=132)
     console.print(table)
-    for name, value in beside.items():
+    for name, value in argsort_times.items():
         console.print(f"{name:32} {value:,.3f}")
 
 

@@ -1,20 +1,21 @@
-"""Times `sample_sort` in real processes, and other ways to sort the same keys.
+"""Times `sample_sort` with real processes, and other methods of sorting the same keys.
 
     python benchmarks/sort.py
     python benchmarks/sort.py --sizes 1000000 --processes 1 2 4 --json
 
-Keys are int32 lengths, lognormal and at most 100,000. Every way returns the order of
-(key, index). The ways take turns, so that noise affects all of them alike:
+Keys are int32 lengths, lognormal and at most 100,000. Every method returns the order of
+(key, index). The methods run in turn, so that noise affects all of them equally:
 
-    np.sort         one process: keys and index packed in uint64, packing not timed
-    packed          the same with packing, and with unpacking the index
-    sample_sort     1, 2 and 4 processes with one device each, by jax and Gloo
-    torch, lists    a sample sort through Python lists that splits by key alone, as in a
-                    well-known analyzer of training data, by torch and Gloo; left out
+    np.sort         one process: keys and index packed in uint64; packing is not timed
+    packed          the same, including packing and unpacking the index
+    sample_sort     1, 2 and 4 processes with one device each, with jax and Gloo
+    torch, lists    a sample sort through Python lists that splits only by key, as in a
+                    well-known analyzer of training data, with torch and Gloo; skipped
                     if torch is not installed
 
-The time of a sort over processes is that of its slowest process. Keys are in random
-order, or in that of `--order`: "sorted" and "reversed" send shares to one process each.
+The time of a sort over processes is the time of its slowest process. By default, keys
+are in random order. With `--order sorted` or `reversed`, each process sends its share
+to a single process.
 """
 
 import argparse
@@ -71,10 +72,13 @@ def parse_arguments() -> argparse.Namespace:
         help="numbers of processes for sample_sort",
     )
     parser.add_argument(
-        "--rounds", type=int, default=9, help="rounds of which to take the median"
+        "--rounds", type=int, default=9, help="number of rounds; medians are reported"
     )
     parser.add_argument(
-        "--torch-rounds", type=int, default=1, help="rounds of torch; 0 leaves it out"
+        "--torch-rounds",
+        type=int,
+        default=1,
+        help="number of rounds of torch; 0 skips it",
     )
     parser.add_argument(
         "--order", choices=("random", "sorted", "reversed"), default="random"
@@ -85,16 +89,17 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def compare(size: int, args: argparse.Namespace, has_torch: bool) -> list[Any]:
-    """Returns the results of every way for `size` keys."""
-    ways = [("sample_sort", count, args.rounds) for count in args.processes]
+    """Returns the results of every method for `size` keys."""
+    methods = [("sample_sort", count, args.rounds) for count in args.processes]
     if has_torch and args.torch_rounds:
-        ways.append(("torch, lists", max(args.processes), args.torch_rounds))
+        methods.append(("torch, lists", max(args.processes), args.torch_rounds))
     results = []
-    for way, count, rounds in ways:
-        task = {"way": way, "size": size, "rounds": rounds, "order": args.order}
-        found = launch(task, count)
-        # Beside each, for a neighbour may come or go between them.
-        results.append({"way": way, "processes": count, "keys": size, **found})
+    for method, count, rounds in methods:
+        task = {"way": method, "size": size, "rounds": rounds, "order": args.order}
+        # np.sort is timed next to each method, because other load on the machine may
+        # change between them.
+        result = launch(task, count)
+        results.append({"way": method, "processes": count, "keys": size, **result})
     return results
 
 
@@ -108,43 +113,45 @@ def launch(task: dict[str, Any], count: int) -> dict[str, Any]:
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:
             raise RuntimeError(run.stdout[-2000:] + run.stderr[-2000:])
-        told = [
+        reports = [
             json.loads((pathlib.Path(folder) / str(index)).read_text())
             for index in range(count)
         ]
-    # Of each round the slowest process.
-    cold, *warm = np.max([x.pop("sort") for x in told], axis=0).tolist()
-    seconds = {name: float(np.median(told[0].pop(name)[1:])) for name in _NUMPY}
+    # The time of a round is the time of its slowest process.
+    cold, *warm = np.max([x.pop("sort") for x in reports], axis=0).tolist()
+    seconds = {name: float(np.median(reports[0].pop(name)[1:])) for name in _NUMPY}
     return {"cold_seconds": cold, "warm_seconds": float(np.median(warm))} | {
         **seconds,
-        **told[0],
+        **reports[0],
     }
 
 
 def work(task: dict[str, Any]) -> None:
-    """Sorts in this process, in turns with numpy in process 0."""
+    """Sorts in this process, in turn with numpy in process 0."""
     index = int(os.environ["JAX_PROCESS_ID"])
     count = int(os.environ["JAX_NUM_PROCESSES"])
     rng = np.random.default_rng(0)
     keys = np.minimum(rng.lognormal(6, 1.5, task["size"]), 10**5).astype(np.int32)
     if task["order"] != "random":
         keys = np.sort(keys)[:: 1 if task["order"] == "sorted" else -1].copy()
-    own = keys[task["size"] * index // count : task["size"] * (index + 1) // count]
-    sort, barrier, check = WAYS[task["way"]](own, index, count)
+    local_keys = keys[
+        task["size"] * index // count : task["size"] * (index + 1) // count
+    ]
+    sort, barrier, check = METHODS[task["way"]](local_keys, index, count)
     seconds: dict[str, list[float]] = {name: [] for name in ("sort", *_NUMPY)}
-    found = None
+    result = None
     for _ in range(task["rounds"] + 1):
         barrier()
         start = time.perf_counter()
-        found = sort()
+        result = sort()
         seconds["sort"].append(time.perf_counter() - start)
         barrier()
         if index == 0:
             for name, value in numpy_sort(keys).items():
                 seconds[name].append(value)
         barrier()
-    told = seconds | check(found, np.argsort(keys, kind="stable"))
-    (pathlib.Path(task["folder"]) / str(index)).write_text(json.dumps(told))
+    report = seconds | check(result, np.argsort(keys, kind="stable"))
+    (pathlib.Path(task["folder"]) / str(index)).write_text(json.dumps(report))
     barrier()
 
 
@@ -162,10 +169,10 @@ def numpy_sort(keys: np.ndarray) -> dict[str, float]:
     }
 
 
-Way = tuple[Callable[[], Any], Callable[[], None], Callable[[Any, np.ndarray], dict]]
+Method = tuple[Callable[[], Any], Callable[[], None], Callable[[Any, np.ndarray], dict]]
 
 
-def with_jax(own: np.ndarray, index: int, count: int) -> Way:
+def with_jax(local_keys: np.ndarray, index: int, count: int) -> Method:
     import jax
     from jax._src import distributed
 
@@ -180,7 +187,7 @@ def with_jax(own: np.ndarray, index: int, count: int) -> Way:
     exchange = collectives.Devices.exchange
 
     def counted(self: Any, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        # What stays on a device is not sent.
+        # Keys that stay on their device are not sent.
         sent[0] += sum(x.nbytes * (self.count - 1) // self.count for x in parts)
         return exchange(self, parts)
 
@@ -188,27 +195,27 @@ def with_jax(own: np.ndarray, index: int, count: int) -> Way:
 
     def sort() -> jb.sort.SortedKeys:
         sent[0] = 0
-        return jb.sort.sample_sort(own, mesh)
+        return jb.sort.sample_sort(local_keys, mesh)
 
     def barrier() -> None:
-        # On the host, for what is timed is beside it.
+        # The barrier runs on the host, so that it does not affect timed collectives.
         client = distributed.global_state.client
         assert client is not None
         client.wait_at_barrier(f"benchmark/{next(numbers)}", 600_000)
 
-    def check(found: jb.sort.SortedKeys, want: np.ndarray) -> dict[str, Any]:
-        for share in found.local_shares():
-            np.testing.assert_array_equal(share.index, want[list(share.ranks)])
-        sizes = [len(found.ranks(device)) for device in range(count)]
+    def check(result: jb.sort.SortedKeys, expected: np.ndarray) -> dict[str, Any]:
+        for share in result.local_shares():
+            np.testing.assert_array_equal(share.index, expected[list(share.ranks)])
+        sizes = [len(result.ranks(device)) for device in range(count)]
         return {
-            "bytes_per_key": sent[0] / max(1, len(own)),
+            "bytes_per_key": sent[0] / max(1, len(local_keys)),
             "most_by_mean": max(sizes) / np.mean(sizes),
         }
 
     return sort, barrier, check
 
 
-def with_torch(own: np.ndarray, index: int, count: int) -> Way:
+def with_torch(local_keys: np.ndarray, index: int, count: int) -> Method:
     import torch  # pyright: ignore
     from torch import distributed  # pyright: ignore
 
@@ -216,55 +223,58 @@ def with_torch(own: np.ndarray, index: int, count: int) -> Way:
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
     distributed.init_process_group("gloo", rank=index, world_size=count)
     starts: list[Any] = [None] * count
-    distributed.all_gather_object(starts, len(own))
+    distributed.all_gather_object(starts, len(local_keys))
     first = sum(starts[:index])
-    table = np.stack([own.astype(np.int64), first + np.arange(len(own))], axis=1)
+    table = np.stack(
+        [local_keys.astype(np.int64), first + np.arange(len(local_keys))], axis=1
+    )
     rows = torch.from_numpy(table)
 
     def exchange(parts: list[Any]) -> Any:
         sizes = torch.tensor([len(part) for part in parts])
-        told = torch.empty(count, dtype=torch.int64)
-        distributed.all_to_all_single(told, sizes)
-        received = torch.empty((int(told.sum()), 2), dtype=torch.int64)
+        received_sizes = torch.empty(count, dtype=torch.int64)
+        distributed.all_to_all_single(received_sizes, sizes)
+        received = torch.empty((int(received_sizes.sum()), 2), dtype=torch.int64)
         distributed.all_to_all_single(
-            received, torch.cat(parts), told.tolist(), sizes.tolist()
+            received, torch.cat(parts), received_sizes.tolist(), sizes.tolist()
         )
         return received
 
     def sort() -> Any:
         ordered = torch.tensor(sorted(rows.tolist()))
-        places = torch.linspace(0, len(ordered) - 1, _SAMPLES).round().long()
-        samples = ordered[places, 0].contiguous()
-        every = [torch.empty_like(samples) for _ in range(count)]
-        distributed.all_gather(every, samples)
-        bounds, _ = torch.cat(every).sort()
-        places = torch.linspace(0, len(bounds) - 1, count + 1).round().long()
-        bounds = bounds[places]
-        # Keys above the last bound are the last process's, those below the first's.
+        positions = torch.linspace(0, len(ordered) - 1, _SAMPLES).round().long()
+        samples = ordered[positions, 0].contiguous()
+        all_samples = [torch.empty_like(samples) for _ in range(count)]
+        distributed.all_gather(all_samples, samples)
+        bounds, _ = torch.cat(all_samples).sort()
+        positions = torch.linspace(0, len(bounds) - 1, count + 1).round().long()
+        bounds = bounds[positions]
+        # Keys above the last bound go to the last process, keys below the first bound
+        # to the first process.
         inner = bounds[1:-1].contiguous()
         owner = torch.bucketize(ordered[:, 0].contiguous(), inner, right=True)
         received = exchange([ordered[owner == i] for i in range(count)])
         return torch.tensor(sorted(received.tolist()))
 
-    def check(found: Any, want: np.ndarray) -> dict[str, Any]:
+    def check(result: Any, expected: np.ndarray) -> dict[str, Any]:
         sizes: list[Any] = [None] * count
-        distributed.all_gather_object(sizes, len(found))
+        distributed.all_gather_object(sizes, len(result))
         start = sum(sizes[:index])
-        indices = found[:, 1].numpy()
-        np.testing.assert_array_equal(indices, want[start : start + len(indices)])
+        indices = result[:, 1].numpy()
+        np.testing.assert_array_equal(indices, expected[start : start + len(indices)])
         return {"bytes_per_key": None, "most_by_mean": max(sizes) / np.mean(sizes)}
 
     return sort, distributed.barrier, check
 
 
-WAYS = {"sample_sort": with_jax, "torch, lists": with_torch}
+METHODS = {"sample_sort": with_jax, "torch, lists": with_torch}
 
 
 def show(results: list[Any], has_torch: bool) -> None:
     table = Table(box=box.SIMPLE, title=f"Sorting, {os.cpu_count()} cores")
-    columns = "keys", "way", "processes", "cold s", "warm s", "of np.sort"
-    for name in (*columns, "of packed", "bytes per key", "most / mean"):
-        table.add_column(name, justify="left" if name == "way" else "right")
+    columns = "keys", "method", "processes", "cold s", "warm s", "/ np.sort"
+    for name in (*columns, "/ packed", "bytes per key", "max / mean"):
+        table.add_column(name, justify="left" if name == "method" else "right")
     for x in results:
         warm, sent = x["warm_seconds"], x["bytes_per_key"]
         table.add_row(
@@ -279,10 +289,10 @@ def show(results: list[Any], has_torch: bool) -> None:
     console = Console(width=120)
     console.print(table)
     if not has_torch:
-        console.print("torch is not installed: its sort is left out.")
+        console.print("torch is not installed, so its sort was skipped.")
     for size in dict.fromkeys(x["keys"] for x in results):
         both = {x["way"]: x for x in results if x["keys"] == size}
-        if len(both) == len(WAYS):
+        if len(both) == len(METHODS):
             ours, other = both["sample_sort"], both["torch, lists"]
             ratio = other["warm_seconds"] / ours["warm_seconds"]
             console.print(

@@ -4,14 +4,14 @@
     python benchmarks/sort_devices.py --size 100000000 --json    # on a GPU
 
 Keys are int32 lengths, lognormal and at most 100,000, in the memory of the host, as in
-a `DifficultyIndex`. The ways take turns in every round:
+a `DifficultyIndex`. The methods run in turn in every round:
 
-    sample_sort        keys and index from the host, sorted, and back to the host
-    jnp.sort           keys alone, on a device: less work, and nothing is moved
-    jnp.argsort        the stable order of keys on a device: the same work, not moved
-    np.sort            keys and index packed in uint64 on the host, packing not timed
+    sample_sort        keys and index are sent from the host, sorted and sent back
+    jnp.sort           only keys, on one device: less work and no transfers
+    jnp.argsort        a stable argsort on one device: the same work without transfers
+    np.sort            keys and index packed in uint64 on the host; packing is not timed
 
-If jax has CPU devices alone, `sample_sort` sorts by numpy.
+If jax has only CPU devices, `sample_sort` uses numpy.
 """
 
 import argparse
@@ -34,10 +34,14 @@ def main() -> None:
     args = parse_arguments()
     rng = np.random.default_rng(0)
     keys = np.minimum(rng.lognormal(6, 1.5, args.size), 10**5).astype(np.int32)
-    ways = {"sample_sort": with_sample_sort(keys), **with_jax(keys), **with_numpy(keys)}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    methods = {
+        "sample_sort": with_sample_sort(keys),
+        **with_jax(keys),
+        **with_numpy(keys),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(args.rounds + 1):
-        for name, sort in ways.items():
+        for name, sort in methods.items():
             start = time.perf_counter()
             sort()
             seconds[name].append(time.perf_counter() - start)
@@ -60,25 +64,25 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--size", type=int, default=10**7, help="number of keys")
     parser.add_argument(
-        "--rounds", type=int, default=5, help="rounds of which to take the median"
+        "--rounds", type=int, default=5, help="number of rounds; medians are reported"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     if args.size < 1 or args.rounds < 1:
-        parser.error("--size and --rounds are at least 1.")
+        parser.error("--size and --rounds must be at least 1.")
     return args
 
 
 def with_sample_sort(keys: np.ndarray) -> Callable[[], Any]:
     mesh = jb.data_mesh()
-    want = np.argsort(keys, kind="stable")
+    expected = np.argsort(keys, kind="stable")
 
     def sort() -> list[jb.sort.SortedShare]:
         return jb.sort.sample_sort(keys, mesh).local_shares()
 
     for share in sort():
-        np.testing.assert_array_equal(share.index, want[list(share.ranks)])
-    # The first round compiles, as it does for the others.
+        np.testing.assert_array_equal(share.index, expected[list(share.ranks)])
+    # Compile in the first round, like the other methods.
     jax.clear_caches()
     return sort
 
@@ -100,12 +104,12 @@ def with_numpy(keys: np.ndarray) -> dict[str, Callable[[], Any]]:
 
 def show(title: str, results: dict[str, dict[str, float]]) -> None:
     table = Table(box=box.SIMPLE, title=title)
-    for name in ("way", "cold s", "warm s", "sample_sort by it"):
-        table.add_column(name, justify="left" if name == "way" else "right")
-    ours = results["sample_sort"]["warm_seconds"]
+    for name in ("method", "cold s", "warm s", "sample_sort / method"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    reference = results["sample_sort"]["warm_seconds"]
     for name, x in results.items():
         cold, warm = x["cold_seconds"], x["warm_seconds"]
-        table.add_row(name, f"{cold:.3f}", f"{warm:.4f}", f"{ours / warm:.2f}")
+        table.add_row(name, f"{cold:.3f}", f"{warm:.4f}", f"{reference / warm:.2f}")
     Console(width=100).print(table)
 
 

@@ -1,27 +1,27 @@
-"""Padding and speed of batches of a stream, compared with a plan that knows lengths.
+"""Measures padding and speed of streams, compared with a schedule that knows lengths.
 
     python benchmarks/streaming.py
     python benchmarks/streaming.py --many 100000 --json
 
-For every set of real lengths with at least 200 planned steps, shuffled once, with a
+Uses every set of real lengths with at least 200 planned steps, shuffled once, with a
 budget of 16,384 tokens, 8 buckets, B a multiple of 4, and a pool of 4 times the largest
-B:
+B. The table compares:
 
     planned            `BatchSchedule`, which knows all lengths
     1 host             `stream_batches`, with all rows in one process
     4 hosts            four processes with a quarter of the examples each: until the
-                       first of them has ended, and until all examples are used
+                       first stream ends, and until all examples have been used
+    all known          the minimum padding of four hosts in lockstep if all lengths were
+                       known in advance
     packed             1 host, rows of 4,096 with several examples
-    all known          the least padding of four such hosts in lockstep, if every length
-                       were known
-    closest of a pool  the "prefer_closest" of cosmos-rl, without fixed shapes: with the
+    closest            the "prefer_closest" of cosmos-rl, without fixed shapes: with the
                        same pool, and with its default pool of 32
 
-Padding is over all batches. Real lengths are read from `shared/data` next to the
-repository if that exists, and are lognormal otherwise. Then very many examples go
-through a pool of 4,096 in a separate process. Its peak memory is printed, together with
-the peak after a tenth of the examples. The exit status is 1 if a stream pads more than
-1.25 times what the schedule pads.
+Padding is measured over all batches. Real lengths are read from `shared/data` next to
+the repository if that exists, and are lognormal otherwise. Then `--many` examples go
+through a pool of 4,096 in a separate process. The benchmark prints its peak memory, and
+the peak after a tenth of the examples. The exit status is 1 if a stream has more than
+1.25 times the padding of the schedule.
 """
 
 import argparse
@@ -56,13 +56,13 @@ _SEGMENTS = 64
 def main() -> int:
     args = parse_arguments()
     if args.through:
-        print(json.dumps(through(args.through)))
+        print(json.dumps(stream_many(args.through)))
         return 0
     sets = {name: lengths for name, lengths in length_sets() if is_long(lengths)}
     if args.result:
         run_as_host(sets, args)
         return 0
-    several = by_hosts(args)
+    several = with_hosts(args)
     results = [
         {"set": name, **compare(lengths, args.pool), "several": several[name]}
         for name, lengths in track(sets.items(), transient=True, disable=args.json)
@@ -75,29 +75,32 @@ def main() -> int:
         print(json.dumps({"sets": results, "many": many}))
     else:
         show(results, many)
-    return 0 if all(keeps(result) for result in results) else 1
+    return 0 if all(is_close_to_schedule(result) for result in results) else 1
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Compare batches of a stream with those of a schedule.",
+        description="Compare the batches of a stream with the batches of a schedule.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
         "--pool",
         type=int,
         default=4,
-        help="size of the pool, in units of the largest B",
+        help="size of the pool as a multiple of the largest B",
     )
     parser.add_argument(
-        "--many", type=int, default=10**7, help="examples of the last part; 0 skips it"
+        "--many",
+        type=int,
+        default=10**7,
+        help="number of examples in the last part; 0 skips it",
     )
     parser.add_argument("--through", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     if args.pool < 1 or args.many < 0:
-        parser.error("--pool is at least 1, --many at least 0.")
+        parser.error("--pool must be at least 1, and --many at least 0.")
     return args
 
 
@@ -131,7 +134,7 @@ def is_long(lengths: np.ndarray) -> bool:
 
 
 def compare(lengths: np.ndarray, times: int) -> dict[str, Any]:
-    """Returns the padding and the batches per second of every way."""
+    """Returns the padding and the batches per second of every method."""
     plan = planned(lengths)
     pool_size = times * int(plan.batch_sizes.max())
     report = jb.report(plan, lengths)
@@ -155,7 +158,7 @@ def compare(lengths: np.ndarray, times: int) -> dict[str, Any]:
 
 
 class Zeros:
-    """Returns examples of the given lengths."""
+    """A source of examples with the given lengths."""
 
     def __init__(self, lengths: np.ndarray):
         self._lengths = lengths
@@ -173,7 +176,7 @@ def streamed(
     pool_size: int,
     max_segments: int | None = None,
 ) -> dict[str, float]:
-    """Returns the padding of all batches, in one process."""
+    """Returns the padding of all batches, with a single process."""
     dataset = jb.stream_batches(
         stream(lengths),
         plan,
@@ -191,7 +194,7 @@ def streamed(
     }
 
 
-def by_hosts(args: argparse.Namespace) -> dict[str, Any]:
+def with_hosts(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the results of real processes for each set of lengths."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "result.json"
@@ -210,23 +213,23 @@ def by_hosts(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_as_host(sets: dict[str, np.ndarray], args: argparse.Namespace) -> None:
     with jb.Processes() as processes:
-        found = {
+        results = {
             name: in_lockstep(lengths, args.pool, processes)
             for name, lengths in sets.items()
         }
         if processes.index == 0:
-            args.result.write_text(json.dumps(found))
+            args.result.write_text(json.dumps(results))
 
 
 def in_lockstep(
     lengths: np.ndarray, times: int, processes: jb.Processes
 ) -> dict[str, float]:
-    """Returns the padding of all batches of all hosts, the same in each host."""
+    """Returns the padding of all batches of all hosts; the same on every host."""
     plan, index = planned(lengths), processes.index
-    own = lengths[index::_HOSTS]
+    local = lengths[index::_HOSTS]
     iterator = iter(
         jb.stream_batches(
-            stream(own),
+            stream(local),
             plan,
             pool_size=times * int(plan.batch_sizes.max()),
             lengths=lengths,
@@ -235,27 +238,28 @@ def in_lockstep(
             on_drift=None,
         )
     )
-    real, padded, lasts = [], [], 0
+    real, padded, steps = [], [], 0
     start = time.perf_counter()
     for batch in iterator:
         real.append(int(batch.num_tokens))
         padded.append(batch.bucket.num_tokens)
-        lasts += iterator.counts.read < len(own)
+        steps += iterator.counts.read < len(local)
     seconds = time.perf_counter() - start
-    told = processes.gather("figures", json.dumps([real, padded, lasts, seconds]))
-    real, padded, lasts, seconds = zip(*map(json.loads, told), strict=True)
-    # Step by step, over all hosts.
+    text = json.dumps([real, padded, steps, seconds])
+    results = map(json.loads, processes.gather("results", text))
+    real, padded, steps, seconds = zip(*results, strict=True)
+    # Sum over all hosts, for each step.
     real, padded = np.sum(real, axis=0), np.sum(padded, axis=0)
     assert real.sum() == lengths.sum()
     return {
         "padding": 1 - float(real.sum() / padded.sum()),
-        "lasting": 1 - float(real[: min(lasts)].sum() / padded[: min(lasts)].sum()),
+        "lasting": 1 - float(real[: min(steps)].sum() / padded[: min(steps)].sum()),
         "batches_per_second": _HOSTS * len(real) / max(seconds),
     }
 
 
 def all_known(lengths: np.ndarray, plan: jb.BucketPlan) -> float:
-    """Returns the padding of the fewest batches per bucket that all hosts need."""
+    """Returns the padding of the minimum number of batches that all hosts need."""
     sizes = plan.batch_sizes // _HOSTS
     counts = [
         np.bincount(plan.assign(lengths[host::_HOSTS]), minlength=len(plan))
@@ -263,7 +267,7 @@ def all_known(lengths: np.ndarray, plan: jb.BucketPlan) -> float:
     ]
     padded, free = 0, np.zeros(_HOSTS, np.int64)
     for k in range(len(plan) - 1, -1, -1):
-        missing = np.array([own[k] for own in counts]) - free
+        missing = np.array([count[k] for count in counts]) - free
         batches = max(0, -(-int(missing.max()) // int(sizes[k])))
         free = batches * sizes[k] - missing
         padded += batches * plan.buckets[k].num_tokens
@@ -271,16 +275,16 @@ def all_known(lengths: np.ndarray, plan: jb.BucketPlan) -> float:
 
 
 def stream(lengths: np.ndarray) -> grain.IterDataset:
-    # With threads of its own it is slower on few cores.
+    # Grain's own threads would be slower on few cores.
     options = grain.ReadOptions(num_threads=0)
     return grain.MapDataset.source(Zeros(lengths)).to_iter_dataset(options)
 
 
 def closest_of_pool(lengths: np.ndarray, pool_size: int) -> tuple[float, int]:
-    """Returns the padding of batches of the oldest example and its closest ones.
+    """Returns the padding of batches that start with the oldest example.
 
-    That is the longest that is no longer than the batch is so far; if there is none,
-    the shortest, while B * T keeps to the budget.
+    Each batch then takes the longest pending example that does not increase T, or
+    otherwise the shortest one, as long as B * T stays within the budget.
     """
     rest = iter(lengths.tolist())
     oldest: list[int] = []
@@ -298,19 +302,19 @@ def closest_of_pool(lengths: np.ndarray, pool_size: int) -> tuple[float, int]:
             longest, rows = max(longest, candidate), rows + 1
             pool.pop(bisect.bisect_left(pool, candidate))
             oldest.remove(candidate)
-            place = bisect.bisect_right(pool, longest)
-            candidate = pool[max(place - 1, 0)] if pool else 0
+            index = bisect.bisect_right(pool, longest)
+            candidate = pool[max(index - 1, 0)] if pool else 0
         padded += longest * rows
         batches += 1
 
 
-def keeps(result: dict[str, Any]) -> bool:
+def is_close_to_schedule(result: dict[str, Any]) -> bool:
     worst = max(result[name]["padding"] for name in ("one", "several"))
     return worst <= _TIMES_PLANNED * result["planned"]
 
 
-def through(size: int) -> dict[str, float]:
-    """Returns the speed and memory of very many examples in a pool of 4,096."""
+def stream_many(size: int) -> dict[str, float]:
+    """Returns the speed and memory of `size` examples in a pool of 4,096."""
     plan = planned(np.append(lognormal(100_000), 4096))
     lengths = np.tile(lognormal(10**6), -(-size // 10**6))[:size]
     iterator = iter(
@@ -339,8 +343,15 @@ def show(results: list[dict[str, Any]], many: dict[str, float] | None) -> None:
     table = Table(box=box.SIMPLE, title="Padding, and batches per second")
     table.add_column("lengths")
     for name in (
-        *("steps", "pool", "planned", "1 host", "4 hosts, lasting", "to the end"),
-        *("all known", "packed", "closest", "of 32"),
+        *(
+            "steps",
+            "pool",
+            "planned",
+            "1 host",
+            "4 hosts, until the first stream ends",
+            "4 hosts",
+        ),
+        *("all known", "packed", "closest", "closest of 32"),
     ):
         table.add_column(name, justify="right")
     for result in results:
@@ -369,10 +380,10 @@ def show(results: list[dict[str, Any]], many: dict[str, float] | None) -> None:
     if many:
         console.print(
             f"{many['examples']:,} examples through a pool of 4,096: "
-            f"{many['examples_per_second']:,.0f} a second, "
+            f"{many['examples_per_second']:,.0f} per second, "
             f"{many['batches_per_second']:,.0f} batches. Peak "
             f"{many['peak_mib']:,} MiB, {many['peak_after_a_tenth_mib']:,} after a "
-            "tenth of them."
+            "tenth of the examples."
         )
 
 

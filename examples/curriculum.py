@@ -5,7 +5,7 @@
 
 Each process measures the difficulty of its share of the documents. Then all processes
 sort them together and write one index. From that index every process computes the same
-batches: at first only the easiest documents, and step by step the harder ones.
+batches, starting with only the easiest documents, and gradually adding harder ones.
 """
 
 import argparse
@@ -46,7 +46,7 @@ PANELS = {
 
 
 class Step(NamedTuple):
-    """The figures of a step; `difficulty` is the median over its documents."""
+    """Metrics of a step; `difficulty` is the median over its documents."""
 
     step: int
     difficulty: float
@@ -101,8 +101,10 @@ def write_index(
 
 
 def describe(name: str, share: np.ndarray, processes: jb.Processes) -> None:
-    """Prints how many documents each process has, and how difficult they are."""
-    shares = processes.gather(name, f"{len(share):,} of mean {share.mean():.3g}")
+    """Prints how many documents each process has, and their mean difficulty."""
+    shares = processes.gather(
+        name, f"{len(share):,} documents with mean {share.mean():.3g}"
+    )
     if processes.index == 0:
         print(f"{name}: {'; '.join(shares)}")
 
@@ -176,7 +178,7 @@ def report(steps: list[Step], args: argparse.Namespace) -> None:
 
 
 def draw(steps: list[Step], path: str) -> None:
-    """Draws a panel for each figure, over the steps."""
+    """Draws a panel for each metric over the steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 9), layout="constrained")
@@ -210,25 +212,35 @@ def parse_arguments() -> argparse.Namespace:
         default="curriculum-index",
         help="a folder for the difficulties and their index, shared by all processes",
     )
-    option("--difficulty", choices=DIFFICULTIES, default="length", help="its measure")
+    option(
+        "--difficulty",
+        choices=DIFFICULTIES,
+        default="length",
+        help="how to measure the difficulty of a document",
+    )
     option(
         "--sorted-by",
         choices=["all", "process"],
         default="all",
-        help="sort over all processes, or in each process alone",
+        help="sort across all processes, or within each process",
     )
-    option("--epochs-to-all", type=float, default=0.5, help="until all are trained on")
+    option(
+        "--epochs-to-all",
+        type=float,
+        default=0.5,
+        help="number of epochs until all documents are available",
+    )
     option("--rule", choices=["linear", "sqrt", "none"], default="sqrt")
     option("--max-len", type=int, default=512, help="bytes to truncate documents to")
-    option("--max-tokens", type=int, default=4096, help="the most tokens of a batch")
-    option("--num-buckets", type=int, default=6, help="the most shapes")
-    option("--steps", type=int, default=200, help="updates")
+    option("--max-tokens", type=int, default=4096, help="maximum tokens per batch")
+    option("--num-buckets", type=int, default=6, help="maximum number of shapes")
+    option("--steps", type=int, default=200, help="number of steps")
     option("--lr", type=float, default=2e-3, help="peak learning rate")
     option("--width", type=int, default=64, help="width of the model")
-    option("--layers", type=int, default=2, help="layers of the model")
+    option("--layers", type=int, default=2, help="number of layers")
     option("--seed", type=int, default=0, help="seed of the model and of the batches")
-    option("--json", help="a file to write the figures of all steps to")
-    option("--plot", help="a picture of the run to draw")
+    option("--json", help="a file to write the metrics of all steps to")
+    option("--plot", help="a file for a plot of the run")
     return parser.parse_args()
 
 

@@ -27,7 +27,7 @@ class Document(NamedTuple):
 
 
 class Examples(list[dict[str, np.ndarray]]):
-    """One example `{"tokens": [n] uint8}` per document: its bytes."""
+    """A source with one example per document: `{"tokens": [n] uint8}`, its bytes."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -128,7 +128,8 @@ def read(path: pathlib.Path, field: str) -> Iterator[Document]:
             if line.strip():
                 is_json = path.suffix == ".jsonl"
                 text = text_of(line, f"{path}:{number}", field) if is_json else line
-                # The origin leaves out the path: moving the file keeps the split.
+                # The origin does not contain the path, so that moving the file does not
+                # change the split.
                 yield Document(str(number), text)
     except OSError as error:
         raise ValueError(f"`--data {path}` cannot be read: {error.strerror}.") from None
@@ -147,7 +148,7 @@ def read_folder(folder: pathlib.Path) -> Iterator[Document]:
             try:
                 text = file.read_text("utf-8")
             except UnicodeDecodeError:
-                continue  # The folder may also have pictures and other binary files.
+                continue  # The folder may also contain images and other binary files.
             yield Document(name.as_posix(), text)
 
 
@@ -172,7 +173,7 @@ def text_of(line: str, place: str, field: str) -> str:
 
 
 def distinct(documents: Iterable[Document]) -> Iterator[Document]:
-    """Yields the first document of each text, and no blank ones."""
+    """Yields documents without duplicates and blank documents."""
     seen = set()
     for document in documents:
         if document.text.strip() and document.text not in seen:

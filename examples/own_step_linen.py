@@ -3,7 +3,7 @@
     python examples/own_step_linen.py
 
 jaxbucket plans the shapes, loads the batches and compiles the step for every shape. The
-step itself knows nothing of jaxbucket, except that `batch.mask` is False for padding.
+step itself does not use jaxbucket, except for `batch.mask`, which is False for padding.
 The model learns to tag each digit of a sequence: is it larger than the digit before it?
 """
 
@@ -48,7 +48,8 @@ def train_step(state: TrainState, batch: jb.Batch) -> tuple[TrainState, jax.Arra
     def loss_fn(params):
         logits = state.apply_fn({"params": params}, batch.features["digits"])
         losses = optax.sigmoid_binary_cross_entropy(logits, batch.features["rises"])
-        mask = batch.mask  # [B, T], of both features: they have the same length.
+        # [B, T]; both features have the same length, so they share one mask.
+        mask = batch.mask
         return jnp.sum(losses * mask) / jnp.maximum(jnp.sum(mask), 1)
 
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=5, help="passes over the data")
     args = parser.parse_args(argv)
 
-    # The shapes, and the examples of every batch. Data-parallel over all devices.
+    # Plan the shapes and the examples of every batch, with data parallelism.
     mesh = jb.data_mesh()
     source = make_source(2000)
     lengths = jb.measure_lengths(source)
@@ -70,14 +71,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     schedule = jb.BatchSchedule(plan, lengths, seed=0)
     batches = jb.MeshLoader(source, schedule, mesh, num_epochs=args.epochs)
 
-    # The state. `replicate` puts it on all devices of the mesh.
+    # Create the state. `replicate` puts it on all devices of the mesh.
     model = Tagger()
     params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     tx = optax.adam(1e-2)
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     state = jb.sharding.replicate(state, mesh)
 
-    # The step, compiled for every bucket. It must return a state sharded as the first.
+    # Compile the step for every bucket. It must return a state with the same sharding
+    # as its input.
     replicated = NamedSharding(mesh, PartitionSpec())
     step_fn = jax.jit(train_step, donate_argnums=0, out_shardings=replicated)
     with jb.compile.count_compiles() as compiles:

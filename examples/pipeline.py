@@ -53,7 +53,7 @@ class Shared(NamedTuple):
     head: Any
 
 
-def split_by_stage(model: Transformer, num_stages: int) -> tuple[Shared, Stages]:
+def split_into_stages(model: Transformer, num_stages: int) -> tuple[Shared, Stages]:
     """Splits a model into the static parts of its layers and parameters by stage."""
     split = [nnx.split(block, nnx.Param) for block in model.blocks]
     layers = len(split) // num_stages
@@ -66,7 +66,7 @@ def split_by_stage(model: Transformer, num_stages: int) -> tuple[Shared, Stages]
     return shared, Stages(embed[1], blocks, norm[1], head[1])
 
 
-def place(stages: Stages, mesh: Mesh) -> Stages:
+def shard_stages(stages: Stages, mesh: Mesh) -> Stages:
     """Puts the blocks of each stage on its devices, and the rest on all devices."""
     return Stages(
         *(
@@ -104,7 +104,7 @@ def pipelined_loss(shared: Shared, mesh: Mesh) -> Callable[[Stages, jb.Batch], A
             x = jnp.where(stage == 0, embedded, received)
             x = run_blocks(shared.block, blocks, x, batch)
             is_done = (stage == num_stages - 1) & (number >= 0) & (number < num_micro)
-            nats = jnp.where(is_done, nats_of(shared, stages, x, batch), 0.0)
+            nats = jnp.where(is_done, total_loss(shared, stages, x, batch), 0.0)
             to_next = [(s, s + 1) for s in range(num_stages - 1)]
             return jax.lax.ppermute(x, "stage", to_next), nats
 
@@ -134,7 +134,7 @@ def plain_loss(shared: Shared) -> Callable[[Stages, jb.Batch], Any]:
 
         def batch_nats(batch: jb.Batch) -> jax.Array:
             x = run_blocks(shared.block, flat, embed(shared, stages, batch), batch)
-            return nats_of(shared, stages, x, batch)
+            return total_loss(shared, stages, x, batch)
 
         total = jax.lax.map(batch_nats, micro).sum()
         return total / jnp.maximum(micro.num_tokens, 1).astype(jnp.float32)
@@ -157,7 +157,9 @@ def run_blocks(block: Any, params: Any, x: jax.Array, batch: jb.Batch) -> jax.Ar
     return jax.lax.scan(apply_layer, x, params)[0]
 
 
-def nats_of(shared: Shared, stages: Stages, x: jax.Array, batch: jb.Batch) -> jax.Array:
+def total_loss(
+    shared: Shared, stages: Stages, x: jax.Array, batch: jb.Batch
+) -> jax.Array:
     """Returns the sum of the loss over all real bytes."""
     norm = nnx.merge(shared.norm, stages.norm)
     head = nnx.merge(shared.head, stages.head)
@@ -200,8 +202,8 @@ def main() -> None:
     schedule = jb.BatchSchedule(plan, lengths, accumulate=args.accumulate, group="same")
     print(schedule)
     model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(0))
-    shared, stages = split_by_stage(model, args.stages)
-    stages = place(stages, mesh)
+    shared, stages = split_into_stages(model, args.stages)
+    stages = shard_stages(stages, mesh)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.lr))
     opt_state = init(tx, stages, mesh)
     step_fn = make_step(pipelined_loss(shared, mesh), tx)
@@ -235,10 +237,10 @@ def parse_arguments() -> argparse.Namespace:
     option("--stages", type=int, default=2, help="a divisor of the number of devices")
     option("--accumulate", type=int, default=4, help="micro-batches of a step")
     option("--max-len", type=int, default=256, help="bytes to truncate documents to")
-    option("--max-tokens", type=int, default=1024, help="the most tokens of a batch")
+    option("--max-tokens", type=int, default=1024, help="maximum tokens per batch")
     option("--width", type=int, default=64, help="width of the model")
-    option("--layers", type=int, default=4, help="layers of the model")
-    option("--steps", type=int, default=100, help="updates")
+    option("--layers", type=int, default=4, help="number of layers")
+    option("--steps", type=int, default=100, help="number of steps")
     option("--lr", type=float, default=3e-3, help="learning rate")
     args = parser.parse_args()
     if args.layers % args.stages:

@@ -18,15 +18,17 @@ import jaxbucket as jb
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Plan batches with numpy alone.")
-    parser.add_argument("--examples", type=int, default=10_000, help="how many")
-    parser.add_argument("--workers", type=int, default=4, help="that share a batch")
+    parser.add_argument(
+        "--examples", type=int, default=10_000, help="number of examples"
+    )
+    parser.add_argument("--workers", type=int, default=4, help="number of workers")
     args = parser.parse_args(argv)
 
-    # Lengths are all that planning needs to know of the data.
+    # Planning needs only the lengths of the data.
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(4.5, 0.8, args.examples), 1, 1024).astype(int)
 
-    # At most 6 shapes (B, T) of at most 16,384 tokens. The workers divide every B.
+    # Up to 6 shapes (B, T) with up to 16,384 tokens. B is divisible by the workers.
     plan = jb.plan_buckets(
         lengths,
         max_tokens=16_384,
@@ -37,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"shapes: {', '.join(map(str, plan.buckets))}")
     print(jb.report(plan, lengths).summary)
 
-    # The examples of any step, of any epoch, without those before it. The same seed
-    # gives the same batches in every worker, so all have the same shape at a step.
+    # The examples of any step can be computed without computing earlier steps. The same
+    # seed gives the same batches in every worker, so all have the same shape at a step.
     schedule = jb.BatchSchedule(plan, lengths, seed=0)
     seen = np.zeros(args.examples, dtype=int)
     for step in range(len(schedule)):

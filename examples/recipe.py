@@ -1,4 +1,4 @@
-"""How the transformer is trained: loss, optimizer, steps, and the options for these.
+"""Loss, optimizer and steps of the transformer, and their command line options.
 
 `jaxbucket precompile --recipe recipe:steps` compiles the steps before a job starts.
 """
@@ -17,23 +17,23 @@ from transformer import BEGIN, Transformer
 
 import jaxbucket as jb
 
-# The number of examples in a batch for which the learning rate is given.
+# The batch size, in examples, for which `--lr` was tuned.
 BASE_EXAMPLES = 32
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--width", type=int, default=128, help="width of the model")
-    option("--layers", type=int, default=2, help="layers of the model")
+    option("--layers", type=int, default=2, help="number of layers")
     option("--lr", type=float, default=8e-3, help="peak learning rate")
-    option("--steps", type=int, default=700, help="updates")
+    option("--steps", type=int, default=700, help="number of steps")
     option("--seed", type=int, default=0, help="seed of the model and of the batches")
 
 
 def loss_fn(
     model: Transformer, batch: jb.Batch, keys: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns sums, never means: the nats of all real bytes, and their number.
+    """Returns the sum of the loss in nats over all real bytes, and their number.
 
     Rows may be padded or packed: padding has weight 0, and no byte is predicted from
     another document.
@@ -46,14 +46,14 @@ def loss_fn(
 
 
 def bits_per_byte(metrics: Sequence[dict[str, jax.Array]]) -> tuple[float, int]:
-    """Returns the mean over batches of any sizes, and how many bytes they have."""
+    """Returns the mean bits per byte of batches, and their total number of bytes."""
     nats = math.fsum(float(batch["loss_sum"]) for batch in metrics)
     num_bytes = sum(int(batch["weight"]) for batch in metrics)
     return nats / num_bytes / math.log(2), num_bytes
 
 
 def warmup_cosine_schedule(lr: float, num_steps: int) -> optax.Schedule:
-    """Returns a rate that rises for a twentieth of the steps, and falls to the end."""
+    """Returns a schedule with linear warmup over 5% of the steps and cosine decay."""
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=lr,
@@ -66,7 +66,7 @@ def warmup_cosine_schedule(lr: float, num_steps: int) -> optax.Schedule:
 def make_optimizer(
     rate: optax.Schedule, rule: Literal["linear", "sqrt", "none"] = "sqrt"
 ) -> optax.GradientTransformation:
-    """Returns AdamW, whose updates grow with the number of examples in the batch."""
+    """Returns AdamW with updates scaled by the number of examples in the batch."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(rate, b2=0.98, weight_decay=0.05),
@@ -86,7 +86,7 @@ def make_steps(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> tuple[Any, 
 
 
 def steps(plan: jb.BucketPlan, *options: str) -> dict[str, Any]:
-    """Returns what `train_lm.py` compiles for a plan, with the same options."""
+    """Returns the steps that `train_lm.py` compiles for a plan and options."""
     parser = argparse.ArgumentParser(prog="recipe:steps")
     add_options(parser)
     mesh = jb.data_mesh()

@@ -1,4 +1,4 @@
-"""Scores every example of a data set, and writes the scores in its order.
+"""Scores every example of a dataset, and writes the scores in its order.
 
     python examples/score.py
     python examples/score.py --output scores.npy

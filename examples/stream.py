@@ -33,7 +33,7 @@ STEPS_BETWEEN_LINES = 25
 
 
 class Step(NamedTuple):
-    """The figures of a step."""
+    """Metrics of a step."""
 
     step: int
     batch_size: int
@@ -46,26 +46,26 @@ def main() -> None:
     args = parse_arguments()
     with jb.Processes() as processes:
         mesh = jb.data_mesh()
-        dataset = passages(args, mesh, processes)
+        dataset = passage_batches(args, mesh, processes)
         processes.check_agreement(dataset.position(0), mesh)
         steps = train(dataset, args, mesh, processes)
         if processes.index == 0:
             report(steps, args)
 
 
-def passages(
+def passage_batches(
     args: argparse.Namespace, mesh: jax.sharding.Mesh, processes: jb.Processes
 ) -> StreamDataset:
     """Returns batches of the passages of this process's documents."""
     texts = documents.load(args.data).train[processes.index :: processes.count]
 
-    def cut_anew(epoch: int, seed: int) -> grain.IterDataset:
+    def new_passages(epoch: int, seed: int) -> grain.IterDataset:
         del epoch
         shuffled = grain.MapDataset.source(texts).seed(seed).shuffle()
         return shuffled.random_map(passage).to_iter_dataset()
 
-    sample = jb.stream.sample_lengths(cut_anew, args.sample, seed=args.seed)
-    # The samples of all processes, so that all of them make the same plan.
+    sample = jb.stream.sample_lengths(new_passages, args.sample, seed=args.seed)
+    # Gather the samples of all processes, so that they compute the same plan.
     samples = processes.gather("lengths", json.dumps(sample.tolist()))
     lengths = np.concatenate([json.loads(text) for text in samples])
     plan = jb.plan_buckets(
@@ -82,9 +82,9 @@ def passages(
         shape = longest.batch_size, longest.seq_len
         plan = jb.BucketPlan.from_shapes([shape], overlong=plan.overlong)
     if processes.index == 0:
-        print(f"Shapes {', '.join(map(str, plan.buckets))} by {len(lengths)} passages.")
+        print(f"Shapes: {', '.join(map(str, plan.buckets))} ({len(lengths):,} lengths)")
     return jb.stream_batches(
-        cut_anew,
+        new_passages,
         plan,
         pool_size=args.pool_size,
         lengths=lengths,
@@ -114,7 +114,7 @@ def train(
     processes: jb.Processes,
 ) -> list[Step]:
     """Trains to the end of all streams, and returns the steps of this run."""
-    # A rate without an end, because nobody knows how many steps there will be.
+    # The schedule has no fixed end, because the number of steps is not known.
     rate = jb.optim.warmup_inverse_sqrt_schedule(args.lr, 35)
     tx = recipe.make_optimizer(rate)
     model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(args.seed))
@@ -140,7 +140,7 @@ def train(
             jb.sharding.prefetch_to_mesh(batches, mesh), first
         ):
             state, metrics = train_step(state, batch)
-            records.append(record_of(step, batch, metrics))
+            records.append(to_record(step, batch, metrics))
             if processes.index == 0 and step % STEPS_BETWEEN_LINES == 0:
                 show(records[-1])
             if checkpoints and (step + 1) % args.save_every == 0:
@@ -153,7 +153,7 @@ def train(
     return records
 
 
-def record_of(step: int, batch: jb.Batch, metrics: dict[str, Any]) -> Step:
+def to_record(step: int, batch: jb.Batch, metrics: dict[str, Any]) -> Step:
     tokens, loss = int(metrics["num_tokens"]), float(metrics["loss"])
     return Step(step, batch.bucket.batch_size, batch.bucket.seq_len, tokens, loss)
 
@@ -173,8 +173,8 @@ def report(steps: Sequence[Step], args: argparse.Namespace) -> None:
     print(f"{len(steps)} steps of {real:,} bytes, {padding:.1%} padding.")
     if args.json:
         numbers = [step._asdict() for step in steps]
-        figures = {"steps": numbers, "real_tokens": real, "padding": padding}
-        pathlib.Path(args.json).write_text(json.dumps(figures))
+        summary = {"steps": numbers, "real_tokens": real, "padding": padding}
+        pathlib.Path(args.json).write_text(json.dumps(summary))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -185,19 +185,19 @@ def parse_arguments() -> argparse.Namespace:
     option = parser.add_argument
     option("--data", help="documents, as for train_lm.py")
     option("--epochs", type=int, default=1, help="passes over the documents")
-    option("--sample", type=int, default=1000, help="passages per process to plan by")
+    option("--sample", type=int, default=1000, help="passages per process to plan from")
     option("--pool-size", type=int, default=512, help="pending passages, per process")
     option("--pack", action="store_true", help="put several passages in each row")
     option("--max-len", type=int, default=512, help="bytes to truncate passages to")
-    option("--max-tokens", type=int, default=8192, help="the most tokens of a batch")
-    option("--num-buckets", type=int, default=4, help="the most shapes")
+    option("--max-tokens", type=int, default=8192, help="maximum tokens per batch")
+    option("--num-buckets", type=int, default=4, help="maximum number of shapes")
     option("--lr", type=float, default=4e-3, help="peak learning rate")
     option("--width", type=int, default=64, help="width of the model")
-    option("--layers", type=int, default=2, help="layers of the model")
+    option("--layers", type=int, default=2, help="number of layers")
     option("--seed", type=int, default=0, help="seed of the model and of the passages")
     option("--checkpoint", help="a folder to save to, and to continue from")
     option("--save-every", type=int, default=50, help="steps between checkpoints")
-    option("--json", help="a file to write the figures of all steps to")
+    option("--json", help="a file to write the metrics of all steps to")
     return parser.parse_args()
 
 

@@ -29,13 +29,13 @@ import jaxbucket as jb
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     with contextlib.ExitStack() as stack:
-        # Every process runs these lines, and the first one prints.
+        # All processes run this code, but only process 0 prints.
         processes = stack.enter_context(jb.Processes())
         compiles = stack.enter_context(jb.compile.count_compiles())
         console = Console(quiet=processes.index > 0, highlight=False, markup=False)
         mesh = jb.data_mesh()
 
-        # Choose a few shapes (B, T), and the documents of every step.
+        # Choose a few shapes (B, T), and assign documents to steps.
         split = documents.load(args.data, args.field, args.max_len)
         lengths = jb.measure_lengths(split.train)
         rows = jb.plan_packing(
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         batches = jb.MeshLoader(split.train, schedule, mesh, num_steps=args.steps)
         processes.check_agreement(batches.position(0), mesh, vars(args))
 
-        # The same for the held-out documents, which may be longer than the others.
+        # Batch the held-out documents in the same shapes. They may be longer, so
+        # truncate them.
         plan = dataclasses.replace(plan, overlong="truncate")
         lengths = jb.measure_lengths(split.held_out)
         schedule = jb.BatchSchedule(plan, lengths, order="source")
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             state, metrics = train_step(state, batch)
             step += 1
             recent.append(metrics)
-            # Not after every step, because reading metrics waits for the device.
+            # Do not read metrics after every step, because that waits for the device.
             if step % max(1, args.steps // 20) == 0:
                 loss, size = recipe.bits_per_byte(recent)
                 speed = size / (time.perf_counter() - start)
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(f"Stopped by {stop.signal.name} after step {step}. {how}")
             return 128 + stop.signal
 
-        # Evaluate on every held-out document, and count what was compiled.
+        # Evaluate on every held-out document, and count the compiled programs.
         metrics = [eval_step(state, batch) for batch in held_out]
         held_out_loss, _ = recipe.bits_per_byte(metrics)
         ahead = train_step.report.num_compiled + eval_step.report.num_compiled
@@ -129,14 +130,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--data", help="a .jsonl or .txt file, or a folder of documents")
     option("--field", default="text", help="the field of a .jsonl line with its text")
     option("--max-len", type=int, default=1024, help="bytes to truncate documents to")
-    option("--max-tokens", type=int, default=4096, help="the most tokens of a batch")
-    option("--num-buckets", type=int, default=8, help="the most shapes")
-    option("--batch-size-multiple", type=int, default=4, help="devices must divide it")
-    option("--pack", default="never", help="share rows: auto, always or never")
+    option("--max-tokens", type=int, default=4096, help="maximum tokens per batch")
+    option("--num-buckets", type=int, default=8, help="maximum number of shapes")
+    option("--batch-size-multiple", type=int, default=4, help="a divisor of every B")
+    option("--pack", default="never", help="pack documents: auto, always or never")
     recipe.add_options(parser)
     option("--checkpoint", help="a folder to save to, and to continue from")
     option("--save-every", type=int, default=100, help="steps between checkpoints")
-    option("--executables", help="a folder that keeps compiled steps")
+    option("--executables", help="a folder in which to store compiled steps")
     option("--json", help="a file to write the results to")
     return parser.parse_args(argv)
 

@@ -12,7 +12,7 @@ for python in "$@"; do
     python --version
     while read -r command; do
         echo "+ $command"
-        # Not of the loop's own input, which commands might read.
+        # Commands must not read the loop's input.
         (time eval "$command") </dev/null
     done <<<"$commands"
     deactivate

@@ -48,7 +48,8 @@ def main() -> int:
         for process in processes:
             end(process)
         for thread in threads:
-            # Limited, because a process that left its session may keep the pipe open.
+            # Wait with a timeout, because a process that left its session may keep the
+            # pipe open.
             thread.join(SECONDS_TO_READ)
 
 

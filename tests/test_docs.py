@@ -1,4 +1,4 @@
-"""What README.md and docs/ say holds. Their Python blocks are run by conftest.py."""
+"""Tests of README.md and docs/. Their Python blocks are run by conftest.py."""
 
 import importlib.util
 import json

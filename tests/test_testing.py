@@ -287,7 +287,7 @@ def test_shapes_outside_the_buckets_are_reported():
 
 
 def test_several_sequences_with_lengths_of_their_own_are_accepted():
-    """Such as the source and target of a translation."""
+    """For example, the source and target of a translation."""
 
     def batch(first):
         index = np.array([first, first + 1])

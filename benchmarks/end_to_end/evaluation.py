@@ -1,4 +1,4 @@
-"""Evaluation on the held-out documents, in compiled steps."""
+"""Evaluation on the held-out documents, with compiled steps."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ import jaxbucket as jb
 
 
 class HeldOut:
-    """Evaluates every held-out document, in source order and in the same shapes.
+    """Evaluates every held-out document, in source order and with fixed shapes.
 
     Attributes:
       steps: the compiled evaluation steps.
@@ -35,7 +35,7 @@ class HeldOut:
             eval_step,
             state,
             part.specs(mesh),
-            # Training does not wait for the evaluation steps, either.
+            # Training does not wait for the evaluation steps to compile, either.
             opening=part.schedule.bucket_order() if args.opening else (),
             executables=executables(args),
         )
@@ -64,7 +64,7 @@ class HeldOut:
 
 
 def executables(args: argparse.Namespace) -> jb.ExecutableCache | None:
-    """Returns the folder of executables, by default in that of the checkpoints."""
+    """Returns the cache of executables, by default in the folder of checkpoints."""
     folder = args.executables
     if folder is None and args.checkpoint and "://" not in args.checkpoint:
         folder = pathlib.Path(args.checkpoint, "executables")

@@ -1,4 +1,4 @@
-"""What a run is about, settled before anything is compiled: data, mesh and shapes."""
+"""The setup of a run before compilation: data, mesh and shapes."""
 
 import argparse
 import dataclasses
@@ -34,15 +34,15 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A run before anything is compiled.
+    """A run before compilation.
 
     Attributes:
       processes: the processes that train together.
       mesh: the devices of all processes.
-      limits: the limits of every batch, whatever the policy.
-      planned: the shapes of the bucketed policy, and the reason for them.
-      train: the documents to train on. Their plan has one shape for some policies.
-      held_out: the other documents, in the bucketed shapes whatever the policy.
+      limits: the limits of every batch, regardless of the policy.
+      planned: the shapes of the bucketed policy, and why they were chosen.
+      train: the documents to train on. For some policies, their plan has one shape.
+      held_out: the other documents, in the bucketed shapes, regardless of the policy.
     """
 
     processes: jb.Processes
@@ -69,7 +69,7 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
     if args.checkpoint and args.policy not in policies.RESUMABLE:
         raise ValueError(
             f"`--policy {args.policy}` cannot be resumed, because each of its batches "
-            "depends on all earlier ones. Leave out `--checkpoint`, or choose one of "
+            "depends on all earlier ones. Remove `--checkpoint`, or choose one of "
             f"{', '.join(policies.RESUMABLE)}."
         )
     if processes.count > 1 and args.policy not in policies.RESUMABLE:
@@ -79,9 +79,10 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
         )
     if processes.count > 1 and args.seconds:
         raise ValueError(
-            "`--seconds` needs one clock, but each process has its own. Give `--steps`."
+            "`--seconds` is not supported with several processes, because their clocks "
+            "differ. Pass `--steps` instead."
         )
-    # Padded rows truncate documents. Packed ones need documents that fit.
+    # Padded rows truncate documents. Packed rows require documents that fit.
     max_len = None if args.pack == "never" else args.max_len
     split = documents.load(args.data, args.field, max_len)
     lengths = jb.measure_lengths(split.train)
@@ -105,7 +106,8 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
     packing = shapes.packing(planned, lengths)
     evaluated = planned.plan
     if args.pack != "never":
-        # Held-out documents are never packed, so all ways are evaluated alike.
+        # Held-out documents are never packed, so that evaluation is the same for all
+        # methods.
         evaluated = shapes.by_tokens(args, lengths, shapes.limits_of(limits)).plan
     job = Job(
         processes,
@@ -120,7 +122,7 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
         ),
         Part(split.held_out, jb.BatchSchedule(evaluated, held_out, order="source")),
     )
-    # Before the first call in which processes wait for one another.
+    # Check this before the first call in which processes wait for each other.
     job.check_agreement(dataset(job, args, job.train.schedule).position(0), args)
     return job
 
@@ -133,10 +135,10 @@ def plan(
     lengths: np.ndarray,
     limits: policies.Limits,
 ) -> shapes.Planned:
-    """Plans the shapes by tokens or by time; other policies only evaluate in them."""
+    """Plans shapes that minimize tokens or time; other policies only evaluate."""
     plan_limits = shapes.limits_of(limits)
     if args.plan:
-        return shapes.given(args.plan, args.pack == "always")
+        return shapes.plan_from_file(args.plan, args.pack == "always")
     if args.cost == "tokens" and args.pack != "never":
         return shapes.by_operations(args, lengths, plan_limits)
     if args.cost == "tokens" or args.policy != "bucketed":
@@ -159,6 +161,6 @@ def dataset(
         job.train.source,
         schedule,
         shard=jb.sharding.local_rows(job.mesh),
-        # A run by time ends with its time.
+        # A run with `--seconds` ends when the time is up.
         num_steps=sys.maxsize if args.seconds else args.steps,
     )

@@ -24,7 +24,7 @@ _RECENT_STEPS = 20
 
 
 class Clock:
-    """A clock of training, compiling included, that can be paused."""
+    """A clock that measures training and compilation, and that can be paused."""
 
     def __init__(self, seconds: float = 0.0):
         self._before = seconds
@@ -45,10 +45,10 @@ class Clock:
 
 
 class TrainingLog:
-    """Records every step and shows the run as it goes; use it as a context.
+    """Context manager that records every step and displays the progress of the run.
 
     Attributes:
-      records: every step since this process began.
+      records: every step since this process started.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class TrainingLog:
         return min(1.0, max(shares))
 
     def add(self, batch: jb.Batch, metrics: dict[str, Any]) -> None:
-        """Takes a step that was dispatched, and records the step before it.
+        """Adds a step that was dispatched, and records the previous step.
 
-        Reading the numbers of a step waits for its end. Reading them one step late,
-        the device always has a next step.
+        Reading the metrics of a step waits for its end. Because they are read one step
+        late, the device is never idle.
         """
         self.settle()
-        # A thread takes the time at which the step ends, because some backends run a
-        # step within the call that dispatches it, and others long after it.
+        # A thread measures when the step ends, because some backends run a step within
+        # the call that dispatches it, and others long afterwards.
         end = self._waiter.submit(self._end, metrics)
         self._pending = batch.bucket, metrics, end
 
@@ -189,7 +189,7 @@ class TrainingLog:
             )
 
     def summary(self) -> dict[str, Any]:
-        """Returns the steps of this process, and every line that was shown."""
+        """Returns the steps of this process, and every line that was printed."""
         return {
             "steps": self.step,
             "first_step": self._first_step,
@@ -202,12 +202,14 @@ class TrainingLog:
 class BatchDigest:
     """A hash of all batches of a run, for any number of processes.
 
-    It is the sum of a hash for each row with its place, so that processes add up.
+    It is the sum of the hashes of all rows and their positions, so that the sums of
+    processes can be added.
     """
 
     def __init__(self, processes: jb.Processes, before: str = "0"):
         self._processes = processes
-        # All processes know the sum so far, and one of them counts it.
+        # All processes hold the sum of earlier parts of the run, so only process 0 adds
+        # it.
         self._sum = int(before, 16) if processes.index == 0 else 0
 
     def add(self, batch: jb.Batch, step: int) -> None:
@@ -220,13 +222,13 @@ class BatchDigest:
                         self._sum += _hash(f"{step} {number} {row} ", values)
 
     def total(self) -> str:
-        """Returns the hash. All processes have to call it."""
+        """Returns the hash. All processes must call this."""
         sums = self._processes.gather("batches digest", f"{self._sum:x}")
         return f"{sum(int(part, 16) for part in sums) % 2**128:032x}"
 
 
-def _hash(place: str, values: np.ndarray) -> int:
-    hashed = hashlib.blake2b(place.encode() + values.tobytes(), digest_size=16)
+def _hash(position: str, values: np.ndarray) -> int:
+    hashed = hashlib.blake2b(position.encode() + values.tobytes(), digest_size=16)
     return int.from_bytes(hashed.digest())
 
 

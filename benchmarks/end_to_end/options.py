@@ -14,7 +14,7 @@ from jaxbucket.packing.packed_plan import PACK_CHOICES
 from jaxbucket.plan.planner import RULES
 
 SEQ_LEN_MULTIPLE = 32
-# Options that may change when a run is resumed. A change is printed.
+# Options that may change when a run is resumed. Changes are printed.
 TRAINING = ("steps", "seconds", "lr", "dropout", "mode")
 # Options that may differ between processes. Data is compared by its contents.
 OF_ONE_PROCESS = ("data", "json", "plot", "timeout", "executables", "plan")
@@ -24,7 +24,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a byte-level language model on documents of every length.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        # `--comp` must not be taken for `--compare`, which starts its own command.
+        # `--comp` must not be read as `--compare`, which starts its own command.
         allow_abbrev=False,
     )
     data = parser.add_argument_group("data")
@@ -32,10 +32,10 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--data",
         metavar="PATH",
         help="a .jsonl file, a .txt file with one document per line, or a folder of "
-        "documents; by default Python's standard library",
+        "documents; defaults to Python's standard library",
     )
     data.add_argument(
-        "--field", default="text", help="the field of a .jsonl line that has its text"
+        "--field", default="text", help="the field of a .jsonl line with its text"
     )
     data.add_argument(
         "--max-len", type=length, default=1024, help="bytes to truncate documents to"
@@ -44,21 +44,21 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     plan.add_argument(
         "--max-tokens",
         type=positive,
-        help="the most tokens, B * T, of a global batch; by default "
-        "--batch-size-multiple rows of --max-len",
+        help="maximum B * T of a global batch; defaults to --batch-size-multiple times "
+        "--max-len",
     )
     plan.add_argument(
         "--num-buckets",
         type=number_or_auto,
         default=8,
         metavar="N",
-        help='the most shapes; "auto" weighs the time that each takes to compile',
+        help='maximum number of shapes; "auto" takes the compile time into account',
     )
     plan.add_argument(
         "--cost",
         choices=("tokens", "time"),
-        help="what a plan minimizes. Time is measured first, on a few shapes. By "
-        "default tokens, or time with --num-buckets auto",
+        help='the cost that a plan minimizes; "time" first measures a few shapes. '
+        "Defaults to tokens, or to time with --num-buckets auto",
     )
     plan.add_argument(
         "--boundaries",
@@ -70,49 +70,49 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--batch-size-multiple",
         type=positive,
         default=4,
-        help="a divisor of every B, which the devices must divide",
+        help="B is a multiple of this number, which the number of devices must divide",
     )
     plan.add_argument(
         "--pack",
         choices=PACK_CHOICES,
         default="never",
-        help="put several documents in a row; auto does so if an epoch costs less that "
-        "way, in operations, or in measured time with --cost time",
+        help="whether to pack several documents into a row; auto does so if it reduces "
+        "the cost of an epoch in operations, or in measured time with --cost time",
     )
     plan.add_argument(
         "--plan",
         metavar="FILE",
-        help="a plan that `jaxbucket plan -o` wrote, instead of planning",
+        help="use a plan written by `jaxbucket plan -o`",
     )
     compiling = parser.add_argument_group("compiling")
     compiling.add_argument(
         "--executables",
         metavar="FOLDER",
-        help="keep executables there, and load them from there; by default in the "
-        "folder of the checkpoints. Loading one runs its code, so use only folders "
-        "that you trust",
+        help="folder in which to store executables; defaults to a folder in "
+        "--checkpoint. Loading an executable runs its code, so use only folders that "
+        "you trust",
     )
     compiling.add_argument(
         "--verify",
         choices=("all", "one"),
         default="all",
-        help="how many programs are traced to check that an executable is up to date",
+        help="how many programs to trace to check that the executables are up to date",
     )
     compiling.add_argument(
         "--opening",
         type=positive,
         metavar="STEPS",
-        help="steps of one shape to begin with, while the others are compiled",
+        help="number of steps with one shape, while the other shapes are compiled",
     )
     model = parser.add_argument_group("model and training")
     model.add_argument("--width", type=even, default=128, help="width of the model")
     model.add_argument("--layers", type=positive, default=2, help="layers of the model")
     model.add_argument("--dropout", type=share, default=0.0, help="dropout rate")
-    model.add_argument("--steps", type=positive, default=700, help="updates")
+    model.add_argument("--steps", type=positive, default=700, help="number of steps")
     model.add_argument(
         "--seconds",
         type=rate,
-        help="train for this long, compiling included, instead of --steps",
+        help="training time, including compilation, instead of --steps",
     )
     model.add_argument("--lr", type=rate, default=8e-3, help="peak learning rate")
     model.add_argument(
@@ -120,7 +120,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     devices = parser.add_argument_group("devices")
     devices.add_argument(
-        "--devices", type=positive, help="devices to simulate on the CPU"
+        "--devices", type=positive, help="number of devices to simulate on the CPU"
     )
     devices.add_argument(
         "--mode",
@@ -132,12 +132,12 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--model-devices",
         type=positive,
         default=1,
-        help="devices that share the same rows, and divide the layers of the model",
+        help="number of devices that share rows and split the layers of the model",
     )
     devices.add_argument(
         "--fully-sharded",
         action="store_true",
-        help="shard the state over the devices, too",
+        help="also shard the state over the devices",
     )
     devices.add_argument(
         "--timeout",
@@ -146,40 +146,40 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         default=60.0,
         help="time without a heartbeat after which a process is lost",
     )
-    ways = parser.add_argument_group("ways to make batches")
+    ways = parser.add_argument_group("batching methods")
     ways.add_argument(
         "--policy",
         choices=policies.POLICIES,
         default="bucketed",
-        help="how batches are made",
+        help="batching method",
     )
     ways.add_argument(
         "--compare",
         action="store_true",
-        help="train in every way for --seconds each, and compare them",
+        help="train with every method for --seconds each, and compare the results",
     )
     ways.add_argument(
         "--seeds",
         type=positive,
         default=1,
-        help="with --compare, train in every way with this many seeds, from --seed on",
+        help="number of seeds per method with --compare, starting from --seed",
     )
     ways.add_argument(
         "--markdown",
         action="store_true",
-        help="with --compare, print the table as Markdown, too",
+        help="with --compare, also print the table as Markdown",
     )
     saving = parser.add_argument_group("checkpoints")
-    saving.add_argument("--checkpoint", metavar="FOLDER", help="save the run there")
+    saving.add_argument("--checkpoint", metavar="FOLDER", help="folder for checkpoints")
     saving.add_argument(
         "--save-every",
         metavar="STEPS",
         type=positive,
         default=100,
-        help="steps between checkpoints",
+        help="number of steps between checkpoints",
     )
     saving.add_argument(
-        "--keep", type=positive, default=3, help="checkpoints to keep, the newest"
+        "--keep", type=positive, default=3, help="number of checkpoints to keep"
     )
     resuming = saving.add_mutually_exclusive_group()
     resuming.add_argument(
@@ -188,22 +188,26 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     resuming.add_argument(
         "--resume-changed",
         action="store_true",
-        help="continue from it with different data, another plan or another seed",
+        help="like --resume, but allows different data, a different plan or a "
+        "different seed",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--points", type=positive, default=1, help="evaluations during the run"
+        "--points",
+        type=positive,
+        default=1,
+        help="number of evaluations during the run",
     )
     output.add_argument(
-        "--json", metavar="FILE", type=new_file, help="write every number there"
+        "--json", metavar="FILE", type=new_file, help="JSON file for all results"
     )
     output.add_argument(
-        "--plot", metavar="FILE", type=new_picture, help="draw the run there"
+        "--plot", metavar="FILE", type=new_plot, help="file for a plot of the run"
     )
     args = parser.parse_args(words)
     check_plan(parser, args)
     if args.opening and args.policy not in policies.RESUMABLE:
-        parser.error(f"--opening plans batches, and --policy {args.policy} does not")
+        parser.error(f"--opening is not supported with --policy {args.policy}")
     if args.compare:
         check_compare(parser, args)
     elif args.seeds > 1 or args.markdown:
@@ -220,17 +224,19 @@ def check_compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     if os.environ.get("JAX_NUM_PROCESSES", "1") != "1":
         parser.error("--compare runs in one process, and cannot be one of several")
     if args.checkpoint or args.resume or args.resume_changed:
-        parser.error("--compare starts every run anew: leave out the checkpoints")
-    # Some of the ways have packed rows.
+        parser.error(
+            "--compare does not support checkpoints. Remove --checkpoint and --resume."
+        )
+    # Some of the methods have packed rows.
     if taken := without_packing(args):
         parser.error(
-            f"--compare also packs rows, which chooses them: leave out "
-            f"{', '.join(taken)}"
+            f"--compare includes packed rows, which do not support "
+            f"{', '.join(taken)}. Remove it."
         )
 
 
 def without_packing(args: argparse.Namespace) -> list[str]:
-    """Returns the options that choose rows, and so do not go with packing."""
+    """Returns the given options that packed rows do not support."""
     options = {
         "--boundaries": args.boundaries != "optimal",
         "--num-buckets auto": args.num_buckets == "auto",
@@ -244,25 +250,25 @@ def check_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     auto = args.num_buckets == "auto"
     if auto and args.boundaries != "optimal":
         parser.error(
-            "--num-buckets auto chooses among optimal plans: leave out --boundaries "
-            f"{args.boundaries}, or give a number"
+            "--num-buckets auto chooses among optimal plans. Remove --boundaries "
+            f"{args.boundaries}, or pass a number of buckets."
         )
     if auto and args.cost == "tokens":
         parser.error(
-            "--num-buckets auto weighs the time of compiling: leave out --cost tokens, "
-            "or give a number"
+            "--num-buckets auto requires --cost time. Remove --cost tokens, or pass a "
+            "number of buckets."
         )
     if args.pack != "never":
         taken = ["--policy"] if args.policy != "bucketed" else []
         if taken := taken + without_packing(args):
             parser.error(
-                f"--pack {args.pack} chooses the rows: leave out {', '.join(taken)}"
+                f"--pack {args.pack} does not support {', '.join(taken)}. Remove it."
             )
     args.cost = args.cost or ("time" if auto else "tokens")
 
 
 def check_outputs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuses an output in the place of an input or of another output."""
+    """Rejects an output that would overwrite an input or another output."""
     taken = {}
     for name in ("data", "plan", "json", "plot", "checkpoint", "executables"):
         # A URL is never read as data.
@@ -270,7 +276,8 @@ def check_outputs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
             path = pathlib.Path(getattr(args, name)).resolve()
             if path in taken:
                 parser.error(
-                    f"--{name} and --{taken[path]} are both {path}: name two places"
+                    f"--{name} and --{taken[path]} are both {path}. Choose "
+                    "different paths."
                 )
             taken[path] = name
     data = pathlib.Path(args.data).resolve() if args.data else None
@@ -278,7 +285,7 @@ def check_outputs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         if data in path.parents and not documents.is_hidden(path.relative_to(data)):
             parser.error(
                 f"--{name} {path} is in the folder of --data, and would be read as a "
-                "document: name another place"
+                "document. Choose a different path."
             )
 
 
@@ -315,13 +322,13 @@ def rate(text: str) -> float:
 
 
 def new_file(text: str) -> str:
-    # Checked now, because the file is written at the end of the run.
+    # Check this now, because the file is written at the end of the run.
     if pathlib.Path(text).is_dir() or not pathlib.Path(text).parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is not a file in an existing folder")
     return text
 
 
-def new_picture(text: str) -> str:
+def new_plot(text: str) -> str:
     if pathlib.Path(text).suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text} is not a .png, .svg or .pdf file")
     if importlib.util.find_spec("matplotlib") is None:

@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxbucket as jb
 
-# Kernels sharded by outputs, and then by inputs, so that a layer needs one sum over the
-# axis "model" (Shoeybi et al., arXiv:1909.08053).
+# Kernels are sharded by outputs and then by inputs, so that a layer needs one sum over
+# the axis "model" (Shoeybi et al., arXiv:1909.08053).
 _OUTPUTS = ("qkv", "up")
 _INPUTS = ("out", "down")
 
@@ -43,14 +43,14 @@ def state_sharding(state: Any, mesh: Mesh, args: argparse.Namespace) -> Any:
 
 
 def place(state: Any, mesh: Mesh, sharding: Any) -> Any:
-    """Puts a state on the mesh. Every process provides the parts of its devices."""
+    """Puts a state on the mesh. Every process provides the shards of its devices."""
     if sharding is None:
         return jb.sharding.replicate(state, mesh)
 
-    def put(leaf: Any, where: NamedSharding) -> jax.Array:
+    def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
         values = np.asarray(leaf)
         return jax.make_array_from_callback(
-            values.shape, where, lambda index: values[index].copy()
+            values.shape, sharding, lambda index: values[index].copy()
         )
 
     return jax.tree.map(put, state, sharding)
@@ -66,8 +66,8 @@ def _spec(
         elif any(f"'{layer}'" in name for layer in _INPUTS) and len(shape) > 1:
             axes[0] = "model"
     if args.fully_sharded and math.prod(shape) > 1:
-        # The first free axis that can be divided (Rajbhandari et al.,
-        # arXiv:1910.02054). Without one, the array stays whole.
+        # Shard the first free axis that can be divided (Rajbhandari et al.,
+        # arXiv:1910.02054). If there is none, the array is not sharded.
         for axis, size in enumerate(shape):
             if axes[axis] is None and size % mesh.shape["data"] == 0:
                 axes[axis] = "data"

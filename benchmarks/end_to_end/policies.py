@@ -1,10 +1,10 @@
-"""Four ways to make batches of the same documents, within the same limit on B * T.
+"""Four batching methods for the same documents and the same limit on B * T.
 
-* bucketed: a few shapes, all compiled before the first step.
+* bucketed: a few shapes, which are all compiled before the first step.
 * pad-to-max: one shape, as long as the longest document.
 * dynamic: as many documents as fit in the limit, padded to the longest of them. Every
   batch has its own shape, and `jax.jit` compiles for each new one.
-* grain-pack: one shape, whose rows Grain fills with several documents.
+* grain-pack: one shape; Grain packs several documents into each row.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from example import documents
 import jaxbucket as jb
 
 POLICIES = ("bucketed", "pad-to-max", "dynamic", "grain-pack")
-# Their batches are a function of the step, so a run can be resumed.
+# Batches of these policies are a function of the step, so runs can be resumed.
 RESUMABLE = ("bucketed", "pad-to-max")
 _PACKING_BINS = 64
 
@@ -56,7 +56,7 @@ class Jitted:
     def __call__(self, state: Any, batch: jb.Batch) -> Any:
         if batch.bucket in self.seconds:
             return self._step_fn(state, batch)
-        # Steps in flight must not count as compiling.
+        # Time spent on earlier steps must not count as compile time.
         jax.block_until_ready(state)
         start = time.perf_counter()
         result = self._step_fn(state, batch)
@@ -67,7 +67,7 @@ class Jitted:
 def dynamic(
     examples: documents.Examples, limits: Limits, seed: int
 ) -> Iterator[jb.Batch]:
-    """Yields documents in random order; a full batch has no room for one more."""
+    """Yields batches of documents in random order, each filled up to the limit."""
     for epoch in itertools.count():
         rows: list[dict[str, np.ndarray]] = []
         for index in np.random.default_rng((seed, epoch)).permutation(len(examples)):
@@ -89,13 +89,13 @@ def _shape(rows: list[dict[str, np.ndarray]], limits: Limits) -> jb.Bucket:
 def grain_pack(
     examples: documents.Examples, bucket: jb.Bucket, limits: Limits, seed: int
 ) -> Iterable[jb.Batch]:
-    """Yields shuffled documents, packed by Grain's first fit."""
+    """Yields batches of shuffled documents, packed by Grain's first fit."""
 
-    def short(example: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def truncate(example: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {"tokens": example["tokens"][: limits.max_len]}
 
     shuffled = (
-        grain.MapDataset.source(examples).seed(seed).shuffle().repeat().map(short)
+        grain.MapDataset.source(examples).seed(seed).shuffle().repeat().map(truncate)
     )
     packed = grain.experimental.FirstFitPackIterDataset(
         shuffled.to_iter_dataset(),

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: how it starts, resumes, and says how to be resumed."""
+"""Starts, resumes and saves runs, and prints how to resume them."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ from jaxbucket.data.pipeline import BatchDataset
 
 @dataclasses.dataclass
 class Progress:
-    """The part of a run that training changes and a checkpoint saves."""
+    """The state of a run that changes during training and is saved in checkpoints."""
 
     state: jb.train.TrainState
     dataset: BatchDataset
@@ -41,7 +41,7 @@ def start(
     tx: optax.GradientTransformation,
     checkpoints: jb.Checkpoints | None,
 ) -> Progress:
-    """Returns the progress at step 0, or that of the newest checkpoint."""
+    """Returns the progress at step 0 or from the newest checkpoint."""
     state = training.make_state(args, tx, job.mesh)
     digest = BatchDigest(job.processes)
     progress = Progress(
@@ -57,7 +57,7 @@ def start(
         if step is not None:
             raise ValueError(
                 f"`--checkpoint {args.checkpoint}` has a run at step {step}. Continue "
-                "it with `--resume`, or name another folder."
+                "it with `--resume`, or choose a different folder."
             )
     if step is None:
         claim(job, args, checkpoints)
@@ -68,8 +68,8 @@ def start(
         return progress
     if not args.seconds and step > args.steps:
         raise ValueError(
-            f"`--steps {args.steps}` is before step {step} of the checkpoint. Give "
-            "more steps to continue."
+            f"`--steps {args.steps}` is before step {step} of the checkpoint. "
+            "Increase it to continue."
         )
     state, position, extra = checkpoints.restore(state)
     rest = remaining(job, args, progress.dataset, position)
@@ -81,10 +81,10 @@ def start(
             "with `--resume-changed`."
         )
     console.print(f"Resuming at step {step}.")
-    for name, was in extra["options"].items():
-        if was != getattr(args, name):
+    for name, previous in extra["options"].items():
+        if previous != getattr(args, name):
             option = name.replace("_", "-")
-            console.print(f"Changed: --{option} {was} -> {vars(args)[name]}")
+            console.print(f"Changed: --{option} {previous} -> {vars(args)[name]}")
     job.check_agreement(rest.position(step), args)
     claim(job, args, checkpoints)
     digest = BatchDigest(job.processes, extra["digest"])
@@ -95,7 +95,7 @@ def claim(job: Job, args: argparse.Namespace, checkpoints: jb.Checkpoints) -> No
     """Makes this the only run in its folder, and writes its plan there."""
     checkpoints.claim()
     if job.processes.index == 0:
-        job.planned.keep(args.checkpoint)
+        job.planned.save(args.checkpoint)
 
 
 def remaining(
@@ -105,22 +105,24 @@ def remaining(
     position: jb.data.DataPosition,
 ) -> BatchDataset:
     try:
-        # Changes with which the run was resumed before are no changes any more.
+        # Changes from an earlier resume no longer count as changes.
         return whole.resume(position)
     except ValueError as error:
         if args.resume_changed:
             return dataset(job, args, job.train.schedule.continue_with(position))
-        raise ValueError(f"{error} Here that is `--resume-changed`.") from None
+        raise ValueError(f"{error} In this program, use `--resume-changed`.") from None
 
 
 def how_to_resume(
     number: signal.Signals, args: argparse.Namespace, step: int, trained: int
 ) -> str:
-    """Returns what to print after a run that was stopped after `trained` steps."""
-    words = [word for word in sys.argv if word not in ("--resume", "--resume-changed")]
-    # After one step the changes are in the checkpoint.
-    how = "--resume-changed" if args.resume_changed and not trained else "--resume"
-    command = shlex.join(["python", *words, how])
+    """Returns the message after a run was stopped; it has trained `trained` steps."""
+    arguments = [
+        word for word in sys.argv if word not in ("--resume", "--resume-changed")
+    ]
+    # After at least one step, the checkpoint contains the changes.
+    flag = "--resume-changed" if args.resume_changed and not trained else "--resume"
+    command = shlex.join(["python", *arguments, flag])
     return (
         f"\nStopped by {number.name} after step {step}, which is saved in "
         f"{args.checkpoint}. Continue with:\n{command}"

@@ -1,4 +1,4 @@
-"""Trains the example's language model in many ways, and records every number.
+"""Trains the language model of the examples, and records all results.
 
     python benchmarks/end_to_end/run.py
     python benchmarks/end_to_end/run.py --data my.jsonl --json summary.json
@@ -8,12 +8,12 @@
     python benchmarks/end_to_end/run.py --compare --seconds 200 --max-len 2048 --seeds 3
     python scripts/launch_local.py -n 2 -d 2 -- python benchmarks/end_to_end/run.py
 
-The documents and the model are those of `examples/train_lm.py`, which is the program to
-read first. All shapes are compiled before the first step, and the last lines count the
-programs compiled later. `--num-buckets auto` times steps of a few shapes, and plans the
-least time, compiling included. `--policy` makes batches in other ways, and `--compare`
-trains in every way for the same time. Several processes train as one, if the
-environment or a cluster says that there are several.
+This program uses the documents and the model of `examples/train_lm.py`, which you
+should read first. All shapes are compiled before the first step, and the last lines
+count the programs compiled later. `--num-buckets auto` times steps of a few shapes, and
+chooses the plan with the least total time, including compilation. `--policy` selects
+another batching method, and `--compare` trains with every method for the same time. The
+program runs with several processes if the environment or a cluster configures them.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from jaxbucket.plan.reports.run import bucket_uses
 def main() -> None:
     args = parse_arguments()
     try:
-        status = comparison.run(args) if args.compare else train_one_way(args)
+        status = comparison.run(args) if args.compare else train_one(args)
     except (ValueError, OSError) as error:
         sys.exit(f"run.py: {error}")
     except KeyboardInterrupt:
@@ -56,11 +56,11 @@ def main() -> None:
     sys.exit(status)
 
 
-def train_one_way(args: argparse.Namespace) -> int:
-    """Trains by `--policy`, and returns the exit status."""
+def train_one(args: argparse.Namespace) -> int:
+    """Trains with `--policy`, and returns the exit status."""
     training.set_devices(args)
     with jb.Processes(timeout=args.timeout) as processes:
-        # All processes print the same.
+        # All processes would print the same lines.
         console.quiet = processes.index > 0
         job = prepare(args, processes)
         with (
@@ -85,7 +85,8 @@ def run(
     steps = compile_train(job, args, tx, progress)
     clock.pause()
     held_out = HeldOut(job.held_out, job.mesh, progress.state, args)
-    # The first step waits for all processes, but some collectives do not wait long.
+    # Some collectives have short timeouts, so wait for all processes before the first
+    # step.
     job.processes.gather("compiled", "")
     clock.start()
     log = TrainingLog(
@@ -107,7 +108,7 @@ def run(
         "train_step": steps.seconds_waited,
         "eval_step": held_out.steps.seconds_waited,
     }
-    # Programs that were compiled during the opening count as ahead, too.
+    # Programs that were compiled during the opening also count as ahead.
     steps.wait()
     held_out.steps.wait()
     ahead = {
@@ -156,8 +157,8 @@ def show(job: Job, args: argparse.Namespace) -> None:
         f"held out. {args.policy} on {job.mesh.size} device(s) of "
         f"{job.processes.count} process(es), {args.mode}."
     )
-    if job.planned.is_kept:
-        console.print("The shapes are those of the run that is resumed.")
+    if job.planned.was_loaded:
+        console.print("The shapes are the same as before the run was resumed.")
     if job.planned.words:
         console.print(job.planned.words)
     if args.policy in policies.RESUMABLE:
@@ -193,7 +194,7 @@ def train(
     checkpoints: jb.Checkpoints | None,
     held_out: HeldOut,
 ) -> signal.Signals | None:
-    """Trains until the end or a signal, and returns that signal."""
+    """Trains until the end or until a signal, and returns the signal."""
 
     def save() -> None:
         if checkpoints:
@@ -211,8 +212,8 @@ def train(
     points = 1
     has_ended = progress.step > 0 and log.done >= 1
     feed = [] if has_ended else batches(job, args, progress)
-    # A single process without checkpoints ends where it is. In several processes jax
-    # handles SIGTERM.
+    # A single process without checkpoints is ended immediately by a signal. With
+    # several processes, jax handles SIGTERM.
     stops = bool(checkpoints) or job.processes.count > 1
     request = jb.StopRequest(job.processes) if stops else contextlib.nullcontext()
     with request as stop, log:
@@ -234,7 +235,7 @@ def train(
         log.settle()
         save()
         if checkpoints:
-            # Before signals end the process again.
+            # Save before the default signal handlers are restored.
             checkpoints.wait()
     return stop.signal if stop else None
 
@@ -256,7 +257,7 @@ def compiled_by_all(
     ahead: dict[str, int],
     compiles: Counter[str],
 ) -> list[dict[str, Any]]:
-    """Returns the shapes that each process has compiled for training, and how often."""
+    """Returns which shapes each process has compiled for training, and how often."""
     compiled = {
         "shapes": sorted([b.batch_size, b.seq_len] for b in steps.seconds),
         "ahead": ahead["train_step"],
@@ -270,7 +271,7 @@ def report(numbers: dict[str, Any], log: TrainingLog, args: argparse.Namespace) 
     console.print(summary.to_text(numbers))
     if args.json:
         pathlib.Path(args.json).write_text(summary.to_json(numbers) + "\n")
-    # A run that had ended before it was resumed has no steps to draw.
+    # A run that was complete before it was resumed has no steps to draw.
     if args.plot and log.records:
         summary.draw(log.records, args.plot)
 

@@ -1,7 +1,7 @@
-"""The shapes of a run: planned by tokens, or by the time that steps take here.
+"""The shapes of a run, planned to minimize tokens, or time on this machine.
 
-Times differ from one measurement to the next. A plan by time is therefore saved beside
-the checkpoints, as `plan.json`, and a resumed run has the same shapes.
+Measured times vary. A plan that minimizes time is therefore saved as `plan.json` in the
+folder of the checkpoints, so that a resumed run has the same shapes.
 """
 
 import argparse
@@ -24,10 +24,11 @@ from jaxbucket.plan.curve import CurvePoint
 from jaxbucket.plan.reports.run import StepRecord
 
 FILE = "plan.json"
-# Shapes of the held-out documents, if the number of shapes is left open.
+# The number of shapes for held-out documents with `--num-buckets auto`.
 _HELD_OUT_BUCKETS = 8
-# The number of epochs depends on the plan, and the plan on it. They agree soon.
-_MOST_ROUNDS = 8
+# The number of epochs and the plan depend on each other. A few iterations are enough to
+# converge.
+_MAX_ROUNDS = 8
 
 Measure = Callable[[list[jb.Bucket]], jb.train.Calibration]
 
@@ -38,13 +39,13 @@ class Planned:
 
     Attributes:
       plan: the shapes.
-      by: the options that it was made by. Empty for a plan by tokens, which is quickly
-        made again.
-      words: what was measured, what was chosen, and why.
-      seconds: the time that measuring took.
-      measured: every number that was measured.
+      by: the options that determined the plan. Empty for a plan that minimizes tokens,
+        which is cheap to recompute.
+      words: a description of the measurement and of the choice.
+      seconds: the time spent on measuring.
+      measured: all measured values.
       packed: whether rows have several documents.
-      is_kept: whether the plan was read from the folder of the run.
+      was_loaded: whether the plan was loaded from the folder of the run.
     """
 
     plan: jb.BucketPlan
@@ -53,11 +54,11 @@ class Planned:
     seconds: float = 0.0
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)
     packed: bool = False
-    is_kept: bool = False
+    was_loaded: bool = False
 
     def to_json(self) -> str:
-        """Returns a plan that `jaxbucket report` reads, with how it was made."""
-        fields = {name: getattr(self, name) for name in _BESIDE}
+        """Returns a plan that `jaxbucket report` can read, and the other fields."""
+        fields = {name: getattr(self, name) for name in _OTHER_FIELDS}
         return json.dumps({**json.loads(self.plan.to_json()), "planned": fields})
 
     @classmethod
@@ -65,22 +66,25 @@ class Planned:
         plan = jb.BucketPlan.from_json(text)
         fields = json.loads(text).get("planned")
         if isinstance(fields, dict):
-            # Plans from before rows could be packed lack the field.
+            # Older plans lack this field.
             fields = {"packed": False, **fields}
-        if not isinstance(fields, dict) or fields.keys() != _BESIDE:
-            raise ValueError("The plan does not have the options that it was made by.")
+        if not isinstance(fields, dict) or fields.keys() != _OTHER_FIELDS:
+            raise ValueError("The plan does not have the options that determined it.")
         return cls(plan, **fields)
 
-    def keep(self, folder: str) -> None:
-        """Writes the plan beside the checkpoints, as a whole or not at all."""
-        if self.by and not self.is_kept:
+    def save(self, folder: str) -> None:
+        """Writes the plan atomically to the folder of the checkpoints."""
+        if self.by and not self.was_loaded:
             path = epath.Path(folder) / FILE
             part = path.with_name(f"{FILE}.part")
             part.write_text(self.to_json())
             part.replace(path)
 
 
-_BESIDE = {field.name for field in dataclasses.fields(Planned)} - {"plan", "is_kept"}
+_OTHER_FIELDS = {field.name for field in dataclasses.fields(Planned)} - {
+    "plan",
+    "was_loaded",
+}
 
 
 def limits_of(limits: policies.Limits) -> jb.Limits:
@@ -113,7 +117,7 @@ def by_tokens(
 def by_operations(
     args: argparse.Namespace, lengths: np.ndarray, limits: jb.Limits
 ) -> Planned:
-    """Plans packed or padded rows, whichever take fewer operations of the model."""
+    """Plans packed or padded rows, whichever need fewer operations."""
     cost_fn = jb.plan.TransformerCost(args.width, args.layers, transformer.VOCABULARY)
     packed = packed_plan(args, lengths, limits, cost_fn)
     return Planned(in_limits(packed.plan), words=packed.reason, packed=packed.is_packed)
@@ -151,8 +155,8 @@ def packing(planned: Planned, lengths: np.ndarray) -> jb.packing.Packing | None:
     return jb.packing.pack(lengths, planned.plan.boundaries.tolist())
 
 
-def given(path: str, packed: bool) -> Planned:
-    """Returns the plan in a file."""
+def plan_from_file(path: str, packed: bool) -> Planned:
+    """Reads a plan from a file."""
     try:
         plan = jb.BucketPlan.from_json(epath.Path(path).read_text())
         return Planned(plan, packed=packed)
@@ -163,12 +167,12 @@ def given(path: str, packed: bool) -> Planned:
 def opening(
     plan: jb.BucketPlan, lengths: np.ndarray, steps: int | None
 ) -> list[tuple[jb.Bucket, int]]:
-    """Returns an opening with `steps` steps of the bucket that has the most."""
+    """Returns an opening with `steps` steps of the bucket with the most batches."""
     if steps is None:
         return []
     batches = [bucket.batches for bucket in jb.report(plan, lengths).buckets]
-    most = int(np.argmax(batches))
-    return [(plan.buckets[most], min(steps, batches[most]))]
+    largest = int(np.argmax(batches))
+    return [(plan.buckets[largest], min(steps, batches[largest]))]
 
 
 def by_time(
@@ -178,7 +182,7 @@ def by_time(
     processes: jb.Processes,
     measure: Measure,
 ) -> Planned:
-    """Returns the plan of the run that is resumed, or one by timing a few shapes."""
+    """Loads the plan of the resumed run, or times a few shapes to plan."""
     by = {
         "--max-tokens": limits.max_tokens,
         "--max-len": limits.max_seq_len,
@@ -187,9 +191,9 @@ def by_time(
         "--boundaries": args.boundaries,
         "--pack": args.pack,
     }
-    kept_plan = _kept(args, by, processes)
-    if kept_plan:
-        return kept_plan
+    loaded = _load_plan(args, by, processes)
+    if loaded:
+        return loaded
     start = time.perf_counter()
     buckets = jb.train.calibration_shapes(limits, lengths)
     measured = measure(buckets)
@@ -203,25 +207,25 @@ def by_time(
         chosen, reason, packed = in_limits(rows.plan), rows.reason, rows.is_packed
     words = f"{to_text(measured, seconds)}\n{reason}"
     planned = Planned(chosen, by, words, seconds, measured.to_dict(), packed)
-    # Every process has measured its own times. All use the plan of the first one.
+    # Every process has measured different times. All use the plan of process 0.
     (text, *_) = processes.gather("plan by time", planned.to_json())
     return Planned.from_json(text)
 
 
-def _kept(
+def _load_plan(
     args: argparse.Namespace, by: dict[str, Any], processes: jb.Processes
 ) -> Planned | None:
-    """Returns the plan of the run that is resumed, or None to plan anew."""
+    """Returns the plan of the resumed run, or None to compute a new plan."""
     if not (args.resume or args.resume_changed):
         return None
     folder = epath.Path(args.checkpoint)
-    # One process looks, because another might see an earlier state of the folder.
-    text = _look(folder) if processes.index == 0 else ""
+    # Only process 0 reads the file, because other processes may see older contents.
+    text = _read_saved_plan(folder) if processes.index == 0 else ""
     text = processes.gather("plan that was kept", text)[0]
     if text == _NO_PLAN and not args.resume_changed:
         raise ValueError(
             f"The run in {folder} was not planned by time, because it has no {FILE}. "
-            "Give the options that it had, or continue with `--resume-changed`."
+            "Use the original options, or continue with `--resume-changed`."
         )
     if text in (_NO_RUN, _NO_PLAN):
         return None
@@ -230,24 +234,24 @@ def _kept(
     except ValueError as error:
         raise ValueError(f"{folder / FILE}: {error}") from None
     before = {"--pack": "never", **planned.by}
-    other = [name for name, value in by.items() if before.get(name) != value]
-    if other and not args.resume_changed:
+    changed = [name for name, value in by.items() if before.get(name) != value]
+    if changed and not args.resume_changed:
         changes = ", ".join(
-            f"{name} {before.get(name)} -> {by[name]}" for name in other
+            f"{name} {before.get(name)} -> {by[name]}" for name in changed
         )
         raise ValueError(
             f"Cannot continue with the plan in {folder}, because its options have "
-            f"changed: {changes}. Give the former options, or plan anew with "
-            "`--resume-changed`."
+            f"changed: {changes}. Use the original options, or compute a new plan "
+            "with `--resume-changed`."
         )
-    return None if other else dataclasses.replace(planned, is_kept=True)
+    return None if changed else dataclasses.replace(planned, was_loaded=True)
 
 
 _NO_RUN, _NO_PLAN = "no run", "no plan"
 
 
-def _look(folder: epath.Path) -> str:
-    """Returns the text of the plan, or whether the run or only its plan is missing."""
+def _read_saved_plan(folder: epath.Path) -> str:
+    """Returns the plan as text, or whether the run or only its plan is missing."""
     if (folder / FILE).exists():
         return (folder / FILE).read_text()
     has_run = folder.exists() and any(x.name.isdecimal() for x in folder.iterdir())
@@ -264,7 +268,7 @@ def _choose(
     """Returns a plan, and the reason for it."""
     if args.num_buckets != "auto":
         chosen = plan(lengths, limits, args.num_buckets, args.boundaries)
-        return chosen, f"{len(chosen)} shapes, as many as asked for."
+        return chosen, f"{len(chosen)} shapes, as requested."
 
     def curve_of(num_epochs: float) -> jb.plan.PlanCurve:
         seconds = measured.seconds_per_compile
@@ -273,7 +277,7 @@ def _choose(
         )
 
     curve = curve_of(1.0)
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         epochs = _num_epochs(args, curve.chosen, spent)
         if epochs == curve.num_epochs:
             break
@@ -282,11 +286,11 @@ def _choose(
 
 
 def _num_epochs(args: argparse.Namespace, point: CurvePoint, spent: float) -> float:
-    """Returns the number of epochs of the run with that plan, to two digits."""
+    """Returns the number of epochs of the run with a plan, to two digits."""
     if args.seconds:
         left = args.seconds - spent - point.compile_seconds
-        # The plan with the most epochs in this time is the plan with the least time for
-        # that many epochs (Dinkelbach, 1967).
+        # The plan that fits the most epochs into this time is also the fastest plan for
+        # that number of epochs (Dinkelbach, 1967).
         epochs = left / point.epoch_seconds
     else:
         epochs = args.steps / point.steps_per_epoch
@@ -298,7 +302,7 @@ def to_text(measured: jb.train.Calibration, seconds: float) -> str:
     terms = [
         (cost.per_step, 1e3, "ms"),
         (cost.per_token, 1e6, "us per position"),
-        (cost.per_pair, 1e9, "ns per pair of them"),
+        (cost.per_pair, 1e9, "ns per pair of positions"),
     ]
     formula = " + ".join(
         f"{scale * term:.3g} {unit}" for term, scale, unit in terms if term
@@ -307,20 +311,21 @@ def to_text(measured: jb.train.Calibration, seconds: float) -> str:
     within = "" if math.isnan(cost.error) else f" (within {cost.error:.0%})"
     return (
         f"Measured in {seconds:.0f} s on {len(measured.step_seconds)} shapes: a step "
-        f"takes {formula}{within}, compiling one {measured.seconds_per_compile:.1f} s."
+        f"takes {formula}{within}, and compiling one takes "
+        f"{measured.seconds_per_compile:.1f} s."
     )
 
 
 def prediction(
     plan: jb.BucketPlan, epoch: jb.plan.Report, records: Sequence[StepRecord]
 ) -> dict[str, Any]:
-    """Returns the time that the plan predicts, and the time that the steps took."""
+    """Returns the predicted and the measured time of the steps and of an epoch."""
     predicted = dict(zip(plan.buckets, plan.costs.tolist(), strict=True))
     taken: dict[jb.Bucket, list[float]] = {}
     for record in records:
         taken.setdefault(record.bucket, []).append(record.seconds)
-    # A shape without steps counts as predicted.
-    at_this_pace = [
+    # Use the predicted time for shapes without steps.
+    at_this_speed = [
         use.batches * float(np.mean(taken.get(bucket, [predicted[bucket]])))
         for bucket, use in zip(plan.buckets, epoch.buckets, strict=True)
     ]
@@ -330,5 +335,5 @@ def prediction(
         "measured_seconds": math.fsum(r.seconds for r in records),
         "epoch_steps": epoch.steps_per_epoch,
         "epoch_predicted_seconds": epoch.epoch_cost,
-        "epoch_measured_seconds": math.fsum(at_this_pace),
+        "epoch_measured_seconds": math.fsum(at_this_speed),
     }

@@ -1,4 +1,4 @@
-"""The results of a run: as text, as JSON and as a picture."""
+"""The results of a run as text, as JSON and as a plot."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from jaxbucket.plan.reports.run_plots import plot_buckets, plot_run
 
 
 def digest(tree: Any) -> str:
-    """Returns a hash of all arrays of a tree. All processes have to call it."""
+    """Returns a hash of all arrays of a tree. All processes must call this."""
     state = hashlib.blake2b(digest_size=16)
     for leaf in jax.tree.leaves(tree):
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
@@ -25,7 +25,7 @@ def digest(tree: Any) -> str:
 
 
 def draw(records: Sequence[StepRecord], path: str) -> None:
-    """Draws the run step by step, and the share of every shape."""
+    """Draws the steps of the run, and the share of every shape."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -39,7 +39,7 @@ def draw(records: Sequence[StepRecord], path: str) -> None:
 
 
 def to_json(summary: dict[str, Any]) -> str:
-    """Returns JSON, in which null stands for the NaN of a run that diverged."""
+    """Returns JSON, with null in place of NaN if the run diverged."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
@@ -80,17 +80,17 @@ def to_text(summary: dict[str, Any]) -> str:
 
 
 def prediction_text(numbers: dict[str, Any]) -> str:
-    """Compares the time that the plan predicted with the time of the steps."""
+    """Compares the predicted time with the measured time."""
 
     def compared(name: str) -> str:
-        predicted, taken = numbers[f"{name}predicted_seconds"], measured(name)
-        error = f" ({predicted / taken - 1:+.0%})" if taken else ""
-        return f"{predicted:.1f} s predicted, {taken:.1f} s taken{error}"
+        predicted, actual = numbers[f"{name}predicted_seconds"], measured(name)
+        error = f" ({predicted / actual - 1:+.0%})" if actual else ""
+        return f"{predicted:.1f} s predicted, {actual:.1f} s measured{error}"
 
     def measured(name: str) -> float:
         return numbers[f"{name}measured_seconds"]
 
     return (
-        f"{numbers['steps']} steps: {compared('')}. An epoch of "
-        f"{numbers['epoch_steps']}: {compared('epoch_')} at this pace."
+        f"Time for {numbers['steps']} steps: {compared('')}. Time for an epoch of "
+        f"{numbers['epoch_steps']} steps at this speed: {compared('epoch_')}."
     )

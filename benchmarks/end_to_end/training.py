@@ -1,4 +1,4 @@
-"""The optimizer, the state and the steps that the options ask for."""
+"""The optimizer, the state and the steps for the given options."""
 
 import argparse
 from typing import Any
@@ -17,7 +17,10 @@ _WARM_UP_STEPS = 35
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
-    """Returns the example's optimizer; a run by time has a rate without an end."""
+    """Returns the optimizer of the examples.
+
+    A run with `--seconds` uses a schedule without a fixed end.
+    """
     if args.seconds:
         rate = jb.optim.warmup_inverse_sqrt_schedule(args.lr, _WARM_UP_STEPS)
     else:
@@ -38,14 +41,14 @@ def make_state(
 def abstract_state(
     args: argparse.Namespace, tx: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> jb.train.TrainState:
-    """Returns the shapes, dtypes and shardings of that state."""
+    """Returns the shapes, dtypes and shardings of the state before the first step."""
     shapes = jax.eval_shape(lambda: jb.create_state(_make_model(args), tx))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     sharding = partition.state_sharding(shapes, mesh, args)
     if sharding is None:
         sharding = jax.tree.map(lambda _: replicated, shapes)
     return jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         shapes,
         sharding,
     )
@@ -69,12 +72,12 @@ def make_step(
 
 
 def steps(plan: jb.BucketPlan, *options: str) -> dict[str, Any]:
-    """Returns what `run.py` compiles with these options, for `jaxbucket precompile`."""
+    """Returns the steps of `run.py` for `jaxbucket precompile`."""
     args = parse_arguments(options)
     if args.pack != "never":
         raise ValueError(
-            f"`--pack {args.pack}` plans rows by the documents, which a plan does not "
-            "have. Leave it out."
+            f"`--pack {args.pack}` needs the documents, which are not part of a plan. "
+            "Remove it."
         )
     set_devices(args)
     mesh = partition.make_mesh(args)

@@ -369,14 +369,20 @@ def test_compare_has_the_numbers_of_compare_plans(files):
     assert max(map(len, output.splitlines())) <= 100
     result = json.loads(run("compare", "lengths.npy", *options, *others, "--json"))
     limits = Limits(max_tokens=4096, cost_fn=TokenCost(1e5))
-    mine = {
+    custom_plans = {
         "mine.json": PLAN,
         "given boundaries": limits.plan([100, 499]),
         "given shapes": BucketPlan.from_shapes([(8, 499)], max_tokens=4096),
     }
-    expected = compare_plans(LENGTHS, limits, num_buckets=4, others=mine)
+    expected = compare_plans(LENGTHS, limits, num_buckets=4, others=custom_plans)
     assert result == json.loads(expected.to_json())
-    for name in ("optimal", "optimal by tokens", "equal tokens", "one shape", *mine):
+    for name in (
+        "optimal",
+        "optimal by tokens",
+        "equal tokens",
+        "one shape",
+        *custom_plans,
+    ):
         assert name in output
     assert " ".join(expected.summary.split()) in " ".join(output.split())
     assert matplotlib.image.imread("c.png").shape[2] == 4
@@ -835,7 +841,7 @@ READS = {
 
 
 @pytest.mark.parametrize("command", READS)
-def test_no_value_of_an_option_ends_in_a_traceback(files, command):
+def test_invalid_option_values_never_print_a_traceback(files, command):
     np.save("few.npy", LENGTHS[:5])
     pathlib.Path("plan.json").write_text(PLAN.to_json())
     for option in main.commands[command].params:
@@ -865,7 +871,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_no_file_ends_in_a_traceback(files, name):
+def test_invalid_files_never_print_a_traceback(files, name):
     content = FOREIGN[name]
     if content is None:
         pathlib.Path(name).mkdir()

@@ -43,7 +43,7 @@ def one_line(text: str) -> str:
 
 @pytest.mark.parametrize("pack_option", ["always", "auto", "never"])
 @pytest.mark.parametrize("block_sparse", [False, True])
-def test_a_packed_plan_is_that_of_python(pack_option, block_sparse):
+def test_plan_pack_equals_plan_packing(pack_option, block_sparse):
     if pack_option == "never" and block_sparse:
         return
     options = (*LIMITS, *WIDE, "--pack", pack_option)
@@ -275,7 +275,7 @@ def test_rows_that_cannot_be_packed_do_not_stop_a_comparison():
 # Names of units
 
 
-def test_lengths_are_called_what_they_are():
+def test_tables_and_plots_use_the_given_unit():
     run("plan", "lengths.npy", *LIMITS, "-o", "plan.json")
     for command in (
         ("plan", "lengths.npy", *LIMITS),
@@ -298,7 +298,7 @@ def test_lengths_are_called_what_they_are():
         assert named.replace('"unit": "bytes"', '"unit": "tokens"') == json.dumps(plain)
 
 
-def test_a_unit_needs_a_name():
+def test_an_empty_unit_is_refused():
     output = run("plan", "lengths.npy", *LIMITS, "--unit", " ", code=2)
     assert "Pass the name of the unit, for example bytes" in output
 

@@ -34,7 +34,7 @@ from jaxbucket.compile.report import ProgramReport
 exhaustive = pytest.mark.exhaustive
 
 
-def also(*values):
+def exhaustive_params(*values):
     """Parameters that only the exhaustive tests use."""
     return [pytest.param(value, marks=exhaustive) for value in values]
 
@@ -238,7 +238,7 @@ def test_a_different_learning_rate_is_a_different_program(tmp_path):
     assert counts == [len(PLAN), 0, len(PLAN)]
 
 
-@pytest.mark.parametrize("verify", ["none", *also("all", "one")])
+@pytest.mark.parametrize("verify", ["none", *exhaustive_params("all", "one")])
 @pytest.mark.parametrize(
     "other",
     [
@@ -369,7 +369,9 @@ def test_every_setting_of_jax_changes_the_trace_settings(name):
         ),
     ],
 )
-def test_different_settings_of_jax_are_a_different_start(noisy, tmp_path, name, verify):
+def test_programs_are_reused_only_with_the_same_settings_of_jax(
+    noisy, tmp_path, name, verify
+):
     folder, before = shutil.copytree(noisy[0], tmp_path / "saved"), noisy[1]
     with TRACE_SETTINGS[name]():
         want = noisy_loss(noisy_step("direct"))
@@ -405,7 +407,7 @@ def test_every_flag_of_the_compiler_changes_the_compiler_flags(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["jax_optimization_level", *also(*list(COMPILER_FLAGS)[1:])]
+    "name", ["jax_optimization_level", *exhaustive_params(*list(COMPILER_FLAGS)[1:])]
 )
 def test_programs_for_different_compiler_flags_are_compiled(noisy, name):
     with updated(name, COMPILER_FLAGS[name]):
@@ -486,7 +488,7 @@ def test_a_function_is_traced_again_for_a_different_prng(tmp_path):
         assert noisy_loss(steps) == noisy_loss(noisy_step("direct"))
 
 
-@pytest.mark.parametrize("verify", ["none", *also("one")])
+@pytest.mark.parametrize("verify", ["none", *exhaustive_params("one")])
 def test_pmap_steps_are_traced_again_for_a_different_prng(tmp_path, verify):
     """Even if the same step is compiled for both."""
 
@@ -588,7 +590,7 @@ def test_user_contexts_are_distinguished(tmp_path):
                 steps
             )
 
-    # A default value, in a context that nobody has entered, is no reason to trace.
+    # A context with its default value does not require tracing.
     assert traced_and_loss(contextlib.nullcontext()) == ({True}, 3)
     assert traced_and_loss(contextlib.nullcontext()) == ({False}, 3)
     assert traced_and_loss(TIMES(2)) == ({True}, 6)
@@ -613,7 +615,7 @@ def test_all_programs_are_traced_if_jax_does_not_name_its_settings(
     assert sources("none") == [("loaded", True)] * 2
 
 
-def test_a_weakly_typed_number_is_a_different_start(tmp_path):
+def test_weak_types_change_the_key(tmp_path):
     def my_step(state, batch):
         return state, {"loss": state["w"] * batch.features["x"].sum()}
 
@@ -823,7 +825,9 @@ def test_a_renamed_file_is_not_loaded(folder):
 
 
 @pytest.mark.parametrize("verify", ["one", "none"])
-@pytest.mark.parametrize("first", [PLAN.buckets[1], *also(*PLAN.buckets[::2])])
+@pytest.mark.parametrize(
+    "first", [PLAN.buckets[1], *exhaustive_params(*PLAN.buckets[::2])]
+)
 def test_executables_do_not_depend_on_the_order_of_compilation(folder, first, verify):
     cache = jb.ExecutableCache(folder, verify=verify, key="a")
     state = jb.sharding.replicate(STATE, MESH)
@@ -906,7 +910,7 @@ def test_a_different_constant_in_the_outputs_is_a_different_program(tmp_path, ve
             assert run(other) is other
 
 
-def test_an_interrupted_start_does_not_count_as_the_last_one(tmp_path):
+def test_verify_none_ignores_the_list_of_an_interrupted_run(tmp_path):
     for factor in (1.0, 2.0, 3.0):
         start(tmp_path, make_step(factor), key="a")
     *_, last = sorted(tmp_path.glob("*.programs"), key=lambda x: x.stat().st_mtime_ns)
@@ -1219,7 +1223,7 @@ jb.compile_steps(
 """
 
 
-@pytest.mark.parametrize("opening", ["()", *also("plan.buckets[0]")])
+@pytest.mark.parametrize("opening", ["()", *exhaustive_params("plan.buckets[0]")])
 def test_processes_agree_on_what_they_compile(launch, tmp_path, opening):
     code = TOGETHER.format(folder=str(tmp_path), opening=opening)
     done = launch(code, devices=2)

@@ -936,7 +936,7 @@ def test_padding_to_a_longer_bucket_does_not_change_gradients(mode):
     np.testing.assert_allclose(result.params["w"], want.params["w"], rtol=1e-6)
 
 
-def test_an_unplanned_batch_may_be_compiled_for():
+def test_unplanned_jit_compiles_a_program_for_the_batch():
     step, _ = slow_to_trace()
     steps = jb.compile_steps(step, small_state(), small_specs(), unplanned="jit")
     with jb.compile.count_compiles() as compiles:
@@ -1008,7 +1008,7 @@ def test_the_guard_explains_a_direct_call():
     steps(new_state(mesh), batch)
 
 
-def test_the_guard_may_raise_and_may_be_off():
+def test_on_compile_may_raise_or_ignore():
     for action in ("raise", "ignore"):
         step, _ = slow_to_trace(f"guarded_to_{action}")
         steps = jb.compile_steps(step, small_state(), small_specs(), on_compile=action)
@@ -1037,7 +1037,7 @@ def test_the_guard_ignores_a_different_step_of_the_same_name():
     assert len(steps) == len(plan)
 
 
-def test_a_guard_ends_with_its_steps():
+def test_a_guard_is_removed_with_its_compiled_steps():
     step, _ = slow_to_trace("forgotten")
     steps = jb.compile_steps(step, small_state(), small_specs(), on_compile="raise")
     del steps

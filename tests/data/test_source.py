@@ -87,7 +87,7 @@ class Rows:
 
     def __getitem__(self, index):
         if not isinstance(index, int):
-            raise TypeError(f"{index!r} is no int")
+            raise TypeError(f"{index!r} is not an int")
         return {
             name: np.asarray(x).tolist() for name, x in self._examples[index].items()
         }

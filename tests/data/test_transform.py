@@ -443,13 +443,13 @@ def test_a_transform_that_fails_is_named_with_its_example(transform, message):
 
 
 def test_features_that_vary_between_examples_are_refused():
-    def sometimes(example, rng):
+    def vary_features(example, rng):
         return example | ({"extra": np.int32(1)} if rng.random() < 0.5 else {})
 
     source = make_source(np.full(20, 3))
     schedule = jb.BatchSchedule(jb.plan_buckets([3], max_tokens=60), [3] * 20)
     with pytest.raises(ValueError, match=r"`source\[.*features .* but others have"):
-        jb.batch_dataset(source, schedule, transform=sometimes)[0]
+        jb.batch_dataset(source, schedule, transform=vary_features)[0]
 
 
 def test_a_changed_example_is_distinguished_from_a_faulty_transform():
@@ -684,7 +684,7 @@ def test_resuming_detects_a_transform_with_its_own_generator():
     plan = jb.plan_buckets(lengths, max_tokens=36)
     global_rng = np.random.default_rng(0)
 
-    def careless(example, rng):
+    def transform_with_own_generator(example, rng):
         return example | {"noise": global_rng.random(3)}
 
     dataset = jb.stream_batches(
@@ -692,7 +692,7 @@ def test_resuming_detects_a_transform_with_its_own_generator():
         plan,
         pool_size=40,
         sequences=["tokens"],
-        transform=careless,
+        transform=transform_with_own_generator,
     )
     iterator = iter(dataset)
     next(iterator)

@@ -1,4 +1,4 @@
-"""Tests of real processes that lose one of them, and of the messages of the others."""
+"""Tests that kill one of several processes, and check the messages of the others."""
 
 import re
 import time
@@ -18,7 +18,7 @@ import jax
 import jaxbucket as jb
 
 processes = jb.Processes(timeout={TIMEOUT})
-# Writes the time at which this process ends, which it may not be able to do itself.
+# Writes the end time of the process from outside, because a killed process cannot.
 subprocess.Popen([sys.executable, "-c", '''
 import os, sys, time
 while os.getppid() == int(sys.argv[1]):

@@ -109,7 +109,7 @@ def test_a_stopped_run_resumes_in_any_number_of_processes(folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--seconds", 5), "`--seconds` needs one clock"),
+        (("--seconds", 5), "`--seconds` is not supported with several processes"),
         (("--policy", "dynamic"), "gives processes batches of different shapes"),
         (("--model-devices", 3), "`--model-devices 3` does not divide the 2 devices"),
     ],

@@ -35,7 +35,7 @@ def test_a_single_process_agrees_with_itself():
     assert not jax.distributed.is_initialized()
 
 
-def test_one_of_one_process_starts_no_service():
+def test_a_single_configured_process_starts_no_service():
     with jb.Processes("127.0.0.1:1", 1, 0) as processes:
         assert processes.count == 1
     assert not jax.distributed.is_initialized()
@@ -114,7 +114,7 @@ def errors_in_a_cycle(message: str) -> ValueError:
     return second
 
 
-def test_errors_that_are_each_others_cause_are_classified():
+def test_cyclic_exception_causes_are_classified():
     first = errors_in_a_cycle("row 7").__cause__
     assert not module._may_be_secondary(first)
     first = errors_in_a_cycle("UNAVAILABLE: closed").__cause__

@@ -106,7 +106,7 @@ def test_evaluation_between_steps_does_not_count_as_training(live):
     assert log.records[1].seconds < 0.3
 
 
-def test_a_run_by_time_ends_with_its_time(live):
+def test_a_timed_run_ends_when_its_time_is_up(live):
     clock = live.Clock()
     clock.start()
     options = {"num_steps": None, "seconds": 0.2}

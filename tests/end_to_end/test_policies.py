@@ -1,4 +1,4 @@
-"""The other ways to make batches, with which buckets are compared."""
+"""Tests of the baseline batching methods."""
 
 import importlib
 import itertools
@@ -104,7 +104,7 @@ def test_grain_packs_whole_documents(policies, documents):
 
 
 @pytest.mark.exhaustive
-def test_packed_documents_do_not_see_one_another(policies, documents):
+def test_packed_documents_do_not_attend_to_each_other(policies, documents):
     """The loss of every byte is that of the document alone in a row."""
     transformer = importlib.import_module("transformer")
     with jax.numpy_dtype_promotion("standard"):

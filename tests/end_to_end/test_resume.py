@@ -20,7 +20,8 @@ pytestmark = pytest.mark.exhaustive
 RUN = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end" / "run.py"
 STEPS = 240
 NUM_DOCUMENTS = 300
-# Each kill takes half a minute: JAXBUCKET_KILLS=10 python -m pytest -k kill
+# Each kill takes half a minute:
+# JAXBUCKET_KILLS=10 python -m pytest -m exhaustive -k kill
 KILLS = int(os.environ.get("JAXBUCKET_KILLS", "2"))
 
 
@@ -169,7 +170,7 @@ def test_an_interrupted_run_resumes_and_ends_once(folder):
     assert run.returncode == 128 + signal.SIGINT, error
     check_stopped(out, "SIGINT", checkpoints, latest(checkpoints))
     args = ("--checkpoint", checkpoints, "--resume", "--json", "interrupted.json")
-    # The second time there are no steps left, and it is only evaluated.
+    # The second run has no steps left, so it only evaluates the model.
     for _ in range(2):
         run = start(folder, *args)
         _, error = run.communicate(timeout=600)
@@ -181,7 +182,7 @@ def test_an_interrupted_run_resumes_and_ends_once(folder):
 def test_the_printed_command_resumes_a_changed_run(folder, stopped, at):
     checkpoints = folder / f"words {at}"
     shutil.copytree(stopped, checkpoints)
-    # The signal comes with the batch number `at` of the changed run.
+    # The run receives the signal when it loads batch `at`.
     script = folder / "early.py"
     script.write_text(
         f"""
@@ -189,12 +190,12 @@ import signal, sys
 sys.path.insert(0, {str(RUN.parent)!r})
 import run
 prefetch = run.jb.sharding.prefetch_to_mesh
-def early(*args):
+def prefetch_with_signal(*args):
     for number, batch in enumerate(prefetch(*args)):
         if number == {at}:
             signal.raise_signal(signal.SIGINT)
         yield batch
-run.jb.sharding.prefetch_to_mesh = early
+run.jb.sharding.prefetch_to_mesh = prefetch_with_signal
 run.main()
 """
     )
@@ -342,7 +343,8 @@ def resume(folder: pathlib.Path, checkpoints: pathlib.Path, *args: object) -> di
 def test_a_run_resumes_with_different_data_if_asked_to(folder, stopped):
     changed = ("--resume-changed", "--seed", 3)
     ends = []
-    # In one part, in two parts with the same options, and in two with `--resume`.
+    # The changed run is resumed once, twice with the same options, or the second
+    # time with `--resume`.
     for again in (None, changed, ("--resume", "--seed", 3)):
         checkpoints = folder / f"changed {len(ends)}"
         shutil.copytree(stopped, checkpoints)
@@ -353,7 +355,7 @@ def test_a_run_resumes_with_different_data_if_asked_to(folder, stopped):
             )
         ends.append(resume(folder, checkpoints, *(again or changed)))
         assert ends[-1]["steps"] == STEPS
-    # The same batches, so stopping repeats none of them.
+    # All runs have the same batches, so no batch is repeated after a stop.
     assert len({end["batches_digest"] for end in ends}) == 1
     whole = json.loads((folder / "whole.json").read_text())["train"]
     assert ends[0]["batches_digest"] != whole["batches_digest"]

@@ -72,7 +72,7 @@ def test_packed_rows_are_trained_on_and_resumed(jsonl, tmp_path, cost):
     assert epoch["packed_examples"] + summary["held_out"]["documents"] == 200
     assert epoch["examples"] < epoch["packed_examples"]
     assert summary["compile"]["train_step"]["later"] == 0
-    # It resumes in the same rows, also if they were planned by time.
+    # The run resumes with the same rows, even if they were planned with step times.
     run = run_job(*options, "--steps", 9, "--resume")
     assert run.returncode == 0, run.stderr
     assert "Resuming at step 6." in run.stdout
@@ -171,17 +171,17 @@ def test_the_table_has_means_and_spreads_over_seeds(comparison):
 def test_the_picture_has_a_line_for_every_way(comparison, tmp_path):
     runs = {
         way: [summary_of_a_run(1000, 2.0), summary_of_a_run(900, 2.1)]
-        for way in comparison.WAYS
+        for way in comparison.METHODS
     }
     comparison.draw(runs, str(tmp_path / "compare.png"))
     assert (tmp_path / "compare.png").stat().st_size > 10_000
     styles = [
         (style["marker"], str(style.get("linestyle")))
-        for style in map(comparison._STYLES.get, comparison.WAYS)
+        for style in map(comparison._STYLES.get, comparison.METHODS)
     ]
     # Markers and lines alone tell the ways apart, without colors.
     markers, lines = zip(*styles, strict=True)
-    assert len(set(markers)) == len(set(lines)) == len(comparison.WAYS)
+    assert len(set(markers)) == len(set(lines)) == len(comparison.METHODS)
 
 
 @pytest.mark.exhaustive
@@ -271,8 +271,11 @@ def test_impossible_batches_are_refused(jsonl, options, message):
         ("--steps 0", "0 is not positive"),
         ("--steps many", "invalid positive value: 'many'"),
         ("--compare", "--compare needs --seconds"),
-        ("--compare --seconds 9 --num-buckets auto", "leave out --num-buckets auto"),
-        ("--compare --seconds 9 --checkpoint x", "leave out the checkpoints"),
+        (
+            "--compare --seconds 9 --num-buckets auto",
+            "do not support --num-buckets auto",
+        ),
+        ("--compare --seconds 9 --checkpoint x", "does not support checkpoints"),
         ("--seeds 3", "--seeds and --markdown need --compare"),
         # Every run is started by this command without `--compare`.
         ("--comp", "unrecognized arguments: --comp"),
@@ -286,11 +289,11 @@ def test_impossible_batches_are_refused(jsonl, options, message):
         ("--data x --json x", "--json and --data are both"),
         ("--json x.png --plot ./x.png", "--plot and --json are both"),
         ("--data docs --checkpoint docs/run", "docs/run is in the folder of --data"),
-        ("--pack auto --policy dynamic", "chooses the rows: leave out --policy"),
-        ("--pack auto --plan x", "chooses the rows: leave out --plan"),
+        ("--pack auto --policy dynamic", "does not support --policy"),
+        ("--pack auto --plan x", "does not support --plan"),
         (
             "--pack always --num-buckets auto --opening 3",
-            "leave out --num-buckets auto, --opening",
+            "support --num-buckets auto, --opening",
         ),
         ("--json nowhere/x.json", "nowhere/x.json is not a file in an existing folder"),
     ],

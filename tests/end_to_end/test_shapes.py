@@ -62,7 +62,7 @@ def test_a_plan_by_time_is_compared_with_the_time_of_the_run(jsonl, tmp_path):
     assert re.search(
         r"\d shapes?, compiling takes .* s and .* epochs? takes? .* in total", recorded
     )
-    assert re.search(r"6 steps: .* s predicted, .* s taken \([+-]\d+%\)", recorded)
+    assert re.search(r"6 steps: .* s predicted, .* s measured \([+-]\d+%\)", recorded)
     plan = jb.BucketPlan.from_json(json.dumps(summary["plan"]))
     assert plan.cost_unit == "s"
     # Programs compiled to measure are not counted.
@@ -84,7 +84,7 @@ def test_a_resumed_run_has_the_same_shapes(jsonl, tmp_path):
     more = (*options, "--steps", 9)
     resumed = run_job(*more, "--num-buckets", 3, "--resume")
     summary = summary_of(out, resumed)
-    assert "The shapes are those of the run that is resumed." in resumed.stdout
+    assert "The shapes are the same as before the run was resumed." in resumed.stdout
     for name in ("plan", "planning", "schedule"):
         assert summary[name] == began[name]
     assert summary["train"]["first_step"] == 6
@@ -103,7 +103,7 @@ def test_a_resumed_run_has_the_same_shapes(jsonl, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_all_processes_train_in_the_shapes_of_one(jsonl, tmp_path):
+def test_all_processes_use_the_plan_of_process_0(jsonl, tmp_path):
     out, folder = tmp_path / "out.json", tmp_path / "run"
     options = ("--data", jsonl, "--json", out, "--checkpoint", folder)
     # `check_agreement` refuses other shapes.
@@ -121,14 +121,14 @@ def test_a_rule_of_thumb_is_predicted_by_time(jsonl, tmp_path):
     options = ("--boundaries", "quantile", "--num-buckets", 2)
     summary = summary_of(out, run_job("--data", jsonl, "--json", out, *options))
     assert summary["plan"]["cost_unit"] == "s"
-    assert "2 shapes, as many as asked for" in summary["planning"]["words"]
+    assert "2 shapes, as requested" in summary["planning"]["words"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--num-buckets auto --boundaries quantile", "leave out --boundaries quantile"),
-        ("--num-buckets auto --cost tokens", "leave out --cost tokens, or give"),
+        ("--num-buckets auto --boundaries quantile", "Remove --boundaries quantile"),
+        ("--num-buckets auto --cost tokens", "Remove --cost tokens, or pass"),
         ("--num-buckets few", "invalid number_or_auto value: 'few'"),
         ("--num-buckets 0", "0 is not positive"),
         ("--boundaries best", "invalid choice: 'best'"),
@@ -202,7 +202,7 @@ def test_a_run_by_steps_has_the_epochs_of_its_own_plan(shapes, steps):
 
 
 @pytest.mark.parametrize("seconds", [40, 200, 5000])
-def test_a_run_by_time_has_the_plan_with_the_most_epochs(shapes, seconds):
+def test_a_timed_run_uses_the_plan_that_fits_the_most_epochs(shapes, seconds):
     planned = by_time(shapes, seconds=seconds)
     limits = jb.Limits(
         max_tokens=4096, batch_size_multiple=4, seq_len_multiple=32, cost_fn=COST
@@ -229,14 +229,14 @@ def test_a_saved_plan_is_not_measured_again(shapes, tmp_path):
     options = {"checkpoint": str(tmp_path), "resume": True}
     # Killed before its first checkpoint, or never started.
     planned = by_time(shapes, **options)
-    assert not planned.is_kept
-    planned.keep(str(tmp_path))
+    assert not planned.was_loaded
+    planned.save(str(tmp_path))
     assert list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
     kept = by_time(shapes, unmeasured, **options)
-    assert kept.is_kept and kept.plan == planned.plan
+    assert kept.was_loaded and kept.plan == planned.plan
     assert kept.to_json() == planned.to_json()
     # A new run is planned anew.
-    assert not by_time(shapes, checkpoint=str(tmp_path)).is_kept
+    assert not by_time(shapes, checkpoint=str(tmp_path)).was_loaded
 
 
 def test_a_run_planned_by_tokens_does_not_resume_by_time(shapes, tmp_path):
@@ -244,7 +244,7 @@ def test_a_run_planned_by_tokens_does_not_resume_by_time(shapes, tmp_path):
     options = {"checkpoint": str(tmp_path)}
     with pytest.raises(ValueError, match="not planned by time, because it has no plan"):
         by_time(shapes, unmeasured, resume=True, **options)
-    assert not by_time(shapes, resume_changed=True, **options).is_kept
+    assert not by_time(shapes, resume_changed=True, **options).was_loaded
 
 
 @pytest.mark.parametrize("end", [0, 10, -1])

@@ -86,7 +86,7 @@ def test_unreadable_data_is_refused(documents, tmp_path, name, content, message)
         documents.load(str(write(tmp_path / name, content)))
 
 
-def test_no_file_of_the_standard_library_is_on_both_sides(documents):
+def test_no_file_is_in_both_splits(documents):
     def texts(examples):
         return {example["tokens"].tobytes().decode() for example in examples}
 

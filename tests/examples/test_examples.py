@@ -129,7 +129,7 @@ def test_train_lm_refuses_unreadable_data_in_one_sentence(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_train_lm_ends_alike_in_one_process_and_in_two(jsonl, tmp_path):
+def test_train_lm_has_the_same_result_with_one_and_two_processes(jsonl, tmp_path):
     launch = [sys.executable, ROOT / "scripts" / "launch_local.py"]
     results = []
     for count in (1, 2):

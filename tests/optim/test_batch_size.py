@@ -689,14 +689,14 @@ def test_the_state_holds_the_current_rate(rate):
         assert learning_rate_metrics(state)["learning_rate"] == -update
 
 
-def in_force_after(tx, params=None, **sizes):
+def metrics_after(tx, params=None, **sizes):
     params = jnp.ones(()) if params is None else params
     _, state = tx.update(params, tx.init(params), params, **sizes)
     return {name: float(value) for name, value in learning_rate_metrics(state).items()}
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_in_force_reports_the_factors_of_the_update():
+def test_learning_rate_metrics_include_all_factors():
     by_size = {"base_examples": 2, "rule": "linear"}
     inject = optax.inject_hyperparams
 
@@ -707,7 +707,7 @@ def test_in_force_reports_the_factors_of_the_update():
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    assert in_force_after(sde(learning_rate=0.5), num_examples=8) == {
+    assert metrics_after(sde(learning_rate=0.5), num_examples=8) == {
         "lr_factor": 2,
         "learning_rate": 1,
     }
@@ -715,14 +715,14 @@ def test_in_force_reports_the_factors_of_the_update():
         inject(optax.sgd)(jb.scale_schedule(1.0, **by_size)),
         jb.scale_by_batch_size(**by_size),
     )
-    assert in_force_after(both, num_examples=8) == {
+    assert metrics_after(both, num_examples=8) == {
         "lr_factor": 16,
         "learning_rate": 16,
     }
     before_sgd = optax.chain(
         jb.scale_by_batch_size(**by_size), inject(optax.sgd)(learning_rate=1.0)
     )
-    assert in_force_after(before_sgd, num_examples=8) == {
+    assert metrics_after(before_sgd, num_examples=8) == {
         "lr_factor": 4,
         "learning_rate": 1,
     }
@@ -730,7 +730,7 @@ def test_in_force_reports_the_factors_of_the_update():
         jb.optim.scale_by_adam_sde(base_examples=2),
         inject(optax.scale_by_learning_rate)(learning_rate=0.5),
     )
-    assert in_force_after(after_adam, num_examples=8) == {
+    assert metrics_after(after_adam, num_examples=8) == {
         "lr_factor": 2,
         "learning_rate": 1,
     }
@@ -739,14 +739,14 @@ def test_in_force_reports_the_factors_of_the_update():
         jb.scale_by_batch_size(**by_size, learning_rate=0.5),
         jb.scale_by_batch_size(base_examples=4, rule="linear", learning_rate=0.5),
     )
-    assert in_force_after(twice, num_examples=8) == {
+    assert metrics_after(twice, num_examples=8) == {
         "lr_factor": 8,
         "learning_rate": 4,
     }
     decay = inject(optax.adamw)(
         learning_rate=0.5, weight_decay=jb.scale_schedule(0.1, **by_size)
     )
-    assert in_force_after(decay, num_examples=8) == {"learning_rate": 0.5}
+    assert metrics_after(decay, num_examples=8) == {"learning_rate": 0.5}
     branches = optax.partition(
         {
             "a": inject(optax.sgd)(0.5),
@@ -755,7 +755,7 @@ def test_in_force_reports_the_factors_of_the_update():
         {"x": "a", "y": "b"},
     )
     params = {"x": jnp.ones(()), "y": jnp.ones(())}
-    assert in_force_after(branches, params, num_examples=8) == {}
+    assert metrics_after(branches, params, num_examples=8) == {}
 
 
 def plateau(count):
@@ -808,7 +808,7 @@ def test_a_schedule_too_long_for_an_integer_suggests_a_float():
     np.testing.assert_allclose(work(state), 0.5e-3, rtol=1e-6)
 
 
-def test_in_force_omits_unknown_values():
+def test_learning_rate_metrics_omit_unknown_values():
     assert learning_rate_metrics(optax.adam(1e-3).init(jnp.ones(2))) == {}
     tx = optax.chain(optax.adam(1e-3), jb.scale_by_batch_size(base_examples=2))
     assert learning_rate_metrics(tx.init(jnp.ones(2))) == {"lr_factor": 1}

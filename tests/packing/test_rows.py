@@ -73,7 +73,7 @@ def row_slots(packing):
 
 
 @pytest.mark.parametrize("seed", seeds(40, 200))
-def test_rows_hold_every_example_and_are_no_more_than_those_num_best_fit(seed):
+def test_pack_keeps_every_example_and_needs_no_more_rows_than_best_fit(seed):
     lengths, seq_lens, cap = packing_problem(seed)
     packing = jb.packing.pack(lengths, seq_lens, max_segments_per_row=cap)
     assert sorted(packing.slot_lengths) == sorted(lengths)
@@ -399,7 +399,7 @@ def test_rows_are_balanced(seed):
 
 
 @pytest.mark.parametrize(("size", "num_parts"), [(9, 3), (15, 5), (18, 6), (36, 12)])
-def test_other_numbers_of_devices_are_no_worse_than_unsorted(size, num_parts):
+def test_balancing_never_increases_imbalance(size, num_parts):
     rng = np.random.default_rng(0)
     draws = [rng.integers(1, 100, size) ** 2 for _ in range(200)]
     balanced = np.mean([imbalance(x[balance_rows(x)], num_parts) for x in draws])

@@ -646,7 +646,7 @@ def test_an_example_can_move_up_through_thousands_of_buckets(order):
 
 
 @pytest.mark.parametrize("order", ["shuffled", "source"])
-def test_the_first_epoch_starts_where_a_schedule_takes_over(problem, order):
+def test_a_continued_schedule_starts_its_first_epoch_at_first_step(problem, order):
     schedule = BatchSchedule(problem.plan, problem.lengths, seed=5, order=order)
     position = DataPosition(17, {}, {}, {"fingerprint": "other"})
     moved = schedule.continue_with(position)

@@ -78,7 +78,7 @@ def test_a_curriculum_accepts_an_index(folder, tmp_path):
         np.testing.assert_array_equal(
             order.sorted_difficulty(kept), np.sort(values[kept])
         )
-    # Sorted by process, the rank is the difficulty.
+    # If the index is sorted by process, the difficulty of an example is its rank.
     by_process = jb.sort.write_difficulty_index(
         tmp_path / "by_process", values, MESH, sorted_by="process"
     )
@@ -113,10 +113,10 @@ def test_an_existing_index_is_returned_or_rejected(folder, monkeypatch):
 
 
 def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
-    (tmp_path / "thesis.tex").write_text("all of it")
+    (tmp_path / "notes.txt").write_text("contents")
     with pytest.raises(ValueError, match="exists but is not an index. Pass a diff"):
         jb.sort.write_difficulty_index(tmp_path, difficulties(), MESH)
-    assert (tmp_path / "thesis.tex").read_text() == "all of it"
+    assert (tmp_path / "notes.txt").read_text() == "contents"
 
 
 def test_partial_folders_of_earlier_calls_are_removed(tmp_path):
@@ -145,7 +145,7 @@ def test_a_run_uses_the_index_that_another_run_finished_first(tmp_path, monkeypa
     """Simulates another run that finishes its index during the sort."""
     values, folder = difficulties(), tmp_path / "index"
 
-    def overtaken_by(other):
+    def sort_after_writing(other):
         def sort(*args):
             monkeypatch.undo()
             jb.sort.write_difficulty_index(folder, other, MESH)
@@ -153,11 +153,13 @@ def test_a_run_uses_the_index_that_another_run_finished_first(tmp_path, monkeypa
 
         return sort
 
-    monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", overtaken_by(values))
+    monkeypatch.setattr(
+        "jaxbucket.sort.difficulty.sample_sort", sort_after_writing(values)
+    )
     jb.sort.write_difficulty_index(folder, values, MESH).check()
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
     shutil.rmtree(folder)
-    sort = overtaken_by(values + 1)
+    sort = sort_after_writing(values + 1)
     monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", sort)
     with pytest.raises(ValueError, match="has an index of different difficulties"):
         jb.sort.write_difficulty_index(folder, values, MESH)
@@ -264,7 +266,7 @@ def test_check_detects_changed_bytes(folder, file, seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_sums_of_shares_add_up_to_the_sum_of_all(seed):
+def test_checksums_of_shares_add_up_to_the_checksum_of_all_examples(seed):
     rng = np.random.default_rng(seed)
     values = difficulties()
     ends = np.sort([0, *rng.integers(0, SIZE, 3), SIZE])

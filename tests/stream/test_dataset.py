@@ -974,7 +974,7 @@ def test_processes_are_rejected_in_workers():
             use()
 
 
-def test_a_host_without_examples_needs_like():
+def test_like_is_required_if_a_host_has_no_examples():
     lengths, plan, _ = make_case(32, size=50, multiple=2)
     options = {"shard": jb.data.RowShard((1,), 2), "lengths": lengths, "pool_size": 50}
     options["num_steps"] = math.inf
@@ -1716,7 +1716,7 @@ class Interrupt:
 @pytest.mark.parametrize(
     "options", [OPTIONS[0], OPTIONS[4], *exhaustive([OPTIONS[2], OPTIONS[6]])], ids=str
 )
-def test_an_interrupt_at_any_line_loses_no_example_unreported(options):
+def test_an_interrupt_never_loses_examples_silently(options):
     lengths, plan, _ = make_case(43, size=150)
     plans = {0: plan, 2: plan}
     options = {"lengths": lengths, "on_drift": None, **options}

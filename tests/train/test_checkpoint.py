@@ -547,7 +547,7 @@ record(step)
 
 
 @pytest.mark.exhaustive
-def test_saving_does_not_keep_the_loops_from_stopping(launch, tmp_path):
+def test_all_processes_stop_at_the_same_step_while_saving(launch, tmp_path):
     run = launch(f"FOLDER = {str(tmp_path / 'run')!r}\n{STOPPED}", grace=20)
     assert run.status == 0, run.output
     assert run.recorded(0) == run.recorded(1)

@@ -124,7 +124,7 @@ def test_only_named_sequences_lose_their_padding():
     assert lengths <= {bucket.seq_len for bucket in schedule.plan.buckets}
 
 
-def test_scores_as_wide_as_one_bucket_are_not_shortened():
+def test_outputs_of_fixed_width_keep_their_shape():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
     width = schedule.plan.buckets[0].seq_len
@@ -157,7 +157,7 @@ def index_of(params, batch):
     return {"index": batch.features["index"]}
 
 
-def named_job(lengths, **options):
+def indexed_job(lengths, **options):
     """Examples with a feature `index`, all in one bucket."""
     source = [{"x": np.ones(n), "index": np.int32(i)} for i, n in enumerate(lengths)]
     plan = jb.plan_buckets(lengths, max_tokens=64, boundaries=[8], overlong="drop")
@@ -179,7 +179,7 @@ def test_every_order_and_epoch_can_be_predicted(options):
     lengths = np.random.default_rng(0).integers(1, 10, 61)
     want = [i if length <= 8 else None for i, length in enumerate(lengths)]
     for seed in range(3):
-        source, _, schedule = named_job(lengths, seed=seed, **options)
+        source, _, schedule = indexed_job(lengths, seed=seed, **options)
         for epoch in (0, 4):
             start = epoch * len(schedule)
             batches = jb.MeshLoader(source, schedule, ONE, start_step=start)
@@ -212,7 +212,7 @@ def test_generated_outputs_of_fixed_width_are_not_shortened():
 
 
 def test_batches_must_be_exactly_one_epoch():
-    source, _, schedule = named_job([3] * 40)
+    source, _, schedule = indexed_job([3] * 40)
     epoch = len(schedule)
     for options in (
         {"start_step": 1},
@@ -227,7 +227,7 @@ def test_batches_must_be_exactly_one_epoch():
 
 
 def test_batches_must_have_a_schedule():
-    source, _, schedule = named_job([3] * 40)
+    source, _, schedule = indexed_job([3] * 40)
     batches = jb.MeshLoader(source, schedule, ONE)
     for other in (list(batches), iter(batches), batches.dataset, batches.dataset[1:]):
         message = rf"`batches` is a {type(other).__name__}\. Pass a `MeshLoader"
@@ -237,7 +237,7 @@ def test_batches_must_have_a_schedule():
 
 def test_a_schedule_that_repeats_or_leaves_out_examples_is_refused():
     lengths = np.arange(60) % 7 + 1
-    source, plan, _ = named_job(lengths)
+    source, plan, _ = indexed_job(lengths)
     order = jb.Curriculum(lengths, jb.schedule.LinearPacing(0.5, 2), replacement=True)
     half = jb.BatchSchedule(plan, lengths[:30])
     schedules = [
@@ -253,7 +253,7 @@ def test_a_schedule_that_repeats_or_leaves_out_examples_is_refused():
 
 def test_packed_rows_are_refused():
     lengths = np.array([3, 5, 2, 4])
-    source, _, _ = named_job(lengths)
+    source, _, _ = indexed_job(lengths)
     packing = jb.packing.pack(lengths, 8)
     plan = jb.plan_buckets([8], max_tokens=16)
     schedule = jb.BatchSchedule(plan, lengths, packing=packing)
@@ -263,7 +263,7 @@ def test_packed_rows_are_refused():
 
 
 def test_steps_must_return_outputs_of_the_same_bucket():
-    source, _, schedule = named_job([3] * 40)
+    source, _, schedule = indexed_job([3] * 40)
     batches = jb.MeshLoader(source, schedule, ONE)
     with pytest.raises(ValueError, match="`steps` returned a dict, not a `Batch`"):
         jb.predict(lambda state, batch: {}, None, batches)  # pyright: ignore
@@ -324,7 +324,7 @@ with jb.Processes() as processes:
         # Both processes have the same rows.
         Mesh(devices.reshape(2, 2).T, ("data", "model")),
     ]
-    # Every mode on some mesh, including the mesh that pmap refuses.
+    # Each mode runs on at least one mesh. The last mesh is not supported by pmap.
     modes = [("jit",), ("pmap",), ("shard_map", "pmap")]
     for mesh, modes_of_mesh in zip(meshes, modes, strict=True):
         for mode in modes_of_mesh:

@@ -1,4 +1,4 @@
-"""A check of pictures: texts stay inside, and none covers another."""
+"""Checks that labels of a figure lie inside it and do not overlap."""
 
 import itertools
 from collections.abc import Callable

@@ -196,7 +196,7 @@ def test_texts_of_a_curve_stay_inside_and_apart(seconds, check_texts):
     check_texts(figure)
 
 
-def test_more_plans_take_their_places_by_cost():
+def test_additional_plans_are_sorted_by_cost():
     comparison = compare_plans(LENGTHS, LIMITS)
     (second, third) = comparison.plans[1:3]
     between = dataclasses.replace(

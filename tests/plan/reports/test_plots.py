@@ -26,7 +26,7 @@ def area(ax, label: str) -> float:
     return abs(np.sum(x * np.roll(y, 1) - y * np.roll(x, 1))) / 2
 
 
-def test_areas_are_tokens():
+def test_areas_are_proportional_to_tokens():
     lengths = np.random.default_rng(0).integers(1, 500, 3000)
     plan = plan_buckets(lengths, max_tokens=2**16, num_buckets=5)
     ax = plot_plan(plan, lengths)
@@ -128,7 +128,7 @@ EXTREMES = {
 
 
 @pytest.mark.parametrize("name", EXTREMES)
-def test_texts_of_pictures_stay_inside_and_apart(name, check_texts):
+def test_labels_do_not_overlap_or_leave_the_figure(name, check_texts):
     lengths, options = EXTREMES[name]
     plan = plan_buckets(lengths, **{"max_tokens": 2**31, **options})
     figure = Figure(figsize=(8, 7), layout="constrained")

@@ -43,7 +43,7 @@ def test_every_step_is_a_point_in_the_color_of_its_bucket():
     assert [text.get_text() for text in legend.get_texts()] == list(map(str, BUCKETS))
 
 
-def test_buckets_differ_in_grey():
+def test_buckets_are_distinguishable_in_grayscale():
     figure = plot_run(RECORDS)
     colors = [points.get_facecolor()[0] for points in figure.axes[0].collections]
     grey = [0.3 * red + 0.59 * green + 0.11 * blue for red, green, blue, _ in colors]
