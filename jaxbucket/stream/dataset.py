@@ -93,12 +93,14 @@ def stream_batches(
         derived from `seed`.
       plan: the shapes; or a dict `{first step: plan}` that includes step 0. All plans
         must have the same longest T and the same policy for overlong examples.
-      pool_size: the number of pending examples in this process, a few times the largest
-        B. It bounds the memory use and the size of a checkpoint.
-      policy: "closest" chooses the bucket with the least padding, "first" the bucket of
-        the oldest example. A packed row is filled with the longest example that fits
-        ("closest") or with the oldest ("first"). Several processes follow the shared
-        sequence of buckets, so both policies give them the same padded rows.
+      pool_size: the maximum number of pending examples in this process. Choose a few
+        times the largest B. It limits the memory use and the size of a checkpoint.
+      policy: in a single process, "first" chooses the bucket of the oldest example.
+        "closest" chooses the bucket with the most full batches or, if there are none,
+        the one with the least unused space. A packed row is filled with the longest
+        example that fits ("closest") or with the oldest ("first"). Several processes
+        follow the shared sequence of buckets, so both policies give them the same
+        padded rows.
       lengths: `[N]` integers, the lengths that the plan was made for, equal in all
         processes; or a dict `{first step: lengths}` with the steps of `plan`. Required
         with several processes, because the sequence of buckets is derived from them.
@@ -134,8 +136,8 @@ def stream_batches(
         `rng.integers(2**63)` or `rng.spawn(1)`.
 
     Raises:
-      ValueError: if the pool is smaller than the rows of a batch, plans do not fit
-        together, `lengths` or `processes` is missing, or an option is out of range.
+      ValueError: if the pool is smaller than the rows of a batch, the plans are
+        incompatible, `lengths` or `processes` is missing, or an option is out of range.
         From an iterator: if an example is too long, has no length or makes `transform`
         fail, naming its index in the stream; or if processes batch differently.
       RuntimeError: from an iterator, if the stream raises, naming the example as well.
@@ -241,7 +243,7 @@ def sample_lengths(
 
 
 class StreamDataset(grain.IterDataset[Any]):
-    """The batches of a stream; `stream_batches` makes one."""
+    """The batches of a stream, created by `stream_batches`."""
 
     def __init__(self, run: StreamRun):
         dataset = run.dataset

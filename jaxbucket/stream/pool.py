@@ -41,7 +41,7 @@ class Pool(abc.ABC):
 
     @abc.abstractmethod
     def closest(self, rows: Sequence[int], ended: bool) -> int:
-        """Returns the bucket that can be filled with the least padding.
+        """Returns the bucket that the policy "closest" chooses.
 
         Args:
           rows: `[K]`, the number of rows to fill in each bucket.
@@ -80,6 +80,10 @@ class PaddedPool(Pool):
     Overdue examples that fit take the first rows. The oldest examples of the bucket
     follow. Rows that are still empty take the oldest examples of the next shorter
     bucket, and so on.
+
+    The policy "closest" chooses the bucket with the most full batches. If there are
+    none, it chooses the bucket with the least unused space, or, after the end of the
+    stream, the first of the cheapest batches for all pending examples.
     """
 
     def __init__(self, plan: BucketPlan):
@@ -120,7 +124,7 @@ class PaddedPool(Pool):
     def _unused(self, bucket: int, num_rows: int) -> float:
         """Returns the share of positions that stay unused if the bucket is served now.
 
-        An example counts as long as the T of its own bucket.
+        The length of an example counts as the T of its own bucket.
         """
         positions, empty = 0, num_rows
         for k in range(bucket, -1, -1):

@@ -1,4 +1,4 @@
-"""The guarantees of the README as checks of any loader and of any loss.
+"""Checks of the README's guarantees 1-4 and 6 for any loader, and 8 for any loss.
 
 `check_batches` (in `batches`) only needs numpy. `check_loss` (in `loss`) compares the
 results of a loss for a batch with its results for variants of that batch (`variants`).
