@@ -3,6 +3,7 @@
 Dtype promotion is strict.
 """
 
+import json
 import os
 import pathlib
 import subprocess
@@ -36,6 +37,17 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+@pytest.fixture
+def jsonl(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A file of 200 documents of several lengths, in the field "body"."""
+    path = tmp_path / "data.jsonl"
+    lines = [
+        json.dumps({"body": f"document {n} " + "x" * (n % 90)}) for n in range(200)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
 
 
 LAUNCH = pathlib.Path(__file__).parents[1] / "scripts" / "launch_local.py"

@@ -186,16 +186,7 @@ def plan_packing(
         batch fits the limits; if `pack="always"` and the search finds no rows within
         `max_padding`.
     """
-    check_choice("pack", pack, PACK_CHOICES)
-    if not 0 < check_number("max_padding", max_padding) <= 1:
-        raise ValueError(
-            f"`max_padding={max_padding}` must be a share, above 0 and at most 1."
-        )
-    if isinstance(max_tokens, Sequence):
-        raise ValueError(
-            f"`max_tokens={max_tokens}` has one entry per boundary, but `plan_packing` "
-            "chooses the boundaries itself. Pass an integer, or a function of T."
-        )
+    _check_choices(pack, max_padding, max_tokens)
     _check_units(cost_fn, packed_cost_fn)
     lengths = check_lengths(lengths)
     limits = Limits(
@@ -242,14 +233,38 @@ def plan_packing(
     if pack == "always" or (pack == "auto" and is_cheaper):
         packing = from_patterns(packed.patterns, packed.seq_lens, max_segments_per_row)
         return _packed_plan(packed, packing, epoch_costs, block_sparse)
+    return _padded_plan(padded, epoch, epoch_costs, block_sparse)
+
+
+def _check_choices(pack: Pack, max_padding: float, max_tokens: Budget) -> None:
+    """Raises a ValueError for choices that no packing can follow."""
+    check_choice("pack", pack, PACK_CHOICES)
+    if not 0 < check_number("max_padding", max_padding) <= 1:
+        raise ValueError(
+            f"`max_padding={max_padding}` must be a share, above 0 and at most 1."
+        )
+    if isinstance(max_tokens, Sequence):
+        raise ValueError(
+            f"`max_tokens={max_tokens}` has one entry per boundary, but `plan_packing` "
+            "chooses the boundaries itself. Pass an integer, or a function of T."
+        )
+
+
+def _padded_plan(
+    plan: BucketPlan,
+    epoch: Report,
+    epoch_costs: dict[str, float],
+    block_sparse: bool,
+) -> PackedPlan:
+    """Returns the result for rows of one example each."""
     return PackedPlan(
-        padded,
+        plan,
         None,
         epoch,
         epoch_costs,
         rows=tuple(bucket.examples for bucket in epoch.buckets),
-        segments=(1.0,) * len(padded),
-        padded_up_to=padded.max_seq_len,
+        segments=(1.0,) * len(plan),
+        padded_up_to=plan.max_seq_len,
         block_sparse=block_sparse,
     )
 

@@ -162,13 +162,20 @@ def test_a_run_stopped_by_sigterm_resumes_with_the_same_result(folder, stopped):
     check_same_end(folder, "goes-on.json")
 
 
+def start_and_stop(
+    folder: pathlib.Path, checkpoints: pathlib.Path, step: int, number: signal.Signals
+) -> None:
+    """Starts a run, and sends it a signal after a step, which makes it save and end."""
+    run = start(folder, "--checkpoint", checkpoints)
+    stop_after(run, checkpoints, step, number)
+    out, error = run.communicate(timeout=600)
+    assert run.returncode == 128 + number, error
+    check_stopped(out, number.name, checkpoints, latest(checkpoints))
+
+
 def test_an_interrupted_run_resumes_and_ends_once(folder):
     checkpoints = folder / "interrupted"
-    run = start(folder, "--checkpoint", checkpoints)
-    stop_after(run, checkpoints, 50, signal.SIGINT)
-    out, error = run.communicate(timeout=600)
-    assert run.returncode == 128 + signal.SIGINT, error
-    check_stopped(out, "SIGINT", checkpoints, latest(checkpoints))
+    start_and_stop(folder, checkpoints, 50, signal.SIGINT)
     args = ("--checkpoint", checkpoints, "--resume", "--json", "interrupted.json")
     # The second run has no steps left, so it only evaluates the model.
     for _ in range(2):
@@ -254,11 +261,7 @@ def test_changed_options_are_printed_when_a_run_resumes(folder, stopped):
 def stopped(folder):
     """The checkpoints of a run that was stopped before its end."""
     checkpoints = folder / "stopped"
-    run = start(folder, "--checkpoint", checkpoints)
-    stop_after(run, checkpoints, 30, signal.SIGTERM)
-    out, error = run.communicate(timeout=600)
-    assert run.returncode == 128 + signal.SIGTERM, error
-    check_stopped(out, "SIGTERM", checkpoints, latest(checkpoints))
+    start_and_stop(folder, checkpoints, 30, signal.SIGTERM)
     return checkpoints
 
 

@@ -23,16 +23,6 @@ def run_job(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture
-def jsonl(tmp_path: pathlib.Path) -> pathlib.Path:
-    path = tmp_path / "data.jsonl"
-    lines = [
-        json.dumps({"body": f"document {n} " + "x" * (n % 90)}) for n in range(200)
-    ]
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
 # A run on one device is in test_resume.py.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])

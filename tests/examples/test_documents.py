@@ -1,7 +1,6 @@
 """The documents that the examples train on: read, made distinct, and split."""
 
 import importlib
-import json
 import pathlib
 import re
 
@@ -40,16 +39,6 @@ def test_the_fingerprint_covers_every_byte(documents, jsonl):
         tokens[-1] ^= 1
         changed[index]["tokens"] = tokens
         assert changed.fingerprint != before
-
-
-@pytest.fixture
-def jsonl(tmp_path: pathlib.Path) -> pathlib.Path:
-    path = tmp_path / "data.jsonl"
-    lines = [
-        json.dumps({"body": f"document {n} " + "x" * (n % 90)}) for n in range(200)
-    ]
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 @pytest.fixture

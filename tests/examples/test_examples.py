@@ -25,16 +25,6 @@ SMALL = (
 
 
 @pytest.fixture
-def jsonl(tmp_path: pathlib.Path) -> pathlib.Path:
-    path = tmp_path / "data.jsonl"
-    lines = [
-        json.dumps({"body": f"document {n} " + "x" * (n % 90)}) for n in range(200)
-    ]
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-@pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch, few_optimizations):
     """Imports an example from its folder."""
     monkeypatch.syspath_prepend(EXAMPLES)
