@@ -32,6 +32,7 @@ class OpeningSteps:
     Attributes:
       batches: `[num_batches]` int64, the numbers of the planned batches.
       num_batches: the number of planned batches.
+      taken: `[K]` int64, the number of planned batches of each bucket.
       pairs: the opening as `[[B, T, num_batches], ...]`, for fingerprints.
 
     Raises:
@@ -66,6 +67,7 @@ class OpeningSteps:
             taken[index] += count
             numbers.append(np.arange(start, start + count))
             self.pairs.append([bucket.batch_size, bucket.seq_len, count])
+        self.taken = taken
         self.batches = np.concatenate(numbers)
         self.num_batches = len(self.batches)
         # By bucket: the planned batches up to its end, the remaining ones before it.

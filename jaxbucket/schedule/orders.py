@@ -18,8 +18,11 @@ from jaxbucket.base.permutation import fold, permute
 from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
 from jaxbucket.schedule.grouping import Within
 from jaxbucket.schedule.opening import OpeningSteps
+from jaxbucket.schedule.spread import spread_evenly
 
-OrderName: TypeAlias = Literal["shuffled", "source", "ascending", "descending"]
+OrderName: TypeAlias = Literal[
+    "shuffled", "spread", "source", "ascending", "descending"
+]
 
 # Rows that are processed at a time.
 _CHUNK = 1 << 20
@@ -111,6 +114,23 @@ class Shuffled(Order):
         return _ShuffledEpochs(rows, seed, opening)
 
 
+class Spread(Order):
+    """Draws new batches in every epoch, and spreads each bucket evenly over the steps.
+
+    The first t batches of a run include the share of every bucket, t * n / N for a
+    bucket with n of the N batches of an epoch, with an error of less than two, and so
+    does any other window of steps. An opening counts as a separate window. Consecutive
+    batches, such as the micro-batches of a step with `group="mixed"`, therefore differ
+    in length. The sequence of buckets takes 8 bytes per batch of an epoch.
+    """
+
+    def __str__(self) -> str:
+        return "spread"
+
+    def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
+        return _SpreadEpochs(rows, seed, opening)
+
+
 class Fixed(Order):
     """Repeats the same batches in every epoch, filling rows with sorted examples.
 
@@ -136,6 +156,7 @@ class Fixed(Order):
 
 NAMED: dict[str, Order] = {
     "shuffled": Shuffled(),
+    "spread": Spread(),
     "source": Fixed("source"),
     "ascending": Fixed("ascending"),
     "descending": Fixed("descending"),
@@ -161,6 +182,8 @@ def check_order(order: Any, num_examples: int, *, is_packed: bool) -> Order:
 
 
 class _ShuffledEpochs:
+    """Numbers the batches of an epoch by bucket, and permutes the numbers."""
+
     def __init__(self, rows: EpochRows, seed: int, opening: OpeningSteps | None):
         self._rows = rows
         self._seed = seed
@@ -178,17 +201,51 @@ class _ShuffledEpochs:
 
     def _numbers(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Returns the numbers of the batches at `[n]` positions of an epoch."""
-        size = self._rows.num_batches
         key = fold(self._seed, epoch, len(self._rows.plan))
         opening = self._opening
         if epoch or opening is None:
-            return permute(positions, size, key)
+            return self._permute(positions, self._rows.flow.batches, key)
         numbers = np.empty(len(positions), np.int64)
         is_planned = positions < opening.num_batches
         numbers[is_planned] = opening.batches[positions[is_planned]]
         later = positions[~is_planned] - opening.num_batches
-        drawn = permute(later, size - opening.num_batches, key)
+        drawn = self._permute(later, self._rows.flow.batches - opening.taken, key)
         numbers[~is_planned] = opening.nth_remaining(drawn)
+        return numbers
+
+    def _permute(
+        self, positions: np.ndarray, counts: np.ndarray, key: int
+    ) -> np.ndarray:
+        """Returns the batches at `[n]` positions, if bucket k has `counts[k]`."""
+        return permute(positions, int(counts.sum()), key)
+
+
+class _SpreadEpochs(_ShuffledEpochs):
+    """Spreads the batches of each bucket evenly. Epochs differ in their examples."""
+
+    def __init__(self, rows: EpochRows, seed: int, opening: OpeningSteps | None):
+        super().__init__(rows, seed, opening)
+        self._spread: dict[bytes, np.ndarray] = {}
+
+    def _permute(
+        self, positions: np.ndarray, counts: np.ndarray, key: int
+    ) -> np.ndarray:
+        with LOCK:
+            # The first epoch has other counts than the later ones if it is opened.
+            if counts.tobytes() not in self._spread:
+                self._spread[counts.tobytes()] = self._spread_batches(counts)
+            return self._spread[counts.tobytes()][positions]
+
+    def _spread_batches(self, counts: np.ndarray) -> np.ndarray:
+        """Returns the numbers of all batches, `[num_batches]`, in the spread order."""
+        buckets = spread_evenly(counts)
+        # The seed decides where the sequence starts, and not the epoch, because it
+        # would otherwise not continue evenly from one epoch to the next.
+        start = fold(self._seed, len(counts)) % max(1, len(buckets))
+        numbers = np.empty(len(buckets), np.int64)
+        numbers[np.argsort(np.roll(buckets, -start), kind="stable")] = np.arange(
+            len(buckets)
+        )
         return numbers
 
 
