@@ -119,10 +119,11 @@ def packed_report(
     Returns:
       The lengths of the rows `[R]`, and the report of an epoch of them.
     """
-    lost = _lost(plan, lengths)
+    of_rows = dataclasses.replace(plan, packed=False)
+    lost = _lost(of_rows, lengths)
     kept = kept_lengths(lengths, plan.overlong, plan.max_seq_len)
     packing = pack(kept, plan.boundaries.tolist())
-    epoch = report(plan, packing.row_lengths, **options)
+    epoch = report(of_rows, packing.row_lengths, **options)
     # The mean over epochs, if rows are dropped.
     examples = round(epoch.examples / packing.num_rows * packing.num_examples)
     epoch = dataclasses.replace(epoch, packed_examples=examples, **lost)
@@ -207,7 +208,8 @@ def _packed_plans(
     for name, num_buckets in (("packed", comparison.num_buckets), (_ONE_SHAPE, 1)):
         packed = plan_rows(lengths, shape, num_buckets, "always", block_sparse)
         assert packed.packing is not None
-        rows = report(packed.plan, packed.packing.row_lengths, remainder=remainder)
+        plan = dataclasses.replace(packed.plan, packed=False)
+        rows = report(plan, packed.packing.row_lengths, remainder=remainder)
         fields = {x: getattr(packed.report, x) for x in ("packed_examples", *_LOST)}
         epoch = dataclasses.replace(rows, **fields)
         plans.append(ComparedPlan(name, packed.plan, epoch))

@@ -43,11 +43,6 @@ remainder_option = click.option(
     help="Whether all micro-batches of a step have the same bucket, or may have "
     "different ones.",
 )
-@click.option(
-    "--packed",
-    is_flag=True,
-    help="Pack several examples into each row, for plans from `plan --pack`.",
-)
 @column_option
 @unit_option
 @click.option("--plot", type=NEW, help="Draw the plan to this file.")
@@ -55,7 +50,6 @@ remainder_option = click.option(
 def report(
     plan_file: pathlib.Path,
     lengths: pathlib.Path,
-    packed: bool,
     column: str | None,
     unit: str,
     plot: pathlib.Path | None,
@@ -65,14 +59,14 @@ def report(
     """Report the padding and cost of PLAN on LENGTHS.
 
     PLAN is a file that `jaxbucket plan -o` wrote. LENGTHS may differ from the lengths
-    that the plan was made for. Add --packed if the plan was written by
-    `jaxbucket plan --pack`.
+    that the plan was made for. Plans written by `jaxbucket plan --pack` may be for
+    packed rows; then LENGTHS are packed first.
     """
     check_outputs([plan_file, lengths], plot=plot)
     with new_figure(plot, 8, 7) as figure:
         bucket_plan, measured = read_plan(plan_file), read_lengths(lengths, column)
         rows = measured
-        if packed:
+        if bucket_plan.packed:
             from jaxbucket.cli.packing import packed_report
 
             rows, epoch = packed_report(bucket_plan, measured, **options)

@@ -110,7 +110,8 @@ class BatchSchedule(Schedule):
       ValueError: if the plan refuses the lengths or no example is left; if `order`,
         `remainder` or `group` is unknown; if the first epoch does not have the batches
         of `opening`; if `seed` is out of range; if `packing` is for different lengths,
-        does not fit the plan, or is combined with a `Curriculum`.
+        does not fit the plan, is combined with a `Curriculum`, or is missing for a plan
+        for packed rows.
     """
 
     def __init__(
@@ -133,6 +134,12 @@ class BatchSchedule(Schedule):
             lengths = total_lengths(self.parts)
         self.lengths = plan.check(lengths)
         is_packed = packing is not None
+        if plan.packed and not is_packed:
+            raise ValueError(
+                "`plan` is for packed rows. Pass the `packing` that was planned with "
+                "it, or `dataclasses.replace(plan, packed=False)` to have one example "
+                "per row."
+            )
         self._order = check_order(order, len(self.lengths), is_packed=is_packed)
         self.order: OrderName | Order = order
         self.seed = check_seed(seed)
@@ -267,7 +274,7 @@ class BatchSchedule(Schedule):
                 "hold with `replacement=True`. Count the batches of the schedule."
             )
         epoch = report(
-            self.plan,
+            dataclasses.replace(self.plan, packed=False),
             self._row_lengths,
             remainder=self.remainder,
             accumulate=self.accumulate,

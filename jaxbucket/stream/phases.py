@@ -111,6 +111,11 @@ def _make_phase(
     options: Options,
     max_segments_per_row: int | None,
 ) -> Phase:
+    if plan.packed and not options.pack:
+        raise ValueError(
+            f"The plan from step {step} is for packed rows. Pass `pack=True`, or "
+            "`dataclasses.replace(plan, packed=False)` to have one example per row."
+        )
     rows = _local_rows(plan, options)
     if lengths is None and not options.is_single_process:
         raise ValueError(

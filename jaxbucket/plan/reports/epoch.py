@@ -233,10 +233,15 @@ def report(
       group: whether the micro-batches of a step have the "same" bucket or are "mixed".
 
     Raises:
-      ValueError: if the lengths are not valid for the plan, the remainder or the group
-        is unknown, or `accumulate` is not positive.
+      ValueError: if the plan is for packed rows, the lengths are not valid for the
+        plan, the remainder or the group is unknown, or `accumulate` is not positive.
     """
     check_choice("group", group, GROUPS)
+    if plan.packed:
+        raise ValueError(
+            "`plan` is for packed rows, and its padding depends on the packing. Use "
+            "the `report` of `plan_packing` or of a `BatchSchedule` with `packing`."
+        )
     accumulate = check_accumulate(accumulate)
     lengths = check_lengths(lengths)
     # Full chunks are only counted, because their lengths may not fit in memory.
