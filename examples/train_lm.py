@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         mesh = jb.data_mesh()
 
         # Choose a few shapes (B, T), and assign documents to steps.
-        split = documents.load(args.data, args.field, args.max_len)
-        lengths = jb.measure_lengths(split.train)
+        splits = documents.load(args.data, args.field, args.max_len)
+        lengths = jb.measure_lengths(splits.train)
         rows = jb.plan_packing(
             lengths,
             max_tokens=args.max_tokens,
@@ -50,14 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan, packing = rows.plan, rows.packing
         schedule = jb.BatchSchedule(plan, lengths, packing=packing, seed=args.seed)
         console.print(schedule, rows.reason, schedule.report().summary, sep="\n")
-        batches = jb.MeshLoader(split.train, schedule, mesh, num_steps=args.steps)
+        batches = jb.MeshLoader(splits.train, schedule, mesh, num_steps=args.steps)
         processes.check_agreement(batches.position(0), mesh, vars(args))
 
         # Batch the held-out documents in the same shapes, one in each row.
         plan = dataclasses.replace(plan, overlong="truncate", packed=False)
-        lengths = jb.measure_lengths(split.held_out)
+        lengths = jb.measure_lengths(splits.held_out)
         schedule = jb.BatchSchedule(plan, lengths, order="source")
-        held_out = jb.MeshLoader(split.held_out, schedule, mesh)
+        held_out = jb.MeshLoader(splits.held_out, schedule, mesh)
 
         # Continue from the newest checkpoint, if there is one.
         state, train_fn, eval_fn = recipe.make_steps(args, mesh)

@@ -70,7 +70,7 @@ def batch_dataset(
         is allowed only if there is one sequence feature.
       transform: random augmentation, `(example, rng) -> example`, which must keep the
         length. `example` is a copy whose values are arrays; a `bytes` value is a 0-d
-        object array, read by `example["audio"].item()`. `rng` is a
+        object array, read with `example["audio"].item()`. `rng` is a
         `np.random.Generator` determined by the schedule's seed and first step, the
         epoch and the example's index; if an epoch may contain an example several
         times, also by its place in the batch. Seed other random generators from it,

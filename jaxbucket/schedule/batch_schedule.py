@@ -185,7 +185,7 @@ class BatchSchedule(Schedule):
     @property
     def opening_pairs(self) -> list[list[int]]:
         """The opening as `[[B, T, num_batches], ...]`; empty without an opening."""
-        return [] if self._opening is None else self._opening.pairs
+        return [] if self._opening is None else self._opening.entries
 
     @property
     def steps_per_epoch(self) -> int:

@@ -87,7 +87,7 @@ def _check_plans(plans: Mapping[int, BucketPlan]) -> list[int]:
         if not isinstance(plan, BucketPlan):
             raise ValueError(
                 f"`plan[{step}]` is a {type(plan).__name__}, not a `BucketPlan`. Make "
-                "one by `plan_buckets`."
+                "one with `plan_buckets`."
             )
     steps = sorted(plans)
     if not steps or steps[0] != 0:

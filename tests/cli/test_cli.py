@@ -195,7 +195,7 @@ def test_every_truncated_numpy_file_is_refused(files):
 
 
 def test_a_missing_column_lists_the_columns_of_the_file(files):
-    message = "has columns ['lengths', 'others']. Choose one by `--column`"
+    message = "has columns ['lengths', 'others']. Choose one with `--column`"
     assert message in refused("plan", "two.npz", "--max-tokens", 500)
     assert message in refused("plan", "two.npz", "--max-tokens", 500, "--column", "x")
 
@@ -617,10 +617,13 @@ def test_a_histogram_is_drawn(corpus, name):
         (["nowhere:f"], "`nowhere:f`: nowhere cannot be imported: ModuleNotFoundError"),
         (["json:nothing"], "`json:nothing`: json has no 'nothing'. Choose one"),
         (["texts.txt"], "is not an integer. Fix it, or measure texts"),
-        (["corpus.jsonl"], "`corpus.jsonl` has columns ['text', 'id']. Choose one by"),
+        (
+            ["corpus.jsonl"],
+            "`corpus.jsonl` has columns ['text', 'id']. Choose one with",
+        ),
         (
             ["corpus.jsonl", "--column", "x"],
-            "has columns ['text', 'id']. Choose one by",
+            "has columns ['text', 'id']. Choose one with",
         ),
         (["texts.txt", "--length-fn", "len"], "`len` must be `module:function`"),
         (

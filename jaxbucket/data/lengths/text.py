@@ -94,7 +94,7 @@ def chosen_column(path: pathlib.Path, columns: list[str], column: str | None) ->
     if column is None and len(columns) == 1:
         return columns[0]
     if column not in columns:
-        raise ValueError(f"`{path}` has columns {columns}. Choose one by `--column`.")
+        raise ValueError(f"`{path}` has columns {columns}. Choose one with `--column`.")
     return column
 
 
@@ -201,5 +201,6 @@ def _fields(
                 content = f"an object with fields {list(value)}"
             raise ValueError(
                 f"`{path}`, line {number} is {content}, which has no field "
-                f"{column!r}. Fix the line, or choose a different field by `--column`."
+                f"{column!r}. Fix the line, or choose a different field with "
+                "`--column`."
             )

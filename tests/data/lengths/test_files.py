@@ -376,7 +376,12 @@ def test_parquet_row_numbers_are_right_after_the_first_batch(tmp_path):
             None,
             "line 3: 'None' is not an integer. Fix it, or",
         ),
-        ("x.csv", b"x,y\n3,4\n", None, "`x.csv` has columns ['x', 'y']. Choose one by"),
+        (
+            "x.csv",
+            b"x,y\n3,4\n",
+            None,
+            "`x.csv` has columns ['x', 'y']. Choose one with",
+        ),
         ("x.jsonl", b'{"x": 3}\n{"x": \n', None, "line 2 is not JSON: Expecting value"),
         ("x.jsonl", b"3\n\n4\n", None, "line 2 is not JSON"),
         ("x.jsonl", b"[" * 10**6, None, "line 1 is not JSON"),
@@ -391,7 +396,7 @@ def test_parquet_row_numbers_are_right_after_the_first_batch(tmp_path):
             "x.jsonl",
             b'{"x": 3, "y": 4}',
             None,
-            "has columns ['x', 'y']. Choose one by `--",
+            "has columns ['x', 'y']. Choose one with `--",
         ),
         ("x.jsonl", b"3\nnull\n", None, "line 2: None is not an integer, a"),
         ("x.jsonl", b"3\nNaN\n", None, "line 2: nan is not an integer, a string"),
@@ -464,7 +469,7 @@ def test_a_missing_column_is_refused(tmp_path, name):
         WRITERS[name][0](tmp_path / name, [1, 2])
     has_columns = name == "x.npz" or WRITERS[name][1]
     message = (
-        "has columns ['id', 'x']. Choose one by `--column`"
+        "has columns ['id', 'x']. Choose one with `--column`"
         if has_columns
         else "has no columns. Remove `--column y`"
     )
