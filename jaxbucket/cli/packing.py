@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.cli.options import ShapeOptions
+from jaxbucket.cli.options import ShapeOptions, token_budget
 from jaxbucket.packing.packed_plan import Pack, PackedPlan, plan_packing
 from jaxbucket.packing.rows import pack
 from jaxbucket.plan.chunks import chunk_lengths
@@ -42,10 +42,16 @@ def check_packable(pack: Pack, shape: ShapeOptions, others: Iterable[str] = ()) 
     """
     names = [*others, *_unsupported(shape)]
     if names:
+        remedy = "Remove one of the two."
+        if len(names) > 1:
+            remedy = f"Remove `--pack {pack}`, or the other options."
         raise ValueError(
-            f"`--pack {pack}` cannot be combined with {' and '.join(names)}. Remove "
-            "one or the other."
+            f"`--pack {pack}` cannot be combined with {_quoted(names)}. {remedy}"
         )
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
 
 
 def _unsupported(shape: ShapeOptions) -> list[str]:
@@ -53,7 +59,7 @@ def _unsupported(shape: ShapeOptions) -> list[str]:
     values = shape.limit_values
     names = ("min_batch_size", "max_batch_size", "accumulate")
     used = [f"--{x.replace('_', '-')}" for x in names if values[x] not in (None, 1)]
-    if "," in (values["max_tokens"] or ""):
+    if isinstance(token_budget(values["max_tokens"] or "0"), list):
         used.append(f"--max-tokens {values['max_tokens']}")
     return used
 
@@ -183,7 +189,7 @@ def with_packed_rows(
         return comparison
     unsupported = _unsupported(shape)
     if pack == "auto" and unsupported:
-        names = " and ".join(unsupported)
+        names = _quoted(unsupported)
         note = f"Packed rows are not compared: packing does not support {names}."
         return comparison.extended((), note)
     try:

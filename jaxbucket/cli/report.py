@@ -64,7 +64,8 @@ def report(
     """
     check_outputs([plan_file, lengths], plot=plot)
     with new_figure(plot, 8, 7) as figure:
-        bucket_plan, measured = read_plan(plan_file), read_lengths(lengths, column)
+        bucket_plan = _first_plan(plan_file, lengths)
+        measured = read_lengths(lengths, column)
         rows = measured
         if bucket_plan.packed:
             from jaxbucket.cli.packing import packed_report
@@ -78,6 +79,31 @@ def report(
     show(as_json, as_dict(bucket_plan, epoch), epoch)
 
 
+def _first_plan(path: pathlib.Path, lengths: pathlib.Path) -> BucketPlan:
+    """Returns the plan in the first file.
+
+    Raises:
+      ValueError: if it is not a plan; the message says so if the files are swapped.
+    """
+    try:
+        return read_plan(path)
+    except ValueError:
+        if not _is_plan(lengths):
+            raise
+    raise ValueError(
+        f"`{path}` is not a plan. The plan comes first: `jaxbucket report {lengths} "
+        f"{path}`."
+    )
+
+
+def _is_plan(path: pathlib.Path) -> bool:
+    try:
+        read_plan(path)
+    except ValueError:
+        return False
+    return True
+
+
 def read_plan(path: pathlib.Path) -> BucketPlan:
     """Returns the plan in a file.
 
@@ -87,7 +113,9 @@ def read_plan(path: pathlib.Path) -> BucketPlan:
     try:
         text = path.read_text("utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"`{path}` is not a text file.") from None
+        raise ValueError(
+            f"`{path}` is not a plan. Pass a file that `jaxbucket plan -o` wrote."
+        ) from None
     try:
         return BucketPlan.from_json(text)
     except ValueError as error:

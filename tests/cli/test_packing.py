@@ -159,12 +159,12 @@ def test_a_report_packs_the_lengths_of_a_packed_plan():
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        (("--min-batch-size", 2), "--min-batch-size"),
-        (("--max-batch-size", 8), "--max-batch-size"),
-        (("--accumulate", 2), "--accumulate"),
+        (("--min-batch-size", 2), "`--min-batch-size`"),
+        (("--max-batch-size", 8), "`--max-batch-size`"),
+        (("--accumulate", 2), "`--accumulate`"),
         (
             ("--max-batch-size", 8, "--accumulate", 2),
-            "--max-batch-size and --accumulate",
+            "`--max-batch-size` and `--accumulate`",
         ),
     ],
 )
@@ -190,16 +190,16 @@ def test_limits_that_packing_does_not_support_are_named(options, names):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--shapes", "8x512"), "`--pack auto` cannot be combined with --shapes."),
+        (("--shapes", "8x512"), "`--pack auto` cannot be combined with `--shapes`."),
         (
             ("--boundaries", "512"),
-            "`--pack auto` cannot be combined with --boundaries.",
+            "`--pack auto` cannot be combined with `--boundaries`.",
         ),
         (
             ("--num-buckets", "auto", "--compile-seconds", 1),
-            "`--pack auto` cannot be combined with --num-buckets auto.",
+            "`--pack auto` cannot be combined with `--num-buckets auto`. Remove one of",
         ),
-        (("--max-tokens", "1,2"), "cannot be combined with --max-tokens 1,2."),
+        (("--max-tokens", "1,2"), "cannot be combined with `--max-tokens 1,2`."),
     ],
 )
 def test_other_ways_to_choose_shapes_are_not_packed(options, message):
