@@ -81,6 +81,22 @@ def test_the_status_is_that_of_the_first_failed_process(action, status):
     assert run.returncode == status
 
 
+def test_a_line_is_printed_for_each_process_that_failed():
+    code = (
+        "import os, sys; i = os.environ['JAX_PROCESS_ID']\n"
+        "print(i, end='', flush=True)\n"
+        "{'0': lambda: os.kill(os.getpid(), 9), '1': lambda: sys.exit(75),\n"
+        " '2': lambda: None, '3': lambda: os.kill(os.getpid(), 15)}[i]()"
+    )
+    out, _ = launch(code, "-n", 4).communicate(timeout=60)
+    assert sorted(out.splitlines()) == [
+        *("[0] 0", "[0] was killed by SIGKILL"),
+        *("[1] 1", "[1] exited with status 75"),
+        "[2] 2",
+        *("[3] 3", "[3] was killed by SIGTERM"),
+    ]
+
+
 def test_processes_that_outlive_a_failure_are_killed():
     code = (
         "import os, time\nif os.environ['JAX_PROCESS_ID'] == '1': os._exit(7)\n" + SLEEP
