@@ -1,5 +1,6 @@
 """Tests of the launcher: its processes find each other, and none outlives it."""
 
+import itertools
 import os
 import pathlib
 import re
@@ -24,10 +25,11 @@ def launch(code: str, *options: object) -> subprocess.Popen[str]:
 
 
 def pids(run: subprocess.Popen[str], count: int) -> list[int]:
-    """Returns the process ids that the first lines of `count` processes contain."""
+    """Returns the first process ids that `count` processes print."""
     assert run.stdout is not None
-    lines = [run.stdout.readline() for _ in range(count)]
-    return [int(line.split()[1]) for line in lines]
+    # Other lines are about processes that failed.
+    words = (line.split()[1] for line in run.stdout)
+    return list(itertools.islice(map(int, filter(str.isdecimal, words)), count))
 
 
 def is_running(pid: int) -> bool:
