@@ -136,8 +136,9 @@ def test_the_loop_of_the_page_on_processes_saves_where_it_ends(tmp_path):
     loop = loop.replace("/shared/run", str(tmp_path / "run"))
     for _ in range(2):
         # The second run has nothing left to do.
-        printed = output_of_two(loop, "print(step, int(state.step))", tmp_path)
-        ((step, updates), (other, _)) = re.findall(
+        tell = "print(len(schedule), int(state.step))"
+        printed = output_of_two(loop, tell, tmp_path)
+        ((step, updates), (_, other)) = re.findall(
             r"^\[.\] (\d+) (\d+)$", printed, re.MULTILINE
         )
         assert step == updates == other

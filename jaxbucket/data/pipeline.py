@@ -193,6 +193,10 @@ class BatchDataset(grain.MapDataset[Any]):
     def resume(self, position: DataPosition) -> BatchDataset:
         """Returns the rest of a run, bit for bit the same, from a saved position.
 
+        A dataset of `schedule.continue_with(position)` already starts at `position`, so
+        do not call `resume(position)` on it. To resume that run from a later position,
+        call `resume` on a dataset of `schedule` itself.
+
         Example:
           >>> from jaxbucket import BatchSchedule, plan_buckets
           >>> source = [{"tokens": [7] * n} for n in (3, 1, 4, 2)]
@@ -211,7 +215,8 @@ class BatchDataset(grain.MapDataset[Any]):
         Raises:
           ValueError: if the plan, the data, the seed, the order, `sequences`,
             `pad_value` or the name of the transform differs, naming each change; if the
-            run ends before the position; or if `position` is not a `DataPosition`.
+            schedule continues from `position` by `continue_with`; if the run ends
+            before the position; or if `position` is not a `DataPosition`.
         """
         check_position(position)
         reader, end = self._reader, self._end
