@@ -171,8 +171,9 @@ def plan_packing(
     Example:
       >>> lengths = np.random.default_rng(0).integers(1, 500, size=1000)
       >>> from jaxbucket.plan import TransformerCost
+      >>> cost = TransformerCost(width=64, depth=2)
       >>> packed = plan_packing(
-      ...     lengths, max_tokens=4096, cost_fn=TransformerCost(width=64, depth=2)
+      ...     lengths, max_tokens=4096, cost_fn=cost, block_sparse=True
       ... )
       >>> packed.is_packed, packed.epoch_costs["packed"] < packed.epoch_costs["padded"]
       (True, True)
