@@ -71,7 +71,7 @@ def test_stages_have_the_losses_of_the_whole_model(pipeline):
         values = losses(
             pipeline,
             pipeline.pipelined_loss(shared, mesh),
-            pipeline.place(stages, mesh),
+            pipeline.shard_stages(stages, mesh),
             batches,
             mesh,
         )
