@@ -76,8 +76,8 @@ class Training:
 
     def __init__(self, args: argparse.Namespace):
         options = argparse.Namespace(**_TRAINING, width=args.width, layers=args.layers)
-        split = documents.load(args.data)
-        self.source = documents.Examples(split.train[:: args.every])
+        splits = documents.load(args.data)
+        self.source = documents.Examples(splits.train[:: args.every])
         self.lengths = jb.measure_lengths(self.source)
         self.mesh = jb.data_mesh()
         tx = training.make_optimizer(options)
@@ -176,7 +176,10 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Predict and measure epoch times.")
-    parser.add_argument("--data", help="documents, as for examples/train_lm.py")
+    parser.add_argument(
+        "--data",
+        help="a .jsonl file, a .txt file or a folder; default: the standard library",
+    )
     parser.add_argument("--every", type=int, default=10, help="use every n-th document")
     parser.add_argument("--max-len", type=int, default=1024)
     parser.add_argument("--max-tokens", type=int, help="defaults to 4 * --max-len")

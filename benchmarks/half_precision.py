@@ -3,10 +3,10 @@
     python benchmarks/half_precision.py
     python benchmarks/half_precision.py --tokens 500_000 --seeds 5 --json
 
-Parameters, optimizer averages and the loss are float32. The layers of the model compute
-in the dtype of the row. All runs with the same seed use the same batches and the same
-initial parameters. Compare the effect of half precision with the differences between
-seeds. No step should be skipped because a float16 gradient exceeded 65,504.
+Parameters, the optimizer state and the loss are float32. The layers of the model
+compute in the dtype of the row. All runs with the same seed use the same batches and
+the same initial parameters. Compare the effect of half precision with the differences
+between seeds. No step should be skipped because a float16 gradient exceeded 65,504.
 """
 
 import argparse
@@ -40,9 +40,9 @@ class Training:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        split = documents.load(args.data)
-        self.source = split.train
-        held_out = documents.Examples(split.held_out[: args.held_out])
+        splits = documents.load(args.data)
+        self.source = splits.train
+        held_out = documents.Examples(splits.held_out[: args.held_out])
         self.lengths = jb.measure_lengths(self.source)
         self.mesh = jb.data_mesh()
         self.plan = jb.plan_buckets(
@@ -136,7 +136,10 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare compute dtypes of the model.")
-    parser.add_argument("--data", help="documents, as for examples/train_lm.py")
+    parser.add_argument(
+        "--data",
+        help="a .jsonl file, a .txt file or a folder; default: the standard library",
+    )
     parser.add_argument(
         "--tokens", type=int, default=200_000, help="number of real tokens per run"
     )

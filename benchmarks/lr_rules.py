@@ -10,7 +10,7 @@ per step, and in how the learning rate follows that number:
     fixed batch    every step has the same number of examples, in any bucket
     none           the token budget sets the number, and the learning rate is not scaled
     linear, sqrt   the learning rate follows the number of examples of each step
-    adam sde       the averages of Adam follow it as well (Malladi et al., 2022)
+    adam sde       Adam's moment estimates follow it as well (Malladi et al., 2022)
 
 Two more methods use the sqrt rule and two micro-batches per step, of the same bucket or
 of any two buckets. The learning rate applies to the mean number of examples per step.
@@ -57,9 +57,9 @@ class Training:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        split = documents.load(args.data)
-        self.source = split.train
-        self.held_out = documents.Examples(split.held_out[: args.held_out])
+        splits = documents.load(args.data)
+        self.source = splits.train
+        self.held_out = documents.Examples(splits.held_out[: args.held_out])
         self.lengths = jb.measure_lengths(self.source)
         self.mesh = jb.data_mesh()
         self.plan = self._plan(args.max_tokens)
@@ -201,7 +201,10 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare rules for learning rates.")
-    parser.add_argument("--data", help="documents, as for examples/train_lm.py")
+    parser.add_argument(
+        "--data",
+        help="a .jsonl file, a .txt file or a folder; default: the standard library",
+    )
     parser.add_argument(
         "--tokens", type=int, default=400_000, help="number of real tokens per run"
     )

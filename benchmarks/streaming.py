@@ -11,11 +11,11 @@ B. The table compares:
     1 host             `stream_batches`, with all rows in one process
     4 hosts            four processes with a quarter of the examples each: until the
                        first stream ends, and until all examples have been used
-    all known          the minimum padding of four hosts in lockstep if all lengths were
+    all lengths known  the minimum padding of four hosts in lockstep if all lengths were
                        known in advance
     packed             1 host, rows of 4,096 with several examples
-    closest            the "prefer_closest" of cosmos-rl, without fixed shapes: with the
-                       same pool, and with its default pool of 32
+    cosmos-rl          its "prefer_closest", without fixed shapes: with the same pool,
+                       and with its default pool of 32
 
 Padding is measured over all batches. Real lengths are read from `shared/data` next to
 the repository if that exists, and are lognormal otherwise. Then `--many` examples go
@@ -349,9 +349,10 @@ def show(results: list[dict[str, Any]], many: dict[str, float] | None) -> None:
             "planned",
             "1 host",
             "4 hosts, until the first stream ends",
-            "4 hosts",
+            "4 hosts, to the end",
         ),
-        *("all known", "packed", "closest", "closest of 32"),
+        *("4 hosts, all lengths known", "1 host, packed"),
+        *("cosmos-rl, same pool", "cosmos-rl, pool 32"),
     ):
         table.add_column(name, justify="right")
     for result in results:

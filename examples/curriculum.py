@@ -30,7 +30,7 @@ def length(example: dict[str, np.ndarray]) -> float:
 
 
 def surprise(example: dict[str, np.ndarray]) -> float:
-    """Returns bits per byte after compression: documents without repeats are hard."""
+    """Returns the compressed size in bits per byte: repetitive documents are easy."""
     content = example["tokens"].tobytes()
     return 8 * len(zlib.compress(content)) / len(content)
 
@@ -76,7 +76,10 @@ def write_index(
     mesh: jax.sharding.Mesh,
     processes: jb.Processes,
 ) -> jb.schedule.DifficultyIndex:
-    """Measures this process's share, and sorts it with those of the other processes."""
+    """Measures this process's share, sorts it and writes the index.
+
+    `--sorted-by` decides whether it is sorted together with the other shares.
+    """
     folder = pathlib.Path(args.index)
     share = jb.data.measure_difficulty(
         source,
@@ -206,7 +209,10 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     option = parser.add_argument
-    option("--data", help="documents, as for train_lm.py")
+    option(
+        "--data",
+        help="a .jsonl file, a .txt file or a folder; default: the standard library",
+    )
     option(
         "--index",
         default="curriculum-index",

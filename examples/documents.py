@@ -2,7 +2,7 @@
 
 Every document has an origin, the file or line that it comes from. A hash of the origin
 decides whether the document is trained on or held out. The split is therefore the same
-on every machine, and never divides a file.
+on every machine, and documents from one source file of a folder stay together.
 """
 
 import ast
@@ -39,8 +39,8 @@ class Examples(list[dict[str, np.ndarray]]):
         return state.hexdigest()
 
 
-class Split(NamedTuple):
-    """The documents to train on, and those held out to evaluate on."""
+class Splits(NamedTuple):
+    """The training documents and the held-out documents."""
 
     train: Examples
     held_out: Examples
@@ -48,8 +48,8 @@ class Split(NamedTuple):
 
 def load(
     path: str | None = None, field: str = "text", max_len: int | None = None
-) -> Split:
-    """Returns the documents of `path`, or of the standard library, as bytes.
+) -> Splits:
+    """Returns the training and held-out documents, as bytes.
 
     Args:
       path: a `.jsonl` file, a `.txt` file with one document per line, or a folder whose
@@ -62,31 +62,34 @@ def load(
     """
     documents = standard_library() if path is None else read(pathlib.Path(path), field)
     name = "The standard library" if path is None else f"`--data {path}`"
-    split = Split(Examples(), Examples())
-    for document in distinct(documents):
+    splits = Splits(Examples(), Examples())
+    for document in deduplicate(documents):
         hashed = hashlib.blake2b(document.origin.encode(), digest_size=4).digest()
         is_held_out = int.from_bytes(hashed, "little") % 1000 < HELD_OUT_PER_THOUSAND
         content = document.text.encode("utf-8", "replace")[:max_len]
-        examples = split.held_out if is_held_out else split.train
+        examples = splits.held_out if is_held_out else splits.train
         examples.append({"tokens": np.frombuffer(content, np.uint8)})
-    num_documents = len(split.train) + len(split.held_out)
+    num_documents = len(splits.train) + len(splits.held_out)
     if not num_documents:
         raise ValueError(f"{name} has no text. Give a file or folder with documents.")
-    if not split.train or not split.held_out:
+    if not splits.train or not splits.held_out:
         raise ValueError(
             f"{name} has {num_documents} distinct documents, too few to hold some out. "
-            "Give a few hundred."
+            "Provide at least a few hundred documents."
         )
-    return split
+    return splits
 
 
 def train() -> Examples:
-    """Returns the training part, for `jaxbucket measure documents:train`."""
+    """Returns the training split, for `jaxbucket measure documents:train`."""
     return load().train
 
 
 def standard_library() -> Iterator[Document]:
-    """Yields every top-level function and class of the running Python's library."""
+    """Yields every top-level function and class of Python's standard library.
+
+    It is the library of the running interpreter.
+    """
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     # Python's tests are not installed everywhere.
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -153,7 +156,7 @@ def read_folder(folder: pathlib.Path) -> Iterator[Document]:
 
 
 def is_hidden(name: pathlib.Path) -> bool:
-    """Returns whether a file, named relative to the folder, is not a document."""
+    """Returns whether the file or one of its parent folders is hidden."""
     return any(part.startswith(".") for part in name.parts)
 
 
@@ -163,17 +166,18 @@ def text_of(line: str, place: str, field: str) -> str:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place} is not JSON: {error}.") from None
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        fields = sorted(record) if isinstance(record, dict) else "no fields"
+    if not isinstance(record, dict):
+        raise ValueError(f"{place} is not a JSON object with named fields.")
+    if not isinstance(record.get(field), str):
         raise ValueError(
-            f"{place} has no text in {field!r}, but {fields}. Choose the field with "
-            "`--field`."
+            f"{place} has no string field {field!r}; its fields are {sorted(record)}. "
+            "Pass `field=`, or `--field` to train_lm.py."
         )
     return record[field]
 
 
-def distinct(documents: Iterable[Document]) -> Iterator[Document]:
-    """Yields documents without duplicates and blank documents."""
+def deduplicate(documents: Iterable[Document]) -> Iterator[Document]:
+    """Yields the non-blank documents, without duplicates."""
     seen = set()
     for document in documents:
         if document.text.strip() and document.text not in seen:

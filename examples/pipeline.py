@@ -232,7 +232,10 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     option = parser.add_argument
-    option("--data", help="documents, as for train_lm.py")
+    option(
+        "--data",
+        help="a .jsonl file, a .txt file or a folder; default: the standard library",
+    )
     option("--devices", type=int, help="devices to simulate on the CPU")
     option("--stages", type=int, default=2, help="a divisor of the number of devices")
     option("--accumulate", type=int, default=4, help="micro-batches of a step")

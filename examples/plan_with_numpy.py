@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for step in range(len(schedule)):
         indices = schedule[step]
         # Empty rows are -1: the last batch of a bucket may not be full.
-        seen[indices.rows[indices.rows >= 0]] += 1
+        real = indices.rows[indices.rows >= 0]
+        seen += np.bincount(real, minlength=args.examples)
     print(f"{len(schedule)} steps, and every example once: {bool(np.all(seen == 1))}")
 
     # Each worker loads its part of the rows, and pads them to the common shape.

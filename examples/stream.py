@@ -183,7 +183,10 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     option = parser.add_argument
-    option("--data", help="documents, as for train_lm.py")
+    option(
+        "--data",
+        help="a .jsonl file, a .txt file or a folder; default: the standard library",
+    )
     option("--epochs", type=int, default=1, help="passes over the documents")
     option("--sample", type=int, default=1000, help="passages per process to plan from")
     option("--pool-size", type=int, default=512, help="pending passages, per process")

@@ -1,11 +1,10 @@
 """Trains a byte-level language model on documents of every length.
 
-    python examples/train_lm.py
     python examples/train_lm.py --data my.jsonl --field text --json summary.json
     python examples/train_lm.py --checkpoint runs/a  # run it again to continue
     python scripts/launch_local.py -n 2 -d 2 -- python examples/train_lm.py --steps 100
 
-Without `--data` it trains on the functions and classes of Python's standard library.
+No option is required. The last command runs two processes with two devices each.
 """
 
 import argparse
@@ -36,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         mesh = jb.data_mesh()
 
         # Choose a few shapes (B, T), and assign documents to steps.
-        split = documents.load(args.data, args.field, args.max_len)
-        lengths = jb.measure_lengths(split.train)
+        splits = documents.load(args.data, args.field, args.max_len)
+        lengths = jb.measure_lengths(splits.train)
         rows = jb.plan_packing(
             lengths,
             max_tokens=args.max_tokens,
@@ -51,31 +50,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan, packing = rows.plan, rows.packing
         schedule = jb.BatchSchedule(plan, lengths, packing=packing, seed=args.seed)
         console.print(schedule, rows.reason, schedule.report().summary, sep="\n")
-        batches = jb.MeshLoader(split.train, schedule, mesh, num_steps=args.steps)
+        batches = jb.MeshLoader(splits.train, schedule, mesh, num_steps=args.steps)
         processes.check_agreement(batches.position(0), mesh, vars(args))
 
-        # Batch the held-out documents in the same shapes. They may be longer, so
-        # truncate them.
-        plan = dataclasses.replace(plan, overlong="truncate")
-        lengths = jb.measure_lengths(split.held_out)
+        # Batch the held-out documents in the same shapes, one in each row.
+        plan = dataclasses.replace(plan, overlong="truncate", packed=False)
+        lengths = jb.measure_lengths(splits.held_out)
         schedule = jb.BatchSchedule(plan, lengths, order="source")
-        held_out = jb.MeshLoader(split.held_out, schedule, mesh)
-
-        # Compile both steps for every shape, before the first batch.
-        state, train_fn, eval_fn = recipe.make_steps(args, mesh)
-        cache = args.executables
-        train_step = jb.compile_steps(train_fn, state, batches.specs, executables=cache)
-        eval_step = jb.compile_steps(eval_fn, state, held_out.specs, executables=cache)
+        held_out = jb.MeshLoader(splits.held_out, schedule, mesh)
 
         # Continue from the newest checkpoint, if there is one.
+        state, train_fn, eval_fn = recipe.make_steps(args, mesh)
         checkpoints = None
         if args.checkpoint:
-            checkpoints = jb.Checkpoints(args.checkpoint, processes=processes)
-            stack.enter_context(checkpoints)
+            manager = jb.Checkpoints(args.checkpoint, processes=processes)
+            checkpoints = stack.enter_context(manager)
             if checkpoints.latest_step is not None:
                 state, position, _ = checkpoints.restore(state)
                 batches = batches.resume(position)
                 console.print(f"Continuing after step {batches.start_step}.")
+
+        # Compile both steps for every shape, before the first batch.
+        console.print(f"Compiling {len(plan)} shapes, for training and evaluation.")
+        cache = args.executables
+        train_step = jb.compile_steps(train_fn, state, batches.specs, executables=cache)
+        eval_step = jb.compile_steps(eval_fn, state, held_out.specs, executables=cache)
 
         # Train. Ctrl-C and SIGTERM stop all processes before the same step.
         stop = stack.enter_context(jb.StopRequest(processes))
@@ -115,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "compiled_ahead": ahead,
             "compiled_later": compiles["train_step"] + compiles["eval_step"] - ahead,
         }
-        console.print("\n".join(f"{name}: {x}" for name, x in summary.items()))
+        console.print_json(data=summary)
         if args.json and processes.index == 0:
             pathlib.Path(args.json).write_text(json.dumps(summary))
     return 0
@@ -127,7 +126,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     option = parser.add_argument
-    option("--data", help="a .jsonl or .txt file, or a folder of documents")
+    option("--data", help="a .jsonl file, .txt file or folder; default: Python's code")
     option("--field", default="text", help="the field of a .jsonl line with its text")
     option("--max-len", type=int, default=1024, help="bytes to truncate documents to")
     option("--max-tokens", type=int, default=4096, help="maximum tokens per batch")

@@ -103,16 +103,17 @@ def check_mesh(mesh: Any) -> None:
     """Raises a ValueError if `mesh` is not a mesh."""
     if not isinstance(mesh, Mesh):
         raise ValueError(
-            f"`mesh` is a {type(mesh).__name__}, not a mesh. Make one by "
-            "`data_mesh()` or `jax.make_mesh`."
+            f"`mesh` is a {type(mesh).__name__}, not a mesh. Make one "
+            "with `data_mesh()` or `jax.make_mesh`."
         )
 
 
 def local_rows(mesh: Mesh, *, batch_axes: Axes = DATA_AXIS) -> RowShard:
     """Returns the rows of every global batch that the devices of this process hold.
 
-    They are derived from the sharding of the mesh. This handles devices in any order,
-    and a model axis across processes, which makes several processes need the same rows.
+    They are derived from the sharding of batches over the mesh. This handles
+    devices in any order, and a model axis across processes, which makes several
+    processes need the same rows.
 
     Example:
       >>> shard = local_rows(data_mesh(jax.devices()[:1]))
@@ -235,7 +236,9 @@ def _to_global(batch: Batch, shard: RowShard, sharding: NamedSharding) -> Batch:
 
 
 def _device_dtype(name: str, dtype: np.dtype) -> np.dtype:
-    """Returns the dtype that jax uses for a dtype, with 32 bits unless x64 is enabled.
+    """Returns the dtype that jax uses for a numpy dtype.
+
+    64-bit types become 32-bit unless x64 is enabled.
 
     Raises:
       ValueError: if jax has no such dtype.

@@ -4,8 +4,9 @@
 
 Each process has `-d` virtual CPU devices, and finds the others by the variables
 JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. Every line of output is
-prefixed with the index of its process. No process outlives the launcher. The exit
-status is that of the first process that failed, or 0.
+prefixed with the index of its process, and so is a line for each process that failed.
+No process outlives the launcher. The exit status is 0, or that of the first process
+that failed: 128 + N if signal N killed it.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import IO
+from collections.abc import Iterator
 
 SECONDS_TO_READ = 2.0
 _PR_SET_PDEATHSIG = 1
@@ -35,9 +36,7 @@ def main() -> int:
         signal.signal(number, lambda number, frame: received.append(number))
     processes = [start(args, address, index) for index in range(args.processes)]
     threads = [
-        threading.Thread(
-            target=copy, args=(index, process.stdout, received), daemon=True
-        )
+        threading.Thread(target=copy, args=(index, process, received), daemon=True)
         for index, process in enumerate(processes)
     ]
     for thread in threads:
@@ -55,7 +54,11 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Start several processes of one program on this machine.",
+        description="Start several processes of one program on this machine. Ctrl-C "
+        "and SIGTERM are forwarded to all of them.",
+        epilog="Prints a line for each process that failed. The exit status is 0, or "
+        "that of the first process that failed: 128 + N if signal N killed it, such as "
+        "137 for SIGKILL.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
@@ -127,11 +130,13 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def copy(index: int, lines: IO[str] | None, received: list[signal.Signals]) -> None:
-    """Prints the lines of a process, with its index as a prefix."""
-    for line in lines or ():
+def copy(
+    index: int, process: subprocess.Popen[str], received: list[signal.Signals]
+) -> None:
+    """Prints the lines of a process and how it failed, with its index as a prefix."""
+    for line in output(process):
         try:
-            sys.stdout.write(f"[{index}] {line}")
+            sys.stdout.write(f"[{index}] {line}\n")
             sys.stdout.flush()
         except OSError:
             # The reader of our output is gone. Discard the rest, because the process
@@ -139,6 +144,23 @@ def copy(index: int, lines: IO[str] | None, received: list[signal.Signals]) -> N
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if not received:
                 received.append(signal.SIGTERM)
+
+
+def output(process: subprocess.Popen[str]) -> Iterator[str]:
+    """Yields the lines of a process, and a line about its exit if it failed."""
+    for line in process.stdout or ():
+        yield line.removesuffix("\n")
+    if status := process.wait():
+        yield describe(status)
+
+
+def describe(status: int) -> str:
+    if status > 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # Real-time signals have no name.
+        return f"was killed by signal {-status}"
 
 
 def wait(

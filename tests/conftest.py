@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-# Set before jax is imported, because its backend reads them once.
+# These variables are set before jax is imported, because its backend reads them once.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -114,7 +114,7 @@ def launch_fixture(tmp_path: pathlib.Path) -> Callable[..., Launched]:
 
 # Files of real lengths, if present next to the repository.
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
-# All other files are used only by the exhaustive tests.
+# All other length sets are used only by the exhaustive tests.
 QUICK_SETS = ("gsm8k-answer_bytes", "multi30k-en_words")
 QUICK_PROBLEMS = 12
 
@@ -135,7 +135,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc):
     if "real_lengths" in metafunc.fixturenames:
         sets = real_length_sets()
         missing = pytest.param(
-            None, id="none", marks=pytest.mark.skip(f"no real lengths in {DATA.name}/")
+            None, id="none", marks=pytest.mark.skip("no real lengths in shared/data/")
         )
         params = [
             pytest.param(
@@ -191,7 +191,7 @@ def random_problem(seed: int) -> Problem:
     ]
 )
 def problem(request: pytest.FixtureRequest) -> Problem:
-    """Runs a test with 40 random plans, 28 of which only in the exhaustive part."""
+    """One of 40 random problems; 28 of them only run in the exhaustive tests."""
     return random_problem(request.param)
 
 

@@ -136,8 +136,9 @@ def test_the_loop_of_the_page_on_processes_saves_where_it_ends(tmp_path):
     loop = loop.replace("/shared/run", str(tmp_path / "run"))
     for _ in range(2):
         # The second run has nothing left to do.
-        printed = output_of_two(loop, "print(step, int(state.step))", tmp_path)
-        ((step, updates), (other, _)) = re.findall(
+        tell = "print(len(schedule), int(state.step))"
+        printed = output_of_two(loop, tell, tmp_path)
+        ((step, updates), (_, other)) = re.findall(
             r"^\[.\] (\d+) (\d+)$", printed, re.MULTILINE
         )
         assert step == updates == other
@@ -151,16 +152,16 @@ def test_the_loops_of_the_page_on_streams_end_in_two_processes(tmp_path):
 with jb.Processes() as processes:
     ...
     import grain
-    source = source[:900]
-    my_part = source[: 300] if processes.index else source[300:]
+    source = source[:600]
+    my_part = source[: 200] if processes.index else source[200:]
     my_part = grain.MapDataset.source(my_part).to_iter_dataset()
 """
     tell = "print(step, batches.ended, batches.counts.read)"
     printed = output_of_two(begin + textwrap.indent(loop, "    "), tell, tmp_path)
     ends = re.findall(r"^\[(.)\] (\d+) True (\d+)$", printed, re.MULTILINE)
-    assert {index: read for index, _, read in ends} == {"0": "600", "1": "300"}
+    assert {index: read for index, _, read in ends} == {"0": "400", "1": "200"}
     assert len({step for _, step, _ in ends}) == 1
-    # Without rounds they end later.
+    # Without synchronizations they end later.
     dataset, _, _ = loop.partition("processes.check_agreement")
     dataset = dataset.replace("processes=processes", "num_steps=float('inf')")
     begin += textwrap.indent(dataset, "    ")

@@ -665,7 +665,9 @@ def test_other_types_than_a_mesh_are_rejected():
         lambda: jb.sharding.prefetch_to_mesh([], None),  # pyright: ignore
         lambda: jb.sharding.batch_specs(plan, {"x": [1]}, jax.devices()),  # pyright: ignore
     ):
-        with pytest.raises(ValueError, match="`mesh` is a .*, not a mesh. Make one by"):
+        with pytest.raises(
+            ValueError, match="`mesh` is a .*, not a mesh. Make one with"
+        ):
             call()
 
 

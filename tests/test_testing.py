@@ -194,7 +194,7 @@ def an_identity_of_floats(batches, host, start):
         ),
         (
             more_rows_on_one_host,
-            r"Closed shapes: at step \d+, host 1 has .* elsewhere in",
+            r"Fixed shapes: at step \d+, host 1 has .* elsewhere in",
         ),
         (
             a_different_dtype_per_bucket,

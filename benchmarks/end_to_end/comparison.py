@@ -28,7 +28,7 @@ METHODS = {
 }
 COLUMNS = (
     *("shapes", "compiles", "compile s", "padded/real", "real tokens/s"),
-    *("... running", "bits/byte"),
+    *("tokens/s, running", "bits/byte"),
 )
 # The runs of a method, in the order of seeds. Each is the output of `run.py --json`.
 Runs = dict[str, list[dict[str, Any]]]

@@ -84,9 +84,9 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
         )
     # Padded rows truncate documents. Packed rows require documents that fit.
     max_len = None if args.pack == "never" else args.max_len
-    split = documents.load(args.data, args.field, max_len)
-    lengths = jb.measure_lengths(split.train)
-    held_out = jb.measure_lengths(split.held_out)
+    splits = documents.load(args.data, args.field, max_len)
+    lengths = jb.measure_lengths(splits.train)
+    held_out = jb.measure_lengths(splits.held_out)
     longest = max(lengths.max(), held_out.max())
     limits = policies.Limits(
         args.max_tokens or args.batch_size_multiple * args.max_len,
@@ -98,7 +98,7 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
     if args.policy == "dynamic":
         # A batch may be as small as the multiple.
         jb.sharding.local_rows(mesh).part_size(limits.batch_size_multiple)
-    planned = plan(args, processes, mesh, split.train, lengths, limits)
+    planned = plan(args, processes, mesh, splits.train, lengths, limits)
     train_plan = planned.plan
     if args.policy != "bucketed":
         train_plan = shapes.plan(lengths, shapes.limits_of(limits), 1, "optimal")
@@ -115,12 +115,12 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
         limits,
         planned,
         Part(
-            split.train,
+            splits.train,
             jb.BatchSchedule(
                 train_plan, lengths, seed=args.seed, opening=opening, packing=packing
             ),
         ),
-        Part(split.held_out, jb.BatchSchedule(evaluated, held_out, order="source")),
+        Part(splits.held_out, jb.BatchSchedule(evaluated, held_out, order="source")),
     )
     # Check this before the first call in which processes wait for each other.
     job.check_agreement(dataset(job, args, job.train.schedule).position(0), args)

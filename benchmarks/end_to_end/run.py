@@ -41,7 +41,7 @@ from options import TRAINING, parse_arguments
 from resuming import Progress
 
 import jaxbucket as jb
-from jaxbucket.plan.reports.run import bucket_uses
+from jaxbucket.plan.reports.run import bucket_stats
 
 
 def main() -> None:
@@ -138,7 +138,7 @@ def run(
         "seconds": clock.seconds,
         "train": {**log.summary(), "batches_digest": progress.digest.total()},
         "compiled": compiled_by_all(job, steps, ahead, compiles),
-        "buckets": [use.to_dict() for use in bucket_uses(log.records)],
+        "buckets": [x.to_dict() for x in bucket_stats(log.records)],
         "params_digest": summary.digest(progress.state.params),
         "curve": held_out.curve,
         "held_out": held_out.curve[-1],

@@ -92,7 +92,7 @@ class RowShard:
                 f"`batch_size={batch_size}` cannot be split into {self.num_parts} "
                 f"equal parts along the mesh axes {self.axes}. Plan with "
                 f"`batch_size_multiple={self.num_parts}` or a multiple of it, or use a "
-                f"mesh whose batch axes divide {batch_size}."
+                "number of devices that divides every B, for example to resume a run."
             )
         return batch_size // self.num_parts
 

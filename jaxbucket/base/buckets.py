@@ -92,6 +92,8 @@ class BucketPlan:
       step_costs: the cost of a step of each bucket, used to assign remainders to
         buckets and to predict the cost of an epoch; None counts tokens, B * T.
       cost_unit: the unit of `step_costs`, such as "s".
+      packed: whether the shapes were chosen for rows of several examples, as by
+        `plan_packing`. Such a plan has to be used with a `Packing`.
 
     Raises:
       ValueError: if a field is invalid, or a bucket violates one of these constraints.
@@ -104,6 +106,7 @@ class BucketPlan:
     overlong: Overlong = "error"
     step_costs: tuple[float, ...] | None = None
     cost_unit: str = "tokens"
+    packed: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "buckets", tuple(self.buckets))
@@ -128,6 +131,8 @@ class BucketPlan:
                 f"`buckets` has seq_lens {self.boundaries.tolist()}. Sort the buckets "
                 "by strictly increasing `seq_len`."
             )
+        if not isinstance(self.packed, bool):
+            raise ValueError(f"`packed={self.packed!r}` is not True or False.")
         if not isinstance(self.cost_unit, str):
             raise ValueError(
                 f"`cost_unit={self.cost_unit!r}` is not a string. Pass the name of a "
@@ -313,6 +318,8 @@ class BucketPlan:
         }
         if self.step_costs is not None:
             fields |= {"step_costs": self.step_costs, "cost_unit": self.cost_unit}
+        if self.packed:
+            fields["packed"] = True
         return json.dumps(fields)
 
     @classmethod
@@ -348,10 +355,11 @@ class BucketPlan:
                     f"The plan's buckets are {pairs!r}, not a list of [B, T]. {remedy}"
                 )
             buckets = tuple(Bucket(b, t) for b, t in pairs)
-            names = [f.name for f in dataclasses.fields(cls) if f.name != "buckets"]
+            absent = {"buckets", *({"packed"} - fields.keys())}
             if version == 1:
-                names = [n for n in names if n not in ("step_costs", "cost_unit")]
-            return cls(buckets, **{name: fields[name] for name in names})
+                absent |= {"step_costs", "cost_unit"}
+            names = [field.name for field in dataclasses.fields(cls)]
+            return cls(buckets, **{x: fields[x] for x in names if x not in absent})
         except KeyError as error:
             raise ValueError(f"The plan has no field {error}. {remedy}") from None
 

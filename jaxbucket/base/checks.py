@@ -51,7 +51,7 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
         )
     # By kind, because numpy also treats timedelta64 as an integer dtype.
     if array.dtype.kind not in "iu":
-        raise ValueError(_not_integers(array))
+        raise ValueError(_not_integers(lengths, array))
     low, high = int(array.min()), int(array.max())
     if low < 1 or high > MAX_LENGTH:
         bad = int(np.argmax((array < 1) | (array > MAX_LENGTH)))
@@ -63,25 +63,39 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
     return array if array.dtype in (np.int32, np.int64) else array.astype(np.int32)
 
 
-def _not_integers(array: np.ndarray) -> str:
-    """Returns the error message for lengths that are not integers."""
+def _not_integers(lengths: ArrayLike, array: np.ndarray) -> str:
+    """Returns the error message for lengths that are not integers.
+
+    Args:
+      lengths: the user's argument, an array or a sequence.
+      array: the same as an array.
+    """
     if np.issubdtype(array.dtype, np.floating):
         odd = ~np.isfinite(array) | (array != np.floor(array))
         if odd.any():
-            bad = int(np.argmax(odd))
-            return (
-                f"`lengths[{bad}]={array[bad]}` is not an integer. Measure the example "
-                "again, or round the length."
-            )
+            return _not_an_integer(array, int(np.argmax(odd)))
+    if array.dtype.kind in "SUT":
+        return (
+            f"`lengths[0]={array.tolist()[0]!r}` is a string, but lengths must be "
+            "integers. Pass the length of each example."
+        )
     if array.dtype.kind in "mM":
         return (
             f"`lengths` has dtype {array.dtype}, which represents time. Pass integers, "
             "for example `lengths.astype(np.int64)`."
         )
-    return (
-        f"`lengths` has dtype {array.dtype}, not an integer dtype. "
-        "Pass `lengths.astype(np.int32)`."
-    )
+    convert = "np.asarray(lengths, np.int32)"
+    if hasattr(lengths, "astype"):
+        convert = "lengths.astype(np.int32)"
+    return f"`lengths` has dtype {array.dtype}, not an integer dtype. Pass `{convert}`."
+
+
+def _not_an_integer(array: np.ndarray, index: int) -> str:
+    """Returns the error message for a float that is not an integer."""
+    remedy = "Convert the lengths to tokens, frames or bytes first."
+    if not np.isfinite(array[index]):
+        remedy = "Measure the example again, or remove it."
+    return f"`lengths[{index}]={array[index]}` is not an integer. {remedy}"
 
 
 def overlong_message(lengths: np.ndarray, max_seq_len: int) -> str:

@@ -78,34 +78,58 @@ class DataPosition:
           other: the position to compare with, at any step. The message names each entry
             of the plan, the data or the schedule that has changed.
         """
-        changes = [
-            change
-            for part in ("plan", "data", "schedule")
-            for change in _changes(part, getattr(self, part), getattr(other, part))
-        ]
-        if changes:
+        changes = _all_changes(self, other)
+        if not changes:
+            return
+        if other._continues(self):
             raise ValueError(
-                f"Cannot resume at step {self.step}, because the plan, the data or the "
-                f"schedule has changed: {'; '.join(changes)}. Restore the previous "
-                "settings, or continue deliberately with "
-                "`schedule.continue_with(position)`."
+                f"Cannot resume at step {self.step}, because the schedule continues "
+                "from exactly this position, by `continue_with`. The schedule already "
+                "starts at this step. Do not call `resume`."
             )
+        raise ValueError(
+            f"Cannot resume at step {self.step}, because the plan, the data or the "
+            f"schedule has changed (saved -> now): {'; '.join(changes)}. Restore the "
+            "previous settings, save to a different folder, or continue deliberately "
+            "with `schedule.continue_with(position)`."
+        )
+
+    def _continues(self, other: DataPosition) -> bool:
+        """Returns whether the schedule was continued with the other position."""
+        first_step, continues = map(self.schedule.get, ("first_step", "continues"))
+        return (first_step, continues) == (other.step, other.schedule[_FINGERPRINT])
 
 
-def _changes(part: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Returns a description of each change in one part of a position."""
-    changes = [
-        f"{part} {name.replace('_', ' ')} "
+def _all_changes(old: DataPosition, new: DataPosition) -> list[str]:
+    """Returns a description of each change, options and data before the buckets."""
+    changes = {
+        part: _changes(part, getattr(old, part), getattr(new, part))
+        for part in ("plan", "data", "schedule")
+    }
+    # The buckets usually differ because something else does, and then so do the costs
+    # of their steps.
+    buckets = changes["plan"].pop("buckets", None)
+    if buckets:
+        changes["plan"].pop("step_costs", None)
+    texts = [text for part in changes.values() for text in part.values()]
+    return [*texts, buckets] if buckets else texts
+
+
+def _changes(
+    part: str, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> dict[str, str]:
+    """Returns a description of each changed entry in one part of a position."""
+    changes = {
+        name: f"{part} {name.replace('_', ' ')} "
         f"{old.get(name, 'absent')} -> {new.get(name, 'absent')}"
         for name in {**old, **new}
         if name != _FINGERPRINT and not is_same(old.get(name), new.get(name))
-    ]
+    }
     # The fingerprint of the schedule is computed from the other two and from its own
     # entries, so it adds no information.
-    if part != "schedule" and not changes:
-        before, after = old[_FINGERPRINT], new[_FINGERPRINT]
-        if before != after:
-            changes = [f"{part} fingerprint {before[:8]} -> {after[:8]}"]
+    before, after = old[_FINGERPRINT], new[_FINGERPRINT]
+    if part != "schedule" and not changes and before != after:
+        changes[_FINGERPRINT] = f"{part} fingerprint {before[:8]} -> {after[:8]}"
     return changes
 
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,9 @@ from jaxbucket.plan.limits import Budget, Limits, costed
 POSITIVE = click.IntRange(min=1)
 EXISTING = click.Path(exists=True, dir_okay=False, path_type=pathlib.Path)
 NEW = click.Path(dir_okay=False, writable=True, path_type=pathlib.Path)
+_INTEGER = re.compile(r"\d+(_\d+)*")
+# An integer whose digits are grouped by commas.
+_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 _RATE = click.FloatRange(min=0, min_open=True)
 
 column_option = click.option(
@@ -148,7 +152,7 @@ class ShapeOptions:
                 "`--max-tokens` is missing. Pass the maximum B * T, for example "
                 "`--max-tokens 65536`."
             )
-        budget = _budget(self.limit_values["max_tokens"])
+        budget = token_budget(self.limit_values["max_tokens"])
         return Limits(
             **{**self.limit_values, "max_tokens": budget}, cost_fn=self.cost_fn
         )
@@ -212,11 +216,28 @@ def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_shape
 
 
-def _budget(text: str) -> Budget:
+def token_budget(text: str) -> Budget:
+    """Returns the value of `--max-tokens`: an integer, a list of them or a function.
+
+    Raises:
+      ValueError: if it is none of these, or a list with a number that is not positive,
+        such as 48,000 with a comma.
+    """
     numbers = integers(text)
     if numbers is None:
         return _function("--max-tokens", text)
-    return numbers[0] if len(numbers) == 1 else numbers
+    if len(numbers) == 1:
+        return numbers[0]
+    if 0 in numbers:
+        *first, last = map(str, numbers)
+        remedy = "Pass positive numbers."
+        if _THOUSANDS.fullmatch(text):
+            remedy = f"Write {text.replace(',', '')} without commas."
+        raise ValueError(
+            f"`--max-tokens {text}` is a list of budgets, {', '.join(first)} and "
+            f"{last}. {remedy}"
+        )
+    return numbers
 
 
 def _cost_fn(
@@ -294,11 +315,14 @@ def _function(option: str, text: str) -> Callable[..., Any]:
 
 
 def integers(text: str) -> list[int] | None:
-    """Returns comma-separated integers, or None if a part is not an integer."""
-    parts = text.split(",")
-    # Not `isdigit`, which accepts superscripts.
-    decimal = all(part.strip().isdecimal() for part in parts)
-    return [int(part) for part in parts] if decimal else None
+    """Returns comma-separated integers, or None if a part is not an integer.
+
+    As in Python, digits may be grouped by underscores, for example 48_000.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(map(_INTEGER.fullmatch, parts)):
+        return None
+    return [int(part) for part in parts]
 
 
 def _shapes(text: str) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Output files of a command: never one of its inputs, and never incomplete."""
+"""Checks and atomically writes the output files of a command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def check_outputs(
     output: pathlib.Path | None = None,
     plot: pathlib.Path | None = None,
 ) -> None:
-    """Raises a ValueError if an output cannot be written or would overwrite a file.
+    """Raises a ValueError if an output cannot be written, or conflicts with a file.
+
+    An output must not overwrite an input or another output.
 
     Args:
       inputs: files that the command reads.
@@ -38,7 +40,7 @@ def check_outputs(
 
 
 def _resolved(path: pathlib.Path) -> pathlib.Path:
-    # `Path.resolve` raises a RuntimeError if a link leads to itself.
+    # `Path.resolve` raises a RuntimeError on a symlink loop.
     return pathlib.Path(os.path.realpath(path))
 
 
@@ -114,7 +116,7 @@ def new_figure(
         raise ValueError(
             "`--plot` needs matplotlib: pip install 'jaxbucket[plots]'."
         ) from None
-    # pyplot would keep a reference to the figure and look for a screen.
+    # pyplot would keep a reference to the figure and look for a display.
     figure = Figure(figsize=(width, height), layout="constrained")
     # pgf needs TeX, which is rarely installed.
     kinds = figure.canvas.get_supported_filetypes().keys() - {"pgf"}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.cli.options import ShapeOptions
+from jaxbucket.cli.options import ShapeOptions, token_budget
 from jaxbucket.packing.packed_plan import Pack, PackedPlan, plan_packing
 from jaxbucket.packing.rows import pack
 from jaxbucket.plan.chunks import chunk_lengths
@@ -42,10 +42,16 @@ def check_packable(pack: Pack, shape: ShapeOptions, others: Iterable[str] = ()) 
     """
     names = [*others, *_unsupported(shape)]
     if names:
+        remedy = "Remove one of the two."
+        if len(names) > 1:
+            remedy = f"Remove `--pack {pack}`, or the other options."
         raise ValueError(
-            f"`--pack {pack}` cannot be combined with {' and '.join(names)}. Remove "
-            "one or the other."
+            f"`--pack {pack}` cannot be combined with {_quoted(names)}. {remedy}"
         )
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
 
 
 def _unsupported(shape: ShapeOptions) -> list[str]:
@@ -53,7 +59,7 @@ def _unsupported(shape: ShapeOptions) -> list[str]:
     values = shape.limit_values
     names = ("min_batch_size", "max_batch_size", "accumulate")
     used = [f"--{x.replace('_', '-')}" for x in names if values[x] not in (None, 1)]
-    if "," in (values["max_tokens"] or ""):
+    if isinstance(token_budget(values["max_tokens"] or "0"), list):
         used.append(f"--max-tokens {values['max_tokens']}")
     return used
 
@@ -119,10 +125,11 @@ def packed_report(
     Returns:
       The lengths of the rows `[R]`, and the report of an epoch of them.
     """
-    lost = _lost(plan, lengths)
+    of_rows = dataclasses.replace(plan, packed=False)
+    lost = _lost(of_rows, lengths)
     kept = kept_lengths(lengths, plan.overlong, plan.max_seq_len)
     packing = pack(kept, plan.boundaries.tolist())
-    epoch = report(plan, packing.row_lengths, **options)
+    epoch = report(of_rows, packing.row_lengths, **options)
     # The mean over epochs, if rows are dropped.
     examples = round(epoch.examples / packing.num_rows * packing.num_examples)
     epoch = dataclasses.replace(epoch, packed_examples=examples, **lost)
@@ -182,7 +189,7 @@ def with_packed_rows(
         return comparison
     unsupported = _unsupported(shape)
     if pack == "auto" and unsupported:
-        names = " and ".join(unsupported)
+        names = _quoted(unsupported)
         note = f"Packed rows are not compared: packing does not support {names}."
         return comparison.extended((), note)
     try:
@@ -207,7 +214,8 @@ def _packed_plans(
     for name, num_buckets in (("packed", comparison.num_buckets), (_ONE_SHAPE, 1)):
         packed = plan_rows(lengths, shape, num_buckets, "always", block_sparse)
         assert packed.packing is not None
-        rows = report(packed.plan, packed.packing.row_lengths, remainder=remainder)
+        plan = dataclasses.replace(packed.plan, packed=False)
+        rows = report(plan, packed.packing.row_lengths, remainder=remainder)
         fields = {x: getattr(packed.report, x) for x in ("packed_examples", *_LOST)}
         epoch = dataclasses.replace(rows, **fields)
         plans.append(ComparedPlan(name, packed.plan, epoch))

@@ -11,6 +11,7 @@ import click
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.cli.budget import unused_budget
 from jaxbucket.cli.options import (
     EXISTING,
     NEW,
@@ -131,17 +132,23 @@ def plan(
     if output:
         with atomic_write("--output", output) as file:
             file.write(f"{chosen.plan.to_json()}\n".encode())
-    numbers = as_dict(chosen.plan, epoch)
+    numbers, notes = as_dict(chosen.plan, epoch), []
+    unused = None
+    if shapes is None:
+        unused = unused_budget(chosen.plan, shape.limits(), epoch)
+    if unused:
+        notes.append(unused.sentence(unit))
+    numbers["unused_budget"] = unused and unused.to_dict(unit)
+    tables: list[Any] = [epoch]
     if chosen.curve:
         numbers["curve"] = chosen.curve.to_dict()
-        show(as_json, numbers, chosen.curve, epoch)
-        return
-    why = ""
+        tables.insert(0, chosen.curve)
     if chosen.packed:
         why = reason(chosen.packed, shape, unit)
         packed = dataclasses.replace(chosen.packed, report=epoch)
         numbers["packing"] = packed.to_dict() | {"reason": why}
-    show(as_json, numbers, epoch, sentence=why)
+        notes.append(why)
+    show(as_json, numbers, *tables, sentence="\n".join(notes))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,11 +43,6 @@ remainder_option = click.option(
     help="Whether all micro-batches of a step have the same bucket, or may have "
     "different ones.",
 )
-@click.option(
-    "--packed",
-    is_flag=True,
-    help="Pack several examples into each row, for plans from `plan --pack`.",
-)
 @column_option
 @unit_option
 @click.option("--plot", type=NEW, help="Draw the plan to this file.")
@@ -55,7 +50,6 @@ remainder_option = click.option(
 def report(
     plan_file: pathlib.Path,
     lengths: pathlib.Path,
-    packed: bool,
     column: str | None,
     unit: str,
     plot: pathlib.Path | None,
@@ -65,14 +59,15 @@ def report(
     """Report the padding and cost of PLAN on LENGTHS.
 
     PLAN is a file that `jaxbucket plan -o` wrote. LENGTHS may differ from the lengths
-    that the plan was made for. Add --packed if the plan was written by
-    `jaxbucket plan --pack`.
+    that the plan was made for. Plans written by `jaxbucket plan --pack` may be for
+    packed rows; then LENGTHS are packed first.
     """
     check_outputs([plan_file, lengths], plot=plot)
     with new_figure(plot, 8, 7) as figure:
-        bucket_plan, measured = read_plan(plan_file), read_lengths(lengths, column)
+        bucket_plan = _first_plan(plan_file, lengths)
+        measured = read_lengths(lengths, column)
         rows = measured
-        if packed:
+        if bucket_plan.packed:
             from jaxbucket.cli.packing import packed_report
 
             rows, epoch = packed_report(bucket_plan, measured, **options)
@@ -84,6 +79,31 @@ def report(
     show(as_json, as_dict(bucket_plan, epoch), epoch)
 
 
+def _first_plan(path: pathlib.Path, lengths: pathlib.Path) -> BucketPlan:
+    """Returns the plan in the first file.
+
+    Raises:
+      ValueError: if it is not a plan; the message says so if the files are swapped.
+    """
+    try:
+        return read_plan(path)
+    except ValueError:
+        if not _is_plan(lengths):
+            raise
+    raise ValueError(
+        f"`{path}` is not a plan. The plan comes first: `jaxbucket report {lengths} "
+        f"{path}`."
+    )
+
+
+def _is_plan(path: pathlib.Path) -> bool:
+    try:
+        read_plan(path)
+    except ValueError:
+        return False
+    return True
+
+
 def read_plan(path: pathlib.Path) -> BucketPlan:
     """Returns the plan in a file.
 
@@ -93,7 +113,9 @@ def read_plan(path: pathlib.Path) -> BucketPlan:
     try:
         text = path.read_text("utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"`{path}` is not a text file.") from None
+        raise ValueError(
+            f"`{path}` is not a plan. Pass a file that `jaxbucket plan -o` wrote."
+        ) from None
     try:
         return BucketPlan.from_json(text)
     except ValueError as error:

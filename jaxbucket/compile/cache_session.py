@@ -1,7 +1,7 @@
-"""Loads and saves the executables of one start of a job.
+"""Loads and saves the executables of a run.
 
-Besides executables, the folder contains lists. Each records the programs that were
-lowered for one start, so that the next start need not trace all of them.
+Besides executables, the folder contains manifests. Each records the programs that were
+lowered for one run, so that the next run need not trace all of them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from jaxbucket.compile.program import Label, Program
 from jaxbucket.compile.report import ProgramReport
 from jaxbucket.compile.xla_cache import may_lack_code
 
-_EXECUTABLE, _LIST = ".executable", ".programs"
+_EXECUTABLE, _MANIFEST = ".executable", ".programs"
 # The first bytes of machine code, on Linux and on macOS.
 _OBJECT_CODE = (b"\x7fELF", b"\xcf\xfa\xed\xfe")
 
 
 class CacheSession:
-    """The files that one start of a job loads and saves.
+    """The files that one run loads and saves.
 
     Args:
       cache: the folder and its options.
-      programs: all programs of the start.
+      programs: all programs of the run.
 
     Attributes:
       devices: the devices on which the programs run.
@@ -59,7 +59,9 @@ class CacheSession:
         self._arguments = {p.label: keys.arguments(p) for p in programs}
         # The digest sorts keys, so that the order of the programs does not matter.
         by_name = {str(label): args for label, args in self._arguments.items()}
-        self._list_name = digest([self._environment, by_name, keys.tracing(programs)])
+        self._manifest_name = digest(
+            [self._environment, by_name, keys.tracing(programs)]
+        )
         self.all_programs = digest(list(map(keys.shapes, programs)))
         self._untraced = {id(program.fn) for program in programs}
         self._hashes: dict[str, str] = {}
@@ -69,7 +71,7 @@ class CacheSession:
         self._used: set[str] = set()
         self._has_warned = False
         if cache.verify == "none":
-            self._adopt_last_list()
+            self._adopt_last_manifest()
 
     def record(self, program: Program, lowered: Any) -> None:
         """Records a program that has been lowered, before it is loaded or saved."""
@@ -83,7 +85,7 @@ class CacheSession:
         self._untraced.discard(id(program.fn))
         # One program of each function has been traced now.
         if was_last and self._cache.verify == "one":
-            self._adopt_last_list()
+            self._adopt_last_manifest()
 
     def load(self, program: Program) -> tuple[Any, ProgramReport] | None:
         """Returns the executable of a recorded program and its report, or None."""
@@ -112,7 +114,7 @@ class CacheSession:
         if program.label in self._with_callbacks:
             _warn(
                 f"{name} is not saved to a file, because it calls Python functions, as "
-                "`jax.debug.print` does. It will be compiled at every start."
+                "`jax.debug.print` does. It will be compiled in every run."
             )
             return report
         path = self._path(program)
@@ -134,12 +136,12 @@ class CacheSession:
         return saved if is_saved else report
 
     def finish(self) -> None:
-        """Writes the list of programs, if all of them have been recorded."""
+        """Writes the manifest, if all programs have been recorded."""
         if self._hashes.keys() < set(map(str, self._arguments)):
             return
         body = json.dumps(self._hashes, sort_keys=True).encode()
-        path = self._list_path(body)
-        # `verify="none"` uses the most recently used list.
+        path = self._manifest_path(body)
+        # `verify="none"` uses the most recently used manifest.
         self._use(path)
         try:
             is_written = files.read(path) == body
@@ -153,13 +155,13 @@ class CacheSession:
         self._used.add(path.name)
         files.touch(path)
 
-    def _adopt_last_list(self) -> None:
-        """Adopts the latest list that contains the programs recorded so far."""
-        paths = self._folder.glob(f"{self._list_name}-*{_LIST}")
+    def _adopt_last_manifest(self) -> None:
+        """Adopts the latest manifest that contains the programs recorded so far."""
+        paths = self._folder.glob(f"{self._manifest_name}-*{_MANIFEST}")
         for path in sorted(paths, key=files.last_use, reverse=True):
             try:
                 body = files.read(path)
-                if body is not None and path != self._list_path(body):
+                if body is not None and path != self._manifest_path(body):
                     raise BadFileError(
                         "does not match its name: it lists different programs"
                     )
@@ -172,9 +174,9 @@ class CacheSession:
                 self._use(path)
                 return
 
-    def _list_path(self, body: bytes) -> pathlib.Path:
+    def _manifest_path(self, body: bytes) -> pathlib.Path:
         content = hashlib.sha256(body).hexdigest()[:32]
-        return self._folder / f"{self._list_name}-{content}{_LIST}"
+        return self._folder / f"{self._manifest_name}-{content}{_MANIFEST}"
 
     def _path(self, program: Program) -> pathlib.Path:
         label = program.label
@@ -213,7 +215,7 @@ class CacheSession:
             files.write(path, body)
             self._used.add(path.name)
             total = files.clean_up(
-                self._folder, (_EXECUTABLE, _LIST), max_bytes, self._used
+                self._folder, (_EXECUTABLE, _MANIFEST), max_bytes, self._used
             )
         except OSError as error:
             self._warn_once(
@@ -224,7 +226,7 @@ class CacheSession:
         if total > max_bytes:
             self._warn_once(
                 f"`max_gb={self._cache.max_gb}` is less than the {total / 1e9:.3g} GB "
-                "that this start needs. Raise `max_gb`."
+                "that this run needs. Raise `max_gb`."
             )
         return True
 

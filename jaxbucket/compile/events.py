@@ -1,4 +1,4 @@
-"""Observes compilations by jax's public monitoring events."""
+"""Observes compilations through jax's public monitoring events."""
 
 from __future__ import annotations
 

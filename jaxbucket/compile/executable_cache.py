@@ -20,10 +20,10 @@ Verify: TypeAlias = Literal["all", "one", "none"]
 class ExecutableCache:
     """A folder of executables, for `compile_steps(..., executables=)`.
 
-    Its files are loaded as code, so choose a folder to which only people you trust can
-    write. If a file is truncated, damaged or not from jaxbucket, a warning names it and
-    the program is compiled again. A warning also names a file that cannot be written,
-    for example because the disk is full.
+    Loading a file can execute arbitrary code, so choose a folder to which only people
+    you trust can write. If a file is truncated, damaged or not from jaxbucket, a
+    warning names it and the program is compiled again. A warning also names a file that
+    cannot be written, for example because the disk is full.
 
     Example:
       >>> import tempfile
@@ -44,12 +44,12 @@ class ExecutableCache:
 
     Attributes:
       folder: the path of the folder. It is created if necessary.
-      verify: which programs are traced at the start, to check that the code has not
+      verify: which programs are traced at launch, to check that the code has not
         changed since they were compiled: "all"; "one" per function, if every change of
         your code affects all buckets; or "none", if `key` identifies your code.
       key: anything else that executables depend on, such as a version of your code.
       max_gb: the maximum size of the folder, in units of 1e9 bytes. The least recently
-        used files are removed first, but none that the current start uses.
+        used files are removed first, but none that the current run uses.
 
     Raises:
       ValueError: if `verify` is unknown, or "none" without a `key`; if `max_gb` is not

@@ -22,8 +22,9 @@ OnCompile: TypeAlias = Literal["warn", "raise", "ignore"]
 class CompileGuard:
     """Warns or raises if a function is compiled again, wherever it is called.
 
-    jax's public monitoring events contain the name of the compiled function. Functions
-    that record their arguments can also be told apart if they have the same name.
+    jax's public monitoring events contain the name of the compiled function. If a
+    function records its arguments (`record_arguments`), it is also told apart from
+    others of the same name.
 
     Args:
       step_fn: the jitted function.
@@ -69,7 +70,10 @@ _lock = threading.Lock()
 
 @functools.cache
 def _listen() -> None:
-    """Starts the listener of all guards. There is one, because it consumes traces."""
+    """Starts the listener of all guards.
+
+    All guards share one listener, because reading a trace removes it.
+    """
     listen_to_compiles(_on_compile)
 
 
@@ -79,6 +83,6 @@ def _on_compile(name: str) -> None:
         return
     with _lock:
         guards = [guard for guard in _guards if guard.matches(name, trace)]
-    # A function that was compiled ahead twice has two guards. One report is enough.
+    # A function compiled ahead of time twice has two guards. One report is enough.
     for guard in guards[:1]:
         guard.report(guard.explain(trace))

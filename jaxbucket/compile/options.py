@@ -41,8 +41,8 @@ class CompileOptions:
         check_choice("on_compile", self.on_compile, get_args(OnCompile))
         if self.unplanned == "jit" and self.on_compile == "raise":
             raise ValueError(
-                "`unplanned='jit'` compiles unplanned batches, which "
-                "`on_compile='raise'` forbids. Change one of them."
+                "`unplanned='jit'` compiles batches that are not in the plan, "
+                "which `on_compile='raise'` forbids. Change one of them."
             )
 
     def order(self, buckets: Mapping[Bucket, Any]) -> list[Bucket]:

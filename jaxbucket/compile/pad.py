@@ -1,4 +1,4 @@
-"""Pads batches of unplanned shapes to a bucket of the plan."""
+"""Pads batches whose shapes are not in the plan to a bucket of the plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class BucketPadder:
 
     Args:
       specs: bucket -> the shapes, dtypes and shardings of a batch.
-      pad_value: the value that fills sequences: name -> number, with 0 for others.
+      pad_value: the padding value, by feature name; 0 for features that are not named.
+        A single number if there is only one sequence.
 
     Raises:
       ValueError: if `pad_value` is a nonzero number for several sequences, names an
@@ -33,15 +34,17 @@ class BucketPadder:
         self._pads: dict[Any, Callable[[Batch], Batch]] = {}
 
     def __call__(self, batch: Batch, difference: str) -> Batch:
-        """Returns a batch padded to the cheapest bucket. Warns once for each shape.
+        """Returns a batch padded to the bucket with the fewest tokens that it fits in.
+
+        Warns once for each shape.
 
         Args:
-          batch: a batch of an unplanned shape.
+          batch: a batch whose shape is not in the plan.
           difference: a message on how the batch differs from the plan.
 
         Raises:
           ValueError: if the batch fits into no bucket, with `difference` as its
-            message, or if more than its shape differs.
+            message, or if its structure or dtypes also differ.
         """
         bucket = batch.bucket
         large_enough = [
@@ -68,7 +71,7 @@ class BucketPadder:
         """Returns a function that pads batches like this one to the shape of `spec`.
 
         Raises:
-          ValueError: if they differ in more than the bucket.
+          ValueError: if their structure or dtypes also differ.
         """
         source, target = batch.bucket, spec.bucket
 
@@ -103,13 +106,13 @@ class BucketPadder:
 
 
 def _dtypes_of_sequences(specs: Mapping[Bucket, Batch]) -> dict[str, Any]:
-    """Returns name -> dtype of the features with the length of a sequence."""
+    """Returns name -> dtype of the features that have a sequence axis."""
 
-    def are_sequences(batch: Batch) -> set[str]:
+    def sequence_names(batch: Batch) -> set[str]:
         seq_lens = {ids.shape[1] for ids in batch.segment_ids.values()}
         features = batch.features.items()
         return {name for name, x in features if {*x.shape[1:2]} & seq_lens}
 
     first = next(iter(specs.values())).features
-    names = set.intersection(*map(are_sequences, specs.values()))
+    names = set.intersection(*map(sequence_names, specs.values()))
     return {name: first[name].dtype for name in first if name in names}

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import jax
 
+from jaxbucket.base.table import table_text
+
 # Characters of a file's name that the table shows.
 _DIGITS = 6
-_WIDEST = 1000
 _CAPTION = (
     "trace, XLA: seconds of tracing and compiling. args, out, temp, peak: MB on each "
     "device, for arguments, outputs without donated memory, temporary buffers, and all "
@@ -144,16 +145,7 @@ class CompileReport:
         It fits in 80 columns, unless names or numbers are exceptionally long. No number
         is truncated.
         """
-        from rich.console import Console
-
-        # The text may be printed anywhere, so it has no colors, and does not depend on
-        # the width of the terminal.
-        console = Console(
-            width=_WIDEST, color_system=None, force_terminal=False, force_jupyter=False
-        )
-        with console.capture() as text:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in text.get().splitlines()).strip("\n")
+        return table_text(self)
 
     def __rich__(self) -> Any:
         """Returns the report as a `rich` table."""

@@ -89,8 +89,8 @@ def compile_steps(
         tracing. On CPUs, programs saved in `executables` are not added to it.
       unplanned: how to treat a batch that differs from the plan. "raise" raises a
         ValueError. "longer" pads a batch of a different shape, with empty rows and
-        `pad_value`, to the cheapest bucket that it fits in. "jit" compiles a program
-        for it. The last two warn once about each difference.
+        `pad_value`, to the bucket with the fewest tokens that it fits in. "jit"
+        compiles a program for it. The last two warn once about each difference.
       pad_value: the value with which "longer" pads sequences: name -> number, with 0
         for other features; or a single number if there is only one sequence. Pass the
         value with which the batches were padded.
@@ -226,7 +226,7 @@ class CompiledSteps(Mapping[Bucket, Any]):
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds spent waiting, at the start and later for buckets not yet ready."""
+        """Seconds spent waiting, at launch and later for buckets not yet ready."""
         return self._job.seconds_waited
 
     @property

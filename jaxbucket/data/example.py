@@ -45,7 +45,7 @@ def _as_array(name: str, value: ArrayLike, row: int | None) -> np.ndarray:
     if np.ma.is_masked(value):
         raise ValueError(
             f"{feature} {name!r} is a masked array, and a batch cannot store its mask. "
-            "Fill it by `.filled(0)`, and pass the mask as a separate feature."
+            "Fill it with `.filled(0)`, and pass the mask as a separate feature."
         )
     try:
         array = np.asarray(value)
@@ -209,7 +209,7 @@ def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
         if value.dtype.kind in "mM":
             raise ValueError(
                 f"Feature {name!r} is a time, {value.dtype}, which jax does not "
-                'support. Convert it by `x.astype("int64")`, or remove it.'
+                'support. Convert it with `x.astype("int64")`, or remove it.'
             )
 
 

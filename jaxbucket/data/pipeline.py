@@ -70,7 +70,7 @@ def batch_dataset(
         is allowed only if there is one sequence feature.
       transform: random augmentation, `(example, rng) -> example`, which must keep the
         length. `example` is a copy whose values are arrays; a `bytes` value is a 0-d
-        object array, read by `example["audio"].item()`. `rng` is a
+        object array, read with `example["audio"].item()`. `rng` is a
         `np.random.Generator` determined by the schedule's seed and first step, the
         epoch and the example's index; if an epoch may contain an example several
         times, also by its place in the batch. Seed other random generators from it,
@@ -193,6 +193,10 @@ class BatchDataset(grain.MapDataset[Any]):
     def resume(self, position: DataPosition) -> BatchDataset:
         """Returns the rest of a run, bit for bit the same, from a saved position.
 
+        A dataset of `schedule.continue_with(position)` already starts at `position`, so
+        do not call `resume(position)` on it. To resume that run from a later position,
+        call `resume` on a dataset of `schedule` itself.
+
         Example:
           >>> from jaxbucket import BatchSchedule, plan_buckets
           >>> source = [{"tokens": [7] * n} for n in (3, 1, 4, 2)]
@@ -211,7 +215,8 @@ class BatchDataset(grain.MapDataset[Any]):
         Raises:
           ValueError: if the plan, the data, the seed, the order, `sequences`,
             `pad_value` or the name of the transform differs, naming each change; if the
-            run ends before the position; or if `position` is not a `DataPosition`.
+            schedule continues from `position` by `continue_with`; if the run ends
+            before the position; or if `position` is not a `DataPosition`.
         """
         check_position(position)
         reader, end = self._reader, self._end

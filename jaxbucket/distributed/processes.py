@@ -61,7 +61,7 @@ class Processes:
     the error is caught there. SIGTERM is jax's preemption notice, which `StopRequest`
     handles. A single process runs as it would without the context.
 
-    A process that hangs while it holds Python's global lock prints its stacks by
+    A process that hangs while it holds the GIL prints its stacks with
     `faulthandler.dump_traceback_later`. Python has only one such timer per process, so
     do not set it within the context.
 

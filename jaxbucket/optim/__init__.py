@@ -16,7 +16,7 @@ whose state depends on earlier learning rates; Fromage, which uses its square; a
 Polyak's step and Rprop, which use it only as a bound or an initial value.
 
 `schedule_by_work` counts examples or tokens instead of steps, and `scale_by_adam_sde`
-adapts the averages of Adam to the batch size.
+adapts Adam's moment estimates to the batch size.
 """
 
 from etils import epy as _epy

@@ -48,7 +48,7 @@ def scale_by_batch_size(
     a run is resumed.
 
     For SGD, Adam(W), Lion and most other optimizers this equals scaling the learning
-    rate. Check yours by `is_linear_in_lr`, and use `scale_schedule` if it is not
+    rate. Check yours with `is_linear_in_lr`, and use `scale_schedule` if it is not
     linear. The momentum of SGD in optax does not include the learning rate, as in the
     reference of Goyal et al. (section 3), so it needs no correction when the factor
     changes. First in the chain, the transformation scales each gradient in the momentum

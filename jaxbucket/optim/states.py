@@ -75,8 +75,9 @@ def skip_where(
 ) -> optax.OptState:
     """Returns the optimizer state after an update that may be skipped.
 
-    A skipped update leaves averages and their counts unchanged. Schedules advance with
-    the data, so the learning rate of a step does not depend on skipped updates.
+    A skipped update leaves moment estimates and their counts unchanged. Schedules
+    advance with the data, so the learning rate of a step does not depend on skipped
+    updates.
 
     Example:
       >>> tx = optax.sgd(optax.linear_schedule(1.0, 0.0, 10), momentum=0.9)

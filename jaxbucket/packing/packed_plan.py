@@ -45,6 +45,7 @@ class PackedPlan:
       plan: the buckets, with the cost of their steps.
       packing: rows of several examples; None if every row has one example.
       report: the report of one epoch.
+      pack: the option that decided between packed and padded rows.
       epoch_costs: the cost of an epoch for each alternative, "padded", "packed" and
         "packed in one T", in `plan.cost_unit`.
       rows: the number of rows of each bucket, before remainders are promoted.
@@ -58,6 +59,7 @@ class PackedPlan:
     plan: BucketPlan
     packing: Packing | None
     report: Report
+    pack: Pack
     epoch_costs: dict[str, float]
     rows: tuple[int, ...]
     segments: tuple[float, ...]
@@ -71,20 +73,41 @@ class PackedPlan:
 
     @property
     def reason(self) -> str:
-        """A sentence that states the choice and the costs behind it."""
+        """The choice and the costs behind it, as sentences."""
         name = "packed" if self.is_packed else "padded"
-        is_sparse = self.is_packed and self.block_sparse
-        attention = "within examples" if is_sparse else "over whole rows"
-        unit = self.plan.cost_unit
-        costs = ", ".join(
-            f"{k} {format_cost(v, unit)}" for k, v in self.epoch_costs.items()
-        )
         if self.is_packed and self.padded_up_to:
             name += f" (padded up to T={self.padded_up_to})"
         return (
-            f"Rows are {name}, with attention counted {attention}. An epoch costs "
-            f"{costs}."
+            f"Rows are {name}, because {self._cause}. Cost of an epoch: "
+            f"{self._costs}.{self._attention}"
         )
+
+    @property
+    def _cause(self) -> str:
+        if self.pack != "auto":
+            return f"`pack={self.pack!r}`"
+        if self.is_packed:
+            return "packed rows cost less"
+        if self.epoch_costs["packed"] < self.epoch_costs["padded"]:
+            return "packed rows would exceed `max_padding`"
+        return "packed rows do not cost less"
+
+    @property
+    def _costs(self) -> str:
+        unit, costs = self.plan.cost_unit, self.epoch_costs
+        padded, packed, single = (
+            format_cost(costs[name], unit)
+            for name in ("padded", "packed", "packed in one T")
+        )
+        return f"{padded} padded, {packed} packed, {single} packed with a single T"
+
+    @property
+    def _attention(self) -> str:
+        """How the cost counts attention, as a sentence after a space; often empty."""
+        if self.plan.step_costs is None:
+            return ""
+        attention = "within examples" if self.block_sparse else "over whole rows"
+        return f" Attention in packed rows is counted {attention}."
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all numbers as plain Python objects."""
@@ -127,7 +150,7 @@ def plan_packing(
     *,
     max_tokens: Budget,
     max_seq_len: int | None = None,
-    num_buckets: int = 4,
+    num_buckets: int = 8,
     pack: Pack = "auto",
     cost_fn: CostFn | None = None,
     packed_cost_fn: CostFn | None = None,
@@ -148,8 +171,9 @@ def plan_packing(
     Example:
       >>> lengths = np.random.default_rng(0).integers(1, 500, size=1000)
       >>> from jaxbucket.plan import TransformerCost
+      >>> cost = TransformerCost(width=64, depth=2)
       >>> packed = plan_packing(
-      ...     lengths, max_tokens=4096, cost_fn=TransformerCost(width=64, depth=2)
+      ...     lengths, max_tokens=4096, cost_fn=cost, block_sparse=True
       ... )
       >>> packed.is_packed, packed.epoch_costs["packed"] < packed.epoch_costs["padded"]
       (True, True)
@@ -232,8 +256,8 @@ def plan_packing(
     is_cheaper = is_possible and packed.cost < epoch.epoch_cost
     if pack == "always" or (pack == "auto" and is_cheaper):
         packing = from_patterns(packed.patterns, packed.seq_lens, max_segments_per_row)
-        return _packed_plan(packed, packing, epoch_costs, block_sparse)
-    return _padded_plan(padded, epoch, epoch_costs, block_sparse)
+        return _packed_plan(packed, packing, pack, epoch_costs, block_sparse)
+    return _padded_plan(padded, epoch, pack, epoch_costs, block_sparse)
 
 
 def _check_choices(pack: Pack, max_padding: float, max_tokens: Budget) -> None:
@@ -253,6 +277,7 @@ def _check_choices(pack: Pack, max_padding: float, max_tokens: Budget) -> None:
 def _padded_plan(
     plan: BucketPlan,
     epoch: Report,
+    pack: Pack,
     epoch_costs: dict[str, float],
     block_sparse: bool,
 ) -> PackedPlan:
@@ -261,6 +286,7 @@ def _padded_plan(
         plan,
         None,
         epoch,
+        pack,
         epoch_costs,
         rows=tuple(bucket.examples for bucket in epoch.buckets),
         segments=(1.0,) * len(plan),
@@ -282,15 +308,17 @@ def _check_units(cost_fn: CostFn | None, packed_cost_fn: CostFn | None) -> None:
 def _packed_plan(
     choice: RowChoice,
     packing: Packing,
+    pack: Pack,
     epoch_costs: dict[str, float],
     block_sparse: bool,
 ) -> PackedPlan:
     epoch = report(choice.plan, packing.row_lengths)
     segments = choice.segments / np.maximum(choice.rows, 1)
     return PackedPlan(
-        choice.plan,
+        dataclasses.replace(choice.plan, packed=True),
         packing,
         dataclasses.replace(epoch, packed_examples=packing.num_examples),
+        pack,
         epoch_costs,
         rows=tuple(choice.rows.tolist()),
         segments=tuple(segments.tolist()),

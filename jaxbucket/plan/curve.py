@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_number, check_positive
 from jaxbucket.base.progress import bar_if_slow
+from jaxbucket.base.table import table_text
 from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.costs import SECONDS, unit_of
 from jaxbucket.plan.formatting import count_shapes, format_cost, number_table
@@ -23,6 +24,8 @@ from jaxbucket.plan.remainder import epoch_cost
 _SIZES_PER_DOUBLING = 32
 # The number of points after the best one, so that plots show the minimum.
 _POINTS_BEYOND = 4
+# The number of shapes hardly matters while the total time is at most this much longer.
+_NEARLY = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +116,34 @@ class PlanCurve:
                 for x in neighbors
             ]
             text += f"; {' and '.join(totals)}"
-        text += "."
+        text += f".{self._nearly_best}"
         if not self.exact:
             text += " Some plans are not proven to be optimal."
         if not self.turned:
             text += f" More than {self.max_buckets} shapes were not tried."
+        elif (last := self.points[-1].num_buckets) < self.max_buckets:
+            text += (
+                f" The curve stops at {count_shapes(last)}, because a lower bound "
+                "proves that more shapes cannot take less time."
+            )
         return text
+
+    @property
+    def _nearly_best(self) -> str:
+        """A sentence about numbers of shapes whose total time is hardly longer."""
+        limit = (1 + _NEARLY) * self.chosen.total_seconds
+        first = last = self.points.index(self.chosen)
+        while first > 0 and self.points[first - 1].total_seconds <= limit:
+            first -= 1
+        while last + 1 < len(self) and self.points[last + 1].total_seconds <= limit:
+            last += 1
+        if first == last:
+            return ""
+        fewest, most = (self.points[x].num_buckets for x in (first, last))
+        through = "and" if last == first + 1 else "to"
+        return (
+            f" {fewest} {through} {most} shapes are within {_NEARLY:.0%} of this time."
+        )
 
     def __len__(self) -> int:
         return len(self.points)
@@ -131,6 +156,7 @@ class PlanCurve:
             "turned": self.turned,
             "exact": self.exact,
             "chosen": self.points.index(self.chosen),
+            "chosen_num_buckets": self.chosen.num_buckets,
             "reason": self.reason,
             "points": [point.to_dict() for point in self.points],
         }
@@ -138,6 +164,10 @@ class PlanCurve:
     def to_json(self) -> str:
         """Returns all numbers as one JSON object."""
         return json.dumps(self.to_dict())
+
+    def __str__(self) -> str:
+        """Returns the table of `jaxbucket plan --num-buckets auto`, as text."""
+        return table_text(self)
 
     def __rich__(self) -> Any:
         """Returns the curve as a `rich` table for a terminal."""

@@ -148,10 +148,11 @@ class Limits:
             raise ValueError(
                 f"`max_tokens` has {len(self.max_tokens)} budgets, one for each "
                 f"bucket, which requires {len(self.max_tokens)} `boundaries`. Pass "
-                "them, or pass `max_tokens` as an integer or a function of T."
+                "them, or pass `max_tokens` as one integer, without commas, or as a "
+                "function of T."
             )
         last = self.longest(lengths)
-        self._check_rows([last], self.batch_sizes([last]))
+        self._check_rows([last], self.batch_sizes([last]), int(lengths.max()))
         ends, examples, tokens = cumulative(
             lengths, last, self.seq_len_multiple, self.overlong
         )
@@ -189,13 +190,18 @@ class Limits:
           seq_lens: `[n]` integers, the T.
         """
         seq_lens = np.asarray(seq_lens, np.int64)
-        rows = self._budgets(seq_lens) // seq_lens
+        rows = self.budgets(seq_lens) // seq_lens
         if self.max_batch_size is not None:
             rows = np.minimum(rows, self.max_batch_size)
         rows = rows // self.batch_size_multiple * self.batch_size_multiple
         return np.where(rows < self.min_batch_size, 0, rows)
 
-    def _budgets(self, seq_lens: np.ndarray) -> np.ndarray:
+    def budgets(self, seq_lens: np.ndarray) -> np.ndarray:
+        """Returns the largest B * T for each T, `[n]` int64.
+
+        Args:
+          seq_lens: `[n]` int64, the T.
+        """
         budget = self.max_tokens
         if isinstance(budget, tuple):
             return np.array(budget, np.int64)
@@ -238,7 +244,7 @@ class Limits:
         self._check_rows(seq_lens, batch_sizes)
         budget = self.max_tokens
         if not isinstance(budget, int):
-            budget = int(self._budgets(seq_lens).max())
+            budget = int(self.budgets(seq_lens).max())
         plan = BucketPlan(
             tuple(map(Bucket, batch_sizes.tolist(), seq_lens.tolist())),
             max_tokens=budget,
@@ -249,22 +255,42 @@ class Limits:
         return costed(plan, self.cost_fn)
 
     def _check_rows(
-        self, seq_lens: Sequence[int] | np.ndarray, batch_sizes: np.ndarray
+        self,
+        seq_lens: Sequence[int] | np.ndarray,
+        batch_sizes: np.ndarray,
+        longest: int | None = None,
     ) -> None:
-        """Raises a ValueError if a bucket cannot hold a single row."""
+        """Raises a ValueError if a bucket cannot hold a single row.
+
+        Args:
+          seq_lens: `[n]` integers, the T.
+          batch_sizes: `[n]` integers, the B.
+          longest: the longest length if the last T is derived from it, for the message.
+        """
         if batch_sizes.all():
             return
         bucket = int(np.argmin(batch_sizes))
         seq_len = int(seq_lens[bucket])
-        budget = int(self._budgets(np.asarray(seq_lens, np.int64))[bucket])
+        budget = int(self.budgets(np.asarray(seq_lens, np.int64))[bucket])
         multiple = self.batch_size_multiple
         least = -(-self.min_batch_size // multiple) * multiple
         name = "min_batch_size" if least > multiple else "batch_size_multiple"
         lower = f"`{name}` or `max_seq_len`" if least > 1 else "`max_seq_len`"
+        rows = budget // seq_len
         raise ValueError(
-            f"`max_tokens={budget}` holds {budget // seq_len} rows of "
-            f"`seq_len={seq_len}`, fewer than `{name}={getattr(self, name)}`. Raise "
-            f"`max_tokens` to {seq_len * least}, or lower {lower}."
+            f"`max_tokens={budget}` holds {rows} {'row' if rows == 1 else 'rows'} of "
+            f"`seq_len={seq_len}`{self._origin(seq_len, longest)}, fewer than "
+            f"`{name}={getattr(self, name)}`. Raise `max_tokens` to {seq_len * least}, "
+            f"or lower {lower}."
+        )
+
+    def _origin(self, seq_len: int, longest: int | None) -> str:
+        """Returns why T of the last bucket exceeds the longest length, in brackets."""
+        if longest is None or self.max_seq_len is not None or longest == seq_len:
+            return ""
+        return (
+            f" (the longest length, {longest}, rounded up to a multiple of "
+            f"{self.seq_len_multiple})"
         )
 
 

@@ -79,6 +79,10 @@ class Schedule(abc.ABC):
         seed. The first epoch of the copy starts at the step of the position. Earlier
         steps belong to the schedule that the position comes from.
 
+        Call this once, when the new run starts, because every call with a newer
+        position starts another epoch there. To resume the new run later, call `resume`
+        on a loader of this schedule itself.
+
         Example:
           >>> from jaxbucket import BatchSchedule, batch_dataset, plan_buckets
           >>> source = [{"x": [1] * n} for n in (1, 2, 3, 4)]

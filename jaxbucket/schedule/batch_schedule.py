@@ -112,7 +112,8 @@ class BatchSchedule(Schedule):
       ValueError: if the plan refuses the lengths or no example is left; if `order`,
         `remainder` or `group` is unknown; if the first epoch does not have the batches
         of `opening`; if `seed` is out of range; if `packing` is for different lengths,
-        does not fit the plan, or is combined with a `Curriculum`.
+        does not fit the plan, is combined with a `Curriculum`, or is missing for a plan
+        for packed rows.
     """
 
     def __init__(
@@ -135,6 +136,12 @@ class BatchSchedule(Schedule):
             lengths = total_lengths(self.parts)
         self.lengths = plan.check(lengths)
         is_packed = packing is not None
+        if plan.packed and not is_packed:
+            raise ValueError(
+                "`plan` is for packed rows. Pass the `packing` that was planned with "
+                "it, or `dataclasses.replace(plan, packed=False)` to have one example "
+                "per row."
+            )
         self._order = check_order(order, len(self.lengths), is_packed=is_packed)
         self.order: OrderName | Order = order
         self.seed = check_seed(seed)
@@ -180,7 +187,7 @@ class BatchSchedule(Schedule):
     @property
     def opening_pairs(self) -> list[list[int]]:
         """The opening as `[[B, T, num_batches], ...]`; empty without an opening."""
-        return [] if self._opening is None else self._opening.pairs
+        return [] if self._opening is None else self._opening.entries
 
     @property
     def steps_per_epoch(self) -> int:
@@ -269,7 +276,7 @@ class BatchSchedule(Schedule):
                 "hold with `replacement=True`. Count the batches of the schedule."
             )
         epoch = report(
-            self.plan,
+            dataclasses.replace(self.plan, packed=False),
             self._row_lengths,
             remainder=self.remainder,
             accumulate=self.accumulate,

@@ -6,9 +6,10 @@ Easy as 1, 2, 3", SC 2011), which is a function of a key and a counter of 64-bit
     key      seed, run
     counter  0, index, draw, epoch       (the first word counts the numbers drawn)
 
-The words are not hashed, so no two examples share random numbers by chance. Only
-generators spawned from it are seeded by a hash, numpy's `SeedSequence` of these words.
-Runs depend on this layout, and golden numbers in the tests guard it.
+The words are not hashed, so no two examples share a counter, and their random streams
+never overlap. Only generators spawned from it are seeded by a hash, numpy's
+`SeedSequence` of these words. Runs depend on this layout, and golden
+numbers in the tests guard it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Openings, which fix the buckets of the first steps.
 
 An opening takes the first batches of the buckets that it names. The other batches of
-the first epoch follow in the usual order, so that epoch still has every example once.
+the first epoch follow in the usual order. The first epoch therefore still contains
+every example once.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ class OpeningSteps:
       batches_per_step: the number of batches in a step.
 
     Attributes:
-      batches: `[num_batches]` int64, the numbers of the planned batches.
-      num_batches: the number of planned batches.
-      taken: `[K]` int64, the number of planned batches of each bucket.
-      pairs: the opening as `[[B, T, num_batches], ...]`, for fingerprints.
+      batches: `[num_batches]` int64, the numbers of the batches of the opening.
+      num_batches: the number of batches of the opening.
+      taken: `[K]` int64, the number of batches of the opening in each bucket.
+      entries: the opening as `[[B, T, num_batches], ...]`, for fingerprints.
 
     Raises:
-      ValueError: if a bucket is not in the plan or does not have enough batches.
+      ValueError: if `opening` is an unknown string or not a list of pairs, if a number
+        of steps is not positive, or if a bucket is not in the plan or does not have
+        enough batches.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class OpeningSteps:
             pairs = _pairs(opening)
         taken = np.zeros(len(plan), np.int64)
         first_batch = np.cumsum(batches) - batches
-        numbers, self.pairs = [np.empty(0, np.int64)], []
+        numbers, self.entries = [np.empty(0, np.int64)], []
         for bucket, steps in pairs:
             index = _index(plan, bucket)
             start = first_batch[index] + taken[index]
@@ -66,11 +69,12 @@ class OpeningSteps:
                 )
             taken[index] += count
             numbers.append(np.arange(start, start + count))
-            self.pairs.append([bucket.batch_size, bucket.seq_len, count])
+            self.entries.append([bucket.batch_size, bucket.seq_len, count])
         self.taken = taken
         self.batches = np.concatenate(numbers)
         self.num_batches = len(self.batches)
-        # By bucket: the planned batches up to its end, the remaining ones before it.
+        # For each bucket: opening batches in it and in earlier buckets; remaining
+        # batches in earlier buckets.
         self._skipped = np.cumsum(taken)
         self._first_remaining = first_batch - self._skipped + taken
 
@@ -80,7 +84,7 @@ class OpeningSteps:
         return number + self._skipped[index]
 
     def prepend_to(self, order: np.ndarray) -> np.ndarray:
-        """Returns the planned batches, followed by the others as in `order`."""
+        """Returns the batches of the opening, followed by the others as in `order`."""
         return np.concatenate([self.batches, order[~np.isin(order, self.batches)]])
 
 

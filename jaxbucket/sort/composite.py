@@ -1,9 +1,9 @@
 """Composite keys: columns and index packed into one sortable number or byte string.
 
-Each column is mapped to unsigned integers in the same order, minus their minimum. The
-columns, followed by the index, are then packed into as few bits as they need. If 64
-bits are enough, a composite key is one uint64, which numpy sorts by vector
-instructions.
+Each column is mapped to unsigned integers by an order-preserving encoding, and its
+minimum is subtracted. The columns, followed by the index, are then packed into as few
+bits as they need. If 64 bits are enough, a composite key is one uint64, which numpy
+sorts with SIMD instructions.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class Column:
         return np.invert(bits, out=bits) if self.descending else bits
 
     def decode(self, bits: np.ndarray) -> np.ndarray:
-        """Returns the `[n]` keys of encoded keys, which are overwritten."""
+        """Decodes `[n]` encoded keys in place.
+
+        -0.0 is decoded as 0.0, and every NaN as the same NaN.
+        """
         sign = self._sign
         if self.descending:
             np.invert(bits, out=bits)

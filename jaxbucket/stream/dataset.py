@@ -111,7 +111,7 @@ def stream_batches(
         of batches.
       group: whether the micro-batches of a step have the "same" bucket or are "mixed".
       num_steps: the step at which the run ends, counted from step 0; by default it ends
-        with the stream. `math.inf` for no end, if the loop stops by `StreamEnd`.
+        with the stream. `math.inf` for no end, if the loop stops with `StreamEnd`.
       num_epochs: the number of times that the stream is read; None to repeat it
         forever. Batches may mix the examples of consecutive epochs.
       pack: whether a row may hold several examples.

@@ -313,7 +313,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         return {
             **self._run.config(before=self._run.global_step(step)),
             "shard": list(self._options.shard.parts),
-            "worker": [self._run.first, self._run.stride],
+            "worker": [self._run.first_step, self._run.step_stride],
         }
 
     def set_state(self, state: dict[str, Any]) -> None:

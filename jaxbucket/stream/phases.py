@@ -87,7 +87,7 @@ def _check_plans(plans: Mapping[int, BucketPlan]) -> list[int]:
         if not isinstance(plan, BucketPlan):
             raise ValueError(
                 f"`plan[{step}]` is a {type(plan).__name__}, not a `BucketPlan`. Make "
-                "one by `plan_buckets`."
+                "one with `plan_buckets`."
             )
     steps = sorted(plans)
     if not steps or steps[0] != 0:
@@ -111,6 +111,11 @@ def _make_phase(
     options: Options,
     max_segments_per_row: int | None,
 ) -> Phase:
+    if plan.packed and not options.pack:
+        raise ValueError(
+            f"The plan from step {step} is for packed rows. Pass `pack=True`, or "
+            "`dataclasses.replace(plan, packed=False)` to have one example per row."
+        )
     rows = _local_rows(plan, options)
     if lengths is None and not options.is_single_process:
         raise ValueError(

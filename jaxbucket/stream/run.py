@@ -33,8 +33,8 @@ class StreamRun:
     like: Example | None
     on_drift: OnDrift | None
     processes: ProcessGroup | None  # The processes that end their streams together.
-    first: int = 0  # The first step of this worker.
-    stride: int = 1  # The distance between the steps of this worker.
+    first_step: int = 0  # The first step of this worker.
+    step_stride: int = 1  # Every how many steps this worker has one.
 
     def sliced(self, sl: slice, sequential_slice: bool) -> StreamRun:
         """Returns the run of a worker, with its share of the stream and the steps."""
@@ -42,22 +42,22 @@ class StreamRun:
             slice_stream(self.dataset, sl, sequential_slice)
         return dataclasses.replace(
             self,
-            first=self.first + (sl.start or 0) * self.stride,
-            stride=self.stride * (sl.step or 1),
+            first_step=self.first_step + (sl.start or 0) * self.step_stride,
+            step_stride=self.step_stride * (sl.step or 1),
         )
 
     def open_epoch(self, epoch: int) -> grain.IterDataset:
         """Returns this worker's stream of an epoch."""
         dataset = open_epoch(self.dataset, epoch, self.options.seed)
-        if self.stride > 1 and not isinstance(self.dataset, grain.IterDataset):
+        if self.step_stride > 1 and not isinstance(self.dataset, grain.IterDataset):
             dataset = copy.deepcopy(dataset)
-            slice_stream(dataset, slice(self.first, None, self.stride), False)
+            slice_stream(dataset, slice(self.first_step, None, self.step_stride), False)
         return dataset
 
     def new_reader(self) -> StreamReader:
         """Returns a reader at the start of the stream."""
         options, plan = self.options, self.phases[0].plan
-        has_whole_stream = options.is_single_process and self.stride == 1
+        has_whole_stream = options.is_single_process and self.step_stride == 1
         return StreamReader(
             open_epoch=self.open_epoch,
             num_epochs=options.num_epochs,
@@ -65,16 +65,20 @@ class StreamRun:
             overlong=plan.overlong,
             sequences=options.sequences,
             transform=StreamTransform(
-                options.transform, options.seed, options.shard.parts[0], self.first
+                options.transform,
+                options.seed,
+                options.shard.parts[0],
+                self.first_step,
             ),
             snapshot_every=max(1, options.pool_size // _SNAPSHOTS_PER_POOL),
-            # A share of a stream may be empty, unless it would be read forever.
+            # A worker's share may be empty, but an empty stream must not be repeated
+            # forever.
             allow_empty=options.num_epochs is not None and not has_whole_stream,
         )
 
     def global_step(self, local_step: int) -> int:
-        """Returns the step of the run for a step of this worker."""
-        return self.first + local_step * self.stride
+        """Converts a step of this worker to a global step."""
+        return self.first_step + local_step * self.step_stride
 
     def phase_at(self, step: int) -> Phase:
         """Returns the phase of a step."""

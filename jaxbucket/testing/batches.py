@@ -58,7 +58,7 @@ def check_batches(
 
     Raises:
       AssertionError: if an invariant is violated, with a line for each violation. The
-        invariants are closed shapes (and dtypes) of all arrays, the token budget, the
+        invariants are fixed shapes (and dtypes) of all arrays, the token budget, the
         same shapes and number of steps on all hosts, each example in exactly one row,
         and the same batches after resuming.
       ValueError: if `num_hosts` is not positive, or the loader does not yield batches.
@@ -117,7 +117,7 @@ def _shapes(
     """Yields a line for each global batch outside the buckets or the token budget."""
     counts = {len(step) for local_steps in hosts for step in local_steps}
     if len(counts) > 1:
-        yield f"Closed shapes: steps have {sorted(counts)} micro-batches."
+        yield f"Fixed shapes: steps have {sorted(counts)} micro-batches."
     for step, groups in enumerate(zip(*hosts, strict=False)):
         for batches in zip(*groups, strict=False):
             num_rows = sum(batch.bucket.batch_size for batch in batches)
@@ -125,7 +125,7 @@ def _shapes(
             if bucket not in buckets:
                 planned = ", ".join(map(str, sorted(buckets)))
                 yield (
-                    f"Closed shapes: step {step} has shape {bucket}, which is not in "
+                    f"Fixed shapes: step {step} has shape {bucket}, which is not in "
                     f"{planned}."
                 )
             if bucket.num_tokens > max_tokens:
@@ -148,7 +148,7 @@ def _arrays(hosts: list[list[Step]]) -> Iterator[str]:
     names: dict[str, str] = {}
     shapes: dict[tuple[int, str], list[int]] = {}
     for host, step, batch in _batches(hosts):
-        prefix = f"Closed shapes: at step {step}, host {host} has"
+        prefix = f"Fixed shapes: at step {step}, host {host} has"
         arrays = dict(_arrays_of(batch))
         dtypes = {name: str(x.dtype) for name, x in arrays.items()}
         names = names or dtypes

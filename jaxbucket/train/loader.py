@@ -191,13 +191,18 @@ class MeshLoader:
 
         The batches are bit for bit those of the run that was never interrupted.
 
+        A loader of `schedule.continue_with(position)` already starts at `position`, so
+        do not call `resume(position)` on it. To resume that run from a later position,
+        call `resume` on a loader of `schedule` itself.
+
         Args:
           position: the position to resume from, as returned by `position`.
 
         Raises:
           ValueError: if the plan, the data, the seed, the order, `sequences`,
             `pad_value` or the name of the transform has changed, naming the change; if
-            the run ends before the position; or if `position` is not a `DataPosition`.
+            the schedule continues from `position` by `continue_with`; if the run ends
+            before the position; or if `position` is not a `DataPosition`.
         """
         resumed = copy.copy(self)
         resumed.dataset = self.dataset.resume(position)

@@ -79,8 +79,8 @@ def make_train_step(
       seed: the seed of the dropout keys.
       state_sharding: sharding of the state, or a tree of shardings; by default
         replicated. "pmap" supports a replicated state only.
-      skip_nonfinite: leave parameters and the optimizer's averages unchanged if the
-        loss, a gradient, its norm, an update or an average is not finite. The step
+      skip_nonfinite: leave parameters and the optimizer state unchanged if the loss, a
+        gradient, its norm, an update or the new optimizer state is not finite. The step
         still counts, and learning rate schedules advance (`skip_where`), so that the
         data and the learning rate still match the step number.
 

@@ -33,7 +33,8 @@ def test_an_invalid_shard_is_refused(parts):
 def test_a_batch_size_that_the_parts_do_not_divide_is_refused():
     message = (
         "`batch_size=12` cannot be split into 8 equal parts along the mesh axes "
-        "('data',). Plan with `batch_size_multiple=8`"
+        "('data',). Plan with `batch_size_multiple=8` or a multiple of it, or use a "
+        "number of devices that divides every B"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         RowShard((0,), 8, ("data",)).rows(12)

@@ -13,14 +13,24 @@ LENGTHS = [len(example["x"]) for example in SOURCE]
 
 
 def dataset(
-    source=SOURCE, *, max_tokens=12, seed=0, order="shuffled", overlong="error"
+    source=SOURCE,
+    *,
+    max_tokens=12,
+    seed=0,
+    order="shuffled",
+    position=None,
+    **options,
 ):
     lengths = [len(example["x"]) for example in source]
-    plan = plan_buckets(
-        lengths, max_tokens=max_tokens, num_buckets=2, overlong=overlong
-    )
+    plan = plan_buckets(lengths, max_tokens=max_tokens, num_buckets=2, **options)
     schedule = BatchSchedule(plan, lengths, seed=seed, order=order)
+    if position is not None:
+        schedule = schedule.continue_with(position)
     return batch_dataset(source, schedule, num_steps=100)
+
+
+def cost_per_step(cost):
+    return lambda batch_size, seq_len: batch_size * seq_len + cost
 
 
 def test_from_dict_inverts_to_dict_through_json():
@@ -63,14 +73,42 @@ def test_the_error_names_the_change(case):
     text = str(refusal.value)
     assert text.startswith("Cannot resume at step 7, because the plan, the data or the")
     assert message in text
-    assert "continue deliberately with `schedule.continue_with(position)`" in text
+    assert "has changed (saved -> now): " in text
+    assert text.endswith(
+        "Restore the previous settings, save to a different folder, or continue "
+        "deliberately with `schedule.continue_with(position)`."
+    )
 
 
-def test_the_error_names_every_change():
+def test_the_error_names_every_change_with_the_buckets_last():
+    position = dataset(cost_fn=cost_per_step(1)).position(7)
     with pytest.raises(ValueError) as refusal:
-        dataset(seed=1, max_tokens=24).resume(dataset().position(7))
-    assert "plan max tokens 12 -> 24; " in str(refusal.value)
-    assert "schedule seed 0 -> 1." in str(refusal.value)
+        dataset(seed=1, max_tokens=24, cost_fn=cost_per_step(9)).resume(position)
+    _, _, changes = str(refusal.value).partition("(saved -> now): ")
+    buckets = re.escape("plan buckets [[2, 5], [2, 6]] -> [[4, 5], [4, 6]]. ")
+    options = "plan max tokens 12 -> 24; schedule seed 0 -> 1; "
+    assert re.match(options + buckets, changes)
+
+
+def test_the_error_names_changed_step_costs_of_the_same_buckets():
+    position = dataset(cost_fn=cost_per_step(1)).position(7)
+    other = dataset(cost_fn=cost_per_step(2))
+    with pytest.raises(ValueError, match=r"now\): plan step costs \[.*\] -> \[.*\]\. "):
+        other.resume(position)
+
+
+def test_a_schedule_that_starts_at_a_position_does_not_resume_from_it():
+    before = dataset()
+    for first_step in (0, 7):
+        position = before.position(first_step)
+        batches = dataset(seed=1, position=position)
+        message = "at step {}, because the schedule continues .* Do not call `resume`"
+        with pytest.raises(ValueError, match=message.format(first_step)):
+            batches.resume(position)
+        batches.resume(batches.position(first_step))
+        # This is a position of the same run, but at another step.
+        with pytest.raises(ValueError, match="schedule seed 0 -> 1; "):
+            batches.resume(before.position(first_step + 1))
 
 
 def test_the_fingerprint_of_a_source_is_compared():

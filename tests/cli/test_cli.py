@@ -21,6 +21,9 @@ from click.testing import CliRunner
 from jaxbucket import Bucket, BucketPlan, Limits, plan_buckets, report
 from jaxbucket.cli import main
 from jaxbucket.plan import (
+    Comparison,
+    PlanCurve,
+    Report,
     StepTime,
     TokenCost,
     TransformerCost,
@@ -28,6 +31,7 @@ from jaxbucket.plan import (
     plan_curve,
 )
 from jaxbucket.plan.planner import RULES
+from jaxbucket.plan.reports.epoch import BucketReport
 
 LENGTHS = np.random.default_rng(0).integers(1, 500, 1000).astype(np.int32)
 
@@ -86,6 +90,27 @@ def test_json_has_every_number_of_the_table(files):
     assert f"{epoch.steps_per_epoch} steps per epoch" in table
     for bucket in PLAN.buckets:
         assert str(bucket.batch_size) in table and str(bucket.seq_len) in table
+
+
+def test_the_keys_of_the_json_are_documented(files):
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    _, _, section = page.partition("### JSON")
+    documented = set(re.findall(r"`(\w+)`", section.partition("\n## ")[0]))
+    auto = ("--num-buckets", "auto", "--compile-seconds", 1, "--per-second", 1e4)
+    with_curve = json.loads(run("plan", "lengths.npy", *BUDGET, *auto, "--json"))
+    packed = ("plan", "lengths.npy", *OPTIONS, "--pack", "auto", "--json")
+    compared = json.loads(run("compare", "lengths.npy", *OPTIONS, "--json"))
+    keys = with_curve.keys() | json.loads(run(*packed)).keys() | compared.keys()
+    assert keys | compared["plans"][0].keys() <= documented
+    attributes = {
+        Report: with_curve["report"],
+        BucketReport: with_curve["report"]["buckets"][0],
+        PlanCurve: with_curve["curve"],
+        Comparison: compared,
+    }
+    for kind, numbers in attributes.items():
+        undocumented = {x for x in numbers if f" {x}: " not in str(kind.__doc__)}
+        assert all(x in documented or hasattr(kind, x) for x in undocumented)
 
 
 def test_every_option_reaches_the_planner(files):
@@ -195,9 +220,13 @@ def test_every_truncated_numpy_file_is_refused(files):
 
 
 def test_a_missing_column_lists_the_columns_of_the_file(files):
-    message = "has columns ['lengths', 'others']. Choose one by `--column`"
+    message = "has columns ['lengths', 'others']. Choose one with `--column`."
     assert message in refused("plan", "two.npz", "--max-tokens", 500)
-    assert message in refused("plan", "two.npz", "--max-tokens", 500, "--column", "x")
+    message = (
+        "there is no column 'length' among ['lengths', 'others']. Pass `--column l"
+    )
+    output = refused("plan", "two.npz", "--max-tokens", 500, "--column", "length")
+    assert message in output
 
 
 def test_a_column_of_a_text_file_is_refused(files):
@@ -242,6 +271,46 @@ def test_a_file_that_is_not_a_plan_is_refused(files):
     assert "The plan is not valid JSON" in refused("report", "cut.json", "lengths.npy")
     (files / "other.json").write_text("{}")
     assert "jaxbucket.BucketPlan" in refused("report", "other.json", "lengths.npy")
+
+
+def test_swapped_arguments_of_report_are_named(files):
+    (files / "plan.json").write_text(PLAN.to_json())
+    for name in ("lengths.npy", "lengths.txt"):
+        message = (
+            f"`{name}` is not a plan. The plan comes first: `jaxbucket report "
+            f"plan.json {name}`."
+        )
+        assert message in refused("report", name, "plan.json")
+    assert "`lengths.npy` is not a plan. Pass a file that `jaxbucket plan -o` w" in (
+        refused("report", "lengths.npy", "lengths.npy")
+    )
+
+
+def test_plan_reports_the_bucket_that_leaves_most_of_its_budget_unused(files):
+    np.save("long.npy", np.r_[np.full(64, 100), np.full(64, 3000)])
+    limits = ("--batch-size-multiple", 8, "--seq-len-multiple", 16)
+    command = ("plan", "long.npy", *limits, "--unit", "frames", "--max-tokens")
+    sentence = (
+        "[8, 3008] uses 50% of `--max-tokens 48000`, because B is a multiple of 8. "
+        "48,128 frames would fit 16 rows."
+    )
+    assert sentence in " ".join(run(*command, 48_000).split())
+    unused = json.loads(run(*command, 48_000, "--json"))["unused_budget"]
+    assert unused == {
+        "bucket": [8, 3008],
+        "max_tokens": 48_000,
+        "used": 24_064 / 48_000,
+        "rows": 16,
+        "enough_tokens": 48_128,
+        "note": sentence,
+    }
+    budgets = ("6000,48000", "--boundaries", "112,3008")
+    assert "[8, 3008] uses 50% of its budget of 48,000 frames, " in run(
+        *command, *budgets
+    )
+    # The budget is used, or the user's limit or the number of examples is the reason.
+    for options in ((48_128,), (48_000, "--max-batch-size", 8), (800_000,)):
+        assert json.loads(run(*command, *options, "--json"))["unused_budget"] is None
 
 
 def test_a_picture_with_an_unknown_suffix_is_refused(files):
@@ -307,6 +376,9 @@ def test_options_for_shapes_give_the_same_plan_as_python(files, functions):
     made = planned("--max-tokens", "2048,4096", "--boundaries", "100,512")
     ends = [100, 512]
     assert made == plan_buckets(LENGTHS, max_tokens=[2048, 4096], boundaries=ends)
+    assert planned("--max-tokens", "4_096", "--num-buckets", 4) == plan_buckets(
+        LENGTHS, max_tokens=4096, num_buckets=4
+    )
     made = planned("--shapes", "8x512, 40X100")
     assert made == BucketPlan.from_shapes([(40, 100), (8, 512)])
     made = planned(*common, "--boundaries", f"{functions}:three")
@@ -354,6 +426,7 @@ def test_num_buckets_auto_prints_the_curve_and_the_reason(files):
         num_epochs=3,
     )
     assert f"With {len(made)} shapes, " in output
+    assert "unused_budget" not in output
     assert curve.reason in " ".join(output.split())
     numbers = json.loads(run("plan", "lengths.npy", *options, "--json"))
     assert numbers["curve"] == json.loads(curve.to_json())
@@ -378,7 +451,6 @@ def test_compare_has_the_numbers_of_compare_plans(files):
     assert result == json.loads(expected.to_json())
     for name in (
         "optimal",
-        "optimal by tokens",
         "equal tokens",
         "one shape",
         *custom_plans,
@@ -405,6 +477,20 @@ def test_compare_has_the_numbers_of_compare_plans(files):
         (
             ("--max-tokens", "8192,8192", "--boundaries", "512"),
             "`max_tokens` has 2 budgets for 1 boundaries. Pass one for each",
+        ),
+        (
+            ("--max-tokens", "48,000"),
+            "`--max-tokens 48,000` is a list of budgets, 48 and 0. Write 48000 without",
+        ),
+        (
+            ("--max-tokens", "9,8,0", "--boundaries", "99,100,512"),
+            "is a list of budgets, 9, 8 and 0. Pass positive numbers.",
+        ),
+        (("--max-tokens", "48e3"), "`--max-tokens 48e3` is neither an integer nor a"),
+        (
+            ("--max-tokens", 600, "--seq-len-multiple", 16, "--min-batch-size", 2),
+            "`max_tokens=600` holds 1 row of `seq_len=512` (the longest length, 499, "
+            "rounded up to a multiple of 16), fewer than `min_batch_size=2`. Raise",
         ),
         (("--max-tokens", "m:f"), "`m:f`: "),
         ((*OPTIONS, "--boundaries", "even"), "`boundaries='even'`: choose one of"),
@@ -575,7 +661,7 @@ def test_plan_and_report_read_the_files_of_measure(corpus):
     result = run("report", "plan.json", "corpus.jsonl", "--column", "id", "--json")
     assert json.loads(result)["report"]["examples"] == len(TEXTS)
     output = refused("plan", "texts.txt", "--max-tokens", 500)
-    assert "measure texts with `jaxbucket measure --unit`" in output
+    assert "Measure texts with `jaxbucket measure --unit`" in output
 
 
 def test_the_summary_of_lengths_has_every_number(corpus):
@@ -616,11 +702,11 @@ def test_a_histogram_is_drawn(corpus, name):
         (["."], "`.` is a folder. Pass the path of a file"),
         (["nowhere:f"], "`nowhere:f`: nowhere cannot be imported: ModuleNotFoundError"),
         (["json:nothing"], "`json:nothing`: json has no 'nothing'. Choose one"),
-        (["texts.txt"], "is not an integer. Fix it, or measure texts"),
-        (["corpus.jsonl"], "`corpus.jsonl` has columns ['text', 'id']. Choose one by"),
+        (["texts.txt"], "is not an integer. Measure texts with"),
+        (["corpus.jsonl"], "`corpus.jsonl` has columns ['text', 'id']. Choose one wi"),
         (
             ["corpus.jsonl", "--column", "x"],
-            "has columns ['text', 'id']. Choose one by",
+            "there is no column 'x' among ['text', 'id']. Choose one with",
         ),
         (["texts.txt", "--length-fn", "len"], "`len` must be `module:function`"),
         (

@@ -1,4 +1,4 @@
-"""Tests of executables in a folder: reused, and refused if anything differs."""
+"""Tests of `ExecutableCache`, which reuses or recompiles executables."""
 
 import contextlib
 import dataclasses
@@ -135,7 +135,7 @@ if sys.argv[2] == "fill":
     sys.exit()
 steps, compiled = t.start(sys.argv[2])
 print(compiled, t.losses(steps))
-# Other programs are still saved in jax's own cache.
+# The option is restored after the programs of the folder are compiled.
 assert jax.config.jax_enable_compilation_cache
 """
 
@@ -156,10 +156,10 @@ def test_programs_from_the_cache_of_jax_are_saved_with_their_code(tmp_path, save
 
 
 def test_an_executable_that_has_lost_its_code_is_not_saved(tmp_path):
-    step, compiled = make_step(), jb.ExecutableCache(tmp_path / "first")
+    step, cache = make_step(), jb.ExecutableCache(tmp_path / "first")
     bucket = PLAN.buckets[0]
     program = Program(bucket, step, (jb.sharding.replicate(STATE, MESH), SPECS[bucket]))
-    session = CacheSession(compiled, [program])
+    session = CacheSession(cache, [program])
     lowered, _ = program.lower()
     session.record(program, lowered)
     with allow_compiles():
@@ -176,11 +176,11 @@ def test_an_executable_that_has_lost_its_code_is_not_saved(tmp_path):
 
 
 def test_executables_may_be_a_path(tmp_path):
-    for times in (len(PLAN), 0):
+    for num_compiled in (len(PLAN), 0):
         with jb.compile.count_compiles() as compiles:
             state = jb.sharding.replicate(STATE, MESH)
             jb.compile_steps(make_step(), state, SPECS, executables=tmp_path / "new")
-        assert compiles["my_step"] == times
+        assert compiles["my_step"] == num_compiled
 
 
 TABLE = np.arange(3000, dtype=np.float32)
@@ -345,7 +345,7 @@ TIMES = jax.make_user_context(1)
 
 
 @pytest.mark.parametrize("name", TRACE_SETTINGS)
-def test_every_setting_of_jax_changes_the_trace_settings(name):
+def test_settings_of_jax_change_the_trace_settings(name):
     before = jax_settings.trace_settings()
     with TRACE_SETTINGS[name]():
         inside = jax_settings.trace_settings()
@@ -379,7 +379,7 @@ def test_programs_are_reused_only_with_the_same_settings_of_jax(
         # All programs are traced, and those that differ are compiled.
         assert all(p.trace_seconds > 0 for p in steps.report.programs)
         assert noisy_loss(steps) == want
-        # The folder has a list for these settings now.
+        # The folder has a manifest for these settings now.
         again, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
         assert again.report.num_compiled == 0 and noisy_loss(again) == want
         traced = sum(p.trace_seconds > 0 for p in again.report.programs)
@@ -399,7 +399,7 @@ COMPILER_FLAGS = {
 
 
 @pytest.mark.parametrize("name", COMPILER_FLAGS)
-def test_every_flag_of_the_compiler_changes_the_compiler_flags(name):
+def test_flags_of_the_compiler_change_the_compiler_flags(name):
     before = jax_settings.compiler_flags()
     with updated(name, COMPILER_FLAGS[name]):
         assert jax_settings.compiler_flags() != before
@@ -454,7 +454,7 @@ print(compiled, want)
 
 
 @exhaustive
-def test_settings_of_the_environment_are_equal_in_all_processes(tmp_path):
+def test_settings_from_environment_variables_select_the_executables(tmp_path):
     code = FLAGS.format(folder=str(pathlib.Path(__file__).parent))
     settings = {
         "JAX_DEFAULT_PRNG_IMPL": "rbg",
@@ -615,7 +615,7 @@ def test_all_programs_are_traced_if_jax_does_not_name_its_settings(
     assert sources("none") == [("loaded", True)] * 2
 
 
-def test_weak_types_change_the_key(tmp_path):
+def test_weakly_typed_states_are_not_reused(tmp_path):
     def my_step(state, batch):
         return state, {"loss": state["w"] * batch.features["x"].sum()}
 
@@ -687,12 +687,12 @@ def test_damaged_files_are_named_and_not_loaded(folder, saved, seed, times):
             warnings.simplefilter("always")
             steps, compiled = start(folder, verify=verify, key="a")
         named = " ".join(str(w.message) for w in caught)
-        lists = {name for name in damaged if name.endswith(".programs")}
-        if verify == "all" or not lists:
-            assert all(name in named for name in damaged - lists)
-            assert compiled == len(damaged - lists)
+        manifests = {name for name in damaged if name.endswith(".programs")}
+        if verify == "all" or not manifests:
+            assert all(name in named for name in damaged - manifests)
+            assert compiled == len(damaged - manifests)
         if verify != "all":
-            assert all(name in named for name in lists)
+            assert all(name in named for name in manifests)
         assert losses(steps) == saved[1]
     assert start(folder, verify=verify, key="a")[1] == 0
 
@@ -746,7 +746,7 @@ def bodies(body, other):
     yield other
 
 
-def test_any_foreign_body_is_named(folder):
+def test_files_with_invalid_content_are_reported(folder):
     state = jb.sharding.replicate(STATE, MESH)
     programs = [Program(b, make_step(), (state, SPECS[b])) for b in PLAN.buckets]
     session = CacheSession(jb.ExecutableCache(folder, key="a"), programs)
@@ -760,7 +760,7 @@ def test_any_foreign_body_is_named(folder):
 
 
 @pytest.mark.parametrize("verify", ["one", "none"])
-def test_any_foreign_list_is_named(folder, verify):
+def test_manifests_with_invalid_content_are_reported(folder, verify):
     (path,) = folder.glob("*.programs")
     hashes = json.loads(files.read(path))
     first = next(iter(hashes))
@@ -768,7 +768,7 @@ def test_any_foreign_list_is_named(folder, verify):
         files.write(path, json.dumps(other).encode())
         with pytest.warns(RuntimeWarning, match=re.escape(f"{path} does not match")):
             steps, compiled = start(folder, verify=verify, key="a")
-        # All programs are traced, loaded, and listed again.
+        # All programs are traced and loaded, and the manifest is written again.
         assert compiled == 0
         assert all(p.trace_seconds > 0 for p in steps.report.programs)
         assert json.loads(files.read(path)) == hashes
@@ -914,7 +914,7 @@ def test_verify_none_ignores_the_list_of_an_interrupted_run(tmp_path):
     for factor in (1.0, 2.0, 3.0):
         start(tmp_path, make_step(factor), key="a")
     *_, last = sorted(tmp_path.glob("*.programs"), key=lambda x: x.stat().st_mtime_ns)
-    # A start that reads all lists, and does not finish.
+    # A run that reads all manifests, and does not finish.
     cache = jb.ExecutableCache(tmp_path, verify="one", key="a")
     state = jb.sharding.replicate(STATE, MESH)
     bucket = PLAN.buckets[0]
@@ -925,7 +925,7 @@ def test_verify_none_ignores_the_list_of_an_interrupted_run(tmp_path):
     assert bucket in steps and last.exists()
 
 
-def test_removed_files_are_reported_as_not_kept(tmp_path):
+def test_removed_files_are_reported_as_not_saved(tmp_path):
     def recipe(plan):
         def other_step(state, batch):
             return state, (state["w"] * batch.features["x"]).max()
@@ -1034,7 +1034,7 @@ def test_the_least_recently_used_files_are_removed_first(tmp_path):
     other = tmp_path / "notes.txt"
     other.write_text("mine")
     os.utime(other, (0, 0))
-    # There is no more room, so that a fourth start replaces an earlier one.
+    # The limit leaves no room, so a fourth run evicts the least recently used files.
     assert start(tmp_path, make_step(1.0), max_gb=size / 1e9)[1] == 0
     assert start(tmp_path, make_step(4.0), max_gb=size * 1.01 / 1e9)[1] == len(PLAN)
     assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= size * 1.01
@@ -1043,7 +1043,7 @@ def test_the_least_recently_used_files_are_removed_first(tmp_path):
     assert start(tmp_path, make_step(2.0))[1] > 0
 
 
-def test_a_limit_below_the_size_of_one_start_causes_a_warning(tmp_path):
+def test_a_limit_below_the_size_of_one_run_causes_a_warning(tmp_path):
     with pytest.warns(RuntimeWarning, match="`max_gb=1e-06` is less than the"):
         _, compiled = start(tmp_path, max_gb=1e-6)
     # Files in use are not removed.
@@ -1059,7 +1059,7 @@ def test_old_partial_files_are_removed(folder):
     assert not old.exists() and new.exists()
 
 
-def test_programs_that_call_python_are_compiled_at_every_start(tmp_path):
+def test_programs_that_call_python_are_compiled_in_every_run(tmp_path):
     def my_step(state, batch):
         jax.debug.callback(lambda x: None, state["w"])
         return state, {"loss": state["w"]}
@@ -1090,8 +1090,8 @@ def test_canonical_json_is_the_same_in_every_process():
     def to_json(value):
         return canonical(value, fallback=lambda x: type(x).__name__)
 
-    letters = [frozenset("embed"), {"a": {1, 2}, "b": (3.0, None)}, Plain()]
-    assert to_json(letters) == [
+    values = [frozenset("embed"), {"a": {1, 2}, "b": (3.0, None)}, Plain()]
+    assert to_json(values) == [
         *("list", ["frozenset", "'b'", "'d'", "'e'", "'m'"]),
         ["dict", ["'a'", ["set", "1", "2"]], ["'b'", ["tuple", "3.0", "None"]]],
         "Plain",

@@ -703,7 +703,7 @@ def test_shapes_without_a_sharding_are_refused():
 
 
 def test_unplanned_jit_excludes_on_compile_raise():
-    with pytest.raises(ValueError, match="unplanned=.jit.. compiles unplanned"):
+    with pytest.raises(ValueError, match="`unplanned=.jit.` compiles batches"):
         jb.compile_steps(
             lambda *x: x,
             *(small_state(), small_specs()),

@@ -1,5 +1,6 @@
 """Tests of the launcher: its processes find each other, and none outlives it."""
 
+import itertools
 import os
 import pathlib
 import re
@@ -24,10 +25,11 @@ def launch(code: str, *options: object) -> subprocess.Popen[str]:
 
 
 def pids(run: subprocess.Popen[str], count: int) -> list[int]:
-    """Returns the process ids that the first lines of `count` processes contain."""
+    """Returns the first process ids that `count` processes print."""
     assert run.stdout is not None
-    lines = [run.stdout.readline() for _ in range(count)]
-    return [int(line.split()[1]) for line in lines]
+    # Other lines are about processes that failed.
+    words = (line.split()[1] for line in run.stdout)
+    return list(itertools.islice(map(int, filter(str.isdecimal, words)), count))
 
 
 def is_running(pid: int) -> bool:
@@ -79,6 +81,22 @@ def test_the_status_is_that_of_the_first_failed_process(action, status):
     run = launch(code, "-n", 3)
     run.communicate(timeout=60)
     assert run.returncode == status
+
+
+def test_a_line_is_printed_for_each_process_that_failed():
+    code = (
+        "import os, sys; i = os.environ['JAX_PROCESS_ID']\n"
+        "print(i, end='', flush=True)\n"
+        "{'0': lambda: os.kill(os.getpid(), 9), '1': lambda: sys.exit(75),\n"
+        " '2': lambda: None, '3': lambda: os.kill(os.getpid(), 15)}[i]()"
+    )
+    out, _ = launch(code, "-n", 4).communicate(timeout=60)
+    assert sorted(out.splitlines()) == [
+        *("[0] 0", "[0] was killed by SIGKILL"),
+        *("[1] 1", "[1] exited with status 75"),
+        "[2] 2",
+        *("[3] 3", "[3] was killed by SIGTERM"),
+    ]
 
 
 def test_processes_that_outlive_a_failure_are_killed():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxbucket as jb
-from jaxbucket.plan.reports.run import bucket_uses
+from jaxbucket.plan.reports.run import bucket_stats
 
 END_TO_END = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end"
 
@@ -86,8 +86,8 @@ def test_the_time_of_a_step_is_that_of_its_bucket(live):
             jax.block_until_ready(step(batch))
         order = [*seconds, *seconds, *reversed(seconds), *seconds]
         log = train(live, [placed[bucket] for bucket in order], step)
-    uses = bucket_uses(log.records)
-    assert uses[0].seconds_per_step < 0.1 < uses[1].seconds_per_step
+    stats = bucket_stats(log.records)
+    assert stats[0].seconds_per_step < 0.1 < stats[1].seconds_per_step
 
 
 def test_evaluation_between_steps_does_not_count_as_training(live):

@@ -51,8 +51,8 @@ def held_out_texts(path: pathlib.Path) -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(RUN.parent)
         documents = importlib.import_module("example").documents
-    split = documents.load(str(path))
-    return {bytes(example["tokens"]).decode() for example in split.held_out}
+    splits = documents.load(str(path))
+    return {bytes(example["tokens"]).decode() for example in splits.held_out}
 
 
 def command(*args: object, data="data.jsonl") -> list[str]:

@@ -1,4 +1,4 @@
-"""The documents that the examples train on: read, made distinct, and split."""
+"""Tests of the documents of the examples: read, deduplicated and split."""
 
 import importlib
 import pathlib
@@ -18,8 +18,8 @@ def test_lines_of_text_and_folders_of_files_are_documents(documents, tmp_path):
         (folder / f"{n}.md").write_text(f"# File {n}\n")
     (folder / "picture.png").write_bytes(b"\x89PNG\xff")
     for data, count in ((text, 150), (folder, 100)):
-        split = documents.load(str(data))
-        assert len(split.train) + len(split.held_out) == count
+        splits = documents.load(str(data))
+        assert len(splits.train) + len(splits.held_out) == count
 
 
 def test_a_moved_file_has_the_same_split(documents, jsonl, tmp_path):
@@ -30,7 +30,7 @@ def test_a_moved_file_has_the_same_split(documents, jsonl, tmp_path):
     assert len(first.held_out) == len(second.held_out) > 0
 
 
-def test_the_fingerprint_covers_every_byte(documents, jsonl):
+def test_the_fingerprint_changes_with_a_single_bit(documents, jsonl):
     (examples, *_) = documents.load(str(jsonl), "body")
     before = examples.fingerprint
     for index in (0, 77, len(examples) - 1):
@@ -62,10 +62,10 @@ def write(path: pathlib.Path, content: bytes) -> pathlib.Path:
         (
             "other.jsonl",
             b'{"body": "a"}',
-            "has no text in 'text', but ['body']. Choose the field with",
+            "has no string field 'text'; its fields are ['body']. Pass `field=`",
         ),
-        ("number.jsonl", b'{"text": 3}', "has no text in 'text'"),
-        ("list.jsonl", b"[1]", "has no text in 'text', but no fields"),
+        ("number.jsonl", b'{"text": 3}', "has no string field 'text'"),
+        ("list.jsonl", b"[1]", "list.jsonl:1 is not a JSON object"),
         ("latin.txt", b"caf\xe9\n", "is not UTF-8 text"),
         ("table.csv", b"a,b\n", "is not a folder, a .jsonl file or a .txt file"),
     ],
@@ -79,10 +79,10 @@ def test_no_file_is_in_both_splits(documents):
     def texts(examples):
         return {example["tokens"].tobytes().decode() for example in examples}
 
-    split = documents.load()
-    train, held_out = texts(split.train), texts(split.held_out)
-    assert len(train) == len(split.train) > 1000
-    assert len(held_out) == len(split.held_out) > 20
+    splits = documents.load()
+    train, held_out = texts(splits.train), texts(splits.held_out)
+    assert len(train) == len(splits.train) > 1000
+    assert len(held_out) == len(splits.held_out) > 20
     assert not train & held_out
     assert all(x.startswith(("def ", "class ", "async ", "@")) for x in train)
     sides = {}

@@ -63,7 +63,7 @@ def test_stages_have_the_losses_of_the_whole_model(pipeline):
         devices=jax.devices()[:4],
     )
     model = pipeline.Transformer(32, 4, 0.0, nnx.Rngs(0))
-    shared, stages = pipeline.split_by_stage(model, 2)
+    shared, stages = pipeline.split_into_stages(model, 2)
     # A copy, because the steps donate the original.
     whole = jax.device_get(stages)
     batches = groups(mesh)
@@ -71,7 +71,7 @@ def test_stages_have_the_losses_of_the_whole_model(pipeline):
         values = losses(
             pipeline,
             pipeline.pipelined_loss(shared, mesh),
-            pipeline.place(stages, mesh),
+            pipeline.shard_stages(stages, mesh),
             batches,
             mesh,
         )
@@ -99,7 +99,7 @@ def test_the_plain_loss_equals_that_of_the_transformer(pipeline):
         each = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         nats += float(jnp.sum(each, where=batch.mask))
         tokens += float(batch.num_tokens)
-    shared, stages = pipeline.split_by_stage(model, 2)
+    shared, stages = pipeline.split_into_stages(model, 2)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *micro)
     values = float(pipeline.plain_loss(shared)(stages, stacked))
     np.testing.assert_allclose(values, nats / tokens, rtol=1e-6)

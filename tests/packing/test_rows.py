@@ -1,12 +1,14 @@
 """Packed rows: packers, schedules, plans, batches and losses."""
 
 import bisect
+import dataclasses
 import functools
 import io
 import json
 import operator
 import pathlib
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -527,16 +529,22 @@ def test_auto_chooses_the_cheaper_rows():
     padded = jb.plan_packing(lengths, **options)
     assert not padded.is_packed and padded.packing is None
     assert padded.reason.startswith(
-        "Rows are padded, with attention counted over whole"
+        "Rows are padded, because packed rows do not cost less. Cost of an epoch: "
+    )
+    assert padded.reason.endswith(
+        "Attention in packed rows is counted over whole rows."
     )
     assert padded.report == jb.report(padded.plan, lengths)
     assert padded.segments == (1.0,) * len(padded.plan)
     assert jb.plan_packing(lengths, **options, pack="always").is_packed
     uneven = np.random.default_rng(0).integers(1, 65, 600)
     packed = jb.plan_packing(uneven, **options)
-    assert packed.is_packed and "Rows are packed" in packed.reason
+    assert packed.is_packed and "because packed rows cost less" in packed.reason
     never = jb.plan_packing(uneven, **options, pack="never")
     assert not never.is_packed and never.epoch_costs == packed.epoch_costs
+    assert never.reason.startswith("Rows are padded, because `pack='never'`. Cost of")
+    full = dataclasses.replace(never, pack="auto")
+    assert "because packed rows would exceed `max_padding`" in full.reason
     # With slower steps because of a mask, padded rows are cheaper.
     slow = jb.plan_packing(
         uneven, **options, packed_cost_fn=lambda b, t: 1.5 * QUADRATIC(b, t)
@@ -675,7 +683,29 @@ def test_a_packed_plan_renders_as_a_table():
     console = rich.console.Console(width=120, record=True, file=io.StringIO())
     console.print(result)
     text = " ".join(console.export_text().split())
-    assert "examples per row" in text and "An epoch costs" in text
+    assert "examples per row" in text and "Cost of an epoch" in text
+
+
+def test_a_plan_for_packed_rows_requires_its_packing():
+    lengths = np.random.default_rng(0).integers(1, 65, 100)
+    choice = jb.plan_packing(lengths, max_tokens=1024, pack="always")
+    padded = jb.plan_packing(lengths, max_tokens=1024, pack="never")
+    plan = choice.plan
+    assert plan.packed and jb.BucketPlan.from_json(plan.to_json()) == plan
+    assert not padded.plan.packed and '"packed"' not in padded.plan.to_json()
+    schedule = jb.BatchSchedule(plan, lengths, packing=choice.packing)
+    assert schedule.report().summary.startswith(choice.report.summary.splitlines()[0])
+    with pytest.raises(ValueError, match="`plan` is for packed rows. Pass the `pack"):
+        jb.BatchSchedule(plan, lengths)
+    with pytest.raises(ValueError, match="`plan` is for packed rows, and its padding"):
+        jb.report(plan, lengths)
+    stream = grain.MapDataset.source([{"x": [1]}]).to_iter_dataset()
+    with pytest.raises(ValueError, match="from step 0 is for packed rows. Pass `pack"):
+        jb.stream_batches(stream, plan, pool_size=2048)
+    of_rows = dataclasses.replace(plan, packed=False)
+    assert jb.BatchSchedule(of_rows, lengths).report().packed_examples == 0
+    with pytest.raises(ValueError, match="`packed=1` is not True or False"):
+        dataclasses.replace(plan, packed=1)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,13 @@ def test_the_reason_names_the_times_of_neighboring_points():
     k = curve.chosen.num_buckets
     begin = f"With {k} shapes, compiling takes {0.3 * k:,.1f} s and 2 epochs take "
     assert curve.reason.startswith(begin)
+    assert curve.turned
+    end = f"The curve stops at {curve.points[-1].num_buckets} shapes, because a lower "
+    assert end in curve.reason
+    limit = 1.02 * curve.chosen.total_seconds
+    near = [x.num_buckets for x in curve.points if x.total_seconds <= limit]
+    assert near == list(range(near[0], near[-1] + 1))
+    assert f"{near[0]} to {near[-1]} shapes are within 2% of this time." in curve.reason
     for point in curve.points:
         if point.num_buckets in (k - 1, k + 1):
             text = f"{point.num_buckets} shapes would take {point.total_seconds:,.1f} s"
@@ -116,10 +123,19 @@ def test_equal_lengths_have_one_point():
     assert curve.reason.startswith("With 1 shape, compiling takes 1 s and 1 epoch")
 
 
+def test_a_curve_is_printed_as_a_table():
+    curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.5, num_epochs=4)
+    text = str(curve)
+    assert " ".join(curve.reason.split()) in " ".join(text.split())
+    (line,) = [line for line in text.splitlines() if line.startswith("->")]
+    assert line.split()[1] == str(curve.chosen.num_buckets)
+
+
 def test_the_json_holds_every_number():
     curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.5, num_epochs=4)
     fields = json.loads(curve.to_json())
     assert fields["points"][fields["chosen"]]["num_buckets"] == curve.chosen.num_buckets
+    assert fields["chosen_num_buckets"] == curve.chosen.num_buckets
     assert fields["reason"] == curve.reason
     assert len(fields["points"]) == len(curve)
 

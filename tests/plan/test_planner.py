@@ -205,7 +205,8 @@ def test_a_function_with_too_many_boundaries_or_an_error_is_refused():
 
 def test_a_budget_for_too_few_rows_is_refused_with_a_sufficient_one():
     message = (
-        "`max_tokens=1024` holds 2 rows of `seq_len=512`, fewer than "
+        "`max_tokens=1024` holds 2 rows of `seq_len=512` (the longest length, 500, "
+        "rounded up to a multiple of 64), fewer than "
         "`batch_size_multiple=8`. Raise `max_tokens` to 4096"
     )
     options = {"batch_size_multiple": 8, "seq_len_multiple": 64}

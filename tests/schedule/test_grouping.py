@@ -8,7 +8,7 @@ from jaxbucket.schedule.grouping import examples_by_bucket
 
 @pytest.mark.parametrize("within", ["source", "ascending", "descending", "other"])
 def test_examples_by_bucket_agrees_with_lexsort(problem, within, monkeypatch):
-    # Several chunks, the last of them not full.
+    # Small, so that most problems span several chunks.
     monkeypatch.setattr(grouping, "_CHUNK", 37)
     plan, lengths = problem
     other = np.random.default_rng(0).integers(0, 9, len(lengths)) / 4
@@ -31,7 +31,7 @@ def test_examples_by_bucket_agrees_with_lexsort(problem, within, monkeypatch):
     )
 
 
-def test_more_distinct_lengths_than_16_bits_hold_are_sorted():
+def test_sorts_more_than_65536_distinct_lengths():
     lengths = np.random.default_rng(1).permutation(70_000).astype(np.int32) + 1
     plan = BucketPlan((Bucket(1, 40_000), Bucket(1, 70_000)), max_tokens=70_000)
     result, counts = examples_by_bucket(plan, lengths, "descending")

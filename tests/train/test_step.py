@@ -1753,5 +1753,5 @@ def test_micro_batches_need_accumulate(mode):
 
 
 def test_create_state_refuses_a_mesh_that_is_not_one():
-    with pytest.raises(ValueError, match="`mesh` is a str, not a mesh. Make one by"):
+    with pytest.raises(ValueError, match="`mesh` is a str, not a mesh. Make one with"):
         jb.create_state({"w": jnp.ones(2)}, optax.sgd(0.1), "mesh")

@@ -150,7 +150,7 @@ def _example_length(column: str | None, measure: Measure, example: Any) -> int:
     if column not in example:
         raise ValueError(
             f"the example has features {list(example)}, but no {column!r}. Choose one "
-            "of them by `--column`."
+            "of them with `--column`."
         )
     return measure.of_value(example[column])
 

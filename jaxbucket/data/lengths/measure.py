@@ -21,6 +21,7 @@ from jaxbucket.data.lengths.parallel_pass import fill
 from jaxbucket.data.source import RowSource, Source, check_sequences, contents
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_PATH_CHARACTERS = 200
 _FLOAT32 = np.dtype(np.float32)
 
 
@@ -135,11 +136,12 @@ def measure_lengths(
       `[N]` int32, read-only if it is read from the cache.
 
     Raises:
-      ValueError: if the source is empty, if an example has no positive length, if
-        `cache_key` is missing, or if a cached file is truncated or was not written by
-        this function.
+      ValueError: if the source is a path or empty, if an example has no positive
+        length, if `cache_key` is missing, or if a cached file is truncated or was not
+        written by this function.
       RuntimeError: if a worker process dies.
     """
+    _check_not_a_path(source)
     size = _num_examples(source)
     if length_fn is None and isinstance(source, RowSource):
         check_sequences(source, sequences)
@@ -243,6 +245,16 @@ def _check_same_replies(replies: list[str], index: int) -> None:
             f"The processes measure different sources or use different functions: "
             f"processes {others} differ from process {index}. Pass the same source and "
             "the same function in every process."
+        )
+
+
+def _check_not_a_path(source: Any) -> None:
+    if isinstance(source, str | bytes | os.PathLike):
+        path = os.fsdecode(source)[:_PATH_CHARACTERS]
+        raise ValueError(
+            f"`source` is a path, {path!r}. Load the file first, for example with "
+            "`np.load` or `json.load`, or run `jaxbucket measure "
+            f"{path} -o lengths.npy` and `np.load` the result."
         )
 
 

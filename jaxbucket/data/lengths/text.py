@@ -6,6 +6,8 @@ Files are read line by line and never held in memory as a whole.
 from __future__ import annotations
 
 import csv
+import difflib
+import functools
 import gzip
 import json
 import pathlib
@@ -65,7 +67,8 @@ def read_csv(
         return measure_all(where, dicts, measure.of_value)
     index = header.index(chosen_column(path, header, column))
     cells = ((line, row[index]) for line, row in rows)
-    return measure_all(where, cells, measure.of_text)
+    measure_cell = functools.partial(measure.of_text, in_column=True)
+    return measure_all(where, cells, measure_cell)
 
 
 def read_jsonl(
@@ -93,9 +96,23 @@ def chosen_column(path: pathlib.Path, columns: list[str], column: str | None) ->
         raise empty_file_error(path)
     if column is None and len(columns) == 1:
         return columns[0]
+    if column is None:
+        raise ValueError(f"`{path}` has columns {columns}. Choose one with `--column`.")
     if column not in columns:
-        raise ValueError(f"`{path}` has columns {columns}. Choose one by `--column`.")
+        raise ValueError(f"`{path}`: {missing_column(column, columns)}")
     return column
+
+
+def missing_column(column: str, columns: list[str]) -> str:
+    """Returns the error message for a column that is not among the columns of a file.
+
+    Example:
+      >>> missing_column("frame", ["seconds", "frames"])
+      "there is no column 'frame' among ['seconds', 'frames']. Pass `--column frames`."
+    """
+    close = difflib.get_close_matches(column, columns, 1)
+    remedy = f"Pass `--column {close[0]}`" if close else "Choose one with `--column`"
+    return f"there is no column {column!r} among {columns}. {remedy}."
 
 
 def check_columns(path: pathlib.Path, columns: list[str]) -> None:
@@ -201,5 +218,6 @@ def _fields(
                 content = f"an object with fields {list(value)}"
             raise ValueError(
                 f"`{path}`, line {number} is {content}, which has no field "
-                f"{column!r}. Fix the line, or choose a different field by `--column`."
+                f"{column!r}. Fix the line, or choose a different field with "
+                "`--column`."
             )

@@ -19,6 +19,8 @@ UNITS: tuple[str, ...] = get_args(Unit)
 
 # `int` also accepts other spellings, such as "1_000".
 _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
+_DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+_MISSING = {"nan", "none", "null", "na", "n/a", "inf", "-inf", "infinity", "-infinity"}
 _REMOVE_OR_FIX = "Remove or fix this example."
 _USE_UNIT = "with `jaxbucket measure --unit` bytes, characters or words"
 # Number of lengths per yielded array.
@@ -53,14 +55,18 @@ class Measure:
                     "an example. Pass only one of them."
                 )
 
-    def of_text(self, text: str) -> int:
+    def of_text(self, text: str, *, in_column: bool = False) -> int:
         """Returns the length of a cell or a line of a text file.
+
+        Args:
+          text: the cell or the line.
+          in_column: whether it is a cell, so that error messages suggest `--column`.
 
         Raises:
           ValueError: if it has no valid length.
         """
         if self.length_fn is None and self.unit is None:
-            return _check_length(_parse(text))
+            return _check_length(_parse(text, in_column))
         return self.of_value(text)
 
     def of_value(self, value: Any) -> int:
@@ -113,14 +119,39 @@ def short_repr(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def _parse(text: str) -> int:
+def _parse(text: str, in_column: bool) -> int:
     if not _INTEGER.fullmatch(text):
-        raise ValueError(
-            f"{short_repr(text)} is not an integer. Fix it, or measure texts "
-            f"{_USE_UNIT}."
-        )
+        raise ValueError(_not_an_integer(text.strip(), in_column))
     # `int` rejects strings of thousands of digits; such a length is invalid anyway.
     return int(text) if len(text) < 1000 else MAX_LENGTH + 1
+
+
+def _not_an_integer(text: str, in_column: bool) -> str:
+    """Returns the error message for a cell or a line that is not an integer."""
+    if not text:
+        return "the length is missing. Fill it in, or remove the line."
+    if text.lower() in _MISSING:
+        return f"{text!r} is not a length. Fill in a length, or remove the line."
+    choose = "choose a different column with `--column`, or " if in_column else ""
+    if not _DECIMAL.fullmatch(text):
+        return (
+            f"{short_repr(text)} is not an integer. "
+            f"{_capitalized(choose + 'measure texts')} {_USE_UNIT}."
+        )
+    if float(text).is_integer():
+        return (
+            f"{short_repr(text)} has a decimal point or an exponent. Write lengths as "
+            'integers, in pandas with `.astype("Int64")`.'
+        )
+    return (
+        f"{short_repr(text)} is not an integer. "
+        f"{_capitalized(choose + 'convert the numbers')} to frames, tokens or bytes "
+        "first."
+    )
+
+
+def _capitalized(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _length_of(value: Any, unit: Unit | None) -> int:

@@ -7,11 +7,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import bar_if_slow
+from jaxbucket.base.table import table_text
 from jaxbucket.plan.formatting import (
     count_shapes,
     format_cost,
@@ -151,11 +153,14 @@ class Comparison:
         best = self[OPTIMAL].report
         above = best.epoch_cost / self.least_cost - 1
         least = format_cost(self.least_cost, best.cost_unit, self.unit)
-        proof = " It is proven to be the cheapest such plan." if self.exact else ""
+        kind = f"up to {count_shapes(self.num_buckets)} and one example per row"
+        proof = ""
+        if self.exact:
+            proof = f" and is proven to be the cheapest plan with {kind}"
         return (
-            "With one example per row, an epoch with up to "
-            f"{count_shapes(self.num_buckets)} costs at least {least}. The optimal "
-            f"plan costs {above:.2%} more.{proof}"
+            f"With {kind}, an epoch costs at least {least}. This bound assumes that "
+            "every batch is full, so it cannot always be reached. The optimal plan "
+            f"costs {above:.2%} more{proof}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -174,6 +179,10 @@ class Comparison:
         """Returns all numbers as one JSON object."""
         return json.dumps(self.to_dict())
 
+    def __str__(self) -> str:
+        """Returns the table that `jaxbucket compare` prints, as text."""
+        return table_text(self)
+
     def __rich__(self) -> Any:
         """Returns the plans as a `rich` table, for a terminal."""
         best = self.plans[0].report
@@ -183,9 +192,10 @@ class Comparison:
             *(f"epoch\n({unit})", "times\nbest"),
         )
         legend = (
-            "Padding: share of all positions. Empty rows: the part of it in rows "
-            "without an example. Largest batch: the largest B * T. Times best: cost "
-            "relative to the first plan."
+            "Padding: the share of positions that are padding. Empty rows: the share "
+            "of positions in rows without an example, included in the padding. Largest "
+            "batch: the largest B * T. Times best: the cost divided by that of the "
+            "first plan."
         )
         rows = map(self._row, self.plans)
         table = number_table(names, rows, f"{self.summary}\n{legend}")
@@ -229,6 +239,11 @@ def _by_cost(
     )
 
 
+def _are_proportional(costs: np.ndarray, tokens: np.ndarray) -> bool:
+    ratios = costs / tokens
+    return bool(np.allclose(ratios, ratios[0], rtol=1e-9, atol=0))
+
+
 @bar_if_slow("Comparing plans")
 def compare_plans(
     lengths: ArrayLike,
@@ -249,8 +264,8 @@ def compare_plans(
 
     Args:
       lengths: `[N]` integers, one per example.
-      limits: the limits of every shape. If they have a `cost_fn`, the plan that is
-        optimal by tokens is compared too.
+      limits: the limits of every shape. If they have a `cost_fn` that is not
+        proportional to tokens, the plan that is optimal by tokens is compared too.
       num_buckets: the maximum number of shapes of each rule's plan.
       others: name -> a plan to compare with, such as `BucketPlan.from_shapes(...)`.
       remainder: what happens to examples that do not fill a batch: "cheapest" moves
@@ -273,8 +288,8 @@ def compare_plans(
     num_buckets = min(check_positive("num_buckets", num_buckets), len(candidates))
     optimum = Optimum(candidates, num_buckets)
     chosen = {OPTIMAL: optimum.choice(num_buckets)}
-    if limits.cost_fn is not None:
-        by_tokens = dataclasses.replace(limits, cost_fn=None).candidates(lengths)
+    by_tokens = dataclasses.replace(limits, cost_fn=None).candidates(lengths)
+    if not _are_proportional(candidates.costs, by_tokens.costs):
         chosen[BY_TOKENS] = RULES[OPTIMAL](by_tokens, num_buckets)
     for name, rule in RULES.items():
         if name != OPTIMAL:

@@ -147,7 +147,7 @@ def _draw_costs(comparison: Comparison, ax: Axes) -> None:
     # A white line under the dotted line keeps it visible on dark bars.
     ax.axvline(least, color="white", linewidth=2)
     dots: Any = {"color": "black", "linewidth": 1, "linestyle": ":"}
-    ax.axvline(least, label="full batches, one example per row", **dots)
+    ax.axvline(least, label="lower bound, one example per row", **dots)
 
 
 _INSIDE: Any = {"ha": "right", "va": "center", "fontsize": "small"}

@@ -16,6 +16,7 @@ from jaxbucket.base.checks import (
     check_choice,
     check_lengths,
 )
+from jaxbucket.base.table import table_text
 from jaxbucket.plan.chunks import chunk_lengths, last_chunks
 from jaxbucket.plan.formatting import format_cost, number_table
 from jaxbucket.plan.remainder import (
@@ -135,6 +136,10 @@ class Report:
         """Returns all numbers as one JSON object."""
         return json.dumps(self.to_dict())
 
+    def __str__(self) -> str:
+        """Returns the table that `jaxbucket report` prints, as text."""
+        return table_text(self)
+
     def __rich__(self) -> Any:
         """Returns the report as a `rich` table, for a terminal."""
         what = "rows" if self.packed_examples else "examples"
@@ -150,22 +155,45 @@ class Report:
             )
             for b in self.buckets
         )
-        legend = (
-            f"A batch has B rows of T {self.unit}. Moved in: {what} moved here from "
-            f"shorter buckets to fill a batch. Padding: share if all {what} stayed in "
-            "their own bucket."
-        )
         rows = (row[: len(names)] for row in rows)
-        return number_table(names, rows, f"{self.summary}\n{legend}")
+        return number_table(names, rows, f"{self.summary}\n{self._legend(what)}")
+
+    def _legend(self, what: str) -> str:
+        """Returns an explanation of the columns of the table.
+
+        Args:
+          what: the things in rows, "examples" or "rows".
+        """
+        text = (
+            f"A batch has B rows of T {self.unit}. {what.capitalize()}: {what} that "
+            f"fit in no shorter bucket. Moved in: {what} from shorter buckets that "
+            "fill up a batch. Empty rows: rows without an example. Padding: share of "
+            f"padding without empty rows and moved {what}, which the total includes. "
+            f"Share of {self.unit}: share of all positions, padding included."
+        )
+        if self.cost_unit != "tokens":
+            cost = "time" if self.cost_unit == "s" else "cost"
+            text += f" Share of {cost}: share of the predicted {cost} of an epoch."
+        return text
+
+    @property
+    def padding_shares(self) -> tuple[str, str, str]:
+        """The padding, its part in rows and its part in empty rows, as percentages.
+
+        They are rounded such that the parts add up to the total.
+        """
+        total, empty = f"{self.padding:.1%}", f"{self.padding_in_empty_rows:.1%}"
+        in_rows = float(total[:-1]) - float(empty[:-1])
+        return total, f"{in_rows:.1f}%", empty
 
     @property
     def summary(self) -> str:
         """The totals in a few sentences."""
+        total, in_rows, empty = self.padding_shares
         lines = [
             f"{self.steps_per_epoch:,} steps per epoch, {self.real_tokens:,} real "
             f"{self.unit} in {self.padded_tokens:,}.",
-            f"{self.padding:.1%} padding: {self.padding_in_rows:.1%} in rows, "
-            f"{self.padding_in_empty_rows:.1%} in empty rows.",
+            f"{total} padding: {in_rows} in rows, {empty} in empty rows.",
         ]
         if self.cost_unit != "tokens":
             cost = format_cost(self.epoch_cost, self.cost_unit)
@@ -181,8 +209,8 @@ class Report:
             )
         if self.truncated_examples:
             lines.append(
-                f"{self.truncated_examples:,} examples are too long and are truncated "
-                f"by {self.truncated_tokens:,} {self.unit} in total."
+                f"{self.truncated_examples:,} examples are too long and are truncated; "
+                f"{self.truncated_tokens:,} {self.unit} are lost in total."
             )
         if self.split_examples:
             lines.append(
@@ -233,10 +261,15 @@ def report(
       group: whether the micro-batches of a step have the "same" bucket or are "mixed".
 
     Raises:
-      ValueError: if the lengths are not valid for the plan, the remainder or the group
-        is unknown, or `accumulate` is not positive.
+      ValueError: if the plan is for packed rows, the lengths are not valid for the
+        plan, the remainder or the group is unknown, or `accumulate` is not positive.
     """
     check_choice("group", group, GROUPS)
+    if plan.packed:
+        raise ValueError(
+            "`plan` is for packed rows, and its padding depends on the packing. Use "
+            "the `report` of `plan_packing` or of a `BatchSchedule` with `packing`."
+        )
     accumulate = check_accumulate(accumulate)
     lengths = check_lengths(lengths)
     # Full chunks are only counted, because their lengths may not fit in memory.

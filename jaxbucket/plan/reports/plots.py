@@ -131,8 +131,9 @@ def plot_lengths(
     what = "length of a packed row" if epoch.packed_examples else "length"
     ax.set(
         xlabel=f"{what} ({epoch.unit})",
-        ylabel=f"{epoch.unit} in rows of this length",
-        xlim=(0, plan.max_seq_len),
+        ylabel=f"{epoch.unit} per bar",
+        # With room for the line at the end of the last bucket.
+        xlim=(0, 1.01 * plan.max_seq_len),
     )
     ax.locator_params("x", nbins=_num_ticks(plan.max_seq_len))
     for axis in (ax.xaxis, ax.yaxis):
@@ -143,10 +144,8 @@ def plot_lengths(
 
 def _padding_label(epoch: Report) -> str:
     """Returns the legend entry for padding, with the numbers of the summary."""
-    return (
-        f"padding: {epoch.padding:.1%} ({epoch.padding_in_rows:.1%} in rows, "
-        f"{epoch.padding_in_empty_rows:.1%} empty rows)"
-    )
+    total, in_rows, empty = epoch.padding_shares
+    return f"padding: {total} ({in_rows} in rows, {empty} empty rows)"
 
 
 def _add_title(ax: Axes, buckets: Sequence[Bucket]) -> None:

@@ -20,7 +20,7 @@ class StepRecord:
       bucket: the shape (B, T).
       seconds: its duration.
       loss: the mean over its real tokens.
-      real_tokens: positions that are not padding.
+      real_tokens: the number of positions that are not padding.
       learning_rate: the learning rate of the step, scaled by the size of the batch.
     """
 
@@ -33,7 +33,7 @@ class StepRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class BucketUse:
+class BucketStats:
     """Statistics of the steps of one bucket in a run.
 
     Attributes:
@@ -42,8 +42,8 @@ class BucketUse:
       seconds: the total time of the steps.
       seconds_per_step: the median step time.
       loss: the mean over its real tokens; NaN if there are none.
-      real_tokens: positions that are not padding.
-      padding: share of positions that are padding.
+      real_tokens: the number of positions that are not padding.
+      padding: the share of positions that are padding.
     """
 
     bucket: Bucket
@@ -67,7 +67,7 @@ class BucketUse:
         return {**fields, "seconds_per_token": self.seconds_per_token}
 
 
-def bucket_uses(records: Iterable[StepRecord]) -> list[BucketUse]:
+def bucket_stats(records: Iterable[StepRecord]) -> list[BucketStats]:
     """Returns the statistics of each bucket in a run, the shortest bucket first.
 
     Example:
@@ -78,13 +78,13 @@ def bucket_uses(records: Iterable[StepRecord]) -> list[BucketUse]:
       ...     StepRecord(1, short, 0.1, 2.4, 32, 1e-3),
       ...     StepRecord(2, long, 0.2, 2.3, 24, 1e-3),
       ... ]
-      >>> for use in bucket_uses(records):
-      ...     print(use.bucket, use.steps, round(use.loss, 3), use.padding)
+      >>> for x in bucket_stats(records):
+      ...     print(x.bucket, x.steps, round(x.loss, 3), x.padding)
       [4, 8] 1 2.4 0.0
       [2, 16] 2 2.4 0.25
 
     To plan with the measured step times, use
-    `StepTime.fit({use.bucket: use.seconds_per_step for use in bucket_uses(records)})`.
+    `StepTime.fit({x.bucket: x.seconds_per_step for x in bucket_stats(records)})`.
 
     Args:
       records: the steps of the run, in any order.
@@ -93,15 +93,15 @@ def bucket_uses(records: Iterable[StepRecord]) -> list[BucketUse]:
     for record in records:
         by_bucket.setdefault(record.bucket, []).append(record)
     return [
-        _use_of(bucket, by_bucket[bucket])
+        _stats_of(bucket, by_bucket[bucket])
         for bucket in sorted(by_bucket, key=lambda b: (b.seq_len, b.batch_size))
     ]
 
 
-def _use_of(bucket: Bucket, records: list[StepRecord]) -> BucketUse:
+def _stats_of(bucket: Bucket, records: list[StepRecord]) -> BucketStats:
     real_tokens = sum(record.real_tokens for record in records)
     loss_sum = sum(record.loss * record.real_tokens for record in records)
-    return BucketUse(
+    return BucketStats(
         bucket=bucket,
         steps=len(records),
         seconds=sum(record.seconds for record in records),

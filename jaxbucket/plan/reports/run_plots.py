@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxbucket.base.buckets import Bucket
 from jaxbucket.plan.reports.plots import new_page
-from jaxbucket.plan.reports.run import StepRecord, bucket_uses
+from jaxbucket.plan.reports.run import StepRecord, bucket_stats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,23 +34,23 @@ def plot_buckets(
     Raises:
       ValueError: if `records` is empty.
     """
-    uses = bucket_uses(_check_not_empty(records))
+    stats = bucket_stats(_check_not_empty(records))
     if figure is None:
         figure = new_page(8, 3)
-    seconds = sum(use.seconds for use in uses)
+    seconds = sum(x.seconds for x in stats)
     panels = {
-        "padding (%)": [100 * use.padding for use in uses],
-        "time (% of the run)": [100 * use.seconds / seconds for use in uses],
-        "time per position (us)": [1e6 * use.seconds_per_token for use in uses],
+        "padding (%)": [100 * x.padding for x in stats],
+        "time (% of the run)": [100 * x.seconds / seconds for x in stats],
+        "time per position (us)": [1e6 * x.seconds_per_token for x in stats],
     }
-    colors = _colors([use.bucket for use in uses])
+    colors = _colors([x.bucket for x in stats])
     axes = figure.subplots(1, len(panels), sharey=True)
     for ax, (title, values) in zip(axes, panels.items(), strict=True):
-        ax.barh(range(len(uses)), values, color=[colors[use.bucket] for use in uses])
+        ax.barh(range(len(stats)), values, color=[colors[x.bucket] for x in stats])
         ax.set_title(title, fontsize="medium")
         ax.set_xlim(left=0)
         ax.grid(axis="x", alpha=0.3)
-    _name_some(axes[0], [str(use.bucket) for use in uses])
+    _name_some(axes[0], [str(x.bucket) for x in stats])
     return figure
 
 

@@ -329,12 +329,29 @@ def test_parquet_row_numbers_are_right_after_the_first_batch(tmp_path):
         ("x.npy", b"", None, "`x.npy` is empty"),
         ("x.txt.gz", b"", None, "`x.txt.gz` is empty"),
         ("x.txt", b"3\nthree\n", None, "`x.txt`, line 2: 'three' is not an integer."),
-        ("x.txt", b"3\n4.5\n", None, "line 2: '4.5' is not an integer"),
+        ("x.txt", b"3\n4.5\n", None, "line 2: '4.5' is not an integer. Convert"),
         ("x.txt", b"3 4\n", None, "line 1: '3 4' is not an integer"),
         ("x.txt", b"1_000\n", None, "line 1: '1_000' is not an integer"),
         ("x.txt", "٣\n".encode(), None, "line 1: '٣' is not an integer"),
-        ("x.txt", b"3\n\n4\n", None, "line 2: '' is not an integer"),
-        ("x.txt", b"3\nnan\n", None, "line 2: 'nan' is not an integer"),
+        ("x.txt", b"3\n\n4\n", None, "line 2: the length is missing. Fill it in"),
+        ("x.txt", b"3\nnan\n", None, "line 2: 'nan' is not a length. Fill in a"),
+        ("x.txt", b"406.0\n", None, "line 1: '406.0' has a decimal point or an exp"),
+        (
+            "x.csv",
+            b"x\n4.06\n",
+            None,
+            "line 2: '4.06' is not an integer. Choose a different column with "
+            "`--column`, or convert the numbers to frames, tokens or bytes first.",
+        ),
+        (
+            "x.csv",
+            b"x\nu0\n",
+            None,
+            "line 2: 'u0' is not an integer. Choose a different column with "
+            "`--column`, or measure texts with `jaxbucket measure --unit`",
+        ),
+        ("x.csv", b"x,y\n3,\n", None, "`x.csv` has columns ['x', 'y']"),
+        ("x.csv", b'x\n""\n', None, "line 2: the length is missing. Fill it in, or"),
         (
             "x.txt",
             b"3\n0\n",
@@ -374,9 +391,9 @@ def test_parquet_row_numbers_are_right_after_the_first_batch(tmp_path):
             "x.csv",
             b"x\n3\nNone\n",
             None,
-            "line 3: 'None' is not an integer. Fix it, or",
+            "line 3: 'None' is not a length. Fill in a",
         ),
-        ("x.csv", b"x,y\n3,4\n", None, "`x.csv` has columns ['x', 'y']. Choose one by"),
+        ("x.csv", b"x,y\n3,4\n", None, "`x.csv` has columns ['x', 'y']. Choose one w"),
         ("x.jsonl", b'{"x": 3}\n{"x": \n', None, "line 2 is not JSON: Expecting value"),
         ("x.jsonl", b"3\n\n4\n", None, "line 2 is not JSON"),
         ("x.jsonl", b"[" * 10**6, None, "line 1 is not JSON"),
@@ -391,7 +408,7 @@ def test_parquet_row_numbers_are_right_after_the_first_batch(tmp_path):
             "x.jsonl",
             b'{"x": 3, "y": 4}',
             None,
-            "has columns ['x', 'y']. Choose one by `--",
+            "has columns ['x', 'y']. Choose one with",
         ),
         ("x.jsonl", b"3\nnull\n", None, "line 2: None is not an integer, a"),
         ("x.jsonl", b"3\nNaN\n", None, "line 2: nan is not an integer, a string"),
@@ -464,13 +481,14 @@ def test_a_missing_column_is_refused(tmp_path, name):
         WRITERS[name][0](tmp_path / name, [1, 2])
     has_columns = name == "x.npz" or WRITERS[name][1]
     message = (
-        "has columns ['id', 'x']. Choose one by `--column`"
+        "there is no column 'y' among ['id', 'x']. Choose one with `--column`."
         if has_columns
         else "has no columns. Remove `--column y`"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         read_lengths(tmp_path / name, "y")
     if has_columns:
+        message = "has columns ['id', 'x']. Choose one with `--column`."
         with pytest.raises(ValueError, match=re.escape(message)):
             read_lengths(tmp_path / name)
 
@@ -483,7 +501,7 @@ def test_a_missing_column_is_refused(tmp_path, name):
         (np.array([3, np.nan]), "`lengths[1]=nan` is not an integer"),
         (np.array([3.0]), "has dtype float64, not an integer dtype"),
         (np.array([[3]]), "has shape (1, 1)"),
-        (np.array(["a"]), "has dtype <U1"),
+        (np.array(["a"]), "`lengths[0]='a'` is a string, but lengths must be int"),
         (
             np.array([None]),
             "contains Python objects instead of numbers. Save",

@@ -19,6 +19,15 @@ from jaxbucket.data.lengths import parallel_pass
 SIZE = 5000
 
 
+@pytest.mark.parametrize("path", ["x.csv", b"x.csv", pathlib.Path("x.csv")])
+def test_a_path_is_refused(path):
+    message = (
+        r"`source` is a path, 'x.csv'\. .* `jaxbucket measure x.csv -o lengths.npy`"
+    )
+    with pytest.raises(ValueError, match=message):
+        measure_lengths(path)
+
+
 class Source:
     """Examples whose lengths follow a formula. Counts the reads."""
 

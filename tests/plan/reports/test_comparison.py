@@ -46,9 +46,12 @@ def test_the_cheapest_plan_comes_first_and_none_is_below_the_bound():
         assert comparison.plans[0].name == "optimal"
         assert comparison.least_cost <= costs[0] <= 1.05 * comparison.least_cost
         above = costs[0] / comparison.least_cost - 1
-        assert f"The optimal plan costs {above:.2%} more." in comparison.summary
         assert comparison.exact
-        assert "It is proven to be the cheapest such plan" in comparison.summary
+        sentence = (
+            f"The optimal plan costs {above:.2%} more and is proven to be the cheapest "
+            "plan with up to 6 shapes and one example per row."
+        )
+        assert sentence in comparison.summary
 
 
 def test_with_a_cost_function_the_plan_by_tokens_is_compared_too():
@@ -222,5 +225,24 @@ def test_additional_plans_are_sorted_by_cost():
 def test_a_comparison_names_the_unit():
     comparison = compare_plans(LENGTHS, LIMITS).with_unit("bytes")
     assert json.loads(comparison.to_json())["unit"] == "bytes"
-    assert " bytes. The optimal plan costs " in comparison.summary
+    assert " bytes. This bound assumes " in comparison.summary
+    assert "epoch\n" not in str(comparison) and "(bytes)" in str(comparison)
+
+
+def test_a_cost_proportional_to_tokens_needs_no_plan_by_tokens():
+    for cost in (None, TokenCost(1e5), lambda b, t: b * t / 7):
+        limits = Limits(**OPTIONS, cost_fn=cost)
+        names = [one.name for one in compare_plans(LENGTHS, limits).plans]
+        assert "optimal by tokens" not in names
+
+
+def test_a_comparison_is_printed_as_a_table():
+    comparison = compare_plans(LENGTHS, LIMITS)
+    lines = str(comparison).splitlines()
+    assert lines[0].split()[:3] == ["empty", "largest", "epoch"]
+    for compared in comparison.plans:
+        cost = f"{compared.report.epoch_cost:,.0f}"
+        assert any(x.startswith(compared.name) and cost in x for x in lines)
+    assert " ".join(comparison.summary.split()) in " ".join(str(comparison).split())
+    assert max(map(len, lines)) <= 80
     assert comparison.to_dict()["cost_unit"] == "tokens"

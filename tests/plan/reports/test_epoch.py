@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 
@@ -127,12 +128,33 @@ def test_the_table_has_a_line_for_every_bucket():
     assert report(plan, lengths).summary.splitlines()[0] in text
 
 
+def test_the_parts_of_the_padding_add_up_to_the_total():
+    plan = BucketPlan((Bucket(6, 10), Bucket(2, 30)), max_tokens=60)
+    for seed in range(50):
+        lengths = np.random.default_rng(seed).integers(1, 30, 40 + seed)
+        epoch = report(plan, lengths, remainder="pad")
+        total, *parts = [float(share[:-1]) for share in epoch.padding_shares]
+        assert total == pytest.approx(sum(parts), abs=1e-9)
+        assert parts[0] == pytest.approx(100 * epoch.padding_in_rows, abs=0.11)
+
+
+def test_a_report_is_printed_as_a_table():
+    plan = BucketPlan((Bucket(6, 10), Bucket(2, 30)), max_tokens=60)
+    epoch = dataclasses.replace(report(plan, [10, 20, 30]), unit="bytes")
+    text = str(epoch)
+    assert epoch.summary in text
+    assert max(map(len, text.splitlines())) <= 80
+    explained = ("B rows", "Examples:", "Moved in:", "Empty rows:", "Padding:")
+    assert all(name in text for name in (*explained, "Share of bytes:"))
+    assert "Share of time:" not in text
+
+
 def test_the_summary_counts_dropped_and_truncated_examples():
     for overlong, words in (
         ("drop", "2 examples are too long and are dropped."),
         (
             "truncate",
-            "2 examples are too long and are truncated by 14 tokens in total.",
+            "2 examples are too long and are truncated; 14 tokens are lost in total.",
         ),
     ):
         plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong=overlong)

@@ -81,6 +81,7 @@ def test_a_histogram_puts_each_length_into_its_bar():
     plan = BucketPlan((Bucket(4, 4), Bucket(2, 8)), max_tokens=16, overlong="truncate")
     ax = plot_lengths(plan, [1, 2, 4, 4, 5, 8, 50], bins=4)
     real, padding = ([bar.get_height() for bar in bars] for bars in ax.containers)
+    assert [line.get_xdata()[0] for line in ax.lines] == [4, 8] and ax.get_xlim()[1] > 8
     assert real == [3, 8, 5, 16]
     assert padding == [5, 0, 3, 0]
 

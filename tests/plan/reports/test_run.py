@@ -6,7 +6,7 @@ import pytest
 
 from jaxbucket import Bucket
 from jaxbucket.plan.costs import StepTime
-from jaxbucket.plan.reports.run import StepRecord, bucket_uses
+from jaxbucket.plan.reports.run import StepRecord, bucket_stats
 
 
 def random_records(seed: int) -> list[StepRecord]:
@@ -28,27 +28,27 @@ def random_records(seed: int) -> list[StepRecord]:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_buckets_add_up_to_the_run(seed):
     records = random_records(seed)
-    uses = bucket_uses(records)
-    assert [use.bucket.seq_len for use in uses] == [4, 8, 16]
-    assert sum(use.steps for use in uses) == 40
+    stats = bucket_stats(records)
+    assert [x.bucket.seq_len for x in stats] == [4, 8, 16]
+    assert sum(x.steps for x in stats) == 40
     for name in ("seconds", "real_tokens"):
         total = sum(getattr(record, name) for record in records)
-        assert sum(getattr(use, name) for use in uses) == pytest.approx(total)
-    padded = sum(use.steps * use.bucket.num_tokens * use.padding for use in uses)
+        assert sum(getattr(x, name) for x in stats) == pytest.approx(total)
+    padded = sum(x.steps * x.bucket.num_tokens * x.padding for x in stats)
     real = sum(record.real_tokens for record in records)
     assert padded == pytest.approx(sum(r.bucket.num_tokens for r in records) - real)
-    for use in uses:
-        own = [record.seconds for record in records if record.bucket == use.bucket]
-        assert use.seconds_per_step == np.median(own)
+    for x in stats:
+        own = [record.seconds for record in records if record.bucket == x.bucket]
+        assert x.seconds_per_step == np.median(own)
         tokens = np.repeat(
-            [r.loss for r in records if r.bucket == use.bucket],
-            [r.real_tokens for r in records if r.bucket == use.bucket],
+            [r.loss for r in records if r.bucket == x.bucket],
+            [r.real_tokens for r in records if r.bucket == x.bucket],
         )
         # The mean over tokens, not over steps.
-        assert use.loss == pytest.approx(tokens.mean())
-        assert use.seconds_per_token == np.median(own) / use.bucket.num_tokens
-        assert json.loads(json.dumps(use.to_dict()))["bucket"] == list(
-            dataclasses.astuple(use.bucket)
+        assert x.loss == pytest.approx(tokens.mean())
+        assert x.seconds_per_token == np.median(own) / x.bucket.num_tokens
+        assert json.loads(json.dumps(x.to_dict()))["bucket"] == list(
+            dataclasses.astuple(x.bucket)
         )
 
 
@@ -59,15 +59,15 @@ def test_step_times_are_fitted_to_the_steps_of_a_run():
         StepRecord(n, shape, cost(shape.batch_size, shape.seq_len), 1.0, 8, 0.1)
         for n, shape in enumerate(shapes * 3)
     ]
-    fitted = StepTime.fit({u.bucket: u.seconds_per_step for u in bucket_uses(records)})
+    fitted = StepTime.fit({u.bucket: u.seconds_per_step for u in bucket_stats(records)})
     assert fitted(4, 48) == pytest.approx(cost(4, 48))
 
 
 def test_a_bucket_without_tokens_has_no_loss():
-    (use,) = bucket_uses([StepRecord(0, Bucket(2, 8), 0.1, 0.0, 0, 0.1)])
-    assert np.isnan(use.loss) and use.padding == 1
-    assert use.to_dict()["loss"] is None
+    (x,) = bucket_stats([StepRecord(0, Bucket(2, 8), 0.1, 0.0, 0, 0.1)])
+    assert np.isnan(x.loss) and x.padding == 1
+    assert x.to_dict()["loss"] is None
 
 
 def test_a_run_without_steps_has_no_buckets():
-    assert bucket_uses([]) == []
+    assert bucket_stats([]) == []

@@ -1,0 +1,264 @@
+"""Trains the model of the example with several ways to batch, at equal real tokens.
+
+    python benchmarks/learning.py
+    python benchmarks/learning.py --steps 100 300 1000 3000 --seeds 5 --results runs.jsonl
+    python benchmarks/learning.py --results runs.jsonl --plot learning.png
+
+All ways update the parameters with the same mean number of real tokens, and their
+learning rates follow the number of real tokens so far. They differ in which lengths an
+update sees:
+
+    packed          rows of several examples, so that every update has all lengths
+    padded          random examples, all padded to the longest length
+    shuffled        batches of one bucket each, in a random order
+    spread          the same, with the batches of each bucket spread evenly
+    2, 4 spread     micro-batches of different buckets in one update, and so on
+
+Finished runs are added to `--results` and are not repeated.
+"""
+
+import argparse
+import functools
+import json
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import optax
+from flax import nnx
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import jaxbucket as jb
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+import documents
+import recipe
+from transformer import VOCABULARY, Transformer
+
+
+class Training:
+    """The documents, model, and optimizer that all ways to batch share."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        split = documents.load(args.data, max_len=args.max_len)
+        self.source = split.train
+        self.held_out = documents.Examples(split.held_out[: args.held_out])
+        self.lengths = jb.measure_lengths(self.source)
+        self.mesh = jb.data_mesh()
+        self.plan = self._plan(args.max_tokens)
+        epoch = jb.report(self.plan, self.lengths)
+        self.tokens_per_step = epoch.real_tokens / epoch.steps_per_epoch
+        self.base_examples = epoch.examples / epoch.steps_per_epoch
+        self.tx = self._optimizer()
+        held_out = jb.measure_lengths(self.held_out)
+        self._to_evaluate = list(
+            jb.sharding.prefetch_to_mesh(
+                jb.batch_dataset(
+                    self.held_out, jb.BatchSchedule(self.plan, held_out, order="source")
+                ),
+                self.mesh,
+            )
+        )
+        specs = jb.sharding.batch_specs(self.plan, self.source[0], self.mesh)
+        evaluate = jb.make_eval_step(recipe.loss_fn, self.mesh)
+        self._evaluate = jb.compile_steps(evaluate, self.state(0), specs)
+
+    def _plan(self, max_tokens: int, **options: Any) -> jb.BucketPlan:
+        options = {"num_buckets": self.args.num_buckets, **options}
+        return jb.plan_buckets(
+            self.lengths,
+            max_tokens=max_tokens,
+            seq_len_multiple=32,
+            max_seq_len=self.args.max_len,
+            **options,
+        )
+
+    def _optimizer(self) -> optax.GradientTransformation:
+        args = self.args
+        warmup = round(args.warmup_steps * self.tokens_per_step)
+        curve = jb.optim.warmup_inverse_sqrt_schedule(args.lr, warmup)
+        rate = jb.scale_schedule(
+            jb.optim.schedule_by_work(curve, "tokens"),
+            base_examples=self.base_examples,
+            rule=args.rule,
+        )
+        adam = optax.inject_hyperparams(optax.adamw)
+        return optax.chain(
+            optax.clip_by_global_norm(args.clip),
+            adam(learning_rate=rate, b1=args.b1, b2=args.b2, weight_decay=0.05),
+        )
+
+    def state(self, seed: int) -> jb.train.TrainState:
+        args = self.args
+        model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(seed))
+        return jb.create_state(model, self.tx, self.mesh)
+
+    def held_out_loss(self, state: jb.train.TrainState) -> float:
+        """Returns bits per byte."""
+        return recipe.bits_per_byte(
+            [self._evaluate(state, batch) for batch in self._to_evaluate]
+        )[0]
+
+    def ways(self) -> dict[str, Callable[[int], jb.BatchSchedule]]:
+        """Returns the function from a seed to the schedule of each way to batch."""
+        return {
+            "packed": self._packed(),
+            "packed in 4": self._packed_in(4),
+            "packed in 4, spread": self._packed_in(4, order="spread"),
+            "padded": self._padded(),
+            "shuffled": self._bucketed(1, "shuffled"),
+            "spread": self._bucketed(1, "spread"),
+            "2 shuffled": self._bucketed(2, "shuffled"),
+            "2 spread": self._bucketed(2, "spread"),
+            "4 spread": self._bucketed(4, "spread"),
+        }
+
+    def _packed(self) -> Any:
+        """Rows that are as long as it takes to have the same tokens per update."""
+        num_rows = max(1, int(self.tokens_per_step) // self.args.max_len)
+        seq_len = round(self.tokens_per_step / num_rows / 32) * 32
+        packing = jb.packing.pack(self.lengths, seq_len)
+        plan = jb.BucketPlan.from_shapes([(num_rows, seq_len)])
+        return functools.partial(jb.BatchSchedule, plan, self.lengths, packing=packing)
+
+    def _packed_in(self, num_buckets: int, **options: Any) -> Any:
+        args = self.args
+        cost = jb.plan.TransformerCost(args.width, args.layers, VOCABULARY)
+        rows = jb.plan_packing(
+            self.lengths,
+            max_tokens=math.ceil(self.tokens_per_step),
+            num_buckets=num_buckets,
+            seq_len_multiple=32,
+            pack="always",
+            cost_fn=cost,
+            block_sparse=True,
+        )
+        return functools.partial(
+            jb.BatchSchedule, rows.plan, self.lengths, packing=rows.packing, **options
+        )
+
+    def _padded(self) -> Any:
+        size = max(1, round(self.base_examples))
+        plan = jb.BucketPlan.from_shapes([(size, self.args.max_len)])
+        return functools.partial(jb.BatchSchedule, plan, self.lengths)
+
+    def _bucketed(self, count: int, order: str) -> Any:
+        plan = self._plan(self.args.max_tokens // count)
+        return functools.partial(
+            jb.BatchSchedule,
+            plan,
+            self.lengths,
+            order=order,
+            accumulate=count,
+            group="mixed",
+        )
+
+    def runs(self, way: str, seeds: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """Trains once per seed, with steps that are compiled only once."""
+        make_schedule = self.ways()[way]
+        schedule = make_schedule(seed=0)
+        step_fn = jb.make_train_step(
+            recipe.loss_fn, self.tx, self.mesh, accumulate=schedule.accumulate > 1
+        )
+        specs = jb.MeshLoader(self.source, schedule, self.mesh).specs
+        steps = jb.compile_steps(step_fn, self.state(0), specs)
+        for seed in seeds:
+            curve = list(self._curve(make_schedule(seed=seed), seed, steps))
+            yield {"way": way, "seed": seed, "curve": curve}
+
+    def _curve(
+        self, schedule: jb.BatchSchedule, seed: int, steps: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Trains once, and yields the held-out loss after given numbers of tokens."""
+        points = [round(n * self.tokens_per_step) for n in sorted(self.args.steps)]
+        state, tokens, seconds = self.state(seed), 0, 0.0
+        dataset = jb.batch_dataset(self.source, schedule, num_steps=math.inf)
+        start = time.perf_counter()
+        for batch in jb.sharding.prefetch_to_mesh(dataset, self.mesh):
+            state, metrics = steps(state, batch)
+            tokens += int(metrics["num_tokens"])
+            if tokens < points[0]:
+                continue
+            seconds += time.perf_counter() - start
+            yield {
+                "step": int(state.step),
+                "tokens": tokens,
+                "bits_per_byte": self.held_out_loss(state),
+                "seconds": seconds,
+            }
+            if not (points := points[1:]):
+                return
+            start = time.perf_counter()
+
+
+def main() -> None:
+    args = parse_arguments()
+    path = pathlib.Path(args.results)
+    done = [json.loads(line) for line in path.open()] if path.exists() else []
+    training = Training(args)
+    for way in args.ways or training.ways():
+        seeds = {run["seed"] for run in done if run["way"] == way}
+        missing = [seed for seed in range(args.seeds) if seed not in seeds]
+        for run in training.runs(way, missing) if missing else ():
+            done.append(run)
+            with path.open("a") as file:
+                file.write(json.dumps(run) + "\n")
+            last = run["curve"][-1]
+            print(way, run["seed"], last, file=sys.stderr, flush=True)
+    show(done)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Compare what ways to batch learn from equal numbers of tokens.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    option = parser.add_argument
+    option("--data", help="a .jsonl file, a .txt file or a folder")
+    option("--results", default="learning.jsonl", help="file of finished runs")
+    option("--ways", nargs="*", help="ways to train; by default, all")
+    option("--steps", type=int, nargs="+", default=[100, 300, 1000], help="evaluations")
+    option("--seeds", type=int, default=5)
+    option("--held-out", type=int, default=200, help="documents to evaluate on")
+    option("--max-len", type=int, default=2048)
+    option("--max-tokens", type=int, default=8192)
+    option("--num-buckets", type=int, default=8)
+    option("--width", type=int, default=64)
+    option("--layers", type=int, default=2)
+    option("--lr", type=float, default=8e-3)
+    option("--warmup-steps", type=int, default=35)
+    option("--rule", default="sqrt", help="learning rates by number of examples")
+    option("--clip", type=float, default=1.0)
+    option("--b1", type=float, default=0.9)
+    option("--b2", type=float, default=0.98)
+    return parser.parse_args()
+
+
+def show(runs: list[dict[str, Any]]) -> None:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("way", no_wrap=True)
+    num_points = max(len(run["curve"]) for run in runs)
+    for _ in range(num_points):
+        table.add_column("step: bits", justify="right", no_wrap=True)
+    table.add_column("tokens/s", justify="right")
+    for way in dict.fromkeys(run["way"] for run in runs):
+        curves = [run["curve"] for run in runs if run["way"] == way]
+        cells = []
+        for points in zip(*curves, strict=True):
+            bits = np.array([point["bits_per_byte"] for point in points])
+            step = np.mean([point["step"] for point in points])
+            cells.append(f"{step:.0f}: {bits.mean():.3f} ±{bits.std():.3f}")
+        speed = np.mean([c[-1]["tokens"] / c[-1]["seconds"] for c in curves])
+        table.add_row(f"{way} ({len(curves)})", *cells, f"{speed:,.0f}")
+    Console(width=140, highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    main()
