@@ -75,7 +75,7 @@ def load(
     if not splits.train or not splits.held_out:
         raise ValueError(
             f"{name} has {num_documents} distinct documents, too few to hold some out. "
-            "Provide at least a few hundred documents."
+            "Provide at least a few hundred documents. Each file of a folder is one."
         )
     return splits
 
