@@ -126,7 +126,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     option = parser.add_argument
-    option("--data", help="a .jsonl file, .txt file or folder; default: Python itself")
+    option("--data", help=".jsonl or .txt file, or folder; default: Python's library")
     option("--field", default="text", help="the field of a .jsonl line with its text")
     option("--max-len", type=int, default=1024, help="bytes to truncate documents to")
     option("--max-tokens", type=int, default=4096, help="maximum tokens per batch")
