@@ -9,8 +9,8 @@ otherwise. The methods run in turn, forward and with gradients:
 
     mask        `jax.nn.dot_product_attention` with a causal `attention_mask`
     segments    `segment_attention`, for rows of several examples
-    one each    one example per row: the same for rows with a single example, in which
-                no block can be skipped
+    one each    `segment_attention`, for rows of a single example, in which no block can
+                be skipped
 
 Times are medians. Memory is the size of temporary arrays, as reported by the compiler.
 """

@@ -206,7 +206,10 @@ def plans(
     for num_buckets in {args.num_buckets: None, curve.chosen.num_buckets: None}:
         compared = jb.plan.compare_plans(lengths, limits, num_buckets=num_buckets)
         by_name = {one.name: one.plan for one in compared.plans}
-        selected = {"time": by_name.pop(OPTIMAL), "tokens": by_name.pop(BY_TOKENS)}
+        selected = {"time": by_name.pop(OPTIMAL)}
+        # It is left out if the cost is proportional to tokens.
+        if BY_TOKENS in by_name:
+            selected["tokens"] = by_name.pop(BY_TOKENS)
         if num_buckets != curve.chosen.num_buckets:
             by_name.pop(ONE_SHAPE)
         rules = list(by_name.items())

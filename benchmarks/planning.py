@@ -289,7 +289,11 @@ def many_lengths() -> Iterator[dict[str, Any]]:
             yield {"call": call, "seconds": seconds, "cost": 1 / packing.fill}
         for cost, cost_fn in (("tokens", None), ("operations", by_flops)):
             rows, seconds = timed(
-                jb.plan_packing, lengths, max_tokens=10 * last, cost_fn=cost_fn
+                jb.plan_packing,
+                lengths,
+                max_tokens=10 * last,
+                num_buckets=4,
+                cost_fn=cost_fn,
             )
             padded = rows.epoch_costs["packed"] / rows.epoch_costs["padded"]
             call = f"plan_packing, {name}, by {cost}"

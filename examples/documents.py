@@ -2,7 +2,7 @@
 
 Every document has an origin, the file or line that it comes from. A hash of the origin
 decides whether the document is trained on or held out. The split is therefore the same
-on every machine, and documents from one source file of a folder stay together.
+on every machine, and all definitions in one file of the standard library stay together.
 """
 
 import ast
@@ -71,11 +71,11 @@ def load(
         examples.append({"tokens": np.frombuffer(content, np.uint8)})
     num_documents = len(splits.train) + len(splits.held_out)
     if not num_documents:
-        raise ValueError(f"{name} has no text. Give a file or folder with documents.")
+        raise ValueError(f"{name} has no text. Pass a file or folder with documents.")
     if not splits.train or not splits.held_out:
         raise ValueError(
             f"{name} has {num_documents} distinct documents, too few to hold some out. "
-            "Provide at least a few hundred documents."
+            "Provide at least a few hundred documents. Each file of a folder is one."
         )
     return splits
 
@@ -120,8 +120,8 @@ def read(path: pathlib.Path, field: str) -> Iterator[Document]:
         raise ValueError(f"`--data {path}` does not exist. Check the path.")
     if not path.is_dir() and path.suffix not in (".jsonl", ".txt"):
         raise ValueError(
-            f"`--data {path}` is not a folder, a .jsonl file or a .txt file. Give one "
-            "of these."
+            f"`--data {path}` is not a folder, a .jsonl file or a .txt file. Pass "
+            "one of these."
         )
     try:
         if path.is_dir():

@@ -126,12 +126,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     option = parser.add_argument
-    option("--data", help="a .jsonl file, .txt file or folder; default: Python's code")
+    option("--data", help=".jsonl or .txt file, or folder; default: Python's library")
     option("--field", default="text", help="the field of a .jsonl line with its text")
     option("--max-len", type=int, default=1024, help="bytes to truncate documents to")
     option("--max-tokens", type=int, default=4096, help="maximum tokens per batch")
     option("--num-buckets", type=int, default=8, help="maximum number of shapes")
-    option("--batch-size-multiple", type=int, default=4, help="a divisor of every B")
+    option("--batch-size-multiple", type=int, default=4, help="every B is a multiple")
     option("--pack", default="never", help="pack documents: auto, always or never")
     recipe.add_options(parser)
     option("--checkpoint", help="a folder to save to, and to continue from")

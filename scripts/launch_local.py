@@ -4,7 +4,7 @@
 
 Each process has `-d` virtual CPU devices, and finds the others by the variables
 JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. Every line of output is
-prefixed with the index of its process, and so is a line for each process that failed.
+prefixed with the index of its process. For each process that failed, a line says how.
 No process outlives the launcher. The exit status is 0, or that of the first process
 that failed: 128 + N if signal N killed it.
 """

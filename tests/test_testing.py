@@ -619,7 +619,7 @@ def shifted_over_rows(params, batch, keys):
     return nats_of(x @ params["out"], tokens[:, 1:], weights)
 
 
-def attention_to_neighbours(params, batch, keys):
+def attention_to_neighbors(params, batch, keys):
     inputs, targets, weights = next_tokens(batch)
     x = params["embedding"][inputs]
     heads, mask = x[:, :, None], batch.mask[:, None, None, :]
@@ -631,7 +631,7 @@ def attention_to_neighbours(params, batch, keys):
     "loss",
     [
         shifted_over_rows,
-        pytest.param(attention_to_neighbours, marks=pytest.mark.exhaustive),
+        pytest.param(attention_to_neighbors, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_loss_that_mixes_packed_examples_is_reported(loss):

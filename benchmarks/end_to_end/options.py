@@ -231,7 +231,7 @@ def check_compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     if taken := without_packing(args):
         parser.error(
             f"--compare includes packed rows, which do not support "
-            f"{', '.join(taken)}. Remove it."
+            f"{', '.join(taken)}. Remove them."
         )
 
 
@@ -262,7 +262,7 @@ def check_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         taken = ["--policy"] if args.policy != "bucketed" else []
         if taken := taken + without_packing(args):
             parser.error(
-                f"--pack {args.pack} does not support {', '.join(taken)}. Remove it."
+                f"--pack {args.pack} does not support {', '.join(taken)}. Remove them."
             )
     args.cost = args.cost or ("time" if auto else "tokens")
 

@@ -159,6 +159,8 @@ def plan_from_file(path: str, packed: bool) -> Planned:
     """Reads a plan from a file."""
     try:
         plan = jb.BucketPlan.from_json(epath.Path(path).read_text())
+        if plan.packed and not packed:
+            raise ValueError("It is for packed rows. Add `--pack always`.")
         return Planned(plan, packed=packed)
     except (OSError, ValueError) as error:
         raise ValueError(f"`--plan {path}`: {error}") from None

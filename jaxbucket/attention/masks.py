@@ -258,7 +258,7 @@ def _check_is_batch(batch: Any) -> None:
 
 
 def _segment_ids(batch: Batch, sequence: str | None) -> Any:
-    """Returns the segment ids `[B, T]` of a sequence; None if it is the only one."""
+    """Returns the segment ids `[B, T]` of a sequence, by default of the only one."""
     if sequence is None and len(batch.segment_ids) == 1:
         (sequence,) = batch.segment_ids
     if sequence not in batch.segment_ids:

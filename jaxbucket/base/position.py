@@ -81,11 +81,17 @@ class DataPosition:
         changes = _all_changes(self, other)
         if not changes:
             return
+        if other._continues(self) and self.schedule.get("continues"):
+            raise ValueError(
+                f"Cannot resume at step {self.step}, because the schedule continues "
+                "from this position, although the run has continued from another "
+                "schedule before. Remove `continue_with` to resume the run."
+            )
         if other._continues(self):
             raise ValueError(
                 f"Cannot resume at step {self.step}, because the schedule continues "
-                "from exactly this position, by `continue_with`. The schedule already "
-                "starts at this step. Do not call `resume`."
+                "from exactly this position, through `continue_with`. The schedule "
+                "already starts at this step. Do not call `resume`."
             )
         raise ValueError(
             f"Cannot resume at step {self.step}, because the plan, the data or the "
@@ -109,7 +115,7 @@ def _all_changes(old: DataPosition, new: DataPosition) -> list[str]:
     # The buckets usually differ because something else does, and then so do the costs
     # of their steps.
     buckets = changes["plan"].pop("buckets", None)
-    if buckets:
+    if buckets and changes["plan"].keys() - {"step_costs", "cost_unit"}:
         changes["plan"].pop("step_costs", None)
     texts = [text for part in changes.values() for text in part.values()]
     return [*texts, buckets] if buckets else texts

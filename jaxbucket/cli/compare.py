@@ -127,6 +127,12 @@ def _others(
         raise ValueError(
             f"`--plan` has files of the same name: {names}. Rename one of them."
         )
+    for path, plan in zip(plan_files, others.values(), strict=True):
+        if plan.packed:
+            raise ValueError(
+                f"`--plan {path}` is for packed rows, which `--pack always` compares. "
+                "Remove it."
+            )
     if boundaries is not None:
         ends = integers(boundaries)
         if ends is None:

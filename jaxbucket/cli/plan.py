@@ -100,7 +100,8 @@ def plan(
 
     LENGTHS is a file of any kind that `jaxbucket measure` reads. A plan has shapes
     (B, T): batches of B rows of T tokens. If you use --pack, call
-    `jb.packing.pack(lengths, plan.boundaries)` in the training job to fill the rows.
+    `jb.packing.pack(lengths, plan.boundaries.tolist())` in the training job to fill the
+    rows, after truncating, dropping or splitting examples that are too long.
     """
     check_outputs([lengths, *shape.inputs], output=output, plot=plot)
     if shapes is not None:

@@ -1,6 +1,6 @@
 """Builds executables: traces programs in turn, and compiles several at a time.
 
-Tracing is Python code, which one thread runs. XLA's compiler releases Python's lock, so
+Tracing is Python code, which one thread runs. XLA's compiler releases the GIL, so
 a pool of threads runs it. All processes build their programs in the same order, because
 compilers for GPUs wait for one another.
 """

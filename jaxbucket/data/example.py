@@ -115,7 +115,7 @@ def sequence_names(
     """
     if sequences is None:
         names = [name for name, value in arrays.items() if value.ndim]
-        remedy = "Add a feature that has one entry per token, `[n, ...]`."
+        remedy = "Add one with an entry per token, `[n, ...]`; tokenize text first."
     else:
         names = listed_names(sequences)
         missing = [n for n in names if n not in arrays or not arrays[n].ndim]
@@ -127,7 +127,7 @@ def sequence_names(
         remedy = "Name at least one in `sequences`."
     if not names:
         raise ValueError(
-            f"The example {sorted(arrays)} has no sequence feature. {remedy}"
+            f"The example has no sequence feature among {sorted(arrays)}. {remedy}"
         )
     return names
 

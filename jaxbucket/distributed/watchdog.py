@@ -32,7 +32,7 @@ from jaxbucket.distributed.store import Store
 EXIT_STATUS = 75
 _BEATS_PER_TIMEOUT = 10
 _LONGEST_INTERVAL = 1.0
-# If a process holds Python's lock for this long, the others have already exited.
+# If a process holds the GIL for this long, the others have already exited.
 _TIMEOUTS_TO_ABORT = 2
 # An error often occurs in all processes. Each of them has this long to report its own.
 _SECONDS_FOR_OWN_ERROR = 0.5

@@ -45,7 +45,6 @@ class PackedPlan:
       plan: the buckets, with the cost of their steps.
       packing: rows of several examples; None if every row has one example.
       report: the report of one epoch.
-      pack: the option that decided between packed and padded rows.
       epoch_costs: the cost of an epoch for each alternative, "padded", "packed" and
         "packed in one T", in `plan.cost_unit`.
       rows: the number of rows of each bucket, before remainders are promoted.
@@ -54,17 +53,20 @@ class PackedPlan:
         promoted to longer buckets, so attention needs no mask in these buckets; 0 if
         all buckets are packed.
       block_sparse: whether attention was assumed to take time within examples only.
+      pack: the option that decided between packed and padded rows.
+      counts_attention: whether the cost may include attention, unlike `TokenCost`.
     """
 
     plan: BucketPlan
     packing: Packing | None
     report: Report
-    pack: Pack
     epoch_costs: dict[str, float]
     rows: tuple[int, ...]
     segments: tuple[float, ...]
     padded_up_to: int
     block_sparse: bool
+    pack: Pack = "auto"
+    counts_attention: bool = True
 
     @property
     def is_packed(self) -> bool:
@@ -103,8 +105,8 @@ class PackedPlan:
 
     @property
     def _attention(self) -> str:
-        """How the cost counts attention, as a sentence after a space; often empty."""
-        if self.plan.step_costs is None:
+        """How the cost counts attention, as a sentence after a space, or nothing."""
+        if not self.counts_attention:
             return ""
         attention = "within examples" if self.block_sparse else "over whole rows"
         return f" Attention in packed rows is counted {attention}."
@@ -256,8 +258,11 @@ def plan_packing(
     is_cheaper = is_possible and packed.cost < epoch.epoch_cost
     if pack == "always" or (pack == "auto" and is_cheaper):
         packing = from_patterns(packed.patterns, packed.seq_lens, max_segments_per_row)
-        return _packed_plan(packed, packing, pack, epoch_costs, block_sparse)
-    return _padded_plan(padded, epoch, pack, epoch_costs, block_sparse)
+        chosen = _packed_plan(packed, packing, epoch_costs, block_sparse)
+    else:
+        chosen = _padded_plan(padded, epoch, epoch_costs, block_sparse)
+    counts_attention = not isinstance(limits.cost_fn, TokenCost)
+    return dataclasses.replace(chosen, pack=pack, counts_attention=counts_attention)
 
 
 def _check_choices(pack: Pack, max_padding: float, max_tokens: Budget) -> None:
@@ -277,7 +282,6 @@ def _check_choices(pack: Pack, max_padding: float, max_tokens: Budget) -> None:
 def _padded_plan(
     plan: BucketPlan,
     epoch: Report,
-    pack: Pack,
     epoch_costs: dict[str, float],
     block_sparse: bool,
 ) -> PackedPlan:
@@ -286,7 +290,6 @@ def _padded_plan(
         plan,
         None,
         epoch,
-        pack,
         epoch_costs,
         rows=tuple(bucket.examples for bucket in epoch.buckets),
         segments=(1.0,) * len(plan),
@@ -308,7 +311,6 @@ def _check_units(cost_fn: CostFn | None, packed_cost_fn: CostFn | None) -> None:
 def _packed_plan(
     choice: RowChoice,
     packing: Packing,
-    pack: Pack,
     epoch_costs: dict[str, float],
     block_sparse: bool,
 ) -> PackedPlan:
@@ -318,7 +320,6 @@ def _packed_plan(
         dataclasses.replace(choice.plan, packed=True),
         packing,
         dataclasses.replace(epoch, packed_examples=packing.num_examples),
-        pack,
         epoch_costs,
         rows=tuple(choice.rows.tolist()),
         segments=tuple(segments.tolist()),

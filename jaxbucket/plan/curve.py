@@ -123,8 +123,8 @@ class PlanCurve:
             text += f" More than {self.max_buckets} shapes were not tried."
         elif (last := self.points[-1].num_buckets) < self.max_buckets:
             text += (
-                f" The curve stops at {count_shapes(last)}, because a lower bound "
-                "proves that more shapes cannot take less time."
+                f" The curve stops at {count_shapes(last)}, because more shapes are "
+                "proven not to take less time."
             )
         return text
 

@@ -34,7 +34,7 @@ class StreamRun:
     on_drift: OnDrift | None
     processes: ProcessGroup | None  # The processes that end their streams together.
     first_step: int = 0  # The first step of this worker.
-    step_stride: int = 1  # Every how many steps this worker has one.
+    step_stride: int = 1  # The distance between two steps of this worker.
 
     def sliced(self, sl: slice, sequential_slice: bool) -> StreamRun:
         """Returns the run of a worker, with its share of the stream and the steps."""

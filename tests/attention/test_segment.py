@@ -146,7 +146,7 @@ def test_rows_of_padding_have_zero_output_and_gradients(is_causal):
 
 
 @pytest.mark.parametrize("is_causal", CAUSAL)
-def test_segments_are_independent_of_their_neighbours(is_causal):
+def test_segments_are_independent_of_their_neighbors(is_causal):
     ids = jnp.repeat(jnp.array([[1, 2, 3, 0]]), jnp.array([50, 90, 100, 20]), axis=1)
     heads = random_heads(ids)
     attend = functools.partial(jb.segment_attention, is_causal=is_causal)

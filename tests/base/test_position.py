@@ -109,6 +109,11 @@ def test_a_schedule_that_starts_at_a_position_does_not_resume_from_it():
         # This is a position of the same run, but at another step.
         with pytest.raises(ValueError, match="schedule seed 0 -> 1; "):
             batches.resume(before.position(first_step + 1))
+        # A program that always calls `continue_with` is told to remove it.
+        later = batches.position(first_step + 2)
+        again = dataset(seed=1, position=later)
+        with pytest.raises(ValueError, match="Remove `continue_with` to resume the"):
+            again.resume(later)
 
 
 def test_the_fingerprint_of_a_source_is_compared():

@@ -426,7 +426,7 @@ def test_num_buckets_auto_prints_the_curve_and_the_reason(files):
         num_epochs=3,
     )
     assert f"With {len(made)} shapes, " in output
-    assert "unused_budget" not in output
+    assert "of `--max-tokens" not in output
     assert curve.reason in " ".join(output.split())
     numbers = json.loads(run("plan", "lengths.npy", *options, "--json"))
     assert numbers["curve"] == json.loads(curve.to_json())

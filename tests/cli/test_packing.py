@@ -265,6 +265,13 @@ def test_packed_rows_have_the_remainder_that_is_asked_for():
     assert plans["packed"]["report"] == json.loads(epoch.to_json())
 
 
+def test_a_plan_for_packed_rows_is_not_compared_as_a_padded_plan():
+    run("plan", "lengths.npy", *LIMITS, "--pack", "always", "-o", "packed.json")
+    command = ("compare", "lengths.npy", *LIMITS, "--plan", "packed.json")
+    message = "`--plan packed.json` is for packed rows, which `--pack always` compares."
+    assert message in one_line(run(*command, code=1))
+
+
 def test_rows_that_cannot_be_packed_do_not_stop_a_comparison():
     np.save("lengths.npy", np.array([5, 1 << 27], np.int32))
     command = ("compare", "lengths.npy", "--max-tokens", 1 << 27)

@@ -910,7 +910,7 @@ def test_a_different_constant_in_the_outputs_is_a_different_program(tmp_path, ve
             assert run(other) is other
 
 
-def test_verify_none_ignores_the_list_of_an_interrupted_run(tmp_path):
+def test_verify_none_ignores_the_manifest_of_an_interrupted_run(tmp_path):
     for factor in (1.0, 2.0, 3.0):
         start(tmp_path, make_step(factor), key="a")
     *_, last = sorted(tmp_path.glob("*.programs"), key=lambda x: x.stat().st_mtime_ns)

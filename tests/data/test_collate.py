@@ -154,11 +154,11 @@ X = {"x": np.arange(3)}
         ),
         ([X, {"x": 5}], {}, "Row 1: feature 'x' is int64[]"),
         ([{"x": [1], "y": [1, 2]}], {}, "different lengths, {'x': 1, 'y': 2}. Name"),
-        ([{"label": 5}], {}, "The example ['label'] has no sequence feature. Add a"),
+        ([{"label": 5}], {}, "has no sequence feature among ['label']. Add one"),
         (
             [X],
             {"sequences": []},
-            "has no sequence feature. Name at least one in `sequences`",
+            "has no sequence feature among ['x']. Name at least one in `sequences`",
         ),
         ([X], {"sequences": ["z"]}, "`sequences=['z']`: ['z'] are not arrays with a"),
         ([{"x": [1], "n": 3}], {"sequences": ["n"]}, "['n'] are not arrays with a"),

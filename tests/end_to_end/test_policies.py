@@ -113,7 +113,7 @@ def test_packed_documents_do_not_attend_to_each_other(policies, documents):
         packed = policies.grain_pack(documents, jb.Bucket(4, 128), limits, seed=0)
         batch = next(iter(packed))
         ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
-        # The first byte of a document is predicted from `BEGIN`, not its neighbour.
+        # The first byte of a document is predicted from `BEGIN`, not its neighbor.
         tokens = jb.next_tokens(batch, "tokens", bos_token=transformer.BEGIN).inputs
         assert (tokens[positions == 0] == transformer.BEGIN).all()
         logits = model(jnp.asarray(tokens), jnp.asarray(positions), None, ids)

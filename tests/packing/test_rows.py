@@ -25,6 +25,7 @@ from jaxbucket.packing.pattern import Pattern, positions
 from jaxbucket.packing.row_patterns import fewest_positions
 from jaxbucket.packing.subset_sum import fullest_rows
 from jaxbucket.plan.histogram import grouped, value_counts
+from jaxbucket.plan.reports.plots import plot_plan
 from jaxbucket.schedule.balance import balance_rows, imbalance
 from jaxbucket.testing import check_batches
 
@@ -292,11 +293,11 @@ def test_each_example_of_a_real_dataset_is_in_one_packed_row(real_lengths):
     assert sorted(np.concatenate(rows)) == list(range(len(real_lengths)))
 
 
-def test_epochs_have_different_neighbours_in_rows():
+def test_epochs_have_different_neighbors_in_rows():
     lengths = np.repeat([5, 7, 20], 400)
     schedule = packed_schedule(lengths, 32)
 
-    def neighbours(epoch):
+    def neighbors(epoch):
         pairs = set()
         for indices in epoch_rows(schedule, epoch):
             for row in indices.rows:
@@ -304,9 +305,9 @@ def test_epochs_have_different_neighbours_in_rows():
                 pairs |= {(int(a), int(b)) for a in filled for b in filled if a < b}
         return pairs
 
-    first, second = neighbours(0), neighbours(1)
+    first, second = neighbors(0), neighbors(1)
     assert len(first & second) < 0.05 * len(first)
-    assert neighbours(0) == first
+    assert neighbors(0) == first
     again = packed_schedule(lengths, 32, order="source")
     assert np.array_equal(again[0].rows, again[len(again)].rows)
 
@@ -493,6 +494,7 @@ def test_a_real_dataset_is_cheaper_in_rows_of_several_lengths(real_lengths):
         lengths,
         max_tokens=65_536,
         max_seq_len=4096,
+        num_buckets=4,
         cost_fn=QUADRATIC,
         pack="always",
         max_padding=0.015 if is_short else 1.0,
@@ -528,6 +530,8 @@ def test_auto_chooses_the_cheaper_rows():
     # Padded rows have little padding here, and longer rows would only cost more.
     padded = jb.plan_packing(lengths, **options)
     assert not padded.is_packed and padded.packing is None
+    # `TokenCost` does not count attention, so nothing is said about it.
+    assert "ttention" not in jb.plan_packing(lengths, max_tokens=1024).reason
     assert padded.reason.startswith(
         "Rows are padded, because packed rows do not cost less. Cost of an epoch: "
     )
@@ -702,6 +706,8 @@ def test_a_plan_for_packed_rows_requires_its_packing():
     stream = grain.MapDataset.source([{"x": [1]}]).to_iter_dataset()
     with pytest.raises(ValueError, match="from step 0 is for packed rows. Pass `pack"):
         jb.stream_batches(stream, plan, pool_size=2048)
+    row_lengths = choice.packing.row_lengths
+    assert plot_plan(plan, row_lengths).get_legend() is not None
     of_rows = dataclasses.replace(plan, packed=False)
     assert jb.BatchSchedule(of_rows, lengths).report().packed_examples == 0
     with pytest.raises(ValueError, match="`packed=1` is not True or False"):
@@ -1098,7 +1104,7 @@ def test_packed_and_padded_rows_have_the_same_loss_and_gradients(causal, per):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_is_independent_of_neighbours_in_the_row(causal):
+def test_attention_is_independent_of_neighbors_in_the_row(causal):
     rows = [[{"tokens": np.arange(1, 5)}, {"tokens": np.arange(5, 8)}]]
     other = [[rows[0][0], {"tokens": np.array([90, 91, 92])}]]
     logits = []

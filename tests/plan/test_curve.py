@@ -85,7 +85,7 @@ def test_the_reason_names_the_times_of_neighboring_points():
     begin = f"With {k} shapes, compiling takes {0.3 * k:,.1f} s and 2 epochs take "
     assert curve.reason.startswith(begin)
     assert curve.turned
-    end = f"The curve stops at {curve.points[-1].num_buckets} shapes, because a lower "
+    end = f"The curve stops at {curve.points[-1].num_buckets} shapes, because more "
     assert end in curve.reason
     limit = 1.02 * curve.chosen.total_seconds
     near = [x.num_buckets for x in curve.points if x.total_seconds <= limit]

@@ -11,6 +11,7 @@ import functools
 import gzip
 import json
 import pathlib
+import shlex
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -111,7 +112,9 @@ def missing_column(column: str, columns: list[str]) -> str:
       "there is no column 'frame' among ['seconds', 'frames']. Pass `--column frames`."
     """
     close = difflib.get_close_matches(column, columns, 1)
-    remedy = f"Pass `--column {close[0]}`" if close else "Choose one with `--column`"
+    remedy = "Choose one with `--column`"
+    if close:
+        remedy = f"Pass `--column {shlex.quote(close[0])}`"
     return f"there is no column {column!r} among {columns}. {remedy}."
 
 

@@ -129,7 +129,8 @@ def _parse(text: str, in_column: bool) -> int:
 def _not_an_integer(text: str, in_column: bool) -> str:
     """Returns the error message for a cell or a line that is not an integer."""
     if not text:
-        return "the length is missing. Fill it in, or remove the line."
+        remedy = "" if in_column else f", or measure texts {_USE_UNIT}"
+        return f"the length is missing. Fill it in, remove the line{remedy}."
     if text.lower() in _MISSING:
         return f"{text!r} is not a length. Fill in a length, or remove the line."
     choose = "choose a different column with `--column`, or " if in_column else ""
@@ -140,8 +141,9 @@ def _not_an_integer(text: str, in_column: bool) -> str:
         )
     if float(text).is_integer():
         return (
-            f"{short_repr(text)} has a decimal point or an exponent. Write lengths as "
-            'integers, in pandas with `.astype("Int64")`.'
+            f"{short_repr(text)} has a decimal point or an exponent. "
+            f"{_capitalized(choose + 'write lengths as integers')}, in pandas with "
+            '`.astype("Int64")`.'
         )
     return (
         f"{short_repr(text)} is not an integer. "

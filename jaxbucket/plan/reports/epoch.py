@@ -167,8 +167,9 @@ class Report:
         text = (
             f"A batch has B rows of T {self.unit}. {what.capitalize()}: {what} that "
             f"fit in no shorter bucket. Moved in: {what} from shorter buckets that "
-            "fill up a batch. Empty rows: rows without an example. Padding: share of "
-            f"padding without empty rows and moved {what}, which the total includes. "
+            "fill up a batch. Empty rows: rows without an example. Padding: the share "
+            f"in the bucket's own {what}; the total also includes empty rows and moved "
+            f"{what}. "
             f"Share of {self.unit}: share of all positions, padding included."
         )
         if self.cost_unit != "tokens":
@@ -268,7 +269,8 @@ def report(
     if plan.packed:
         raise ValueError(
             "`plan` is for packed rows, and its padding depends on the packing. Use "
-            "the `report` of `plan_packing` or of a `BatchSchedule` with `packing`."
+            "the `report` of `plan_packing` or of a `BatchSchedule` with `packing`, or "
+            "`dataclasses.replace(plan, packed=False)` for lengths of rows."
         )
     accumulate = check_accumulate(accumulate)
     lengths = check_lengths(lengths)

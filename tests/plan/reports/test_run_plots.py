@@ -46,8 +46,8 @@ def test_every_step_is_a_point_in_the_color_of_its_bucket():
 def test_buckets_are_distinguishable_in_grayscale():
     figure = plot_run(RECORDS)
     colors = [points.get_facecolor()[0] for points in figure.axes[0].collections]
-    grey = [0.3 * red + 0.59 * green + 0.11 * blue for red, green, blue, _ in colors]
-    assert np.all(np.diff(grey) > 0.15)
+    gray = [0.3 * red + 0.59 * green + 0.11 * blue for red, green, blue, _ in colors]
+    assert np.all(np.diff(gray) > 0.15)
 
 
 def test_bars_show_each_buckets_part_of_the_run():
