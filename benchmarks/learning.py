@@ -1,8 +1,9 @@
 """Trains the model of the example with several ways to batch, at equal real tokens.
 
     python benchmarks/learning.py
-    python benchmarks/learning.py --steps 100 300 1000 3000 --seeds 5 --results runs.jsonl
-    python benchmarks/learning.py --results runs.jsonl --plot learning.png
+    python benchmarks/learning.py --steps 100 300 1000 3000 --results runs.jsonl
+    python benchmarks/learning.py --model conv --results conv.jsonl
+    python benchmarks/learning.py --results runs.jsonl --show --plot learning.png
 
 All ways update the parameters with the same mean number of real tokens, and their
 learning rates follow the number of real tokens so far. They differ in which lengths an
@@ -14,7 +15,9 @@ update sees:
     spread          the same, with the batches of each bucket spread evenly
     2, 4 spread     micro-batches of different buckets in one update, and so on
 
-Finished runs are added to `--results` and are not repeated.
+A convolutional model, whose rows cannot be packed because its convolutions would cross
+the borders of examples, is trained in the other ways. Finished runs are added to
+`--results` and are not repeated.
 """
 
 import argparse
@@ -27,6 +30,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 from flax import nnx
@@ -40,6 +44,36 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 import documents
 import recipe
 from transformer import VOCABULARY, Transformer
+
+
+class Conv(nnx.Module):
+    """Bytes `[B, T]` -> logits, by causal convolutions with growing dilation."""
+
+    def __init__(self, width: int, layers: int, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCABULARY, width, rngs=rngs)
+        self.convs = nnx.List(
+            nnx.Conv(
+                *(width, width, 4),
+                kernel_dilation=4**layer,
+                padding="CAUSAL",
+                rngs=rngs,
+            )
+            for layer in range(layers)
+        )
+        self.norms = nnx.List(nnx.RMSNorm(width, rngs=rngs) for _ in range(layers))
+        self.head = nnx.Linear(width, VOCABULARY, rngs=rngs)
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        positions: jax.Array,
+        keys: jax.Array | None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        x = self.embed(inputs)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + nnx.gelu(conv(norm(x)))
+        return self.head(x)
 
 
 class Training:
@@ -96,8 +130,11 @@ class Training:
         )
 
     def state(self, seed: int) -> jb.train.TrainState:
-        args = self.args
-        model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(seed))
+        args, rngs = self.args, nnx.Rngs(seed)
+        if args.model == "conv":
+            model = Conv(args.width, args.layers, rngs)
+        else:
+            model = Transformer(args.width, args.layers, 0.0, rngs)
         return jb.create_state(model, self.tx, self.mesh)
 
     def held_out_loss(self, state: jb.train.TrainState) -> float:
@@ -106,18 +143,28 @@ class Training:
             [self._evaluate(state, batch) for batch in self._to_evaluate]
         )[0]
 
-    def ways(self) -> dict[str, Callable[[int], jb.BatchSchedule]]:
-        """Returns the function from a seed to the schedule of each way to batch."""
+    def ways(self) -> dict[str, Callable[[], Any]]:
+        """Returns functions that make `seed -> BatchSchedule` for each way to batch."""
+        packed = {
+            "packed": self._packed,
+            "packed in 4": functools.partial(self._packed_in, 4),
+            "packed in 4, spread": functools.partial(
+                self._packed_in, 4, order="spread"
+            ),
+        }
         return {
-            "packed": self._packed(),
-            "packed in 4": self._packed_in(4),
-            "packed in 4, spread": self._packed_in(4, order="spread"),
-            "padded": self._padded(),
-            "shuffled": self._bucketed(1, "shuffled"),
-            "spread": self._bucketed(1, "spread"),
-            "2 shuffled": self._bucketed(2, "shuffled"),
-            "2 spread": self._bucketed(2, "spread"),
-            "4 spread": self._bucketed(4, "spread"),
+            **({} if self.args.model == "conv" else packed),
+            "padded": self._padded,
+            **{
+                name: functools.partial(self._bucketed, count, order)
+                for name, count, order in (
+                    ("shuffled", 1, "shuffled"),
+                    ("spread", 1, "spread"),
+                    ("2 shuffled", 2, "shuffled"),
+                    ("2 spread", 2, "spread"),
+                    ("4 spread", 4, "spread"),
+                )
+            },
         }
 
     def _packed(self) -> Any:
@@ -162,7 +209,7 @@ class Training:
 
     def runs(self, way: str, seeds: Iterable[int]) -> Iterator[dict[str, Any]]:
         """Trains once per seed, with steps that are compiled only once."""
-        make_schedule = self.ways()[way]
+        make_schedule = self.ways()[way]()
         schedule = make_schedule(seed=0)
         step_fn = jb.make_train_step(
             recipe.loss_fn, self.tx, self.mesh, accumulate=schedule.accumulate > 1
@@ -202,8 +249,8 @@ def main() -> None:
     args = parse_arguments()
     path = pathlib.Path(args.results)
     done = [json.loads(line) for line in path.open()] if path.exists() else []
-    training = Training(args)
-    for way in args.ways or training.ways():
+    training = None if args.show else Training(args)
+    for way in (args.ways or training.ways()) if training else ():
         seeds = {run["seed"] for run in done if run["way"] == way}
         missing = [seed for seed in range(args.seeds) if seed not in seeds]
         for run in training.runs(way, missing) if missing else ():
@@ -213,6 +260,8 @@ def main() -> None:
             last = run["curve"][-1]
             print(way, run["seed"], last, file=sys.stderr, flush=True)
     show(done)
+    if args.plot:
+        draw(done, args.plot)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -223,7 +272,10 @@ def parse_arguments() -> argparse.Namespace:
     option = parser.add_argument
     option("--data", help="a .jsonl file, a .txt file or a folder")
     option("--results", default="learning.jsonl", help="file of finished runs")
+    option("--show", action="store_true", help="only show finished runs")
+    option("--plot", help="file for a plot of the held-out losses")
     option("--ways", nargs="*", help="ways to train; by default, all")
+    option("--model", choices=("transformer", "conv"), default="transformer")
     option("--steps", type=int, nargs="+", default=[100, 300, 1000], help="evaluations")
     option("--seeds", type=int, default=5)
     option("--held-out", type=int, default=200, help="documents to evaluate on")
@@ -241,23 +293,76 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def by_way(runs: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Returns way -> `[seeds, points]` bits per byte, for the seeds of all ways."""
+    ways = dict.fromkeys(run["way"] for run in runs)
+    seeds = [{run["seed"] for run in runs if run["way"] == way} for way in ways]
+    curves = {(run["way"], run["seed"]): run["curve"] for run in runs}
+    common = sorted(set.intersection(*seeds))
+    return {
+        way: np.array(
+            [[x["bits_per_byte"] for x in curves[way, seed]] for seed in common]
+        )
+        for way in ways
+    }
+
+
 def show(runs: list[dict[str, Any]]) -> None:
-    table = Table(box=box.SIMPLE_HEAD)
+    """Prints the losses of the first way, and the differences of the others from it."""
+    bits = by_way(runs)
+    first = next(iter(bits))
+    steps = [point["step"] for point in runs[0]["curve"]]
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        caption=f"Held-out bits per byte, and differences from {first!r} of the same "
+        f"seed: means of {len(bits[first])} seeds ± standard errors. Tokens/s: real "
+        "tokens, without compiling and evaluating.",
+        caption_justify="left",
+    )
     table.add_column("way", no_wrap=True)
-    num_points = max(len(run["curve"]) for run in runs)
-    for _ in range(num_points):
-        table.add_column("step: bits", justify="right", no_wrap=True)
-    table.add_column("tokens/s", justify="right")
-    for way in dict.fromkeys(run["way"] for run in runs):
-        curves = [run["curve"] for run in runs if run["way"] == way]
-        cells = []
-        for points in zip(*curves, strict=True):
-            bits = np.array([point["bits_per_byte"] for point in points])
-            step = np.mean([point["step"] for point in points])
-            cells.append(f"{step:.0f}: {bits.mean():.3f} ±{bits.std():.3f}")
-        speed = np.mean([c[-1]["tokens"] / c[-1]["seconds"] for c in curves])
-        table.add_row(f"{way} ({len(curves)})", *cells, f"{speed:,.0f}")
+    for name in (*(f"step {step}" for step in steps), "tokens/s", "tokens/update"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for way, values in bits.items():
+        shown = values if way == first else values - bits[first]
+        error = shown.std(axis=0) / math.sqrt(max(1, len(shown) - 1))
+        sign = "" if way == first else "+"
+        last = [run["curve"][-1] for run in runs if run["way"] == way]
+        speed = np.mean([point["tokens"] / point["seconds"] for point in last])
+        size = np.mean([point["tokens"] / point["step"] for point in last])
+        table.add_row(
+            way,
+            *(
+                f"{x:{sign}.3f} ± {e:.3f}"
+                for x, e in zip(shown.mean(axis=0), error, strict=True)
+            ),
+            *(f"{speed:,.0f}", f"{size:,.0f}"),
+        )
     Console(width=140, highlight=False).print(table)
+
+
+def draw(runs: list[dict[str, Any]], path: str) -> None:
+    """Draws the differences from the first way over the number of tokens."""
+    from matplotlib.figure import Figure
+
+    bits = by_way(runs)
+    first = next(iter(bits))
+    tokens = [point["tokens"] for point in runs[0]["curve"]]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    ax = figure.add_subplot()
+    for (way, values), marker in zip(bits.items(), "osD^vP*X<>", strict=False):
+        difference = values - bits[first]
+        error = difference.std(axis=0) / math.sqrt(max(1, len(difference) - 1))
+        ax.errorbar(
+            *(tokens, difference.mean(axis=0), error),
+            marker=marker,
+            capsize=3,
+            label=way,
+        )
+    ax.set_xscale("log")
+    ax.set(xlabel="real tokens", ylabel=f"held-out bits per byte, less {first!r}")
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

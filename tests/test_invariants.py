@@ -24,7 +24,10 @@ from jaxbucket.schedule import CyclicPacing, LinearPacing
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.testing import check_batches
 
-ORDERS = ("shuffled", "source", "ascending", "descending", "curriculum", "mixture")
+ORDERS = (
+    *("shuffled", "spread", "source", "ascending", "descending"),
+    *("curriculum", "mixture"),
+)
 REMAINDERS = ("cheapest", "promote", "pad", "drop")
 GROUPS = ((1, "same"), (2, "same"), (3, "mixed"))
 CASES = tuple(itertools.product(ORDERS, REMAINDERS, GROUPS))

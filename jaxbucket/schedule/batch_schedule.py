@@ -53,8 +53,7 @@ class BatchSchedule(Schedule):
 
     * "shuffled": every epoch draws new batches in a new order. Both come from keyed
       integer permutations, which need neither a pass over the data nor a state.
-    * "spread": like "shuffled", but the batches of each bucket are spread evenly over
-      the steps, so that any window of steps has the lengths of the data.
+    * "spread": like "shuffled", but each bucket is spread evenly over the steps.
     * "source": every epoch is the same. Each bucket takes its examples in source
       order, and a batch comes as soon as it is full.
     * "ascending", "descending": every epoch is the same. Each bucket takes its examples

@@ -5,12 +5,15 @@ the contract of losses, which return sums over rows and reach the rows of other 
 through `global_rows`. `step` and `accumulation` build train and evaluation steps from a
 loss, for jit, shard_map or `pmap`; a train step combines `gradients` and an `update`.
 `prediction` returns outputs in the order of the source, `checkpoint` saves a state with
-its position in the data, and `calibration` measures step times.
+its position in the data, and `calibration` measures step times. `bucket_gradients`
+measures how far batches of one bucket are from the data.
 """
 
 from etils import epy as _epy
 
 with _epy.lazy_api_imports(globals()):
+    from jaxbucket.train.bias_report import BucketBias
+    from jaxbucket.train.bucket_gradients import bucket_bias
     from jaxbucket.train.calibration import Calibration, calibrate, calibration_shapes
     from jaxbucket.train.checkpoint import Checkpoints, Restored
     from jaxbucket.train.global_rows import gather_rows, row_numbers

@@ -31,7 +31,7 @@ def real_rows(batch: BatchIndices) -> np.ndarray:
     return batch.rows[batch.rows >= 0]
 
 
-ORDERS = ["shuffled", "source", "ascending", "descending"]
+ORDERS = ["shuffled", "spread", "source", "ascending", "descending"]
 
 
 def kept_examples(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:

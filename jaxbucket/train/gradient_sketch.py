@@ -1,0 +1,80 @@
+"""Short random projections of gradients, which keep their inner products.
+
+Comparing the gradients of many batches needs all of them at the same time, which is too
+much for large models. A sketch has a few thousand numbers: every element of the
+gradient is added to one of them, chosen at random, with a random sign. The inner
+product of two sketches is an unbiased estimate of that of the gradients, with a
+standard deviation of at most sqrt(2 / size) times the product of their norms
+(Charikar, Chen and Farach-Colton, "Finding frequent items in data streams", 2002;
+Weinberger et al., "Feature hashing for large scale multitask learning", 2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxbucket.base.batch import Batch
+from jaxbucket.compile.events import record_arguments
+from jaxbucket.train.gradients import gradient_sums
+from jaxbucket.train.loader import MeshLoader
+from jaxbucket.train.loss import LossFn, Metrics, sum_over_batch
+from jaxbucket.train.state import TrainState
+
+# A power of two, so that a few bits of a random number select an entry.
+SKETCH_SIZE = 1 << 14
+
+
+def make_sketch_step(
+    loss_fn: LossFn, batches: MeshLoader, seed: int
+) -> Callable[[TrainState, Batch], Metrics]:
+    """Returns a jitted step, `(state, batch) -> {"sketch", "weight"}`.
+
+    The sketch `[SKETCH_SIZE]` is that of the mean gradient of the batch. All sketches
+    with the same seed use the same projection.
+
+    Args:
+      loss_fn: the loss, as for `make_train_step`.
+      batches: the loader, which determines the mesh.
+      seed: the seed of the projection and of the keys of the loss.
+    """
+    mesh = batches.mesh
+    global_sums = sum_over_batch(
+        gradient_sums(loss_fn), mesh, "jit", batches.batch_axes, seed
+    )
+
+    @record_arguments
+    def sketch_step(state: TrainState, batch: Batch) -> Metrics:
+        grads, sums = global_sums(state, batch)
+        weight = sums["weight"]
+        mean = sketch(grads, seed) / jnp.where(weight == 0, 1, weight)
+        return {"sketch": mean, "weight": weight}
+
+    return jax.jit(sketch_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def sketch(tree: Any, seed: int = 0) -> jax.Array:
+    """Returns the sketch of a tree of arrays, `[SKETCH_SIZE]` float32.
+
+    Example:
+      >>> tree = {"w": jnp.arange(30_000.0)}
+      >>> ratio = jnp.sum(sketch(tree) ** 2) / jnp.sum(tree["w"] ** 2)
+      >>> bool(jnp.abs(ratio - 1) < 0.05)
+      True
+
+    Args:
+      tree: arrays of any shape.
+      seed: selects the projection.
+    """
+    total = jnp.zeros(SKETCH_SIZE, jnp.float32)
+    for number, leaf in enumerate(jax.tree.leaves(tree)):
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number)
+        bits = jax.random.bits(key, (leaf.size,), jnp.uint32)
+        entry = (bits & (SKETCH_SIZE - 1)).astype(jnp.int32)
+        sign = jnp.where(bits >> 31, 1.0, -1.0)
+        total = total.at[entry].add(sign * leaf.reshape(-1).astype(jnp.float32))
+    return total
