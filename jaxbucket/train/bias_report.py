@@ -242,8 +242,9 @@ def _estimate(samples: Sequence[np.ndarray], weights: np.ndarray) -> _Estimate:
 
 def _leave_out(samples: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
     """Yields the samples without one of several groups of batches."""
-    for fold in range(_FOLDS):
-        parts = [np.delete(x, np.s_[fold::_FOLDS], axis=0) for x in samples]
+    num_folds = min(_FOLDS, *map(len, samples))
+    for fold in range(num_folds):
+        parts = [np.delete(x, np.s_[fold::num_folds], axis=0) for x in samples]
         if all(len(part) > 1 for part in parts):
             yield parts
 

@@ -43,12 +43,12 @@ def test_estimates_are_unbiased():
     mean = shares @ means
     bias = np.square(means - mean).sum(axis=1) / (mean @ mean)
     for k in range(3):
-        found = np.array([report.buckets[k].bias for report in reports])
-        standard_error = found.std() / np.sqrt(len(found))
-        assert abs(found.mean() - bias[k]) < 5 * standard_error
+        estimates = np.array([report.buckets[k].bias for report in reports])
+        standard_error = estimates.std() / np.sqrt(len(estimates))
+        assert abs(estimates.mean() - bias[k]) < 5 * standard_error
         # The jackknife is right on average, to a factor of two.
         errors = np.array([report.buckets[k].bias_error for report in reports])
-        assert 0.5 < np.sqrt(np.mean(errors**2)) / found.std() < 2
+        assert 0.5 < np.sqrt(np.mean(errors**2)) / estimates.std() < 2
         noises = np.array([report.buckets[k].noise for report in reports])
         np.testing.assert_allclose(noises.mean(), noise[k] / (mean @ mean), rtol=0.05)
     between = np.mean([report.between for report in reports])
