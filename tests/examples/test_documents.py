@@ -55,8 +55,8 @@ def write(path: pathlib.Path, content: bytes) -> pathlib.Path:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", b"", "has no text. Give a file"),
-        ("blank.txt", b"\n \n", "has no text. Give a file"),
+        ("empty.jsonl", b"", "has no text. Pass a file"),
+        ("blank.txt", b"\n \n", "has no text. Pass a file"),
         ("one.txt", b"a line\n", "has 1 distinct documents, too few to hold some out"),
         ("broken.jsonl", b'{"text": "a"}\n{"te', "broken.jsonl:2 is not JSON"),
         (
