@@ -1407,7 +1407,7 @@ def test_an_example_without_a_length_is_rejected_with_its_index():
     for options, message in [
         (
             {},
-            "Example 2 of epoch 0 of the stream: The example has no sequence feature among ['y']",
+            "Example 2 of epoch 0 of the stream: The example has no sequence feature",
         ),
         (
             {"sequences": ["x"]},
