@@ -75,6 +75,7 @@ def test_unreadable_data_is_refused(documents, tmp_path, name, content, message)
         documents.load(str(write(tmp_path / name, content)))
 
 
+@pytest.mark.exhaustive
 def test_no_file_is_in_both_splits(documents):
     def texts(examples):
         return {example["tokens"].tobytes().decode() for example in examples}

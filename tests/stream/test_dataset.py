@@ -2049,6 +2049,7 @@ def packed_drift(sample, lengths, plan, **options):
     return drifts, padding
 
 
+@pytest.mark.exhaustive
 def test_a_drift_of_packed_rows_comes_with_a_better_plan(small_window):
     rng = np.random.default_rng(0)
     # Many short examples fill a row, but only one long example fits into it.
