@@ -223,9 +223,12 @@ def _bin_edges(low: int, high: int, bins: int, wide: bool) -> np.ndarray:
     """Returns integer edges from `low` to `high`, so that each bar has an integer."""
     if wide:
         return np.unique(np.geomspace(low, high, bins + 1).round())
-    least = -(-(high - low) // bins)
+    span = high - low
+    # The smallest width for each number of bars, from `bins` down to about half of it.
+    widths = [-(-span // number) for number in range(bins, 0, -1)]
+    widths = [width for width in widths if width < 2 * widths[0]]
     # The last bar should be about as wide as the others.
-    width = min(range(least, 2 * least), key=lambda width: -(high - low) % width)
+    width = min(widths, key=lambda width: -span % width)
     return np.arange(low, high + width, width)
 
 
