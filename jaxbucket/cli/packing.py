@@ -125,7 +125,7 @@ def packed_report(
     Returns:
       The lengths of the rows `[R]`, and the report of an epoch of them.
     """
-    of_rows = dataclasses.replace(plan, packed=False)
+    of_rows = plan.unpacked
     lost = _lost(of_rows, lengths)
     kept = kept_lengths(lengths, plan.overlong, plan.max_seq_len)
     packing = pack(kept, plan.boundaries.tolist())
@@ -214,7 +214,7 @@ def _packed_plans(
     for name, num_buckets in (("packed", comparison.num_buckets), (_ONE_SHAPE, 1)):
         packed = plan_rows(lengths, shape, num_buckets, "always", block_sparse)
         assert packed.packing is not None
-        plan = dataclasses.replace(packed.plan, packed=False)
+        plan = packed.plan.unpacked
         rows = report(plan, packed.packing.row_lengths, remainder=remainder)
         fields = {x: getattr(packed.report, x) for x in ("packed_examples", *_LOST)}
         epoch = dataclasses.replace(rows, **fields)

@@ -149,7 +149,7 @@ def test_a_report_packs_the_lengths_of_a_packed_plan():
     result = numbers(*command, *options)["report"]
     plan = BucketPlan.from_json(pathlib.Path("plan.json").read_text())
     assert plan.packed
-    plan = dataclasses.replace(plan, packed=False)
+    plan = plan.unpacked
     rows = pack(np.minimum(LENGTHS, 96), plan.boundaries).row_lengths
     epoch = report(plan, rows, remainder="pad", accumulate=2)
     assert result["padded_tokens"] == epoch.padded_tokens
@@ -259,7 +259,7 @@ def test_packed_rows_have_the_remainder_that_is_asked_for():
     expected = plan_packing(LENGTHS, pack="always", **LIMIT_VALUES)
     assert expected.packing is not None
     rows = expected.packing.row_lengths
-    plan = dataclasses.replace(expected.plan, packed=False)
+    plan = expected.plan.unpacked
     epoch = report(plan, rows, remainder="pad")
     epoch = dataclasses.replace(epoch, packed_examples=len(LENGTHS))
     assert plans["packed"]["report"] == json.loads(epoch.to_json())

@@ -708,7 +708,7 @@ def test_a_plan_for_packed_rows_requires_its_packing():
         jb.stream_batches(stream, plan, pool_size=2048)
     row_lengths = choice.packing.row_lengths
     assert plot_plan(plan, row_lengths).get_legend() is not None
-    of_rows = dataclasses.replace(plan, packed=False)
+    of_rows = plan.unpacked
     assert jb.BatchSchedule(of_rows, lengths).report().packed_examples == 0
     with pytest.raises(ValueError, match="`packed=1` is not True or False"):
         dataclasses.replace(plan, packed=1)
