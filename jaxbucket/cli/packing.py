@@ -25,6 +25,8 @@ _REQUIRES = (
     "within each example, as `jb.segment_attention` does."
 )
 _ONE_SHAPE = "packed, one shape"
+# Relative differences of costs below this are not shown.
+_SAME = 0.0005
 # The numbers of a report that count examples beyond the last bucket.
 _LOST = (
     *("dropped_examples", "truncated_examples", "truncated_tokens"),
@@ -148,10 +150,13 @@ def reason(packed: PackedPlan, shape: ShapeOptions, unit: str) -> str:
     costs, cost_unit = packed.epoch_costs, packed.plan.cost_unit
     shown = {x: format_cost(costs[x], cost_unit, unit) for x in (chosen, other)}
     change = 1 - costs[chosen] / costs[other]
-    than = "less than" if change >= 0 else "more than"
+    # Below half of the last digit, the costs are shown as equal.
+    difference = "as much as"
+    if abs(change) >= _SAME:
+        difference = f"{abs(change):.1%} {'less' if change > 0 else 'more'} than"
     return (
-        f"Rows are {chosen}: an epoch costs {shown[chosen]}, {abs(change):.1%} "
-        f"{than} the {shown[other]} with {other} rows. "
+        f"Rows are {chosen}: an epoch costs {shown[chosen]}, {difference} "
+        f"the {shown[other]} with {other} rows. "
         f"{_attention(shape, packed.block_sparse)}"
     )
 

@@ -130,6 +130,13 @@ def test_too_long_examples_are_counted_and_the_rest_is_packed(overlong):
     assert packed["report"]["packed_examples"] == padded["report"]["examples"]
 
 
+def test_equal_costs_are_called_equal():
+    np.save("equal.npy", np.array([512] * 8))
+    options = ("--max-tokens", 1024, "--pack", "always")
+    text = one_line(run("plan", "equal.npy", *options))
+    assert "costs 4,096 tokens, as much as the 4,096 tokens with padded rows" in text
+
+
 def test_a_job_packs_rows_of_the_plan():
     result = numbers("plan", "lengths.npy", *LIMITS, "--pack", "always")
     plan = BucketPlan.from_json(json.dumps(result["plan"]))
