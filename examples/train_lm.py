@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         processes.check_agreement(batches.position(0), mesh, vars(args))
 
         # Batch the held-out documents in the same shapes, one in each row.
-        plan = dataclasses.replace(plan, overlong="truncate", packed=False)
+        plan = dataclasses.replace(plan.unpacked, overlong="truncate")
         lengths = jb.measure_lengths(splits.held_out)
         schedule = jb.BatchSchedule(plan, lengths, order="source")
         held_out = jb.MeshLoader(splits.held_out, schedule, mesh)

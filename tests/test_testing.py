@@ -401,6 +401,7 @@ def test_a_sum_over_rows_is_accepted(loss, packed):
     check_loss(loss, PARAMS, batch_of_floats(packed))
 
 
+@pytest.mark.exhaustive
 def test_a_loss_that_gathers_rows_is_accepted():
     check_loss(contrastive, PARAMS, batch_of_floats(), seed=None)
     # Also with an odd number of rows.

@@ -221,6 +221,11 @@ class BucketPlan:
         return np.array(self.step_costs)
 
     @property
+    def unpacked(self) -> BucketPlan:
+        """The same shapes for rows of one example, or for lengths of packed rows."""
+        return dataclasses.replace(self, packed=False)
+
+    @property
     def max_seq_len(self) -> int:
         """T of the last bucket."""
         return self.buckets[-1].seq_len

@@ -81,13 +81,14 @@ def unused_budget(
     """
     multiple = limits.batch_size_multiple
     budgets = limits.budgets(plan.boundaries).tolist()
-    found = []
+    candidates = []
     for bucket, budget, part in zip(plan.buckets, budgets, epoch.buckets, strict=True):
         rows = bucket.batch_size + multiple
         is_allowed = limits.max_batch_size is None or rows <= limits.max_batch_size
         is_filled = part.examples + part.carried >= rows * limits.accumulate
         if is_allowed and is_filled and part.token_share >= _RELEVANT:
             is_common = isinstance(limits.max_tokens, int)
-            found.append(UnusedBudget(bucket, budget, rows, multiple, is_common))
-    worst = min(found, key=lambda unused: unused.used, default=None)
+            unused = UnusedBudget(bucket, budget, rows, multiple, is_common)
+            candidates.append(unused)
+    worst = min(candidates, key=lambda unused: unused.used, default=None)
     return None if worst is None or worst.used >= _WELL_USED else worst

@@ -25,6 +25,8 @@ _REQUIRES = (
     "within each example, as `jb.segment_attention` does."
 )
 _ONE_SHAPE = "packed, one shape"
+# Relative differences of costs below this are not shown.
+_SAME = 0.0005
 # The numbers of a report that count examples beyond the last bucket.
 _LOST = (
     *("dropped_examples", "truncated_examples", "truncated_tokens"),
@@ -125,7 +127,7 @@ def packed_report(
     Returns:
       The lengths of the rows `[R]`, and the report of an epoch of them.
     """
-    of_rows = dataclasses.replace(plan, packed=False)
+    of_rows = plan.unpacked
     lost = _lost(of_rows, lengths)
     kept = kept_lengths(lengths, plan.overlong, plan.max_seq_len)
     packing = pack(kept, plan.boundaries.tolist())
@@ -148,10 +150,13 @@ def reason(packed: PackedPlan, shape: ShapeOptions, unit: str) -> str:
     costs, cost_unit = packed.epoch_costs, packed.plan.cost_unit
     shown = {x: format_cost(costs[x], cost_unit, unit) for x in (chosen, other)}
     change = 1 - costs[chosen] / costs[other]
-    than = "less than" if change >= 0 else "more than"
+    # Below half of the last digit, the costs are shown as equal.
+    difference = "as much as"
+    if abs(change) >= _SAME:
+        difference = f"{abs(change):.1%} {'less' if change > 0 else 'more'} than"
     return (
-        f"Rows are {chosen}: an epoch costs {shown[chosen]}, {abs(change):.1%} "
-        f"{than} the {shown[other]} with {other} rows. "
+        f"Rows are {chosen}: an epoch costs {shown[chosen]}, {difference} "
+        f"the {shown[other]} with {other} rows. "
         f"{_attention(shape, packed.block_sparse)}"
     )
 
@@ -214,7 +219,7 @@ def _packed_plans(
     for name, num_buckets in (("packed", comparison.num_buckets), (_ONE_SHAPE, 1)):
         packed = plan_rows(lengths, shape, num_buckets, "always", block_sparse)
         assert packed.packing is not None
-        plan = dataclasses.replace(packed.plan, packed=False)
+        plan = packed.plan.unpacked
         rows = report(plan, packed.packing.row_lengths, remainder=remainder)
         fields = {x: getattr(packed.report, x) for x in ("packed_examples", *_LOST)}
         epoch = dataclasses.replace(rows, **fields)

@@ -115,18 +115,17 @@ def plan(
     _check_pack(pack, block_sparse, shape, shapes, boundaries, num_buckets)
     with new_figure(plot, 8, 11 if num_buckets == _AUTO else 7) as figure:
         measured = read_lengths(lengths, column)
+        size = 8 if num_buckets in (None, _AUTO) else _number(num_buckets)
         if num_buckets == _AUTO:
             chosen = _by_curve(measured, shape, auto)
+        elif pack != "never":
+            chosen = _packed(measured, shape, size, pack, block_sparse)
+        elif shapes is not None:
+            chosen = _Chosen(shape.fixed_plan(shapes), measured, shape.accumulate)
         else:
-            size = 8 if num_buckets is None else _number(num_buckets)
-            if pack != "never":
-                chosen = _packed(measured, shape, size, pack, block_sparse)
-            elif shapes is not None:
-                chosen = _Chosen(shape.fixed_plan(shapes), measured, shape.accumulate)
-            else:
-                chooser = "optimal" if boundaries is None else _chooser(boundaries)
-                made = plan_within(measured, shape.limits(), size, chooser)
-                chosen = _Chosen(made, measured, shape.accumulate)
+            chooser = "optimal" if boundaries is None else _chooser(boundaries)
+            made = plan_within(measured, shape.limits(), size, chooser)
+            chosen = _Chosen(made, measured, shape.accumulate)
         epoch = dataclasses.replace(chosen.epoch, unit=unit)
         if figure:
             _draw(figure, chosen, epoch)

@@ -138,8 +138,7 @@ class BatchSchedule(Schedule):
         if plan.packed and not is_packed:
             raise ValueError(
                 "`plan` is for packed rows. Pass the `packing` that was planned with "
-                "it, or `dataclasses.replace(plan, packed=False)` to have one example "
-                "per row."
+                "it, or use `plan.unpacked` to have one example per row."
             )
         self._order = check_order(order, len(self.lengths), is_packed=is_packed)
         self.order: OrderName | Order = order
@@ -275,7 +274,7 @@ class BatchSchedule(Schedule):
                 "hold with `replacement=True`. Count the batches of the schedule."
             )
         epoch = report(
-            dataclasses.replace(self.plan, packed=False),
+            self.plan.unpacked,
             self._row_lengths,
             remainder=self.remainder,
             accumulate=self.accumulate,

@@ -114,7 +114,7 @@ def _make_phase(
     if plan.packed and not options.pack:
         raise ValueError(
             f"The plan from step {step} is for packed rows. Pass `pack=True`, or "
-            "`dataclasses.replace(plan, packed=False)` to have one example per row."
+            "use `plan.unpacked` to have one example per row."
         )
     rows = _local_rows(plan, options)
     if lengths is None and not options.is_single_process:

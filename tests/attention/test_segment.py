@@ -175,6 +175,7 @@ def test_blocks_of_keys_that_no_query_needs_are_skipped():
     assert np.isfinite(result[:, 16:]).all() and np.isnan(result[:, :16]).all()
 
 
+@pytest.mark.exhaustive
 def test_memory_grows_linearly_with_the_row():
     def temporary_bytes(attend, seq_len):
         ids = jax.ShapeDtypeStruct((2, seq_len), jnp.int32)

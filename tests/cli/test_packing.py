@@ -130,6 +130,13 @@ def test_too_long_examples_are_counted_and_the_rest_is_packed(overlong):
     assert packed["report"]["packed_examples"] == padded["report"]["examples"]
 
 
+def test_equal_costs_are_called_equal():
+    np.save("equal.npy", np.array([512] * 8))
+    options = ("--max-tokens", 1024, "--pack", "always")
+    text = one_line(run("plan", "equal.npy", *options))
+    assert "costs 4,096 tokens, as much as the 4,096 tokens with padded rows" in text
+
+
 def test_a_job_packs_rows_of_the_plan():
     result = numbers("plan", "lengths.npy", *LIMITS, "--pack", "always")
     plan = BucketPlan.from_json(json.dumps(result["plan"]))
@@ -149,7 +156,7 @@ def test_a_report_packs_the_lengths_of_a_packed_plan():
     result = numbers(*command, *options)["report"]
     plan = BucketPlan.from_json(pathlib.Path("plan.json").read_text())
     assert plan.packed
-    plan = dataclasses.replace(plan, packed=False)
+    plan = plan.unpacked
     rows = pack(np.minimum(LENGTHS, 96), plan.boundaries).row_lengths
     epoch = report(plan, rows, remainder="pad", accumulate=2)
     assert result["padded_tokens"] == epoch.padded_tokens
@@ -259,7 +266,7 @@ def test_packed_rows_have_the_remainder_that_is_asked_for():
     expected = plan_packing(LENGTHS, pack="always", **LIMIT_VALUES)
     assert expected.packing is not None
     rows = expected.packing.row_lengths
-    plan = dataclasses.replace(expected.plan, packed=False)
+    plan = expected.plan.unpacked
     epoch = report(plan, rows, remainder="pad")
     epoch = dataclasses.replace(epoch, packed_examples=len(LENGTHS))
     assert plans["packed"]["report"] == json.loads(epoch.to_json())

@@ -377,7 +377,7 @@ def tokens(*lengths: int) -> list[dict]:
             [{"x": np.broadcast_to(np.uint8(0), 2**31)}],
             "Row 0 has length 2147483648, beyond 2147483647. Split it",
         ),
-        ([{"label": np.int32(1)}], r"The example \['label'\] has no sequence"),
+        ([{"label": np.int32(1)}], r"has no sequence feature among \['label'\]"),
         ([[1, 2]], "The example is a list, not a dict of arrays"),
     ],
 )

@@ -55,8 +55,8 @@ def write(path: pathlib.Path, content: bytes) -> pathlib.Path:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", b"", "has no text. Give a file"),
-        ("blank.txt", b"\n \n", "has no text. Give a file"),
+        ("empty.jsonl", b"", "has no text. Pass a file"),
+        ("blank.txt", b"\n \n", "has no text. Pass a file"),
         ("one.txt", b"a line\n", "has 1 distinct documents, too few to hold some out"),
         ("broken.jsonl", b'{"text": "a"}\n{"te', "broken.jsonl:2 is not JSON"),
         (
@@ -75,6 +75,7 @@ def test_unreadable_data_is_refused(documents, tmp_path, name, content, message)
         documents.load(str(write(tmp_path / name, content)))
 
 
+@pytest.mark.exhaustive
 def test_no_file_is_in_both_splits(documents):
     def texts(examples):
         return {example["tokens"].tobytes().decode() for example in examples}

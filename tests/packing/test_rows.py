@@ -708,7 +708,7 @@ def test_a_plan_for_packed_rows_requires_its_packing():
         jb.stream_batches(stream, plan, pool_size=2048)
     row_lengths = choice.packing.row_lengths
     assert plot_plan(plan, row_lengths).get_legend() is not None
-    of_rows = dataclasses.replace(plan, packed=False)
+    of_rows = plan.unpacked
     assert jb.BatchSchedule(of_rows, lengths).report().packed_examples == 0
     with pytest.raises(ValueError, match="`packed=1` is not True or False"):
         dataclasses.replace(plan, packed=1)
@@ -1177,7 +1177,8 @@ def test_the_search_groups_many_distinct_lengths(cost_fn, monkeypatch):
 
     monkeypatch.setattr("jaxbucket.packing.row_patterns.best_fit", counted)
     lengths = np.random.default_rng(0).permutation(np.arange(1, 8001))
-    result = jb.plan_packing(lengths, max_tokens=80_000, cost_fn=cost_fn)
+    options = {"max_tokens": 80_000, "num_buckets": 4, "cost_fn": cost_fn}
+    result = jb.plan_packing(lengths, **options)
     # Packing all lengths for every choice would take 28 * 8000 and 92 * 8000.
     assert sum(numbers_packed) < 20 * 8000
     assert result.epoch_costs["packed"] <= result.epoch_costs["packed in one T"]

@@ -1407,7 +1407,7 @@ def test_an_example_without_a_length_is_rejected_with_its_index():
     for options, message in [
         (
             {},
-            "Example 2 of epoch 0 of the stream: The example ['y'] has no sequence",
+            "Example 2 of epoch 0 of the stream: The example has no sequence feature",
         ),
         (
             {"sequences": ["x"]},
@@ -2049,6 +2049,7 @@ def packed_drift(sample, lengths, plan, **options):
     return drifts, padding
 
 
+@pytest.mark.exhaustive
 def test_a_drift_of_packed_rows_comes_with_a_better_plan(small_window):
     rng = np.random.default_rng(0)
     # Many short examples fill a row, but only one long example fits into it.

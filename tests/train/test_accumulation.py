@@ -348,7 +348,7 @@ with jb.Processes() as processes:
     ("mode", "dtype", "limit"),
     [
         pytest.param("jit", "float32", 1e-5, marks=EXHAUSTIVE),
-        ("pmap", "float64", 1e-12),
+        pytest.param("pmap", "float64", 1e-12, marks=EXHAUSTIVE),
     ],
 )
 def test_two_processes_compute_the_gradient_of_one(launch, mode, dtype, limit):

@@ -39,11 +39,11 @@ def make_step(mesh, mode="jit"):
 @pytest.mark.parametrize(
     ("mode", "num_devices"),
     [
-        ("pmap", 8),
-        pytest.param("pmap", 1, marks=pytest.mark.exhaustive),
+        ("jit", 8),
         *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in itertools.product(["jit", "shard_map"], [1, 8])
+            pytest.param(mode, size, marks=pytest.mark.exhaustive)
+            for mode, size in itertools.product(["jit", "shard_map", "pmap"], [1, 8])
+            if (mode, size) != ("jit", 8)
         ),
     ],
 )
@@ -151,6 +151,7 @@ def test_a_sharded_state_keeps_its_sharding():
     np.testing.assert_array_equal(state, np.arange(16.0))
 
 
+@pytest.mark.exhaustive
 def test_the_measured_cost_can_be_planned_with():
     mesh = jb.data_mesh(jax.devices()[:1])
     step_fn, state = make_step(mesh)

@@ -129,8 +129,12 @@ def _parse(text: str, in_column: bool) -> int:
 def _not_an_integer(text: str, in_column: bool) -> str:
     """Returns the error message for a cell or a line that is not an integer."""
     if not text:
-        remedy = "" if in_column else f", or measure texts {_USE_UNIT}"
-        return f"the length is missing. Fill it in, remove the line{remedy}."
+        if in_column:
+            return "the length is missing. Fill it in, or remove the line."
+        return (
+            "the length is missing. Fill it in, remove the line, or measure texts "
+            f"{_USE_UNIT}."
+        )
     if text.lower() in _MISSING:
         return f"{text!r} is not a length. Fill in a length, or remove the line."
     choose = "choose a different column with `--column`, or " if in_column else ""

@@ -270,7 +270,7 @@ def report(
         raise ValueError(
             "`plan` is for packed rows, and its padding depends on the packing. Use "
             "the `report` of `plan_packing` or of a `BatchSchedule` with `packing`, or "
-            "`dataclasses.replace(plan, packed=False)` for lengths of rows."
+            "pass `plan.unpacked` with the lengths of rows."
         )
     accumulate = check_accumulate(accumulate)
     lengths = check_lengths(lengths)

@@ -5,7 +5,6 @@ Colors differ in brightness and padding is hatched, so plots are readable in gra
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,7 @@ def plot_plan(
     """
     if ax is None:
         ax = _axes()
-    epoch = epoch or report(dataclasses.replace(plan, packed=False), lengths)
+    epoch = epoch or report(plan.unpacked, lengths)
     real, padded = row_tokens(plan, lengths)
     order = np.argsort(real, kind="stable")
     shown = np.linspace(0, len(order) - 1, min(len(order), _MAX_POINTS)).astype(int)
@@ -116,7 +115,7 @@ def plot_lengths(
     """
     if ax is None:
         ax = _axes()
-    epoch = epoch or report(dataclasses.replace(plan, packed=False), lengths)
+    epoch = epoch or report(plan.unpacked, lengths)
     real, padded = row_tokens(plan, lengths)
     edges = np.linspace(0, plan.max_seq_len, bins + 1)
     # Lengths are integers: one at an edge belongs to the bar that ends there.
@@ -223,9 +222,12 @@ def _bin_edges(low: int, high: int, bins: int, wide: bool) -> np.ndarray:
     """Returns integer edges from `low` to `high`, so that each bar has an integer."""
     if wide:
         return np.unique(np.geomspace(low, high, bins + 1).round())
-    least = -(-(high - low) // bins)
+    span = high - low
+    # The smallest width for each number of bars, from `bins` down to about half of it.
+    widths = [-(-span // number) for number in range(bins, 0, -1)]
+    widths = [width for width in widths if width < 2 * widths[0]]
     # The last bar should be about as wide as the others.
-    width = min(range(least, 2 * least), key=lambda width: -(high - low) % width)
+    width = min(widths, key=lambda width: -span % width)
     return np.arange(low, high + width, width)
 
 
