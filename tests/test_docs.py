@@ -97,6 +97,7 @@ def run_commands(page: str, folder: pathlib.Path) -> list[str]:
     return [command[1] for command in commands]
 
 
+@pytest.mark.exhaustive
 def test_the_commands_of_the_page_on_planning_run(tmp_path):
     commands = run_commands("planning", tmp_path)
     assert {"measure", "compare", "plan", "report"} <= set(commands)

@@ -42,7 +42,9 @@ def one_line(text: str) -> str:
 
 
 @pytest.mark.parametrize("pack_option", ["always", "auto", "never"])
-@pytest.mark.parametrize("block_sparse", [False, True])
+@pytest.mark.parametrize(
+    "block_sparse", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
+)
 def test_plan_pack_equals_plan_packing(pack_option, block_sparse):
     if pack_option == "never" and block_sparse:
         return
@@ -220,7 +222,13 @@ def test_block_sparse_needs_packed_rows():
     assert "`--block-sparse` requires `--pack`." in output
 
 
-@pytest.mark.parametrize("cost", [(), WIDE, (*WIDE, "--block-sparse")])
+@pytest.mark.parametrize(
+    "cost",
+    [
+        (*WIDE, "--block-sparse"),
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ((), WIDE)),
+    ],
+)
 def test_packed_rows_are_compared_with_padded_plans(cost):
     command = ("compare", "lengths.npy", *LIMITS, *cost)
     result = numbers(*command)

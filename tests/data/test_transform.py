@@ -574,7 +574,10 @@ STREAMS = [
 
 @pytest.mark.parametrize(
     "overlong",
-    ["error", "split", pytest.param("truncate", marks=pytest.mark.exhaustive)],
+    [
+        "split",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("error", "truncate")),
+    ],
 )
 @pytest.mark.parametrize("options", STREAMS, ids=str)
 def test_streams_draw_by_epoch_and_place_and_resume_at_every_step(options, overlong):

@@ -150,6 +150,7 @@ def test_own_step_linen_learns_with_one_compilation_per_bucket(example, capsys):
     assert "4 compilations for 4 buckets" in printed
 
 
+@pytest.mark.exhaustive
 def test_own_step_nnx_learns_with_one_trace_per_bucket(example, capsys):
     module = example("own_step_nnx")
     module.traces.clear()

@@ -1085,7 +1085,7 @@ def norm(tree):
     ("causal", "per"),
     [
         (True, "token"),
-        (False, "sequence"),
+        pytest.param(False, "sequence", marks=pytest.mark.exhaustive),
         pytest.param(True, "sequence", marks=pytest.mark.exhaustive),
         pytest.param(False, "token", marks=pytest.mark.exhaustive),
     ],

@@ -49,7 +49,7 @@ def open_at(curriculum: Curriculum, ids: np.ndarray, epochs: float) -> float:
 
 
 @pytest.mark.parametrize("pacing", PACINGS)
-@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("epoch", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_batches_are_as_easy_as_the_pacing_allows(problem, pacing, epoch):
     plan, lengths = problem
     curriculum = Curriculum(difficulties(lengths), PACINGS[pacing])

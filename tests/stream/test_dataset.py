@@ -404,7 +404,9 @@ def test_resuming_at_every_step_yields_the_remaining_batches(overlong, options):
     check_resume(dataset)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "options", [*OPTIONS[::3], *exhaustive(OPTIONS[1::3]), *exhaustive(OPTIONS[2::3])]
+)
 def test_a_part_of_the_rows_resumes_at_every_step(options):
     lengths, plan, _ = make_case(12, size=60, multiple=2)
     dataset = jb.stream_batches(
@@ -1189,7 +1191,7 @@ def test_thread_prefetch_resumes():
 
 
 @pytest.mark.parametrize("options", [{}, {"pack": True}, {"accumulate": 2}], ids=str)
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [2, *exhaustive([1])])
 def test_a_new_plan_takes_effect_at_its_step(parts, options):
     lengths, plan, _ = make_case(50, size=100, multiple=2)
     longest = plan.max_seq_len

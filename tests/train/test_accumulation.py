@@ -127,7 +127,7 @@ def distance(got, want):
     ("loss", "mode", "num_devices"),
     [
         ("tokens", "pmap", 8),
-        ("examples", "jit", 8),
+        pytest.param("examples", "jit", 8, marks=EXHAUSTIVE),
         ("task", "shard_map", 8),
         *(
             pytest.param("tokens", mode, count, marks=EXHAUSTIVE)

@@ -205,7 +205,9 @@ def test_gathering_in_a_custom_shard_map_within_a_loss_is_refused(fn):
         run("2", "jit", [make_batch(4)], loss=loss)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["shard_map", *(pytest.param(m, marks=EXHAUSTIVE) for m in ("jit", "pmap"))]
+)
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=EXHAUSTIVE)]
 )

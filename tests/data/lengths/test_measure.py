@@ -258,6 +258,7 @@ def start(tmp_path: pathlib.Path, *args: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_pass_is_resumed_after_a_worker_or_the_parent_is_killed(tmp_path):
     cache = tmp_path / "cache"
     with start(tmp_path, "lost") as run:

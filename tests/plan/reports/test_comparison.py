@@ -173,7 +173,10 @@ def test_a_curve_marks_the_chosen_number_of_shapes():
         (np.arange(1, 1000), 32),
     ],
 )
-@pytest.mark.parametrize("cost", [None, TransformerCost(512, 8)])
+@pytest.mark.parametrize(
+    "cost",
+    [None, pytest.param(TransformerCost(512, 8), marks=pytest.mark.exhaustive)],
+)
 def test_texts_of_a_comparison_stay_inside_and_apart(
     lengths, num_buckets, cost, check_texts
 ):
@@ -190,7 +193,10 @@ def test_texts_of_a_comparison_stay_inside_and_apart(
     assert figure.axes[3].get_ylabel() == "bytes"
 
 
-@pytest.mark.parametrize("seconds", [1e-9, 1, 1e7])
+@pytest.mark.parametrize(
+    "seconds",
+    [1e-9, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 1e7))],
+)
 def test_texts_of_a_curve_stay_inside_and_apart(seconds, check_texts):
     limits = Limits(**OPTIONS, cost_fn=TokenCost(1e4 / seconds))
     curve = plan_curve(LENGTHS, limits, compile_seconds=seconds, num_epochs=3)
