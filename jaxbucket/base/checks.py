@@ -186,6 +186,17 @@ def check_number(name: str, value: Any) -> float:
     return number
 
 
+def check_share(name: str, value: Any) -> float:
+    """Returns `value` as a float from 0 to 1, or raises a ValueError."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 <= number <= 1 or isinstance(value, bool | str):
+        raise ValueError(f"`{name}={value!r}` must be a share, from 0 to 1.")
+    return number
+
+
 def check_accumulate(accumulate: Any) -> int:
     """Returns the number of micro-batches as an int, or raises a ValueError."""
     number = check_positive("accumulate", accumulate)

@@ -16,6 +16,7 @@ from jaxbucket.base.checks import (
     check_lengths,
     check_number,
     check_positive,
+    check_share,
 )
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.packing.row_search import RowChoice, RowSearch
@@ -26,6 +27,7 @@ from jaxbucket.packing.rows import (
     check_seq_lens,
     from_patterns,
 )
+from jaxbucket.packing.separation import separation
 from jaxbucket.plan.costs import CostFn, TokenCost, unit_of
 from jaxbucket.plan.formatting import format_cost
 from jaxbucket.plan.histogram import value_counts
@@ -53,7 +55,7 @@ class PackedPlan:
         promoted to longer buckets, so attention needs no mask in these buckets; 0 if
         all buckets are packed.
       block_sparse: whether attention was assumed to take time within examples only.
-      pack: the option that decided between packed and padded rows.
+      cause: why rows are packed or padded, as a clause.
       counts_attention: whether the cost may include attention, unlike `TokenCost`.
     """
 
@@ -65,7 +67,7 @@ class PackedPlan:
     segments: tuple[float, ...]
     padded_up_to: int
     block_sparse: bool
-    pack: Pack = "auto"
+    cause: str = ""
     counts_attention: bool = True
 
     @property
@@ -80,19 +82,9 @@ class PackedPlan:
         if self.is_packed and self.padded_up_to:
             name += f" (padded up to T={self.padded_up_to})"
         return (
-            f"Rows are {name}, because {self._cause}. Cost of an epoch: "
+            f"Rows are {name}, because {self.cause}. Cost of an epoch: "
             f"{self._costs}.{self._attention}"
         )
-
-    @property
-    def _cause(self) -> str:
-        if self.pack != "auto":
-            return f"`pack={self.pack!r}`"
-        if self.is_packed:
-            return "packed rows cost less"
-        if self.epoch_costs["packed"] < self.epoch_costs["padded"]:
-            return "packed rows would exceed `max_padding`"
-        return "packed rows do not cost less"
 
     @property
     def _costs(self) -> str:
@@ -120,6 +112,7 @@ class PackedPlan:
             "rows": list(self.rows),
             "segments_per_row": list(self.segments),
             "padded_up_to": self.padded_up_to,
+            "cause": self.cause,
             "report": self.report.to_dict(),
         }
 
@@ -157,6 +150,7 @@ def plan_packing(
     cost_fn: CostFn | None = None,
     packed_cost_fn: CostFn | None = None,
     block_sparse: bool = False,
+    mixing: float = 0.03,
     max_padding: float = 1.0,
     max_segments_per_row: int | None = None,
     batch_size_multiple: int = 1,
@@ -169,6 +163,10 @@ def plan_packing(
     packed into short rows. The search adds one T at a time, and evaluates each choice
     by packing the lengths. With `packed_cost_fn`, examples up to some T may also get
     rows of their own, which then cost as much as padded rows.
+
+    Updates from examples of all lengths learn more than updates from a bucket with
+    examples of one length (see docs/learning.md). So the search also prefers fewer,
+    wider buckets of rows that mix lengths, if they cost only a little more.
 
     Example:
       >>> lengths = np.random.default_rng(0).integers(1, 500, size=1000)
@@ -196,6 +194,10 @@ def plan_packing(
       block_sparse: whether the attention of packed rows takes time within examples
         only. This holds for fused kernels with segment ids, but not for attention
         with a mask.
+      mixing: the share of the cost of an epoch that it is worth to have examples of all
+        lengths in every batch. A cost is raised by this share of itself if every bucket
+        has examples of one length, and by a part of it otherwise; with 0, the cheapest
+        rows are chosen. `jaxbucket.train.bucket_bias` measures it for a loss.
       max_padding: the maximum share of padding in packed rows, even if more padding
         would be cheaper. It refers to the rows before remainders are promoted
         to longer T.
@@ -212,7 +214,7 @@ def plan_packing(
         batch fits the limits; if `pack="always"` and the search finds no rows within
         `max_padding`.
     """
-    _check_choices(pack, max_padding, max_tokens)
+    _check_choices(pack, mixing, max_padding, max_tokens)
     _check_units(cost_fn, packed_cost_fn)
     lengths = check_lengths(lengths)
     limits = Limits(
@@ -236,11 +238,11 @@ def plan_packing(
         check_cap(max_segments_per_row),
         block_sparse,
         max_padding,
+        mixing,
     )
     single = search.fuller(search.packed((search.last,)))
     packed = search.fuller(search.search(check_positive("num_buckets", num_buckets)))
-    is_possible = packed.padding <= max_padding
-    if pack == "always" and not is_possible:
+    if pack == "always" and packed.padding > max_padding:
         raise ValueError(
             f"`max_padding={max_padding}` cannot be met: the best rows found have "
             f"{packed.padding:.2%} padding. Raise `max_padding`, `max_seq_len` or "
@@ -255,19 +257,44 @@ def plan_packing(
         "packed": packed.cost,
         "packed in one T": single.cost,
     }
-    is_cheaper = is_possible and packed.cost < epoch.epoch_cost
-    if pack == "always" or (pack == "auto" and is_cheaper):
+    is_packed, cause = pack == "always", f"`pack={pack!r}`"
+    if pack == "auto":
+        buckets = np.searchsorted(padded.boundaries, search.values)
+        separated = separation(buckets, search.values, search.counts)
+        weighted = epoch.epoch_cost * (1 + mixing * separated)
+        is_packed = packed.padding <= max_padding
+        is_packed &= packed.weighted_cost(mixing) < weighted
+        cause = _cause(is_packed, packed, epoch.epoch_cost, max_padding)
+    if is_packed:
         packing = from_patterns(packed.patterns, packed.seq_lens, max_segments_per_row)
         chosen = _packed_plan(packed, packing, epoch_costs, block_sparse)
     else:
         chosen = _padded_plan(padded, epoch, epoch_costs, block_sparse)
     counts_attention = not isinstance(limits.cost_fn, TokenCost)
-    return dataclasses.replace(chosen, pack=pack, counts_attention=counts_attention)
+    return dataclasses.replace(chosen, cause=cause, counts_attention=counts_attention)
 
 
-def _check_choices(pack: Pack, max_padding: float, max_tokens: Budget) -> None:
+def _cause(
+    is_packed: bool, packed: RowChoice, padded_cost: float, max_padding: float
+) -> str:
+    """Returns why the cheaper rows were chosen, as a clause."""
+    more = packed.cost / padded_cost - 1
+    if not is_packed and packed.padding > max_padding and more < 0:
+        return "packed rows would exceed `max_padding`"
+    if more < 0:
+        return "packed rows cost less" if is_packed else "packed rows mix fewer lengths"
+    if not is_packed:
+        return "packed rows do not cost less"
+    cost = f"cost {more:.1%} more" if more >= 0.0005 else "cost as much"
+    return f"packed rows {cost} and mix lengths in every batch"
+
+
+def _check_choices(
+    pack: Pack, mixing: float, max_padding: float, max_tokens: Budget
+) -> None:
     """Raises a ValueError for choices that no packing can follow."""
     check_choice("pack", pack, PACK_CHOICES)
+    check_share("mixing", mixing)
     if not 0 < check_number("max_padding", max_padding) <= 1:
         raise ValueError(
             f"`max_padding={max_padding}` must be a share, above 0 and at most 1."

@@ -12,6 +12,7 @@ import numpy as np
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.packing.pattern import Pattern
 from jaxbucket.packing.row_patterns import fuller_patterns, row_patterns
+from jaxbucket.packing.separation import separation
 from jaxbucket.plan.histogram import grouped
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.remainder import flow_remainders
@@ -39,6 +40,7 @@ class RowChoice:
       rows: `[K]` int64, the number of rows of each T.
       segments: `[K]` numbers, the number of examples in the rows of each T.
       padding: the share of padding in the rows.
+      separation: the share of the variance of lengths that is between buckets.
       cost: the cost of an epoch, remainders included.
     """
 
@@ -49,7 +51,12 @@ class RowChoice:
     rows: np.ndarray
     segments: np.ndarray
     padding: float
+    separation: float
     cost: float
+
+    def weighted_cost(self, mixing: float) -> float:
+        """Returns the cost, raised by up to `mixing` if buckets separate lengths."""
+        return self.cost * (1 + mixing * self.separation)
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,6 +73,7 @@ class RowSearch:
       cap: the maximum number of slots in a row.
       block_sparse: whether attention takes time within examples only.
       max_padding: the maximum share of padding in the rows.
+      mixing: the share of the cost that is added for buckets of equal lengths.
       last: the T of the longest row.
     """
 
@@ -77,6 +85,7 @@ class RowSearch:
     cap: int
     block_sparse: bool
     max_padding: float
+    mixing: float = 0.0
 
     def __post_init__(self):
         self.last = self.limits.longest(np.array([self.longest]))
@@ -175,8 +184,9 @@ class RowSearch:
         return min(choices, key=self._rank)
 
     def _rank(self, choice: RowChoice) -> tuple[float, float]:
-        """Returns the sort key of a choice: excess padding first, and then the cost."""
-        return max(choice.padding - self.max_padding, 0.0), choice.cost
+        """Returns the sort key of a choice: excess padding, and then weighted cost."""
+        excess = max(choice.padding - self.max_padding, 0.0)
+        return excess, choice.weighted_cost(self.mixing)
 
     def _fits_batch(self, seq_len: int) -> bool:
         """Returns whether the budget allows a batch of this T.
@@ -201,15 +211,16 @@ class RowSearch:
         bucket = np.searchsorted(seq_lens, [x.seq_len for x in patterns])
         number = np.array([x.rows for x in patterns])
         slots = np.array([len(x.slots) for x in patterns])
-        pairs = np.array([sum(n * n for n in x.slots) for x in patterns])
-        rows, segments, squares = (
+        lengths = np.concatenate([x.slots for x in patterns])
+        squares = np.add.reduceat(lengths * lengths, np.cumsum(slots) - slots)
+        rows, segments, pairs = (
             np.bincount(bucket, x, size)
-            for x in (number, number * slots, number * pairs)
+            for x in (number, number * slots, number * squares)
         )
         plan = self.limits.plan(seq_lens)
         costs = plan.costs
         if self.block_sparse:
-            share = squares / np.maximum(rows, 1) / np.square(plan.boundaries)
+            share = pairs / np.maximum(rows, 1) / np.square(plan.boundaries)
             share[rows == 0] = 1
             costs = np.array(self._sparse_costs(plan, share))
         if padded_up_to:
@@ -228,6 +239,9 @@ class RowSearch:
             rows,
             segments,
             padding=1 - float(self.values @ self.counts) / int(rows @ plan.boundaries),
+            separation=separation(
+                np.repeat(bucket, slots), lengths, np.repeat(number, slots)
+            ),
             cost=float((flow.batches * plan.costs).sum()),
         )
 

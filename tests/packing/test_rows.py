@@ -7,6 +7,7 @@ import io
 import json
 import operator
 import pathlib
+import re
 
 import grain
 import jax
@@ -23,6 +24,7 @@ from jaxbucket.data.segments import row_segments
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import Pattern, positions
 from jaxbucket.packing.row_patterns import fewest_positions
+from jaxbucket.packing.separation import separation
 from jaxbucket.packing.subset_sum import fullest_rows
 from jaxbucket.plan.histogram import grouped, value_counts
 from jaxbucket.plan.reports.plots import plot_plan
@@ -524,6 +526,51 @@ def test_lengths_of_a_short_range_get_rows_that_fit_them():
     assert result.plan.boundaries.tolist() == [40]
 
 
+@pytest.mark.parametrize("more", [1.0, 1.05, 1.2])
+def test_rows_that_mix_lengths_are_chosen_if_their_cost_is_within_the_share(more):
+    lengths = np.random.default_rng(0).integers(1, 65, 600)
+    options = {
+        "max_tokens": 1024,
+        "num_buckets": 2,
+        "cost_fn": lambda b, t: b * t,
+        "packed_cost_fn": lambda b, t: 1.2 * more * b * t,
+    }
+    cheapest = jb.plan_packing(lengths, **options, mixing=0)
+    costs = cheapest.epoch_costs
+    assert cheapest.is_packed == (costs["packed"] < costs["padded"])
+    single = costs["packed in one T"]
+    boundaries = jb.plan_packing(lengths, **options, pack="never").plan.boundaries
+    buckets = np.searchsorted(boundaries, lengths)
+    separated = separation(buckets, lengths, np.ones_like(lengths))
+    assert 0.5 < separated < 1
+    for mixing in (0.0, 0.05, 0.2, 0.5, 1.0):
+        chosen = jb.plan_packing(lengths, **options, mixing=mixing)
+        # The search may also find other rows of less weighted cost.
+        if single < costs["padded"] * (1 + mixing * separated):
+            assert chosen.is_packed
+            assert chosen.epoch_costs["packed"] <= single * (1 + mixing)
+        if chosen.is_packed and chosen.epoch_costs["packed"] > costs["padded"]:
+            assert re.search(r"cost .*% more and mix lengths in every", chosen.reason)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_separation_is_the_share_of_the_variance_between_buckets(seed):
+    rng = np.random.default_rng(seed)
+    size = rng.integers(1, 40)
+    buckets = rng.integers(0, rng.integers(1, 9), size)
+    lengths = rng.integers(1, 10 ** rng.integers(1, 6), size)
+    counts = rng.integers(1, 9, size)
+    # One entry per token.
+    logs, groups = (np.repeat(x, lengths * counts) for x in (np.log(lengths), buckets))
+    by_bucket = {k: logs[groups == k].mean() for k in np.unique(groups)}
+    means = np.array([by_bucket[k] for k in np.unique(groups)])
+    shares = np.unique(groups, return_counts=True)[1] / len(groups)
+    between = shares @ np.square(means - logs.mean())
+    want = between / (logs.var() + np.log(1.25) ** 2)
+    np.testing.assert_allclose(separation(buckets, lengths, counts), want, atol=1e-12)
+    assert separation(np.zeros_like(buckets), lengths, counts) < 1e-12
+
+
 def test_auto_chooses_the_cheaper_rows():
     lengths = np.repeat([30, 31, 32], 200)
     options = {"max_tokens": 1024, "max_seq_len": 512, "cost_fn": QUADRATIC}
@@ -547,7 +594,7 @@ def test_auto_chooses_the_cheaper_rows():
     never = jb.plan_packing(uneven, **options, pack="never")
     assert not never.is_packed and never.epoch_costs == packed.epoch_costs
     assert never.reason.startswith("Rows are padded, because `pack='never'`. Cost of")
-    full = dataclasses.replace(never, pack="auto")
+    full = jb.plan_packing(uneven, max_tokens=1024, num_buckets=1, max_padding=1e-6)
     assert "because packed rows would exceed `max_padding`" in full.reason
     # With slower steps because of a mask, padded rows are cheaper.
     slow = jb.plan_packing(
@@ -718,6 +765,10 @@ def test_a_plan_for_packed_rows_requires_its_packing():
     ("options", "message"),
     [
         ({"pack": "maybe"}, "`pack='maybe'`: choose"),
+        ({"mixing": -0.1}, "`mixing=-0.1` must be a share, from 0 to 1."),
+        ({"mixing": 1.5}, "`mixing=1.5` must be a share, from 0 to 1."),
+        ({"mixing": np.nan}, "`mixing=nan` must be a share, from 0 to 1."),
+        ({"mixing": None}, "`mixing=None` must be a share, from 0 to 1."),
         ({"max_padding": 0}, "`max_padding=0` must be"),
         ({"max_padding": 1.5}, "`max_padding=1.5` must be a share"),
         (
