@@ -55,8 +55,8 @@ _AUTO = "auto"
     "--pack",
     type=click.Choice(PACK_CHOICES),
     default="never",
-    help="Pack several examples into each row; auto packs if that costs less, or hardly "
-    "more, because it mixes lengths.",
+    help="Pack several examples into each row; auto packs if that costs less, or only "
+    "a little more.",
 )
 @block_sparse_option
 @click.option(
