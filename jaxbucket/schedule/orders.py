@@ -121,7 +121,7 @@ class Spread(Order):
     bucket with n of the N batches of an epoch, with an error of less than two, and so
     does any other window of steps. An opening counts as a separate window. Consecutive
     batches, such as the micro-batches of a step with `group="mixed"`, therefore differ
-    in length. The sequence of buckets takes 8 bytes per batch of an epoch.
+    in length. Like a shuffled order, this needs no state.
     """
 
     def __str__(self) -> str:
@@ -223,30 +223,15 @@ class _ShuffledEpochs:
 class _SpreadEpochs(_ShuffledEpochs):
     """Spreads the batches of each bucket evenly. Epochs differ in their examples."""
 
-    def __init__(self, rows: EpochRows, seed: int, opening: OpeningSteps | None):
-        super().__init__(rows, seed, opening)
-        self._spread: dict[bytes, np.ndarray] = {}
-
     def _permute(
         self, positions: np.ndarray, counts: np.ndarray, key: int
     ) -> np.ndarray:
-        with LOCK:
-            # The first epoch has other counts than the later ones if it is opened.
-            if counts.tobytes() not in self._spread:
-                self._spread[counts.tobytes()] = self._spread_batches(counts)
-            return self._spread[counts.tobytes()][positions]
-
-    def _spread_batches(self, counts: np.ndarray) -> np.ndarray:
-        """Returns the numbers of all batches, `[num_batches]`, in the spread order."""
-        buckets = spread_evenly(counts)
+        total = max(1, int(counts.sum()))
         # The seed decides where the sequence starts, and not the epoch, because it
         # would otherwise not continue evenly from one epoch to the next.
-        start = fold(self._seed, len(counts)) % max(1, len(buckets))
-        numbers = np.empty(len(buckets), np.int64)
-        numbers[np.argsort(np.roll(buckets, -start), kind="stable")] = np.arange(
-            len(buckets)
-        )
-        return numbers
+        start = fold(self._seed, len(counts)) % total
+        buckets, numbers = spread_evenly((positions + start) % total, counts)
+        return (np.cumsum(counts) - counts)[buckets] + numbers
 
 
 class _FixedEpochs:

@@ -3,62 +3,90 @@
 from __future__ import annotations
 
 import heapq
+from typing import TypeAlias
 
 import numpy as np
 
+# An item, or two groups of items.
+_Group: TypeAlias = "int | tuple[_Node, _Node]"
+# The total count of a group, and the group.
+_Node: TypeAlias = tuple[int, _Group]
 
-def spread_evenly(counts: np.ndarray) -> np.ndarray:
-    """Returns a sequence that repeats every item at an even pace.
+
+def spread_evenly(
+    positions: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the items at given positions of a sequence with every item evenly spread.
+
+    The sequence is divided between two groups of items in proportion to their counts,
+    as Bresenham's line is between rows, and so is the part of each group, until every
+    group is a single item. The groups are those of Huffman's code for the counts. So
+    any position is found without the ones before it.
 
     In the first t of N positions, item k occurs t * counts[k] / N times, with an error
-    of less than one. In any other window of the sequence, or of its repetitions, the
-    error is less than two. Sequences with the smallest possible error are the solution
-    of the chairman assignment problem, which is to schedule every occurrence between a
-    release and a deadline (Tijdeman, "The chairman assignment problem", 1980).
+    of less than two, and typically less than one. The sequence can be repeated: its
+    errors are those of an endless sequence.
 
     Example:
-      >>> spread_evenly(np.array([3, 0, 5, 1]))
-      array([2, 0, 2, 0, 2, 2, 3, 0, 2])
+      >>> items, numbers = spread_evenly(np.arange(9), np.array([3, 0, 5, 1]))
+      >>> items
+      array([2, 0, 2, 0, 2, 3, 2, 0, 2])
+      >>> numbers
+      array([0, 0, 1, 1, 2, 0, 3, 2, 4])
 
     Args:
-      counts: `[K]` integers, the number of occurrences of each item; N is their sum.
+      positions: `[n]` integers from 0 to N - 1.
+      counts: `[K]` integers, the number of occurrences of each item; N is their sum,
+        and below 2**31.
 
     Returns:
-      `[N]` int64, the item at each position.
+      `[n]` int64, the item at each position, and `[n]` int64, its number of earlier
+      occurrences.
+
+    Raises:
+      ValueError: if N is 2**31 or more.
     """
-    sequence = np.empty(int(counts.sum()), np.int64)
-    left = counts.tolist()
-    windows = _Windows(left)
-    # The next occurrence of every item, before and after its release.
-    early = [(*windows.of(k, 0), k) for k in np.flatnonzero(counts).tolist()]
-    heapq.heapify(early)
-    released: list[tuple[int, int]] = []
-    for position in range(len(sequence)):
-        while early and early[0][0] <= position:
-            _, deadline, item = heapq.heappop(early)
-            heapq.heappush(released, (deadline, item))
-        _, item = heapq.heappop(released)
-        sequence[position] = item
-        left[item] -= 1
-        if left[item]:
-            window = windows.of(item, windows.counts[item] - left[item])
-            heapq.heappush(early, (*window, item))
-    return sequence
+    if counts.sum() >= 2**31:
+        raise ValueError(
+            f"{counts.sum():,} batches per epoch are too many for `order='spread'`, "
+            "which supports fewer than 2**31. Raise `max_tokens`, or use 'shuffled'."
+        )
+    items = np.zeros(len(positions), np.int64)
+    numbers = np.array(positions, np.int64)
+    pending = [(_huffman(counts), np.arange(len(positions)))]
+    while pending:
+        (total, group), places = pending.pop()
+        if not len(places):
+            continue
+        if isinstance(group, int):
+            items[places] = group
+            continue
+        first, second = group
+        # Half the difference is added so that the line starts in its middle.
+        doubled = 2 * numbers[places] * first[0] + total
+        before = doubled // (2 * total)
+        is_first = (doubled + 2 * first[0]) // (2 * total) > before
+        numbers[places] = np.where(is_first, before, numbers[places] - before)
+        pending += [(first, places[is_first]), (second, places[~is_first])]
+    return items, numbers
 
 
-class _Windows:
-    """The positions between the release and the deadline of each occurrence.
+def _huffman(counts: np.ndarray) -> _Node:
+    """Returns a binary tree of the items, in which frequent items have short paths.
 
-    They are exact integers, because a rounding error could leave a position empty.
+    The share of a group in the group two levels up is at most a half, so that errors
+    do not add up along a path (Huffman, 1952).
     """
-
-    def __init__(self, counts: list[int]):
-        self.counts = list(counts)
-        self._total = sum(counts)
-        self._slack = max(1, 2 * (sum(map(bool, counts)) - 1))
-
-    def of(self, item: int, number: int) -> tuple[int, int]:
-        """Returns the first and the last position of an occurrence of an item."""
-        pace = self._slack * self.counts[item]
-        start, end = self._slack * number + 1, self._slack * (number + 1) - 1
-        return -(-self._total * start // pace) - 1, self._total * end // pace
+    nodes: list[tuple[int, int, _Group]] = [
+        (int(count), item, item) for item, count in enumerate(counts) if count
+    ]
+    heapq.heapify(nodes)
+    # Of equal counts, older groups come first; groups themselves are not compared.
+    age = len(counts)
+    while len(nodes) > 1:
+        low, _, rare = heapq.heappop(nodes)
+        high, _, frequent = heapq.heappop(nodes)
+        group = ((high, frequent), (low, rare))
+        heapq.heappush(nodes, (low + high, age, group))
+        age += 1
+    return (nodes[0][0], nodes[0][2]) if nodes else (0, 0)

@@ -259,7 +259,7 @@ def _ways(counts: np.ndarray, inner: np.ndarray, within: float) -> Iterator[WayT
       inner: `[K, K]`, relative to the squared norm of the mean gradient.
       within: the variance of the gradient of an update within buckets.
     """
-    sequence = spread_evenly(counts)
+    sequence, _ = spread_evenly(np.arange(counts.sum()), counts)
     mean_bias = counts @ np.diag(inner) / counts.sum()
 
     def shuffled(window: int) -> float:

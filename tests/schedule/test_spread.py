@@ -23,29 +23,57 @@ def deviations(sequence: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return seen - counts[:, None] / len(sequence) * np.arange(len(sequence) + 1)
 
 
-@pytest.mark.parametrize("seed", range(40))
+def sequence_of(counts: np.ndarray) -> np.ndarray:
+    return spread_evenly(np.arange(counts.sum()), counts)[0]
+
+
+@pytest.mark.parametrize("seed", range(60))
 def test_every_window_has_the_share_of_every_item(seed):
     counts = random_counts(seed)
-    sequence = spread_evenly(counts)
-    np.testing.assert_array_equal(np.bincount(sequence, minlength=len(counts)), counts)
-    excess = deviations(sequence, counts)
-    assert np.abs(excess).max() < 1
+    items, numbers = spread_evenly(np.arange(counts.sum()), counts)
+    for item, count in enumerate(counts):
+        np.testing.assert_array_equal(numbers[items == item], np.arange(count))
+    excess = deviations(items, counts)
+    assert np.abs(excess).max() < 2
     # A window is the difference of two such parts, also if it continues at the start.
-    assert np.ptp(excess, axis=1).max() < 2
+    assert np.ptp(excess, axis=1).max() < 4
 
 
-def test_the_bound_is_that_of_tijdeman():
-    for seed in range(100):
+def test_errors_are_typically_below_one():
+    errors = []
+    for seed in range(200):
         counts = random_counts(seed)
-        num_used = np.count_nonzero(counts)
-        bound = 1 - 1 / (2 * num_used - 2) if num_used > 1 else 0
-        excess = deviations(spread_evenly(counts), counts)
-        assert np.abs(excess).max() <= bound + 1e-9
+        errors.append(np.abs(deviations(sequence_of(counts), counts)).max())
+    assert np.quantile(errors, 0.9) < 1
+    assert max(errors) < 1.5
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_position_is_computed_without_the_others(seed):
+    rng = np.random.default_rng(seed)
+    counts = random_counts(seed)
+    items, numbers = spread_evenly(np.arange(counts.sum()), counts)
+    some = rng.integers(0, counts.sum(), 20)
+    for got, want in zip(spread_evenly(some, counts), (items, numbers), strict=True):
+        np.testing.assert_array_equal(got, want[some])
+
+
+@pytest.mark.parametrize(
+    "counts", [[2**30, 2**29, 2**29 - 1], [2**31 - 3, 2], [2**31 - 1]]
+)
+def test_the_longest_sequences_do_not_overflow(counts):
+    total = sum(counts)
+    items, numbers = spread_evenly(np.arange(total - 100, total), np.array(counts))
+    for item, count in enumerate(counts):
+        seen = numbers[items == item]
+        np.testing.assert_array_equal(seen, np.arange(count - len(seen), count))
+    with pytest.raises(ValueError, match="2,147,483,648 batches per epoch are too ma"):
+        spread_evenly(np.arange(3), np.array([2**31 - 5, 5]))
 
 
 def test_a_single_item_and_no_items():
-    assert spread_evenly(np.array([0, 3])).tolist() == [1, 1, 1]
-    assert spread_evenly(np.array([0, 0])).tolist() == []
+    assert sequence_of(np.array([0, 3])).tolist() == [1, 1, 1]
+    assert sequence_of(np.array([0, 0])).tolist() == []
 
 
 def make_schedule(seed=0, size=3000, **options) -> BatchSchedule:
@@ -65,7 +93,7 @@ def test_any_window_of_a_run_has_the_share_of_every_bucket(seed):
     schedule = make_schedule(seed)
     numbers = bucket_numbers(schedule, 3 * len(schedule))
     counts = np.bincount(numbers, minlength=len(schedule.plan))
-    assert np.ptp(deviations(numbers, counts), axis=1).max() < 2
+    assert np.ptp(deviations(numbers, counts), axis=1).max() < 2.5
     shuffled = BatchSchedule(schedule.plan, schedule.lengths, seed=seed)
     others = bucket_numbers(shuffled, 3 * len(schedule))
     assert np.ptp(deviations(others, counts), axis=1).max() > 4
@@ -86,7 +114,7 @@ def test_the_rest_of_an_opened_epoch_is_spread():
     assert set(numbers[:4]) == {len(schedule.plan) - 1}
     for part in (numbers[4 : len(schedule)], numbers[len(schedule) :]):
         counts = np.bincount(part, minlength=len(schedule.plan))
-        assert np.ptp(deviations(part, counts), axis=1).max() < 2
+        assert np.ptp(deviations(part, counts), axis=1).max() < 2.5
 
 
 def test_micro_batches_of_a_step_are_of_different_buckets():
