@@ -51,9 +51,10 @@ class BatchSchedule(Schedule):
 
     Orders:
 
-    * "shuffled": every epoch draws new batches in a new order. Both come from keyed
-      integer permutations, which need neither a pass over the data nor a state.
-    * "spread": like "shuffled", but each bucket is spread evenly over the steps.
+    * "spread": every epoch draws new batches, by keyed integer permutations, which need
+      neither a pass over the data nor a state. The buckets are spread evenly over the
+      steps, so that consecutive updates differ in length as much as the data does.
+    * "shuffled": the same, but the batches come in a random order.
     * "source": every epoch is the same. Each bucket takes its examples in source
       order, and a batch comes as soon as it is full.
     * "ascending", "descending": every epoch is the same. Each bucket takes its examples
@@ -121,7 +122,7 @@ class BatchSchedule(Schedule):
         lengths: ArrayLike | Mapping[str, ArrayLike],
         *,
         seed: int = 0,
-        order: OrderName | Order = "shuffled",
+        order: OrderName | Order = "spread",
         remainder: Remainder = "cheapest",
         opening: Opening | None = None,
         accumulate: int = 1,

@@ -94,7 +94,8 @@ def test_any_window_of_a_run_has_the_share_of_every_bucket(seed):
     numbers = bucket_numbers(schedule, 3 * len(schedule))
     counts = np.bincount(numbers, minlength=len(schedule.plan))
     assert np.ptp(deviations(numbers, counts), axis=1).max() < 2.5
-    shuffled = BatchSchedule(schedule.plan, schedule.lengths, seed=seed)
+    options = {"seed": seed, "order": "shuffled"}
+    shuffled = BatchSchedule(schedule.plan, schedule.lengths, **options)
     others = bucket_numbers(shuffled, 3 * len(schedule))
     assert np.ptp(deviations(others, counts), axis=1).max() > 4
 
