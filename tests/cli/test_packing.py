@@ -41,9 +41,17 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("pack_option", ["always", "auto", "never"])
 @pytest.mark.parametrize(
-    "block_sparse", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
+    ("pack_option", "block_sparse"),
+    [
+        ("always", True),
+        ("auto", False),
+        ("never", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("always", False), ("auto", True), ("never", False))
+        ),
+    ],
 )
 def test_plan_pack_equals_plan_packing(pack_option, block_sparse):
     if pack_option == "never" and block_sparse:
