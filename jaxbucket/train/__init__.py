@@ -12,6 +12,7 @@ measures how far batches of one bucket are from the data.
 from etils import epy as _epy
 
 with _epy.lazy_api_imports(globals()):
+    from jaxbucket.train.bias_plot import plot_bias
     from jaxbucket.train.bias_report import BucketBias
     from jaxbucket.train.bucket_gradients import bucket_bias
     from jaxbucket.train.calibration import Calibration, calibrate, calibration_shapes

@@ -54,7 +54,7 @@ def _plot_buckets(bias: BucketBias, ax: Axes) -> None:
     labels = [str(bucket.bucket) for bucket in bias.buckets]
     ax.set_xticks(places, labels, rotation=45, ha="right")
     ax.set(xlabel="bucket [B, T]", ylabel="variance of the gradient of a batch")
-    ax.legend(frameon=False)
+    ax.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def _plot_ways(bias: BucketBias, ax: Axes) -> None:
@@ -76,4 +76,4 @@ def _plot_ways(bias: BucketBias, ax: Axes) -> None:
     ax.set_yticks(places, names)
     ax.invert_yaxis()
     ax.set(xlabel="variance of updates")
-    ax.legend(frameon=False)
+    ax.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))

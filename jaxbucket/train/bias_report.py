@@ -134,11 +134,19 @@ class BucketBias:
         return cls(buckets, within, between, ways)
 
     @property
+    def between_share(self) -> float:
+        """The share of the variance of updates that is between buckets.
+
+        Where noise limits training, updates without this part need about this share of
+        tokens less, so it is a sensible value for the `mixing` of `plan_packing`.
+        """
+        return max(self.between, 0.0) / (max(self.between, 0.0) + self.within)
+
+    @property
     def summary(self) -> str:
         """The result in two sentences."""
-        share = max(self.between, 0) / max(self.between + self.within, 1e-30)
         return (
-            f"{share:.1%} of the variance of updates is between buckets, and the rest "
+            f"{self.between_share:.1%} of the variance of updates is between buckets, and the rest "
             "is between batches of the same bucket. Packed rows, or random batches "
             "without buckets, avoid the first part."
         )
@@ -154,6 +162,7 @@ class BucketBias:
             "buckets": buckets,
             "within": self.within,
             "between": self.between,
+            "between_share": self.between_share,
             "ways": ways,
         }
 
