@@ -146,9 +146,9 @@ class BucketBias:
     def summary(self) -> str:
         """The result in two sentences."""
         return (
-            f"{self.between_share:.1%} of the variance of updates is between buckets, and the rest "
-            "is between batches of the same bucket. Packed rows, or random batches "
-            "without buckets, avoid the first part."
+            f"{self.between_share:.1%} of the variance of updates is between buckets, "
+            "and the rest is between batches of the same bucket. Packed rows, or random "
+            "batches without buckets, avoid the first part."
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -193,11 +193,11 @@ def test_the_plot_shows_every_number():
     report = report_of(random_gradients(0, 8)[0])
     left, right = jb.train.plot_bias(report).axes
     noise, bias = ([bar.get_height() for bar in part] for part in left.containers[:2])
-    assert noise == [x.noise for x in report.buckets]
-    assert bias == [max(x.bias, 0) for x in report.buckets]
+    np.testing.assert_allclose(noise, [x.noise for x in report.buckets])
+    np.testing.assert_allclose(bias, [max(x.bias, 0) for x in report.buckets])
     one, several = ([bar.get_width() for bar in part] for part in right.containers)
-    assert one == [way.one for way in report.ways]
-    assert several == [way.several for way in report.ways]
+    np.testing.assert_allclose(one, [way.one for way in report.ways])
+    np.testing.assert_allclose(several, [way.several for way in report.ways])
     names = [label.get_text() for label in right.get_yticklabels()]
     assert names == [way.name for way in report.ways]
     assert 0 < report.between_share < 1
