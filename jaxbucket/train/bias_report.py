@@ -147,8 +147,8 @@ class BucketBias:
         """The result in two sentences."""
         return (
             f"{self.between_share:.1%} of the variance of updates is between buckets, "
-            "and the rest is between batches of the same bucket. Packed rows, or random "
-            "batches without buckets, avoid the first part."
+            "and the rest is between batches of the same bucket. Packed rows, or "
+            "random batches without buckets, avoid the first part."
         )
 
     def to_dict(self) -> dict[str, Any]:
