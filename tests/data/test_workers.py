@@ -107,7 +107,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.exhaustive
 def test_workers_exit_when_their_parent_is_killed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(PARENT)
@@ -148,9 +147,7 @@ print(jb.measure_lengths([{"x": [1]}] * 9, num_workers=2))
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["measure", pytest.param("load", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("name", UNGUARDED_SCRIPTS)
 def test_a_missing_main_guard_is_reported_once(tmp_path, name):
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED_SCRIPTS[name])

@@ -162,9 +162,13 @@ UNWRITABLE = {
 }
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("victim", "obstacle"), [(0, "files"), (1, "files"), (0, "folders")]
+    ("victim", "obstacle"),
+    [
+        (0, "files"),
+        pytest.param(1, "files", marks=pytest.mark.exhaustive),
+        pytest.param(0, "folders", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_failed_checkpoint_ends_all_processes(launch, tmp_path, victim, obstacle):
     code = f"""
