@@ -405,7 +405,9 @@ def test_resuming_at_every_step_yields_the_remaining_batches(overlong, options):
 
 
 @pytest.mark.parametrize(
-    "options", [*OPTIONS[::3], *exhaustive(OPTIONS[1::3]), *exhaustive(OPTIONS[2::3])]
+    "options",
+    [*OPTIONS[::3], *exhaustive(OPTIONS[1::3]), *exhaustive(OPTIONS[2::3])],
+    ids=str,
 )
 def test_a_part_of_the_rows_resumes_at_every_step(options):
     lengths, plan, _ = make_case(12, size=60, multiple=2)
