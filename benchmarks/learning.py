@@ -9,11 +9,14 @@ All ways update the parameters with the same mean number of real tokens, and the
 learning rates follow the number of real tokens so far. They differ in which lengths an
 update sees:
 
-    packed          rows of several examples, so that every update has all lengths
-    padded          random examples, all padded to the longest length
-    shuffled        batches of one bucket each, in a random order
-    spread          the same, with the batches of each bucket spread evenly
-    2, 4 spread     micro-batches of different buckets in one update, and so on
+    packed                      rows of several examples, so updates have all lengths
+    packed in 4                 the same, with up to four lengths of rows
+    padded                      random examples, all padded to the longest length
+    shuffled                    batches of one bucket each, in a random order
+    spread                      the same, with each bucket spread evenly
+    2 spread, 4 spread          micro-batches of different buckets in one update
+    shuffled, sqrt of examples  learning rates multiplied by sqrt(examples / mean)
+    spread, sqrt of tokens      learning rates multiplied by sqrt(real tokens / mean)
 
 `--model conv` trains a convolutional model that looks at no byte of another example, so
 that its rows can be packed, too. Ordinary convolutions cross the borders of examples:
@@ -101,8 +104,7 @@ class Training:
         self.plan = self._plan(args.max_tokens)
         epoch = jb.report(self.plan, self.lengths)
         self.tokens_per_step = epoch.real_tokens / epoch.steps_per_epoch
-        self.base_examples = epoch.examples / epoch.steps_per_epoch
-        self.tx = self._optimizer()
+        self.examples_per_step = epoch.examples / epoch.steps_per_epoch
         held_out = jb.measure_lengths(self.held_out)
         self._to_evaluate = list(
             jb.sharding.prefetch_to_mesh(
@@ -114,7 +116,8 @@ class Training:
         )
         specs = jb.sharding.batch_specs(self.plan, self.source[0], self.mesh)
         evaluate = jb.make_eval_step(recipe.loss_fn, self.mesh)
-        self._evaluate = jb.compile_steps(evaluate, self.state(0), specs)
+        state = self.state(0, self.optimizer(""))
+        self._evaluate = jb.compile_steps(evaluate, state, specs)
 
     def _plan(self, max_tokens: int, **options: Any) -> jb.BucketPlan:
         options = {"num_buckets": self.args.num_buckets, **options}
@@ -126,28 +129,28 @@ class Training:
             **options,
         )
 
-    def _optimizer(self) -> optax.GradientTransformation:
+    def optimizer(self, way: str) -> optax.GradientTransformation:
         args = self.args
         warmup = round(args.warmup_steps * self.tokens_per_step)
         curve = jb.optim.warmup_inverse_sqrt_schedule(args.lr, warmup)
-        rate = jb.scale_schedule(
-            jb.optim.schedule_by_work(curve, "tokens"),
-            base_examples=self.base_examples,
-            rule=args.rule,
-        )
+        rate = jb.optim.schedule_by_work(curve, "tokens")
+        if way.endswith("sqrt of examples"):
+            rate = jb.scale_schedule(rate, base_examples=self.examples_per_step)
+        elif way.endswith("sqrt of tokens"):
+            rate = jb.scale_schedule(rate, base_tokens=self.tokens_per_step)
         adam = optax.inject_hyperparams(optax.adamw)
         return optax.chain(
             optax.clip_by_global_norm(args.clip),
             adam(learning_rate=rate, b1=args.b1, b2=args.b2, weight_decay=0.05),
         )
 
-    def state(self, seed: int) -> jb.train.TrainState:
+    def state(self, seed: int, tx: optax.GradientTransformation) -> jb.train.TrainState:
         args, rngs = self.args, nnx.Rngs(seed)
         if args.model == "conv":
             model = Conv(args.width, args.layers, rngs)
         else:
             model = Transformer(args.width, args.layers, 0.0, rngs)
-        return jb.create_state(model, self.tx, self.mesh)
+        return jb.create_state(model, tx, self.mesh)
 
     def held_out_loss(self, state: jb.train.TrainState) -> float:
         """Returns bits per byte."""
@@ -157,26 +160,18 @@ class Training:
 
     def ways(self) -> dict[str, Callable[[], Any]]:
         """Returns functions that make `seed -> BatchSchedule` for each way to batch."""
-        packed = {
+        bucketed = self._bucketed
+        return {
             "packed": self._packed,
             "packed in 4": functools.partial(self._packed_in, 4),
-            "packed in 4, spread": functools.partial(
-                self._packed_in, 4, order="spread"
-            ),
-        }
-        return {
-            **packed,
             "padded": self._padded,
-            **{
-                name: functools.partial(self._bucketed, count, order)
-                for name, count, order in (
-                    ("shuffled", 1, "shuffled"),
-                    ("spread", 1, "spread"),
-                    ("2 shuffled", 2, "shuffled"),
-                    ("2 spread", 2, "spread"),
-                    ("4 spread", 4, "spread"),
-                )
-            },
+            "shuffled, sqrt of examples": functools.partial(bucketed, 1, "shuffled"),
+            "shuffled": functools.partial(bucketed, 1, "shuffled"),
+            "spread": functools.partial(bucketed, 1, "spread"),
+            "spread, sqrt of tokens": functools.partial(bucketed, 1, "spread"),
+            "2 shuffled": functools.partial(bucketed, 2, "shuffled"),
+            "2 spread": functools.partial(bucketed, 2, "spread"),
+            "4 spread": functools.partial(bucketed, 4, "spread"),
         }
 
     def _packed(self) -> Any:
@@ -187,7 +182,7 @@ class Training:
         plan = jb.BucketPlan.from_shapes([(num_rows, seq_len)])
         return functools.partial(jb.BatchSchedule, plan, self.lengths, packing=packing)
 
-    def _packed_in(self, num_buckets: int, **options: Any) -> Any:
+    def _packed_in(self, num_buckets: int) -> Any:
         args = self.args
         cost = jb.plan.TransformerCost(args.width, args.layers, VOCABULARY)
         rows = jb.plan_packing(
@@ -200,11 +195,11 @@ class Training:
             block_sparse=True,
         )
         return functools.partial(
-            jb.BatchSchedule, rows.plan, self.lengths, packing=rows.packing, **options
+            jb.BatchSchedule, rows.plan, self.lengths, packing=rows.packing
         )
 
     def _padded(self) -> Any:
-        size = max(1, round(self.base_examples))
+        size = max(1, round(self.examples_per_step))
         plan = jb.BucketPlan.from_shapes([(size, self.args.max_len)])
         return functools.partial(jb.BatchSchedule, plan, self.lengths)
 
@@ -223,21 +218,23 @@ class Training:
         """Trains once per seed, with steps that are compiled only once."""
         make_schedule = self.ways()[way]()
         schedule = make_schedule(seed=0)
+        tx = self.optimizer(way)
         step_fn = jb.make_train_step(
-            recipe.loss_fn, self.tx, self.mesh, accumulate=schedule.accumulate > 1
+            recipe.loss_fn, tx, self.mesh, accumulate=schedule.accumulate > 1
         )
         specs = jb.MeshLoader(self.source, schedule, self.mesh).specs
-        steps = jb.compile_steps(step_fn, self.state(0), specs)
+        steps = jb.compile_steps(step_fn, self.state(0, tx), specs)
         for seed in seeds:
-            curve = list(self._curve(make_schedule(seed=seed), seed, steps))
+            state = self.state(seed, tx)
+            curve = list(self._curve(make_schedule(seed=seed), state, steps))
             yield {"way": way, "seed": seed, "curve": curve}
 
     def _curve(
-        self, schedule: jb.BatchSchedule, seed: int, steps: Any
+        self, schedule: jb.BatchSchedule, state: jb.train.TrainState, steps: Any
     ) -> Iterator[dict[str, Any]]:
         """Trains once, and yields the held-out loss after given numbers of tokens."""
         points = [round(n * self.tokens_per_step) for n in sorted(self.args.steps)]
-        state, tokens, seconds = self.state(seed), 0, 0.0
+        tokens, seconds = 0, 0.0
         dataset = jb.batch_dataset(self.source, schedule, num_steps=math.inf)
         start = time.perf_counter()
         for batch in jb.sharding.prefetch_to_mesh(dataset, self.mesh):
@@ -298,7 +295,6 @@ def parse_arguments() -> argparse.Namespace:
     option("--layers", type=int, default=2)
     option("--lr", type=float, default=8e-3)
     option("--warmup-steps", type=int, default=35)
-    option("--rule", default="sqrt", help="learning rates by number of examples")
     option("--clip", type=float, default=1.0)
     option("--b1", type=float, default=0.9)
     option("--b2", type=float, default=0.98)
@@ -306,17 +302,31 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def by_way(runs: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Returns way -> `[seeds, points]` bits per byte, for the seeds of all ways."""
-    ways = dict.fromkeys(run["way"] for run in runs)
-    seeds = [{run["seed"] for run in runs if run["way"] == way} for way in ways]
-    curves = {(run["way"], run["seed"]): run["curve"] for run in runs}
-    common = sorted(set.intersection(*seeds))
+    """Returns way -> `[seeds, points]`: bits per byte, less those of the first way.
+
+    Each run is compared with the run of the first way with the same seed. The values of
+    the first way itself are not differences.
+    """
+    bits: dict[str, dict[int, np.ndarray]] = {}
+    for run in runs:
+        curve = np.array([point["bits_per_byte"] for point in run["curve"]])
+        bits.setdefault(run["way"], {})[run["seed"]] = curve
+    first = next(iter(bits))
     return {
         way: np.array(
-            [[x["bits_per_byte"] for x in curves[way, seed]] for seed in common]
+            [
+                curve if way == first else curve - bits[first][seed]
+                for seed, curve in curves.items()
+                if seed in bits[first]
+            ]
         )
-        for way in ways
+        for way, curves in bits.items()
     }
+
+
+def standard_error(values: np.ndarray) -> np.ndarray:
+    """Returns the standard error of the mean of each column."""
+    return values.std(axis=0) / math.sqrt(max(1, len(values) - 1))
 
 
 def show(runs: list[dict[str, Any]]) -> None:
@@ -327,27 +337,24 @@ def show(runs: list[dict[str, Any]]) -> None:
     table = Table(
         box=box.SIMPLE_HEAD,
         caption=f"Held-out bits per byte, and differences from {first!r} of the same "
-        f"seed: means of {len(bits[first])} seeds ± standard errors. Tokens/s: real "
-        "tokens, without compiling and evaluating.",
+        "seed: means of the seeds ± standard errors.",
         caption_justify="left",
     )
     table.add_column("way", no_wrap=True)
-    for name in (*(f"step {step}" for step in steps), "tokens/s", "tokens/update"):
+    for name in ("seeds", *(f"step {step}" for step in steps), "tokens/update"):
         table.add_column(name, justify="right", no_wrap=True)
     for way, values in bits.items():
-        shown = values if way == first else values - bits[first]
-        error = shown.std(axis=0) / math.sqrt(max(1, len(shown) - 1))
+        error = standard_error(values)
         sign = "" if way == first else "+"
         last = [run["curve"][-1] for run in runs if run["way"] == way]
-        speed = np.mean([point["tokens"] / point["seconds"] for point in last])
         size = np.mean([point["tokens"] / point["step"] for point in last])
         table.add_row(
-            way,
+            *(way, str(len(values))),
             *(
                 f"{x:{sign}.3f} ± {e:.3f}"
-                for x, e in zip(shown.mean(axis=0), error, strict=True)
+                for x, e in zip(values.mean(axis=0), error, strict=True)
             ),
-            *(f"{speed:,.0f}", f"{size:,.0f}"),
+            f"{size:,.0f}",
         )
     Console(width=140, highlight=False).print(table)
 
@@ -361,11 +368,11 @@ def draw(runs: list[dict[str, Any]], path: str) -> None:
     tokens = [point["tokens"] for point in runs[0]["curve"]]
     figure = Figure(figsize=(8, 5), layout="constrained")
     ax = figure.add_subplot()
-    for (way, values), marker in zip(bits.items(), "osD^vP*X<>", strict=False):
-        difference = values - bits[first]
-        error = difference.std(axis=0) / math.sqrt(max(1, len(difference) - 1))
+    ax.axhline(0, color="0.5", linewidth=0.8)
+    others = [(way, values) for way, values in bits.items() if way != first]
+    for (way, values), marker in zip(others, "osD^vP*X<", strict=False):
         ax.errorbar(
-            *(tokens, difference.mean(axis=0), error),
+            *(tokens, values.mean(axis=0), standard_error(values)),
             marker=marker,
             capsize=3,
             label=way,
