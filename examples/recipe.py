@@ -17,8 +17,8 @@ from transformer import BEGIN, Transformer
 
 import jaxbucket as jb
 
-# The batch size, in examples, for which `--lr` was tuned.
-BASE_EXAMPLES = 32
+# The batch size, in tokens, for which `--lr` was tuned.
+BASE_TOKENS = 4096
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -66,13 +66,12 @@ def warmup_cosine_schedule(lr: float, num_steps: int) -> optax.Schedule:
 def make_optimizer(
     rate: optax.Schedule, rule: Literal["linear", "sqrt", "none"] = "sqrt"
 ) -> optax.GradientTransformation:
-    """Returns AdamW with updates scaled by the number of examples in the batch."""
+    """Returns AdamW with updates scaled by the number of real tokens in the batch."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(rate, b2=0.98, weight_decay=0.05),
-        jb.scale_by_batch_size(
-            base_examples=BASE_EXAMPLES, rule=rule, learning_rate=rate
-        ),
+        # The loss is a mean over tokens, so its noise depends on their number.
+        jb.scale_by_batch_size(base_tokens=BASE_TOKENS, rule=rule, learning_rate=rate),
     )
 
 

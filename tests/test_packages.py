@@ -26,7 +26,7 @@ PACKAGES = {
             *("sharding", "data", "schedule", "compile", "plan", "distributed"),
             *("optim", "base"),
         },
-        {"numpy", "jax", "flax", "optax", "orbax", "etils"},
+        {"numpy", "jax", "flax", "optax", "orbax", "etils", "rich", "matplotlib"},
     ),
     "stream": ({"data", "packing", "plan", "base"}, {"numpy", "grain"}),
     "sharding": ({"data", "base"}, {"numpy", "jax"}),

@@ -47,6 +47,11 @@ def scale_by_batch_size(
     of `update`, so the factor always belongs to the batch, even if steps are skipped or
     a run is resumed.
 
+    Measure the batch size in what the loss is a mean over, because the noise of the
+    gradient depends on their number: tokens in language modeling, examples if a loss
+    has one term per example. By examples, a batch of few long documents would get a
+    small learning rate, although it has as many tokens as any other batch.
+
     For SGD, Adam(W), Lion and most other optimizers this equals scaling the learning
     rate. Check yours with `is_linear_in_lr`, and use `scale_schedule` if it is not
     linear. The momentum of SGD in optax does not include the learning rate, as in the
@@ -56,9 +61,9 @@ def scale_by_batch_size(
     before `optax.add_decayed_weights`, it does not.
 
     Example:
-      >>> tx = optax.chain(optax.sgd(1e-3), scale_by_batch_size(base_examples=2))
+      >>> tx = optax.chain(optax.sgd(1e-3), scale_by_batch_size(base_tokens=1024))
       >>> params = jnp.ones(1)
-      >>> updates, state = tx.update(params, tx.init(params), params, num_examples=8)
+      >>> updates, state = tx.update(params, tx.init(params), params, num_tokens=4096)
       >>> print(updates)
       [-0.002]
 

@@ -8,7 +8,7 @@ is further away from the mean gradient than an update from examples of all lengt
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,9 +20,11 @@ from jaxbucket.compile.steps import compile_steps
 from jaxbucket.sharding import prefetch_to_mesh
 from jaxbucket.train.bias_report import BucketBias
 from jaxbucket.train.gradient_sketch import make_sketch_step
-from jaxbucket.train.loader import MeshLoader
 from jaxbucket.train.loss import LossFn
 from jaxbucket.train.state import TrainState
+
+if TYPE_CHECKING:
+    from jaxbucket.train.loader import MeshLoader
 
 # Steps that are searched for batches of every bucket.
 _MAX_STEPS_SEARCHED = 4096
@@ -55,9 +57,9 @@ def bucket_bias(
       >>> def loss_fn(params, batch, keys):
       ...     losses = (params["w"] - batch.features["x"]) ** 2
       ...     return losses.sum(where=batch.mask), batch.num_tokens
-      >>> state = jb.create_state({"w": np.float32(5.5)}, optax.sgd(0.1), mesh)
+      >>> state = jb.create_state({"w": np.float32(8)}, optax.sgd(0.1), mesh)
       >>> bias = bucket_bias(loss_fn, state, batches)
-      >>> [bucket.seq_len for bucket in bias.buckets], bias.between > bias.within
+      >>> [x.bucket.seq_len for x in bias.buckets], bias.between > bias.within
       ([4, 8], True)
 
     Args:

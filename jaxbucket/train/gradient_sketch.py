@@ -12,7 +12,7 @@ Weinberger et al., "Feature hashing for large scale multitask learning", 2009).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxbucket.base.batch import Batch
 from jaxbucket.compile.events import record_arguments
 from jaxbucket.train.gradients import gradient_sums
-from jaxbucket.train.loader import MeshLoader
 from jaxbucket.train.loss import LossFn, Metrics, sum_over_batch
 from jaxbucket.train.state import TrainState
+
+if TYPE_CHECKING:
+    from jaxbucket.train.loader import MeshLoader
 
 # A power of two, so that a few bits of a random number select an entry.
 SKETCH_SIZE = 1 << 14
