@@ -154,9 +154,14 @@ def reason(packed: PackedPlan, shape: ShapeOptions, unit: str) -> str:
     difference = "as much as"
     if abs(change) >= _SAME:
         difference = f"{abs(change):.1%} {'less' if change > 0 else 'more'} than"
+    mixing = ""
+    if "mix" in packed.cause:
+        mixing = "Batches of packed rows mix lengths, so updates are less noisy. "
+        if not packed.is_packed:
+            mixing = "Batches of packed rows would mix fewer lengths. "
     return (
         f"Rows are {chosen}: an epoch costs {shown[chosen]}, {difference} "
-        f"the {shown[other]} with {other} rows. "
+        f"the {shown[other]} with {other} rows. {mixing}"
         f"{_attention(shape, packed.block_sparse)}"
     )
 

@@ -147,6 +147,16 @@ def test_equal_costs_are_called_equal():
     assert "costs 4,096 tokens, as much as the 4,096 tokens with padded rows" in text
 
 
+def test_rows_that_cost_as_much_are_packed_because_they_mix_lengths():
+    np.save("two.npy", np.repeat([256, 512], [32, 16]))
+    result = numbers("plan", "two.npy", "--max-tokens", 2048, "--pack", "auto")
+    costs = result["packing"]["epoch_costs"]
+    assert costs["packed"] == costs["padded"] and result["packing"]["packed"]
+    assert "tokens with padded rows. Batches of packed rows mix lengths, so" in (
+        result["packing"]["reason"]
+    )
+
+
 def test_a_job_packs_rows_of_the_plan():
     result = numbers("plan", "lengths.npy", *LIMITS, "--pack", "always")
     plan = BucketPlan.from_json(json.dumps(result["plan"]))
