@@ -4,6 +4,7 @@
     python benchmarks/learning.py --steps 100 300 1000 3000 --results runs.jsonl
     python benchmarks/learning.py --model conv --results conv.jsonl
     python benchmarks/learning.py --results runs.jsonl --show --plot learning.png
+    python benchmarks/learning.py --bias 200 --plot bias.png
 
 All ways update the parameters with the same mean number of real tokens, and their
 learning rates follow the number of real tokens so far. They differ in which lengths an
@@ -21,7 +22,8 @@ update sees:
 `--model conv` trains a convolutional model that looks at no byte of another example, so
 that its rows can be packed, too. Ordinary convolutions cross the borders of examples:
 for these, compare the other ways with "padded". Finished runs are added to `--results`
-and are not repeated.
+and are not repeated. `--bias` trains for some steps, and then measures how the gradients
+of buckets differ.
 """
 
 import argparse
@@ -253,9 +255,26 @@ class Training:
                 return
             start = time.perf_counter()
 
+    def bias(self, num_steps: int) -> jb.train.BucketBias:
+        """Measures the gradients of buckets after some steps."""
+        schedule, tx = self.ways()["spread"]()(seed=0), self.optimizer("spread")
+        batches = jb.MeshLoader(self.source, schedule, self.mesh, num_steps=num_steps)
+        step_fn = jb.make_train_step(recipe.loss_fn, tx, self.mesh)
+        state = self.state(0, tx)
+        steps = jb.compile_steps(step_fn, state, batches.specs)
+        for batch in batches:
+            state, _ = steps(state, batch)
+        return jb.train.bucket_bias(recipe.loss_fn, state, batches)
+
 
 def main() -> None:
     args = parse_arguments()
+    if args.bias is not None:
+        bias = Training(args).bias(args.bias)
+        print(bias)
+        if args.plot:
+            jb.train.plot_bias(bias).savefig(args.plot, dpi=120)
+        return
     path = pathlib.Path(args.results)
     done = [json.loads(line) for line in path.open()] if path.exists() else []
     training = None if args.show else Training(args)
@@ -282,7 +301,8 @@ def parse_arguments() -> argparse.Namespace:
     option("--data", help="a .jsonl file, a .txt file or a folder")
     option("--results", default="learning.jsonl", help="file of finished runs")
     option("--show", action="store_true", help="only show finished runs")
-    option("--plot", help="file for a plot of the held-out losses")
+    option("--plot", help="file for a plot of what is shown")
+    option("--bias", type=int, help="only measure gradients, after this many steps")
     option("--ways", nargs="*", help="ways to train; by default, all")
     option("--model", choices=("transformer", "conv"), default="transformer")
     option("--steps", type=int, nargs="+", default=[100, 300, 1000], help="evaluations")
