@@ -22,8 +22,8 @@ update sees:
 `--model conv` trains a convolutional model that looks at no byte of another example, so
 that its rows can be packed, too. Ordinary convolutions cross the borders of examples:
 for these, compare the other ways with "padded". Finished runs are added to `--results`
-and are not repeated. `--bias` trains for some steps, and then measures how the gradients
-of buckets differ.
+and are not repeated. `--bias` trains for some steps, and then measures how much the
+gradients of buckets differ.
 """
 
 import argparse
