@@ -349,6 +349,14 @@ def standard_error(values: np.ndarray) -> np.ndarray:
     return values.std(axis=0) / math.sqrt(max(1, len(values) - 1))
 
 
+def more_tokens(values: np.ndarray, first: np.ndarray, steps: list[int]) -> str:
+    """Returns how many more tokens a way needs, if losses fall with their logarithm."""
+    if values is first or len(steps) < 2:
+        return ""
+    per_fold = (first[:, -2] - first[:, -1]).mean() / math.log(steps[-1] / steps[-2])
+    return f"{math.expm1(values[:, -1].mean() / per_fold):+.0%}"
+
+
 def show(runs: list[dict[str, Any]]) -> None:
     """Prints the losses of the first way, and the differences of the others from it."""
     bits = by_way(runs)
@@ -357,11 +365,13 @@ def show(runs: list[dict[str, Any]]) -> None:
     table = Table(
         box=box.SIMPLE_HEAD,
         caption=f"Held-out bits per byte, and differences from {first!r} of the same "
-        "seed: means of the seeds ± standard errors.",
+        "seed: means of the seeds ± standard errors. More tokens: what the way needs "
+        f"more than {first!r} to reach the last loss, by interpolation.",
         caption_justify="left",
     )
     table.add_column("way", no_wrap=True)
-    for name in ("seeds", *(f"step {step}" for step in steps), "tokens/update"):
+    names = [f"step {step}" for step in steps]
+    for name in ("seeds", *names, "tokens/update", "more tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     for way, values in bits.items():
         error = standard_error(values)
@@ -374,7 +384,7 @@ def show(runs: list[dict[str, Any]]) -> None:
                 f"{x:{sign}.3f} ± {e:.3f}"
                 for x, e in zip(values.mean(axis=0), error, strict=True)
             ),
-            f"{size:,.0f}",
+            *(f"{size:,.0f}", more_tokens(values, bits[first], steps)),
         )
     Console(width=140, highlight=False).print(table)
 

@@ -241,7 +241,8 @@ def plan_packing(
         mixing,
     )
     single = search.fuller(search.packed((search.last,)))
-    packed = search.fuller(search.search(check_positive("num_buckets", num_buckets)))
+    several = search.fuller(search.search(check_positive("num_buckets", num_buckets)))
+    packed = min([several, single], key=search.rank)
     if pack == "always" and packed.padding > max_padding:
         raise ValueError(
             f"`max_padding={max_padding}` cannot be met: the best rows found have "

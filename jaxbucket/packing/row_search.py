@@ -103,14 +103,14 @@ class RowSearch:
             # The shortest T of the grid fits few examples and may mislead the greedy
             # search, so try without it as well.
             choices = [self._descend(num_buckets, self._grid(x)) for x in (0, 1)]
-            return min(choices, key=self._rank)
+            return min(choices, key=self.rank)
         values, counts = grouped(self.values, self.counts, _NUM_GROUPS)
         coarse = dataclasses.replace(self, values=values, counts=counts)
         coarse.search(num_buckets)
-        promising = sorted(coarse._choices.values(), key=self._rank)
+        promising = sorted(coarse._choices.values(), key=self.rank)
         number = max(1, _MAX_LENGTHS_PACKED // size)
         choices = [self.packed(x.seq_lens, x.padded_up_to) for x in promising[:number]]
-        best = min([self.packed((self.last,)), *choices], key=self._rank)
+        best = min([self.packed((self.last,)), *choices], key=self.rank)
         return self._cheapest([self._tightened(best)], best)
 
     def packed(self, seq_lens: tuple[int, ...], padded_up_to: int = 0) -> RowChoice:
@@ -134,7 +134,7 @@ class RowSearch:
         patterns = fuller_patterns(
             *(choice.patterns, self.values, self.counts, key[0], self.cap, key[1])
         )
-        return min([choice, self._choice(*key, patterns)], key=self._rank)
+        return min([choice, self._choice(*key, patterns)], key=self.rank)
 
     def _descend(self, num_buckets: int, grid: list[int]) -> RowChoice:
         """Adds one T at a time, and then moves each of them in ever smaller steps."""
@@ -181,9 +181,9 @@ class RowSearch:
                 is_same = self.padded_limits is self.limits
                 limits = (0,) if is_same else (0, *seq_lens[:-1])
                 choices += [self.packed(seq_lens, up_to) for up_to in limits]
-        return min(choices, key=self._rank)
+        return min(choices, key=self.rank)
 
-    def _rank(self, choice: RowChoice) -> tuple[float, float]:
+    def rank(self, choice: RowChoice) -> tuple[float, float]:
         """Returns the sort key of a choice: excess padding, and then weighted cost."""
         excess = max(choice.padding - self.max_padding, 0.0)
         return excess, choice.weighted_cost(self.mixing)

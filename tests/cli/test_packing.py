@@ -152,8 +152,9 @@ def test_rows_that_cost_as_much_are_packed_because_they_mix_lengths():
     result = numbers("plan", "two.npy", "--max-tokens", 2048, "--pack", "auto")
     costs = result["packing"]["epoch_costs"]
     assert costs["packed"] == costs["padded"] and result["packing"]["packed"]
-    assert "tokens with padded rows. Batches of packed rows mix lengths, so" in (
-        result["packing"]["reason"]
+    assert (
+        "tokens with padded rows. Batches of packed rows mix lengths, so"
+        in (result["packing"]["reason"])
     )
 
 

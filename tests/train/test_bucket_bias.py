@@ -76,7 +76,10 @@ def test_ways_are_those_of_sampled_updates():
         expected = np.square(distance).sum(axis=1).mean() / (mean @ mean)
         np.testing.assert_allclose(ways[name].one, expected, rtol=0.02)
         np.testing.assert_allclose(ways[name].several, expected, rtol=0.02)
-    assert ways["all lengths, as in packed rows"].one < 1e-9
+        # Without noise, the updates are 1 + the variance.
+        np.testing.assert_allclose(ways[name].more_tokens, expected, rtol=0.02)
+    packed = ways["all lengths, as in packed rows"]
+    assert packed.one < 1e-9 and packed.more_tokens == 0
     spread = ways["one bucket, spread"]
     assert spread.one == pytest.approx(ways["one bucket, shuffled"].one)
     assert spread.several < 0.3 * ways["one bucket, shuffled"].several
@@ -84,11 +87,13 @@ def test_ways_are_those_of_sampled_updates():
     # An update of two such batches has half the noise.
     noisy = report_of(random_gradients(0, 8)[0])
     half = report_of(random_gradients(0, 8)[0], accumulate=2)
-    packed = "all lengths, as in packed rows"
     (one,), (two,) = (
-        [way.one for way in x.ways if way.name == packed] for x in (noisy, half)
+        [way.one for way in x.ways if way.name == packed.name] for x in (noisy, half)
     )
     assert one == pytest.approx(2 * two)
+    shuffled = noisy.ways[0]
+    updates = [1 + way.several for way in (shuffled, noisy.ways[-1])]
+    assert 1 + shuffled.more_tokens == pytest.approx(updates[0] / updates[1])
 
 
 def test_the_tables_and_the_json_have_all_numbers():
@@ -98,6 +103,7 @@ def test_the_tables_and_the_json_have_all_numbers():
         assert f"{bucket.bias:.3g} ± {bucket.bias_error:.2g}" in text
     for way in report.ways:
         assert way.name in text and f"{way.several:.3g}" in text
+        assert f"{way.more_tokens:.1%}" in text
     loaded = json.loads(report.to_json())
     assert loaded == report.to_dict()
     assert loaded["buckets"][1]["bucket"] == [4, 32]
