@@ -11,13 +11,13 @@ learning rates follow the number of real tokens so far. They differ in which len
 update sees:
 
     packed                      rows of several examples, so updates have all lengths
-    packed in 4                 the same, with up to four lengths of rows
     padded                      random examples, all padded to the longest length
     shuffled                    batches of one bucket each, in a random order
     spread                      the same, with each bucket spread evenly
     2 spread, 4 spread          micro-batches of different buckets in one update
-    shuffled, sqrt of examples  learning rates multiplied by sqrt(examples / mean)
-    spread, sqrt of tokens      learning rates multiplied by sqrt(real tokens / mean)
+    shuffled, sqrt of examples  learning rates multiplied by the square root of the
+                                number of examples, with the same mean over tokens
+    spread, sqrt of tokens      by the square root of the number of real tokens
 
 `--model conv` trains a convolutional model that looks at no byte of another example, so
 that its rows can be packed, too. Ordinary convolutions cross the borders of examples:
@@ -51,6 +51,12 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 import documents
 import recipe
 from transformer import VOCABULARY, Transformer
+
+# The options that all runs in a file share.
+OPTIONS = (
+    *("data", "model", "steps", "held_out", "max_len", "max_tokens", "num_buckets"),
+    *("width", "layers", "lr", "warmup_steps", "clip", "b1", "b2"),
+)
 
 
 class Conv(nnx.Module):
@@ -107,6 +113,7 @@ class Training:
         epoch = jb.report(self.plan, self.lengths)
         self.tokens_per_step = epoch.real_tokens / epoch.steps_per_epoch
         self.examples_per_step = epoch.examples / epoch.steps_per_epoch
+        self.base_examples = self._base_examples()
         held_out = jb.measure_lengths(self.held_out)
         self._to_evaluate = list(
             jb.sharding.prefetch_to_mesh(
@@ -131,13 +138,21 @@ class Training:
             **options,
         )
 
+    def _base_examples(self) -> float:
+        """Returns the base for which the mean factor of all tokens is 1."""
+        schedule = jb.BatchSchedule(self.plan, self.lengths)
+        batches = [batch.rows[batch.rows >= 0] for batch in schedule]
+        tokens = np.array([self.lengths[rows].sum() for rows in batches])
+        sizes = np.array([len(rows) for rows in batches])
+        return float(tokens @ np.sqrt(sizes) / tokens.sum()) ** 2
+
     def optimizer(self, way: str) -> optax.GradientTransformation:
         args = self.args
         warmup = round(args.warmup_steps * self.tokens_per_step)
         curve = jb.optim.warmup_inverse_sqrt_schedule(args.lr, warmup)
         rate = jb.optim.schedule_by_work(curve, "tokens")
         if way.endswith("sqrt of examples"):
-            rate = jb.scale_schedule(rate, base_examples=self.examples_per_step)
+            rate = jb.scale_schedule(rate, base_examples=self.base_examples)
         elif way.endswith("sqrt of tokens"):
             rate = jb.scale_schedule(rate, base_tokens=self.tokens_per_step)
         adam = optax.inject_hyperparams(optax.adamw)
@@ -165,7 +180,6 @@ class Training:
         bucketed = self._bucketed
         return {
             "packed": self._packed,
-            "packed in 4": functools.partial(self._packed_in, 4),
             "padded": self._padded,
             "shuffled, sqrt of examples": functools.partial(bucketed, 1, "shuffled"),
             "shuffled": functools.partial(bucketed, 1, "shuffled"),
@@ -184,37 +198,29 @@ class Training:
         plan = jb.BucketPlan.from_shapes([(num_rows, seq_len)])
         return functools.partial(jb.BatchSchedule, plan, self.lengths, packing=packing)
 
-    def _packed_in(self, num_buckets: int) -> Any:
-        args = self.args
-        cost = jb.plan.TransformerCost(args.width, args.layers, VOCABULARY)
-        rows = jb.plan_packing(
-            self.lengths,
-            max_tokens=math.ceil(self.tokens_per_step),
-            num_buckets=num_buckets,
-            seq_len_multiple=32,
-            pack="always",
-            cost_fn=cost,
-            block_sparse=True,
-        )
-        return functools.partial(
-            jb.BatchSchedule, rows.plan, self.lengths, packing=rows.packing
-        )
-
     def _padded(self) -> Any:
         size = max(1, round(self.examples_per_step))
         plan = jb.BucketPlan.from_shapes([(size, self.args.max_len)])
         return functools.partial(jb.BatchSchedule, plan, self.lengths)
 
     def _bucketed(self, count: int, order: str) -> Any:
-        plan = self._plan(self.args.max_tokens // count)
-        return functools.partial(
-            jb.BatchSchedule,
-            plan,
-            self.lengths,
-            order=order,
-            accumulate=count,
-            group="mixed",
-        )
+        def micro_batches_of(max_tokens: int) -> Any:
+            plan = self._plan(max_tokens)
+            options = {"order": order, "accumulate": count, "group": "mixed"}
+            return functools.partial(jb.BatchSchedule, plan, self.lengths, **options)
+
+        if count == 1:
+            return micro_batches_of(self.args.max_tokens)
+        return self._closest(micro_batches_of, self.args.max_tokens // count)
+
+    def _closest(self, make: Callable[[int], Any], max_tokens: int) -> Any:
+        """Returns schedules whose updates have the mean number of tokens, or nearly."""
+
+        def difference(schedules: Any) -> float:
+            return abs(self.lengths.sum() / len(schedules()) - self.tokens_per_step)
+
+        shares = np.linspace(1, 1.3, 31)
+        return min((make(round(x * max_tokens)) for x in shares), key=difference)
 
     def runs(self, way: str, seeds: Iterable[int]) -> Iterator[dict[str, Any]]:
         """Trains once per seed, with steps that are compiled only once."""
@@ -229,7 +235,8 @@ class Training:
         for seed in seeds:
             state = self.state(seed, tx)
             curve = list(self._curve(make_schedule(seed=seed), state, steps))
-            yield {"way": way, "seed": seed, "curve": curve}
+            options = {name: vars(self.args)[name] for name in OPTIONS}
+            yield {"way": way, "seed": seed, "options": options, "curve": curve}
 
     def _curve(
         self, schedule: jb.BatchSchedule, state: jb.train.TrainState, steps: Any
@@ -258,13 +265,14 @@ class Training:
     def bias(self, num_steps: int) -> jb.train.BucketBias:
         """Measures the gradients of buckets after some steps."""
         schedule, tx = self.ways()["spread"]()(seed=0), self.optimizer("spread")
-        batches = jb.MeshLoader(self.source, schedule, self.mesh, num_steps=num_steps)
+        loader = functools.partial(jb.MeshLoader, self.source, schedule, self.mesh)
         step_fn = jb.make_train_step(recipe.loss_fn, tx, self.mesh)
-        state = self.state(0, tx)
+        state, batches = self.state(0, tx), loader(num_steps=num_steps)
         steps = jb.compile_steps(step_fn, state, batches.specs)
         for batch in batches:
             state, _ = steps(state, batch)
-        return jb.train.bucket_bias(recipe.loss_fn, state, batches)
+        later = loader(start_step=num_steps)
+        return jb.train.bucket_bias(recipe.loss_fn, state, later)
 
 
 def main() -> None:
@@ -278,6 +286,10 @@ def main() -> None:
     path = pathlib.Path(args.results)
     done = [json.loads(line) for line in path.open()] if path.exists() else []
     training = None if args.show else Training(args)
+    for name in OPTIONS if training and done else ():
+        earlier, value = done[0]["options"][name], vars(args)[name]
+        if earlier != value:
+            sys.exit(f"The runs in {path} have {name}={earlier!r}, not {value!r}.")
     for way in (args.ways or training.ways()) if training else ():
         seeds = {run["seed"] for run in done if run["way"] == way}
         missing = [seed for seed in range(args.seeds) if seed not in seeds]

@@ -287,7 +287,7 @@ def _cause(
     if not is_packed:
         return "packed rows do not cost less"
     cost = f"cost {more:.1%} more" if more >= 0.0005 else "cost as much"
-    return f"packed rows {cost} and mix lengths in every batch"
+    return f"packed rows {cost} and mix lengths"
 
 
 def _check_choices(

@@ -74,6 +74,7 @@ class RowSearch:
       block_sparse: whether attention takes time within examples only.
       max_padding: the maximum share of padding in the rows.
       mixing: the share of the cost that is added for buckets of equal lengths.
+      choices: the choices that were packed so far, by T and `padded_up_to`.
       last: the T of the longest row.
     """
 
@@ -86,11 +87,13 @@ class RowSearch:
     block_sparse: bool
     max_padding: float
     mixing: float = 0.0
+    choices: dict[tuple[tuple[int, ...], int], RowChoice] = dataclasses.field(
+        default_factory=dict
+    )
 
     def __post_init__(self):
         self.last = self.limits.longest(np.array([self.longest]))
         self._has_batch: dict[int, bool] = {}
-        self._choices: dict[tuple[tuple[int, ...], int], RowChoice] = {}
 
     def search(self, num_buckets: int) -> RowChoice:
         """Returns the cheapest choice found, with at most `num_buckets` different T.
@@ -102,12 +105,19 @@ class RowSearch:
         if size <= _MAX_LENGTHS:
             # The shortest T of the grid fits few examples and may mislead the greedy
             # search, so try without it as well.
-            choices = [self._descend(num_buckets, self._grid(x)) for x in (0, 1)]
+            grids = [self._grid(extra_steps) for extra_steps in (0, 1)]
+            # The search is greedy, so it may end at better rows if it ignores `mixing`.
+            searches = {0.0: dataclasses.replace(self, mixing=0.0), self.mixing: self}
+            choices = [
+                search._descend(num_buckets, grid)
+                for search in searches.values()
+                for grid in grids
+            ]
             return min(choices, key=self.rank)
         values, counts = grouped(self.values, self.counts, _NUM_GROUPS)
-        coarse = dataclasses.replace(self, values=values, counts=counts)
+        coarse = dataclasses.replace(self, values=values, counts=counts, choices={})
         coarse.search(num_buckets)
-        promising = sorted(coarse._choices.values(), key=self.rank)
+        promising = sorted(coarse.choices.values(), key=self.rank)
         number = max(1, _MAX_LENGTHS_PACKED // size)
         choices = [self.packed(x.seq_lens, x.padded_up_to) for x in promising[:number]]
         best = min([self.packed((self.last,)), *choices], key=self.rank)
@@ -121,12 +131,12 @@ class RowSearch:
           padded_up_to: one of the T, up to which examples get rows of their own; or 0.
         """
         key = seq_lens, padded_up_to
-        if key not in self._choices:
+        if key not in self.choices:
             patterns = row_patterns(
                 self.values, self.counts, seq_lens, self.cap, padded_up_to
             )
-            self._choices[key] = self._choice(*key, patterns)
-        return self._choices[key]
+            self.choices[key] = self._choice(*key, patterns)
+        return self.choices[key]
 
     def fuller(self, choice: RowChoice) -> RowChoice:
         """Returns the same choice of T with rows of the second packer if cheaper."""

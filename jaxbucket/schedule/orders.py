@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from jaxbucket.base.checks import check_choice
-from jaxbucket.base.permutation import fold, permute
+from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
 from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
 from jaxbucket.schedule.grouping import Within
 from jaxbucket.schedule.opening import OpeningSteps
@@ -117,9 +117,9 @@ class Shuffled(Order):
 class Spread(Order):
     """Draws new batches in every epoch, and spreads each bucket evenly over the steps.
 
-    The first t batches of a run include the share of every bucket, t * n / N for a
-    bucket with n of the N batches of an epoch, with an error of less than two, and so
-    does any other window of steps. An opening counts as a separate window. Consecutive
+    Any t consecutive batches of a run include the share of every bucket, t * n / N for
+    a bucket with n of the N batches of an epoch, with an error of less than four, and
+    typically less than two. An opening counts as a separate window. Consecutive
     batches, such as the micro-batches of a step with `group="mixed"`, therefore differ
     in length. Like a shuffled order, this needs no state.
     """
@@ -231,6 +231,9 @@ class _SpreadEpochs(_ShuffledEpochs):
         # would otherwise not continue evenly from one epoch to the next.
         start = fold(self._seed, len(counts)) % total
         buckets, numbers = spread_evenly((positions + start) % total, counts)
+        # The last batch of a bucket, which may not be full, is not always its last one.
+        keys = mix_each(buckets, key)
+        numbers = permute_each(numbers, counts[buckets], keys)
         return (np.cumsum(counts) - counts)[buckets] + numbers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 from typing import TypeAlias
 
@@ -53,7 +54,7 @@ def spread_evenly(
         )
     items = np.zeros(len(positions), np.int64)
     numbers = np.array(positions, np.int64)
-    pending = [(_huffman(counts), np.arange(len(positions)))]
+    pending = [(_huffman(tuple(counts.tolist())), np.arange(len(positions)))]
     while pending:
         (total, group), places = pending.pop()
         if not len(places):
@@ -71,14 +72,15 @@ def spread_evenly(
     return items, numbers
 
 
-def _huffman(counts: np.ndarray) -> _Node:
+@functools.lru_cache(maxsize=64)
+def _huffman(counts: tuple[int, ...]) -> _Node:
     """Returns a binary tree of the items, in which frequent items have short paths.
 
     The share of a group in the group two levels up is at most a half, so that errors
     do not add up along a path (Huffman, 1952).
     """
     nodes: list[tuple[int, int, _Group]] = [
-        (int(count), item, item) for item, count in enumerate(counts) if count
+        (count, item, item) for item, count in enumerate(counts) if count
     ]
     heapq.heapify(nodes)
     # Of equal counts, older groups come first; groups themselves are not compared.

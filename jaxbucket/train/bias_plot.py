@@ -47,7 +47,7 @@ def _plot_buckets(bias: BucketBias, ax: Axes) -> None:
     noise = np.array([bucket.noise for bucket in bias.buckets])
     # An estimate near zero may be negative, which cannot be drawn.
     biases = np.maximum([bucket.bias for bucket in bias.buckets], 0)
-    errors = [bucket.bias_error for bucket in bias.buckets]
+    errors = np.nan_to_num([bucket.bias_error for bucket in bias.buckets])
     ax.bar(places, noise, **_NOISE)
     ax.bar(places, biases, bottom=noise, **_BIAS)
     ax.errorbar(places, noise + biases, errors, fmt="none", ecolor="0.2", capsize=3)

@@ -7,6 +7,7 @@ is further away from the mean gradient than an update from examples of all lengt
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.steps import compile_steps
 from jaxbucket.sharding import prefetch_to_mesh
 from jaxbucket.train.bias_report import BucketBias
+from jaxbucket.train.gradient_estimates import GradientSamples
 from jaxbucket.train.gradient_sketch import make_sketch_step
 from jaxbucket.train.loss import LossFn
 from jaxbucket.train.state import TrainState
@@ -26,6 +28,8 @@ from jaxbucket.train.state import TrainState
 if TYPE_CHECKING:
     from jaxbucket.train.loader import MeshLoader
 
+# The results of a sketch step, in the order of `GradientSamples`.
+_MEASURED = ("sketch", "weight", "num_examples")
 # Steps that are searched for batches of every bucket.
 _MAX_STEPS_SEARCHED = 4096
 
@@ -42,9 +46,10 @@ def bucket_bias(
     """Measures the bias and the noise of the gradients of every bucket.
 
     The state is not changed. Gradients change during training, so measure them after a
-    few hundred steps rather than at the first step. The measurement takes about as long
-    as `batches_per_bucket` training steps of every bucket, and compiles one program for
-    each. All processes of the mesh must call this function.
+    few hundred steps rather than at the first step, and on batches that are still to
+    come: `MeshLoader(..., start_step=int(state.step))`. The measurement takes about as
+    long as `batches_per_bucket` training steps of every bucket, and compiles one
+    program for each. All processes of the mesh must call this function.
 
     Example:
       >>> import jax, optax, jaxbucket as jb
@@ -59,15 +64,19 @@ def bucket_bias(
       ...     return losses.sum(where=batch.mask), batch.num_tokens
       >>> state = jb.create_state({"w": np.float32(8)}, optax.sgd(0.1), mesh)
       >>> bias = bucket_bias(loss_fn, state, batches)
-      >>> [x.bucket.seq_len for x in bias.buckets], bias.between > bias.within
-      ([4, 8], True)
+      >>> [x.bucket.seq_len for x in bias.buckets]
+      [4, 8]
+      >>> shuffled, spread, *_ = bias.ways
+      >>> spread.more_tokens < shuffled.more_tokens
+      True
 
     Args:
       loss_fn: the loss, as for `make_train_step`.
       state: the state whose parameters the gradients are taken at.
       batches: the loader of the run. Its schedule may be for padded or packed rows, and
         micro-batches are measured one by one.
-      batches_per_bucket: the number of batches to measure in each bucket, at least 2.
+      batches_per_bucket: the number of batches to measure in each bucket, at least 2;
+        standard errors need 3.
       seed: the seed of the keys that the loss receives.
       progress: whether to show progress bars on a terminal.
 
@@ -75,41 +84,58 @@ def bucket_bias(
       The bias and the noise of each bucket, and what other orders would change.
 
     Raises:
-      ValueError: if `batches_per_bucket` is below 2, or the loss breaks its contract.
+      ValueError: if `batches` is not a `MeshLoader`; if `batches_per_bucket` is below
+        2; if no bucket has two batches; if a gradient is not finite, or their mean
+        cannot be told from zero; or if the loss breaks its contract.
     """
     if check_integer("batches_per_bucket", batches_per_bucket) < 2:
         raise ValueError(
             f"`batches_per_bucket={batches_per_bucket}` is too small to estimate "
             "noise. Measure at least 2 batches of every bucket."
         )
+    if not hasattr(batches, "schedule"):
+        raise ValueError(
+            f"`batches` is a {type(batches).__name__}. Pass the loader itself, "
+            "`MeshLoader(source, schedule, mesh)`, whose schedule tells how often each "
+            "bucket occurs."
+        )
     counts, chosen = _choose(batches, batches_per_bucket)
     step_fn = make_sketch_step(loss_fn, batches, check_seed(seed))
     specs = {bucket: batches.specs[bucket] for bucket in counts}
     steps = compile_steps(step_fn, state, specs, progress=progress)
+    measured: dict[Bucket, list[Any]] = {bucket: [] for bucket in counts}
     with progress_bar(progress) as bar:
         picked = bar.track(chosen, description="Measuring gradients")
         on_mesh = prefetch_to_mesh(
             _load(batches, picked), batches.mesh, batch_axes=batches.batch_axes
         )
-        results = [(batch.bucket, steps(state, batch)) for batch in on_mesh]
-    sketches: dict[Bucket, list[Any]] = {bucket: [] for bucket in counts}
-    weights: dict[Bucket, list[float]] = {bucket: [] for bucket in counts}
-    for bucket, result in results:
-        sketches[bucket].append(np.asarray(result["sketch"], np.float64))
-        weights[bucket].append(float(result["weight"]))
-    stacked = {bucket: np.stack(x) for bucket, x in sketches.items()}
-    return BucketBias.of(counts, stacked, weights, batches.schedule.accumulate)
+        for number, batch in enumerate(on_mesh):
+            # The step selects the random keys, which no two batches share.
+            numbered = dataclasses.replace(state, step=state.step + number)
+            result = steps(numbered, batch)
+            measured[batch.bucket].append([result[name] for name in _MEASURED])
+    return BucketBias.of(
+        counts,
+        {bucket: _samples(results) for bucket, results in measured.items()},
+        batches.schedule.accumulate,
+    )
+
+
+def _samples(results: list[Any]) -> GradientSamples:
+    """Returns the measured batches of one bucket, except those without weight."""
+    columns = [np.asarray(x, np.float64) for x in zip(*results, strict=True)]
+    has_weight = columns[1] != 0
+    return GradientSamples(*(x[has_weight] for x in columns))
 
 
 def _choose(
     batches: MeshLoader, batches_per_bucket: int
 ) -> tuple[dict[Bucket, int], list[tuple[int, int]]]:
-    """Chooses batches of every bucket, in the order of the steps.
+    """Chooses batches of every bucket, evenly spaced over an epoch.
 
     Returns:
       The number of batches of each bucket that were seen, shortest bucket first, and
-      pairs of a step and the index of a micro-batch. Buckets with a single batch are
-      left out, because their noise cannot be estimated.
+      pairs of a step and the index of a micro-batch, in the order of the steps.
     """
     places: dict[Bucket, list[tuple[int, int]]] = {}
     schedule, start = batches.schedule, batches.start_step
@@ -117,14 +143,11 @@ def _choose(
         for index, micro in enumerate(schedule.micro_batches(step)):
             if np.any(micro.rows != EMPTY_ROW):
                 places.setdefault(micro.bucket, []).append((step, index))
-    places = {bucket: x for bucket, x in places.items() if len(x) > 1}
-    if not places:
-        raise ValueError(
-            "No bucket has two batches in an epoch, so the noise of gradients cannot "
-            "be estimated. Plan with fewer buckets or a smaller `max_tokens`."
-        )
     buckets = sorted(places, key=lambda bucket: bucket.seq_len)
-    chosen = [place for x in places.values() for place in x[:batches_per_bucket]]
+    chosen = []
+    for x in places.values():
+        number = min(batches_per_bucket, len(x))
+        chosen += [x[i * len(x) // number] for i in range(number)]
     return {bucket: len(places[bucket]) for bucket in buckets}, sorted(chosen)
 
 

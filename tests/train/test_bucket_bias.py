@@ -10,12 +10,15 @@ import pytest
 
 import jaxbucket as jb
 from jaxbucket import Bucket
+from jaxbucket.schedule.spread import spread_evenly
 from jaxbucket.train.bias_report import BucketBias
+from jaxbucket.train.gradient_estimates import GradientSamples
 from jaxbucket.train.gradient_sketch import SKETCH_SIZE, sketch
 
 BUCKETS = (Bucket(16, 8), Bucket(4, 32), Bucket(1, 128))
 COUNTS = dict(zip(BUCKETS, (30, 50, 20), strict=True))
 DIM = 64
+SHARES = np.array([0.3, 0.5, 0.2])
 
 
 def random_gradients(seed, num_batches, noise=1.0, bias=1.0):
@@ -31,16 +34,22 @@ def random_gradients(seed, num_batches, noise=1.0, bias=1.0):
     return samples, means, (scale**2 * DIM)
 
 
-def report_of(samples, accumulate=1):
-    weights = {bucket: [100.0] * len(x) for bucket, x in samples.items()}
-    return BucketBias.of(COUNTS, samples, weights, accumulate)
+def report_of(samples, accumulate=1, weights=(100, 100, 100)):
+    measured = {
+        bucket: GradientSamples(
+            samples[bucket],
+            np.full(len(samples[bucket]), weight),
+            np.full(len(samples[bucket]), bucket.batch_size),
+        )
+        for bucket, weight in zip(BUCKETS, weights, strict=True)
+    }
+    return BucketBias.of(COUNTS, measured, accumulate)
 
 
 def test_estimates_are_unbiased():
     reports = [report_of(random_gradients(seed, 4)[0]) for seed in range(400)]
     _, means, noise = random_gradients(0, 1)
-    shares = np.array([0.3, 0.5, 0.2])
-    mean = shares @ means
+    mean = SHARES @ means
     bias = np.square(means - mean).sum(axis=1) / (mean @ mean)
     for k in range(3):
         estimates = np.array([report.buckets[k].bias for report in reports])
@@ -51,49 +60,103 @@ def test_estimates_are_unbiased():
         assert 0.5 < np.sqrt(np.mean(errors**2)) / estimates.std() < 2
         noises = np.array([report.buckets[k].noise for report in reports])
         np.testing.assert_allclose(noises.mean(), noise[k] / (mean @ mean), rtol=0.05)
-    between = np.mean([report.between for report in reports])
-    np.testing.assert_allclose(between, shares @ bias, rtol=0.1)
+    more = np.array([report.ways[0].more_tokens for report in reports])
+    errors = np.array([report.ways[0].more_tokens_error for report in reports])
+    assert 0.5 < np.sqrt(np.mean(errors**2)) / more.std() < 2
 
 
 def test_equal_buckets_have_no_bias():
-    biases = [
-        [x.bias for x in report_of(random_gradients(seed, 8, bias=0)[0]).buckets]
-        for seed in range(200)
-    ]
+    reports = [report_of(random_gradients(seed, 8, bias=0)[0]) for seed in range(200)]
+    biases = [[x.bias for x in report.buckets] for report in reports]
     assert np.abs(np.mean(biases, axis=0)).max() < 3 * np.std(biases) / np.sqrt(200)
+    more = [[way.more_tokens for way in report.ways] for report in reports]
+    assert np.abs(np.mean(more, axis=0)).max() < 0.005
 
 
-def test_ways_are_those_of_sampled_updates():
-    samples, means, noise = random_gradients(0, 2, noise=1e-6)
-    report = report_of(samples)
-    ways = {way.name: way for way in report.ways}
-    rng = np.random.default_rng(0)
-    shares = np.array([0.3, 0.5, 0.2])
+def test_batches_count_by_their_weight():
+    samples, means, _ = random_gradients(0, 40, noise=0.1, bias=2)
+    weights = (400, 100, 25)
+    report = report_of(samples, weights=weights)
+    shares = SHARES * weights / (SHARES @ weights)
     mean = shares @ means
-    for name, size in (("one bucket, shuffled", 1), ("2 micro-batches, shuffled", 2)):
-        drawn = rng.choice(3, p=shares, size=(200_000, size))
-        distance = means[drawn].mean(axis=1) - mean
-        expected = np.square(distance).sum(axis=1).mean() / (mean @ mean)
-        np.testing.assert_allclose(ways[name].one, expected, rtol=0.02)
-        np.testing.assert_allclose(ways[name].several, expected, rtol=0.02)
-        # Without noise, the updates are 1 + the variance.
-        np.testing.assert_allclose(ways[name].more_tokens, expected, rtol=0.02)
-    packed = ways["all lengths, as in packed rows"]
-    assert packed.one < 1e-9 and packed.more_tokens == 0
-    spread = ways["one bucket, spread"]
-    assert spread.one == pytest.approx(ways["one bucket, shuffled"].one)
-    assert spread.several < 0.3 * ways["one bucket, shuffled"].several
-    assert ways["2 micro-batches, spread"].one < ways["2 micro-batches, shuffled"].one
-    # An update of two such batches has half the noise.
-    noisy = report_of(random_gradients(0, 8)[0])
-    half = report_of(random_gradients(0, 8)[0], accumulate=2)
-    (one,), (two,) = (
-        [way.one for way in x.ways if way.name == packed.name] for x in (noisy, half)
+    for k, x in enumerate(report.buckets):
+        expected = np.square(means[k] - mean).sum() / (mean @ mean)
+        assert x.bias == pytest.approx(expected, rel=0.1, abs=0.01)
+    offset = np.square(SHARES @ means - mean).sum() / (mean @ mean)
+    assert report.offset == pytest.approx(offset, rel=0.1)
+    assert "The mean of updates differs from the mean gradient by" in report.summary
+    assert "differs" not in report_of(samples).summary
+    # A batch with next to no weight changes nothing, whatever its gradient.
+    first = samples[BUCKETS[0]]
+    measured = {
+        bucket: GradientSamples(samples[bucket], np.ones(40), np.ones(40))
+        for bucket in BUCKETS
+    }
+    plain = BucketBias.of(COUNTS, measured)
+    odd = GradientSamples(
+        np.vstack([first, 100 * np.ones(DIM)]),
+        np.append(np.ones(40), 1e-9),
+        np.ones(41),
     )
-    assert one == pytest.approx(2 * two)
-    shuffled = noisy.ways[0]
-    updates = [1 + way.several for way in (shuffled, noisy.ways[-1])]
-    assert 1 + shuffled.more_tokens == pytest.approx(updates[0] / updates[1])
+    other = BucketBias.of(COUNTS, measured | {BUCKETS[0]: odd})
+    for x, y in zip(plain.buckets, other.buckets, strict=True):
+        assert (x.bias, x.noise) == pytest.approx((y.bias, y.noise), rel=0.05)
+
+
+@pytest.mark.parametrize("weights", [(100, 100, 100), (400, 100, 25)], ids=str)
+def test_ways_are_those_of_sampled_updates(weights):
+    samples, means, _ = random_gradients(0, 2, noise=1e-6)
+    report = report_of(samples, weights=weights)
+    rng = np.random.default_rng(0)
+    ways = {way.name: way for way in report.ways}
+    total = SHARES * weights @ means / (SHARES @ weights)
+    steps = np.repeat(np.arange(3), list(COUNTS.values()))
+    for name, size in (
+        ("one bucket", 1),
+        ("2 micro-batches", 2),
+        ("4 micro-batches", 4),
+    ):
+        spread, _ = spread_evenly(np.arange(100), np.array(list(COUNTS.values())))
+        runs = {"spread": np.tile(spread, 4000)}
+        if size < 4:
+            runs["shuffled"] = rng.choice(steps, 400_000)
+        for order, buckets in runs.items():
+            # The micro-batches of updates, from any step on.
+            x = np.lib.stride_tricks.sliding_window_view(buckets, 10 * size)[::7]
+            x = x[:20_000].reshape(-1, 10, size)
+            w = np.array(weights)[x][..., None]
+            updates = (w * means[x]).sum(axis=2) / w.sum(axis=2)
+            centre = updates.mean(axis=(0, 1))
+            one = np.square(updates - centre).sum(axis=-1).mean() / (total @ total)
+            several = updates.mean(axis=1) - centre
+            several = 10 * np.square(several).sum(axis=-1).mean() / (total @ total)
+            way = ways[f"{name}, {order}"]
+            assert way.one == pytest.approx(one, rel=0.05, abs=1e-6)
+            assert way.several == pytest.approx(several, rel=0.05, abs=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("weights", [(16, 4, 1), (128, 128, 128)], ids=str)
+def test_mixed_updates_have_the_variance_of_random_examples(weights, accumulate):
+    # Examples of bucket k have length `weights[k] / B`, and their own noise.
+    samples, means, noise = random_gradients(0, 4000)
+    report = report_of(samples, accumulate, weights)
+    rng = np.random.default_rng(0)
+    sizes = np.array([bucket.batch_size for bucket in BUCKETS])
+    total = SHARES * weights @ means / (SHARES @ weights)
+    number = round(accumulate * SHARES @ sizes)
+    drawn = rng.choice(3, p=SHARES * sizes / (SHARES @ sizes), size=(20_000, number))
+    length = (np.array(weights) / sizes)[drawn]
+    share = length / (number * (SHARES @ weights) / (SHARES @ sizes))
+    biased = np.einsum("nd,ndk->nk", share, (means - total)[drawn])
+    variance = np.square(biased).sum(axis=1).mean()
+    variance += (share**2 * (noise * sizes)[drawn]).sum(axis=1).mean()
+    mixed = report.ways[-1]
+    assert mixed.one == pytest.approx(variance / (total @ total), rel=0.05)
+    assert mixed.more_tokens == 0
+    for way in report.ways:
+        expected = (1 + way.several) / (1 + mixed.several) - 1
+        assert way.more_tokens == pytest.approx(expected)
 
 
 def test_the_tables_and_the_json_have_all_numbers():
@@ -103,16 +166,48 @@ def test_the_tables_and_the_json_have_all_numbers():
         assert f"{bucket.bias:.3g} ± {bucket.bias_error:.2g}" in text
     for way in report.ways:
         assert way.name in text and f"{way.several:.3g}" in text
-        assert f"{way.more_tokens:.1%}" in text
+    for way in report.ways[:-1]:
+        assert f"{way.more_tokens:.1%} ± {way.more_tokens_error:.1%}" in text
     loaded = json.loads(report.to_json())
     assert loaded == report.to_dict()
     assert loaded["buckets"][1]["bucket"] == [4, 32]
     assert max(map(len, text.splitlines())) <= 80
+    shuffled, spread, *_ = report.ways
+    assert shuffled.more_tokens > 0 > spread.more_tokens
+    sentence = (
+        f"needs about {shuffled.more_tokens:.1%} more tokens than on packed rows if "
+        f"the order is shuffled, and {-spread.more_tokens:.1%} fewer if buckets are"
+    )
+    assert sentence in report.summary and sentence in " ".join(text.split())
 
 
-def test_a_gradient_of_zero_is_refused():
+def test_two_batches_have_no_standard_errors():
+    report = report_of(random_gradients(0, 2, noise=0.1)[0])
+    assert all(np.isnan(bucket.bias_error) for bucket in report.buckets)
+    loaded = json.loads(report.to_json())
+    assert loaded["buckets"][0]["bias_error"] is None
+    assert loaded["ways"][0]["more_tokens_error"] is None
+    assert "±" not in str(report) and "nan" not in str(report)
+
+
+def test_a_bucket_with_one_batch_is_left_out_and_named():
+    samples, _, _ = random_gradients(0, 8)
+    samples[BUCKETS[2]] = samples[BUCKETS[2]][:1]
+    report = report_of(samples)
+    assert [x.bucket for x in report.buckets] == list(BUCKETS[:2])
+    assert report.left_out == BUCKETS[2:] and report.left_out_share == 0.2
+    assert "has only one batch of it: [1, 128], 20.0% of the steps." in " ".join(
+        str(report).split()
+    )
+    assert report.to_dict()["left_out"] == [[1, 128]]
+
+
+def test_gradients_of_zero_or_nan_are_refused():
     samples = {bucket: np.array([[1.0], [-1.0]]) for bucket in BUCKETS}
     with pytest.raises(ValueError, match="The mean gradient is smaller than the noise"):
+        report_of(samples)
+    samples[BUCKETS[1]][1] = np.nan
+    with pytest.raises(ValueError, match=r"a batch of shape \[4, 32\] is not finite"):
         report_of(samples)
 
 
@@ -180,7 +275,40 @@ def test_the_bias_of_a_loss_is_that_of_its_gradients(options):
         make_batches(alone, **options),
         batches_per_bucket=64,
     )
-    np.testing.assert_allclose(one.between, report.between, rtol=1e-5)
+    for x, y in zip(one.ways, report.ways, strict=True):
+        np.testing.assert_allclose(x.several, y.several, rtol=1e-5)
+
+
+def test_every_batch_has_its_own_random_keys():
+    mesh = jb.data_mesh(jax.devices()[:1])
+    batches = make_batches(mesh)
+    state = jb.create_state({"w": jnp.ones(256)}, optax.sgd(0.1), mesh)
+
+    def noisy(params, batch, keys):
+        # The gradient of a row is 1 plus noise that depends on its key alone.
+        noise = jax.vmap(lambda key: jax.random.normal(key, (256,)))(keys)
+        is_real = batch.mask.any(axis=1)
+        return jnp.sum((1 + noise) @ params["w"], where=is_real), jnp.sum(is_real)
+
+    report = jb.train.bucket_bias(noisy, state, batches)
+    for x in report.buckets:
+        assert abs(x.bias) < 5 * x.bias_error < 0.2
+        assert x.noise_scale == pytest.approx(1, rel=0.3)
+
+
+def test_batches_without_weight_are_left_out():
+    mesh = jb.data_mesh(jax.devices()[:1])
+    batches = make_batches(mesh)
+    state = jb.create_state({"w": jnp.ones(4)}, optax.sgd(0.1), mesh)
+
+    def sometimes(params, batch, keys):
+        weight = batch.num_tokens * (batch.num_tokens % 2)
+        return weight.astype(jnp.float32) * jnp.sum(params["w"]), weight
+
+    report = jb.train.bucket_bias(sometimes, state, batches, batches_per_bucket=12)
+    for x in report.buckets:
+        assert (x.bias, x.noise) == pytest.approx((0, 0), abs=1e-5)
+        assert 1 < x.num_batches < 12
 
 
 def test_too_few_batches_are_refused():
@@ -193,6 +321,8 @@ def test_too_few_batches_are_refused():
     batches = jb.MeshLoader([{"x": np.ones(4, np.float32)}] * 8, schedule, mesh)
     with pytest.raises(ValueError, match="No bucket has two batches in an epoch"):
         jb.train.bucket_bias(loss_fn, state, batches)
+    with pytest.raises(ValueError, match="`batches` is a list. Pass the loader itself"):
+        jb.train.bucket_bias(loss_fn, state, list(make_batches(mesh)))
 
 
 def test_the_plot_shows_every_number():
@@ -206,5 +336,3 @@ def test_the_plot_shows_every_number():
     np.testing.assert_allclose(several, [way.several for way in report.ways])
     names = [label.get_text() for label in right.get_yticklabels()]
     assert names == [way.name for way in report.ways]
-    assert 0 < report.between_share < 1
-    assert report.to_dict()["between_share"] == report.between_share
