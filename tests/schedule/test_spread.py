@@ -108,6 +108,17 @@ def test_epochs_and_seeds_have_different_batches():
     assert len(starts) > 1 and schedule.fingerprint != other.fingerprint
 
 
+def test_batches_that_are_not_full_are_at_any_place_of_an_epoch():
+    schedule = make_schedule(size=1000, remainder="pad")
+    batches = [schedule[step] for step in range(40 * len(schedule))]
+    missing = np.array([np.sum(batch.rows < 0) for batch in batches]) > 0
+    by_epoch = missing.reshape(40, -1)
+    assert set(by_epoch.sum(axis=1)) == {by_epoch[0].sum()} and by_epoch[0].sum() > 2
+    # Each of them is a random batch of its bucket.
+    number = by_epoch.mean(axis=0)
+    assert number.max() < 0.8 and np.ptp(np.flatnonzero(number)) > len(number) / 2
+
+
 def test_the_rest_of_an_opened_epoch_is_spread():
     bucket = make_schedule().plan.buckets[-1]
     schedule = make_schedule(opening=[(bucket, 4)])
