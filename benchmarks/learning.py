@@ -285,12 +285,23 @@ def main() -> None:
         return
     path = pathlib.Path(args.results)
     done = [json.loads(line) for line in path.open()] if path.exists() else []
-    training = None if args.show else Training(args)
-    for name in OPTIONS if training and done else ():
+    if not args.show:
+        train_missing(args, done, path)
+    show(done)
+    if args.plot:
+        draw(done, args.plot)
+
+
+def train_missing(
+    args: argparse.Namespace, done: list[dict[str, Any]], path: pathlib.Path
+) -> None:
+    """Adds the runs that are not done yet to the list and to the file."""
+    for name in OPTIONS if done else ():
         earlier, value = done[0]["options"][name], vars(args)[name]
         if earlier != value:
             sys.exit(f"The runs in {path} have {name}={earlier!r}, not {value!r}.")
-    for way in (args.ways or training.ways()) if training else ():
+    training = Training(args)
+    for way in args.ways or training.ways():
         seeds = {run["seed"] for run in done if run["way"] == way}
         missing = [seed for seed in range(args.seeds) if seed not in seeds]
         for run in training.runs(way, missing) if missing else ():
@@ -299,9 +310,6 @@ def main() -> None:
                 file.write(json.dumps(run) + "\n")
             last = run["curve"][-1]
             print(way, run["seed"], last, file=sys.stderr, flush=True)
-    show(done)
-    if args.plot:
-        draw(done, args.plot)
 
 
 def parse_arguments() -> argparse.Namespace:
