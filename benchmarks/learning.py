@@ -151,10 +151,11 @@ class Training:
         warmup = round(args.warmup_steps * self.tokens_per_step)
         curve = jb.optim.warmup_inverse_sqrt_schedule(args.lr, warmup)
         rate = jb.optim.schedule_by_work(curve, "tokens")
+        base = {"base_tokens": self.tokens_per_step}
         if way.endswith("sqrt of examples"):
-            rate = jb.scale_schedule(rate, base_examples=self.base_examples)
-        elif way.endswith("sqrt of tokens"):
-            rate = jb.scale_schedule(rate, base_tokens=self.tokens_per_step)
+            base = {"base_examples": self.base_examples}
+        rule = "sqrt" if "sqrt" in way else "none"
+        rate = jb.scale_schedule(rate, **base, rule=rule)
         adam = optax.inject_hyperparams(optax.adamw)
         return optax.chain(
             optax.clip_by_global_norm(args.clip),
