@@ -47,10 +47,9 @@ def scale_by_batch_size(
     of `update`, so the factor always belongs to the batch, even if steps are skipped or
     a run is resumed.
 
-    Measure the batch size in what the loss is a mean over, because the noise of the
-    gradient depends on their number: tokens in language modeling, examples if a loss
-    has one term per example. By examples, a batch of few long documents would get a
-    small learning rate, although it has as many tokens as any other batch.
+    Measure the batch size in what the loss is a mean over: tokens in language modeling,
+    examples if the loss has one term per example. Otherwise a batch of few long
+    documents gets a small learning rate, although it has as many tokens as any other.
 
     For SGD, Adam(W), Lion and most other optimizers this equals scaling the learning
     rate. Check yours with `is_linear_in_lr`, and use `scale_schedule` if it is not
