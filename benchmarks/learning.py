@@ -6,9 +6,9 @@
     python benchmarks/learning.py --results runs.jsonl --show --plot learning.png
     python benchmarks/learning.py --bias 200 --plot bias.png
 
-All ways update the parameters with the same mean number of real tokens, and their
-learning rates follow the number of real tokens so far. They differ in which lengths an
-update sees:
+All ways update the parameters with nearly the same mean number of real tokens, and
+their learning rates follow the number of real tokens so far. They differ in which
+lengths an update sees:
 
     packed                      rows of several examples, so updates have all lengths
     padded                      random examples, all padded to the longest length
@@ -243,7 +243,7 @@ class Training:
         self, schedule: jb.BatchSchedule, state: jb.train.TrainState, steps: Any
     ) -> Iterator[dict[str, Any]]:
         """Trains once, and yields the held-out loss after given numbers of tokens."""
-        points = [round(n * self.tokens_per_step) for n in sorted(self.args.steps)]
+        points = [round(n * self.tokens_per_step) for n in self.args.steps]
         tokens, seconds = 0, 0.0
         dataset = jb.batch_dataset(self.source, schedule, num_steps=math.inf)
         start = time.perf_counter()
@@ -288,6 +288,8 @@ def main() -> None:
     done = [json.loads(line) for line in path.open()] if path.exists() else []
     if not args.show:
         train_missing(args, done, path)
+    if not done:
+        sys.exit(f"There are no runs in {path}.")
     show(done)
     if args.plot:
         draw(done, args.plot)
@@ -302,6 +304,8 @@ def train_missing(
         if earlier != value:
             sys.exit(f"The runs in {path} have {name}={earlier!r}, not {value!r}.")
     training = Training(args)
+    if unknown := set(args.ways or ()) - training.ways().keys():
+        sys.exit(f"Unknown ways: {', '.join(unknown)}. See the docstring of this file.")
     for way in args.ways or training.ways():
         seeds = {run["seed"] for run in done if run["way"] == way}
         missing = [seed for seed in range(args.seeds) if seed not in seeds]
@@ -315,7 +319,8 @@ def train_missing(
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Compare what ways to batch learn from equal numbers of tokens.",
+        description="Compare what ways to batch learn from equal numbers of tokens: "
+        "packed, padded, shuffled, spread, ... (see the file's docstring).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     option = parser.add_argument
@@ -339,7 +344,9 @@ def parse_arguments() -> argparse.Namespace:
     option("--clip", type=float, default=1.0)
     option("--b1", type=float, default=0.9)
     option("--b2", type=float, default=0.98)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.steps = sorted(args.steps)
+    return args
 
 
 def by_way(runs: list[dict[str, Any]]) -> dict[str, np.ndarray]:

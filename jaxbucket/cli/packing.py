@@ -156,7 +156,7 @@ def reason(packed: PackedPlan, shape: ShapeOptions, unit: str) -> str:
         difference = f"{abs(change):.1%} {'less' if change > 0 else 'more'} than"
     mixing = ""
     if "mix" in packed.cause:
-        mixing = "Batches of packed rows mix lengths, so updates are less noisy. "
+        mixing = "Batches of packed rows mix more lengths, so updates are less noisy. "
         if not packed.is_packed:
             mixing = "Batches of packed rows would mix fewer lengths. "
     return (

@@ -27,7 +27,7 @@ from jaxbucket.packing.rows import (
     check_seq_lens,
     from_patterns,
 )
-from jaxbucket.packing.separation import separation
+from jaxbucket.packing.separation import log_variance, separation
 from jaxbucket.plan.costs import CostFn, TokenCost, unit_of
 from jaxbucket.plan.formatting import format_cost
 from jaxbucket.plan.histogram import value_counts
@@ -150,7 +150,7 @@ def plan_packing(
     cost_fn: CostFn | None = None,
     packed_cost_fn: CostFn | None = None,
     block_sparse: bool = False,
-    mixing: float = 0.03,
+    mixing: float = 0.01,
     max_padding: float = 1.0,
     max_segments_per_row: int | None = None,
     batch_size_multiple: int = 1,
@@ -164,9 +164,9 @@ def plan_packing(
     by packing the lengths. With `packed_cost_fn`, examples up to some T may also get
     rows of their own, which then cost as much as padded rows.
 
-    Updates from examples of all lengths learn more than updates from a bucket with
-    examples of one length (see docs/learning.md). So the search also prefers fewer,
-    wider buckets of rows that mix lengths, if they cost only a little more.
+    The gradient of a batch with examples of one length is noisier than that of a batch
+    of all lengths (see docs/learning.md). So the search also prefers fewer, wider
+    buckets and rows that mix lengths, if they cost only a little more.
 
     Example:
       >>> lengths = np.random.default_rng(0).integers(1, 500, size=1000)
@@ -194,10 +194,9 @@ def plan_packing(
       block_sparse: whether the attention of packed rows takes time within examples
         only. This holds for fused kernels with segment ids, but not for attention
         with a mask.
-      mixing: the share of the cost of an epoch that it is worth to have examples of all
-        lengths in every batch. A cost is raised by this share of itself if every bucket
-        has examples of one length, and by a part of it otherwise; with 0, the cheapest
-        rows are chosen. `jaxbucket.train.bucket_bias` measures it for a loss.
+      mixing: how much more an epoch may cost, as a share, if its batches mix lengths. A
+        cost is raised by this share of itself if every batch has examples of one
+        length, and by a part of it otherwise; with 0, the cheapest rows are chosen.
       max_padding: the maximum share of padding in packed rows, even if more padding
         would be cheaper. It refers to the rows before remainders are promoted
         to longer T.
@@ -260,8 +259,11 @@ def plan_packing(
     }
     is_packed, cause = pack == "always", f"`pack={pack!r}`"
     if pack == "auto":
-        buckets = np.searchsorted(padded.boundaries, search.values)
-        separated = separation(buckets, search.values, search.counts)
+        values, counts = search.values, search.counts
+        separated = separation(
+            *(np.searchsorted(padded.boundaries, values), np.log(values)),
+            *(values * counts, padded.batch_sizes, log_variance(values, counts)),
+        )
         weighted = epoch.epoch_cost * (1 + mixing * separated)
         is_packed = packed.padding <= max_padding
         is_packed &= packed.weighted_cost(mixing) < weighted
@@ -287,7 +289,7 @@ def _cause(
     if not is_packed:
         return "packed rows do not cost less"
     cost = f"cost {more:.1%} more" if more >= 0.0005 else "cost as much"
-    return f"packed rows {cost} and mix lengths"
+    return f"packed rows {cost} and mix more lengths"
 
 
 def _check_choices(

@@ -12,7 +12,7 @@ import numpy as np
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.packing.pattern import Pattern
 from jaxbucket.packing.row_patterns import fuller_patterns, row_patterns
-from jaxbucket.packing.separation import separation
+from jaxbucket.packing.separation import log_variance, separation
 from jaxbucket.plan.histogram import grouped
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.remainder import flow_remainders
@@ -40,7 +40,7 @@ class RowChoice:
       rows: `[K]` int64, the number of rows of each T.
       segments: `[K]` numbers, the number of examples in the rows of each T.
       padding: the share of padding in the rows.
-      separation: the share of the variance of lengths that is between buckets.
+      separation: the share of the variance of lengths that is between batches.
       cost: the cost of an epoch, remainders included.
     """
 
@@ -55,7 +55,7 @@ class RowChoice:
     cost: float
 
     def weighted_cost(self, mixing: float) -> float:
-        """Returns the cost, raised by up to `mixing` if buckets separate lengths."""
+        """Returns the cost, raised by up to `mixing` if batches separate lengths."""
         return self.cost * (1 + mixing * self.separation)
 
 
@@ -73,7 +73,7 @@ class RowSearch:
       cap: the maximum number of slots in a row.
       block_sparse: whether attention takes time within examples only.
       max_padding: the maximum share of padding in the rows.
-      mixing: the share of the cost that is added for buckets of equal lengths.
+      mixing: the share of the cost that is added for batches of equal lengths.
       choices: the choices that were packed so far, by T and `padded_up_to`.
       last: the T of the longest row.
     """
@@ -94,6 +94,7 @@ class RowSearch:
     def __post_init__(self):
         self.last = self.limits.longest(np.array([self.longest]))
         self._has_batch: dict[int, bool] = {}
+        self._variance = log_variance(self.values, self.counts)
 
     def search(self, num_buckets: int) -> RowChoice:
         """Returns the cheapest choice found, with at most `num_buckets` different T.
@@ -222,7 +223,10 @@ class RowSearch:
         number = np.array([x.rows for x in patterns])
         slots = np.array([len(x.slots) for x in patterns])
         lengths = np.concatenate([x.slots for x in patterns])
-        squares = np.add.reduceat(lengths * lengths, np.cumsum(slots) - slots)
+        tokens, squares, logs = (
+            np.add.reduceat(x, np.cumsum(slots) - slots)
+            for x in (lengths, lengths * lengths, lengths * np.log(lengths))
+        )
         rows, segments, pairs = (
             np.bincount(bucket, x, size)
             for x in (number, number * slots, number * squares)
@@ -250,7 +254,8 @@ class RowSearch:
             segments,
             padding=1 - float(self.values @ self.counts) / int(rows @ plan.boundaries),
             separation=separation(
-                np.repeat(bucket, slots), lengths, np.repeat(number, slots)
+                *(bucket, logs / tokens, number * tokens),
+                *(plan.batch_sizes, self._variance),
             ),
             cost=float((flow.batches * plan.costs).sum()),
         )

@@ -65,8 +65,7 @@ class BucketBias:
         each, to the mean gradient of the data. It is large if batches of different
         buckets have different weights, because every update counts equally.
       ways: the variance of updates for several ways to batch the examples.
-      left_out: buckets that are not measured, because they have only one batch with
-        real examples in an epoch.
+      left_out: buckets of which fewer than two batches have weight.
       left_out_share: the share of these buckets in the steps.
     """
 
@@ -87,8 +86,8 @@ class BucketBias:
 
         Args:
           counts: bucket -> number of its batches in an epoch.
-          measured: bucket -> its measured batches. Buckets with fewer than two are left
-            out.
+          measured: bucket -> its measured batches. Buckets in which fewer than two have
+            weight are left out.
           accumulate: the number of micro-batches in an update, each of which is a batch
             here.
 
@@ -96,8 +95,14 @@ class BucketBias:
           ValueError: if a gradient is not finite, if no bucket has two batches, or if
             the mean gradient cannot be told from zero.
         """
-        kept = {bucket: x for bucket, x in measured.items() if len(x.weights) > 1}
-        _check(kept)
+        _check(measured)
+        kept = {bucket: x for bucket, x in measured.items() if x.size > 1}
+        if not kept:
+            raise ValueError(
+                "No bucket has two batches with weight, so the noise of gradients "
+                "cannot be estimated. Plan with fewer buckets or a smaller "
+                "`max_tokens`, or check the weights of the loss."
+            )
         steps, samples = np.array([counts[bucket] for bucket in kept]), [*kept.values()]
         estimates = GradientEstimates.of(steps, samples)
         folds = [GradientEstimates.of(steps, part) for part in leave_out(samples)]
@@ -116,9 +121,9 @@ class BucketBias:
         """What the order and packing change, in one or two sentences."""
         shuffled, spread = (_more(way.more_tokens) for way in self.ways[:2])
         text = (
-            "Because of this variance, training on one bucket at a time needs about "
-            f"{shuffled} tokens than on packed rows if the order is shuffled, and "
-            f"{spread} if buckets are spread evenly."
+            "Compared with random examples of all lengths, training on one bucket at a "
+            f"time needs about {shuffled} tokens because of this variance if the order "
+            f"is shuffled, and {spread} if buckets are spread evenly."
         )
         if self.offset > _MIN_OFFSET:
             text += (
@@ -166,7 +171,7 @@ class BucketBias:
         )
         if self.left_out:
             caption += (
-                " Left out, because an epoch has only one batch of it: "
+                " Left out, because fewer than two batches have weight: "
                 f"{', '.join(map(str, self.left_out))}, {self.left_out_share:.1%} of "
                 "the steps."
             )
@@ -176,9 +181,9 @@ class BucketBias:
         for x in self.buckets:
             table.add_row(
                 *(str(x.bucket.batch_size), str(x.bucket.seq_len)),
-                *(f"{x.share:.1%}", f"{x.weight:,.0f}"),
+                *(f"{x.share:.1%}", _short(x.weight)),
                 *(_with_error(x.bias, x.bias_error, ".3g", ".2g"), f"{x.noise:.3g}"),
-                f"{x.noise_scale:,.0f}",
+                _short(x.noise_scale),
             )
         return table
 
@@ -189,8 +194,8 @@ class BucketBias:
         caption = (
             f"Variance of an update, and of the mean of {NUM_UPDATES} updates (times "
             f"{NUM_UPDATES}), relative to the squared norm of the mean gradient. More "
-            f"tokens: an estimate of how many more are needed because of it. "
-            f"{self.summary}"
+            "tokens: an estimate of how many more are needed than with random examples "
+            f"of all lengths. {self.summary}"
         )
         table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
         table.add_column("way to batch", no_wrap=True)
@@ -205,17 +210,17 @@ class BucketBias:
 
 
 def _check(measured: Mapping[Bucket, GradientSamples]) -> None:
-    """Raises a ValueError if gradients are not finite or there are too few."""
-    if not measured:
-        raise ValueError(
-            "No bucket has two batches in an epoch, so the noise of gradients cannot "
-            "be estimated. Plan with fewer buckets or a smaller `max_tokens`."
-        )
+    """Raises a ValueError if gradients or weights are not valid."""
     for bucket, x in measured.items():
         if not np.isfinite(x.gradients).all():
             raise ValueError(
                 f"The gradient of a batch of shape {bucket} is not finite. Pass a "
                 "state and a loss whose gradients are finite."
+            )
+        if not (np.isfinite(x.weights) & (x.weights >= 0)).all():
+            raise ValueError(
+                f"The weight of a batch of shape {bucket} is negative or not finite. "
+                "Return the sum of weights that are at least 0 from the loss."
             )
 
 
@@ -231,8 +236,8 @@ def _buckets(
         weight, noise = float(estimates.weights[k]), float(estimates.noise[k])
         yield BucketGradient(
             *(bucket, float(share[k]), weight, float(estimates.bias[k])),
-            float(errors[k]) if len(x.weights) > 2 else math.nan,
-            *(noise, noise * weight, len(x.weights)),
+            float(errors[k]) if x.size > 2 else math.nan,
+            *(noise, noise * weight, x.size),
         )
 
 
@@ -270,7 +275,13 @@ def _shape(bucket: Bucket) -> list[int]:
 
 
 def _more(share: float) -> str:
+    if abs(share) < 0.0005:
+        return "as many"
     return f"{abs(share):.1%} {'more' if share >= 0 else 'fewer'}"
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if abs(number) < 1e7 else f"{number:.2e}"
 
 
 def _with_error(value: float, error: float, *formats: str) -> str:

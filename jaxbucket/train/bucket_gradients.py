@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # The results of a sketch step, in the order of `GradientSamples`.
 _MEASURED = ("sketch", "weight", "num_examples")
-# Steps that are searched for batches of every bucket.
+# Steps of an epoch that are searched for batches of every bucket.
 _MAX_STEPS_SEARCHED = 4096
 
 
@@ -73,7 +73,8 @@ def bucket_bias(
     Args:
       loss_fn: the loss, as for `make_train_step`.
       state: the state whose parameters the gradients are taken at.
-      batches: the loader of the run. Its schedule may be for padded or packed rows, and
+      batches: the loader of the run. Batches are chosen from an epoch from its
+        `start_step` on. Its schedule may be for padded or packed rows, and
         micro-batches are measured one by one.
       batches_per_bucket: the number of batches to measure in each bucket, at least 2;
         standard errors need 3.
@@ -114,18 +115,13 @@ def bucket_bias(
             numbered = dataclasses.replace(state, step=state.step + number)
             result = steps(numbered, batch)
             measured[batch.bucket].append([result[name] for name in _MEASURED])
-    return BucketBias.of(
-        counts,
-        {bucket: _samples(results) for bucket, results in measured.items()},
-        batches.schedule.accumulate,
-    )
+    samples = {bucket: _samples(results) for bucket, results in measured.items()}
+    return BucketBias.of(counts, samples, batches.schedule.accumulate)
 
 
 def _samples(results: list[Any]) -> GradientSamples:
-    """Returns the measured batches of one bucket, except those without weight."""
-    columns = [np.asarray(x, np.float64) for x in zip(*results, strict=True)]
-    has_weight = columns[1] != 0
-    return GradientSamples(*(x[has_weight] for x in columns))
+    columns = zip(*results, strict=True)
+    return GradientSamples(*(np.asarray(column, np.float64) for column in columns))
 
 
 def _choose(
@@ -139,7 +135,8 @@ def _choose(
     """
     places: dict[Bucket, list[tuple[int, int]]] = {}
     schedule, start = batches.schedule, batches.start_step
-    for step in range(start, start + min(len(schedule), _MAX_STEPS_SEARCHED)):
+    number = min(len(schedule), _MAX_STEPS_SEARCHED)
+    for step in (start + i * len(schedule) // number for i in range(number)):
         for index, micro in enumerate(schedule.micro_batches(step)):
             if np.any(micro.rows != EMPTY_ROW):
                 places.setdefault(micro.bucket, []).append((step, index))

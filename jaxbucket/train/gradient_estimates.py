@@ -17,13 +17,19 @@ class GradientSamples(NamedTuple):
 
     Attributes:
       gradients: `[n, D]`, the mean gradient of each batch, or a sketch of it.
-      weights: `[n]`, the weight of each batch, such as its number of real tokens.
+      weights: `[n]`, the weight of each batch, such as its number of real tokens. A
+        batch of weight 0 has no gradient.
       examples: `[n]`, the number of examples of each batch.
     """
 
     gradients: np.ndarray
     weights: np.ndarray
     examples: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """The number of batches with a gradient."""
+        return int(np.count_nonzero(self.weights))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,31 +58,31 @@ class GradientEstimates:
     def of(
         cls, steps: np.ndarray, samples: Sequence[GradientSamples]
     ) -> GradientEstimates:
-        """Returns the estimates from at least two batches of each bucket.
+        """Returns the estimates from at least two gradients of each bucket.
+
+        The noise of a batch is assumed to be in inverse proportion to its weight.
 
         Raises:
           ValueError: if the mean gradient cannot be told from zero.
         """
-        totals = [x.weights / x.weights.sum() for x in samples]
-        means = np.stack(
-            [w @ x.gradients for w, x in zip(totals, samples, strict=True)]
+        means = np.stack([x.weights @ x.gradients / x.weights.sum() for x in samples])
+        # The variance of a gradient, multiplied by its weight.
+        scales = np.array(
+            [
+                x.weights @ np.square(x.gradients - mean).sum(axis=1) / (x.size - 1)
+                for x, mean in zip(samples, means, strict=True)
+            ]
         )
-        squares = [
-            w @ np.square(x.gradients - mean).sum(axis=1)
-            for w, x, mean in zip(totals, samples, means, strict=True)
-        ]
-        # A mean with these weights contains this share of the noise of a batch.
-        kept = np.array([w @ w for w in totals])
-        noise = np.array(squares) / (1 - kept)
-        gram = means @ means.T - np.diag(noise * kept)
+        noise = scales / [x.weights.sum() / x.size for x in samples]
+        gram = means @ means.T - np.diag(scales / [x.weights.sum() for x in samples])
         weights = np.array([x.weights.mean() for x in samples])
         shares = steps * weights / (steps @ weights)
         with_mean = gram @ shares
         squared_norm = float(shares @ with_mean)
         if squared_norm <= 0:
             raise ValueError(
-                "The mean gradient is smaller than the noise of its estimate. Measure "
-                "more batches with `batches_per_bucket`."
+                "The mean gradient is zero, or smaller than the noise of its estimate. "
+                "Measure more batches with `batches_per_bucket`, or another state."
             )
         inner = gram - with_mean[:, None] - with_mean[None, :] + squared_norm
         examples = np.array([x.examples.mean() for x in samples])
@@ -93,18 +99,18 @@ class GradientEstimates:
 def leave_out(samples: Sequence[GradientSamples]) -> Iterator[list[GradientSamples]]:
     """Yields the samples without one of several groups of batches.
 
-    A bucket with two batches stays as it is, because one batch shows no noise.
+    A bucket with two gradients stays as it is, because one gradient shows no noise.
     """
-    large = [len(x.weights) for x in samples if len(x.weights) > 2]
+    large = [x.size for x in samples if x.size > 2]
     num_folds = min(_FOLDS, *large) if large else 0
     for fold in range(num_folds):
-        group = np.s_[fold::num_folds]
-        yield [
-            GradientSamples(*(np.delete(y, group, axis=0) for y in x))
-            if len(x.weights) > 2
-            else x
-            for x in samples
-        ]
+        yield [_without(x, fold, num_folds) if x.size > 2 else x for x in samples]
+
+
+def _without(x: GradientSamples, fold: int, num_folds: int) -> GradientSamples:
+    """Leaves out every `num_folds`-th batch with a gradient."""
+    group = np.flatnonzero(x.weights)[fold::num_folds]
+    return GradientSamples(*(np.delete(column, group, axis=0) for column in x))
 
 
 def jackknife_error(values: np.ndarray) -> np.ndarray:

@@ -66,7 +66,7 @@ def ways_to_batch(estimates: GradientEstimates) -> Iterator[WayToBatch]:
             variance = _variance(np.mean(later, axis=0), shares, estimates.inner)
             several = noise + NUM_UPDATES * variance
         yield WayToBatch(name, one, several, (1 + several) / (1 + mixed) - 1)
-    yield WayToBatch("all lengths, as in packed rows", mixed, mixed, 0.0)
+    yield WayToBatch("random examples of all lengths", mixed, mixed, 0.0)
 
 
 def _drawn(steps: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -106,7 +106,7 @@ def _updates(
 
 def _variance(updates: np.ndarray, shares: np.ndarray, inner: np.ndarray) -> float:
     """Returns the mean squared norm of `[N, K]` combinations of gradients."""
-    return float(np.einsum("n,nk,kl,nl->", shares, updates, inner, updates))
+    return float(shares @ np.einsum("nk,nk->n", updates @ inner, updates))
 
 
 def _mixed(estimates: GradientEstimates) -> float:

@@ -153,7 +153,7 @@ def test_rows_that_cost_as_much_are_packed_because_they_mix_lengths():
     costs = result["packing"]["epoch_costs"]
     assert costs["packed"] == costs["padded"] and result["packing"]["packed"]
     assert (
-        "tokens with padded rows. Batches of packed rows mix lengths, so"
+        "tokens with padded rows. Batches of packed rows mix more lengths, so"
         in (result["packing"]["reason"])
     )
 

@@ -24,9 +24,11 @@ from jaxbucket.data.segments import row_segments
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import Pattern, positions
 from jaxbucket.packing.row_patterns import fewest_positions
-from jaxbucket.packing.separation import separation
+from jaxbucket.packing.row_search import RowSearch
+from jaxbucket.packing.separation import log_variance, separation
 from jaxbucket.packing.subset_sum import fullest_rows
 from jaxbucket.plan.histogram import grouped, value_counts
+from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.reports.plots import plot_plan
 from jaxbucket.schedule.balance import balance_rows, imbalance
 from jaxbucket.testing import check_batches
@@ -541,7 +543,9 @@ def test_rows_that_mix_lengths_are_chosen_if_their_cost_is_within_the_share(more
     single = costs["packed in one T"]
     boundaries = jb.plan_packing(lengths, **options, pack="never").plan.boundaries
     buckets = np.searchsorted(boundaries, lengths)
-    separated = separation(buckets, lengths, np.ones_like(lengths))
+    sizes = jb.plan_packing(lengths, **options, pack="never").plan.batch_sizes
+    variance = log_variance(lengths, np.ones_like(lengths))
+    separated = separation(buckets, np.log(lengths), lengths, sizes, variance)
     assert 0.5 < separated < 1
     for mixing in (0.0, 0.05, 0.2, 0.5, 1.0):
         chosen = jb.plan_packing(lengths, **options, mixing=mixing)
@@ -550,7 +554,9 @@ def test_rows_that_mix_lengths_are_chosen_if_their_cost_is_within_the_share(more
             assert chosen.is_packed
             assert chosen.epoch_costs["packed"] <= single * (1 + mixing)
         if chosen.is_packed and chosen.epoch_costs["packed"] > costs["padded"]:
-            assert re.search(r"cost .*% more and mix lengths\. Cost", chosen.reason)
+            assert re.search(
+                r"cost .*% more and mix more lengths\. Cost", chosen.reason
+            )
 
 
 # A greedy search with `mixing` alone ends at rows that cost 6% and 8% more for the
@@ -573,21 +579,40 @@ def test_rows_that_mix_lengths_cost_no_more_than_the_share(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_separation_is_the_share_of_the_variance_between_buckets(seed):
+def test_separation_is_the_share_of_the_variance_between_batches(seed):
     rng = np.random.default_rng(seed)
-    size = rng.integers(1, 40)
-    buckets = rng.integers(0, rng.integers(1, 9), size)
+    size, num_buckets = rng.integers(1, 40), rng.integers(1, 9)
+    buckets = rng.integers(0, num_buckets, size)
+    batch_sizes = rng.integers(1, 9, num_buckets)
     lengths = rng.integers(1, 10 ** rng.integers(1, 6), size)
-    counts = rng.integers(1, 9, size)
-    # One entry per token.
-    logs, groups = (np.repeat(x, lengths * counts) for x in (np.log(lengths), buckets))
-    by_bucket = {k: logs[groups == k].mean() for k in np.unique(groups)}
-    means = np.array([by_bucket[k] for k in np.unique(groups)])
-    shares = np.unique(groups, return_counts=True)[1] / len(groups)
-    between = shares @ np.square(means - logs.mean())
-    want = between / (logs.var() + np.log(1.25) ** 2)
-    np.testing.assert_allclose(separation(buckets, lengths, counts), want, atol=1e-12)
-    assert separation(np.zeros_like(buckets), lengths, counts) < 1e-12
+    tokens = lengths * rng.integers(1, 9, size)
+    logs = np.repeat(np.log(lengths), tokens)
+    by_bucket = [logs[np.repeat(buckets, tokens) == k] for k in range(num_buckets)]
+    between = sum(
+        len(x) * ((x.mean() - logs.mean()) ** 2 + x.var() / batch_sizes[k])
+        for k, x in enumerate(by_bucket)
+        if len(x)
+    )
+    want = between / len(logs) / (logs.var() + np.log(1.25) ** 2)
+    got = separation(buckets, np.log(lengths), tokens, batch_sizes, logs.var())
+    np.testing.assert_allclose(got, want, atol=1e-9)
+    np.testing.assert_allclose(
+        log_variance(lengths, tokens // lengths), logs.var(), atol=1e-9
+    )
+
+
+def test_rows_of_one_length_do_not_mix_lengths():
+    # Rows of 128 hold 8 short examples or 2 long ones, never both.
+    search = RowSearch(
+        *(np.array([16, 64]), np.array([800, 200]), 64),
+        *(limits := Limits(max_tokens=512), limits),
+        *(100, False, 1.0),
+    )
+    rows = search.packed((128,))
+    assert {len(set(pattern.slots)) for pattern in rows.patterns} == {1}
+    similar = np.log(1.25) ** 2
+    variance = np.log(2) ** 2
+    assert rows.separation == pytest.approx(variance / 4 / (variance + similar))
 
 
 def test_auto_chooses_the_cheaper_rows():

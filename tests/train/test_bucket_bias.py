@@ -11,6 +11,7 @@ import pytest
 import jaxbucket as jb
 from jaxbucket import Bucket
 from jaxbucket.schedule.spread import spread_evenly
+from jaxbucket.train import bucket_gradients
 from jaxbucket.train.bias_report import BucketBias
 from jaxbucket.train.gradient_estimates import GradientSamples
 from jaxbucket.train.gradient_sketch import SKETCH_SIZE, sketch
@@ -175,10 +176,15 @@ def test_the_tables_and_the_json_have_all_numbers():
     shuffled, spread, *_ = report.ways
     assert shuffled.more_tokens > 0 > spread.more_tokens
     sentence = (
-        f"needs about {shuffled.more_tokens:.1%} more tokens than on packed rows if "
-        f"the order is shuffled, and {-spread.more_tokens:.1%} fewer if buckets are"
+        f"needs about {shuffled.more_tokens:.1%} more tokens because of this variance "
+        f"if the order is shuffled, and {-spread.more_tokens:.1%} fewer if buckets are"
     )
     assert sentence in report.summary and sentence in " ".join(text.split())
+
+
+def test_equal_numbers_of_tokens_are_called_equal():
+    samples = {bucket: 1.0 + 1e-6 * np.eye(4, DIM) for bucket in BUCKETS}
+    assert "needs about as many tokens because of" in report_of(samples).summary
 
 
 def test_two_batches_have_no_standard_errors():
@@ -196,19 +202,37 @@ def test_a_bucket_with_one_batch_is_left_out_and_named():
     report = report_of(samples)
     assert [x.bucket for x in report.buckets] == list(BUCKETS[:2])
     assert report.left_out == BUCKETS[2:] and report.left_out_share == 0.2
-    assert "has only one batch of it: [1, 128], 20.0% of the steps." in " ".join(
-        str(report).split()
+    assert (
+        "fewer than two batches have weight: [1, 128], 20.0% of the steps."
+        in " ".join(str(report).split())
     )
     assert report.to_dict()["left_out"] == [[1, 128]]
 
 
 def test_gradients_of_zero_or_nan_are_refused():
     samples = {bucket: np.array([[1.0], [-1.0]]) for bucket in BUCKETS}
-    with pytest.raises(ValueError, match="The mean gradient is smaller than the noise"):
+    with pytest.raises(
+        ValueError, match="The mean gradient is zero, or smaller than the"
+    ):
         report_of(samples)
     samples[BUCKETS[1]][1] = np.nan
     with pytest.raises(ValueError, match=r"a batch of shape \[4, 32\] is not finite"):
         report_of(samples)
+
+
+@pytest.mark.parametrize("weight", [-1.0, np.inf])
+def test_weights_that_are_no_weights_are_refused(weight):
+    samples, _, _ = random_gradients(0, 8)
+    with pytest.raises(ValueError, match=r"shape \[4, 32\] is negative or not finite"):
+        report_of(samples, weights=(1, weight, 1))
+
+
+def test_every_bucket_of_a_long_epoch_is_seen(monkeypatch):
+    monkeypatch.setattr(bucket_gradients, "_MAX_STEPS_SEARCHED", 40)
+    batches = make_batches(jb.data_mesh(jax.devices()[:1]), order="ascending")
+    counts, chosen = bucket_gradients._choose(batches, 4)
+    assert list(counts) == list(batches.schedule.plan.buckets)
+    assert len(chosen) == 12 and sum(counts.values()) == 40 < len(batches)
 
 
 def test_a_sketch_keeps_inner_products():
@@ -309,6 +333,7 @@ def test_batches_without_weight_are_left_out():
     for x in report.buckets:
         assert (x.bias, x.noise) == pytest.approx((0, 0), abs=1e-5)
         assert 1 < x.num_batches < 12
+        assert x.weight < 0.9 * x.bucket.num_tokens
 
 
 def test_too_few_batches_are_refused():
@@ -319,7 +344,7 @@ def test_too_few_batches_are_refused():
     plan = jb.BucketPlan.from_shapes([(8, 4)])
     schedule = jb.BatchSchedule(plan, [4] * 8)
     batches = jb.MeshLoader([{"x": np.ones(4, np.float32)}] * 8, schedule, mesh)
-    with pytest.raises(ValueError, match="No bucket has two batches in an epoch"):
+    with pytest.raises(ValueError, match="No bucket has two batches with weight"):
         jb.train.bucket_bias(loss_fn, state, batches)
     with pytest.raises(ValueError, match="`batches` is a list. Pass the loader itself"):
         jb.train.bucket_bias(loss_fn, state, list(make_batches(mesh)))
