@@ -1,11 +1,12 @@
-"""Scores every example of a dataset, and writes the scores in its order.
+"""Scores every example of a dataset, and writes the scores into files in its order.
 
     python examples/score.py
-    python examples/score.py --output scores.npy
+    python examples/score.py --output scores
 
 The data are the docstrings of numpy. A bigram model of their characters says how
 surprising each docstring is. Examples of similar length are scored together, in a few
-shapes, but the scores come back in the order of the source.
+shapes, but the files have the scores in the order of the source. If the job is
+interrupted, the same command resumes it.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def predict_fn(model: dict[str, jax.Array], batch: jb.Batch) -> dict[str, jax.Ar
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Score the docstrings of numpy.")
-    parser.add_argument("--output", default="scores.npy", help="the file to write")
+    parser.add_argument("--output", default="scores", help="the directory to write")
     args = parser.parse_args(argv)
 
     texts = docstrings()
@@ -64,16 +65,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     print(jb.report(plan, lengths).summary)
 
-    # Exactly one epoch, so every example is scored once. The optimizer is not used.
+    # Exactly one epoch, so every example is scored once.
     batches = jb.MeshLoader(source, jb.BatchSchedule(plan, lengths), mesh)
-    state = jb.create_state(bigram_model(source), optax.sgd(0.0), mesh)
+    state = jb.create_state(bigram_model(source), mesh=mesh)
     predict_step = jb.make_predict_step(predict_fn, mesh)
     steps = jb.compile_steps(predict_step, state, batches.specs)
-    outputs = jb.predict(steps, state, batches)
+    outputs = jb.train.write_predictions(
+        args.output, steps, state, batches, sequences=["nats"]
+    )
 
-    # One output per example. Its "nats" have the example's length, without padding.
-    scores = np.array([output["mean"] for output in outputs if output is not None])
-    np.save(args.output, scores)
+    # "nats" has a number for each character of all examples, without padding.
+    scores = outputs.arrays["mean"]
     order = np.argsort(scores)
     names = list(texts)
     print(f"{len(scores)} scores in {args.output}, in nats per character.")

@@ -14,6 +14,7 @@ from jaxbucket import (
     compile,
     data,
     distributed,
+    layers,
     optim,
     packing,
     plan,

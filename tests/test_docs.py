@@ -148,7 +148,9 @@ def test_the_loop_of_the_page_on_processes_saves_where_it_ends(tmp_path):
 
 @pytest.mark.exhaustive
 def test_the_loops_of_the_page_on_streams_end_in_two_processes(tmp_path):
-    loop, alone, _ = blocks("python", PAGES["streaming"])[3:]
+    code = blocks("python", PAGES["streaming"])
+    first = next(i for i, x in enumerate(code) if "processes.check_agreement" in x)
+    loop, alone = code[first : first + 2]
     begin = """
 with jb.Processes() as processes:
     ...

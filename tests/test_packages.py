@@ -20,6 +20,7 @@ PACKAGES = {
         {"data", "compile", "packing", "plan", "base"},
         {"numpy", "click", "rich", "matplotlib"},
     ),
+    "layers": ({"train", "optim"}, {"jax", "flax"}),
     "testing": ({"train", "base"}, {"numpy", "jax", "optax", "etils"}),
     "train": (
         {

@@ -2,12 +2,13 @@
 
 `segment` chooses between `blockwise`, in plain jax, and `splash`, a TPU kernel. Neither
 of them creates a mask of `[B, T, T]`. `masks` computes such a mask, and the weights and
-targets of losses on packed rows.
+targets of losses on packed rows. `left_padding` moves padding to the beginning of rows.
 """
 
 from etils import epy as _epy
 
 with _epy.lazy_api_imports(globals()):
+    from jaxbucket.attention.left_padding import left_padded
     from jaxbucket.attention.masks import (
         NextTokens,
         attention_mask,

@@ -83,7 +83,7 @@ def _is_for_one_tpu() -> bool:
     if mesh.empty:
         return jax.default_backend() == "tpu" and jax.device_count() == 1
     device = mesh.abstract_device
-    is_tpu = device is not None and device.platform == "tpu"
+    is_tpu = device is not None and device.device_kind.startswith("TPU")
     is_manual = set(mesh.manual_axes) == set(mesh.axis_names)
     return is_tpu and (mesh.size == 1 or is_manual)
 

@@ -110,6 +110,22 @@ class RowShard:
         return (starts + np.arange(size)).reshape(-1)
 
 
+def checked_shard(shard: RowShard | None) -> RowShard:
+    """Returns a shard, by default that of a process which needs all rows.
+
+    Raises:
+      ValueError: if `shard` is anything else.
+    """
+    if shard is None:
+        return RowShard()
+    if not isinstance(shard, RowShard):
+        raise ValueError(
+            f"`shard` is a {type(shard).__name__}, not a `RowShard`. Pass "
+            "`jb.sharding.local_rows(mesh)` or a `jb.data.RowShard`."
+        )
+    return shard
+
+
 class Batch(NamedTuple):
     """A batch of arrays: a pytree, on the host (numpy) or on devices (`jax.Array`).
 

@@ -119,7 +119,8 @@ def _contexts() -> list[Any]:
         defaults = tuple(_in_new_thread(jax_config.trace_context))
     except (AttributeError, TypeError):
         return [_unique()]
-    names = _trace_names() or range(len(values))
+    # Before version 0.10.1, jax does not name them, so that any may be the user's.
+    names = _trace_names() or [_USER_CONTEXT] * len(values)
     entered: list[Any] = [_canonical(jax.sharding.get_mesh())]
     for name, value, default in zip(names, values, defaults, strict=True):
         if name == _USER_CONTEXT:
@@ -136,7 +137,7 @@ def _trace_names() -> tuple[str, ...]:
     try:
         return jax_config.trace_context_names()
     except (AttributeError, NotImplementedError):
-        # In a later version of jax, count all flags as flags of the compiler.
+        # Without names, all flags count as flags of the compiler.
         return ()
 
 

@@ -11,7 +11,7 @@ from typing import Any, overload
 import grain
 import numpy as np
 
-from jaxbucket.base.batch import RowShard
+from jaxbucket.base.batch import RowShard, checked_shard
 from jaxbucket.base.checks import check_integer
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, check_pad_value
@@ -97,15 +97,10 @@ def batch_dataset(
             f"`schedule` is a {type(schedule).__name__}, not a schedule. Pass "
             "`BatchSchedule(plan, lengths)`."
         )
-    if not isinstance(shard, RowShard | None):
-        raise ValueError(
-            f"`shard` is a {type(shard).__name__}, not a `RowShard`. Pass "
-            "`jb.sharding.local_rows(mesh)` or a `jb.data.RowShard`."
-        )
     reader = BatchReader(
         source,
         schedule,
-        shard or RowShard(),
+        checked_shard(shard),
         padded_features(source, schedule, sequences),
         check_pad_value(pad_value),
         check_transform(transform),

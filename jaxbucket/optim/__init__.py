@@ -16,13 +16,15 @@ whose state depends on earlier learning rates; Fromage, which uses its square; a
 Polyak's step and Rprop, which use it only as a bound or an initial value.
 
 `schedule_by_work` counts examples or tokens instead of steps, and `scale_by_adam_sde`
-adapts Adam's moment estimates to the batch size.
+adapts Adam's moment estimates to the batch size. `average_params` keeps an average of
+the parameters for evaluation.
 """
 
 from etils import epy as _epy
 
 with _epy.lazy_api_imports(globals()):
     from jaxbucket.optim.adam_sde import scale_by_adam_sde
+    from jaxbucket.optim.average import average_of, average_params
     from jaxbucket.optim.batch_size import scale_by_batch_size
     from jaxbucket.optim.linearity import is_linear_in_lr
     from jaxbucket.optim.schedules import (
@@ -30,3 +32,4 @@ with _epy.lazy_api_imports(globals()):
         schedule_by_work,
         warmup_inverse_sqrt_schedule,
     )
+    from jaxbucket.optim.states import learning_rate_metrics

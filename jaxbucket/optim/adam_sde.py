@@ -39,6 +39,7 @@ def scale_by_adam_sde(
     base_examples: float | None = None,
     base_tokens: float | None = None,
     base_rows: float | None = None,
+    base_weight: float | None = None,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
@@ -68,21 +69,26 @@ def scale_by_adam_sde(
       base_examples: the number of examples per batch for which all constants were
         tuned.
       base_tokens: the number of real tokens instead of examples.
-      base_rows: the number of rows instead of examples. Pass exactly one of the three.
+      base_rows: the number of rows instead of examples.
+      base_weight: the weight that the loss returns, instead of examples. Pass exactly
+        one of the four.
       b1: decay of the average of gradients, at the base size.
       b2: decay of the average of squared gradients, at the base size.
       eps: added to the square root of the latter average, at the base size.
 
     Returns:
-      A transformation whose `update` requires `num_examples`, `num_tokens` or
-      `num_rows` of the whole global batch, static or traced.
+      A transformation whose `update` requires `num_examples`, `num_tokens`, `num_rows`
+      or `weight` of the whole global batch, static or traced.
 
     Raises:
       ValueError: if not exactly one base is given, or it is not positive; if b1 or b2
         is not in [0, 1), or eps is negative. From `update`: if the size is missing.
     """
     scaling = BatchScaling.from_options(
-        base_examples=base_examples, base_tokens=base_tokens, base_rows=base_rows
+        base_examples=base_examples,
+        base_tokens=base_tokens,
+        base_rows=base_rows,
+        base_weight=base_weight,
     )
     for name, value in {"b1": b1, "b2": b2}.items():
         if not isinstance(value, numbers.Real) or not 0 <= value < 1:

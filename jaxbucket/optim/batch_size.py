@@ -36,6 +36,7 @@ def scale_by_batch_size(
     base_examples: float | None = None,
     base_tokens: float | None = None,
     base_rows: float | None = None,
+    base_weight: float | None = None,
     rule: Rule = "sqrt",
     min_factor: float = 0.0,
     max_factor: float = math.inf,
@@ -43,13 +44,16 @@ def scale_by_batch_size(
 ) -> optax.GradientTransformationExtraArgs:
     """Scales updates by `rule(batch size / base)`.
 
-    Put it last in a chain, after the learning rate. The batch size is an extra argument
+    Put it last in a chain, after the learning rate (and before `average_params`, which
+    averages the parameters after the whole update). The batch size is an extra argument
     of `update`, so the factor always belongs to the batch, even if steps are skipped or
     a run is resumed.
 
     Measure the batch size in what the loss is a mean over: tokens in language modeling,
-    examples if the loss has one term per example. Otherwise a batch of few long
-    documents gets a small learning rate, although it has as many tokens as any other.
+    examples if the loss has one term per example, and the weight of the loss if it
+    leaves out or weighs tokens, as in supervised fine-tuning. Otherwise a batch of few
+    long documents gets a small learning rate, although it has as many tokens as any
+    other.
 
     For SGD, Adam(W), Lion and most other optimizers this equals scaling the learning
     rate. Check yours with `is_linear_in_lr`, and use `scale_schedule` if it is not
@@ -71,7 +75,9 @@ def scale_by_batch_size(
         tuned.
       base_tokens: the number of real tokens instead of examples.
       base_rows: the number of rows instead of examples, including empty rows, so that
-        all batches of a bucket have the same factor. Pass exactly one of the three.
+        all batches of a bucket have the same factor.
+      base_weight: the weight that the loss returns, the divisor of its mean, instead of
+        examples. Pass exactly one of the four.
       rule: "linear" (Goyal et al., arXiv:1706.02677), "sqrt" (Krizhevsky,
         arXiv:1404.5997), "none", or a function from ratio to factor.
       min_factor: the smallest factor.
@@ -80,8 +86,8 @@ def scale_by_batch_size(
         is only used to report the scaled learning rate in the state.
 
     Returns:
-      A transformation whose `update` requires `num_examples`, `num_tokens` or
-      `num_rows` of the whole global batch, static or traced. `make_train_step` passes
+      A transformation whose `update` requires `num_examples`, `num_tokens`, `num_rows`
+      or `weight` of the whole global batch, static or traced. `make_train_step` passes
       all of them.
 
     Raises:
@@ -93,6 +99,7 @@ def scale_by_batch_size(
         base_examples=base_examples,
         base_tokens=base_tokens,
         base_rows=base_rows,
+        base_weight=base_weight,
         rule=rule,
         min_factor=min_factor,
         max_factor=max_factor,

@@ -19,8 +19,12 @@ def at_least_float32(value: jax.Array) -> jax.Array:
 
     Half precision is too coarse to sum 1,000 gradients.
     """
-    single = jnp.dtype(jnp.float32)
-    return value.astype(max(single, value.dtype, key=lambda dtype: dtype.itemsize))
+    return value.astype(widest(jnp.float32, value.dtype))
+
+
+def widest(*dtypes: Any) -> Any:
+    """Returns the widest of some dtypes, also if promotion is strict."""
+    return max(map(jnp.dtype, dtypes), key=lambda dtype: dtype.itemsize)
 
 
 def computes_in(dtype: Any, pull_back: Any, cotangent: jax.Array) -> bool:

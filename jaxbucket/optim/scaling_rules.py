@@ -16,6 +16,21 @@ from jaxbucket.optim.precision import wide_float
 
 Rule: TypeAlias = Literal["linear", "sqrt", "none"] | Callable[[jax.Array], jax.Array]
 
+# Option -> the extra argument of `update` with the batch size.
+_SIZES = {
+    "base_examples": "num_examples",
+    "base_tokens": "num_tokens",
+    "base_rows": "num_rows",
+    "base_weight": "weight",
+}
+# How to pass a size to `update`.
+_REMEDIES = {
+    "num_examples": "num_examples=batch.num_examples",
+    "num_tokens": "num_tokens=batch.num_tokens",
+    "num_rows": "num_rows=batch.bucket.batch_size",
+    "weight": "weight=weight",
+}
+
 _RULES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "linear": lambda ratio: ratio,
     "sqrt": jnp.sqrt,
@@ -48,6 +63,7 @@ class BatchScaling:
         base_examples: float | None,
         base_tokens: float | None,
         base_rows: float | None,
+        base_weight: float | None,
         rule: Rule = "sqrt",
         min_factor: float = 0.0,
         max_factor: float = math.inf,
@@ -57,6 +73,7 @@ class BatchScaling:
             "base_examples": base_examples,
             "base_tokens": base_tokens,
             "base_rows": base_rows,
+            "base_weight": base_weight,
         }
         names = [name for name, base in bases.items() if base is not None]
         if len(names) != 1:
@@ -79,7 +96,7 @@ class BatchScaling:
                 "numbers with 0 <= `min_factor` <= `max_factor`."
             )
         return cls(
-            size=f"num_{name.removeprefix('base_')}",
+            size=_SIZES[name],
             base=float(base),  # pyright: ignore
             rule=rule if callable(rule) else _RULES[rule],
             min_factor=float(min_factor),
@@ -97,12 +114,9 @@ class BatchScaling:
         if size is None:
             raise ValueError(
                 f"Scaling by the batch size requires `{self.size}`. Call "
-                f"`tx.update(grads, state, params, {self.size}=batch.{self.size})`. "
-                "Wrappers must forward extra arguments, as `optax.chain` does."
-                if self.size != "num_rows"
-                else "Scaling by the batch size requires `num_rows`. Call "
-                "`tx.update(grads, state, params, num_rows=batch.bucket.batch_size)`, "
-                "summed over all micro-batches."
+                f"`tx.update(grads, state, params, {_REMEDIES[self.size]})`, summed "
+                "over all micro-batches. Wrappers must forward extra arguments, as "
+                "`optax.chain` does."
             )
         return jnp.asarray(check_size(self.size, size), wide_float()) / self.base
 

@@ -84,6 +84,7 @@ def scale_schedule(
     base_examples: float | None = None,
     base_tokens: float | None = None,
     base_rows: float | None = None,
+    base_weight: float | None = None,
     rule: Rule = "sqrt",
     min_factor: float = 0.0,
     max_factor: float = math.inf,
@@ -115,7 +116,9 @@ def scale_schedule(
         tuned.
       base_tokens: the number of real tokens instead of examples.
       base_rows: the number of rows instead of examples, including empty rows, so that
-        all batches of a bucket have the same factor. Pass exactly one of the three.
+        all batches of a bucket have the same factor.
+      base_weight: the weight that the loss returns, the divisor of its mean, instead of
+        examples. Pass exactly one of the four.
       rule: "linear" (Goyal et al., arXiv:1706.02677), "sqrt" (Krizhevsky,
         arXiv:1404.5997), "none", or a function from ratio to factor.
       min_factor: the smallest factor.
@@ -140,6 +143,7 @@ def scale_schedule(
         base_examples=base_examples,
         base_tokens=base_tokens,
         base_rows=base_rows,
+        base_weight=base_weight,
         rule=rule,
         min_factor=min_factor,
         max_factor=max_factor,

@@ -183,7 +183,8 @@ def plan_packing(
       max_tokens: the maximum B * T of a global batch, padding included; or a function
         from T to this maximum.
       max_seq_len: the maximum T of packed rows; by default the longest length, rounded
-        up. Padded rows are never longer than the longest length, rounded up.
+        up. Rows may be shorter, but hold the longest of these lengths. Padded rows are
+        never longer than the longest length, rounded up.
       num_buckets: the maximum number of buckets.
       pack: "auto" for the cheaper rows, "always" for packed or "never" for padded rows.
       cost_fn: `(batch_size, seq_len)` -> cost of a step; by default its tokens. It is

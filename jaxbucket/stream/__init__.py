@@ -2,7 +2,8 @@
 
 `reader` reads examples into a `pool` (or a `packed_pool`), `iterator` takes batches
 from the pool, `rounds` coordinates the processes of a run, and `state` saves and
-restores an iterator. This package does not import jax.
+restores an iterator. `loader_stream` reads the examples of other data loaders. This
+package does not import jax.
 """
 
 from etils import epy as _epy
@@ -10,4 +11,5 @@ from etils import epy as _epy
 with _epy.lazy_api_imports(globals()):
     from jaxbucket.stream.dataset import sample_lengths, stream_batches
     from jaxbucket.stream.drift import Drift, DriftWarning
+    from jaxbucket.stream.loader_stream import from_loader
     from jaxbucket.stream.stream_end import StreamEnd

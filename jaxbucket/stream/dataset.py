@@ -16,7 +16,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from jaxbucket.base.batch import RowShard
+from jaxbucket.base.batch import RowShard, checked_shard
 from jaxbucket.base.buckets import BucketPlan, Group
 from jaxbucket.base.checks import (
     MAX_LENGTH,
@@ -149,7 +149,7 @@ def stream_batches(
     options = Options(
         pool_size=pool_size,
         policy=policy,
-        shard=shard or RowShard(),
+        shard=checked_shard(shard),
         accumulate=check_accumulate(accumulate),
         group=group,
         num_steps=None

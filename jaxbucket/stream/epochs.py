@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sized
 from typing import Any, TypeAlias
 
 import grain
@@ -27,6 +27,8 @@ def check_stream(dataset: Any) -> None:
         )
     elif callable(dataset):
         return
+    elif isinstance(dataset, Iterable) and not isinstance(dataset, Sized):
+        remedy = "`jb.stream.from_loader(dataset)`"
     else:
         remedy = "`grain.MapDataset.source(examples).to_iter_dataset()`"
     raise ValueError(

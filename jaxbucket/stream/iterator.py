@@ -21,7 +21,7 @@ from jaxbucket.stream.phases import Phase
 from jaxbucket.stream.reader import PooledExample, StreamCounts
 from jaxbucket.stream.rounds import StreamRounds
 from jaxbucket.stream.run import StreamRun
-from jaxbucket.stream.state import StreamState, summarize
+from jaxbucket.stream.state import StreamState, num_tokens
 
 # The number of steps that a loop may load ahead of the step that it saves.
 _STEPS_KEPT = 64
@@ -33,6 +33,7 @@ class ServedStep(NamedTuple):
     step: int  # The step of this worker.
     read: int
     arrived: int
+    checksum: int
     num_pending: int
     oldest: int  # Index of the oldest pending example, or of the next to arrive.
     taken: list[PooledExample]  # The examples of the step, without arrays.
@@ -141,9 +142,17 @@ class StreamIterator(grain.DatasetIterator[Any]):
         return tuple(batches)
 
     def _before_step(self, taken: list[PooledExample]) -> ServedStep:
-        read, arrived = self._reader.counts.read, self._reader.counts.arrived
-        oldest = self._pool.oldest()[0] if len(self._pool) else arrived
-        return ServedStep(self._step, read, arrived, len(self._pool), oldest, taken)
+        reader, number = self._reader, len(self._pool)
+        arrived = reader.counts.arrived
+        return ServedStep(
+            step=self._step,
+            read=reader.counts.read,
+            arrived=arrived,
+            checksum=reader.checksum,
+            num_pending=number,
+            oldest=self._pool.oldest()[0] if number else arrived,
+            taken=taken,
+        )
 
     def _enter_phase(self, step: int) -> Phase:
         """Returns the current phase, and puts pending examples into its buckets."""
@@ -269,22 +278,22 @@ class StreamIterator(grain.DatasetIterator[Any]):
                 f"`step={step}` has no state: only those of steps {first} to "
                 f"{self._step} are available. Save earlier, or load fewer steps ahead."
             )
-        counts, pending = self._reader.counts, self._pool.pending()
-        read, arrived = counts.read, counts.arrived
+        pending = self._pool.pending()
+        before = served or self._before_step([])
         if served is not None:
-            read, arrived = served.read, served.arrived
             pending = self._pending_before(served, pending)
         indices = [example.index for example in pending]
-        tokens, checksum = summarize(pending)
         return StreamState(
             config=self._config(step),
             step=step,
-            read=read,
-            next_index=arrived,
+            read=before.read,
+            next_index=before.arrived,
             pending=indices,
-            tokens=tokens,
-            checksum=checksum,
-            snapshot=self._reader.snapshot(min([*indices, arrived]), read),
+            tokens=num_tokens(pending),
+            checksum=before.checksum,
+            snapshot=self._reader.snapshot(
+                min([*indices, before.arrived]), before.read
+            ),
             current_round=self._rounds.round_at(step),
             features=feature_specs(self._template if step else self._run.like),
         ).to_dict()
@@ -350,7 +359,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
                 break
             if pending := [x for x in examples if x.index in indices]:
                 self._put(pending)
-        saved.check_read(self._reader.counts, self._pool.pending())
+        reader = self._reader
+        saved.check_read(reader.counts, reader.checksum, self._pool.pending())
         self._failure, self._is_valid = None, True
 
     def close(self) -> None:

@@ -28,8 +28,6 @@ from jaxbucket.data.example import (
 )
 from jaxbucket.data.transform import StreamTransform
 
-# One example in 16 has a checksum.
-_CHECKSUM_STRIDE = 16
 # Not None, because a function of the stream without a `return` yields None.
 _END = object()
 
@@ -41,7 +39,6 @@ class PooledExample:
     Attributes:
       index: index among all arrived examples.
       length: length of the example.
-      checksum: detects a stream that has changed; 0 for 15 of 16 examples.
       example: the example, or a chunk of an example that was split.
       epoch: the epoch of the stream.
       epoch_index: index of the example in its epoch.
@@ -49,7 +46,6 @@ class PooledExample:
 
     index: int
     length: int
-    checksum: int
     example: Example
     epoch: int
     epoch_index: int
@@ -60,7 +56,7 @@ class PooledExample:
 
     def without_arrays(self) -> PooledExample:
         origin = (self.epoch, self.epoch_index)
-        return PooledExample(self.index, self.length, self.checksum, {}, *origin)
+        return PooledExample(self.index, self.length, {}, *origin)
 
 
 @dataclasses.dataclass
@@ -92,12 +88,14 @@ class Snapshot(NamedTuple):
       epoch: the epoch of the next example.
       epoch_index: index of the next example in its epoch.
       counts: the counts of all examples before it.
+      checksum: the checksum of all examples before it.
       state: the state of the user's iterator.
     """
 
     epoch: int
     epoch_index: int
     counts: StreamCounts
+    checksum: int
     state: Any
 
 
@@ -116,6 +114,8 @@ class StreamReader:
 
     def __post_init__(self):
         self.counts = StreamCounts()
+        # The checksum of all arrived examples, which detects a stream that has changed.
+        self.checksum = 0
         self.ended = False
         self._epoch = self._epoch_index = 0
         self._epoch_has_example = False
@@ -147,8 +147,10 @@ class StreamReader:
             self.counts.arrived += len(rows)
             if rows:
                 self._epoch_has_example = True
+                for _, row in rows:
+                    self.checksum = _add_checksum(self.checksum, row)
                 return [
-                    PooledExample(index, length, _checksum(index, row), row, *origin)
+                    PooledExample(index, length, row, *origin)
                     for index, (length, row) in enumerate(rows, first)
                 ]
         return []
@@ -248,7 +250,8 @@ class StreamReader:
         if len(self._snapshots) > 1 and last and last.counts.arrived == counts.arrived:
             # No example arrived in between, so the new snapshot replaces the last one.
             self._snapshots.pop()
-        self._snapshots.append(Snapshot(self._epoch, self._epoch_index, counts, state))
+        origin = (self._epoch, self._epoch_index)
+        self._snapshots.append(Snapshot(*origin, counts, self.checksum, state))
 
     def snapshot(self, index: int, read: int) -> Snapshot:
         """Returns the latest snapshot from which an example can be read again.
@@ -292,6 +295,7 @@ class StreamReader:
                 "checkpoint."
             ) from error
         self.counts = dataclasses.replace(snapshot.counts)
+        self.checksum = snapshot.checksum
         self._snapshots.append(snapshot)
 
     def close(self) -> None:
@@ -351,13 +355,12 @@ def _chunk(
     return common_length(chunk, names), chunk
 
 
-def _checksum(index: int, example: Example) -> int:
-    if index % _CHECKSUM_STRIDE:
-        return 0
-    checksum = 0
+def _add_checksum(checksum: int, example: Example) -> int:
+    """Returns the checksum of the examples before, and of the numbers of this one."""
     for name in sorted(example):
         array = np.ascontiguousarray(example[name])
-        # The bytes of strings and objects may differ between runs.
-        if array.dtype.kind in "biufc":
-            checksum = zlib.crc32(array.data, checksum)
+        checksum = zlib.crc32(f"{name} {array.shape}".encode(), checksum)
+        # The bytes of strings and objects may differ between runs. "V" is bfloat16.
+        if array.dtype.kind in "biufcV" and not array.dtype.hasobject:
+            checksum = zlib.crc32(array.view(np.uint8).data, checksum)
     return checksum

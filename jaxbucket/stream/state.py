@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from jaxbucket.stream.reader import PooledExample, Snapshot, StreamCounts
 from jaxbucket.stream.rounds import Round
 
 _FORMAT = "jaxbucket.stream"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +30,7 @@ class StreamState:
       next_index: index of the next example to arrive.
       pending: indices of the pending examples, ascending.
       tokens: tokens of the pending examples, to detect a stream that has changed.
-      checksum: checksum of all their lengths, and of the arrays of some of them.
+      checksum: checksum of all examples that have arrived.
       snapshot: the point from which they can be read again.
       current_round: None if the step is the first of a round.
       features: the features of the batches; empty if not known yet.
@@ -68,6 +67,7 @@ class StreamState:
             "epoch": snapshot.epoch,
             "number": snapshot.epoch_index,
             "counts": dataclasses.asdict(snapshot.counts),
+            "snapshot_checksum": snapshot.checksum,
             "parent": snapshot.state,
         }
 
@@ -111,6 +111,7 @@ class StreamState:
                 epoch=_count(state["epoch"]),
                 epoch_index=_count(state["number"]),
                 counts=StreamCounts(*(_count(state["counts"][x]) for x in names)),
+                checksum=_count(state["snapshot_checksum"]),
                 state=state["parent"],
             ),
             current_round=_round_from_list(json.loads(state["round"]), state["step"]),
@@ -136,11 +137,16 @@ class StreamState:
             )
 
     def check_read(
-        self, counts: StreamCounts, pending: Sequence[PooledExample]
+        self, counts: StreamCounts, checksum: int, pending: Sequence[PooledExample]
     ) -> None:
         """Raises a ValueError if the stream no longer has the same examples."""
-        remedy = "Make it the same whenever it is read, by seeding all random draws."
-        number, (tokens, checksum) = len(pending), summarize(pending)
+        remedy = (
+            "Make it the same whenever it is read, by seeding all random draws. If a "
+            "loader shuffles, pass a function of (epoch, seed) that creates it with "
+            "this seed, and `resume='replay'` to `from_loader` if its state does not "
+            "include the buffer of the shuffle."
+        )
+        number, tokens = len(pending), num_tokens(pending)
         if (counts.read, counts.arrived, number, tokens) != (
             *(self.read, self.next_index, len(self.pending), self.tokens),
         ):
@@ -152,15 +158,14 @@ class StreamState:
             )
         if checksum != self.checksum:
             raise ValueError(
-                f"The stream has changed: its {number} pending examples still have "
-                f"{tokens} tokens, but different ones. {remedy}"
+                f"The stream has changed: its last examples, of which {number} with "
+                f"{tokens} tokens are pending, have other contents. {remedy}"
             )
 
 
-def summarize(pending: Sequence[PooledExample]) -> tuple[int, int]:
-    """Returns the number of tokens of examples, and a checksum of them in order."""
-    lengths, checksums = [x.length for x in pending], [x.checksum for x in pending]
-    return sum(lengths), zlib.crc32(np.array(lengths + checksums, "<u4").data)
+def num_tokens(pending: Sequence[PooledExample]) -> int:
+    """Returns the number of tokens of examples."""
+    return sum(example.length for example in pending)
 
 
 def _count(number: Any) -> int:

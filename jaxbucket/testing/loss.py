@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.testing.batches import shorten
@@ -23,7 +22,7 @@ from jaxbucket.testing.variants import (
 from jaxbucket.train.global_rows import MappedRows, rows_context
 from jaxbucket.train.gradients import gradient_sums
 from jaxbucket.train.loss import row_keys
-from jaxbucket.train.state import create_state
+from jaxbucket.train.state import TrainState, create_state
 
 _HALVES = MappedRows(("halves of the batch",))
 
@@ -38,7 +37,8 @@ _REMEDIES = {
         "The loss uses other rows, or returns a mean. Return sums over the rows it is "
         "given. Get the rows of all devices from `jaxbucket.train.gather_rows(x)`, and "
         "the numbers of the loss's own rows among them from "
-        "`jaxbucket.train.row_numbers(batch)`."
+        "`jaxbucket.train.row_numbers(batch)`. For batch normalization, use "
+        "`jaxbucket.layers.NnxBatchNorm` or `LinenBatchNorm`, outside of `jax.vmap`."
     ),
     "together with a device that has only empty rows": (
         "Empty rows count. Multiply by `batch.mask`, and do not divide by a number "
@@ -99,7 +99,7 @@ def check_loss(
 
     Args:
       loss_fn: the loss; see `jaxbucket.train.loss` for the contract.
-      model: an NNX module, or parameters.
+      model: an NNX module, parameters, or a `TrainState`.
       batch: a real batch of numpy or jax arrays, padded or packed, with at least two
         rows that contain examples. A small batch is enough.
       seed: the seed of the rows' keys; None to call the loss with `keys=None`, as in
@@ -184,8 +184,11 @@ class _Results:
     """Computes the `(gradients, sums)` of a loss for batches and keys."""
 
     def __init__(self, loss_fn: Callable[..., tuple], model: Any):
-        self._state = create_state(model, optax.identity())
-        gradients = gradient_sums(loss_fn)
+        is_state = isinstance(model, TrainState)
+        self._state = model if is_state else create_state(model)
+
+        def gradients(state: TrainState, batch: Batch, keys: Any) -> Any:
+            return gradient_sums(loss_fn)(state, batch, keys)[0]
 
         def of_half(state: Any, batch: Batch, keys: Any) -> Any:
             with rows_context(_HALVES):

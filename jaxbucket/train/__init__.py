@@ -4,7 +4,8 @@
 the contract of losses, which return sums over rows and reach the rows of other devices
 through `global_rows`. `step` and `accumulation` build train and evaluation steps from a
 loss, for jit, shard_map or `pmap`; a train step combines `gradients` and an `update`.
-`prediction` returns outputs in the order of the source, `checkpoint` saves a state with
+`prediction` returns outputs in the order of the source, or writes them
+(`prediction_files`), `checkpoint` saves a state with
 its position in the data, and `calibration` measures step times. `bucket_gradients`
 measures how far batches of one bucket are from the data.
 """
@@ -17,8 +18,9 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.train.bucket_gradients import bucket_bias
     from jaxbucket.train.calibration import Calibration, calibrate, calibration_shapes
     from jaxbucket.train.checkpoint import Checkpoints, Restored
-    from jaxbucket.train.global_rows import gather_rows, row_numbers
+    from jaxbucket.train.global_rows import gather_rows, row_numbers, sum_over_rows
     from jaxbucket.train.loader import MeshLoader
     from jaxbucket.train.prediction import make_predict_step, predict
+    from jaxbucket.train.prediction_files import Predictions, write_predictions
     from jaxbucket.train.state import TrainState, create_state
     from jaxbucket.train.step import make_eval_step, make_train_step

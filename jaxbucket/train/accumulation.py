@@ -30,11 +30,12 @@ from jaxbucket.optim.precision import at_least_float32
 from jaxbucket.train.loss import Metrics, row_keys
 from jaxbucket.train.pmap import PmapStep
 from jaxbucket.train.state import TrainState
+from jaxbucket.train.variables import by_path, with_values
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["grads", "sums", "micro_batches"],
+    data_fields=["grads", "sums", "variables", "micro_batches"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +45,13 @@ class Accumulated:
     Attributes:
       grads: gradient sums, in the structure of the parameters, in float32 or wider.
       sums: sums of the loss, its weight and everything else that is counted.
+      variables: the variables that losses update, by path, after the micro-batches.
       micro_batches: `[]` int32, the number of micro-batches added.
     """
 
     grads: Any
     sums: Any
+    variables: Any
     micro_batches: Any
 
 
@@ -64,9 +67,10 @@ def accumulating_step(
     """Returns a train step over several micro-batches, `(state, micro_batches)`.
 
     Args:
-      local_sums: `(state, batch, keys) -> (gradients, sums)` over the rows of `batch`.
-      global_sums: `(state, batch, micro_batch) -> (gradients, sums)` over all rows.
-      update: `(state, gradients, sums) -> (state, metrics)`.
+      local_sums: `(state, batch, keys) -> ((gradients, sums), variables)` over the rows
+        of `batch`.
+      global_sums: the same over all rows, `(state, batch, micro_batch) -> ...`.
+      update: `(state, gradients, sums, variables) -> (state, metrics)`.
       mesh: the mesh on which batches are sharded.
       state_sharding: sharding of the state, or a tree of shardings.
       pmap_axes: the mesh axes over which rows are sharded under `pmap`; None for `jit`.
@@ -77,21 +81,22 @@ def accumulating_step(
         state: TrainState, accumulated: Accumulated, batch: Batch
     ) -> Accumulated:
         number = accumulated.micro_batches
-        grads, sums = global_sums(state, batch, number)
+        state = _with_variables_of(accumulated, state)
+        (grads, sums), variables = global_sums(state, batch, number)
         new = jax.tree.map(at_least_float32, grads), sums
         grads, sums = jax.tree.map(jnp.add, (accumulated.grads, accumulated.sums), new)
-        return Accumulated(grads, sums, number + 1)
+        return Accumulated(grads, sums, variables, number + 1)
 
     def update_state(
         state: TrainState, accumulated: Accumulated
     ) -> tuple[TrainState, Metrics]:
-        return update(state, accumulated.grads, accumulated.sums)
+        return update(state, accumulated.grads, accumulated.sums, accumulated.variables)
 
     replicated = NamedSharding(mesh, PartitionSpec())
     grads_sharding = state_sharding
     if isinstance(state_sharding, TrainState):
         grads_sharding = state_sharding.params
-    shardings = Accumulated(grads_sharding, replicated, replicated)
+    shardings = Accumulated(grads_sharding, replicated, replicated, replicated)
     if pmap_axes is not None:
         add = PmapStep(add_micro_batch, mesh, pmap_axes, donate=(1,), num_replicated=2)
     else:
@@ -189,30 +194,34 @@ class AccumulatingStep:
         return self._begins[key]
 
     def _zeros(self, state: Any, batch: Batch) -> Any:
-        """Returns shapes and dtypes of the gradients and sums of any micro-batch."""
+        """Returns shapes and dtypes of the results of any micro-batch."""
 
         def sums(state: TrainState, batch: Batch) -> Any:
             keys = row_keys(0, state.step, 0, batch.bucket.batch_size)
-            grads, sums = self._local_sums(state, batch, keys)
-            return jax.tree.map(at_least_float32, grads), sums
+            (grads, sums), variables = self._local_sums(state, batch, keys)
+            return jax.tree.map(at_least_float32, grads), sums, variables
 
         return jax.eval_shape(sums, state, batch)
 
     def _new_begin(self, zeros: Any) -> Any:
         def begin() -> Accumulated:
-            grads, sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
-            return Accumulated(grads, sums, jnp.zeros((), jnp.int32))
+            grads, sums, variables = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype), zeros
+            )
+            return Accumulated(grads, sums, variables, jnp.zeros((), jnp.int32))
 
         return jax.jit(begin, out_shardings=self._shardings)
 
     def _spec(self, state: Any, zeros: Any) -> Accumulated:
         """Returns shapes, dtypes and shardings of the result of `begin`."""
-        grads, sums = zeros
+        grads, sums, variables = zeros
         replicated = self._shardings.sums
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        sums, number = jax.tree.map(lambda x: _at(x, replicated), (sums, number))
+        sums, variables, number = jax.tree.map(
+            lambda x: _at(x, replicated), (sums, variables, number)
+        )
         grads = jax.tree.map(lambda x, p: _at(x, p.sharding), grads, state.params)
-        return Accumulated(grads, sums, number)
+        return Accumulated(grads, sums, variables, number)
 
 
 class CompiledAccumulation(CompiledSteps):
@@ -257,6 +266,18 @@ class CompiledAccumulation(CompiledSteps):
         if label in self._jitted:
             return self.throttle(self._jitted[label](*args))
         return self.run_program(label, *args)
+
+
+def _with_variables_of(accumulated: Accumulated, state: TrainState) -> TrainState:
+    """Returns the state with the variables after the micro-batches so far."""
+    is_first = accumulated.micro_batches == 0
+    state_values = by_path(state.variables)
+    values = {
+        path: jnp.where(is_first, state_values[path], value)
+        for path, value in accumulated.variables.items()
+    }
+    variables = with_values(state.variables, values)
+    return dataclasses.replace(state, variables=variables)
 
 
 def _checked(micro_batches: Any, replicated: NamedSharding) -> Sequence[Batch]:

@@ -1,7 +1,8 @@
 """Access to the rows of other devices, for losses that need them.
 
 Under `jit` a loss is given the whole batch, under `shard_map` and `pmap` the rows of
-one device. `gather_rows` and `row_numbers` return the same values in all modes.
+one device. `sum_over_rows`, `gather_rows` and `row_numbers` return the same values in
+all modes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class Rows(Protocol):
         """Returns the sums over all rows, given the sums over the local rows."""
         ...
 
+    def max_over_rows(self, values: Any) -> Any:
+        """Returns the largest values of all devices."""
+        ...
+
     def gather(self, tree: Any) -> Any:
         """Returns all rows `[B, ...]`, given the local rows."""
         ...
@@ -46,6 +51,9 @@ class WholeBatch:
 
     def sum_over_rows(self, sums: Any) -> Any:
         return sums
+
+    def max_over_rows(self, values: Any) -> Any:
+        return values
 
     def gather(self, tree: Any) -> Any:
         return tree
@@ -66,6 +74,9 @@ class MappedRows:
 
     def sum_over_rows(self, sums: Any) -> Any:
         return jax.lax.psum(sums, self.axes)
+
+    def max_over_rows(self, values: Any) -> Any:
+        return jax.lax.pmax(values, self.axes)
 
     def gather(self, tree: Any) -> Any:
         return jax.tree.map(in_single(self._gather), tree)
@@ -133,6 +144,35 @@ def gather_rows(x: _Tree) -> _Tree:
     return current_rows().gather(x)
 
 
+def sum_over_rows(x: _Tree) -> _Tree:
+    """Returns sums over the rows of all devices, given the sums over the local rows.
+
+    Call it inside a loss that needs a statistic of the whole batch, for instance the
+    mean of a feature. Gradients flow back to all rows. Do not call it on the sums that
+    the loss returns, because steps add them up themselves.
+
+    Example:
+      >>> def batch_mean(x, mask):  # [B, T, F], [B, T] -> [F]
+      ...     sums = jnp.sum(x * mask[..., None], axis=(0, 1)), jnp.sum(mask)
+      ...     total, count = sum_over_rows(sums)
+      ...     return total / jnp.maximum(count, 1)
+      >>> x, mask = jnp.array([[[1.0], [3.0], [9.0]]]), jnp.array([[1, 1, 0]])
+      >>> batch_mean(x, mask.astype(x.dtype)).tolist()
+      [2.0]
+
+    Args:
+      x: an array, or a tree of arrays: sums over the local rows of this device.
+
+    Returns:
+      The sums over all rows, in the same dtypes. Half precision is added up in float32.
+
+    Raises:
+      ValueError: if called inside your own `shard_map` or `pmap`, whose axes are not
+        known here.
+    """
+    return jax.tree.map(in_single(current_rows().sum_over_rows), x)
+
+
 def row_numbers(batch: Batch) -> jax.Array:
     """Returns the index of each local row in the global batch and in `gather_rows`.
 
@@ -163,8 +203,9 @@ def current_rows() -> Rows:
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
         raise ValueError(
-            "`gather_rows` and `row_numbers` cannot tell which of the axes "
-            f"{sorted(axes)} of your own `shard_map` or `pmap` shard the rows. Use "
-            "`jax.lax.all_gather(x, axes, tiled=True)` and `jax.lax.axis_index` there."
+            "`gather_rows`, `row_numbers` and `sum_over_rows` cannot tell which of the "
+            f"axes {sorted(axes)} of your own `shard_map` or `pmap` shard the rows. "
+            "Use `jax.lax.all_gather(x, axes, tiled=True)`, `jax.lax.axis_index` and "
+            "`jax.lax.psum` there."
         )
     return WholeBatch()

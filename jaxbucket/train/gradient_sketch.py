@@ -55,7 +55,7 @@ def make_sketch_step(
 
     @record_arguments
     def sketch_step(state: TrainState, batch: Batch) -> Metrics:
-        grads, sums = global_sums(state, batch)
+        (grads, sums), _ = global_sums(state, batch)
         weight = sums["weight"]
         mean = sketch(grads, seed) / jnp.where(weight == 0, 1, weight)
         examples = sums["num_examples"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,34 +13,64 @@ import jax.numpy as jnp
 from jaxbucket.base.batch import Batch
 from jaxbucket.optim.precision import at_least_float32, computes_in
 from jaxbucket.train.global_rows import current_rows
-from jaxbucket.train.loss import LossFn, Metrics, checked_loss
+from jaxbucket.train.loss import LossFn, Metrics
+from jaxbucket.train.model_loss import call_loss, check_parameters, comparison
 from jaxbucket.train.state import TrainState
+from jaxbucket.train.variables import (
+    DEFAULT_RULES,
+    Kind,
+    Rule,
+    Values,
+    combine_variables,
+    warn_if_not_returned,
+)
 
 
-def gradient_sums(loss_fn: LossFn) -> Callable[..., tuple[Any, Metrics]]:
-    """Returns `(state, batch, keys) -> (gradients of the loss sum, sums)`.
+def gradient_sums(
+    loss_fn: LossFn, rules: Mapping[Kind, Rule] = DEFAULT_RULES
+) -> Callable[..., tuple[tuple[Any, Metrics], Values]]:
+    """Returns `(state, batch, keys) -> ((gradients of the loss sum, sums), variables)`.
 
     Gradients in half precision are returned in float32, so that adding them up over
-    micro-batches and devices does not lose precision.
+    micro-batches and devices does not lose precision. The variables are equal on all
+    devices.
+
+    Args:
+      loss_fn: the loss.
+      rules: how the new values of variables are combined over devices.
     """
 
     def sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
-        def loss(params: Any) -> tuple[jax.Array, Metrics]:
-            model = dataclasses.replace(state, params=params).model
-            return checked_loss(loss_fn, model, batch, keys)
+        def loss(params: Any) -> tuple[jax.Array, tuple[Metrics, Values]]:
+            before = dataclasses.replace(state, params=params)
+            loss_sum, sums, returned, new = call_loss(loss_fn, before, batch, keys)
+            warn_if_not_returned(rules, state.variables, returned)
+            are_same = comparison(
+                lambda state: call_loss(loss_fn, state, batch, keys)[-1], state
+            )
+            check_parameters("loss_fn", before, new, are_same)
+            new = combine_variables(rules, state.variables, new, are_same)
+            return loss_sum, (sums, new)
 
         _check_differentiable(state.params)
-        loss_sum, pull_back, sums = jax.vjp(loss, state.params, has_aux=True)
+        loss_sum, pull_back, (sums, variables) = jax.vjp(
+            loss, state.params, has_aux=True
+        )
         # The weight of all devices, because a gradient may come from the loss of
         # another device.
         weight = current_rows().sum_over_rows(sums["weight"])
 
-        def gradients(least: int, most: int) -> Any:
+        def gradients(least: int, most: int, scale: Any = 1.0) -> Any:
             exponent = _cotangent_exponent(weight, loss_sum.dtype, least, most)
-            (grads,) = pull_back(_power_of_two(exponent).astype(loss_sum.dtype))
-            undo = _power_of_two(-exponent)
+            cotangent = _power_of_two(exponent) * scale
+            (grads,) = pull_back(cotangent.astype(loss_sum.dtype))
+            undo = _power_of_two(-exponent) / scale
             return jax.tree.map(functools.partial(_times, undo), grads)
 
+        if state.loss_scale is not None:
+            # The gradient of the mean, times the scale.
+            grads = gradients(0, 0, state.loss_scale.scale)
+            return (grads, sums), variables
         grads = gradients(*_MEAN_EXPONENTS)
         if computes_in(jnp.float16, pull_back, loss_sum):
             overflows = (~all_finite(grads, (), ())).astype(jnp.int32)
@@ -51,7 +81,7 @@ def gradient_sums(loss_fn: LossFn) -> Callable[..., tuple[Any, Metrics]]:
                 functools.partial(gradients, -1, -1),
                 lambda: grads,
             )
-        return grads, sums
+        return (grads, sums), variables
 
     return sums
 

@@ -1,12 +1,16 @@
 """The loss contract: a loss returns sums over rows; steps add them up and divide once.
 
-A loss is `loss_fn(model, batch, keys) -> (loss_sum, weight)` or `(loss_sum, weight,
-sums)`. It returns sums over the rows it is given, without collectives. `weight` is the
-divisor of the mean, usually `batch.num_tokens`; `sums` is a dict of further sums to
-report. Steps differentiate `loss_sum`, add gradients and sums over all devices and
-micro-batches, and divide once, so that every token counts the same on any device. To
-weight examples or tasks, multiply each loss by its weight before summing, and return
-the sum of these weights as `weight`.
+A loss is `loss_fn(model, batch, keys) -> (loss_sum, weight)`, `(loss_sum, weight,
+sums)` or `(loss_sum, weight, sums, variables)`. It returns sums over the rows it is
+given, without collectives. `weight` is the divisor of the mean, usually
+`batch.num_tokens`; `sums` is a dict of further sums to report. Steps differentiate
+`loss_sum`, add gradients and sums over all devices and micro-batches, and divide once,
+so that every token counts the same on any device. To weight examples or tasks, multiply
+each loss by its weight before summing, and return the sum of these weights as `weight`.
+
+A model may have variables that its forward pass updates, such as batch statistics. An
+NNX model assigns them. For a Linen module, `model` is the dict of its collections, and
+the loss returns the new ones as `variables`, for instance `{"batch_stats": ...}`.
 
 `keys` are `[B]` random keys, one for each row, or None in evaluation. A key depends
 only on the seed, the step, the micro-batch and the row's index in the global batch. Use
@@ -17,8 +21,9 @@ more, convert them:
 `jax.random.wrap_key_data(jnp.tile(jax.random.key_data(keys), 2), impl="rbg")`.
 
 Depending on `mode`, a loss is given all rows or the rows of one device. A loss that
-needs other rows, for instance for in-batch negatives, gets them from `gather_rows`, and
-the indices of its own rows among them from `row_numbers`.
+needs other rows, for instance for in-batch negatives, gets them from `gather_rows`, the
+indices of its own rows among them from `row_numbers`, and sums over all rows from
+`sum_over_rows`.
 `jaxbucket.testing.check_loss` detects a loss that breaks this contract.
 """
 
@@ -38,7 +43,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice
 from jaxbucket.sharding import Axes, axis_names
-from jaxbucket.train.global_rows import MappedRows, WholeBatch, rows_context
+from jaxbucket.train.global_rows import MappedRows, Rows, WholeBatch, rows_context
 from jaxbucket.train.pmap import Rows as PmapRows
 
 LossFn: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple]
@@ -47,19 +52,21 @@ Metrics: TypeAlias = dict[str, jax.Array]
 _COUNTS = ("num_tokens", "num_examples", "num_rows", "num_positions")
 _STEP_METRICS = {
     *("loss", "loss_sum", "weight", *_COUNTS),
-    *("padding", "grad_norm", "lr_factor", "learning_rate", "skipped"),
+    *("padding", "grad_norm", "lr_factor", "learning_rate", "loss_scale", "skipped"),
 }
-# (state, batch, keys of the batch's rows) -> sums over these rows
-_Sums: TypeAlias = Callable[[Any, Batch, jax.Array | None], Any]
+# (state, batch, keys of the batch's rows) -> (sums over these rows, values that are
+# equal on all devices)
+_Sums: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple[Any, Any]]
 
 
 def sum_over_batch(
     sums: _Sums, mesh: Mesh, mode: Mode, batch_axes: Axes, seed: int | None
 ) -> Callable[..., Any]:
-    """Returns `(state, batch, micro_batch=0) -> sums` over the rows of all devices.
+    """Returns `(state, batch, micro_batch=0) -> (sums over all rows, values)`.
 
     Args:
-      sums: `(state, batch, keys) -> sums` over the rows of one device.
+      sums: `(state, batch, keys) -> (sums, values)`, sums over the rows of one device,
+        and values that are equal on all devices.
       mesh: the mesh on which batches are sharded.
       mode: how sums are added up over devices. The function that is returned for "pmap"
         must be called inside `jax.pmap`.
@@ -71,9 +78,7 @@ def sum_over_batch(
     """
     check_choice("mode", mode, get_args(Mode))
     axes = axis_names(mesh, batch_axes)
-    rows = WholeBatch() if mode == "jit" else MappedRows(axes)
-    if mode == "pmap":
-        rows = PmapRows.of(mesh, axes)
+    rows = rows_of(mode, mesh, axes)
 
     def on_rows(state: Any, batch: Batch, micro_batch: Any = 0) -> Any:
         with rows_context(rows):
@@ -82,7 +87,8 @@ def sum_over_batch(
                 num_rows = batch.bucket.batch_size
                 first_row = rows.first_row(num_rows)
                 keys = row_keys(seed, state.step, first_row, num_rows, micro_batch)
-            return rows.sum_over_rows(sums(state, batch, keys))
+            local, values = sums(state, batch, keys)
+            return rows.sum_over_rows(local), values
 
     def on_all_rows(state: Any, batch: Batch, micro_batch: Any = 0) -> Any:
         try:
@@ -116,6 +122,17 @@ def sum_over_batch(
     )
 
 
+def rows_of(mode: Mode, mesh: Mesh, axes: tuple[str, ...]) -> Rows:
+    """Returns the rows that a loss is given in a mode."""
+    match mode:
+        case "jit":
+            return WholeBatch()
+        case "shard_map":
+            return MappedRows(axes)
+        case "pmap":
+            return PmapRows.of(mesh, axes)
+
+
 def row_keys(
     seed: int, step: Any, first_row: Any, num_rows: int, micro_batch: Any = 0
 ) -> jax.Array:
@@ -142,15 +159,18 @@ def row_keys(
 
 def checked_loss(
     loss_fn: LossFn, model: Any, batch: Batch, keys: jax.Array | None
-) -> tuple[jax.Array, Metrics]:
-    """Returns the loss sum, and all sums that are to be added up over devices."""
+) -> tuple[jax.Array, Metrics, Any]:
+    """Returns the loss sum, all sums to add up over devices, and the new variables.
+
+    The variables are None if the loss does not return any.
+    """
     try:
         result = loss_fn(model, batch, keys)
     except TraceContextError as error:
         raise ValueError(
-            "`loss_fn` changes the model's own variables, which these steps hold "
-            "fixed. Draw dropout from `keys` (`dropout(x, rngs=key)`, row by row), "
-            "not from the model's `nnx.Rngs`."
+            "`loss_fn` changes variables of the model inside a jax transformation, "
+            "such as `jax.vmap`. Draw dropout from `keys` (`dropout(x, rngs=key)`, row "
+            "by row), not from the model's `nnx.Rngs`."
         ) from error
     sums = _named_sums(result)
     loss_sum, weight = result[:2]
@@ -165,22 +185,25 @@ def checked_loss(
     bucket = batch.bucket
     sizes = (batch.num_tokens, batch.num_examples, bucket.batch_size, bucket.num_tokens)
     counts = [jnp.asarray(size, jnp.int32) for size in sizes]
-    return loss_sum, {**sums, **dict(zip(_COUNTS, counts, strict=True))}
+    sums |= dict(zip(_COUNTS, counts, strict=True))
+    return loss_sum, sums, result[3] if len(result) == 4 else None
 
 
 def _named_sums(result: Any) -> Metrics:
     """Returns the sums of a loss by name, after checking them against the contract."""
-    if not isinstance(result, tuple) or len(result) not in (2, 3):
+    if not isinstance(result, tuple) or len(result) not in (2, 3, 4):
         kind = f"a value of type {type(result).__name__}"
         if isinstance(result, tuple):
             kind = f"a tuple of length {len(result)}"
         elif isinstance(result, jax.Array):
             kind = "a single array"
         raise ValueError(
-            f"`loss_fn` returned {kind}. Return (loss_sum, weight) or (loss_sum, "
-            "weight, sums), all of them sums over the batch, not means."
+            f"`loss_fn` returned {kind}. Return (loss_sum, weight), (loss_sum, weight, "
+            "sums) or (loss_sum, weight, sums, variables), with sums over the batch, "
+            "not means."
         )
-    extra = result[2] if len(result) == 3 else {}
+    loss_sum, weight, *more = result
+    extra = more[0] if more else {}
     if not isinstance(extra, Mapping):
         raise ValueError(
             f"`loss_fn` returned `sums` as {type(extra).__name__}. Return a dict."
@@ -190,12 +213,12 @@ def _named_sums(result: Any) -> Metrics:
             f"`loss_fn` returned `sums` with the names {sorted(reserved)}, which are "
             "reserved for the metrics of the step. Rename them."
         )
-    sums = {"loss_sum": result[0], "weight": result[1], **extra}
+    sums = {"loss_sum": loss_sum, "weight": weight, **extra}
     for name, value in sums.items():
         _check_sum(name, value)
     if not jnp.issubdtype(sums["loss_sum"].dtype, jnp.floating):
         raise ValueError(
-            f"`loss_fn` returned 'loss_sum' as {result[0].dtype}. Return a float."
+            f"`loss_fn` returned 'loss_sum' as {loss_sum.dtype}. Return a float."
         )
     _warn_of_half_precision(sums)
     return sums

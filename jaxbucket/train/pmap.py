@@ -175,6 +175,8 @@ class PmapCompiled:
 class Rows:
     """The rows of each device, for use inside the mapped function.
 
+    Collectives run within a replica, so that values and gradients stay in it.
+
     Attributes:
       replicas: the devices of each replica of the batch, as indices into the flattened
         mesh, in the order of the rows.
@@ -199,16 +201,14 @@ class Rows:
 
     def sum_over_rows(self, sums: Any) -> Any:
         """Returns the sums over all devices, counting every row once."""
-        first, *others = self.replicas
-        if others:
-            counts = jnp.isin(_device(), np.array(first))
-            sums = jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), sums)
-        return jax.lax.psum(sums, _DEVICES)
+        return jax.lax.psum(sums, _DEVICES, axis_index_groups=self.replicas)
+
+    def max_over_rows(self, values: Any) -> Any:
+        """Returns the largest values of all devices."""
+        return jax.lax.pmax(values, _DEVICES)
 
     def gather(self, tree: Any) -> Any:
         """Returns the rows of all devices `[B, ...]`, every row once, in order."""
-        # Gather within a replica, so that gradients stay in it: `sum_over_rows` counts
-        # only the first replica.
         return jax.tree.map(in_single(self._gather), tree)
 
     def _gather(self, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The training state: step, parameters and optimizer state."""
+"""The training state: step, parameters, other variables and optimizer state."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from flax import linen, nnx
+from flax.core import unfreeze
+from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh
 
-from jaxbucket.sharding import replicate
+from jaxbucket.optim.average import average_of
+from jaxbucket.sharding import check_mesh, replicate
+from jaxbucket.train.linen_variables import init_linen
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "variables", "opt_state"],
+    data_fields=["step", "params", "frozen", "variables", "opt_state", "loss_scale"],
     meta_fields=["graphdef"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -28,29 +32,74 @@ class TrainState:
 
     Attributes:
       step: `[]` int32, the number of steps done, including skipped updates.
-      params: the parameters that are trained.
-      variables: the other variables of an NNX model, which are held fixed; () for plain
-        parameters.
+      params: the parameters that are trained. With `wrt`, a plain tree has None in the
+        place of all others.
+      frozen: the parameters that `wrt` does not select; () if all are trained.
+      variables: the other variables of the model, which only its forward pass updates:
+        a dict of collections for a Linen module, or the rest of an NNX model; () for
+        plain parameters.
       opt_state: the state of the optimizer.
-      graphdef: the structure of an NNX model; None for plain parameters.
+      loss_scale: the loss scale for float16, or None.
+      graphdef: the structure of an NNX model; None for others.
     """
 
     step: jax.Array
     params: Any
+    frozen: Any
     variables: Any
     opt_state: Any
+    loss_scale: DynamicScale | None = None
     graphdef: Any = None
 
     @property
     def model(self) -> Any:
-        """The NNX model with the current parameters, or the plain parameters."""
-        if self.graphdef is None:
-            return self.params
-        return nnx.merge(self.graphdef, self.params, self.variables)
+        """The model with the current parameters, as losses receive it.
+
+        It is an NNX module, or the plain parameters; or, if there are collections of
+        variables, a dict `{"params": ..., "batch_stats": ...}` for `module.apply`.
+        """
+        if self.graphdef is not None:
+            # Copied, because a loss may assign variables of the model.
+            states = (self.params, self.frozen, self.variables)
+            return nnx.merge(self.graphdef, *states, copy=True)
+        params = _joined(self.params, self.frozen)
+        if isinstance(self.variables, tuple):
+            return params
+        return {"params": params, **self.variables}
+
+    @property
+    def average(self) -> TrainState:
+        """This state with the averages of its parameters, for evaluation.
+
+        Raises:
+          ValueError: if the optimizer does not contain `jb.optim.average_params`.
+        """
+
+        def replaced(average: Any, param: Any) -> Any:
+            if isinstance(average, optax.MaskedNode):
+                return param
+            # Copied, because a state with the same buffer twice could not be donated.
+            return jnp.array(average, param.dtype)
+
+        params = jax.tree.map(
+            replaced,
+            average_of(self.opt_state),
+            self.params,
+            is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+        )
+        return dataclasses.replace(self, params=params)
 
 
 def create_state(
-    model: Any, tx: optax.GradientTransformation, mesh: Mesh | None = None
+    model: Any,
+    tx: optax.GradientTransformation | None = None,
+    mesh: Mesh | None = None,
+    *,
+    sample: Any = None,
+    rngs: Any = None,
+    variables: Mapping[str, Any] | None = None,
+    wrt: Any = None,
+    loss_scale: DynamicScale | None = None,
 ) -> TrainState:
     """Returns the state before the first step.
 
@@ -61,44 +110,251 @@ def create_state(
       >>> print(state.step, state.params["w"], state.params["w"].sharding.mesh == mesh)
       0 [1. 1. 1.] True
 
+      A Linen module is initialized on the mesh. Losses receive its variables as a dict,
+      for `module.apply`:
+
+      >>> module = linen.Sequential([linen.Embed(256, 8), linen.Dense(256)])
+      >>> tokens = jax.ShapeDtypeStruct((1, 1), np.uint8)
+      >>> state = create_state(module, optax.adam(1e-3), mesh, sample=tokens)
+      >>> sorted(state.model), state.model["params"]["layers_1"]["kernel"].shape
+      (['params'], (8, 256))
+
+      A second phase of training continues with the model of a state, here with another
+      optimizer and a part of the parameters:
+
+      >>> state = create_state(
+      ...     state, optax.sgd(1e-4), mesh, wrt=nnx.PathContains("layers_1")
+      ... )
+      >>> sorted(state.model["params"]), state.params["layers_0"]
+      (['layers_0', 'layers_1'], {'embedding': None})
+
     Args:
-      model: a Flax NNX module, or any pytree of parameters (Linen, plain functions).
-      tx: the optimizer.
+      model: a Flax NNX module; a Flax Linen module, with `sample`; any pytree of
+        parameters; or a `TrainState`, whose model is taken.
+      tx: the optimizer; None if the state is only used for evaluation and prediction.
       mesh: the mesh on which the state is replicated; by default it stays on the
-        devices of the parameters.
+        devices of the parameters. Parameters that are already sharded over the mesh, or
+        by `linen.with_partitioning`, stay sharded; pass `state_sharding=` to the step.
+      sample: for a Linen module, the argument to initialize it with, or a tuple of its
+        positional arguments. Of arrays, only the shape and the dtype are used.
+      rngs: for a Linen module, the key or dict of keys to initialize it with; by
+        default `jax.random.key(0)`.
+      variables: for plain parameters, further collections that losses update. Losses
+        then receive `{"params": model, **variables}`.
+      wrt: selects the parameters to train, by default all: a filter of `nnx`, such as
+        `nnx.PathContains("head")`, or a function `(path, value) -> bool` of the path,
+        a tuple of names. Gradients and optimizer states are only computed for these.
+      loss_scale: scales losses against underflow in float16, for instance
+        `flax.training.dynamic_scale.DynamicScale()`. Updates with infinite gradients
+        are skipped, and lower the scale. By default that of a `TrainState`, or None.
 
     Raises:
-      ValueError: if `model` has batch statistics, which these steps do not update,
-        because they would differ between devices; or if `model` is neither an NNX
-        module nor parameters.
+      ValueError: if `model` is neither a module nor parameters; if it is a Linen module
+        and there is no `sample`; if an argument does not apply to this kind of model;
+        if `wrt` selects no parameters; or if `loss_scale` is not a positive scale.
     """
-    graphdef, params, variables = None, model, ()
+    _check_optimizer(tx)
+    if isinstance(model, type):
+        raise ValueError(f"`model` is the class {model.__name__}. Pass an instance.")
+    graphdef = None
+    if isinstance(model, TrainState):
+        _check_unused("a state", sample=sample, rngs=rngs, variables=variables)
+        state, model = model, model.model
+        if loss_scale is None:
+            loss_scale = state.loss_scale
+        if isinstance(state.variables, dict):
+            model, variables = model["params"], state.variables
     if isinstance(model, nnx.Module):
-        if jax.tree.leaves(nnx.state(model, nnx.BatchStat)):
-            raise ValueError(
-                "`model` has batch statistics (`nnx.BatchStat`), which these steps do "
-                "not update. Use LayerNorm, RMSNorm or GroupNorm, or write your own "
-                "step: `compile_steps` accepts any."
-            )
-        graphdef, params, variables = nnx.split(model, nnx.Param, ...)
-    elif isinstance(model, Mapping) and "batch_stats" in model:
+        _check_unused("an NNX module", sample=sample, rngs=rngs, variables=variables)
+        # A filter of a path also selects variables that are not parameters.
+        trained = nnx.Param if wrt is None else nnx.All(nnx.Param, _predicate(wrt))
+        graphdef, *states = nnx.split(model, trained, nnx.Param, ...)
+        params, frozen, others = map(_as_arrays, states)
+    else:
+        if isinstance(model, linen.Module):
+            if variables is not None:
+                raise ValueError(
+                    "`variables` was passed for a Linen module, which initializes its "
+                    "own. To start from existing values, pass the parameters instead: "
+                    '`create_state(old["params"], tx, mesh, variables={"batch_stats": '
+                    'old["batch_stats"]})`.'
+                )
+            if sample is None:
+                raise ValueError(
+                    f"`model` is a {type(model).__name__}, a Linen module. Pass "
+                    "`sample=` to initialize it, for instance `sample="
+                    'batches.specs[bucket].features["tokens"]`.'
+                )
+            keys = jax.random.key(0) if rngs is None else rngs
+            others = init_linen(model, sample, keys, mesh)
+            params = others.pop("params")
+        else:
+            _check_unused("plain parameters", sample=sample, rngs=rngs)
+            params, others = _checked(model), _checked_collections(variables)
+        params, frozen = _split(params, wrt)
+    if wrt is not None and not jax.tree.leaves(params):
+        raise ValueError(
+            f"`wrt={wrt!r}` selects no parameters. Pass a filter such as "
+            '`nnx.PathContains("head")`, or a function of the path and the value.'
+        )
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        frozen=frozen,
+        variables=others,
+        opt_state=() if tx is None else tx.init(params),
+        loss_scale=None if loss_scale is None else _checked_scale(loss_scale),
+        graphdef=graphdef,
+    )
+    if mesh is None:
+        # Copied, because steps donate the state.
+        return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
+    return _on_mesh(state, mesh)
+
+
+def _check_optimizer(tx: Any) -> None:
+    if tx is not None and not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise ValueError(
+            f"`tx` is a {type(tx).__name__}. Pass an optimizer of optax, such as "
+            "`optax.adam(1e-3)`, or None for evaluation: `create_state(model, "
+            "mesh=mesh)`."
+        )
+
+
+def checked_state(state: Any) -> TrainState:
+    """Returns the state of a step, after checking that it is one of this package."""
+    if isinstance(state, TrainState):
+        return state
+    kind = f"{type(state).__module__}.{type(state).__qualname__}"
+    raise ValueError(
+        f"`state` is a {kind}. The steps of jaxbucket take a state that `create_state` "
+        "returns, for instance `create_state(params, tx, mesh, variables={...})` with "
+        "your parameters and collections. For your own state, jit your own step."
+    )
+
+
+def _on_mesh(state: TrainState, mesh: Mesh) -> TrainState:
+    """Returns a copy on the mesh, replicated unless it is sharded over the mesh."""
+    check_mesh(mesh)
+    leaves, structure = jax.tree.flatten(state)
+    is_sharded = [_is_sharded(x, mesh) for x in leaves]
+    others = [x for x, y in zip(leaves, is_sharded, strict=True) if not y]
+    replicated = iter(replicate(others, mesh))
+    return jax.tree.unflatten(
+        structure,
+        [
+            jax.device_put(x, x.sharding, may_alias=False) if y else next(replicated)
+            for x, y in zip(leaves, is_sharded, strict=True)
+        ],
+    )
+
+
+def _is_sharded(leaf: Any, mesh: Mesh) -> bool:
+    sharding = getattr(leaf, "sharding", None)
+    return getattr(sharding, "mesh", None) == mesh and not leaf.is_fully_replicated
+
+
+def _checked(params: Any) -> Any:
+    """Returns plain parameters as arrays."""
+    if isinstance(params, Mapping) and "batch_stats" in params:
         raise ValueError(
             "`model` has batch statistics, which would be trained as parameters. Pass "
-            '`variables["params"]` and use LayerNorm, RMSNorm or GroupNorm, or write '
-            "your own step: `compile_steps` accepts any."
+            'the module and `sample=`, or `create_state(variables["params"], tx, mesh, '
+            'variables={"batch_stats": variables["batch_stats"]})`.'
         )
-    elif not all(map(_is_array, jax.tree.leaves(model))):
+    leaves = jax.tree.leaves(params)
+    if not leaves or not all(map(_is_array, leaves)):
         raise ValueError(
-            f"`model` is a {type(model).__name__}. Pass an NNX module, or parameters "
-            'such as `module.init(key, x)["params"]` of a Linen module.'
+            f"`model` is a {type(params).__name__}. Pass an NNX module, a Linen module "
+            "with `sample=`, or parameters."
         )
+    return _as_arrays(params)
+
+
+def _checked_collections(variables: Mapping[str, Any] | None) -> Any:
+    """Returns collections of variables as arrays, or ()."""
+    if variables is None:
+        return ()
+    if not isinstance(variables, Mapping) or "params" in variables:
+        raise ValueError(
+            "`variables` must be a dict of the collections beside the parameters, such "
+            'as {"batch_stats": ...}, without "params".'
+        )
+    return _as_arrays(unfreeze(dict(variables)))
+
+
+def _checked_scale(loss_scale: Any) -> DynamicScale:
+    """Returns a loss scale as arrays."""
+    if not isinstance(loss_scale, DynamicScale):
+        raise ValueError(
+            f"`loss_scale={loss_scale!r}` is a {type(loss_scale).__name__}. Pass "
+            "`flax.training.dynamic_scale.DynamicScale(scale=...)`."
+        )
+    if not 0 < loss_scale.scale < float("inf"):
+        raise ValueError(
+            f"`loss_scale` has scale={loss_scale.scale}, which must be positive and "
+            "finite. Use a power of two, such as 2.0**16."
+        )
+    return jax.tree.map(jnp.float32, loss_scale)
+
+
+def _as_arrays(tree: Any) -> Any:
     # The weak dtype of a Python number would become a strong one in the first step, and
     # the second step would be compiled again.
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)
-    step = jnp.zeros((), jnp.int32)
-    state = TrainState(step, params, variables, tx.init(params), graphdef)
-    return state if mesh is None else replicate(state, mesh)
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)
 
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.number | float | int)
+
+
+def _split(params: Any, wrt: Any) -> tuple[Any, Any]:
+    """Returns the parameters to train and the others, each with None for the rest."""
+    if wrt is None:
+        return params, ()
+    selects = _predicate(wrt)
+    trained = jax.tree.map_with_path(
+        lambda path, x: bool(selects(tuple(map(_key_name, path)), x)), params
+    )
+    return (
+        jax.tree.map(lambda x, is_trained: x if is_trained else None, params, trained),
+        jax.tree.map(lambda x, is_trained: None if is_trained else x, params, trained),
+    )
+
+
+def _predicate(wrt: Any) -> Any:
+    try:
+        return nnx.filterlib.to_predicate(wrt)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`wrt={wrt!r}` is not a filter of NNX. Pass for instance "
+            '`nnx.PathContains("head")`, or a function of the path and the value.'
+        ) from error
+
+
+def _joined(params: Any, frozen: Any) -> Any:
+    """Returns the parameters that `_split` has split."""
+    if isinstance(frozen, tuple) and not frozen:
+        return params
+    return jax.tree.map(
+        lambda x, y: y if x is None else x,
+        params,
+        frozen,
+        is_leaf=lambda x: x is None,
+    )
+
+
+def _key_name(key: Any) -> Any:
+    """Returns the name or the index of an entry of a path."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return str(key)
+
+
+def _check_unused(kind: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(
+                f"`{name}` was passed for {kind}, which does not use it. Leave it out."
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,13 +19,14 @@ from jaxbucket.train.loss import (
     LossFn,
     Metrics,
     Mode,
-    checked_loss,
     mean_metrics,
     sum_over_batch,
 )
+from jaxbucket.train.model_loss import call_loss, check_parameters, comparison
 from jaxbucket.train.pmap import PmapStep
 from jaxbucket.train.state import TrainState
 from jaxbucket.train.update import updater
+from jaxbucket.train.variables import Kind, Rule, check_rules, check_unchanged
 
 
 def make_train_step(
@@ -39,6 +40,7 @@ def make_train_step(
     seed: int = 0,
     state_sharding: Any = None,
     skip_nonfinite: bool = False,
+    variable_rules: Mapping[Kind, Rule] | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """Returns a jitted train step over a mesh: `(state, batch) -> (state, metrics)`.
 
@@ -61,12 +63,12 @@ def make_train_step(
       1.0 4.6666665 3
 
     Args:
-      loss_fn: `(model, batch, keys) -> (loss_sum, weight)` or `(loss_sum, weight,
-        sums)`, sums over the rows it is given. See `jaxbucket.train.loss` for the full
-        contract.
+      loss_fn: `(model, batch, keys) -> (loss_sum, weight)`, `(loss_sum, weight, sums)`
+        or `(loss_sum, weight, sums, variables)`, sums over the rows it is given. See
+        `jaxbucket.train.loss` for the full contract.
       tx: the optimizer. It receives the mean gradient over the global batch, and these
         extra arguments: `num_examples`, `num_tokens` and `num_rows` of the batch,
-        `step`, and `value`, the mean loss.
+        the `weight` of the loss, `step`, and `value`, the mean loss.
       mesh: the mesh on which batches are sharded.
       accumulate: whether the step is called with tuples of micro-batches, as yielded by
         a schedule with `accumulate`. Gradients and sums are added up over all of
@@ -83,6 +85,11 @@ def make_train_step(
         gradient, its norm, an update or the new optimizer state is not finite. The step
         still counts, and learning rate schedules advance (`skip_where`), so that the
         data and the learning rate still match the step number.
+      variable_rules: how the new values of variables that the loss changes are combined
+        over devices: the "mean", the "max", the value of the "first" device, or the
+        "sum" of their changes. The keys are Linen collections or types of NNX
+        variables. By default, batch statistics are averaged and no other variables may
+        change. Every micro-batch sees the variables that the one before has changed.
 
     Returns:
       The step. Its metrics, over all micro-batches, are "loss" (`loss_sum / weight`),
@@ -90,7 +97,8 @@ def make_train_step(
       "num_positions", the B and B * T of the bucket; "padding", the share of positions
       that are padding; "grad_norm", the norm of the mean gradient; "lr_factor" and
       "learning_rate", if the optimizer's state contains them; "skipped" (1 or 0), with
-      `skip_nonfinite`; and the loss's own sums.
+      `skip_nonfinite` or a loss scale; "loss_scale", if the state has one; and the
+      loss's own sums.
 
     Raises:
       ValueError: if the mode or an axis is unknown, the seed is out of range, or
@@ -110,7 +118,7 @@ def make_train_step(
             "`state_sharding` is not supported by `mode='pmap'`, under which every "
             "device holds the whole state. Use 'jit' or 'shard_map' to shard it."
         )
-    local_sums = gradient_sums(loss_fn)
+    local_sums = gradient_sums(loss_fn, check_rules(variable_rules))
     global_sums = sum_over_batch(local_sums, mesh, mode, batch_axes, check_seed(seed))
     update = updater(tx, skip_nonfinite)
     axes = axis_names(mesh, batch_axes)
@@ -135,7 +143,8 @@ def make_train_step(
                 "`accumulate=True` to `make_train_step` for a step that takes "
                 "micro-batches."
             )
-        return update(state, *global_sums(state, batch))
+        (grads, sums), variables = global_sums(state, batch)
+        return update(state, grads, sums, variables)
 
     if mode == "pmap":
         return PmapStep(train_step, mesh, axes, donate=(0,))
@@ -183,17 +192,25 @@ def make_eval_step(
     Raises:
       ValueError: if the mode or an axis is unknown; with "pmap", if the devices of a
         process are not adjacent in the mesh; when traced, if the loss breaks the
-        contract.
+        contract or changes variables of the model.
     """
 
-    def local_sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Metrics:
-        return checked_loss(loss_fn, state.model, batch, keys)[1]
+    def local_sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
+        def call(state: TrainState) -> Any:
+            return call_loss(loss_fn, state, batch, keys)
+
+        _, sums, _, new = call(state)
+        are_same = comparison(lambda state: call(state)[-1], state)
+        check_parameters("loss_fn", state, new, are_same)
+        check_unchanged("loss_fn", state.variables, new, are_same)
+        return sums, ()
 
     global_sums = sum_over_batch(local_sums, mesh, mode, batch_axes, seed=None)
 
     @record_arguments
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
-        return mean_metrics(global_sums(state, batch))
+        sums, _ = global_sums(state, batch)
+        return mean_metrics(sums)
 
     if mode == "pmap":
         return PmapStep(eval_step, mesh, axis_names(mesh, batch_axes))

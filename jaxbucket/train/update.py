@@ -10,17 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax.training.dynamic_scale import DynamicScale
 
 from jaxbucket.optim.states import learning_rate_metrics, skip_where
 from jaxbucket.train.gradients import all_finite
 from jaxbucket.train.loss import Metrics, mean_metrics
 from jaxbucket.train.state import TrainState
+from jaxbucket.train.variables import Values, by_path, with_values
 
 
 def updater(
     tx: optax.GradientTransformation, skip_nonfinite: bool
-) -> Callable[[TrainState, Any, Metrics], tuple[TrainState, Metrics]]:
-    """Returns `(state, gradients, sums) -> (state, metrics)`.
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """Returns `(state, gradients, sums, variables) -> (state, metrics)`.
 
     Args:
       tx: the optimizer.
@@ -29,7 +31,7 @@ def updater(
     tx = optax.with_extra_args_support(tx)
 
     def update(
-        state: TrainState, grads: Any, sums: Metrics
+        state: TrainState, grads: Any, sums: Metrics, new_variables: Values
     ) -> tuple[TrainState, Metrics]:
         metrics = mean_metrics(sums)
         # With zero weight, the mean gradient is zero; with infinite weight, it is NaN.
@@ -49,22 +51,61 @@ def updater(
             num_examples=metrics["num_examples"],
             num_tokens=metrics["num_tokens"],
             num_rows=metrics["num_rows"],
+            weight=metrics["weight"],
         )
         params = optax.apply_updates(state.params, updates)
         metrics |= {"grad_norm": _norm(grads), **learning_rate_metrics(opt_state)}
-        if skip_nonfinite:
+        loss_scale = state.loss_scale
+        if loss_scale is not None:
+            is_finite = all_finite(grads, (), ())
+            metrics["loss_scale"] = jnp.asarray(loss_scale.scale)
+            loss_scale = _next_scale(loss_scale, is_finite)
+        if skip_nonfinite or loss_scale is not None:
             scalars = (metrics["loss"], metrics["grad_norm"])
-            skipped = ~all_finite((updates, scalars), opt_state, state.opt_state)
+            old_variables = by_path(state.variables)
+            # Variables with a rule only, because the others do not change.
+            old_variables = {path: old_variables[path] for path in new_variables}
+            skipped = ~all_finite(
+                (updates, scalars),
+                (opt_state, new_variables),
+                (state.opt_state, old_variables),
+            )
             params = jax.tree.map(
                 functools.partial(jnp.where, skipped), state.params, params
             )
             opt_state = skip_where(skipped, opt_state, state.opt_state)
+            new_variables = {
+                path: jnp.where(skipped, old_variables[path], new)
+                for path, new in new_variables.items()
+            }
             metrics["skipped"] = skipped.astype(jnp.int32)
         return dataclasses.replace(
-            state, step=state.step + 1, params=params, opt_state=opt_state
+            state,
+            step=state.step + 1,
+            params=params,
+            variables=with_values(state.variables, new_variables),
+            opt_state=opt_state,
+            loss_scale=loss_scale,
         ), metrics
 
     return update
+
+
+def _next_scale(dynamic: DynamicScale, is_finite: jax.Array) -> DynamicScale:
+    """Returns the loss scale of the next step.
+
+    It is multiplied by `growth_factor` after `growth_interval` finite gradients, and by
+    `backoff_factor` after each gradient that is not finite (Micikevicius et al., "Mixed
+    precision training", 2018).
+    """
+    grows = dynamic.fin_steps + 1 >= dynamic.growth_interval
+    larger = jnp.where(grows, dynamic.scale * dynamic.growth_factor, dynamic.scale)
+    smaller = dynamic.scale * dynamic.backoff_factor
+    scale = jnp.where(is_finite, larger, smaller)
+    # The inverse of a scale beyond these limits would be subnormal.
+    scale = jnp.clip(scale, dynamic.minimum_scale, 2.0**126)
+    steps = jnp.where(is_finite & ~grows, dynamic.fin_steps + 1, 0)
+    return dynamic.replace(fin_steps=steps, scale=scale)
 
 
 def _divide(value: jax.Array, divisor: jax.Array) -> jax.Array:

@@ -259,7 +259,8 @@ def lowered(attend, platform):
 def shard_rows(attend, platform):
     """Returns `attend` for an abstract mesh, in which each device has its own rows."""
     here = jb.data_mesh().abstract_mesh.abstract_device
-    there = dataclasses.replace(here, platform=platform)
+    kind = "TPU v5 lite" if platform == "tpu" else platform
+    there = dataclasses.replace(here, device_kind=kind)
     mesh = jax.sharding.AbstractMesh(
         (4,), ("data",), (jax.sharding.AxisType.Auto,), abstract_device=there
     )

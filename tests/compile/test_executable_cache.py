@@ -344,15 +344,24 @@ OTHER_CONTEXT = jax.make_user_context()
 TIMES = jax.make_user_context(1)
 
 
+def is_known(name):
+    """Whether a setting can be identified in a different process.
+
+    A user context cannot, and before jax 0.10.1 any context may be one. That of the
+    PRNG is a flag.
+    """
+    has_names = hasattr(jax_settings.jax_config, "trace_context_names")
+    is_context = name.startswith("with ") and name != "with prng"
+    return name != "with user context" and (has_names or not is_context)
+
+
 @pytest.mark.parametrize("name", TRACE_SETTINGS)
 def test_settings_of_jax_change_the_trace_settings(name):
     before = jax_settings.trace_settings()
     with TRACE_SETTINGS[name]():
         inside = jax_settings.trace_settings()
         assert inside != before
-        # A user context cannot be identified in a different process.
-        is_known = name != "with user context"
-        assert (jax_settings.trace_settings() == inside) == is_known
+        assert (jax_settings.trace_settings() == inside) == is_known(name)
     assert jax_settings.trace_settings() == before
 
 
@@ -383,9 +392,7 @@ def test_programs_are_reused_only_with_the_same_settings_of_jax(
         again, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
         assert again.report.num_compiled == 0 and noisy_loss(again) == want
         traced = sum(p.trace_seconds > 0 for p in again.report.programs)
-        # A user context cannot be identified in a different process.
-        is_known = name != "with user context"
-        assert traced == ((verify == "one") if is_known else 2)
+        assert traced == ((verify == "one") if is_known(name) else 2)
     steps, _ = start(folder, noisy_step(), NOISY_SPECS, verify=verify, key="a")
     assert steps.report.num_compiled == 0 and noisy_loss(steps) == before
 
@@ -605,7 +612,7 @@ def test_all_programs_are_traced_if_jax_does_not_name_its_settings(
         steps, _ = start(tmp_path, noisy_step(), NOISY_SPECS, verify=verify, key="a")
         return [(p.source, p.trace_seconds > 0) for p in steps.report.programs]
 
-    monkeypatch.delattr(jax_settings.jax_config, "trace_context_names")
+    monkeypatch.delattr(jax_settings.jax_config, "trace_context_names", raising=False)
     assert sources("none") == [("compiled", True)] * 2
     assert sources("none") == [("loaded", False)] * 2
     with updated("jax_default_matmul_precision", "highest"):
@@ -1106,6 +1113,8 @@ import jax, numpy as np
 sys.path.insert(0, {folder!r})
 import test_executable_cache as t
 
+# As in the tests, because jax 0.9 does not tell which flags only change tracing.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
 steps, compiled = t.start({cache!r}, key="a")
 print(compiled, t.losses(steps))
 """

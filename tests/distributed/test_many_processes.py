@@ -1,6 +1,7 @@
 """The end-to-end job in several processes, compared with one process."""
 
 import json
+import os
 import pathlib
 import shutil
 import signal
@@ -42,6 +43,8 @@ def start(
     return subprocess.Popen(
         list(map(str, command)),
         cwd=folder,
+        # XLA of jax 0.9 logs more than a pipe holds until it is read.
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -71,7 +71,8 @@ def run_script(
     return subprocess.Popen(
         [sys.executable, "-W", "error", script, *words],
         cwd=folder,
-        env=os.environ | {"XLA_FLAGS": ""},
+        # XLA of jax 0.9 logs more than a pipe holds until it is read.
+        env=os.environ | {"XLA_FLAGS": "", "TF_CPP_MIN_LOG_LEVEL": "3"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

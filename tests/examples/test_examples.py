@@ -161,9 +161,9 @@ def test_own_step_nnx_learns_with_one_trace_per_bucket(example, capsys):
 
 
 def test_score_writes_a_score_per_example_in_source_order(example, tmp_path, capsys):
-    module, path = example("score"), tmp_path / "scores.npy"
+    module, path = example("score"), tmp_path / "scores"
     module.main(["--output", str(path)])
-    scores, texts = np.load(path), list(module.docstrings().values())
+    scores, texts = np.load(path / "mean.npy"), list(module.docstrings().values())
     assert len(scores) == len(texts) > 100
     source = [
         {"tokens": np.frombuffer(text.encode("ascii", "replace"), np.uint8)}

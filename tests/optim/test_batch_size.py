@@ -956,7 +956,8 @@ def test_a_train_step_passes_the_sizes_of_the_global_batch(base, factor, mode):
 def test_other_than_one_base_is_rejected(bases):
     examples, tokens = bases.get("base_examples"), bases.get("base_tokens")
     message = (
-        f"`base_examples={examples}`, `base_tokens={tokens}`, `base_rows=None`: pass"
+        f"`base_examples={examples}`, `base_tokens={tokens}`, `base_rows=None`, "
+        "`base_weight=None`: pass exactly one"
     )
     with pytest.raises(ValueError, match=message):
         jb.scale_by_batch_size(**bases)
@@ -1042,8 +1043,8 @@ def test_a_rule_that_returns_several_factors_is_rejected():
         ),
         (lambda: jb.scale_schedule(0, base_rows=2), "`schedule=0` must be a positive"),
         (lambda: jb.scale_schedule("fast", base_rows=2), "`schedule='fast'` must be"),
-        (lambda: jb.scale_schedule(1e-3), "`base_rows=None`: pass exactly one"),
-        (lambda: jb.optim.scale_by_adam_sde(), "`base_rows=None`: pass exactly one"),
+        (lambda: jb.scale_schedule(1e-3), "`base_weight=None`: pass exactly one"),
+        (lambda: jb.optim.scale_by_adam_sde(), "`base_weight=None`: pass exactly one"),
         (
             lambda: jb.optim.scale_by_adam_sde(base_rows=2, b1=1),
             "`b1=1` must be in [0, 1).",
@@ -1260,6 +1261,9 @@ def test_the_given_step_overrides_the_count_of_updates():
         assert state.inner == step + 1
 
 
+@pytest.mark.skipif(
+    optax.__version__ < "0.2.6", reason="optax has no schedules of weight decay"
+)
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_skipped_update_advances_the_schedule_of_weight_decay():
     def schedule(count):
@@ -1343,3 +1347,29 @@ def test_schedule_free_is_restored_completely_if_skipped():
     _, new = tx.update(params, state, params)
     restored = skip_where(jnp.asarray(True), new, state)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+def test_a_learning_rate_follows_the_weight_of_a_loss():
+    """The weights of the batches are 3 and 6, and their numbers of tokens are equal."""
+    tx = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(base_weight=3))
+    mesh = jb.data_mesh(jax.devices()[:1])
+
+    def loss_fn(params, batch, keys):
+        weights = batch.features["weight"]
+        return params["w"] * jnp.sum(weights), jnp.sum(weights)
+
+    step = jb.make_train_step(loss_fn, tx, mesh)
+    state = jb.create_state({"w": np.float32(0)}, tx, mesh)
+    factors = []
+    for weight in (1, 2):
+        rows = [{"weight": np.full(3, weight, np.float32)}]
+        state, metrics = step(state, jb.data.collate_rows(rows, jb.Bucket(1, 4)))
+        factors.append(float(metrics["lr_factor"]))
+    np.testing.assert_allclose(factors, [1, 2**0.5], rtol=1e-6)
+    rate = jb.scale_schedule(1e-3, base_weight=2, rule="linear")
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    updates, _ = tx.update(jnp.ones(1), tx.init(jnp.ones(1)), weight=8)
+    np.testing.assert_allclose(updates, -4e-3, rtol=1e-6)
+    message = r"requires `weight`. Call `tx.update\(.*, weight=weight\)`"
+    with pytest.raises(ValueError, match=message):
+        tx.update(jnp.ones(1), tx.init(jnp.ones(1)), num_tokens=8)

@@ -124,6 +124,32 @@ def test_only_named_sequences_lose_their_padding():
     assert lengths <= {bucket.seq_len for bucket in schedule.plan.buckets}
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_outputs_may_depend_on_the_rows_of_other_devices(mode):
+    source, schedule = make_job(order="source")
+    mesh, axes = make_mesh("2x2x2-swapped")
+
+    def relative(params, batch):
+        values = jnp.where(batch.mask, batch.features["values"], 0).sum(axis=1)
+        return {
+            "share": values - jb.train.sum_over_rows(values.sum()),
+            "most": values - jnp.max(jb.train.gather_rows(values)),
+            "row": jb.train.row_numbers(batch),
+        }
+
+    step = jb.make_predict_step(relative, mesh, mode=mode, batch_axes=axes)
+    batches = jb.MeshLoader(source, schedule, mesh, batch_axes=axes)
+    outputs = jb.predict(step, make_state(mesh), batches)
+    for indices in (x for n in range(len(schedule)) for x in schedule.micro_batches(n)):
+        rows = {n: i for n, i in enumerate(indices.rows) if i >= 0}
+        sums = {i: source[i]["values"].sum() for i in rows.values()}
+        most = max([*sums.values(), *[0] * (len(sums) < len(indices.rows))])
+        for row, i in rows.items():
+            assert outputs[i]["row"] == row
+            assert outputs[i]["share"] == sums[i] - sum(sums.values())
+            assert outputs[i]["most"] == sums[i] - most
+
+
 def test_outputs_of_fixed_width_keep_their_shape():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
@@ -251,15 +277,44 @@ def test_a_schedule_that_repeats_or_leaves_out_examples_is_refused():
             predicted(jb.MeshLoader(source, schedule, ONE))
 
 
-def test_packed_rows_are_refused():
-    lengths = np.array([3, 5, 2, 4])
-    source, _, _ = indexed_job(lengths)
-    packing = jb.packing.pack(lengths, 8)
-    plan = jb.plan_buckets([8], max_tokens=16)
-    schedule = jb.BatchSchedule(plan, lengths, packing=packing)
-    batches = jb.MeshLoader(source, schedule, ONE, sequences=["x"])
-    with pytest.raises(ValueError, match="The schedule of `batches` has packed rows"):
-        predicted(batches)
+def packed_job(num_examples=40, **options):
+    rng = np.random.default_rng(1)
+    source = [
+        {"values": rng.integers(-9, 9, n).astype(np.float32)}
+        for n in rng.integers(1, 20, num_examples)
+    ]
+    lengths = jb.measure_lengths(source, progress=False)
+    choice = jb.plan_packing(
+        lengths, max_tokens=256, pack="always", batch_size_multiple=8
+    )
+    schedule = jb.BatchSchedule(
+        choice.plan, lengths, packing=choice.packing, seed=0, **options
+    )
+    assert schedule.max_segments > 1
+    return source, schedule
+
+
+def packed_predict_fn(params, batch):
+    """The same outputs as `predict_fn`, from packed rows `[B, T]`."""
+    (ids,), max_segments = batch.segment_ids.values(), packed_job()[1].max_segments
+    values = jnp.where(batch.mask, batch.features["values"], 0) * params["scale"]
+    same = ids[:, :, None] == jnp.arange(1, max_segments + 1)
+    before = ids[:, :, None] == ids[:, None, :]
+    before &= jnp.tril(jnp.ones(before.shape[1:], bool))
+    # `[B, T]`, and `[B, S]` for the examples of a row.
+    return {
+        "running": jnp.einsum("bts,bs->bt", before.astype(values.dtype), values),
+        "total": jnp.einsum("bts,bt->bs", same.astype(values.dtype), values),
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_outputs_of_packed_rows_are_those_of_their_examples(mode):
+    source, schedule = packed_job()
+    mesh, _ = make_mesh("8")
+    step = jb.make_predict_step(packed_predict_fn, mesh, mode=mode)
+    batches = jb.MeshLoader(source, schedule, mesh)
+    assert_same(jb.predict(step, make_state(mesh), batches), source)
 
 
 def test_steps_must_return_outputs_of_the_same_bucket():

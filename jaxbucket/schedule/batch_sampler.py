@@ -1,0 +1,84 @@
+"""The examples of every batch as lists of indices, for PyTorch's `DataLoader`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxbucket.base.batch import EMPTY_ROW, RowShard, checked_shard
+from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.checks import check_integer
+from jaxbucket.schedule.base import Schedule
+
+
+class BatchSampler:
+    """Yields the indices of the examples of each batch, for `batch_sampler=`.
+
+    The examples of a batch have similar lengths and belong into one bucket. Pad them to
+    its shape in `collate_fn`, or train in PyTorch. If you need padded batches of numpy
+    arrays, `batch_dataset` has all of them by step, and
+    `DataLoader(dataset, batch_size=None, collate_fn=lambda batch: batch)` loads them.
+
+    All processes have the same number of batches. A process gets an empty list for a
+    batch that has no example for it, so `collate_fn` must accept an empty list, and
+    return a batch without real tokens. PyTorch's own `collate_fn` raises an error.
+
+    Example:
+      >>> import jaxbucket as jb
+      >>> plan = jb.BucketPlan.from_shapes([(2, 4), (1, 8)])
+      >>> schedule = jb.BatchSchedule(plan, [3, 7, 1, 2], order="ascending")
+      >>> list(BatchSampler(schedule))
+      [[2, 3], [0], [1]]
+
+    Args:
+      schedule: assigns examples to the rows of a bucket for each step.
+      shard: the rows of this process, from `local_rows(mesh)`; all rows by default.
+      epoch: the epoch of the schedule.
+
+    Attributes:
+      epoch: the epoch of the next iteration. Set it before each of them, as for
+        `torch.utils.data.DistributedSampler.set_epoch`.
+
+    Raises:
+      ValueError: if `epoch` is negative, or the parts of `shard` do not divide a
+        bucket's B.
+    """
+
+    def __init__(
+        self, schedule: Schedule, shard: RowShard | None = None, epoch: int = 0
+    ):
+        if not isinstance(schedule, Schedule):
+            raise ValueError(
+                f"`schedule` is a {type(schedule).__name__}. Pass a `BatchSchedule` or "
+                "a `Mixture`."
+            )
+        self._schedule = schedule
+        self._shard = checked_shard(shard)
+        for bucket in schedule.plan.buckets:
+            self._shard.part_size(bucket.batch_size)
+        self.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """The number of batches in an epoch; those of a step count individually."""
+        return len(self._schedule) * self._schedule.accumulate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for indices, _ in self._batches():
+            yield indices
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Yields the bucket of each batch, in the order of the indices."""
+        for _, bucket in self._batches():
+            yield bucket
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration."""
+        if check_integer("epoch", epoch) < 0:
+            raise ValueError(f"`epoch={epoch}` must not be negative.")
+        self.epoch = epoch
+
+    def _batches(self) -> Iterator[tuple[list[int], Bucket]]:
+        start = self._schedule.first_step + self.epoch * len(self._schedule)
+        for step in range(start, start + len(self._schedule)):
+            for batch in self._schedule.micro_batches(step):
+                rows = batch.rows[self._shard.rows(batch.bucket.batch_size)]
+                yield rows[rows != EMPTY_ROW].tolist(), batch.bucket

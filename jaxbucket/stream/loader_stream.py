@@ -1,0 +1,366 @@
+"""Other people's data loaders as a `grain.IterDataset` of examples.
+
+All of them can be iterated over: Grain's `DataLoader`, PyTorch's, webdataset, streaming
+datasets of Hugging Face, and any other iterable. Some can save and restore where they
+are. None of them is imported here.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias, get_args
+
+import grain
+
+from jaxbucket.base.batch import RowShard, checked_shard
+from jaxbucket.base.checks import check_choice
+from jaxbucket.data.example import Example
+from jaxbucket.stream.loader_values import decoded, encoded, num_rows, to_numpy
+
+Resume: TypeAlias = Literal["state", "replay"]
+
+
+def from_loader(
+    loader: Iterable[Any],
+    *,
+    to_example: Callable[[Any], Example] | None = None,
+    batched: bool = False,
+    shard: RowShard | None = None,
+    resume: Resume = "state",
+) -> LoaderDataset:
+    """Returns a `grain.IterDataset` of the examples of another data loader.
+
+    Resuming restores the state of the loader if it has one: its iterator has
+    `get_state` and `set_state` (Grain), or the loader has `state_dict` and
+    `load_state_dict` (streaming datasets of Hugging Face, `StatefulDataLoader` of
+    torchdata). Any other loader is iterated over from its beginning, and the examples
+    that were read before are skipped, so it must yield the same examples again;
+    `stream_batches` raises an error if the last examples differ. A generator has no
+    second epoch and cannot be resumed in the same process, because it can be iterated
+    over only once. Pass an object that returns a new iterator each time.
+
+    Example:
+      >>> import jaxbucket as jb
+      >>> loader = [{"tokens": [[7, 3], [5, 2]]}, {"tokens": [[1, 1]]}]
+      >>> dataset = from_loader(loader, batched=True)
+      >>> [example["tokens"] for example in dataset]
+      [[7, 3], [5, 2], [1, 1]]
+      >>> shard = jb.base.batch.RowShard((1,), num_parts=2)  # `local_rows(mesh)`
+      >>> [x["tokens"] for x in from_loader(loader, batched=True, shard=shard)]
+      [[5, 2]]
+
+    Args:
+      loader: yields examples, or batches of them: dicts of arrays, tensors or numbers.
+      to_example: converts what the loader yields to an example, a dict of arrays, for
+        instance `lambda pair: {"tokens": pair[0], "label": pair[1]}`.
+      batched: whether the loader yields batches: lists of examples, or dicts of arrays
+        with a common leading axis. A list of arrays is refused, because PyTorch's
+        default `collate_fn` makes lists of columns.
+      shard: `local_rows(mesh)`, to give every group of processes with different rows
+        its own part of the examples, taken in turn. By default this process gets all
+        examples, as it should if the loader has been sharded already.
+      resume: "replay" ignores the state of the loader. Use it if the state is not
+        complete, as that of a shuffled Hugging Face dataset, whose buffer is lost.
+
+    Returns:
+      The dataset, for `stream_batches` and `sample_lengths`.
+
+    Raises:
+      ValueError: if `loader` cannot be iterated over. From an iterator: if a batch is
+        not as described, or if a generator is iterated over or resumed a second time.
+    """
+    if not isinstance(loader, Iterable):
+        raise ValueError(
+            f"`loader` is a {type(loader).__name__}, which cannot be iterated over. "
+            "Pass an iterable of examples."
+        )
+    check_choice("resume", resume, get_args(Resume))
+    return LoaderDataset(loader, to_example, batched, checked_shard(shard), resume)
+
+
+class LoaderDataset(grain.IterDataset[Any]):
+    """The examples of another data loader, created by `from_loader`."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        to_example: Callable[[Any], Example] | None,
+        batched: bool,
+        shard: RowShard,
+        resume: Resume,
+    ):
+        super().__init__()
+        self.loader = loader
+        self.to_example = to_example
+        self.batched = batched
+        self.resume = resume
+        # Processes with the same rows need the same examples.
+        self.parts = frozenset(shard.parts)
+        self.num_parts = shard.num_parts
+        self._is_started = False
+        # Weak, because PyTorch waits for its workers if a cycle of objects owns them.
+        self._reader: weakref.ref[LoaderIterator] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Grain's workers receive a copy without the iterators of this process.
+        return {**self.__dict__, "_reader": None}
+
+    def __iter__(self) -> LoaderIterator:
+        return LoaderIterator(self)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the loader, rather than its iterator, saves and restores a state."""
+        return self.resume == "state" and all(
+            hasattr(self.loader, name) for name in ("state_dict", "load_state_dict")
+        )
+
+    def lend(self, reader: LoaderIterator) -> None:
+        """Suspends the iterator that has read the loader, if another one reads it now.
+
+        The loader has a single state, but a stream, for instance, reads its first
+        example by a second iterator.
+        """
+        if not self.has_state:
+            return
+        last = self._reader() if self._reader is not None else None
+        if last is not None and last is not reader:
+            last.suspend()
+        self._reader = weakref.ref(reader)
+
+    def open(self) -> Iterator[Any]:
+        """Returns a new iterator over the loader, from its beginning.
+
+        Raises:
+          ValueError: if the loader is an iterator that has been started.
+        """
+        iterator = iter(self.loader)
+        if iterator is self.loader:
+            if self._is_started:
+                raise ValueError(
+                    f"`loader` is a {type(self.loader).__name__}, which can be "
+                    "iterated over only once, so it has no second epoch and cannot be "
+                    "resumed. Pass an object that returns a new iterator each time."
+                )
+            self._is_started = True
+        return iterator
+
+    def open_at(self, state: Any) -> Iterator[Any]:
+        """Returns a new iterator over the loader, from a state of the loader."""
+        loader: Any = self.loader
+        if not hasattr(loader, "load_state_dict"):
+            iterator: Any = self.open()
+            iterator.set_state(state)
+            return iterator
+        loader_state, random_state = state
+        loader.load_state_dict(loader_state)
+        iterator = iter(loader)
+        if random_state is not None:
+            loader.generator.set_state(random_state)
+        return iterator
+
+    def state(self) -> Any:
+        """Returns the states of the loader and of its random generator, if any.
+
+        A resumed `StatefulDataLoader` draws less from its generator than a new one, so
+        its next epoch would have another order.
+        """
+        loader: Any = self.loader
+        generator = getattr(loader, "generator", None)
+        get_state = getattr(generator, "get_state", lambda: None)
+        return loader.state_dict(), get_state()
+
+    def forget_state(self) -> None:
+        """Lets later iterations over the loader start at its beginning."""
+        for dataset in (self.loader, getattr(self.loader, "dataset", None)):
+            # These start every iteration at the state that was loaded.
+            if _is_hugging_face(dataset):
+                dataset.load_state_dict(None)  # pyright: ignore
+
+    def examples(self, element: Any) -> Iterator[Any]:
+        """Yields the examples of what the loader yields, as numpy arrays."""
+        if not self.batched:
+            yield self._example(element)
+        elif isinstance(element, list | tuple):
+            if any(hasattr(x, "__array__") for x in element):
+                raise ValueError(
+                    f"`loader` yields a {type(element).__name__} of arrays, which may "
+                    "be the examples or the columns of a batch. Let it yield a list "
+                    "of dicts (`collate_fn=list` in PyTorch, if examples are dicts) or "
+                    "a dict of columns."
+                )
+            for example in element:
+                yield self._example(example)
+        elif isinstance(element, Mapping):
+            for row in range(num_rows(element)):
+                yield self._example({name: x[row] for name, x in element.items()})
+        else:
+            raise ValueError(
+                f"`loader` yields a {type(element).__name__}, but with `batched=True` "
+                "it must yield lists of examples, or dicts of arrays."
+            )
+
+    def _example(self, element: Any) -> Any:
+        if self.to_example is not None:
+            element = self.to_example(element)
+        if isinstance(element, Mapping):
+            return {name: to_numpy(value) for name, value in element.items()}
+        return element
+
+
+class LoaderIterator(grain.DatasetIterator[Any]):
+    """Iterates over the examples of a loader.
+
+    Its state is the number of elements that the loader has yielded, and the state of
+    the loader after them. In the middle of a batch, it is that before the batch, and
+    the number of examples taken of it.
+    """
+
+    def __init__(self, dataset: LoaderDataset):
+        super().__init__()
+        self._dataset = dataset
+        self._start()
+
+    def _start(self) -> None:
+        self._iterator: Any = None
+        self._ended = False
+        self._pending: list[Any] = []
+        self._num_elements = 0
+        self._num_examples = 0
+        # The number of examples taken of the last element, and the state before it.
+        self._num_taken = 0
+        self._before: dict[str, Any] = {}
+        # The state of the loader, until the next element is read.
+        self._restored: Any = None
+
+    def __next__(self) -> Any:
+        while True:
+            example = self._next_example()
+            index = self._num_examples
+            self._num_examples += 1
+            if index % self._dataset.num_parts in self._dataset.parts:
+                return example
+
+    def _next_example(self) -> Any:
+        while self._num_taken == len(self._pending):
+            if self._dataset.batched:
+                self._before = self.get_state()
+            element = self._next_element()
+            # An element that cannot be converted has been read, too.
+            self._num_elements += 1
+            self._pending, self._num_taken = [], 0
+            self._pending = list(self._dataset.examples(element))
+        self._num_taken += 1
+        return self._pending[self._num_taken - 1]
+
+    def _next_element(self) -> Any:
+        # `StatefulDataLoader` would begin another epoch at its last state.
+        if self._ended:
+            raise StopIteration
+        iterator = self._opened()
+        try:
+            return next(iterator)
+        except StopIteration:
+            self._ended = True
+            raise
+        finally:
+            if self._restored is not None:
+                self._restored = None
+                self._dataset.forget_state()
+
+    def _opened(self) -> Iterator[Any]:
+        self._dataset.lend(self)
+        if self._iterator is None and self._restored is not None:
+            self._iterator = self._dataset.open_at(decoded(self._restored))
+        elif self._iterator is None:
+            self._iterator = self._dataset.open()
+        return self._iterator
+
+    def suspend(self) -> None:
+        """Saves the state of the loader, which the next call restores."""
+        if self._iterator is not None and not self._ended:
+            self._restored = self._loader_state()
+            if self._restored is not None:
+                self._iterator = None
+                self._dataset.forget_state()
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the state, which is JSON serializable."""
+        if self._num_taken < len(self._pending):
+            return {**copy.deepcopy(self._before), "taken": self._num_taken}
+        return {
+            "elements": self._num_elements,
+            "examples": self._num_examples,
+            "taken": 0,
+            "ended": self._ended,
+            "loader": self._loader_state(),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues at a state that `get_state` has returned.
+
+        Raises:
+          ValueError: if the loader has fewer examples than it had, or can be iterated
+            over only once.
+        """
+        self._start()
+        if state["ended"] and self._dataset.has_state:
+            self._ended = True
+        elif state["loader"] is None:
+            skipped = itertools.islice(self._opened(), state["elements"])
+            if sum(1 for _ in skipped) < state["elements"]:
+                raise ValueError(
+                    f"`loader` has fewer than {state['elements']} elements, which it "
+                    "had yielded before. It must yield the same examples again."
+                )
+        else:
+            self._restored = copy.deepcopy(state["loader"])
+            self._opened()
+        self._num_elements = state["elements"]
+        self._num_examples = state["examples"]
+        for _ in range(state["taken"]):
+            self._next_example()
+            self._num_examples += 1
+
+    def _loader_state(self) -> Any:
+        """Returns the state of the loader for JSON, or None if it has none."""
+        if self._restored is not None:
+            return copy.deepcopy(self._restored)
+        loader: Any = self._dataset.loader
+        if self._dataset.resume == "replay":
+            return None
+        if self._dataset.has_state:
+            if self._ended:
+                return None
+            # A `StatefulDataLoader` draws the order of an epoch at its beginning.
+            iterator = self._opened()
+            if not (self._num_elements or _has_first_state(loader, iterator)):
+                return None
+            state = self._dataset.state()
+        elif self._num_elements and hasattr(self._iterator, "set_state"):
+            state = self._iterator.get_state()
+        else:
+            return None
+        try:
+            return encoded(state)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"The state of `loader`, a {type(loader).__name__}, is not JSON "
+                f"serializable: {error}. Pass `resume='replay'`, if it yields the same "
+                "examples again."
+            ) from None
+
+
+def _is_hugging_face(dataset: Any) -> bool:
+    names = [(x.__module__, x.__name__) for x in type(dataset).__mro__]
+    return ("datasets.iterable_dataset", "IterableDataset") in names
+
+
+def _has_first_state(loader: Any, iterator: Any) -> bool:
+    """Whether the state before the first element is known."""
+    # A dataset with a state, as of Hugging Face, has that of the epoch before.
+    dataset = getattr(loader, "dataset", None)
+    return hasattr(iterator, "state_dict") and not hasattr(dataset, "state_dict")

@@ -1,0 +1,103 @@
+"""Values of other people's data loaders: batches, tensors, and their states as JSON."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def num_rows(batch: Mapping[str, Any]) -> int:
+    """Returns the size of the leading axis of all features.
+
+    Raises:
+      ValueError: if they do not have a common leading axis.
+    """
+    sizes = {name: _size(value) for name, value in batch.items()}
+    size = next(iter(sizes.values()), None)
+    if size is None or len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"`loader` yields a batch whose features have {sizes} entries (None if "
+            "there is no leading axis). With `batched=True`, all need the same leading "
+            "axis. Repeat or remove the others, for instance in `collate_fn`."
+        )
+    return size
+
+
+def _size(value: Any) -> int | None:
+    """Returns the size of the leading axis; None for a scalar, text or dict."""
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__"):
+        return None
+    return len(value) if getattr(value, "ndim", 1) else None
+
+
+def to_numpy(value: Any) -> Any:
+    """Returns a tensor of another library as a numpy array."""
+    if isinstance(value, np.ndarray) or not hasattr(value, "__array__"):
+        return value
+    # Tensors that require gradients or are on devices refuse `np.asarray`.
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        if str(value.dtype) == "torch.bfloat16":
+            # PyTorch does not convert this type, which numpy has from ml_dtypes: jax,
+            # and thus Grain, imports it.
+            integers = value.view(importlib.import_module("torch").int16)
+            return integers.numpy().view("bfloat16")
+    return np.asarray(value)
+
+
+def encoded(value: Any) -> Any:
+    """Returns the state of a loader for JSON, with arrays and tensors in base64.
+
+    Unlike pickled objects, they cannot execute code when a checkpoint is restored.
+
+    Raises:
+      TypeError: if the state contains any other object.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [encoded(x) for x in value]
+    if isinstance(value, tuple):
+        return {"__tuple__": [encoded(x) for x in value]}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: encoded(x) for key, x in value.items()}
+        return {"__items__": [[encoded(key), encoded(value[key])] for key in value]}
+    if isinstance(value, bytes):
+        return {"__bytes__": base64.b64encode(value).decode()}
+    if isinstance(value, np.ndarray | np.generic) or hasattr(value, "detach"):
+        name = "__tensor__" if hasattr(value, "detach") else "__array__"
+        file = io.BytesIO()
+        np.save(file, np.asarray(value), allow_pickle=False)
+        return {name: base64.b64encode(file.getvalue()).decode()}
+    raise TypeError(f"it contains a {type(value).__name__}")
+
+
+def decoded(value: Any) -> Any:
+    """Returns the state of a loader that `encoded` has converted."""
+    match value:
+        case list():
+            return [decoded(x) for x in value]
+        case {"__tuple__": content}:
+            return tuple(decoded(content))
+        case {"__items__": content}:
+            return dict(decoded(content))
+        case {"__bytes__": content}:
+            return base64.b64decode(content)
+        case {"__array__": content}:
+            return _decoded_array(content)
+        case {"__tensor__": content}:
+            return importlib.import_module("torch").asarray(_decoded_array(content))
+        case dict():
+            return {key: decoded(x) for key, x in value.items()}
+    return value
+
+
+def _decoded_array(content: str) -> Any:
+    array = np.load(io.BytesIO(base64.b64decode(content)), allow_pickle=False)
+    return array[()]

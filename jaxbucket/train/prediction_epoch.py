@@ -1,0 +1,176 @@
+"""One epoch of predictions: its batches are checked, run and read back in order."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# `train.MeshLoader` is imported on first use, because its module imports Grain.
+from jaxbucket import train
+from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices
+from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.digest import digest
+from jaxbucket.base.progress import progress_bar
+from jaxbucket.schedule.base import Schedule
+from jaxbucket.sharding import prefetch
+
+
+def run_epoch(
+    steps: Callable[[Any, Batch], Batch],
+    state: Any,
+    batches: train.MeshLoader,
+    epoch: Sequence[BatchIndices],
+    progress: bool,
+) -> Iterator[tuple[BatchIndices, Batch]]:
+    """Yields the indices of each batch, and its outputs as numpy arrays.
+
+    Args:
+      steps: the predict step.
+      state: the state.
+      batches: the loader, which may start within the epoch.
+      epoch: the indices of the batches of the loader.
+      progress: whether to show a progress bar on a terminal.
+    """
+    # The next step runs while the host reads the outputs of the previous one.
+    outputs = prefetch((steps(state, batch) for batch in _micro_batches(batches)), 1)
+    with progress_bar(progress) as bar:
+        tracked = bar.track(epoch, description="Predicting")
+        for indices, output in zip(tracked, outputs, strict=True):
+            _check_output(output, indices.bucket)
+            yield indices, jax.tree.map(np.asarray, output)
+
+
+def check_epoch(batches: train.MeshLoader) -> list[BatchIndices]:
+    """Returns the indices of an epoch, after checking that it has each example once."""
+    schedule = getattr(batches, "schedule", None)
+    if not isinstance(schedule, Schedule) or not hasattr(batches, "mesh"):
+        raise ValueError(
+            f"`batches` is a {type(batches).__name__}. Pass a "
+            "`MeshLoader(source, schedule, mesh)`, whose schedule maps rows to "
+            "examples."
+        )
+    # First, so that the errors below are raised in all processes or in none.
+    _check_same(batches)
+    start, stop = batches.start_step, batches.start_step + len(batches)
+    if len(batches) != len(schedule) or (start - schedule.first_step) % len(schedule):
+        raise ValueError(
+            f"`batches` has steps {start} to {stop - 1}, which are not exactly one "
+            f"epoch of {len(schedule)} steps. Create a separate loader for "
+            "predictions: `MeshLoader(source, schedule, mesh)`."
+        )
+    epoch = [x for step in range(start, stop) for x in schedule.micro_batches(step)]
+    _check_once(schedule, epoch)
+    return epoch
+
+
+def _check_once(schedule: Schedule, epoch: Sequence[BatchIndices]) -> None:
+    """Raises a ValueError unless each example that the plan keeps is in one row."""
+    expected = (schedule.plan.assign(schedule.lengths) >= 0).astype(np.int64)
+    rows = np.concatenate([indices.rows for indices in epoch])
+    counts = np.bincount(rows[rows != EMPTY_ROW], minlength=len(expected))
+    if not np.array_equal(counts, expected):
+        index = int(np.argmax(counts != expected))
+        raise ValueError(
+            f"The schedule of `batches` has example {index} in {counts[index]} rows of "
+            "this epoch, but each example needs exactly one output. Predict with a "
+            "`BatchSchedule` of the same plan and lengths in the default order, not "
+            'with `replacement=True`, `remainder="drop"` or a `Mixture`.'
+        )
+
+
+def _check_same(batches: train.MeshLoader) -> None:
+    """Raises a ValueError if the processes of the mesh have different batches."""
+    position = batches.position(batches.start_step).to_dict()
+    text = json.dumps([position, len(batches)])
+    local = np.frombuffer(bytes.fromhex(digest(text.encode())), np.uint32)
+    if np.any(values_of_devices(batches.mesh, local) != local):
+        raise ValueError(
+            "The processes have different batches. Use the same source, plan, lengths, "
+            "seed and epoch in all of them."
+        )
+
+
+@contextlib.contextmanager
+def raised_in_all(mesh: Mesh) -> Iterator[None]:
+    """Raises an error of the body in all processes of the mesh, which must enter it.
+
+    If only one process raised it, the others would wait for that one at the next step.
+
+    Args:
+      mesh: the mesh.
+
+    Raises:
+      RuntimeError: if the body raises in another process but not in this one.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    failed = values_of_devices(mesh, np.array([error is not None], np.uint32))
+    if error is not None:
+        raise error
+    if failed.any():
+        process = mesh.devices.flat[np.argmax(failed)].process_index
+        raise RuntimeError(
+            f"Process {process} could not write or open the predictions. See its error."
+        )
+
+
+def values_of_devices(mesh: Mesh, local: np.ndarray) -> np.ndarray:
+    """Returns the values `[D, n]` of the processes that own the D devices of the mesh.
+
+    Args:
+      mesh: the mesh. All of its processes must call this function.
+      local: `[n]` values of this process.
+    """
+    if len({device.process_index for device in mesh.devices.flat}) == 1:
+        return np.tile(local, (mesh.size, 1))
+    # Each process fills the rows of its devices; replicating them shows every process
+    # the values of all others.
+    values = jax.make_array_from_callback(
+        (mesh.size, len(local)),
+        NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
+        lambda index: local[None],
+    )
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return np.asarray(jax.jit(_unchanged, out_shardings=replicated)(values))
+
+
+def _unchanged(x: jax.Array) -> jax.Array:
+    # A function of the module, so that jax compiles it once.
+    return x
+
+
+def _micro_batches(elements: Iterable[Any]) -> Iterator[Batch]:
+    """Yields single batches, also from steps of several micro-batches."""
+    for element in elements:
+        if isinstance(element, Batch):
+            yield element
+        else:
+            yield from element
+
+
+def _check_output(output: Any, bucket: Bucket) -> None:
+    if not isinstance(output, Batch):
+        raise ValueError(
+            f"`steps` returned a {type(output).__name__}, not a `Batch` of outputs. "
+            "Create the step with `make_predict_step`."
+        )
+    if output.bucket != bucket:
+        raise ValueError(
+            f"`steps` returned outputs of bucket {output.bucket} for a batch of "
+            f"{bucket}. Compile the step for the buckets of the plan of `batches`."
+        )
+
+
+def sequence_names(batch: Batch) -> set[str]:
+    """Returns the names of the outputs of shape `[B, T, ...]`."""
+    shape = (batch.bucket.batch_size, batch.bucket.seq_len)
+    return {name for name, x in batch.features.items() if x.shape[:2] == shape}

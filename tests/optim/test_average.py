@@ -1,0 +1,65 @@
+"""The average of the parameters against the weighted mean of all of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxbucket as jb
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("decay", [0.0, 0.9, 0.999, 1 - 1e-8])
+def test_the_average_is_the_weighted_mean_of_all_parameters(decay, dtype):
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=3), dtype)}
+    tx = optax.chain(optax.sgd(1.0), jb.optim.average_params(decay))
+    state = tx.init(params)
+    after = []
+    for _ in range(20):
+        grads = {"w": jnp.asarray(rng.normal(size=3), dtype)}
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        after.append(np.asarray(params["w"], np.float64))
+    weights = np.float64(decay) ** np.arange(20)[::-1]
+    average = jb.optim.average_of(state)["w"]
+    assert average.dtype == jnp.float32
+    np.testing.assert_allclose(
+        average, np.average(after, axis=0, weights=weights), rtol=2e-4
+    )
+
+
+def test_before_the_first_update_it_is_the_parameters():
+    params = {"w": jnp.ones(2), "v": {"x": jnp.zeros(())}}
+    state = optax.chain(optax.adam(1.0), jb.optim.average_params()).init(params)
+    assert jax.tree.all(
+        jax.tree.map(jnp.array_equal, jb.optim.average_of(state), params)
+    )
+
+
+def test_updates_are_unchanged():
+    params, grads = jnp.ones(3), jnp.arange(3.0)
+    tx = optax.sgd(0.1, momentum=0.9)
+    want, _ = tx.update(grads, tx.init(params), params)
+    tx = optax.chain(tx, jb.optim.average_params())
+    got, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0, 2, np.nan])
+def test_a_decay_out_of_range_is_refused(decay):
+    with pytest.raises(ValueError, match="`decay=.* must be at least 0 and below 1"):
+        jb.optim.average_params(decay)
+
+
+def test_parameters_are_required():
+    tx = jb.optim.average_params()
+    with pytest.raises(ValueError, match="`average_params` needs the parameters"):
+        tx.update(jnp.ones(1), tx.init(jnp.ones(1)))
+
+
+def test_an_optimizer_without_an_average_is_named():
+    state = jb.create_state({"w": np.ones(2)}, optax.adam(1.0))
+    with pytest.raises(ValueError, match=r"no average.* `optax.chain\(optax.adam"):
+        print(state.average)

@@ -1,0 +1,541 @@
+"""States of Linen, NNX and plain models: initialization, selection, loss scales."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.dynamic_scale import DynamicScale
+from flax.training.train_state import TrainState as FlaxTrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxbucket as jb
+
+# Parts of optax and Flax mix dtypes.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+FEATURES = 3
+
+
+class Block(linen.Module):
+    """A residual convolution over frames `[B, T, F]`, with batch normalization."""
+
+    @linen.compact
+    def __call__(self, x, mask, train):
+        y = linen.Conv(8, [3], use_bias=False)(x * mask[..., None])
+        y = jb.layers.LinenBatchNorm(momentum=0.9)(y, not train, mask=mask)
+        return x + linen.relu(y)
+
+
+class ResNet(linen.Module):
+    @linen.compact
+    def __call__(self, x, mask, train=False):
+        x = linen.Dense(8)(x)
+        for _ in range(2):
+            x = Block()(x, mask, train)
+        return linen.Dense(1)(x)[..., 0]
+
+
+def make_batches(mesh):
+    rng = np.random.default_rng(0)
+    source = [
+        {
+            "x": rng.normal(size=(n, FEATURES)).astype(np.float32),
+            "y": rng.normal(size=n).astype(np.float32),
+        }
+        for n in rng.integers(1, 30, 100)
+    ]
+    lengths = jb.measure_lengths(source, progress=False)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=240, num_buckets=2, batch_size_multiple=8
+    )
+    return jb.MeshLoader(source, jb.BatchSchedule(plan, lengths, seed=0), mesh)
+
+
+def sample_of(batches):
+    batch = batches.dataset[0]
+    return batch.features["x"], batch.mask
+
+
+def resnet_loss(variables, batch, keys):
+    y, new = ResNet().apply(
+        variables,
+        batch.features["x"],
+        batch.mask,
+        keys is not None,
+        mutable=["batch_stats"],
+    )
+    losses = jnp.square(y - batch.features["y"])
+    return jnp.sum(losses, where=batch.mask), batch.num_tokens, {}, new
+
+
+class BatchStatsTrainState(FlaxTrainState):
+    batch_stats: dict
+
+
+@pytest.mark.parametrize(
+    "mode", ["shard_map", pytest.param("pmap", marks=pytest.mark.exhaustive)]
+)
+def test_a_linen_model_trains_alike_by_the_library_and_by_an_own_step(mode):
+    mesh = jb.data_mesh()
+    batches = make_batches(mesh)
+    tx = optax.adam(3e-3)
+    model = ResNet()
+    state = jb.create_state(model, tx, mesh, sample=sample_of(batches))
+    step = jb.compile_steps(
+        jb.make_train_step(resnet_loss, tx, mesh, mode=mode), state, batches.specs
+    )
+    own_state = jb.sharding.replicate(
+        BatchStatsTrainState.create(
+            apply_fn=model.apply,
+            params=state.params,
+            tx=tx,
+            batch_stats=state.variables["batch_stats"],
+        ),
+        mesh,
+    )
+
+    def own_step(state, batch):
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            total, weight, _, new = resnet_loss(variables, batch, ())
+            return total / weight, new
+
+        (loss, new), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        state = state.apply_gradients(grads=grads, batch_stats=new["batch_stats"])
+        return state, loss
+
+    replicated = NamedSharding(mesh, PartitionSpec())
+    own = jb.compile_steps(
+        jax.jit(own_step, donate_argnums=0, out_shardings=replicated),
+        own_state,
+        batches.specs,
+    )
+    for batch in batches:
+        state, metrics = step(state, batch)
+        own_state, loss = own(own_state, batch)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)
+    assert len(batches) > 5
+    for ours, theirs in (
+        (state.variables["batch_stats"], own_state.batch_stats),
+        (state.params, own_state.params),
+    ):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), ours, theirs
+        )
+
+
+def test_a_linen_module_is_initialized_like_by_itself():
+    mesh = jb.data_mesh()
+    sample = sample_of(make_batches(mesh))
+    state = jb.create_state(
+        ResNet(), optax.adam(1.0), mesh, sample=sample, rngs=jax.random.key(3)
+    )
+    expected = ResNet().init(jax.random.key(3), *sample)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        state.model,
+        dict(expected),
+    )
+    assert all(x.sharding.mesh == mesh for x in jax.tree.leaves(state))
+
+
+def test_a_batch_may_be_the_sample_of_a_module():
+    class OfBatch(linen.Module):
+        @linen.compact
+        def __call__(self, batch):
+            return linen.Dense(2)(batch.features["x"])
+
+    batches = make_batches(jb.data_mesh())
+    spec = next(iter(batches.specs.values()))
+    state = jb.create_state(OfBatch(), sample=spec, rngs={"params": jax.random.key(0)})
+    assert state.params["Dense_0"]["kernel"].shape == (FEATURES, 2)
+    assert state.opt_state == ()
+
+
+def test_a_partitioned_linen_module_is_sharded():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    kernel = linen.with_partitioning(linen.initializers.ones, (None, "model"))
+    state = jb.create_state(
+        linen.Dense(8, kernel_init=kernel),
+        optax.adam(1.0),
+        mesh,
+        sample=jax.ShapeDtypeStruct((1, FEATURES), np.float32),
+    )
+    sharded = NamedSharding(mesh, PartitionSpec(None, "model"))
+    moments = state.opt_state[0].mu["kernel"]
+    assert state.params["kernel"].sharding == moments.sharding == sharded
+    assert state.params["bias"].sharding.is_fully_replicated
+
+
+class Sowing(linen.Module):
+    """Records losses in each call, and has a variable that is a tuple."""
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dropout(0.5, deterministic=False)(linen.Dense(2)(x))
+        self.sow("losses", "balance", jnp.sum(x))
+        self.sow(
+            *("total", "balance", jnp.float32(5)),
+            reduce_fn=lambda a, b: a + b,
+            init_fn=lambda: jnp.float32(0),
+        )
+        carry = self.variable("carry", "of_cell", lambda: (jnp.zeros(2), jnp.zeros(3)))
+        self.sow("carry", "seen", jnp.sum(x))
+        return x + carry.value[0]
+
+
+def test_values_that_a_linen_module_records_are_not_variables():
+    state = jb.create_state(Sowing(), sample=np.ones((1, 3), np.float32))
+    assert jax.tree.map(jnp.shape, state.variables) == {
+        "carry": {"of_cell": ((2,), (3,))}
+    }
+    _, new = Sowing().apply(
+        state.model,
+        np.ones((1, 3), np.float32),
+        rngs={"dropout": jax.random.key(0)},
+        mutable=["losses", "total"],
+    )
+    assert len(new["losses"]["balance"]) == 1
+    assert new["total"]["balance"] == 5
+
+
+def test_a_sample_may_have_random_keys():
+    class Noisy(linen.Module):
+        @linen.compact
+        def __call__(self, x, keys):
+            noise = jax.vmap(lambda key: jax.random.normal(key, (3,)))(keys)
+            return linen.Dense(2)(x + noise)
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    for sample in ((np.ones((4, 3), np.float32), keys),):
+        state = jb.create_state(Noisy(), sample=sample)
+        specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample)
+        same = jb.create_state(Noisy(), sample=specs)
+        jax.tree.map(np.testing.assert_array_equal, state.params, same.params)
+
+
+def test_a_state_owns_its_arrays():
+    """Steps donate them, so that they may be neither shared nor the user's."""
+    w = jnp.ones(3)
+    states = [
+        jb.create_state({"a": w, "b": w}, optax.sgd(0.1), variables={"old": {"a": w}}),
+    ]
+    states.append(jb.create_state(states[0], optax.sgd(0.1)))
+    mesh = jb.data_mesh(jax.devices()[:1])
+    x = {"x": np.ones(2, np.float32)}
+    batch = jb.data.collate_rows([x], jb.Bucket(1, 2))
+
+    def loss_fn(model, batch, keys):
+        return jnp.sum(model["params"]["a"] + model["params"]["b"]), batch.num_tokens
+
+    step = jb.make_train_step(loss_fn, optax.sgd(0.1), mesh)
+    for state in states:
+        new, _ = step(state, batch)
+        assert new.params["a"][0] < 1 and new.params["b"][0] < 1
+    assert w.tolist() == [1, 1, 1]
+
+
+def test_several_averages_are_refused():
+    average = optax.chain(optax.sgd(1.0), jb.optim.average_params(0.5))
+    tx = optax.partition({"a": average, "b": average}, {"x": "a", "y": "b"})
+    state = jb.create_state({"x": np.ones(2), "y": np.ones(2)}, tx)
+    with pytest.raises(ValueError, match="`opt_state` has 2 averages of parameters"):
+        _ = state.average
+
+
+def test_parameters_without_an_average_are_taken_as_they_are():
+    average = optax.masked(jb.optim.average_params(0.5), {"w": True, "table": False})
+    tx = optax.chain(optax.sgd(1.0), average)
+    state = jb.create_state({"w": np.ones(2), "table": {"x": np.ones(3)}}, tx)
+    moved = dataclasses.replace(
+        state, params=jax.tree.map(lambda x: x + 1, state.params)
+    )
+    expected = {"w": np.ones(2), "table": {"x": np.full(3, 2)}}
+    jax.tree.map(np.testing.assert_array_equal, moved.average.params, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: jb.create_state(linen.Dense(3)),
+            "`model` is a Dense, a Linen module. Pass `sample=`",
+        ),
+        (
+            lambda: jb.create_state(linen.Sequential([linen.relu]), sample=np.ones(3)),
+            "has no parameters",
+        ),
+        (
+            lambda: jb.create_state({"w": 1.0}, sample=np.ones(3)),
+            "`sample` was passed for plain parameters, which does not use it",
+        ),
+        (
+            lambda: jb.create_state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), rngs=0),
+            "`rngs` was passed for an NNX module",
+        ),
+        (
+            lambda: jb.create_state(linen.Dense(3), variables={"batch_stats": {}}),
+            "`variables` was passed for a Linen module.*pass the parameters instead",
+        ),
+        (
+            lambda: jb.create_state(jb.create_state({"w": 1.0}), rngs=0),
+            "`rngs` was passed for a state",
+        ),
+        (
+            lambda: jb.create_state({"w": 1.0}, jb.data_mesh()),
+            "`tx` is a Mesh. Pass an optimizer of optax",
+        ),
+        (
+            lambda: jb.create_state(linen.Dense, sample=np.ones(3)),
+            "`model` is the class Dense. Pass an instance",
+        ),
+        (lambda: jb.create_state(None), "`model` is a NoneType. Pass an NNX module"),
+        (lambda: jb.create_state({"w": 1.0}, wrt=5), "`wrt=5` is not a filter of NNX"),
+        (
+            lambda: jb.create_state({"w": 1.0}, variables={"params": {}}),
+            '`variables` must be a dict of the collections.*without "params"',
+        ),
+        (
+            lambda: jb.create_state(lambda x: x),
+            "`model` is a function. Pass an NNX module, a Linen module with `sample=`",
+        ),
+        (
+            lambda: jb.create_state({"w": 1.0}, wrt=nnx.PathContains("head")),
+            "`wrt=.* selects no parameters",
+        ),
+        (
+            lambda: jb.create_state({"w": 1.0}, loss_scale=2.0**16),
+            r"`loss_scale=65536.0` is a float. Pass `flax.training.dynamic_scale.Dyn",
+        ),
+        (
+            lambda: jb.create_state({"w": 1.0}, loss_scale=DynamicScale(scale=np.nan)),
+            "`loss_scale` has scale=nan, which must be positive and finite",
+        ),
+    ],
+)
+def test_wrong_models_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# A second phase
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen", "plain"])
+def test_a_second_phase_continues_with_the_model(kind):
+    mesh, tx = jb.data_mesh(jax.devices()[:2]), optax.sgd(0.1)
+    if kind == "nnx":
+        first = jb.create_state(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), tx, mesh)
+    elif kind == "linen":
+        sample = np.ones((2, 3), np.float32)
+        module = linen.BatchNorm(use_running_average=False)
+        first = jb.create_state(module, tx, mesh, sample=sample)
+    else:
+        params = {"scale": np.ones(3), "bias": np.zeros(3)}
+        first = jb.create_state(params, tx, mesh)
+    first = dataclasses.replace(
+        first,
+        step=first.step + 7,
+        **{
+            name: jax.tree.map(lambda x: x + 1, getattr(first, name))
+            for name in ("params", "variables")
+        },
+    )
+    second = jb.create_state(
+        first, optax.adam(0.1), mesh, wrt=nnx.PathContains("scale")
+    )
+    assert second.step == 0
+    (scale,) = jax.tree.leaves(second.params)
+    assert scale.tolist() == [2, 2, 2]
+
+    def leaves(model):
+        return jax.tree.leaves(nnx.state(model) if kind == "nnx" else model)
+
+    for ours, theirs in zip(leaves(second.model), leaves(first.model), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert ours is not theirs
+
+
+def test_steps_refuse_a_state_of_another_library():
+    tx = optax.sgd(0.1)
+    mesh = jb.data_mesh(jax.devices()[:1])
+    state = FlaxTrainState.create(apply_fn=None, params={"w": jnp.ones(())}, tx=tx)
+    batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(1, 2))
+    message = "`state` is a flax.training.train_state.TrainState. The steps of jaxb"
+
+    def loss_fn(model, batch, keys):
+        return jnp.sum(batch.features["x"]), batch.num_tokens
+
+    for step in (
+        jb.make_train_step(loss_fn, tx, mesh),
+        jb.make_eval_step(loss_fn, mesh),
+        jb.make_predict_step(lambda model, batch: {}, mesh),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step(state, batch)
+
+
+# Training a part of the parameters
+
+
+def make_stack(kind, wrt, width=64, depth=8):
+    """A deep model of which `wrt` selects the parameters to train, and its loss."""
+    if kind == "nnx":
+
+        class Stack(nnx.Module):
+            def __init__(self, rngs):
+                self.body = nnx.List(
+                    [nnx.Linear(width, width, rngs=rngs) for _ in range(depth)]
+                )
+                self.head = nnx.Linear(width, 1, rngs=rngs)
+
+            def __call__(self, x):
+                for layer in self.body:
+                    x = jnp.tanh(layer(x))
+                return self.head(x)
+
+        model = Stack(nnx.Rngs(0))
+
+        def apply(model, x):
+            return model(x)
+
+    else:
+        rng = np.random.default_rng(0)
+        model = {
+            "body": [rng.normal(size=(width, width)).astype(np.float32)] * depth,
+            "head": rng.normal(size=(width, 1)).astype(np.float32),
+        }
+
+        def apply(params, x):
+            for kernel in params["body"]:
+                x = jnp.tanh(x @ kernel)
+            return x @ params["head"]
+
+    def loss_fn(model, batch, keys):
+        y = apply(model, batch.features["x"])[..., 0]
+        return jnp.sum(jnp.square(y), where=batch.mask), batch.num_tokens
+
+    tx = optax.adam(1e-3)
+    mesh = jb.data_mesh(jax.devices()[:1])
+    state = jb.create_state(model, tx, mesh, wrt=wrt)
+    x = np.ones((8, width), np.float32)
+    batch = jb.data.collate_rows([{"x": x}] * 4, jb.Bucket(4, 8))
+    (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
+    return state, jb.make_train_step(loss_fn, tx, mesh), batch
+
+
+@pytest.mark.parametrize("kind", ["nnx", "plain"])
+def test_only_selected_parameters_are_trained_and_paid_for(kind):
+    def costs(step, state, batch):
+        compiled = step.lower(state, batch).compile()
+        memory = compiled.memory_analysis().temp_size_in_bytes
+        return compiled.cost_analysis()["flops"], memory
+
+    head = nnx.PathContains("head")
+    wrt = nnx.All(nnx.Param, head) if kind == "nnx" else head
+    state, step, batch = make_stack(kind, wrt)
+    whole, whole_step, _ = make_stack(kind, None)
+    flops, memory = costs(step, state, batch)
+    whole_flops, whole_memory = costs(whole_step, whole, batch)
+    # Without gradients of the body, only its forward pass is left: a third.
+    assert flops < 0.45 * whole_flops
+    # Neither the gradients of the body nor its activations are kept.
+    assert memory < 0.5 * whole_memory
+    sizes = [sum(x.size for x in jax.tree.leaves(s.opt_state)) for s in (state, whole)]
+    assert sizes[0] < 0.02 * sizes[1]
+    before = jax.tree.map(np.array, (state.params, state.frozen))
+    state, _ = step(state, batch)
+    after = jax.tree.map(np.array, (state.params, state.frozen))
+    jax.tree.map(np.testing.assert_array_equal, after[1], before[1])
+    assert all(
+        (a != b).any()
+        for a, b in zip(*map(jax.tree.leaves, (after[0], before[0])), strict=True)
+        if a.size > 1
+    )
+
+
+def test_a_path_and_a_value_select_parameters():
+    params = {"a": [np.ones(2), np.ones((2, 2))], "b": {"c": np.ones(3)}}
+    seen = []
+
+    def is_matrix(path, value):
+        seen.append(path)
+        return value.ndim == 2
+
+    state = jb.create_state(params, optax.sgd(1.0), wrt=is_matrix)
+    assert seen == [("a", 0), ("a", 1), ("b", "c")]
+    assert [x.shape for x in jax.tree.leaves(state.params)] == [(2, 2)]
+    jax.tree.map(np.testing.assert_array_equal, state.model, params)
+
+
+# Loss scales
+
+
+def float16_loss(params, batch, keys):
+    """Gradients of 2**-30 per token, which are 0 in float16 unless they are scaled."""
+    x = (params["w"] * batch.features["x"]).astype(jnp.float16)
+    # Not a constant, because the compiler would multiply constants first.
+    tiny = (batch.features["x"] * 2.0**-14).astype(jnp.float16)
+    y = x * tiny * tiny
+    return jnp.sum(y.astype(jnp.float32), where=batch.mask) / 4, batch.num_tokens
+
+
+def run_scaled(loss_fn, loss_scale, num_steps=1, mode="jit", accumulate=False):
+    mesh, tx = jb.data_mesh(jax.devices()[:2]), optax.sgd(2.0**-10)
+    state = jb.create_state({"w": np.float32(1)}, tx, mesh, loss_scale=loss_scale)
+    step = jb.make_train_step(loss_fn, tx, mesh, mode=mode, accumulate=accumulate)
+    rows = [{"x": np.ones(4, np.float32)}] * 2
+    local = jb.data.collate_rows(rows, jb.Bucket(2, 4))
+    (batch,) = jb.sharding.prefetch_to_mesh([local], mesh)
+    results = []
+    for _ in range(num_steps):
+        state, metrics = step(state, (batch, batch) if accumulate else batch)
+        results.append(jax.tree.map(float, metrics))
+    return state, results
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+def test_a_loss_scale_prevents_underflow(mode, accumulate):
+    _, (metrics,) = run_scaled(float16_loss, None, mode=mode, accumulate=accumulate)
+    assert metrics["grad_norm"] == 0
+    scale = DynamicScale(scale=2.0**19)
+    _, (metrics,) = run_scaled(float16_loss, scale, mode=mode, accumulate=accumulate)
+    assert metrics["grad_norm"] == 2.0**-30
+    assert metrics["loss_scale"] == 2**19 and metrics["skipped"] == 0
+
+
+def overflowing_loss(params, batch, keys):
+    """Each of 8 tokens has a gradient of 2**5, so scales from 2**11 on overflow."""
+    x = (params["w"] * batch.features["x"]).astype(jnp.float16) * jnp.float16(2**8)
+    return jnp.sum(x.astype(jnp.float32), where=batch.mask), batch.num_tokens
+
+
+def test_infinite_gradients_are_skipped_and_lower_the_scale():
+    scale = DynamicScale(scale=2.0**13, growth_interval=2)
+    state, results = run_scaled(overflowing_loss, scale, num_steps=8)
+    scales = [np.log2(x["loss_scale"]) for x in results]
+    skipped = [x["skipped"] for x in results]
+    # Three skipped updates, two finite ones, then the scale grows too far again.
+    assert scales == [13, 12, 11, 10, 10, 11, 10, 10]
+    assert skipped == [1, 1, 1, 0, 0, 1, 0, 0]
+    assert state.step == 8
+    # The gradient of the mean is 2**8.
+    assert state.params["w"] == 1 - 4 * 2**8 * 2.0**-10
+
+
+def times(factor):
+    return lambda params, batch, keys: (params["w"] * factor, batch.num_tokens)
+
+
+def test_a_scale_has_limits():
+    scale = DynamicScale(scale=2.0, minimum_scale=1.0)
+    state, _ = run_scaled(times(jnp.inf), scale, num_steps=3)
+    assert state.loss_scale.scale == 1
+    scale = DynamicScale(scale=2.0**125, growth_interval=1)
+    state, _ = run_scaled(times(0.0), scale, num_steps=4)
+    assert state.loss_scale.scale == 2.0**126

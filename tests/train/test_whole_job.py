@@ -1,0 +1,76 @@
+"""Batch normalization, dropout, frozen layers, averages and loss scales together."""
+
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import whole_job
+
+ALL = [
+    (kind, mode, num_devices, accumulate)
+    for kind in ("nnx", "linen")
+    for mode in ("jit", "shard_map", "pmap")
+    for num_devices in (1, 8)
+    for accumulate in (1, 2)
+]
+QUICK = [("nnx", "shard_map", 8, 1), ("linen", "jit", 8, 2)]
+
+
+def assert_equal(results, expected):
+    for name, want in expected.items():
+        got = results[name]
+        if isinstance(want, dict):
+            assert got.keys() == want.keys(), name
+            for key, value in want.items():
+                np.testing.assert_allclose(
+                    got[key], value, rtol=1e-10, atol=1e-12, err_msg=f"{name} {key}"
+                )
+        else:
+            np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "num_devices", "accumulate"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.exhaustive)
+        for case in ALL
+    ],
+)
+def test_training_equals_a_plain_loop_over_unpadded_examples(
+    kind, mode, num_devices, accumulate, tmp_path
+):
+    # optax mixes int32 counts with floats, which strict promotion refuses.
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        devices = jax.devices()[:num_devices]
+        folder = tmp_path / "checkpoints"
+        results = whole_job.train(
+            kind, mode, devices, accumulate=accumulate, folder=folder
+        )
+        expected = whole_job.reference(results["initial"], accumulate)
+    assert_equal(results, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("nnx", "jit"), pytest.param("linen", "shard_map", marks=pytest.mark.exhaustive)],
+)
+def test_two_processes_train_like_the_plain_loop(launch, kind, mode, tmp_path):
+    code = f"""
+import sys
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+sys.argv[1:] = {[kind, mode, str(tmp_path / "ckpt"), str(tmp_path / "results")]}
+import whole_job
+whole_job.main()
+"""
+    launched = launch(code, count=2, devices=2)
+    assert launched.status == 0, launched.output
+    parts = [json.loads((tmp_path / f"results.{i}").read_text()) for i in range(2)]
+    assert parts[0] == parts[1]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        expected = whole_job.reference(parts[0]["initial"], 1)
+    assert_equal(parts[0], expected)

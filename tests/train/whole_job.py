@@ -1,0 +1,254 @@
+"""A training job that uses everything at once, and the same job without jaxbucket.
+
+A frozen layer, batch normalization and dropout; Adam, an average of the parameters and
+a dynamic loss scale. The tests import this module, and so do the processes they start.
+"""
+
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen, nnx
+from flax.training.dynamic_scale import DynamicScale
+
+import jaxbucket as jb
+from jaxbucket.train.loss import row_keys
+
+FEATURES, WIDTH, KEPT, MOMENTUM, DECAY = 3, 8, 0.75, 0.9, 0.8
+SCALE = DynamicScale(scale=2.0**4, growth_interval=3)
+DTYPE = np.float64
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.body = nnx.Linear(FEATURES, WIDTH, param_dtype=DTYPE, rngs=rngs)
+        self.norm = jb.layers.NnxBatchNorm(
+            WIDTH, momentum=MOMENTUM, param_dtype=DTYPE, rngs=rngs
+        )
+        self.head = nnx.Linear(WIDTH, 1, param_dtype=DTYPE, rngs=rngs)
+
+    def __call__(self, x, mask, kept):
+        return self.head(jnp.tanh(self.norm(self.body(x), mask=mask)) * kept)[..., 0]
+
+
+class LinenModel(linen.Module):
+    @linen.compact
+    def __call__(self, x, mask, kept, train):
+        x = linen.Dense(WIDTH, param_dtype=DTYPE, name="body")(x)
+        norm = jb.layers.LinenBatchNorm(
+            momentum=MOMENTUM, param_dtype=DTYPE, name="norm"
+        )
+        x = jnp.tanh(norm(x, not train, mask=mask)) * kept
+        return linen.Dense(1, param_dtype=DTYPE, name="head")(x)[..., 0]
+
+
+def draw(keys: Any, seq_len: int) -> Any:
+    """Returns the dropout of each position, `[B, T, WIDTH]`; 1 in evaluation."""
+    if keys is None:
+        return jnp.ones((), DTYPE)
+    shape = (seq_len, WIDTH)
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, KEPT, shape))(keys)
+    return kept.astype(DTYPE) / KEPT
+
+
+def square(y, batch):
+    return jnp.sum(jnp.square(y - batch.features["y"]), where=batch.mask)
+
+
+def nnx_loss(model, batch, keys):
+    if keys is None:
+        model.eval()
+    x = batch.features["x"]
+    y = model(x, batch.mask, draw(keys, x.shape[1]))
+    return square(y, batch), batch.num_tokens
+
+
+def linen_loss(variables, batch, keys):
+    x, train = batch.features["x"], keys is not None
+    y, new = LinenModel().apply(
+        variables, x, batch.mask, draw(keys, x.shape[1]), train, mutable=["batch_stats"]
+    )
+    return square(y, batch), batch.num_tokens, {}, new
+
+
+def make_source() -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [
+        {"x": rng.normal(2, 3, (n, FEATURES)), "y": rng.normal(size=n)}
+        for n in rng.integers(1, 17, 60)
+    ]
+
+
+def make_schedule(source: Any, accumulate: int) -> jb.BatchSchedule:
+    lengths = jb.measure_lengths(source, progress=False)
+    plan = jb.plan_buckets(
+        lengths, max_tokens=128, num_buckets=2, batch_size_multiple=8
+    )
+    return jb.BatchSchedule(plan, lengths, seed=1, accumulate=accumulate)
+
+
+def make_optimizer() -> optax.GradientTransformationExtraArgs:
+    return optax.chain(optax.adam(1e-2), jb.optim.average_params(DECAY))
+
+
+def values(tree: Any) -> dict[str, Any]:
+    """Returns the arrays of a model by name, such as "norm/scale", as lists."""
+    if isinstance(tree, nnx.Module):
+        tree = nnx.state(tree)
+    named = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        words = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        words = [x for x in words if x not in ("params", "batch_stats", "value")]
+        named["/".join(words)] = np.asarray(leaf).tolist()
+    return named
+
+
+def train(
+    kind: str,
+    mode: Any,
+    devices: Any = None,
+    *,
+    accumulate: int = 1,
+    folder: Any = None,
+    processes: Any = None,
+) -> dict[str, Any]:
+    """Trains for an epoch, is resumed in the middle of it, and returns all results."""
+    mesh = jb.data_mesh(devices)
+    source = make_source()
+    schedule = make_schedule(source, accumulate)
+    tx = make_optimizer()
+    batches = jb.MeshLoader(source, schedule, mesh)
+    trained = nnx.Not(nnx.PathContains("body"))
+    if kind == "nnx":
+        model, sample = NnxModel(nnx.Rngs(0)), None
+        trained = nnx.All(nnx.Param, trained)
+    else:
+        x = np.zeros((1, 2, FEATURES), DTYPE)
+        model = LinenModel()
+        sample = (x, np.zeros((1, 2), bool), draw(None, 2), False)
+
+    def new_state() -> Any:
+        return jb.create_state(
+            model, tx, mesh, sample=sample, wrt=trained, loss_scale=SCALE
+        )
+
+    loss_fn = nnx_loss if kind == "nnx" else linen_loss
+    step_fn = jb.make_train_step(
+        loss_fn, tx, mesh, mode=mode, seed=5, accumulate=accumulate > 1
+    )
+    state = new_state()
+    initial = values(state.model)
+    steps = jb.compile_steps(step_fn, state, batches.specs, progress=False)
+    eval_step = jb.make_eval_step(loss_fn, mesh, mode=mode)
+    losses, half = [], len(schedule) // 2
+    for number, batch in enumerate(batches):
+        if number == half and folder is not None:
+            with jb.Checkpoints(folder, processes=processes) as checkpoints:
+                checkpoints.save(state, batches.position(number))
+            break
+        state, metrics = steps(state, batch)
+        losses.append(float(metrics["loss"]))
+    if folder is not None:
+        with jb.Checkpoints(folder, processes=processes) as checkpoints:
+            state, position, _ = checkpoints.restore(new_state())
+        for batch in batches.resume(position):
+            state, metrics = steps(state, batch)
+            losses.append(float(metrics["loss"]))
+    last = batch if accumulate == 1 else batch[-1]
+    return {
+        "initial": initial,
+        "losses": losses,
+        "model": values(state.model),
+        "average": values(state.average.params),
+        "loss_scale": float(state.loss_scale.scale),
+        "evaluated": float(eval_step(state, last)["loss"]),
+        "evaluated_average": float(eval_step(state.average, last)["loss"]),
+    }
+
+
+def reference(initial: dict[str, Any], accumulate: int) -> dict[str, Any]:
+    """Returns the results of the job, computed on examples without padding."""
+    source = make_source()
+    schedule = make_schedule(source, accumulate)
+    state = {name: jnp.asarray(value, DTYPE) for name, value in initial.items()}
+    statistics = {name: state.pop(name) for name in ("norm/mean", "norm/var")}
+    frozen = {name: state.pop(name) for name in ("body/kernel", "body/bias")}
+    tx = optax.adam(1e-2)
+    opt_state, after, losses = tx.init(state), [], []
+    for step in range(len(schedule)):
+        loss_sum, weight = 0.0, 0
+        grads = jax.tree.map(jnp.zeros_like, state)
+        for number, indices in enumerate(schedule.micro_batches(step)):
+            rows = [r for r, i in enumerate(indices.rows.tolist()) if i >= 0]
+            examples = [source[indices.rows[r]] for r in rows]
+            bucket = indices.bucket
+            keys = row_keys(5, step, 0, bucket.batch_size, number)
+            kept = draw(keys, bucket.seq_len)
+            kept = [kept[r, : len(x["y"])] for r, x in zip(rows, examples, strict=True)]
+            args = frozen, statistics, examples, jnp.concatenate(kept)
+            (part, statistics), new = jax.value_and_grad(_plain_loss, has_aux=True)(
+                state, *args
+            )
+            loss_sum += float(part)
+            weight += sum(len(x["y"]) for x in examples)
+            grads = jax.tree.map(jnp.add, grads, new)
+        losses.append(loss_sum / weight)
+        grads = jax.tree.map(lambda x, n=weight: x / n, grads)
+        updates, opt_state = tx.update(grads, opt_state)
+        state = optax.apply_updates(state, updates)
+        after.append(state)
+    weights = DECAY ** np.arange(len(after))[::-1].astype(DTYPE)
+    weights /= weights.sum()
+    average = jax.tree.map(
+        lambda *xs: sum(w * x for w, x in zip(weights, xs, strict=True)), *after
+    )
+    last = examples, statistics, frozen
+    return {
+        "losses": losses,
+        "model": values({**state, **statistics, **frozen}),
+        "average": values(average),
+        "loss_scale": SCALE.scale * 2.0 ** (len(schedule) // SCALE.growth_interval),
+        "evaluated": _plain_evaluation(state, *last),
+        "evaluated_average": _plain_evaluation(average, *last),
+    }
+
+
+def _plain_loss(params, frozen, statistics, examples, kept):
+    x = np.concatenate([x["x"] for x in examples]) @ frozen["body/kernel"]
+    x = x + frozen["body/bias"]
+    mean, var = x.mean(axis=0), x.var(axis=0)
+    new = {"norm/mean": mean, "norm/var": var}
+    new = jax.tree.map(lambda a, b: MOMENTUM * a + (1 - MOMENTUM) * b, statistics, new)
+    return _plain_head(params, mean, var, x, examples, kept), new
+
+
+def _plain_evaluation(params, examples, statistics, frozen):
+    x = np.concatenate([x["x"] for x in examples]) @ frozen["body/kernel"]
+    x = x + frozen["body/bias"]
+    mean, var = statistics["norm/mean"], statistics["norm/var"]
+    return float(_plain_head(params, mean, var, x, examples, 1.0)) / len(x)
+
+
+def _plain_head(params, mean, var, x, examples, kept):
+    x = (x - mean) / jnp.sqrt(var + 1e-5) * params["norm/scale"] + params["norm/bias"]
+    y = (jnp.tanh(x) * kept) @ params["head/kernel"] + params["head/bias"]
+    targets = np.concatenate([x["y"] for x in examples])
+    return jnp.sum(jnp.square(y[:, 0] - targets))
+
+
+def main() -> None:
+    """Trains in one of several processes, and writes the results as JSON."""
+    kind, mode, folder, output = sys.argv[1:]
+    jax.config.update("jax_enable_x64", True)
+    with jb.Processes() as processes:
+        results = train(kind, mode, folder=folder, processes=processes)
+        with open(f"{output}.{processes.index}", "w") as file:
+            json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main()
