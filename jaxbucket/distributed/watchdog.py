@@ -1,7 +1,7 @@
 """Ends this process, with a message, when another process of the run is lost.
 
 A collective waits for a process that has died. jax notices this eventually, and aborts
-without naming the process. The thread of this module notices first.
+without naming the process. The threads of this module notice first.
 
 Every process writes heartbeats to the store, and puts a failure of its own into them.
 Process 0, which hosts the store, reads all heartbeats and copies the first failure into
@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -55,7 +56,7 @@ class _Beat(NamedTuple):
 
 
 class Watchdog:
-    """A thread that writes heartbeats for this process and watches those of others.
+    """Threads that write heartbeats for this process and watch those of others.
 
     Args:
       store: the store that all processes share.
@@ -75,6 +76,7 @@ class Watchdog:
         self._deadlines = dict.fromkeys(peers, first)
         # The failure of this process itself.
         self._failure = ""
+        self._due = threading.Event()
         self._published = threading.Event()
         self._stopped = threading.Event()
         self._link: socket.socket | None = None
@@ -84,25 +86,33 @@ class Watchdog:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._enabled_faulthandler = False
-        self._thread = threading.Thread(
-            target=self._run, name="jaxbucket watchdog", daemon=True
-        )
+        # Setting a key blocks while process 0 is suspended, so it has its own thread.
+        self._threads = [
+            threading.Thread(target=self._repeat, args=[once], name=name, daemon=True)
+            for once, name in (
+                (self._watch_once, "jaxbucket watchdog"),
+                (self._publish_once, "jaxbucket heartbeats"),
+            )
+        ]
 
     def start(self) -> None:
-        """Starts the thread."""
-        # Not in the thread: a slow name server would delay the first heartbeats.
+        """Starts the threads."""
+        # Not in a thread: a slow name server would delay the first heartbeats.
         if self._store.index:
             self._store.resolve()
         self._enable_faulthandler()
         # This process may hang before its first heartbeat.
         self._restart_abort_timer()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """Stops the thread. All processes must have agreed to end."""
+        """Stops the threads. All processes must have agreed to end."""
         self._stopped.set()
         self._waker.send(b"\0")
-        self._thread.join()
+        self._due.set()
+        for thread in self._threads:
+            thread.join()
         faulthandler.cancel_dump_traceback_later()
         if self._enabled_faulthandler:
             faulthandler.disable()
@@ -148,12 +158,12 @@ class Watchdog:
                 faulthandler.enable()
                 self._enabled_faulthandler = True
 
-    def _run(self) -> None:
+    def _repeat(self, once: Callable[[], None]) -> None:
         try:
             while not self._stopped.is_set():
-                self._watch_once()
+                once()
         except Exception as error:
-            # Errors of this thread after `stop` are irrelevant.
+            # Errors of these threads after `stop` are irrelevant.
             if not self._stopped.is_set():
                 self._give_up(error)
 
@@ -161,9 +171,7 @@ class Watchdog:
         self._restart_abort_timer()
         beats = self._read_beats()
         failure = self._failure or self._find_failure(beats)
-        # Setting a key would block forever if process 0 is suspended.
-        if beats or self._store.index == 0:
-            self._publish(failure)
+        self._publish(failure)
         if failure and not self._failure:
             time.sleep(_SECONDS_FOR_OWN_ERROR)
             if not self._failure:
@@ -176,8 +184,8 @@ class Watchdog:
         traceback.print_exception(error)
         reason = describe_error(error, " in its watchdog")
         self._failure = self._failure or self._name_failure(reason)
-        with contextlib.suppress(Exception):
-            self._publish(self._failure)
+        self._publish(self._failure)
+        self._published.wait(_SECONDS_TO_PUBLISH)
         self._linger(2 * _SECONDS_FOR_OWN_ERROR)
         exit_now(1, f"Process {self._store.index} is exiting: it {reason}")
 
@@ -220,9 +228,15 @@ class Watchdog:
         # Only process 0 publishes the failures of others.
         failure = self._failure if self._store.index else failure
         self._beat = _Beat(self._beat.number + 1, self._beat.name, failure)
+        self._due.set()
+
+    def _publish_once(self) -> None:
+        self._due.wait()
+        self._due.clear()
+        beat = self._beat
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._store.set(f"beats/{self._store.index}", json.dumps(self._beat))
-            if failure:
+            self._store.set(f"beats/{self._store.index}", json.dumps(beat))
+            if beat.failure:
                 self._published.set()
 
     def _pause(self) -> None:

@@ -120,6 +120,23 @@ def fault():
 
 
 @pytest.mark.exhaustive
+def test_a_coordinator_suspended_between_two_calls_of_the_store_is_named(launch):
+    code = """
+def fault():
+    if processes.index == 0:
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    # Process 1 goes on to write its heartbeats as if it had just read those of process 0.
+    read = processes._watchdog._read_beats
+    last = {}
+    processes._watchdog._read_beats = lambda: last.update(read()) or last
+"""
+    run = launch(START + code + LOOP, count=2)
+    message = last_message(run, 1)
+    assert "no heartbeat from process 0 (" in message
+
+
+@pytest.mark.exhaustive
 def test_a_hang_before_the_first_heartbeat_prints_the_stacks(launch):
     code = """
 with processes:
