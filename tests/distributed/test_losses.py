@@ -126,7 +126,7 @@ def fault():
     if processes.index == 0:
         time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGSTOP)
-    # Process 1 goes on to write its heartbeats as if it had just read those of process 0.
+    # Process 1 still writes heartbeats, as if it had just read those of process 0.
     read = processes._watchdog._read_beats
     last = {}
     processes._watchdog._read_beats = lambda: last.update(read()) or last
