@@ -63,7 +63,7 @@ class Candidate:
     def predict(self, cost: jb.plan.StepTime) -> None:
         """Predicts the time of an epoch from the step times of this round."""
         steps = [bucket.batches for bucket in self.epoch.buckets]
-        seconds = [cost(b.batch_size, b.seq_len) for b in self.plan.buckets]
+        seconds = [cost(b.batch_size, b.tokens_per_row) for b in self.plan.buckets]
         self.predicted_seconds.append(float(np.dot(steps, seconds)))
 
     @property

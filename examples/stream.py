@@ -155,7 +155,9 @@ def train(
 
 def to_record(step: int, batch: jb.Batch, metrics: dict[str, Any]) -> Step:
     tokens, loss = int(metrics["num_tokens"]), float(metrics["loss"])
-    return Step(step, batch.bucket.batch_size, batch.bucket.seq_len, tokens, loss)
+    return Step(
+        step, batch.bucket.batch_size, batch.bucket.tokens_per_row, tokens, loss
+    )
 
 
 def show(step: Step) -> None:

@@ -31,7 +31,8 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.attention.masks import next_tokens
     from jaxbucket.attention.segment import segment_attention
     from jaxbucket.base.batch import Batch
-    from jaxbucket.base.buckets import Bucket, BucketPlan
+    from jaxbucket.base.bucket import Bucket
+    from jaxbucket.base.buckets import BucketPlan
     from jaxbucket.compile.executable_cache import ExecutableCache
     from jaxbucket.compile.steps import compile_steps
     from jaxbucket.data.lengths.measure import measure_lengths

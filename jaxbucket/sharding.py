@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch, RowShard
-from jaxbucket.base.buckets import Bucket, BucketPlan
+from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_integer
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, Sequences
@@ -322,7 +323,6 @@ def batch_specs(
     batch_axes: Axes = DATA_AXIS,
     sequences: Sequences = None,
     max_segments: int | None = None,
-    capacities: Mapping[str, int] | None = None,
 ) -> dict[Bucket, Batch]:
     """Returns the shapes, dtypes and shardings of the batches of each bucket.
 
@@ -343,7 +343,6 @@ def batch_specs(
         mapping from names to features if examples have several sequences, each with
         its own length.
       max_segments: `max_segments` of the schedule, if rows are packed.
-      capacities: `capacities` of the schedule, if examples have several sequences.
 
     Returns:
       A `Batch` of `jax.ShapeDtypeStruct` for each bucket.
@@ -369,7 +368,6 @@ def batch_specs(
             like=example,
             sequences=sequences,
             max_segments=max_segments,
-            capacities=capacities,
         )
         specs[bucket] = jax.tree.map_with_path(spec, empty)
     return specs

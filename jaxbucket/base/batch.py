@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_integer, check_positive
+from jaxbucket.base.sizes import Sizes
 
 EMPTY_ROW = -1
 
@@ -177,10 +178,11 @@ class Batch(NamedTuple):
     def bucket(self) -> Bucket:
         """The shape (B, T). It is a bucket of the plan only if the batch is global.
 
-        With several sequences of separate lengths, T is the sum of their T.
+        With several sequences of separate lengths, there is a T for each.
         """
-        shapes = [ids.shape for ids in self.segment_ids.values()]
-        return Bucket(shapes[0][0], sum(seq_len for _, seq_len in shapes))
+        sizes = {name: ids.shape[1] for name, ids in self.segment_ids.items()}
+        (name, ids), *others = self.segment_ids.items()
+        return Bucket(ids.shape[0], Sizes(sizes) if others else sizes[name])
 
     def as_dict(self, style: Literal["grain", "maxtext"] = "grain") -> dict[str, Any]:
         """Returns all arrays in one flat dict, with the names of another library.

@@ -1,72 +1,31 @@
-"""`Bucket`, one batch shape `[B, T]`, and `BucketPlan`, a closed set of shapes."""
+"""`BucketPlan`, a closed set of batch shapes `[B, T]`."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from collections.abc import Iterable
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base import assignment, plan_checks, plan_json
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import (
     MAX_LENGTH,
-    check_choice,
     check_costs,
     check_countable,
     check_lengths,
     check_positive,
     overlong_message,
+    unheld_message,
     unsplit_message,
 )
 from jaxbucket.base.digest import digest
-
-Overlong: TypeAlias = Literal["error", "drop", "truncate", "split"]
-Group: TypeAlias = Literal["same", "mixed"]
-
-OVERLONG: tuple[str, ...] = get_args(Overlong)
-GROUPS: tuple[str, ...] = get_args(Group)
-# `assign` returns 16-bit integers.
-_MAX_BUCKETS = 2**15 - 1
-_PLAN_FORMAT = "jaxbucket.BucketPlan"
-# Plans with step costs are written as version 2, all others still as version 1.
-_PLAN_VERSIONS = (1, 2)
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Bucket:
-    """One static batch shape `[B, T]`, in array order.
-
-    Attributes:
-      batch_size: B, the number of rows of the global batch, over all devices.
-      seq_len: T, the number of positions in each row.
-
-    Raises:
-      ValueError: if a size is not a positive integer, or B * T is not below 2**62.
-    """
-
-    batch_size: int
-    seq_len: int
-
-    def __post_init__(self):
-        for name in ("batch_size", "seq_len"):
-            object.__setattr__(self, name, check_positive(name, getattr(self, name)))
-        check_countable(
-            self.num_tokens,
-            f"The number of tokens in `batch_size={self.batch_size}` rows of "
-            f"`seq_len={self.seq_len}`",
-            "Lower one of the two.",
-        )
-
-    @property
-    def num_tokens(self) -> int:
-        """B * T, including padding."""
-        return self.batch_size * self.seq_len
-
-    def __str__(self) -> str:
-        return f"[{self.batch_size}, {self.seq_len}]"
+from jaxbucket.base.lengths import lengths_matrix
+from jaxbucket.base.policies import Overlong
+from jaxbucket.base.sizes import PerSequence, Sizes, checked_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +39,25 @@ class BucketPlan:
       >>> BucketPlan.from_json(plan.to_json()) == plan
       True
 
+    Example: several lengths per example.
+      >>> shapes = [(4, {"source": 8, "target": 4}), (2, {"source": 8, "target": 16})]
+      >>> plan = BucketPlan.from_shapes(shapes)
+      >>> plan.assign({"source": [3, 8], "target": [4, 5]})
+      array([0, 1], dtype=int16)
+
     Attributes:
-      buckets: the shapes, by strictly increasing `seq_len`.
-      max_tokens: the largest allowed B * T, padding counted.
+      buckets: the shapes, by strictly increasing `seq_len`; with several sequences, by
+        the sum of their T first.
+      max_tokens: the largest allowed B * T, padding counted; with several sequences,
+        over all of them, or a mapping from sequence name to a budget for each.
       batch_size_multiple: every B is a multiple of this number.
-      seq_len_multiple: every T is a multiple of this number.
-      overlong: what happens to an example longer than the last bucket: "error" raises
+      seq_len_multiple: every T is a multiple of this number; or a mapping from sequence
+        name to the multiple of its T.
+      overlong: what happens to an example that no bucket holds: "error" raises
         an error, "drop" leaves the example out, "truncate" shortens it to the last
         bucket. With "split", the plan is for the chunks from `split_source`, and
-        expects their lengths.
+        expects their lengths. With several sequences, a mapping may name a policy for
+        each.
       step_costs: the cost of a step of each bucket, used to assign remainders to
         buckets and to predict the cost of an epoch; None counts tokens, B * T.
       cost_unit: the unit of `step_costs`, such as "s".
@@ -100,37 +69,24 @@ class BucketPlan:
     """
 
     buckets: tuple[Bucket, ...]
-    max_tokens: int
+    max_tokens: int | Sizes
     batch_size_multiple: int = 1
-    seq_len_multiple: int = 1
-    overlong: Overlong = "error"
+    seq_len_multiple: int | Sizes = 1
+    overlong: Overlong | Mapping[str, Overlong] = "error"
     step_costs: tuple[float, ...] | None = None
     cost_unit: str = "tokens"
     packed: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "buckets", tuple(self.buckets))
-        for name in ("max_tokens", "batch_size_multiple", "seq_len_multiple"):
-            object.__setattr__(self, name, check_positive(name, getattr(self, name)))
-        check_choice("overlong", self.overlong, OVERLONG)
-        if not self.buckets:
-            raise ValueError("`buckets` is empty. A plan needs at least one shape.")
-        if len(self.buckets) > _MAX_BUCKETS:
-            raise ValueError(
-                f"`buckets` has {len(self.buckets)} shapes, more than {_MAX_BUCKETS}. "
-                "Plan with fewer: each shape costs a compilation."
-            )
-        for bucket in self.buckets:
-            if not isinstance(bucket, Bucket):
-                raise ValueError(
-                    f"`buckets` contains {bucket!r}. Use `Bucket(batch_size, seq_len)`."
-                )
-            self._check_bucket(bucket)
-        if np.any(np.diff(self.boundaries) <= 0):
-            raise ValueError(
-                f"`buckets` has seq_lens {self.boundaries.tolist()}. Sort the buckets "
-                "by strictly increasing `seq_len`."
-            )
+        self._set("buckets", tuple(self.buckets))
+        multiple = check_positive("batch_size_multiple", self.batch_size_multiple)
+        self._set("batch_size_multiple", multiple)
+        for name in ("max_tokens", "seq_len_multiple"):
+            self._set(name, checked_size(name, getattr(self, name)))
+        if isinstance(self.overlong, Mapping):
+            self._set("overlong", PerSequence(self.overlong, "overlong"))
+        plan_checks.check_buckets(self)
+        plan_checks.check_overlong(self)
         if not isinstance(self.packed, bool):
             raise ValueError(f"`packed={self.packed!r}` is not True or False.")
         if not isinstance(self.cost_unit, str):
@@ -145,14 +101,17 @@ class BucketPlan:
             )
         if self.step_costs is not None:
             costs = check_costs("step_costs", self.step_costs, len(self.buckets))
-            object.__setattr__(self, "step_costs", tuple(costs.tolist()))
+            self._set("step_costs", tuple(costs.tolist()))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     @classmethod
     def from_shapes(
         cls,
-        shapes: Iterable[tuple[int, int]],
+        shapes: Iterable[tuple[int, int | Mapping[str, int]]],
         *,
-        max_tokens: int | None = None,
+        max_tokens: int | Mapping[str, int] | None = None,
         **fields: Any,
     ) -> BucketPlan:
         """Returns a plan with the given shapes.
@@ -163,7 +122,8 @@ class BucketPlan:
           (array([128, 256, 512]), 4096)
 
         Args:
-          shapes: pairs (B, T), in any order.
+          shapes: pairs (B, T), in any order. T is a mapping from sequence name to T if
+            examples have several sequences.
           max_tokens: the maximum B * T; by default the B * T of the largest shape.
           **fields: the other attributes of the plan.
 
@@ -179,34 +139,49 @@ class BucketPlan:
                 raise ValueError(
                     f"`shapes` contains {shape!r}. Pass pairs (B, T)."
                 ) from None
-            buckets.append(Bucket(batch_size, seq_len))
-        buckets.sort(key=lambda bucket: bucket.seq_len)
+            buckets.append(Bucket(batch_size, checked_size("seq_len", seq_len)))
+        buckets.sort(key=lambda bucket: (bucket.tokens_per_row, str(bucket.seq_len)))
         if max_tokens is None:
             max_tokens = max((bucket.num_tokens for bucket in buckets), default=1)
-        return cls(tuple(buckets), max_tokens=max_tokens, **fields)
-
-    def _check_bucket(self, bucket: Bucket) -> None:
-        if bucket.num_tokens > self.max_tokens:
-            raise ValueError(
-                f"Bucket {bucket} holds {bucket.num_tokens} tokens, more than "
-                f"`max_tokens={self.max_tokens}`. Lower its `batch_size` to "
-                f"{self.max_tokens // bucket.seq_len}."
-            )
-        for name in ("batch_size", "seq_len"):
-            value, multiple = getattr(bucket, name), getattr(self, f"{name}_multiple")
-            if value % multiple:
-                raise ValueError(
-                    f"Bucket {bucket}: `{name}={value}` is not a multiple of "
-                    f"`{name}_multiple={multiple}`."
-                )
+        return cls(
+            tuple(buckets), max_tokens=checked_size("max_tokens", max_tokens), **fields
+        )
 
     def __len__(self) -> int:
         return len(self.buckets)
 
     @functools.cached_property
+    def sequences(self) -> tuple[str, ...]:
+        """The names of the sequences of an example; empty if it has one length."""
+        seq_len = self.buckets[0].seq_len
+        return tuple(seq_len) if isinstance(seq_len, Sizes) else ()
+
+    @functools.cached_property
+    def tokens_per_row(self) -> np.ndarray:
+        """`[K]` int64: T of each bucket, or the sum of the T of its sequences."""
+        return np.array([bucket.tokens_per_row for bucket in self.buckets], np.int64)
+
+    @functools.cached_property
+    def seq_lens(self) -> np.ndarray:
+        """`[K, Q]` int64: T of each sequence in each bucket, or `[K, 1]`."""
+        rows = [bucket.seq_len for bucket in self.buckets]
+        values = [list(x.values()) if isinstance(x, Sizes) else [x] for x in rows]
+        return np.array(values, np.int64)
+
+    @property
     def boundaries(self) -> np.ndarray:
-        """`[K]` int64: the longest length of each bucket, inclusive."""
-        return np.array([bucket.seq_len for bucket in self.buckets], np.int64)
+        """`[K]` int64: the longest length of each bucket, inclusive.
+
+        Raises:
+          ValueError: if examples have several sequences.
+        """
+        if self.sequences:
+            raise ValueError(
+                f"The buckets have a T for each of the sequences "
+                f"{list(self.sequences)}, but this requires examples with one length. "
+                "Use `plan.seq_lens`, or plan with one length for each example."
+            )
+        return self.tokens_per_row
 
     @functools.cached_property
     def batch_sizes(self) -> np.ndarray:
@@ -217,8 +192,19 @@ class BucketPlan:
     def costs(self) -> np.ndarray:
         """`[K]`: the cost of a step of each bucket in `cost_unit`; B * T by default."""
         if self.step_costs is None:
-            return self.batch_sizes * self.boundaries
+            return self.batch_sizes * self.tokens_per_row
         return np.array(self.step_costs)
+
+    @functools.cached_property
+    def holders(self) -> np.ndarray | None:
+        """`[K, K]` bool: whether bucket j holds every example of bucket i, for j > i.
+
+        None if examples have one length, because then every longer bucket does.
+        """
+        if not self.sequences:
+            return None
+        holds = (self.seq_lens[None] >= self.seq_lens[:, None]).all(axis=-1)
+        return np.triu(holds, 1)
 
     @property
     def unpacked(self) -> BucketPlan:
@@ -227,44 +213,83 @@ class BucketPlan:
 
     @property
     def max_seq_len(self) -> int:
-        """T of the last bucket."""
-        return self.buckets[-1].seq_len
+        """T of the last bucket.
 
-    def check(self, lengths: ArrayLike) -> np.ndarray:
-        """Returns `lengths` as an integer array `[N]`, after checking them.
+        Raises:
+          ValueError: if examples have several sequences.
+        """
+        return int(self.boundaries[-1])
+
+    @functools.cached_property
+    def max_seq_lens(self) -> Sizes:
+        """The largest T of each of several sequences."""
+        longest = self.seq_lens.max(axis=0).tolist()
+        return Sizes(dict(zip(self.sequences, longest, strict=True)))
+
+    def policy(self, sequence: str | None = None) -> Overlong:
+        """Returns the policy for a sequence that is too long.
+
+        Args:
+          sequence: its name; None if examples have one length.
+        """
+        if isinstance(self.overlong, Mapping):
+            return self.overlong[cast(str, sequence)]
+        return self.overlong
+
+    def check(self, lengths: ArrayLike | Mapping[str, ArrayLike]) -> np.ndarray:
+        """Returns `lengths` as an integer array, after checking them.
 
         Args:
           lengths: `[N]` integers, one per example; with `overlong="split"`, one per
-            chunk.
+            chunk. With several sequences, a mapping from sequence name to `[N]`.
+
+        Returns:
+          `[N]`, or `[N, Q]` with a column for each of several sequences.
 
         Raises:
           ValueError: if the lengths are not positive integers, or if one is longer than
             the last bucket and `overlong` is "error" or "split".
         """
-        lengths = check_lengths(lengths)
-        if self.overlong == "error" and lengths.max() > self.max_seq_len:
-            raise ValueError(overlong_message(lengths, self.max_seq_len))
-        if self.overlong == "split" and lengths.max() > self.max_seq_len:
-            raise ValueError(unsplit_message(lengths, self.max_seq_len))
+        if self.sequences:
+            return self._check_several(lengths_matrix(lengths, self.sequences))
+        lengths = check_lengths(cast(ArrayLike, lengths))
+        longest = self.max_seq_len
+        if self.overlong == "error" and lengths.max() > longest:
+            raise ValueError(overlong_message(lengths, longest))
+        if self.overlong == "split" and lengths.max() > longest:
+            raise ValueError(unsplit_message(lengths, longest))
         return lengths
 
-    def assign(self, lengths: ArrayLike) -> np.ndarray:
-        """Returns the bucket of each example: the shortest bucket that it fits in.
+    def _check_several(self, lengths: np.ndarray) -> np.ndarray:
+        """Returns `[N, Q]` lengths, after checking that a bucket holds each."""
+        for column, name in enumerate(self.sequences):
+            longest = self.max_seq_lens[name]
+            is_error = self.policy(name) == "error"
+            if is_error and lengths[:, column].max() > longest:
+                raise ValueError(overlong_message(lengths[:, column], longest, name))
+        return lengths
+
+    def assign(self, lengths: ArrayLike | Mapping[str, ArrayLike]) -> np.ndarray:
+        """Returns the bucket of each example.
+
+        This is the shortest bucket that it fits in. With several sequences, it is the
+        bucket with the cheapest row, that is, with the smallest cost by B.
 
         Args:
-          lengths: `[N]` integers, as for `check`.
+          lengths: as for `check`.
 
         Returns:
           `[N]` int16: an index into `buckets`, or -1 for an example that
           `overlong="drop"` leaves out.
 
         Raises:
-          ValueError: if `check` raises it.
+          ValueError: if `check` raises it, or no bucket holds an example although none
+            of its sequences is too long.
         """
         lengths = self.check(lengths)
-        # With equal dtypes, searchsorted does not convert the long array.
-        edges = np.minimum(self.boundaries, MAX_LENGTH).astype(lengths.dtype)
-        index = _searchsorted_in_chunks(edges, lengths)
+        if self.sequences:
+            return self._assign_several(lengths)
+        index = assignment.shortest(lengths, self.boundaries)
         over = index == len(self)
         if self.overlong == "truncate":
             index[over] = len(self) - 1
@@ -272,21 +297,52 @@ class BucketPlan:
             index[over] = -1
         return index
 
-    def kept_lengths(self, lengths: ArrayLike) -> np.ndarray:
-        """Returns the lengths of the examples in batches, `[n]`.
+    def _assign_several(self, lengths: np.ndarray) -> np.ndarray:
+        used = self.truncated(lengths)
+        row_costs = self.costs / self.batch_sizes
+        index = assignment.cheapest(used, self.seq_lens, row_costs)
+        index[index == len(self)] = -1
+        is_unheld = index < 0
+        if is_unheld.any() and not self._drops:
+            raise ValueError(unheld_message(lengths, is_unheld, self.sequences))
+        return index
+
+    @property
+    def _drops(self) -> bool:
+        return "drop" in [self.policy(name) for name in self.sequences or (None,)]
+
+    @property
+    def truncates(self) -> bool | list[str]:
+        """Whether examples are truncated; or which of their sequences are."""
+        if not self.sequences:
+            return self.overlong == "truncate"
+        return [name for name in self.sequences if self.policy(name) == "truncate"]
+
+    def truncated(self, lengths: np.ndarray) -> np.ndarray:
+        """Returns the lengths after `overlong="truncate"` has shortened examples.
+
+        Args:
+          lengths: `[N]` or `[N, Q]` integers, from `check`.
+        """
+        is_cut = [self.policy(name) == "truncate" for name in self.sequences or (None,)]
+        limits = np.where(is_cut, self.seq_lens.max(axis=0), MAX_LENGTH)
+        limits = np.minimum(limits, MAX_LENGTH).astype(lengths.dtype)
+        return np.minimum(lengths, limits)
+
+    def kept_lengths(self, lengths: ArrayLike | Mapping[str, ArrayLike]) -> np.ndarray:
+        """Returns the lengths of the examples in batches, `[n]` or `[n, Q]`.
 
         Examples that `overlong="drop"` leaves out are missing, and "truncate" limits
         the length to the last bucket.
 
         Args:
-          lengths: `[N]` integers, as for `check`.
+          lengths: as for `check`.
 
         Raises:
-          ValueError: if `check` raises it.
+          ValueError: if `assign` raises it.
         """
         lengths = self.check(lengths)
-        longest = min(self.max_seq_len, MAX_LENGTH)
-        return np.minimum(lengths[self.assign(lengths) >= 0], longest)
+        return self.truncated(lengths[self.assign(lengths) >= 0])
 
     def rows_per_step(self, accumulate: int) -> np.ndarray:
         """Returns the rows of `accumulate` batches of each bucket, `[K]` int64.
@@ -312,20 +368,7 @@ class BucketPlan:
 
     def to_json(self) -> str:
         """Returns the plan as a JSON object; `from_json` is the inverse."""
-        fields: dict[str, Any] = {
-            "format": _PLAN_FORMAT,
-            "version": 1 if self.step_costs is None else 2,
-            "buckets": [[b.batch_size, b.seq_len] for b in self.buckets],
-            "max_tokens": self.max_tokens,
-            "batch_size_multiple": self.batch_size_multiple,
-            "seq_len_multiple": self.seq_len_multiple,
-            "overlong": self.overlong,
-        }
-        if self.step_costs is not None:
-            fields |= {"step_costs": self.step_costs, "cost_unit": self.cost_unit}
-        if self.packed:
-            fields["packed"] = True
-        return json.dumps(fields)
+        return plan_json.write(self)
 
     @classmethod
     def from_json(cls, text: str) -> BucketPlan:
@@ -338,45 +381,7 @@ class BucketPlan:
           ValueError: if `text` is not valid JSON, does not hold a plan or holds one of
             an unknown version, or if the plan itself is invalid.
         """
-        remedy = "Write the plan again with `plan.to_json()`."
-        try:
-            fields = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(
-                f"The plan is not valid JSON ({error}). {remedy}"
-            ) from None
-        if not isinstance(fields, dict) or fields.get("format") != _PLAN_FORMAT:
-            raise ValueError(f'The JSON has no "format": "{_PLAN_FORMAT}". {remedy}')
-        version = fields.get("version")
-        if version not in _PLAN_VERSIONS or isinstance(version, bool):
-            raise ValueError(
-                f"The plan has version {version!r}; this jaxbucket reads versions "
-                f"{_PLAN_VERSIONS[0]} to {_PLAN_VERSIONS[-1]}. {remedy}"
-            )
-        try:
-            pairs = fields["buckets"]
-            if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
-                raise ValueError(
-                    f"The plan's buckets are {pairs!r}, not a list of [B, T]. {remedy}"
-                )
-            buckets = tuple(Bucket(b, t) for b, t in pairs)
-            absent = {"buckets", *({"packed"} - fields.keys())}
-            if version == 1:
-                absent |= {"step_costs", "cost_unit"}
-            names = [field.name for field in dataclasses.fields(cls)]
-            return cls(buckets, **{x: fields[x] for x in names if x not in absent})
-        except KeyError as error:
-            raise ValueError(f"The plan has no field {error}. {remedy}") from None
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2
-
-
-def _searchsorted_in_chunks(edges: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    # Converted to int16 chunk by chunk: an int64 result for 10M lengths needs 80 MB.
-    index = np.empty(lengths.size, np.int16)
-    for start in range(0, lengths.size, 1 << 18):
-        part = slice(start, start + (1 << 18))
-        index[part] = np.searchsorted(edges, lengths[part])
-    return index
+        names = [field.name for field in dataclasses.fields(cls)]
+        fields = plan_json.read(text, names)
+        buckets = tuple(Bucket(b, t) for b, t in fields.pop("buckets"))
+        return cls(buckets, **fields)

@@ -31,9 +31,8 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
     if isinstance(lengths, Mapping):
         raise ValueError(
             f"`lengths` is a mapping with the keys {list(lengths)}. Pass one length "
-            "per example, [N]. For examples with several sequences, pass "
-            "`jb.packing.pack(lengths, max_seq_len)`, with a capacity for each "
-            "sequence, to `BatchSchedule`."
+            "per example, [N]. For examples with several sequences, plan buckets that "
+            "have a T for each."
         )
     try:
         array = np.asarray(lengths)
@@ -98,13 +97,40 @@ def _not_an_integer(array: np.ndarray, index: int) -> str:
     return f"`lengths[{index}]={array[index]}` is not an integer. {remedy}"
 
 
-def overlong_message(lengths: np.ndarray, max_seq_len: int) -> str:
+def overlong_message(
+    lengths: np.ndarray, max_seq_len: int, sequence: str | None = None
+) -> str:
     """Returns the error message for an example longer than the last bucket."""
     example = int(np.argmax(lengths > max_seq_len))
+    name, where = "", "the last bucket"
+    if sequence is not None:
+        name, where = f"[{sequence!r}]", "all buckets"
+    choices = ["`overlong='drop'`", "`overlong='truncate'`"]
+    if sequence is None:
+        choices.append("`overlong='split'`")
+    *others, last = choices
     return (
-        f"`lengths[{example}]={lengths[example]}` is beyond the last bucket, "
-        f"`seq_len={max_seq_len}`. Plan with a larger `max_seq_len`, or with "
-        "`overlong='drop'`, `overlong='truncate'` or `overlong='split'`."
+        f"`lengths{name}[{example}]={lengths[example]}` is beyond {where}, "
+        f"`seq_len{name}={max_seq_len}`. Plan with a larger `max_seq_len`, or with "
+        f"{', '.join(others)} or {last}."
+    )
+
+
+def unheld_message(
+    lengths: np.ndarray, is_unheld: np.ndarray, sequences: Sequence[str]
+) -> str:
+    """Returns the error message for an example that no bucket holds.
+
+    Args:
+      lengths: `[N, Q]` integers.
+      is_unheld: `[N]` bool.
+      sequences: the names of the Q sequences.
+    """
+    example = int(np.argmax(is_unheld))
+    sizes = dict(zip(sequences, lengths[example].tolist(), strict=True))
+    return (
+        f"Example {example} has the lengths {sizes}, which no bucket holds together. "
+        "Add a bucket that does, or choose `overlong='drop'`."
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxbucket.base.buckets import Bucket, BucketPlan
+from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.reports.epoch import Report
 
@@ -40,7 +41,7 @@ class UnusedBudget:
     @property
     def enough_tokens(self) -> int:
         """The smallest budget that fits `rows` rows."""
-        return self.rows * self.bucket.seq_len
+        return self.rows * self.bucket.tokens_per_row
 
     def sentence(self, unit: str) -> str:
         """Returns a note for the user."""
@@ -57,7 +58,7 @@ class UnusedBudget:
     def to_dict(self, unit: str) -> dict[str, Any]:
         """Returns all numbers as plain Python values."""
         return {
-            "bucket": [self.bucket.batch_size, self.bucket.seq_len],
+            "bucket": self.bucket.to_list(),
             "max_tokens": self.max_tokens,
             "used": self.used,
             "rows": self.rows,

@@ -13,7 +13,9 @@ from typing import Any
 
 import click
 
-from jaxbucket.base.buckets import OVERLONG, Bucket, BucketPlan
+from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.policies import OVERLONG
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.limits import Budget, Limits, costed
 

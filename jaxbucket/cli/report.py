@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 import click
 
-from jaxbucket.base.buckets import GROUPS, BucketPlan
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.policies import GROUPS
 from jaxbucket.cli.options import (
     EXISTING,
     NEW,

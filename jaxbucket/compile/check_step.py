@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 
 
 def check_step(step_fn: Any, state: Any, specs: Any) -> None:

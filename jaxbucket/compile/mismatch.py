@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.compile.program import Label
 
 _REMEDY = {

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_choice
 from jaxbucket.base.padding import PadValue
 from jaxbucket.compile.build import CompileJob

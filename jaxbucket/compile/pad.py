@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.padding import PadValue, pad_arrays
 from jaxbucket.compile.mismatch import batch_difference
 
@@ -47,11 +47,7 @@ class BucketPadder:
             message, or if its structure or dtypes also differ.
         """
         bucket = batch.bucket
-        large_enough = [
-            b
-            for b in self._specs
-            if b.batch_size >= bucket.batch_size and b.seq_len >= bucket.seq_len
-        ]
+        large_enough = [b for b in self._specs if b.holds(bucket)]
         if bucket in self._specs or not large_enough:
             raise ValueError(difference)
         target = min(large_enough, key=lambda b: (b.num_tokens, b.seq_len))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeAlias
 
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.compile.flops import count_flops
 from jaxbucket.compile.jax_settings import with_prng_in_cache_keys
 

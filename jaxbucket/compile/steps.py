@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.padding import PadValue
 from jaxbucket.compile.check_step import check_step
 from jaxbucket.compile.events import Trace, allow_compiles, record_arguments, shapes_of

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices, RowShard
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import split_line
 from jaxbucket.base.padding import PadValue
 from jaxbucket.data.collate import collate_rows
@@ -43,7 +43,7 @@ def padded_features(
     """Returns the features to pad, by default those that the source declares."""
     if (
         sequences is None
-        and schedule.capacities is None
+        and not schedule.plan.sequences
         and isinstance(source, RowSource | PartSource)
     ):
         # These also apply if its examples are read one at a time.
@@ -85,7 +85,7 @@ class BatchReader:
         # transformed.
         if (
             isinstance(self.source, RowSource)
-            and self.schedule.capacities is None
+            and not self.schedule.plan.sequences
             and not isinstance(self.sequences, Mapping)
             and self.transform is None
         ):
@@ -113,10 +113,10 @@ class BatchReader:
         rows = indices.rows[local]
         bucket = Bucket(len(rows), indices.bucket.seq_len)
         packed = self.schedule.max_segments is not None
-        truncate = self.schedule.plan.overlong == "truncate" and not packed
+        truncate = not packed and self.schedule.plan.truncates
         if self._row_source is not None:
             return self._row_source.collate(
-                rows, bucket, pad_value=self.pad_value, truncate=truncate
+                rows, bucket, pad_value=self.pad_value, truncate=bool(truncate)
             )
         # Places in the global batch, so that random numbers do not depend on the shard.
         places = np.arange(indices.rows.size).reshape(indices.rows.shape)[local]
@@ -130,7 +130,6 @@ class BatchReader:
             like=self.like,
             sequences=self.sequences,
             truncate=truncate,
-            capacities=self.schedule.capacities,
         )
         try:
             return collate(
@@ -191,7 +190,8 @@ class BatchReader:
             ) from error.__cause__
 
     def _lengths(self, example: Example) -> dict[str, int]:
-        return example_lengths(example, self.sequences, self.schedule.capacities)
+        names = self.schedule.plan.sequences
+        return example_lengths(example, self.sequences, names)
 
     def _reject_length(
         self, index: int, name: str, length: int, measured: int, step: int
@@ -227,7 +227,6 @@ class BatchReader:
             [],
             Bucket(1, self.schedule.plan.max_seq_len),
             sequences=self.sequences,
-            capacities=self.schedule.capacities,
         )
         try:
             collate(like=as_arrays(example))

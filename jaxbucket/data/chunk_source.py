@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import EMPTY_ROW, Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import MAX_LENGTH, check_positive
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 import numpy as np
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.padding import PadValue, pad_arrays
+from jaxbucket.base.sizes import Sizes
 from jaxbucket.data.example import (
     Example,
     Sequences,
@@ -22,7 +23,6 @@ from jaxbucket.data.example import (
 )
 from jaxbucket.data.row_checks import too_long_error
 from jaxbucket.data.segments import row_mask, row_segments, with_segments
-from jaxbucket.packing.sequences import check_capacities
 
 
 def collate_rows(
@@ -32,9 +32,8 @@ def collate_rows(
     like: Example | None = None,
     sequences: Sequences = None,
     pad_value: PadValue = 0,
-    truncate: bool = False,
+    truncate: bool | Collection[str] = False,
     max_segments: int | None = None,
-    capacities: Mapping[str, int] | None = None,
 ) -> Batch:
     """Returns one batch of the bucket's shape; `unbatch` is the inverse.
 
@@ -65,11 +64,10 @@ def collate_rows(
       {'tokens': array([5]), 'label': array(0)}
 
     Examples may have several sequences with different lengths. Each sequence then has
-    its own capacity, and its own segment ids; the capacities add up to T:
+    its own T, and its own segment ids:
 
       >>> pair = {"inputs": [7, 3, 5], "targets": [9]}
-      >>> capacities = {"inputs": 4, "targets": 2}
-      >>> batch = collate_rows([pair], Bucket(1, 6), capacities=capacities)
+      >>> batch = collate_rows([pair], Bucket(1, {"inputs": 4, "targets": 2}))
       >>> batch.features["inputs"], batch.features["targets"]
       (array([[7, 3, 5, 0]]), array([[9, 0]]))
 
@@ -81,14 +79,14 @@ def collate_rows(
         first example of `rows`. Required if all rows are empty.
       sequences: names of the features that are padded. By default all features with a
         leading axis. The first one names the entry in `segment_ids` and `positions`.
-        With `capacities`: a mapping from each sequence to the features that share its
+        With several sequences: a mapping from each to the features that share its
         length, by default only itself.
       pad_value: number that fills padded positions and empty rows, or a mapping from
         sequence feature to number (0 for features not named). A single nonzero number
         is allowed only if there is one sequence feature.
-      truncate: whether to truncate examples longer than T instead of raising.
+      truncate: whether to truncate examples longer than T instead of raising; or the
+        names of the sequences to truncate.
       max_segments: maximum number of examples in a packed row; None for unpacked rows.
-      capacities: mapping from each sequence to its share of a row's T tokens.
 
     Returns:
       The batch, with new numpy arrays.
@@ -98,9 +96,9 @@ def collate_rows(
         if an example is empty, or differs from `like` in its features, dtypes or
         trailing shapes; if its sequences differ in length or are ragged; if `pad_value`
         is one nonzero number for several features, names an unknown feature, or does
-        not fit a dtype; if the capacities do not add up to T; if there are more than B
-        rows, or more than `max_segments` examples in a row; if all rows are empty and
-        `like` is missing; or if `truncate` is set for packed rows.
+        not fit a dtype; if there are more than B rows, or more than `max_segments`
+        examples in a row; if all rows are empty and `like` is missing; or if `truncate`
+        is set for packed rows.
     """
     if len(rows) > bucket.batch_size:
         raise ValueError(
@@ -117,8 +115,11 @@ def collate_rows(
             "that do not fit to a different row."
         )
     template = _template(segments, like)
-    groups = sequence_groups(template, sequences, capacities)
-    seq_lens = _seq_lens(bucket, groups, capacities)
+    several = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else None
+    groups = sequence_groups(template, sequences, several)
+    seq_lens = several or dict.fromkeys(groups, bucket.tokens_per_row)
+    if isinstance(truncate, bool):
+        truncate = list(groups) if truncate else ()
     widths = {name: seq_lens[key] for key, names in groups.items() for name in names}
     # The leading axes of all features that are not sequences.
     leading = (bucket.batch_size, *(() if max_segments is None else (max_segments,)))
@@ -131,8 +132,8 @@ def collate_rows(
             for key, names in groups.items():
                 start, seq_len = int(lengths[key][row].sum()), seq_lens[key]
                 end = start + common_length(arrays, names, row)
-                if end > seq_len and not truncate:
-                    suffix = "" if capacities is None else f" of {key!r}"
+                if end > seq_len and key not in truncate:
+                    suffix = f" of {key!r}" if several else ""
                     packed = max_segments is not None
                     raise too_long_error(row, end, seq_len, suffix, packed)
                 end = min(end, seq_len)
@@ -141,7 +142,7 @@ def collate_rows(
                 lengths[key][row, segment] = end - start
             for name in arrays.keys() - widths.keys():
                 features[name][(row, segment)[: len(leading)]] = arrays[name]
-    if max_segments is None and capacities is None:
+    if max_segments is None and not several:
         (key,) = groups
         return with_segments(features, key, row_mask(lengths[key][:, 0], bucket))
     segment_arrays = {key: row_segments(lengths[key], seq_lens[key]) for key in groups}
@@ -189,22 +190,6 @@ def _template(
     template = as_arrays(like, row)
     check_numbers(template)
     return template
-
-
-def _seq_lens(
-    bucket: Bucket, groups: Iterable[str], capacities: Mapping[str, int] | None
-) -> dict[str, int]:
-    """Returns the number of tokens that a row has for each sequence."""
-    if capacities is None:
-        return dict.fromkeys(groups, bucket.seq_len)
-    capacities = check_capacities(capacities)
-    if sum(capacities.values()) != bucket.seq_len:
-        raise ValueError(
-            f"`capacities={capacities}` add up to {sum(capacities.values())}, but "
-            f"bucket {bucket} has `seq_len={bucket.seq_len}`. Pass capacities that add "
-            "up to `seq_len`."
-        )
-    return capacities
 
 
 def _padding(

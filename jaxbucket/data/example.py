@@ -7,7 +7,7 @@ truncated or split. All other features have one value for the whole example.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -145,8 +145,7 @@ def listed_names(sequences: Sequence[str]) -> list[str]:
     if isinstance(sequences, Mapping):
         raise ValueError(
             f"`sequences={dict(sequences)}` names several sequences, which requires "
-            "packing with capacities, `jb.packing.pack`. Pass a list of names for a "
-            "single sequence."
+            "a plan with a T for each. Pass a list of names for a single sequence."
         )
     names = [sequences] if isinstance(sequences, str) else list(sequences)
     if len(set(names)) < len(names):
@@ -159,7 +158,7 @@ def listed_names(sequences: Sequence[str]) -> list[str]:
 def sequence_groups(
     arrays: Mapping[str, np.ndarray],
     sequences: Sequences,
-    capacities: Mapping[str, int] | None = None,
+    names: Collection[str] | None = None,
 ) -> dict[str, list[str]]:
     """Returns the features of each sequence, which share its length.
 
@@ -168,27 +167,27 @@ def sequence_groups(
       sequences: names of the sequence features, or for several sequences a mapping from
         each to its features. By default all features with a leading axis; for several
         sequences, each by itself.
-      capacities: capacity of a row for each sequence; None for a single sequence.
+      names: the names of several sequences; None or empty for a single sequence.
 
     Raises:
       ValueError: if a named feature has no leading axis or belongs to two sequences, or
-        if the sequences are not those of `capacities`.
+        if the sequences are not those of `names`.
     """
-    if capacities is None:
-        names = sequence_names(arrays, cast(Sequence[str] | None, sequences))
-        return {names[0]: names}
+    if not names:
+        features = sequence_names(arrays, cast(Sequence[str] | None, sequences))
+        return {features[0]: features}
     if sequences is None:
-        sequences = {name: [name] for name in capacities}
-    if not isinstance(sequences, Mapping) or sequences.keys() != capacities.keys():
+        sequences = {name: [name] for name in names}
+    if not isinstance(sequences, Mapping) or set(sequences) != set(names):
         raise ValueError(
             f"`sequences={sequences}` must be a mapping with the features of each of "
-            f"{sorted(capacities)}."
+            f"{sorted(names)}."
         )
     groups = {
         name: sequence_names(
             arrays, [name, *(x for x in listed_names(sequences[name]) if x != name)]
         )
-        for name in capacities
+        for name in names
     }
     features = [name for names in groups.values() for name in names]
     if len(set(features)) < len(features):
@@ -268,21 +267,21 @@ def example_length(example: Example, sequences: Sequence[str] | None = None) -> 
 
 
 def example_lengths(
-    example: Example, sequences: Sequences, capacities: Mapping[str, int] | None
+    example: Example, sequences: Sequences, names: Collection[str] | None
 ) -> dict[str, int]:
     """Returns the length of each sequence.
 
     Args:
       example: a dict of arrays.
       sequences: mapping from each sequence to its features, which share its length.
-      capacities: capacity of a row for each sequence; None for a single sequence.
+      names: the names of several sequences; None or empty for a single sequence.
 
     Raises:
       ValueError: if there are no sequences, if the features of one differ in length, or
         if the example is not a dict.
     """
     arrays = as_arrays(example)
-    groups = sequence_groups(arrays, sequences, capacities)
+    groups = sequence_groups(arrays, sequences, names)
     return {name: common_length(arrays, names) for name, names in groups.items()}
 
 

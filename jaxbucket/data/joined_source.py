@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.batch import EMPTY_ROW, Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
 from jaxbucket.data.example import as_arrays, matching_arrays

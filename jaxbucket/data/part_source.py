@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_lengths
 from jaxbucket.data.example import as_arrays, common_length, sequence_names
 from jaxbucket.data.source import (

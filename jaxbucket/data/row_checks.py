@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import EMPTY_ROW
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 
 
 def check_rows(rows: ArrayLike, num_examples: int, bucket: Bucket) -> np.ndarray:
@@ -51,10 +51,10 @@ def fit_lengths(lengths: np.ndarray, bucket: Bucket, truncate: bool) -> np.ndarr
     Raises:
       ValueError: if a length exceeds T and `truncate` is False.
     """
-    if not truncate and lengths.max(initial=0) > bucket.seq_len:
+    if not truncate and lengths.max(initial=0) > bucket.tokens_per_row:
         row = int(lengths.argmax())
-        raise too_long_error(row, lengths[row], bucket.seq_len)
-    return np.minimum(lengths, bucket.seq_len)
+        raise too_long_error(row, lengths[row], bucket.tokens_per_row)
+    return np.minimum(lengths, bucket.tokens_per_row)
 
 
 def span_lengths(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 
 
 def row_segments(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -45,7 +45,7 @@ def row_segments(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndar
 def row_mask(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:
     """Returns `[B, T]` bool, True at the tokens of rows with these `[B]` lengths."""
     # Comparing two int32 arrays is several times as fast as mixing dtypes.
-    positions = np.arange(bucket.seq_len, dtype=np.int32)
+    positions = np.arange(bucket.tokens_per_row, dtype=np.int32)
     return positions < lengths.astype(np.int32)[:, None]
 
 

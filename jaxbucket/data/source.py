@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 import numpy as np
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
 from jaxbucket.data.example import listed_names

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxbucket.base.batch import EMPTY_ROW, Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.padding import PadValue, pad_arrays
 from jaxbucket.data.row_checks import check_rows, fit_lengths, span_lengths
@@ -213,7 +213,7 @@ class TokenFile:
         pad_value: PadValue,
     ) -> Batch:
         """Gathers a batch of packed rows, from `[B, S]` starts and lengths."""
-        ids, positions = row_segments(lengths, bucket.seq_len)
+        ids, positions = row_segments(lengths, bucket.tokens_per_row)
         mask = ids > 0
         # The position in the file of each token of the batch.
         example_starts = np.take_along_axis(starts, np.maximum(ids - 1, 0), axis=1)
@@ -291,10 +291,10 @@ def _gather_windows(
 
     Values after the length of a row are arbitrary.
     """
-    window = (bucket.seq_len, *values.shape[1:])
+    window = (bucket.tokens_per_row, *values.shape[1:])
     # A window must not extend beyond the last token. The few spans that are too close
     # to it are copied one at a time.
-    num_windows = max(0, len(values) - bucket.seq_len + 1)
+    num_windows = max(0, len(values) - bucket.tokens_per_row + 1)
     windows = np.lib.stride_tricks.as_strided(
         values,
         (num_windows, *window),

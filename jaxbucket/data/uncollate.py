@@ -51,7 +51,7 @@ def unbatch(
             "`max_segments` that the rows were packed with."
         )
     if len(ids) > 1 or isinstance(sequences, Mapping):
-        groups = sequence_groups(features, sequences, dict.fromkeys(ids, 0))
+        groups = sequence_groups(features, sequences, ids)
     elif sequences is None:
         named = [name for name, x in features.items() if x.shape[:2] == first.shape]
         groups = dict.fromkeys(ids, named)

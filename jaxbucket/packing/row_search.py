@@ -266,7 +266,7 @@ class RowSearch:
         assert cost_fn is not None
         costs = []
         for bucket, attended in zip(plan.buckets, share.tolist(), strict=True):
-            size, seq_len = bucket.batch_size, bucket.seq_len
+            size, seq_len = bucket.batch_size, bucket.tokens_per_row
             x = [seq_len, self._rounded(seq_len / 2), self._rounded(seq_len / 4)]
             y = np.array([cost_fn(size, n) for n in x])
             # The quadratic coefficient in T is the cost of the pairs.

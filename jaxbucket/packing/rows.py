@@ -23,13 +23,14 @@ from jaxbucket.base.checks import (
     split_line,
 )
 from jaxbucket.base.digest import digest
+from jaxbucket.base.lengths import check_parts, total_lengths
 from jaxbucket.base.progress import bar_if_slow
+from jaxbucket.base.sizes import Sizes, total
 from jaxbucket.packing.pattern import Pattern
 from jaxbucket.packing.row_patterns import choose_fuller, fuller_patterns, row_patterns
 from jaxbucket.packing.sequences import (
     MAX_ROW,
     check_capacities,
-    check_parts,
     count_kinds,
     group_kinds,
 )
@@ -56,25 +57,28 @@ class Packing:
 
     Attributes:
       seq_lens: the possible T of a row, increasing. A row uses the shortest T that it
-        fits.
+        fits. If examples have several sequences, `Sizes` with a T for each.
       slot_lengths: `[S]` int32, the lengths of the slots of all rows, concatenated.
         Every length has as many slots as there are examples of this length.
       row_splits: `[R + 1]` int64: row r has the slots from `row_splits[r]` to
         `row_splits[r + 1] - 1`.
       max_segments: the maximum number of slots in a row. Features with one value per
         example have the shape `[B, max_segments]`.
-      capacities: sequence name -> tokens of this sequence that a row can hold, which
-        add up to T; None unless examples have several sequences.
-      slot_parts: `[S, Q]` int32, the length of each sequence in each slot, in the order
-        of `capacities`; None unless examples have several sequences.
+      slot_parts: `[S, Q]` int32, the length of each sequence in each slot; None unless
+        examples have several sequences.
     """
 
-    seq_lens: tuple[int, ...]
+    seq_lens: tuple[int | Sizes, ...]
     slot_lengths: np.ndarray
     row_splits: np.ndarray
     max_segments: int
-    capacities: dict[str, int] | None = None
     slot_parts: np.ndarray | None = None
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        """The names of the sequences of an example; empty if it has one length."""
+        seq_len = self.seq_lens[0]
+        return tuple(seq_len) if isinstance(seq_len, Sizes) else ()
 
     @property
     def num_rows(self) -> int:
@@ -92,8 +96,9 @@ class Packing:
 
     @functools.cached_property
     def row_lengths(self) -> np.ndarray:
-        """`[R]` int64, the number of tokens in each row."""
-        return np.add.reduceat(self.slot_lengths, self.row_splits[:-1], dtype=np.int64)
+        """`[R]` int64, the number of tokens in each row; `[R, Q]` for Q sequences."""
+        lengths = self.slot_lengths if self.slot_parts is None else self.slot_parts
+        return np.add.reduceat(lengths, self.row_splits[:-1], dtype=np.int64)
 
     @functools.cached_property
     def row_work(self) -> np.ndarray:
@@ -112,8 +117,8 @@ class Packing:
     @property
     def fill(self) -> float:
         """The share of all positions, padding included, that hold a token."""
-        seq_lens = np.array(self.seq_lens)
-        rows = np.bincount(np.searchsorted(seq_lens, self.row_lengths))
+        seq_lens = np.array([total(x) for x in self.seq_lens])
+        rows = np.bincount(np.searchsorted(seq_lens, total_lengths(self.row_lengths)))
         positions = rows @ seq_lens[: len(rows)]
         return float(self.row_lengths.sum() / positions)
 
@@ -126,12 +131,11 @@ class Packing:
             np.ascontiguousarray(self.row_splits, "<i8").data,
         ]
         if self.slot_parts is not None:
-            parts.append(str(self.capacities).encode())
             parts.append(np.ascontiguousarray(self.slot_parts, "<i4").data)
         return digest(*parts)
 
     def __repr__(self) -> str:
-        shapes = ", ".join(map(str, self.seq_lens))
+        shapes = ", ".join(str(total(x)) for x in self.seq_lens)
         return (
             f"Packing({self.num_examples} examples in {self.num_rows} rows of "
             f"{shapes}, fill {self.fill:.1%})"
@@ -170,7 +174,7 @@ def pack(
       >>> lengths = {"inputs": [3, 5, 2], "targets": [1, 4, 3]}
       >>> packing = pack(lengths, {"inputs": 8, "targets": 4})
       >>> packing.seq_lens, packing.num_rows
-      ((12,), 2)
+      (({'inputs': 8, 'targets': 4},), 2)
 
     Args:
       lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
@@ -247,10 +251,9 @@ def _pack_sequences(
     slot_parts = kinds[slots]
     fits = int((np.array(rooms) // kinds.min(axis=0)).min())
     return Packing(
-        (sum(rooms),),
+        (Sizes(capacities),),
         slot_parts.sum(axis=1, dtype=np.int32),
         *_segments(patterns, max_segments_per_row, fits),
-        capacities,
         slot_parts,
     )
 

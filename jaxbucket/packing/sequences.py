@@ -1,9 +1,8 @@
 """Examples with several sequences, each with its own lengths and its own capacity.
 
 For example, a row may have room for 512 tokens of inputs and, separately, for 128
-tokens of targets. Its T is the sum, 640, so that budgets, padding and costs keep their
-usual meaning. Examples with the same length in every sequence are of one *kind*. The
-packers work on the number of examples of each kind.
+tokens of targets. Examples with the same length in every sequence are of one *kind*.
+The packers work on the number of examples of each kind.
 """
 
 from __future__ import annotations
@@ -13,44 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from jaxbucket.base.checks import check_lengths, check_positive
+from jaxbucket.base.checks import check_positive
 
 # Packers store a bit for every position of a row, or several numbers if a row has
 # several sequences.
 MAX_ROW = 1 << 26
 _MAX_CAPACITY = 1 << 20
-
-
-def check_parts(lengths: Mapping[str, ArrayLike]) -> dict[str, np.ndarray]:
-    """Returns the lengths `[N]` of each sequence, sorted by name.
-
-    Raises:
-      ValueError: if there is no sequence, a name is not a string, `check_lengths`
-        refuses the lengths of a sequence, or the numbers of examples differ.
-    """
-    bad_names = [name for name in lengths if not isinstance(name, str)]
-    if bad_names:
-        raise ValueError(
-            f"`lengths` has sequence names that are not strings: {bad_names}. Use the "
-            "names of features."
-        )
-    parts = {}
-    for name in sorted(lengths):
-        try:
-            parts[name] = check_lengths(lengths[name])
-        except ValueError as error:
-            raise ValueError(f"Sequence {name!r}: {error}") from None
-    sizes = {name: len(column) for name, column in parts.items()}
-    if not parts:
-        raise ValueError("`lengths` has no sequence. Pass at least one.")
-    if len(set(sizes.values())) > 1:
-        raise ValueError(
-            f"`lengths` has different numbers of examples for its sequences, {sizes}. "
-            "Pass one length per example for every sequence."
-        )
-    return parts
 
 
 def check_capacities(
@@ -95,16 +63,6 @@ def check_capacities(
                 "leave out such examples."
             )
     return checked
-
-
-def total_lengths(parts: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Returns the number of tokens of each example over all sequences, `[N]`.
-
-    Example:
-      >>> total_lengths({"inputs": np.array([3, 5]), "targets": np.array([1, 2])})
-      array([4, 7])
-    """
-    return check_lengths(sum(x.astype(np.int64) for x in parts.values()))
 
 
 def count_kinds(

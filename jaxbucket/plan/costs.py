@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_number, check_positive
 
 CostFn: TypeAlias = Callable[[int, int], float]
@@ -205,7 +205,9 @@ class StepTime:
         _check_measured(seconds)
         # Sort the shapes, because a floating-point sum depends on the order.
         seconds = {shape: seconds[shape] for shape in sorted(seconds)}
-        shapes = np.array([(b.batch_size, b.seq_len) for b in seconds], np.float64)
+        shapes = np.array(
+            [(b.batch_size, b.tokens_per_row) for b in seconds], np.float64
+        )
         times = np.array([check_number(f"seconds[{b}]", seconds[b]) for b in seconds])
         tokens = shapes.prod(axis=1)
         terms = np.stack([np.ones_like(tokens), tokens, tokens * shapes[:, 1]], axis=1)
@@ -227,7 +229,7 @@ class StepTime:
         return cls(
             *fitted.tolist(),
             error=float(errors.max()) if len(times) > terms.shape[1] else np.nan,
-            measured={(b.batch_size, b.seq_len): s for b, s in seconds.items()},
+            measured={(b.batch_size, b.tokens_per_row): s for b, s in seconds.items()},
         )
 
 

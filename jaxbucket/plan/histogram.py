@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxbucket.base.buckets import Overlong
+from jaxbucket.base.policies import Overlong
 from jaxbucket.plan.chunks import last_chunks
 
 # Up to this length, a table of counts is cheaper than sorting the lengths.

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxbucket.base.buckets import OVERLONG, Bucket, BucketPlan, Overlong
+from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
     check_accumulate,
     check_choice,
@@ -17,6 +18,7 @@ from jaxbucket.base.checks import (
     check_positive,
     overlong_message,
 )
+from jaxbucket.base.policies import OVERLONG, Overlong
 from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.costs import CostFn, unit_of
 from jaxbucket.plan.histogram import cumulative

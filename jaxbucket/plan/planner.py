@@ -8,8 +8,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.buckets import BucketPlan, Overlong
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_positive
+from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.plan import boundary_rules
 from jaxbucket.plan.boundary_rules import Chooser

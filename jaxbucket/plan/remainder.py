@@ -14,7 +14,8 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from jaxbucket.base.buckets import Bucket, BucketPlan
+from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_choice
 
 Remainder: TypeAlias = Literal["cheapest", "promote", "pad", "drop"]
@@ -26,10 +27,12 @@ class RowFlow:
 
     Attributes:
       counts: `[K]` int64, examples whose shortest possible bucket this is.
-      carried: `[K]` int64, examples promoted from the previous bucket.
+      carried: `[K]` int64, examples promoted from other buckets.
       batches: `[K]` int64, batches per epoch; the last batch may have empty rows.
       rows: `[K]` int64, rows of these batches that hold an example.
       dropped: `[K]` int64, examples left out of the epoch.
+      promoted: `[K]` int64, examples promoted to another bucket.
+      targets: `[K]` int64, the bucket that these are promoted to; -1 if there are none.
     """
 
     counts: np.ndarray
@@ -37,6 +40,8 @@ class RowFlow:
     batches: np.ndarray
     rows: np.ndarray
     dropped: np.ndarray
+    promoted: np.ndarray
+    targets: np.ndarray
 
     @property
     def num_batches(self) -> int:
@@ -49,6 +54,8 @@ def flow_remainders(
     batch_sizes: Sequence[int] | np.ndarray,
     costs: Sequence[float] | np.ndarray,
     policy: Remainder = "cheapest",
+    *,
+    holders: np.ndarray | None = None,
 ) -> RowFlow:
     """Returns the rows and batches of an epoch under a policy for remainders.
 
@@ -68,12 +75,16 @@ def flow_remainders(
       costs: `[K]` numbers, the cost of a batch of each bucket, for example its B * T.
       policy: "cheapest"; "promote" to promote every remainder, except in the last
         bucket; "pad" to pad every remainder; or "drop" to leave out every remainder.
+      holders: `[K, K]` bool, whether bucket j holds the examples of bucket i, if
+        examples have several sequences; None if the next bucket always does.
 
     Raises:
       ValueError: if the policy is unknown.
     """
     check_choice("remainder", policy, get_args(Remainder))
     counts, batch_sizes = (np.asarray(x, np.int64) for x in (counts, batch_sizes))
+    if holders is not None:
+        return _flow_to(counts, batch_sizes, np.asarray(costs), holders, policy)
     choices: list[str] = [policy] * len(counts)
     if policy == "cheapest":
         choices = _cheapest(counts, batch_sizes, np.asarray(costs))
@@ -215,12 +226,23 @@ def filler_bucket(plan: BucketPlan) -> Bucket:
 def _flow(counts: np.ndarray, batch_sizes: np.ndarray, choices: list[str]) -> RowFlow:
     columns, carried = [], 0
     buckets = zip(counts.tolist(), batch_sizes.tolist(), choices, strict=True)
-    for count, batch_size, choice in buckets:
+    for bucket, (count, batch_size, choice) in enumerate(buckets):
         full, rest = divmod(count + carried, batch_size)
         batches = full + (rest > 0 and choice == "pad")
         promoted = rest if choice == "promote" else 0
         dropped = rest if choice == "drop" else 0
         rows = count + carried - promoted - dropped
-        columns.append((count, carried, batches, rows, dropped))
+        target = bucket + 1 if promoted else -1
+        columns.append((count, carried, batches, rows, dropped, promoted, target))
         carried = promoted
     return RowFlow(*np.array(columns, np.int64).T)
+
+
+def _flow_to(
+    counts: np.ndarray,
+    batch_sizes: np.ndarray,
+    costs: np.ndarray,
+    holders: np.ndarray,
+    policy: Remainder,
+) -> RowFlow:
+    raise NotImplementedError

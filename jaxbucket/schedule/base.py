@@ -12,7 +12,8 @@ from typing import Any, Self
 import numpy as np
 
 from jaxbucket.base.batch import BatchIndices
-from jaxbucket.base.buckets import Bucket, BucketPlan
+from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.digest import digest
 from jaxbucket.base.position import DataPosition, check_position
 from jaxbucket.schedule.example_draws import BatchDraws
@@ -32,8 +33,6 @@ class Schedule(abc.ABC):
       accumulate: the number of micro-batches in a step.
       max_segments: the maximum number of examples in a packed row; None if every row
         holds one example.
-      capacities: sequence name -> tokens of this sequence that a row can hold; None
-        unless examples have several sequences.
       parts: sequence name -> `[N]` integers, the lengths of this sequence, which add
         up to `lengths`; None unless examples have several sequences.
       first_step: the step at which the first epoch starts; 0 unless the schedule was
@@ -46,7 +45,6 @@ class Schedule(abc.ABC):
     lengths: np.ndarray
     accumulate: int = 1
     max_segments: int | None = None
-    capacities: dict[str, int] | None = None
     parts: dict[str, np.ndarray] | None = None
     first_step: int = 0
     continues: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxbucket.base.batch import EMPTY_ROW, RowShard, checked_shard
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_integer
 from jaxbucket.schedule.base import Schedule
 

@@ -17,16 +17,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
-from jaxbucket.base.buckets import GROUPS, BucketPlan, Group
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
-    MAX_LENGTH,
     check_accumulate,
     check_choice,
     check_positive,
     check_seed,
 )
+from jaxbucket.base.lengths import total_lengths
+from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.packing.rows import Packing
-from jaxbucket.packing.sequences import check_parts, total_lengths
 from jaxbucket.plan.remainder import Remainder, RowFlow, filler_bucket
 from jaxbucket.plan.reports.epoch import Report, lag1_autocorrelation, report
 from jaxbucket.schedule.balance import mean_imbalance
@@ -37,6 +37,7 @@ from jaxbucket.schedule.opening import Opening, OpeningSteps
 from jaxbucket.schedule.orders import Order, OrderName, check_order
 from jaxbucket.schedule.packed_rows import PackedRows
 
+_PLAN_ROWS = "Plan for `packing.row_lengths` with `boundaries=packing.seq_lens`."
 # Steps of an epoch over which the imbalance is averaged.
 _MAX_STEPS_MEASURED = 4096
 
@@ -82,8 +83,8 @@ class BatchSchedule(Schedule):
 
     Attributes:
       plan: the buckets.
-      lengths: `[N]` integers, one per example. For packed examples with several
-        sequences, pass sequence name -> `[N]`; the attribute holds the sums.
+      lengths: `[N]` integers, one per example. For examples with several sequences,
+        pass sequence name -> `[N]`; the attribute holds the sums.
       seed: an integer from 0 to 2**63 - 1.
       order: one of the orders above.
       remainder: the policy for examples that do not fill a batch: "cheapest" as above,
@@ -131,11 +132,11 @@ class BatchSchedule(Schedule):
     ):
         check_choice("group", group, GROUPS)
         self.plan = plan
-        if isinstance(lengths, Mapping):
-            self.parts = _check_packed_parts(lengths, packing)
-            lengths = total_lengths(self.parts)
-        self.lengths = plan.check(lengths)
         is_packed = packing is not None
+        columns = plan.check(lengths)
+        self.lengths = total_lengths(columns)
+        if plan.sequences:
+            self.parts = dict(zip(plan.sequences, columns.T, strict=True))
         if plan.packed and not is_packed:
             raise ValueError(
                 "`plan` is for packed rows. Pass the `packing` that was planned with "
@@ -145,12 +146,12 @@ class BatchSchedule(Schedule):
         self.order: OrderName | Order = order
         self.seed = check_seed(seed)
         self.packing = packing
-        self._row_lengths, self._packed_rows = self.lengths, None
+        # `[R]`, or `[R, Q]` with a column for each of several sequences.
+        self._row_lengths, self._packed_rows = columns, None
         if packing is not None:
             _check_packing(packing, plan)
             self.max_segments = packing.max_segments
-            self.capacities = packing.capacities
-            self._row_lengths = packing.row_lengths
+            self._row_lengths = plan.check(packing.row_lengths)
             slot_seed = self.seed if self._order.is_redrawn else None
             self._packed_rows = PackedRows(packing, self.lengths, self.parts, slot_seed)
         self.remainder: Remainder = remainder
@@ -175,7 +176,7 @@ class BatchSchedule(Schedule):
             else None
         )
         self._epochs = self._order.epoch_order(
-            self._rows, self._row_lengths, self.seed, self._opening
+            self._rows, total_lengths(self._row_lengths), self.seed, self._opening
         )
 
     @property
@@ -258,7 +259,7 @@ class BatchSchedule(Schedule):
         Raises:
           ValueError: if the order draws with replacement.
         """
-        seq_lens = self.plan.boundaries[self._epochs.buckets(epoch)]
+        seq_lens = self.plan.tokens_per_row[self._epochs.buckets(epoch)]
         return dataclasses.replace(
             self.cost(), autocorrelation=lag1_autocorrelation(seq_lens)
         )
@@ -290,8 +291,7 @@ class BatchSchedule(Schedule):
             epoch = dataclasses.replace(epoch, packed_examples=packed)
         if rows is None:
             return epoch
-        longest = min(self.plan.max_seq_len, MAX_LENGTH)
-        lengths = np.minimum(self._row_lengths[rows], longest)
+        lengths = self.plan.kept_lengths(self._row_lengths[rows])
         return epoch.with_real_tokens(int(lengths.sum()))
 
     def imbalance(self, num_devices: int, epoch: int = 0) -> float:
@@ -366,35 +366,20 @@ class BatchSchedule(Schedule):
         return parts
 
 
-def _check_packed_parts(
-    lengths: Mapping[str, ArrayLike], packing: Packing | None
-) -> dict[str, np.ndarray]:
-    if packing is None:
-        raise ValueError(
-            f"`lengths` has several sequences, {sorted(lengths)}, and such examples "
-            "must be packed. Pass `packing=jb.packing.pack(lengths, max_seq_len)`."
-        )
-    return check_parts(lengths)
-
-
 def _check_packing(packing: Any, plan: BucketPlan) -> None:
     if not isinstance(packing, Packing):
         raise ValueError(
             f"`packing` is a {type(packing).__name__}, not a `Packing`. Create one "
             "with `jb.packing.pack(lengths, max_seq_len)`."
         )
-    longest = int(packing.row_lengths.max())
-    if longest > plan.max_seq_len:
+    if packing.sequences != plan.sequences:
         raise ValueError(
-            f"`packing` has rows of {longest} tokens, which do not fit the longest "
-            f"bucket, `seq_len={plan.max_seq_len}`. Plan for `packing.row_lengths` "
-            "with `boundaries=packing.seq_lens`."
+            f"`packing` has the sequences {list(packing.sequences)}, but `plan` has "
+            f"{list(plan.sequences)}. {_PLAN_ROWS}"
         )
-    if packing.capacities is not None and plan.boundaries.tolist() != [
-        *packing.seq_lens
-    ]:
+    longest = np.atleast_1d(packing.row_lengths.max(axis=0))
+    if np.any(longest > plan.seq_lens.max(axis=0)):
         raise ValueError(
-            f"`plan` has boundaries {plan.boundaries.tolist()}, but rows of `packing` "
-            f"hold {packing.capacities}, {packing.seq_lens[0]} tokens in total. Plan "
-            "with `boundaries=packing.seq_lens`."
+            f"`packing` has rows of {', '.join(map(str, longest))} tokens, which do "
+            f"not fit the longest bucket, `seq_len={plan.max_seq_len}`. {_PLAN_ROWS}"
         )

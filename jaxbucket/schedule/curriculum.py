@@ -97,9 +97,8 @@ class Curriculum(Order):
             )
 
     def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
-        drops = rows.plan.overlong == "drop"
-        is_kept = lengths <= rows.plan.max_seq_len if drops else None
-        pace = Pace(self.pacing, self.sorted_difficulty(is_kept), rows.num_batches)
+        kept = self.sorted_difficulty(rows.is_kept())
+        pace = Pace(self.pacing, kept, rows.num_batches)
         if not self.replacement:
             return PacedOrder(self.difficulty, pace, rows, seed, opening)
         if opening is not None:

@@ -31,12 +31,12 @@ class EpochRows:
     """Maps rows to examples.
 
     A bucket has a slot for each of its own examples, followed by a slot for each row
-    that the next shorter bucket carries up. Each row takes one slot, either in order or
-    by a permutation.
+    that other buckets promote to it. Each row takes one slot, either in order or by a
+    permutation.
 
     Args:
       plan: the buckets.
-      lengths: `[N]` integers that the plan accepts.
+      lengths: `[N]` integers that the plan accepts, or `[N, Q]`.
       remainder: the policy for examples that do not fill a batch.
       within: how the examples of a bucket are sorted.
       group: the number of batches of a bucket that are treated as one batch here.
@@ -62,9 +62,12 @@ class EpochRows:
     ):
         self.plan = plan
         self.sizes = plan.rows_per_step(group)
+        self._num_examples = len(lengths)
         self._examples, counts = examples_by_bucket(plan, lengths, within)
         self._offsets = np.cumsum(counts) - counts
-        self.flow = flow_remainders(counts, self.sizes, plan.costs, remainder)
+        self.flow = flow_remainders(
+            counts, self.sizes, plan.costs, remainder, holders=plan.holders
+        )
         self.num_batches = self.flow.num_batches
         self._first_batch = np.cumsum(self.flow.batches) - self.flow.batches
         self._check_not_empty()
@@ -73,7 +76,7 @@ class EpochRows:
         if not self.flow.counts.any():
             raise ValueError(
                 "`overlong='drop'` leaves out every example, because all are longer "
-                f"than `seq_len={self.plan.max_seq_len}`. Plan with a larger "
+                f"than `seq_len={self.plan.buckets[-1].seq_len}`. Plan with a larger "
                 "`max_seq_len`."
             )
         if not self.num_batches:
@@ -94,8 +97,16 @@ class EpochRows:
         last = min(first + int(self.sizes[bucket]), int(self.flow.rows[bucket]))
         return bucket, np.arange(first, last)
 
+    def is_kept(self) -> np.ndarray | None:
+        """Returns whether the plan keeps each example, `[N]` bool; None if it does."""
+        if len(self._examples) == self._num_examples:
+            return None
+        is_kept = np.zeros(self._num_examples, bool)
+        is_kept[self._examples] = True
+        return is_kept
+
     def bucket_examples(self, bucket: int) -> np.ndarray:
-        """Returns the sorted examples whose shortest bucket this is."""
+        """Returns the sorted examples that the plan assigns to a bucket."""
         first = int(self._offsets[bucket])
         return self._examples[first : first + int(self.flow.counts[bucket])]
 
@@ -104,18 +115,21 @@ class EpochRows:
     ) -> np.ndarray:
         """Returns the `[n]` int64 examples in the `[n]` rows of a bucket."""
         examples = np.empty(len(row), np.int64)
-        missing = np.arange(len(row))
-        while True:
-            count = int(self.flow.counts[bucket])
+        remaining = [(bucket, np.arange(len(row)), row)]
+        while remaining:
+            bucket, places, row = remaining.pop()
+            first = int(self.flow.counts[bucket])
             slot = row
             if slots is not None:
-                slot = slots(bucket, row, count + int(self.flow.carried[bucket]))
-            here = slot < count
-            places = self._offsets[bucket] + slot[here]
-            examples[missing[here]] = self._examples[places]
-            if here.all():
-                return examples
-            # The other slots are rows that the next shorter bucket has carried up.
-            bucket -= 1
-            missing = missing[~here]
-            row = slot[~here] - count + int(self.flow.rows[bucket])
+                slot = slots(bucket, row, first + int(self.flow.carried[bucket]))
+            here = slot < first
+            examples[places[here]] = self._examples[self._offsets[bucket] + slot[here]]
+            # The other slots are rows that other buckets promote to this one.
+            for source in np.flatnonzero(self.flow.targets == bucket).tolist():
+                after = first + int(self.flow.promoted[source])
+                here = (first <= slot) & (slot < after)
+                row = slot[here] - first + int(self.flow.rows[source])
+                if len(row):
+                    remaining.append((source, places[here], row))
+                first = after
+        return examples

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.lengths import total_lengths
 
 Within: TypeAlias = Literal["source", "ascending", "descending"]
 
@@ -35,15 +36,19 @@ def examples_by_bucket(
 
     Args:
       plan: the buckets.
-      lengths: `[N]` integers that the plan accepts.
+      lengths: `[N]` integers that the plan accepts, or `[N, Q]` with a column for each
+        of several sequences.
       within: how the examples of a bucket are sorted: in "source" order, "ascending" or
-        "descending" by length, or ascending by an `[N]` array. Ties stay in source
-        order.
+        "descending" by (total) length, or ascending by an `[N]` array. Ties stay in
+        source order.
 
     Returns:
       `[N']` uint32 examples (int64 for more than 2**32 lengths), and `[K]` int64
       numbers of examples per bucket.
     """
+    if lengths.ndim == 2 and isinstance(within, str) and within != "source":
+        totals = total_lengths(lengths).astype(np.int64)
+        within = -totals if within == "descending" else totals
     if isinstance(within, str) and within != "source":
         distinct, rank, bucket = _length_ranks(plan, lengths, within)
         examples, sizes = _counting_sort(

@@ -101,11 +101,6 @@ class Mixture(Schedule):
                     f"`weights[{index}]={weight}` must be positive and finite. Leave "
                     "out components that have no share."
                 )
-        if any(x.capacities for x in self.schedules):
-            raise ValueError(
-                "`schedules` have examples with several sequences, which cannot be "
-                "mixed. Concatenate the sources and pack all of their lengths together."
-            )
         if len({x.plan.fingerprint for x in self.schedules}) > 1:
             raise ValueError(
                 "`schedules` have different plans. Plan once for the lengths of all "

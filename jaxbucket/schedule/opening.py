@@ -12,7 +12,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from jaxbucket.base.buckets import Bucket, BucketPlan
+from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_positive
 
 Opening: TypeAlias = Literal["largest_first"] | Sequence[tuple[Bucket, int]]
@@ -69,7 +70,7 @@ class OpeningSteps:
                 )
             taken[index] += count
             numbers.append(np.arange(start, start + count))
-            self.entries.append([bucket.batch_size, bucket.seq_len, count])
+            self.entries.append([*bucket.to_list(), count])
         self.taken = taken
         self.batches = np.concatenate(numbers)
         self.num_batches = len(self.batches)

@@ -44,7 +44,7 @@ class PackedRows:
         self._packing = packing
         self._seed = seed
         slot_lengths = packing.slot_lengths
-        packed, sequences = list(packing.capacities or ()), list(parts or ())
+        packed, sequences = list(packing.sequences), list(parts or ())
         if packed != sequences:
             raise ValueError(
                 f"`packing` has the sequences {packed}, but `lengths` has {sequences}. "

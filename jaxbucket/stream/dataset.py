@@ -17,7 +17,7 @@ import grain
 import numpy as np
 
 from jaxbucket.base.batch import RowShard, checked_shard
-from jaxbucket.base.buckets import BucketPlan, Group
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
     MAX_LENGTH,
     check_accumulate,
@@ -26,6 +26,7 @@ from jaxbucket.base.checks import (
 )
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, check_pad_value
+from jaxbucket.base.policies import Group
 from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.data.example import Example, copy_features, listed_names

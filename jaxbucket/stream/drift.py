@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.buckets import Bucket, BucketPlan
+from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.packed_plan import plan_packing
 from jaxbucket.packing.pattern import positions

@@ -12,7 +12,7 @@ import grain
 import numpy as np
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, example_from_specs, feature_specs
 from jaxbucket.plan.remainder import filler_bucket

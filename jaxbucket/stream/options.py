@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any, Literal, TypeAlias, get_args
 
 from jaxbucket.base.batch import RowShard
-from jaxbucket.base.buckets import GROUPS, Group
 from jaxbucket.base.checks import check_choice
 from jaxbucket.base.padding import PadValue
+from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.data.transform import Transform, transform_name
 
 Policy: TypeAlias = Literal["closest", "first"]

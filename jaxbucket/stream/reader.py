@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from jaxbucket.base.buckets import Overlong
+from jaxbucket.base.policies import Overlong
 from jaxbucket.data.example import (
     Example,
     as_arrays,

@@ -6,7 +6,8 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
-from jaxbucket.base.buckets import Bucket, BucketPlan
+from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_integer
 
 

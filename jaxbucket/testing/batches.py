@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_positive
 
 Step: TypeAlias = tuple[Batch, ...]

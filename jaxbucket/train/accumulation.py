@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.compile.events import record_arguments
 from jaxbucket.compile.mismatch import check_is_batch
 from jaxbucket.compile.options import CompileOptions

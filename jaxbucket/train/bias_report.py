@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.table import table_text
 from jaxbucket.train.gradient_estimates import (
     GradientEstimates,
@@ -271,7 +271,7 @@ def _numbers(part: BucketGradient | WayToBatch) -> dict[str, Any]:
 
 
 def _shape(bucket: Bucket) -> list[int]:
-    return [bucket.batch_size, bucket.seq_len]
+    return bucket.to_list()
 
 
 def _more(share: float) -> str:

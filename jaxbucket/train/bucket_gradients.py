@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxbucket.base.batch import EMPTY_ROW, Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_integer, check_seed
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.steps import compile_steps

@@ -25,7 +25,8 @@ from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.buckets import Bucket, BucketPlan
+from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.steps import compile_steps
@@ -78,7 +79,7 @@ class Calibration:
         return {
             "shapes": [
                 {
-                    "bucket": [bucket.batch_size, bucket.seq_len],
+                    "bucket": bucket.to_list(),
                     "step_seconds": seconds,
                     "compile_seconds": self.compile_seconds[bucket],
                 }
@@ -187,7 +188,7 @@ def calibrate(
     specs = {}
     for shape in shapes:
         specs |= batch_specs(
-            BucketPlan.from_shapes([(shape.batch_size, shape.seq_len)]),
+            BucketPlan.from_shapes([(shape.batch_size, shape.tokens_per_row)]),
             example,
             mesh,
             batch_axes=batch_axes,
@@ -248,7 +249,7 @@ def _full_batch(
                 f"`example` has an empty {name!r}. Pass an example whose sequences are "
                 "not empty."
             )
-        arrays[name] = np.resize(value, (bucket.seq_len, *value.shape[1:]))
+        arrays[name] = np.resize(value, (bucket.tokens_per_row, *value.shape[1:]))
     return collate_rows([arrays] * bucket.batch_size, bucket, sequences=sequences)
 
 

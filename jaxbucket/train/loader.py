@@ -14,7 +14,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_integer
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.position import DataPosition
@@ -175,7 +175,6 @@ class MeshLoader:
             batch_axes=self.batch_axes,
             sequences=self.dataset.sequences,
             max_segments=self.schedule.max_segments,
-            capacities=self.schedule.capacities,
         )
 
     def position(self, step: int) -> DataPosition:

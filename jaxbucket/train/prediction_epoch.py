@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 # `train.MeshLoader` is imported on first use, because its module imports Grain.
 from jaxbucket import train
 from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.schedule.base import Schedule

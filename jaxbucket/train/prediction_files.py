@@ -185,7 +185,7 @@ class _Files:
         sequences: list[str],
     ):
         schedule = batches.schedule
-        if sequences and schedule.capacities is not None:
+        if sequences and schedule.plan.sequences:
             raise ValueError(
                 f"`sequences={sequences}` is not supported for examples with "
                 "several lengths. Return outputs without a T axis."

@@ -189,8 +189,8 @@ def edited(**changes) -> str:
 
 
 def test_json_of_an_unknown_version_is_refused():
-    with pytest.raises(ValueError, match="version 3; this jaxbucket reads versions 1"):
-        BucketPlan.from_json(edited(version=3))
+    with pytest.raises(ValueError, match="version 4; this jaxbucket reads versions 1"):
+        BucketPlan.from_json(edited(version=4))
 
 
 @pytest.mark.parametrize("name", ["buckets", "max_tokens", "seq_len_multiple"])

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.buckets import GROUPS, BucketPlan, Group
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
-    MAX_LENGTH,
     check_accumulate,
     check_choice,
     check_lengths,
 )
+from jaxbucket.base.lengths import total_lengths
+from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.table import table_text
 from jaxbucket.plan.chunks import chunk_lengths, last_chunks
 from jaxbucket.plan.formatting import format_cost, number_table
@@ -273,15 +274,17 @@ def report(
             "pass `plan.unpacked` with the lengths of rows."
         )
     accumulate = check_accumulate(accumulate)
-    lengths = check_lengths(lengths)
     # Full chunks are only counted, because their lengths may not fit in memory.
     rows, full = lengths, 0
     if plan.overlong == "split":
+        lengths = check_lengths(lengths)
         rows, full = last_chunks(lengths, plan.max_seq_len)
     rows = plan.check(rows)
-    counts, tokens = _by_bucket(plan, rows)
+    index = plan.assign(rows)
+    totals, used = total_lengths(rows), total_lengths(plan.truncated(rows))
+    counts, tokens = _by_bucket(plan, index, used)
     counts[-1] += full
-    tokens[-1] += full * plan.max_seq_len
+    tokens[-1] += full * int(plan.tokens_per_row[-1])
     # The batches of a step that have the same bucket are filled together.
     together = accumulate if group == "same" else 1
     flow = flow_remainders(counts, plan.rows_per_step(together), plan.costs, remainder)
@@ -292,11 +295,10 @@ def report(
     batches[filler] += steps * accumulate - batches.sum()
     shares = 1 - flow.dropped / np.maximum(counts, 1)
     real = round(float((tokens * shares).sum()))
-    padded = int(epoch_cost(batches, plan.batch_sizes * plan.boundaries))
-    in_rows = int(epoch_cost(flow.rows, plan.boundaries))
-    over = rows[rows > _longest(plan)]
-    truncated = over if plan.overlong == "truncate" else over[:0]
-    split = int(np.count_nonzero(lengths > _longest(plan))) if full else 0
+    padded = int(epoch_cost(batches, plan.batch_sizes * plan.tokens_per_row))
+    in_rows = int(epoch_cost(flow.rows, plan.tokens_per_row))
+    lost = (totals - used)[(index >= 0) & (used < totals)]
+    split = int(np.count_nonzero(np.asarray(lengths) > plan.max_seq_len)) if full else 0
     return Report(
         buckets=_bucket_reports(plan, flow, batches, tokens),
         steps_per_epoch=steps,
@@ -307,9 +309,9 @@ def report(
         padding_in_rows=(in_rows - real) / max(padded, 1),
         padding_in_empty_rows=(padded - in_rows) / max(padded, 1),
         left_over_examples=int(flow.dropped.sum()),
-        dropped_examples=len(over) - len(truncated),
-        truncated_examples=len(truncated),
-        truncated_tokens=int((truncated - _longest(plan)).sum()),
+        dropped_examples=int(np.count_nonzero(index < 0)),
+        truncated_examples=len(lost),
+        truncated_tokens=int(lost.sum()),
         epoch_cost=epoch_cost(batches, plan.costs),
         cost_unit=plan.cost_unit,
         split_examples=split,
@@ -324,25 +326,25 @@ def row_lengths(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
     return chunk_lengths(lengths, plan.max_seq_len)
 
 
-def _by_bucket(plan: BucketPlan, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each bucket's number of examples `[K]` and their tokens `[K]`."""
-    # Dropped examples have bucket -1.
-    index = plan.assign(lengths) + 1
-    used = np.minimum(lengths, _longest(plan))
-    counts = np.bincount(index, minlength=len(plan) + 1)
-    tokens = np.bincount(index, weights=used, minlength=len(plan) + 1)
+def _by_bucket(
+    plan: BucketPlan, index: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns each bucket's number of examples `[K]` and their tokens `[K]`.
+
+    Args:
+      plan: the shapes.
+      index: `[N]` integers, the bucket of each example, -1 for one that is dropped.
+      lengths: `[N]` integers, the tokens of each example.
+    """
+    counts = np.bincount(index + 1, minlength=len(plan) + 1)
+    tokens = np.bincount(index + 1, weights=lengths, minlength=len(plan) + 1)
     return counts[1:], tokens[1:]
-
-
-def _longest(plan: BucketPlan) -> int:
-    """Returns T of the last bucket, limited to the largest 32-bit length."""
-    return min(plan.max_seq_len, MAX_LENGTH)
 
 
 def _bucket_reports(
     plan: BucketPlan, flow: RowFlow, batches: np.ndarray, tokens: np.ndarray
 ) -> tuple[BucketReport, ...]:
-    all_tokens = max(epoch_cost(batches, plan.batch_sizes * plan.boundaries), 1)
+    all_tokens = max(epoch_cost(batches, plan.batch_sizes * plan.tokens_per_row), 1)
     all_costs = epoch_cost(batches, plan.costs) or 1
     # Python's integers do not overflow.
     columns = (flow.counts, flow.carried, flow.rows, flow.dropped)
@@ -356,7 +358,7 @@ def _bucket_reports(
             batches=number,
             empty_rows=number * bucket.batch_size - rows,
             left_over=left_over,
-            padding=_padding_share(examples * bucket.seq_len, real),
+            padding=_padding_share(examples * bucket.tokens_per_row, real),
             token_share=number * bucket.num_tokens / all_tokens,
             cost_share=number * cost / all_costs,
         )

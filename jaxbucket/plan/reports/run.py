@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class BucketStats:
     def to_dict(self) -> dict[str, Any]:
         """Returns all numbers as plain Python values."""
         fields = dataclasses.asdict(self)
-        fields["bucket"] = [self.bucket.batch_size, self.bucket.seq_len]
+        fields["bucket"] = self.bucket.to_list()
         fields["loss"] = None if np.isnan(self.loss) else self.loss
         return {**fields, "seconds_per_token": self.seconds_per_token}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxbucket.base.buckets import Bucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.plan.reports.plots import new_page
 from jaxbucket.plan.reports.run import StepRecord, bucket_stats
 

@@ -1,0 +1,72 @@
+"""`Bucket`, one batch shape `[B, T]`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxbucket.base.checks import check_countable, check_positive
+from jaxbucket.base.sizes import Sizes, checked_size, total
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Bucket:
+    """One static batch shape `[B, T]`, in array order.
+
+    Examples with several sequences, such as source and target, have a T for each.
+
+    Example:
+      >>> Bucket(8, 128).num_tokens, Bucket(8, {"source": 64, "target": 32}).num_tokens
+      (1024, 768)
+
+    Attributes:
+      batch_size: B, the number of rows of the global batch, over all devices.
+      seq_len: T, the number of positions in each row; a mapping from sequence name to
+        T, stored as `Sizes`, if examples have several sequences.
+
+    Raises:
+      ValueError: if a size is not a positive integer, or B * T is not below 2**62.
+    """
+
+    batch_size: int
+    seq_len: int | Sizes
+
+    def __post_init__(self):
+        batch_size = check_positive("batch_size", self.batch_size)
+        object.__setattr__(self, "batch_size", batch_size)
+        object.__setattr__(self, "seq_len", checked_size("seq_len", self.seq_len))
+        check_countable(
+            self.num_tokens,
+            f"The number of tokens in `batch_size={self.batch_size}` rows of "
+            f"`seq_len={self.seq_len}`",
+            "Lower one of the two.",
+        )
+
+    @property
+    def tokens_per_row(self) -> int:
+        """T, or the sum of the T of several sequences."""
+        return total(self.seq_len)
+
+    @property
+    def num_tokens(self) -> int:
+        """B * T, including padding."""
+        return self.batch_size * self.tokens_per_row
+
+    def holds(self, other: Bucket) -> bool:
+        """Returns whether a batch of another bucket can be padded to this shape."""
+        if self.batch_size < other.batch_size:
+            return False
+        if isinstance(self.seq_len, Sizes) and isinstance(other.seq_len, Sizes):
+            return self.seq_len.holds(other.seq_len)
+        return self.tokens_per_row >= other.tokens_per_row
+
+    def to_list(self) -> list[Any]:
+        """Returns `[B, T]` for JSON, where T may be a dict."""
+        seq_len = self.seq_len
+        return [
+            self.batch_size,
+            dict(seq_len) if isinstance(seq_len, Sizes) else seq_len,
+        ]
+
+    def __str__(self) -> str:
+        return f"[{self.batch_size}, {self.seq_len}]"

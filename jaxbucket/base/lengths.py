@@ -1,0 +1,81 @@
+"""Lengths of examples that have several sequences, each with its own length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxbucket.base.checks import check_lengths
+from jaxbucket.base.sizes import check_sequence_names
+
+
+def check_parts(lengths: Mapping[str, ArrayLike]) -> dict[str, np.ndarray]:
+    """Returns the lengths `[N]` of each sequence, sorted by name.
+
+    Raises:
+      ValueError: if there is no sequence, a name is not a string, `check_lengths`
+        refuses the lengths of a sequence, or the numbers of examples differ.
+    """
+    check_sequence_names("lengths", lengths)
+    parts = {}
+    for name in sorted(lengths):
+        try:
+            parts[name] = check_lengths(lengths[name])
+        except ValueError as error:
+            raise ValueError(f"Sequence {name!r}: {error}") from None
+    sizes = {name: len(column) for name, column in parts.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"`lengths` has different numbers of examples for its sequences, {sizes}. "
+            "Pass one length per example for every sequence."
+        )
+    return parts
+
+
+def lengths_matrix(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
+    """Returns the lengths of several sequences as one array, `[N, Q]`.
+
+    Example:
+      >>> lengths_matrix({"target": [1, 2], "source": [3, 5]}, ["source", "target"])
+      array([[3, 1],
+             [5, 2]], dtype=int32)
+
+    Args:
+      lengths: sequence name -> `[N]` integers; or the result of this function.
+      sequences: the names of the Q sequences, sorted.
+
+    Raises:
+      ValueError: if the sequences of `lengths` are others, or `check_parts` raises it.
+    """
+    if isinstance(lengths, np.ndarray) and lengths.ndim == 2:
+        return lengths
+    if not isinstance(lengths, Mapping):
+        raise ValueError(
+            f"`lengths` is a {type(lengths).__name__}, but the plan has the sequences "
+            f"{list(sequences)}. Pass a mapping from each sequence to its lengths [N]."
+        )
+    parts = check_parts(lengths)
+    if list(parts) != list(sequences):
+        raise ValueError(
+            f"`lengths` has the sequences {list(parts)}, but the plan has "
+            f"{list(sequences)}. Pass the lengths of the same sequences."
+        )
+    return np.stack(list(parts.values()), axis=1)
+
+
+def total_lengths(lengths: np.ndarray) -> np.ndarray:
+    """Returns the number of tokens of each example over all sequences, `[N]`.
+
+    Example:
+      >>> total_lengths(np.array([[3, 1], [5, 2]]))
+      array([4, 7])
+
+    Args:
+      lengths: `[N]` lengths of one sequence, or `[N, Q]` of several.
+    """
+    if lengths.ndim == 1:
+        return lengths
+    return check_lengths(lengths.sum(axis=1, dtype=np.int64))

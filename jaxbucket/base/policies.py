@@ -1,0 +1,13 @@
+"""Names of policies that several packages share."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+# What happens to an example that is longer than the last bucket.
+Overlong: TypeAlias = Literal["error", "drop", "truncate", "split"]
+# Whether the micro-batches of a step have the same bucket.
+Group: TypeAlias = Literal["same", "mixed"]
+
+OVERLONG: tuple[str, ...] = get_args(Overlong)
+GROUPS: tuple[str, ...] = get_args(Group)

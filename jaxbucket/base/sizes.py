@@ -1,0 +1,117 @@
+"""Values for each of several sequences, such as T of the source and of the target."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from jaxbucket.base.checks import check_positive
+
+Value = TypeVar("Value")
+
+
+class PerSequence(Mapping[str, Value]):
+    """An immutable mapping from the name of a sequence to a value, sorted by name.
+
+    Args:
+      values: sequence name -> value.
+      argument: the name of the argument, for messages.
+
+    Raises:
+      ValueError: if there is no sequence, or a name is not a string.
+    """
+
+    def __init__(self, values: Mapping[str, Value], argument: str):
+        check_sequence_names(argument, values)
+        self._values = {name: values[name] for name in sorted(values)}
+
+    def __getitem__(self, name: str) -> Value:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.items())
+
+
+@functools.total_ordering
+class Sizes(PerSequence[int]):
+    """A positive integer for each of several sequences.
+
+    Sizes are ordered by their total first, so sizes that hold others come later.
+
+    Example:
+      >>> sizes = Sizes({"target": 4, "source": 8})
+      >>> sizes, sizes.total
+      ({'source': 8, 'target': 4}, 12)
+      >>> sizes.holds({"source": 8, "target": 3})
+      True
+
+    Args:
+      sizes: sequence name -> a positive integer.
+      argument: the name of the argument, for messages.
+
+    Raises:
+      ValueError: if there is no sequence, a name is not a string, or a size is not a
+        positive integer.
+    """
+
+    def __init__(self, sizes: Mapping[str, Any], argument: str = "seq_len"):
+        super().__init__(sizes, argument)
+        for name, size in self._values.items():
+            self._values[name] = check_positive(f"{argument}[{name!r}]", size)
+
+    @property
+    def total(self) -> int:
+        """The sum of all sizes."""
+        return sum(self.values())
+
+    def holds(self, others: Mapping[str, int]) -> bool:
+        """Returns whether each size is at least that of the same sequence in `others`.
+
+        Args:
+          others: a size for each of the same sequences.
+        """
+        return all(size >= others[name] for name, size in self.items())
+
+    def __lt__(self, other: Any) -> bool:
+        if not isinstance(other, Sizes):
+            return NotImplemented
+        return (self.total, *self.items()) < (other.total, *other.items())
+
+
+def check_sequence_names(argument: str, values: Mapping[Any, Any]) -> None:
+    """Raises a ValueError if a mapping is empty, or a key is not a string."""
+    if not values:
+        raise ValueError(f"`{argument}` has no sequence. Pass at least one.")
+    bad_names = [name for name in values if not isinstance(name, str)]
+    if bad_names:
+        raise ValueError(
+            f"`{argument}` has sequence names that are not strings: {bad_names}. Use "
+            "the names of features."
+        )
+
+
+def total(size: int | Sizes) -> int:
+    """Returns a size, or the sum of the sizes of several sequences."""
+    return size.total if isinstance(size, Sizes) else size
+
+
+def checked_size(name: str, value: Any) -> int | Sizes:
+    """Returns a positive integer, or `Sizes` if `value` is a mapping."""
+    if isinstance(value, Sizes):
+        return value
+    if isinstance(value, Mapping):
+        return Sizes(value, name)
+    return check_positive(name, value)
