@@ -195,17 +195,6 @@ class BucketPlan:
             return self.batch_sizes * self.tokens_per_row
         return np.array(self.step_costs)
 
-    @functools.cached_property
-    def holders(self) -> np.ndarray | None:
-        """`[K, K]` bool: whether bucket j holds every example of bucket i, for j > i.
-
-        None if examples have one length, because then every longer bucket does.
-        """
-        if not self.sequences:
-            return None
-        holds = (self.seq_lens[None] >= self.seq_lens[:, None]).all(axis=-1)
-        return np.triu(holds, 1)
-
     @property
     def unpacked(self) -> BucketPlan:
         """The same shapes for rows of one example, or for lengths of packed rows."""

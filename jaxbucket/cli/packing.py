@@ -129,7 +129,7 @@ def packed_report(
     """
     of_rows = plan.unpacked
     lost = _lost(of_rows, lengths)
-    kept = kept_lengths(lengths, plan.overlong, plan.max_seq_len)
+    kept = kept_lengths(lengths, plan.policy(), plan.max_seq_len)
     packing = pack(kept, plan.boundaries.tolist())
     epoch = report(of_rows, packing.row_lengths, **options)
     # The mean over epochs, if rows are dropped.

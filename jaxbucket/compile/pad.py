@@ -73,9 +73,8 @@ class BucketPadder:
 
         def unpadded(leaf: Any, is_sequence: bool = True) -> jax.ShapeDtypeStruct:
             shape = [source.batch_size, *leaf.shape[1:]]
-            # If a row has several sequences, each has its own length.
             if is_sequence and leaf.shape[1] == target.seq_len:
-                shape[1] = source.seq_len
+                shape[1] = source.tokens_per_row
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
         expected = Batch(

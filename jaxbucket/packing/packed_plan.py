@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -130,7 +130,7 @@ class PackedPlan:
             table.add_column(name, justify="right")
         columns = self.rows, self.segments, self.report.buckets
         for rows, segments, b in zip(*columns, strict=True):
-            is_padded = b.seq_len <= self.padded_up_to
+            is_padded = cast(int, b.seq_len) <= self.padded_up_to
             table.add_row(
                 *(str(b.batch_size), str(b.seq_len)),
                 *("padded" if is_padded else "packed", str(rows), f"{segments:.1f}"),

@@ -31,8 +31,8 @@ class RowFlow:
       batches: `[K]` int64, batches per epoch; the last batch may have empty rows.
       rows: `[K]` int64, rows of these batches that hold an example.
       dropped: `[K]` int64, examples left out of the epoch.
-      promoted: `[K]` int64, examples promoted to another bucket.
-      targets: `[K]` int64, the bucket that these are promoted to; -1 if there are none.
+      targets: `[K]` int64, the bucket that the remainder of each bucket is promoted to;
+        -1 if there is none, or if it is padded or dropped.
     """
 
     counts: np.ndarray
@@ -40,8 +40,12 @@ class RowFlow:
     batches: np.ndarray
     rows: np.ndarray
     dropped: np.ndarray
-    promoted: np.ndarray
     targets: np.ndarray
+
+    @property
+    def promoted(self) -> np.ndarray:
+        """`[K]` int64, examples promoted to another bucket."""
+        return self.counts + self.carried - self.rows - self.dropped
 
     @property
     def num_batches(self) -> int:
@@ -54,8 +58,6 @@ def flow_remainders(
     batch_sizes: Sequence[int] | np.ndarray,
     costs: Sequence[float] | np.ndarray,
     policy: Remainder = "cheapest",
-    *,
-    holders: np.ndarray | None = None,
 ) -> RowFlow:
     """Returns the rows and batches of an epoch under a policy for remainders.
 
@@ -75,16 +77,12 @@ def flow_remainders(
       costs: `[K]` numbers, the cost of a batch of each bucket, for example its B * T.
       policy: "cheapest"; "promote" to promote every remainder, except in the last
         bucket; "pad" to pad every remainder; or "drop" to leave out every remainder.
-      holders: `[K, K]` bool, whether bucket j holds the examples of bucket i, if
-        examples have several sequences; None if the next bucket always does.
 
     Raises:
       ValueError: if the policy is unknown.
     """
     check_choice("remainder", policy, get_args(Remainder))
     counts, batch_sizes = (np.asarray(x, np.int64) for x in (counts, batch_sizes))
-    if holders is not None:
-        return _flow_to(counts, batch_sizes, np.asarray(costs), holders, policy)
     choices: list[str] = [policy] * len(counts)
     if policy == "cheapest":
         choices = _cheapest(counts, batch_sizes, np.asarray(costs))
@@ -233,16 +231,6 @@ def _flow(counts: np.ndarray, batch_sizes: np.ndarray, choices: list[str]) -> Ro
         dropped = rest if choice == "drop" else 0
         rows = count + carried - promoted - dropped
         target = bucket + 1 if promoted else -1
-        columns.append((count, carried, batches, rows, dropped, promoted, target))
+        columns.append((count, carried, batches, rows, dropped, target))
         carried = promoted
     return RowFlow(*np.array(columns, np.int64).T)
-
-
-def _flow_to(
-    counts: np.ndarray,
-    batch_sizes: np.ndarray,
-    costs: np.ndarray,
-    holders: np.ndarray,
-    policy: Remainder,
-) -> RowFlow:
-    raise NotImplementedError

@@ -24,17 +24,13 @@ _SLACK = 1 - 1e-12
 
 @dataclasses.dataclass(frozen=True)
 class FlowBetween(RowFlow):
-    """The rows and batches of an epoch, with the bucket that takes each remainder.
+    """The rows and batches of an epoch of buckets with several lengths.
 
     Attributes:
-      targets: `[K]` int64, the bucket that takes the remainder of each bucket; -1 if
-        there is none, or if it is padded or dropped. In this class, `carried` counts
-        the examples from all buckets whose remainder goes here.
       exact: whether no other choice of targets is cheaper. False for the policies
         "promote", "pad" and "drop", and if a search was too large to complete.
     """
 
-    targets: np.ndarray
     exact: bool = False
 
 

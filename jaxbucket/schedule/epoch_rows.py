@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.permutation import fold, permute
-from jaxbucket.plan.remainder import Remainder, flow_remainders
+from jaxbucket.plan.epoch_flow import epoch_flow
+from jaxbucket.plan.remainder import Remainder
 from jaxbucket.schedule.grouping import Within, examples_by_bucket
 
 # (bucket, `[n]` rows, number of slots) -> `[n]` slots, by a permutation of all slots.
@@ -65,12 +66,11 @@ class EpochRows:
         self._num_examples = len(lengths)
         self._examples, counts = examples_by_bucket(plan, lengths, within)
         self._offsets = np.cumsum(counts) - counts
-        self.flow = flow_remainders(
-            counts, self.sizes, plan.costs, remainder, holders=plan.holders
-        )
+        self.flow = epoch_flow(plan, counts, remainder, group)
         self.num_batches = self.flow.num_batches
         self._first_batch = np.cumsum(self.flow.batches) - self.flow.batches
         self._check_not_empty()
+        self._promoted = self.flow.promoted.tolist()
 
     def _check_not_empty(self) -> None:
         if not self.flow.counts.any():
@@ -126,7 +126,7 @@ class EpochRows:
             examples[places[here]] = self._examples[self._offsets[bucket] + slot[here]]
             # The other slots are rows that other buckets promote to this one.
             for source in np.flatnonzero(self.flow.targets == bucket).tolist():
-                after = first + int(self.flow.promoted[source])
+                after = first + self._promoted[source]
                 here = (first <= slot) & (slot < after)
                 row = slot[here] - first + int(self.flow.rows[source])
                 if len(row):

@@ -13,6 +13,7 @@ import numpy as np
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.sizes import total
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.packed_plan import plan_packing
 from jaxbucket.packing.pattern import positions
@@ -207,13 +208,13 @@ class DriftMonitor:
         plan = self._plan
         return plan_buckets(
             lengths,
-            max_tokens=plan.max_tokens,
+            max_tokens=total(plan.max_tokens),
             max_batch_size=self._max_batch_size,
             num_buckets=len(plan),
             batch_size_multiple=plan.batch_size_multiple,
-            seq_len_multiple=plan.seq_len_multiple,
+            seq_len_multiple=total(plan.seq_len_multiple),
             max_seq_len=plan.max_seq_len,
-            overlong=plan.overlong,
+            overlong=plan.policy(),
         )
 
     def _best_packed_plan(self, lengths: np.ndarray, max_segments: int) -> BucketPlan:
@@ -225,13 +226,13 @@ class DriftMonitor:
         packed = plan_packing(
             # The added length keeps the longest T.
             np.append(plan.kept_lengths(lengths), plan.max_seq_len),
-            max_tokens=plan.max_tokens,
+            max_tokens=total(plan.max_tokens),
             max_seq_len=plan.max_seq_len,
             num_buckets=max(2, len(plan)),
             pack="always",
             max_segments_per_row=max_segments,
             batch_size_multiple=plan.batch_size_multiple,
-            seq_len_multiple=plan.seq_len_multiple,
+            seq_len_multiple=total(plan.seq_len_multiple),
         ).plan
         max_batch_size = self._max_batch_size
         max_batch_size -= max_batch_size % plan.batch_size_multiple

@@ -62,7 +62,7 @@ class StreamRun:
             open_epoch=self.open_epoch,
             num_epochs=options.num_epochs,
             max_seq_len=plan.max_seq_len,
-            overlong=plan.overlong,
+            overlong=plan.policy(),
             sequences=options.sequences,
             transform=StreamTransform(
                 options.transform,

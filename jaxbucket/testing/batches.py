@@ -15,6 +15,7 @@ import numpy as np
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_positive
+from jaxbucket.base.sizes import Sizes
 
 Step: TypeAlias = tuple[Batch, ...]
 Loader: TypeAlias = Callable[[int, int], Iterable[Batch | Step]]
@@ -146,7 +147,7 @@ def _batches(hosts: list[list[Step]]) -> Iterator[tuple[int, int, Batch]]:
 def _arrays(hosts: list[list[Step]]) -> Iterator[str]:
     """Yields a line for each array whose name, dtype or shape differs from others."""
     names: dict[str, str] = {}
-    shapes: dict[tuple[int, str], list[int]] = {}
+    shapes: dict[tuple[int | Sizes, str], list[int]] = {}
     for host, step, batch in _batches(hosts):
         prefix = f"Fixed shapes: at step {step}, host {host} has"
         arrays = dict(_arrays_of(batch))

@@ -19,13 +19,13 @@ from jaxbucket.base.lengths import total_lengths
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.table import table_text
 from jaxbucket.plan.chunks import chunk_lengths, last_chunks
+from jaxbucket.plan.epoch_flow import epoch_flow
 from jaxbucket.plan.formatting import format_cost, number_table
 from jaxbucket.plan.remainder import (
     Remainder,
     RowFlow,
     epoch_cost,
     filler_bucket,
-    flow_remainders,
 )
 
 
@@ -35,7 +35,7 @@ class BucketReport:
 
     Attributes:
       batch_size: B, over all devices.
-      seq_len: T.
+      seq_len: T, or that of each of several sequences.
       examples: examples for which this is the shortest bucket that holds them.
       carried: examples from shorter buckets that fill up batches of this bucket.
       batches: batches per epoch. A step has one batch unless it accumulates several.
@@ -48,7 +48,7 @@ class BucketReport:
     """
 
     batch_size: int
-    seq_len: int
+    seq_len: int | dict[str, int]
     examples: int
     carried: int
     batches: int
@@ -116,7 +116,7 @@ class Report:
 
     @property
     def mask_bytes(self) -> int:
-        return max(x.batch_size * x.seq_len**2 for x in self.buckets)
+        return max(x.batch_size * _squares(x.seq_len) for x in self.buckets)
 
     def with_real_tokens(self, real_tokens: int) -> Report:
         """Returns the report of the same rows with `real_tokens` real tokens."""
@@ -150,7 +150,7 @@ class Report:
             names.append(f"share of\n{'time' if self.cost_unit == 's' else 'cost'}")
         rows = (
             (
-                *(str(b.batch_size), str(b.seq_len)),
+                *(str(b.batch_size), _size_text(b.seq_len)),
                 *(f"{n:,}" for n in (b.examples, b.carried, b.batches, b.empty_rows)),
                 *(f"{b.padding:.1%}", f"{b.token_share:.1%}", f"{b.cost_share:.1%}"),
             )
@@ -287,7 +287,7 @@ def report(
     tokens[-1] += full * int(plan.tokens_per_row[-1])
     # The batches of a step that have the same bucket are filled together.
     together = accumulate if group == "same" else 1
-    flow = flow_remainders(counts, plan.rows_per_step(together), plan.costs, remainder)
+    flow = epoch_flow(plan, counts, remainder, together)
     steps = -(-flow.num_batches * together // accumulate)
     batches = flow.batches * together
     # Empty batches complete the last step.
@@ -352,7 +352,7 @@ def _bucket_reports(
     return tuple(
         BucketReport(
             batch_size=bucket.batch_size,
-            seq_len=bucket.seq_len,
+            seq_len=bucket.to_list()[1],
             examples=examples,
             carried=carried,
             batches=number,
@@ -393,3 +393,13 @@ def lag1_autocorrelation(values: np.ndarray) -> float | None:
     if not variance:
         return None
     return float((deviations[1:] * deviations[:-1]).sum()) / variance
+
+
+def _squares(seq_len: int | dict[str, int]) -> int:
+    sizes = seq_len.values() if isinstance(seq_len, dict) else [seq_len]
+    return sum(size**2 for size in sizes)
+
+
+def _size_text(seq_len: int | dict[str, int]) -> str:
+    sizes = seq_len.values() if isinstance(seq_len, dict) else [seq_len]
+    return " + ".join(map(str, sizes))

@@ -1,0 +1,31 @@
+"""The rows and batches of an epoch of a plan, of one or of several lengths."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.plan.dominance import dominates
+from jaxbucket.plan.remainder import Remainder, RowFlow, flow_remainders
+from jaxbucket.plan.remainder_between import flow_remainders_between
+
+
+def epoch_flow(
+    plan: BucketPlan, counts: np.ndarray, remainder: Remainder, together: int = 1
+) -> RowFlow:
+    """Returns the rows and batches of an epoch.
+
+    Args:
+      plan: the buckets.
+      counts: `[K]` integers, the number of examples that each bucket is assigned.
+      remainder: the policy for examples that do not fill a batch.
+      together: the number of batches of a bucket that are treated as one.
+
+    Raises:
+      ValueError: if the policy is unknown.
+    """
+    sizes = plan.rows_per_step(together)
+    if not plan.sequences:
+        return flow_remainders(counts, sizes, plan.costs, remainder)
+    above = dominates(plan.seq_lens)
+    return flow_remainders_between(counts, sizes, plan.costs, above, remainder)
