@@ -140,7 +140,7 @@ class BucketPlan:
                     f"`shapes` contains {shape!r}. Pass pairs (B, T)."
                 ) from None
             buckets.append(Bucket(batch_size, checked_size("seq_len", seq_len)))
-        buckets.sort(key=lambda bucket: (bucket.tokens_per_row, str(bucket.seq_len)))
+        buckets.sort(key=_sort_key)
         if max_tokens is None:
             max_tokens = max((bucket.num_tokens for bucket in buckets), default=1)
         return cls(
@@ -374,3 +374,10 @@ class BucketPlan:
         fields = plan_json.read(text, names)
         buckets = tuple(Bucket(b, t) for b, t in fields.pop("buckets"))
         return cls(buckets, **fields)
+
+
+def _sort_key(bucket: Bucket) -> tuple[int, list[tuple[str, int]]]:
+    """Returns a key that sorts buckets by `seq_len`, even if some have one length."""
+    seq_len = bucket.seq_len
+    parts = list(seq_len.items()) if isinstance(seq_len, Sizes) else []
+    return bucket.tokens_per_row, parts

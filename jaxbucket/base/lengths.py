@@ -16,8 +16,9 @@ def check_parts(lengths: Mapping[str, ArrayLike]) -> dict[str, np.ndarray]:
     """Returns the lengths `[N]` of each sequence, sorted by name.
 
     Raises:
-      ValueError: if there is no sequence, a name is not a string, `check_lengths`
-        refuses the lengths of a sequence, or the numbers of examples differ.
+      ValueError: if there are fewer than two sequences, a name is not a string,
+        `check_lengths` refuses the lengths of a sequence, or the numbers of examples
+        differ.
     """
     check_sequence_names("lengths", lengths)
     parts = {}
@@ -41,7 +42,7 @@ def lengths_matrix(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
     Example:
       >>> lengths_matrix({"target": [1, 2], "source": [3, 5]}, ["source", "target"])
       array([[3, 1],
-             [5, 2]], dtype=int32)
+             [5, 2]])
 
     Args:
       lengths: sequence name -> `[N]` integers; or the result of this function.

@@ -19,7 +19,7 @@ class PerSequence(Mapping[str, Value]):
       argument: the name of the argument, for messages.
 
     Raises:
-      ValueError: if there is no sequence, or a name is not a string.
+      ValueError: if there are fewer than two sequences, or a name is not a string.
     """
 
     def __init__(self, values: Mapping[str, Value], argument: str):
@@ -63,8 +63,8 @@ class Sizes(PerSequence[int]):
       argument: the name of the argument, for messages.
 
     Raises:
-      ValueError: if there is no sequence, a name is not a string, or a size is not a
-        positive integer.
+      ValueError: if there are fewer than two sequences, a name is not a string, or a
+        size is not a positive integer.
     """
 
     def __init__(self, sizes: Mapping[str, Any], argument: str = "seq_len"):
@@ -92,9 +92,12 @@ class Sizes(PerSequence[int]):
 
 
 def check_sequence_names(argument: str, values: Mapping[Any, Any]) -> None:
-    """Raises a ValueError if a mapping is empty, or a key is not a string."""
-    if not values:
-        raise ValueError(f"`{argument}` has no sequence. Pass at least one.")
+    """Raises a ValueError if there are fewer than two names, or one is not a string."""
+    if len(values) < 2:
+        raise ValueError(
+            f"`{argument}` is a mapping with the sequences {list(values)}. Name at "
+            "least two, or pass the value itself for examples with one sequence."
+        )
     bad_names = [name for name in values if not isinstance(name, str)]
     if bad_names:
         raise ValueError(

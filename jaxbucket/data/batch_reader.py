@@ -225,7 +225,7 @@ class BatchReader:
         collate = functools.partial(
             collate_rows,
             [],
-            Bucket(1, self.schedule.plan.max_seq_len),
+            Bucket(1, self.schedule.plan.buckets[-1].seq_len),
             sequences=self.sequences,
         )
         try:

@@ -379,7 +379,8 @@ def _check_packing(packing: Any, plan: BucketPlan) -> None:
         )
     longest = np.atleast_1d(packing.row_lengths.max(axis=0))
     if np.any(longest > plan.seq_lens.max(axis=0)):
+        rows = " + ".join(map(str, longest))
         raise ValueError(
-            f"`packing` has rows of {', '.join(map(str, longest))} tokens, which do "
-            f"not fit the longest bucket, `seq_len={plan.max_seq_len}`. {_PLAN_ROWS}"
+            f"`packing` has rows of {rows} tokens, which do not fit the longest "
+            f"bucket, `seq_len={plan.buckets[-1].seq_len}`. {_PLAN_ROWS}"
         )

@@ -33,7 +33,7 @@ def seeds(quick, count):
 def pairs_problem(seed):
     """Returns lengths and capacities of some sequences, and a maximum of segments."""
     rng = np.random.default_rng(seed)
-    names = NAMES[: int(rng.integers(1, 4))]
+    names = NAMES[: int(rng.integers(2, 4))]
     capacities = {name: int(rng.choice([1, 7, 30, 200])) for name in names}
     size = int(rng.choice([1, 9, 200]))
     lengths = {
@@ -69,12 +69,7 @@ def make_groups(lengths):
 def make_schedule(lengths, capacities, batch_size=4, **options):
     cap = options.pop("max_segments_per_row", None)
     packing = jb.packing.pack(lengths, capacities, max_segments_per_row=cap)
-    (seq_len,) = packing.seq_lens
-    plan = jb.plan_buckets(
-        packing.row_lengths,
-        max_tokens=batch_size * seq_len,
-        boundaries=packing.seq_lens,
-    )
+    plan = jb.BucketPlan.from_shapes([(batch_size, x) for x in packing.seq_lens])
     return jb.BatchSchedule(plan, lengths, packing=packing, **options)
 
 
@@ -102,8 +97,7 @@ def plain_fit(lengths, capacities):
 def test_rows_hold_every_example_within_the_capacities(seed):
     lengths, capacities, cap = pairs_problem(seed)
     packing = jb.packing.pack(lengths, capacities, max_segments_per_row=cap)
-    assert packing.capacities == capacities
-    assert packing.seq_lens == (sum(capacities.values()),)
+    assert packing.seq_lens == (capacities,)
     parts = packing.slot_parts
     given = np.stack(list(lengths.values()), axis=1)
     assert sorted(parts.tolist()) == sorted(given.tolist())
@@ -248,9 +242,8 @@ def test_segment_ids_match_across_sequences():
         [{"a": [1, 2], "b": [3], "c": 7}, {"a": [4], "b": [5, 6], "c": 8}],
         [{"a": [9], "b": [9], "c": 9}],
     ]
-    batch = jb.data.collate_rows(
-        rows, Bucket(2, 8), capacities={"a": 4, "b": 4}, max_segments=2
-    )
+    bucket = Bucket(2, {"a": 4, "b": 4})
+    batch = jb.data.collate_rows(rows, bucket, max_segments=2)
     assert batch.features["a"].tolist() == [[1, 2, 4, 0], [9, 0, 0, 0]]
     assert batch.features["b"].tolist() == [[3, 5, 6, 0], [9, 0, 0, 0]]
     assert batch.segment_ids["a"].tolist() == [[1, 1, 2, 0], [1, 0, 0, 0]]
@@ -258,7 +251,7 @@ def test_segment_ids_match_across_sequences():
     assert batch.positions["b"].tolist() == [[0, 0, 1, 0], [0, 0, 0, 0]]
     assert batch.features["c"].tolist() == [[7, 8], [9, 0]]
     assert (batch.num_tokens, batch.num_examples) == (8, 3)
-    assert batch.bucket == Bucket(2, 8)
+    assert batch.bucket == bucket
     mask = jb.attention.attention_mask(
         batch.segment_ids["a"], key_segment_ids=batch.segment_ids["b"]
     )
@@ -333,7 +326,7 @@ def test_packed_and_padded_pairs_have_the_same_loss_and_gradients(per):
 
     packed = list(jb.batch_dataset(source, schedule))
     assert max(int(x.segment_ids["inputs"].max()) for x in packed) > 2
-    alone = [jb.data.collate_rows(source, Bucket(40, 96), capacities=capacities)]
+    alone = [jb.data.collate_rows(source, Bucket(40, capacities))]
     (a, grads_a), (b, grads_b) = total(packed), total(alone)
     np.testing.assert_allclose(a, b, rtol=1e-6)
     difference = norm(jax.tree.map(jnp.subtract, grads_a, grads_b))
@@ -350,7 +343,6 @@ def test_batch_specs_match_the_batches():
         jb.data_mesh(),
         sequences=make_groups(lengths),
         max_segments=schedule.max_segments,
-        capacities=schedule.capacities,
     )
     dataset = jb.batch_dataset(source, schedule, sequences=make_groups(lengths))
     batch = next(iter(dataset))
@@ -416,7 +408,8 @@ def test_the_data_fingerprint_depends_on_each_sequence():
         ({"a": [1], "b": [1]}, 4, "`max_seq_len=4` is not a mapping, but the other"),
         ([1, 2], {"a": 4}, r"`lengths=\[1, 2\]` is not a mapping, but the other arg"),
         ({"a": [1], "b": [1]}, {"a": 1, "b": 10**9}, r"\['b'\]=1000000000` exceeds"),
-        ({}, {}, "has no sequence"),
+        ({}, {}, r"the sequences \[\]. Name at least two"),
+        ({"a": [1]}, {"a": 4}, r"the sequences \['a'\]. Name at least two"),
         ({1: [1], "a": [1]}, {1: 4, "a": 4}, r"names that are not strings: \[1\]"),
     ],
 )
@@ -425,35 +418,33 @@ def test_incompatible_lengths_and_capacities_are_refused(lengths, capacities, me
         jb.packing.pack(lengths, capacities)
 
 
-@pytest.mark.parametrize("plan", [jb.plan_buckets, jb.plan_packing])
-def test_planners_of_one_sequence_refuse_several(plan):
-    with pytest.raises(
-        ValueError, match=r"mapping with the keys \['a', 'b'\].* `jb.packing.pack"
-    ):
-        plan({"a": [1], "b": [2]}, max_tokens=64)
+def test_planners_of_one_sequence_refuse_several():
+    with pytest.raises(ValueError, match=r"mapping with the keys \['a', 'b'\]"):
+        jb.plan_packing({"a": [1], "b": [2]}, max_tokens=64)
 
 
 def test_schedules_require_the_sequences_of_their_packing():
     lengths = {"a": [3, 5], "b": [1, 1]}
     packing = jb.packing.pack(lengths, {"a": 8, "b": 4})
-    plan = jb.plan_buckets(packing.row_lengths, max_tokens=12, boundaries=[12])
-    with pytest.raises(ValueError, match="such examples must be packed"):
-        jb.BatchSchedule(plan, lengths)
-    with pytest.raises(ValueError, match=r"sequences \['a', 'b'\], but `lengths` has"):
+    plan = jb.BucketPlan.from_shapes([(1, x) for x in packing.seq_lens])
+    with pytest.raises(ValueError, match=r"is a list, but the plan has the sequences"):
         jb.BatchSchedule(plan, [4, 6], packing=packing)
+    with pytest.raises(ValueError, match=r"sequences \['a', 'c'\], but the plan has"):
+        jb.BatchSchedule(plan, {"a": [3, 5], "c": [1, 1]}, packing=packing)
+    other = jb.packing.pack([3, 5], 8)
+    with pytest.raises(ValueError, match=r"has the sequences \[\], but `plan` has"):
+        jb.BatchSchedule(plan, lengths, packing=other)
     with pytest.raises(ValueError, match="changed since it was packed"):
         jb.BatchSchedule(plan, {"a": [3, 4], "b": [1, 2]}, packing=packing)
     with pytest.raises(ValueError, match="padded_up_to=3"):
         jb.packing.pack(lengths, {"a": 8, "b": 4}, padded_up_to=3)
-    schedule = jb.BatchSchedule(plan, lengths, packing=packing)
-    with pytest.raises(ValueError, match="several sequences, which cannot be mixed"):
-        jb.Mixture([schedule, schedule], [1, 1])
 
 
-def test_a_plan_must_have_the_single_shape_of_the_rows():
+def test_a_plan_must_hold_the_rows():
     lengths, capacities, _ = pairs_problem(5)
     packing = jb.packing.pack(lengths, capacities)
-    plan = jb.plan_buckets(packing.row_lengths, max_tokens=1000, num_buckets=3)
+    short = {name: max(1, size // 2) for name, size in capacities.items()}
+    plan = jb.BucketPlan.from_shapes([(2, short)], overlong="drop")
     with pytest.raises(ValueError, match=r"`boundaries=packing.seq_lens`"):
         jb.BatchSchedule(plan, lengths, packing=packing)
 
@@ -474,23 +465,18 @@ def test_unbatch_checks_features_with_one_value_per_segment():
     assert len(jb.data.unbatch(batch, max_segments=2)) == 2
 
 
-def test_collate_refuses_capacities_that_do_not_fit():
-    pair = {"a": [1, 2, 3], "b": [4]}
-    with pytest.raises(ValueError, match=r"add up to 5, but bucket \[1, 6\]"):
-        jb.data.collate_rows([pair], Bucket(1, 6), capacities={"a": 3, "b": 2})
+def test_collate_refuses_sequences_that_do_not_fit():
+    pair, bucket = {"a": [1, 2, 3], "b": [4]}, Bucket(1, {"a": 2, "b": 2})
     with pytest.raises(ValueError, match="length 3 of 'a', beyond `seq_len=2`"):
-        jb.data.collate_rows([pair], Bucket(1, 4), capacities={"a": 2, "b": 2})
+        jb.data.collate_rows([pair], bucket)
+    cut = jb.data.collate_rows([pair], bucket, truncate=["a"])
+    assert cut.features["a"].tolist() == [[1, 2]]
+    with pytest.raises(ValueError, match="length 3 of 'a', beyond `seq_len=2`"):
+        jb.data.collate_rows([pair], bucket, truncate=["b"])
     with pytest.raises(ValueError, match="must be a mapping with the features of each"):
-        jb.data.collate_rows(
-            [pair], Bucket(1, 4), capacities={"a": 2, "b": 2}, sequences=["a"]
-        )
+        jb.data.collate_rows([pair], bucket, sequences=["a"])
     with pytest.raises(ValueError, match="repeats a feature"):
-        jb.data.collate_rows(
-            [pair],
-            Bucket(1, 4),
-            capacities={"a": 2, "b": 2},
-            sequences={"a": ["b"], "b": []},
-        )
+        jb.data.collate_rows([pair], bucket, sequences={"a": ["b"], "b": []})
     with pytest.raises(ValueError, match="names several sequences"):
         jb.data.collate_rows([pair], Bucket(1, 4), sequences={"a": [], "b": []})
 
@@ -505,7 +491,7 @@ def test_a_changed_length_is_refused():
 
 def test_masks_and_weights_of_several_sequences_require_a_name():
     pair = {"a": [1, 2], "b": [4]}
-    batch = jb.data.collate_rows([pair], Bucket(1, 4), capacities={"a": 2, "b": 2})
+    batch = jb.data.collate_rows([pair], Bucket(1, {"a": 2, "b": 2}))
     with pytest.raises(ValueError, match=r"Choose one of \['a', 'b'\]"):
         jb.attention.token_weights(batch)
     with pytest.raises(ValueError, match="neither before nor after a query"):
@@ -536,7 +522,7 @@ def test_the_pool_packer_gives_up_if_it_cannot_win(monkeypatch):
 def test_many_kinds_are_grouped_before_packing(seed, monkeypatch):
     monkeypatch.setattr("jaxbucket.packing.rows._MAX_KINDS", 150)
     rng = np.random.default_rng(seed)
-    names = "abcd"[: int(rng.integers(1, 5))]
+    names = "abcd"[: int(rng.integers(2, 5))]
     capacities = {name: int(rng.choice([300, 1000, 1 << 20])) for name in names}
     lengths = {x: rng.integers(1, capacities[x] + 1, 2000) for x in names}
     kinds, packed_kinds = np.stack(list(lengths.values()), axis=1), []

@@ -1,0 +1,272 @@
+"""Schedules of examples that have several sequences, each with its own length."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+from jaxbucket.plan.dominance import fits
+
+NAMES = ("frames", "source", "target")
+ORDERS = ("spread", "shuffled", "source", "ascending", "descending", "curriculum")
+REMAINDERS = ("cheapest", "promote", "pad", "drop")
+
+
+def random_problem(seed):
+    """Returns lengths of 2 or 3 sequences, and a plan of random shapes for them."""
+    rng = np.random.default_rng(seed)
+    names = NAMES[: int(rng.integers(2, 4))]
+    size, longest = int(rng.integers(1, 400)), int(rng.integers(1, 40))
+    lengths = {name: rng.integers(1, longest + 1, size) for name in names}
+    multiple = int(rng.choice([1, 2, 4]))
+    shapes = rng.integers(1, longest + 1, (int(rng.integers(0, 7)), len(names)))
+    shapes = np.unique(np.append(shapes, [[longest] * len(names)], axis=0), axis=0)
+    sizes = multiple * rng.integers(1, 5, len(shapes))
+    plan = jb.BucketPlan.from_shapes(
+        (int(b), dict(zip(names, t.tolist(), strict=True)))
+        for b, t in zip(sizes, shapes, strict=True)
+    )
+    return lengths, plan
+
+
+def make_schedule(lengths, plan, seed, **options):
+    order = options.pop("order", ORDERS[seed % len(ORDERS)])
+    if order == "curriculum":
+        order = jb.Curriculum(sum(lengths.values()))
+    return jb.BatchSchedule(plan, lengths, seed=seed, order=order, **options)
+
+
+def examples_of(schedule, epoch=0):
+    """Returns the examples of each micro-batch of an epoch."""
+    first = epoch * len(schedule)
+    steps = range(first, first + len(schedule))
+    batches = itertools.chain.from_iterable(map(schedule.micro_batches, steps))
+    return [(batch.bucket, batch.rows[batch.rows >= 0]) for batch in batches]
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_every_example_is_in_one_row_of_a_bucket_that_holds_it(seed):
+    lengths, plan = random_problem(seed)
+    remainder = REMAINDERS[seed // 7 % 3]
+    accumulate, group = 1 + seed % 3, ("same", "mixed")[seed // 3 % 2]
+    schedule = make_schedule(
+        lengths, plan, seed, remainder=remainder, accumulate=accumulate, group=group
+    )
+    for epoch in range(2):
+        batches = examples_of(schedule, epoch)
+        assert {bucket for bucket, _ in batches} <= set(plan.buckets)
+        for bucket, examples in batches:
+            for name, column in lengths.items():
+                assert (column[examples] <= bucket.seq_len[name]).all()
+        drawn = np.concatenate([examples for _, examples in batches])
+        assert sorted(drawn.tolist()) == list(range(len(drawn)))
+        assert len(drawn) == len(schedule.lengths)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_example_is_assigned_the_cheapest_row_that_holds_it(seed):
+    lengths, plan = random_problem(seed)
+    costs = plan.costs / plan.batch_sizes
+    for example, index in enumerate(plan.assign(lengths)):
+        holds = [
+            all(lengths[name][example] <= t for name, t in bucket.seq_len.items())
+            for bucket in plan.buckets
+        ]
+        assert holds[index]
+        assert costs[index] == costs[holds].min()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_remainders_that_are_dropped_are_counted(seed):
+    lengths, plan = random_problem(seed)
+    try:
+        schedule = make_schedule(lengths, plan, seed, remainder="drop")
+    except ValueError as error:
+        assert "`remainder='drop'` leaves out every example" in str(error)
+        return
+    report = schedule.report()
+    drawn = np.concatenate([x for _, x in examples_of(schedule)])
+    assert len(set(drawn.tolist())) == len(drawn) == report.examples
+    assert report.left_over_examples == len(schedule.lengths) - len(drawn)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_report_counts_the_batches_of_an_epoch(seed):
+    lengths, plan = random_problem(seed)
+    schedule = make_schedule(lengths, plan, seed, accumulate=1 + seed % 2)
+    report, batches = schedule.report(), examples_of(schedule)
+    assert report.padded_tokens == sum(bucket.num_tokens for bucket, _ in batches)
+    assert report.real_tokens == sum(int(x.sum()) for x in lengths.values())
+    for part, bucket in zip(report.buckets, plan.buckets, strict=True):
+        assert part.seq_len == bucket.seq_len
+        assert part.batches == sum(bucket == x for x, _ in batches)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_step_does_not_depend_on_other_steps(order, seed):
+    lengths, plan = random_problem(200 + seed)
+    schedule, again = (make_schedule(lengths, plan, seed, order=order) for _ in "ab")
+    steps = np.random.default_rng(seed).permutation(3 * len(schedule))[:40].tolist()
+    for step in steps:
+        np.testing.assert_array_equal(schedule[step].rows, again[step].rows)
+    assert schedule.fingerprint == again.fingerprint
+
+
+def test_epochs_are_redrawn():
+    lengths, plan = random_problem(3)
+    for order in ("spread", "shuffled", "curriculum"):
+        schedule = make_schedule(lengths, plan, 3, order=order)
+        first, second = (
+            {tuple(sorted(x.tolist())) for _, x in examples_of(schedule, epoch)}
+            for epoch in range(2)
+        )
+        assert len(first & second) < len(first)
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_hosts_load_parts_of_the_same_batches(hosts, seed):
+    rng = np.random.default_rng(seed)
+    lengths = {name: rng.integers(1, 20, 200) for name in NAMES[: 2 + seed % 2]}
+    shapes = [(24, dict.fromkeys(lengths, 10)), (24, dict.fromkeys(lengths, 20))]
+    plan = jb.BucketPlan.from_shapes(shapes)
+    schedule = jb.BatchSchedule(plan, lengths, seed=seed)
+    source = [
+        {name: np.full(int(column[i]), i) for name, column in lengths.items()}
+        | {"index": np.int32(i)}
+        for i in range(200)
+    ]
+
+    def loader(host, start):
+        shard = jb.data.RowShard((host,), hosts)
+        return jb.batch_dataset(source, schedule, shard=shard, start_step=start)
+
+    jb.testing.check_batches(
+        loader,
+        num_examples=200,
+        buckets=plan.buckets,
+        max_tokens=plan.max_tokens,
+        num_hosts=hosts,
+        resume_at=(1, len(schedule) - 1),
+    )
+    whole = list(jb.batch_dataset(source, schedule))
+    parts = zip(*(loader(host, 0) for host in range(hosts)), strict=True)
+    for batch, rows in zip(whole, parts, strict=True):
+        for name in lengths:
+            together = np.concatenate([x.features[name] for x in rows])
+            np.testing.assert_array_equal(together, batch.features[name])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_too_long_sequences_follow_the_policy_of_their_side(seed):
+    lengths, plan = random_problem(300 + seed)
+    longest = {name: max(1, t // 2) for name, t in plan.buckets[-1].seq_len.items()}
+    names = list(lengths)
+    policies = dict.fromkeys(names, "truncate") | {names[0]: "drop"}
+    plan = jb.BucketPlan.from_shapes([(4, longest)], overlong=policies)
+    is_kept = lengths[names[0]] <= longest[names[0]]
+    np.testing.assert_array_equal(plan.assign(lengths) >= 0, is_kept)
+    if not is_kept.any():
+        return
+    report = jb.report(plan, lengths)
+    cut = {name: np.minimum(x, longest[name])[is_kept] for name, x in lengths.items()}
+    assert report.dropped_examples == np.count_nonzero(~is_kept)
+    assert report.real_tokens == sum(int(x.sum()) for x in cut.values())
+    whole = sum(x[is_kept].astype(int) for x in lengths.values())
+    lost = whole - sum(cut.values())
+    assert report.truncated_examples == np.count_nonzero(lost)
+    assert report.truncated_tokens == lost.sum()
+    source = [
+        {name: np.arange(int(column[i])) for name, column in lengths.items()}
+        for i in range(len(is_kept))
+    ]
+    schedule = jb.BatchSchedule(plan, lengths, order="source")
+    rows = [
+        x
+        for batch in jb.batch_dataset(source, schedule)
+        for x in jb.data.unbatch(batch)
+    ]
+    for row, example in zip(rows, np.flatnonzero(is_kept), strict=True):
+        for name in names:
+            expected = np.arange(min(lengths[name][example], longest[name]))
+            np.testing.assert_array_equal(row[name], expected)
+
+
+def test_a_million_pairs_are_assigned_like_one_by_one():
+    rng = np.random.default_rng(0)
+    lengths = {name: rng.integers(1, 65, 300_000) for name in ("a", "b")}
+    shapes = [(8, {"a": a, "b": b}) for a in (16, 32, 64) for b in (16, 32, 64)]
+    plan = jb.BucketPlan.from_shapes(shapes)
+    index = plan.assign(lengths)
+    held = fits(np.stack([lengths["a"], lengths["b"]], axis=1), plan.seq_lens)
+    costs = np.where(held, plan.tokens_per_row, 10**6)
+    np.testing.assert_array_equal(index, costs.argmin(axis=1))
+
+
+# Invalid input
+
+
+def test_an_example_that_no_bucket_holds_is_refused():
+    plan = jb.BucketPlan.from_shapes([(1, {"a": 8, "b": 2}), (1, {"a": 2, "b": 8})])
+    with pytest.raises(ValueError, match=r"Example 1 has the lengths \{'a': 3, 'b': 3"):
+        plan.assign({"a": [8, 3], "b": [1, 3]})
+    with pytest.raises(
+        ValueError, match=r"lengths\['b'\]\[0\]=9` is beyond all buckets"
+    ):
+        plan.assign({"a": [1], "b": [9]})
+
+
+@pytest.mark.parametrize(
+    ("shapes", "fields", "message"),
+    [
+        ([(1, {"a": 2, "b": 2}), (1, 9)], {}, r"sequences \[\], but the first bucket"),
+        ([(1, {"a": 2, "b": 2}), (1, {"a": 3, "c": 3})], {}, "Use the same sequences"),
+        ([(1, {"a": 2, "b": 2})] * 2, {}, "strictly increasing `seq_len`"),
+        ([(1, {"a": 2, "b": 0})], {}, r"`seq_len\['b'\]=0` must be a positive"),
+        ([(1, {"a": 2})], {}, r"the sequences \['a'\]. Name at least two"),
+        ([(2, {"a": 2, "b": 3})], {"max_tokens": 9}, "Lower its `batch_size` to 1"),
+        (
+            [(2, {"a": 2, "b": 3})],
+            {"max_tokens": {"a": 9, "b": 5}},
+            r"holds 6 tokens, more than `max_tokens\['b'\]=5`. Lower.* to 1",
+        ),
+        (
+            [(2, {"a": 2, "b": 3})],
+            {"seq_len_multiple": {"a": 1, "b": 2}},
+            r"`seq_len\['b'\]=3` is not a multiple of `seq_len_multiple=2`",
+        ),
+        ([(1, {"a": 2, "b": 2})], {"overlong": "split"}, "requires examples with one"),
+        (
+            [(1, {"a": 2, "b": 2})],
+            {"overlong": {"a": "drop", "b": "cut"}},
+            r"`overlong\['b'\]='cut'`: choose",
+        ),
+        (
+            [(1, {"a": 2, "b": 2})],
+            {"overlong": {"a": "drop", "c": "drop"}},
+            r"`overlong` has the sequences \['a', 'c'\], but the buckets",
+        ),
+        (
+            [(1, {"a": 9, "b": 2}), (1, {"a": 2, "b": 9})],
+            {"overlong": "truncate"},
+            "requires a last bucket that holds the longest sequences, a 9, b 9",
+        ),
+    ],
+)
+def test_plans_with_invalid_sequences_are_refused(shapes, fields, message):
+    with pytest.raises(ValueError, match=message):
+        jb.BucketPlan.from_shapes(shapes, **fields)
+
+
+def test_a_plan_of_several_sequences_has_no_boundaries():
+    plan = jb.BucketPlan.from_shapes([(1, {"a": 2, "b": 2})])
+    with pytest.raises(ValueError, match="requires examples with one length"):
+        print(plan.boundaries)
+    with pytest.raises(ValueError, match="is a list, but the plan has the sequences"):
+        plan.assign([1, 2])
+    with pytest.raises(
+        ValueError, match=r"has the sequences \['a', 'c'\], but the plan"
+    ):
+        plan.assign({"a": [1], "c": [1]})
