@@ -1,0 +1,124 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxbucket.plan import remainder_between
+from jaxbucket.plan.dominance import dominates, shape_order
+from jaxbucket.plan.remainder import epoch_cost, flow_remainders
+from jaxbucket.plan.remainder_between import flow_remainders_between
+
+
+def random_buckets(seed: int, most: int = 6) -> tuple[np.ndarray, ...]:
+    """Returns counts, batch sizes, costs and dominance of random shapes."""
+    rng = np.random.default_rng(seed)
+    size, sides = int(rng.integers(1, most + 1)), int(rng.integers(1, 4))
+    seq_lens = np.unique(rng.integers(1, 8, (size, sides)), axis=0)
+    seq_lens = seq_lens[shape_order(seq_lens)]
+    totals = seq_lens.sum(axis=1)
+    batch_sizes = np.maximum(1, int(totals[-1] * rng.integers(1, 9)) // totals)
+    counts = rng.integers(0, rng.choice([4, 30, 1000]), len(totals))
+    costs = batch_sizes * totals
+    if seed % 2:
+        costs = costs * rng.uniform(0.5, 2, len(totals))
+    return counts, batch_sizes, costs, dominates(seq_lens)
+
+
+def cost_of(targets, counts, batch_sizes, costs) -> float:
+    carried, cost = [0] * len(counts), 0
+    for k, target in enumerate(targets):
+        full, rest = divmod(int(counts[k]) + carried[k], int(batch_sizes[k]))
+        cost += (full + (rest > 0 and target < 0)) * costs[k]
+        if target >= 0:
+            carried[target] += rest
+    return cost
+
+
+def least_cost(counts, batch_sizes, costs, above) -> float:
+    options = [[-1, *np.flatnonzero(row).tolist()] for row in above]
+    choices = itertools.product(*options)
+    return min(cost_of(choice, counts, batch_sizes, costs) for choice in choices)
+
+
+def check_flow(flow, batch_sizes) -> None:
+    """Checks that no example is lost or duplicated, and that each has a row."""
+    left = flow.counts + flow.carried - flow.rows - flow.dropped
+    assert flow.rows.sum() + flow.dropped.sum() == flow.counts.sum()
+    carried = np.zeros_like(left)
+    for k in np.flatnonzero(left):
+        assert 0 < left[k] < batch_sizes[k]
+        carried[flow.targets[k]] += left[k]
+    np.testing.assert_array_equal(flow.targets >= 0, left > 0)
+    np.testing.assert_array_equal(flow.carried, carried)
+    np.testing.assert_array_equal(flow.batches, -(-flow.rows // batch_sizes))
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_no_choice_of_targets_is_cheaper(seed):
+    counts, batch_sizes, costs, above = random_buckets(seed)
+    flow = flow_remainders_between(counts, batch_sizes, costs, above)
+    check_flow(flow, batch_sizes)
+    assert flow.exact
+    least = least_cost(counts, batch_sizes, costs, above)
+    assert epoch_cost(flow.batches, costs) == pytest.approx(least, rel=1e-11)
+
+
+@pytest.mark.parametrize("width", [1, 8])
+@pytest.mark.parametrize("seed", range(60))
+def test_an_incomplete_search_is_never_worse_than_simple_policies(
+    seed, width, monkeypatch
+):
+    monkeypatch.setattr(remainder_between, "_WIDTH", width)
+    arguments = random_buckets(seed, most=24)
+    counts, batch_sizes, costs, above = arguments
+    flow = flow_remainders_between(*arguments)
+    check_flow(flow, batch_sizes)
+    cost = epoch_cost(flow.batches, costs)
+    for policy in ("pad", "promote"):
+        other = flow_remainders_between(*arguments, policy=policy)
+        assert cost <= epoch_cost(other.batches, costs)
+        assert not other.exact
+    chain = np.triu(np.ones_like(above), 1)
+    flow = flow_remainders_between(counts, batch_sizes, costs, chain)
+    other = flow_remainders(counts, batch_sizes, costs)
+    assert epoch_cost(flow.batches, costs) <= epoch_cost(other.batches, costs)
+
+
+@pytest.mark.parametrize("policy", ["promote", "pad", "drop"])
+@pytest.mark.parametrize("seed", range(50))
+def test_every_remainder_follows_the_policy(seed, policy):
+    counts, batch_sizes, costs, above = random_buckets(seed)
+    flow = flow_remainders_between(counts, batch_sizes, costs, above, policy)
+    check_flow(flow, batch_sizes)
+    rests = (counts + flow.carried) % batch_sizes
+    rates = costs / batch_sizes
+    for k in range(len(counts)):
+        holding = [(rates[j], j) for j in np.flatnonzero(above[k])]
+        goes_up = policy == "promote" and bool(holding) and rests[k] > 0
+        assert flow.targets[k] == (min(holding)[1] if goes_up else -1)
+        assert flow.dropped[k] == (rests[k] if policy == "drop" else 0)
+
+
+def test_a_remainder_goes_to_the_bucket_where_it_is_free():
+    above = np.array([[0, 1, 1], [0, 0, 0], [0, 0, 0]], bool)
+    flow = flow_remainders_between([5, 2, 3], [4, 2, 4], [8, 6, 16], above)
+    assert flow.targets.tolist() == [2, -1, -1]
+    assert flow.batches.tolist() == [1, 1, 1]
+
+
+def test_costs_beyond_64_bits_are_supported():
+    above = np.array([[0, 1], [0, 0]], bool)
+    flow = flow_remainders_between([5, 7], [4, 2], [2**61, 2**62], above)
+    assert flow.targets.tolist() == [1, -1]
+    assert epoch_cost(flow.batches, np.array([2**61, 2**62])) == 2**61 + 4 * 2**62
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="`remainder='keep'`: choose 'cheapest',"):
+        flow_remainders_between([1], [1], [1], np.zeros((1, 1), bool), "keep")  # type: ignore
+
+
+def test_an_earlier_bucket_cannot_take_a_remainder():
+    above = np.array([[0, 0], [1, 0]], bool)
+    with pytest.raises(ValueError, match=r"`dominates\[1, 0\]` is True, but a rem"):
+        flow_remainders_between([1, 1], [1, 1], [1, 1], above)
