@@ -1,8 +1,8 @@
 """The cost of every shape of a grid that could be added to a set of shapes.
 
-A shape takes those examples that it holds and that cost more elsewhere. They are counted
-for all shapes of a grid at once: a cumulative sum along each sequence counts the
-examples up to every T.
+A shape takes those examples that it holds and that cost more elsewhere. They are
+counted for all shapes of a grid at once: a cumulative sum along each sequence counts
+the examples up to every T.
 """
 
 from __future__ import annotations
@@ -123,6 +123,12 @@ class Choice:
         """Returns the number of examples in each group, `[K + 1]` float64."""
         return np.bincount(groups, self.points.counts, len(self) + 1)
 
+    def groups(self, without: int | None) -> np.ndarray:
+        """Returns the cheapest shape of each point, `[P]`, without one of the shapes."""
+        if without is None:
+            return self.first
+        return np.where(self.first == without, self.second, self.first)
+
     def additions(self, grid: Grid, without: int | None = None) -> Additions:
         """Returns the choices with one more shape of a grid.
 
@@ -130,9 +136,7 @@ class Choice:
           grid: the shapes that could be added.
           without: a shape to remove first, if any.
         """
-        groups = self.first
-        if without is not None:
-            groups = np.where(groups == without, self.second, groups)
+        groups = self.groups(without)
         tables = grid.counts(self.points, groups, len(self) + 1)
         return Additions(self.ranks, self.counts(groups), tables, grid.ranks)
 
@@ -177,9 +181,9 @@ class Additions:
 
 
 def _ranks(rates: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-    """Returns columns by which examples prefer shapes, first by the first, `[n, Q + 2]`.
+    """Returns columns by which examples prefer shapes, `[n, Q + 2]`.
 
-    They are the cost of a row, and then the order of the shapes in a plan.
+    The first is the cost of a row. The others are the order of the shapes in a plan.
     """
     return np.column_stack([rates, seq_lens.sum(axis=1), seq_lens])
 

@@ -2,10 +2,10 @@
 
 Choosing shapes is a K-median problem: each example pays the rate of a shape that holds
 it. The condition that each example is in one shape is replaced by a price that an
-example pays, and that any shape with a lower rate may collect. Then the best K shapes
-are those that collect most, and for all prices the total is a lower bound (Cornuejols,
-Fisher and Nemhauser, "Location of bank accounts to optimize float", 1977). A subgradient
-method finds prices for which it is high.
+example pays, and of which any shape with a lower rate may collect the difference. Then
+the best K shapes are those that collect most, and for all prices the total is a lower
+bound (Cornuejols, Fisher and Nemhauser, "Location of bank accounts to optimize float",
+1977). A subgradient method finds prices for which it is high.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _flow_costs(
 
 @dataclasses.dataclass(frozen=True)
 class EpochSearch:
-    """A local search: shapes are replaced, dropped and added while the epoch gets cheaper.
+    """A local search: shapes are replaced, dropped and added.
 
     Attributes:
       points: the examples.
@@ -98,17 +98,10 @@ class EpochSearch:
     num_buckets: int
     num_fixed: int
 
-    def choice(self, shapes: np.ndarray) -> Choice:
-        """Returns the assignment of all points to shapes, `[K, Q]` indices."""
-        return Choice.of(self.points, shapes, self.pricing)
-
     def cost(self, shapes: np.ndarray) -> float:
         """Returns about the cost of an epoch; infinite if a point is in no shape."""
-        choice = self.choice(shapes)
-        if not choice.is_complete:
-            return np.inf
-        counts = choice.counts(choice.first)[:-1].astype(np.int64)
-        return float(self._costs(counts[None], shapes[None])[0])
+        choice = Choice.of(self.points, shapes, self.pricing)
+        return self._cost(choice, None)
 
     def improved(
         self, shapes: np.ndarray, grid_of: Callable[[np.ndarray, int], Grid]
@@ -120,55 +113,65 @@ class EpochSearch:
           grid_of: returns the shapes that can replace shape k of the given shapes, or
             that can be added as shape k = K.
         """
-        cost, failures, k = self.cost(shapes), 0, self.num_fixed
+        choice = Choice.of(self.points, shapes, self.pricing)
+        cost, failures, k = self._cost(choice, None), 0, self.num_fixed
         for _ in range(_TRIES * self.num_buckets):
-            size = len(shapes) + (len(shapes) < self.num_buckets)
+            size = len(choice) + (len(choice) < self.num_buckets)
             if failures >= size - self.num_fixed:
                 break
             k = k if k < size else self.num_fixed
-            better, better_cost = self._best(shapes, k, grid_of(shapes, k), cost)
+            grid = grid_of(choice.shapes, k)
+            better, better_cost = self._best(choice, k, grid, cost)
             failures += 1
             if better_cost < cost * _SLACK:
-                shapes, cost, failures = better, better_cost, 0
+                choice = Choice.of(self.points, better, self.pricing)
+                cost, failures = better_cost, 0
             k += 1
-        return shapes
+        return choice.shapes
 
     def _best(
-        self, shapes: np.ndarray, k: int, grid: Grid, limit: float
+        self, choice: Choice, k: int, grid: Grid, limit: float
     ) -> tuple[np.ndarray, float]:
-        """Returns the best choice without shape k or with another instead of it.
+        """Returns the best shapes without shape k or with another instead of it.
 
         Args:
-          shapes: `[K, Q]` indices.
+          choice: the present shapes.
           k: the shape to replace, or K to add one.
           grid: the shapes that can replace it.
-          limit: choices that cost more are of no interest.
+          limit: shapes that cost more are of no interest.
         """
-        choice = self.choice(shapes)
-        without = k if k < len(shapes) else None
+        without = k if k < len(choice) else None
+        others, best_cost = choice.shapes, np.inf
+        if without is not None:
+            others = np.delete(choice.shapes, k, axis=0)
+            best_cost = self._cost(choice, k)
         additions = choice.additions(grid, without)
-        others = np.delete(shapes, k, axis=0) if without is not None else shapes
-        best, best_cost = shapes, np.inf
-        if without is not None and len(others):
-            best, best_cost = others, self.cost(others)
         promising = np.flatnonzero(additions.costs < min(limit, best_cost))
         cheapest = np.argsort(additions.costs[promising], kind="stable")
         added = promising[cheapest[:_CONTENDERS]]
         if not added.size:
-            return best, best_cost
+            return others, best_cost
         counts = additions.counts(added)
         if without is not None:
             counts = np.delete(counts, without, axis=1)
         repeated = np.broadcast_to(others, (len(added), *others.shape))
-        choices = np.concatenate([repeated, grid.shapes[added][:, None]], axis=1)
+        new = grid.shapes[added]
+        choices = np.concatenate([repeated, new[:, None]], axis=1)
         costs = self._costs(counts, choices)
-        if costs.min() < best_cost:
-            best, best_cost = choices[np.argmin(costs)], float(costs.min())
-        return self._in_place(best, k), best_cost
+        best = int(np.argmin(costs))
+        if costs[best] < best_cost:
+            return np.insert(others, k, new[best], axis=0), float(costs[best])
+        return others, best_cost
 
-    def _in_place(self, shapes: np.ndarray, k: int) -> np.ndarray:
-        """Returns the shapes with the last one moved to position k."""
-        return np.insert(shapes[:-1], min(k, len(shapes) - 1), shapes[-1], axis=0)
+    def _cost(self, choice: Choice, without: int | None) -> float:
+        """Returns about the cost of an epoch, with or without one of the shapes."""
+        counts = choice.counts(choice.groups(without)).astype(np.int64)
+        if counts[-1]:
+            return np.inf
+        counts, shapes = counts[:-1], choice.shapes
+        if without is not None:
+            counts, shapes = np.delete(counts, without), np.delete(shapes, without, 0)
+        return float(self._costs(counts[None], shapes[None])[0])
 
     def _costs(self, counts: np.ndarray, choices: np.ndarray) -> np.ndarray:
         """Returns the cost of an epoch with each choice, `[n, K, Q]` indices."""

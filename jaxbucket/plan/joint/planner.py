@@ -224,8 +224,8 @@ def _check_last(
         example = int((lengths > last).any(axis=1).argmax())
         raise ValueError(
             f"`lengths[{example}]={lengths[example].tolist()}` is beyond "
-            f"`max_seq_lens={last.tolist()}`. Raise `max_seq_lens`, or drop or truncate "
-            "the example."
+            f"`max_seq_lens={last.tolist()}`. Raise `max_seq_lens`, or drop or "
+            "truncate the example."
         )
     return last
 

@@ -81,7 +81,7 @@ class Points:
         return np.stack(columns, axis=-1)
 
     def indices_of(self, seq_lens: np.ndarray) -> np.ndarray:
-        """Returns the indices of the least possible T that are at least some, `[n, Q]`."""
+        """Returns the indices of T, `[n, Q]`, rounded up to possible ones."""
         columns = zip(self.values, seq_lens.T, strict=True)
         return np.stack([np.searchsorted(values, t) for values, t in columns], axis=1)
 
