@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -87,7 +87,7 @@ class Limits:
         elif not callable(budget):
             budget = check_positive("max_tokens", budget)
         self._set("max_tokens", budget)
-        self._check_batch_sizes()
+        check_batch_size_limits(self)
         multiple, last = self.seq_len_multiple, self.max_seq_len
         if last is not None and last % multiple:
             raise ValueError(
@@ -102,22 +102,6 @@ class Limits:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-
-    def _check_batch_sizes(self) -> None:
-        most, multiple = self.max_batch_size, self.batch_size_multiple
-        if most is None:
-            return
-        if most < multiple:
-            raise ValueError(
-                f"`max_batch_size={most}` is less than `batch_size_multiple="
-                f"{multiple}`. Raise `max_batch_size` to {multiple}."
-            )
-        if most // multiple * multiple < self.min_batch_size:
-            raise ValueError(
-                f"`batch_size_multiple={multiple}` has no multiple from "
-                f"`min_batch_size={self.min_batch_size}` to `max_batch_size={most}`. "
-                f"Lower `min_batch_size` to {most // multiple * multiple}."
-            )
 
     def longest(self, lengths: np.ndarray) -> int:
         """Returns T of the last bucket.
@@ -209,7 +193,9 @@ class Limits:
             return np.array(budget, np.int64)
         if not callable(budget):
             return np.full(len(seq_lens), budget, np.int64)
-        budgets = ((t, _call("max_tokens", budget, t)) for t in seq_lens.tolist())
+        budgets = (
+            (t, call_user_function("max_tokens", budget, t)) for t in seq_lens.tolist()
+        )
         return np.array([check_positive(f"max_tokens({t})", x) for t, x in budgets])
 
     def costs(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
@@ -296,6 +282,35 @@ class Limits:
         )
 
 
+class BatchSizeLimits(Protocol):
+    """The limits on B that `Limits` and `SequenceLimits` share."""
+
+    @property
+    def batch_size_multiple(self) -> int: ...
+    @property
+    def min_batch_size(self) -> int: ...
+    @property
+    def max_batch_size(self) -> int | None: ...
+
+
+def check_batch_size_limits(limits: BatchSizeLimits) -> None:
+    """Raises a ValueError if no B satisfies the limits."""
+    most, multiple = limits.max_batch_size, limits.batch_size_multiple
+    if most is None:
+        return
+    if most < multiple:
+        raise ValueError(
+            f"`max_batch_size={most}` is less than `batch_size_multiple="
+            f"{multiple}`. Raise `max_batch_size` to {multiple}."
+        )
+    if most // multiple * multiple < limits.min_batch_size:
+        raise ValueError(
+            f"`batch_size_multiple={multiple}` has no multiple from "
+            f"`min_batch_size={limits.min_batch_size}` to `max_batch_size={most}`. "
+            f"Lower `min_batch_size` to {most // multiple * multiple}."
+        )
+
+
 def costed(plan: BucketPlan, cost_fn: CostFn | None) -> BucketPlan:
     """Returns a plan with the same shapes and new step costs.
 
@@ -321,11 +336,13 @@ def _costs(
 ) -> np.ndarray:
     """Returns the cost of a step of each shape, `[n]` float64."""
     shapes = zip(batch_sizes.tolist(), seq_lens.tolist(), strict=True)
-    costs = ((shape, _call("cost_fn", cost_fn, *shape)) for shape in shapes)
+    costs = (
+        (shape, call_user_function("cost_fn", cost_fn, *shape)) for shape in shapes
+    )
     return np.array([check_cost(f"cost_fn{shape}", cost) for shape, cost in costs])
 
 
-def _call(name: str, function: Callable[..., Any], *args: int) -> Any:
+def call_user_function(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """Calls the user's function, and turns any exception into a ValueError."""
     try:
         return function(*args)

@@ -16,8 +16,10 @@ import numpy as np
 from jaxbucket.base.checks import check_choice
 from jaxbucket.plan.remainder import Remainder, RowFlow, epoch_cost, flow_remainders
 
-# The number of partial choices that are kept after each bucket.
-_WIDTH = 2048
+# The number of partial choices that are kept after each bucket, times K**2.
+_WORK = 1 << 17
+# The fractional part of the golden ratio in 64 bits, which spreads hashes evenly.
+_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 # A choice counts as cheaper only beyond rounding errors.
 _SLACK = 1 - 1e-12
 
@@ -45,7 +47,7 @@ def flow_remainders_between(
 
     "cheapest" keeps partial choices of targets, bucket by bucket, and only discards
     those that cannot be completed to a cheaper epoch. This is exact unless thousands
-    of them remain. Then the most expensive are discarded as well, but the cost never
+    of them remain. Then the least promising are discarded as well, but the cost never
     exceeds that of "pad", of "promote", or of `flow_remainders` if each bucket
     dominates the previous one.
 
@@ -168,6 +170,7 @@ def _search(buckets: _Buckets, limit: float) -> tuple[np.ndarray | None, bool]:
 
     The targets are None if none were found.
     """
+    width = max(1, _WORK // len(buckets) ** 2)
     zeros = np.zeros((1, len(buckets)), np.int64)
     states, exact = _States(zeros, zeros - 1, np.zeros(1)), True
     costs = buckets.costs.astype(np.float64)
@@ -177,10 +180,8 @@ def _search(buckets: _Buckets, limit: float) -> tuple[np.ndarray | None, bool]:
         bound = states.cost + _least_cost(buckets, rows, k + 1)
         kept = np.flatnonzero(bound < limit * _SLACK)
         kept = kept[_cheapest_of_each(rows[kept], states.cost[kept])]
-        if len(kept) > _WIDTH:
-            batches = -(-rows[kept] // buckets.batch_sizes[k + 1 :])
-            padded = states.cost[kept] + batches @ costs[k + 1 :]
-            kept = kept[np.argsort(padded, kind="stable")[:_WIDTH]]
+        if len(kept) > width:
+            kept = kept[np.argsort(bound[kept], kind="stable")[:width]]
             exact = False
         states = states.take(kept)
     if not len(states.cost):
@@ -229,7 +230,9 @@ def _extend(states: _States, buckets: _Buckets, k: int, cost: float) -> _States:
 
 def _cheapest_of_each(rows: np.ndarray, cost: np.ndarray) -> np.ndarray:
     """Returns the cheapest of the states with equal rows in all later buckets."""
-    order = np.lexsort([cost, *rows.T])
+    # Equal rows have equal hashes, so they are neighbors in this order.
+    multipliers = np.arange(1, 2 * rows.shape[1], 2, np.uint64) * _HASH_FACTOR
+    order = np.lexsort([cost, rows.astype(np.uint64) @ multipliers])
     is_new = np.ones(len(order), bool)
     is_new[1:] = (rows[order[1:]] != rows[order[:-1]]).any(axis=1)
     return np.sort(order[is_new])

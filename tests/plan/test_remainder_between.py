@@ -63,12 +63,12 @@ def test_no_choice_of_targets_is_cheaper(seed):
     assert epoch_cost(flow.batches, costs) == pytest.approx(least, rel=1e-11)
 
 
-@pytest.mark.parametrize("width", [1, 8])
+@pytest.mark.parametrize("work", [1, 1000])
 @pytest.mark.parametrize("seed", range(60))
 def test_an_incomplete_search_is_never_worse_than_simple_policies(
-    seed, width, monkeypatch
+    seed, work, monkeypatch
 ):
-    monkeypatch.setattr(remainder_between, "_WIDTH", width)
+    monkeypatch.setattr(remainder_between, "_WORK", work)
     arguments = random_buckets(seed, most=24)
     counts, batch_sizes, costs, above = arguments
     flow = flow_remainders_between(*arguments)

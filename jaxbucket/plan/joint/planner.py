@@ -1,0 +1,247 @@
+"""The shapes that minimize the cost of an epoch, for examples with several lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jaxbucket.base.checks import MAX_LENGTH, check_accumulate, check_positive
+from jaxbucket.plan.dominance import assign_cheapest, dominates, shape_order
+from jaxbucket.plan.joint.bound import Bound, lower_bound
+from jaxbucket.plan.joint.enumeration import MAX_SHAPES, Enumeration
+from jaxbucket.plan.joint.points import Points
+from jaxbucket.plan.joint.pricing import BatchSizesFn, CostsFn, Pricing
+from jaxbucket.plan.joint.search import Search
+from jaxbucket.plan.remainder import epoch_cost
+from jaxbucket.plan.remainder_between import flow_remainders_between
+
+# With more combinations of T, only the rounded-up lengths of examples are possible.
+_MAX_SHAPES = 1 << 16
+# With more sets of shapes, not all of them are compared.
+_MAX_SETS = 10_000_000
+# Makes up for rounding errors.
+_SLACK = 1 + 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class JointPlan:
+    """Shapes for examples with several lengths.
+
+    Attributes:
+      seq_lens: `[K, Q]` int64, the T of each shape, in the order of a plan.
+      epoch_cost: the cost of an epoch, remainders included.
+      steady_cost: the cost of an epoch if every batch were full.
+      lower_bound: no epoch with at most as many shapes as allowed costs less.
+      proven: whether `epoch_cost` is proven to be the least possible.
+    """
+
+    seq_lens: np.ndarray
+    epoch_cost: float
+    steady_cost: float
+    lower_bound: float
+    proven: bool
+
+
+def plan_jointly(
+    lengths: np.ndarray,
+    num_buckets: int,
+    batch_sizes_fn: BatchSizesFn,
+    costs_fn: CostsFn,
+    *,
+    multiples: np.ndarray,
+    max_seq_lens: np.ndarray | None = None,
+    must_hold_all: bool = False,
+    accumulate: int = 1,
+) -> JointPlan:
+    """Returns at most K shapes for which an epoch is as cheap as possible.
+
+    Every example is in the cheapest shape that holds it, and remainders flow as in
+    `flow_remainders_between`. Small problems are solved exactly: all sets of shapes are
+    compared, except those that a lower bound excludes. Otherwise this is a local
+    search, and `lower_bound` says how much better any other shapes could be at most.
+
+    Example: two shapes for four pairs of lengths, by tokens.
+      >>> plan = plan_jointly(
+      ...     np.array([[2, 8], [8, 2], [3, 7], [8, 8]]),
+      ...     2,
+      ...     batch_sizes_fn=lambda seq_lens: 22 // seq_lens.sum(axis=1),
+      ...     costs_fn=lambda batch_sizes, seq_lens: batch_sizes * seq_lens.sum(axis=1),
+      ...     multiples=np.array([1, 1]),
+      ... )
+      >>> plan.seq_lens.tolist(), plan.epoch_cost, plan.proven
+      ([[3, 8], [8, 8]], 54.0, True)
+
+    Args:
+      lengths: `[N, Q]` positive integers, the lengths of the sequences of each example.
+      num_buckets: K, the largest number of shapes.
+      batch_sizes_fn: `[n, Q]` T -> `[n]` the largest allowed B, 0 if none is.
+      costs_fn: `[n]` B and `[n, Q]` T -> `[n]` the cost of a batch, positive.
+      multiples: `[Q]` integers, of which every T of a sequence is a multiple.
+      max_seq_lens: `[Q]` multiples of these, the longest T of each sequence; None for
+        the longest length, rounded up.
+      must_hold_all: whether one of the shapes must be `max_seq_lens`, so that it holds
+        every other example, too.
+      accumulate: the number of batches per step, all of the same shape.
+
+    Raises:
+      ValueError: if an argument is invalid, an example is longer than `max_seq_lens`,
+        or no K shapes that are allowed hold all examples.
+    """
+    lengths, multiples = _check_lengths(lengths, multiples)
+    last = _check_last(lengths, multiples, max_seq_lens)
+    points = Points.of(lengths, multiples, last, _MAX_SHAPES)
+    pricing = Pricing(batch_sizes_fn, costs_fn, check_accumulate(accumulate))
+    if must_hold_all and not np.isfinite(pricing(last[None]).rates[0]):
+        raise ValueError(
+            f"`max_seq_lens={last.tolist()}` does not fit in a batch, but "
+            "`must_hold_all=True` requires it. Raise the budget, or lower "
+            "`max_seq_lens`."
+        )
+    pricing = pricing.with_unit(points.seq_lens(points.indices), len(lengths))
+    problem = Search(
+        points,
+        pricing,
+        check_positive("num_buckets", num_buckets),
+        must_hold_all,
+    )
+    is_complete = np.prod(last // multiples, dtype=np.float64) <= _MAX_SHAPES
+    return _solved(problem, is_complete)
+
+
+def _solved(problem: Search, is_complete: bool) -> JointPlan:
+    seq_lens = problem.shapes()
+    plan = None if seq_lens is None else _evaluated(problem, seq_lens)
+    bound, proven = lower_bound(problem, seq_lens), False
+    if is_complete and problem.num_buckets <= MAX_SHAPES:
+        limit = np.inf if plan is None else plan.epoch_cost
+        better, proven = _enumerated(problem, bound, limit)
+        plan = plan if better is None else _evaluated(problem, better)
+    if plan is None:
+        raise ValueError(_uncovered_message(problem))
+    least = plan.epoch_cost if proven else min(bound.cost, plan.epoch_cost)
+    proven = proven or plan.epoch_cost <= least * _SLACK
+    return dataclasses.replace(plan, lower_bound=least, proven=proven)
+
+
+def _evaluated(problem: Search, seq_lens: np.ndarray) -> JointPlan:
+    """Returns a plan with some shapes, `[K, Q]` T, without those that are not used."""
+    points, pricing = problem.points, dataclasses.replace(problem.pricing, unit=0.0)
+    seq_lens = seq_lens[shape_order(seq_lens)]
+    prices = pricing(seq_lens)
+    lengths = points.seq_lens(points.indices)
+    shapes = assign_cheapest(lengths, seq_lens, prices.rates)
+    counts = np.bincount(shapes, points.counts, len(seq_lens)).astype(np.int64)
+    flow = flow_remainders_between(
+        counts, prices.batch_sizes, prices.costs, dominates(seq_lens)
+    )
+    used = flow.counts + flow.carried > 0
+    if problem.must_hold_all:
+        used[-1] = True
+    return JointPlan(
+        seq_lens=seq_lens[used],
+        epoch_cost=epoch_cost(flow.batches, prices.costs),
+        steady_cost=float(counts @ prices.rates),
+        lower_bound=0.0,
+        proven=False,
+    )
+
+
+def _enumerated(
+    problem: Search, bound: Bound, limit: float
+) -> tuple[np.ndarray | None, bool]:
+    """Returns the T of cheaper shapes, if there are any, and whether all were compared.
+
+    Args:
+      problem: the points and prices.
+      bound: the lower bound with each of the possible shapes.
+      limit: the cost of known shapes.
+    """
+    promising = bound.with_shape <= limit
+    seq_lens = problem.points.seq_lens(bound.shapes[promising])
+    if math.comb(len(seq_lens), min(problem.num_buckets, len(seq_lens))) > _MAX_SETS:
+        return None, False
+    seq_lens = seq_lens[shape_order(seq_lens)]
+    fixed = np.arange(len(seq_lens))[-int(problem.must_hold_all) or len(seq_lens) :]
+    points = problem.points
+    enumeration = Enumeration(
+        points.seq_lens(points.indices),
+        points.counts,
+        seq_lens,
+        problem.pricing(seq_lens),
+        problem.num_buckets,
+        fixed,
+    )
+    best, _, is_complete = enumeration.best(limit)
+    return None if best is None else seq_lens[best], is_complete
+
+
+def _check_lengths(
+    lengths: np.ndarray, multiples: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    lengths, multiples = np.asarray(lengths), np.asarray(multiples)
+    if lengths.ndim != 2 or not lengths.size or lengths.dtype.kind not in "iu":
+        raise ValueError(
+            f"`lengths` has shape {lengths.shape} and dtype {lengths.dtype}. Pass "
+            "integers, one row per example and one column per sequence, [N, Q]."
+        )
+    if lengths.min() < 1 or lengths.max() > MAX_LENGTH:
+        example = int(((lengths < 1) | (lengths > MAX_LENGTH)).any(axis=1).argmax())
+        raise ValueError(
+            f"`lengths[{example}]={lengths[example].tolist()}`: a length must be "
+            f"between 1 and {MAX_LENGTH}. Remove the example or measure it again."
+        )
+    return lengths, _check_sides("multiples", multiples, lengths.shape[1])
+
+
+def _check_sides(name: str, values: np.ndarray, size: int) -> np.ndarray:
+    """Returns one positive integer for each sequence, `[Q]` int64."""
+    values = np.asarray(values)
+    if values.shape != (size,) or values.dtype.kind not in "iu" or values.min() < 1:
+        raise ValueError(
+            f"`{name}={values.tolist()}` must be {size} positive integers, one for "
+            "each sequence."
+        )
+    return values.astype(np.int64)
+
+
+def _check_last(
+    lengths: np.ndarray, multiples: np.ndarray, max_seq_lens: np.ndarray | None
+) -> np.ndarray:
+    """Returns the longest T of each sequence, `[Q]` int64."""
+    longest = lengths.max(axis=0).astype(np.int64)
+    if max_seq_lens is None:
+        return -(-longest // multiples) * multiples
+    last = _check_sides("max_seq_lens", max_seq_lens, len(multiples))
+    if (last % multiples).any():
+        raise ValueError(
+            f"`max_seq_lens={last.tolist()}` are not multiples of "
+            f"`multiples={multiples.tolist()}`. Use "
+            f"{(-(-last // multiples) * multiples).tolist()}."
+        )
+    if (longest > last).any():
+        example = int((lengths > last).any(axis=1).argmax())
+        raise ValueError(
+            f"`lengths[{example}]={lengths[example].tolist()}` is beyond "
+            f"`max_seq_lens={last.tolist()}`. Raise `max_seq_lens`, or drop or "
+            "truncate the example."
+        )
+    return last
+
+
+def _uncovered_message(problem: Search) -> str:
+    """Returns the error message if no shapes hold all examples."""
+    points = problem.points
+    frontier = points.seq_lens(points.frontier())
+    alone = problem.pricing(frontier).rates
+    if not np.isfinite(alone).all():
+        shape = frontier[int(np.argmin(np.isfinite(alone)))].tolist()
+        return (
+            f"No batch of the shape {shape} is allowed, but an example needs it. Raise "
+            "the budget, or drop or truncate the example."
+        )
+    return (
+        f"No {problem.num_buckets} shapes were found that hold all examples, because "
+        f"the budget excludes the longest shapes. Raise `num_buckets` or the budget."
+    )

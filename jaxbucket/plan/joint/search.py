@@ -1,0 +1,123 @@
+"""A local search for shapes, from coarse to fine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from jaxbucket.plan.joint.additions import Grid
+from jaxbucket.plan.joint.epoch import EpochSearch
+from jaxbucket.plan.joint.points import Points
+from jaxbucket.plan.joint.pricing import Pricing
+from jaxbucket.plan.joint.steady import Steady
+
+# With more distinct examples, only some T are possible, which are refined later.
+_MAX_POINTS = 1 << 16
+# The number of shapes that can replace one: at most, and times the number of buckets.
+_MAX_GRID, _GRID_WORK = 4096, 1 << 16
+# The distances between a T and its nearest neighbors, powers of a base, by the number
+# of sequences: the base, and the number of powers.
+_POWERS = {1: (2, 8), 2: (2, 6), 3: (3, 3), 4: (4, 2)}
+_FEW_POWERS = (4, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """A local search for at most K shapes.
+
+    Attributes:
+      points: the examples, with all possible T.
+      pricing: the prices of shapes.
+      num_buckets: the largest number of shapes.
+      must_hold_all: whether one of the shapes must hold every other.
+    """
+
+    points: Points
+    pricing: Pricing
+    num_buckets: int
+    must_hold_all: bool
+
+    def shapes(self) -> np.ndarray | None:
+        """Returns the T of shapes, `[K, Q]`, or None if no K shapes were found."""
+        points = self._coarse(None)
+        coarse = dataclasses.replace(self, points=points)
+        shapes = coarse._first()
+        if shapes is None:
+            return None
+        shapes = coarse._improved(shapes)
+        if points is not self.points:
+            seq_lens = points.seq_lens(shapes)
+            points = self._coarse(self.points.indices_of(seq_lens))
+            fine = dataclasses.replace(self, points=points)
+            shapes = fine._improved(points.indices_of(seq_lens))
+        return points.seq_lens(shapes)
+
+    def _coarse(self, shapes: np.ndarray | None) -> Points:
+        """Returns the points with fewer T, but all T near those of some shapes."""
+        points, size = self.points, 2048
+        while len(points) > _MAX_POINTS:
+            axes = self.points.quantiles(size)
+            if shapes is not None:
+                near = self.points.near(shapes, self._offsets)
+                axes = [np.union1d(*pair) for pair in zip(axes, near, strict=True)]
+            points = self.points.restricted(axes)
+            if size == 1:
+                break
+            size //= 2
+        return points
+
+    @functools.cached_property
+    def _offsets(self) -> np.ndarray:
+        base, number = _POWERS.get(len(self.points.values), _FEW_POWERS)
+        steps = base ** np.arange(number)
+        return np.concatenate([-steps[::-1], [0], steps])
+
+    @functools.cached_property
+    def _grid(self) -> Grid:
+        """Shapes all over the range of lengths."""
+        size = min(_MAX_GRID, _GRID_WORK // self.num_buckets)
+        side = max(2, int(size ** (1 / len(self.points.values))))
+        return Grid.of(self.points, self.points.quantiles(side), self.pricing)
+
+    def _near(self, shapes: np.ndarray, k: int) -> Grid:
+        """Returns the neighbors of shape k, or the whole grid for a new shape."""
+        if k == len(shapes):
+            return self._grid
+        axes = self.points.near(shapes[[k]], self._offsets)
+        return Grid.of(self.points, axes, self.pricing)
+
+    def _anywhere(self, shapes: np.ndarray, k: int) -> Grid:
+        return self._grid
+
+    @property
+    def _num_fixed(self) -> int:
+        return int(self.must_hold_all)
+
+    @property
+    def _steady(self) -> Steady:
+        return Steady(self.points, self.pricing, self.num_buckets, self._num_fixed)
+
+    def _first(self) -> np.ndarray | None:
+        """Returns shapes for full batches, `[K, Q]` indices."""
+        steady, grid = self._steady, self._grid
+        fixed = self.points.last[None][: self._num_fixed]
+        shapes = steady.covered(fixed, grid)
+        if len(shapes) > self.num_buckets or not steady.choice(shapes).is_complete:
+            axes = [np.unique(side) for side in self.points.frontier().T]
+            grid = Grid.of(self.points, axes, self.pricing)
+            shapes = steady.covered(fixed, grid)
+        if len(shapes) > self.num_buckets or not steady.choice(shapes).is_complete:
+            return None
+        shapes = steady.grown(shapes, self._grid, self.num_buckets)
+        return steady.swapped(shapes, self._anywhere)
+
+    def _improved(self, shapes: np.ndarray) -> np.ndarray:
+        """Returns better shapes: first for full batches, then with remainders."""
+        shapes = self._steady.swapped(shapes, self._near)
+        epoch = EpochSearch(
+            self.points, self.pricing, self.num_buckets, self._num_fixed
+        )
+        shapes = epoch.improved(shapes, self._anywhere)
+        return epoch.improved(shapes, self._near)

@@ -1,0 +1,290 @@
+"""Limits on the shapes of a plan for examples with several sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.checks import (
+    MAX_LENGTH,
+    check_accumulate,
+    check_choice,
+    check_cost,
+    check_positive,
+    overlong_message,
+)
+from jaxbucket.base.policies import OVERLONG, Overlong
+from jaxbucket.base.sizes import PerSequence, Sizes, checked_size
+from jaxbucket.plan.costs import unit_of
+from jaxbucket.plan.limits import call_user_function, check_batch_size_limits
+
+# (B, mapping from sequence name to T) -> the cost of a step.
+SequenceCostFn: TypeAlias = Callable[[int, Mapping[str, int]], float]
+SequenceBudget: TypeAlias = (
+    int | Mapping[str, int] | Callable[[Mapping[str, int]], int]
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SequenceLimits:
+    """Limits on every shape of a plan for several sequences, and the cost of a step.
+
+    These are the options of `plan_buckets`, collected for `plan_jointly`.
+
+    Example: the largest B for two T of source and target.
+      >>> limits = SequenceLimits(
+      ...     sequences=("source", "target"), max_tokens=1024, batch_size_multiple=4
+      ... )
+      >>> limits.batch_sizes(np.array([[64, 32], [100, 100]]))
+      array([8, 4])
+
+    Attributes:
+      sequences: the names of the sequences, sorted.
+      max_tokens: the largest B * T, padding counted: the sum over all sequences, a
+        budget for each, or a function from `Sizes`, the T of each, to the sum.
+      batch_size_multiple: every B is a multiple of this number.
+      seq_len_multiple: every T is a multiple of this number, or of the one of its
+        sequence.
+      max_seq_len: the longest T of all sequences, or of each; None for the longest
+        length, rounded up.
+      min_batch_size: the smallest number of rows in a batch.
+      max_batch_size: the largest number of rows in a batch; None for no limit.
+      overlong: what happens to examples with a longer sequence: "error", "drop" or
+        "truncate"; or a mapping from sequence name to one of these.
+      cost_fn: `(batch_size, seq_lens)` -> the cost of a step; None counts tokens.
+      accumulate: the number of micro-batches per step, all of the same bucket.
+
+    Raises:
+      ValueError: if a value is out of range, the names of a mapping are not those of
+        `sequences`, or a `max_seq_len` is not a multiple of its `seq_len_multiple`.
+    """
+
+    sequences: tuple[str, ...]
+    max_tokens: SequenceBudget
+    batch_size_multiple: int = 1
+    seq_len_multiple: int | Mapping[str, int] = 1
+    max_seq_len: int | Mapping[str, int] | None = None
+    min_batch_size: int = 1
+    max_batch_size: int | None = None
+    overlong: Overlong | Mapping[str, Overlong] = "error"
+    cost_fn: SequenceCostFn | None = None
+    accumulate: int = 1
+
+    def __post_init__(self):
+        self._set("accumulate", check_accumulate(self.accumulate))
+        for name in ("batch_size_multiple", "min_batch_size"):
+            self._set(name, check_positive(name, getattr(self, name)))
+        if self.max_batch_size is not None:
+            size = check_positive("max_batch_size", self.max_batch_size)
+            self._set("max_batch_size", size)
+        check_batch_size_limits(self)
+        for name in ("max_tokens", "seq_len_multiple", "max_seq_len"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                self._set(name, self._checked(name, value))
+        self._check_overlong()
+        multiples, last = self.multiples, self._each(self.max_seq_len)
+        for name, multiple in zip(self.sequences, multiples.tolist(), strict=True):
+            if last is not None and last[name] % multiple:
+                raise ValueError(
+                    f"`max_seq_len={last[name]}` of {name!r} is not a multiple of "
+                    f"`seq_len_multiple={multiple}`. Use "
+                    f"{-(-last[name] // multiple) * multiple}."
+                )
+        if self.cost_fn is not None and not callable(self.cost_fn):
+            raise ValueError(
+                f"`cost_fn={self.cost_fn!r}` is not a function of (batch_size, "
+                "seq_lens)."
+            )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _checked(self, name: str, value: Any) -> int | Sizes:
+        size = checked_size(name, value)
+        if isinstance(size, Sizes):
+            self._check_names(name, size)
+        return size
+
+    def _check_names(self, argument: str, values: Mapping[str, Any]) -> None:
+        if set(values) != set(self.sequences):
+            raise ValueError(
+                f"`{argument}` has the sequences {sorted(values)}, but the lengths "
+                f"have {list(self.sequences)}. Pass one value for each."
+            )
+
+    def _check_overlong(self) -> None:
+        policies = self.overlong
+        if isinstance(policies, Mapping):
+            self._check_names("overlong", policies)
+            self._set("overlong", PerSequence(policies, "overlong"))
+        else:
+            policies = {"": policies}
+        choices = [policy for policy in OVERLONG if policy != "split"]
+        for name, policy in policies.items():
+            check_choice(f"overlong[{name!r}]" if name else "overlong", policy, choices)
+
+    def _each(self, value: Any) -> dict[str, Any] | None:
+        """Returns the value of each sequence; None for None."""
+        if value is None:
+            return None
+        if isinstance(value, Mapping):
+            return {name: value[name] for name in self.sequences}
+        return dict.fromkeys(self.sequences, value)
+
+    @property
+    def multiples(self) -> np.ndarray:
+        """`[Q]` int64: the multiple of each T."""
+        return np.array(list((self._each(self.seq_len_multiple) or {}).values()))
+
+    @property
+    def must_hold_all(self) -> bool:
+        """Whether one bucket must hold the longest sequences together.
+
+        Truncation requires it, because it limits each sequence by itself.
+        """
+        return "truncate" in (self._each(self.overlong) or {}).values()
+
+    def max_seq_lens(self, lengths: np.ndarray) -> np.ndarray:
+        """Returns the longest T of each sequence, `[Q]` int64.
+
+        Args:
+          lengths: `[N, Q]` integers, one row per example.
+        """
+        last = self._each(self.max_seq_len)
+        if last is not None:
+            return np.array(list(last.values()), np.int64)
+        longest = lengths.max(axis=0).astype(np.int64)
+        return -(-longest // self.multiples) * self.multiples
+
+    def planned_lengths(self, lengths: np.ndarray) -> np.ndarray:
+        """Returns the lengths of the examples to plan for, `[n, Q]`.
+
+        Args:
+          lengths: `[N, Q]` integers, one row per example.
+
+        Raises:
+          ValueError: if a sequence is too long and its policy is "error", or none is
+            left.
+        """
+        longest = np.minimum(self.max_seq_lens(lengths), MAX_LENGTH)
+        policies = self._each(self.overlong) or {}
+        is_kept = np.ones(len(lengths), bool)
+        columns = enumerate(policies.items())
+        for column, (name, policy) in columns:
+            is_over = lengths[:, column] > longest[column]
+            if policy == "error" and is_over.any():
+                limit = int(longest[column])
+                raise ValueError(overlong_message(lengths[:, column], limit, name))
+            if policy == "drop":
+                is_kept &= ~is_over
+        if not is_kept.any():
+            raise ValueError(
+                f"Every example has a sequence longer than `max_seq_len="
+                f"{self.max_seq_len}`, and `overlong='drop'` leaves all of them out. "
+                "Raise `max_seq_len`."
+            )
+        return np.minimum(lengths[is_kept], longest.astype(lengths.dtype))
+
+    def batch_sizes(self, seq_lens: np.ndarray) -> np.ndarray:
+        """Returns the largest B for each shape, `[n]` int64; 0 if no row fits.
+
+        Args:
+          seq_lens: `[n, Q]` int64, the T of each sequence.
+        """
+        rows = self._most_rows(seq_lens)
+        if self.max_batch_size is not None:
+            rows = np.minimum(rows, self.max_batch_size)
+        rows = rows // self.batch_size_multiple * self.batch_size_multiple
+        return np.where(rows < self.min_batch_size, 0, rows)
+
+    def _most_rows(self, seq_lens: np.ndarray) -> np.ndarray:
+        budget = self.max_tokens
+        if isinstance(budget, Mapping):
+            budgets = np.array([budget[name] for name in self.sequences])
+            return (budgets // seq_lens).min(axis=1)
+        totals = seq_lens.sum(axis=1)
+        if not callable(budget):
+            return budget // totals
+        budgets = [
+            check_positive(
+                f"max_tokens({sizes})", call_user_function("max_tokens", budget, sizes)
+            )
+            for sizes in self._sizes(seq_lens)
+        ]
+        return np.array(budgets) // totals
+
+    def _sizes(self, seq_lens: np.ndarray) -> Iterator[Sizes]:
+        """Yields the T of each shape by sequence name."""
+        for row in seq_lens.tolist():
+            yield Sizes(dict(zip(self.sequences, row, strict=True)))
+
+    def costs(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+        """Returns the cost of a step of each shape, `[n]`.
+
+        Args:
+          batch_sizes: `[n]` integers, the B.
+          seq_lens: `[n, Q]` int64, the T of each sequence.
+
+        Returns:
+          The tokens as int64 without a `cost_fn`, float64 costs with one.
+
+        Raises:
+          ValueError: if `cost_fn` raises an exception, or returns a cost that is not
+            positive.
+        """
+        if self.cost_fn is None:
+            return batch_sizes * seq_lens.sum(axis=1)
+        pairs = zip(batch_sizes.tolist(), self._sizes(seq_lens), strict=True)
+        costs = [
+            check_cost(
+                f"cost_fn({size}, {sizes!r})",
+                call_user_function("cost_fn", self.cost_fn, size, sizes),
+            )
+            for size, sizes in pairs
+        ]
+        return np.array(costs, np.float64)
+
+    def plan(self, seq_lens: np.ndarray) -> BucketPlan:
+        """Returns the plan whose buckets have the given T.
+
+        Args:
+          seq_lens: `[K, Q]` integers, the T of each sequence.
+
+        Raises:
+          ValueError: if a bucket cannot hold a single row.
+        """
+        batch_sizes = self.batch_sizes(seq_lens)
+        shapes = list(self._sizes(seq_lens))
+        if not batch_sizes.all():
+            bad = int(np.argmin(batch_sizes))
+            raise ValueError(
+                f"`max_tokens={self.max_tokens}` does not hold a batch of "
+                f"`seq_len={shapes[bad]!r}`. Raise `max_tokens`, or lower "
+                "`batch_size_multiple`, `min_batch_size` or `max_seq_len`."
+            )
+        buckets = sorted(
+            (Bucket(b, t) for b, t in zip(batch_sizes.tolist(), shapes, strict=True)),
+            key=lambda bucket: bucket.seq_len,
+        )
+        budget = self.max_tokens
+        if callable(budget):
+            budget = max(bucket.num_tokens for bucket in buckets)
+        plan = BucketPlan(
+            tuple(buckets),
+            max_tokens=checked_size("max_tokens", budget),
+            batch_size_multiple=self.batch_size_multiple,
+            seq_len_multiple=checked_size("seq_len_multiple", self.seq_len_multiple),
+            overlong=self.overlong,
+        )
+        if self.cost_fn is None:
+            return plan
+        costs = self.costs(plan.batch_sizes, plan.seq_lens)
+        return dataclasses.replace(
+            plan, step_costs=tuple(costs.tolist()), cost_unit=unit_of(self.cost_fn)
+        )
