@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxbucket.plan.dominance import assign_cheapest, dominates, fits, shape_order
-from jaxbucket.plan.joint.planner import plan_jointly
+from jaxbucket.plan.joint.planner import search_shapes
 from jaxbucket.plan.remainder_between import flow_remainders_between
 
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
@@ -132,7 +132,7 @@ class Epoch(NamedTuple):
 def row(pairs: Pairs, cost: str, num_buckets: int) -> dict[str, Any]:
     costs_fn = COSTS[cost]
     start = time.perf_counter()
-    plan = plan_jointly(
+    plan = search_shapes(
         pairs.lengths,
         num_buckets,
         pairs.batch_sizes,
@@ -305,7 +305,7 @@ def one_million() -> list[dict[str, Any]]:
     result = []
     for num_buckets in (8, 16, 32):
         start, cpu = time.perf_counter(), time.process_time()
-        plan = plan_jointly(
+        plan = search_shapes(
             pairs.lengths,
             num_buckets,
             pairs.batch_sizes,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -29,7 +29,7 @@ _MAX_CROSS_VALIDATED = 40
 _PENALTIES = np.array([1e-6, 0, 1e-6])
 
 
-def unit_of(cost_fn: CostFn) -> str:
+def unit_of(cost_fn: Callable[..., Any]) -> str:
     """Returns the unit of a cost function, or "cost" if it has no `unit`."""
     return str(getattr(cost_fn, "unit", "cost"))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,8 +16,14 @@ from jaxbucket.plan import boundary_rules
 from jaxbucket.plan.boundary_rules import Chooser
 from jaxbucket.plan.costs import CostFn
 from jaxbucket.plan.curve import plan_curve
+from jaxbucket.plan.joint_plan import plan_jointly, plan_sequences_at
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.optimal import optimal
+from jaxbucket.plan.sequence_limits import (
+    SequenceBudget,
+    SequenceCostFn,
+    SequenceLimits,
+)
 
 Rule: TypeAlias = Literal[
     "optimal",
@@ -35,18 +41,18 @@ RULES: dict[str, Chooser] = {"optimal": optimal, **boundary_rules.RULES}
 
 @bar_if_slow("Planning buckets")
 def plan_buckets(
-    lengths: ArrayLike,
+    lengths: ArrayLike | Mapping[str, ArrayLike],
     *,
-    max_tokens: Budget,
+    max_tokens: Budget | SequenceBudget,
     num_buckets: int | Literal["auto"] = 8,
     batch_size_multiple: int = 1,
-    seq_len_multiple: int = 1,
-    max_seq_len: int | None = None,
+    seq_len_multiple: int | Mapping[str, int] = 1,
+    max_seq_len: int | Mapping[str, int] | None = None,
     min_batch_size: int = 1,
     max_batch_size: int | None = None,
-    boundaries: Boundaries = "optimal",
-    overlong: Overlong = "error",
-    cost_fn: CostFn | None = None,
+    boundaries: Boundaries | Sequence[Mapping[str, int]] = "optimal",
+    overlong: Overlong | Mapping[str, Overlong] = "error",
+    cost_fn: CostFn | SequenceCostFn | None = None,
     accumulate: int = 1,
     compile_seconds: float | None = None,
     num_epochs: float = 1,
@@ -67,8 +73,21 @@ def plan_buckets(
       >>> [str(bucket) for bucket in plan.buckets]
       ['[21, 192]', '[10, 384]', '[8, 512]']
 
+    If examples have several sequences, such as source and target, a bucket has a T for
+    each, and the buckets are planned in all of them at once (see `plan_jointly`). Then
+    `max_tokens`, `seq_len_multiple`, `max_seq_len` and `overlong` may be mappings from
+    sequence name to a value, and functions receive such a mapping in place of T.
+
+    Example:
+      >>> pairs = {"source": lengths, "target": lengths[::-1]}
+      >>> plan = plan_buckets(
+      ...     pairs, max_tokens=4096, num_buckets=3, seq_len_multiple=64
+      ... )
+      >>> print(plan.buckets[-1])
+      [4, source 512, target 512]
+
     Args:
-      lengths: `[N]` integers, one per example.
+      lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
       max_tokens: the largest number of tokens in a global batch, padding counted. An
         integer, a function of T that returns an integer, or, if `boundaries` is a
         sequence of lengths, one integer for each.
@@ -109,17 +128,22 @@ def plan_buckets(
         `batch_size_multiple` rows of the last bucket; if the boundaries are not
         increasing multiples of `seq_len_multiple`.
     """
-    limits = Limits(
-        max_tokens=max_tokens,
-        batch_size_multiple=batch_size_multiple,
-        seq_len_multiple=seq_len_multiple,
-        max_seq_len=max_seq_len,
-        min_batch_size=min_batch_size,
-        max_batch_size=max_batch_size,
-        overlong=overlong,
-        cost_fn=cost_fn,
-        accumulate=accumulate,
-    )
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "batch_size_multiple": batch_size_multiple,
+        "seq_len_multiple": seq_len_multiple,
+        "max_seq_len": max_seq_len,
+        "min_batch_size": min_batch_size,
+        "max_batch_size": max_batch_size,
+        "overlong": overlong,
+        "cost_fn": cost_fn,
+        "accumulate": accumulate,
+    }
+    if isinstance(lengths, Mapping):
+        sequences = SequenceLimits(sequences=tuple(sorted(lengths)), **options)
+        return _plan_sequences(lengths, sequences, num_buckets, boundaries)
+    limits = Limits(**options)
+    boundaries = cast(Boundaries, boundaries)
     if num_buckets != "auto":
         return plan_within(lengths, limits, num_buckets, boundaries)
     if not isinstance(boundaries, str) or boundaries != "optimal":
@@ -160,6 +184,28 @@ def plan_within(
         ) from error
     chosen = _check_chosen(chosen, len(candidates), num_buckets)
     return limits.plan(candidates.seq_lens[chosen])
+
+
+def _plan_sequences(
+    lengths: Mapping[str, ArrayLike],
+    limits: SequenceLimits,
+    num_buckets: int | Literal["auto"],
+    boundaries: Any,
+) -> BucketPlan:
+    """Returns a plan for examples with several sequences."""
+    if isinstance(boundaries, Sequence) and not isinstance(boundaries, str):
+        return plan_sequences_at(boundaries, lengths, limits)
+    if boundaries != "optimal":
+        raise ValueError(
+            f"`boundaries={boundaries!r}` requires examples with one length. For "
+            "several sequences, choose 'optimal', or pass a list of mappings from "
+            "sequence name to T."
+        )
+    if num_buckets == "auto":
+        raise ValueError(
+            "`num_buckets='auto'` requires examples with one length. Pass an integer."
+        )
+    return plan_jointly(lengths, limits, num_buckets).plan
 
 
 def _plan_at(boundaries: list[Any], lengths: np.ndarray, limits: Limits) -> BucketPlan:

@@ -231,7 +231,7 @@ def _extend(states: _States, buckets: _Buckets, k: int, cost: float) -> _States:
 def _cheapest_of_each(rows: np.ndarray, cost: np.ndarray) -> np.ndarray:
     """Returns the cheapest of the states with equal rows in all later buckets."""
     # Equal rows have equal hashes, so they are neighbors in this order.
-    multipliers = np.arange(1, 2 * rows.shape[1], 2, np.uint64) * _HASH_FACTOR
+    multipliers = np.arange(1, 2 * rows.shape[1], 2).astype(np.uint64) * _HASH_FACTOR
     order = np.lexsort([cost, rows.astype(np.uint64) @ multipliers])
     is_new = np.ones(len(order), bool)
     is_new[1:] = (rows[order[1:]] != rows[order[:-1]]).any(axis=1)

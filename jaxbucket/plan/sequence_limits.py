@@ -25,9 +25,7 @@ from jaxbucket.plan.limits import call_user_function, check_batch_size_limits
 
 # (B, mapping from sequence name to T) -> the cost of a step.
 SequenceCostFn: TypeAlias = Callable[[int, Mapping[str, int]], float]
-SequenceBudget: TypeAlias = (
-    int | Mapping[str, int] | Callable[[Mapping[str, int]], int]
-)
+SequenceBudget: TypeAlias = int | Mapping[str, int] | Callable[[Mapping[str, int]], int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

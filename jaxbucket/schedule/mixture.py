@@ -78,6 +78,12 @@ class Mixture(Schedule):
         segments = [x.max_segments for x in self.schedules if x.max_segments]
         self.max_segments = max(segments, default=None)
         self.lengths = np.concatenate([x.lengths for x in self.schedules])
+        columns = [x.parts for x in self.schedules if x.parts is not None]
+        if columns:
+            self.parts = {
+                name: np.concatenate([parts[name] for parts in columns])
+                for name in columns[0]
+            }
         sizes = [len(x.lengths) for x in self.schedules]
         self._starts = [0, *itertools.accumulate(sizes)]
         self._turns_per_step = self._group(check_accumulate(accumulate))

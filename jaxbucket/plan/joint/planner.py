@@ -26,7 +26,7 @@ _SLACK = 1 + 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
-class JointPlan:
+class JointShapes:
     """Shapes for examples with several lengths.
 
     Attributes:
@@ -44,7 +44,7 @@ class JointPlan:
     proven: bool
 
 
-def plan_jointly(
+def search_shapes(
     lengths: np.ndarray,
     num_buckets: int,
     batch_sizes_fn: BatchSizesFn,
@@ -54,7 +54,7 @@ def plan_jointly(
     max_seq_lens: np.ndarray | None = None,
     must_hold_all: bool = False,
     accumulate: int = 1,
-) -> JointPlan:
+) -> JointShapes:
     """Returns at most K shapes for which an epoch is as cheap as possible.
 
     Every example is in the cheapest shape that holds it, and remainders flow as in
@@ -63,7 +63,7 @@ def plan_jointly(
     search, and `lower_bound` says how much better any other shapes could be at most.
 
     Example: two shapes for four pairs of lengths, by tokens.
-      >>> plan = plan_jointly(
+      >>> plan = search_shapes(
       ...     np.array([[2, 8], [8, 2], [3, 7], [8, 8]]),
       ...     2,
       ...     batch_sizes_fn=lambda seq_lens: 22 // seq_lens.sum(axis=1),
@@ -106,11 +106,11 @@ def plan_jointly(
         check_positive("num_buckets", num_buckets),
         must_hold_all,
     )
-    is_complete = np.prod(last // multiples, dtype=np.float64) <= _MAX_SHAPES
+    is_complete = math.prod((last // multiples).tolist()) <= _MAX_SHAPES
     return _solved(problem, is_complete)
 
 
-def _solved(problem: Search, is_complete: bool) -> JointPlan:
+def _solved(problem: Search, is_complete: bool) -> JointShapes:
     seq_lens = problem.shapes()
     plan = None if seq_lens is None else _evaluated(problem, seq_lens)
     bound, proven = lower_bound(problem, seq_lens), False
@@ -125,7 +125,7 @@ def _solved(problem: Search, is_complete: bool) -> JointPlan:
     return dataclasses.replace(plan, lower_bound=least, proven=proven)
 
 
-def _evaluated(problem: Search, seq_lens: np.ndarray) -> JointPlan:
+def _evaluated(problem: Search, seq_lens: np.ndarray) -> JointShapes:
     """Returns a plan with some shapes, `[K, Q]` T, without those that are not used."""
     points, pricing = problem.points, dataclasses.replace(problem.pricing, unit=0.0)
     seq_lens = seq_lens[shape_order(seq_lens)]
@@ -139,7 +139,7 @@ def _evaluated(problem: Search, seq_lens: np.ndarray) -> JointPlan:
     used = flow.counts + flow.carried > 0
     if problem.must_hold_all:
         used[-1] = True
-    return JointPlan(
+    return JointShapes(
         seq_lens=seq_lens[used],
         epoch_cost=epoch_cost(flow.batches, prices.costs),
         steady_cost=float(counts @ prices.rates),
