@@ -106,7 +106,7 @@ def plan_jointly(
         check_positive("num_buckets", num_buckets),
         must_hold_all,
     )
-    is_complete = np.prod(last // multiples, dtype=np.float64) <= _MAX_SHAPES
+    is_complete = math.prod((last // multiples).tolist()) <= _MAX_SHAPES
     return _solved(problem, is_complete)
 
 
@@ -158,6 +158,8 @@ def _enumerated(
       bound: the lower bound with each of the possible shapes.
       limit: the cost of known shapes.
     """
+    if bound.shapes is None or bound.with_shape is None:
+        return None, False
     promising = bound.with_shape <= limit
     seq_lens = problem.points.seq_lens(bound.shapes[promising])
     if math.comb(len(seq_lens), min(problem.num_buckets, len(seq_lens))) > _MAX_SETS:
